@@ -1,0 +1,29 @@
+"""A point in time after which nobody waits."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+Clock = Callable[[], float]
+"""Seconds on a monotonic clock."""
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """Absolute time on `clock`; waits take what remains of it."""
+
+    at_s: float
+    clock: Clock = time.monotonic
+
+    @classmethod
+    def after(cls, seconds: float, clock: Clock = time.monotonic) -> Deadline:
+        return cls(clock() + seconds, clock)
+
+    def remaining_s(self) -> float:
+        return max(0.0, self.at_s - self.clock())
+
+    @property
+    def has_passed(self) -> bool:
+        return self.clock() >= self.at_s

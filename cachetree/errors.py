@@ -1,0 +1,50 @@
+"""Everything that cachetree raises.
+
+    CacheTreeError
+    ├── ConfigError            a value given by the user is wrong; raised at start-up only
+    ├── FamilyMismatch         two models (or servers) cannot exchange caches; names the field
+    ├── ProfileError           a pair profile cannot be read or does not fit the models
+    └── FetchError             a fetch ended early; the request it served does a full prefill
+        ├── DeadlineExceeded
+        ├── Cancelled
+        ├── StaleEntry         the worker no longer has what it advertised
+        └── ProtocolError      a peer sent something that the protocol does not allow
+
+A miss is not an error: `match` returns no entry, `lease` and `reserve` return None.
+"""
+
+
+class CacheTreeError(Exception):
+    """Base class of all errors of this package."""
+
+
+class ConfigError(CacheTreeError):
+    """A configured value is wrong. The message names the field, the value and the remedy."""
+
+
+class FamilyMismatch(CacheTreeError):
+    """Two parties differ in a field that decides whether caches can be exchanged."""
+
+
+class ProfileError(CacheTreeError):
+    """A pair profile cannot be used. The message names the file and the field."""
+
+
+class FetchError(CacheTreeError):
+    """A fetch ended before all of its layers arrived."""
+
+
+class DeadlineExceeded(FetchError):
+    """A wait reached its deadline."""
+
+
+class Cancelled(FetchError):
+    """The owner of the fetch gave it up."""
+
+
+class StaleEntry(FetchError):
+    """The worker no longer holds pages that it had advertised."""
+
+
+class ProtocolError(FetchError):
+    """A peer broke the protocol: unknown message, wrong size, wrong checksum, too large."""

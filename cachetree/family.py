@@ -1,0 +1,98 @@
+"""Which models may exchange caches, and how large a page of each kind is."""
+
+from __future__ import annotations
+
+import hashlib
+
+import msgspec
+
+from cachetree.errors import FamilyMismatch
+from cachetree.ids import ModelId
+
+_DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
+    """What a checkpoint is, by content. Computed by `cachetree.identity.read_model_identity`.
+
+    The fields before `weights` decide the family; all of them together are the model.
+    """
+
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: str
+    """Canonical JSON of every config field that changes the rotary embedding. K is stored after
+    the rotation, so two models that rotate differently cannot share it."""
+    tokenizer: str
+    """Hex digest of the tokenizer's vocabulary and rules."""
+    weights: str
+    """Hex digest of the safetensors headers and sampled content, adapter included."""
+
+    @property
+    def model_id(self) -> ModelId:
+        return ModelId(hashlib.sha256(msgspec.json.encode(self, order="sorted")).hexdigest()[:32])
+
+
+class Family(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that must be equal before one server may read another's KV.
+
+    Two workers compare it field by field in their handshake; `tp_rank` is part of it because each
+    tensor-parallel rank exchanges its own shard of the heads with the same rank elsewhere.
+    """
+
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    num_kv_heads: int
+    head_dim: int
+    rope: str
+    tokenizer: str
+    kv_dtype: str
+    page_size: int
+    quantization: str = "none"
+    tp_size: int = 1
+    tp_rank: int = 0
+
+    @classmethod
+    def of(
+        cls, model: ModelIdentity, *, kv_dtype: str, page_size: int, tp_size: int, tp_rank: int
+    ) -> Family:
+        """The family of a model as one server runs it."""
+        return cls(
+            architecture=model.architecture,
+            num_layers=model.num_layers,
+            hidden_size=model.hidden_size,
+            num_kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            rope=model.rope,
+            tokenizer=model.tokenizer,
+            kv_dtype=kv_dtype,
+            page_size=page_size,
+            tp_size=tp_size,
+            tp_rank=tp_rank,
+        )
+
+    @property
+    def kv_page_bytes(self) -> int:
+        """Bytes of one page of one layer's KV: rows of `[token, (K, V), kv_head, head_dim]`."""
+        heads = max(1, self.num_kv_heads // self.tp_size)
+        return self.page_size * 2 * heads * self.head_dim * _DTYPE_BYTES[self.kv_dtype]
+
+    @property
+    def e_page_bytes(self) -> int:
+        """Bytes of one page of E at one layer: rows of `[token, hidden]`."""
+        return self.page_size * self.hidden_size * _DTYPE_BYTES[self.kv_dtype]
+
+    def require_equal(self, other: Family, *, who: str) -> None:
+        """Raise FamilyMismatch naming the first field in which `other` differs from this one."""
+        for field in self.__struct_fields__:
+            ours, theirs = getattr(self, field), getattr(other, field)
+            if ours != theirs:
+                raise FamilyMismatch(
+                    f"{who} cannot exchange caches with this server: {field} is {theirs!r} there "
+                    f"and {ours!r} here; use models of one family with equal server settings"
+                )

@@ -1,0 +1,54 @@
+"""Names of things: pages, models, families, places, and half-open spans of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final, NewType
+
+PageHash = NewType("PageHash", bytes)
+"""First 16 bytes of the SHA-256 chain hash of a page of tokens. It covers every token before the
+page and the tenant salt, never the model."""
+
+ModelId = NewType("ModelId", str)
+"""Hex digest of a model's content: config, weights, adapter, tokenizer. Never a name."""
+
+Location = NewType("Location", str)
+"""Where an entry lives: `LOCAL`, or the address of a remote worker (`tcp://host:port`)."""
+
+LOCAL: Final = Location("local")
+
+PAGE_HASH_BYTES: Final = 16
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Span:
+    """Half-open range `[start, stop)` of layers or of pages.
+
+    >>> Span(2, 5).intersection(Span(4, 9))
+    Span(start=4, stop=5)
+    """
+
+    start: int
+    stop: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start <= self.stop:
+            raise ValueError(f"span [{self.start}, {self.stop}) is not 0 <= start <= stop")
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def __contains__(self, index: object) -> bool:
+        return isinstance(index, int) and self.start <= index < self.stop
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.start, self.stop))
+
+    def intersection(self, other: Span) -> Span:
+        """The common part; empty, at the larger start, where there is none."""
+        start = max(self.start, other.start)
+        return Span(start, max(start, min(self.stop, other.stop)))
+
+
+EMPTY_SPAN: Final = Span(0, 0)
