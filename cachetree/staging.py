@@ -18,7 +18,7 @@ Allocate = Callable[[int], memoryview]
 
 def pageable(num_bytes: int) -> memoryview:
     """The default allocator: ordinary memory, not zeroed."""
-    return memoryview(np.empty(num_bytes, dtype=np.uint8))
+    return np.empty(num_bytes, dtype=np.uint8).data
 
 
 class Staging:
