@@ -1,0 +1,23 @@
+"""SGLang on a machine with no accelerator: `python -m sglang.launch_server --device cpu`."""
+
+import os
+
+BACKEND = "torch_cpu"
+
+
+def activate() -> str | None:
+    """Name the platform class, or None where SGLang has a better platform of its own."""
+    import torch
+
+    if os.environ.get("SGLANG_USE_CPU_ENGINE") or torch.accelerator.is_available():
+        return None
+    return "sglang_torch_cpu.platform.TorchCpuPlatform"
+
+
+def register() -> None:
+    """Offer `--attention-backend torch_cpu`; runs before the arguments are parsed."""
+    if activate() is None:
+        return
+    from sglang.srt.arg_groups.choices import add_attention_backend_choices
+
+    add_attention_backend_choices([BACKEND])
