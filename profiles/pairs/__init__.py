@@ -1,0 +1,15 @@
+"""Small trained pairs: a foundation and its fine-tunes, with documents to judge them on.
+
+    words       the 512-word vocabulary
+    documents   synthetic documents with questions, one writer per task
+    rows        packed training rows made of documents, and the copying exercises
+    model       a compact Llama for fast training on one core
+    wiring      initial attention heads that look at fixed distances
+    updates     Muon and Adam on all weights, Adam on a LoRA adapter
+    stages      the recipe: one frozen config per stage
+    train       one stage, from its start to its gates, resumable
+    export      Hugging Face folders (weights and tokenizer) and PEFT adapter folders
+    questions   the LongBench-style JSONL files
+
+`python -m profiles.pairs` runs all of it.
+"""
