@@ -1,0 +1,474 @@
+"""The tree, one situation at a time: what is there, what is held, what moved."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Collection, Sequence
+
+import pytest
+
+from cachetree.clock import Deadline
+from cachetree.entries import Change, Match
+from cachetree.errors import StaleEntry
+from cachetree.family import Family
+from cachetree.ids import LOCAL, Location, ModelId, PageHash, Span
+from cachetree.staging import pageable
+from cachetree.tree import CacheTree
+
+FAMILY = Family(
+    architecture="LlamaForCausalLM",
+    num_layers=3,
+    hidden_size=4,
+    num_kv_heads=1,
+    head_dim=2,
+    rope="{}",
+    tokenizer="t",
+    kv_dtype="float16",
+    page_size=1,
+)
+KV, E = FAMILY.kv_page_bytes, FAMILY.e_page_bytes
+PAGE = 3 * KV
+"""Bytes of one page without E."""
+A, B = ModelId("a"), ModelId("b")
+FAR, FARTHER = Location("tcp://far:1"), Location("tcp://farther:1")
+
+
+class FakeTime:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def path(text: str) -> list[PageHash]:
+    """One page per character; its hash covers the characters before it."""
+    return [
+        PageHash(hashlib.sha256(text[: i + 1].encode()).digest()[:16]) for i in range(len(text))
+    ]
+
+
+def content(model: ModelId, page: PageHash, layer: int, kind: str, size: int) -> bytes:
+    return hashlib.shake_128(f"{model}{layer}{kind}".encode() + page).digest(size)
+
+
+def store(
+    tree: CacheTree, model: ModelId, text: str, start: int = 0, e_layers: Collection[int] = ()
+) -> tuple[PageHash, ...]:
+    """Reserve, fill and commit the pages of `text` from page `start` on."""
+    pages = path(text)
+    parent = pages[start - 1] if start else None
+    reservation = tree.reserve(model, parent, pages[start:], e_layers)
+    assert reservation is not None
+    with reservation:
+        for layer in range(FAMILY.num_layers if reservation.pages else 0):
+            parts = [content(model, page, layer, "kv", KV) for page in reservation.pages]
+            reservation.kv(layer)[:] = b"".join(parts)
+        for layer in e_layers if reservation.pages else ():
+            parts = [content(model, page, layer, "e", E) for page in reservation.pages]
+            reservation.e(layer)[:] = b"".join(parts)
+        reservation.commit()
+    return reservation.pages
+
+
+def num_pages(tree: CacheTree, model: ModelId, text: str, location: Location = LOCAL) -> int:
+    found = [m for m in tree.match(path(text)) if (m.model, m.location) == (model, location)]
+    return found[0].num_pages if found else 0
+
+
+def read_kv(tree: CacheTree, model: ModelId, pages: Sequence[PageHash], layer: int) -> bytes:
+    lease = tree.lease(model, pages, "test", Deadline.after(60))
+    assert lease is not None
+    with lease:
+        return b"".join(lease.kv(layer))
+
+
+def make_tree(num_pages: int = 100, clock: FakeTime | None = None) -> CacheTree:
+    return CacheTree(FAMILY, host_bytes=num_pages * PAGE, clock=clock or FakeTime())
+
+
+def far_future() -> Deadline:
+    return Deadline(1e9)
+
+
+def test_match_reports_the_longest_prefix_per_model_and_location() -> None:
+    tree = make_tree()
+    store(tree, A, "abcd", e_layers=[1])
+    store(tree, B, "abx")
+    tree.add_remote(FAR, B, None, path("abc"), [0, 2])
+    assert sorted(tree.match(path("abcz")), key=lambda m: (m.location, m.model)) == [
+        Match(model=A, location=LOCAL, num_pages=3, e_pages={1: 3}),
+        Match(model=B, location=LOCAL, num_pages=2, e_pages={}),
+        Match(model=B, location=FAR, num_pages=3, e_pages={0: 3, 2: 3}),
+    ]
+    assert tree.match(path("z")) == []
+    assert tree.match([]) == []
+
+
+def test_e_counts_only_without_a_gap_from_the_first_page() -> None:
+    tree = make_tree()
+    store(tree, A, "ab", e_layers=[1, 2])
+    store(tree, A, "abc", start=2, e_layers=[1])
+    store(tree, A, "abcd", start=3, e_layers=[1, 2])
+    assert tree.match(path("abcd"))[0].e_pages == {1: 4, 2: 2}
+
+
+def test_a_reservation_is_invisible_until_it_is_committed() -> None:
+    tree = make_tree()
+    reservation = tree.reserve(A, None, path("ab"), [])
+    assert reservation is not None
+    assert tree.num_bytes == 2 * PAGE
+    assert tree.match(path("ab")) == []
+    reservation.commit()
+    assert num_pages(tree, A, "ab") == 2
+    with pytest.raises(RuntimeError):
+        reservation.commit()
+    with pytest.raises(RuntimeError):
+        reservation.kv(0)
+
+
+def test_a_released_or_abandoned_reservation_gives_its_bytes_back() -> None:
+    tree = make_tree()
+    reservation = tree.reserve(A, None, path("ab"), [])
+    assert reservation is not None
+    reservation.release()
+    reservation.release()
+    assert tree.num_bytes == 0
+    with pytest.raises(ZeroDivisionError):  # noqa: SIM117
+        with tree.reserve(A, None, path("ab"), []) or pytest.fail("no room"):
+            _ = 1 // 0
+    assert tree.num_bytes == 0
+    assert tree.match(path("ab")) == []
+
+
+def test_a_failed_allocation_leaves_nothing_behind() -> None:
+    def refuse(num_bytes: int) -> memoryview:
+        raise MemoryError(num_bytes)
+
+    tree = CacheTree(FAMILY, host_bytes=100 * PAGE, allocate=refuse)
+    with pytest.raises(MemoryError):
+        tree.reserve(A, None, path("ab"), [])
+    assert tree.num_bytes == 0
+
+
+def test_pages_that_the_model_has_are_skipped() -> None:
+    tree = make_tree()
+    store(tree, A, "ab")
+    reservation = tree.reserve(A, None, path("abcd"), [])
+    assert reservation is not None
+    assert (reservation.skipped, list(reservation.pages)) == (2, path("abcd")[2:])
+    assert len(reservation.kv(0)) == 2 * KV
+    reservation.release()
+    nothing = tree.reserve(A, None, path("ab"), [])
+    assert nothing is not None
+    assert (nothing.skipped, nothing.pages) == (2, ())
+    nothing.commit()
+    assert tree.num_bytes == 2 * PAGE
+
+
+def test_an_orphan_is_refused() -> None:
+    tree = make_tree()
+    assert tree.reserve(A, path("a")[0], path("ab")[1:], []) is None
+    store(tree, B, "a")
+    assert tree.reserve(A, path("a")[0], path("ab")[1:], []) is None
+
+
+def test_e_at_a_layer_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ValueError, match="E at layer 3"):
+        make_tree().reserve(A, None, path("a"), [3])
+
+
+def test_two_reservations_of_the_same_pages_become_one_entry() -> None:
+    tree = make_tree()
+    first = tree.reserve(A, None, path("ab"), [])
+    second = tree.reserve(A, None, path("abc"), [])
+    assert first is not None and second is not None
+    first.commit()
+    second.commit()
+    assert num_pages(tree, A, "abc") == 3
+    assert tree.num_pages == 3
+    assert tree.num_bytes == 5 * PAGE  # the second slab lives on for its last page
+    tree.clear()
+    assert tree.num_bytes == 0
+
+
+def test_a_split_keeps_every_byte_and_copies_none() -> None:
+    allocated: list[int] = []
+
+    def allocate(num_bytes: int) -> memoryview:
+        allocated.append(num_bytes)
+        return pageable(num_bytes)
+
+    tree = CacheTree(FAMILY, host_bytes=100 * PAGE, allocate=allocate)
+    store(tree, A, "abcdef", e_layers=[2])
+    before = tree.lease(A, path("abcdef"), "before", far_future())
+    assert before is not None
+    whole = before.kv(1)
+    store(tree, B, "abxy")
+    store(tree, B, "abcd", start=2)
+    assert allocated == [6 * (PAGE + E), 4 * PAGE, 2 * PAGE]
+    for layer in range(3):
+        expected = b"".join(content(A, page, layer, "kv", KV) for page in path("abcdef"))
+        assert read_kv(tree, A, path("abcdef"), layer) == expected
+    after = tree.lease(A, path("abcdef"), "after", far_future())
+    assert after is not None
+    # The pieces still lie side by side, so they move as one frame.
+    assert len(after.kv(1)) == 1
+    after.kv(1)[0][:1] = b"!"
+    assert whole[0][0] == ord("!")
+    expected = b"".join(content(A, page, 2, "e", E) for page in path("abcdef")[1:5])
+    assert b"".join(after.e(2, Span(1, 5))) == expected
+    with pytest.raises(StaleEntry, match="layer 1"):
+        after.e(1)
+
+
+def test_a_lease_reads_any_run_of_pages() -> None:
+    tree = make_tree()
+    store(tree, A, "abc")
+    store(tree, A, "abcde", start=3)
+    pages = path("abcde")[1:5]
+    lease = tree.lease(A, pages, "test", far_future())
+    assert lease is not None
+    assert lease.num_pages == 4
+    assert [len(view) for view in lease.kv(0)] == [2 * KV, 2 * KV]
+    assert b"".join(lease.kv(2, Span(1, 3))) == b"".join(
+        content(A, page, 2, "kv", KV) for page in pages[1:3]
+    )
+    with pytest.raises(ValueError, match="exceeds"):
+        lease.kv(0, Span(0, 5))
+
+
+def test_a_lease_of_pages_that_are_gone_is_none() -> None:
+    tree = make_tree()
+    store(tree, A, "abc")
+    store(tree, B, "abcd")
+    assert tree.lease(A, path("abcd"), "test", far_future()) is None
+    assert tree.lease(A, path("abx"), "test", far_future()) is None
+    assert tree.lease(A, path("x"), "test", far_future()) is None
+    # Consecutive means consecutive.
+    assert tree.lease(A, [path("abc")[0], path("abc")[2]], "test", far_future()) is None
+    tree.add_remote(FAR, A, path("z")[0], path("zz")[1:], [])
+    assert tree.lease(A, path("z"), "test", far_future()) is None
+
+
+def test_eviction_takes_the_least_recently_used_leaf_first() -> None:
+    tree = make_tree(6)
+    store(tree, A, "ab")
+    store(tree, A, "abc", start=2)
+    store(tree, A, "x")
+    store(tree, A, "y")
+    assert num_pages(tree, A, "abc") == 3  # a use: now x is the oldest
+    store(tree, A, "uvw")  # 2 pages must go: x, y
+    assert [num_pages(tree, A, text) for text in ("abc", "x", "y", "uvw")] == [3, 0, 0, 3]
+    store(tree, A, "s")  # then the leaf c, although a and b are as old
+    assert [num_pages(tree, A, text) for text in ("abc", "uvw", "s")] == [2, 3, 1]
+    assert tree.num_bytes == 6 * PAGE
+
+
+def test_eviction_of_one_model_leaves_the_others() -> None:
+    tree = make_tree(4)
+    store(tree, A, "ab")
+    store(tree, B, "ab")
+    assert tree.lease(B, path("ab"), "test", far_future()) is not None
+    store(tree, B, "z")
+    assert [num_pages(tree, model, "ab") for model in (A, B)] == [0, 2]
+
+
+def test_bytes_come_back_when_the_last_page_of_an_allocation_goes() -> None:
+    tree = make_tree(4)
+    store(tree, A, "abcd")
+    tree.add_remote(FAR, B, None, path("ab"), [])  # splits the node in two
+    assert tree.num_bytes == 4 * PAGE
+    store(tree, A, "z")  # c, d alone would free nothing, so a, b go too
+    assert num_pages(tree, A, "abcd") == 0
+    assert tree.num_bytes == PAGE
+
+
+def test_what_cannot_fit_evicts_nothing() -> None:
+    tree = make_tree(4)
+    store(tree, A, "ab")
+    store(tree, A, "x")
+    assert tree.reserve(A, None, path("vwxyz"), []) is None
+    lease = tree.lease(A, path("ab"), "test", far_future())
+    assert lease is not None
+    assert tree.reserve(A, None, path("uvw"), []) is None
+    assert num_pages(tree, A, "x") == 1
+    # Pages that would hang below evictable ones need those to stay.
+    lease.release()
+    assert tree.reserve(A, path("ab")[1], path("abcde")[2:], []) is None
+    assert num_pages(tree, A, "ab") == 2
+
+
+def test_a_leased_page_and_all_before_it_stay() -> None:
+    tree = make_tree(4)
+    store(tree, A, "ab")
+    store(tree, A, "abcd", start=2)
+    lease = tree.lease(A, path("abc")[2:], "test", far_future())
+    assert lease is not None
+    assert tree.reserve(A, None, path("z"), []) is None
+    tree.clear()
+    assert num_pages(tree, A, "abcd") == 4
+    lease.release()
+    with pytest.raises(StaleEntry):
+        lease.kv(0)
+    store(tree, A, "z")
+    assert num_pages(tree, A, "abcd") == 2
+
+
+def test_a_lease_on_the_head_of_a_split_node_frees_the_tail() -> None:
+    tree = make_tree()
+    store(tree, A, "abcd")
+    assert tree.lease(A, path("ab"), "test", far_future()) is not None
+    store(tree, B, "ab")
+    tree.clear()
+    assert num_pages(tree, A, "abcd") == 2
+    assert num_pages(tree, B, "ab") == 0
+
+
+def test_a_lease_on_the_tail_of_a_split_node_keeps_the_head() -> None:
+    tree = make_tree()
+    store(tree, A, "abcd")
+    assert tree.lease(A, path("abcd")[2:], "test", far_future()) is not None
+    store(tree, B, "ab")
+    tree.clear()
+    assert num_pages(tree, A, "abcd") == 4
+
+
+def test_leases_end_at_their_deadline() -> None:
+    clock = FakeTime()
+    tree = make_tree(2, clock)
+    store(tree, A, "ab")
+    lease = tree.lease(A, path("ab"), "slow reader", Deadline.after(5, clock))
+    assert lease is not None
+    clock.now_s = 4.9
+    assert tree.reserve(A, None, path("z"), []) is None
+    clock.now_s = 5.0
+    view = lease.kv(0)[0]
+    held = bytes(view)
+    store(tree, A, "z")
+    with pytest.raises(StaleEntry, match="slow reader"):
+        lease.kv(0)
+    assert bytes(view) == held  # a view taken before is never overwritten
+
+
+def test_an_open_reservation_keeps_its_parent() -> None:
+    tree = make_tree()
+    store(tree, A, "ab")
+    reservation = tree.reserve(A, path("ab")[1], path("abc")[2:], [])
+    assert reservation is not None
+    tree.clear()
+    assert num_pages(tree, A, "ab") == 2
+    reservation.commit()
+    assert num_pages(tree, A, "abc") == 3
+    tree.clear()
+    assert (tree.num_bytes, tree.num_pages) == (0, 0)
+
+
+def test_remote_entries_hold_no_bytes_and_go_as_they_came() -> None:
+    tree = make_tree()
+    tree.add_remote(FAR, A, None, path("abcd"), [1])
+    tree.add_remote(FARTHER, A, None, path("ab"), [])
+    tree.add_remote(FAR, A, path("abcd")[3], path("abcdef")[4:], [])
+    assert tree.num_bytes == 0
+    assert num_pages(tree, A, "abcdef", FAR) == 6
+    tree.drop_remote(FAR, A, path("abcdef")[5:])
+    assert num_pages(tree, A, "abcdef", FAR) == 5
+    tree.drop_remote(FAR, A, path("abcdef")[1:3])  # what hangs below goes too
+    assert num_pages(tree, A, "abcdef", FAR) == 1
+    assert num_pages(tree, A, "abcdef", FARTHER) == 2
+    tree.forget(FARTHER)
+    assert tree.match(path("abcdef")) == [Match(model=A, location=FAR, num_pages=1, e_pages={1: 1})]
+    tree.forget(FAR)
+    assert tree.match(path("abcdef")) == []
+    with pytest.raises(ValueError, match="not advertised"):
+        tree.add_remote(LOCAL, A, None, path("a"), [])
+
+
+def test_adverts_that_could_never_match_are_left_out() -> None:
+    tree = make_tree()
+    store(tree, A, "abc")
+    tree.add_remote(FAR, A, path("ab")[1], path("abc")[2:], [])  # no parent there
+    tree.add_remote(FAR, A, None, path("abc")[1:], [])  # page b is not at the root
+    tree.add_remote(FAR, A, None, [*path("x"), *path("ab")], [])  # a is not after x
+    tree.add_remote(FARTHER, A, None, path("y") * 2, [])
+    assert [(m.location, m.num_pages) for m in tree.match(path("abc"))] == [(LOCAL, 3)]
+    assert tree.match([*path("x"), *path("ab")])[0].num_pages == 1
+    assert tree.lease(A, path("abc"), "test", far_future()) is not None
+    assert tree.match(path("y") * 2)[0].num_pages == 1
+
+
+def test_subscribers_learn_of_every_change_in_order() -> None:
+    tree = make_tree(4)
+    store(tree, A, "ab", e_layers=[])
+    store(tree, B, "a")
+    changes: list[Change] = []
+    now, unsubscribe = tree.subscribe(changes.append)
+    ab, a = path("ab"), path("a")
+
+    def change(added: bool, model: ModelId, parent: PageHash | None, *pages: PageHash) -> Change:
+        return Change(added=added, model=model, parent=parent, pages=pages, e_layers=())
+
+    # The first model's node was split by the second's.
+    assert now == [
+        change(True, A, None, *a),
+        change(True, B, None, *a),
+        change(True, A, a[0], ab[1]),
+    ]
+    store(tree, A, "abc", start=2)
+    store(tree, A, "z")
+    assert changes == [
+        change(True, A, ab[1], path("abc")[2]),
+        change(False, B, None, *a),
+        change(True, A, None, *path("z")),
+    ]
+    unsubscribe()
+    unsubscribe()
+    tree.clear()
+    assert len(changes) == 3
+
+
+def test_a_long_conversation_does_not_exhaust_the_stack() -> None:
+    tree = make_tree(3000)
+    pages = [PageHash(i.to_bytes(16, "big")) for i in range(2500)]
+    for i, page in enumerate(pages):
+        reservation = tree.reserve(A, pages[i - 1] if i else None, [page], [])
+        assert reservation is not None
+        reservation.commit()
+    assert tree.match(pages)[0].num_pages == 2500
+    assert len(tree.subscribe(lambda change: None)[0]) == 2500
+    tree.forget(FAR)
+    tree.clear()
+    assert tree.num_bytes == 0
+
+
+def test_threads_share_one_tree() -> None:
+    tree = CacheTree(FAMILY, host_bytes=40 * PAGE)
+    errors: list[BaseException] = []
+
+    def use(model: ModelId, letters: str) -> None:
+        try:
+            for i in range(200):
+                text = letters[i % 3] + letters[i % 5] + letters[i % 7]
+                store(tree, model, text)
+                lease = tree.lease(model, path(text), "thread", Deadline.after(10))
+                if lease is not None:
+                    with lease:
+                        expected = b"".join(content(model, p, 1, "kv", KV) for p in path(text))
+                        assert b"".join(lease.kv(1)) == expected
+                assert tree.num_bytes <= tree.host_bytes
+        except BaseException as exc:  # noqa: BLE001  handed to the main thread
+            errors.append(exc)
+
+    threads = [
+        threading.Thread(target=use, args=(model, letters))
+        for model in (A, B)
+        for letters in ("abcdefg", "gfedcba")
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    tree.clear()
+    assert tree.num_bytes == 0
