@@ -1,0 +1,71 @@
+"""Addresses of workers: parsed once, refused loudly."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from cachetree.errors import ConfigError
+
+_EXAMPLE = "write it as tcp://HOST:PORT, for example tcp://127.0.0.1:7788"
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """A TCP endpoint. `*` as host means every interface."""
+
+    host: str
+    port: int
+
+    @property
+    def url(self) -> str:
+        return (
+            f"tcp://[{self.host}]:{self.port}" if self.is_ipv6 else f"tcp://{self.host}:{self.port}"
+        )
+
+    @property
+    def is_ipv6(self) -> bool:
+        return ":" in self.host
+
+    @property
+    def is_loopback(self) -> bool:
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+
+def parse_address(value: str, *, field: str) -> Address:
+    """An address as a user wrote it; raises ConfigError naming field, value and remedy."""
+    try:
+        parts = urlsplit(value)
+        host, port = parts.hostname, parts.port
+    except ValueError as exc:
+        raise ConfigError(f"{field} is {value!r}: {exc}; {_EXAMPLE}") from exc
+    if parts.scheme != "tcp" or not host or port is None or parts.path or parts.query:
+        raise ConfigError(f"{field} is {value!r}, which is not an address; {_EXAMPLE}")
+    return Address("127.0.0.1" if host == "localhost" else host, port)
+
+
+def parse_remote(value: str, *, field: str) -> Address:
+    """The address of a worker to connect to."""
+    address = parse_address(value, field=field)
+    if address.port == 0 or address.host == "*":
+        raise ConfigError(f"{field} is {value!r}, which names no single worker; {_EXAMPLE}")
+    return address
+
+
+def parse_listen(value: str, *, field: str, insecure: bool) -> Address:
+    """The address to bind. Port 0 takes a free one.
+
+    The transport neither encrypts nor authenticates, so anything but loopback must be asked for.
+    """
+    address = parse_address(value, field=field)
+    if not (address.is_loopback or insecure):
+        raise ConfigError(
+            f"{field} is {value!r}, which other machines can reach, and this release neither "
+            "encrypts nor authenticates; use a loopback address such as tcp://127.0.0.1:0, or "
+            "set insecure: true on a network that you trust"
+        )
+    return address

@@ -1,0 +1,100 @@
+"""What an operator may set on a worker and on its peers."""
+
+from __future__ import annotations
+
+import msgspec
+
+from cachetree.errors import ConfigError
+from cachetree.transport.wire import MAX_FRAME_BYTES, MIN_FRAME_BYTES
+
+
+class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a worker serves its tree."""
+
+    listen: str = "tcp://127.0.0.1:0"
+    """Address to bind; port 0 takes a free one."""
+    insecure: bool = False
+    """Allow an address that other machines can reach. Nothing is encrypted or authenticated."""
+    model: str = ""
+    """Id of the model this server runs; empty where it runs none."""
+    max_bytes_per_s: float | None = None
+    """Cap on what all streams together send; None for no cap."""
+    frame_bytes: int = 1 << 20
+    """Largest payload frame."""
+    window_bytes: int = 4 << 20
+    """Most bytes of one stream that are sent and not yet placed by the receiver."""
+    max_streams: int = 256
+    """Fetches served at once; more are refused."""
+    max_peers: int = 256
+    """Sessions held at once; more are turned away."""
+    max_fetch_s: float = 60.0
+    """Longest deadline granted to a fetch."""
+    max_pending_changes: int = 4096
+    """Changes kept for a peer that does not read; beyond it that peer gets a new snapshot."""
+    silence_s: float = 10.0
+    """A peer that says nothing for this long is gone. A closed connection is noticed at once."""
+
+    def __post_init__(self) -> None:
+        _check_frames(self.frame_bytes, self.window_bytes)
+        _check_positive(
+            max_streams=self.max_streams,
+            max_peers=self.max_peers,
+            max_fetch_s=self.max_fetch_s,
+            max_pending_changes=self.max_pending_changes,
+            silence_s=self.silence_s,
+        )
+        if self.max_bytes_per_s is not None:
+            _check_positive(max_bytes_per_s=self.max_bytes_per_s)
+
+
+class PeerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How this server talks to one remote worker."""
+
+    model: str = ""
+    """Id of the model this server runs; empty where it runs none."""
+    frame_bytes: int = 1 << 20
+    """Largest payload frame accepted."""
+    window_bytes: int = 4 << 20
+    """Most bytes of one fetch that are under way at once; 2 to 4 MiB saturate loopback."""
+    connect_s: float = 2.0
+    """Time for connection and handshake together."""
+    reconnect_s: float = 0.1
+    """First pause before another attempt; it doubles up to `max_reconnect_s`."""
+    max_reconnect_s: float = 1.0
+    heartbeat_s: float = 1.0
+    """A ping is sent this often."""
+    silence_s: float = 5.0
+    """A worker that says nothing for this long is lost. A closed connection is noticed at once."""
+
+    def __post_init__(self) -> None:
+        _check_frames(self.frame_bytes, self.window_bytes)
+        _check_positive(
+            connect_s=self.connect_s,
+            reconnect_s=self.reconnect_s,
+            max_reconnect_s=self.max_reconnect_s,
+            heartbeat_s=self.heartbeat_s,
+            silence_s=self.silence_s,
+        )
+        if self.silence_s < 2 * self.heartbeat_s:
+            raise ConfigError(
+                f"silence_s is {self.silence_s}, less than two heartbeats of {self.heartbeat_s} s; "
+                "raise silence_s or lower heartbeat_s"
+            )
+
+
+def _check_frames(frame_bytes: int, window_bytes: int) -> None:
+    if not MIN_FRAME_BYTES <= frame_bytes <= MAX_FRAME_BYTES:
+        raise ConfigError(
+            f"frame_bytes is {frame_bytes}; choose from {MIN_FRAME_BYTES} to {MAX_FRAME_BYTES}"
+        )
+    if window_bytes < 2 * frame_bytes:
+        raise ConfigError(
+            f"window_bytes is {window_bytes}, which does not hold two frames of {frame_bytes}; "
+            "raise window_bytes or lower frame_bytes"
+        )
+
+
+def _check_positive(**fields: float) -> None:
+    for field, value in fields.items():
+        if not value > 0:
+            raise ConfigError(f"{field} is {value}; it must be above 0")

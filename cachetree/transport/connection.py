@@ -1,0 +1,97 @@
+"""The peer's socket: one DEALER for one connection, never reused for the next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from cachetree.errors import FetchError, ProtocolError
+from cachetree.transport import wire
+from cachetree.transport.address import Address
+from cachetree.transport.wakeup import Wakeup
+
+_MAX_RECEIVED: Final = 64
+_ENDS: Final = (
+    zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CLOSED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+)
+_LINGER_MS: Final = 100
+"""For the goodbye."""
+
+Received = tuple[wire.ToPeer, memoryview]
+"""A message and its payload; the payload is empty for all but a `Frame`."""
+
+_NOTHING: Final = memoryview(b"")
+
+
+class Connection:
+    """A connection attempt and what comes of it. Used by one thread; blocks only in `wait`.
+
+    It does not reconnect: one that is down stays down, so that nothing of a worker's former life
+    can be taken for the next one's.
+    """
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], to: Address, max_frame_bytes: int
+    ) -> None:
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.set(zmq.LINGER, _LINGER_MS)
+        self._socket.set(zmq.MAXMSGSIZE, max(max_frame_bytes, wire.MAX_HEADER_BYTES))
+        self._socket.set(zmq.RECONNECT_IVL, -1)
+        self._socket.set(zmq.IPV6, int(to.is_ipv6))
+        self._monitor = self._socket.get_monitor_socket(_ENDS)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._monitor, zmq.POLLIN)
+        self._socket.connect(to.url)
+
+    def wait(self, wakeup: Wakeup, timeout_ms: int) -> None:
+        self._poller.register(wakeup.fileno(), zmq.POLLIN)
+        self._poller.poll(timeout_ms)
+
+    def receive(self) -> Iterator[Received]:
+        """What has arrived; raises ProtocolError for what cannot be a message."""
+        for _ in range(_MAX_RECEIVED):
+            try:
+                header = self._socket.recv(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            payload = _NOTHING
+            if header.more:
+                frame = self._socket.recv(copy=False)
+                payload = frame.buffer
+                if frame.more:
+                    raise ProtocolError("a message has more than two frames")
+            message = wire.decode_to_peer(header.buffer)
+            size = message.size if isinstance(message, wire.Frame) else 0
+            if payload.nbytes != size:
+                raise ProtocolError(
+                    f"a {type(message).__name__} announces {size} bytes of payload and brings "
+                    f"{payload.nbytes}"
+                )
+            yield message, payload
+
+    def send(self, message: wire.ToWorker) -> None:
+        """Raises FetchError where the worker has stopped reading."""
+        header = wire.encode(message)
+        try:
+            self._socket.send(header, zmq.NOBLOCK)
+        except zmq.Again as exc:
+            raise FetchError("the worker does not read what it is sent") from exc
+
+    def is_down(self) -> bool:
+        """Whether the connection failed or closed. Read what has arrived first."""
+        if not self._monitor.poll(0):
+            return False
+        recv_monitor_message(self._monitor)
+        return True
+
+    def close(self) -> None:
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close()

@@ -1,0 +1,88 @@
+"""One fetch as the peer sees it: frames checked and placed into a staging buffer, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from cachetree.errors import ProtocolError
+from cachetree.family import Family
+from cachetree.ids import ModelId, PageHash
+from cachetree.plan import Kind
+from cachetree.staging import Staging
+from cachetree.transport.wire import Fetch, Frame, checksum, join_pages
+
+
+class Landing:
+    """Places the frames of one fetch. Used by the peer's thread only."""
+
+    def __init__(
+        self, id: int, model: ModelId, pages: Sequence[PageHash], staging: Staging
+    ) -> None:
+        self.id: Final = id
+        self.staging: Final = staging
+        self.begun_at_s = 0.0
+        self.begun_at_bytes = 0
+        """What the link had carried when this fetch began."""
+        self._model = model
+        self._pages = pages
+        self._sizes = [staging.view(step).nbytes for step in staging.steps]
+        self._step = 0
+        self._offset = 0
+        self._uncredited_bytes = 0
+        self._skip_empty()
+
+    @property
+    def is_complete(self) -> bool:
+        return self._step == len(self._sizes)
+
+    def fits(self, family: Family) -> bool:
+        """Whether every step has the size of all pages."""
+        page_bytes = {Kind.KV: family.kv_page_bytes, Kind.E: family.e_page_bytes}
+        return self._sizes == [
+            len(self._pages) * page_bytes[step.kind] for step in self.staging.steps
+        ]
+
+    def request(self, *, frame_bytes: int, window_bytes: int) -> Fetch:
+        return Fetch(
+            id=self.id,
+            model=self._model,
+            pages=join_pages(self._pages),
+            steps=tuple((step.kind.value, step.layer) for step in self.staging.steps),
+            frame_bytes=frame_bytes,
+            window_bytes=window_bytes,
+            timeout_ms=int(self.staging.deadline.remaining_s() * 1000),
+        )
+
+    def place(self, frame: Frame, payload: memoryview) -> None:
+        """Verify and copy one frame; raises ProtocolError, or what ended the staging."""
+        if self.is_complete or (frame.step, frame.offset) != (self._step, self._offset):
+            raise ProtocolError(
+                f"a frame for step {frame.step} at {frame.offset} came where step {self._step} "
+                f"at {self._offset} was due"
+            )
+        if not 0 < payload.nbytes <= self._sizes[self._step] - self._offset:
+            raise ProtocolError(
+                f"a frame of {payload.nbytes} bytes at {self._offset} does not fit step "
+                f"{self._step} of {self._sizes[self._step]} bytes"
+            )
+        if checksum(payload) != frame.checksum:
+            raise ProtocolError(
+                f"the checksum of step {frame.step} at {frame.offset} is wrong; the bytes were "
+                "damaged on their way"
+            )
+        self.staging.write(self.staging.steps[self._step], self._offset, payload)
+        self._offset += payload.nbytes
+        self._uncredited_bytes += payload.nbytes
+        self._skip_empty()
+
+    def take_credit(self) -> int:
+        """Bytes placed since the last call; 0 once nothing more is to come."""
+        num_bytes = 0 if self.is_complete else self._uncredited_bytes
+        self._uncredited_bytes = 0
+        return num_bytes
+
+    def _skip_empty(self) -> None:
+        while not self.is_complete and self._offset == self._sizes[self._step]:
+            self._step += 1
+            self._offset = 0

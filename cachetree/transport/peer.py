@@ -1,0 +1,370 @@
+"""The fetching side: one thread and one connection to one remote worker."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Final
+
+import zmq
+
+from cachetree.clock import Clock
+from cachetree.errors import (
+    CacheTreeError,
+    Cancelled,
+    DeadlineExceeded,
+    FamilyMismatch,
+    FetchError,
+    ProtocolError,
+)
+from cachetree.ids import Location, ModelId, PageHash
+from cachetree.staging import Staging
+from cachetree.transport import wire
+from cachetree.transport.address import parse_remote
+from cachetree.transport.config import PeerConfig
+from cachetree.transport.connection import Connection
+from cachetree.transport.landing import Landing
+from cachetree.transport.pace import Bandwidth
+from cachetree.transport.peer_status import PeerState, PeerStatus
+from cachetree.transport.remote_view import RemoteView
+from cachetree.transport.wakeup import Wakeup
+from cachetree.tree import CacheTree
+
+log = logging.getLogger(__name__)
+
+CLOSE_S: Final = 5.0
+_TICK_S: Final = 0.01
+"""How often cancelled fetches are looked for."""
+_MIN_SAMPLE_BYTES: Final = 256 << 10
+"""Smaller fetches measure the round trip, not the bandwidth."""
+
+_MIN_SAMPLE_S: Final = 0.1
+"""A deadline missed by a fetch shorter than this says nothing about the link either."""
+
+
+class Peer:
+    """One remote worker as seen from here.
+
+    While `ready`, `tree` holds what the worker advertises at location `address`; when the worker
+    is lost, all of it is forgotten before anything else happens. Every staging given to `fetch`
+    completes or fails, by its deadline at the latest. Raises ConfigError for a bad address.
+    """
+
+    def __init__(
+        self,
+        tree: CacheTree,
+        address: Location,
+        config: PeerConfig,
+        *,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self.address: Final = address
+        self._tree = tree
+        self._remote = parse_remote(address, field="peer address")
+        self._config = config
+        self._clock = clock
+        self._state = PeerState.CONNECTING
+        self._changed = threading.Condition()
+        self._error: CacheTreeError | None = None
+        self._epoch = 0
+        self._model = ""
+        self._is_greeted = False
+        self._next_id = 1
+        self._view = RemoteView(tree, address)
+        self._requests: deque[tuple[ModelId, Sequence[PageHash], Staging]] = deque()
+        self._landings: dict[int, Landing] = {}
+        self._counts: Counter[str] = Counter()
+        self._bandwidth = Bandwidth(clock)
+        self._connection: Connection | None = None
+        self._attempt_at_s = self._heard_at_s = self._pinged_at_s = clock()
+        self._pause_s = config.reconnect_s
+        self._is_closing = False
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._wakeup = Wakeup()
+        self._thread = threading.Thread(
+            target=self._run, name=f"cachetree-peer {address}", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def state(self) -> PeerState:
+        return self._state
+
+    @property
+    def error(self) -> CacheTreeError | None:
+        """Why the peer is not ready, or why it last was not."""
+        return self._error
+
+    @property
+    def epoch(self) -> int:
+        """The life of the worker that was last connected; 0 before the first."""
+        return self._epoch
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        """Bandwidth measured by recent fetches; None where there were none for a while."""
+        return self._bandwidth.bytes_per_s
+
+    @property
+    def status(self) -> PeerStatus:
+        counts = self._counts
+        return PeerStatus(
+            address=self.address,
+            state=self._state.value,
+            error=str(self._error or ""),
+            epoch=self._epoch,
+            model=self._model,
+            bytes_per_s=self.bytes_per_s,
+            num_fetches=counts["fetches"],
+            num_failed_fetches=counts["failed"],
+            num_landed_bytes=counts["landed_bytes"],
+            num_losses=counts["losses"],
+            num_resyncs=counts["resyncs"],
+            num_protocol_errors=counts["protocol_errors"],
+        )
+
+    def wait_ready(self, timeout_s: float) -> bool:
+        """Block until the peer is ready, or cannot become it; whether it is."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._state is not PeerState.CONNECTING, timeout_s)
+            return self._state is PeerState.READY
+
+    def fetch(self, model: ModelId, pages: Sequence[PageHash], staging: Staging) -> None:
+        """Have the steps of `staging` land in order, each for all of `pages`. Returns at once.
+
+        `staging` fails where the worker is not connected, lost, no longer has the pages, breaks
+        the protocol or is late; `staging.cancel` stops the stream.
+        """
+        with self._changed:
+            if not self._is_closing and self._state is not PeerState.REFUSED:
+                self._requests.append((model, pages, staging))
+                self._wakeup.wake()
+                return
+        staging.fail(FetchError(f"worker {self.address} is {self._state.value}"))
+
+    def close(self) -> None:
+        """Fail what is under way, forget the worker's entries. Idempotent."""
+        with self._changed:
+            self._is_closing = True
+            self._wakeup.wake()
+        self._thread.join(CLOSE_S)
+
+    # Everything below runs in the peer's thread.
+
+    def _run(self) -> None:
+        try:
+            while not self._is_closing and self._state is not PeerState.REFUSED:
+                try:
+                    self._turn()
+                except FamilyMismatch as exc:
+                    self._lose(exc, PeerState.REFUSED)
+                except FetchError as exc:
+                    self._counts["protocol_errors"] += isinstance(exc, ProtocolError)
+                    self._lose(exc, PeerState.CONNECTING)
+                except Exception as exc:
+                    self._counts["internal_errors"] += 1
+                    log.exception("peer %s: internal error", self.address)
+                    self._lose(FetchError(f"internal error: {exc}"), PeerState.CONNECTING)
+        finally:
+            self._finish()
+
+    def _finish(self) -> None:
+        if self._state is not PeerState.REFUSED:
+            if self._connection is not None:
+                with suppress(FetchError):
+                    self._connection.send(wire.Bye(reason="closing"))
+            self._lose(FetchError(f"worker {self.address} is closed here"), PeerState.CLOSED)
+        self._context.destroy()
+        with self._changed:
+            self._is_closing = True
+            self._wakeup.close()
+        self._accept()
+
+    def _turn(self) -> None:
+        connection = self._connection
+        if connection is None:
+            self._connect()
+            return
+        connection.wait(self._wakeup, round(self._timeout_s() * 1000))
+        self._wakeup.drain()
+        for message, payload in connection.receive():
+            self._heard_at_s = self._clock()
+            self._handle(connection, message, payload)
+        self._check(connection)
+        for landing in self._landings.values():
+            if num_bytes := landing.take_credit():
+                connection.send(wire.Credit(id=landing.id, num_bytes=num_bytes))
+        self._accept()
+        if connection.is_down():
+            raise FetchError(f"worker {self.address} closed the connection or cannot be reached")
+        self._beat(connection)
+
+    def _timeout_s(self) -> float:
+        timeout_s = min(self._config.heartbeat_s, self._config.connect_s)
+        for landing in self._landings.values():
+            timeout_s = min(timeout_s, _TICK_S, landing.staging.deadline.remaining_s())
+        return timeout_s
+
+    def _connect(self) -> None:
+        self._wakeup.wait(max(0.0, self._attempt_at_s - self._clock()))
+        self._wakeup.drain()
+        self._accept()
+        if self._clock() < self._attempt_at_s or self._is_closing:
+            return
+        self._heard_at_s = self._pinged_at_s = self._clock()
+        self._connection = Connection(self._context, self._remote, self._config.frame_bytes)
+        self._connection.send(wire.hello(self._tree.family, self._config.model, epoch=0))
+
+    def _handle(self, connection: Connection, message: wire.ToPeer, payload: memoryview) -> None:
+        match message:
+            case wire.Hello():
+                self._greet(connection, message)
+            case wire.Bye():
+                raise FetchError(f"worker {self.address} ended the session: {message.reason}")
+            case _ if not self._is_greeted:
+                raise ProtocolError(f"worker {self.address} did not say hello first")
+            case wire.Frame():
+                self._place(connection, message, payload)
+            case wire.FetchFailed():
+                landing = self._landings.get(message.id)
+                if landing is not None:
+                    kind = wire.FETCH_ERRORS.get(message.error, FetchError)
+                    self._end(landing, kind(f"worker {self.address}: {message.reason}"))
+            case wire.Reset(epoch=epoch) | wire.Pong(epoch=epoch) if epoch != self._epoch:
+                raise FetchError(f"worker {self.address} was restarted")
+            case wire.Reset() | wire.Entries() | wire.Synced():
+                self._learn(connection, message)
+            case _:
+                pass
+
+    def _greet(self, connection: Connection, hello: wire.Hello) -> None:
+        if self._is_greeted:
+            raise ProtocolError(f"worker {self.address} said hello twice")
+        who = f"worker {self.address}"
+        try:
+            self._tree.family.require_equal(wire.family_of(hello), who=who)
+        except ProtocolError as exc:
+            raise FamilyMismatch(f"{who} cannot exchange caches with this server: {exc}") from exc
+        self._epoch = hello.epoch
+        self._model = hello.model
+        self._is_greeted = True
+        connection.send(wire.Subscribe())
+
+    def _learn(
+        self, connection: Connection, message: wire.Reset | wire.Entries | wire.Synced
+    ) -> None:
+        knew = not self._view.needs_snapshot
+        self._view.apply(message)
+        self._counts["resyncs"] += isinstance(message, wire.Reset)
+        if knew and self._view.needs_snapshot:
+            self._counts["gaps"] += 1
+            connection.send(wire.Subscribe())
+        if self._view.is_synced and self._state is not PeerState.READY:
+            self._pause_s = self._config.reconnect_s
+            self._set_state(PeerState.READY)
+
+    def _place(self, connection: Connection, frame: wire.Frame, payload: memoryview) -> None:
+        landing = self._landings.get(frame.id)
+        if landing is None:
+            if frame.id >= self._next_id:
+                raise ProtocolError(f"worker {self.address} sent a frame nobody asked for")
+            return  # It crossed with our Cancel.
+        try:
+            landing.place(frame, payload)
+        except FetchError as exc:
+            self._counts["protocol_errors"] += isinstance(exc, ProtocolError)
+            self._abandon(connection, landing, exc)
+            return
+        self._counts["landed_bytes"] += payload.nbytes
+        if landing.is_complete:
+            self._end(landing, None)
+
+    def _check(self, connection: Connection) -> None:
+        """Give up what its reader gave up, or what is late."""
+        for landing in tuple(self._landings.values()):
+            error = landing.staging.error
+            if error is None and landing.staging.deadline.has_passed:
+                error = DeadlineExceeded(f"worker {self.address} did not send everything in time")
+            if error is not None:
+                self._abandon(connection, landing, error)
+
+    def _accept(self) -> None:
+        """Begin what was asked for, or fail it at once."""
+        while self._requests:
+            model, pages, staging = self._requests.popleft()
+            self._counts["fetches"] += 1
+            connection = self._connection
+            landing = Landing(self._next_id, model, pages, staging)
+            self._next_id += 1
+            landing.begun_at_s = self._clock()
+            landing.begun_at_bytes = self._counts["landed_bytes"]
+            self._landings[landing.id] = landing
+            if connection is None or self._state is not PeerState.READY:
+                because = f": {self._error}" if self._error else ""
+                error = FetchError(f"worker {self.address} is {self._state.value}{because}")
+                self._end(landing, error)
+            elif landing.is_complete:
+                self._end(landing, None)
+            elif not landing.fits(self._tree.family):
+                self._end(landing, FetchError("the staging's sizes are not those of the pages"))
+            else:
+                self._request(connection, landing)
+
+    def _request(self, connection: Connection, landing: Landing) -> None:
+        fetch = landing.request(
+            frame_bytes=self._config.frame_bytes, window_bytes=self._config.window_bytes
+        )
+        try:
+            connection.send(fetch)
+        except ProtocolError as exc:  # More pages than a header takes.
+            self._end(landing, exc)
+
+    def _abandon(self, connection: Connection, landing: Landing, error: FetchError) -> None:
+        self._end(landing, error)
+        connection.send(wire.Cancel(id=landing.id))
+
+    def _end(self, landing: Landing, error: FetchError | None) -> None:
+        del self._landings[landing.id]
+        num_bytes = self._counts["landed_bytes"] - landing.begun_at_bytes
+        seconds = self._clock() - landing.begun_at_s
+        is_late = isinstance(error, DeadlineExceeded) and seconds >= _MIN_SAMPLE_S
+        if num_bytes >= _MIN_SAMPLE_BYTES or is_late:
+            self._bandwidth.sample(num_bytes, seconds)
+        if error is not None:
+            self._counts["failed"] += not isinstance(error, Cancelled)
+            landing.staging.fail(error)
+
+    def _beat(self, connection: Connection) -> None:
+        now_s = self._clock()
+        patience_s = self._config.silence_s if self._is_greeted else self._config.connect_s
+        if now_s - self._heard_at_s > patience_s:
+            raise FetchError(f"worker {self.address} was silent for {patience_s} s")
+        if self._is_greeted and now_s - self._pinged_at_s >= self._config.heartbeat_s:
+            self._pinged_at_s = now_s
+            connection.send(wire.Ping())
+
+    def _lose(self, error: CacheTreeError, state: PeerState) -> None:
+        """Forget all that the worker said, then fail all that it owed."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+        if self._is_greeted:
+            self._is_greeted = False
+            self._counts["losses"] += 1
+            self._view.forget()
+        self._error = error
+        self._set_state(state)
+        for landing in tuple(self._landings.values()):
+            kind = type(error) if isinstance(error, FetchError) else FetchError
+            self._end(landing, kind(str(error)))
+        self._attempt_at_s = self._clock() + self._pause_s
+        self._pause_s = min(2 * self._pause_s, self._config.max_reconnect_s)
+
+    def _set_state(self, state: PeerState) -> None:
+        with self._changed:
+            self._state = state
+            self._changed.notify_all()

@@ -1,0 +1,34 @@
+"""How a peer is doing."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import msgspec
+
+
+class PeerState(str, Enum):
+    CONNECTING = "connecting"
+    """No connection, or its snapshot is not complete; attempts go on."""
+    READY = "ready"
+    REFUSED = "refused"
+    """The worker serves another family or speaks another version. Final."""
+    CLOSED = "closed"
+
+
+class PeerStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A peer in numbers."""
+
+    address: str
+    state: str
+    error: str
+    """Why it is not ready, or why it last was not; empty if it always was."""
+    epoch: int
+    model: str
+    bytes_per_s: float | None
+    num_fetches: int
+    num_failed_fetches: int
+    num_landed_bytes: int
+    num_losses: int
+    num_resyncs: int
+    num_protocol_errors: int

@@ -1,0 +1,118 @@
+"""The worker's socket: bounded messages in, headers and zero-copy payloads out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from cachetree.errors import ConfigError, ProtocolError
+from cachetree.ids import Location
+from cachetree.transport import wire
+from cachetree.transport.address import Address
+from cachetree.transport.wakeup import Wakeup
+
+_MAX_RECEIVED: Final = 64
+"""Messages taken in one turn."""
+
+
+class PeerGone(Exception):
+    """The connection to that peer is closed."""
+
+
+class Router:
+    """A bound ROUTER socket. Used by one thread after construction; never blocks but in `wait`."""
+
+    def __init__(self, listen: Address) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.set(zmq.LINGER, 0)
+        self._socket.set(zmq.ROUTER_MANDATORY, 1)
+        self._socket.set(zmq.MAXMSGSIZE, wire.MAX_HEADER_BYTES)
+        self._socket.set(zmq.IPV6, int(listen.is_ipv6))
+        try:
+            self._socket.bind(listen.url)
+        except zmq.ZMQError as exc:
+            self._context.destroy(linger=0)
+            raise ConfigError(
+                f"listen is {listen.url!r}, which cannot be bound ({exc.strerror}); choose "
+                "another port, or port 0 for a free one"
+            ) from exc
+        self.address: Final = Location(self._socket.get_string(zmq.LAST_ENDPOINT))
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._monitor, zmq.POLLIN)
+
+    def wait(self, wakeup: Wakeup, timeout_ms: int) -> None:
+        """Until something arrives, a peer leaves, `wakeup` is woken, or the time is over."""
+        self._poller.register(wakeup.fileno(), zmq.POLLIN)
+        self._poller.poll(timeout_ms)
+
+    def receive(self) -> Iterator[tuple[bytes, wire.ToWorker | ProtocolError]]:
+        """What has arrived, as (identity, message or what is wrong with it)."""
+        for _ in range(_MAX_RECEIVED):
+            try:
+                identity = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            header = self._socket.recv(copy=False)
+            num_extra = 0
+            more = header.more
+            while more:
+                more = self._socket.recv(copy=False).more
+                num_extra += 1
+            try:
+                if num_extra:
+                    raise ProtocolError(f"a message has {num_extra + 1} frames instead of one")
+                received: wire.ToWorker | ProtocolError = wire.decode_to_worker(header.buffer)
+            except ProtocolError as exc:
+                received = exc
+            yield identity, received
+
+    def send(self, identity: bytes, message: wire.ToPeer) -> bool:
+        """False where the peer's queue is full; raises PeerGone."""
+        header = wire.encode(message)
+        if not self._address(identity):
+            return False
+        self._socket.send(header)
+        return True
+
+    def send_frame(
+        self, identity: bytes, frame: wire.Frame, payload: memoryview
+    ) -> zmq.MessageTracker | None:
+        """Hand `payload` over without a copy; it must stay until the tracker is done.
+
+        None where the peer's queue is full; raises PeerGone.
+        """
+        header = wire.encode(frame)
+        if not self._address(identity):
+            return None
+        self._socket.send(header, zmq.SNDMORE)
+        return self._socket.send(payload, copy=False, track=True)
+
+    def has_disconnects(self) -> bool:
+        """Whether any connection closed since the last call."""
+        found = False
+        while self._monitor.poll(0):
+            recv_monitor_message(self._monitor)
+            found = True
+        return found
+
+    def close(self) -> None:
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._context.destroy(linger=0)
+
+    def _address(self, identity: bytes) -> bool:
+        try:
+            self._socket.send(identity, zmq.SNDMORE | zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        except zmq.ZMQError as exc:
+            if exc.errno == zmq.EHOSTUNREACH:
+                raise PeerGone(identity.hex()) from exc
+            raise
+        return True

@@ -1,0 +1,95 @@
+"""What a worker knows about one peer that has greeted it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from cachetree.clock import Clock, Deadline
+from cachetree.errors import FetchError, ProtocolError, StaleEntry
+from cachetree.ids import ModelId, PageHash
+from cachetree.lease import Lease
+from cachetree.transport.advertiser import Advert, Advertiser
+from cachetree.transport.config import WorkerConfig
+from cachetree.transport.stream import Stream
+from cachetree.transport.wire import MIN_FRAME_BYTES, Fetch, split_pages, steps_of
+from cachetree.tree import CacheTree
+
+DRAIN_S: Final = 5.0
+"""A lease outlives its stream's deadline by this, for frames that ZMQ still holds. Later the tree
+may count the bytes as free; the memory itself stays until ZMQ lets go."""
+
+
+class Session:
+    """One peer's streams and its subscription. Used by the worker's thread only."""
+
+    def __init__(self, identity: bytes, name: str, tree: CacheTree, clock: Clock) -> None:
+        self.identity: Final = identity
+        self.name: Final = name
+        self.heard_at_s = clock()
+        self.streams: dict[int, Stream] = {}
+        self._tree = tree
+        self._clock = clock
+        self._last_id = 0
+        self._advertiser: Advertiser | None = None
+
+    def subscribe(self, *, epoch: int, max_pending: int, wake: Callable[[], None]) -> None:
+        """Begin, or begin again, with a snapshot."""
+        if self._advertiser is not None:
+            self._advertiser.close()
+        self._advertiser = Advertiser(self._tree, epoch=epoch, max_pending=max_pending, wake=wake)
+
+    def adverts(self) -> Iterator[Advert]:
+        """What waits to be told; an item counts as sent once the next one is asked for."""
+        while self._advertiser is not None and (advert := self._advertiser.peek()) is not None:
+            yield advert
+            self._advertiser.sent()
+
+    def open(self, fetch: Fetch, config: WorkerConfig) -> Stream:
+        """Lease what a fetch names; raises StaleEntry or ProtocolError."""
+        family = self._tree.family
+        if fetch.id <= self._last_id:
+            raise ProtocolError(f"fetch {fetch.id} comes after fetch {self._last_id}")
+        self._last_id = fetch.id
+        pages = split_pages(fetch.pages)
+        steps = steps_of(fetch, family.num_layers)
+        if not pages or not steps:
+            raise ProtocolError("a fetch names no pages or no steps")
+        window_bytes = min(fetch.window_bytes, config.window_bytes)
+        frame_bytes = min(fetch.frame_bytes, config.frame_bytes, window_bytes // 2)
+        if frame_bytes < MIN_FRAME_BYTES:
+            raise ProtocolError(
+                f"a fetch asks for frames of {fetch.frame_bytes} in a window of "
+                f"{fetch.window_bytes}; the least is {MIN_FRAME_BYTES} and twice that"
+            )
+        seconds = min(max(fetch.timeout_ms, 0) / 1000, config.max_fetch_s)
+        lease = self._lease(fetch, pages, seconds)
+        try:
+            stream = Stream(
+                fetch.id,
+                lease,
+                steps,
+                frame_bytes=frame_bytes,
+                window_bytes=window_bytes,
+                deadline=Deadline.after(seconds, self._clock),
+            )
+        except FetchError:
+            lease.release()
+            raise
+        self.streams[fetch.id] = stream
+        return stream
+
+    def close(self) -> None:
+        """End everything; the streams still have to drain."""
+        for stream in self.streams.values():
+            stream.end()
+        if self._advertiser is not None:
+            self._advertiser.close()
+            self._advertiser = None
+
+    def _lease(self, fetch: Fetch, pages: tuple[PageHash, ...], seconds: float) -> Lease:
+        deadline = Deadline.after(seconds + DRAIN_S, self._clock)
+        lease = self._tree.lease(ModelId(fetch.model), pages, self.name, deadline)
+        if lease is None:
+            raise StaleEntry(f"{len(pages)} pages of model {fetch.model} are no longer here")
+        return lease

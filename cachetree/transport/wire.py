@@ -1,0 +1,323 @@
+"""The messages of the transport: msgpack headers, raw payload frames, and every size limit.
+
+A message is one ZMQ frame with a header; a `Frame` header is followed by one frame of payload.
+
+    peer (DEALER)                         worker (ROUTER)
+    Hello                     ──►
+                              ◄──         Hello                       both compare version, family
+    Subscribe                 ──►
+                              ◄──         Reset, Entries..., Synced   snapshot
+                              ◄──         Entries...                  deltas, numbered
+    Fetch                     ──►
+                              ◄──         Frame + payload ...         at most the window in flight
+    Credit                    ──►                                     as payloads are placed
+    Cancel                    ──►                                     or FetchFailed ◄──
+    Ping                      ──► Pong                                both notice silence
+    StatusRequest             ──►
+                              ◄──         Status
+    Bye                       ◄──►        Bye                         the session is over
+
+Unknown fields are ignored, unknown tags are refused. Nothing here opens a socket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final, TypeVar
+
+import msgspec
+import xxhash
+
+from cachetree.errors import DeadlineExceeded, FetchError, ProtocolError, StaleEntry
+from cachetree.family import Family
+from cachetree.ids import PAGE_HASH_BYTES, PageHash
+from cachetree.plan import Kind, Step
+
+PROTOCOL_VERSION: Final = 1
+
+MAX_HEADER_BYTES: Final = 1 << 20
+"""Largest header either side accepts; a fetch may name 60,000 pages."""
+
+MAX_FRAME_BYTES: Final = 64 << 20
+"""Largest payload that may be configured."""
+
+MIN_FRAME_BYTES: Final = 4096
+"""Smallest payload frame that either side may ask the other to keep to."""
+
+MAX_REASON_CHARS: Final = 500
+
+ENTRY_PAGES: Final = 2048
+"""Pages per `Entries` message: 32 KiB of hashes, so that adverts never delay a frame for long."""
+
+
+class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
+    """First message of both sides. `family` is decoded only after `version` was compared."""
+
+    version: int
+    family: msgspec.Raw
+    model: str = ""
+    """The model this server runs; empty where it serves none itself."""
+    epoch: int = 0
+    """Random id of a worker's life; 0 from a peer."""
+
+
+class Subscribe(msgspec.Struct, frozen=True, tag="subscribe"):
+    """Send a snapshot of the local entries, then every change."""
+
+
+class Reset(msgspec.Struct, frozen=True, kw_only=True, tag="reset"):
+    """A snapshot begins: forget all entries of this worker; numbering starts again at 1."""
+
+    epoch: int
+
+
+class Entry(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """A run of pages that appeared or went. `parent` is empty at the root."""
+
+    added: bool
+    model: str
+    parent: bytes
+    pages: bytes
+    e_layers: tuple[int, ...]
+
+
+class Entries(msgspec.Struct, frozen=True, kw_only=True, tag="entries"):
+    """Part `seq` of the numbered stream of changes."""
+
+    seq: int
+    entries: tuple[Entry, ...]
+
+
+class Synced(msgspec.Struct, frozen=True, kw_only=True, tag="synced"):
+    """The snapshot is complete; it ended with part `seq`."""
+
+    seq: int
+
+
+class Fetch(msgspec.Struct, frozen=True, kw_only=True, tag="fetch"):
+    """Stream these steps of these pages, in this order."""
+
+    id: int
+    """Rises with every fetch of one peer."""
+    model: str
+    pages: bytes
+    steps: tuple[tuple[str, int], ...]
+    """(kind, layer) in the order of need."""
+    frame_bytes: int
+    window_bytes: int
+    """Never have more than this sent and not credited."""
+    timeout_ms: int
+    """What was left of the deadline when this was sent; clocks are not compared."""
+
+
+class Frame(msgspec.Struct, frozen=True, kw_only=True, tag="frame"):
+    """Describes the payload in the next ZMQ frame: `size` bytes of step number `step`."""
+
+    id: int
+    step: int
+    offset: int
+    size: int
+    checksum: int
+    """XXH3-64 of the payload."""
+
+
+class Credit(msgspec.Struct, frozen=True, kw_only=True, tag="credit"):
+    """So many more bytes were placed and left the window."""
+
+    id: int
+    num_bytes: int
+
+
+class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):
+    """Stop the stream; frames under way are ignored."""
+
+    id: int
+
+
+class FetchFailed(msgspec.Struct, frozen=True, kw_only=True, tag="fetch_failed"):
+    """The worker ends a stream early. `error` is a key of `FETCH_ERRORS`."""
+
+    id: int
+    error: str
+    reason: str
+
+
+class Ping(msgspec.Struct, frozen=True, tag="ping"):
+    """Answer with a Pong."""
+
+
+class Pong(msgspec.Struct, frozen=True, kw_only=True, tag="pong"):
+    epoch: int
+
+
+class Bye(msgspec.Struct, frozen=True, kw_only=True, tag="bye"):
+    """There is no session, or no longer: greet again."""
+
+    reason: str
+
+
+class StatusRequest(msgspec.Struct, frozen=True, tag="status_request"):
+    """Allowed without a session."""
+
+
+class Status(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
+    """A worker in numbers."""
+
+    version: int
+    epoch: int
+    model: str
+    num_bytes: int
+    host_bytes: int
+    num_pages: int
+    pages_by_model: dict[str, int]
+    num_peers: int
+    num_streams: int
+    num_fetches: int
+    num_failed_fetches: int
+    num_sent_bytes: int
+    num_protocol_errors: int
+    num_refused_peers: int
+
+
+ToWorker = Hello | Subscribe | Fetch | Credit | Cancel | Ping | Bye | StatusRequest
+ToPeer = Hello | Reset | Entries | Synced | Frame | FetchFailed | Pong | Bye | Status
+
+FETCH_ERRORS: Final[dict[str, type[FetchError]]] = {
+    "stale": StaleEntry,
+    "deadline": DeadlineExceeded,
+    "protocol": ProtocolError,
+    "failed": FetchError,
+}
+
+_encoder = msgspec.msgpack.Encoder()
+_to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
+_to_peer: msgspec.msgpack.Decoder[ToPeer] = msgspec.msgpack.Decoder(ToPeer)
+_family: msgspec.msgpack.Decoder[Family] = msgspec.msgpack.Decoder(Family)
+
+_ENTRY_WEIGHT: Final = 8
+"""What an entry costs besides its pages, in page hashes."""
+
+_Message = TypeVar("_Message")
+
+
+def encode(message: ToWorker | ToPeer) -> bytes:
+    """The header frame of a message; raises ProtocolError where it exceeds the cap."""
+    header = _encoder.encode(message)
+    if len(header) > MAX_HEADER_BYTES:
+        raise ProtocolError(
+            f"a {type(message).__name__} of {len(header)} bytes exceeds {MAX_HEADER_BYTES}"
+        )
+    return header
+
+
+def decode_to_worker(header: memoryview) -> ToWorker:
+    """What a peer said; raises ProtocolError."""
+    return _decode(_to_worker, header)
+
+
+def decode_to_peer(header: memoryview) -> ToPeer:
+    """What a worker said; raises ProtocolError."""
+    return _decode(_to_peer, header)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[_Message], header: memoryview) -> _Message:
+    if header.nbytes > MAX_HEADER_BYTES:
+        raise ProtocolError(f"a header of {header.nbytes} bytes exceeds {MAX_HEADER_BYTES}")
+    try:
+        return decoder.decode(header)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        raise ProtocolError(f"a header cannot be read: {exc}") from exc
+
+
+def hello(family: Family, model: str, epoch: int) -> Hello:
+    raw = msgspec.Raw(_encoder.encode(family))
+    return Hello(version=PROTOCOL_VERSION, family=raw, model=model, epoch=epoch)
+
+
+def family_of(message: Hello) -> Family:
+    """The family in a Hello; raises ProtocolError where versions differ or it cannot be read."""
+    if message.version != PROTOCOL_VERSION:
+        raise ProtocolError(
+            f"version is {message.version} there and {PROTOCOL_VERSION} here; "
+            "run one release of cachetree on both sides"
+        )
+    try:
+        return _family.decode(message.family)
+    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+        raise ProtocolError(f"family cannot be read: {exc}") from exc
+
+
+def reason(error: Exception) -> str:
+    """An error's text, short enough for a header."""
+    return str(error)[:MAX_REASON_CHARS]
+
+
+def checksum(payload: memoryview | bytes) -> int:
+    return int(xxhash.xxh3_64_intdigest(payload))
+
+
+def join_pages(pages: Sequence[PageHash]) -> bytes:
+    return b"".join(pages)
+
+
+def split_pages(blob: bytes) -> tuple[PageHash, ...]:
+    """Raises ProtocolError unless the blob is whole page hashes."""
+    if len(blob) % PAGE_HASH_BYTES:
+        raise ProtocolError(f"{len(blob)} bytes are not a whole number of page hashes")
+    return tuple(
+        PageHash(blob[at : at + PAGE_HASH_BYTES]) for at in range(0, len(blob), PAGE_HASH_BYTES)
+    )
+
+
+def steps_of(message: Fetch, num_layers: int) -> tuple[Step, ...]:
+    """The steps a Fetch names; raises ProtocolError for a kind or layer that does not exist, or
+    a step named twice."""
+    try:
+        steps = tuple(Step(Kind(kind), layer) for kind, layer in message.steps)
+    except ValueError as exc:
+        raise ProtocolError(f"a fetch names an unknown kind: {exc}") from exc
+    if len(set(steps)) != len(steps):
+        raise ProtocolError("a fetch names a step twice")
+    for step in steps:
+        if not 0 <= step.layer < num_layers:
+            raise ProtocolError(f"a fetch names layer {step.layer} of {num_layers}")
+    return steps
+
+
+def entries_of(
+    *,
+    added: bool,
+    model: str,
+    parent: PageHash | None,
+    pages: Sequence[PageHash],
+    e_layers: Sequence[int],
+) -> Iterator[Entry]:
+    """One change as entries of at most `ENTRY_PAGES` pages, each the parent of the next.
+
+    Removals come last part first, so that a page is never left without its parent.
+    """
+    starts = range(0, len(pages), ENTRY_PAGES)
+    for start in starts if added else reversed(starts):
+        before = pages[start - 1] if start else parent
+        yield Entry(
+            added=added,
+            model=model,
+            parent=before or b"",
+            pages=join_pages(pages[start : start + ENTRY_PAGES]),
+            e_layers=tuple(e_layers),
+        )
+
+
+def pack(entries: Iterable[Entry]) -> Iterator[tuple[Entry, ...]]:
+    """Group entries into messages of about `ENTRY_PAGES` pages, in order."""
+    group: list[Entry] = []
+    weight = 0
+    for entry in entries:
+        entry_weight = len(entry.pages) // PAGE_HASH_BYTES + _ENTRY_WEIGHT
+        if group and weight + entry_weight > ENTRY_PAGES + _ENTRY_WEIGHT:
+            yield tuple(group)
+            group, weight = [], 0
+        group.append(entry)
+        weight += entry_weight
+    if group:
+        yield tuple(group)

@@ -1,0 +1,322 @@
+"""The serving side: one thread and one ROUTER socket over a tree."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections import Counter, deque
+from typing import Final
+
+from cachetree.clock import Clock
+from cachetree.errors import DeadlineExceeded, FamilyMismatch, FetchError, ProtocolError
+from cachetree.ids import Location
+from cachetree.transport import wire
+from cachetree.transport.address import parse_listen
+from cachetree.transport.config import WorkerConfig
+from cachetree.transport.pace import pace
+from cachetree.transport.router import PeerGone, Router
+from cachetree.transport.session import Session
+from cachetree.transport.stream import Stream
+from cachetree.transport.wakeup import Wakeup
+from cachetree.tree import CacheTree
+
+log = logging.getLogger(__name__)
+
+CLOSE_S: Final = 5.0
+_IDLE_S: Final = 0.25
+_BUSY_S: Final = 0.005
+_BURST: Final = 16
+"""Frames sent before incoming messages are looked at again."""
+_PROBE_S: Final = 0.05
+"""How long after a connection closed the sessions are probed for the one it was."""
+
+
+class Worker:
+    """Serves the local entries of `tree` to peers, and tells them what there is.
+
+    The tree stays its owner's. Streams of all peers take turns frame by frame, each within its
+    window. Raises ConfigError where the address cannot be bound.
+    """
+
+    def __init__(
+        self, tree: CacheTree, config: WorkerConfig, *, clock: Clock = time.monotonic
+    ) -> None:
+        self._tree = tree
+        self._config = config
+        self._clock = clock
+        self.epoch: Final = secrets.randbits(62) + 1
+        """Random id of this worker's life."""
+        self._sessions: dict[bytes, Session] = {}
+        self._turns: deque[tuple[Session, Stream]] = deque()
+        self._draining: list[Stream] = []
+        self._pace = pace(config.max_bytes_per_s, clock)
+        self._counts: Counter[str] = Counter()
+        self._probe_at_s: float | None = None
+        self._is_refused = False
+        """A peer's queue did not take a frame: wait before the next attempt."""
+        self._is_closing = False
+        listen = parse_listen(config.listen, field="listen", insecure=config.insecure)
+        self._router = Router(listen)
+        self._wakeup = Wakeup()
+        self.address: Final[Location] = self._router.address
+        """The address bound, with the real port."""
+        self._thread = threading.Thread(
+            target=self._run, name=f"cachetree-worker {self.address}", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop serving; streams under way end on the other side at once. Idempotent."""
+        self._is_closing = True
+        self._wakeup.wake()
+        self._thread.join(CLOSE_S)
+
+    def status(self) -> wire.Status:
+        """The worker in numbers; from any thread, not an atomic picture."""
+        counts = self._counts
+        pages_by_model: Counter[str] = Counter()
+        snapshot, unsubscribe = self._tree.subscribe(lambda change: None)
+        unsubscribe()
+        for change in snapshot:
+            pages_by_model[change.model] += len(change.pages)
+        return wire.Status(
+            version=wire.PROTOCOL_VERSION,
+            epoch=self.epoch,
+            model=self._config.model,
+            num_bytes=self._tree.num_bytes,
+            host_bytes=self._tree.host_bytes,
+            num_pages=self._tree.num_pages,
+            pages_by_model=dict(pages_by_model),
+            num_peers=len(self._sessions),
+            num_streams=len(self._turns),
+            num_fetches=counts["fetches"],
+            num_failed_fetches=counts["failed"],
+            num_sent_bytes=counts["sent_bytes"],
+            num_protocol_errors=counts["protocol_errors"],
+            num_refused_peers=counts["refused"],
+        )
+
+    def in_flight_bytes(self) -> list[int]:
+        """Bytes sent and not yet placed, per stream; from any thread."""
+        return [stream.in_flight_bytes for _, stream in tuple(self._turns)]
+
+    # Everything below runs in the worker's thread.
+
+    def _run(self) -> None:
+        try:
+            while not self._is_closing:
+                try:
+                    self._turn()
+                except Exception:
+                    self._counts["internal_errors"] += 1
+                    log.exception("worker %s: internal error", self.address)
+                    for session in tuple(self._sessions.values()):
+                        self._end_session(session, "the worker failed; greet again")
+        finally:
+            for session in tuple(self._sessions.values()):
+                self._end_session(session, "the worker is closing")
+            self._router.close()
+            self._wakeup.close()
+            for stream in self._draining:
+                stream.lease.release()
+            self._draining.clear()
+
+    def _turn(self) -> None:
+        self._router.wait(self._wakeup, self._timeout_ms())
+        self._wakeup.drain()
+        for identity, received in self._router.receive():
+            self._handle(identity, received)
+        for session in tuple(self._sessions.values()):
+            self._advertise(session)
+        self._stream()
+        self._expire()
+
+    def _timeout_ms(self) -> int:
+        is_busy = self._draining or self._is_refused or self._probe_at_s is not None
+        timeout_s = _BUSY_S if is_busy else _IDLE_S
+        for _, stream in self._turns:
+            timeout_s = min(timeout_s, stream.deadline.remaining_s())
+            if not self._is_refused and stream.next_payload(self._limit(stream)) is not None:
+                timeout_s = min(timeout_s, self._pace.delay_s())
+        return round(timeout_s * 1000)
+
+    def _limit(self, stream: Stream) -> int:
+        return self._pace.limit(stream.frame_bytes)
+
+    def _handle(self, identity: bytes, received: wire.ToWorker | ProtocolError) -> None:
+        """Answer what needs no session; pass on the rest."""
+        session = self._sessions.get(identity)
+        match received:
+            case ProtocolError():
+                self._counts["protocol_errors"] += 1
+                log.warning("worker %s: a peer was cut off: %s", self.address, received)
+                self._turn_away(identity, wire.reason(received))
+            case wire.Hello():
+                self._greet(identity, received)
+            case wire.StatusRequest():
+                self._reply(identity, self.status())
+            case _ if session is None:
+                self._turn_away(identity, "there is no session; say hello first")
+            case _:
+                session.heard_at_s = self._clock()
+                self._serve(session, received)
+
+    def _serve(self, session: Session, message: wire.ToWorker) -> None:
+        match message:
+            case wire.Subscribe():
+                session.subscribe(
+                    epoch=self.epoch,
+                    max_pending=self._config.max_pending_changes,
+                    wake=self._wakeup.wake,
+                )
+            case wire.Fetch():
+                self._open(session, message)
+            case wire.Credit():
+                self._credit(session, message)
+            case wire.Cancel():
+                stream = session.streams.get(message.id)
+                if stream is not None:
+                    self._counts["cancelled"] += 1
+                    stream.end()
+            case wire.Ping():
+                self._reply(session.identity, wire.Pong(epoch=self.epoch))
+            case wire.Bye():
+                self._end_session(session, "goodbye")
+
+    def _greet(self, identity: bytes, hello: wire.Hello) -> None:
+        known = self._sessions.get(identity)
+        if known is not None:
+            self._end_session(known, "greeted again")
+        if len(self._sessions) >= self._config.max_peers:
+            self._turn_away(identity, f"the worker already serves {self._config.max_peers} peers")
+            return
+        name = f"peer {identity.hex()}"
+        try:
+            self._tree.family.require_equal(wire.family_of(hello), who=name)
+        except (FamilyMismatch, ProtocolError) as exc:
+            # Our hello tells the other side what differs; it refuses with its own words.
+            self._counts["refused"] += 1
+            log.warning("worker %s: refused: %s", self.address, exc)
+        else:
+            self._sessions[identity] = Session(identity, name, self._tree, self._clock)
+        self._reply(identity, wire.hello(self._tree.family, self._config.model, self.epoch))
+
+    def _open(self, session: Session, fetch: wire.Fetch) -> None:
+        self._counts["fetches"] += 1
+        try:
+            if len(self._turns) >= self._config.max_streams:
+                raise FetchError(f"the worker already serves {len(self._turns)} fetches")
+            stream = session.open(fetch, self._config)
+        except FetchError as exc:
+            self._fail(session, fetch.id, exc)
+        else:
+            if not self._turns:
+                self._pace.idle()
+            self._turns.append((session, stream))
+
+    def _credit(self, session: Session, credit: wire.Credit) -> None:
+        stream = session.streams.get(credit.id)
+        if stream is None:
+            return  # It came after the last frame, or crossed with our FetchFailed.
+        try:
+            stream.credit(credit.num_bytes)
+        except ProtocolError as exc:
+            stream.end()
+            self._fail(session, credit.id, exc)
+
+    def _fail(self, session: Session, id: int, error: FetchError) -> None:
+        self._counts["failed"] += 1
+        if isinstance(error, ProtocolError):
+            self._counts["protocol_errors"] += 1
+        kinds = (name for name, kind in wire.FETCH_ERRORS.items() if isinstance(error, kind))
+        message = wire.FetchFailed(id=id, error=next(kinds), reason=wire.reason(error))
+        self._reply(session.identity, message)
+
+    def _advertise(self, session: Session) -> None:
+        for num, advert in enumerate(session.adverts()):
+            if num == _BURST or not self._reply(session.identity, advert):
+                break
+
+    def _stream(self) -> None:
+        """Send up to `_BURST` frames, one per stream and turn."""
+        self._retire()
+        self._is_refused = False
+        num_sent = num_waiting = 0
+        while num_waiting < len(self._turns) and num_sent < _BURST and not self._pace.delay_s():
+            session, stream = self._turns[0]
+            self._turns.rotate(-1)
+            if self._send(session, stream):
+                num_sent += 1
+                num_waiting = 0
+            else:
+                num_waiting += 1
+        self._retire()
+
+    def _send(self, session: Session, stream: Stream) -> bool:
+        payload = None if stream.is_over else stream.next_payload(self._limit(stream))
+        if payload is None:
+            return False
+        try:
+            tracker = self._router.send_frame(session.identity, stream.header(payload), payload)
+        except PeerGone:
+            self._end_session(session, "it is gone")
+            return False
+        if tracker is None:
+            self._is_refused = True
+            return False
+        stream.sent(payload, tracker)
+        self._pace.spend(payload.nbytes)
+        self._counts["sent_bytes"] += payload.nbytes
+        return True
+
+    def _retire(self) -> None:
+        for turn in [turn for turn in self._turns if turn[1].is_over]:
+            session, stream = turn
+            self._turns.remove(turn)
+            session.streams.pop(stream.id, None)
+            self._draining.append(stream)
+
+    def _expire(self) -> None:
+        now_s = self._clock()
+        for stream in [stream for stream in self._draining if stream.is_drained]:
+            self._draining.remove(stream)
+            stream.lease.release()
+        for session, stream in tuple(self._turns):
+            if stream.deadline.has_passed and not stream.is_over:
+                stream.end()
+                error = DeadlineExceeded("the worker stopped at the deadline")
+                self._fail(session, stream.id, error)
+        if self._router.has_disconnects():
+            self._probe_at_s = now_s + _PROBE_S
+        if self._probe_at_s is not None and now_s >= self._probe_at_s:
+            self._probe_at_s = None
+            for session in tuple(self._sessions.values()):
+                self._reply(session.identity, wire.Pong(epoch=self.epoch))
+        for session in tuple(self._sessions.values()):
+            if now_s - session.heard_at_s > self._config.silence_s:
+                self._end_session(session, f"silent for {self._config.silence_s} s")
+
+    def _reply(self, identity: bytes, message: wire.ToPeer) -> bool:
+        """False where the peer does not take it now; one that is gone loses its session."""
+        try:
+            return self._router.send(identity, message)
+        except PeerGone:
+            session = self._sessions.get(identity)
+            if session is not None:
+                self._end_session(session, "it is gone")
+            return False
+
+    def _turn_away(self, identity: bytes, reason: str) -> None:
+        session = self._sessions.get(identity)
+        if session is not None:
+            self._end_session(session, reason)
+        else:
+            self._reply(identity, wire.Bye(reason=reason))
+
+    def _end_session(self, session: Session, reason: str) -> None:
+        if self._sessions.pop(session.identity, None) is not None:
+            log.info("worker %s: %s left: %s", self.address, session.name, reason)
+            session.close()
+            self._reply(session.identity, wire.Bye(reason=reason))
