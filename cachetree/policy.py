@@ -1,0 +1,298 @@
+"""The decision: reuse whose cache, for which pages, with which block recomputed, or not at all.
+
+Pure: values in, one value out. Of every match at most one plan is made; the best of them wins.
+
+    own model      every layer loaded, exact, no profile needed
+    another model  only with a profile that passed its gate; one of its measured blocks whose
+                   quality is at or above its floor, for as many pages as have E there
+
+Which block (DroidSpeak, NSDI '26, appendix B): while requests wait, the one that recomputes the
+fewest layers; while none do, the one that recomputes the most within the TTFT target, or the
+recommended one where there is no target. A plan that is predicted to be no faster than full
+prefill is not used; costs that are not measured yet count as nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from cachetree.entries import Match
+from cachetree.ids import EMPTY_SPAN, LOCAL, Location, ModelId, Span
+from cachetree.plan import Plan
+from cachetree.profile import BlockQuality, PairProfile
+
+Profiles = Mapping[tuple[ModelId, ModelId], PairProfile]
+"""By (sender, receiver)."""
+
+
+class Gate(str, Enum):
+    """Whether a pair's profile decides; off is for experiments."""
+
+    ENFORCE = "enforce"
+    OFF = "off"
+
+
+class Mode(str, Enum):
+    AUTO = "auto"
+    OFF = "off"
+
+
+class Reason(str, Enum):
+    """Why a request is not reused, from the least to the most that was found.
+
+    The values are labels in metrics and in `meta_info`; they never change.
+    """
+
+    OFF = "off"
+    NO_MATCH = "no_match"
+    TOO_SHORT = "too_short"
+    NO_PROFILE = "no_profile"
+    GATE_FAILED = "gate_failed"
+    UNGATED_BLOCK = "ungated_block"
+    NO_E = "no_e"
+    SLOWER = "slower"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Requested:
+    """What one request asks for itself. A `block` is obeyed without a look at the costs."""
+
+    mode: Mode = Mode.AUTO
+    sender: ModelId | None = None
+    block: Span | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """What is to be answered: which model, which part of the prompt, how pressing."""
+
+    receiver: ModelId
+    num_layers: int
+    page_size: int
+    num_pages: int
+    """Pages of the prompt that may be reused at most, counted from its start."""
+    first_page: int = 0
+    """Pages that the device has already."""
+    num_new_tokens: int = 0
+    """Tokens after `num_pages`, which are computed in any case."""
+    min_pages: int = 1
+    """Fewer new pages than this are not worth a fetch."""
+    num_waiting: int = 0
+    """Depth of the server's queue."""
+    ttft_target_s: float | None = None
+    requested: Requested | None = None
+    gate: Gate = Gate.ENFORCE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """Sizes, and the speeds measured so far; what is not measured is taken to cost nothing."""
+
+    kv_page_bytes: int
+    e_page_bytes: int
+    compute_s_per_token_layer: float | None = None
+    bytes_per_s: Mapping[Location, float] = field(default_factory=dict)
+    overhead_s: float = 0.0
+    """Fixed cost of any reuse: match, planning, one round trip."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoReuse:
+    reason: Reason
+    detail: str = ""
+    """For a person: what was missing, of whom."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Candidate:
+    plan: Plan
+    quality: float
+    ttft_s: float | None
+    """Predicted for the whole prompt; None while the device's speed is unknown."""
+    saving: float
+    """Seconds, or token-layers while the device's speed is unknown."""
+
+
+def index_profiles(profiles: Iterable[PairProfile]) -> Profiles:
+    """Made once at start-up: a model id is a digest of its identity, too dear for each request."""
+    return {(it.sender.model_id, it.receiver.model_id): it for it in profiles}
+
+
+def predict_ttft_s(plan: Plan, *, page_size: int, costs: Costs) -> float | None:
+    """Seconds until the KV of `plan.pages` is there; None while the device's speed is unknown.
+
+    E comes first, then the transfer of KV overlaps the block. A block costs one full layer less
+    than it has: its last one needs only K and V. The own forward over new tokens is not included.
+    """
+    if costs.compute_s_per_token_layer is None:
+        return None
+    num_pages = len(plan.pages)
+    compute_s = num_pages * page_size * _full_layers(plan.block) * costs.compute_s_per_token_layer
+    e_bytes = 0 if plan.transition_layer is None else num_pages * costs.e_page_bytes
+    kv_bytes = num_pages * len(plan.loaded_layers) * costs.kv_page_bytes
+    bytes_per_s = costs.bytes_per_s.get(plan.location)
+    if bytes_per_s is None:
+        return costs.overhead_s + compute_s
+    return costs.overhead_s + e_bytes / bytes_per_s + max(kv_bytes / bytes_per_s, compute_s)
+
+
+def full_prefill_s(num_tokens: int, *, num_layers: int, costs: Costs) -> float | None:
+    """Seconds that the receiver alone takes; None while the device's speed is unknown."""
+    if costs.compute_s_per_token_layer is None:
+        return None
+    return num_tokens * num_layers * costs.compute_s_per_token_layer
+
+
+def choose(
+    demand: Demand, matches: Sequence[Match], profiles: Profiles, costs: Costs
+) -> Plan | NoReuse:
+    """The plan for one request, or why there is none."""
+    requested = demand.requested or Requested()
+    if requested.mode is Mode.OFF:
+        return NoReuse(reason=Reason.OFF, detail="the request asked for a full prefill")
+    wanted = [it for it in matches if requested.sender in (None, it.model)]
+    picks = [_pick(demand, match, profiles, costs) for match in wanted]
+    found = [pick for pick in picks if isinstance(pick, _Candidate)]
+    if found:
+        return max(found, key=lambda it: _rank(it, demand)).plan
+    misses = [pick for pick in picks if isinstance(pick, NoReuse)]
+    nothing = NoReuse(reason=Reason.NO_MATCH, detail="no model of the family has this prefix")
+    return max([nothing, *misses], key=lambda miss: list(Reason).index(miss.reason))
+
+
+def _rank(it: _Candidate, demand: Demand) -> tuple[bool, float, bool, bool, float]:
+    """Largest saving first; then exact before approximate, local before remote, the better one."""
+    is_own = it.plan.sender == it.plan.receiver
+    meets = _meets(it, demand)
+    return meets, it.saving, is_own, it.plan.location == LOCAL, it.quality
+
+
+def _pick(demand: Demand, match: Match, profiles: Profiles, costs: Costs) -> _Candidate | NoReuse:
+    """The best plan that this match allows."""
+    if min(match.num_pages, demand.num_pages) - demand.first_page < demand.min_pages:
+        have = f"{match.num_pages} pages of {match.model}, {demand.first_page} on the device"
+        return NoReuse(reason=Reason.TOO_SHORT, detail=have)
+    blocks = _blocks(demand, match, profiles)
+    if isinstance(blocks, NoReuse):
+        return blocks
+    possible = [it for block in blocks if (it := _candidate(demand, match, block, costs))]
+    if not possible:
+        layers = sorted({block.start for block in blocks})
+        return NoReuse(
+            reason=Reason.NO_E,
+            detail=f"{match.model} has no E at layers {layers} for pages from {demand.first_page}",
+        )
+    explicit = demand.requested is not None and demand.requested.block is not None
+    faster = possible if explicit else [it for it in possible if it.saving > 0]
+    if not faster:
+        return NoReuse(
+            reason=Reason.SLOWER,
+            detail=f"{match.model} at {match.location}: full prefill is faster",
+        )
+    return _by_load(demand, match, profiles, faster)
+
+
+def _blocks(demand: Demand, match: Match, profiles: Profiles) -> list[BlockQuality] | NoReuse:
+    """The blocks that the gate lets this request use with this sender."""
+    requested = demand.requested or Requested()
+    block = requested.block
+    if block is not None and block.stop > demand.num_layers:
+        too_large = f"block [{block.start}, {block.stop}) exceeds the {demand.num_layers} layers"
+        return NoReuse(reason=Reason.UNGATED_BLOCK, detail=too_large)
+    if match.model == demand.receiver:
+        # The own cache is exact whatever is recomputed; a block only where asked for by name.
+        own = block if block is not None and requested.sender == match.model else EMPTY_SPAN
+        return [BlockQuality(start=own.start, stop=own.stop, quality=1.0)]
+    profile = profiles.get((match.model, demand.receiver))
+    is_free = demand.gate is Gate.OFF
+    if block is not None and is_free:
+        return [BlockQuality(start=block.start, stop=block.stop, quality=0.0)]
+    if profile is None:
+        return NoReuse(reason=Reason.NO_PROFILE, detail=f"no profile with sender {match.model}")
+    if not profile.passed and not is_free:
+        return NoReuse(reason=Reason.GATE_FAILED, detail=profile.reason)
+    allowed = _above_floor(profile)
+    if not allowed:
+        return NoReuse(reason=Reason.GATE_FAILED, detail="no block reaches the quality floor")
+    if block is None:
+        return allowed
+    asked = [it for it in allowed if it.block == block]
+    if not asked:
+        return NoReuse(
+            reason=Reason.UNGATED_BLOCK,
+            detail=f"block [{block.start}, {block.stop}) was not measured at or above "
+            f"{profile.quality_floor:.3f}",
+        )
+    return asked
+
+
+def _above_floor(profile: PairProfile) -> list[BlockQuality]:
+    measured = [it for it in profile.blocks if it.quality >= profile.quality_floor]
+    recommended = [profile.recommended] if profile.recommended else []
+    return list({it.block: it for it in [*measured, *recommended]}.values())
+
+
+def _candidate(
+    demand: Demand, match: Match, measured: BlockQuality, costs: Costs
+) -> _Candidate | None:
+    """The plan with this block, None where E does not reach far enough."""
+    block = measured.block
+    stop = min(match.num_pages, demand.num_pages)
+    if len(block) and block.start > 0:
+        stop = min(stop, match.e_pages.get(block.start, 0))
+    if stop - demand.first_page < demand.min_pages:
+        return None
+    plan = Plan(
+        sender=match.model,
+        receiver=demand.receiver,
+        location=match.location,
+        pages=Span(demand.first_page, stop),
+        block=block,
+        num_layers=demand.num_layers,
+    )
+    num_tokens = len(plan.pages) * demand.page_size
+    reuse_s = predict_ttft_s(plan, page_size=demand.page_size, costs=costs)
+    full_s = full_prefill_s(num_tokens, num_layers=demand.num_layers, costs=costs)
+    if reuse_s is None or full_s is None:
+        saved = float(demand.page_size * _saved_page_layers(plan))
+        return _Candidate(plan=plan, quality=measured.quality, ttft_s=None, saving=saved)
+    num_rest = (demand.num_pages - stop) * demand.page_size + demand.num_new_tokens
+    rest_s = full_prefill_s(num_rest, num_layers=demand.num_layers, costs=costs) or 0.0
+    return _Candidate(
+        plan=plan, quality=measured.quality, ttft_s=reuse_s + rest_s, saving=full_s - reuse_s
+    )
+
+
+def _by_load(
+    demand: Demand, match: Match, profiles: Profiles, possible: Sequence[_Candidate]
+) -> _Candidate:
+    """One of the blocks of one match, by how pressing the request is."""
+    if demand.num_waiting == 0 and demand.ttft_target_s is not None:
+        in_time = [it for it in possible if _meets(it, demand)]
+        if in_time:
+            return max(in_time, key=lambda it: (len(it.plan.block), it.quality))
+        return min(possible, key=lambda it: it.ttft_s or 0.0)
+    if demand.num_waiting == 0:
+        profile = profiles.get((match.model, demand.receiver))
+        recommended = profile.recommended if profile else None
+        longest = max(len(it.plan.pages) for it in possible)
+        for it in possible:
+            is_recommended = recommended is not None and it.plan.block == recommended.block
+            if is_recommended and len(it.plan.pages) == longest:
+                return it
+    return max(possible, key=lambda it: (_saved_page_layers(it.plan), it.quality))
+
+
+def _meets(it: _Candidate, demand: Demand) -> bool:
+    target_s = demand.ttft_target_s
+    return target_s is None or it.ttft_s is None or it.ttft_s <= target_s
+
+
+def _full_layers(block: Span) -> int:
+    return max(0, len(block) - 1)
+
+
+def _saved_page_layers(plan: Plan) -> int:
+    return len(plan.pages) * len(plan.loaded_layers)

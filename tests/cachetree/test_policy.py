@@ -1,0 +1,321 @@
+"""The decision, rule by rule. Ten layers, pages of 16 tokens, numbers that can be done in the head.
+
+At 1 ms per token-layer, full prefill of a page takes 160 ms; a page of KV of one layer is 1 MB and
+a page of E 2 MB.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cachetree.entries import Match
+from cachetree.family import ModelIdentity
+from cachetree.ids import LOCAL, Location, Span
+from cachetree.plan import Plan
+from cachetree.policy import (
+    Costs,
+    Demand,
+    Gate,
+    Mode,
+    NoReuse,
+    Profiles,
+    Reason,
+    Requested,
+    choose,
+    full_prefill_s,
+    index_profiles,
+    predict_ttft_s,
+)
+from cachetree.profile import VERSION, BlockQuality, PairProfile
+from cachetree.schedule import Request, Strategy, schedule
+
+MB = 1_000_000
+FAR = Location("tcp://far:1")
+
+
+def identity(weights: str) -> ModelIdentity:
+    return ModelIdentity(
+        architecture="LlamaForCausalLM",
+        num_layers=10,
+        hidden_size=8,
+        num_attention_heads=2,
+        num_kv_heads=1,
+        head_dim=4,
+        rope="{}",
+        tokenizer="t",
+        weights=weights,
+    )
+
+
+RECEIVER, SENDER, OTHER = identity("r"), identity("s"), identity("o")
+R, S, O = RECEIVER.model_id, SENDER.model_id, OTHER.model_id  # noqa: E741
+RECOMMENDED = BlockQuality(start=3, stop=6, quality=0.96)
+PROFILE = PairProfile(
+    version=VERSION,
+    sender=SENDER,
+    receiver=RECEIVER,
+    metric="f1",
+    data_sha256="0",
+    num_questions=10,
+    sender_quality=0.3,
+    full_prefill_quality=1.0,
+    full_reuse_quality=0.4,
+    tolerance=0.05,
+    blocks=(
+        BlockQuality(start=4, stop=5, quality=0.5),
+        RECOMMENDED,
+        BlockQuality(start=2, stop=7, quality=0.97),
+        BlockQuality(start=0, stop=8, quality=0.99),
+    ),
+    recommended=RECOMMENDED,
+    passed=True,
+    reason="the recommended block loses 4 %",
+)
+FAILED = msgspec.structs.replace(PROFILE, passed=False, reason="loses 9 %")
+DEMAND = Demand(receiver=R, num_layers=10, page_size=16, num_pages=10)
+UNKNOWN = Costs(kv_page_bytes=MB, e_page_bytes=2 * MB)
+MEASURED = replace(UNKNOWN, compute_s_per_token_layer=1e-3, bytes_per_s={FAR: 1e9, LOCAL: 1e12})
+PROFILES = index_profiles([PROFILE])
+ALL_E = dict.fromkeys(range(10), 10)
+
+
+def match(
+    model: str, num_pages: int = 10, location: Location = LOCAL, e: Mapping[int, int] = ALL_E
+) -> Match:
+    return Match(model=model, location=location, num_pages=num_pages, e_pages=e)  # type: ignore[arg-type]
+
+
+def plan_for(
+    *matches: Match,
+    demand: Demand = DEMAND,
+    profiles: Profiles = PROFILES,
+    costs: Costs = UNKNOWN,
+) -> Plan:
+    plan = choose(demand, matches, profiles, costs)
+    assert isinstance(plan, Plan), plan
+    return plan
+
+
+def reason_for(
+    *matches: Match,
+    demand: Demand = DEMAND,
+    profiles: Profiles = PROFILES,
+    costs: Costs = UNKNOWN,
+) -> Reason:
+    nothing = choose(demand, matches, profiles, costs)
+    assert isinstance(nothing, NoReuse), nothing
+    return nothing.reason
+
+
+def test_the_own_model_is_exact_and_needs_no_profile() -> None:
+    plan = plan_for(match(R, 7, FAR, e={}), profiles={})
+    assert plan == Plan(
+        sender=R,
+        receiver=R,
+        location=FAR,
+        pages=Span(0, 7),
+        block=Span(0, 0),
+        num_layers=10,
+    )
+    assert plan.is_exact
+
+
+def test_another_model_needs_a_profile_that_passed() -> None:
+    assert reason_for(match(S), profiles={}) is Reason.NO_PROFILE
+    assert reason_for(match(O)) is Reason.NO_PROFILE
+    assert reason_for(match(S), profiles=index_profiles([FAILED])) is Reason.GATE_FAILED
+    # The profile of the opposite direction says nothing.
+    assert reason_for(match(R), demand=replace(DEMAND, receiver=S)) is Reason.NO_PROFILE
+    plan = plan_for(match(S))
+    assert (plan.sender, plan.block, plan.pages) == (S, Span(3, 6), Span(0, 10))
+    assert plan.transition_layer == 3
+
+
+def test_nothing_found_is_a_reason_too() -> None:
+    assert reason_for() is Reason.NO_MATCH
+    off = replace(DEMAND, requested=Requested(mode=Mode.OFF))
+    assert reason_for(match(R), demand=off) is Reason.OFF
+
+
+def test_pages_on_the_device_are_not_fetched_again() -> None:
+    plan = plan_for(match(R, 9), demand=replace(DEMAND, first_page=4))
+    assert plan.pages == Span(4, 9)
+    assert plan_for(match(R, 30)).pages == Span(0, 10)  # nor what the prompt does not have
+    assert reason_for(match(R, 4), demand=replace(DEMAND, first_page=4)) is Reason.TOO_SHORT
+    picky = replace(DEMAND, first_page=4, min_pages=3)
+    assert reason_for(match(R, 6), demand=picky) is Reason.TOO_SHORT
+    assert plan_for(match(R, 7), demand=picky).pages == Span(4, 7)
+
+
+def test_e_limits_the_pages() -> None:
+    assert plan_for(match(S, e={3: 6})).pages == Span(0, 6)
+    only_recommended = index_profiles([msgspec.structs.replace(PROFILE, blocks=(RECOMMENDED,))])
+    assert reason_for(match(S, e={4: 10}), profiles=only_recommended) is Reason.NO_E
+    later = replace(DEMAND, first_page=6)
+    assert reason_for(match(S, e={3: 6}), demand=later, profiles=only_recommended) is Reason.NO_E
+
+
+def test_a_block_from_the_first_layer_needs_no_e() -> None:
+    plan = plan_for(match(S, e={}))
+    assert (plan.block, plan.pages, plan.transition_layer) == (Span(0, 8), Span(0, 10), None)
+
+
+def test_waiting_requests_get_the_fewest_layers_above_the_floor() -> None:
+    quality = (BlockQuality(start=5, stop=7, quality=0.95), *PROFILE.blocks)
+    profiles = index_profiles([msgspec.structs.replace(PROFILE, blocks=quality)])
+    busy = replace(DEMAND, num_waiting=3, ttft_target_s=60)
+    assert plan_for(match(S), demand=busy, profiles=profiles).block == Span(5, 7)
+    # [4, 5) is shorter still, but below the floor; idle and without a target: recommended.
+    assert plan_for(match(S), profiles=profiles).block == Span(3, 6)
+
+
+def test_an_idle_server_recomputes_as_much_as_the_target_allows() -> None:
+    # 160 tokens: a layer takes 160 ms; [3,6) 0.34 s with E, [2,7) 0.66, [0,8) 1.12, full 1.6.
+    def block(target_s: float, num_new_tokens: int = 0) -> Span:
+        demand = replace(DEMAND, ttft_target_s=target_s, num_new_tokens=num_new_tokens)
+        return plan_for(match(S, location=FAR), demand=demand, costs=MEASURED).block
+
+    assert [block(target_s) for target_s in (1.2, 1.0, 0.5)] == [
+        Span(0, 8),
+        Span(2, 7),
+        Span(3, 6),
+    ]
+    assert block(0.1) == Span(3, 6)  # none meets it: the fastest
+    assert block(1.2, num_new_tokens=20) == Span(2, 7)  # 0.2 s of them count
+
+
+def test_a_plan_that_is_not_faster_is_not_used() -> None:
+    slow = replace(MEASURED, bytes_per_s={FAR: 50 * MB})
+    # 10 layers x 10 pages = 100 MB take 2 s, full prefill 1.6 s.
+    assert reason_for(match(R, location=FAR), costs=slow) is Reason.SLOWER
+    assert plan_for(match(R, location=FAR), costs=MEASURED).pages == Span(0, 10)
+    assert plan_for(match(R, location=FAR), match(R, 4), costs=slow).location == LOCAL
+    unmeasured = replace(slow, compute_s_per_token_layer=None)
+    assert plan_for(match(R, location=FAR), costs=unmeasured).location == FAR
+    # A larger block moves fewer bytes: E 0.4 s + max(0.4 s KV, 1.12 s) beats 1.6 s.
+    plan = plan_for(match(S, location=FAR), costs=replace(slow, bytes_per_s={FAR: 40 * MB}))
+    assert plan.block == Span(0, 8)
+    expensive = replace(MEASURED, overhead_s=2.0)
+    assert reason_for(match(R, location=FAR), costs=expensive) is Reason.SLOWER
+
+
+def test_the_larger_saving_wins() -> None:
+    own, other = match(R, 3), match(S, 10)
+    assert plan_for(own, other).sender == S  # 3 x 10 layers saved against 10 x 7
+    assert plan_for(match(R, 8), other).sender == R
+    slow = replace(MEASURED, bytes_per_s={LOCAL: 1e12, FAR: 90 * MB})
+    # Ten remote pages save 1.6 - 1.11 s, five local ones 0.8 s.
+    assert plan_for(match(R, 10, FAR), match(R, 5), costs=slow).pages == Span(0, 5)
+
+
+def test_ties_go_to_the_exact_and_then_to_the_local_cache() -> None:
+    free = msgspec.structs.replace(
+        PROFILE, blocks=(BlockQuality(start=0, stop=0, quality=0.99),), recommended=None
+    )
+    profiles = index_profiles([free])
+    for matches in ([match(S), match(R)], [match(R), match(S)]):
+        assert plan_for(*matches, profiles=profiles).sender == R
+    for matches in ([match(S, location=FAR), match(S)], [match(S), match(S, location=FAR)]):
+        assert plan_for(*matches).location == LOCAL
+    assert plan_for(match(R, location=FAR), match(S), profiles=profiles).sender == R
+
+
+def test_a_request_may_name_its_sender() -> None:
+    named = replace(DEMAND, requested=Requested(sender=S))
+    assert plan_for(match(R), match(S), demand=named).sender == S
+    assert reason_for(match(R), demand=named) is Reason.NO_MATCH
+
+
+def test_a_request_may_name_a_block_that_passed() -> None:
+    def asks(start: int, stop: int, **changes: object) -> Demand:
+        wanted = Requested(sender=S, block=Span(start, stop))
+        return replace(DEMAND, requested=wanted, **changes)  # type: ignore[arg-type]
+
+    assert plan_for(match(S), demand=asks(2, 7)).block == Span(2, 7)
+    for start, stop in ((4, 5), (1, 9), (0, 0), (0, 10)):
+        assert reason_for(match(S), demand=asks(start, stop)) is Reason.UNGATED_BLOCK
+        free = asks(start, stop, gate=Gate.OFF)
+        assert plan_for(match(S), demand=free, profiles={}).block == Span(start, stop)
+    assert reason_for(match(S, e={3: 10}), demand=asks(2, 7)) is Reason.NO_E
+    assert reason_for(match(S), demand=asks(9, 11, gate=Gate.OFF)) is Reason.UNGATED_BLOCK
+    # What was asked for is done, even where it does not pay.
+    slow = replace(MEASURED, bytes_per_s={FAR: MB})
+    assert plan_for(match(S, location=FAR), demand=asks(2, 7), costs=slow).block == Span(2, 7)
+
+
+def test_a_named_block_on_the_own_cache_needs_the_own_name() -> None:
+    by_name = replace(DEMAND, requested=Requested(sender=R, block=Span(2, 4)))
+    assert plan_for(match(R), demand=by_name, profiles={}).block == Span(2, 4)
+    by_block = replace(DEMAND, requested=Requested(block=Span(2, 7)))
+    assert plan_for(match(R), demand=by_block).block == Span(0, 0)
+
+
+def test_without_the_gate_a_failed_profile_still_names_blocks() -> None:
+    free = replace(DEMAND, gate=Gate.OFF)
+    failed = index_profiles([FAILED])
+    assert plan_for(match(S), demand=free, profiles=failed).block == Span(3, 6)
+    assert reason_for(match(S), demand=free, profiles={}) is Reason.NO_PROFILE
+    hopeless = msgspec.structs.replace(FAILED, blocks=PROFILE.blocks[:1], recommended=None)
+    assert (
+        reason_for(match(S), demand=free, profiles=index_profiles([hopeless])) is Reason.GATE_FAILED
+    )
+
+
+def test_the_reason_is_the_one_of_the_match_that_came_furthest() -> None:
+    assert reason_for(match(R, 0), match(O)) is Reason.NO_PROFILE
+    slow = replace(MEASURED, bytes_per_s={FAR: 50 * MB})
+    assert reason_for(match(O), match(R, location=FAR), costs=slow) is Reason.SLOWER
+
+
+def test_reasons_are_labels() -> None:
+    assert [reason.value for reason in Reason] == [
+        "off",
+        "no_match",
+        "too_short",
+        "no_profile",
+        "gate_failed",
+        "ungated_block",
+        "no_e",
+        "slower",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("block", "seconds"),
+    [
+        (Span(0, 0), 0.1),  # 100 MB at 1 GB/s
+        (Span(3, 6), 0.02 + 0.32),  # E, then two full layers hide 70 MB
+        (Span(3, 4), 0.02 + 0.09),  # one layer: its K and V only, so the transfer decides
+        (Span(0, 10), 1.44),
+    ],
+)
+def test_the_prediction(block: Span, seconds: float) -> None:
+    plan = plan_for(match(S, location=FAR))
+    plan = replace(plan, block=block)
+    assert predict_ttft_s(plan, page_size=16, costs=MEASURED) == pytest.approx(seconds)
+    assert predict_ttft_s(plan, page_size=16, costs=UNKNOWN) is None
+    assert full_prefill_s(160, num_layers=10, costs=MEASURED) == pytest.approx(1.6)
+
+
+@given(st.integers(0, 10), st.integers(0, 10), st.floats(1e6, 1e10))
+def test_the_prediction_is_the_pipelined_schedule(one: int, two: int, bytes_per_s: float) -> None:
+    block = Span(min(one, two), max(one, two))
+    costs = replace(MEASURED, bytes_per_s={FAR: bytes_per_s})
+    plan = replace(plan_for(match(S, location=FAR)), block=block)
+    layers = [0.16] * 10
+    if len(block):
+        layers[block.stop - 1] = 0.0
+    request = Request(
+        block=block,
+        load=(10 * MB / bytes_per_s,) * 10,
+        recompute=layers,
+        e_load=20 * MB / bytes_per_s,
+    )
+    drawn = schedule([request], Strategy.PIPELINED).total_ttft
+    assert predict_ttft_s(plan, page_size=16, costs=costs) == pytest.approx(drawn)
