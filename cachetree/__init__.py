@@ -1,0 +1,73 @@
+"""A cross-model KV cache: what the models of one family have computed, found by prefix.
+
+`Cache` is the public face; `store`, `match` and `fetch` are its verbs. Nothing here imports
+SGLang.
+"""
+
+from cachetree.cache import BudgetedStaging, Cache, CacheConfig, CacheStatus
+from cachetree.clock import Deadline
+from cachetree.entries import Match
+from cachetree.errors import (
+    CacheTreeError,
+    Cancelled,
+    ConfigError,
+    DeadlineExceeded,
+    FamilyMismatch,
+    FetchError,
+    ProfileError,
+    ProtocolError,
+    StaleEntry,
+)
+from cachetree.family import Family, ModelIdentity
+from cachetree.ids import EMPTY_SPAN, LOCAL, PAGE_HASH_BYTES, Location, ModelId, PageHash, Span
+from cachetree.lease import Lease, Reservation
+from cachetree.plan import Kind, Plan, Step
+from cachetree.profile import PairProfile, read_profile, write_profile
+from cachetree.staging import Allocate, Staging, pageable
+from cachetree.transport import Peer, PeerConfig, PeerState, PeerStatus, Worker, WorkerConfig
+from cachetree.tree import CacheTree
+
+__all__ = [
+    "EMPTY_SPAN",
+    "LOCAL",
+    "PAGE_HASH_BYTES",
+    "Allocate",
+    "BudgetedStaging",
+    "Cache",
+    "CacheConfig",
+    "CacheStatus",
+    "CacheTree",
+    "CacheTreeError",
+    "Cancelled",
+    "ConfigError",
+    "Deadline",
+    "DeadlineExceeded",
+    "Family",
+    "FamilyMismatch",
+    "FetchError",
+    "Kind",
+    "Lease",
+    "Location",
+    "Match",
+    "ModelId",
+    "ModelIdentity",
+    "PageHash",
+    "PairProfile",
+    "Peer",
+    "PeerConfig",
+    "PeerState",
+    "PeerStatus",
+    "Plan",
+    "ProfileError",
+    "ProtocolError",
+    "Reservation",
+    "Span",
+    "Staging",
+    "StaleEntry",
+    "Step",
+    "Worker",
+    "WorkerConfig",
+    "pageable",
+    "read_profile",
+    "write_profile",
+]

@@ -79,6 +79,7 @@ class Bandwidth:
     """
 
     MAX_AGE_S = 60.0
+    MIN_SAMPLE_BYTES = 256 << 10
     WEIGHT = 0.3
 
     def __init__(self, clock: Clock) -> None:
@@ -92,7 +93,10 @@ class Bandwidth:
         return self._mean if age_s <= self.MAX_AGE_S else None
 
     def sample(self, num_bytes: int, seconds: float) -> None:
-        """Bytes that the link carried while one fetch lived."""
+        """Bytes that the link carried while one fetch lived.
+
+        Leave out what is under `MIN_SAMPLE_BYTES`: it measures the round trip.
+        """
         rate = num_bytes / max(seconds, 1e-9)
         known = self.bytes_per_s
         self._mean = rate if known is None else known + self.WEIGHT * (rate - known)

@@ -39,11 +39,9 @@ log = logging.getLogger(__name__)
 CLOSE_S: Final = 5.0
 _TICK_S: Final = 0.01
 """How often cancelled fetches are looked for."""
-_MIN_SAMPLE_BYTES: Final = 256 << 10
-"""Smaller fetches measure the round trip, not the bandwidth."""
 
 _MIN_SAMPLE_S: Final = 0.1
-"""A deadline missed by a fetch shorter than this says nothing about the link either."""
+"""A deadline missed by a fetch shorter than this says nothing about the link."""
 
 
 class Peer:
@@ -332,7 +330,7 @@ class Peer:
         num_bytes = self._counts["landed_bytes"] - landing.begun_at_bytes
         seconds = self._clock() - landing.begun_at_s
         is_late = isinstance(error, DeadlineExceeded) and seconds >= _MIN_SAMPLE_S
-        if num_bytes >= _MIN_SAMPLE_BYTES or is_late:
+        if num_bytes >= Bandwidth.MIN_SAMPLE_BYTES or is_late:
             self._bandwidth.sample(num_bytes, seconds)
         if error is not None:
             self._counts["failed"] += not isinstance(error, Cancelled)

@@ -1,0 +1,302 @@
+"""The public face: one tree, the worker that serves it, and the peers it reads from."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import Final
+
+import msgspec
+
+from cachetree.clock import Clock, Deadline
+from cachetree.entries import Match
+from cachetree.errors import ConfigError, DeadlineExceeded, FetchError, StaleEntry
+from cachetree.family import Family
+from cachetree.ids import LOCAL, Location, ModelId, PageHash
+from cachetree.lease import Lease
+from cachetree.plan import Kind, Plan, Step
+from cachetree.staging import Allocate, Staging, pageable
+from cachetree.transport import Peer, PeerConfig, PeerStatus, Status, Worker, WorkerConfig
+from cachetree.transport.pace import Bandwidth
+from cachetree.tree import CacheTree
+
+log = logging.getLogger(__name__)
+
+
+class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What an operator may set on a cache."""
+
+    host_bytes: int = 4 << 30
+    """Budget of the entries held here."""
+    staging_bytes: int = 1 << 30
+    """Budget of the fetches under way and not yet released."""
+    peers: tuple[str, ...] = ()
+    """Addresses of the workers to read from."""
+    serves: bool = True
+    """Whether other servers may read from this one."""
+    worker: WorkerConfig = WorkerConfig()
+    """How it serves them."""
+    peer: PeerConfig = PeerConfig()
+    """How it reads from each peer."""
+
+    def __post_init__(self) -> None:
+        for field in ("host_bytes", "staging_bytes"):
+            if getattr(self, field) < 0:
+                raise ConfigError(f"{field} is {getattr(self, field)}; it must be 0 or more")
+        if len(set(self.peers)) != len(self.peers):
+            raise ConfigError(f"peers is {list(self.peers)!r}; name each worker once")
+
+
+class BudgetedStaging(Staging):
+    """A staging buffer that counts against its cache's budget until it is released.
+
+    `release`, leaving the context, or garbage collection gives the bytes back; the first of them
+    counts. One that has not completed is cancelled by it.
+    """
+
+    def __init__(
+        self, sizes: Mapping[Step, int], deadline: Deadline, allocate: Allocate, budget: _Budget
+    ) -> None:
+        super().__init__(sizes, deadline, allocate)
+        self._give_back = weakref.finalize(self, budget.give_back, self.num_bytes)
+
+    def release(self) -> None:
+        """The caller reads no more. Idempotent."""
+        self.cancel()
+        self._give_back()
+
+    def __enter__(self) -> BudgetedStaging:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.release()
+
+
+class CacheStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A cache in numbers."""
+
+    num_bytes: int
+    host_bytes: int
+    staging_bytes_in_use: int
+    peers: tuple[PeerStatus, ...]
+    worker: Status | None
+    """None where this cache does not serve."""
+
+
+class Cache:
+    """Entries of every model of one family, here and on the peers. `store`, `match`, `fetch`.
+
+    Thread-safe. Raises ConfigError for an address that is wrong or taken. A peer that cannot be
+    reached is no error: it is tried again, and its entries appear when it comes up.
+    """
+
+    def __init__(
+        self,
+        family: Family,
+        config: CacheConfig,
+        *,
+        allocate: Allocate = pageable,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self.family: Final = family
+        self.tree: Final = CacheTree(
+            family, host_bytes=config.host_bytes, allocate=allocate, clock=clock
+        )
+        self._allocate = allocate
+        self._clock = clock
+        self._budget = _Budget(config.staging_bytes)
+        self._copied = Bandwidth(clock)
+        self._worker = Worker(self.tree, config.worker, clock=clock) if config.serves else None
+        self._peers: dict[Location, Peer] = {}
+        try:
+            for address in map(Location, config.peers):
+                self._peers[address] = Peer(self.tree, address, config.peer, clock=clock)
+        except ConfigError:
+            self._close_transport()
+            raise
+        self._copier = ThreadPoolExecutor(1, thread_name_prefix="cachetree-copy")
+
+    @property
+    def address(self) -> Location | None:
+        """Where this cache serves others; None where it does not."""
+        return self._worker.address if self._worker else None
+
+    def store(
+        self,
+        model: ModelId,
+        parent: PageHash | None,
+        pages: Sequence[PageHash],
+        kv: Sequence[memoryview],
+        e: Mapping[int, memoryview],
+    ) -> bool:
+        """Copy in the exact KV of `pages` (one buffer per layer) and E of some layers.
+
+        Pages that are already here are skipped. False where the budget has no room. Raises
+        ValueError for a buffer of the wrong size. To fill pages in place use `tree.reserve`.
+        """
+        family = self.family
+        if len(kv) != family.num_layers:
+            raise ValueError(f"KV of {len(kv)} layers for a model of {family.num_layers}")
+        buffers = [
+            *((Step(Kind.KV, layer), kv[layer], family.kv_page_bytes) for layer in range(len(kv))),
+            *((Step(Kind.E, layer), e[layer], family.e_page_bytes) for layer in e),
+        ]
+        for step, buffer, page_bytes in buffers:
+            if buffer.nbytes != len(pages) * page_bytes:
+                raise ValueError(
+                    f"{step.kind.value} of layer {step.layer} has {buffer.nbytes} bytes for "
+                    f"{len(pages)} pages of {page_bytes}"
+                )
+        reservation = self.tree.reserve(model, parent, pages, e.keys())
+        if reservation is None:
+            return False
+        with reservation:
+            if reservation.pages:
+                for step, buffer, page_bytes in buffers:
+                    room = reservation.e if step.kind is Kind.E else reservation.kv
+                    room(step.layer)[:] = buffer.cast("B")[reservation.skipped * page_bytes :]
+            reservation.commit()
+        return True
+
+    def match(self, pages: Sequence[PageHash]) -> list[Match]:
+        """The longest prefix per model and location: a local walk, also for what peers have."""
+        return self.tree.match(pages)
+
+    def fetch(
+        self, plan: Plan, pages: Sequence[PageHash], deadline: Deadline
+    ) -> BudgetedStaging | None:
+        """Begin to land the steps of `plan` in host memory; returns at once.
+
+        `pages` are all pages of the prompt, of which the plan takes `plan.pages`. None where the
+        staging budget is used up: the request does a full prefill. Everything else that goes
+        wrong fails the staging.
+        """
+        num_pages = len(plan.pages)
+        sizes = {step: num_pages * self._page_bytes(step) for step in plan.steps}
+        if not self._budget.take(sum(sizes.values())):
+            return None
+        try:
+            staging = BudgetedStaging(sizes, deadline, self._allocate, self._budget)
+        except BaseException:
+            self._budget.give_back(sum(sizes.values()))
+            raise
+        wanted = pages[plan.pages.start : plan.pages.stop]
+        peer = self._peers.get(plan.location)
+        if len(wanted) != num_pages:
+            staging.fail(FetchError(f"the plan takes pages {plan.pages} of {len(pages)}"))
+        elif plan.location == LOCAL:
+            self._copy(plan.sender, wanted, staging)
+        elif peer is None:
+            staging.fail(FetchError(f"{plan.location} is not a peer of this server"))
+        else:
+            peer.fetch(plan.sender, wanted, staging)
+        return staging
+
+    def costs(self, location: Location) -> float | None:
+        """Measured bytes per second from a location; None where nothing is known of late."""
+        if location == LOCAL:
+            return self._copied.bytes_per_s
+        peer = self._peers.get(location)
+        return peer.bytes_per_s if peer else None
+
+    def wait_ready(self, timeout_s: float) -> bool:
+        """Block until every peer is ready; False when the time is over or one is refused."""
+        deadline = Deadline.after(timeout_s, self._clock)
+        return all(peer.wait_ready(deadline.remaining_s()) for peer in self._peers.values())
+
+    def status(self) -> CacheStatus:
+        return CacheStatus(
+            num_bytes=self.tree.num_bytes,
+            host_bytes=self.tree.host_bytes,
+            staging_bytes_in_use=self._budget.num_bytes,
+            peers=tuple(peer.status for peer in self._peers.values()),
+            worker=self._worker.status() if self._worker else None,
+        )
+
+    def close(self) -> None:
+        """Stop serving and fetching; fetches under way fail. Idempotent."""
+        self._close_transport()
+        self._copier.shutdown(cancel_futures=False)
+
+    def __enter__(self) -> Cache:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _close_transport(self) -> None:
+        for peer in self._peers.values():
+            peer.close()
+        if self._worker is not None:
+            self._worker.close()
+
+    def _page_bytes(self, step: Step) -> int:
+        return self.family.e_page_bytes if step.kind is Kind.E else self.family.kv_page_bytes
+
+    def _copy(self, model: ModelId, pages: Sequence[PageHash], staging: Staging) -> None:
+        lease = self.tree.lease(model, pages, "a local fetch", staging.deadline)
+        if lease is None:
+            staging.fail(StaleEntry(f"{len(pages)} pages of model {model} are no longer here"))
+            return
+        try:
+            self._copier.submit(self._copy_steps, lease, staging)
+        except RuntimeError:  # The pool is shut down.
+            lease.release()
+            staging.fail(FetchError("this cache is closed"))
+
+    def _copy_steps(self, lease: Lease, staging: Staging) -> None:
+        """In the copier's thread: fill `staging` from memory, step by step."""
+        begun_at_s = self._clock()
+        try:
+            with lease:
+                for step in staging.steps:
+                    if staging.deadline.has_passed:
+                        raise DeadlineExceeded("the local copy did not end in time")
+                    views = lease.e(step.layer) if step.kind is Kind.E else lease.kv(step.layer)
+                    offset = 0
+                    for view in views:
+                        staging.write(step, offset, view)
+                        offset += view.nbytes
+            if staging.num_bytes >= Bandwidth.MIN_SAMPLE_BYTES:
+                self._copied.sample(staging.num_bytes, self._clock() - begun_at_s)
+        except FetchError as exc:
+            staging.fail(exc)
+        except Exception as exc:
+            log.exception("a local copy failed")
+            staging.fail(FetchError(f"internal error: {exc}"))
+
+
+class _Budget:
+    """Bytes that may be in use at once."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.num_bytes = 0
+        self._limit_bytes = limit_bytes
+        # Reentrant: garbage collection may give back in the middle of `take`.
+        self._lock = threading.RLock()
+
+    def take(self, num_bytes: int) -> bool:
+        with self._lock:
+            if self.num_bytes + num_bytes > self._limit_bytes:
+                return False
+            self.num_bytes += num_bytes
+            return True
+
+    def give_back(self, num_bytes: int) -> None:
+        with self._lock:
+            self.num_bytes -= num_bytes

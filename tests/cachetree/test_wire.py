@@ -1,0 +1,222 @@
+"""Messages, sizes, addresses, settings and rates: everything of the transport without a socket."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transport_parts import FAMILY, pages_of
+
+from cachetree.errors import ConfigError, FamilyMismatch, ProtocolError
+from cachetree.plan import Kind, Step
+from cachetree.transport import PeerConfig, WorkerConfig, wire
+from cachetree.transport.address import parse_listen, parse_remote
+from cachetree.transport.pace import Bandwidth, Cap
+
+FETCH = wire.Fetch(
+    id=3,
+    model="m",
+    pages=b"x" * 32,
+    steps=(("e", 2), ("kv", 0)),
+    frame_bytes=1 << 20,
+    window_bytes=4 << 20,
+    timeout_ms=100,
+)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        wire.hello(FAMILY, "m", 0),
+        wire.Subscribe(),
+        FETCH,
+        wire.Credit(id=3, num_bytes=9),
+        wire.Cancel(id=3),
+        wire.Ping(),
+        wire.Bye(reason="done"),
+        wire.StatusRequest(),
+    ],
+)
+def test_messages_to_a_worker_survive_the_wire(message: wire.ToWorker) -> None:
+    assert wire.decode_to_worker(memoryview(wire.encode(message))) == message
+
+
+def test_a_hello_carries_the_family() -> None:
+    received = wire.decode_to_peer(memoryview(wire.encode(wire.hello(FAMILY, "m", 5))))
+    assert isinstance(received, wire.Hello)
+    assert wire.family_of(received) == FAMILY
+    assert (received.model, received.epoch) == ("m", 5)
+
+
+def test_another_version_is_refused_before_its_family_is_read() -> None:
+    strange = wire.Hello(version=2, family=msgspec.Raw(msgspec.msgpack.encode(["?"])))
+    with pytest.raises(ProtocolError, match="version is 2 there and 1 here"):
+        wire.family_of(strange)
+
+
+def test_unknown_fields_are_ignored_and_unknown_tags_are_not() -> None:
+    newer = msgspec.msgpack.encode({"type": "cancel", "id": 4, "since": "version 9"})
+    assert wire.decode_to_worker(memoryview(newer)) == wire.Cancel(id=4)
+    with pytest.raises(ProtocolError, match="teleport"):
+        wire.decode_to_worker(memoryview(msgspec.msgpack.encode({"type": "teleport"})))
+
+
+def test_a_worker_does_not_accept_what_only_a_worker_says() -> None:
+    with pytest.raises(ProtocolError):
+        wire.decode_to_worker(memoryview(wire.encode(wire.Pong(epoch=1))))
+
+
+@given(st.binary(max_size=200))
+def test_noise_raises_nothing_but_protocol_errors(noise: bytes) -> None:
+    for decode in (wire.decode_to_worker, wire.decode_to_peer):
+        try:
+            decode(memoryview(noise))
+        except ProtocolError:
+            pass
+
+
+def test_headers_are_capped_both_ways() -> None:
+    with pytest.raises(ProtocolError, match="exceeds"):
+        wire.encode(msgspec.structs.replace(FETCH, pages=bytes(wire.MAX_HEADER_BYTES)))
+    with pytest.raises(ProtocolError, match="exceeds"):
+        wire.decode_to_peer(memoryview(bytes(wire.MAX_HEADER_BYTES + 1)))
+
+
+def test_pages_are_whole() -> None:
+    pages = pages_of(3)
+    assert list(wire.split_pages(wire.join_pages(pages))) == pages
+    with pytest.raises(ProtocolError, match="whole number"):
+        wire.split_pages(b"x" * 17)
+
+
+def test_steps_are_checked() -> None:
+    assert wire.steps_of(FETCH, 4) == (Step(Kind.E, 2), Step(Kind.KV, 0))
+    for steps in ((("e", 4),), (("kv", -1),), (("q", 1),), (("kv", 1), ("kv", 1))):
+        with pytest.raises(ProtocolError):
+            wire.steps_of(msgspec.structs.replace(FETCH, steps=steps), 4)
+
+
+def test_a_long_change_is_cut_into_entries_that_follow_each_other() -> None:
+    pages = pages_of(2 * wire.ENTRY_PAGES + 5)
+    parent = pages_of(1, "root")[0]
+    entries = list(
+        wire.entries_of(added=True, model="m", parent=parent, pages=pages, e_layers=[1])
+    )
+    assert b"".join(entry.pages for entry in entries) == b"".join(pages)
+    assert [entry.parent for entry in entries] == [
+        parent,
+        pages[wire.ENTRY_PAGES - 1],
+        pages[2 * wire.ENTRY_PAGES - 1],
+    ]
+    removed = list(
+        wire.entries_of(added=False, model="m", parent=parent, pages=pages, e_layers=[])
+    )
+    assert [entry.pages for entry in removed] == [entry.pages for entry in reversed(entries)]
+
+
+def test_entries_are_packed_in_order_into_small_messages() -> None:
+    entries = [
+        wire.Entry(added=True, model="m" * 32, parent=b"", pages=page * 40, e_layers=())
+        for page in pages_of(500)
+    ]
+    groups = list(wire.pack(entries))
+    assert [entry for group in groups for entry in group] == entries
+    sizes = [len(wire.encode(wire.Entries(seq=1, entries=group))) for group in groups]
+    assert max(sizes) < 64 << 10
+    assert len(groups) < 20
+
+
+@pytest.mark.parametrize(
+    ("value", "remedy"),
+    [
+        ("localhost", "tcp://HOST:PORT"),
+        ("tcp://127.0.0.1", "tcp://HOST:PORT"),
+        ("http://127.0.0.1:1", "tcp://HOST:PORT"),
+        ("tcp://127.0.0.1:99999", "tcp://HOST:PORT"),
+        ("tcp://0.0.0.0:7788", "insecure: true"),
+        ("tcp://*:7788", "insecure: true"),
+        ("tcp://worker-3:7788", "insecure: true"),
+    ],
+)
+def test_bad_listen_addresses_name_field_value_and_remedy(value: str, remedy: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_listen(value, field="listen", insecure=False)
+    for part in ("listen", repr(value), remedy):
+        assert part in str(caught.value)
+
+
+def test_good_addresses() -> None:
+    for value in ("tcp://127.0.0.1:0", "tcp://localhost:0", "tcp://[::1]:0"):
+        assert parse_listen(value, field="listen", insecure=False).is_loopback
+    assert parse_listen("tcp://*:7788", field="listen", insecure=True).url == "tcp://*:7788"
+    assert parse_remote("tcp://worker-3:7788", field="peer").url == "tcp://worker-3:7788"
+    with pytest.raises(ConfigError, match="names no single worker"):
+        parse_remote("tcp://127.0.0.1:0", field="peer")
+
+
+def test_settings_are_checked() -> None:
+    with pytest.raises(ConfigError, match="window_bytes is 65536"):
+        WorkerConfig(window_bytes=1 << 16)
+    with pytest.raises(ConfigError, match="max_bytes_per_s is 0"):
+        WorkerConfig(max_bytes_per_s=0)
+    with pytest.raises(ConfigError, match="frame_bytes is 1"):
+        PeerConfig(frame_bytes=1)
+    with pytest.raises(ConfigError, match="silence_s"):
+        PeerConfig(silence_s=1.0, heartbeat_s=0.9)
+    with pytest.raises(msgspec.ValidationError, match="windw_bytes"):
+        msgspec.json.decode(b'{"windw_bytes": 1}', type=PeerConfig)
+
+
+class FakeTime:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_a_cap_holds_and_unused_time_is_not_saved() -> None:
+    clock = FakeTime()
+    cap = Cap(20e6, clock)
+    assert cap.limit(1 << 20) == 200_000  # 10 ms
+    sent = 0
+    while clock.now_s < 101.0:
+        if not cap.delay_s():
+            cap.spend(200_000)
+            sent += 200_000
+        clock.now_s += 0.0013
+    assert 19.5e6 <= sent <= 20.5e6
+
+    clock.now_s += 60
+    cap.idle()
+    burst = 0
+    while not cap.delay_s():
+        cap.spend(200_000)
+        burst += 1
+    assert burst == 1
+
+
+def test_a_busy_link_catches_up_a_little() -> None:
+    clock = FakeTime()
+    cap = Cap(20e6, clock)
+    cap.spend(200_000)
+    clock.now_s += 1.0  # The thread was not scheduled.
+    burst = 0
+    while not cap.delay_s():
+        cap.spend(200_000)
+        burst += 1
+    assert burst == 5  # 50 ms
+
+
+def test_bandwidth_is_a_moving_mean_that_is_forgotten() -> None:
+    clock = FakeTime()
+    bandwidth = Bandwidth(clock)
+    assert bandwidth.bytes_per_s is None
+    bandwidth.sample(1000, 1.0)
+    bandwidth.sample(2000, 1.0)
+    assert bandwidth.bytes_per_s == pytest.approx(1300)
+    clock.now_s += Bandwidth.MAX_AGE_S + 1
+    assert bandwidth.bytes_per_s is None
+    bandwidth.sample(500, 1.0)
+    assert bandwidth.bytes_per_s == pytest.approx(500)

@@ -1,0 +1,224 @@
+"""A small family, trees with content that can be recomputed, and workers: real and scripted.
+
+Run as a script it is a worker process: `transport_parts.py LISTEN NUM_PAGES BYTES_PER_S`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from subprocess import PIPE, Popen
+
+import zmq
+
+from cachetree import (
+    CacheTree,
+    Deadline,
+    Family,
+    Kind,
+    Location,
+    ModelId,
+    PageHash,
+    Peer,
+    PeerConfig,
+    Staging,
+    Step,
+    Worker,
+    WorkerConfig,
+)
+from cachetree.transport import wire
+
+FAMILY = Family(
+    architecture="LlamaForCausalLM",
+    num_layers=4,
+    hidden_size=64,
+    num_kv_heads=1,
+    head_dim=32,
+    rope="{}",
+    tokenizer="t",
+    kv_dtype="float16",
+    page_size=16,
+)
+MODEL = ModelId("sender")
+PAGE_BYTES = FAMILY.kv_page_bytes
+E_LAYER = 2
+STEPS = (Step(Kind.E, E_LAYER), Step(Kind.KV, 0), Step(Kind.KV, 1), Step(Kind.KV, 3))
+FAST = PeerConfig(
+    frame_bytes=64 << 10,
+    window_bytes=256 << 10,
+    heartbeat_s=0.1,
+    silence_s=0.5,
+    reconnect_s=0.02,
+    max_reconnect_s=0.1,
+)
+
+
+def pages_of(num: int, name: str = "p") -> list[PageHash]:
+    return [PageHash(hashlib.sha256(f"{name}{i}".encode()).digest()[:16]) for i in range(num)]
+
+
+def content(page: PageHash, step: Step) -> bytes:
+    """What a page holds at one step; differs for every page and step."""
+    seed = page + f"{step.kind.value}{step.layer}".encode()
+    size = FAMILY.kv_page_bytes if step.kind is Kind.KV else FAMILY.e_page_bytes
+    return hashlib.shake_128(seed).digest(64) * (size // 64)
+
+
+def store(tree: CacheTree, pages: Sequence[PageHash], parent: PageHash | None = None) -> None:
+    reservation = tree.reserve(MODEL, parent, pages, [E_LAYER])
+    assert reservation is not None
+    for layer in range(FAMILY.num_layers if reservation.pages else 0):
+        step = Step(Kind.KV, layer)
+        reservation.kv(layer)[:] = b"".join(content(page, step) for page in reservation.pages)
+    if reservation.pages:
+        e = b"".join(content(page, Step(Kind.E, E_LAYER)) for page in reservation.pages)
+        reservation.e(E_LAYER)[:] = e
+    reservation.commit()
+
+
+def new_tree(pages: Sequence[PageHash] = (), family: Family = FAMILY) -> CacheTree:
+    tree = CacheTree(family, host_bytes=256 << 20)
+    if pages:
+        store(tree, pages)
+    return tree
+
+
+class RecordingStaging(Staging):
+    """Remembers the order of writes."""
+
+    def __init__(self, sizes: dict[Step, int], deadline: Deadline) -> None:
+        super().__init__(sizes, deadline)
+        self.writes: list[tuple[Step, int, int]] = []
+
+    def write(self, step: Step, offset: int, payload: memoryview) -> None:
+        self.writes.append((step, offset, payload.nbytes))
+        super().write(step, offset, payload)
+
+
+def new_staging(
+    num_pages: int, seconds: float = 10.0, steps: Sequence[Step] = STEPS
+) -> RecordingStaging:
+    sizes = {step: num_pages * PAGE_BYTES for step in steps}
+    return RecordingStaging(sizes, Deadline.after(seconds))
+
+
+def wait_all(staging: Staging) -> None:
+    for step in staging.steps:
+        staging.wait(step)
+
+
+def check_content(staging: Staging, pages: Sequence[PageHash]) -> None:
+    for step in staging.steps:
+        assert staging.view(step) == b"".join(content(page, step) for page in pages), step
+
+
+def eventually(condition: Callable[[], object], seconds: float = 5.0) -> None:
+    give_up_at_s = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < give_up_at_s, "did not come true in time"
+        time.sleep(0.005)
+
+
+@contextlib.contextmanager
+def worker_of(tree: CacheTree, **config: object) -> Iterator[Worker]:
+    worker = Worker(tree, WorkerConfig(**config))  # type: ignore[arg-type]
+    try:
+        yield worker
+    finally:
+        worker.close()
+
+
+@contextlib.contextmanager
+def peer_of(
+    address: Location, tree: CacheTree, config: PeerConfig = FAST, *, is_ready: bool = True
+) -> Iterator[Peer]:
+    peer = Peer(tree, address, config)
+    try:
+        if is_ready:
+            assert peer.wait_ready(5), peer.error
+        yield peer
+    finally:
+        peer.close()
+
+
+class ScriptedWorker:
+    """A ROUTER that greets, sends an empty snapshot, and hands each fetch to `script`.
+
+    `script(self, identity, fetch)` sends whatever a broken worker would.
+    """
+
+    def __init__(
+        self, script: Callable[[ScriptedWorker, bytes, wire.Fetch], None], family: Family = FAMILY
+    ) -> None:
+        self._script = script
+        self._family = family
+        self._context = zmq.Context()
+        self.socket = self._context.socket(zmq.ROUTER)
+        self.socket.set(zmq.LINGER, 0)
+        self.socket.bind("tcp://127.0.0.1:0")
+        self.address = Location(self.socket.get_string(zmq.LAST_ENDPOINT))
+        self.received: list[wire.ToWorker] = []
+        self.answers_pings = True
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def send(self, identity: bytes, message: wire.ToPeer | bytes, *payload: bytes) -> None:
+        header = message if isinstance(message, bytes) else wire.encode(message)
+        self.socket.send_multipart([identity, header, *payload])
+
+    def _run(self) -> None:
+        while not self._is_closing:
+            if not self.socket.poll(20):
+                continue
+            identity, header = self.socket.recv_multipart()
+            message = wire.decode_to_worker(memoryview(header))
+            self.received.append(message)
+            if isinstance(message, wire.Hello):
+                self.send(identity, wire.hello(self._family, "", 7))
+            elif isinstance(message, wire.Subscribe):
+                self.send(identity, wire.Reset(epoch=7))
+                self.send(identity, wire.Synced(seq=0))
+            elif isinstance(message, wire.Ping) and self.answers_pings:
+                self.send(identity, wire.Pong(epoch=7))
+            elif isinstance(message, wire.Fetch):
+                self._script(self, identity, message)
+
+    def __enter__(self) -> ScriptedWorker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_closing = True
+        self._thread.join()
+        self._context.destroy()
+
+
+@contextlib.contextmanager
+def worker_process(
+    num_pages: int, bytes_per_s: float, listen: str = "tcp://127.0.0.1:0"
+) -> Iterator[tuple[Popen[str], Location]]:
+    """A worker of `pages_of(num_pages)` in its own process."""
+    command = [sys.executable, str(Path(__file__)), listen, str(num_pages), str(bytes_per_s)]
+    with Popen(command, stdin=PIPE, stdout=PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield process, Location(process.stdout.readline().strip())
+        finally:
+            process.kill()
+
+
+def _serve(listen: str, num_pages: int, bytes_per_s: float) -> None:
+    tree = new_tree(pages_of(num_pages))
+    worker = Worker(tree, WorkerConfig(listen=listen, max_bytes_per_s=bytes_per_s))
+    print(worker.address, flush=True)
+    sys.stdin.read()
+    worker.close()
+
+
+if __name__ == "__main__":
+    _serve(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]))
