@@ -51,14 +51,26 @@ class Stream:
         self._offset = 0
         self._trackers: deque[zmq.MessageTracker] = deque()
 
-    def next_payload(self, limit: int) -> memoryview | None:
-        """The next bytes to send, at most `limit`; None while the window is full.
+    def is_ready(self, limit: int) -> bool:
+        """Whether a frame of at most `limit` bytes may go now. If not, credit is to come."""
+        size = min(limit, self.frame_bytes)
+        return not self.is_over and self.in_flight_bytes + size <= self.window_bytes
 
-        Nothing changes until `sent`.
-        """
-        payload = self._cut(min(limit, self.frame_bytes))
-        fits = self.in_flight_bytes + payload.nbytes <= self.window_bytes
-        return payload if fits else None
+    def next_payload(self, limit: int) -> memoryview:
+        """The next bytes to send, at most `limit`. Nothing changes until `sent`."""
+        limit = min(limit, self.frame_bytes)
+        runs = self._views[0]
+        first = runs[0]
+        if len(runs) == 1 or first.nbytes >= min(limit, COPY_BYTES):
+            return first[:limit]
+        parts: list[memoryview] = []
+        room = min(limit, COPY_BYTES)
+        for run in runs:
+            parts.append(run[:room])
+            room -= parts[-1].nbytes
+            if not room:
+                break
+        return memoryview(b"".join(parts))
 
     def header(self, payload: memoryview) -> Frame:
         return Frame(
@@ -95,20 +107,6 @@ class Stream:
     @property
     def is_drained(self) -> bool:
         return all(tracker.done for tracker in self._trackers)
-
-    def _cut(self, limit: int) -> memoryview:
-        runs = self._views[0]
-        first = runs[0]
-        if len(runs) == 1 or first.nbytes >= min(limit, COPY_BYTES):
-            return first[:limit]
-        parts: list[memoryview] = []
-        room = min(limit, COPY_BYTES)
-        for run in runs:
-            parts.append(run[:room])
-            room -= parts[-1].nbytes
-            if not room:
-                break
-        return memoryview(b"".join(parts))
 
     def _advance(self, num_bytes: int) -> None:
         runs = self._views[0]

@@ -56,7 +56,7 @@ class Worker:
         self._probe_at_s: float | None = None
         self._is_refused = False
         """A peer's queue did not take a frame: wait before the next attempt."""
-        self._is_closing = False
+        self._closing = threading.Event()
         listen = parse_listen(config.listen, field="listen", insecure=config.insecure)
         self._router = Router(listen)
         self._wakeup = Wakeup()
@@ -69,7 +69,7 @@ class Worker:
 
     def close(self) -> None:
         """Stop serving; streams under way end on the other side at once. Idempotent."""
-        self._is_closing = True
+        self._closing.set()
         self._wakeup.wake()
         self._thread.join(CLOSE_S)
 
@@ -106,7 +106,7 @@ class Worker:
 
     def _run(self) -> None:
         try:
-            while not self._is_closing:
+            while not self._closing.is_set():
                 try:
                     self._turn()
                 except Exception:
@@ -114,9 +114,12 @@ class Worker:
                     log.exception("worker %s: internal error", self.address)
                     for session in tuple(self._sessions.values()):
                         self._end_session(session, "the worker failed; greet again")
+                    self._retire()
+                    self._closing.wait(_IDLE_S)
         finally:
             for session in tuple(self._sessions.values()):
                 self._end_session(session, "the worker is closing")
+            self._retire()
             self._router.close()
             self._wakeup.close()
             for stream in self._draining:
@@ -138,7 +141,7 @@ class Worker:
         timeout_s = _BUSY_S if is_busy else _IDLE_S
         for _, stream in self._turns:
             timeout_s = min(timeout_s, stream.deadline.remaining_s())
-            if not self._is_refused and stream.next_payload(self._limit(stream)) is not None:
+            if not self._is_refused and stream.is_ready(self._limit(stream)):
                 timeout_s = min(timeout_s, self._pace.delay_s())
         return round(timeout_s * 1000)
 
@@ -241,7 +244,6 @@ class Worker:
 
     def _stream(self) -> None:
         """Send up to `_BURST` frames, one per stream and turn."""
-        self._retire()
         self._is_refused = False
         num_sent = num_waiting = 0
         while num_waiting < len(self._turns) and num_sent < _BURST and not self._pace.delay_s():
@@ -252,12 +254,12 @@ class Worker:
                 num_waiting = 0
             else:
                 num_waiting += 1
-        self._retire()
 
     def _send(self, session: Session, stream: Stream) -> bool:
-        payload = None if stream.is_over else stream.next_payload(self._limit(stream))
-        if payload is None:
+        limit = self._limit(stream)
+        if not stream.is_ready(limit):
             return False
+        payload = stream.next_payload(limit)
         try:
             tracker = self._router.send_frame(session.identity, stream.header(payload), payload)
         except PeerGone:
@@ -280,9 +282,6 @@ class Worker:
 
     def _expire(self) -> None:
         now_s = self._clock()
-        for stream in [stream for stream in self._draining if stream.is_drained]:
-            self._draining.remove(stream)
-            stream.lease.release()
         for session, stream in tuple(self._turns):
             if stream.deadline.has_passed and not stream.is_over:
                 stream.end()
@@ -297,6 +296,10 @@ class Worker:
         for session in tuple(self._sessions.values()):
             if now_s - session.heard_at_s > self._config.silence_s:
                 self._end_session(session, f"silent for {self._config.silence_s} s")
+        self._retire()
+        for stream in [stream for stream in self._draining if stream.is_drained]:
+            self._draining.remove(stream)
+            stream.lease.release()
 
     def _reply(self, identity: bytes, message: wire.ToPeer) -> bool:
         """False where the peer does not take it now; one that is gone loses its session."""

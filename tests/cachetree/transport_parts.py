@@ -103,7 +103,7 @@ class RecordingStaging(Staging):
 def new_staging(
     num_pages: int, seconds: float = 10.0, steps: Sequence[Step] = STEPS
 ) -> RecordingStaging:
-    sizes = {step: num_pages * PAGE_BYTES for step in steps}
+    sizes = dict.fromkeys(steps, num_pages * PAGE_BYTES)
     return RecordingStaging(sizes, Deadline.after(seconds))
 
 

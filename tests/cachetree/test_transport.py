@@ -1,0 +1,324 @@
+"""A worker and its peers over real sockets: what arrives, in which order, within which bounds."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+import pytest
+from transport_parts import (
+    E_LAYER,
+    FAMILY,
+    FAST,
+    MODEL,
+    PAGE_BYTES,
+    STEPS,
+    RecordingStaging,
+    check_content,
+    eventually,
+    new_staging,
+    new_tree,
+    pages_of,
+    peer_of,
+    store,
+    wait_all,
+    worker_of,
+)
+
+from cachetree import (
+    Cancelled,
+    ConfigError,
+    DeadlineExceeded,
+    FamilyMismatch,
+    FetchError,
+    Kind,
+    ModelId,
+    Peer,
+    PeerConfig,
+    PeerState,
+    StaleEntry,
+    Step,
+    Worker,
+    WorkerConfig,
+)
+from cachetree.transport import ask_status
+
+PAGES = pages_of(256)
+
+
+def test_a_fetch_brings_the_content_e_first_then_kv_in_layer_order() -> None:
+    tree = new_tree()
+    with worker_of(new_tree(PAGES)) as worker, peer_of(worker.address, tree) as peer:
+        (match,) = tree.match(PAGES)
+        assert (match.location, match.num_pages) == (worker.address, 256)
+        assert match.e_pages == {E_LAYER: 256}
+        staging = new_staging(256)
+        peer.fetch(MODEL, PAGES, staging)
+        wait_all(staging)
+        check_content(staging, PAGES)
+    order = [(STEPS.index(step), offset) for step, offset, _ in staging.writes]
+    assert order == sorted(order)
+    assert max(size for *_, size in staging.writes) <= FAST.frame_bytes
+
+
+def test_a_part_of_a_prefix_and_steps_of_any_number() -> None:
+    with worker_of(new_tree(PAGES)) as worker, peer_of(worker.address, new_tree()) as peer:
+        staging = new_staging(30, steps=[Step(Kind.KV, 3)])
+        peer.fetch(MODEL, PAGES[70:100], staging)
+        wait_all(staging)
+        check_content(staging, PAGES[70:100])
+        empty = new_staging(0)
+        peer.fetch(MODEL, [], empty)
+        wait_all(empty)
+
+
+def test_short_runs_are_joined_into_larger_frames() -> None:
+    tree = new_tree()
+    parent = None
+    for page in PAGES:
+        store(tree, [page], parent)
+        parent = page
+    with worker_of(tree) as worker, peer_of(worker.address, new_tree()) as peer:
+        staging = new_staging(256)
+        peer.fetch(MODEL, PAGES, staging)
+        wait_all(staging)
+        check_content(staging, PAGES)
+    assert len(staging.writes) == staging.num_bytes // (64 << 10)
+
+
+def test_peers_learn_of_what_comes_and_what_goes() -> None:
+    source, tree = new_tree(PAGES[:10]), new_tree()
+    with worker_of(source) as worker, peer_of(worker.address, tree):
+        assert tree.match(PAGES)[0].num_pages == 10
+        store(source, PAGES[10:20], PAGES[9])
+        eventually(lambda: tree.match(PAGES)[0].num_pages == 20)
+        source.clear()
+        eventually(lambda: not tree.match(PAGES))
+
+
+def test_only_local_entries_are_advertised() -> None:
+    first, second, third = new_tree(PAGES), new_tree(), new_tree()
+    with (
+        worker_of(first) as a,
+        peer_of(a.address, second),
+        worker_of(second) as b,
+        peer_of(b.address, third),
+    ):
+        assert second.match(PAGES)
+        assert not third.match(PAGES)
+
+
+def test_a_large_tree_is_advertised_whole() -> None:
+    pages = pages_of(5000)
+    tree = new_tree()
+    with worker_of(new_tree(pages)) as worker, peer_of(worker.address, tree):
+        assert tree.match(pages)[0].num_pages == 5000
+
+
+def test_a_slow_subscriber_gets_a_new_snapshot_instead_of_a_gap() -> None:
+    source, tree = new_tree(PAGES[:1]), new_tree()
+    with worker_of(source, max_pending_changes=2) as worker, peer_of(worker.address, tree) as peer:
+        for stop in range(2, 129):
+            store(source, PAGES[stop - 1 : stop], PAGES[stop - 2])
+            if stop % 32 == 0:
+                source.clear()
+                store(source, PAGES[:stop])
+        eventually(lambda: tree.match(PAGES)[0].num_pages == 128)
+        assert peer.status.num_resyncs > 1
+        assert peer.state is PeerState.READY
+
+
+def test_another_family_is_refused_by_field_and_leaves_no_entries() -> None:
+    other = msgspec.structs.replace(FAMILY, rope='{"theta": 5e5}')
+    tree = new_tree(family=other)
+    with (
+        worker_of(new_tree(PAGES)) as worker,
+        peer_of(worker.address, tree, is_ready=False) as peer,
+    ):
+        assert not peer.wait_ready(5)
+        assert peer.state is PeerState.REFUSED
+        assert isinstance(peer.error, FamilyMismatch)
+        assert "rope is '{}' there" in str(peer.error)
+        assert not tree.match(PAGES)
+        eventually(lambda: worker.status().num_refused_peers == 1)
+        assert worker.status().num_peers == 0
+        staging = new_staging(1)
+        peer.fetch(MODEL, PAGES[:1], staging)
+        with pytest.raises(FetchError, match="refused"):
+            wait_all(staging)
+
+
+def test_pages_that_are_gone_are_stale() -> None:
+    source = new_tree(PAGES)
+    with worker_of(source) as worker, peer_of(worker.address, new_tree()) as peer:
+        for model, pages in ((ModelId("nobody"), PAGES), (MODEL, pages_of(256, "q"))):
+            staging = new_staging(256)
+            peer.fetch(model, pages, staging)
+            with pytest.raises(StaleEntry, match=worker.address):
+                wait_all(staging)
+        no_e = new_staging(256, steps=[Step(Kind.E, 1)])
+        peer.fetch(MODEL, PAGES, no_e)
+        with pytest.raises(StaleEntry):
+            wait_all(no_e)
+        assert worker.status().num_failed_fetches == 3
+        source.clear()
+        assert source.num_pages == 0, "a refused fetch kept its lease"
+
+
+class StalledStaging(RecordingStaging):
+    """Its writer sleeps at the first frame."""
+
+    def write(self, step: Step, offset: int, payload: memoryview) -> None:
+        if not self.writes:
+            time.sleep(0.4)
+        super().write(step, offset, payload)
+
+
+def test_a_stalled_receiver_holds_no_more_than_its_window() -> None:
+    with worker_of(new_tree(PAGES)) as worker, peer_of(worker.address, new_tree()) as peer:
+        staging = StalledStaging(dict.fromkeys(STEPS, 256 * PAGE_BYTES), new_staging(0).deadline)
+        peer.fetch(MODEL, PAGES, staging)
+        seen: set[int] = set()
+        for _ in range(60):
+            seen.update(worker.in_flight_bytes())
+            time.sleep(0.005)
+        assert max(seen) == FAST.window_bytes
+        assert worker.status().num_sent_bytes == FAST.window_bytes
+        wait_all(staging)
+        check_content(staging, PAGES)
+
+
+def test_a_workers_own_window_bounds_a_greedy_peer() -> None:
+    greedy = PeerConfig(window_bytes=64 << 20)
+    with (
+        worker_of(new_tree(PAGES), frame_bytes=4096, window_bytes=8192) as worker,
+        peer_of(worker.address, new_tree(), greedy) as peer,
+    ):
+        staging = new_staging(256)
+        peer.fetch(MODEL, PAGES, staging)
+        wait_all(staging)
+        check_content(staging, PAGES)
+        assert max(size for *_, size in staging.writes) == 4096
+
+
+def test_cancel_stops_the_stream_and_frees_the_lease() -> None:
+    source = new_tree(PAGES)
+    with (
+        worker_of(source, max_bytes_per_s=1e6) as worker,
+        peer_of(worker.address, new_tree()) as peer,
+    ):
+        staging = new_staging(256)
+        peer.fetch(MODEL, PAGES, staging)
+        eventually(lambda: staging.writes)
+        staging.cancel()
+        begun_at_s = time.monotonic()
+        eventually(lambda: worker.status().num_streams == 0)
+        assert time.monotonic() - begun_at_s < 0.5
+        with pytest.raises(Cancelled):
+            wait_all(staging)
+
+        def is_free() -> bool:
+            source.clear()
+            return source.num_pages == 0
+
+        eventually(is_free)
+        assert peer.status.num_failed_fetches == 0
+        assert worker.status().num_sent_bytes < staging.num_bytes // 2
+
+
+def test_a_deadline_ends_both_sides() -> None:
+    with (
+        worker_of(new_tree(PAGES), max_bytes_per_s=1e6) as worker,
+        peer_of(worker.address, new_tree()) as peer,
+    ):
+        staging = new_staging(256, seconds=0.2)
+        peer.fetch(MODEL, PAGES, staging)
+        begun_at_s = time.monotonic()
+        with pytest.raises(DeadlineExceeded):
+            wait_all(staging)
+        assert time.monotonic() - begun_at_s < 1.0
+        eventually(lambda: worker.status().num_streams == 0)
+        eventually(lambda: peer.status.num_failed_fetches == 1)
+        assert peer.bytes_per_s == pytest.approx(1e6, rel=0.5)
+
+
+def test_two_fetches_share_the_link_evenly() -> None:
+    arrivals: list[int] = []
+
+    class Marked(RecordingStaging):
+        mark = 0
+
+        def write(self, step: Step, offset: int, payload: memoryview) -> None:
+            arrivals.append(self.mark)
+            super().write(step, offset, payload)
+
+    sizes = dict.fromkeys(STEPS, 256 * PAGE_BYTES)
+    with (
+        worker_of(new_tree(PAGES), max_bytes_per_s=10e6) as worker,
+        peer_of(worker.address, new_tree()) as peer,
+    ):
+        stagings = [Marked(sizes, new_staging(0).deadline) for _ in range(2)]
+        for mark, staging in enumerate(stagings):
+            staging.mark = mark
+            peer.fetch(MODEL, PAGES, staging)
+        for staging in stagings:
+            wait_all(staging)
+            check_content(staging, PAGES)
+    half = len(arrivals) // 2
+    assert 0.4 * half <= sum(arrivals[:half]) <= 0.6 * half
+
+
+def test_the_cap_is_kept_within_a_fifth_and_measured() -> None:
+    with (
+        worker_of(new_tree(PAGES), max_bytes_per_s=5e6) as worker,
+        peer_of(worker.address, new_tree()) as peer,
+    ):
+        staging = new_staging(256)
+        begun_at_s = time.monotonic()
+        peer.fetch(MODEL, PAGES, staging)
+        wait_all(staging)
+        rate = staging.num_bytes / (time.monotonic() - begun_at_s)
+        assert 4e6 <= rate <= 6e6
+        eventually(lambda: peer.bytes_per_s)
+        assert peer.bytes_per_s == pytest.approx(rate, rel=0.1)
+        assert max(size for *_, size in staging.writes) <= 50_000  # 10 ms
+
+
+def test_a_worker_tells_its_numbers() -> None:
+    with worker_of(new_tree(PAGES), model="me") as worker, peer_of(worker.address, new_tree()):
+        status = ask_status(worker.address, timeout_s=5)
+        assert status == worker.status()
+        assert (status.model, status.num_peers, status.num_pages) == ("me", 1, 256)
+        assert status.pages_by_model == {MODEL: 256}
+        assert status.epoch == worker.epoch
+    with pytest.raises(DeadlineExceeded, match="no worker answered"):
+        ask_status(worker.address, timeout_s=0.05)
+
+
+def test_a_peer_that_leaves_is_noticed_and_one_that_closes_fails_its_fetches() -> None:
+    with worker_of(new_tree(PAGES), max_bytes_per_s=1e6) as worker:
+        tree = new_tree()
+        peer = Peer(tree, worker.address, FAST)
+        assert peer.wait_ready(5)
+        staging = new_staging(256)
+        peer.fetch(MODEL, PAGES, staging)
+        eventually(lambda: staging.writes)
+        peer.close()
+        peer.close()
+        assert peer.state is PeerState.CLOSED
+        assert not tree.match(PAGES)
+        eventually(lambda: worker.status().num_peers == 0)
+        late = new_staging(1)
+        peer.fetch(MODEL, PAGES[:1], late)
+        for each in (staging, late):
+            with pytest.raises(FetchError, match="closed"):
+                wait_all(each)
+
+
+def test_a_taken_or_foreign_address_stops_the_start() -> None:
+    with worker_of(new_tree()) as worker, pytest.raises(ConfigError, match="cannot be bound"):
+        Worker(new_tree(), WorkerConfig(listen=worker.address))
+    with pytest.raises(ConfigError, match="insecure"):
+        Worker(new_tree(), WorkerConfig(listen="tcp://0.0.0.0:0"))
+    with pytest.raises(ConfigError, match="peer address"):
+        Peer(new_tree(), "nowhere", FAST)  # type: ignore[arg-type]
