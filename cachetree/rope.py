@@ -1,0 +1,60 @@
+"""One string for one rotary embedding, however a config states it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+_DEFAULT_THETA = 10000.0
+_ALIASES = {"su": "longrope", "mrope": "default"}
+_USES_ORIGINAL_LENGTH = frozenset({"dynamic", "llama3", "longrope", "yarn"})
+"""Types whose frequencies depend on the context length that the model was first trained for."""
+_USES_LENGTH = frozenset({"dynamic", "longrope"})
+
+
+def canonical_rope(config: Mapping[str, Any]) -> str:
+    """Canonical JSON of all that changes the rotary embedding.
+
+    Old style: `rope_theta`, `partial_rotary_factor` and `rope_scaling` (with `type` or
+    `rope_type`) at the top. New style: everything in `rope_parameters`, possibly once per type of
+    layer. Equal strings mean equal rotations; head_dim is compared elsewhere.
+    """
+    stated = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if stated and all(isinstance(value, dict) for value in stated.values()):
+        per_type = {name: _canonical(config, value) for name, value in stated.items()}
+        return _encode(per_type)
+    canonical = _canonical(config, stated)
+    if config.get("rope_local_base_freq") is not None:
+        canonical["rope_local_base_freq"] = float(config["rope_local_base_freq"])
+    return _encode(canonical)
+
+
+def _canonical(config: Mapping[str, Any], stated: Mapping[str, Any]) -> dict[str, Any]:
+    top = {
+        "rope_theta": config.get("rope_theta", _DEFAULT_THETA),
+        "partial_rotary_factor": config.get("partial_rotary_factor", 1.0),
+    }
+    both = top | {key: value for key, value in stated.items() if value is not None}
+    old_name = both.pop("type", "default")
+    name = both.get("rope_type", old_name)
+    both["rope_type"] = name = _ALIASES.get(name, name)
+    length = config.get("max_position_embeddings")
+    if name in _USES_ORIGINAL_LENGTH:
+        original = config.get("original_max_position_embeddings", length)
+        both.setdefault("original_max_position_embeddings", original)
+    if name in _USES_LENGTH:
+        both["max_position_embeddings"] = length
+    return {key: _plain(value) for key, value in both.items()}
+
+
+def _plain(value: Any) -> Any:
+    """10000 and 10000.0 are one number."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, list)):
+        return value
+    return [_plain(item) for item in value] if isinstance(value, list) else float(value)
+
+
+def _encode(value: dict[str, Any]) -> str:
+    return msgspec.json.encode(value, order="sorted").decode()

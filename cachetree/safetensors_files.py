@@ -1,0 +1,141 @@
+"""Reading what a checkpoint contains straight from its safetensors files, without loading it.
+
+A file is an 8-byte little-endian header length, a JSON header (name to dtype, shape and byte
+offsets), and the tensors' bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from cachetree.errors import ConfigError
+
+SAMPLE_BYTES = 4096
+_MAX_HEADER_BYTES = 100_000_000
+"""The format's own limit."""
+_COMPARE_BYTES = 1 << 22
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
+_AFTER_THE_LAYERS = re.compile(r"(?:^|\.)(?:lm_head|norm|final_layernorm|ln_f)\.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tensor:
+    """Where one tensor lies. `dtype` and `shape` are as the header states them."""
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    num_bytes: int
+
+    def read(self, file: BinaryIO, start: int, stop: int) -> bytes:
+        file.seek(self.offset + start)
+        return file.read(min(stop, self.num_bytes) - start)
+
+
+class _Header(msgspec.Struct):
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The model's safetensors files: one, or the shards of an index; raises ConfigError."""
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        return [single]
+    if not index.is_file():
+        raise ConfigError(
+            f"{folder} has neither model.safetensors nor model.safetensors.index.json; only "
+            "safetensors checkpoints are supported, so save the model with safe_serialization"
+        )
+    try:
+        weight_map = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
+    except msgspec.DecodeError as exc:
+        raise ConfigError(f"{index} is not a safetensors index: {exc}; download it again") from exc
+    shards = sorted(set(weight_map.values()))
+    for shard in shards:
+        if not (folder / shard).is_file():
+            raise ConfigError(f"{index} names {shard}, which is missing; download it again")
+    return [folder / shard for shard in shards]
+
+
+def read_tensors(paths: Sequence[Path]) -> dict[str, Tensor]:
+    """All tensors of these files by name; raises ConfigError naming a file that is broken."""
+    return {name: tensor for path in paths for name, tensor in _read_header(path)}
+
+
+def _read_header(path: Path) -> Iterator[tuple[str, Tensor]]:
+    num_file_bytes = path.stat().st_size
+    with path.open("rb") as file:
+        num_bytes = int.from_bytes(file.read(8), "little")
+        if not 0 < num_bytes <= min(_MAX_HEADER_BYTES, num_file_bytes - 8):
+            raise ConfigError(f"{path} is not a safetensors file or is cut off; download it again")
+        raw = file.read(num_bytes)
+    try:
+        entries = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+        entries.pop("__metadata__", None)
+        headers = {name: msgspec.json.decode(it, type=_Header) for name, it in entries.items()}
+    except msgspec.DecodeError as exc:
+        raise ConfigError(f"{path} has a broken header: {exc}; download it again") from exc
+    for name, header in headers.items():
+        start, stop = header.data_offsets
+        if not 0 <= start <= stop <= num_file_bytes - 8 - num_bytes:
+            raise ConfigError(f"{path} ends before tensor {name}; download it again")
+        yield (
+            name,
+            Tensor(
+                path=path,
+                dtype=header.dtype,
+                shape=header.shape,
+                offset=8 + num_bytes + start,
+                num_bytes=stop - start,
+            ),
+        )
+
+
+def sampled_digest(tensors: dict[str, Tensor]) -> str:
+    """Digest of names, dtypes, shapes and the first, middle and last 4 KiB of every tensor.
+
+    It does not depend on how the tensors are spread over files.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name}\0{tensor.dtype}\0{tensor.shape}\0".encode())
+        with tensor.path.open("rb") as file:
+            middle = tensor.num_bytes // 2
+            for start in sorted({0, middle, max(0, tensor.num_bytes - SAMPLE_BYTES)}):
+                digest.update(tensor.read(file, start, start + SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def have_equal_content(ours: Tensor, theirs: Tensor) -> bool:
+    """Every byte, not a sample: what is called bit-exact must be."""
+    if (ours.dtype, ours.shape, ours.num_bytes) != (theirs.dtype, theirs.shape, theirs.num_bytes):
+        return False
+    with ours.path.open("rb") as our_file, theirs.path.open("rb") as their_file:
+        return all(
+            ours.read(our_file, start, start + _COMPARE_BYTES)
+            == theirs.read(their_file, start, start + _COMPARE_BYTES)
+            for start in range(0, ours.num_bytes, _COMPARE_BYTES)
+        )
+
+
+def layer_of(name: str, num_layers: int) -> int:
+    """The first layer whose KV a tensor touches: its own, `num_layers` for what follows the
+    layers, and 0 for embeddings and everything unknown."""
+    found = _LAYER.search(name)
+    if found:
+        return int(found.group(1))
+    return num_layers if _AFTER_THE_LAYERS.search(name) else 0

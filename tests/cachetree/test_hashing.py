@@ -1,0 +1,25 @@
+"""Page hashes: a chain, seeded by the tenant, equal to SGLang's."""
+
+from __future__ import annotations
+
+from cachetree.hashing import page_hashes
+
+
+def test_known_values() -> None:
+    # Computed by SGLang 0.5.23's get_hash_str([1, 2, 3, 70000, 5, 6, 7, 8], None, page_size=4).
+    assert [page.hex() for page in page_hashes([1, 2, 3, 70000, 5, 6, 7, 8], 4)] == [
+        "120664a1420d0b19c5790fe3b42d8694",
+        "afadfa918fa9230cf0a7f8b73ecba69b",
+    ]
+
+
+def test_only_whole_pages_have_a_hash() -> None:
+    assert [len(page_hashes(range(n), 4)) for n in (0, 3, 4, 7, 8)] == [0, 0, 1, 1, 2]
+
+
+def test_a_hash_covers_all_tokens_before_it_and_the_tenant() -> None:
+    base = page_hashes([1, 2, 3, 4, 5, 6], 2)
+    changed = page_hashes([9, 2, 3, 4, 5, 6], 2)
+    assert not set(base) & set(changed)
+    assert page_hashes([1, 2, 3, 4, 5, 9], 2)[:2] == base[:2]
+    assert not set(base) & set(page_hashes([1, 2, 3, 4, 5, 6], 2, seed=b"t" * 32))

@@ -1,0 +1,112 @@
+"""Pair profiles on disk, the family of a model, and what refuses to fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from cachetree.errors import FamilyMismatch, ProfileError
+from cachetree.family import Family, ModelIdentity
+from cachetree.ids import Span
+from cachetree.profile import VERSION, BlockQuality, PairProfile, read_profile, write_profile
+
+
+def identity(weights: str) -> ModelIdentity:
+    return ModelIdentity(
+        architecture="LlamaForCausalLM",
+        num_layers=4,
+        hidden_size=8,
+        num_attention_heads=4,
+        num_kv_heads=2,
+        head_dim=2,
+        rope="{}",
+        tokenizer="t",
+        weights=weights,
+    )
+
+
+def profile(recommended: BlockQuality | None) -> PairProfile:
+    return PairProfile(
+        version=VERSION,
+        sender=identity("s"),
+        receiver=identity("r"),
+        metric="f1",
+        data_sha256="00",
+        num_questions=72,
+        sender_quality=0.2,
+        full_prefill_quality=0.8,
+        full_reuse_quality=0.3,
+        tolerance=0.05,
+        blocks=(BlockQuality(start=1, stop=3, quality=0.78),),
+        recommended=recommended,
+        passed=True,
+        reason="a block of 2 layers loses 2.5 %",
+        provenance={"torch": "2"},
+    )
+
+
+BLOCK = BlockQuality(start=1, stop=3, quality=0.78)
+
+
+def test_a_profile_survives_the_disk(tmp_path: Path) -> None:
+    file = tmp_path / "pair.json"
+    write_profile(profile(BLOCK), file)
+    assert read_profile(file) == profile(BLOCK)
+    assert read_profile(file).recommended == BLOCK
+    assert BLOCK.block == Span(1, 3)
+
+
+def test_what_follows_from_a_profile() -> None:
+    assert profile(BLOCK).quality_floor == pytest.approx(0.76)
+    assert profile(BLOCK).transition_layers() == {1}
+    assert profile(BlockQuality(start=0, stop=3, quality=0.8)).transition_layers() == frozenset()
+    assert profile(None).transition_layers() == frozenset()
+
+
+def test_unknown_fields_are_ignored_and_unknown_versions_are_not(tmp_path: Path) -> None:
+    file = tmp_path / "pair.json"
+    raw = msgspec.to_builtins(profile(None))
+    file.write_bytes(msgspec.json.encode({**raw, "later": 1}))
+    assert read_profile(file) == profile(None)
+    file.write_bytes(msgspec.json.encode({**raw, "version": VERSION + 1}))
+    with pytest.raises(ProfileError, match=rf"pair\.json has version {VERSION + 1}"):
+        read_profile(file)
+
+
+def test_what_is_no_profile_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "pair.json"
+    with pytest.raises(ProfileError, match=r"pair\.json cannot be read"):
+        read_profile(file)
+    raw = msgspec.to_builtins(profile(None))
+    for broken in (b"", b"[]", msgspec.json.encode({**raw, "blocks": [{"start": 1}]})):
+        file.write_bytes(broken)
+        with pytest.raises(ProfileError, match="is not a pair profile"):
+            read_profile(file)
+
+
+def test_a_model_is_all_of_its_identity() -> None:
+    one = identity("r")
+    assert one.model_id == identity("r").model_id
+    changes = {"weights": "x", "tokenizer": "x", "rope": "x", "num_layers": 5}
+    ids = {msgspec.structs.replace(one, **{key: it}).model_id for key, it in changes.items()}
+    assert len(ids | {one.model_id}) == 5
+
+
+def test_page_sizes_in_bytes() -> None:
+    family = Family.of(identity("r"), kv_dtype="bfloat16", page_size=16, tp_size=1, tp_rank=0)
+    assert family.kv_page_bytes == 16 * 2 * 2 * 2 * 2  # tokens, K and V, heads, head_dim, bytes
+    assert family.e_page_bytes == 16 * 8 * 2
+    sharded = Family.of(identity("r"), kv_dtype="float32", page_size=16, tp_size=2, tp_rank=1)
+    assert sharded.kv_page_bytes == 16 * 2 * 1 * 2 * 4
+
+
+def test_a_family_mismatch_names_the_field() -> None:
+    family = Family.of(identity("r"), kv_dtype="bfloat16", page_size=16, tp_size=1, tp_rank=0)
+    family.require_equal(family, who="peer")
+    changes = {"page_size": 32, "tokenizer": "x", "rope": "x", "num_layers": 5, "tp_rank": 1}
+    for field, value in changes.items():
+        other = msgspec.structs.replace(family, **{field: value})
+        with pytest.raises(FamilyMismatch, match=rf"peer .* {field} is {value!r} there"):
+            family.require_equal(other, who="peer")

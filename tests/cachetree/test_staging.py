@@ -1,0 +1,150 @@
+"""Staging: steps land in any sizes, and every wait ends."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from cachetree.clock import Deadline
+from cachetree.errors import Cancelled, DeadlineExceeded, FetchError, ProtocolError
+from cachetree.plan import Kind, Step
+from cachetree.staging import Staging, pageable
+
+E2, KV0, KV1 = Step(Kind.E, 2), Step(Kind.KV, 0), Step(Kind.KV, 1)
+
+
+def make(seconds: float = 30) -> Staging:
+    return Staging({E2: 4, KV0: 6, KV1: 6}, Deadline.after(seconds))
+
+
+def payload(text: str) -> memoryview:
+    return memoryview(text.encode())
+
+
+def in_thread(function: Callable[..., Any], *args: Any) -> tuple[threading.Thread, list[Any]]:
+    outcome: list[Any] = []
+
+    def call() -> None:
+        try:
+            outcome.append(function(*args))
+        except FetchError as exc:
+            outcome.append(exc)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    return thread, outcome
+
+
+def test_steps_land_piece_by_piece() -> None:
+    staging = make()
+    assert staging.steps == (E2, KV0, KV1)
+    assert staging.num_bytes == 16
+    staging.write(E2, 2, payload("cd"))
+    assert not staging.has_landed(E2)
+    staging.write(E2, 0, payload("ab"))
+    assert staging.has_landed(E2) and not staging.is_complete
+    staging.wait(E2)
+    assert bytes(staging.view(E2)) == b"abcd"
+    staging.write(KV0, 0, payload("012345"))
+    staging.write(KV1, 0, payload("678901"))
+    assert staging.is_complete and staging.num_landed_bytes == 16
+    assert bytes(staging.view(KV0)) + bytes(staging.view(KV1)) == b"012345678901"
+
+
+@pytest.mark.parametrize(("offset", "text"), [(3, "ab"), (-1, "a"), (0, "abcde"), (5, "a")])
+def test_bytes_outside_a_step_are_refused(offset: int, text: str) -> None:
+    staging = make()
+    with pytest.raises(ValueError, match="do not fit"):
+        staging.write(E2, offset, payload(text))
+    assert staging.num_landed_bytes == 0
+
+
+def test_more_bytes_than_a_step_has_are_refused() -> None:
+    staging = make()
+    staging.write(E2, 0, payload("abc"))
+    with pytest.raises(ValueError, match="do not fit"):
+        staging.write(E2, 0, payload("ab"))
+
+
+def test_a_waiting_reader_wakes_when_its_step_lands() -> None:
+    staging = make()
+    thread, outcome = in_thread(staging.wait, KV0)
+    staging.write(E2, 0, payload("abcd"))
+    time.sleep(0.05)
+    assert thread.is_alive()
+    staging.write(KV0, 0, payload("012345"))
+    thread.join(10)
+    assert outcome == [None]
+
+
+def test_a_failure_wakes_every_reader_and_the_first_one_counts() -> None:
+    staging = make()
+    waits = [in_thread(staging.wait, step) for step in (KV0, KV1)]
+    first = ProtocolError("broken")
+    staging.fail(first)
+    staging.fail(Cancelled("too late"))
+    for thread, outcome in waits:
+        thread.join(10)
+        assert outcome == [first]
+    assert staging.error is first
+
+
+def test_what_has_landed_stays_readable_after_a_failure() -> None:
+    staging = make()
+    staging.write(E2, 0, payload("abcd"))
+    staging.fail(ProtocolError("broken"))
+    staging.wait(E2)
+    with pytest.raises(ProtocolError):
+        staging.wait(KV0)
+
+
+def test_a_failure_after_the_last_byte_is_no_failure() -> None:
+    staging = make()
+    for step, text in ((E2, "abcd"), (KV0, "012345"), (KV1, "012345")):
+        staging.write(step, 0, payload(text))
+    staging.fail(ProtocolError("late"))
+    assert staging.error is None
+    staging.wait(KV1)
+
+
+def test_a_cancelled_fetch_stops_its_writer() -> None:
+    staging = make()
+    staging.cancel()
+    with pytest.raises(Cancelled):
+        staging.write(E2, 0, payload("abcd"))
+    with pytest.raises(Cancelled):
+        staging.wait(E2)
+
+
+def test_every_wait_ends_at_the_deadline() -> None:
+    staging = make(seconds=0.1)
+    started_s = time.monotonic()
+    with pytest.raises(DeadlineExceeded, match="kv of layer 1"):
+        staging.wait(KV1)
+    assert 0.09 <= time.monotonic() - started_s < 5
+    assert isinstance(staging.error, DeadlineExceeded)
+
+
+def test_the_allocator_is_asked_once_for_everything() -> None:
+    asked: list[int] = []
+
+    def allocate(num_bytes: int) -> memoryview:
+        asked.append(num_bytes)
+        return pageable(num_bytes)
+
+    Staging({E2: 4, KV0: 6}, Deadline.after(1), allocate)
+    assert asked == [10]
+
+
+def test_deadlines_count_down() -> None:
+    now_s = [10.0]
+    deadline = Deadline.after(5, lambda: now_s[0])
+    assert (deadline.remaining_s(), deadline.has_passed) == (5.0, False)
+    now_s[0] = 15.0
+    assert (deadline.remaining_s(), deadline.has_passed) == (0.0, True)
+    now_s[0] = 99.0
+    assert deadline.remaining_s() == 0.0

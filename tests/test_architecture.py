@@ -1,0 +1,221 @@
+"""Who may import whom, and what no package may do: the import table, held by the source itself."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("cachetree", "profiles", "sglang_droidspeak")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Modules under one of `where` and none of `unless` import nothing of `never`."""
+
+    where: tuple[str, ...]
+    never: tuple[str, ...]
+    unless: tuple[str, ...] = ()
+
+    def covers(self, module: PurePosixPath) -> bool:
+        return _is_under(module, self.where) and not _is_under(module, self.unless)
+
+
+RULES = (
+    Rule(where=("cachetree",), never=("sglang", "sglang_droidspeak", "profiles", "transformers")),
+    # Buffers of an engine are wrapped by the transport; nothing else knows of torch or sockets.
+    Rule(where=("cachetree",), unless=("cachetree/transport",), never=("torch", "zmq")),
+    # Only the public face and its command put the transport and the core together.
+    Rule(
+        where=("cachetree",),
+        unless=(
+            "cachetree/transport",
+            "cachetree/__init__",
+            "cachetree/cache",
+            "cachetree/cli",
+        ),
+        never=("cachetree.transport", "cachetree.cache", "cachetree.cli"),
+    ),
+    Rule(where=("cachetree/transport",), never=("cachetree.cache", "cachetree.cli")),
+    Rule(where=("profiles",), never=("sglang", "sglang_droidspeak", "zmq")),
+    Rule(where=("sglang_droidspeak",), never=("transformers", "zmq")),
+    Rule(where=("sglang_droidspeak",), unless=("sglang_droidspeak/compat*",), never=("sglang",)),
+    # Decisions are pure: values in, a value out.
+    Rule(
+        where=tuple(
+            f"cachetree/{name}"
+            for name in ("errors", "family", "hashing", "ids", "plan", "policy", "rope", "schedule")
+        ),
+        never=("threading", "time", "socket", "asyncio", "random", "os"),
+    ),
+    Rule(where=PACKAGES, never=("pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve")),
+)
+
+CALLS = {
+    "eval": "runs text as code",
+    "exec": "runs text as code",
+    "torch.load": "unpickles; read safetensors",
+    "numpy.load": "may unpickle; read safetensors",
+    "yaml.load": "builds objects; use yaml.safe_load",
+    "yaml.unsafe_load": "builds objects; use yaml.safe_load",
+    "yaml.full_load": "builds objects; use yaml.safe_load",
+    "print": "only commands talk to a terminal",
+}
+MAY_PRINT = ("*/cli*", "*/demo*", "*/__main__")
+
+
+def _is_under(module: PurePosixPath, places: tuple[str, ...]) -> bool:
+    """Whether the module (a path without .py) is one of these places or inside one."""
+    paths = [str(path) for path in (module, *module.parents)]
+    return any(fnmatchcase(path, place) for path in paths for place in places)
+
+
+def _modules() -> list[PurePosixPath]:
+    files = [file for name in PACKAGES for file in (ROOT / name).rglob("*.py")]
+    return sorted(PurePosixPath(file.relative_to(ROOT).as_posix()) for file in files)
+
+
+def imports(source: str, package: str) -> Iterator[str]:
+    """Dotted names of everything imported anywhere in `source`, in functions too."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parts = package.split(".")
+            above = ".".join(parts[: len(parts) - node.level + 1]) if node.level else ""
+            base = ".".join(filter(None, (above, node.module)))
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and _dotted(node.func, {}) in (
+            "__import__",
+            "importlib.import_module",
+        ):
+            first = node.args[0] if node.args else None
+            if isinstance(first, ast.Constant) and isinstance(first.value, str):
+                yield first.value
+
+
+def calls(source: str) -> Iterator[str]:
+    """Dotted names of everything called, with the modules' real names."""
+    tree = ast.parse(source)
+    names: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {it.asname: it.name for it in node.names if it.asname}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {it.asname or it.name: f"{node.module}.{it.name}" for it in node.names}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            yield _dotted(node.func, names)
+
+
+def _dotted(node: ast.expr, names: dict[str, str]) -> str:
+    if isinstance(node, ast.Name):
+        return names.get(node.id, node.id)
+    if isinstance(node, ast.Attribute):
+        return f"{_dotted(node.value, names)}.{node.attr}"
+    return ""
+
+
+def import_offences(module: PurePosixPath, source: str) -> list[str]:
+    package = ".".join(module.parent.parts)
+    place = module.with_suffix("")
+    return [
+        f"{module} imports {name}"
+        for name in imports(source, package)
+        for rule in RULES
+        if rule.covers(place)
+        and any(name == never or name.startswith(f"{never}.") for never in rule.never)
+    ]
+
+
+def call_offences(module: PurePosixPath, source: str) -> list[str]:
+    place = module.with_suffix("")
+    return [
+        f"{module} calls {name}: {CALLS[name]}"
+        for name in calls(source)
+        if name in CALLS and not (name == "print" and _is_under(place, MAY_PRINT))
+    ]
+
+
+@pytest.mark.parametrize("module", _modules(), ids=str)
+def test_the_import_table_holds(module: PurePosixPath) -> None:
+    source = (ROOT / module).read_text()
+    assert import_offences(module, source) + call_offences(module, source) == []
+
+
+def test_the_extension_uses_only_public_names_of_the_cache() -> None:
+    private = [
+        f"{module} imports {name}"
+        for module in _modules()
+        if module.parts[0] != "cachetree"
+        for name in imports((ROOT / module).read_text(), ".".join(module.parent.parts))
+        if name.startswith("cachetree.") and any(part.startswith("_") for part in name.split("."))
+    ]
+    assert private == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("cachetree/tree.py", "import torch"),
+        ("cachetree/tree.py", "def f():\n    import zmq"),
+        ("cachetree/tree.py", "from cachetree.transport import Worker"),
+        ("cachetree/tree.py", "from .transport import Worker"),
+        ("cachetree/tree.py", "from . import transport"),
+        ("cachetree/__init__.py", "import zmq.asyncio"),
+        ("cachetree/transport/worker.py", "import sglang.srt"),
+        ("cachetree/transport/worker.py", "from transformers import AutoModel"),
+        ("cachetree/transport/worker.py", "import pickle"),
+        ("cachetree/policy.py", "import time"),
+        ("cachetree/cache.py", "import zmq"),
+        ("profiles/sweep.py", "from sglang_droidspeak.plugin import register"),
+        ("profiles/sweep.py", "__import__('sglang')"),
+        ("sglang_droidspeak/plugin.py", "from sglang.srt import server_args"),
+        ("sglang_droidspeak/linker/load.py", "import importlib\nimportlib.import_module('sglang')"),
+        ("sglang_droidspeak/compat.py", "import transformers"),
+    ],
+)
+def test_a_forbidden_import_is_seen(module: str, source: str) -> None:
+    assert len(import_offences(PurePosixPath(module), source)) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("cachetree/transport/worker.py", "import zmq, torch"),
+        ("cachetree/cache.py", "from cachetree.transport.worker import Worker"),
+        ("cachetree/__init__.py", "from cachetree.transport import Worker"),
+        ("cachetree/cli.py", "from cachetree.cache import Cache\nprint(1)"),
+        ("cachetree/timely.py", "import time"),
+        ("profiles/sweep.py", "import transformers, torch"),
+        ("sglang_droidspeak/compat.py", "import sglang"),
+        ("sglang_droidspeak/compat/hooks.py", "from sglang.srt import server_args"),
+        ("sglang_droidspeak/compat_v1.py", "import sglang"),
+        ("sglang_droidspeak/plugin.py", "from sglang_droidspeak.compat import hooks"),
+        ("sglang_droidspeak/demo/table.py", "print(1)"),
+        ("profiles/sweep.py", "model.eval()\nfile.load()\nyaml.safe_load(file)"),
+    ],
+)
+def test_what_is_allowed_passes(module: str, source: str) -> None:
+    path = PurePosixPath(module)
+    assert import_offences(path, source) + call_offences(path, source) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "eval('1')",
+        "import torch\ntorch.load('x')",
+        "from torch import load as read\nread('x')",
+        "import numpy as np\nnp.load('x')",
+        "import yaml as y\ny.load('x')",
+        "print(1)",
+    ],
+)
+def test_a_forbidden_call_is_seen(source: str) -> None:
+    assert len(call_offences(PurePosixPath("profiles/sweep.py"), source)) == 1
