@@ -9,15 +9,19 @@ def activate() -> str | None:
     """Name the platform class, or None where SGLang has a better platform of its own."""
     import torch
 
-    if os.environ.get("SGLANG_USE_CPU_ENGINE") or torch.accelerator.is_available():
+    # Set means decided: 1 chooses SGLang's own CPU engine, 0 chooses to have none.
+    if "SGLANG_USE_CPU_ENGINE" in os.environ or torch.accelerator.is_available():
         return None
     return "sglang_torch_cpu.platform.TorchCpuPlatform"
 
 
 def register() -> None:
-    """Offer `--attention-backend torch_cpu`; runs before the arguments are parsed."""
+    """Offer `--attention-backend torch_cpu` and let LoRA run; before arguments are parsed."""
     if activate() is None:
         return
     from sglang.srt.arg_groups.choices import add_attention_backend_choices
 
+    from sglang_torch_cpu.pageable import hook_lora
+
     add_attention_backend_choices([BACKEND])
+    hook_lora()

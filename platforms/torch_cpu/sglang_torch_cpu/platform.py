@@ -8,11 +8,16 @@ from sglang_torch_cpu import BACKEND
 
 
 class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
+    """Out of tree to SGLang, which then takes each operator's PyTorch version."""
+
     _enum = PlatformEnum.OOT
 
     def apply_server_args_defaults(self, server_args) -> None:
-        if server_args.attention_backend is None:
+        """Replace what SGLang chose for a CPU by itself; a choice of the user stands."""
+        if server_args._raw_input["attention_backend"] is None:
             server_args.attention_backend = BACKEND
+        if server_args.lora_backend == "csgmv":  # the default; its kernels are Triton's
+            server_args.lora_backend = "torch_native"
 
     def get_default_attention_backend(self) -> str:
         return BACKEND

@@ -1,0 +1,42 @@
+"""LoRA without pinned memory: pinning needs an accelerator and SGLang's LoRA always asks for it."""
+
+from collections.abc import Callable
+
+import torch
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from torch.overrides import TorchFunctionMode
+
+# Every entry of the manager under which LoRA code allocates. Nothing outside these calls, and no
+# other thread, sees the mode.
+_ENTRIES = (
+    "__init__",
+    "load_lora_adapter",
+    "load_lora_adapter_from_tensors",
+    "fetch_new_loras",
+    "prepare_lora_batch",
+)
+
+
+class Pageable(TorchFunctionMode):
+    """While active in this thread, tensors that were to be pinned stay pageable."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.pin_memory:
+            return args[0]
+        kwargs = dict(kwargs or {})
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        return func(*args, **kwargs)
+
+
+def hook_lora() -> None:
+    """Register the hooks; SGLang applies them when all plugins are loaded."""
+    for entry in _ENTRIES:
+        HookRegistry.register(
+            f"sglang.srt.lora.lora_manager.LoRAManager.{entry}", _pageable, HookType.AROUND
+        )
+
+
+def _pageable(original: Callable, *args, **kwargs):
+    with Pageable():
+        return original(*args, **kwargs)
