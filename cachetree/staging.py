@@ -45,6 +45,9 @@ class Staging:
         self._changed = threading.Condition()
         self._error: FetchError | None = None
         self.num_landed_bytes = 0
+        self.started_s: Final = deadline.clock()
+        self.completed_s: float | None = None
+        """When the last byte landed, on the deadline's clock."""
 
     def write(self, step: Step, offset: int, payload: memoryview) -> None:
         """Copy `payload` into the step at `offset`; each byte must come exactly once.
@@ -61,6 +64,8 @@ class Staging:
             self._missing[step] -= size
             self.num_landed_bytes += size
             if not self._missing[step]:
+                if self.is_complete:
+                    self.completed_s = self.deadline.clock()
                 self._changed.notify_all()
 
     def fail(self, error: FetchError) -> None:
@@ -89,14 +94,28 @@ class Staging:
         """The bytes of a step; meaningful once it has landed."""
         return self._views[step]
 
-    def wait(self, step: Step) -> None:
-        """Block until `step` has landed; raises what ended the fetch instead."""
+    def wait(self, step: Step, deadline: Deadline | None = None) -> None:
+        """Block until `step` has landed; raises what ended the fetch instead.
+
+        A `deadline` of the reader's own ends only this wait, not the fetch.
+        """
+        if deadline is not None and deadline.at_s < self.deadline.at_s:
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: not self._missing[step] or self._error, deadline.remaining_s()
+                )
+                if self._missing[step] and self._error is None:
+                    raise DeadlineExceeded(f"{_name(step)} did not arrive within the wait")
         with self._changed:
             while self._missing[step]:
                 if self._error is not None:
                     raise self._error
                 if not self._changed.wait(self.deadline.remaining_s()):
                     self._error = self._error or DeadlineExceeded(
-                        f"{step.kind.value} of layer {step.layer} did not arrive in time"
+                        f"{_name(step)} did not arrive in time"
                     )
                     self._changed.notify_all()
+
+
+def _name(step: Step) -> str:
+    return f"{step.kind.value} of layer {step.layer}"

@@ -1,0 +1,38 @@
+# make demo    two real servers share a prefix: quality and speed, as a table and a picture
+# make test    the tests;  make check   ruff, mypy;  make bench   the benchmarks
+# make pairs   train the small model pairs again, from a seed
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: demo test check bench pairs install
+.DEFAULT_GOAL := test
+
+install: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml platforms/torch_cpu/pyproject.toml
+	@echo "Installing into $(VENV): SGLang and torch are large, this takes some minutes"
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+		{ echo "$(PYTHON) is older than 3.10; run make PYTHON=python3.11"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --progress-bar on -e '.[test,check]' -e platforms/torch_cpu
+	@touch $@
+
+demo: $(INSTALLED)
+	$(BIN)/droidspeak demo --out out/demo
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest
+
+check: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(INSTALLED)
+	$(BIN)/python benchmarks/partial_prefill.py
+	$(BIN)/python benchmarks/transport.py
+
+pairs: $(INSTALLED)
+	$(BIN)/python -m profiles.pairs

@@ -1,0 +1,79 @@
+"""Randomly initialised models of a chosen shape, for speed and for exactness, never for quality."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+VOCAB_SIZE = 512
+
+
+def shape(architecture: str, *, layers: int, hidden: int, heads: int, kv_heads: int) -> Any:
+    """A config of one family; `architecture` is transformers' model type: llama, qwen3, …"""
+    return AutoConfig.for_model(
+        architecture,
+        vocab_size=VOCAB_SIZE,
+        hidden_size=hidden,
+        intermediate_size=hidden * 8 // 3 // 64 * 64,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=hidden // heads,
+        max_position_embeddings=8192,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        tie_word_embeddings=False,
+    )
+
+
+def write_models(
+    folder: Path,
+    config: Any,
+    names: Sequence[str],
+    *,
+    dtype: torch.dtype = torch.float32,
+    std: float = 0.05,
+    seed: int = 0,
+) -> list[Path]:
+    """One checkpoint of `config` per name, with weights of their own and one tokenizer for all.
+
+    Words `w4` … `w511` are the tokens. `std` is wide enough for greedy answers that depend on the
+    whole prompt.
+    """
+    paths = []
+    for index, name in enumerate(names):
+        torch.manual_seed(seed + index)
+        config.initializer_range = std
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        path = folder / name
+        model.save_pretrained(path)
+        _tokenizer().save_pretrained(path)
+        paths.append(path)
+    return paths
+
+
+def random_prompt(num_tokens: int, seed: int) -> list[int]:
+    """Token ids without special tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(4, VOCAB_SIZE, (num_tokens,), generator=generator).tolist()
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    words = ["<pad>", "<bos>", "<eos>", "<unk>", *(f"w{i}" for i in range(4, VOCAB_SIZE))]
+    tokenizer = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>")
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<bos>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        pad_token="<pad>",
+    )

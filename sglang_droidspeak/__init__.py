@@ -1,0 +1,10 @@
+"""The SGLang side: capture E, match across models, load, recompute one block, decode.
+
+    plugin → site → linker → (gate → loader → partial prefill)
+                          ↘ (capture → offload)
+
+`plugin` is what SGLang's entry point calls. Everything SGLang-specific is imported through
+`compat`, so that an unsupported version is refused in one place.
+"""
+
+__version__ = "0.1.0"

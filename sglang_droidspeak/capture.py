@@ -1,0 +1,151 @@
+"""E and provenance, kept per KV slot.
+
+Because both are indexed by KV slot, chunked prefill, batch mixing, radix sharing, node splits and
+decoded tokens need no bookkeeping: whoever holds the slots of a prefix holds its E.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from cachetree.errors import ConfigError
+from sglang_droidspeak.compat.names import ForwardMode, MHATokenToKVPool
+from sglang_droidspeak.layers import LayerStack
+
+if TYPE_CHECKING:
+    from sglang_droidspeak.compat.names import ForwardBatch, ModelRunner, ScheduleBatch
+    from sglang_droidspeak.site import Site
+
+_ATTRIBUTE = "droidspeak"
+
+
+@dataclass(frozen=True, slots=True)
+class Attachment:
+    """What the linker needs of the model worker, found on its KV pool."""
+
+    runner: ModelRunner
+    stack: LayerStack
+    e_pool: EPool
+    site: Site
+
+
+class EPool:
+    """E of the transition layers for every KV slot, and whether it is there.
+
+    `e[layer]` is `[slots, hidden]` in the model's dtype; `valid` is `[slots]`. A slot's E is valid
+    from the forward that computes its KV until something else is loaded into the slot.
+    """
+
+    def __init__(
+        self, layers: tuple[int, ...], num_slots: int, hidden: int, runner: ModelRunner
+    ) -> None:
+        self.e = {
+            layer: torch.zeros(num_slots, hidden, dtype=runner.dtype, device=runner.device)
+            for layer in layers
+        }
+        self.valid = torch.zeros(num_slots, dtype=torch.bool, device=runner.device)
+        self.no_rows = torch.empty(0, hidden, dtype=runner.dtype)
+        """Tells dtype and width where no layer is kept."""
+
+    def capture_from(self, stack: LayerStack) -> None:
+        """Fill the pool in every forward from now on; call before CUDA graphs are captured."""
+        for layer, rows in self.e.items():
+            stack.on_e(layer, self._writer(rows))
+
+    def _writer(self, rows: torch.Tensor):
+        valid = self.valid
+
+        def write(forward_batch: ForwardBatch, value: torch.Tensor) -> None:
+            # In a partial prefill the stream is the receiver's continuation of another model's E.
+            if getattr(forward_batch, "is_partial_prefill", False):
+                return
+            slots = forward_batch.out_cache_loc
+            rows[slots] = value[: slots.shape[0]]
+            valid[slots] = True
+
+        return write
+
+    def invalidate(self, slots: torch.Tensor) -> None:
+        self.valid[slots] = False
+
+    def layers_valid_for(self, slots: torch.Tensor) -> tuple[int, ...]:
+        return tuple(self.e) if self.e and bool(self.valid[slots].all()) else ()
+
+
+class Provenance:
+    """Which KV slots descend from another model's KV.
+
+    Every token attends to all tokens before it, so approximate KV makes the KV of everything after
+    it approximate: a new slot inherits the mark of the slot of the token before it. Costs nothing
+    until the first approximate load.
+    """
+
+    def __init__(self, num_slots: int, device: torch.device | str) -> None:
+        self._approximate = torch.zeros(num_slots, dtype=torch.bool, device=device)
+        self._any = False
+
+    def loaded(self, slots: torch.Tensor, *, exact: bool) -> None:
+        """`slots` now hold loaded (and partly recomputed) KV."""
+        self._any = self._any or not exact
+        if self._any:
+            self._approximate[slots] = not exact
+
+    def inherit(self, batch: ScheduleBatch, req_to_token: torch.Tensor) -> None:
+        """Mark the slots that `batch` is about to write. All on the device, no synchronisation."""
+        if not self._any:
+            return
+        rows = batch.req_pool_indices
+        if batch.forward_mode == ForwardMode.DECODE:
+            before = req_to_token[rows, (batch.seq_lens - 2).clamp(min=0)]
+            self._approximate[batch.out_cache_loc] = self._approximate[before]
+            return
+        device = self._approximate.device
+        prefix = torch.tensor(batch.prefix_lens, device=device)
+        lengths = torch.tensor(batch.extend_lens, device=device)
+        before = req_to_token[rows, (prefix - 1).clamp(min=0)]
+        mark = self._approximate[before] & (prefix > 0)
+        self._approximate[batch.out_cache_loc] = mark.repeat_interleave(
+            lengths, output_size=batch.out_cache_loc.shape[0]
+        )
+
+    def is_exact(self, slots: torch.Tensor) -> bool:
+        return not (self._any and bool(self._approximate[slots].any()))
+
+    def reset(self) -> None:
+        self._approximate.zero_()
+        self._any = False
+
+
+def attach(runner: ModelRunner, site: Site) -> None:
+    """Allocate E and start capturing; runs after the KV pool exists and before CUDA graphs do."""
+    if runner.is_draft_worker:
+        return
+    pool = runner.token_to_kv_pool
+    if type(pool) is not MHATokenToKVPool or pool.kv_cache_layout != "nhd":
+        layout = getattr(pool, "kv_cache_layout", "none")
+        raise ConfigError(
+            f"KV pool {type(pool).__name__} with layout {layout} is not supported; use a model "
+            "with full attention in every layer and the default layout"
+        )
+    if pool.post_capture_active:
+        raise ConfigError("the KV pool is resized after graph capture; disable that option")
+    stack = LayerStack(runner.model)
+    e_pool = EPool(
+        site.transition_layers, pool.size + pool.page_size, site.identity.hidden_size, runner
+    )
+    e_pool.capture_from(stack)
+    setattr(pool, _ATTRIBUTE, Attachment(runner, stack, e_pool, site))
+
+
+def attachment_of(pool: MHATokenToKVPool) -> Attachment:
+    """Raises ConfigError where the plugin's hooks did not run in this process."""
+    found = getattr(pool, _ATTRIBUTE, None)
+    if found is None:
+        raise ConfigError(
+            "the droidspeak plugin did not run in the scheduler process; check that SGLANG_PLUGINS "
+            "does not exclude it and that `pip show sglang-droidspeak` finds it"
+        )
+    return found

@@ -1,0 +1,90 @@
+"""What of SGLang this package uses, and the probe that refuses another SGLang.
+
+Supported: 0.5.23. The layer boundaries, the external linker and the replay-batch fields all move
+between releases, so the probe compares what is used with what is there and names the difference.
+"""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+from collections.abc import Callable, Mapping
+from importlib.metadata import version
+from typing import Any
+
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+from cachetree.errors import ConfigError
+
+SUPPORTED = "0.5.23"
+
+CHECK_SERVER_ARGS = "sglang.srt.server_args.ServerArgs.check_server_args"
+ALLOC_MEMORY_POOL = "sglang.srt.model_executor.model_runner.ModelRunner.alloc_memory_pool"
+CELL_SIZE = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size"
+FORWARD = "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation"
+NEW_PREFILL = "sglang.srt.managers.scheduler.Scheduler._get_new_batch_prefill_raw"
+CHECKPOINT = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.checkpoint"
+REQUEST_LEVEL = (
+    "sglang.srt.managers.scheduler_components.output_streamer."
+    "SchedulerOutputStreamer.is_request_level_customized_info_key"
+)
+SCHEDULER_MODULE = "sglang.srt.managers.scheduler"
+
+_SIGNATURES = {
+    ALLOC_MEMORY_POOL: ("self", "memory_pool_config"),
+    CELL_SIZE: ("self", "kvc", "num_layers"),
+    FORWARD: ("self", "batch", "forward_batch"),
+    NEW_PREFILL: ("self", "prefill_delayer_single_pass", "running_batch"),
+    CHECKPOINT: ("self", "req", "up_to"),
+    REQUEST_LEVEL: ("self", "key"),
+    "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new": (
+        "batch",
+        "model_runner",
+        "capture_hidden_mode",
+        "return_hidden_states_before_norm",
+    ),
+    "sglang.srt.layers.layer_boundary.residual.batch.set_written": (
+        "hidden_states",
+        "forward_batch",
+    ),
+    "sglang.srt.layers.layer_boundary.residual.batch.start": ("forward_batch",),
+    "sglang.srt.layers.layer_boundary.residual.batch.clear": ("forward_batch",),
+    "sglang.srt.mem_cache.utils.get_storage_hash_str": ("key", "prior_hash", "page_size"),
+}
+
+
+def resolved(server_args: Any) -> Any:
+    """The arguments as SGLang resolved them, by attribute."""
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    return resolving_view(server_args)
+
+
+def place_hooks(hooks: Mapping[str, tuple[Callable[..., object], HookType]]) -> None:
+    """Hook each target now; ConfigError where SGLang did not take one, which it only logs."""
+    for target, (hook, kind) in hooks.items():
+        HookRegistry.register(target, hook, kind)
+    HookRegistry.apply_hooks()
+    for target in hooks:
+        if target not in HookRegistry._patched:
+            raise ConfigError(f"SGLang did not apply the hook on {target}; see the log above")
+
+
+def require_supported() -> None:
+    """Raise ConfigError where the installed SGLang is not the one this release was built for."""
+    found = version("sglang")
+    if found.split("+")[0] != SUPPORTED:
+        raise ConfigError(
+            f"sglang-droidspeak supports SGLang {SUPPORTED}, found {found}; "
+            f"install 'sglang=={SUPPORTED}'"
+        )
+    for target, expected in _SIGNATURES.items():
+        try:
+            parameters = inspect.signature(inspect.unwrap(pkgutil.resolve_name(target))).parameters
+        except (ImportError, AttributeError) as exc:
+            raise ConfigError(f"SGLang {found} has no {target}; reinstall SGLang") from exc
+        missing = [name for name in expected if name not in parameters]
+        if missing:
+            raise ConfigError(
+                f"SGLang {found}: {target} has no parameter {', '.join(missing)}; reinstall SGLang"
+            )

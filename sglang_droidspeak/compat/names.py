@@ -1,0 +1,65 @@
+"""The types and functions of SGLang that the engine extension works with, in one list.
+
+Heavy to import: only the scheduler process does.
+"""
+
+from sglang.srt.layers.layer_boundary.residual import batch as residual_batch
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+from sglang.srt.mem_cache.unified_cache.unified_cache_linker import (
+    LayerWiseLoadCounter,
+    UnifiedCacheLinker,
+)
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+from sglang.srt.mem_cache.utils import get_storage_hash_str
+from sglang.srt.model_executor.forward_batch_info import (
+    CaptureHiddenMode,
+    ForwardBatch,
+    ForwardMode,
+)
+from sglang.srt.model_executor.forward_context import (
+    ForwardContext,
+    forward_context,
+    get_token_to_kv_pool,
+)
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.runtime_context import get_model, get_observability, get_parallel
+from sglang.srt.server_args import ServerArgs
+
+__all__ = [
+    "CacheInitParams",
+    "CaptureHiddenMode",
+    "ComponentType",
+    "ForwardBatch",
+    "ForwardContext",
+    "ForwardMode",
+    "KVWriteLoc",
+    "LayerWiseLoadCounter",
+    "MHATokenToKVPool",
+    "MatchPrefixParams",
+    "ModelRunner",
+    "PoolName",
+    "PoolTransfer",
+    "RadixKey",
+    "Req",
+    "ScheduleBatch",
+    "Scheduler",
+    "ServerArgs",
+    "TpModelWorker",
+    "UnifiedCacheLinker",
+    "UnifiedRadixCache",
+    "forward_context",
+    "get_model",
+    "get_observability",
+    "get_parallel",
+    "get_storage_hash_str",
+    "get_token_to_kv_pool",
+    "residual_batch",
+]

@@ -1,0 +1,112 @@
+"""The configuration of one server: what stands under `linker_extra_config`, or in a file it names.
+
+In SGLang's own `--config server.yaml`:
+
+    enable-unified-cache-external-linker: true
+    unified-cache-external-linker-backend: dynamic
+    unified-cache-external-linker-config:
+      linker: DroidSpeakLinker
+      linker_module_path: sglang_droidspeak.linker
+      linker_extra_config:
+        listen: tcp://127.0.0.1:7001
+        profiles: [pair.json]
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import yaml
+
+from cachetree.errors import ConfigError
+
+LINKER_MODULE = "sglang_droidspeak.linker"
+MIN_PAGE_SIZE = 16
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything a server can be told. Relative paths are relative to the working directory."""
+
+    config: str | None = None
+    """A YAML file with these same keys; then no other key may stand beside it."""
+    listen: str | None = None
+    """Where this server's worker serves its cache, as `tcp://host:port`; None serves nobody."""
+    peers: tuple[str, ...] = ()
+    """Workers whose caches this server may read, as `tcp://host:port`."""
+    profiles: tuple[str, ...] = ()
+    """Pair profiles, or folders of them. Each must name this server's model on one side."""
+    capture_layers: tuple[int, ...] | None = None
+    """Layers whose E is kept; None takes them from the profiles in which this model sends."""
+    gate: Literal["enforce", "off"] = "enforce"
+    """`off` lets a request name any block of any sender, profile or not. For measurements."""
+    host_gb: float = 2.0
+    """Host memory for this server's own KV and E, in GiB; 0 stores nothing."""
+    staging_gb: float = 1.0
+    """Host memory for fetches in flight, in GiB; a fetch that does not fit is not made."""
+    min_tokens: int = 64
+    """Shorter reuse is not worth a fetch."""
+    max_recompute_tokens: int = 32768
+    """Longer reuse would hold up every decoding request for too long."""
+    fetch_deadline_s: float = 10.0
+    """After this a fetch is given up and its request does a full prefill."""
+    forward_wait_s: float = 0.05
+    """Longest that a forward waits for layers predicted to have arrived; then full prefill."""
+    ttft_target_ms: float | None = None
+    """With no request waiting, recompute as many layers as meet this; None: as few as allowed."""
+    max_link_mb_s: float | None = None
+    """Bandwidth cap of this server's worker, in 10^6 bytes per second; None: no cap."""
+    insecure: bool = False
+    """Allows a `listen` address other than loopback without encryption."""
+
+    def __post_init__(self) -> None:
+        for field in ("host_gb", "staging_gb", "forward_wait_s"):
+            if getattr(self, field) < 0:
+                raise ConfigError(f"{field} is {getattr(self, field)}; give 0 or more")
+        for field in ("min_tokens", "max_recompute_tokens", "fetch_deadline_s"):
+            if getattr(self, field) <= 0:
+                raise ConfigError(f"{field} is {getattr(self, field)}; give a positive number")
+
+
+def is_configured(args: Any) -> bool:
+    """Whether a server with these resolved arguments uses this package's linker."""
+    config = args.unified_cache_external_linker_config
+    return (
+        args.enable_unified_cache_external_linker
+        and args.unified_cache_external_linker_backend == "dynamic"
+        and isinstance(config, dict)
+        and config.get("linker_module_path") == LINKER_MODULE
+    )
+
+
+def parse_settings(extra: dict[str, Any]) -> Settings:
+    """Settings from `linker_extra_config`; raises ConfigError naming the key and the remedy."""
+    settings = _convert(extra, "linker_extra_config")
+    if settings.config is None:
+        return settings
+    if len(extra) > 1:
+        others = ", ".join(sorted(extra.keys() - {"config"}))
+        raise ConfigError(
+            f"linker_extra_config has config: {settings.config} and also {others}; "
+            "move them into that file"
+        )
+    path = Path(settings.config)
+    try:
+        loaded = yaml.safe_load(path.read_text())
+    except OSError as exc:
+        raise ConfigError(f"config {path} cannot be read: {exc.strerror}") from exc
+    except yaml.YAMLError as exc:
+        raise ConfigError(f"config {path} is not YAML: {' '.join(str(exc).split())}") from exc
+    nested = _convert(loaded or {}, f"config {path}")
+    if nested.config is not None:
+        raise ConfigError(f"config {path} names another config {nested.config}; give one file")
+    return nested
+
+
+def _convert(values: Any, where: str) -> Settings:
+    try:
+        return msgspec.convert(values, Settings)
+    except msgspec.ValidationError as exc:
+        known = ", ".join(Settings.__struct_fields__)
+        raise ConfigError(f"{where}: {exc} (known keys: {known})") from exc

@@ -1,0 +1,51 @@
+"""What one request may ask for, in `sampling_params.custom_params["droidspeak"]`.
+
+    {"droidspeak": {"mode": "off"}}                    full prefill
+    {"droidspeak": {"block": "2:5"}}                   recompute layers [2, 5)
+    {"droidspeak": {"block": "none", "sender": ID}}    load every layer from that model
+    {"droidspeak": {"ttft_target_ms": 300}}            recompute as much as fits that time
+
+SGLang carries only scalars here, which is why a block is text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from cachetree.ids import EMPTY_SPAN, Span
+
+
+class Controls(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    mode: Literal["auto", "off"] = "auto"
+    sender: str | None = None
+    """ModelId of the only sender to use."""
+    block: str | None = None
+    """`start:stop`, half-open; `none` recomputes nothing, `all` every layer."""
+    ttft_target_ms: float | None = None
+
+    def span(self, num_layers: int) -> Span | None:
+        """The block asked for, None where the server may choose; ValueError where it is wrong."""
+        match self.block:
+            case None:
+                return None
+            case "none":
+                return EMPTY_SPAN
+            case "all":
+                return Span(0, num_layers)
+        start, colon, stop = self.block.partition(":")
+        if not (colon and start.isdigit() and stop.isdigit()):
+            raise ValueError(f"block {self.block!r} is not 'start:stop', 'none' or 'all'")
+        if not int(start) < int(stop) <= num_layers:
+            raise ValueError(f"block {self.block!r} is not within 0:{num_layers}")
+        return Span(int(start), int(stop))
+
+
+def parse_controls(custom_params: Mapping[str, Any] | None) -> Controls:
+    """Raises ValueError naming the field; the request then does a full prefill."""
+    try:
+        return msgspec.convert((custom_params or {}).get("droidspeak", {}), Controls)
+    except msgspec.ValidationError as exc:
+        raise ValueError(f"custom_params['droidspeak']: {exc}") from exc

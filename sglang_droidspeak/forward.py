@@ -1,0 +1,128 @@
+"""Around each forward of the model worker: the partial prefill, the marks, the way back."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from cachetree.clock import Deadline
+from cachetree.errors import FetchError
+from cachetree.ids import Span
+from sglang_droidspeak.meta_info import provenance_of, report
+from sglang_droidspeak.partial_prefill import PartialPrefill, Prefix
+from sglang_droidspeak.rows import host_e
+
+if TYPE_CHECKING:
+    from sglang_droidspeak.capture import Attachment, Provenance
+    from sglang_droidspeak.compat.names import ScheduleBatch
+    from sglang_droidspeak.job import Job
+    from sglang_droidspeak.loader import Loader
+    from sglang_droidspeak.meter import Meter
+    from sglang_droidspeak.metrics import Metrics
+
+log = logging.getLogger(__name__)
+
+NO_CONSUMER = -1
+"""Index at which the KV pool waits for no load: a partial prefill reads what it wrote itself."""
+
+
+class ForwardPass:
+    """Scheduler thread only. `around` hooks TpModelWorker.forward_batch_generation."""
+
+    def __init__(
+        self,
+        attachment: Attachment,
+        loader: Loader,
+        provenance: Provenance,
+        meter: Meter,
+        metrics: Metrics,
+    ) -> None:
+        site = attachment.site
+        self._runner = attachment.runner
+        self._e_pool = attachment.e_pool
+        self._num_layers = site.identity.num_layers
+        self._forward_wait_s = site.settings.forward_wait_s
+        self._loader = loader
+        self._provenance = provenance
+        self._meter = meter
+        self._metrics = metrics
+        self._prefill = PartialPrefill(
+            attachment.runner, attachment.stack, attachment.runner.server_args.chunked_prefill_size
+        )
+        self._jobs: dict[int, Sequence[Job]] = {}
+
+    def expect(self, index: int, jobs: Sequence[Job]) -> None:
+        """The batch that waits on `index` is about to run with these loads."""
+        self._jobs[index] = jobs
+
+    def done(self, index: int) -> None:
+        for job in self._jobs.pop(index, ()):
+            job.staging.release()
+
+    def around(
+        self, original: Any, worker: Any, batch: ScheduleBatch | None, *args: Any, **kw: Any
+    ):
+        """Bring the batch's loaded prefixes into place, then run SGLang's own forward."""
+        if batch is None or batch.forward_mode.is_idle():
+            return original(worker, batch, *args, **kw)
+        jobs = self._jobs.get(batch.hicache_consumer_index, ())
+        num_tokens = 0 if batch.forward_mode.is_decode() else batch.extend_num_tokens
+        if jobs:
+            self._before(batch, jobs)
+            num_tokens = 0
+        self._provenance.inherit(batch, self._runner.req_to_token_pool.req_to_token)
+        with self._meter.forward(num_tokens * self._num_layers):
+            return original(worker, batch, *args, **kw)
+
+    def _before(self, batch: ScheduleBatch, jobs: Sequence[Job]) -> None:
+        row_of = {req.rid: row for row, req in enumerate(batch.reqs)}
+        for job in jobs:
+            self._e_pool.invalidate(job.slots)
+        # The pool must not wait for loads of the block's layers: there are none.
+        self._loader.counter.set_consumer(NO_CONSUMER)
+        started_s = time.monotonic()
+        blocks = [self._prefix(batch, row_of[job.rid], job) for job in jobs if len(job.plan.block)]
+        self._run(batch, blocks)
+        recompute = (started_s, time.monotonic())
+        self._metrics.recompute_s.observe(recompute[1] - recompute[0])
+        for job in jobs:
+            row = row_of[job.rid]
+            cause = self._settle(batch, row, job)
+            self._metrics.count(job, cause)
+            report(batch.reqs[row], provenance_of(job, recompute, cause))
+
+    def _prefix(self, batch: ScheduleBatch, row: int, job: Job) -> Prefix:
+        step = job.e_step
+        stop = batch.prefix_lens[row]
+        return Prefix(
+            row=row,
+            tokens=Span(stop - job.num_tokens, stop),
+            block=job.plan.block,
+            e=None if step is None else host_e(job.rows(step), self._e_pool.no_rows),
+        )
+
+    def _run(self, batch: ScheduleBatch, prefixes: Sequence[Prefix]) -> None:
+        if not prefixes:
+            return
+        # The block's last layer costs only its K and V projections.
+        token_layers = sum(len(p.tokens) * (len(p.block) - 1) for p in prefixes)
+        with self._meter.forward(token_layers):
+            self._prefill.run(batch, prefixes)
+
+    def _settle(self, batch: ScheduleBatch, row: int, job: Job) -> str:
+        """Have every layer of the job in place; returns why it took a full prefill, if it did."""
+        cause = ""
+        try:
+            job.wait_staged(Deadline.after(self._forward_wait_s))
+        except FetchError as exc:
+            cause = type(exc).__name__
+            log.warning("request %s: %s; it does a full prefill", job.rid, exc)
+            self._loader.abandon(job, exc)
+            everything = Span(0, self._num_layers)
+            stop = batch.prefix_lens[row]
+            tokens = Span(stop - job.num_tokens, stop)
+            self._run(batch, [Prefix(row=row, tokens=tokens, block=everything, e=None)])
+        self._provenance.loaded(job.slots, exact=bool(cause) or job.plan.is_exact)
+        return cause

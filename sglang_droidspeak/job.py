@@ -1,0 +1,66 @@
+"""One admitted request's load: from staged host memory into its KV slots."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from cachetree.clock import Deadline
+from cachetree.errors import FetchError
+from cachetree.ids import Span
+from cachetree.plan import Kind, Plan, Step
+
+if TYPE_CHECKING:
+    import torch
+
+    from cachetree.staging import Staging
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Job:
+    """Made by `linker.load`, started with its batch, over when the batch's forward is.
+
+    The loader thread copies; the scheduler thread may abandon the job, after which the loader
+    writes nothing more into the slots.
+    """
+
+    rid: str
+    plan: Plan
+    staging: Staging
+    pages: Span
+    """The pages loaded, within plan.pages; SGLang may have promised fewer."""
+    slots: torch.Tensor
+    """KV slots of these pages' tokens, on the device, int64."""
+    page_size: int
+    fetch_s: float
+    """Time from the request's first sight to its admission."""
+    copying: threading.Lock = field(default_factory=threading.Lock)
+    abandoned: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.pages) * self.page_size
+
+    def rows(self, step: Step) -> memoryview:
+        """The staged bytes of this job's pages; they must have landed."""
+        view = self.staging.view(step)
+        page_bytes = view.nbytes // len(self.plan.pages)
+        first = self.pages.start - self.plan.pages.start
+        return view[first * page_bytes : (first + len(self.pages)) * page_bytes]
+
+    @property
+    def e_step(self) -> Step | None:
+        layer = self.plan.transition_layer
+        return None if layer is None else Step(Kind.E, layer)
+
+    def wait_staged(self, deadline: Deadline) -> None:
+        """Block until every layer is in host memory; raises FetchError where it is not by then."""
+        for step in self.plan.steps:
+            self.staging.wait(step, deadline)
+
+    def abandon(self, error: FetchError) -> None:
+        """Stop the loader for this job; returns once no copy of it is running."""
+        self.staging.fail(error)
+        with self.copying:
+            self.abandoned = True

@@ -1,0 +1,113 @@
+"""The decoder layers of a loaded model: where E leaves them, and how a block of them is run.
+
+One adapter serves the boundary family (llama, mistral, phi3, qwen2, qwen3, mixtral): layers called
+as `layer(positions, hidden_states, forward_batch)` whose residual stream lives in the batch.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from cachetree.errors import ConfigError
+from cachetree.ids import Span
+from sglang_droidspeak.compat.names import KVWriteLoc, get_token_to_kv_pool, residual_batch
+
+if TYPE_CHECKING:
+    from sglang_droidspeak.compat.names import ForwardBatch
+
+OnE = Callable[["ForwardBatch", torch.Tensor], None]
+"""Called with the batch and E, `[tokens or more, hidden]`, to be copied before it returns."""
+
+
+class _BlockDone(Exception):
+    """The last KV of the block is written; nothing after it in that layer is of use."""
+
+
+class LayerStack:
+    """The layers of one model. Raises ConfigError naming class and signature it cannot drive."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._inner: Any = model.model
+        self._layers = list(self._inner.layers)
+        for layer in self._layers:
+            _require_boundary(layer)
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    def on_e(self, layer: int, callback: OnE) -> None:
+        """Have `callback` see E of `layer` in every forward from now on, CUDA graphs included.
+
+        Inside a graph the callback's kernels are captured and replayed, so it must not decide
+        anything in Python that may differ between replays.
+        """
+        boundary = self._layers[layer].attn_boundary
+        prepare = boundary.prepare
+
+        def prepare_and_see(
+            hidden_states: torch.Tensor, forward_batch: ForwardBatch, *, capture=None, **rest: Any
+        ) -> torch.Tensor:
+            def see(value: torch.Tensor, owned: bool = False) -> None:
+                callback(forward_batch, value)
+                if capture is not None:
+                    capture(value, owned=owned)
+
+            return prepare(hidden_states, forward_batch, capture=see, **rest)
+
+        boundary.prepare = prepare_and_see
+
+    def run(self, block: Span, e: torch.Tensor | None, forward_batch: ForwardBatch) -> None:
+        """Run layers `[block.start, block.stop)` over the batch's tokens for their KV alone.
+
+        `e` is `[tokens, hidden]`, the residual stream entering `block.start`; None starts from the
+        embeddings (block.start is 0 then). The caller has set the forward context and the
+        attention metadata. Stops right after the last layer's KV write: its attention and MLP
+        would serve nobody.
+        """
+        attention = self._layers[block.stop - 1].self_attn.attn
+        stop = attention.register_forward_pre_hook(_write_kv_and_stop, with_kwargs=True)
+        try:
+            if e is None:
+                residual_batch.start(forward_batch)
+                hidden = self._inner.embed_tokens(forward_batch.input_ids)
+            else:
+                hidden = residual_batch.set_written(e, forward_batch)
+            for layer in self._layers[block.start : block.stop]:
+                hidden = layer(forward_batch.positions, hidden, forward_batch)
+        except _BlockDone:
+            pass
+        finally:
+            stop.remove()
+            residual_batch.clear(forward_batch)
+
+
+def _write_kv_and_stop(attention: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    _query, key, value, forward_batch = args
+    if kwargs.get("save_kv_cache", True):
+        get_token_to_kv_pool().set_kv_buffer(
+            attention,
+            KVWriteLoc.for_batch(forward_batch),
+            key.view(-1, attention.tp_k_head_num, attention.qk_head_dim),
+            value.view(-1, attention.tp_v_head_num, attention.v_head_dim),
+        )
+    raise _BlockDone
+
+
+def _require_boundary(layer: torch.nn.Module) -> None:
+    parameters = list(inspect.signature(layer.forward).parameters.values())
+    required = [p.name for p in parameters if p.default is p.empty]
+    if hasattr(layer, "attn_boundary") and required == [
+        "positions",
+        "hidden_states",
+        "forward_batch",
+    ]:
+        return
+    raise ConfigError(
+        f"layers of class {type(layer).__name__}({', '.join(p.name for p in parameters)}) are not "
+        "supported; supported are models of the llama, mistral, phi3, qwen2, qwen3 and mixtral "
+        "families"
+    )

@@ -1,0 +1,260 @@
+"""The linker that SGLang's radix cache drives, and the hot hooks around it.
+
+waiting queue   new_prefill   plan, stage, hold            WaitingRequests
+admission       lookup, load  promise pages, take the job  WaitingRequests → Job
+batch start     start         copy layers into slots       Loader
+forward         forward       partial prefill, fall back   PartialPrefill, Provenance
+batch end       finish        free the staging
+insertion       offload       copy new exact KV and E out  Offloader
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from cachetree.cache import Cache, CacheConfig
+from cachetree.errors import ConfigError
+from cachetree.family import Family
+from cachetree.ids import PageHash
+from cachetree.staging import pageable
+from cachetree.transport import WorkerConfig
+from sglang_droidspeak import compat, meta_info
+from sglang_droidspeak.capture import Provenance, attachment_of
+from sglang_droidspeak.compat import HookType
+from sglang_droidspeak.compat.names import (
+    CacheInitParams,
+    ComponentType,
+    PoolName,
+    PoolTransfer,
+    UnifiedCacheLinker,
+    get_observability,
+    get_parallel,
+)
+from sglang_droidspeak.forward import ForwardPass
+from sglang_droidspeak.job import Job
+from sglang_droidspeak.loader import Copies, Loader
+from sglang_droidspeak.meter import Meter
+from sglang_droidspeak.metrics import Metrics
+from sglang_droidspeak.offloader import Offload, Offloader
+from sglang_droidspeak.prefixes import page_hash, pages_of, parent_of, refusal
+from sglang_droidspeak.rows import PoolRows
+from sglang_droidspeak.waiting import WaitingRequests
+
+if TYPE_CHECKING:
+    from sglang_droidspeak.compat.names import Req, Scheduler, ServerArgs
+    from sglang_droidspeak.config import Settings
+
+log = logging.getLogger(__name__)
+
+GIB = 1 << 30
+IDLE_WAIT_S = 0.001
+
+
+class DroidSpeakLinker(UnifiedCacheLinker):
+    """Constructed by SGLang in each scheduler process. Scheduler thread only, like its base."""
+
+    def __init__(
+        self,
+        server_args: ServerArgs,
+        params: CacheInitParams,
+        *,
+        components: set[ComponentType],
+        extra_config: dict[str, Any],
+        forward_stream: torch.cuda.Stream | None = None,
+    ) -> None:
+        if components != {ComponentType.FULL}:
+            names = ", ".join(sorted(component.name for component in components))
+            raise ConfigError(f"tree components {names} are not supported; only FULL is")
+        pool = params.token_to_kv_pool_allocator.get_kvcache()
+        attachment = attachment_of(pool)
+        site, runner = attachment.site, attachment.runner
+        settings = site.settings
+        num_slots = pool.size + pool.page_size
+
+        self.pools = {PoolName.KV: pool}
+        self.forward_stream = forward_stream
+        self._site = site
+        self._page_size = params.page_size
+        self._on_cuda = runner.device == "cuda"
+        self._provenance = Provenance(num_slots, runner.device)
+        self._meter = Meter(runner.device)
+        self._metrics = Metrics(enabled=get_observability().enable_metrics)
+        parallel = get_parallel()
+        self._cache = Cache(
+            Family.of(
+                site.identity,
+                kv_dtype=str(pool.dtype).removeprefix("torch."),
+                page_size=params.page_size,
+                tp_size=parallel.tp_size,
+                tp_rank=parallel.tp_rank,
+            ),
+            _cache_config(settings),
+            allocate=_page_locked if self._on_cuda else pageable,
+        )
+        rows = PoolRows(pool)
+        self._loader = Loader(pool.layer_num, rows, Copies(forward_stream, runner.device))
+        self.layer_done_counter = self._loader.counter
+        self._offloader = Offloader(
+            site.identity.model_id, self._cache, rows, attachment.e_pool, self._provenance
+        )
+        self._waiting = WaitingRequests(site, self._cache, self._meter, self._metrics)
+        self._forward = ForwardPass(
+            attachment, self._loader, self._provenance, self._meter, self._metrics
+        )
+        self._queued: dict[str, Job] = {}
+        self._inserting: tuple[Req, int] | None = None
+        compat.place_hooks(
+            {
+                compat.NEW_PREFILL: (self._new_prefill, HookType.AROUND),
+                compat.FORWARD: (self._forward.around, HookType.AROUND),
+                compat.CHECKPOINT: (self._checkpoint, HookType.AROUND),
+                compat.REQUEST_LEVEL: (_is_request_level, HookType.AFTER),
+            }
+        )
+        log.info(
+            "droidspeak: model %s, E kept at layers %s, %d profiles, serving at %s, peers %s",
+            site.identity.model_id,
+            list(site.transition_layers),
+            len(site.profiles),
+            self._cache.address,
+            list(settings.peers),
+        )
+
+    # Waiting and admission.
+
+    def _new_prefill(self, original: Any, scheduler: Scheduler, *args: Any, **kwargs: Any) -> Any:
+        """Hide held requests from SGLang while it builds a batch; outside it the queue is whole."""
+        queue = scheduler.waiting_queue
+        held = self._waiting.look(queue, scheduler.tree_cache) if queue else ()
+        if not held:
+            return original(scheduler, *args, **kwargs)
+        scheduler.waiting_queue = [req for req in queue if req.rid not in held]
+        try:
+            return original(scheduler, *args, **kwargs)
+        finally:
+            left = {id(req) for req in scheduler.waiting_queue}
+            known = {id(req) for req in queue}
+            scheduler.waiting_queue = [
+                req for req in queue if req.rid in held or id(req) in left
+            ] + [req for req in scheduler.waiting_queue if id(req) not in known]
+            if len(held) == len(queue) and kwargs["running_batch"].is_empty():
+                self._waiting.nap(IDLE_WAIT_S)
+
+    def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
+        tail = _pages_of_keys(transfers)
+        return list(range(1, self._waiting.num_restorable(rid, tail) + 1))
+
+    def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
+        (transfer,) = transfers
+        job = self._waiting.take(rid, _pages_of_keys(transfers), transfer.device_indices)
+        if job is None:
+            return False
+        self._queued[rid] = job
+        return True
+
+    def cancel_queued_load(self, rid: str) -> bool:
+        job = self._queued.pop(rid, None)
+        if job is None:
+            return False
+        job.staging.release()
+        return True
+
+    # Loading, with its batch.
+
+    def start_layer_wise_loading(self) -> int:
+        jobs = list(self._queued.values())
+        self._queued.clear()
+        if not jobs:
+            return -1
+        index = self._loader.start(jobs)
+        self._forward.expect(index, jobs)
+        return index
+
+    def finish_layer_wise_loading(self, counter_index: int) -> bool:
+        """Always true: a load that failed has been replaced by a full prefill before."""
+        self._loader.finish(counter_index)
+        self._forward.done(counter_index)
+        return True
+
+    # Offloading.
+
+    def _checkpoint(self, original: Any, tree: Any, req: Req, *, up_to: int, **rest: Any) -> None:
+        """Tell `offload`, which SGLang calls from inside, whose tokens are being inserted."""
+        self._inserting = (req, up_to)
+        try:
+            original(tree, req, up_to=up_to, **rest)
+        finally:
+            self._inserting = None
+
+    def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
+        if self._inserting is None or not self._site.settings.host_gb:
+            return False
+        req, up_to = self._inserting
+        if refusal(req):
+            return False
+        (transfer,) = transfers
+        pages = _pages_of_keys(transfers)
+        return self._offloader.put(
+            Offload(
+                parent=parent_of(pages_of(req, up_to, self._page_size), pages[0]),
+                pages=pages,
+                slots=transfer.device_indices,
+                ready=self.record_offload_ready() if self._on_cuda else (),
+            )
+        )
+
+    def num_completed_offloads(self) -> int:
+        return self._offloader.num_results
+
+    def pop_completed_offload(self) -> bool:
+        return self._offloader.pop_result()
+
+    # Life.
+
+    def reset(self) -> None:
+        """SGLang flushes its tree: nothing may be in flight, and no slot means anything now."""
+        self._waiting.clear()
+        for rid in list(self._queued):
+            self.cancel_queued_load(rid)
+        self._offloader.reset()
+        self._provenance.reset()
+        self._loader.counter.reset()
+
+    def close(self) -> None:
+        self.reset()
+        self._loader.close()
+        self._offloader.close()
+        self._cache.close()
+
+
+def _cache_config(settings: Settings) -> CacheConfig:
+    worker = WorkerConfig()
+    if settings.listen is not None:
+        cap = None if settings.max_link_mb_s is None else int(settings.max_link_mb_s * 1e6)
+        worker = WorkerConfig(
+            listen=settings.listen, insecure=settings.insecure, max_bytes_per_s=cap
+        )
+    return CacheConfig(
+        host_bytes=int(settings.host_gb * GIB),
+        staging_bytes=int(settings.staging_gb * GIB),
+        serves=settings.listen is not None,
+        worker=worker,
+        peers=settings.peers,
+    )
+
+
+def _page_locked(num_bytes: int) -> memoryview:
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).numpy().data
+
+
+def _pages_of_keys(transfers: Sequence[PoolTransfer]) -> list[PageHash]:
+    (transfer,) = transfers
+    return [page_hash(key) for key in transfer.keys]
+
+
+def _is_request_level(result: bool, _streamer: object, key: str) -> bool:
+    return result or key == meta_info.KEY

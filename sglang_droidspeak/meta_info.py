@@ -1,0 +1,72 @@
+"""What a response says under `meta_info["droidspeak"]`: a list with one entry."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+if TYPE_CHECKING:
+    from sglang_droidspeak.compat.names import Req
+    from sglang_droidspeak.job import Job
+
+KEY = "droidspeak"
+
+
+class RequestProvenance(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the KV of one request's prompt came from."""
+
+    outcome: str
+    """`reused`, `fallback: CAUSE`, or why nothing was reused."""
+    reused_tokens: int = 0
+    exact: bool = True
+    """False where the KV descends from another model's."""
+    sender: str | None = None
+    location: str | None = None
+    block: tuple[int, int] | None = None
+    """Layers recomputed, half-open; None where none were."""
+    recomputed_layers: int = 0
+    loaded_layers: int = 0
+    fetched_bytes: int = 0
+    fetch_ms: float = 0.0
+    recompute_ms: float = 0.0
+    overlap: float = 0.0
+    """Share of the shorter of fetch and recompute during which the other ran too."""
+
+
+def provenance_of(job: Job, recompute: tuple[float, float], cause: str) -> RequestProvenance:
+    """Of a request admitted with a load; `recompute` is (start, stop) on monotonic time."""
+    plan, staging = job.plan, job.staging
+    if cause:
+        return RequestProvenance(outcome=f"fallback: {cause}", sender=plan.sender)
+    fetch = (staging.started_s, staging.completed_s or recompute[1])
+    return RequestProvenance(
+        outcome="reused",
+        reused_tokens=job.num_tokens,
+        exact=plan.is_exact,
+        sender=plan.sender,
+        location=plan.location,
+        block=(plan.block.start, plan.block.stop) if len(plan.block) else None,
+        recomputed_layers=len(plan.block),
+        loaded_layers=len(plan.loaded_layers),
+        fetched_bytes=staging.num_bytes,
+        fetch_ms=round(1000 * (fetch[1] - fetch[0]), 3),
+        recompute_ms=round(1000 * (recompute[1] - recompute[0]), 3),
+        overlap=round(_overlap(fetch, recompute), 4),
+    )
+
+
+def report(req: Req, provenance: RequestProvenance) -> None:
+    """Put it into the request's response, beside what others put there."""
+    info = req.customized_info or {}
+    req.customized_info = {**info, KEY: [_plain(provenance)]}
+
+
+def _plain(provenance: RequestProvenance) -> dict[str, Any]:
+    return msgspec.to_builtins(provenance)
+
+
+def _overlap(a: tuple[float, float], b: tuple[float, float]) -> float:
+    shorter = min(a[1] - a[0], b[1] - b[0])
+    common = min(a[1], b[1]) - max(a[0], b[0])
+    return max(0.0, common / shorter) if shorter > 0 else 0.0

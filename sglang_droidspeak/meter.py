@@ -1,0 +1,52 @@
+"""How long this server takes per token and layer, measured as it serves."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Iterator
+
+import torch
+
+_MIN_TOKEN_LAYERS = 1024
+"""Smaller forwards measure overhead, not speed."""
+_WEIGHT = 0.3
+
+
+class Meter:
+    """Moving average of forwards. On CUDA it times with events and never synchronises."""
+
+    def __init__(self, device: str) -> None:
+        self._on_cuda = device == "cuda"
+        self._open: deque[tuple[torch.cuda.Event, torch.cuda.Event, int]] = deque()
+        self._s_per_token_layer: float | None = None
+
+    @property
+    def s_per_token_layer(self) -> float | None:
+        """Seconds; None until something was measured."""
+        while self._open and self._open[0][1].query():
+            start, stop, token_layers = self._open.popleft()
+            self._add(start.elapsed_time(stop) / 1000, token_layers)
+        return self._s_per_token_layer
+
+    @contextlib.contextmanager
+    def forward(self, token_layers: int) -> Iterator[None]:
+        """Measure one forward over that many tokens × layers."""
+        if token_layers < _MIN_TOKEN_LAYERS:
+            yield
+        elif self._on_cuda:
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            yield
+            stop.record()
+            self._open.append((start, stop, token_layers))
+        else:
+            started_s = time.perf_counter()
+            yield
+            self._add(time.perf_counter() - started_s, token_layers)
+
+    def _add(self, seconds: float, token_layers: int) -> None:
+        new = seconds / token_layers
+        old = self._s_per_token_layer
+        self._s_per_token_layer = new if old is None else old + _WEIGHT * (new - old)

@@ -1,0 +1,62 @@
+"""Prometheus metrics of the scheduler process, in SGLang's multiprocess mode."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from prometheus_client import REGISTRY, Counter, Histogram
+
+if TYPE_CHECKING:
+    from sglang_droidspeak.job import Job
+
+_SECONDS: Final = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+
+
+class Metrics:
+    """Create it in the scheduler process, after SGLang has set PROMETHEUS_MULTIPROC_DIR.
+
+    A server without `--enable-metrics` counts too, but registers nothing.
+    """
+
+    def __init__(self, *, enabled: bool) -> None:
+        registry = REGISTRY if enabled else None
+        self.requests: Final = Counter(
+            "droidspeak:requests",
+            "Requests by what became of them: reused, or why not",
+            ["outcome"],
+            registry=registry,
+        )
+        self.reused_tokens: Final = Counter(
+            "droidspeak:reused_tokens", "Prompt tokens not prefilled in full", registry=registry
+        )
+        self.fetched_bytes: Final = Counter(
+            "droidspeak:fetched_bytes", "Bytes of E and KV staged for requests", registry=registry
+        )
+        self.fallbacks: Final = Counter(
+            "droidspeak:fallbacks",
+            "Admitted reuse that ended in a full prefill, by cause",
+            ["cause"],
+            registry=registry,
+        )
+        self.fetch_s: Final = Histogram(
+            "droidspeak:fetch_seconds",
+            "From a request's first sight to its admission with staged layers",
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.recompute_s: Final = Histogram(
+            "droidspeak:recompute_seconds",
+            "Partial prefill of one batch",
+            buckets=_SECONDS,
+            registry=registry,
+        )
+
+    def count(self, job: Job, cause: str) -> None:
+        """One admitted reuse; `cause` is why it ended in a full prefill, or empty."""
+        self.requests.labels("fallback" if cause else "reused").inc()
+        self.fetched_bytes.inc(job.staging.num_landed_bytes)
+        self.fetch_s.observe(job.fetch_s)
+        if cause:
+            self.fallbacks.labels(cause).inc()
+        else:
+            self.reused_tokens.inc(job.num_tokens)

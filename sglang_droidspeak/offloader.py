@@ -1,0 +1,124 @@
+"""The thread that copies new KV and E out of the pool into the cache, for others to read."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import TYPE_CHECKING
+
+import torch
+
+from cachetree.ids import ModelId, PageHash
+from sglang_droidspeak.rows import host_e
+
+if TYPE_CHECKING:
+    from cachetree.cache import Cache
+
+    from sglang_droidspeak.capture import EPool, Provenance
+    from sglang_droidspeak.rows import PoolRows
+
+log = logging.getLogger(__name__)
+
+MAX_IN_FLIGHT = 64
+"""Nodes whose slots may be locked for a copy at once; more would starve the KV pool."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offload:
+    """One new radix node: `slots` hold the KV of `pages`, which follow `parent`."""
+
+    parent: PageHash | None
+    pages: Sequence[PageHash]
+    slots: torch.Tensor
+    ready: Sequence[torch.cuda.Event]
+    """What the copy waits for: the forward that writes the slots. Empty off CUDA."""
+
+
+class Offloader:
+    """Stores exact KV only; approximate nodes are let go, since they never become exact."""
+
+    def __init__(
+        self,
+        model: ModelId,
+        cache: Cache,
+        rows: PoolRows,
+        e_pool: EPool,
+        provenance: Provenance,
+    ) -> None:
+        self._model = model
+        self._cache = cache
+        self._rows = rows
+        self._e_pool = e_pool
+        self._provenance = provenance
+        self._todo: SimpleQueue[Offload | None] = SimpleQueue()
+        self._results: SimpleQueue[bool] = SimpleQueue()
+        self._idle = threading.Condition()
+        self._num_in_flight = 0
+        self._thread = threading.Thread(target=self._run, name="droidspeak-offload", daemon=True)
+        self._thread.start()
+
+    def put(self, offload: Offload) -> bool:
+        """Queue one node; False where too many are in flight, and the node is offered again."""
+        with self._idle:
+            if self._num_in_flight >= MAX_IN_FLIGHT:
+                return False
+            self._num_in_flight += 1
+        self._todo.put(offload)
+        return True
+
+    @property
+    def num_results(self) -> int:
+        return self._results.qsize()
+
+    def pop_result(self) -> bool:
+        return self._results.get_nowait()
+
+    def reset(self) -> None:
+        """Wait until nothing is in flight and forget the results."""
+        with self._idle:
+            self._idle.wait_for(lambda: self._num_in_flight == 0)
+        while self.num_results:
+            self.pop_result()
+
+    def close(self) -> None:
+        self._todo.put(None)
+        self._thread.join(timeout=10)
+
+    def _run(self) -> None:
+        with torch.inference_mode():
+            while (offload := self._todo.get()) is not None:
+                try:
+                    self._store(offload)
+                    stored = True
+                except Exception:
+                    log.exception("storing %d pages failed", len(offload.pages))
+                    stored = False
+                self._results.put(stored)
+                with self._idle:
+                    self._num_in_flight -= 1
+                    self._idle.notify_all()
+
+    def _store(self, offload: Offload) -> None:
+        for event in offload.ready:
+            event.synchronize()
+        if not self._provenance.is_exact(offload.slots):
+            return
+        tree = self._cache.tree
+        e_layers = self._e_pool.layers_valid_for(offload.slots)
+        reservation = tree.reserve(self._model, offload.parent, offload.pages, e_layers)
+        if reservation is None:
+            return
+        with reservation:
+            if not reservation.pages:
+                return
+            page = offload.slots.shape[0] // len(offload.pages)
+            slots = offload.slots[reservation.skipped * page :]
+            for layer in range(tree.family.num_layers):
+                self._rows.read_into(layer, slots, reservation.kv(layer))
+            for layer in e_layers:
+                rows = self._e_pool.e[layer]
+                host_e(reservation.e(layer), rows)[:] = rows[slots].to("cpu")
+            reservation.commit()

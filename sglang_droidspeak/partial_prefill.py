@@ -1,0 +1,187 @@
+"""Run one block of layers over prefix tokens whose slots are allocated, for their KV alone.
+
+It runs on the prefix by itself, right before the batch's own forward, so that CUDA graphs, LoRA,
+chunking and logits of that forward stay SGLang's. Mathematically it is the same as one forward
+over both: attention is causal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from cachetree.ids import Span
+from sglang_droidspeak.compat.names import (
+    CaptureHiddenMode,
+    ForwardBatch,
+    ForwardContext,
+    ForwardMode,
+    forward_context,
+    get_model,
+)
+
+if TYPE_CHECKING:
+    from sglang_droidspeak.compat.names import ModelRunner, ScheduleBatch
+    from sglang_droidspeak.layers import LayerStack
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefix:
+    """One request's part: tokens `[tokens.start, tokens.stop)` of row `row` of the batch."""
+
+    row: int
+    tokens: Span
+    block: Span
+    e: torch.Tensor | None
+    """E of these tokens at block.start, `[len(tokens), hidden]`; None where block.start is 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The part of one prefix that goes into one forward."""
+
+    prefix: Prefix
+    tokens: Span
+
+    @property
+    def e(self) -> torch.Tensor | None:
+        offset = self.prefix.tokens.start
+        rows = slice(self.tokens.start - offset, self.tokens.stop - offset)
+        return None if self.prefix.e is None else self.prefix.e[rows]
+
+
+def pack(prefixes: Iterable[Prefix], max_tokens: int) -> Iterator[list[Piece]]:
+    """Forwards of at most `max_tokens` that share a block, each prefix in order.
+
+    >>> [[(p.prefix.row, p.tokens.start, p.tokens.stop) for p in forward] for forward in pack([
+    ...     Prefix(row=0, tokens=Span(0, 5), block=Span(2, 4), e=None),
+    ...     Prefix(row=1, tokens=Span(0, 2), block=Span(2, 4), e=None)], max_tokens=4)]
+    [[(0, 0, 4)], [(0, 4, 5), (1, 0, 2)]]
+    """
+    forward: list[Piece] = []
+    room = max_tokens
+    for prefix in sorted(prefixes, key=lambda p: (p.block, p.row)):
+        start = prefix.tokens.start
+        while start < prefix.tokens.stop:
+            if not room or (forward and forward[-1].prefix.block != prefix.block):
+                yield forward
+                forward, room = [], max_tokens
+            stop = min(prefix.tokens.stop, start + room)
+            forward.append(Piece(prefix, Span(start, stop)))
+            room -= stop - start
+            start = stop
+    if forward:
+        yield forward
+
+
+class PartialPrefill:
+    """Drives the block forwards of one model runner; scheduler thread only."""
+
+    def __init__(self, runner: ModelRunner, stack: LayerStack, max_tokens: int) -> None:
+        self._runner = runner
+        self._stack = stack
+        self._max_tokens = max_tokens
+        self._backend = _attention_backend(runner)
+
+    def run(self, batch: ScheduleBatch, prefixes: Sequence[Prefix]) -> None:
+        """Write the KV of each prefix's block into the slots of its row.
+
+        The rows' earlier tokens must hold their KV in those layers already. E must be on the
+        runner's device or in host memory; a host tensor is copied.
+        """
+        for pieces in pack(prefixes, self._max_tokens):
+            self._forward(batch, pieces)
+
+    def _forward(self, batch: ScheduleBatch, pieces: Sequence[Piece]) -> None:
+        runner = self._runner
+        forward_batch = ForwardBatch.init_new(
+            _replay(batch, pieces, runner),
+            runner,
+            capture_hidden_mode=CaptureHiddenMode.NULL,
+            return_hidden_states_before_norm=False,
+        )
+        forward_batch.is_partial_prefill = True
+        rows = [piece.e for piece in pieces]
+        e = None
+        if rows[0] is not None:
+            e = torch.cat(rows).to(runner.device, runner.dtype, non_blocking=True)
+        with (
+            torch.no_grad(),
+            get_model().override(shared_experts=runner.model.shared_experts_config),
+            forward_context(
+                ForwardContext(attn_backend=self._backend), forward_batch=forward_batch
+            ),
+        ):
+            runner._prepare_eager_forward_batch(forward_batch)
+            self._backend.init_forward_metadata(forward_batch)
+            self._stack.run(pieces[0].prefix.block, e, forward_batch)
+        if runner.device == "cuda":
+            # FlashInfer plans through one pinned workspace that the next plan overwrites.
+            torch.cuda.current_stream().synchronize()
+
+
+def _attention_backend(runner: ModelRunner) -> Any:
+    """On CUDA a FlashInfer instance with its own workspace, else the runner's own backend.
+
+    Whatever backend the server uses for the rest, its plans and buffers stay untouched.
+    """
+    if runner.device != "cuda":
+        return runner.attn_backend
+    from sglang.srt.layers.attention.flashinfer_backend import FlashInferAttnBackend
+
+    return FlashInferAttnBackend(runner, init_new_workspace=True)
+
+
+def _replay(batch: ScheduleBatch, pieces: Sequence[Piece], runner: ModelRunner) -> ScheduleBatch:
+    """A batch that extends each piece's row by its tokens; as SGLang's own encoder-SWA replay."""
+    device = runner.device
+    rows = [piece.prefix.row for piece in pieces]
+    starts = [piece.tokens.start for piece in pieces]
+    stops = [piece.tokens.stop for piece in pieces]
+    lengths = [len(piece.tokens) for piece in pieces]
+    slots = batch.req_pool_indices[rows]
+    req_to_token = runner.req_to_token_pool.req_to_token
+
+    replay = copy(batch)
+    replay.forward_mode = ForwardMode.EXTEND
+    replay.reqs = [batch.reqs[row] for row in rows]
+    replay.input_ids = torch.tensor(
+        [
+            token
+            for req, piece in zip(replay.reqs, pieces, strict=True)
+            for token in req.full_untruncated_fill_ids[piece.tokens.start : piece.tokens.stop]
+        ],
+        dtype=torch.int64,
+        device=device,
+    )
+    replay.prefill_input_ids_cpu = None
+    replay.req_pool_indices = slots
+    replay.req_pool_indices_cpu = batch.req_pool_indices_cpu[rows]
+    replay.prefix_lens = starts
+    replay.extend_lens = lengths
+    replay.extend_num_tokens = sum(lengths)
+    replay.seq_lens = torch.tensor(stops, dtype=torch.int64, device=device)
+    replay.seq_lens_cpu = torch.tensor(stops, dtype=torch.int64)
+    replay.seq_lens_sum = sum(stops)
+    replay.orig_seq_lens = replay.seq_lens
+    replay.out_cache_loc = torch.cat(
+        [
+            req_to_token[slots[i], start:stop]
+            for i, (start, stop) in enumerate(zip(starts, stops, strict=True))
+        ]
+    ).long()
+    replay.return_logprob = False
+    replay.top_logprobs_nums = None
+    replay.token_ids_logprobs = None
+    replay.extend_logprob_start_lens = lengths
+    replay.extend_input_logprob_token_ids = None
+    replay.is_prefill_only = True
+    replay.spec_info = None
+    replay.sampling_info = None
+    replay.has_grammar = False
+    replay.multimodal_inputs = [None] * len(pieces)
+    return replay

@@ -1,0 +1,54 @@
+"""The entry point that SGLang calls in each of its processes.
+
+Three cold hooks are placed here. The hot ones are placed by the linker, so a server that does not
+configure it runs exactly SGLang's own code after start-up.
+
+    process    hook                              when
+    front end  ServerArgs.check_server_args      checks the configuration before anything loads
+    scheduler  pool cell size, alloc_memory_pool counts and allocates E, before CUDA graphs
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from sglang_droidspeak import compat
+from sglang_droidspeak.compat import HookRegistry, HookType
+from sglang_droidspeak.config import is_configured
+
+if TYPE_CHECKING:
+    from sglang_droidspeak.compat.names import ModelRunner, ServerArgs
+
+
+def register() -> None:
+    """Place the cold hooks that this process needs."""
+    HookRegistry.register(compat.CHECK_SERVER_ARGS, _check_server_args, HookType.AFTER)
+    # The front end and the detokenizer load plugins too, before (or without ever) importing the
+    # scheduler; hooking its parts there would only slow their start.
+    if compat.SCHEDULER_MODULE in sys.modules:
+        HookRegistry.register(compat.CELL_SIZE, _count_e, HookType.AFTER)
+        HookRegistry.register(compat.ALLOC_MEMORY_POOL, _attach, HookType.AFTER)
+
+
+def _check_server_args(_result: None, server_args: ServerArgs) -> None:
+    if is_configured(compat.resolved(server_args)):
+        from sglang_droidspeak.site import check_front_end
+
+        check_front_end(server_args)
+
+
+def _count_e(cell_size: int, _configurator: object, kvc: Any, _num_layers: int) -> int:
+    if not is_configured(compat.resolved(kvc.server_args)):
+        return cell_size
+    from sglang_droidspeak.site import load_site
+
+    return cell_size + load_site(kvc.server_args).e_bytes_per_token(kvc.kv_cache_dtype)
+
+
+def _attach(_result: None, runner: ModelRunner, *_args: object, **_kwargs: object) -> None:
+    if is_configured(compat.resolved(runner.server_args)):
+        from sglang_droidspeak.capture import attach
+        from sglang_droidspeak.site import load_site
+
+        attach(runner, load_site(runner.server_args))

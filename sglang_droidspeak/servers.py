@@ -1,0 +1,178 @@
+"""Real SGLang servers as context managers: for the demo, the benchmarks and the tests."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import requests
+import yaml
+
+from sglang_droidspeak.config import LINKER_MODULE
+
+START_TIMEOUT_S = 180.0
+
+
+class ServerFailed(RuntimeError):
+    """A server ended before it was ready; the message holds the end of its log."""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSpec:
+    """One `python -m sglang.launch_server --config FILE`."""
+
+    model: Path
+    name: str = "server"
+    droidspeak: Mapping[str, Any] | None = None
+    """`linker_extra_config`; None starts SGLang without the extension."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """SGLang's own options by their flag names without dashes."""
+    port: int = field(default_factory=free_port)
+
+    def yaml(self) -> str:
+        options: dict[str, Any] = {
+            "model-path": str(self.model),
+            "host": "127.0.0.1",
+            "port": self.port,
+            "page-size": 16,
+            "skip-server-warmup": True,
+            **self.options,
+        }
+        if self.droidspeak is not None:
+            options |= {
+                "enable-unified-cache-external-linker": True,
+                "unified-cache-external-linker-backend": "dynamic",
+                "unified-cache-external-linker-config": {
+                    "linker": "DroidSpeakLinker",
+                    "linker_module_path": LINKER_MODULE,
+                    "linker_extra_config": dict(self.droidspeak),
+                },
+            }
+        return yaml.safe_dump(options, sort_keys=False)
+
+
+class Server:
+    """A started server. `stop` ends every process of it; leaving the context does too."""
+
+    def __init__(self, spec: ServerSpec, folder: Path, env: Mapping[str, str]) -> None:
+        self.spec = spec
+        self.url = f"http://127.0.0.1:{spec.port}"
+        self.log = folder / f"{spec.name}.log"
+        config = folder / f"{spec.name}.yaml"
+        config.write_text(spec.yaml())
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "sglang.launch_server", "--config", str(config)],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **env},
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        return self._process.poll()
+
+    def is_ready(self) -> bool:
+        """True once it answers; raises ServerFailed where it has ended instead."""
+        if self._process.poll() is not None:
+            tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-30:])
+            raise ServerFailed(f"{self.spec.name} ended with {self._process.returncode}:\n{tail}")
+        with contextlib.suppress(requests.RequestException):
+            return requests.get(f"{self.url}/health", timeout=2).status_code == 200
+        return False
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        max_new_tokens: int = 16,
+        droidspeak: Mapping[str, Any] | None = None,
+        timeout_s: float = 120.0,
+        **payload: Any,
+    ) -> dict[str, Any]:
+        """Greedy completion through `/generate`; raises requests.HTTPError on an error status."""
+        params: dict[str, Any] = {"temperature": 0, "max_new_tokens": max_new_tokens}
+        if droidspeak is not None:
+            params["custom_params"] = {"droidspeak": dict(droidspeak)}
+        body = {
+            "text" if isinstance(prompt, str) else "input_ids": prompt,
+            "sampling_params": {**params, **payload.pop("sampling_params", {})},
+            **payload,
+        }
+        reply = requests.post(f"{self.url}/generate", json=body, timeout=timeout_s)
+        reply.raise_for_status()
+        return reply.json()
+
+    def flush(self) -> None:
+        """Empty the server's own radix cache; retried while it is busy."""
+        for _ in range(100):
+            if requests.post(f"{self.url}/flush_cache", timeout=10).status_code == 200:
+                return
+            time.sleep(0.05)
+        raise ServerFailed(f"{self.spec.name} did not flush its cache within 5 s")
+
+    def kill(self) -> None:
+        """SIGKILL every process of the server at once."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def stop(self) -> None:
+        """End it gently, then surely."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=5)
+        self.kill()
+
+
+@contextlib.contextmanager
+def running(
+    *specs: ServerSpec,
+    folder: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    on_wait: Callable[[float], None] = lambda _seconds: None,
+) -> Iterator[list[Server]]:
+    """Start servers side by side, yield them ready, and end them whatever happens.
+
+    `on_wait` is called about twice a second with the seconds waited so far. Raises ServerFailed.
+    """
+    with contextlib.ExitStack() as stack:
+        if folder is None:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="droidspeak-")))
+        folder.mkdir(parents=True, exist_ok=True)
+        servers = []
+        for spec in specs:
+            server = Server(spec, folder, env or {})
+            stack.callback(server.stop)
+            servers.append(server)
+        started_s = time.monotonic()
+        waiting = list(servers)
+        while waiting := [server for server in waiting if not server.is_ready()]:
+            elapsed_s = time.monotonic() - started_s
+            if elapsed_s > START_TIMEOUT_S:
+                raise ServerFailed(f"{waiting[0].spec.name} is not ready after {elapsed_s:.0f} s")
+            on_wait(elapsed_s)
+            time.sleep(0.5)
+        yield servers

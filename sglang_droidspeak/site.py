@@ -1,0 +1,165 @@
+"""What this server is: its model by content, its settings, its profiles. Checked at start-up."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from cachetree.identity import read_model_identity
+from platformdirs import user_cache_path
+
+from cachetree.errors import CacheTreeError, ConfigError, ProfileError
+from cachetree.family import ModelIdentity
+from cachetree.profile import PairProfile, read_profile
+from cachetree.transport.address import parse_listen, parse_remote
+from sglang_droidspeak import compat
+from sglang_droidspeak.config import MIN_PAGE_SIZE, Settings, parse_settings
+
+if TYPE_CHECKING:
+    import torch
+
+    from sglang_droidspeak.compat.names import ServerArgs
+
+log = logging.getLogger(__name__)
+
+ARCHITECTURES = frozenset(
+    {
+        "LlamaForCausalLM",
+        "MistralForCausalLM",
+        "Phi3ForCausalLM",
+        "Qwen2ForCausalLM",
+        "Qwen3ForCausalLM",
+        "MixtralForCausalLM",
+    }
+)
+
+_REFUSED: Mapping[str, tuple[frozenset[Any], str]] = {
+    # server argument: (values that work, why the others do not)
+    "tp_size": (frozenset({1}), "ranks do not yet agree on one plan"),
+    "pp_size": (frozenset({1}), "a recompute block may span pipeline stages"),
+    "attn_dp_size": (frozenset({None, 1}), "a recompute on one rank enters collectives alone"),
+    "attn_cp_size": (frozenset({None, 1}), "context-parallel batches are transformed further"),
+    "dcp_size": (frozenset({None, 1}), "context-parallel batches are transformed further"),
+    "speculative_algorithm": (frozenset({None, "NGRAM"}), "the draft's KV would have no prefix"),
+    "disaggregation_mode": (frozenset({None, "null"}), "prefill and decode are one server here"),
+    "kv_cache_dtype": (
+        frozenset({None, "auto", "bfloat16", "bf16", "float16", "float32"}),
+        "scales of quantised KV belong to one model",
+    ),
+    "quantization": (frozenset({None}), "profiles are made with unquantised weights"),
+    "is_embedding": (frozenset({None, False}), "the model does not generate"),
+    "enable_two_batch_overlap": (frozenset({None, False}), "it splits the recompute's batch"),
+    "enable_pdmux": (frozenset({None, False}), "it splits the recompute's batch"),
+    "enable_hisparse": (frozenset({None, False}), "its KV pool is not per-layer rows"),
+    "dllm_algorithm": (frozenset({None}), "its prefix KV is not causal"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """One server, as the extension sees it. Made once per process by `load_site`."""
+
+    settings: Settings
+    identity: ModelIdentity
+    profiles: tuple[PairProfile, ...]
+    page_size: int
+
+    @property
+    def transition_layers(self) -> tuple[int, ...]:
+        """Layers whose E this server keeps: configured, or those that its profiles need."""
+        if self.settings.host_gb == 0:
+            return ()
+        if self.settings.capture_layers is not None:
+            return self.settings.capture_layers
+        model = self.identity.model_id
+        sends = (p for p in self.profiles if p.sender.model_id == model and p.passed)
+        return tuple(sorted(frozenset().union(*(p.transition_layers() for p in sends))))
+
+    def e_bytes_per_token(self, dtype: torch.dtype) -> int:
+        return len(self.transition_layers) * self.identity.hidden_size * dtype.itemsize
+
+
+def check_front_end(server_args: ServerArgs) -> None:
+    """Stop the server with one line where its configuration cannot work."""
+    try:
+        load_site(server_args)
+    except CacheTreeError as exc:
+        raise SystemExit(f"droidspeak: {exc}") from None
+
+
+def load_site(server_args: ServerArgs) -> Site:
+    """The Site of a server that is configured to use the extension.
+
+    Raises ConfigError or ProfileError naming the field, the value and the remedy.
+    """
+    args = compat.resolved(server_args)
+    compat.require_supported()
+    for field, (accepted, why) in _REFUSED.items():
+        value = getattr(args, field, None)
+        if value not in accepted:
+            raise ConfigError(
+                f"{field} is {value!r}: {why}; start the server without it or without droidspeak"
+            )
+    if (args.page_size or 1) < MIN_PAGE_SIZE:
+        raise ConfigError(
+            f"page_size is {args.page_size}: one key per page would be one per few tokens; "
+            "start the server with --page-size 64"
+        )
+    extra = args.unified_cache_external_linker_config.get("linker_extra_config") or {}
+    return _load(msgspec.json.encode(extra, order="sorted"), args.model_path, args.page_size)
+
+
+@functools.cache
+def _load(extra_json: bytes, model_path: str, page_size: int) -> Site:
+    settings = parse_settings(msgspec.json.decode(extra_json))
+    if settings.listen is not None:
+        parse_listen(settings.listen, field="listen", insecure=settings.insecure)
+    for peer in settings.peers:
+        parse_remote(peer, field="peers")
+    path = Path(model_path)
+    if not path.is_dir():
+        from huggingface_hub import snapshot_download
+
+        path = Path(snapshot_download(model_path))
+    identity = read_model_identity(path, user_cache_path("sglang-droidspeak"))
+    if identity.architecture not in ARCHITECTURES:
+        raise ConfigError(
+            f"model class {identity.architecture} of {model_path} is not supported; "
+            f"supported are {', '.join(sorted(ARCHITECTURES))}"
+        )
+    for layer in settings.capture_layers or ():
+        if not 0 < layer < identity.num_layers:
+            raise ConfigError(
+                f"capture_layers has {layer}; give layers from 1 to {identity.num_layers - 1}"
+            )
+    return Site(
+        settings=settings,
+        identity=identity,
+        profiles=tuple(_read_profiles(settings.profiles, identity)),
+        page_size=page_size,
+    )
+
+
+def _read_profiles(names: Iterable[str], identity: ModelIdentity) -> Iterable[PairProfile]:
+    """Profiles named one by one must be of this model; a folder may hold those of a whole fleet."""
+    model = identity.model_id
+    for name in names:
+        path = Path(name)
+        files = sorted(path.glob("*.json")) if path.is_dir() else [path]
+        for file in files:
+            profile = read_profile(file)
+            if model in (profile.sender.model_id, profile.receiver.model_id):
+                if not profile.passed:
+                    log.warning("profile %s failed its gate (%s): unused", file, profile.reason)
+                yield profile
+            elif file == path:
+                raise ProfileError(
+                    f"profile {file} is of the pair {profile.sender.model_id} → "
+                    f"{profile.receiver.model_id}, and this server's model is {model} by content; "
+                    "profile this pair, or remove the file from `profiles`"
+                )

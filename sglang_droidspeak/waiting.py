@@ -1,0 +1,224 @@
+"""Requests that wait in SGLang's queue: matched and planned once, then staged while they wait.
+
+The scheduler thread only looks; transport threads fill the staging. A request is held back until
+what it needs has arrived, or is predicted to have arrived by the time its recompute is done:
+
+    E of the transition layer ──► staged ─┐ admit when the rest will take no longer than the
+    KV, layer after layer     ──► ........┘ recompute, at the rate seen so far
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from cachetree.clock import Deadline
+from cachetree.errors import DeadlineExceeded
+from cachetree.ids import Location, ModelId, PageHash, Span
+from cachetree.plan import Kind, Plan, Step
+from cachetree.policy import (
+    Costs,
+    Demand,
+    Gate,
+    NoReuse,
+    Reason,
+    Requested,
+    choose,
+    index_profiles,
+)
+from sglang_droidspeak import prefixes
+from sglang_droidspeak.controls import Controls, parse_controls
+from sglang_droidspeak.job import Job
+from sglang_droidspeak.meta_info import RequestProvenance, report
+
+if TYPE_CHECKING:
+    import torch
+
+    from cachetree.cache import BudgetedStaging, Cache
+    from sglang_droidspeak.compat.names import Req, UnifiedRadixCache
+    from sglang_droidspeak.meter import Meter
+    from sglang_droidspeak.metrics import Metrics
+    from sglang_droidspeak.site import Site
+
+log = logging.getLogger(__name__)
+
+_ARRIVAL_MARGIN = 1.15
+"""How much longer than predicted the rest of a fetch may take without holding up a forward."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Reuse:
+    """What was decided for one waiting request. Without a plan it does a full prefill."""
+
+    first_seen_s: float
+    pages: Sequence[PageHash] = ()
+    plan: Plan | None = None
+    staging: BudgetedStaging | None = None
+
+    def give_up(self) -> None:
+        if self.staging is not None:
+            self.staging.release()
+        self.plan = self.staging = None
+
+
+class WaitingRequests:
+    """One entry per request in the queue; scheduler thread only."""
+
+    def __init__(self, site: Site, cache: Cache, meter: Meter, metrics: Metrics) -> None:
+        self._site = site
+        self._model = site.identity.model_id
+        self._cache = cache
+        self._meter = meter
+        self._metrics = metrics
+        self._profiles = index_profiles(site.profiles)
+        self._reuses: dict[str, Reuse] = {}
+
+    def look(self, queue: Sequence[Req], tree: UnifiedRadixCache) -> set[str]:
+        """Plan new requests, forget those that have left, and return the rids to hold back."""
+        held = set()
+        for req in queue:
+            reuse = self._reuses.get(req.rid)
+            if reuse is None:
+                reuse = self._begin(req, tree, num_waiting=len(queue) - 1)
+                self._reuses[req.rid] = reuse
+            if reuse.staging is not None and self._must_hold(req, reuse):
+                held.add(req.rid)
+        if len(self._reuses) > len(queue):
+            for rid in self._reuses.keys() - {req.rid for req in queue}:
+                self._reuses.pop(rid).give_up()
+        return held
+
+    def nap(self, seconds: float) -> None:
+        """Nothing can run until a fetch gets on: leave the processor to the thread that fetches."""
+        time.sleep(seconds)
+
+    def num_restorable(self, rid: str, tail: Sequence[PageHash]) -> int:
+        """How many pages of `tail` (the request's pages that the device lacks) can be loaded."""
+        reuse = self._reuses.get(rid)
+        if reuse is None or reuse.plan is None or not tail:
+            return 0
+        span = reuse.plan.pages
+        if tail[0] not in reuse.pages[span.start : span.stop]:
+            return 0
+        return span.stop - reuse.pages.index(tail[0])
+
+    def take(self, rid: str, tail: Sequence[PageHash], slots: torch.Tensor) -> Job | None:
+        """Turn a held request into a job that loads `tail` into `slots`."""
+        if self.num_restorable(rid, tail) < len(tail):
+            return None
+        reuse = self._reuses.pop(rid)
+        start = reuse.pages.index(tail[0])
+        return Job(
+            rid=rid,
+            plan=reuse.plan,
+            staging=reuse.staging,
+            pages=Span(start, start + len(tail)),
+            slots=slots,
+            page_size=self._site.page_size,
+            fetch_s=time.monotonic() - reuse.first_seen_s,
+        )
+
+    def clear(self) -> None:
+        for reuse in self._reuses.values():
+            reuse.give_up()
+        self._reuses.clear()
+
+    def _begin(self, req: Req, tree: UnifiedRadixCache, num_waiting: int) -> Reuse:
+        reuse = Reuse(first_seen_s=time.monotonic())
+        outcome = prefixes.refusal(req) or self._plan(req, reuse, tree, num_waiting)
+        if outcome:
+            self._report(req, outcome)
+        return reuse
+
+    def _plan(self, req: Req, reuse: Reuse, tree: UnifiedRadixCache, num_waiting: int) -> str:
+        """Fill in plan and staging; returns why there is none, or nothing."""
+        site = self._site
+        try:
+            controls = parse_controls(req.sampling_params.custom_params)
+            block = controls.span(site.identity.num_layers)
+        except ValueError as exc:
+            log.warning("request %s: %s; it does a full prefill", req.rid, exc)
+            return "bad_controls"
+        if controls.mode == "off":
+            return Reason.OFF.value
+        pages = prefixes.reusable_pages(req, site.page_size)
+        matches = self._cache.match(pages) if pages else []
+        if not matches:
+            return Reason.NO_MATCH.value
+        demand = self._demand(req, controls, block, len(pages))
+        demand = replace(
+            demand,
+            first_page=prefixes.num_device_pages(req, len(pages), tree),
+            num_waiting=num_waiting,
+        )
+        plan = choose(demand, matches, self._profiles, self._costs({it.location for it in matches}))
+        if isinstance(plan, NoReuse):
+            log.debug("request %s: %s: %s", req.rid, plan.reason.value, plan.detail)
+            return plan.reason.value
+        if (
+            len(plan.block)
+            and len(plan.pages) * site.page_size > site.settings.max_recompute_tokens
+        ):
+            return "recompute_too_long"
+        staging = self._cache.fetch(plan, pages, Deadline.after(site.settings.fetch_deadline_s))
+        if staging is None:
+            return "staging_full"
+        reuse.pages, reuse.plan, reuse.staging = pages, plan, staging
+        return ""
+
+    def _demand(self, req: Req, controls: Controls, block: Span | None, num_pages: int) -> Demand:
+        site, settings = self._site, self._site.settings
+        target_ms = controls.ttft_target_ms or settings.ttft_target_ms
+        return Demand(
+            receiver=self._model,
+            num_layers=site.identity.num_layers,
+            page_size=site.page_size,
+            num_pages=num_pages,
+            num_new_tokens=len(req.full_untruncated_fill_ids) - num_pages * site.page_size,
+            min_pages=-(-settings.min_tokens // site.page_size),
+            ttft_target_s=None if target_ms is None else target_ms / 1000,
+            requested=Requested(
+                sender=None if controls.sender is None else ModelId(controls.sender), block=block
+            ),
+            gate=Gate(settings.gate),
+        )
+
+    def _costs(self, locations: Collection[Location]) -> Costs:
+        family = self._cache.family
+        speeds = {location: self._cache.costs(location) for location in locations}
+        return Costs(
+            kv_page_bytes=family.kv_page_bytes,
+            e_page_bytes=family.e_page_bytes,
+            compute_s_per_token_layer=self._meter.s_per_token_layer,
+            bytes_per_s={location: speed for location, speed in speeds.items() if speed},
+        )
+
+    def _report(self, req: Req, outcome: str) -> None:
+        self._metrics.requests.labels(outcome).inc()
+        report(req, RequestProvenance(outcome=outcome))
+
+    def _must_hold(self, req: Req, reuse: Reuse) -> bool:
+        staging, plan = reuse.staging, reuse.plan
+        if staging.is_complete:
+            return False
+        if staging.deadline.has_passed:
+            staging.fail(DeadlineExceeded("the fetch did not end in time"))
+        if staging.error is not None:
+            log.warning("request %s: %s; it does a full prefill", req.rid, staging.error)
+            self._report(req, f"fallback: {type(staging.error).__name__}")
+            reuse.give_up()
+            return False
+        layer = plan.transition_layer
+        speed = self._meter.s_per_token_layer
+        has_e = layer is None or staging.has_landed(Step(Kind.E, layer))
+        if not has_e or speed is None or not staging.num_landed_bytes:
+            return True
+        elapsed_s = time.monotonic() - staging.started_s
+        num_left = staging.num_bytes - staging.num_landed_bytes
+        rest_s = elapsed_s * num_left / staging.num_landed_bytes
+        num_tokens = len(plan.pages) * self._site.page_size
+        recompute_s = speed * num_tokens * max(0, len(plan.block) - 1)
+        return rest_s * _ARRIVAL_MARGIN > recompute_s

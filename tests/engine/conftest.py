@@ -1,0 +1,136 @@
+"""Real servers over small random models, and the transformers oracle to compare them with."""
+
+from __future__ import annotations
+
+import functools
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from cachetree.cache import Cache, CacheConfig
+from cachetree.family import Family
+from cachetree.identity import read_model_identity
+from cachetree.ids import PageHash, Span
+from profiles.oracle import Generated, decode, partial_prefill
+from profiles.random_models import random_prompt
+from sglang_droidspeak.compat.names import RadixKey, get_storage_hash_str
+from sglang_droidspeak.prefixes import page_hash
+from sglang_droidspeak.servers import Server
+
+PAGE = 16
+CPU = {
+    "device": "cpu",
+    "dtype": "float32",
+    "page-size": PAGE,
+    "max-total-tokens": 16384,
+    "max-running-requests": 16,
+    "chunked-prefill-size": 96,
+    "sleep-on-idle": True,
+}
+"""Chunks shorter than every prompt, so that prefill is always chunked on both sides."""
+ENV = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+@functools.cache
+def _load(path: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+def oracle(
+    receiver: Path,
+    sender: Path,
+    prompt: Sequence[int],
+    *,
+    block: Span,
+    num_reused: int,
+    max_new: int,
+    own: int = 0,
+) -> Generated:
+    """What the receiver must answer when tokens [own, num_reused) come from the sender."""
+    ids = torch.tensor([list(prompt)])
+    prefix = partial_prefill(_load(receiver), _load(sender), ids[:, :num_reused], block, own)
+    return decode(_load(receiver), prefix, ids[:, num_reused:], max_new)
+
+
+def answer(server: Server, prompt: Sequence[int], **options: Any) -> Answer:
+    options = {"max_new_tokens": 12, "return_logprob": True, **options}
+    return Answer(server.generate(prompt, sampling_params={"ignore_eos": True}, **options))
+
+
+class Answer:
+    """A `/generate` reply, unpacked."""
+
+    def __init__(self, reply: dict[str, Any]) -> None:
+        self.ids: list[int] = reply["output_ids"]
+        self.text: str = reply["text"]
+        self.meta: dict[str, Any] = reply["meta_info"]
+        self.logprobs = [entry[0] for entry in self.meta.get("output_token_logprobs", ())]
+
+    @property
+    def provenance(self) -> dict[str, Any]:
+        (entry,) = self.meta["droidspeak"]
+        return entry
+
+    def assert_equals(self, expected: Generated, tolerance: float = 2e-4) -> None:
+        assert self.ids == expected.ids
+        assert self.logprobs == pytest.approx(expected.logprobs, abs=tolerance)
+
+
+def whole_pages(num_tokens: int) -> int:
+    """Tokens of a prompt that a cache may give: whole pages, never the last token."""
+    return (num_tokens - 1) // PAGE * PAGE
+
+
+def eventually(condition: Callable[[], Any], timeout_s: float = 15.0) -> Any:
+    """The first true value of `condition`; publication and advertisement are asynchronous."""
+    deadline_s = time.monotonic() + timeout_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline_s, "condition did not become true in time"
+        time.sleep(0.05)
+    return value
+
+
+def prompt(num_tokens: int, seed: int) -> list[int]:
+    return random_prompt(num_tokens, seed)
+
+
+def page_hashes(tokens: Sequence[int], salt: str | None = None) -> list[PageHash]:
+    """SGLang's page keys of a prompt, as any peer computes them."""
+    length = len(tokens) // PAGE * PAGE
+    key = RadixKey(array("q", tokens[:length]), None, cache_salt=salt)
+    return [page_hash(page) for page in get_storage_hash_str(key, page_size=PAGE)]
+
+
+class Watcher:
+    """A peer of some servers that only looks at what they advertise."""
+
+    def __init__(self, model: Path, addresses: Sequence[str]) -> None:
+        family = Family.of(
+            read_model_identity(model, None),
+            kv_dtype="float32",
+            page_size=PAGE,
+            tp_size=1,
+            tp_rank=0,
+        )
+        self._cache = Cache(family, CacheConfig(peers=tuple(addresses), serves=False))
+        assert self._cache.wait_ready(20)
+
+    def num_pages(self, tokens: Sequence[int], model: Path, salt: str | None = None) -> int:
+        """Longest advertised prefix of `tokens` by the server of `model`."""
+        wanted = read_model_identity(model, None).model_id
+        found = self._cache.match(page_hashes(tokens, salt))
+        return max((match.num_pages for match in found if match.model == wanted), default=0)
+
+    def wait_for(self, tokens: Sequence[int], model: Path, salt: str | None = None) -> None:
+        """Return once all whole pages of `tokens` are advertised, and peers have had time too."""
+        eventually(lambda: self.num_pages(tokens, model, salt) == len(tokens) // PAGE)
+        time.sleep(0.1)
+
+    def close(self) -> None:
+        self._cache.close()

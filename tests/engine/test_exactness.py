@@ -1,0 +1,221 @@
+"""Real servers answer exactly what the oracle computes, for any block, sender and batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from conftest import CPU, ENV, Answer, Watcher, answer, oracle, prompt, whole_pages
+
+from cachetree.identity import read_model_identity
+from cachetree.ids import Span
+from profiles.oracle import Generated
+from profiles.random_models import shape, write_models
+from sglang_droidspeak.servers import Server, ServerSpec, free_port, running
+
+pytestmark = pytest.mark.server
+
+NUM_LAYERS = 6
+BLOCKS = [Span(0, 0), Span(0, 3), Span(1, 2), Span(2, 5), Span(4, 6), Span(5, 6), Span(0, 6)]
+
+
+def literal(block: Span) -> str:
+    return f"{block.start}:{block.stop}" if len(block) else "none"
+
+
+@dataclass(frozen=True)
+class Trio:
+    """Two senders and a receiver of one family, each in a server of its own."""
+
+    models: dict[str, Path]
+    senders: dict[str, Server]
+    receiver: Server
+    watcher: Watcher
+
+    def send(self, sender: str, tokens: list[int], max_new_tokens: int = 1) -> Answer:
+        """Have a sender read `tokens`, and wait until its pages are on offer."""
+        reply = answer(self.senders[sender], tokens, max_new_tokens=max_new_tokens)
+        read = [*tokens, *reply.ids[:-1]]
+        self.watcher.wait_for(read, self.models[sender])
+        return reply
+
+    def receive(self, sender: str, tokens: list[int], block: Span, **options) -> Answer:
+        sender_id = read_model_identity(self.models[sender], None).model_id
+        controls = {"sender": sender_id, "block": literal(block)}
+        return answer(self.receiver, tokens, droidspeak=controls, **options)
+
+    def expected(
+        self, sender: str, tokens: list[int], block: Span, max_new: int = 12, own: int = 0
+    ):
+        return oracle(
+            self.models["receiver"],
+            self.models[sender],
+            tokens,
+            block=block,
+            num_reused=whole_pages(len(tokens)),
+            max_new=12,
+            own=own,
+        )
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3"])
+def trio(request, tmp_path_factory) -> Iterator[Trio]:
+    names = ["sender", "receiver"] if request.param == "qwen3" else ["sender", "second", "receiver"]
+    folder = tmp_path_factory.mktemp(request.param)
+    config = shape(request.param, layers=NUM_LAYERS, hidden=256, heads=4, kv_heads=2)
+    models = dict(zip(names, write_models(folder, config, names), strict=True))
+    ports = {name: free_port() for name in names}
+    specs = [
+        ServerSpec(
+            model=models[name],
+            name=name,
+            options=CPU,
+            droidspeak={
+                "listen": f"tcp://127.0.0.1:{ports[name]}",
+                "capture_layers": list(range(1, NUM_LAYERS)),
+                "host_gb": 0.5,
+            },
+        )
+        for name in names[:-1]
+    ]
+    specs.append(
+        ServerSpec(
+            model=models["receiver"],
+            name="receiver",
+            options=CPU,
+            droidspeak={
+                "listen": f"tcp://127.0.0.1:{ports['receiver']}",
+                "peers": [f"tcp://127.0.0.1:{ports[name]}" for name in names[:-1]],
+                "gate": "off",
+                "host_gb": 0.5,
+            },
+        )
+    )
+    with running(*specs, folder=folder / "logs", env=ENV) as servers:
+        addresses = [f"tcp://127.0.0.1:{port}" for port in ports.values()]
+        watcher = Watcher(models["receiver"], addresses)
+        try:
+            yield Trio(models, dict(zip(names, servers, strict=True)), servers[-1], watcher)
+        finally:
+            watcher.close()
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=literal)
+def test_block_equals_the_oracle(trio: Trio, block: Span) -> None:
+    tokens = prompt(200, seed=100 + BLOCKS.index(block))
+    trio.send("sender", tokens)
+    reply = trio.receive("sender", tokens, block)
+    reply.assert_equals(trio.expected("sender", tokens, block))
+    assert reply.provenance["outcome"] == "reused"
+    assert reply.provenance["reused_tokens"] == whole_pages(len(tokens))
+    assert reply.provenance["exact"] == (block == Span(0, NUM_LAYERS))
+
+
+def test_blocks_differ_from_each_other_and_from_own_prefill(trio: Trio) -> None:
+    """Without this the equality above could hold for a server that ignores the block."""
+    tokens = prompt(200, seed=103)
+    answers = [trio.expected("sender", tokens, block) for block in BLOCKS]
+    assert len({tuple(round(x, 4) for x in it.logprobs) for it in answers}) == len(BLOCKS)
+
+
+def test_every_layer_anew_equals_the_receiver_alone(trio: Trio) -> None:
+    tokens = prompt(180, seed=7)
+    trio.send("sender", tokens)
+    reused = trio.receive("sender", tokens, Span(0, NUM_LAYERS))
+    trio.receiver.flush()
+    alone = answer(trio.receiver, tokens, droidspeak={"mode": "off"})
+    assert reused.provenance["outcome"] == "reused"
+    assert alone.provenance["outcome"] == "off"
+    assert reused.ids == alone.ids
+    assert reused.logprobs == pytest.approx(alone.logprobs, abs=2e-4)
+
+
+def test_own_cache_comes_back_after_a_flush(trio: Trio) -> None:
+    """Sender = receiver: the same model's stored KV is exact and needs no profile."""
+    tokens = prompt(170, seed=8)
+    first = answer(trio.receiver, tokens, droidspeak={"mode": "off"})
+    trio.watcher.wait_for(tokens, trio.models["receiver"])
+    trio.receiver.flush()
+    again = answer(trio.receiver, tokens)
+    assert again.provenance["outcome"] == "reused"
+    assert again.provenance["exact"]
+    assert again.provenance["location"] == "local"
+    assert again.ids == first.ids
+    assert again.logprobs == pytest.approx(first.logprobs, abs=2e-4)
+
+
+def test_decoded_tokens_are_part_of_the_shared_context(trio: Trio) -> None:
+    tokens = prompt(150, seed=9)
+    spoken = trio.send("sender", tokens, max_new_tokens=60)
+    longer = [*tokens, *spoken.ids, *prompt(20, seed=10)]
+    num_reused = (len(tokens) + len(spoken.ids) - 1) // 16 * 16
+    assert num_reused > len(tokens)
+    block = Span(2, 5)
+    reply = trio.receive("sender", longer, block)
+    assert reply.provenance["reused_tokens"] == num_reused
+    reply.assert_equals(
+        oracle(
+            trio.models["receiver"],
+            trio.models["sender"],
+            longer,
+            block=block,
+            num_reused=num_reused,
+            max_new=12,
+        )
+    )
+
+
+def test_own_exact_prefix_comes_before_the_senders_pages(trio: Trio) -> None:
+    tokens = prompt(240, seed=11)
+    trio.send("sender", tokens)
+    answer(trio.receiver, tokens[:101], max_new_tokens=1, droidspeak={"mode": "off"})
+    reply = trio.receive("sender", tokens, Span(2, 4))
+    assert reply.provenance["reused_tokens"] == whole_pages(240) - 96
+    reply.assert_equals(trio.expected("sender", tokens, Span(2, 4), own=96))
+
+
+def test_requests_of_one_batch_do_not_touch_each_other(trio: Trio) -> None:
+    """Different blocks and senders at once, some without reuse: each answers as if alone."""
+    senders = list(trio.senders)[:-1]
+    cases = [
+        (senders[i % len(senders)], prompt(130 + 17 * i, seed=200 + i), BLOCKS[i % len(BLOCKS)])
+        for i in range(8)
+    ]
+    for sender, tokens, _block in cases:
+        trio.send(sender, tokens)
+    plain = [prompt(90 + 31 * i, seed=300 + i) for i in range(3)]
+    with ThreadPoolExecutor(len(cases) + len(plain)) as pool:
+        replies = [pool.submit(trio.receive, *case) for case in cases]
+        others = [pool.submit(answer, trio.receiver, tokens) for tokens in plain]
+        for (sender, tokens, block), reply in zip(cases, replies, strict=True):
+            assert reply.result().provenance["outcome"] == "reused"
+            reply.result().assert_equals(trio.expected(sender, tokens, block))
+        for tokens, other in zip(plain, others, strict=True):
+            assert other.result().provenance["outcome"] == "no_match"
+            other.result().assert_equals(
+                oracle(
+                    trio.models["receiver"],
+                    trio.models["receiver"],
+                    tokens,
+                    block=Span(0, 0),
+                    num_reused=16,
+                    max_new=12,
+                )
+            )
+
+
+def test_approximate_kv_is_never_on_offer(trio: Trio) -> None:
+    """Neither the reused pages, nor new tokens after them, nor a continuation of the two."""
+    tokens = prompt(160, seed=12)
+    trio.send("sender", tokens)
+    first = trio.receive("sender", tokens, Span(2, 4), max_new_tokens=40)
+    assert not first.provenance["exact"]
+    longer = [*tokens, *first.ids, *prompt(40, seed=13)]
+    answer(trio.receiver, longer, max_new_tokens=20)
+    exact = prompt(160, seed=14)
+    answer(trio.receiver, exact, max_new_tokens=1)
+    trio.watcher.wait_for(exact, trio.models["receiver"])
+    assert trio.watcher.num_pages(longer, trio.models["receiver"]) == 0

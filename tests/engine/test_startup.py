@@ -1,0 +1,209 @@
+"""Bad configuration stops the server at start, with one line that names field, value and remedy."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from conftest import ENV
+
+from cachetree.family import ModelIdentity
+from cachetree.identity import read_model_identity
+from cachetree.profile import BlockQuality, PairProfile, write_profile
+from profiles.random_models import shape, write_models
+from sglang_droidspeak import compat
+from sglang_droidspeak.config import LINKER_MODULE
+from sglang_droidspeak.servers import ServerFailed, ServerSpec, running
+from sglang_droidspeak.site import check_front_end, load_site
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    config = shape("llama", layers=4, hidden=128, heads=2, kv_heads=2)
+    (path,) = write_models(tmp_path_factory.mktemp("model"), config, ["model"])
+    return path
+
+
+def server_args(model: Path, extra: dict[str, Any], *flags: str) -> Any:
+    from sglang.srt.server_args import prepare_server_args
+
+    linker = {
+        "linker": "DroidSpeakLinker",
+        "linker_module_path": LINKER_MODULE,
+        "linker_extra_config": extra,
+    }
+    return prepare_server_args(
+        [
+            "--model-path",
+            str(model),
+            "--device",
+            "cpu",
+            "--page-size",
+            "16",
+            "--enable-unified-cache-external-linker",
+            "--unified-cache-external-linker-backend",
+            "dynamic",
+            "--unified-cache-external-linker-config",
+            json.dumps(linker),
+            *flags,
+        ]
+    )
+
+
+def refusal(model: Path, extra: dict[str, Any], *flags: str) -> str:
+    with pytest.raises(SystemExit) as stopped:
+        check_front_end(server_args(model, extra, *flags))
+    (line,) = str(stopped.value).splitlines()
+    assert line.startswith("droidspeak: ")
+    return line
+
+
+def profile_of(
+    sender: ModelIdentity, receiver: ModelIdentity, *, passed: bool = True
+) -> PairProfile:
+    best = BlockQuality(start=2, stop=3, quality=0.9)
+    return PairProfile(
+        version=1,
+        sender=sender,
+        receiver=receiver,
+        metric="f1",
+        data_sha256="0" * 64,
+        num_questions=10,
+        sender_quality=0.1,
+        full_prefill_quality=0.9,
+        full_reuse_quality=0.2,
+        tolerance=0.05,
+        blocks=(best,),
+        recommended=best,
+        passed=passed,
+        reason="a test",
+    )
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ({"lisen": "tcp://127.0.0.1:1"}, ["lisen", "known keys: ", "listen"]),
+        ({"host_gb": "much"}, ["host_gb", "float"]),
+        ({"host_gb": -1}, ["host_gb is -1", "0 or more"]),
+        ({"listen": "127.0.0.1:7001"}, ["listen", "127.0.0.1:7001", "tcp://"]),
+        ({"listen": "tcp://0.0.0.0:7001"}, ["listen", "tcp://0.0.0.0:7001", "insecure"]),
+        ({"peers": ["tcp://nowhere"]}, ["peers", "tcp://nowhere"]),
+        ({"profiles": ["missing.json"]}, ["missing.json", "No such file"]),
+        ({"config": "missing.yaml"}, ["missing.yaml", "No such file"]),
+        ({"config": "missing.yaml", "host_gb": 1}, ["config", "host_gb", "move them"]),
+        ({"capture_layers": [4]}, ["capture_layers", "4", "from 1 to 3"]),
+        ({"gate": "ajar"}, ["gate", "ajar"]),
+    ],
+)
+def test_bad_settings(model: Path, extra: dict[str, Any], words: list[str]) -> None:
+    line = refusal(model, extra)
+    assert all(word in line for word in words), line
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--page-size", "8"], ["page_size", "8", "--page-size 64"]),
+        (["--disaggregation-mode", "prefill"], ["disaggregation_mode", "prefill"]),
+        (["--tp-size", "2"], ["tp_size", "2"]),
+    ],
+)
+def test_server_arguments_that_do_not_go_together(
+    model: Path, flags: list[str], words: list[str]
+) -> None:
+    line = refusal(model, {}, *flags)
+    assert all(word in line for word in words), line
+
+
+def test_settings_file_with_unknown_key(model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "droidspeak.yaml"
+    path.write_text("host_gb: 1\nports: 3\n")
+    assert "ports" in refusal(model, {"config": str(path)})
+    path.write_text("host_gb: [1\n")
+    assert "not YAML" in refusal(model, {"config": str(path)})
+    path.write_text("host_gb: 1.5\n")
+    assert load_site(server_args(model, {"config": str(path)})).settings.host_gb == 1.5
+
+
+def test_profile_of_another_pair(model: Path, tmp_path: Path) -> None:
+    own = read_model_identity(model, None)
+    other = msgspec.structs.replace(own, weights="other")
+    third = msgspec.structs.replace(own, weights="third")
+    path = tmp_path / "pair.json"
+    write_profile(profile_of(other, third), path)
+    line = refusal(model, {"profiles": [str(path)]})
+    assert str(path) in line
+    assert own.model_id in line
+    # A folder may hold the profiles of a whole fleet: those of others are passed over.
+    write_profile(profile_of(own, other), tmp_path / "mine.json")
+    site = load_site(server_args(model, {"profiles": [str(tmp_path)]}))
+    assert [profile.receiver for profile in site.profiles] == [other]
+
+
+def test_transition_layers_come_from_passed_profiles(model: Path, tmp_path: Path) -> None:
+    own = read_model_identity(model, None)
+    other = msgspec.structs.replace(own, weights="other")
+    for passed, layers in ((True, (2,)), (False, ())):
+        path = tmp_path / f"{passed}.json"
+        write_profile(profile_of(own, other, passed=passed), path)
+        site = load_site(server_args(model, {"profiles": [str(path)]}))
+        assert site.transition_layers == layers
+
+
+def test_unreadable_profile(model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "pair.json"
+    path.write_text('{"version": 99}')
+    assert "version 99" in refusal(model, {"profiles": [str(path)]})
+    path.write_text("{")
+    assert "not a pair profile" in refusal(model, {"profiles": [str(path)]})
+
+
+def test_unsupported_model_class(tmp_path: Path) -> None:
+    config = shape("llama", layers=2, hidden=128, heads=2, kv_heads=2)
+    (path,) = write_models(tmp_path, config, ["gemma"])
+    raw = json.loads((path / "config.json").read_text())
+    raw["architectures"] = ["GemmaForCausalLM"]
+    raw["model_type"] = "gemma"
+    (path / "config.json").write_text(json.dumps(raw))
+    line = refusal(path, {})
+    assert "GemmaForCausalLM" in line
+    assert "LlamaForCausalLM" in line
+
+
+def test_another_sglang_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    compat.require_supported()
+    monkeypatch.setattr(compat, "version", lambda _name: "0.5.99")
+    with pytest.raises(compat.ConfigError, match=r"supports SGLang 0\.5\.23, found 0\.5\.99"):
+        compat.require_supported()
+
+
+@pytest.mark.server
+def test_launch_server_ends_with_one_line_and_no_traceback(model: Path, tmp_path: Path) -> None:
+    spec = ServerSpec(model=model, options={"device": "cpu"}, droidspeak={"lisen": "x"})
+    with pytest.raises(ServerFailed) as failed, running(spec, folder=tmp_path, env=ENV):
+        pass
+    last = str(failed.value).splitlines()[-1]
+    assert last.startswith("droidspeak: ")
+    assert "lisen" in last
+    assert "Traceback" not in str(failed.value)
+
+
+def test_plugin_is_installed_as_an_entry_point() -> None:
+    listed = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "from importlib.metadata import entry_points as e;"
+            "print(*[p.value for p in e(group='sglang.srt.plugins')])",
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "sglang_droidspeak.plugin:register" in listed.stdout
