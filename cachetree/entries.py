@@ -120,8 +120,10 @@ class Node:
     def num_common(self, index: int, pages: Sequence[PageHash], offset: int) -> int:
         """How many leading pages `self.pages[index:]` and `pages[offset:]` share."""
         most = min(len(self.pages) - index, len(pages) - offset)
-        differ = (i for i in range(most) if self.pages[index + i] != pages[offset + i])
-        return next(differ, most)
+        ours, theirs = self.pages[index : index + most], list(pages[offset : offset + most])
+        if ours == theirs:  # as a rule, and much faster than page by page
+            return most
+        return next(i for i in range(most) if ours[i] != theirs[i])
 
     def walk(self) -> Iterator[Node]:
         """The nodes below this one, parents before children; any of them may be taken out."""

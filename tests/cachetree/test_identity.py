@@ -178,6 +178,13 @@ ROPES: list[list[dict[str, Any]]] = [
     ],
     [
         {
+            "rope_scaling": {"type": "su", "short_factor": [1, 2], "long_factor": [3, 4]},
+            "original_max_position_embeddings": 64,
+            "max_position_embeddings": 256,
+        },
+    ],
+    [
+        {
             "rope_parameters": {
                 "full_attention": {"rope_type": "default", "rope_theta": 1e6},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
