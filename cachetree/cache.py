@@ -21,6 +21,7 @@ from cachetree.ids import LOCAL, Location, ModelId, PageHash
 from cachetree.lease import Lease
 from cachetree.plan import Kind, Plan, Step
 from cachetree.staging import Allocate, Staging, pageable
+from cachetree.staging_pool import StagingPool
 from cachetree.transport import Peer, PeerConfig, PeerStatus, Status, Worker, WorkerConfig
 from cachetree.transport.pace import Bandwidth
 from cachetree.tree import CacheTree
@@ -112,9 +113,9 @@ class Cache:
         self.tree: Final = CacheTree(
             family, host_bytes=config.host_bytes, allocate=allocate, clock=clock
         )
-        self._allocate = allocate
         self._clock = clock
         self._budget = _Budget(config.staging_bytes)
+        self._pool = StagingPool(allocate, config.staging_bytes)
         self._copied = Bandwidth(clock)
         self._worker = Worker(self.tree, config.worker, clock=clock) if config.serves else None
         self._peers: dict[Location, Peer] = {}
@@ -186,7 +187,7 @@ class Cache:
         if not self._budget.take(sum(sizes.values())):
             return None
         try:
-            staging = BudgetedStaging(sizes, deadline, self._allocate, self._budget)
+            staging = BudgetedStaging(sizes, deadline, self._pool.allocate, self._budget)
         except BaseException:
             self._budget.give_back(sum(sizes.values()))
             raise

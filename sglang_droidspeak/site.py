@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from cachetree.identity import read_model_identity
 from platformdirs import user_cache_path
 
 from cachetree.errors import CacheTreeError, ConfigError, ProfileError
 from cachetree.family import ModelIdentity
+from cachetree.identity import read_model_identity
 from cachetree.profile import PairProfile, read_profile
 from cachetree.transport.address import parse_listen, parse_remote
 from sglang_droidspeak import compat

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Final
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from cachetree.errors import FetchError, ProtocolError
 from cachetree.transport import wire
@@ -37,7 +36,11 @@ class Connection:
     """
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], to: Address, max_frame_bytes: int
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        to: Address,
+        wakeup: Wakeup,
+        max_frame_bytes: int,
     ) -> None:
         self._socket = context.socket(zmq.DEALER)
         self._socket.set(zmq.LINGER, _LINGER_MS)
@@ -48,11 +51,14 @@ class Connection:
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
+        self._poller.register(wakeup.fileno(), zmq.POLLIN)
+        self._has_events = False
         self._socket.connect(to.url)
 
-    def wait(self, wakeup: Wakeup, timeout_ms: int) -> None:
-        self._poller.register(wakeup.fileno(), zmq.POLLIN)
-        self._poller.poll(timeout_ms)
+    def wait(self, timeout_ms: int) -> None:
+        """Until something arrives or ends, the wakeup is woken, or the time is over."""
+        ready = self._poller.poll(timeout_ms)
+        self._has_events = any(source is self._monitor for source, _ in ready)
 
     def receive(self) -> Iterator[Received]:
         """What has arrived; raises ProtocolError for what cannot be a message."""
@@ -85,11 +91,8 @@ class Connection:
             raise FetchError("the worker does not read what it is sent") from exc
 
     def is_down(self) -> bool:
-        """Whether the connection failed or closed. Read what has arrived first."""
-        if not self._monitor.poll(0):
-            return False
-        recv_monitor_message(self._monitor)
-        return True
+        """Whether the last `wait` saw it fail or close. Read what has arrived first."""
+        return self._has_events
 
     def close(self) -> None:
         self._socket.disable_monitor()

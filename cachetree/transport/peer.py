@@ -187,7 +187,7 @@ class Peer:
         if connection is None:
             self._connect()
             return
-        connection.wait(self._wakeup, round(self._timeout_s() * 1000))
+        connection.wait(round(self._timeout_s() * 1000))
         self._wakeup.drain()
         for message, payload in connection.receive():
             self._heard_at_s = self._clock()
@@ -214,7 +214,9 @@ class Peer:
         if self._clock() < self._attempt_at_s or self._is_closing:
             return
         self._heard_at_s = self._pinged_at_s = self._clock()
-        self._connection = Connection(self._context, self._remote, self._config.frame_bytes)
+        self._connection = Connection(
+            self._context, self._remote, self._wakeup, self._config.frame_bytes
+        )
         self._connection.send(wire.hello(self._tree.family, self._config.model, epoch=0))
 
     def _handle(self, connection: Connection, message: wire.ToPeer, payload: memoryview) -> None:

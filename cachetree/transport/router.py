@@ -25,7 +25,7 @@ class PeerGone(Exception):
 class Router:
     """A bound ROUTER socket. Used by one thread after construction; never blocks but in `wait`."""
 
-    def __init__(self, listen: Address) -> None:
+    def __init__(self, listen: Address, wakeup: Wakeup) -> None:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.set(zmq.LINGER, 0)
@@ -45,11 +45,13 @@ class Router:
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
-
-    def wait(self, wakeup: Wakeup, timeout_ms: int) -> None:
-        """Until something arrives, a peer leaves, `wakeup` is woken, or the time is over."""
         self._poller.register(wakeup.fileno(), zmq.POLLIN)
-        self._poller.poll(timeout_ms)
+        self._has_events = False
+
+    def wait(self, timeout_ms: int) -> None:
+        """Until something arrives, a peer leaves, the wakeup is woken, or the time is over."""
+        ready = self._poller.poll(timeout_ms)
+        self._has_events = any(source is self._monitor for source, _ in ready)
 
     def receive(self) -> Iterator[tuple[bytes, wire.ToWorker | ProtocolError]]:
         """What has arrived, as (identity, message or what is wrong with it)."""
@@ -94,12 +96,10 @@ class Router:
         return self._socket.send(payload, copy=False, track=True)
 
     def has_disconnects(self) -> bool:
-        """Whether any connection closed since the last call."""
-        found = False
-        while self._monitor.poll(0):
+        """Whether the last `wait` saw a connection close."""
+        if self._has_events:
             recv_monitor_message(self._monitor)
-            found = True
-        return found
+        return self._has_events
 
     def close(self) -> None:
         self._socket.disable_monitor()

@@ -10,7 +10,13 @@ from collections import Counter, deque
 from typing import Final
 
 from cachetree.clock import Clock
-from cachetree.errors import DeadlineExceeded, FamilyMismatch, FetchError, ProtocolError
+from cachetree.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    FamilyMismatch,
+    FetchError,
+    ProtocolError,
+)
 from cachetree.ids import Location
 from cachetree.transport import wire
 from cachetree.transport.address import parse_listen
@@ -58,8 +64,12 @@ class Worker:
         """A peer's queue did not take a frame: wait before the next attempt."""
         self._closing = threading.Event()
         listen = parse_listen(config.listen, field="listen", insecure=config.insecure)
-        self._router = Router(listen)
         self._wakeup = Wakeup()
+        try:
+            self._router = Router(listen, self._wakeup)
+        except ConfigError:
+            self._wakeup.close()
+            raise
         self.address: Final[Location] = self._router.address
         """The address bound, with the real port."""
         self._thread = threading.Thread(
@@ -127,7 +137,7 @@ class Worker:
             self._draining.clear()
 
     def _turn(self) -> None:
-        self._router.wait(self._wakeup, self._timeout_ms())
+        self._router.wait(self._timeout_ms())
         self._wakeup.drain()
         for identity, received in self._router.receive():
             self._handle(identity, received)

@@ -10,6 +10,7 @@
     train       one stage, from its start to its gates, resumable
     export      Hugging Face folders (weights and tokenizer) and PEFT adapter folders
     questions   the LongBench-style JSONL files
+    check       whether a pair shows the effect that it was trained for
 
-`python -m profiles.pairs` runs all of it.
+`python -m profiles.pairs` trains and exports them all.
 """

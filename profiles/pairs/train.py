@@ -31,7 +31,7 @@ from profiles.pairs.wiring import wire
 
 MAX_ATTEMPTS = 4
 _SEED_STRIDE = 1000
-_SECONDS_BETWEEN_CHECKPOINTS = 30.0
+SECONDS_BETWEEN_CHECKPOINTS = 30.0
 _GATE_ROWS = 64
 _LARGEST_NORM = 1.0
 
@@ -70,7 +70,12 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(num_threads)
 
 
-def train_stage(stage: Stage, parent: Trained, folder: Path) -> Trained:
+def train_stage(
+    stage: Stage,
+    parent: Trained,
+    folder: Path,
+    seconds_between_checkpoints: float = SECONDS_BETWEEN_CHECKPOINTS,
+) -> Trained:
     """Train a stage, or load it where `folder` already holds the result of the same history.
 
     Tries up to MAX_ATTEMPTS seeds; raises RecipeError when all of them miss a gate.
@@ -79,7 +84,7 @@ def train_stage(stage: Stage, parent: Trained, folder: Path) -> Trained:
     for attempt in range(MAX_ATTEMPTS):
         run = _Run(stage, parent, stage.seed + _SEED_STRIDE * attempt, folder)
         try:
-            return run.finish()
+            return run.finish(seconds_between_checkpoints)
         except GateMissed as missed:
             tqdm.write(f"{stage.name}: {missed}; trying the next seed")
     raise RecipeError(f"stage {stage.name} missed a gate with each of {MAX_ATTEMPTS} seeds")
@@ -139,7 +144,7 @@ class _Run:
         self._restore()
         self._copy_masters()
 
-    def finish(self) -> Trained:
+    def finish(self, seconds_between_checkpoints: float) -> Trained:
         """Train to the end and check the gates. Raises GateMissed."""
         stage = self._stage
         if self._failed:
@@ -152,7 +157,7 @@ class _Run:
                 bar.update()
                 bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
                 self._check_gates()
-                if time.monotonic() - saved > _SECONDS_BETWEEN_CHECKPOINTS:
+                if time.monotonic() - saved >= seconds_between_checkpoints:
                     self._save("running")
                     saved = time.monotonic()
         self._save("done")

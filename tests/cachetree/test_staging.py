@@ -129,6 +129,29 @@ def test_every_wait_ends_at_the_deadline() -> None:
     assert isinstance(staging.error, DeadlineExceeded)
 
 
+def test_a_readers_own_deadline_ends_its_wait_and_not_the_fetch() -> None:
+    staging = make()
+    with pytest.raises(DeadlineExceeded, match="kv of layer 0"):
+        staging.wait(KV0, Deadline.after(0.05))
+    assert staging.error is None
+    staging.write(KV0, 0, payload("012345"))
+    staging.wait(KV0, Deadline.after(0.05))
+    staging.fail(ProtocolError("broken"))
+    with pytest.raises(ProtocolError):
+        staging.wait(KV1, Deadline.after(0.05))
+
+
+def test_the_time_of_the_last_byte_is_kept() -> None:
+    now_s = [3.0]
+    staging = Staging({E2: 4}, Deadline.after(9, lambda: now_s[0]))
+    assert (staging.started_s, staging.completed_s) == (3.0, None)
+    now_s[0] = 5.0
+    staging.write(E2, 0, payload("ab"))
+    now_s[0] = 6.0
+    staging.write(E2, 2, payload("cd"))
+    assert staging.completed_s == 6.0
+
+
 def test_the_allocator_is_asked_once_for_everything() -> None:
     asked: list[int] = []
 

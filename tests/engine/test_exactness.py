@@ -47,9 +47,7 @@ class Trio:
         controls = {"sender": sender_id, "block": literal(block)}
         return answer(self.receiver, tokens, droidspeak=controls, **options)
 
-    def expected(
-        self, sender: str, tokens: list[int], block: Span, max_new: int = 12, own: int = 0
-    ):
+    def expected(self, sender: str, tokens: list[int], block: Span, own: int = 0) -> Generated:
         return oracle(
             self.models["receiver"],
             self.models[sender],

@@ -22,6 +22,8 @@ def register() -> None:
     from sglang.srt.arg_groups.choices import add_attention_backend_choices
 
     from sglang_torch_cpu.pageable import hook_lora
+    from sglang_torch_cpu.start import hook_start
 
     add_attention_backend_choices([BACKEND])
     hook_lora()
+    hook_start()
