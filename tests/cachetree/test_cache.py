@@ -1,0 +1,337 @@
+"""The public face: what is stored here or on a peer is matched and fetched the same way."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from transport_parts import (
+    E_LAYER,
+    FAMILY,
+    FAST,
+    MODEL,
+    PAGE_BYTES,
+    check_content,
+    content,
+    eventually,
+    pages_of,
+    wait_all,
+)
+
+from cachetree import (
+    LOCAL,
+    Cache,
+    CacheConfig,
+    Cancelled,
+    ConfigError,
+    Deadline,
+    DeadlineExceeded,
+    FetchError,
+    Kind,
+    Location,
+    ModelId,
+    PageHash,
+    Plan,
+    Span,
+    StaleEntry,
+    Step,
+    WorkerConfig,
+)
+from cachetree.cli import main
+from cachetree.staging_pool import StagingPool
+
+PAGES = pages_of(64)
+FETCH_BYTES = 64 * 4 * PAGE_BYTES
+"""E at layer 2 and KV of layers 0, 1, 3."""
+
+
+@contextlib.contextmanager
+def cache_of(**config: object) -> Iterator[Cache]:
+    with Cache(FAMILY, CacheConfig(host_bytes=64 << 20, peer=FAST, **config)) as cache:
+        yield cache
+
+
+def fill(cache: Cache, pages: list[PageHash]) -> bool:
+    def buffer(kind: Kind, layer: int) -> memoryview:
+        return memoryview(b"".join(content(page, Step(kind, layer)) for page in pages))
+
+    kv = [buffer(Kind.KV, layer) for layer in range(FAMILY.num_layers)]
+    return cache.store(MODEL, None, pages, kv, {E_LAYER: buffer(Kind.E, E_LAYER)})
+
+
+ALL = Span(0, 64)
+
+
+def plan_at(location: Location, pages: Span = ALL) -> Plan:
+    return Plan(
+        sender=MODEL,
+        receiver=ModelId("receiver"),
+        location=location,
+        pages=pages,
+        block=Span(E_LAYER, E_LAYER + 1),
+        num_layers=FAMILY.num_layers,
+    )
+
+
+def test_what_one_cache_stores_another_matches_and_fetches() -> None:
+    with cache_of() as sender:
+        assert sender.address
+        assert fill(sender, PAGES)
+        with cache_of(peers=(sender.address,), serves=False) as receiver:
+            assert receiver.wait_ready(5)
+            (match,) = receiver.match(PAGES)
+            assert (match.model, match.location, match.num_pages) == (MODEL, sender.address, 64)
+            for span in (ALL, Span(10, 30)):
+                plan = plan_at(match.location, span)
+                staging = receiver.fetch(plan, PAGES, Deadline.after(5))
+                assert staging is not None
+                with staging:
+                    wait_all(staging)
+                    check_content(staging, PAGES[span.start : span.stop])
+            assert receiver.status().peers[0].state == "ready"
+            assert receiver.address is None
+            eventually(lambda: (receiver.costs(match.location) or 0) > 0)
+
+
+def test_local_entries_are_fetched_the_same_way() -> None:
+    with cache_of(serves=False) as cache:
+        fill(cache, PAGES)
+        assert cache.costs(LOCAL) is None
+        staging = cache.fetch(plan_at(LOCAL), PAGES, Deadline.after(5))
+        assert staging is not None
+        wait_all(staging)
+        check_content(staging, PAGES)
+        eventually(lambda: (cache.costs(LOCAL) or 0) > 0)
+        cache.tree.clear()
+        assert cache.tree.num_bytes == 0, "the copy kept its lease"
+
+
+def test_store_skips_what_is_there_and_says_when_there_is_no_room() -> None:
+    with cache_of(serves=False) as cache:
+        assert fill(cache, PAGES[:16])
+        held = cache.tree.num_bytes
+        assert fill(cache, PAGES[:16])
+        assert cache.tree.num_bytes == held
+        assert fill(cache, PAGES)
+        assert cache.match(PAGES)[0].num_pages == 64
+        staging = cache.fetch(plan_at(LOCAL), PAGES, Deadline.after(5))
+        assert staging is not None
+        wait_all(staging)
+        check_content(staging, PAGES)
+        with pytest.raises(ValueError, match="kv of layer 0 has 5 bytes for 1 pages"):
+            cache.store(MODEL, None, PAGES[:1], [memoryview(b"small")] * 4, {})
+        with pytest.raises(ValueError, match="3 layers"):
+            cache.store(MODEL, None, PAGES[:1], [memoryview(b"small")] * 3, {})
+    with Cache(FAMILY, CacheConfig(host_bytes=1000, serves=False)) as tiny:
+        assert not fill(tiny, PAGES)
+
+
+def test_stored_buffers_may_be_of_any_format() -> None:
+    with cache_of(serves=False) as cache:
+        layers = np.arange(FAMILY.num_layers * PAGE_BYTES // 2, dtype=np.uint16)
+        kv = [part.data for part in np.split(layers, FAMILY.num_layers)]
+        assert cache.store(MODEL, None, PAGES[:1], kv, {})
+        lease = cache.tree.lease(MODEL, PAGES[:1], "test", Deadline.after(5))
+        assert lease is not None
+        with lease:
+            assert b"".join(lease.kv(3)) == kv[3].tobytes()
+
+
+def test_fetches_stay_within_the_staging_budget() -> None:
+    with cache_of(serves=False, staging_bytes=2 * FETCH_BYTES) as cache:
+        fill(cache, PAGES)
+
+        def fetch() -> object:
+            return cache.fetch(plan_at(LOCAL), PAGES, Deadline.after(5))
+
+        first, second = fetch(), fetch()
+        assert first is not None
+        assert second is not None
+        assert fetch() is None, "over the budget"
+        assert cache.status().staging_bytes_in_use == 2 * FETCH_BYTES
+
+        first.release()  # type: ignore[attr-defined]
+        first.release()  # type: ignore[attr-defined]
+        assert cache.status().staging_bytes_in_use == FETCH_BYTES
+
+        del second
+
+        def is_collected() -> bool:
+            gc.collect()
+            return cache.status().staging_bytes_in_use == 0
+
+        eventually(is_collected)
+        assert fetch() is not None
+
+
+def test_an_allocation_that_fails_leaves_the_budget_whole() -> None:
+    def allocate(num_bytes: int) -> memoryview:
+        if num_bytes == FETCH_BYTES:
+            raise MemoryError
+        return memoryview(bytearray(num_bytes))
+
+    with Cache(FAMILY, CacheConfig(serves=False), allocate=allocate) as cache:
+        with pytest.raises(MemoryError):
+            cache.fetch(plan_at(LOCAL), PAGES, Deadline.after(5))
+        assert cache.status().staging_bytes_in_use == 0
+
+
+def test_memory_is_lent_again_once_nothing_refers_to_it() -> None:
+    made: list[int] = []
+
+    def allocate(num_bytes: int) -> memoryview:
+        made.append(num_bytes)
+        return memoryview(bytearray(num_bytes))
+
+    pool = StagingPool(allocate, limit_bytes=1 << 20)
+    first = pool.allocate(300_000)
+    assert first.nbytes == 300_000
+    part = first[5:10]
+    part[0] = 77
+    del first
+    other = pool.allocate(300_000)
+    assert len(made) == 2, "lent while a view of it was alive"
+    del part
+    again = pool.allocate(310_000)
+    assert len(made) == 2, "not lent again"
+    assert again[5] == 77
+    del again, other
+    assert pool.free_bytes == sum(made)
+    large = pool.allocate(1 << 20)
+    assert pool.free_bytes == 0, "free blocks stayed above the limit"
+    del large
+    assert pool.free_bytes == 1 << 20
+
+
+def fails(cache: Cache, plan: Plan, seconds: float = 5.0) -> FetchError:
+    staging = cache.fetch(plan, PAGES, Deadline.after(seconds))
+    assert staging is not None
+    with staging, pytest.raises(FetchError) as caught:
+        wait_all(staging)
+    return caught.value
+
+
+def test_what_goes_wrong_fails_the_staging_and_nothing_else() -> None:
+    with cache_of(serves=False, peers=("tcp://127.0.0.1:1",)) as cache:
+        assert isinstance(fails(cache, plan_at(LOCAL)), StaleEntry)
+        assert "is not a peer" in str(fails(cache, plan_at(Location("tcp://127.0.0.1:2"))))
+        assert "connecting" in str(fails(cache, plan_at(Location("tcp://127.0.0.1:1"))))
+        fill(cache, PAGES)
+        assert "Span" in str(fails(cache, plan_at(LOCAL, Span(60, 70))))
+        assert isinstance(fails(cache, plan_at(LOCAL), seconds=0), DeadlineExceeded)
+        assert cache.status().staging_bytes_in_use == 0
+
+
+def test_release_cancels_a_fetch_under_way() -> None:
+    slow = WorkerConfig(max_bytes_per_s=1e5)
+    with cache_of(worker=slow) as sender:
+        fill(sender, PAGES)
+        assert sender.address
+        with cache_of(peers=(sender.address,), serves=False) as receiver:
+            assert receiver.wait_ready(5)
+            staging = receiver.fetch(plan_at(sender.address), PAGES, Deadline.after(30))
+            assert staging is not None
+            num_streams: Callable[[], int] = lambda: sender.status().worker.num_streams  # type: ignore[union-attr]  # noqa: E731
+            eventually(lambda: num_streams() == 1)
+            staging.release()
+            eventually(lambda: num_streams() == 0)
+            assert isinstance(staging.error, Cancelled)
+
+
+def test_a_closed_cache_leaves_no_thread_and_fails_fetches() -> None:
+    before = set(threading.enumerate())
+    with cache_of() as sender:
+        fill(sender, PAGES)
+        assert sender.address
+        with cache_of(peers=(sender.address,)) as cache:
+            assert cache.wait_ready(5)
+            fill(cache, PAGES)
+        cache.close()
+        for location in (LOCAL, sender.address):
+            assert "closed" in str(fails(cache, plan_at(location)))
+
+    def ours() -> set[threading.Thread]:
+        after = set(threading.enumerate()) - before
+        return {thread for thread in after if thread.name.startswith("cachetree")}
+
+    eventually(lambda: not ours())
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({"peers": ["nonsense"]}, "peer address is 'nonsense'"),
+        ({"worker": {"listen": "tcp://0.0.0.0:0"}}, "insecure"),
+        ({"host_bytes": -1}, "host_bytes is -1"),
+        ({"peers": ["tcp://127.0.0.1:1", "tcp://127.0.0.1:1"]}, "once"),
+        ({"peers": ["tcp://127.0.0.1:1", "tcp://127.0.0.1"]}, "tcp://HOST:PORT"),
+    ],
+)
+def test_bad_settings_stop_the_start(config: dict[str, object], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        Cache(FAMILY, msgspec.convert(config, CacheConfig))
+
+
+def test_a_cache_that_could_not_start_frees_its_address() -> None:
+    with cache_of() as cache:
+        address = cache.address
+    assert address
+    config = CacheConfig(worker=WorkerConfig(listen=address), peers=("nonsense",))
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="nonsense"):
+            Cache(FAMILY, config)
+
+
+def test_the_command_line_serves_and_asks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "cache.yaml"
+    config.write_text(
+        json.dumps({"family": msgspec.to_builtins(FAMILY), "cache": {"host_bytes": 1 << 20}})
+    )
+    command = [sys.executable, "-m", "cachetree.cli", "serve", "--config", str(config)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            address = process.stdout.readline().split()[-1]
+            assert main(["status", address, "--json"]) == 0
+            assert json.loads(capsys.readouterr().out)["host_bytes"] == 1 << 20
+            assert main(["status", address]) == 0
+            assert "num_peers" in capsys.readouterr().out
+            assert main(["ping", address, "--json"]) == 0
+            assert json.loads(capsys.readouterr().out)["answer_ms"] > 0
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(10) == 0
+        finally:
+            process.kill()
+    assert main(["ping", address, "--timeout", "0.1"]) == 1
+    assert "no worker answered" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("family: 3", "family"),
+        ("nonsense: 1", "nonsense"),
+        ("{", "cache.yaml"),
+    ],
+)
+def test_a_bad_file_is_one_clear_line(
+    text: str, named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "cache.yaml"
+    config.write_text(text)
+    assert main(["serve", "--config", str(config)]) == 1
+    error = capsys.readouterr().err
+    assert named in error
+    assert str(config) in error
