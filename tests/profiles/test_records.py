@@ -1,0 +1,65 @@
+import pytest
+
+from profiles.records import Record, RecordError, by_context, prompt_of, read_records, write_records
+
+LINE = (
+    b'{"input":"question : where lives fimek ?","context":"fimek lives in nimefo .",'
+    b'"answers":["nimefo"],"length":5,"dataset":"d","language":"en","all_classes":null,"_id":"7"}\n'
+)
+
+
+def test_a_longbench_line_is_read_and_written_back(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(LINE * 2)
+    records = read_records(path)
+    assert records[0].id == "7"
+    assert records[0].answers == ("nimefo",)
+    write_records(records, path)
+    assert path.read_bytes() == LINE * 2
+
+
+def test_unknown_fields_are_ignored_and_missing_ones_are_not(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(LINE + LINE.replace(b'"_id"', b'"extra":1,"_id"'))
+    assert len(read_records(path)) == 2
+    path.write_bytes(LINE + LINE.replace(b'"answers"', b'"replies"'))
+    with pytest.raises(RecordError, match=r"data\.jsonl:2 .*answers"):
+        read_records(path)
+
+
+@pytest.mark.parametrize(("content", "message"), [(b"", "no records"), (b"{", ":1 is not")])
+def test_useless_files_are_refused(tmp_path, content, message):
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(RecordError, match=message):
+        read_records(path)
+
+
+def test_a_missing_file_is_refused(tmp_path):
+    with pytest.raises(RecordError, match="cannot be read"):
+        read_records(tmp_path / "none.jsonl")
+
+
+def make_record(context: str, question: str) -> Record:
+    return Record(
+        input=question,
+        context=context,
+        answers=("x",),
+        length=1,
+        dataset="d",
+        language="en",
+        all_classes=None,
+        id=question,
+    )
+
+
+def test_consecutive_records_of_one_context_belong_together():
+    records = [make_record(context, str(i)) for i, context in enumerate("aabab")]
+    groups = [(context, [r.id for r in group]) for context, group in by_context(records)]
+    assert groups == [("a", ["0", "1"]), ("b", ["2"]), ("a", ["3"]), ("b", ["4"])]
+
+
+def test_the_prompt_begins_with_bos():
+    assert prompt_of(make_record("rain and sun .", "question : ?")) == (
+        "<bos> rain and sun . question : ?"
+    )
