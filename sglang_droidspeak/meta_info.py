@@ -39,7 +39,7 @@ def provenance_of(job: Job, recompute: tuple[float, float], cause: str) -> Reque
     plan, staging = job.plan, job.staging
     if cause:
         return RequestProvenance(outcome=f"fallback: {cause}", sender=plan.sender)
-    fetch = (staging.started_s, staging.completed_s or recompute[1])
+    fetch = (staging.started_s, staging.completed_s or staging.started_s)
     return RequestProvenance(
         outcome="reused",
         reused_tokens=job.num_tokens,

@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from cachetree.ids import Span
+from sglang_droidspeak.compat.attention import recompute_backend
 from sglang_droidspeak.compat.names import (
     CaptureHiddenMode,
     ForwardBatch,
@@ -85,7 +86,7 @@ class PartialPrefill:
         self._runner = runner
         self._stack = stack
         self._max_tokens = max_tokens
-        self._backend = _attention_backend(runner)
+        self._backend = recompute_backend(runner)
 
     def run(self, batch: ScheduleBatch, prefixes: Sequence[Prefix]) -> None:
         """Write the KV of each prefix's block into the slots of its row.
@@ -108,7 +109,8 @@ class PartialPrefill:
         rows = [piece.e for piece in pieces]
         e = None
         if rows[0] is not None:
-            e = torch.cat(rows).to(runner.device, runner.dtype, non_blocking=True)
+            host = rows[0] if len(rows) == 1 else torch.cat(rows)
+            e = host.to(runner.device, runner.dtype, non_blocking=True)
         with (
             torch.no_grad(),
             get_model().override(shared_experts=runner.model.shared_experts_config),
@@ -122,18 +124,6 @@ class PartialPrefill:
         if runner.device == "cuda":
             # FlashInfer plans through one pinned workspace that the next plan overwrites.
             torch.cuda.current_stream().synchronize()
-
-
-def _attention_backend(runner: ModelRunner) -> Any:
-    """On CUDA a FlashInfer instance with its own workspace, else the runner's own backend.
-
-    Whatever backend the server uses for the rest, its plans and buffers stay untouched.
-    """
-    if runner.device != "cuda":
-        return runner.attn_backend
-    from sglang.srt.layers.attention.flashinfer_backend import FlashInferAttnBackend
-
-    return FlashInferAttnBackend(runner, init_new_workspace=True)
 
 
 def _replay(batch: ScheduleBatch, pieces: Sequence[Piece], runner: ModelRunner) -> ScheduleBatch:
