@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import msgspec
@@ -26,6 +27,7 @@ from transport_parts import (
 )
 
 from cachetree import (
+    CacheTree,
     Cancelled,
     ConfigError,
     DeadlineExceeded,
@@ -44,6 +46,10 @@ from cachetree import (
 from cachetree.transport import ask_status
 
 PAGES = pages_of(256)
+
+
+def num_matched(tree: CacheTree) -> int:
+    return max((match.num_pages for match in tree.match(PAGES)), default=0)
 
 
 def test_a_fetch_brings_the_content_e_first_then_kv_in_layer_order() -> None:
@@ -91,7 +97,7 @@ def test_peers_learn_of_what_comes_and_what_goes() -> None:
     with worker_of(source) as worker, peer_of(worker.address, tree):
         assert tree.match(PAGES)[0].num_pages == 10
         store(source, PAGES[10:20], PAGES[9])
-        eventually(lambda: tree.match(PAGES)[0].num_pages == 20)
+        eventually(lambda: num_matched(tree) == 20)
         source.clear()
         eventually(lambda: not tree.match(PAGES))
 
@@ -123,7 +129,7 @@ def test_a_slow_subscriber_gets_a_new_snapshot_instead_of_a_gap() -> None:
             if stop % 32 == 0:
                 source.clear()
                 store(source, PAGES[:stop])
-        eventually(lambda: tree.match(PAGES)[0].num_pages == 128)
+        eventually(lambda: num_matched(tree) == 128)
         assert peer.status.num_resyncs > 1
         assert peer.state is PeerState.READY
 
@@ -166,24 +172,26 @@ def test_pages_that_are_gone_are_stale() -> None:
 
 
 class StalledStaging(RecordingStaging):
-    """Its writer sleeps at the first frame."""
+    """Its writer waits at the first frame."""
+
+    def __init__(self) -> None:
+        super().__init__(dict.fromkeys(STEPS, 256 * PAGE_BYTES), new_staging(0).deadline)
+        self.go_on = threading.Event()
 
     def write(self, step: Step, offset: int, payload: memoryview) -> None:
-        if not self.writes:
-            time.sleep(0.4)
+        self.go_on.wait()
         super().write(step, offset, payload)
 
 
 def test_a_stalled_receiver_holds_no_more_than_its_window() -> None:
     with worker_of(new_tree(PAGES)) as worker, peer_of(worker.address, new_tree()) as peer:
-        staging = StalledStaging(dict.fromkeys(STEPS, 256 * PAGE_BYTES), new_staging(0).deadline)
+        staging = StalledStaging()
         peer.fetch(MODEL, PAGES, staging)
-        seen: set[int] = set()
-        for _ in range(60):
-            seen.update(worker.in_flight_bytes())
-            time.sleep(0.005)
-        assert max(seen) == FAST.window_bytes
+        eventually(lambda: worker.in_flight_bytes() == [FAST.window_bytes])
+        time.sleep(0.1)
+        assert worker.in_flight_bytes() == [FAST.window_bytes]
         assert worker.status().num_sent_bytes == FAST.window_bytes
+        staging.go_on.set()
         wait_all(staging)
         check_content(staging, PAGES)
 

@@ -249,11 +249,12 @@ def test_a_stopped_worker_is_lost_and_found() -> None:
 def raw() -> Iterator[Callable[[Location], zmq.Socket[bytes]]]:
     """Plain DEALER sockets, for peers that misbehave."""
     context = zmq.Context()
+    sockets: list[zmq.Socket[bytes]] = []
 
     def connect(address: Location) -> zmq.Socket[bytes]:
-        socket = context.socket(zmq.DEALER)
-        socket.connect(address)
-        return socket
+        sockets.append(context.socket(zmq.DEALER))
+        sockets[-1].connect(address)
+        return sockets[-1]
 
     yield connect
     context.destroy(linger=0)
