@@ -2,7 +2,7 @@
 
     python -m profiles.pairs [--work build/pairs] [--out build/pairs/weights]
 
-About 25 minutes on one core. A run that was stopped continues where it was; finished stages are
+25 to 45 minutes on one core. A run that was stopped continues where it was; finished stages are
 loaded. The result is a statistical reproduction of `profiles/pairs/weights`, not a bitwise one,
 because float sums differ between processors. `profiles/pairs/README.md` says how to judge it.
 """

@@ -1,4 +1,4 @@
-"""The recipe: seven stages, each a frozen config, in the order they run.
+"""The recipe: eight stages, each a frozen config, in the order they run.
 
     copying ─ looking_up ─ reading ─ foundation ─┬─ sender           full fine-tunes
           8 layers                   12 layers   ├─ receiver
