@@ -1,0 +1,29 @@
+"""Start SGLang's processes as forks, so that the server imports SGLang once and not three times.
+
+Importing SGLang is nearly all of a small server's start. SGLang spawns fresh interpreters because
+a process that has touched CUDA cannot be forked; here there is none. Off by default: a fork copies
+only the thread that calls it, so it is right only while the launcher has started none that hold
+locks, which is so for `launch_server`, and not for an `Engine` inside somebody's program.
+"""
+
+import multiprocessing
+import os
+
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+START_METHOD = "SGLANG_TORCH_CPU_START"  # environment variable: spawn (default) or fork
+
+
+def hook_start() -> None:
+    """Register the hook where it was asked for; ValueError for an unknown method."""
+    method = os.environ.get(START_METHOD, "spawn")
+    if method not in ("spawn", "fork"):
+        raise ValueError(f"{START_METHOD} is {method!r}; use 'spawn' or 'fork'")
+    if method == "fork":
+        HookRegistry.register(
+            "sglang.srt.entrypoints.engine._set_envs_and_config", _fork, HookType.AFTER
+        )
+
+
+def _fork(result: None, server_args: object) -> None:
+    multiprocessing.set_start_method("fork", force=True)
