@@ -26,7 +26,7 @@ from transport_parts import (
     worker_process,
 )
 
-from cachetree import FetchError, Location, Peer, PeerState, ProtocolError
+from cachetree import DeadlineExceeded, FetchError, Location, Peer, PeerState, ProtocolError
 from cachetree.transport import wire
 
 PAGES = pages_of(16)
@@ -295,7 +295,9 @@ def test_a_worker_survives_noise_and_keeps_serving(
         assert stranger.poll(5000)
         assert "2 frames" in stranger.recv().decode(errors="replace")
         assert isinstance(ask(stranger, wire.Ping()), wire.Bye), "no session, no service"
-        raw(worker.address).send(bytes(wire.MAX_HEADER_BYTES + 1))
+        oversize = raw(worker.address)
+        oversize.send(bytes(wire.MAX_HEADER_BYTES + 1))
+        assert not oversize.poll(200), "it was read, although the socket should have dropped it"
         assert worker.status().num_protocol_errors == 5
         staging = new_staging(16)
         peer.fetch(MODEL, PAGES, staging)
@@ -341,6 +343,33 @@ def test_credit_for_what_was_not_sent_ends_the_stream(
         socket.send(wire.encode(wire.Credit(id=1, num_bytes=1 << 30)))
         eventually(lambda: worker.status().num_protocol_errors == 1)
         eventually(lambda: worker.status().num_streams == 0)
+
+
+def test_a_worker_keeps_the_deadline_by_itself(
+    raw: Callable[[Location], zmq.Socket[bytes]],
+) -> None:
+    """This peer neither cancels nor credits."""
+    with worker_of(new_tree(PAGES), frame_bytes=4096, window_bytes=8192) as worker:
+        socket = raw(worker.address)
+        greet(socket)
+        socket.send(wire.encode(a_fetch(timeout_ms=100)))
+        messages = []
+        while not any(isinstance(message, wire.FetchFailed) for message in messages):
+            assert socket.poll(5000), messages
+            messages.append(wire.decode_to_peer(memoryview(socket.recv_multipart()[0])))
+        assert [type(message) for message in messages] == [wire.Frame] * 2 + [wire.FetchFailed]
+        assert messages[-1].error == "deadline"
+
+
+def test_a_peer_keeps_the_deadline_although_nobody_waits() -> None:
+    def silent(worker: ScriptedWorker, identity: bytes, fetch: wire.Fetch) -> None:
+        pass
+
+    with ScriptedWorker(silent) as worker, peer_of(worker.address, new_tree()) as peer:
+        staging = new_staging(16, seconds=0.1)
+        peer.fetch(MODEL, PAGES, staging)
+        eventually(lambda: isinstance(staging.error, DeadlineExceeded))
+        eventually(lambda: wire.Cancel(id=1) in worker.received)
 
 
 def test_too_many_fetches_and_peers_are_turned_away(
