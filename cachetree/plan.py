@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from cachetree.ids import Location, ModelId, Span
+from cachetree.schedule import Strategy
 
 
 class Kind(str, Enum):
@@ -41,6 +42,8 @@ class Plan:
     pages: Span
     block: Span
     num_layers: int
+    strategy: Strategy = Strategy.PIPELINED
+    """How loads and recompute share time; the others are there to be compared with."""
 
     @property
     def transition_layer(self) -> int | None:
@@ -60,4 +63,6 @@ class Plan:
     def steps(self) -> tuple[Step, ...]:
         """What to fetch, in the order of need: E first, then KV in layer order."""
         e = () if self.transition_layer is None else (Step(Kind.E, self.transition_layer),)
-        return (*e, *(Step(Kind.KV, layer) for layer in self.loaded_layers))
+        is_everything = self.strategy is Strategy.EVERYTHING_FIRST
+        layers = range(self.num_layers) if is_everything else self.loaded_layers
+        return (*e, *(Step(Kind.KV, layer) for layer in layers))

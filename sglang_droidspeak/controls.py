@@ -16,6 +16,7 @@ from typing import Any, Literal
 import msgspec
 
 from cachetree.ids import EMPTY_SPAN, Span
+from cachetree.schedule import Strategy
 
 
 class Controls(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -25,6 +26,8 @@ class Controls(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     block: str | None = None
     """`start:stop`, half-open; `none` recomputes nothing, `all` every layer."""
     ttft_target_ms: float | None = None
+    strategy: Strategy = Strategy.PIPELINED
+    """How loads and recompute share time; for measurements."""
 
     def span(self, num_layers: int) -> Span | None:
         """The block asked for, None where the server may choose; ValueError where it is wrong."""

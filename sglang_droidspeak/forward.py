@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cachetree.clock import Deadline
@@ -63,23 +64,27 @@ class ForwardPass:
 
     def around(
         self, original: Any, worker: Any, batch: ScheduleBatch | None, *args: Any, **kw: Any
-    ):
+    ) -> Any:
         """Bring the batch's loaded prefixes into place, then run SGLang's own forward."""
         if batch is None or batch.forward_mode.is_idle():
             return original(worker, batch, *args, **kw)
         jobs = self._jobs.get(batch.hicache_consumer_index, ())
-        num_tokens = 0 if batch.forward_mode.is_decode() else batch.extend_num_tokens
-        if jobs:
-            self._before(batch, jobs)
-            num_tokens = 0
+        settled = self._before(batch, jobs) if jobs else None
         self._provenance.inherit(batch, self._runner.req_to_token_pool.req_to_token)
+        is_plain_prefill = not jobs and not batch.forward_mode.is_decode()
+        num_tokens = batch.extend_num_tokens if is_plain_prefill else 0
+        started_s = time.monotonic()
         with self._meter.forward(num_tokens * self._num_layers):
-            return original(worker, batch, *args, **kw)
+            result = original(worker, batch, *args, **kw)
+        if settled is not None:
+            self._report(batch, jobs, settled, time.monotonic() - started_s)
+        return result
 
-    def _before(self, batch: ScheduleBatch, jobs: Sequence[Job]) -> None:
-        row_of = {req.rid: row for row, req in enumerate(batch.reqs)}
+    def _before(self, batch: ScheduleBatch, jobs: Sequence[Job]) -> _Settled:
+        """Recompute every block, then have every loaded layer on its way into its slots."""
         for job in jobs:
             self._e_pool.invalidate(job.slots)
+        row_of = _rows(batch)
         # The pool must not wait for loads of the block's layers: there are none.
         self._loader.counter.set_consumer(NO_CONSUMER)
         started_s = time.monotonic()
@@ -87,11 +92,18 @@ class ForwardPass:
         self._run(batch, blocks)
         recompute = (started_s, time.monotonic())
         self._metrics.recompute_s.observe(recompute[1] - recompute[0])
+        causes = {job.rid: self._settle(batch, row_of[job.rid], job) for job in jobs}
+        return _Settled(recompute, causes)
+
+    def _report(
+        self, batch: ScheduleBatch, jobs: Sequence[Job], settled: _Settled, forward_s: float
+    ) -> None:
+        row_of = _rows(batch)
         for job in jobs:
-            row = row_of[job.rid]
-            cause = self._settle(batch, row, job)
+            cause = settled.causes[job.rid]
             self._metrics.count(job, cause)
-            report(batch.reqs[row], provenance_of(job, recompute, cause))
+            provenance = provenance_of(job, settled.recompute, forward_s, cause)
+            report(batch.reqs[row_of[job.rid]], provenance)
 
     def _prefix(self, batch: ScheduleBatch, row: int, job: Job) -> Prefix:
         step = job.e_step
@@ -126,3 +138,15 @@ class ForwardPass:
             self._run(batch, [Prefix(row=row, tokens=tokens, block=everything, e=None)])
         self._provenance.loaded(job.slots, exact=bool(cause) or job.plan.is_exact)
         return cause
+
+
+@dataclass(frozen=True, slots=True)
+class _Settled:
+    recompute: tuple[float, float]
+    """Start and stop, on monotonic time."""
+    causes: dict[str, str]
+    """By rid: why it took a full prefill, or empty."""
+
+
+def _rows(batch: ScheduleBatch) -> dict[str, int]:
+    return {req.rid: row for row, req in enumerate(batch.reqs)}

@@ -33,8 +33,12 @@ class Job:
     slots: torch.Tensor
     """KV slots of these pages' tokens, on the device, int64."""
     page_size: int
-    fetch_s: float
+    match_s: float
+    """Time to hash, match and plan."""
+    queued_s: float
     """Time from the request's first sight to its admission."""
+    copied_s: float = 0.0
+    """Time that the loader has spent copying for this job."""
     copying: threading.Lock = field(default_factory=threading.Lock)
     abandoned: bool = False
 

@@ -25,6 +25,7 @@ from cachetree.transport import WorkerConfig
 from sglang_droidspeak import compat, meta_info
 from sglang_droidspeak.capture import Provenance, attachment_of
 from sglang_droidspeak.compat import HookType
+from sglang_droidspeak.compat.hashing import ensure_page_hashes
 from sglang_droidspeak.compat.names import (
     CacheInitParams,
     ComponentType,
@@ -69,6 +70,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         if components != {ComponentType.FULL}:
             names = ", ".join(sorted(component.name for component in components))
             raise ConfigError(f"tree components {names} are not supported; only FULL is")
+        ensure_page_hashes()
         pool = params.token_to_kv_pool_allocator.get_kvcache()
         attachment = attachment_of(pool)
         site, runner = attachment.site, attachment.runner

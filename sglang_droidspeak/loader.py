@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
@@ -85,7 +86,9 @@ class Loader:
             return
         with job.copying:
             if not job.abandoned:
+                started_s = time.monotonic()
                 self._rows.write_from(layer, job.slots, job.rows(step))
+                job.copied_s += time.monotonic() - started_s
 
 
 class Copies:

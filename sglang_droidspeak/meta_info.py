@@ -28,13 +28,24 @@ class RequestProvenance(msgspec.Struct, frozen=True, kw_only=True):
     recomputed_layers: int = 0
     loaded_layers: int = 0
     fetched_bytes: int = 0
+    match_ms: float = 0.0
+    """To hash the prompt, match it and plan."""
+    queued_ms: float = 0.0
+    """From first sight to admission; the fetch runs meanwhile."""
     fetch_ms: float = 0.0
+    load_ms: float = 0.0
+    """Copying into KV slots, beside the recompute and the forward; on CUDA, issuing the copies."""
     recompute_ms: float = 0.0
+    """Partial prefill of the batch; on CUDA, issuing it."""
+    forward_ms: float = 0.0
+    """The batch's own forward over new tokens; on CUDA, issuing it."""
     overlap: float = 0.0
     """Share of the shorter of fetch and recompute during which the other ran too."""
 
 
-def provenance_of(job: Job, recompute: tuple[float, float], cause: str) -> RequestProvenance:
+def provenance_of(
+    job: Job, recompute: tuple[float, float], forward_s: float, cause: str
+) -> RequestProvenance:
     """Of a request admitted with a load; `recompute` is (start, stop) on monotonic time."""
     plan, staging = job.plan, job.staging
     if cause:
@@ -50,8 +61,12 @@ def provenance_of(job: Job, recompute: tuple[float, float], cause: str) -> Reque
         recomputed_layers=len(plan.block),
         loaded_layers=len(plan.loaded_layers),
         fetched_bytes=staging.num_bytes,
-        fetch_ms=round(1000 * (fetch[1] - fetch[0]), 3),
-        recompute_ms=round(1000 * (recompute[1] - recompute[0]), 3),
+        match_ms=_ms(job.match_s),
+        queued_ms=_ms(job.queued_s),
+        fetch_ms=_ms(fetch[1] - fetch[0]),
+        load_ms=_ms(job.copied_s),
+        recompute_ms=_ms(recompute[1] - recompute[0]),
+        forward_ms=_ms(forward_s),
         overlap=round(_overlap(fetch, recompute), 4),
     )
 
@@ -64,6 +79,10 @@ def report(req: Req, provenance: RequestProvenance) -> None:
 
 def _plain(provenance: RequestProvenance) -> dict[str, Any]:
     return msgspec.to_builtins(provenance)
+
+
+def _ms(seconds: float) -> float:
+    return round(1000 * seconds, 3)
 
 
 def _overlap(a: tuple[float, float], b: tuple[float, float]) -> float:

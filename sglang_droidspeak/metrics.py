@@ -38,8 +38,8 @@ class Metrics:
             ["cause"],
             registry=registry,
         )
-        self.fetch_s: Final = Histogram(
-            "droidspeak:fetch_seconds",
+        self.queued_s: Final = Histogram(
+            "droidspeak:queued_seconds",
             "From a request's first sight to its admission with staged layers",
             buckets=_SECONDS,
             registry=registry,
@@ -55,7 +55,7 @@ class Metrics:
         """One admitted reuse; `cause` is why it ended in a full prefill, or empty."""
         self.requests.labels("fallback" if cause else "reused").inc()
         self.fetched_bytes.inc(job.staging.num_landed_bytes)
-        self.fetch_s.observe(job.fetch_s)
+        self.queued_s.observe(job.queued_s)
         if cause:
             self.fallbacks.labels(cause).inc()
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -96,11 +97,14 @@ class Server:
     def is_ready(self) -> bool:
         """True once it answers; raises ServerFailed where it has ended instead."""
         if self._process.poll() is not None:
-            tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-30:])
-            raise ServerFailed(f"{self.spec.name} ended with {self._process.returncode}:\n{tail}")
+            code = self._process.returncode
+            raise ServerFailed(f"{self.spec.name} ended with {code}:\n{self.log_end()}")
         with contextlib.suppress(requests.RequestException):
             return requests.get(f"{self.url}/health", timeout=2).status_code == 200
         return False
+
+    def log_end(self, num_lines: int = 30) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-num_lines:])
 
     def generate(
         self,
@@ -112,17 +116,41 @@ class Server:
         **payload: Any,
     ) -> dict[str, Any]:
         """Greedy completion through `/generate`; raises requests.HTTPError on an error status."""
-        params: dict[str, Any] = {"temperature": 0, "max_new_tokens": max_new_tokens}
-        if droidspeak is not None:
-            params["custom_params"] = {"droidspeak": dict(droidspeak)}
-        body = {
-            "text" if isinstance(prompt, str) else "input_ids": prompt,
-            "sampling_params": {**params, **payload.pop("sampling_params", {})},
-            **payload,
-        }
+        body = _body(prompt, max_new_tokens, droidspeak, payload)
         reply = requests.post(f"{self.url}/generate", json=body, timeout=timeout_s)
         reply.raise_for_status()
         return reply.json()
+
+    def stream(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        max_new_tokens: int = 16,
+        droidspeak: Mapping[str, Any] | None = None,
+        timeout_s: float = 120.0,
+        **payload: Any,
+    ) -> tuple[float, dict[str, Any]]:
+        """As `generate`, but also the seconds until the first token was here."""
+        body = _body(prompt, max_new_tokens, droidspeak, {"stream": True, **payload})
+        ttft_s, last = None, b""
+        begun_s = time.perf_counter()
+        with requests.post(
+            f"{self.url}/generate", json=body, timeout=timeout_s, stream=True
+        ) as reply:
+            reply.raise_for_status()
+            for line in reply.iter_lines():
+                if line.startswith(b"data: {"):
+                    ttft_s = ttft_s or time.perf_counter() - begun_s
+                    last = line
+        if ttft_s is None:
+            raise ServerFailed(f"{self.spec.name} ended a stream without a token")
+        return ttft_s, json.loads(last.removeprefix(b"data: "))
+
+    def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids as the server itself would make them of each text."""
+        reply = requests.post(f"{self.url}/tokenize", json={"prompt": list(texts)}, timeout=60)
+        reply.raise_for_status()
+        return reply.json()["tokens"]
 
     def flush(self) -> None:
         """Empty the server's own radix cache; retried while it is busy."""
@@ -145,6 +173,22 @@ class Server:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=5)
         self.kill()
+
+
+def _body(
+    prompt: str | Sequence[int],
+    max_new_tokens: int,
+    droidspeak: Mapping[str, Any] | None,
+    payload: Mapping[str, Any],
+) -> dict[str, Any]:
+    params: dict[str, Any] = {"temperature": 0, "max_new_tokens": max_new_tokens}
+    if droidspeak is not None:
+        params["custom_params"] = {"droidspeak": dict(droidspeak)}
+    return {
+        "text" if isinstance(prompt, str) else "input_ids": prompt,
+        **payload,
+        "sampling_params": params | payload.get("sampling_params", {}),
+    }
 
 
 @contextlib.contextmanager

@@ -29,6 +29,7 @@ from cachetree.policy import (
     choose,
     index_profiles,
 )
+from cachetree.schedule import Strategy
 from sglang_droidspeak import prefixes
 from sglang_droidspeak.controls import Controls, parse_controls
 from sglang_droidspeak.job import Job
@@ -54,6 +55,7 @@ class Reuse:
     """What was decided for one waiting request. Without a plan it does a full prefill."""
 
     first_seen_s: float
+    match_s: float = 0.0
     pages: Sequence[PageHash] = ()
     plan: Plan | None = None
     staging: BudgetedStaging | None = None
@@ -118,7 +120,8 @@ class WaitingRequests:
             pages=Span(start, start + len(tail)),
             slots=slots,
             page_size=self._site.page_size,
-            fetch_s=time.monotonic() - reuse.first_seen_s,
+            match_s=reuse.match_s,
+            queued_s=time.monotonic() - reuse.first_seen_s,
         )
 
     def clear(self) -> None:
@@ -163,6 +166,7 @@ class WaitingRequests:
             and len(plan.pages) * site.page_size > site.settings.max_recompute_tokens
         ):
             return "recompute_too_long"
+        reuse.match_s = time.monotonic() - reuse.first_seen_s
         staging = self._cache.fetch(plan, pages, Deadline.after(site.settings.fetch_deadline_s))
         if staging is None:
             return "staging_full"
@@ -214,7 +218,8 @@ class WaitingRequests:
         layer = plan.transition_layer
         speed = self._meter.s_per_token_layer
         has_e = layer is None or staging.has_landed(Step(Kind.E, layer))
-        if not has_e or speed is None or not staging.num_landed_bytes:
+        is_pipelined = plan.strategy is Strategy.PIPELINED
+        if not (is_pipelined and has_e and speed and staging.num_landed_bytes):
             return True
         elapsed_s = time.monotonic() - staging.started_s
         num_left = staging.num_bytes - staging.num_landed_bytes

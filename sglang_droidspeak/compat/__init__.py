@@ -28,6 +28,7 @@ REQUEST_LEVEL = (
     "sglang.srt.managers.scheduler_components.output_streamer."
     "SchedulerOutputStreamer.is_request_level_customized_info_key"
 )
+NATIVE_HASH = "sglang.srt.mem_cache.utils.get_native_hash"
 SCHEDULER_MODULE = "sglang.srt.managers.scheduler"
 
 _SIGNATURES = {

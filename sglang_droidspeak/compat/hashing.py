@@ -1,0 +1,41 @@
+"""SGLang's page hashes where its compiled ones cannot be had."""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from typing import Any
+
+from sglang.srt.mem_cache.cpp_utils.native_hash import get_native_hash
+
+from cachetree.hashing import page_digests
+from sglang_droidspeak.compat import NATIVE_HASH, HookType, place_hooks
+
+log = logging.getLogger(__name__)
+
+
+def ensure_page_hashes() -> None:
+    """Build SGLang's hash extension now, not in the first request; without a compiler, replace it.
+
+    The extension is compiled when first used and needs a C++ compiler and OpenSSL's headers, which
+    a machine that only serves may lack. The replacement gives the same hashes.
+    """
+    try:
+        get_native_hash(array("q", range(16)), None, 16)
+    except RuntimeError as exc:
+        log.warning("no compiled page hashes (%s): hashing in Python", exc.__cause__ or exc)
+        place_hooks({NATIVE_HASH: (hash_in_python, HookType.REPLACE)})
+
+
+def hash_in_python(
+    token_ids: Any, prior_digest: bytes | None, page_size: int | None = None
+) -> str | list[str]:
+    """As SGLang's `get_native_hash` for keys that are not bigrams; a last part page counts."""
+    tokens = token_ids.raw_token_ids() if hasattr(token_ids, "raw_token_ids") else token_ids
+    tokens = tokens[: len(token_ids)]
+    page = page_size or max(1, len(tokens))
+    digests = page_digests(tokens, page, prior_digest or b"")
+    if rest := tokens[len(digests) * page :]:
+        digests += page_digests(rest, len(rest), digests[-1] if digests else prior_digest or b"")
+    hashes = [digest.hex() for digest in digests]
+    return hashes if page_size else hashes[0]

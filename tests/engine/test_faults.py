@@ -1,0 +1,258 @@
+"""Whatever fails, the answer is the full prefill's, in bounded time, and nobody else notices."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import pytest
+import requests
+from conftest import (
+    CPU,
+    ENV,
+    PAGE,
+    Answer,
+    Watcher,
+    answer,
+    eventually,
+    oracle,
+    prompt,
+    whole_pages,
+)
+
+from cachetree.cache import Cache, CacheConfig
+from cachetree.family import Family
+from cachetree.identity import read_model_identity
+from cachetree.ids import Span
+from profiles.random_models import shape, write_models
+from sglang_droidspeak.servers import Server, ServerSpec, free_port, running
+
+pytestmark = pytest.mark.server
+
+LINK_MB_S = 2.0
+DEADLINE_S = 3.0
+BYTES_PER_TOKEN = 6 * 2 * 2 * 64 * 4
+"""KV of six layers of two heads of 64 in float32."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    models: dict[str, Path]
+    sender: Server
+    receiver: Server
+    watcher: Watcher
+    sender_address: str
+
+    def send(self, tokens: list[int], salt: str | None = None) -> None:
+        answer(self.sender, tokens, max_new_tokens=1, cache_salt=salt)
+        self.watcher.wait_for(tokens, self.models["sender"], salt)
+
+    def alone(self, tokens: list[int]) -> Answer:
+        """The receiver's own answer, from a server with nothing to reuse."""
+        self.receiver.flush()
+        reply = answer(self.receiver, tokens, droidspeak={"mode": "off"})
+        self.receiver.flush()
+        return reply
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory) -> Iterator[Pair]:
+    folder = tmp_path_factory.mktemp("faults")
+    config = shape("llama", layers=6, hidden=256, heads=4, kv_heads=2)
+    paths = dict(
+        zip(("sender", "receiver"), write_models(folder, config, ["s", "r"], seed=5), strict=True)
+    )
+    address = f"tcp://127.0.0.1:{free_port()}"
+    sender = ServerSpec(
+        model=paths["sender"],
+        name="sender",
+        options=CPU,
+        droidspeak={
+            "listen": address,
+            "capture_layers": [1, 2, 3],
+            "max_link_mb_s": LINK_MB_S,
+            "host_gb": 0.5,
+        },
+    )
+    receiver = ServerSpec(
+        model=paths["receiver"],
+        name="receiver",
+        options={**CPU, "enable-metrics": True},
+        droidspeak={
+            "peers": [address],
+            "gate": "off",
+            "host_gb": 0,
+            "fetch_deadline_s": DEADLINE_S,
+            # Room for one long fetch: a second one would not fit if the first had leaked.
+            "staging_gb": 1.5 * 700 * BYTES_PER_TOKEN / (1 << 30),
+        },
+    )
+    with running(sender, receiver, folder=folder / "logs", env=ENV) as (s, r):
+        watcher = Watcher(paths["receiver"], [address])
+        try:
+            yield Pair(paths, s, r, watcher, address)
+        finally:
+            watcher.close()
+
+
+def same(first: Answer, second: Answer) -> bool:
+    return first.ids == second.ids and first.logprobs == pytest.approx(second.logprobs, abs=2e-4)
+
+
+def test_tenants_never_meet(pair: Pair) -> None:
+    tokens = prompt(160, seed=1)
+    pair.send(tokens, salt="alice")
+    outcomes = {}
+    for salt in ("bob", None, "alice"):
+        reply = answer(pair.receiver, tokens, cache_salt=salt, droidspeak={"block": "none"})
+        outcomes[salt] = reply.provenance["outcome"]
+    assert outcomes == {"bob": "no_match", None: "no_match", "alice": "reused"}
+
+
+def test_bad_controls_cost_the_reuse_only(pair: Pair) -> None:
+    tokens = prompt(120, seed=2)
+    alone = pair.alone(tokens)
+    for controls in ({"block": "5:2"}, {"block": "middle"}, {"mode": "fast"}, {"blok": "1:2"}):
+        pair.receiver.flush()
+        reply = answer(pair.receiver, tokens, droidspeak=controls)
+        assert reply.provenance["outcome"] == "bad_controls"
+        assert same(reply, alone)
+
+
+def test_deadline(pair: Pair) -> None:
+    num_tokens = int(DEADLINE_S * 1.6 * LINK_MB_S * 1e6 / BYTES_PER_TOKEN) // PAGE * PAGE + 1
+    tokens = prompt(num_tokens, seed=3)
+    alone = pair.alone(tokens)
+    pair.send(tokens)
+    started_s = time.monotonic()
+    reply = answer(pair.receiver, tokens, droidspeak={"block": "2:4"})
+    assert time.monotonic() - started_s < DEADLINE_S + 5
+    assert reply.provenance["outcome"] in ("fallback: DeadlineExceeded", "staging_full")
+    assert same(reply, alone)
+
+
+def test_abort_while_the_fetch_runs(pair: Pair) -> None:
+    """Aborted often enough that a leak of staging, slots or leases would show."""
+    tokens = prompt(600, seed=4)
+    pair.send(tokens)
+    for attempt in range(4):
+        rid = f"aborted-{attempt}"
+        with ThreadPoolExecutor(1) as pool:
+            reply = pool.submit(answer, pair.receiver, tokens, droidspeak={"block": "2:4"}, rid=rid)
+            time.sleep(0.4)
+            requests.post(f"{pair.receiver.url}/abort_request", json={"rid": rid}, timeout=10)
+            reply.exception()
+    reply = answer(pair.receiver, tokens, droidspeak={"block": "2:4"})
+    assert reply.provenance["outcome"] == "reused"
+    reply.assert_equals(
+        oracle(
+            pair.models["receiver"],
+            pair.models["sender"],
+            tokens,
+            block=Span(2, 4),
+            num_reused=whole_pages(600),
+            max_new=12,
+        )
+    )
+
+
+def test_others_decode_while_a_fetch_runs(pair: Pair) -> None:
+    tokens = prompt(600, seed=5)
+    pair.send(tokens)
+    with ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(answer, pair.receiver, tokens, droidspeak={"block": "2:4"})
+        time.sleep(0.2)
+        started_s = time.monotonic()
+        quick = answer(pair.receiver, prompt(40, seed=6), max_new_tokens=4)
+        quick_s = time.monotonic() - started_s
+        assert not slow.done()
+        assert slow.result().provenance["outcome"] == "reused"
+    assert quick.provenance["outcome"] == "no_match"
+    assert quick_s < slow.result().provenance["fetch_ms"] / 1000
+
+
+def test_family_is_compared_at_the_handshake(pair: Pair) -> None:
+    family = Family.of(
+        read_model_identity(pair.models["receiver"], None),
+        kv_dtype="float32",
+        page_size=PAGE,
+        tp_size=1,
+        tp_rank=0,
+    )
+    for field, value in (("page_size", 32), ("kv_dtype", "bfloat16"), ("rope", "{}")):
+        other = msgspec.structs.replace(family, **{field: value})
+        cache = Cache(other, CacheConfig(peers=(pair.sender_address,), serves=False))
+        try:
+            (peer,) = eventually(
+                lambda cache=cache: [p for p in cache.status().peers if p.state == "refused"]
+            )
+            assert field in peer.error
+        finally:
+            cache.close()
+
+
+def test_metrics(pair: Pair) -> None:
+    text = requests.get(f"{pair.receiver.url}/metrics", timeout=10).text
+    for name in ("requests_total", "reused_tokens_total", "fetched_bytes_total", "queued_seconds"):
+        assert f"droidspeak:{name}" in text
+    assert 'outcome="reused"' in text
+
+
+def test_sender_stalls(pair: Pair) -> None:
+    """Stopped for a while at different moments: reused or prefilled, the answer is exact."""
+    tokens = prompt(700, seed=7)
+    alone = pair.alone(tokens)
+    pair.send(tokens)
+    block = Span(1, 6)
+    expected = oracle(
+        pair.models["receiver"],
+        pair.models["sender"],
+        tokens,
+        block=block,
+        num_reused=whole_pages(700),
+        max_new=12,
+    )
+    scheduler = os.getpgid(pair.sender.pid)
+    outcomes = set()
+    for delay_s in (0.1, 0.35, 0.5, 0.7):
+        pair.receiver.flush()
+        with ThreadPoolExecutor(1) as pool:
+            reply = pool.submit(answer, pair.receiver, tokens, droidspeak={"block": "1:6"})
+            time.sleep(delay_s)
+            os.killpg(scheduler, signal.SIGSTOP)
+            try:
+                result = reply.result(timeout=DEADLINE_S + 10)
+            finally:
+                os.killpg(scheduler, signal.SIGCONT)
+        outcome = result.provenance["outcome"]
+        outcomes.add(outcome.split(":")[0])
+        if outcome == "reused":
+            result.assert_equals(expected)
+        else:
+            assert same(result, alone)
+    assert "fallback" in outcomes
+    eventually(lambda: pair.watcher.num_pages(tokens, pair.models["sender"]) == 700 // PAGE, 60)
+
+
+def test_sender_killed_in_mid_stream(pair: Pair) -> None:
+    """Last, because the sender does not come back."""
+    tokens = prompt(600, seed=8)
+    alone = pair.alone(tokens)
+    pair.send(tokens)
+    started_s = time.monotonic()
+    with ThreadPoolExecutor(1) as pool:
+        reply = pool.submit(answer, pair.receiver, tokens, droidspeak={"block": "2:4"})
+        time.sleep(0.5)
+        pair.sender.kill()
+        result = reply.result(timeout=30)
+    assert result.provenance["outcome"].startswith("fallback")
+    assert time.monotonic() - started_s < DEADLINE_S
+    assert same(result, alone)
+    again = answer(pair.receiver, prompt(200, seed=9))
+    assert again.provenance["outcome"] == "no_match"
