@@ -1,6 +1,6 @@
 """The entry point that SGLang calls in each of its processes.
 
-Three cold hooks are placed here. The hot ones are placed by the linker, so a server that does not
+Only cold hooks are placed here. The hot ones are placed by the linker, so a server that does not
 configure it runs exactly SGLang's own code after start-up.
 
     process    hook                              when
@@ -10,6 +10,7 @@ configure it runs exactly SGLang's own code after start-up.
 
 from __future__ import annotations
 
+import multiprocessing
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +28,8 @@ def register() -> None:
     # The front end and the detokenizer load plugins too, before (or without ever) importing the
     # scheduler; hooking its parts there would only slow their start.
     if compat.SCHEDULER_MODULE in sys.modules:
-        HookRegistry.register(compat.CELL_SIZE, _count_e, HookType.AFTER)
-        HookRegistry.register(compat.ALLOC_MEMORY_POOL, _attach, HookType.AFTER)
+        for target, (hook, kind) in _SCHEDULER_HOOKS.items():
+            HookRegistry.register(target, hook, kind)
 
 
 def _check_server_args(_result: None, server_args: ServerArgs) -> None:
@@ -36,6 +37,9 @@ def _check_server_args(_result: None, server_args: ServerArgs) -> None:
         from sglang_droidspeak.site import check_front_end
 
         check_front_end(server_args)
+        # A scheduler that is forked, not spawned, has only the hooks of this process.
+        if multiprocessing.get_start_method(allow_none=True) == "fork":
+            compat.place_hooks(_SCHEDULER_HOOKS)
 
 
 def _count_e(cell_size: int, _configurator: object, kvc: Any, _num_layers: int) -> int:
@@ -52,3 +56,9 @@ def _attach(_result: None, runner: ModelRunner, *_args: object, **_kwargs: objec
         from sglang_droidspeak.site import load_site
 
         attach(runner, load_site(runner.server_args))
+
+
+_SCHEDULER_HOOKS = {
+    compat.CELL_SIZE: (_count_e, HookType.AFTER),
+    compat.ALLOC_MEMORY_POOL: (_attach, HookType.AFTER),
+}

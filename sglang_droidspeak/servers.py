@@ -22,6 +22,8 @@ import yaml
 from sglang_droidspeak.config import LINKER_MODULE
 
 START_TIMEOUT_S = 180.0
+_FORKED_START = {"SGLANG_TORCH_CPU_START": "fork"}
+"""Where the CPU platform serves, SGLang is imported once and not in each of its processes."""
 
 
 class ServerFailed(RuntimeError):
@@ -82,7 +84,7 @@ class Server:
                 [sys.executable, "-m", "sglang.launch_server", "--config", str(config)],
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **env},
+                env={**os.environ, **_FORKED_START, **env},
                 start_new_session=True,
             )
 

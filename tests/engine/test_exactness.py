@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from conftest import CPU, ENV, Answer, Watcher, answer, oracle, prompt, whole_pages
+from engine_parts import CPU, ENV, Answer, Watcher, answer, oracle, prompt, whole_pages
 
 from cachetree.identity import read_model_identity
 from cachetree.ids import Span

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import requests
-from conftest import (
+from engine_parts import (
     CPU,
     ENV,
     PAGE,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from conftest import CPU, ENV, answer, prompt
+from engine_parts import CPU, ENV, answer, prompt
 
 from profiles.random_models import shape, write_models
 from sglang_droidspeak.servers import ServerSpec, running

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from conftest import ENV
+from engine_parts import ENV
 
 from cachetree.family import ModelIdentity
 from cachetree.identity import read_model_identity

@@ -1,0 +1,161 @@
+"""A sender and a receiver, started and ready to be asked."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import requests
+
+from cachetree import Cache, CacheConfig, Family, ModelIdentity, Span
+from cachetree.hashing import page_hashes
+from sglang_droidspeak.demo.conditions import Condition
+from sglang_droidspeak.demo.documents import Document, Question
+from sglang_droidspeak.demo.results import Sample
+from sglang_droidspeak.meta_info import KEY, RequestProvenance
+from sglang_droidspeak.servers import Server, ServerFailed, ServerSpec, free_port, running
+
+PUBLISH_S = 60.0
+SETTLE_S = 0.05
+"""The receiver gets the same advertisement as the watcher, on a thread of its own."""
+
+
+class DemoFailed(Exception):
+    """The demo cannot go on, or a check failed. The message says which and what to do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """One pair of models, and how it is served."""
+
+    sender: Path
+    receiver: Path
+    sender_identity: ModelIdentity
+    block: Span
+    dtype: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """SGLang's own options, for both servers."""
+    host_gb: float = 1.0
+    """Host memory for the sender's KV and E."""
+    page_size: int = 16
+
+    def specs(self, listen: str) -> tuple[ServerSpec, ServerSpec]:
+        options = {**self.options, "dtype": self.dtype, "page-size": self.page_size}
+        e_layers = [self.block.start] if self.block.start else []
+        return (
+            ServerSpec(
+                model=self.sender,
+                name="sender",
+                options=options,
+                droidspeak={
+                    "listen": listen,
+                    "capture_layers": e_layers,
+                    "host_gb": self.host_gb,
+                },
+            ),
+            ServerSpec(
+                model=self.receiver,
+                name="receiver",
+                options=options,
+                # Off: full reuse and all layers are no blocks that a profile's gate lets through.
+                # It keeps nothing itself, so that every prefix comes from the sender.
+                droidspeak={
+                    "peers": [listen],
+                    "gate": "off",
+                    "host_gb": 0,
+                    "staging_gb": self.host_gb,
+                },
+            ),
+        )
+
+
+class Rig:
+    """Made by `started`. Methods block; any failure raises DemoFailed with the servers' logs."""
+
+    def __init__(
+        self, subject: Subject, sender: Server, receiver: Server, watcher: Cache
+    ) -> None:
+        self.subject = subject
+        self._sender = sender
+        self._receiver = receiver
+        self._watcher = watcher
+
+    def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
+        return self._receiver.tokenize(texts)
+
+    def send(self, document: Document) -> None:
+        """Have the sender read the document, and wait until peers know of every whole page."""
+        self._sender.generate(document.shared, max_new_tokens=1, timeout_s=600)
+        pages = page_hashes(document.shared, self.subject.page_size)
+        sender_id = self.subject.sender_identity.model_id
+        deadline_s = time.monotonic() + PUBLISH_S
+        while True:
+            found = [it.num_pages for it in self._watcher.match(pages) if it.model == sender_id]
+            if max(found, default=0) == len(pages):
+                break
+            if time.monotonic() > deadline_s:
+                raise DemoFailed(
+                    f"the sender advertised {max(found, default=0)} of {len(pages)} pages within "
+                    f"{PUBLISH_S:.0f} s; its end of log:\n{self._sender.log_end()}"
+                )
+            time.sleep(0.01)
+        time.sleep(SETTLE_S)
+
+    def ask(
+        self, condition: Condition, document: Document, question: Question, **options: Any
+    ) -> Sample:
+        """One answer of a receiver whose device cache is empty."""
+        self._receiver.flush()
+        subject = self.subject
+        ttft_s, reply = self._receiver.stream(
+            question.prompt,
+            droidspeak=condition.controls(subject.sender_identity.model_id, subject.block),
+            timeout_s=600,
+            **options,
+        )
+        (provenance,) = reply["meta_info"][KEY]
+        return Sample(
+            ttft_ms=1000 * ttft_s,
+            text=reply["text"],
+            token_ids=tuple(reply["output_ids"]),
+            num_reusable=document.num_reusable(subject.page_size),
+            provenance=msgspec.convert(provenance, RequestProvenance),
+        )
+
+
+@contextlib.contextmanager
+def started(
+    subject: Subject,
+    folder: Path,
+    env: Mapping[str, str],
+    on_wait: Callable[[float], None],
+) -> Iterator[Rig]:
+    """Both servers, started side by side; ended however the block is left."""
+    listen = f"tcp://127.0.0.1:{free_port()}"
+    family = Family.of(
+        subject.sender_identity,
+        kv_dtype=subject.dtype,
+        page_size=subject.page_size,
+        tp_size=1,
+        tp_rank=0,
+    )
+    try:
+        with (
+            running(*subject.specs(listen), folder=folder, env=env, on_wait=on_wait) as servers,
+            Cache(family, CacheConfig(peers=(listen,), serves=False)) as watcher,
+        ):
+            if not watcher.wait_ready(30):
+                (peer,) = watcher.status().peers
+                raise DemoFailed(f"the sender's cache at {listen} is {peer.state}: {peer.error}")
+            try:
+                yield Rig(subject, *servers, watcher)
+            except (requests.RequestException, ServerFailed, KeyError) as exc:
+                logs = "\n".join(f"--- {it.log}\n{it.log_end()}" for it in servers)
+                raise DemoFailed(f"{type(exc).__name__}: {exc}\n{logs}") from exc
+    except ServerFailed as exc:
+        raise DemoFailed(str(exc)) from exc
