@@ -22,7 +22,7 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from torch.nn.functional import scaled_dot_product_attention
 
-QUERY_BLOCK = 256  # rows per SDPA call where a mask is needed; see benchmarks in README.md
+QUERY_BLOCK = 256  # rows per SDPA call where a mask is needed; measured in README.md
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
