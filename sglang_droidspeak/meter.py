@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
-_MIN_TOKEN_LAYERS = 1024
+_MIN_TOKEN_LAYERS = 512
 """Smaller forwards measure overhead, not speed."""
 _WEIGHT = 0.3
 

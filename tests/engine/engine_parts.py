@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import functools
 import time
-from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from sglang.srt.mem_cache.utils import storage_namespace_seed
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from cachetree import hashing
 from cachetree.cache import Cache, CacheConfig
 from cachetree.family import Family
 from cachetree.identity import read_model_identity
 from cachetree.ids import PageHash, Span
 from profiles.oracle import Generated, decode, partial_prefill
 from profiles.random_models import random_prompt
-from sglang_droidspeak.compat.names import RadixKey, get_storage_hash_str
-from sglang_droidspeak.prefixes import page_hash
 from sglang_droidspeak.servers import Server
 
 PAGE = 16
@@ -102,28 +101,28 @@ def prompt(num_tokens: int, seed: int) -> list[int]:
 
 def page_hashes(tokens: Sequence[int], salt: str | None = None) -> list[PageHash]:
     """SGLang's page keys of a prompt, as any peer computes them."""
-    length = len(tokens) // PAGE * PAGE
-    key = RadixKey(array("q", tokens[:length]), None, cache_salt=salt)
-    return [page_hash(page) for page in get_storage_hash_str(key, page_size=PAGE)]
+    seed = storage_namespace_seed(None, salt)
+    return hashing.page_hashes(tokens, PAGE, bytes.fromhex(seed) if seed else b"")
+
+
+def family_of(model: Path) -> Family:
+    """The family of a model as these servers run it."""
+    return Family.of(
+        read_model_identity(model), kv_dtype="float32", page_size=PAGE, tp_size=1, tp_rank=0
+    )
 
 
 class Watcher:
     """A peer of some servers that only looks at what they advertise."""
 
     def __init__(self, model: Path, addresses: Sequence[str]) -> None:
-        family = Family.of(
-            read_model_identity(model, None),
-            kv_dtype="float32",
-            page_size=PAGE,
-            tp_size=1,
-            tp_rank=0,
-        )
+        family = family_of(model)
         self._cache = Cache(family, CacheConfig(peers=tuple(addresses), serves=False))
         assert self._cache.wait_ready(20)
 
     def num_pages(self, tokens: Sequence[int], model: Path, salt: str | None = None) -> int:
         """Longest advertised prefix of `tokens` by the server of `model`."""
-        wanted = read_model_identity(model, None).model_id
+        wanted = read_model_identity(model).model_id
         found = self._cache.match(page_hashes(tokens, salt))
         return max((match.num_pages for match in found if match.model == wanted), default=0)
 

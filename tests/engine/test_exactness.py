@@ -43,7 +43,7 @@ class Trio:
         return reply
 
     def receive(self, sender: str, tokens: list[int], block: Span, **options) -> Answer:
-        sender_id = read_model_identity(self.models[sender], None).model_id
+        sender_id = read_model_identity(self.models[sender]).model_id
         controls = {"sender": sender_id, "block": literal(block)}
         return answer(self.receiver, tokens, droidspeak=controls, **options)
 

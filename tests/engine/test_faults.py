@@ -21,15 +21,18 @@ from engine_parts import (
     Watcher,
     answer,
     eventually,
+    family_of,
     oracle,
+    page_hashes,
     prompt,
     whole_pages,
 )
+from transport_parts import ScriptedWorker
 
 from cachetree.cache import Cache, CacheConfig
 from cachetree.family import Family
-from cachetree.identity import read_model_identity
 from cachetree.ids import Span
+from cachetree.transport import wire
 from profiles.random_models import shape, write_models
 from sglang_droidspeak.servers import Server, ServerSpec, free_port, running
 
@@ -41,6 +44,48 @@ BYTES_PER_TOKEN = 6 * 2 * 2 * 64 * 4
 """KV of six layers of two heads of 64 in float32."""
 
 
+class StallingWorker(ScriptedWorker):
+    """Offers one prompt of a model of its own; sends everything but the last step of a fetch."""
+
+    MODEL = "stalling"
+    TOKENS = prompt(500, seed=77)
+
+    def __init__(self, family: Family) -> None:
+        self._pages = page_hashes(self.TOKENS)
+        self._sizes = {
+            kind: len(self._pages) * size
+            for kind, size in (("kv", family.kv_page_bytes), ("e", family.e_page_bytes))
+        }
+        super().__init__(lambda _self, identity, fetch: self._stream(identity, fetch), family)
+
+    def send(self, identity: bytes, message: wire.ToPeer | bytes, *payload: bytes) -> None:
+        if isinstance(message, wire.Synced):
+            entry = wire.Entry(
+                added=True,
+                model=self.MODEL,
+                parent=b"",
+                pages=b"".join(self._pages),
+                e_layers=(1,),
+            )
+            super().send(identity, wire.Entries(seq=1, entries=(entry,)))
+            message = wire.Synced(seq=1)
+        super().send(identity, message, *payload)
+
+    def _stream(self, identity: bytes, fetch: wire.Fetch) -> None:
+        for index, (kind, _layer) in enumerate(fetch.steps[:-1]):
+            payload = bytes(self._sizes[kind])
+            for offset in range(0, len(payload), fetch.frame_bytes):
+                part = payload[offset : offset + fetch.frame_bytes]
+                frame = wire.Frame(
+                    id=fetch.id,
+                    step=index,
+                    offset=offset,
+                    size=len(part),
+                    checksum=wire.checksum(part),
+                )
+                super().send(identity, frame, part)
+
+
 @dataclass(frozen=True)
 class Pair:
     models: dict[str, Path]
@@ -48,6 +93,7 @@ class Pair:
     receiver: Server
     watcher: Watcher
     sender_address: str
+    stalling: StallingWorker
 
     def send(self, tokens: list[int], salt: str | None = None) -> None:
         answer(self.sender, tokens, max_new_tokens=1, cache_salt=salt)
@@ -69,6 +115,7 @@ def pair(tmp_path_factory) -> Iterator[Pair]:
         zip(("sender", "receiver"), write_models(folder, config, ["s", "r"], seed=5), strict=True)
     )
     address = f"tcp://127.0.0.1:{free_port()}"
+    family = family_of(paths["receiver"])
     sender = ServerSpec(
         model=paths["sender"],
         name="sender",
@@ -80,12 +127,13 @@ def pair(tmp_path_factory) -> Iterator[Pair]:
             "host_gb": 0.5,
         },
     )
+    stalling = StallingWorker(family)
     receiver = ServerSpec(
         model=paths["receiver"],
         name="receiver",
         options={**CPU, "enable-metrics": True},
         droidspeak={
-            "peers": [address],
+            "peers": [address, stalling.address],
             "gate": "off",
             "host_gb": 0,
             "fetch_deadline_s": DEADLINE_S,
@@ -93,10 +141,10 @@ def pair(tmp_path_factory) -> Iterator[Pair]:
             "staging_gb": 1.5 * 700 * BYTES_PER_TOKEN / (1 << 30),
         },
     )
-    with running(sender, receiver, folder=folder / "logs", env=ENV) as (s, r):
+    with stalling, running(sender, receiver, folder=folder / "logs", env=ENV) as (s, r):
         watcher = Watcher(paths["receiver"], [address])
         try:
-            yield Pair(paths, s, r, watcher, address)
+            yield Pair(paths, s, r, watcher, address, stalling)
         finally:
             watcher.close()
 
@@ -135,6 +183,22 @@ def test_deadline(pair: Pair) -> None:
     assert time.monotonic() - started_s < DEADLINE_S + 5
     assert reply.provenance["outcome"] in ("fallback: DeadlineExceeded", "staging_full")
     assert same(reply, alone)
+
+
+def test_last_layer_never_comes_after_admission(pair: Pair) -> None:
+    """Predicted to arrive during the recompute, and then it does not: the prefix is prefilled."""
+    alone = pair.alone(pair.stalling.TOKENS)
+    for _ in range(3):
+        pair.receiver.flush()
+        reply = answer(
+            pair.receiver,
+            pair.stalling.TOKENS,
+            droidspeak={"block": "1:5", "sender": pair.stalling.MODEL},
+        )
+        assert reply.provenance["outcome"] == "fallback: DeadlineExceeded"
+        assert reply.meta["cached_tokens"] == whole_pages(500), "it was admitted with the load"
+        assert reply.provenance["exact"]
+        assert same(reply, alone)
 
 
 def test_abort_while_the_fetch_runs(pair: Pair) -> None:
@@ -178,13 +242,7 @@ def test_others_decode_while_a_fetch_runs(pair: Pair) -> None:
 
 
 def test_family_is_compared_at_the_handshake(pair: Pair) -> None:
-    family = Family.of(
-        read_model_identity(pair.models["receiver"], None),
-        kv_dtype="float32",
-        page_size=PAGE,
-        tp_size=1,
-        tp_rank=0,
-    )
+    family = family_of(pair.models["receiver"])
     for field, value in (("page_size", 32), ("kv_dtype", "bfloat16"), ("rope", "{}")):
         other = msgspec.structs.replace(family, **{field: value})
         cache = Cache(other, CacheConfig(peers=(pair.sender_address,), serves=False))

@@ -132,7 +132,7 @@ def test_settings_file_with_unknown_key(model: Path, tmp_path: Path) -> None:
 
 
 def test_profile_of_another_pair(model: Path, tmp_path: Path) -> None:
-    own = read_model_identity(model, None)
+    own = read_model_identity(model)
     other = msgspec.structs.replace(own, weights="other")
     third = msgspec.structs.replace(own, weights="third")
     path = tmp_path / "pair.json"
@@ -147,7 +147,7 @@ def test_profile_of_another_pair(model: Path, tmp_path: Path) -> None:
 
 
 def test_transition_layers_come_from_passed_profiles(model: Path, tmp_path: Path) -> None:
-    own = read_model_identity(model, None)
+    own = read_model_identity(model)
     other = msgspec.structs.replace(own, weights="other")
     for passed, layers in ((True, (2,)), (False, ())):
         path = tmp_path / f"{passed}.json"
