@@ -67,7 +67,7 @@ CONDITIONS: Mapping[str, Mapping[str, str]] = {
     "all_layers": {"block": "all"},
 }
 STRATEGIES = (Strategy.EVERYTHING_FIRST, Strategy.REUSED_FIRST, Strategy.PIPELINED)
-console = Console()
+console = Console(width=100)
 
 
 @dataclass(frozen=True)

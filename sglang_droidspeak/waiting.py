@@ -161,6 +161,7 @@ class WaitingRequests:
         if isinstance(plan, NoReuse):
             log.debug("request %s: %s: %s", req.rid, plan.reason.value, plan.detail)
             return plan.reason.value
+        plan = replace(plan, strategy=controls.strategy)
         if (
             len(plan.block)
             and len(plan.pages) * site.page_size > site.settings.max_recompute_tokens

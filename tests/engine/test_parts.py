@@ -1,0 +1,200 @@
+"""The parts of the engine extension that need no server."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+import torch
+
+from cachetree.clock import Deadline
+from cachetree.errors import DeadlineExceeded
+from cachetree.ids import EMPTY_SPAN, Location, ModelId, Span
+from cachetree.plan import Kind, Plan, Step
+from cachetree.staging import Staging
+from sglang_droidspeak.capture import Provenance
+from sglang_droidspeak.compat.names import ForwardMode
+from sglang_droidspeak.controls import Controls, parse_controls
+from sglang_droidspeak.job import Job
+from sglang_droidspeak.meta_info import KEY, RequestProvenance, provenance_of, report
+from sglang_droidspeak.meter import Meter
+from sglang_droidspeak.partial_prefill import Prefix, pack
+
+MIDDLE = Span(2, 4)
+
+
+def prefix(row: int, start: int, stop: int, block: Span = MIDDLE) -> Prefix:
+    e = torch.arange(start, stop).float()[:, None] if block.start else None
+    return Prefix(row=row, tokens=Span(start, stop), block=block, e=e)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 3, 7, 100])
+def test_pack_covers_every_token_once_in_order(max_tokens: int) -> None:
+    prefixes = [
+        prefix(0, 0, 9),
+        prefix(1, 5, 6, Span(1, 2)),
+        prefix(2, 16, 30),
+        prefix(3, 0, 4, Span(0, 2)),
+    ]
+    seen: dict[int, list[int]] = {}
+    for forward in pack(prefixes, max_tokens):
+        assert sum(len(piece.tokens) for piece in forward) <= max_tokens
+        assert len({piece.prefix.block for piece in forward}) == 1
+        for piece in forward:
+            seen.setdefault(piece.prefix.row, []).extend(piece.tokens)
+            if piece.e is not None:
+                assert piece.e[:, 0].tolist() == list(piece.tokens)
+    assert seen == {p.row: list(p.tokens) for p in prefixes}
+
+
+def test_pack_fills_forwards() -> None:
+    assert len(list(pack([prefix(0, 0, 10), prefix(1, 0, 10)], 5))) == 4
+
+
+@pytest.mark.parametrize(
+    ("block", "span"),
+    [(None, None), ("none", EMPTY_SPAN), ("all", Span(0, 6)), ("2:5", Span(2, 5))],
+)
+def test_controls_name_a_block(block: str | None, span: Span | None) -> None:
+    assert Controls(block=block).span(num_layers=6) == span
+
+
+@pytest.mark.parametrize("block", ["5:2", "2:2", "2:7", "-1:3", "2", "a:b", ""])
+def test_controls_refuse_a_wrong_block(block: str) -> None:
+    with pytest.raises(ValueError, match="block"):
+        Controls(block=block).span(num_layers=6)
+
+
+@pytest.mark.parametrize("params", [{"droidspeak": {"mod": "off"}}, {"droidspeak": 3}])
+def test_controls_refuse_what_they_do_not_know(params: dict) -> None:
+    with pytest.raises(ValueError, match="droidspeak"):
+        parse_controls(params)
+
+
+def test_controls_are_optional() -> None:
+    assert parse_controls(None) == parse_controls({"other": 1}) == Controls()
+
+
+def job(deadline_s: float = 5.0) -> Job:
+    plan = Plan(
+        sender=ModelId("s"),
+        receiver=ModelId("r"),
+        location=Location("tcp://127.0.0.1:1"),
+        pages=Span(2, 6),
+        block=Span(1, 3),
+        num_layers=4,
+    )
+    sizes = dict.fromkeys(plan.steps, 40)
+    return Job(
+        rid="r1",
+        plan=plan,
+        staging=Staging(sizes, Deadline.after(deadline_s)),
+        pages=Span(3, 5),
+        slots=torch.arange(32),
+        page_size=16,
+        match_s=0.0,
+        queued_s=0.0,
+    )
+
+
+def test_job_reads_its_pages_of_the_staged_ones() -> None:
+    it = job()
+    step = Step(Kind.KV, 0)
+    it.staging.write(step, 0, memoryview(bytes(range(40))))
+    assert bytes(it.rows(step)) == bytes(range(10, 30))
+    assert it.num_tokens == 32
+
+
+def test_waiting_for_layers_is_bounded_and_ends_only_that_wait() -> None:
+    it = job()
+    started_s = time.monotonic()
+    with pytest.raises(DeadlineExceeded, match="e of layer 1"):
+        it.wait_staged(Deadline.after(0.05))
+    assert time.monotonic() - started_s < 1
+    assert it.staging.error is None
+    for step in it.plan.steps:
+        it.staging.write(step, 0, memoryview(bytes(40)))
+    it.wait_staged(Deadline.after(0.05))
+
+
+def batch(rows: list[int], **fields) -> SimpleNamespace:
+    return SimpleNamespace(req_pool_indices=torch.tensor(rows), **fields)
+
+
+def extend(rows: list[int], prefix_lens: list[int], slots: list[list[int]]) -> SimpleNamespace:
+    return batch(
+        rows,
+        forward_mode=ForwardMode.EXTEND,
+        prefix_lens=prefix_lens,
+        extend_lens=[len(of) for of in slots],
+        out_cache_loc=torch.tensor([slot for of in slots for slot in of]),
+    )
+
+
+def test_whatever_follows_an_approximate_slot_is_approximate() -> None:
+    marks = Provenance(64, "cpu")
+    table = torch.zeros(2, 16, dtype=torch.int64)
+    table[0, :8] = torch.arange(10, 18)
+    table[1, :8] = torch.arange(20, 28)
+    marks.loaded(torch.tensor([10, 11]), exact=False)
+    marks.loaded(torch.tensor([20, 21]), exact=True)
+    marks.inherit(extend([0, 1], [2, 2], [[12, 13], [22]]), table)
+    assert not marks.is_exact(torch.tensor([12]))
+    assert not marks.is_exact(torch.tensor([13]))
+    assert marks.is_exact(torch.tensor([20, 21, 22]))
+    decode = batch(
+        [0, 1],
+        forward_mode=ForwardMode.DECODE,
+        seq_lens=torch.tensor([5, 4]),
+        out_cache_loc=torch.tensor([14, 23]),
+    )
+    marks.inherit(decode, table)
+    assert not marks.is_exact(torch.tensor([14]))
+    assert marks.is_exact(torch.tensor([23]))
+
+
+def test_a_slot_loses_its_mark_with_its_content() -> None:
+    marks = Provenance(64, "cpu")
+    table = torch.zeros(1, 16, dtype=torch.int64)
+    marks.loaded(torch.tensor([10, 11]), exact=False)
+    marks.inherit(extend([0], [0], [[10, 11, 12]]), table)
+    assert marks.is_exact(torch.tensor([10, 11, 12]))
+    marks.loaded(torch.tensor([10]), exact=False)
+    marks.loaded(torch.tensor([10]), exact=True)
+    assert marks.is_exact(torch.tensor([10]))
+    marks.loaded(torch.tensor([10]), exact=False)
+    marks.reset()
+    assert marks.is_exact(torch.tensor([10]))
+
+
+def test_overlap_is_the_share_of_the_shorter_that_ran_beside_the_other() -> None:
+    it = job()
+    start_s = it.staging.started_s
+    it.staging.completed_s = start_s + 1.0
+    cases = {(0.5, 2.5): 0.5, (0.0, 0.2): 1.0, (1.0, 2.0): 0.0, (0.25, 0.75): 1.0}
+    for (begin, end), overlap in cases.items():
+        told = provenance_of(it, (start_s + begin, start_s + end), 0.0, "")
+        assert told.overlap == pytest.approx(overlap)
+    assert told.block == (1, 3)
+    assert (told.recomputed_layers, told.loaded_layers) == (2, 2)
+
+
+def test_report_keeps_what_others_reported() -> None:
+    req = SimpleNamespace(customized_info={"other": [1]})
+    report(req, RequestProvenance(outcome="off"))
+    report(req, RequestProvenance(outcome="no_match"))
+    assert req.customized_info["other"] == [1]
+    ((told,),) = (req.customized_info[KEY],)
+    assert msgspec.convert(told, RequestProvenance).outcome == "no_match"
+
+
+def test_meter_measures_large_forwards_only() -> None:
+    meter = Meter("cpu")
+    with meter.forward(10):
+        pass
+    assert meter.s_per_token_layer is None
+    with meter.forward(10_000):
+        time.sleep(0.02)
+    assert 0.02 / 10_000 <= meter.s_per_token_layer < 1 / 10_000
