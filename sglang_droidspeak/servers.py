@@ -22,12 +22,18 @@ import yaml
 from sglang_droidspeak.config import LINKER_MODULE
 
 START_TIMEOUT_S = 180.0
+STOP_TIMEOUT_S = 2.0
+"""SGLang takes the end of its scheduler for a crash and waits 5 s before it says so."""
 _FORKED_START = {"SGLANG_TORCH_CPU_START": "fork"}
 """Where the CPU platform serves, SGLang is imported once and not in each of its processes."""
 
 
 class ServerFailed(RuntimeError):
     """A server ended before it was ready; the message holds the end of its log."""
+
+
+def end_of(log: Path, num_lines: int = 30) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-num_lines:])
 
 
 def free_port() -> int:
@@ -100,13 +106,10 @@ class Server:
         """True once it answers; raises ServerFailed where it has ended instead."""
         if self._process.poll() is not None:
             code = self._process.returncode
-            raise ServerFailed(f"{self.spec.name} ended with {code}:\n{self.log_end()}")
+            raise ServerFailed(f"{self.spec.name} ended with {code}:\n{end_of(self.log)}")
         with contextlib.suppress(requests.RequestException):
             return requests.get(f"{self.url}/health", timeout=2).status_code == 200
         return False
-
-    def log_end(self, num_lines: int = 30) -> str:
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-num_lines:])
 
     def generate(
         self,
@@ -168,12 +171,16 @@ class Server:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
-    def stop(self) -> None:
-        """End it gently, then surely."""
+    def terminate(self) -> None:
+        """Ask it to end; returns at once."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGTERM)
+
+    def stop(self) -> None:
+        """End it gently, then surely."""
+        self.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout=5)
+            self._process.wait(timeout=STOP_TIMEOUT_S)
         self.kill()
 
 
@@ -208,11 +215,10 @@ def running(
         if folder is None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="droidspeak-")))
         folder.mkdir(parents=True, exist_ok=True)
-        servers = []
+        servers: list[Server] = []
+        stack.callback(_stop_all, servers)
         for spec in specs:
-            server = Server(spec, folder, env or {})
-            stack.callback(server.stop)
-            servers.append(server)
+            servers.append(Server(spec, folder, env or {}))
         started_s = time.monotonic()
         waiting = list(servers)
         while waiting := [server for server in waiting if not server.is_ready()]:
@@ -222,3 +228,12 @@ def running(
             on_wait(elapsed_s)
             time.sleep(0.5)
         yield servers
+
+
+def _stop_all(servers: Sequence[Server]) -> None:
+    """All at once; each of them ends even where another one's end fails."""
+    for server in servers:
+        server.terminate()
+    with contextlib.ExitStack() as stack:
+        for server in servers:
+            stack.callback(server.stop)

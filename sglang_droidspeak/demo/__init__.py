@@ -1,9 +1,10 @@
 """`droidspeak demo`: two real servers share prefixes, and what it costs and saves is measured.
 
-conditions ─► documents ─► rig (two servers) ─► measure ─► results, checks ─► report (table, PNG, JSON)
+config ─► documents ─► rig (two servers) ─► measure ─► results, checks ─► report, picture
 """
 
-from sglang_droidspeak.demo.command import DemoConfig, run_demo
+from sglang_droidspeak.demo.command import run_demo
+from sglang_droidspeak.demo.config import DemoConfig, RandomPair
 from sglang_droidspeak.demo.rig import DemoFailed
 
-__all__ = ["DemoConfig", "DemoFailed", "run_demo"]
+__all__ = ["DemoConfig", "DemoFailed", "RandomPair", "run_demo"]

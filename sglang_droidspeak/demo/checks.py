@@ -36,9 +36,7 @@ def reuse_failures(samples: Samples, part: str) -> Iterator[str]:
 
 def equality_failures(samples: Samples, part: str, dtype: str) -> Iterator[str]:
     """Recomputing all layers is a full prefill by another way."""
-    pairs = list(
-        zip(samples[Condition.FULL_PREFILL], samples[Condition.ALL_LAYERS], strict=True)
-    )
+    pairs = list(zip(samples[Condition.FULL_PREFILL], samples[Condition.ALL_LAYERS], strict=True))
     least = LEAST_AGREEMENT.get(dtype, LEAST_AGREEMENT_16_BIT)
     if least == 1.0:
         num_equal = sum(own.token_ids == other.token_ids for own, other in pairs)
@@ -51,9 +49,7 @@ def equality_failures(samples: Samples, part: str, dtype: str) -> Iterator[str]:
         )
 
 
-def quality_failures(
-    quality: Mapping[Condition, Quality], profile: PairProfile
-) -> Iterator[str]:
+def quality_failures(quality: Mapping[Condition, Quality], profile: PairProfile) -> Iterator[str]:
     """The recommended block has to keep what its profile promises, on this data."""
     full, block = quality[Condition.FULL_PREFILL].f1, quality[Condition.BLOCK].f1
     floor = full * (1 - profile.tolerance)

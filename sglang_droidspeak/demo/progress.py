@@ -40,9 +40,7 @@ class Steps:
         with self._running(title, total) as advance:
             yield advance
 
-    def _running(
-        self, title: str, total: int | None
-    ) -> contextlib.AbstractContextManager[Advance]:
+    def _running(self, title: str, total: int | None) -> contextlib.AbstractContextManager[Advance]:
         return self._bar(title, total) if self._console.is_terminal else self._lines(title, total)
 
     @contextlib.contextmanager

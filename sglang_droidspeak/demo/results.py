@@ -76,9 +76,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return ordered[below] + (ordered[above] - ordered[below]) * (rank - below)
 
 
-def quality_of(
-    samples: Samples, answers: Sequence[Sequence[str]]
-) -> dict[Condition, Quality]:
+def quality_of(samples: Samples, answers: Sequence[Sequence[str]]) -> dict[Condition, Quality]:
     """`answers` are those accepted for each question, in the samples' order."""
     return {
         condition: Quality(

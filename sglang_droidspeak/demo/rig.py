@@ -18,11 +18,24 @@ from sglang_droidspeak.demo.conditions import Condition
 from sglang_droidspeak.demo.documents import Document, Question
 from sglang_droidspeak.demo.results import Sample
 from sglang_droidspeak.meta_info import KEY, RequestProvenance
-from sglang_droidspeak.servers import Server, ServerFailed, ServerSpec, free_port, running
+from sglang_droidspeak.servers import (
+    Server,
+    ServerFailed,
+    ServerSpec,
+    end_of,
+    free_port,
+    running,
+)
 
 PUBLISH_S = 60.0
 SETTLE_S = 0.05
 """The receiver gets the same advertisement as the watcher, on a thread of its own."""
+
+
+READY_S = 30.0
+
+Waiting = contextlib.AbstractContextManager[Callable[[float], None]]
+"""A step of the progress that ends when the servers are ready."""
 
 
 class DemoFailed(Exception):
@@ -43,6 +56,16 @@ class Subject:
     host_gb: float = 1.0
     """Host memory for the sender's KV and E."""
     page_size: int = 16
+
+    @property
+    def family(self) -> Family:
+        return Family.of(
+            self.sender_identity,
+            kv_dtype=self.dtype,
+            page_size=self.page_size,
+            tp_size=1,
+            tp_rank=0,
+        )
 
     def specs(self, listen: str) -> tuple[ServerSpec, ServerSpec]:
         options = {**self.options, "dtype": self.dtype, "page-size": self.page_size}
@@ -77,9 +100,7 @@ class Subject:
 class Rig:
     """Made by `started`. Methods block; any failure raises DemoFailed with the servers' logs."""
 
-    def __init__(
-        self, subject: Subject, sender: Server, receiver: Server, watcher: Cache
-    ) -> None:
+    def __init__(self, subject: Subject, sender: Server, receiver: Server, watcher: Cache) -> None:
         self.subject = subject
         self._sender = sender
         self._receiver = receiver
@@ -101,7 +122,7 @@ class Rig:
             if time.monotonic() > deadline_s:
                 raise DemoFailed(
                     f"the sender advertised {max(found, default=0)} of {len(pages)} pages within "
-                    f"{PUBLISH_S:.0f} s; its end of log:\n{self._sender.log_end()}"
+                    f"{PUBLISH_S:.0f} s; the end of its log:\n{end_of(self._sender.log)}"
                 )
             time.sleep(0.01)
         time.sleep(SETTLE_S)
@@ -130,32 +151,32 @@ class Rig:
 
 @contextlib.contextmanager
 def started(
-    subject: Subject,
-    folder: Path,
-    env: Mapping[str, str],
-    on_wait: Callable[[float], None],
+    subject: Subject, folder: Path, env: Mapping[str, str], waiting: Waiting
 ) -> Iterator[Rig]:
     """Both servers, started side by side; ended however the block is left."""
     listen = f"tcp://127.0.0.1:{free_port()}"
-    family = Family.of(
-        subject.sender_identity,
-        kv_dtype=subject.dtype,
-        page_size=subject.page_size,
-        tp_size=1,
-        tp_rank=0,
-    )
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_as_demo_failure(folder))
+        with waiting as on_wait:
+            servers = stack.enter_context(
+                running(*subject.specs(listen), folder=folder, env=env, on_wait=on_wait)
+            )
+        watcher = stack.enter_context(
+            Cache(subject.family, CacheConfig(peers=(listen,), serves=False))
+        )
+        if not watcher.wait_ready(READY_S):
+            (peer,) = watcher.status().peers
+            raise DemoFailed(f"the sender's cache at {listen} is {peer.state}: {peer.error}")
+        yield Rig(subject, *servers, watcher)
+
+
+@contextlib.contextmanager
+def _as_demo_failure(folder: Path) -> Iterator[None]:
+    """Turn what a server did wrong into DemoFailed, with the end of both logs."""
     try:
-        with (
-            running(*subject.specs(listen), folder=folder, env=env, on_wait=on_wait) as servers,
-            Cache(family, CacheConfig(peers=(listen,), serves=False)) as watcher,
-        ):
-            if not watcher.wait_ready(30):
-                (peer,) = watcher.status().peers
-                raise DemoFailed(f"the sender's cache at {listen} is {peer.state}: {peer.error}")
-            try:
-                yield Rig(subject, *servers, watcher)
-            except (requests.RequestException, ServerFailed, KeyError) as exc:
-                logs = "\n".join(f"--- {it.log}\n{it.log_end()}" for it in servers)
-                raise DemoFailed(f"{type(exc).__name__}: {exc}\n{logs}") from exc
+        yield
     except ServerFailed as exc:
         raise DemoFailed(str(exc)) from exc
+    except requests.RequestException as exc:
+        logs = [f"{log}:\n{end_of(log)}" for log in sorted(folder.glob("*.log"))]
+        raise DemoFailed("\n\n".join([f"a server did not answer: {exc}", *logs])) from exc

@@ -1,0 +1,66 @@
+"""Where a measurement was made: versions, hardware, commit."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+from importlib.metadata import version
+from pathlib import Path
+
+import msgspec
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+"""Of the repository, in an editable installation."""
+_PACKAGES = ("sglang-droidspeak", "sglang", "torch", "transformers")
+
+
+class Environment(msgspec.Struct, frozen=True, kw_only=True):
+    versions: dict[str, str]
+    processor: str
+    num_cores: int
+    """Cores that this process may use."""
+    memory_gib: float
+    accelerator: str
+    """Empty where there is none."""
+    load_before: float
+    """Runnable processes, mean of the minute before the demo; near 0 on an idle machine."""
+    commit: str
+    """Empty outside of a git checkout; `+` marks uncommitted changes."""
+
+
+def read_environment() -> Environment:
+    pages, page_bytes = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    return Environment(
+        versions={name: version(name) for name in _PACKAGES}
+        | {"python": platform.python_version()},
+        processor=_processor(),
+        num_cores=len(os.sched_getaffinity(0)),
+        memory_gib=round(pages * page_bytes / 2**30, 1),
+        accelerator=torch.cuda.get_device_name(0) if torch.cuda.is_available() else "",
+        load_before=round(os.getloadavg()[0], 2),
+        commit=_commit(),
+    )
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _commit() -> str:
+    if shutil.which("git") is None or not (ROOT / ".git").exists():
+        return ""
+    commit, changes = _git("rev-parse", "HEAD"), _git("status", "--porcelain")
+    return f"{commit}+" if commit and changes else commit
+
+
+def _git(*args: str) -> str:
+    command = ["git", "-C", str(ROOT), *args]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()

@@ -1,0 +1,84 @@
+"""The picture of a demo: quality on the left, time on the right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from matplotlib.figure import Figure
+
+from sglang_droidspeak.demo.conditions import Condition
+from sglang_droidspeak.demo.report import DemoReport, hardware
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+COLOURS = {
+    Condition.FULL_PREFILL: "#6b7280",
+    Condition.FULL_REUSE: "#d97706",
+    Condition.BLOCK: "#2563eb",
+    Condition.ALL_LAYERS: "#9ca3af",
+}
+
+
+def draw(report: DemoReport, path: Path) -> None:
+    """Write a PNG, without a display."""
+    figure = Figure(figsize=(11.5, 4.8), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    _draw_quality(left, report)
+    _draw_speed(right, report)
+    figure.suptitle("A prefix that another model has read: how good, how soon")
+    figure.supxlabel(hardware(report.environment), fontsize=8, color="#555555")
+    figure.savefig(path, dpi=150)
+
+
+def _draw_quality(axes: Axes, report: DemoReport) -> None:
+    part = report.quality_on
+    values = [report.quality[condition].f1 for condition in Condition]
+    bars = axes.bar(_labels(report.quality_on.block), values, color=list(COLOURS.values()))
+    axes.bar_label(bars, [f"{value:.3f}" for value in values], padding=2)
+    axes.set_ylim(0, 1.12)
+    axes.set_ylabel("token F1 (0 to 1)")
+    axes.set_title(
+        f"Quality: {part.num_requests} questions, {part.num_layers} layers\n{part.pair}",
+        fontsize=10,
+    )
+
+
+def _draw_speed(axes: Axes, report: DemoReport) -> None:
+    part = report.speed_on
+    rows = [report.speed[condition] for condition in Condition]
+    medians = [row.ttft_p50_ms / 1000 for row in rows]
+    above = [max(0.0, row.ttft_p90_ms - row.ttft_p50_ms) / 1000 for row in rows]
+    bars = axes.bar(
+        _labels(part.block),
+        medians,
+        yerr=[[0.0] * len(rows), above],
+        capsize=4,
+        color=list(COLOURS.values()),
+        ecolor="#374151",
+    )
+    texts = [
+        f"{median:.2f} s" if row.speedup == 1 else f"{median:.2f} s\n{row.speedup:.1f} × faster"
+        for median, row in zip(medians, rows, strict=True)
+    ]
+    for bar, text in zip(bars, texts, strict=True):
+        axes.annotate(
+            text,
+            (bar.get_x() + bar.get_width() / 2, 0),
+            xytext=(0, 4),
+            textcoords="offset points",
+            ha="center",
+            bbox={"boxstyle": "round,pad=0.15", "facecolor": "white", "alpha": 0.85, "lw": 0},
+        )
+    axes.set_ylabel("time to first token in s (bar: median, whisker: p90)")
+    axes.set_title(
+        f"Speed: {part.num_requests} documents of {part.tokens_per_document:,.0f} tokens, "
+        f"{part.num_layers} layers\n{part.pair}",
+        fontsize=10,
+    )
+
+
+def _labels(block: tuple[int, int]) -> list[str]:
+    names = {Condition.BLOCK: f"block\n[{block[0]}, {block[1]})"}
+    return [names.get(condition, condition.title.replace(" ", "\n")) for condition in Condition]
