@@ -58,9 +58,12 @@ class ForwardPass:
         """The batch that waits on `index` is about to run with these loads."""
         self._jobs[index] = jobs
 
-    def done(self, index: int) -> None:
-        for job in self._jobs.pop(index, ()):
+    def done(self, index: int) -> bool:
+        """The batch has run; whether what it read was what it should have read."""
+        jobs = self._jobs.pop(index, ())
+        for job in jobs:
             job.staging.release()
+        return not any(job.is_lost for job in jobs)
 
     def around(
         self, original: Any, worker: Any, batch: ScheduleBatch | None, *args: Any, **kw: Any
@@ -89,7 +92,12 @@ class ForwardPass:
         self._loader.counter.set_consumer(NO_CONSUMER)
         started_s = time.monotonic()
         blocks = [self._prefix(batch, row_of[job.rid], job) for job in jobs if len(job.plan.block)]
-        self._run(batch, blocks)
+        try:
+            self._run(batch, blocks)
+        except Exception as exc:
+            log.exception("a partial prefill failed")
+            for job in jobs:
+                self._loader.abandon(job, FetchError(f"the partial prefill failed: {exc}"))
         recompute = (started_s, time.monotonic())
         self._metrics.recompute_s.observe(recompute[1] - recompute[0])
         causes = {job.rid: self._settle(batch, row_of[job.rid], job) for job in jobs}

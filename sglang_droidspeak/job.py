@@ -41,6 +41,9 @@ class Job:
     """Time that the loader has spent copying for this job."""
     copying: threading.Lock = field(default_factory=threading.Lock)
     abandoned: bool = False
+    """The scheduler thread computes the slots itself; the loader writes nothing more."""
+    broken: bool = False
+    """The loader could not copy a layer."""
 
     @property
     def num_tokens(self) -> int:
@@ -58,8 +61,15 @@ class Job:
         layer = self.plan.transition_layer
         return None if layer is None else Step(Kind.E, layer)
 
+    @property
+    def is_lost(self) -> bool:
+        """Slots hold something else than they should, and nobody has made up for it."""
+        return self.broken and not self.abandoned
+
     def wait_staged(self, deadline: Deadline) -> None:
         """Block until every layer is in host memory; raises FetchError where it is not by then."""
+        if self.abandoned or self.broken:
+            raise FetchError("the load was given up")
         for step in self.plan.steps:
             self.staging.wait(step, deadline)
 

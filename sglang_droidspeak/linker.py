@@ -11,6 +11,7 @@ insertion       offload       copy new exact KV and E out  Offloader
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ import torch
 from cachetree.cache import Cache, CacheConfig
 from cachetree.errors import ConfigError
 from cachetree.family import Family
-from cachetree.ids import PageHash
+from cachetree.ids import ModelId, PageHash
 from cachetree.staging import pageable
 from cachetree.transport import WorkerConfig
 from sglang_droidspeak import compat, meta_info
@@ -94,7 +95,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
                 tp_size=parallel.tp_size,
                 tp_rank=parallel.tp_rank,
             ),
-            _cache_config(settings),
+            _cache_config(settings, site.identity.model_id),
             allocate=_page_locked if self._on_cuda else pageable,
         )
         rows = PoolRows(pool)
@@ -109,12 +110,14 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         )
         self._queued: dict[str, Job] = {}
         self._inserting: tuple[Req, int] | None = None
+        self._stores = settings.host_gb > 0
         compat.place_hooks(
             {
                 compat.NEW_PREFILL: (self._new_prefill, HookType.AROUND),
                 compat.FORWARD: (self._forward.around, HookType.AROUND),
                 compat.CHECKPOINT: (self._checkpoint, HookType.AROUND),
                 compat.REQUEST_LEVEL: (_is_request_level, HookType.AFTER),
+                compat.WEIGHTS_CHANGED: (self._weights_changed, HookType.AFTER),
             }
         )
         log.info(
@@ -131,20 +134,22 @@ class DroidSpeakLinker(UnifiedCacheLinker):
     def _new_prefill(self, original: Any, scheduler: Scheduler, *args: Any, **kwargs: Any) -> Any:
         """Hide held requests from SGLang while it builds a batch; outside it the queue is whole."""
         queue = scheduler.waiting_queue
-        held = self._waiting.look(queue, scheduler.tree_cache) if queue else ()
+        held = self._waiting.look(queue, scheduler.tree_cache)
         if not held:
             return original(scheduler, *args, **kwargs)
         scheduler.waiting_queue = [req for req in queue if req.rid not in held]
         try:
-            return original(scheduler, *args, **kwargs)
+            batch, running = original(scheduler, *args, **kwargs)
         finally:
             left = {id(req) for req in scheduler.waiting_queue}
             known = {id(req) for req in queue}
             scheduler.waiting_queue = [
                 req for req in queue if req.rid in held or id(req) in left
             ] + [req for req in scheduler.waiting_queue if id(req) not in known]
-            if len(held) == len(queue) and kwargs["running_batch"].is_empty():
-                self._waiting.nap(IDLE_WAIT_S)
+        if batch is None and running.is_empty():
+            # Nothing can run until a fetch gets on: leave the processor to the thread that fetches.
+            time.sleep(IDLE_WAIT_S)
+        return batch, running
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
         tail = _pages_of_keys(transfers)
@@ -177,10 +182,12 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         return index
 
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
-        """Always true: a load that failed has been replaced by a full prefill before."""
+        """True but where a copy into slots broke under the forward: SGLang then aborts the batch.
+
+        A fetch that failed has been replaced by a full prefill before the forward.
+        """
         self._loader.finish(counter_index)
-        self._forward.done(counter_index)
-        return True
+        return self._forward.done(counter_index)
 
     # Offloading.
 
@@ -193,7 +200,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
             self._inserting = None
 
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
-        if self._inserting is None or not self._site.settings.host_gb:
+        if self._inserting is None or not self._stores:
             return False
         req, up_to = self._inserting
         if refusal(req):
@@ -226,6 +233,15 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         self._provenance.reset()
         self._loader.counter.reset()
 
+    def _weights_changed(self, _result: None, *_args: object, **_kwargs: object) -> None:
+        """The loaded model is no longer the one whose content was read: share nothing more of it.
+
+        What is stored stays: it is the KV of the model that it names.
+        """
+        log.warning("weights were updated in place: droidspeak is off until this server restarts")
+        self._stores = False
+        self._waiting.retire()
+
     def close(self) -> None:
         self.reset()
         self._loader.close()
@@ -233,12 +249,15 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         self._cache.close()
 
 
-def _cache_config(settings: Settings) -> CacheConfig:
+def _cache_config(settings: Settings, model: ModelId) -> CacheConfig:
     worker = WorkerConfig()
     if settings.listen is not None:
         cap = None if settings.max_link_mb_s is None else int(settings.max_link_mb_s * 1e6)
         worker = WorkerConfig(
-            listen=settings.listen, insecure=settings.insecure, max_bytes_per_s=cap
+            listen=settings.listen,
+            insecure=settings.insecure,
+            model=model,
+            max_bytes_per_s=cap,
         )
     return CacheConfig(
         host_bytes=int(settings.host_gb * GIB),

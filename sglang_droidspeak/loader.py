@@ -71,9 +71,9 @@ class Loader:
                             for job in jobs:
                                 self._load(job, layer)
                     except Exception:
-                        log.exception("loading layer %d failed; its requests prefill", layer)
+                        log.exception("loading layer %d failed", layer)
                         for job in jobs:
-                            job.abandoned = True
+                            job.broken = True
                     self.counter.complete(index, layer)
 
     def _load(self, job: Job, layer: int) -> None:

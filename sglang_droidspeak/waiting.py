@@ -77,6 +77,7 @@ class WaitingRequests:
         self._metrics = metrics
         self._profiles = index_profiles(site.profiles)
         self._reuses: dict[str, Reuse] = {}
+        self._refusal = ""
 
     def look(self, queue: Sequence[Req], tree: UnifiedRadixCache) -> set[str]:
         """Plan new requests, forget those that have left, and return the rids to hold back."""
@@ -92,10 +93,6 @@ class WaitingRequests:
             for rid in self._reuses.keys() - {req.rid for req in queue}:
                 self._reuses.pop(rid).give_up()
         return held
-
-    def nap(self, seconds: float) -> None:
-        """Nothing can run until a fetch gets on: leave the processor to the thread that fetches."""
-        time.sleep(seconds)
 
     def num_restorable(self, rid: str, tail: Sequence[PageHash]) -> int:
         """How many pages of `tail` (the request's pages that the device lacks) can be loaded."""
@@ -129,9 +126,21 @@ class WaitingRequests:
             reuse.give_up()
         self._reuses.clear()
 
+    def retire(self) -> None:
+        """Plan nothing any more: the loaded weights are not the identified ones."""
+        self.clear()
+        self._refusal = "weights_updated"
+
     def _begin(self, req: Req, tree: UnifiedRadixCache, num_waiting: int) -> Reuse:
         reuse = Reuse(first_seen_s=time.monotonic())
-        outcome = prefixes.refusal(req) or self._plan(req, reuse, tree, num_waiting)
+        try:
+            outcome = (
+                self._refusal or prefixes.refusal(req) or self._plan(req, reuse, tree, num_waiting)
+            )
+        except Exception:
+            log.exception("request %s: planning failed; it does a full prefill", req.rid)
+            reuse.give_up()
+            outcome = "error"
         if outcome:
             self._report(req, outcome)
         return reuse

@@ -28,6 +28,10 @@ REQUEST_LEVEL = (
     "sglang.srt.managers.scheduler_components.output_streamer."
     "SchedulerOutputStreamer.is_request_level_customized_info_key"
 )
+WEIGHTS_CHANGED = (
+    "sglang.srt.managers.scheduler_components.weight_updater."
+    "SchedulerWeightUpdaterManager.record_weight_version_after_update"
+)
 NATIVE_HASH = "sglang.srt.mem_cache.utils.get_native_hash"
 SCHEDULER_MODULE = "sglang.srt.managers.scheduler"
 
