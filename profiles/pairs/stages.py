@@ -159,7 +159,7 @@ STAGES: Final[tuple[Stage, ...]] = (
         phases=(Phase(64, 48, 1080),),
         rates=_FROM_SCRATCH,
         schedule=LinearEnd(floor=0.5),
-        gates=(Gate(task="plain", length=64, at_least=0.75),),
+        gates=(Gate(task="plain", length=64, at_least=0.85),),
     ),
     Stage(
         name="reading",
@@ -181,7 +181,7 @@ STAGES: Final[tuple[Stage, ...]] = (
         phases=(Phase(64, 48, 160), Phase(128, 26, 790), Phase(256, 12, 990), Phase(320, 9, 330)),
         rates=_FROM_SCRATCH,
         schedule=LinearEnd(),
-        gates=(Gate(task="plain", length=192, at_least=0.9),),
+        gates=(Gate(task="plain", length=192, at_least=0.8),),
     ),
     Stage(
         name="foundation",

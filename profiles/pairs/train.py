@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 
@@ -126,7 +126,8 @@ class _Run:
         self._stage = stage
         self._seed = seed
         self._file = folder / f"seed_{seed}.safetensors"
-        history = f"{stage!r} {seed} {parent.fingerprint}"
+        # Gates are left out: they judge weights and do not change them.
+        history = f"{replace(stage, gates=())!r} {seed} {parent.fingerprint}"
         self.fingerprint = hashlib.sha256(history.encode()).hexdigest()[:16]
         model = started_from(stage, parent, seed)
         self.shape = model.shape
@@ -140,27 +141,24 @@ class _Run:
         self._model = model.bfloat16()
         self._parameters = dict(self._model.named_parameters())
         self._step = 0
-        self._failed = False
         self._restore()
         self._copy_masters()
 
     def finish(self, seconds_between_checkpoints: float) -> Trained:
         """Train to the end and check the gates. Raises GateMissed."""
         stage = self._stage
-        if self._failed:
-            raise GateMissed(f"seed {self._seed} missed a gate in an earlier run")
         saved = time.monotonic()
         bar = tqdm(total=stage.num_steps, initial=self._step, desc=f"{stage.name:13}", unit="step")
         with bar:
+            self._check_gates()
             while self._step < stage.num_steps:
                 loss = self._advance()
                 bar.update()
                 bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
-                self._check_gates()
                 if time.monotonic() - saved >= seconds_between_checkpoints:
-                    self._save("running")
+                    self._save()
                     saved = time.monotonic()
-        self._save("done")
+                self._check_gates()
         factors = self._update.factors if isinstance(self._update, LoraUpdate) else {}
         return Trained(
             shape=self.shape,
@@ -204,19 +202,21 @@ class _Run:
             parameter.data.copy_(self._masters[name])
 
     def _check_gates(self) -> None:
-        for gate in self._stage.gates:
-            if self._step != round(gate.at * self._stage.num_steps):
-                continue
+        """Check the gates that are due at this step, after saving it: a run that continues here
+        finds the same verdict at once. Raises GateMissed."""
+        due = [g for g in self._stage.gates if self._step == round(g.at * self._stage.num_steps)]
+        if due or self._step == self._stage.num_steps:
+            self._save()
+        for gate in due:
             reached = accuracy(self._model, gate)
             verdict = f"{gate.task} {reached:.3f} after {self._step} steps, seed {self._seed}"
             tqdm.write(f"{self._stage.name}: {verdict}")
             if not gate.at_least <= reached <= gate.at_most:
-                self._save("failed")
                 raise GateMissed(f"{verdict}, outside [{gate.at_least:.2f}, {gate.at_most:.2f}]")
 
-    def _save(self, state: str) -> None:
+    def _save(self) -> None:
         """Replace the file in one step, so that a kill leaves the old or the new one."""
-        about = {"fingerprint": self.fingerprint, "state": state, "step": self._step}
+        about = {"fingerprint": self.fingerprint, "step": self._step}
         part = self._file.with_suffix(".part")
         save_file(self._update.checkpoint(), part, metadata={"run": json.dumps(about)})
         part.replace(self._file)
@@ -232,7 +232,6 @@ class _Run:
             for name, tensor in self._update.checkpoint().items():
                 tensor.copy_(file.get_tensor(name))
         self._step = int(about["step"])
-        self._failed = about["state"] == "failed"
 
 
 @torch.no_grad()

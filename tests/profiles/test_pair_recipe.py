@@ -1,10 +1,12 @@
 """The recipe's machinery on stages of a few steps; that it teaches anything is for `make pairs`."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -204,7 +206,8 @@ def test_a_killed_run_continues_as_if_nothing_had_happened(kind, tmp_path):
         child.wait()
     assert file.exists()
     with safe_open(file, framework="pt") as checkpoint:
-        assert '"running"' in checkpoint.metadata()["run"], "killed too late to test anything"
+        about = json.loads(checkpoint.metadata()["run"])
+        assert 0 < about["step"] < NUM_STEPS, "killed at the wrong time to test anything"
     continued = train_stage(stage, NOTHING, tmp_path / "killed")
     for name, tensor in uninterrupted.weights.items():
         assert torch.equal(continued.weights[name], tensor)
@@ -225,3 +228,14 @@ def test_a_missed_gate_tries_the_next_seeds_once(tmp_path):
         with pytest.raises(RecipeError, match=f"stage small .* {MAX_ATTEMPTS} seeds"):
             train_stage(stage, NOTHING, tmp_path)
     assert len(list(tmp_path.glob("seed_*.safetensors"))) == MAX_ATTEMPTS
+
+
+def test_a_finished_stage_is_loaded_and_judged_by_the_gates_of_today(tmp_path):
+    stage = small_stage(FullRates())
+    trained = train_stage(stage, NOTHING, tmp_path)
+    strict = replace(stage, gates=(Gate(task="recall", length=32, at_most=0.0, at=0.3),))
+    again = train_stage(strict, NOTHING, tmp_path)
+    assert again.fingerprint == trained.fingerprint
+    unreachable = replace(stage, gates=(Gate(task="recall", length=32, at_least=0.9),))
+    with pytest.raises(RecipeError):
+        train_stage(unreachable, NOTHING, tmp_path)
