@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_PATIENCE_S = 0.2
+"""A fetch is not given up for being slow before this, nor for being slower by less."""
 _ARRIVAL_MARGIN = 1.15
 """How much longer than predicted the rest of a fetch may take without holding up a forward."""
 
@@ -59,6 +61,8 @@ class Reuse:
     pages: Sequence[PageHash] = ()
     plan: Plan | None = None
     staging: BudgetedStaging | None = None
+    is_optional: bool = True
+    """Chosen by the server, which may think again; not asked for by name."""
 
     def give_up(self) -> None:
         if self.staging is not None:
@@ -181,6 +185,8 @@ class WaitingRequests:
         if staging is None:
             return "staging_full"
         reuse.pages, reuse.plan, reuse.staging = pages, plan, staging
+        reuse.is_optional = block is None
+        report(req, RequestProvenance(outcome="no_slots"))  # unless it is admitted with its load
         return ""
 
     def _demand(self, req: Req, controls: Controls, block: Span | None, num_pages: int) -> Demand:
@@ -215,7 +221,7 @@ class WaitingRequests:
         report(req, RequestProvenance(outcome=outcome))
 
     def _must_hold(self, req: Req, reuse: Reuse) -> bool:
-        staging, plan = reuse.staging, reuse.plan
+        staging = reuse.staging
         if staging.is_complete:
             return False
         if staging.deadline.has_passed:
@@ -225,15 +231,21 @@ class WaitingRequests:
             self._report(req, f"fallback: {type(staging.error).__name__}")
             reuse.give_up()
             return False
-        layer = plan.transition_layer
         speed = self._meter.s_per_token_layer
-        has_e = layer is None or staging.has_landed(Step(Kind.E, layer))
-        is_pipelined = plan.strategy is Strategy.PIPELINED
-        if not (is_pipelined and has_e and speed and staging.num_landed_bytes):
+        if speed is None or not staging.num_landed_bytes:
             return True
+        plan = reuse.plan
         elapsed_s = time.monotonic() - staging.started_s
         num_left = staging.num_bytes - staging.num_landed_bytes
         rest_s = elapsed_s * num_left / staging.num_landed_bytes
-        num_tokens = len(plan.pages) * self._site.page_size
-        recompute_s = speed * num_tokens * max(0, len(plan.block) - 1)
-        return rest_s * _ARRIVAL_MARGIN > recompute_s
+        layer_s = speed * len(plan.pages) * self._site.page_size
+        if reuse.is_optional and min(elapsed_s, rest_s - layer_s * plan.num_layers) > _PATIENCE_S:
+            log.info("request %s: the link is slower than a full prefill", req.rid)
+            self._report(req, "fallback: SlowLink")
+            reuse.give_up()
+            return False
+        layer = plan.transition_layer
+        has_e = layer is None or staging.has_landed(Step(Kind.E, layer))
+        recompute_s = layer_s * max(0, len(plan.block) - 1)
+        may_overlap = plan.strategy is Strategy.PIPELINED and has_e
+        return not may_overlap or rest_s * _ARRIVAL_MARGIN > recompute_s

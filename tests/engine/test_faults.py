@@ -31,6 +31,7 @@ from transport_parts import ScriptedWorker
 
 from cachetree.cache import Cache, CacheConfig
 from cachetree.family import Family
+from cachetree.identity import read_model_identity
 from cachetree.ids import Span
 from cachetree.transport import wire
 from profiles.random_models import shape, write_models
@@ -47,11 +48,10 @@ BYTES_PER_TOKEN = 6 * 2 * 2 * 64 * 4
 class StallingWorker(ScriptedWorker):
     """Offers one prompt of a model of its own; sends everything but the last step of a fetch."""
 
-    MODEL = "stalling"
-    TOKENS = prompt(500, seed=77)
-
-    def __init__(self, family: Family) -> None:
-        self._pages = page_hashes(self.TOKENS)
+    def __init__(self, family: Family, model: str, tokens: list[int]) -> None:
+        self.model = model
+        self.tokens = tokens
+        self._pages = page_hashes(tokens)
         self._sizes = {
             kind: len(self._pages) * size
             for kind, size in (("kv", family.kv_page_bytes), ("e", family.e_page_bytes))
@@ -62,7 +62,7 @@ class StallingWorker(ScriptedWorker):
         if isinstance(message, wire.Synced):
             entry = wire.Entry(
                 added=True,
-                model=self.MODEL,
+                model=self.model,
                 parent=b"",
                 pages=b"".join(self._pages),
                 e_layers=(1,),
@@ -94,6 +94,8 @@ class Pair:
     watcher: Watcher
     sender_address: str
     stalling: StallingWorker
+    replica: StallingWorker
+    """Offers the receiver's own KV."""
 
     def send(self, tokens: list[int], salt: str | None = None) -> None:
         answer(self.sender, tokens, max_new_tokens=1, cache_salt=salt)
@@ -127,13 +129,15 @@ def pair(tmp_path_factory) -> Iterator[Pair]:
             "host_gb": 0.5,
         },
     )
-    stalling = StallingWorker(family)
+    stalling = StallingWorker(family, "stalling", prompt(500, seed=77))
+    own = read_model_identity(paths["receiver"]).model_id
+    replica = StallingWorker(family, own, prompt(500, seed=78))
     receiver = ServerSpec(
         model=paths["receiver"],
         name="receiver",
         options={**CPU, "enable-metrics": True},
         droidspeak={
-            "peers": [address, stalling.address],
+            "peers": [address, stalling.address, replica.address],
             "gate": "off",
             "host_gb": 0,
             "fetch_deadline_s": DEADLINE_S,
@@ -141,10 +145,10 @@ def pair(tmp_path_factory) -> Iterator[Pair]:
             "staging_gb": 1.5 * 700 * BYTES_PER_TOKEN / (1 << 30),
         },
     )
-    with stalling, running(sender, receiver, folder=folder / "logs", env=ENV) as (s, r):
+    with stalling, replica, running(sender, receiver, folder=folder / "logs", env=ENV) as (s, r):
         watcher = Watcher(paths["receiver"], [address])
         try:
-            yield Pair(paths, s, r, watcher, address, stalling)
+            yield Pair(paths, s, r, watcher, address, stalling, replica)
         finally:
             watcher.close()
 
@@ -187,18 +191,28 @@ def test_deadline(pair: Pair) -> None:
 
 def test_last_layer_never_comes_after_admission(pair: Pair) -> None:
     """Predicted to arrive during the recompute, and then it does not: the prefix is prefilled."""
-    alone = pair.alone(pair.stalling.TOKENS)
+    alone = pair.alone(pair.stalling.tokens)
     for _ in range(3):
         pair.receiver.flush()
         reply = answer(
             pair.receiver,
-            pair.stalling.TOKENS,
-            droidspeak={"block": "1:5", "sender": pair.stalling.MODEL},
+            pair.stalling.tokens,
+            droidspeak={"block": "1:5", "sender": pair.stalling.model},
         )
         assert reply.provenance["outcome"] == "fallback: DeadlineExceeded"
         assert reply.meta["cached_tokens"] == whole_pages(500), "it was admitted with the load"
         assert reply.provenance["exact"]
         assert same(reply, alone)
+
+
+def test_a_link_that_is_slower_than_a_prefill_is_given_up(pair: Pair) -> None:
+    """Unless a request asked for that block by name; well before the deadline."""
+    alone = pair.alone(pair.replica.tokens)
+    started_s = time.monotonic()
+    reply = answer(pair.receiver, pair.replica.tokens)
+    assert reply.provenance["outcome"] == "fallback: SlowLink"
+    assert time.monotonic() - started_s < DEADLINE_S
+    assert same(reply, alone)
 
 
 def test_abort_while_the_fetch_runs(pair: Pair) -> None:
