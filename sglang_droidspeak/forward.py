@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 from cachetree.clock import Deadline
 from cachetree.errors import FetchError
 from cachetree.ids import Span
+from sglang_droidspeak import compat
 from sglang_droidspeak.meta_info import provenance_of, report
 from sglang_droidspeak.partial_prefill import PartialPrefill, Prefix
 from sglang_droidspeak.rows import host_e
 
 if TYPE_CHECKING:
     from sglang_droidspeak.capture import Attachment, Provenance
-    from sglang_droidspeak.compat.names import ScheduleBatch
+    from sglang_droidspeak.compat.names import ModelRunner, ScheduleBatch
     from sglang_droidspeak.job import Job
     from sglang_droidspeak.loader import Loader
     from sglang_droidspeak.meter import Meter
@@ -50,7 +51,7 @@ class ForwardPass:
         self._meter = meter
         self._metrics = metrics
         self._prefill = PartialPrefill(
-            attachment.runner, attachment.stack, attachment.runner.server_args.chunked_prefill_size
+            attachment.runner, attachment.stack, _largest_forward(attachment.runner)
         )
         self._jobs: dict[int, Sequence[Job]] = {}
 
@@ -154,6 +155,13 @@ class _Settled:
     """Start and stop, on monotonic time."""
     causes: dict[str, str]
     """By rid: why it took a full prefill, or empty."""
+
+
+def _largest_forward(runner: ModelRunner) -> int:
+    """Tokens of one prefill; SGLang says -1 where it does not cut prefills into chunks."""
+    args = compat.resolved(runner.server_args)
+    chunk = args.chunked_prefill_size
+    return chunk if chunk is not None and chunk > 0 else args.max_prefill_tokens
 
 
 def _rows(batch: ScheduleBatch) -> dict[str, int]:

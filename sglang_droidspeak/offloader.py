@@ -16,7 +16,6 @@ from sglang_droidspeak.rows import host_e
 
 if TYPE_CHECKING:
     from cachetree.cache import Cache
-
     from sglang_droidspeak.capture import EPool, Provenance
     from sglang_droidspeak.rows import PoolRows
 
