@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -22,6 +23,8 @@ import yaml
 from sglang_droidspeak.config import LINKER_MODULE
 
 START_TIMEOUT_S = 180.0
+_PORTS = range(20000, 32768)
+_given_out: set[int] = set()
 STOP_TIMEOUT_S = 2.0
 """SGLang takes the end of its scheduler for a crash and waits 5 s before it says so."""
 _FORKED_START = {"SGLANG_TORCH_CPU_START": "fork"}
@@ -37,9 +40,19 @@ def end_of(log: Path, num_lines: int = 30) -> str:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port that nobody listens on, and that is given out once by this process.
+
+    Not one of those that the system hands to outgoing connections (32768 and above on Linux): such
+    a connection could take it before the server binds it.
+    """
+    for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
+        if port in _given_out:
+            continue
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            _given_out.add(port)
+            return port
+    raise ServerFailed(f"no port between {_PORTS.start} and {_PORTS.stop} is free")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,7 +237,10 @@ def running(
         while waiting := [server for server in waiting if not server.is_ready()]:
             elapsed_s = time.monotonic() - started_s
             if elapsed_s > START_TIMEOUT_S:
-                raise ServerFailed(f"{waiting[0].spec.name} is not ready after {elapsed_s:.0f} s")
+                late = waiting[0]
+                raise ServerFailed(
+                    f"{late.spec.name} is not ready after {elapsed_s:.0f} s:\n{end_of(late.log)}"
+                )
             on_wait(elapsed_s)
             time.sleep(0.5)
         yield servers

@@ -20,6 +20,9 @@ COLOURS = {
     Condition.ALL_LAYERS: "#9ca3af",
 }
 
+_NOTABLE = 1.05
+"""Speed-up from which it is written."""
+
 
 def draw(report: DemoReport, path: Path) -> None:
     """Write a PNG, without a display."""
@@ -58,20 +61,17 @@ def _draw_speed(axes: Axes, report: DemoReport) -> None:
         color=list(COLOURS.values()),
         ecolor="#374151",
     )
-    texts = [
-        f"{median:.2f} s" if row.speedup == 1 else f"{median:.2f} s\n{row.speedup:.1f} × faster"
-        for median, row in zip(medians, rows, strict=True)
-    ]
-    for bar, text in zip(bars, texts, strict=True):
+    for bar, row, whisker in zip(bars, rows, above, strict=True):
+        faster = f"\n{row.speedup:.1f} × faster" if row.speedup >= _NOTABLE else ""
         axes.annotate(
-            text,
-            (bar.get_x() + bar.get_width() / 2, 0),
+            f"{bar.get_height():.2f} s{faster}",
+            (bar.get_x() + bar.get_width() / 2, bar.get_height() + whisker),
             xytext=(0, 4),
             textcoords="offset points",
             ha="center",
-            bbox={"boxstyle": "round,pad=0.15", "facecolor": "white", "alpha": 0.85, "lw": 0},
         )
-    axes.set_ylabel("time to first token in s (bar: median, whisker: p90)")
+    axes.set_ylim(0, 1.2 * max(map(sum, zip(medians, above, strict=True))))
+    axes.set_ylabel("time to first token in s\n(bar: median, whisker: p90)")
     axes.set_title(
         f"Speed: {part.num_requests} documents of {part.tokens_per_document:,.0f} tokens, "
         f"{part.num_layers} layers\n{part.pair}",

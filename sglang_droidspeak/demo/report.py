@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
+from rich import box
 from rich.table import Table
 
 from sglang_droidspeak.demo.conditions import Condition
@@ -55,30 +56,40 @@ def table_of(report: DemoReport) -> Table:
         title="One receiver, four ways to read a document that another model has read",
         caption=(
             f"F1: {quality_on.num_requests} questions on {quality_on.num_documents} documents, "
-            f"{quality_on.pair}, block {_block(quality_on)}, {quality_on.dtype}\n"
+            f"{quality_on.pair}, {_block(quality_on)}, {quality_on.dtype}\n"
             f"the rest: {speed_on.num_requests} documents of "
-            f"{speed_on.tokens_per_document:.0f} tokens, {speed_on.pair}, "
-            f"block {_block(speed_on)}, {speed_on.dtype}; means per request\n"
+            f"{speed_on.tokens_per_document:,.0f} tokens, {speed_on.pair}, "
+            f"{_block(speed_on)}, {speed_on.dtype}\n"
             f"{hardware(report.environment)}"
         ),
         caption_justify="left",
+        box=box.SIMPLE,
+        padding=(0, 1, 0, 0),
+        show_edge=False,
     )
-    table.add_column("condition")
-    for title in ("F1", "TTFT p50", "TTFT p90", "faster", "tokens reused", "layers recomputed"):
-        table.add_column(title, justify="right")
-    table.add_column("moved", justify="right")
-    table.add_column("overlap", justify="right")
+    table.add_column("condition", no_wrap=True)
+    for title in (
+        "F1",
+        "TTFT\np50 ms",
+        "TTFT\np90 ms",
+        "faster",
+        "tokens\nreused",
+        f"layers\nof {speed_on.num_layers}",
+        "MB\nmoved",
+        "overlap",
+    ):
+        table.add_column(title, justify="right", no_wrap=True)
     for condition in Condition:
         quality, speed = report.quality[condition], report.speed[condition]
         table.add_row(
             condition.title,
             f"{quality.f1:.3f}",
-            f"{speed.ttft_p50_ms:,.0f} ms",
-            f"{speed.ttft_p90_ms:,.0f} ms",
+            f"{speed.ttft_p50_ms:,.0f}",
+            f"{speed.ttft_p90_ms:,.0f}",
             f"{speed.speedup:.1f} ×",
             f"{speed.tokens_reused:,.0f}" if speed.tokens_reused else ABSENT,
-            _layers(condition, speed, speed_on.num_layers),
-            f"{speed.bytes_moved / 1e6:,.1f} MB" if speed.bytes_moved else ABSENT,
+            f"{_layers(condition, speed, speed_on.num_layers):.0f}",
+            f"{speed.bytes_moved / 1e6:,.1f}" if speed.bytes_moved else ABSENT,
             _overlap(speed),
         )
     return table
@@ -93,14 +104,12 @@ def hardware(environment: Environment) -> str:
 
 
 def _block(part: Part) -> str:
-    return f"[{part.block[0]}, {part.block[1]}) of {part.num_layers} layers"
+    return f"block [{part.block[0]}, {part.block[1]})"
 
 
-def _layers(condition: Condition, speed: Speed, num_layers: int) -> str:
-    """A full prefill computes all layers without loading any."""
-    if condition is Condition.FULL_PREFILL:
-        return f"{num_layers} of {num_layers}"
-    return f"{speed.layers_recomputed:.0f} of {num_layers}"
+def _layers(condition: Condition, speed: Speed, num_layers: int) -> float:
+    """Layers computed for the document; a full prefill's are in no provenance."""
+    return num_layers if condition is Condition.FULL_PREFILL else speed.layers_recomputed
 
 
 def _overlap(reuse: Reuse) -> str:

@@ -1,0 +1,57 @@
+"""One model plans on a context, the other continues on the same context and that plan.
+
+An SGLang frontend program with two `RuntimeEndpoint`s. Needs both servers; see README. The planner
+reads the context and writes down what to ask; the writer answers. The writer prefills neither the
+context nor the planner's words in full: most of their layers' KV comes from the planner.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+
+import sglang as sgl
+
+CONTEXT = (
+    "<bos> meet fugig . she works as a tailor . she works for dofbo . she likes rice . she "
+    "lives in sakuga . meet leluk . she lives in lomufu . she likes apples . she works as a "
+    "broker . she works for binro . meet bimim . she lives in legada . she works as a lawyer . "
+    "she works for zorlo . she likes pears . meet mulul . she likes noodles . she lives in "
+    "sovato . she works for dofbo . she works as a actor . meet bepug . she works for rarbo . "
+    "she lives in tonele . she likes pears . she works as a clerk . meet suvis . she likes "
+    "apples . she works as a potter . she works for tetzo . she lives in kopoto ."
+)
+
+
+@sgl.function
+def plan(s, context: str):
+    s += context
+    s += sgl.gen("question", max_tokens=6, temperature=0)
+
+
+@sgl.function
+def conclude(s, planned: str):
+    s += planned
+    s += sgl.gen("answer", max_tokens=8, temperature=0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sender", default="http://127.0.0.1:30000")
+    parser.add_argument("--receiver", default="http://127.0.0.1:30001")
+    args = parser.parse_args()
+    planner = sgl.RuntimeEndpoint(args.sender)
+    writer = sgl.RuntimeEndpoint(args.receiver)
+
+    planned = plan.run(context=CONTEXT, backend=planner)
+    time.sleep(1)  # the planner publishes what it has read and written after it has answered
+    concluded = conclude.run(planned=planned.text(), backend=writer)
+
+    print(f"planner: {planned['question'].strip()}")
+    print(f"writer: {concluded['answer'].strip()}")
+    print(json.dumps(concluded.get_meta_info("answer")["droidspeak"]))
+
+
+if __name__ == "__main__":
+    main()

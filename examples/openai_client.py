@@ -1,0 +1,56 @@
+"""The receiver through the OpenAI client. Needs both servers; see README.
+
+The OpenAI API has no place for `meta_info`: what it shows is how many prompt tokens were cached,
+here or at the sender, where the server runs with `--enable-cache-report`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+from openai import OpenAI
+
+# No question has been asked about it before, so every cached token comes from the sender.
+DOCUMENT = (
+    "<bos> meet zurum . she works as a judge . she lives in pevoda . she has a silver duck . "
+    "meet dokav . she lives in dakeza . she works as a plumber . she has a grey sheep . "
+    "meet zagam . she has a brown goose . she works as a doctor . she lives in rudale . "
+    "meet leluk . she lives in mofima . she works as a plumber . she has a purple parrot . "
+    "meet dovon . she works as a farmer . she has a white sheep . she lives in duguvu ."
+)
+QUESTION = "question : what job has zagam ?"
+
+
+def complete(url: str, prompt: str, max_tokens: int, droidspeak: dict[str, str]) -> tuple[str, int]:
+    """The answer, and how many of the prompt's tokens were cached."""
+    client = OpenAI(base_url=f"{url}/v1", api_key="none")
+    reply = client.completions.create(
+        model="any",
+        prompt=prompt,
+        max_tokens=max_tokens,
+        temperature=0,
+        extra_body={"custom_params": {"droidspeak": droidspeak}},
+    )
+    details = reply.usage.prompt_tokens_details
+    return reply.choices[0].text.strip(), details.cached_tokens if details else 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sender", default="http://127.0.0.1:30000")
+    parser.add_argument("--receiver", default="http://127.0.0.1:30001")
+    args = parser.parse_args()
+
+    complete(args.sender, DOCUMENT, max_tokens=1, droidspeak={})
+    time.sleep(1)  # the sender publishes what it has read after it has answered
+    # {} lets the server choose; {"mode": "off"} would ask for a full prefill.
+    answer, num_cached = complete(
+        args.receiver, f"{DOCUMENT} {QUESTION}", max_tokens=8, droidspeak={"mode": "auto"}
+    )
+    print(f"{QUESTION} {answer}")
+    print(f"cached tokens: {num_cached}")
+
+
+if __name__ == "__main__":
+    main()

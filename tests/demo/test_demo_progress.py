@@ -1,0 +1,43 @@
+"""Progress where there is a terminal, and where there is none."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from sglang_droidspeak.demo import progress
+from sglang_droidspeak.demo.progress import Steps
+
+
+def test_without_a_terminal_it_prints_lines_and_no_control_characters(monkeypatch) -> None:
+    monkeypatch.setattr(progress, "LINE_EVERY_S", 0.0)
+    out = io.StringIO()
+    with Steps(Console(file=out, force_terminal=False)).counted("Answer", 2) as advance:
+        advance()
+        advance()
+    lines = out.getvalue().splitlines()
+    assert lines[0] == "Answer ..."
+    assert lines[1].startswith("Answer: 1/2,")
+    assert lines[-1].startswith("Answer: done in")
+    assert "\x1b" not in out.getvalue()
+
+
+def test_a_failed_step_is_not_done() -> None:
+    out = io.StringIO()
+    try:
+        with Steps(Console(file=out, force_terminal=False)).waiting("Start"):
+            raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        pass
+    assert "done" not in out.getvalue()
+
+
+def test_on_a_terminal_it_draws_a_bar() -> None:
+    out = io.StringIO()
+    steps = Steps(Console(file=out, force_terminal=True, width=120))
+    with steps.counted("Answer", 2) as advance:
+        advance()
+        advance()
+    assert "2/2" in out.getvalue()
+    assert "━" in out.getvalue()

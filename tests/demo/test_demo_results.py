@@ -1,0 +1,157 @@
+"""Percentiles, summaries and checks of the demo, on answers made up here."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cachetree import ModelIdentity, PairProfile
+from cachetree.profile import BlockQuality
+from sglang_droidspeak.demo.checks import equality_failures, quality_failures, reuse_failures
+from sglang_droidspeak.demo.conditions import Condition
+from sglang_droidspeak.demo.results import (
+    Sample,
+    percentile,
+    quality_of,
+    speed_of,
+)
+from sglang_droidspeak.meta_info import RequestProvenance
+
+REUSED = RequestProvenance(
+    outcome="reused", reused_tokens=128, recomputed_layers=3, loaded_layers=9, fetched_bytes=1000
+)
+NOTHING = RequestProvenance(outcome="off")
+
+
+def sample(**changes) -> Sample:
+    values = {
+        "ttft_ms": 10.0,
+        "text": "guard",
+        "token_ids": (7, 2),
+        "num_reusable": 128,
+        "provenance": REUSED,
+    }
+    return Sample(**{**values, **changes})
+
+
+def samples(num: int = 10, **of: list[Sample]) -> dict[Condition, list[Sample]]:
+    """A demo in which everything holds, but for the conditions given."""
+    good = {condition: [sample()] * num for condition in Condition}
+    good[Condition.FULL_PREFILL] = [sample(provenance=NOTHING)] * num
+    return {**good, **{Condition(name): value for name, value in of.items()}}
+
+
+def profile(tolerance: float = 0.05) -> PairProfile:
+    model = ModelIdentity(
+        architecture="LlamaForCausalLM",
+        num_layers=12,
+        hidden_size=8,
+        num_attention_heads=1,
+        num_kv_heads=1,
+        head_dim=8,
+        rope="{}",
+        tokenizer="t",
+        weights="w",
+    )
+    block = BlockQuality(start=2, stop=5, quality=0.9)
+    return PairProfile(
+        version=1,
+        sender=model,
+        receiver=model,
+        metric="token_f1",
+        data_sha256="",
+        num_questions=1,
+        sender_quality=0.1,
+        full_prefill_quality=0.9,
+        full_reuse_quality=0.1,
+        tolerance=tolerance,
+        blocks=(block,),
+        recommended=block,
+        passed=True,
+        reason="",
+    )
+
+
+@given(
+    st.lists(st.floats(0, 1e6), min_size=1, max_size=40),
+    st.floats(0, 100),
+)
+def test_percentile_is_numpys(values: list[float], percent: float) -> None:
+    assert percentile(values, percent) == pytest.approx(np.percentile(values, percent))
+
+
+def test_percentile_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="no values"):
+        percentile([], 50)
+
+
+def test_quality_is_the_mean_f1_and_the_means_of_the_reuse() -> None:
+    mixed = [sample(), sample(text="baker", provenance=NOTHING)]
+    quality = quality_of(samples(2, block=mixed), [("guard",), ("guard",)])
+    assert quality[Condition.FULL_REUSE].f1 == 1.0
+    block = quality[Condition.BLOCK]
+    assert (block.f1, block.num_requests, block.num_reused) == (0.5, 2, 1)
+    assert (block.tokens_reused, block.layers_recomputed, block.bytes_moved) == (64, 1.5, 500)
+
+
+def test_speed_is_relative_to_the_median_of_full_prefill() -> None:
+    slow = [sample(ttft_ms=ms, provenance=NOTHING) for ms in (300.0, 100.0, 200.0)]
+    speed = speed_of(samples(3, full_prefill=slow, block=[sample(ttft_ms=50.0)] * 3))
+    assert speed[Condition.FULL_PREFILL].ttft_p50_ms == 200.0
+    assert speed[Condition.FULL_PREFILL].ttft_p90_ms == 280.0
+    assert speed[Condition.FULL_PREFILL].speedup == 1.0
+    assert speed[Condition.BLOCK].speedup == 4.0
+
+
+def test_a_good_demo_has_no_failures() -> None:
+    good = samples()
+    quality = quality_of(good, [("guard",)] * 10)
+    assert [*reuse_failures(good, "quality"), *equality_failures(good, "quality", "float32")] == []
+    assert list(quality_failures(quality, profile())) == []
+
+
+def test_a_condition_that_reused_nothing_fails_with_its_outcomes() -> None:
+    missed = sample(provenance=RequestProvenance(outcome="no_match"))
+    (failure,) = reuse_failures(samples(block=[missed] * 10), "quality")
+    assert "only 0 of 10 requests of block" in failure
+    assert "10 × no_match" in failure
+
+
+def test_reuse_of_a_part_of_the_document_is_not_reuse_of_it() -> None:
+    part = sample(num_reusable=144)
+    assert len(list(reuse_failures(samples(full_reuse=[part] * 10), "speed"))) == 1
+
+
+@pytest.mark.parametrize(("num_missed", "num_failures"), [(1, 0), (2, 1)])
+def test_one_missed_deadline_in_ten_is_let_pass(num_missed: int, num_failures: int) -> None:
+    missed = sample(provenance=RequestProvenance(outcome="fallback: DeadlineExceeded"))
+    answered = [missed] * num_missed + [sample()] * (10 - num_missed)
+    assert len(list(reuse_failures(samples(block=answered), "quality"))) == num_failures
+
+
+def test_a_full_prefill_that_reused_fails() -> None:
+    (failure,) = reuse_failures(samples(full_prefill=[sample()] * 10), "quality")
+    assert "10 requests of full prefill reused" in failure
+
+
+def test_recomputing_all_layers_must_give_the_same_tokens() -> None:
+    other = [sample(token_ids=(7, 3))] + [sample()] * 9
+    (failure,) = equality_failures(samples(all_layers=other), "speed", "float32")
+    assert "only 9 of 10 prompts, in float32" in failure
+
+
+def test_in_16_bits_most_first_tokens_must_agree() -> None:
+    later = samples(all_layers=[sample(token_ids=(7, 3))] * 10)
+    assert list(equality_failures(later, "speed", "bfloat16")) == []
+    first = samples(all_layers=[sample(token_ids=(8, 2))] * 3 + [sample()] * 7)
+    assert len(list(equality_failures(first, "speed", "bfloat16"))) == 1
+
+
+@pytest.mark.parametrize(("tolerance", "num_failures"), [(0.05, 1), (0.2, 0)])
+def test_the_block_must_keep_the_profiles_promise(tolerance: float, num_failures: int) -> None:
+    worse = samples(block=[sample(text="baker")] + [sample()] * 9)
+    quality = quality_of(worse, [("guard",)] * 10)
+    assert quality[Condition.BLOCK].f1 == 0.9
+    assert len(list(quality_failures(quality, profile(tolerance)))) == num_failures

@@ -1,0 +1,86 @@
+"""The command line: what it refuses and what it prints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from cachetree.identity import read_model_identity
+from cachetree.profile import read_profile, write_profile
+from sglang_droidspeak.cli import main
+from sglang_droidspeak.demo import DemoConfig
+
+SHIPPED = DemoConfig()
+
+
+def run(capsys, *argv: str) -> tuple[int, str, str]:
+    code = main([*argv])
+    out = capsys.readouterr()
+    return code, out.out, out.err
+
+
+def test_identity_prints_the_id_that_profiles_use(capsys) -> None:
+    code, out, _ = run(capsys, "identity", str(SHIPPED.sender))
+    assert code == 0
+    assert read_profile(SHIPPED.profile).sender.model_id in out
+
+
+def test_identity_as_json(capsys) -> None:
+    code, out, _ = run(capsys, "identity", str(SHIPPED.receiver), "--json")
+    fields = json.loads(out)
+    assert code == 0
+    assert fields["model_id"] == read_model_identity(SHIPPED.receiver).model_id
+    assert fields["num_layers"] == 12
+
+
+def test_identity_of_no_model_is_one_line(capsys, tmp_path: Path) -> None:
+    code, _, err = run(capsys, "identity", str(tmp_path / "none"))
+    assert code == 1
+    assert err.startswith("droidspeak: model folder")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("argv", [["demo", "--bogus"], ["demo", "--num-doc", "3"], []])
+def test_unknown_and_abbreviated_flags_are_refused(capsys, argv: list[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(argv)
+    assert stop.value.code == 2
+
+
+def test_an_own_pair_needs_all_four(capsys) -> None:
+    code, _, err = run(capsys, "demo", "--sender", "x", "--data", "y")
+    assert code == 2
+    assert "--receiver and --profile" in err
+
+
+def own_pair(tmp_path: Path, **changes: Path) -> list[str]:
+    files = {name: getattr(SHIPPED, name) for name in ("sender", "receiver", "profile", "data")}
+    argv = ["demo", "--out", str(tmp_path / "out")]
+    for name, path in {**files, **changes}.items():
+        argv += [f"--{name}", str(path)]
+    return argv
+
+
+def test_a_profile_of_another_pair_is_refused(capsys, tmp_path: Path) -> None:
+    code, _, err = run(capsys, *own_pair(tmp_path, sender=SHIPPED.receiver))
+    assert code == 1
+    assert "has sender" in err and "profile this pair" in err
+
+
+def test_a_profile_that_failed_its_gate_is_refused(capsys, tmp_path: Path) -> None:
+    failed = replace(read_profile(SHIPPED.profile), passed=False, reason="too bad")
+    write_profile(failed, tmp_path / "failed.json")
+    code, _, err = run(capsys, *own_pair(tmp_path, profile=tmp_path / "failed.json"))
+    assert code == 1
+    assert "did not pass its gate: too bad" in err
+
+
+@pytest.mark.parametrize("text", ["", "- a\n", "a: [\n"])
+def test_options_that_are_no_keys_are_refused(capsys, tmp_path: Path, text: str) -> None:
+    (tmp_path / "options.yaml").write_text(text)
+    code, _, err = run(capsys, "demo", "--options", str(tmp_path / "options.yaml"))
+    assert code == 1
+    assert "options" in err
