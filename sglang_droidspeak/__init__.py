@@ -1,7 +1,7 @@
 """The SGLang side: capture E, match across models, load, recompute one block, decode.
 
-    plugin → site → linker → (gate → loader → partial prefill)
-                          ↘ (capture → offload)
+    plugin → site → linker ┬→ waiting → job → loader, forward (partial prefill)
+                           └→ capture → offloader
 
 `plugin` is what SGLang's entry point calls. Everything SGLang-specific is imported through
 `compat`, so that an unsupported version is refused in one place.

@@ -13,7 +13,7 @@ import torch
 
 from cachetree.errors import ConfigError
 from sglang_droidspeak.compat.names import ForwardMode, MHATokenToKVPool
-from sglang_droidspeak.layers import LayerStack
+from sglang_droidspeak.layers import LayerStack, OnE
 
 if TYPE_CHECKING:
     from sglang_droidspeak.compat.names import ForwardBatch, ModelRunner, ScheduleBatch
@@ -36,7 +36,7 @@ class EPool:
     """E of the transition layers for every KV slot, and whether it is there.
 
     `e[layer]` is `[slots, hidden]` in the model's dtype; `valid` is `[slots]`. A slot's E is valid
-    from the forward that computes its KV until something else is loaded into the slot.
+    from SGLang's own forward over its token until the slot is loaded or partially prefilled.
     """
 
     def __init__(
@@ -53,26 +53,17 @@ class EPool:
     def capture_from(self, stack: LayerStack) -> None:
         """Fill the pool in every forward from now on; call before CUDA graphs are captured."""
         for layer, rows in self.e.items():
-            stack.on_e(layer, self._writer(rows))
-
-    def _writer(self, rows: torch.Tensor):
-        valid = self.valid
-
-        def write(forward_batch: ForwardBatch, value: torch.Tensor) -> None:
-            # In a partial prefill the stream is the receiver's continuation of another model's E.
-            if getattr(forward_batch, "is_partial_prefill", False):
-                return
-            slots = forward_batch.out_cache_loc
-            rows[slots] = value[: slots.shape[0]]
-            valid[slots] = True
-
-        return write
+            stack.on_e(layer, _writer(rows))
+        if self.e:
+            stack.on_e(max(self.e), _marker(self.valid))
 
     def invalidate(self, slots: torch.Tensor) -> None:
         self.valid[slots] = False
 
-    def layers_valid_for(self, slots: torch.Tensor) -> tuple[int, ...]:
-        return tuple(self.e) if self.e and bool(self.valid[slots].all()) else ()
+    def num_pages_without(self, slots: torch.Tensor, page_size: int) -> int:
+        """How many leading pages end with the last one that lacks E somewhere; 0: all have it."""
+        lacks = (~self.valid[slots].view(-1, page_size).all(1)).nonzero()
+        return int(lacks[-1]) + 1 if len(lacks) else 0
 
 
 class Provenance:
@@ -87,29 +78,36 @@ class Provenance:
         self._approximate = torch.zeros(num_slots, dtype=torch.bool, device=device)
         self._any = False
 
-    def loaded(self, slots: torch.Tensor, *, exact: bool) -> None:
-        """`slots` now hold loaded (and partly recomputed) KV."""
+    @property
+    def any_approximate(self) -> bool:
+        return self._any
+
+    def loaded(self, slots: torch.Tensor, slot_before: torch.Tensor, *, exact: bool) -> None:
+        """`slots` now hold loaded or recomputed KV, after the token in `slot_before` (`[0..1]`)."""
         self._any = self._any or not exact
         if self._any:
-            self._approximate[slots] = not exact
+            self._approximate[slots] = self._approximate[slot_before].any() if exact else True
 
     def inherit(self, batch: ScheduleBatch, req_to_token: torch.Tensor) -> None:
-        """Mark the slots that `batch` is about to write. All on the device, no synchronisation."""
+        """Mark the slots that `batch` is about to write. On the device, without waiting for it."""
         if not self._any:
             return
         rows = batch.req_pool_indices
         if batch.forward_mode == ForwardMode.DECODE:
             before = req_to_token[rows, (batch.seq_lens - 2).clamp(min=0)]
             self._approximate[batch.out_cache_loc] = self._approximate[before]
-            return
+        elif batch.forward_mode in (ForwardMode.EXTEND, ForwardMode.MIXED):
+            prefix, lengths = self._on_device(batch.prefix_lens), self._on_device(batch.extend_lens)
+            before = req_to_token[rows, (prefix - 1).clamp(min=0)]
+            mark = self._approximate[before] & (prefix > 0)
+            self._approximate[batch.out_cache_loc] = mark.repeat_interleave(
+                lengths, output_size=batch.out_cache_loc.shape[0]
+            )
+
+    def _on_device(self, values: list[int]) -> torch.Tensor:
         device = self._approximate.device
-        prefix = torch.tensor(batch.prefix_lens, device=device)
-        lengths = torch.tensor(batch.extend_lens, device=device)
-        before = req_to_token[rows, (prefix - 1).clamp(min=0)]
-        mark = self._approximate[before] & (prefix > 0)
-        self._approximate[batch.out_cache_loc] = mark.repeat_interleave(
-            lengths, output_size=batch.out_cache_loc.shape[0]
-        )
+        host = torch.tensor(values, pin_memory=device.type == "cuda")
+        return host.to(device, non_blocking=True)
 
     def is_exact(self, slots: torch.Tensor) -> bool:
         return not (self._any and bool(self._approximate[slots].any()))
@@ -117,6 +115,24 @@ class Provenance:
     def reset(self) -> None:
         self._approximate.zero_()
         self._any = False
+
+
+def _writer(rows: torch.Tensor) -> OnE:
+    def write(forward_batch: ForwardBatch, value: torch.Tensor) -> None:
+        # In a partial prefill the stream is the receiver's continuation of another model's E.
+        if not getattr(forward_batch, "is_partial_prefill", False):
+            slots = forward_batch.out_cache_loc
+            rows[slots] = value[: slots.shape[0]]
+
+    return write
+
+
+def _marker(valid: torch.Tensor) -> OnE:
+    def mark(forward_batch: ForwardBatch, _value: torch.Tensor) -> None:
+        if not getattr(forward_batch, "is_partial_prefill", False):
+            valid[forward_batch.out_cache_loc] = True
+
+    return mark
 
 
 def attach(runner: ModelRunner, site: Site) -> None:

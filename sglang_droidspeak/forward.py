@@ -8,17 +8,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from cachetree.clock import Deadline
 from cachetree.errors import FetchError
 from cachetree.ids import Span
 from sglang_droidspeak import compat
+from sglang_droidspeak.compat.names import ForwardMode
 from sglang_droidspeak.meta_info import provenance_of, report
 from sglang_droidspeak.partial_prefill import PartialPrefill, Prefix
 from sglang_droidspeak.rows import host_e
 
 if TYPE_CHECKING:
+    import torch
+
     from sglang_droidspeak.capture import Attachment, Provenance
-    from sglang_droidspeak.compat.names import ModelRunner, ScheduleBatch
+    from sglang_droidspeak.compat.names import ModelRunner, Req, ScheduleBatch
     from sglang_droidspeak.job import Job
     from sglang_droidspeak.loader import Loader
     from sglang_droidspeak.meter import Meter
@@ -64,7 +69,7 @@ class ForwardPass:
         jobs = self._jobs.pop(index, ())
         for job in jobs:
             job.staging.release()
-        return not any(job.is_lost for job in jobs)
+        return not any(job.is_lost or (job.is_broken and not job.abandoned) for job in jobs)
 
     def around(
         self, original: Any, worker: Any, batch: ScheduleBatch | None, *args: Any, **kw: Any
@@ -75,86 +80,109 @@ class ForwardPass:
         jobs = self._jobs.get(batch.hicache_consumer_index, ())
         settled = self._before(batch, jobs) if jobs else None
         self._provenance.inherit(batch, self._runner.req_to_token_pool.req_to_token)
-        is_plain_prefill = not jobs and not batch.forward_mode.is_decode()
+        is_plain_prefill = not jobs and batch.forward_mode == ForwardMode.EXTEND
         num_tokens = batch.extend_num_tokens if is_plain_prefill else 0
         started_s = time.monotonic()
         with self._meter.forward(num_tokens * self._num_layers):
             result = original(worker, batch, *args, **kw)
         if settled is not None:
-            self._report(batch, jobs, settled, time.monotonic() - started_s)
+            self._report(settled, time.monotonic() - started_s)
         return result
 
     def _before(self, batch: ScheduleBatch, jobs: Sequence[Job]) -> _Settled:
         """Recompute every block, then have every loaded layer on its way into its slots."""
+        row_of = {req.rid: row for row, req in enumerate(batch.reqs)}
+        places = [self._place(batch, row_of[job.rid], job) for job in jobs]
         for job in jobs:
             self._e_pool.invalidate(job.slots)
-        row_of = _rows(batch)
         # The pool must not wait for loads of the block's layers: there are none.
         self._loader.counter.set_consumer(NO_CONSUMER)
         started_s = time.monotonic()
-        blocks = [self._prefix(batch, row_of[job.rid], job) for job in jobs if len(job.plan.block)]
         try:
-            self._run(batch, blocks)
+            self._run(batch, [self._prefix(it) for it in places if len(it.job.plan.block)])
         except Exception as exc:
             log.exception("a partial prefill failed")
             for job in jobs:
                 self._loader.abandon(job, FetchError(f"the partial prefill failed: {exc}"))
         recompute = (started_s, time.monotonic())
-        self._metrics.recompute_s.observe(recompute[1] - recompute[0])
-        causes = {job.rid: self._settle(batch, row_of[job.rid], job) for job in jobs}
-        return _Settled(recompute, causes)
+        return _Settled(recompute, [(it, self._settle(batch, it)) for it in places])
 
-    def _report(
-        self, batch: ScheduleBatch, jobs: Sequence[Job], settled: _Settled, forward_s: float
-    ) -> None:
-        row_of = _rows(batch)
-        for job in jobs:
-            cause = settled.causes[job.rid]
-            self._metrics.count(job, cause)
-            provenance = provenance_of(job, settled.recompute, forward_s, cause)
-            report(batch.reqs[row_of[job.rid]], provenance)
-
-    def _prefix(self, batch: ScheduleBatch, row: int, job: Job) -> Prefix:
-        step = job.e_step
+    def _place(self, batch: ScheduleBatch, row: int, job: Job) -> _Place:
         stop = batch.prefix_lens[row]
-        return Prefix(
+        start = stop - job.num_tokens
+        table = self._runner.req_to_token_pool.req_to_token[batch.req_pool_indices[row]]
+        return _Place(
+            job=job,
+            req=batch.reqs[row],
             row=row,
-            tokens=Span(stop - job.num_tokens, stop),
-            block=job.plan.block,
-            e=None if step is None else host_e(job.rows(step), self._e_pool.no_rows),
+            tokens=Span(start, stop),
+            slot_before=table[max(0, start - 1) : start].long(),
         )
+
+    def _prefix(self, it: _Place) -> Prefix:
+        step = it.job.e_step
+        e = None if step is None else host_e(it.job.rows(step), self._e_pool.no_rows)
+        return Prefix(row=it.row, tokens=it.tokens, block=it.job.plan.block, e=e)
 
     def _run(self, batch: ScheduleBatch, prefixes: Sequence[Prefix]) -> None:
         if not prefixes:
             return
         # The block's last layer costs only its K and V projections.
         token_layers = sum(len(p.tokens) * (len(p.block) - 1) for p in prefixes)
+        started_s = time.monotonic()
         with self._meter.forward(token_layers):
             self._prefill.run(batch, prefixes)
+        self._metrics.recompute_s.observe(time.monotonic() - started_s)
 
-    def _settle(self, batch: ScheduleBatch, row: int, job: Job) -> str:
+    def _settle(self, batch: ScheduleBatch, it: _Place) -> str:
         """Have every layer of the job in place; returns why it took a full prefill, if it did."""
-        cause = ""
+        job, cause = it.job, ""
         try:
             job.wait_staged(Deadline.after(self._forward_wait_s))
         except FetchError as exc:
             cause = type(exc).__name__
             log.warning("request %s: %s; it does a full prefill", job.rid, exc)
             self._loader.abandon(job, exc)
-            everything = Span(0, self._num_layers)
-            stop = batch.prefix_lens[row]
-            tokens = Span(stop - job.num_tokens, stop)
-            self._run(batch, [Prefix(row=row, tokens=tokens, block=everything, e=None)])
-        self._provenance.loaded(job.slots, exact=bool(cause) or job.plan.is_exact)
+            self._prefill_in_full(batch, it)
+        is_exact = bool(cause) or job.plan.is_exact
+        self._provenance.loaded(job.slots, it.slot_before, exact=is_exact)
         return cause
+
+    def _prefill_in_full(self, batch: ScheduleBatch, it: _Place) -> None:
+        """The last resort; where it fails too, SGLang aborts the batch's loading requests."""
+        everything = Span(0, self._num_layers)
+        try:
+            self._run(batch, [Prefix(row=it.row, tokens=it.tokens, block=everything, e=None)])
+        except Exception:
+            log.exception("request %s: the full prefill of its prefix failed", it.job.rid)
+            it.job.is_lost = True
+
+    def _report(self, settled: _Settled, forward_s: float) -> None:
+        for it, cause in settled.causes:
+            self._metrics.count(it.job, cause)
+            is_exact = self._provenance.is_exact(it.job.slots)
+            told = provenance_of(it.job, settled.recompute, forward_s, cause)
+            report(it.req, msgspec.structs.replace(told, exact=is_exact))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """Where a job's tokens stand in the batch that loads them."""
+
+    job: Job
+    req: Req
+    row: int
+    tokens: Span
+    slot_before: torch.Tensor
+    """Slot of the token before them, `[1]`, or `[0]` elements at the start; int64."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Settled:
     recompute: tuple[float, float]
     """Start and stop, on monotonic time."""
-    causes: dict[str, str]
-    """By rid: why it took a full prefill, or empty."""
+    causes: list[tuple[_Place, str]]
+    """Why each took a full prefill, or empty."""
 
 
 def _largest_forward(runner: ModelRunner) -> int:
@@ -162,7 +190,3 @@ def _largest_forward(runner: ModelRunner) -> int:
     args = compat.resolved(runner.server_args)
     chunk = args.chunked_prefill_size
     return chunk if chunk is not None and chunk > 0 else args.max_prefill_tokens
-
-
-def _rows(batch: ScheduleBatch) -> dict[str, int]:
-    return {req.rid: row for row, req in enumerate(batch.reqs)}

@@ -42,8 +42,10 @@ class Job:
     copying: threading.Lock = field(default_factory=threading.Lock)
     abandoned: bool = False
     """The scheduler thread computes the slots itself; the loader writes nothing more."""
-    broken: bool = False
+    is_broken: bool = False
     """The loader could not copy a layer."""
+    is_lost: bool = False
+    """Nor could its slots be computed: the request must be aborted."""
 
     @property
     def num_tokens(self) -> int:
@@ -61,17 +63,14 @@ class Job:
         layer = self.plan.transition_layer
         return None if layer is None else Step(Kind.E, layer)
 
-    @property
-    def is_lost(self) -> bool:
-        """Slots hold something else than they should, and nobody has made up for it."""
-        return self.broken and not self.abandoned
-
     def wait_staged(self, deadline: Deadline) -> None:
         """Block until every layer is in host memory; raises FetchError where it is not by then."""
-        if self.abandoned or self.broken:
+        if self.abandoned or self.is_broken:
             raise FetchError("the load was given up")
         for step in self.plan.steps:
             self.staging.wait(step, deadline)
+        if self.staging.error is not None:  # the loader has left layers out that came late
+            raise self.staging.error
 
     def abandon(self, error: FetchError) -> None:
         """Stop the loader for this job; returns once no copy of it is running."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +19,7 @@ import torch
 from cachetree.cache import Cache, CacheConfig
 from cachetree.errors import ConfigError
 from cachetree.family import Family
-from cachetree.ids import ModelId, PageHash
+from cachetree.ids import ModelId
 from cachetree.staging import pageable
 from cachetree.transport import WorkerConfig
 from sglang_droidspeak import compat, meta_info
@@ -42,7 +41,7 @@ from sglang_droidspeak.loader import Copies, Loader
 from sglang_droidspeak.meter import Meter
 from sglang_droidspeak.metrics import Metrics
 from sglang_droidspeak.offloader import Offload, Offloader
-from sglang_droidspeak.prefixes import page_hash, pages_of, parent_of, refusal
+from sglang_droidspeak.prefixes import page_hash, pages_of, refusal
 from sglang_droidspeak.rows import PoolRows
 from sglang_droidspeak.waiting import WaitingRequests
 
@@ -82,6 +81,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         self.forward_stream = forward_stream
         self._site = site
         self._page_size = params.page_size
+        self._req_to_token = params.req_to_token_pool.req_to_token
         self._on_cuda = runner.device == "cuda"
         self._provenance = Provenance(num_slots, runner.device)
         self._meter = Meter(runner.device)
@@ -104,7 +104,9 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         self._offloader = Offloader(
             site.identity.model_id, self._cache, rows, attachment.e_pool, self._provenance
         )
-        self._waiting = WaitingRequests(site, self._cache, self._meter, self._metrics)
+        self._waiting = WaitingRequests(
+            site, self._cache, self._provenance, self._meter, self._metrics
+        )
         self._forward = ForwardPass(
             attachment, self._loader, self._provenance, self._meter, self._metrics
         )
@@ -114,6 +116,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         compat.place_hooks(
             {
                 compat.NEW_PREFILL: (self._new_prefill, HookType.AROUND),
+                compat.MATCH: (self._match, HookType.AROUND),
                 compat.FORWARD: (self._forward.around, HookType.AROUND),
                 compat.CHECKPOINT: (self._checkpoint, HookType.AROUND),
                 compat.REQUEST_LEVEL: (_is_request_level, HookType.AFTER),
@@ -151,13 +154,19 @@ class DroidSpeakLinker(UnifiedCacheLinker):
             time.sleep(IDLE_WAIT_S)
         return batch, running
 
+    def _match(self, original: Any, wrapper: Any, key: Any, req: Req, result: Any) -> Any:
+        """Spare SGLang the hashing of a prompt for which nothing is staged."""
+        if not self._waiting.has_staging(req.rid):
+            return result
+        return original(wrapper, key, req, result)
+
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
-        tail = _pages_of_keys(transfers)
-        return list(range(1, self._waiting.num_restorable(rid, tail) + 1))
+        (transfer,) = transfers
+        return list(range(1, self._waiting.num_restorable(rid, transfer.keys[0]) + 1))
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
         (transfer,) = transfers
-        job = self._waiting.take(rid, _pages_of_keys(transfers), transfer.device_indices)
+        job = self._waiting.take(rid, transfer.keys, transfer.device_indices)
         if job is None:
             return False
         self._queued[rid] = job
@@ -206,12 +215,19 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         if refusal(req):
             return False
         (transfer,) = transfers
-        pages = _pages_of_keys(transfers)
+        pages = [page_hash(key) for key in transfer.keys]
+        path = pages_of(req, up_to, self._page_size)
+        if pages[0] not in path:
+            return False
+        index = path.index(pages[0])
+        slots = transfer.device_indices
+        context = self._req_to_token[req.kv.req_pool_idx, :up_to].long()
         return self._offloader.put(
             Offload(
-                parent=parent_of(pages_of(req, up_to, self._page_size), pages[0]),
+                parent=path[index - 1] if index else None,
                 pages=pages,
-                slots=transfer.device_indices,
+                slots=slots,
+                context=context if self._provenance.any_approximate else slots,
                 ready=self.record_offload_ready() if self._on_cuda else (),
             )
         )
@@ -270,11 +286,6 @@ def _cache_config(settings: Settings, model: ModelId) -> CacheConfig:
 
 def _page_locked(num_bytes: int) -> memoryview:
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).numpy().data
-
-
-def _pages_of_keys(transfers: Sequence[PoolTransfer]) -> list[PageHash]:
-    (transfer,) = transfers
-    return [page_hash(key) for key in transfer.keys]
 
 
 def _is_request_level(result: bool, _streamer: object, key: str) -> bool:

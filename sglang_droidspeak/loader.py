@@ -73,7 +73,7 @@ class Loader:
                     except Exception:
                         log.exception("loading layer %d failed", layer)
                         for job in jobs:
-                            job.broken = True
+                            job.is_broken = True
                     self.counter.complete(index, layer)
 
     def _load(self, job: Job, layer: int) -> None:

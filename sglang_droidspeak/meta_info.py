@@ -20,7 +20,7 @@ class RequestProvenance(msgspec.Struct, frozen=True, kw_only=True):
     """`reused`, `fallback: CAUSE`, or why nothing was reused."""
     reused_tokens: int = 0
     exact: bool = True
-    """False where the KV descends from another model's."""
+    """False where prompt KV descends from another model's, also through this server's own cache."""
     sender: str | None = None
     location: str | None = None
     block: tuple[int, int] | None = None

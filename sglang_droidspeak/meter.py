@@ -12,6 +12,8 @@ import torch
 _MIN_TOKEN_LAYERS = 512
 """Smaller forwards measure overhead, not speed."""
 _WEIGHT = 0.3
+_MAX_OPEN = 64
+"""Forwards timed and not yet read; the oldest are dropped."""
 
 
 class Meter:
@@ -19,7 +21,7 @@ class Meter:
 
     def __init__(self, device: str) -> None:
         self._on_cuda = device == "cuda"
-        self._open: deque[tuple[torch.cuda.Event, torch.cuda.Event, int]] = deque()
+        self._open: deque[tuple[torch.cuda.Event, torch.cuda.Event, int]] = deque(maxlen=_MAX_OPEN)
         self._s_per_token_layer: float | None = None
 
     @property

@@ -34,7 +34,7 @@ class Metrics:
         )
         self.fallbacks: Final = Counter(
             "droidspeak:fallbacks",
-            "Admitted reuse that ended in a full prefill, by cause",
+            "Reuse that was begun and ended in a full prefill, by cause",
             ["cause"],
             registry=registry,
         )
@@ -51,12 +51,17 @@ class Metrics:
             registry=registry,
         )
 
-    def count(self, job: Job, cause: str) -> None:
-        """One admitted reuse; `cause` is why it ended in a full prefill, or empty."""
-        self.requests.labels("fallback" if cause else "reused").inc()
-        self.fetched_bytes.inc(job.staging.num_landed_bytes)
-        self.queued_s.observe(job.queued_s)
+    def count_outcome(self, outcome: str) -> None:
+        """A request that was not admitted with a load; `outcome` as in its meta_info."""
+        kind, _, cause = outcome.partition(": ")
+        self.requests.labels(kind).inc()
         if cause:
             self.fallbacks.labels(cause).inc()
-        else:
+
+    def count(self, job: Job, cause: str) -> None:
+        """One admitted reuse; `cause` is why it ended in a full prefill, or empty."""
+        self.count_outcome(f"fallback: {cause}" if cause else "reused")
+        self.fetched_bytes.inc(job.staging.num_landed_bytes)
+        self.queued_s.observe(job.queued_s)
+        if not cause:
             self.reused_tokens.inc(job.num_tokens)

@@ -32,6 +32,8 @@ class Offload:
     parent: PageHash | None
     pages: Sequence[PageHash]
     slots: torch.Tensor
+    context: torch.Tensor
+    """Slots of every token that the request had read: what the node's KV was computed from."""
     ready: Sequence[torch.cuda.Event]
     """What the copy waits for: the forward that writes the slots. Empty off CUDA."""
 
@@ -103,21 +105,39 @@ class Offloader:
     def _store(self, offload: Offload) -> None:
         for event in offload.ready:
             event.synchronize()
-        if not self._provenance.is_exact(offload.slots):
+        if not self._provenance.is_exact(offload.context):
             return
+        pages, slots, parent = offload.pages, offload.slots, offload.parent
+        if not self._e_pool.e:
+            self._store_pages(parent, pages, slots, ())
+            return
+        # Loaded pages hold no E of their own; what was computed after them does.
+        page_size = slots.shape[0] // len(pages)
+        cut = self._e_pool.num_pages_without(slots, page_size)
+        if cut:
+            self._store_pages(parent, pages[:cut], slots[: cut * page_size], ())
+            parent = pages[cut - 1]
+        if cut < len(pages):
+            self._store_pages(parent, pages[cut:], slots[cut * page_size :], tuple(self._e_pool.e))
+
+    def _store_pages(
+        self,
+        parent: PageHash | None,
+        pages: Sequence[PageHash],
+        slots: torch.Tensor,
+        e_layers: Sequence[int],
+    ) -> None:
         tree = self._cache.tree
-        e_layers = self._e_pool.layers_valid_for(offload.slots)
-        reservation = tree.reserve(self._model, offload.parent, offload.pages, e_layers)
+        reservation = tree.reserve(self._model, parent, pages, e_layers)
         if reservation is None:
             return
         with reservation:
             if not reservation.pages:
                 return
-            page = offload.slots.shape[0] // len(offload.pages)
-            slots = offload.slots[reservation.skipped * page :]
+            new = slots[reservation.skipped * (slots.shape[0] // len(pages)) :]
             for layer in range(tree.family.num_layers):
-                self._rows.read_into(layer, slots, reservation.kv(layer))
+                self._rows.read_into(layer, new, reservation.kv(layer))
             for layer in e_layers:
                 rows = self._e_pool.e[layer]
-                host_e(reservation.e(layer), rows)[:] = rows[slots].to("cpu")
+                host_e(reservation.e(layer), rows)[:] = rows[new].to("cpu")
             reservation.commit()

@@ -47,7 +47,7 @@ def _count_e(cell_size: int, _configurator: object, kvc: Any, _num_layers: int) 
         return cell_size
     from sglang_droidspeak.site import load_site
 
-    return cell_size + load_site(kvc.server_args).e_bytes_per_token(kvc.kv_cache_dtype)
+    return cell_size + load_site(kvc.server_args).e_bytes_per_token(kvc.model_config.dtype)
 
 
 def _attach(_result: None, runner: ModelRunner, *_args: object, **_kwargs: object) -> None:

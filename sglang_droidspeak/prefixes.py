@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from cachetree.ids import PAGE_HASH_BYTES, PageHash
 from sglang_droidspeak.compat.names import MatchPrefixParams, RadixKey, get_storage_hash_str
 
 if TYPE_CHECKING:
+    import torch
+
     from sglang_droidspeak.compat.names import Req, UnifiedRadixCache
 
 
@@ -46,14 +47,10 @@ def reusable_pages(req: Req, page_size: int) -> list[PageHash]:
     return pages_of(req, req._compute_max_prefix_len(len(req.full_untruncated_fill_ids)), page_size)
 
 
-def num_device_pages(req: Req, num_pages: int, tree: UnifiedRadixCache) -> int:
-    """How many of the request's first pages the device holds already."""
+def slots_on_device(req: Req, num_pages: int, tree: UnifiedRadixCache) -> torch.Tensor:
+    """Slots of the request's first tokens that the device holds already, whole pages of them."""
     tokens = req.full_untruncated_fill_ids[: num_pages * tree.page_size]
     key = RadixKey(tokens, req.extra_key, cache_salt=req.cache_salt)
-    return tree.match_prefix(MatchPrefixParams(key=key)).device_prefix_len // tree.page_size
-
-
-def parent_of(pages: Sequence[PageHash], first: PageHash) -> PageHash | None:
-    """The page before `first`; None where it is the first. ValueError where it is not there."""
-    index = pages.index(first)
-    return pages[index - 1] if index else None
+    found = tree.match_prefix(MatchPrefixParams(key=key))
+    length = found.device_prefix_len // tree.page_size * tree.page_size
+    return tree.path_device_indices(found.last_device_node)[:length]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,25 +38,35 @@ ARCHITECTURES = frozenset(
     }
 )
 
-_REFUSED: Mapping[str, tuple[frozenset[Any], str]] = {
-    # server argument: (values that work, why the others do not)
-    "tp_size": (frozenset({1}), "ranks do not yet agree on one plan"),
-    "pp_size": (frozenset({1}), "a recompute block may span pipeline stages"),
-    "attn_dp_size": (frozenset({None, 1}), "a recompute on one rank enters collectives alone"),
-    "attn_cp_size": (frozenset({None, 1}), "context-parallel batches are transformed further"),
-    "dcp_size": (frozenset({None, 1}), "context-parallel batches are transformed further"),
-    "speculative_algorithm": (frozenset({None, "NGRAM"}), "the draft's KV would have no prefix"),
-    "disaggregation_mode": (frozenset({None, "null"}), "prefill and decode are one server here"),
+
+def _one_of(*accepted: object) -> Callable[[object], bool]:
+    return lambda value: value in accepted
+
+
+_ACCEPTED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    # server argument: (whether a value works, why the others do not)
+    "tp_size": (_one_of(1), "ranks do not yet agree on one plan"),
+    "pp_size": (_one_of(1), "a recompute block may span pipeline stages"),
+    "attn_dp_size": (_one_of(None, 1), "a recompute on one rank enters collectives alone"),
+    "attn_cp_size": (_one_of(None, 1), "context-parallel batches are transformed further"),
+    "dcp_size": (_one_of(None, 1), "context-parallel batches are transformed further"),
+    "speculative_algorithm": (_one_of(None), "drafted tokens move between slots"),
+    "disaggregation_mode": (_one_of(None, "null"), "prefill and decode are one server here"),
     "kv_cache_dtype": (
-        frozenset({None, "auto", "bfloat16", "bf16", "float16", "float32"}),
+        _one_of(None, "auto", "bfloat16", "bf16", "float16", "float32"),
         "scales of quantised KV belong to one model",
     ),
-    "quantization": (frozenset({None}), "profiles are made with unquantised weights"),
-    "is_embedding": (frozenset({None, False}), "the model does not generate"),
-    "enable_two_batch_overlap": (frozenset({None, False}), "it splits the recompute's batch"),
-    "enable_pdmux": (frozenset({None, False}), "it splits the recompute's batch"),
-    "enable_hisparse": (frozenset({None, False}), "its KV pool is not per-layer rows"),
-    "dllm_algorithm": (frozenset({None}), "its prefix KV is not causal"),
+    "quantization": (_one_of(None), "profiles are made with unquantised weights"),
+    "modelopt_quant": (_one_of(None), "profiles are made with unquantised weights"),
+    "rl_quant_profile": (_one_of(None), "profiles are made with unquantised weights"),
+    "load_format": (lambda value: value != "dummy", "the weights are not the checkpoint's"),
+    "json_model_override_args": (_one_of(None, "", "{}"), "the model is not the checkpoint's"),
+    "is_embedding": (_one_of(None, False), "the model does not generate"),
+    "enable_two_batch_overlap": (_one_of(None, False), "it splits the recompute's batch"),
+    "enable_pdmux": (_one_of(None, False), "it splits the recompute's batch"),
+    "enable_hisparse": (_one_of(None, False), "its KV pool is not per-layer rows"),
+    "enable_torch_compile": (_one_of(None, False), "E is not captured in compiled layers"),
+    "dllm_algorithm": (_one_of(None), "its prefix KV is not causal"),
 }
 
 
@@ -99,9 +109,9 @@ def load_site(server_args: ServerArgs) -> Site:
     """
     args = compat.resolved(server_args)
     compat.require_supported()
-    for field, (accepted, why) in _REFUSED.items():
+    for field, (accepts, why) in _ACCEPTED.items():
         value = getattr(args, field, None)
-        if value not in accepted:
+        if not accepts(value):
             raise ConfigError(
                 f"{field} is {value!r}: {why}; start the server without it or without droidspeak"
             )
@@ -111,11 +121,13 @@ def load_site(server_args: ServerArgs) -> Site:
             "start the server with --page-size 64"
         )
     extra = args.unified_cache_external_linker_config.get("linker_extra_config") or {}
-    return _load(msgspec.json.encode(extra, order="sorted"), args.model_path, args.page_size)
+    return _load(
+        msgspec.json.encode(extra, order="sorted"), args.model_path, args.revision, args.page_size
+    )
 
 
 @functools.cache
-def _load(extra_json: bytes, model_path: str, page_size: int) -> Site:
+def _load(extra_json: bytes, model_path: str, revision: str | None, page_size: int) -> Site:
     settings = parse_settings(msgspec.json.decode(extra_json))
     if settings.listen is not None:
         parse_listen(settings.listen, field="listen", insecure=settings.insecure)
@@ -125,7 +137,7 @@ def _load(extra_json: bytes, model_path: str, page_size: int) -> Site:
     if not path.is_dir():
         from huggingface_hub import snapshot_download
 
-        path = Path(snapshot_download(model_path))
+        path = Path(snapshot_download(model_path, revision=revision))
     identity = read_model_identity(path, user_cache_path("sglang-droidspeak"))
     if identity.architecture not in ARCHITECTURES:
         raise ConfigError(

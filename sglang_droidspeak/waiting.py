@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     import torch
 
     from cachetree.cache import BudgetedStaging, Cache
+    from sglang_droidspeak.capture import Provenance
     from sglang_droidspeak.compat.names import Req, UnifiedRadixCache
     from sglang_droidspeak.meter import Meter
     from sglang_droidspeak.metrics import Metrics
@@ -73,10 +74,18 @@ class Reuse:
 class WaitingRequests:
     """One entry per request in the queue; scheduler thread only."""
 
-    def __init__(self, site: Site, cache: Cache, meter: Meter, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        site: Site,
+        cache: Cache,
+        provenance: Provenance,
+        meter: Meter,
+        metrics: Metrics,
+    ) -> None:
         self._site = site
         self._model = site.identity.model_id
         self._cache = cache
+        self._provenance = provenance
         self._meter = meter
         self._metrics = metrics
         self._profiles = index_profiles(site.profiles)
@@ -91,34 +100,42 @@ class WaitingRequests:
             if reuse is None:
                 reuse = self._begin(req, tree, num_waiting=len(queue) - 1)
                 self._reuses[req.rid] = reuse
-            if reuse.staging is not None and self._must_hold(req, reuse):
+            if reuse.plan is None:
+                continue
+            if reuse.staging is None:
+                self._stage(reuse)
+            elif self._must_hold(req, reuse):
                 held.add(req.rid)
         if len(self._reuses) > len(queue):
             for rid in self._reuses.keys() - {req.rid for req in queue}:
                 self._reuses.pop(rid).give_up()
         return held
 
-    def num_restorable(self, rid: str, tail: Sequence[PageHash]) -> int:
-        """How many pages of `tail` (the request's pages that the device lacks) can be loaded."""
+    def has_staging(self, rid: str) -> bool:
         reuse = self._reuses.get(rid)
-        if reuse is None or reuse.plan is None or not tail:
-            return 0
-        span = reuse.plan.pages
-        if tail[0] not in reuse.pages[span.start : span.stop]:
-            return 0
-        return span.stop - reuse.pages.index(tail[0])
+        return reuse is not None and reuse.staging is not None
 
-    def take(self, rid: str, tail: Sequence[PageHash], slots: torch.Tensor) -> Job | None:
-        """Turn a held request into a job that loads `tail` into `slots`."""
-        if self.num_restorable(rid, tail) < len(tail):
+    def num_restorable(self, rid: str, first_key: str) -> int:
+        """How many pages from SGLang's page `first_key` on can be loaded."""
+        if not self.has_staging(rid):
+            return 0
+        reuse = self._reuses[rid]
+        first, span = prefixes.page_hash(first_key), reuse.plan.pages
+        if first not in reuse.pages[span.start : span.stop]:
+            return 0
+        return span.stop - reuse.pages.index(first)
+
+    def take(self, rid: str, keys: Sequence[str], slots: torch.Tensor) -> Job | None:
+        """Turn a staged request into a job that loads the pages of `keys` into `slots`."""
+        if self.num_restorable(rid, keys[0]) < len(keys):
             return None
         reuse = self._reuses.pop(rid)
-        start = reuse.pages.index(tail[0])
+        start = reuse.pages.index(prefixes.page_hash(keys[0]))
         return Job(
             rid=rid,
             plan=reuse.plan,
             staging=reuse.staging,
-            pages=Span(start, start + len(tail)),
+            pages=Span(start, start + len(keys)),
             slots=slots,
             page_size=self._site.page_size,
             match_s=reuse.match_s,
@@ -137,20 +154,35 @@ class WaitingRequests:
 
     def _begin(self, req: Req, tree: UnifiedRadixCache, num_waiting: int) -> Reuse:
         reuse = Reuse(first_seen_s=time.monotonic())
+        is_exact = True
         try:
-            outcome = (
-                self._refusal or prefixes.refusal(req) or self._plan(req, reuse, tree, num_waiting)
-            )
+            outcome = self._refusal or prefixes.refusal(req)
+            if not outcome:
+                pages = prefixes.reusable_pages(req, self._site.page_size)
+                outcome = self._plan(req, reuse, pages, tree, num_waiting)
+                if self._provenance.any_approximate:
+                    on_device = prefixes.slots_on_device(req, len(pages), tree)
+                    is_exact = self._provenance.is_exact(on_device)
         except Exception:
             log.exception("request %s: planning failed; it does a full prefill", req.rid)
             reuse.give_up()
             outcome = "error"
         if outcome:
-            self._report(req, outcome)
+            self._metrics.count_outcome(outcome)
+        # What a planned request keeps that is admitted without its load after all:
+        planned = "staging_full" if reuse.staging is None else "no_slots"
+        report(req, RequestProvenance(outcome=outcome or planned, exact=is_exact))
         return reuse
 
-    def _plan(self, req: Req, reuse: Reuse, tree: UnifiedRadixCache, num_waiting: int) -> str:
-        """Fill in plan and staging; returns why there is none, or nothing."""
+    def _plan(
+        self,
+        req: Req,
+        reuse: Reuse,
+        pages: Sequence[PageHash],
+        tree: UnifiedRadixCache,
+        num_waiting: int,
+    ) -> str:
+        """Fill in the plan and begin to stage it; returns why there is none, or nothing."""
         site = self._site
         try:
             controls = parse_controls(req.sampling_params.custom_params)
@@ -160,34 +192,35 @@ class WaitingRequests:
             return "bad_controls"
         if controls.mode == "off":
             return Reason.OFF.value
-        pages = prefixes.reusable_pages(req, site.page_size)
         matches = self._cache.match(pages) if pages else []
         if not matches:
             return Reason.NO_MATCH.value
-        demand = self._demand(req, controls, block, len(pages))
         demand = replace(
-            demand,
-            first_page=prefixes.num_device_pages(req, len(pages), tree),
+            self._demand(req, controls, block, len(pages)),
+            first_page=len(prefixes.slots_on_device(req, len(pages), tree)) // site.page_size,
             num_waiting=num_waiting,
         )
         plan = choose(demand, matches, self._profiles, self._costs({it.location for it in matches}))
         if isinstance(plan, NoReuse):
             log.debug("request %s: %s: %s", req.rid, plan.reason.value, plan.detail)
             return plan.reason.value
-        plan = replace(plan, strategy=controls.strategy)
-        if (
-            len(plan.block)
-            and len(plan.pages) * site.page_size > site.settings.max_recompute_tokens
-        ):
+        num_tokens = len(plan.pages) * site.page_size
+        if len(plan.block) and num_tokens > site.settings.max_recompute_tokens:
             return "recompute_too_long"
-        reuse.match_s = time.monotonic() - reuse.first_seen_s
-        staging = self._cache.fetch(plan, pages, Deadline.after(site.settings.fetch_deadline_s))
-        if staging is None:
-            return "staging_full"
-        reuse.pages, reuse.plan, reuse.staging = pages, plan, staging
         reuse.is_optional = block is None
-        report(req, RequestProvenance(outcome="no_slots"))  # unless it is admitted with its load
+        if site.settings.gate == "off":
+            plan = replace(plan, strategy=controls.strategy)
+            # An experiment's KV serves its own request only.
+            req.skip_radix_cache_insert |= block is not None and not plan.is_exact
+        reuse.pages, reuse.plan = pages, plan
+        reuse.match_s = time.monotonic() - reuse.first_seen_s
+        self._stage(reuse)
         return ""
+
+    def _stage(self, reuse: Reuse) -> None:
+        """Begin the fetch; where staging memory is used up, the next look tries again."""
+        deadline = Deadline.after(self._site.settings.fetch_deadline_s)
+        reuse.staging = self._cache.fetch(reuse.plan, reuse.pages, deadline)
 
     def _demand(self, req: Req, controls: Controls, block: Span | None, num_pages: int) -> Demand:
         site, settings = self._site, self._site.settings
@@ -217,7 +250,7 @@ class WaitingRequests:
         )
 
     def _report(self, req: Req, outcome: str) -> None:
-        self._metrics.requests.labels(outcome).inc()
+        self._metrics.count_outcome(outcome)
         report(req, RequestProvenance(outcome=outcome))
 
     def _must_hold(self, req: Req, reuse: Reuse) -> bool:

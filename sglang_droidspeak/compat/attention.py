@@ -17,4 +17,9 @@ def recompute_backend(runner: ModelRunner) -> Any:
         return runner.attn_backend
     from sglang.srt.layers.attention.flashinfer_backend import FlashInferAttnBackend
 
-    return FlashInferAttnBackend(runner, init_new_workspace=True)
+    # Where no other part of the server uses FlashInfer, its shared workspace is ours alone.
+    shares = "flashinfer" in (
+        runner.prefill_attention_backend_str,
+        runner.decode_attention_backend_str,
+    )
+    return FlashInferAttnBackend(runner, init_new_workspace=shares)

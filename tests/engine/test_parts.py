@@ -138,8 +138,9 @@ def test_whatever_follows_an_approximate_slot_is_approximate() -> None:
     table = torch.zeros(2, 16, dtype=torch.int64)
     table[0, :8] = torch.arange(10, 18)
     table[1, :8] = torch.arange(20, 28)
-    marks.loaded(torch.tensor([10, 11]), exact=False)
-    marks.loaded(torch.tensor([20, 21]), exact=True)
+    start = torch.tensor([], dtype=torch.int64)
+    marks.loaded(torch.tensor([10, 11]), start, exact=False)
+    marks.loaded(torch.tensor([20, 21]), start, exact=True)
     marks.inherit(extend([0, 1], [2, 2], [[12, 13], [22]]), table)
     assert not marks.is_exact(torch.tensor([12]))
     assert not marks.is_exact(torch.tensor([13]))
@@ -155,18 +156,39 @@ def test_whatever_follows_an_approximate_slot_is_approximate() -> None:
     assert marks.is_exact(torch.tensor([23]))
 
 
+def test_exact_pages_after_approximate_ones_are_approximate() -> None:
+    """A full prefill, or the own stored KV, over a prefix that is another model's."""
+    marks = Provenance(64, "cpu")
+    marks.loaded(torch.tensor([10, 11]), torch.tensor([], dtype=torch.int64), exact=False)
+    marks.loaded(torch.tensor([12, 13]), torch.tensor([11]), exact=True)
+    assert not marks.is_exact(torch.tensor([12, 13]))
+    marks.loaded(torch.tensor([30, 31]), torch.tensor([20]), exact=True)
+    assert marks.is_exact(torch.tensor([30, 31]))
+
+
 def test_a_slot_loses_its_mark_with_its_content() -> None:
     marks = Provenance(64, "cpu")
+    start = torch.tensor([], dtype=torch.int64)
     table = torch.zeros(1, 16, dtype=torch.int64)
-    marks.loaded(torch.tensor([10, 11]), exact=False)
+    marks.loaded(torch.tensor([10, 11]), start, exact=False)
     marks.inherit(extend([0], [0], [[10, 11, 12]]), table)
     assert marks.is_exact(torch.tensor([10, 11, 12]))
-    marks.loaded(torch.tensor([10]), exact=False)
-    marks.loaded(torch.tensor([10]), exact=True)
+    marks.loaded(torch.tensor([10]), start, exact=False)
+    marks.loaded(torch.tensor([10]), start, exact=True)
     assert marks.is_exact(torch.tensor([10]))
-    marks.loaded(torch.tensor([10]), exact=False)
+    marks.loaded(torch.tensor([10]), start, exact=False)
     marks.reset()
     assert marks.is_exact(torch.tensor([10]))
+
+
+def test_layers_that_came_after_the_loader_gave_up_are_not_taken_for_loaded() -> None:
+    it = job(deadline_s=0.05)
+    with pytest.raises(DeadlineExceeded):
+        it.staging.wait(it.plan.steps[0])
+    for step in it.plan.steps:
+        it.staging.write(step, 0, memoryview(bytes(40)))
+    with pytest.raises(DeadlineExceeded):
+        it.wait_staged(Deadline.after(1.0))
 
 
 def test_overlap_is_the_share_of_the_shorter_that_ran_beside_the_other() -> None:

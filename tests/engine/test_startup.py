@@ -112,6 +112,8 @@ def test_bad_settings(model: Path, extra: dict[str, Any], words: list[str]) -> N
         (["--page-size", "8"], ["page_size", "8", "--page-size 64"]),
         (["--disaggregation-mode", "prefill"], ["disaggregation_mode", "prefill"]),
         (["--tp-size", "2"], ["tp_size", "2"]),
+        (["--load-format", "dummy"], ["load_format", "dummy"]),
+        (["--json-model-override-args", '{"rope_theta": 5}'], ["json_model_override_args"]),
     ],
 )
 def test_server_arguments_that_do_not_go_together(
