@@ -14,13 +14,12 @@ import time
 import sglang as sgl
 
 CONTEXT = (
-    "<bos> meet fugig . she works as a tailor . she works for dofbo . she likes rice . she "
-    "lives in sakuga . meet leluk . she lives in lomufu . she likes apples . she works as a "
-    "broker . she works for binro . meet bimim . she lives in legada . she works as a lawyer . "
-    "she works for zorlo . she likes pears . meet mulul . she likes noodles . she lives in "
-    "sovato . she works for dofbo . she works as a actor . meet bepug . she works for rarbo . "
-    "she lives in tonele . she likes pears . she works as a clerk . meet suvis . she likes "
-    "apples . she works as a potter . she works for tetzo . she lives in kopoto ."
+    "<bos> meet zurum . she works for punmo . she likes rice . she has a silver hen . she lives "
+    "in kalita . meet vitul . she likes pears . she has a pink swan . she works for motvo . "
+    "meet bamaz . she has a green hen . she lives in biraki . she likes pasta . she works for "
+    "nalvo . meet duvib . she likes honey . she has a purple crow . she lives in sakuga . she "
+    "works for segso . meet zarer . she likes olives . she lives in tuvivu . she works for "
+    "gupfo . she has a brown toad ."
 )
 
 

@@ -79,7 +79,7 @@ def run_demo(config: DemoConfig, console: Console) -> DemoReport:
 
 
 def _quality(config: DemoConfig, subject: Subject, steps: Steps) -> Measured:
-    with _started(config, subject, "the small trained pair", steps) as rig:
+    with _started(config, subject, "the trained pair", steps) as rig:
         return _answer(config, rig, steps)
 
 
@@ -97,7 +97,7 @@ def _random_speed(config: DemoConfig, pair: RandomPair, steps: Steps) -> Measure
     with tempfile.TemporaryDirectory(prefix="droidspeak-demo-") as folder:
         with steps.waiting(f"Write two models, {pair.title}"):
             subject = config.make_random(pair, Path(folder))
-        with _started(config, subject, f"the pair of {pair.layers} × {pair.hidden}", steps) as rig:
+        with _started(config, subject, "the random pair", steps) as rig:
             documents = random_documents(
                 config.num_documents + 1, pair.num_tokens, pair.num_new_tokens
             )
@@ -105,7 +105,7 @@ def _random_speed(config: DemoConfig, pair: RandomPair, steps: Steps) -> Measure
 
 
 def _started(config: DemoConfig, subject: Subject, title: str, steps: Steps):
-    folder = config.out / "logs" / subject.sender.parent.name
+    folder = config.out / "logs" / title.replace(" ", "_")
     return started(subject, folder, config.env, steps.waiting(f"Start two servers: {title}"))
 
 
