@@ -1,12 +1,13 @@
 # make demo    two real servers share a prefix: quality and speed, as a table and a picture
-# make test    the tests;  make check   ruff, mypy;  make bench   the benchmarks
+# make test    the tests;  make test-all   the slow ones too;  make check   ruff, mypy
+# make bench   the benchmarks
 # make pairs   train the small model pairs again, from a seed
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test check bench pairs install
+.PHONY: demo test test-all check bench pairs install
 .DEFAULT_GOAL := test
 
 install: $(INSTALLED)
@@ -24,6 +25,9 @@ demo: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest
+
+test-all: $(INSTALLED)
+	$(BIN)/python -m pytest -m ''
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -100,11 +100,9 @@ class WaitingRequests:
             if reuse is None:
                 reuse = self._begin(req, tree, num_waiting=len(queue) - 1)
                 self._reuses[req.rid] = reuse
-            if reuse.plan is None:
-                continue
-            if reuse.staging is None:
+            if reuse.plan is not None and reuse.staging is None:
                 self._stage(reuse)
-            elif self._must_hold(req, reuse):
+            if reuse.staging is not None and self._must_hold(req, reuse):
                 held.add(req.rid)
         if len(self._reuses) > len(queue):
             for rid in self._reuses.keys() - {req.rid for req in queue}:

@@ -15,9 +15,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from cachetree import hashing
 from cachetree.cache import Cache, CacheConfig
-from cachetree.family import Family
+from cachetree.family import Family, ModelIdentity
 from cachetree.identity import read_model_identity
 from cachetree.ids import PageHash, Span
+from cachetree.profile import BlockQuality, PairProfile
 from profiles.oracle import Generated, decode, partial_prefill
 from profiles.random_models import random_prompt
 from sglang_droidspeak.servers import Server
@@ -133,3 +134,26 @@ class Watcher:
 
     def close(self) -> None:
         self._cache.close()
+
+
+def profile_of(
+    sender: ModelIdentity, receiver: ModelIdentity, *, passed: bool = True
+) -> PairProfile:
+    """A made-up profile: only layer 2 needs to be the receiver's own."""
+    best = BlockQuality(start=2, stop=3, quality=0.9)
+    return PairProfile(
+        version=1,
+        sender=sender,
+        receiver=receiver,
+        metric="f1",
+        data_sha256="0" * 64,
+        num_questions=10,
+        sender_quality=0.1,
+        full_prefill_quality=0.9,
+        full_reuse_quality=0.2,
+        tolerance=0.05,
+        blocks=(best,),
+        recommended=best,
+        passed=passed,
+        reason="a test",
+    )

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from engine_parts import CPU, ENV, Answer, Watcher, answer, oracle, prompt, whole_pages
+from engine_parts import CPU, ENV, Answer, Watcher, answer, oracle, profile_of, prompt, whole_pages
 
 from cachetree.identity import read_model_identity
 from cachetree.ids import Span
+from cachetree.profile import write_profile
 from profiles.oracle import Generated
 from profiles.random_models import shape, write_models
 from sglang_droidspeak.servers import Server, ServerSpec, free_port, running
@@ -65,6 +66,9 @@ def trio(request, tmp_path_factory) -> Iterator[Trio]:
     folder = tmp_path_factory.mktemp(request.param)
     config = shape(request.param, layers=NUM_LAYERS, hidden=256, heads=4, kv_heads=2)
     models = dict(zip(names, write_models(folder, config, names), strict=True))
+    profile = folder / "pair.json"
+    sender, receiver = (read_model_identity(models[name]) for name in ("sender", "receiver"))
+    write_profile(profile_of(sender, receiver), profile)
     ports = {name: free_port() for name in names}
     specs = [
         ServerSpec(
@@ -87,6 +91,7 @@ def trio(request, tmp_path_factory) -> Iterator[Trio]:
             droidspeak={
                 "listen": f"tcp://127.0.0.1:{ports['receiver']}",
                 "peers": [f"tcp://127.0.0.1:{ports[name]}" for name in names[:-1]],
+                "profiles": [str(profile)],
                 "gate": "off",
                 "host_gb": 0.5,
             },
@@ -209,11 +214,24 @@ def test_approximate_kv_is_never_on_offer(trio: Trio) -> None:
     """Neither the reused pages, nor new tokens after them, nor a continuation of the two."""
     tokens = prompt(160, seed=12)
     trio.send("sender", tokens)
-    first = trio.receive("sender", tokens, Span(2, 4), max_new_tokens=40)
+    first = answer(trio.receiver, tokens, max_new_tokens=40)
+    assert first.provenance["block"] == [2, 3], "the profile's block, which nobody asked for"
     assert not first.provenance["exact"]
     longer = [*tokens, *first.ids, *prompt(40, seed=13)]
-    answer(trio.receiver, longer, max_new_tokens=20)
+    second = answer(trio.receiver, longer, max_new_tokens=20)
+    assert second.meta["cached_tokens"] >= whole_pages(len(tokens)), "from its own radix tree"
+    assert not second.provenance["exact"]
     exact = prompt(160, seed=14)
     answer(trio.receiver, exact, max_new_tokens=1)
     trio.watcher.wait_for(exact, trio.models["receiver"])
     assert trio.watcher.num_pages(longer, trio.models["receiver"]) == 0
+
+
+def test_an_experiment_stays_out_of_the_receivers_own_cache(trio: Trio) -> None:
+    """A block asked for by name, with the gate off, serves its own request only."""
+    tokens = prompt(160, seed=15)
+    trio.send("sender", tokens)
+    trio.receive("sender", tokens, Span(0, 0))
+    own = answer(trio.receiver, tokens, droidspeak={"mode": "off"})
+    assert own.meta["cached_tokens"] == 0
+    assert own.provenance["exact"]

@@ -10,11 +10,10 @@ from typing import Any
 
 import msgspec
 import pytest
-from engine_parts import ENV
+from engine_parts import ENV, profile_of
 
-from cachetree.family import ModelIdentity
 from cachetree.identity import read_model_identity
-from cachetree.profile import BlockQuality, PairProfile, write_profile
+from cachetree.profile import write_profile
 from profiles.random_models import shape, write_models
 from sglang_droidspeak import compat
 from sglang_droidspeak.config import LINKER_MODULE
@@ -61,28 +60,6 @@ def refusal(model: Path, extra: dict[str, Any], *flags: str) -> str:
     (line,) = str(stopped.value).splitlines()
     assert line.startswith("droidspeak: ")
     return line
-
-
-def profile_of(
-    sender: ModelIdentity, receiver: ModelIdentity, *, passed: bool = True
-) -> PairProfile:
-    best = BlockQuality(start=2, stop=3, quality=0.9)
-    return PairProfile(
-        version=1,
-        sender=sender,
-        receiver=receiver,
-        metric="f1",
-        data_sha256="0" * 64,
-        num_questions=10,
-        sender_quality=0.1,
-        full_prefill_quality=0.9,
-        full_reuse_quality=0.2,
-        tolerance=0.05,
-        blocks=(best,),
-        recommended=best,
-        passed=passed,
-        reason="a test",
-    )
 
 
 @pytest.mark.parametrize(
