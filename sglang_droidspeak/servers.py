@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -231,7 +232,8 @@ def running(
         servers: list[Server] = []
         stack.callback(_stop_all, servers)
         for spec in specs:
-            servers.append(Server(spec, folder, env or {}))
+            with _uninterrupted():
+                servers.append(Server(spec, folder, env or {}))
         started_s = time.monotonic()
         waiting = list(servers)
         while waiting := [server for server in waiting if not server.is_ready()]:
@@ -248,8 +250,31 @@ def running(
 
 def _stop_all(servers: Sequence[Server]) -> None:
     """All at once; each of them ends even where another one's end fails."""
-    for server in servers:
-        server.terminate()
-    with contextlib.ExitStack() as stack:
+    with _uninterrupted(), contextlib.ExitStack() as stack:
+        for server in servers:
+            server.terminate()
         for server in servers:
             stack.callback(server.stop)
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Hold back Ctrl-C and SIGTERM, so that no process is started or ended by halves.
+
+    Python's handlers are not inherited by a new process, which a signal mask would be.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    arrived: list[int] = []
+    before = {
+        number: signal.signal(number, lambda number, _frame: arrived.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
+        for number in arrived[:1]:
+            signal.raise_signal(number)

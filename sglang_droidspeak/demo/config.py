@@ -19,7 +19,12 @@ from profiles.records import Record, RecordError, read_records
 from sglang_droidspeak.demo.environment import ROOT
 from sglang_droidspeak.demo.rig import DemoFailed, Subject
 
-_CPU_OPTIONS: Mapping[str, Any] = {"device": "cpu", "sleep-on-idle": True}
+_CPU_OPTIONS: Mapping[str, Any] = {
+    "device": "cpu",
+    "sleep-on-idle": True,
+    "max-total-tokens": 32768,
+}
+"""Without a limit SGLang's KV pool takes most of the memory, and there are two servers."""
 _CPU_ENV: Mapping[str, str] = {"CUDA_VISIBLE_DEVICES": "", "SGLANG_TORCH_CPU_START": "fork"}
 _ACCELERATOR_OPTIONS: Mapping[str, Any] = {"mem-fraction-static": 0.35}
 """Both servers on one device."""

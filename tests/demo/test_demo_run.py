@@ -1,0 +1,115 @@
+"""The demo as a user runs it: to its end, interrupted, and with servers that fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from sglang_droidspeak.demo import DemoConfig
+
+pytestmark = pytest.mark.server
+
+SHIPPED = DemoConfig()
+OWN_PAIR = [
+    item
+    for name in ("sender", "receiver", "profile", "data")
+    for item in (f"--{name}", str(getattr(SHIPPED, name)))
+]
+
+
+@contextmanager
+def demo(out: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A started demo, and the value of an environment variable that all its children inherit."""
+    mark = uuid.uuid4().hex
+    command = [sys.executable, "-m", "sglang_droidspeak.cli", "demo", "--out", str(out), *flags]
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "DROIDSPEAK_TEST_MARK": mark},
+    )
+    try:
+        yield process, mark
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def marked_processes(mark: str) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                environ = (entry / "environ").read_bytes()
+            except OSError:
+                continue
+            if mark.encode() in environ:
+                found.append(int(entry.name))
+    return found
+
+
+def assert_nothing_is_left(mark: str) -> None:
+    deadline_s = time.monotonic() + 10
+    while left := marked_processes(mark):
+        assert time.monotonic() < deadline_s, f"still running: {left}"
+        time.sleep(0.1)
+
+
+def test_own_pair_is_answered_and_timed(tmp_path: Path) -> None:
+    flags = [*OWN_PAIR, "--prompt-format", SHIPPED.prompt_format, "--max-new-tokens", "8"]
+    flags += ["--num-questions", "9", "--num-documents", "2"]
+    with demo(tmp_path, *flags) as (process, mark):
+        output, _ = process.communicate(timeout=300)
+        assert process.returncode == 0, output
+        assert_nothing_is_left(mark)
+    found = json.loads((tmp_path / "demo.json").read_text())
+    quality, speed = found["quality"], found["speed"]
+    assert found["failures"] == []
+    assert quality["block"]["f1"] >= 0.95 * quality["full_prefill"]["f1"]
+    assert quality["full_reuse"]["f1"] <= quality["full_prefill"]["f1"] - 0.2
+    assert quality["block"]["num_reused"] == 9
+    assert speed["block"]["layers_recomputed"] <= 6
+    assert speed["block"]["tokens_reused"] == speed["full_reuse"]["tokens_reused"] > 100
+    assert len(speed["full_prefill"]["ttft_ms"]) == 2
+    assert (tmp_path / "demo.png").stat().st_size > 10_000
+    assert "full prefill" in output
+
+
+@pytest.mark.parametrize(
+    ("number", "num_servers"), [(signal.SIGTERM, 2), (signal.SIGINT, 2), (signal.SIGINT, 1)]
+)
+def test_a_signal_ends_the_servers(
+    tmp_path: Path, number: signal.Signals, num_servers: int
+) -> None:
+    """Also one that comes in the middle of starting them."""
+    with demo(tmp_path) as (process, mark):
+        deadline_s = time.monotonic() + 60
+        while len(marked_processes(mark)) <= num_servers:
+            assert process.poll() is None and time.monotonic() < deadline_s
+            time.sleep(0.001)
+        process.send_signal(number)
+        output, _ = process.communicate(timeout=60)
+        assert process.returncode == 130
+        assert "interrupted" in output
+        assert_nothing_is_left(mark)
+
+
+def test_a_server_that_fails_shows_the_end_of_its_log(tmp_path: Path) -> None:
+    options = tmp_path / "options.yaml"
+    options.write_text("no-such-option: 1\n")
+    with demo(tmp_path / "out", "--options", str(options)) as (process, mark):
+        output, _ = process.communicate(timeout=120)
+        assert process.returncode == 1
+        assert "ended with" in output and "no-such-option" in output
+        assert_nothing_is_left(mark)

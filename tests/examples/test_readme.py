@@ -1,0 +1,121 @@
+"""README names everything that can be set or seen, with the right defaults, and nothing else."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+import yaml
+from prometheus_client import Counter, Histogram
+
+from cachetree.policy import Reason
+from sglang_droidspeak.config import Settings, parse_settings
+from sglang_droidspeak.controls import Controls
+from sglang_droidspeak.meta_info import RequestProvenance
+from sglang_droidspeak.metrics import Metrics
+from sglang_droidspeak.site import ARCHITECTURES
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
+EXTENSION = ROOT / "sglang_droidspeak"
+
+
+def section(title: str) -> str:
+    return README.split(f"\n## {title}\n")[1].split("\n## ")[0]
+
+
+def rows(text: str) -> list[list[str]]:
+    """Cells of all tables' rows, heads included."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def names(cells: list[str]) -> list[str]:
+    return re.findall(r"`([^`]+)`", cells[0])
+
+
+def shown(value: object) -> str:
+    """A default as the tables write it."""
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return f"`{list(value)}`"
+    return f"`{getattr(value, 'value', value)}`" if isinstance(value, str) else str(value)
+
+
+@pytest.mark.parametrize(("title", "struct"), [("Settings", Settings), ("Per request", Controls)])
+def test_every_field_has_a_row_with_its_default(title: str, struct: type) -> None:
+    described = {names(row)[0]: row[1] for row in rows(section(title)) if names(row)}
+    fields = {field.name: shown(field.default) for field in msgspec.structs.fields(struct)}
+    assert described == fields
+
+
+def test_every_field_of_meta_info_is_described() -> None:
+    table = section("What a response says").split("Outcomes other than")[0]
+    described = [name for row in rows(table) for name in names(row)]
+    assert described == list(RequestProvenance.__struct_fields__)
+
+
+def test_every_outcome_is_described() -> None:
+    table = section("What a response says").split("Outcomes other than")[1].split("/metrics")[0]
+    described = {name for row in rows(table) for name in names(row)}
+    assert {reason.value for reason in Reason} <= described
+    returned = {
+        found
+        for file in ("prefixes.py", "waiting.py")
+        for found in re.findall(r'(?:return|outcome =|planned =|_refusal =) "(\w+)"', source(file))
+    }
+    assert {"lora", "bad_controls", "error"} <= returned
+    assert returned <= described
+
+
+def source(file: str) -> str:
+    return (EXTENSION / file).read_text()
+
+
+def test_every_metric_is_described() -> None:
+    described = {
+        name.partition("{")[0].removesuffix("_total")
+        for row in rows(section("What a response says"))
+        for name in names(row)
+        if name.startswith("droidspeak:")
+    }
+    kept = [
+        it for it in vars(Metrics(enabled=False)).values() if isinstance(it, Counter | Histogram)
+    ]
+    assert described == {metric.describe()[0].name for metric in kept}
+
+
+def test_supported_models_are_named() -> None:
+    assert set(re.findall(r"`(\w+ForCausalLM)`", README)) == ARCHITECTURES
+
+
+def test_the_shown_configuration_is_the_receivers() -> None:
+    (shown_yaml,) = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
+    receiver = yaml.safe_load((ROOT / "examples/receiver.yaml").read_text())
+    assert yaml.safe_load(shown_yaml).items() <= receiver.items()
+
+
+@pytest.mark.parametrize("name", ["sender", "receiver"])
+def test_example_settings_are_valid(name: str) -> None:
+    options = yaml.safe_load((ROOT / f"examples/{name}.yaml").read_text())
+    extra = options["unified-cache-external-linker-config"]["linker_extra_config"]
+    for profile in parse_settings(extra).profiles:
+        assert (ROOT / profile).is_file()
+
+
+def test_every_link_and_command_leads_somewhere() -> None:
+    linked = re.findall(r"\]\(([^)#]+)\)", README)
+    run = re.findall(r"(?:python|bash) (examples/\S+)", README)
+    config = re.findall(r"--config (\S+)", README)
+    assert linked and run and config
+    for path in [*linked, *run, *config]:
+        assert (ROOT / path).exists(), path
+
+
+def test_first_screen_has_no_placeholder() -> None:
+    assert not re.findall(r"@[A-Z0-9_]+@", README)
