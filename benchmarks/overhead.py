@@ -83,7 +83,10 @@ def main() -> None:
                 "host_gb": 1,
             },
         )
-        with console.status("starting two servers"), running(plain, extended) as servers:
+        with (
+            console.status("starting two servers"),
+            running(plain, extended, env={"OMP_NUM_THREADS": "1"}) as servers,
+        ):
             console.print(f"{rounds} rounds")
             for seed in range(rounds):
                 order = servers if seed % 2 else servers[::-1]

@@ -42,7 +42,7 @@ from sglang_droidspeak.meter import Meter
 from sglang_droidspeak.metrics import Metrics
 from sglang_droidspeak.offloader import Offload, Offloader
 from sglang_droidspeak.prefixes import page_hash, pages_of, refusal
-from sglang_droidspeak.rows import PoolRows
+from sglang_droidspeak.rows import rows_of
 from sglang_droidspeak.waiting import WaitingRequests
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
             _cache_config(settings, site.identity.model_id),
             allocate=_page_locked if self._on_cuda else pageable,
         )
-        rows = PoolRows(pool)
+        rows = rows_of(pool)
         self._loader = Loader(pool.layer_num, rows, Copies(forward_stream, runner.device))
         self.layer_done_counter = self._loader.counter
         self._offloader = Offloader(

@@ -6,28 +6,41 @@ pool, per layer     K   [slot, head, head_dim]   V  the same
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 import torch
 
 if TYPE_CHECKING:
     from sglang_droidspeak.compat.names import MHATokenToKVPool
 
 
-class PoolRows:
+class PoolRows(Protocol):
     """Reads and writes whole layers of chosen slots of one KV pool."""
+
+    def read_into(self, layer: int, slots: torch.Tensor, target: memoryview) -> None:
+        """Copy the KV of `slots` to host bytes; returns when it is there."""
+
+    def write_from(self, layer: int, slots: torch.Tensor, source: memoryview) -> None:
+        """Copy host bytes into `slots`; on CUDA on the current stream, without waiting for it."""
+
+
+def rows_of(pool: MHATokenToKVPool) -> PoolRows:
+    return HostRows(pool) if pool.k_buffer[0].device.type == "cpu" else DeviceRows(pool)
+
+
+class DeviceRows:
+    """A pool on an accelerator: gathered and scattered there."""
 
     def __init__(self, pool: MHATokenToKVPool) -> None:
         self._pool = pool
 
     def read_into(self, layer: int, slots: torch.Tensor, target: memoryview) -> None:
-        """Copy the KV of `slots` to host bytes; on CUDA it waits for the copy."""
         rows = self._host(target)
         for part, buffer in enumerate(self._buffers(layer)):
             rows[:, part] = buffer[slots].to("cpu")
 
     def write_from(self, layer: int, slots: torch.Tensor, source: memoryview) -> None:
-        """Copy host bytes into `slots`, on the current stream; does not wait on CUDA."""
         rows = self._host(source).to(slots.device, non_blocking=True)
         for part, buffer in enumerate(self._buffers(layer)):
             buffer[slots] = rows[:, part]
@@ -40,6 +53,54 @@ class PoolRows:
         return torch.frombuffer(raw, dtype=self._pool.dtype).view(-1, 2, heads, width)
 
 
+class HostRows:
+    """A pool in host memory: copied by the calling thread alone.
+
+    torch would copy with a team of threads, which competes with the team that computes.
+    """
+
+    def __init__(self, pool: MHATokenToKVPool) -> None:
+        self._buffers = [
+            (_bytes_of(key), _bytes_of(value))
+            for key, value in zip(pool.k_buffer, pool.v_buffer, strict=True)
+        ]
+
+    def read_into(self, layer: int, slots: torch.Tensor, target: memoryview) -> None:
+        rows = self._rows(target)
+        for here, there in runs(slots):
+            for part, buffer in enumerate(self._buffers[layer]):
+                rows[here, part] = buffer[there]
+
+    def write_from(self, layer: int, slots: torch.Tensor, source: memoryview) -> None:
+        rows = self._rows(source)
+        for here, there in runs(slots):
+            for part, buffer in enumerate(self._buffers[layer]):
+                buffer[there] = rows[here, part]
+
+    def _rows(self, raw: memoryview) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        width = self._buffers[0][0].shape[1]
+        return np.frombuffer(raw, dtype=np.uint8).reshape(-1, 2, width)
+
+
 def host_e(raw: memoryview, like: torch.Tensor) -> torch.Tensor:
     """Host bytes as rows of the dtype and width of `like`, without a copy."""
     return torch.frombuffer(raw, dtype=like.dtype).view(-1, like.shape[-1])
+
+
+def runs(slots: torch.Tensor) -> list[tuple[slice, slice]]:
+    """Ascending runs of host `slots`: where each stands among them, and which slots it is.
+
+    Slots come in pages, mostly many pages in a row.
+    """
+    breaks = (slots[1:] != slots[:-1] + 1).nonzero().flatten() + 1
+    edges = [0, *breaks.tolist(), len(slots)]
+    firsts = slots[edges[:-1]].tolist()
+    return [
+        (slice(start, stop), slice(first, first + stop - start))
+        for start, stop, first in zip(edges[:-1], edges[1:], firsts, strict=True)
+    ]
+
+
+def _bytes_of(buffer: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """A KV buffer as `[slot, bytes of a row]`, sharing its memory."""
+    return buffer.view(torch.uint8).view(buffer.shape[0], -1).numpy()

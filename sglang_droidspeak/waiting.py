@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 
 _PATIENCE_S = 0.2
 """A fetch is not given up for being slow before this, nor for being slower by less."""
-_ARRIVAL_MARGIN = 1.15
+_ARRIVAL_MARGIN = 1.05
 """How much longer than predicted the rest of a fetch may take without holding up a forward."""
 
 
