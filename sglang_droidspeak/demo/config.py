@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,7 @@ _CPU_OPTIONS: Mapping[str, Any] = {
 }
 """Without a limit SGLang's KV pool takes most of the memory, and there are two servers."""
 _CPU_ENV: Mapping[str, str] = {"CUDA_VISIBLE_DEVICES": "", "SGLANG_TORCH_CPU_START": "fork"}
+"""The CPU platform is there only where no accelerator is seen; forking starts faster."""
 _ACCELERATOR_OPTIONS: Mapping[str, Any] = {"mem-fraction-static": 0.35}
 """Both servers on one device."""
 _SMALL: Mapping[str, Any] = {
@@ -97,8 +99,11 @@ class DemoConfig:
 
     @property
     def env(self) -> dict[str, str]:
-        """The CPU platform is there only where no accelerator is seen; forking starts faster."""
-        return dict(_CPU_ENV) if self.is_on_cpu else {}
+        """On a CPU each of the two servers computes on its half of the cores."""
+        if not self.is_on_cpu:
+            return {}
+        num_threads = max(1, len(os.sched_getaffinity(0)) // 2)
+        return {"OMP_NUM_THREADS": str(num_threads), **_CPU_ENV}
 
     def records(self) -> Sequence[Record]:
         try:
