@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +24,9 @@ log = logging.getLogger(__name__)
 
 MAX_IN_FLIGHT = 64
 """Nodes whose slots may be locked for a copy at once; more would starve the KV pool."""
+
+
+_NICENESS = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +93,8 @@ class Offloader:
         self._thread.join(timeout=10)
 
     def _run(self) -> None:
+        # Storing can wait; where cores are few, computing and answering come first.
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         with torch.inference_mode():
             while (offload := self._todo.get()) is not None:
                 try:
