@@ -221,13 +221,15 @@ class DroidSpeakLinker(UnifiedCacheLinker):
             return False
         index = path.index(pages[0])
         slots = transfer.device_indices
-        context = self._req_to_token[req.kv.req_pool_idx, :up_to].long()
+        context = slots
+        if self._provenance.any_approximate:
+            context = self._req_to_token[req.kv.req_pool_idx, :up_to].long()
         return self._offloader.put(
             Offload(
                 parent=path[index - 1] if index else None,
                 pages=pages,
                 slots=slots,
-                context=context if self._provenance.any_approximate else slots,
+                context=context,
                 ready=self.record_offload_ready() if self._on_cuda else (),
             )
         )

@@ -36,8 +36,7 @@ def pages_of(req: Req, num_tokens: int, page_size: int) -> list[PageHash]:
     length = num_tokens // page_size * page_size
     if not length:
         return []
-    tokens = req.full_untruncated_fill_ids or req.origin_input_ids + req.output_ids
-    key = RadixKey(tokens[:length], req.extra_key, cache_salt=req.cache_salt)
+    key = _key(req, length)
     return [page_hash(page) for page in get_storage_hash_str(key, page_size=page_size)]
 
 
@@ -49,8 +48,12 @@ def reusable_pages(req: Req, page_size: int) -> list[PageHash]:
 
 def slots_on_device(req: Req, num_pages: int, tree: UnifiedRadixCache) -> torch.Tensor:
     """Slots of the request's first tokens that the device holds already, whole pages of them."""
-    tokens = req.full_untruncated_fill_ids[: num_pages * tree.page_size]
-    key = RadixKey(tokens, req.extra_key, cache_salt=req.cache_salt)
-    found = tree.match_prefix(MatchPrefixParams(key=key))
+    found = tree.match_prefix(MatchPrefixParams(key=_key(req, num_pages * tree.page_size)))
     length = found.device_prefix_len // tree.page_size * tree.page_size
     return tree.path_device_indices(found.last_device_node)[:length]
+
+
+def _key(req: Req, num_tokens: int) -> RadixKey:
+    """SGLang's key of the request's first tokens, in its tenant's namespace."""
+    tokens = req.full_untruncated_fill_ids[:num_tokens]
+    return RadixKey(tokens, req.extra_key, cache_salt=req.cache_salt)

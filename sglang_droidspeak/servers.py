@@ -112,10 +112,6 @@ class Server:
     def pid(self) -> int:
         return self._process.pid
 
-    @property
-    def exit_code(self) -> int | None:
-        return self._process.poll()
-
     def is_ready(self) -> bool:
         """True once it answers; raises ServerFailed where it has ended instead."""
         if self._process.poll() is not None:
