@@ -1,8 +1,12 @@
-"""The pair profile: what an offline run found out about one (sender, receiver) pair."""
+"""The pair profile: the verdict of an offline run about one (sender, receiver) pair.
+
+A file holds this and the evidence for it (`cachetree.evidence`). Servers read this part.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -10,7 +14,7 @@ from cachetree.errors import ProfileError
 from cachetree.family import ModelIdentity
 from cachetree.ids import Span
 
-VERSION = 1
+VERSION = 2
 
 
 class BlockQuality(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,12 +48,14 @@ class PairProfile(msgspec.Struct, frozen=True, kw_only=True):
     tolerance: float
     """Largest accepted loss, relative to full prefill (0.05 = 5 %)."""
     blocks: tuple[BlockQuality, ...]
+    """Blocks whose held-out loss stays within the tolerance, so that a server may use them."""
     recommended: BlockQuality | None
     passed: bool
     reason: str
     """Why the gate passed or failed, in one sentence for a person."""
-    provenance: dict[str, str] = {}
-    """Free text: package versions, hardware, date, command."""
+    first_difference: int = 0
+    """First layer at which the two models' tensors differ. Below it their KV is bit-identical, so
+    the block from there to the last layer is lossless; 0 says nothing is."""
 
     @property
     def quality_floor(self) -> float:
@@ -61,8 +67,16 @@ class PairProfile(msgspec.Struct, frozen=True, kw_only=True):
         return frozenset() if recommended is None else frozenset({recommended.start} - {0})
 
 
+Schema = TypeVar("Schema", bound=PairProfile)
+
+
 def read_profile(path: Path) -> PairProfile:
-    """Read one profile; raises ProfileError naming the file and what is wrong with it."""
+    """Read a profile's verdict; raises ProfileError naming the file and what is wrong with it."""
+    return read_profile_as(PairProfile, path)
+
+
+def read_profile_as(schema: type[Schema], path: Path) -> Schema:
+    """Read as much of a profile as `schema` has; raises ProfileError as `read_profile` does."""
     try:
         raw = path.read_bytes()
     except OSError as exc:
@@ -74,13 +88,16 @@ def read_profile(path: Path) -> PairProfile:
                 f"profile {path} has version {version}; this release reads version {VERSION}, "
                 "so make the profile again with `droidspeak profile`"
             )
-        return msgspec.json.decode(raw, type=PairProfile)
+        return msgspec.json.decode(raw, type=schema)
     except msgspec.DecodeError as exc:
         raise ProfileError(f"profile {path} is not a pair profile: {exc}") from exc
 
 
 def write_profile(profile: PairProfile, path: Path) -> None:
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=1))
+    """Replace the file as a whole, so that a reader sees the old or the new one."""
+    fresh = path.with_name(f".{path.name}.tmp")
+    fresh.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=0))
+    fresh.replace(path)
 
 
 class _Versioned(msgspec.Struct):

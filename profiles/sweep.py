@@ -19,9 +19,7 @@ question are then decoded as one batch.
 from __future__ import annotations
 
 import argparse
-import datetime
 import hashlib
-import platform
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,7 +28,6 @@ from statistics import fmean
 from typing import Final
 
 import torch
-import transformers
 from torch import Tensor
 from tqdm import tqdm
 from transformers import (
@@ -233,7 +230,6 @@ def sweep(args: argparse.Namespace) -> PairProfile:
         recommended=_quality(block, judged_on),
         passed=passed,
         reason=reason,
-        provenance=_provenance(args, chosen_on, block),
     )
 
 
@@ -245,25 +241,6 @@ def _quality(block: Span, scores: Scores) -> BlockQuality:
 def _sha256(paths: Iterable[Path]) -> str:
     """Of the files' bytes one after the other."""
     return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()
-
-
-def _provenance(args: argparse.Namespace, chosen_on: Scores, block: Span) -> dict[str, str]:
-    return {
-        "made_by": "profiles.sweep",
-        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-        "torch": str(torch.__version__),
-        "transformers": transformers.__version__,
-        "machine": platform.machine(),
-        "dtype": args.dtype,
-        "page_size": str(args.page_size),
-        "sender": args.sender.name,
-        "receiver": args.receiver.name,
-        "chosen_on": f"{args.data.name}, {chosen_on.num_questions} questions",
-        "judged_on": args.held_out.name,
-        "chosen_full_prefill_quality": f"{chosen_on.full_prefill:.4f}",
-        "chosen_full_reuse_quality": f"{chosen_on.full_reuse:.4f}",
-        "chosen_block_quality": f"{chosen_on.blocks[block]:.4f}",
-    }
 
 
 def main() -> int:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cachetree import ModelIdentity, PairProfile
-from cachetree.profile import BlockQuality
+from cachetree.profile import VERSION, BlockQuality
 from sglang_droidspeak.demo.checks import equality_failures, quality_failures, reuse_failures
 from sglang_droidspeak.demo.conditions import Condition
 from sglang_droidspeak.demo.results import (
@@ -57,7 +57,7 @@ def profile(tolerance: float = 0.05) -> PairProfile:
     )
     block = BlockQuality(start=2, stop=5, quality=0.9)
     return PairProfile(
-        version=1,
+        version=VERSION,
         sender=model,
         receiver=model,
         metric="token_f1",

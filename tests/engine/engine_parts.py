@@ -18,7 +18,7 @@ from cachetree.cache import Cache, CacheConfig
 from cachetree.family import Family, ModelIdentity
 from cachetree.identity import read_model_identity
 from cachetree.ids import PageHash, Span
-from cachetree.profile import BlockQuality, PairProfile
+from cachetree.profile import VERSION, BlockQuality, PairProfile
 from profiles.oracle import Generated, decode, partial_prefill
 from profiles.random_models import random_prompt
 from sglang_droidspeak.servers import Server
@@ -142,7 +142,7 @@ def profile_of(
     """A made-up profile: only layer 2 needs to be the receiver's own."""
     best = BlockQuality(start=2, stop=3, quality=0.9)
     return PairProfile(
-        version=1,
+        version=VERSION,
         sender=sender,
         receiver=receiver,
         metric="f1",

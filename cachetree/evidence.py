@@ -1,0 +1,275 @@
+"""The evidence in a profile: everything that the profiler measured, for people and for reports.
+
+    split "train"     chooses: every block fast, the promising ones by the metric -> frontier
+    split "held_out"  judges: the frontier, and what one could do instead (the baselines)
+
+Qualities are means of the profile's metric, 0 to 1, and losses are differences of them. Times are
+seconds. A layer's number is its place in the model, counted from 0; spans are half-open.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+
+import msgspec
+
+from cachetree.ids import Span
+from cachetree.profile import PairProfile, read_profile_as
+
+
+class Interval(msgspec.Struct, frozen=True, kw_only=True):
+    """A mean over questions and its 95 % confidence interval, bootstrapped over contexts."""
+
+    mean: float
+    low: float
+    high: float
+
+
+class Fidelity(msgspec.Struct, frozen=True, kw_only=True):
+    """How closely the receiver follows itself when part of its KV is another's, teacher-forced.
+
+    Means over the tokens of a question, then over questions. The receiver's own greedy answer and
+    the first reference answer are given; the distance is to its own full prefill.
+    """
+
+    kl: float
+    """KL divergence of full prefill's next-token distribution from this one's, nats per token, on
+    the own answer."""
+    agreement: float
+    """Share of tokens of the own answer that are the most likely ones here too."""
+    own_nll: float
+    """Negative log-likelihood of the own answer, nats per token."""
+    reference_nll: float
+    """The same of the reference answer."""
+
+
+class DataFile(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    """As it was given: a file's name, or `longbench:hotpotqa`."""
+    sha256: str
+    """Of the records used, one after the other, as JSON."""
+    num_questions: int
+
+
+class Split(msgspec.Struct, frozen=True, kw_only=True):
+    """One set of questions, and how the models do on it by themselves."""
+
+    files: tuple[DataFile, ...]
+    num_contexts: int
+    num_questions: int
+    mean_prefix_tokens: float
+    """Tokens in whole pages of the shared context: what is reused."""
+    max_prefix_tokens: int
+    mean_suffix_tokens: float
+    """Tokens after them, without the answer."""
+    sender: Interval
+    """The sender alone."""
+    full_prefill: Interval
+    """The receiver alone."""
+    full_reuse: Interval
+    """The receiver with the sender's KV at all layers."""
+
+
+class LayerSensitivity(msgspec.Struct, frozen=True, kw_only=True):
+    """What changes when one layer's KV is the sender's and all others the receiver's own (§3)."""
+
+    layer: int
+    quality: float
+    fidelity: Fidelity
+    kl_by_context: tuple[float, ...]
+    """Means over the questions of each context of the training split, in order."""
+    quality_by_context: tuple[float, ...]
+
+
+class MeasuredBlock(msgspec.Struct, frozen=True, kw_only=True):
+    """One block on the training split."""
+
+    start: int
+    stop: int
+    fidelity: Fidelity
+    """Over as many questions as it was measured on."""
+    quality: float | None
+    """None where it was dropped before all questions had been answered: dominated by another."""
+    num_questions: int
+
+    @property
+    def block(self) -> Span:
+        return Span(self.start, self.stop)
+
+
+class FrontierPoint(msgspec.Struct, frozen=True, kw_only=True):
+    """No block of as many layers or fewer is as good on the training split."""
+
+    start: int
+    stop: int
+    train_quality: float
+    held_out: Interval
+    loss: Interval
+    """Full prefill's quality minus this one's, paired by question, on the held-out split."""
+    fidelity: Fidelity
+    """On the held-out split."""
+    ttft_s: float
+    """Predicted by the cost model at the split's mean lengths."""
+
+    @property
+    def block(self) -> Span:
+        return Span(self.start, self.stop)
+
+
+class BaselineKind(str, Enum):
+    """What one could do instead. Values are in files and never change."""
+
+    CACHEBLEND = "cacheblend"
+    """Tokens whose first-layer KV differs most, recomputed at all layers (CacheBlend, EuroSys '25,
+    carried over to two models as in DroidSpeak §5)."""
+    CRITICAL_LAYERS = "critical_layers"
+    """The layers of the largest single-layer loss, each run of them from E (fig. 10)."""
+    SPLIT_BLOCK = "split_block"
+    """The recommended block's layers, reloading E between them: as many transitions as runs."""
+    SMALL_MODEL = "small_model"
+    """A smaller model by full prefill."""
+
+
+class Baseline(msgspec.Struct, frozen=True, kw_only=True):
+    """One alternative on the held-out split."""
+
+    kind: BaselineKind
+    recomputed_layers: float
+    """Compute in layers of the receiver: a share of tokens counts as that share of all layers."""
+    runs: tuple[tuple[int, int], ...]
+    """Layers recomputed, a span per transition; empty where it is not about layers."""
+    quality: Interval
+    fidelity: Fidelity | None
+    """None for another model, which has another distribution to follow."""
+    ttft_s: float
+
+
+class CostModel(msgspec.Struct, frozen=True, kw_only=True):
+    """Times of this receiver on this device, fitted; n and m are prefix and suffix tokens.
+
+    one layer over n tokens       layer_s + n * layer_token_s + n * n * layer_token2_s
+    K and V alone of one layer    kv_s + n * kv_token_s
+    suffix, all layers and head   suffix_s + m * suffix_token_s + m * n * suffix_token2_s
+    load of b bytes               load_s + b * load_byte_s
+    """
+
+    layer_s: float
+    layer_token_s: float
+    layer_token2_s: float
+    kv_s: float
+    kv_token_s: float
+    suffix_s: float
+    suffix_token_s: float
+    suffix_token2_s: float
+    load_s: float
+    load_byte_s: float
+    kv_bytes: int
+    """Bytes of one token's KV at one layer, in the dtype measured."""
+    e_bytes: int
+    """Bytes of one token's E."""
+    num_layers: int
+    fitted_on: tuple[int, ...]
+    """Prefix lengths in tokens."""
+    held_out: tuple[HeldOutTime, ...]
+    """Plans at other lengths, predicted and measured."""
+
+    @property
+    def error(self) -> float:
+        """Median of |predicted - measured| / measured over the held-out lengths."""
+        errors = sorted(abs(it.predicted_s - it.measured_s) / it.measured_s for it in self.held_out)
+        middle = len(errors) // 2
+        return errors[middle] if len(errors) % 2 else (errors[middle - 1] + errors[middle]) / 2
+
+    def layers_s(self, num_tokens: int, num_layers: float) -> float:
+        """`num_layers` full layers over a prefix."""
+        per_layer = self.layer_s + num_tokens * (
+            self.layer_token_s + num_tokens * self.layer_token2_s
+        )
+        return num_layers * per_layer
+
+    def load_time_s(self, num_bytes: float) -> float:
+        return self.load_s + num_bytes * self.load_byte_s if num_bytes else 0.0
+
+    def suffix_time_s(self, num_tokens: int, num_suffix: int) -> float:
+        return self.suffix_s + num_suffix * (
+            self.suffix_token_s + num_tokens * self.suffix_token2_s
+        )
+
+    def full_prefill_s(self, num_tokens: int, num_suffix: int) -> float:
+        """TTFT of the receiver alone."""
+        prefix = self.layers_s(num_tokens, self.num_layers) if num_tokens else 0.0
+        return prefix + self.suffix_time_s(num_tokens, num_suffix)
+
+    def ttft_s(self, runs: tuple[Span, ...], num_tokens: int, num_suffix: int) -> float:
+        """TTFT when the layers of `runs` are recomputed and the others loaded, one after the other.
+
+        Each run ends in K and V alone, and starts from E, but for one that starts at layer 0.
+        """
+        num_recomputed = sum(len(run) for run in runs)
+        num_e = sum(run.start > 0 for run in runs if len(run))
+        compute_s = sum(
+            self.layers_s(num_tokens, len(run) - 1) + self.kv_s + num_tokens * self.kv_token_s
+            for run in runs
+            if len(run)
+        )
+        kv_bytes = (self.num_layers - num_recomputed) * self.kv_bytes * num_tokens
+        load_s = self.load_time_s(kv_bytes) + self.load_time_s(num_e * self.e_bytes * num_tokens)
+        return load_s + compute_s + self.suffix_time_s(num_tokens, num_suffix)
+
+
+class HeldOutTime(msgspec.Struct, frozen=True, kw_only=True):
+    """One plan at a length that the cost model was not fitted on; all layers are a full prefill."""
+
+    num_tokens: int
+    num_suffix: int
+    start: int
+    stop: int
+    predicted_s: float
+    measured_s: float
+
+
+class Making(msgspec.Struct, frozen=True, kw_only=True):
+    """How the profile was made."""
+
+    date: str
+    command: str
+    versions: dict[str, str]
+    hardware: str
+    device: str
+    dtype: str
+    seed: int
+    group: int
+    """Grid of the blocks, in layers."""
+    page_size: int
+    template: str
+    max_new: int
+    """Longest answer in tokens."""
+    pruned: bool
+    """Whether dominated blocks were dropped before all questions had been answered."""
+    prefix_passes: int
+    """Runs of the receiver's layers, from some layer to the last, over one context's prefix; and
+    the sender's one. All splits and baselines, and what an interruption had repeated."""
+    sweep_passes_per_context: int
+    """Of those, what every block of one training context took."""
+    elapsed_s: float
+
+
+class MeasuredProfile(PairProfile, frozen=True, kw_only=True):
+    """A whole profile."""
+
+    train: Split
+    held_out: Split
+    layers: tuple[LayerSensitivity, ...]
+    measured: tuple[MeasuredBlock, ...]
+    """Every block of the grid, by start, then by stop."""
+    frontier: tuple[FrontierPoint, ...]
+    """By number of layers."""
+    baselines: tuple[Baseline, ...]
+    costs: CostModel
+    made: Making
+
+
+def read_measured(path: Path) -> MeasuredProfile:
+    """A profile with its evidence; raises ProfileError naming the file and what is wrong."""
+    return read_profile_as(MeasuredProfile, path)

@@ -1,0 +1,64 @@
+"""A profile's evidence on disk, and what the cost model predicts."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from cachetree.evidence import CostModel, HeldOutTime
+from cachetree.ids import EMPTY_SPAN, Span
+
+COSTS = CostModel(
+    layer_s=1.0,
+    layer_token_s=0.1,
+    layer_token2_s=0.01,
+    kv_s=0.5,
+    kv_token_s=0.02,
+    suffix_s=3.0,
+    suffix_token_s=0.2,
+    suffix_token2_s=0.001,
+    load_s=0.25,
+    load_byte_s=0.001,
+    kv_bytes=4,
+    e_bytes=8,
+    num_layers=6,
+    fitted_on=(10,),
+    held_out=(),
+)
+N, M = 20, 5
+LAYER_S = 1.0 + 20 * 0.1 + 400 * 0.01
+SUFFIX_S = 3.0 + 5 * 0.2 + 100 * 0.001
+
+
+def test_full_prefill_computes_every_layer_and_loads_nothing() -> None:
+    assert COSTS.full_prefill_s(N, M) == pytest.approx(6 * LAYER_S + SUFFIX_S)
+    assert COSTS.full_prefill_s(0, M) == pytest.approx(3.0 + 1.0)
+
+
+def test_a_block_ends_in_k_and_v_alone_and_starts_from_e() -> None:
+    block_s = 2 * LAYER_S + 0.5 + 20 * 0.02
+    kv_s, e_s = 0.25 + 3 * 4 * 20 * 0.001, 0.25 + 8 * 20 * 0.001
+    assert COSTS.ttft_s((Span(1, 4),), N, M) == pytest.approx(kv_s + e_s + block_s + SUFFIX_S)
+    assert COSTS.ttft_s((Span(0, 3),), N, M) == pytest.approx(kv_s + block_s + SUFFIX_S)
+
+
+def test_full_reuse_only_loads() -> None:
+    for runs in ((), (EMPTY_SPAN,)):
+        assert COSTS.ttft_s(runs, N, M) == pytest.approx(0.25 + 6 * 4 * 20 * 0.001 + SUFFIX_S)
+
+
+def test_every_transition_loads_e_again() -> None:
+    one, two = COSTS.ttft_s((Span(1, 3),), N, M), COSTS.ttft_s((Span(1, 2), Span(2, 3)), N, M)
+    e_s = 20 * 8 * 0.001
+    assert two - one == pytest.approx(e_s + (0.5 + 20 * 0.02) - LAYER_S)
+
+
+@pytest.mark.parametrize(("measured", "error"), [((10.0, 20.0, 5.0), 0.5), ((10.0, 5.0), 0.5)])
+def test_the_error_is_the_median_over_held_out_plans(
+    measured: tuple[float, ...], error: float
+) -> None:
+    held_out = tuple(
+        HeldOutTime(num_tokens=1, num_suffix=1, start=0, stop=1, predicted_s=10.0, measured_s=it)
+        for it in measured
+    )
+    assert msgspec.structs.replace(COSTS, held_out=held_out).error == pytest.approx(error)
