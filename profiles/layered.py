@@ -1,0 +1,235 @@
+"""A transformers decoder taken apart: any span of its layers, over any keys and values.
+
+Works for models whose decoder layers are called like Llama's: llama, mistral, qwen2, qwen3, phi3
+and mixtral, without sliding windows, with SDPA attention, in any dtype and on any device. What is
+kept between calls lies in host memory, one tensor per layer; the rest lies on the model's device.
+
+Attention sees, for every row of a batch:
+
+    # [0, past)             keys and values that are given, shared by all rows
+    # [past, past + tail)   keys and values of the row's earlier tokens
+    # then                  the row's new tokens, causally
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from cachetree.errors import ConfigError
+from cachetree.ids import Span
+
+KV = tuple[Tensor, Tensor]
+"""Keys (after the rotation) and values of one layer: `[rows, kv_heads, tokens, head_dim]` each."""
+
+Source = Sequence[KV | None]
+"""KV of one prefix, layer by layer, one row each; None at layers that nobody may ask for."""
+
+HOST: Final = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """What one model computed for a prefix: KV of all layers, and E at those asked for.
+
+    E is the residual stream entering a layer, `[1, tokens, hidden]`.
+    """
+
+    kv: tuple[KV, ...]
+    e: dict[int, Tensor]
+
+
+class LayeredModel:
+    """Runs spans of a model's layers; never more than what is asked for.
+
+    Raises ConfigError for a model that it would compute wrongly.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        config = model.config
+        if getattr(config, "_attn_implementation", "sdpa") != "sdpa":
+            raise ConfigError(
+                f"attention is {config._attn_implementation!r}; load the model with "
+                'attn_implementation="sdpa"'
+            )
+        if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
+            raise ConfigError(
+                f"sliding_window is {config.sliding_window}; only full attention can be profiled"
+            )
+        self.model = model
+        self.device = model.device
+        self.dtype = model.dtype
+        self.layers = model.model.layers
+        self.num_layers = len(self.layers)
+        kv_heads = config.num_key_value_heads
+        head_dim = getattr(config, "head_dim", None) or (
+            config.hidden_size // config.num_attention_heads
+        )
+        self.kv_bytes = 2 * kv_heads * head_dim * self.dtype.itemsize
+        """Of one token at one layer."""
+        self.e_bytes = config.hidden_size * self.dtype.itemsize
+        """Of one token."""
+        names = inspect.signature(type(self.layers[0]).forward).parameters
+        self._cache_name = "past_key_values" if "past_key_values" in names else "past_key_value"
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """`[rows, tokens]` -> `[rows, tokens, hidden]`."""
+        return self.model.get_input_embeddings()(ids.to(self.device))
+
+    @torch.inference_mode()
+    def prefix(self, ids: Sequence[int], e_layers: Span) -> Prefix:
+        """The model's own KV for a prefix."""
+        e: dict[int, Tensor] = {}
+        entering = self.embed(torch.tensor([list(ids)]))
+        kv = self._run(entering, Span(0, self.num_layers), e_layers, e)
+        return Prefix(tuple(kv), e)
+
+    @torch.inference_mode()
+    def recompute(self, entering: Tensor, layers: Span) -> dict[int, KV]:
+        """KV of `layers` from the residual stream that enters the first, `[1, tokens, hidden]`."""
+        nothing: dict[int, Tensor] = {}
+        kv = self._run(entering.to(self.device), layers, Span(0, 0), nothing)
+        return dict(zip(layers, kv, strict=True))
+
+    def _run(self, hidden: Tensor, layers: Span, e_layers: Span, e: dict[int, Tensor]) -> list[KV]:
+        """The last layer computes its keys and values only."""
+        positions = torch.arange(hidden.shape[1], device=self.device)[None]
+        rotary = self._rotary(hidden, positions)
+        made = []
+        for layer in layers:
+            if layer in e_layers:
+                e[layer] = hidden.to(HOST)
+            last = layer == layers.stop - 1
+            cache = _OnlyKV() if last else _Keep()
+            with contextlib.suppress(_Enough):
+                hidden = self._call(layer, hidden, None, positions, rotary, cache)
+            made.append((cache.kv[0].to(HOST), cache.kv[1].to(HOST)))
+        return made
+
+    @torch.inference_mode()
+    def blend(self, ids: Sequence[int], chosen: Tensor, past: Source) -> list[KV]:
+        """KV of a prefix whose tokens `chosen` (ascending) are recomputed at all layers.
+
+        Each chosen token attends to the chosen ones and, for the others, to `past` (CacheBlend).
+        """
+        chosen = chosen.to(self.device)
+        hidden = self.embed(torch.tensor([list(ids)]))[:, chosen]
+        positions = chosen[None]
+        seen = torch.arange(len(ids), device=self.device)[None] <= chosen[:, None]
+        mask = self._additive(seen)
+        rotary = self._rotary(hidden, positions)
+        made = []
+        for layer in range(self.num_layers):
+            cache = _Replace(self._on_device(past[layer]), chosen)
+            hidden = self._call(layer, hidden, mask, positions, rotary, cache)
+            made.append((cache.kv[0].to(HOST), cache.kv[1].to(HOST)))
+        return made
+
+    def step(
+        self, layer: int, hidden: Tensor, past: KV, tail: KV | None, num_tail: int
+    ) -> tuple[Tensor, KV]:
+        """One layer over new tokens `[rows, new, hidden]`: what leaves it, and the longer tail."""
+        num_past, num_new = past[0].shape[2], hidden.shape[1]
+        first = num_past + num_tail
+        positions = torch.arange(first, first + num_new, device=self.device)[None]
+        mask = None
+        if num_new > 1:
+            keys = torch.arange(first + num_new, device=self.device)[None]
+            mask = self._additive(keys <= positions[0][:, None])
+        cache = _Join(self._on_device(past), tail)
+        rotary = self._rotary(hidden, positions)
+        hidden = self._call(layer, hidden, mask, positions, rotary, cache)
+        return hidden, cache.tail
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """`[..., hidden]` after the last layer -> `[..., vocabulary]` in float32."""
+        return self.model.lm_head(self.model.model.norm(hidden)).float()
+
+    def _call(
+        self,
+        layer: int,
+        hidden: Tensor,
+        mask: Tensor | None,
+        positions: Tensor,
+        rotary: Any,
+        cache: Any,
+    ) -> Tensor:
+        output = self.layers[layer](
+            hidden,
+            attention_mask=mask,
+            position_ids=positions,
+            use_cache=True,
+            position_embeddings=rotary,
+            **{self._cache_name: cache},
+        )
+        return output[0] if isinstance(output, tuple) else output
+
+    def _rotary(self, hidden: Tensor, positions: Tensor) -> Any:
+        return self.model.model.rotary_emb(hidden, position_ids=positions)
+
+    def _additive(self, seen: Tensor) -> Tensor:
+        mask = torch.zeros(seen.shape, dtype=self.dtype, device=self.device)
+        return mask.masked_fill(~seen, torch.finfo(self.dtype).min)[None, None]
+
+    def _on_device(self, kv: KV | None) -> KV:
+        if kv is None:
+            raise ValueError("this source has no KV at a layer that was asked for")
+        return kv[0].to(self.device), kv[1].to(self.device)
+
+
+class _Enough(Exception):
+    """The keys and values are there; the rest of the layer is not needed."""
+
+
+class _Keep:
+    """A layer's cache that begins empty."""
+
+    kv: KV
+
+    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> KV:
+        self.kv = (keys, values)
+        return self.kv
+
+
+class _OnlyKV(_Keep):
+    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> KV:
+        self.kv = (keys, values)
+        raise _Enough
+
+
+class _Replace(_Keep):
+    """Some tokens of a whole prefix are new."""
+
+    def __init__(self, past: KV, chosen: Tensor) -> None:
+        self._past, self._chosen = past, chosen
+
+    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> KV:
+        joined = (self._past[0].clone(), self._past[1].clone())
+        joined[0][:, :, self._chosen] = keys
+        joined[1][:, :, self._chosen] = values
+        self.kv = joined
+        return joined
+
+
+class _Join:
+    """New tokens follow a past that all rows share and a tail of each row's own."""
+
+    tail: KV
+
+    def __init__(self, past: KV, tail: KV | None) -> None:
+        self._past, self._tail = past, tail
+
+    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> KV:
+        if self._tail is not None:
+            keys = torch.cat([self._tail[0], keys], 2)
+            values = torch.cat([self._tail[1], values], 2)
+        self.tail = (keys, values)
+        past_keys, past_values = (it.expand(keys.shape[0], -1, -1, -1) for it in self._past)
+        return torch.cat([past_keys, keys], 2), torch.cat([past_values, values], 2)

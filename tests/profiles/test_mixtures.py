@@ -1,0 +1,140 @@
+"""Layer spans and mixtures of sources give what the oracle gives, whatever they share."""
+
+import pytest
+import torch
+from test_oracle import FAMILIES, NUM_LAYERS, PREFIX_IDS, SUFFIX_IDS, make_model
+
+from cachetree.errors import ConfigError
+from cachetree.ids import EMPTY_SPAN, Span
+from profiles.layered import LayeredModel, Source
+from profiles.mixtures import decode, forced
+from profiles.oracle import decode as oracle_decode
+from profiles.oracle import generate, partial_prefill, prefill
+
+ALL = Span(0, NUM_LAYERS)
+IDS = PREFIX_IDS[0].tolist()
+BLOCKS = [EMPTY_SPAN, Span(0, 2), Span(1, 4), Span(1, 5), Span(3, 4), ALL]
+SENDER, OWN = 0, 1
+
+
+def made(family: str, dtype: torch.dtype = torch.float32):
+    """Models, and sources: the sender's, the receiver's own, and one for every first layer."""
+    receiver, sender = make_model(family, 1).to(dtype), make_model(family, 2).to(dtype)
+    layered, theirs = LayeredModel(receiver), LayeredModel(sender).prefix(IDS, ALL)
+    sources: list[Source] = [theirs.kv, layered.prefix(IDS, EMPTY_SPAN).kv]
+    for start in range(NUM_LAYERS):
+        entering = theirs.e[start] if start else layered.embed(PREFIX_IDS)
+        new = layered.recompute(entering, Span(start, NUM_LAYERS))
+        sources.append([new.get(layer) for layer in range(NUM_LAYERS)])
+    return receiver, sender, layered, sources
+
+
+def mixture(block: Span) -> tuple[int, ...]:
+    return tuple(2 + block.start if layer in block else SENDER for layer in range(NUM_LAYERS))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_decoded_answers_are_the_oracles(family):
+    receiver, sender, layered, sources = made(family)
+    answers = decode(
+        layered,
+        sources,
+        [mixture(block) for block in BLOCKS],
+        SUFFIX_IDS[0].tolist(),
+        max_new=5,
+        ends=frozenset(),
+        max_rows=4,
+    )
+    for block, answer in zip(BLOCKS, answers, strict=True):
+        expected = generate(receiver, sender, PREFIX_IDS, SUFFIX_IDS, block, 5)
+        assert answer == expected.ids, (block, expected.margins)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_forced_logits_are_the_oracles(family, dtype):
+    receiver, sender, layered, sources = made(family, dtype)
+    rows = torch.cat([SUFFIX_IDS, SUFFIX_IDS.flip(1)])
+    streams = forced(layered, sources, [mixture(block) for block in BLOCKS], rows, max_rows=3)
+    for block, stream in zip(BLOCKS, streams, strict=True):
+        prefix = partial_prefill(receiver, sender, PREFIX_IDS, block)
+        for row in range(2):
+            expected = oracle_logits(receiver, prefix, rows[row : row + 1])
+            got = layered.logits(stream[row])
+            close = {torch.float32: 2e-4, torch.bfloat16: 0.1, torch.float16: 0.02}[dtype]
+            assert (got - expected).abs().max() < close * expected.abs().max(), block
+
+
+def oracle_logits(model, prefix, ids):
+    from transformers import DynamicCache
+
+    cache = DynamicCache(prefix, config=model.config)
+    with torch.no_grad():
+        return model(input_ids=ids, past_key_values=cache, use_cache=True).logits[0].float()
+
+
+def test_padding_after_a_row_changes_nothing_before_it():
+    _, _, layered, sources = made("llama")
+    rows = torch.cat([SUFFIX_IDS, torch.full((1, 3), 7)], 1)
+    short = forced(layered, sources, [mixture(Span(1, 3))], SUFFIX_IDS, 8)[0]
+    padded = forced(layered, sources, [mixture(Span(1, 3))], rows, 8)[0]
+    torch.testing.assert_close(short, padded[:, : SUFFIX_IDS.shape[1]], atol=1e-5, rtol=1e-5)
+
+
+def test_work_that_mixtures_share_is_done_once(monkeypatch):
+    _, _, layered, sources = made("llama")
+    rows_through: list[int] = []
+    step = layered.step
+
+    def counting(layer, hidden, *rest):
+        rows_through.append(hidden.shape[0])
+        return step(layer, hidden, *rest)
+
+    monkeypatch.setattr(layered, "step", counting)
+    starting_at_1 = [mixture(Span(1, stop)) for stop in range(2, NUM_LAYERS + 1)]
+    forced(layered, sources, starting_at_1, SUFFIX_IDS, 64)
+    # Layers 0 and 1 once; layer 2 for [1, 2) and for the rest; then one more each.
+    assert sum(rows_through) == 1 + 1 + 2 + 3 + 4
+
+
+def test_an_answer_ends_with_its_end_token():
+    receiver, sender, layered, sources = made("llama")
+    free = generate(receiver, sender, PREFIX_IDS, SUFFIX_IDS, ALL, 5).ids
+    options = {"max_new": 5, "max_rows": 8}
+    suffix = SUFFIX_IDS[0].tolist()
+    ended = decode(layered, sources, [mixture(ALL)], suffix, ends=frozenset({free[2]}), **options)
+    assert ended == [free[: free.index(free[2]) + 1]]
+
+
+def test_a_blend_of_all_tokens_is_a_full_prefill_and_of_none_the_past():
+    receiver, _, layered, sources = made("qwen3")
+    blended = layered.blend(IDS, torch.arange(len(IDS)), sources[SENDER])
+    own = prefill(receiver, PREFIX_IDS).kv
+    for got, expected in zip(blended, own, strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+    few = layered.blend(IDS, torch.tensor([0, 1, 2]), sources[SENDER])
+    for got, expected, theirs in zip(few, own, sources[SENDER], strict=True):
+        for mixed, ours, past in zip(got, expected, theirs, strict=True):
+            torch.testing.assert_close(mixed[:, :, :3], ours[:, :, :3], atol=1e-4, rtol=1e-4)
+            assert torch.equal(mixed[:, :, 3:], past[:, :, 3:])
+
+
+def test_models_that_would_be_computed_wrongly_are_refused():
+    model = make_model("mistral", 1)
+    model.config.sliding_window = 16
+    with pytest.raises(ConfigError, match="sliding_window is 16"):
+        LayeredModel(model)
+    model = make_model("llama", 1)
+    model.set_attn_implementation("eager")
+    with pytest.raises(ConfigError, match="attention is 'eager'"):
+        LayeredModel(model)
+
+
+def test_the_next_token_after_a_mixture_has_the_oracles_margin():
+    receiver, sender, layered, sources = made("phi3")
+    prefix = partial_prefill(receiver, sender, PREFIX_IDS, Span(1, 4))
+    expected = oracle_decode(receiver, prefix, SUFFIX_IDS, 1)
+    stream = forced(layered, sources, [mixture(Span(1, 4))], SUFFIX_IDS, 8)[0]
+    best, second = layered.logits(stream[0, -1]).log_softmax(-1).topk(2).values.tolist()
+    assert best == pytest.approx(expected.logprobs[0], abs=1e-4)
+    assert best - second == pytest.approx(expected.margins[0], abs=1e-4)
