@@ -123,30 +123,40 @@ class LayeredModel:
         hidden = self.embed(torch.tensor([list(ids)]))[:, chosen]
         positions = chosen[None]
         seen = torch.arange(len(ids), device=self.device)[None] <= chosen[:, None]
-        mask = self._additive(seen)
+        mask = self._additive(seen[None])
         rotary = self._rotary(hidden, positions)
         made = []
         for layer in range(self.num_layers):
-            cache = _Replace(self._on_device(past[layer]), chosen)
+            cache = _Replace(self.kv_of(past, layer), chosen)
             hidden = self._call(layer, hidden, mask, positions, rotary, cache)
             made.append((cache.kv[0].to(HOST), cache.kv[1].to(HOST)))
         return made
 
     def step(
-        self, layer: int, hidden: Tensor, past: KV, tail: KV | None, num_tail: int
+        self, layer: int, hidden: Tensor, past: KV, tail: KV | None, pads: Tensor
     ) -> tuple[Tensor, KV]:
-        """One layer over new tokens `[rows, new, hidden]`: what leaves it, and the longer tail."""
+        """One layer over new tokens `[rows, new, hidden]`: what leaves it, and the longer tail.
+
+        The first `pads[row]` tokens of a row's tail are no tokens: they align rows of different
+        lengths at their ends, and nothing that counts depends on them.
+        """
         num_past, num_new = past[0].shape[2], hidden.shape[1]
-        first = num_past + num_tail
-        positions = torch.arange(first, first + num_new, device=self.device)[None]
-        mask = None
-        if num_new > 1:
-            keys = torch.arange(first + num_new, device=self.device)[None]
-            mask = self._additive(keys <= positions[0][:, None])
-        cache = _Join(self._on_device(past), tail)
+        num_tail = 0 if tail is None else tail[0].shape[2]
+        places = torch.arange(num_tail, num_tail + num_new, device=self.device)[None]
+        positions = (num_past + places - pads[:, None]).clamp(min=0)
+        keys = torch.arange(-num_past, num_tail + num_new, device=self.device)[None, None]
+        seen = (keys <= places[..., None]) & ((keys >= pads[:, None, None]) | (keys < 0))
         rotary = self._rotary(hidden, positions)
-        hidden = self._call(layer, hidden, mask, positions, rotary, cache)
-        return hidden, cache.tail
+        cache = _Join(past, tail)
+        leaving = self._call(layer, hidden, self._additive(seen), positions, rotary, cache)
+        return leaving, cache.tail
+
+    def kv_of(self, source: Source, layer: int) -> KV:
+        """A source's KV on the model's device; ValueError where it has none."""
+        kv = source[layer]
+        if kv is None:
+            raise ValueError(f"layer {layer} is read from a source that lacks it")
+        return kv[0].to(self.device), kv[1].to(self.device)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[..., hidden]` after the last layer -> `[..., vocabulary]` in float32."""
@@ -175,13 +185,9 @@ class LayeredModel:
         return self.model.model.rotary_emb(hidden, position_ids=positions)
 
     def _additive(self, seen: Tensor) -> Tensor:
+        """`[rows, queries, keys]` -> the mask for attention."""
         mask = torch.zeros(seen.shape, dtype=self.dtype, device=self.device)
-        return mask.masked_fill(~seen, torch.finfo(self.dtype).min)[None, None]
-
-    def _on_device(self, kv: KV | None) -> KV:
-        if kv is None:
-            raise ValueError("this source has no KV at a layer that was asked for")
-        return kv[0].to(self.device), kv[1].to(self.device)
+        return mask.masked_fill(~seen, torch.finfo(self.dtype).min)[:, None]
 
 
 class _Enough(Exception):

@@ -11,6 +11,9 @@ a recompute made. Mixtures that agree up to a layer share the work up to there:
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -34,76 +37,83 @@ def forced(
     Returns for each mixture the residual stream after the last layer, `[rows, tokens, hidden]`.
     At most `max_rows` rows go through a layer at a time.
     """
+    num_rows = rows.shape[0]
     streams = [model.embed(rows)]
     at = [0] * len(mixtures)
     for layer in range(model.num_layers):
-        reads = [(at[i], mixture[layer]) for i, mixture in enumerate(mixtures)]
-        distinct = sorted(set(reads), key=lambda it: (it[1], it[0]))
+        reads = [(mixture[layer], at[i]) for i, mixture in enumerate(mixtures)]
+        distinct = sorted(set(reads))
         fresh: list[Tensor] = []
-        for source in sorted({source for _, source in distinct}):
-            nodes = [node for node, its_source in distinct if its_source == source]
-            hidden = torch.cat([streams[node] for node in nodes])
-            left = _through(model, layer, hidden, sources[source][layer], max_rows)
-            fresh.extend(left.split(rows.shape[0]))
+        for source, group in groupby(distinct, key=itemgetter(0)):
+            past = model.kv_of(sources[source], layer)
+            hidden = torch.cat([streams[stream] for _, stream in group])
+            left = torch.cat([_through(model, layer, it, past) for it in hidden.split(max_rows)])
+            fresh.extend(left.split(num_rows))
         index = {read: i for i, read in enumerate(distinct)}
         streams, at = fresh, [index[read] for read in reads]
-    return [streams[node] for node in at]
+    return [streams[stream] for stream in at]
 
 
-def _through(
-    model: LayeredModel, layer: int, hidden: Tensor, past: KV | None, max_rows: int
-) -> Tensor:
-    if past is None:
-        raise ValueError(f"a mixture reads layer {layer} of a source that lacks it")
-    parts = [model.step(layer, part, past, None, 0)[0] for part in hidden.split(max_rows)]
-    return torch.cat(parts)
+def _through(model: LayeredModel, layer: int, hidden: Tensor, past: KV) -> Tensor:
+    pads = torch.zeros(hidden.shape[0], dtype=torch.long, device=model.device)
+    return model.step(layer, hidden, past, None, pads)[0]
 
 
-@torch.inference_mode()
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One question over one mixture."""
+
+    mixture: Mixture
+    suffix: tuple[int, ...]
+
+
 def decode(
     model: LayeredModel,
     sources: Sequence[Source],
-    mixtures: Sequence[Mixture],
-    suffix: Sequence[int],
+    asked: Sequence[Asked],
     *,
     max_new: int,
     ends: frozenset[int],
     max_rows: int,
 ) -> list[list[int]]:
-    """Greedy answers to one question, one per mixture; the token that ended one is its last."""
+    """Greedy answers, in order; the token that ends one is its last."""
     answers: list[list[int]] = []
-    for first in range(0, len(mixtures), max_rows):
-        part = mixtures[first : first + max_rows]
-        answers.extend(_decode(model, sources, part, suffix, max_new, ends))
+    for first in range(0, len(asked), max_rows):
+        answers += _decode(model, sources, asked[first : first + max_rows], max_new, ends)
     return answers
 
 
+@torch.inference_mode()
 def _decode(
     model: LayeredModel,
     sources: Sequence[Source],
-    mixtures: Sequence[Mixture],
-    suffix: Sequence[int],
+    asked: Sequence[Asked],
     max_new: int,
     ends: frozenset[int],
 ) -> list[list[int]]:
-    groups = [_by_source(it[layer] for it in mixtures) for layer in range(model.num_layers)]
+    """One batch. Suffixes are padded in front, so that all rows end at the same place."""
+    length = max(len(it.suffix) for it in asked)
+    padding = [length - len(it.suffix) for it in asked]
+    ids = torch.tensor([[0] * n + list(it.suffix) for n, it in zip(padding, asked, strict=True)])
+    pads = torch.tensor(padding, device=model.device)
+    readers = [_readers(it.mixture[layer] for it in asked) for layer in range(model.num_layers)]
+    pasts = {
+        (layer, source): model.kv_of(sources[source], layer)
+        for layer, by_source in enumerate(readers)
+        for source in by_source
+    }
     tails: dict[tuple[int, int], KV] = {}
-    answers: list[list[int]] = [[] for _ in mixtures]
-    ids = torch.tensor([list(suffix)]).expand(len(mixtures), -1)
-    num_tail = 0
+    answers: list[list[int]] = [[] for _ in asked]
     for _ in range(max_new):
         hidden = model.embed(ids)
-        for layer, by_source in enumerate(groups):
+        for layer, by_source in enumerate(readers):
             leaving = torch.empty_like(hidden)
-            for source, members in by_source.items():
-                past, key = sources[source][layer], (layer, source)
-                if past is None:
-                    raise ValueError(f"a mixture reads layer {layer} of a source that lacks it")
-                leaving[members], tails[key] = model.step(
-                    layer, hidden[members], past, tails.get(key), num_tail
+            for source, rows in by_source.items():
+                key = (layer, source)
+                leaving[rows], tails[key] = model.step(
+                    layer, hidden[rows], pasts[key], tails.get(key), pads[rows]
                 )
             hidden = leaving
-        num_tail += ids.shape[1]
         ids = model.logits(hidden[:, -1:]).argmax(-1)
         for answer, token in zip(answers, ids[:, 0].tolist(), strict=True):
             if not answer or answer[-1] not in ends:
@@ -113,8 +123,9 @@ def _decode(
     return answers
 
 
-def _by_source(sources: Iterable[int]) -> dict[int, list[int]]:
-    groups: dict[int, list[int]] = {}
+def _readers(sources: Iterable[int]) -> dict[int, list[int]]:
+    """Rows by the source that they read."""
+    rows: dict[int, list[int]] = {}
     for row, source in enumerate(sources):
-        groups.setdefault(source, []).append(row)
-    return groups
+        rows.setdefault(source, []).append(row)
+    return rows

@@ -7,12 +7,12 @@ from test_oracle import FAMILIES, NUM_LAYERS, PREFIX_IDS, SUFFIX_IDS, make_model
 from cachetree.errors import ConfigError
 from cachetree.ids import EMPTY_SPAN, Span
 from profiles.layered import LayeredModel, Source
-from profiles.mixtures import decode, forced
+from profiles.mixtures import Asked, decode, forced
 from profiles.oracle import decode as oracle_decode
 from profiles.oracle import generate, partial_prefill, prefill
 
 ALL = Span(0, NUM_LAYERS)
-IDS = PREFIX_IDS[0].tolist()
+IDS, SUFFIX = PREFIX_IDS[0].tolist(), SUFFIX_IDS[0].tolist()
 BLOCKS = [EMPTY_SPAN, Span(0, 2), Span(1, 4), Span(1, 5), Span(3, 4), ALL]
 SENDER, OWN = 0, 1
 
@@ -36,17 +36,11 @@ def mixture(block: Span) -> tuple[int, ...]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_decoded_answers_are_the_oracles(family):
     receiver, sender, layered, sources = made(family)
-    answers = decode(
-        layered,
-        sources,
-        [mixture(block) for block in BLOCKS],
-        SUFFIX_IDS[0].tolist(),
-        max_new=5,
-        ends=frozenset(),
-        max_rows=4,
-    )
-    for block, answer in zip(BLOCKS, answers, strict=True):
-        expected = generate(receiver, sender, PREFIX_IDS, SUFFIX_IDS, block, 5)
+    cases = [(block, length) for block in BLOCKS for length in (7, 3)]
+    asked = [Asked(mixture(block), tuple(SUFFIX[:length])) for block, length in cases]
+    answers = decode(layered, sources, asked, max_new=5, ends=frozenset(), max_rows=5)
+    for (block, length), answer in zip(cases, answers, strict=True):
+        expected = generate(receiver, sender, PREFIX_IDS, SUFFIX_IDS[:, :length], block, 5)
         assert answer == expected.ids, (block, expected.margins)
 
 
@@ -101,8 +95,8 @@ def test_an_answer_ends_with_its_end_token():
     receiver, sender, layered, sources = made("llama")
     free = generate(receiver, sender, PREFIX_IDS, SUFFIX_IDS, ALL, 5).ids
     options = {"max_new": 5, "max_rows": 8}
-    suffix = SUFFIX_IDS[0].tolist()
-    ended = decode(layered, sources, [mixture(ALL)], suffix, ends=frozenset({free[2]}), **options)
+    asked = [Asked(mixture(ALL), tuple(SUFFIX))]
+    ended = decode(layered, sources, asked, ends=frozenset({free[2]}), **options)
     assert ended == [free[: free.index(free[2]) + 1]]
 
 
