@@ -10,17 +10,19 @@ from statistics import fmean
 
 from rich.console import Console
 
+from profiles.environment import read_environment
 from sglang_droidspeak.demo.checks import equality_failures, quality_failures, reuse_failures
 from sglang_droidspeak.demo.conditions import Condition
 from sglang_droidspeak.demo.config import DemoConfig, RandomPair
 from sglang_droidspeak.demo.documents import Document, from_records, random_documents
-from sglang_droidspeak.demo.environment import read_environment
 from sglang_droidspeak.demo.measure import ask_all, time_all
 from sglang_droidspeak.demo.picture import draw
 from sglang_droidspeak.demo.progress import Steps
 from sglang_droidspeak.demo.report import DemoReport, Part, table_of, write_json
 from sglang_droidspeak.demo.results import Samples, quality_of, speed_of
 from sglang_droidspeak.demo.rig import DemoFailed, Rig, Subject, started
+
+PACKAGES = ("sglang-droidspeak", "sglang", "torch", "transformers")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +41,7 @@ def run_demo(config: DemoConfig, console: Console) -> DemoReport:
     written and shown before that.
     """
     steps = Steps(console)
-    environment = read_environment()
+    environment = read_environment(PACKAGES)
     subject, profile = config.pair()
     (config.out / "logs").mkdir(parents=True, exist_ok=True)
 

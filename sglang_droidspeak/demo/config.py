@@ -15,9 +15,9 @@ import torch
 from cachetree import ModelIdentity, PairProfile, Span, read_profile
 from cachetree.errors import CacheTreeError
 from cachetree.identity import read_model_identity
+from profiles.environment import ROOT
 from profiles.random_models import shape, write_models
 from profiles.records import Record, RecordError, read_records
-from sglang_droidspeak.demo.environment import ROOT
 from sglang_droidspeak.demo.rig import DemoFailed, Subject
 
 _CPU_OPTIONS: Mapping[str, Any] = {

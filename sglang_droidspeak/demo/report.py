@@ -8,8 +8,8 @@ import msgspec
 from rich import box
 from rich.table import Table
 
+from profiles.environment import Environment
 from sglang_droidspeak.demo.conditions import Condition
-from sglang_droidspeak.demo.environment import Environment
 from sglang_droidspeak.demo.results import Quality, Reuse, Speed
 
 ABSENT = "–"

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from profiles.environment import read_environment
 from sglang_droidspeak.demo.conditions import Condition
-from sglang_droidspeak.demo.environment import read_environment
 from sglang_droidspeak.demo.picture import draw
 from sglang_droidspeak.demo.report import DemoReport, Part, table_of, write_json
 from sglang_droidspeak.demo.results import Quality, Speed
@@ -59,7 +59,7 @@ def report() -> DemoReport:
         speed_on=part,
         failures=[],
         elapsed_s=123.4,
-        environment=read_environment(),
+        environment=read_environment(("torch",)),
     )
 
 

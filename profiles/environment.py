@@ -6,15 +6,15 @@ import os
 import platform
 import shutil
 import subprocess
+from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 """Of the repository, in an editable installation."""
-_PACKAGES = ("sglang-droidspeak", "sglang", "torch", "transformers")
 
 
 class Environment(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,16 +26,16 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     accelerator: str
     """Empty where there is none."""
     load_before: float
-    """Runnable processes, mean of the minute before the demo; near 0 on an idle machine."""
+    """Runnable processes, mean of the minute before; near 0 on an idle machine."""
     commit: str
     """Empty outside of a git checkout; `+` marks uncommitted changes."""
 
 
-def read_environment() -> Environment:
+def read_environment(packages: Iterable[str]) -> Environment:
+    """`packages` are the names of distributions; all of them have to be installed."""
     pages, page_bytes = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     return Environment(
-        versions={name: version(name) for name in _PACKAGES}
-        | {"python": platform.python_version()},
+        versions={name: version(name) for name in packages} | {"python": platform.python_version()},
         processor=_processor(),
         num_cores=len(os.sched_getaffinity(0)),
         memory_gib=round(pages * page_bytes / 2**30, 1),
