@@ -59,7 +59,7 @@ def report() -> DemoReport:
         speed_on=part,
         failures=[],
         elapsed_s=123.4,
-        environment=read_environment(("torch",)),
+        environment=read_environment(("sglang", "torch")),
     )
 
 
