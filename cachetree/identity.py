@@ -19,6 +19,7 @@ from cachetree.errors import ConfigError
 from cachetree.family import ModelIdentity
 from cachetree.rope import canonical_rope
 from cachetree.safetensors_files import (
+    Tensor,
     have_equal_content,
     layer_of,
     read_tensors,
@@ -97,6 +98,25 @@ _ADAPTER_KEYS = (
     "use_dora",
     "use_rslora",
 )
+_ADAPTER_NOTES = frozenset(
+    {
+        "auto_mapping",
+        "base_model_name_or_path",
+        "bias",
+        "exclude_modules",
+        "inference_mode",
+        "layers_pattern",
+        "layers_to_transform",
+        "lora_dropout",
+        "modules_to_save",
+        "peft_version",
+        "revision",
+        "target_modules",
+        "task_type",
+    }
+)
+"""What an adapter's config says about where it came from and which tensors it has. Everything else
+in it decides what the tensors do."""
 
 
 def read_model_identity(
@@ -126,12 +146,25 @@ def read_model_identity(
     return identity
 
 
-def first_difference(a: Path, b: Path) -> int:
-    """The first layer at which two checkpoints differ in any byte; the number of layers if in none.
+def first_difference(
+    a: Path, b: Path, adapter_a: Path | None = None, adapter_b: Path | None = None
+) -> int:
+    """The first layer at which two models differ in any byte; the number of layers if in none.
 
-    Below it their KV is bit-exact. 0 also where embeddings or what the config says about the
-    computation differ. What comes after the layers (final norm, output head) does not count.
-    Raises ConfigError where they have different numbers of layers.
+    Below it their KV is bit-identical, and so is the residual stream that enters it: a block from
+    there to the last layer is lossless. That is why a difference in q_proj, o_proj or the MLP
+    counts at its own layer, though the KV of that layer is still the same.
+
+    0 also where embeddings or what the config says about the computation differ. What comes after
+    the layers (final norm, output head) does not count, but for a head tied to the embeddings.
+
+    An adapter touches the layers that its tensors are of, whatever its config says about targets.
+    Two adapters differ at a layer where their tensors there are not the same bytes, and at all that
+    they touch if they are scaled or applied differently. It is not asked whether that changes the
+    product: factors of zeros, or others with an equal product, are a difference.
+
+    Raises ConfigError where the models have different numbers of layers, or an adapter is not a
+    LoRA on the base's own layers.
     """
     ours, theirs = _text_config(_read_config(a)), _text_config(_read_config(b))
     num_layers = _number(ours, "num_hidden_layers", a)
@@ -140,14 +173,37 @@ def first_difference(a: Path, b: Path) -> int:
     if canonical_rope(ours) != canonical_rope(theirs) or _computing(ours) != _computing(theirs):
         return 0
     our_tensors, their_tensors = read_tensors(weight_files(a)), read_tensors(weight_files(b))
-    by_layer = sorted((layer_of(name, num_layers), name) for name in our_tensors | their_tensors)
-    for layer, name in by_layer:
-        if layer >= num_layers:
+    has_head = "lm_head.weight" in our_tensors or "lm_head.weight" in their_tensors
+    is_tied = bool(ours.get("tie_word_embeddings")) or not has_head
+    layer = _first_difference(our_tensors, their_tensors, num_layers, is_tied)
+    for one, other in _unequal_adapters(adapter_a, adapter_b):
+        layer = min(layer, _first_difference(one, other, num_layers, is_tied))
+    return layer
+
+
+def _first_difference(
+    ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], num_layers: int, is_tied: bool
+) -> int:
+    def layer(name: str) -> int:
+        is_embedding = is_tied and "lm_head" in name.split(".")
+        return 0 if is_embedding else min(layer_of(name, num_layers), num_layers)
+
+    for name in sorted({*ours, *theirs}, key=layer):
+        if layer(name) == num_layers:
             break
-        one, other = our_tensors.get(name), their_tensors.get(name)
+        one, other = ours.get(name), theirs.get(name)
         if one is None or other is None or not have_equal_content(one, other):
-            return layer
+            return layer(name)
     return num_layers
+
+
+def _unequal_adapters(
+    a: Path | None, b: Path | None
+) -> list[tuple[Mapping[str, Tensor], Mapping[str, Tensor]]]:
+    """The comparisons of tensors that decide where two adapters, or one and none, differ."""
+    ours, theirs = ({} if it is None else _adapter_tensors(it) for it in (a, b))
+    one, other = (None if it is None else _applying(it) for it in (a, b))
+    return [(ours, theirs)] if one == other else [(ours, {}), ({}, theirs)]
 
 
 def _compute(path: Path, adapter: Path | None) -> ModelIdentity:
@@ -206,14 +262,30 @@ def _tokenizer_model(stated: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _adapter_digest(adapter: Path) -> bytes:
-    weights = adapter / "adapter_model.safetensors"
-    if not weights.is_file():
-        raise ConfigError(f"adapter weights {weights} are missing; save them as safetensors")
-    config = _read_json(adapter / "adapter_config.json")
+    tensors, config = _adapter_tensors(adapter), _read_adapter_config(adapter)
     stated = {key: config[key] for key in _ADAPTER_KEYS if config.get(key) is not None}
     if isinstance(stated.get("target_modules"), list):
         stated["target_modules"] = sorted(stated["target_modules"])
-    return _canonical(stated) + sampled_digest(read_tensors([weights])).encode()
+    return _canonical(stated) + sampled_digest(tensors).encode()
+
+
+def _adapter_tensors(adapter: Path) -> dict[str, Tensor]:
+    weights = adapter / "adapter_model.safetensors"
+    if not weights.is_file():
+        raise ConfigError(f"adapter weights {weights} are missing; save them as safetensors")
+    return read_tensors([weights])
+
+
+def _applying(adapter: Path) -> dict[str, Any]:
+    """What an adapter's config says about what its tensors do."""
+    config = _read_adapter_config(adapter)
+    for key, accepted in (("peft_type", "LORA"), ("layer_replication", None)):
+        if config.get(key) != accepted:
+            raise ConfigError(
+                f"{adapter / 'adapter_config.json'} has {key} = {config.get(key)!r}; which layers "
+                "differ is known only of LoRA on the base's own layers, so merge it into its base"
+            )
+    return {key: value for key, value in config.items() if key not in _ADAPTER_NOTES and value}
 
 
 def _cache_key(path: Path, adapter: Path | None) -> str:
@@ -240,6 +312,10 @@ def _text_config(config: Config) -> Config:
 
 def _read_config(path: Path) -> Config:
     return _read_json(path / "config.json")
+
+
+def _read_adapter_config(adapter: Path) -> Config:
+    return _read_json(adapter / "adapter_config.json")
 
 
 def _read_json(file: Path) -> dict[str, Any]:

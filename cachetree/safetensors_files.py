@@ -121,9 +121,11 @@ def sampled_digest(tensors: dict[str, Tensor]) -> str:
 
 
 def have_equal_content(ours: Tensor, theirs: Tensor) -> bool:
-    """Every byte, not a sample: what is called bit-exact must be."""
+    """Every byte, not a sample: what is called bit-exact must be. One file is not read twice."""
     if (ours.dtype, ours.shape, ours.num_bytes) != (theirs.dtype, theirs.shape, theirs.num_bytes):
         return False
+    if ours.offset == theirs.offset and ours.path.samefile(theirs.path):
+        return True
     with ours.path.open("rb") as our_file, theirs.path.open("rb") as their_file:
         return all(
             ours.read(our_file, start, start + _COMPARE_BYTES)
