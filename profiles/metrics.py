@@ -1,14 +1,53 @@
-"""Quality of an answer: token F1 as SQuAD and LongBench count it."""
+"""Quality of an answer, 0 to 1: LongBench's definitions, and the final number for GSM8K.
+
+    metric           computed on                             as in LongBench v1
+    f1               words after SQuAD's normalisation       qa_f1_score
+    rouge_l          words, by sentence                      rouge_score (the `rouge` package)
+    edit_similarity  characters, in whole percent            code_sim_score, after its choice of a
+                                                             line (`tasks.AnswerPart.CODE_LINE`)
+    exact_number     the final number of each                not in LongBench
+
+Where the numbers differ from LongBench's is said at each function.
+"""
 
 from __future__ import annotations
 
 import re
 import string
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from decimal import Decimal
+from enum import Enum
+from typing import Final
 
-_ARTICLES = re.compile(r"\b(a|an|the)\b")
-_PUNCTUATION = str.maketrans("", "", string.punctuation)
+from rapidfuzz import fuzz
+from rapidfuzz.distance import LCSseq
+
+_ARTICLES: Final = re.compile(r"\b(a|an|the)\b")
+_PUNCTUATION: Final = str.maketrans("", "", string.punctuation)
+_NUMBER: Final = re.compile(r"((?<!\w)-)?\$?(\d[\d,]*(?:\.\d+)?|\.\d+)")
+_ANSWER_MARK: Final = "####"
+
+
+class Metric(str, Enum):
+    """How an answer is judged. Values are in files and on command lines and never change."""
+
+    F1 = "f1"
+    ROUGE_L = "rouge_l"
+    EDIT_SIMILARITY = "edit_similarity"
+    EXACT_NUMBER = "exact_number"
+
+
+def quality(metric: Metric, prediction: str, answers: Sequence[str]) -> float:
+    """The best score over the accepted answers; ValueError where none are accepted."""
+    if not answers:
+        raise ValueError(f"{metric.value} needs at least one accepted answer")
+    return max(_SCORES[metric](prediction, answer) for answer in answers)
+
+
+def token_f1(prediction: str, answers: Sequence[str]) -> float:
+    """`quality` with F1."""
+    return quality(Metric.F1, prediction, answers)
 
 
 def normalised_tokens(text: str) -> list[str]:
@@ -16,15 +55,87 @@ def normalised_tokens(text: str) -> list[str]:
     return _ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split()
 
 
-def token_f1(prediction: str, answers: Sequence[str]) -> float:
-    """The best F1 over the accepted answers, 0 to 1; ValueError where none are accepted."""
-    if not answers:
-        raise ValueError("token_f1 needs at least one accepted answer")
-    return max(_f1(normalised_tokens(prediction), normalised_tokens(a)) for a in answers)
+def f1(prediction: str, answer: str) -> float:
+    """F1 of the two bags of words.
 
-
-def _f1(predicted: list[str], expected: list[str]) -> float:
+    Two texts without any word are equal here, as in SQuAD 2; LongBench counts 0.
+    """
+    predicted, expected = normalised_tokens(prediction), normalised_tokens(answer)
     if not predicted or not expected:
         return float(predicted == expected)
     common = sum((Counter(predicted) & Counter(expected)).values())
     return 2 * common / (len(predicted) + len(expected))
+
+
+def rouge_l(prediction: str, answer: str) -> float:
+    """F1 of the union longest common subsequence over sentences, words counted once (Lin, 2004).
+
+    As the `rouge` package defines it: sentences end at every full stop, the words that some
+    sentence of the answer has in common with some sentence of the prediction are put together as a
+    set, and precision and recall are over the sets of words.
+
+    Three differences to the package. Where a word is repeated within a sentence of the answer there
+    can be several longest subsequences, and rapidfuzz and `rouge` need not choose the same one;
+    with no repetition the numbers are equal. `rouge` adds 1e-8 to a denominator. Its recursion ends
+    at sentences of about a thousand words, for which LongBench counts 0.
+    """
+    predicted, expected = _sentences(prediction), _sentences(answer)
+    if not predicted or not expected:
+        return 0.0
+    common = {
+        word
+        for theirs in expected
+        for ours in predicted
+        for word in _common_subsequence(ours, theirs)
+    }
+    return 2 * len(common) / (len(set().union(*predicted)) + len(set().union(*expected)))
+
+
+def edit_similarity(prediction: str, answer: str) -> float:
+    """Twice the common subsequence of characters over both lengths, rounded to whole percent.
+
+    As `fuzz.ratio` of thefuzz, and of the fuzzywuzzy that LongBench imports if python-Levenshtein
+    is installed too; if it is not, fuzzywuzzy takes difflib's matching blocks, which are never
+    longer.
+    """
+    return round(fuzz.ratio(prediction, answer)) / 100
+
+
+def exact_number(prediction: str, answer: str) -> float:
+    """1 where both end in the same number."""
+    found = final_number(prediction)
+    return float(found is not None and found == final_number(answer))
+
+
+def final_number(text: str) -> Decimal | None:
+    """The number after the first `####`, or else the last one; None where there is none.
+
+    Dollar signs and the commas between thousands do not count.
+    """
+    solution, mark, conclusion = text.partition(_ANSWER_MARK)
+    numbers = _NUMBER.findall(conclusion if mark else solution)
+    if not numbers:
+        return None
+    sign, digits = numbers[0 if mark else -1]
+    return Decimal(sign + digits.replace(",", ""))
+
+
+def _sentences(text: str) -> list[list[str]]:
+    """Words per sentence. One of white space alone has the empty word, as in `rouge`."""
+    return [" ".join(part.split()).split(" ") for part in text.split(".") if part]
+
+
+def _common_subsequence(ours: list[str], theirs: list[str]) -> Iterator[str]:
+    """Words of a longest common subsequence. The order of the arguments decides between equals, and
+    this one is the choice of `rouge` where no word of `theirs` is repeated."""
+    for operation in LCSseq.opcodes(ours, theirs):
+        if operation.tag == "equal":
+            yield from theirs[operation.dest_start : operation.dest_end]
+
+
+_SCORES: Final[Mapping[Metric, Callable[[str, str], float]]] = {
+    Metric.F1: f1,
+    Metric.ROUGE_L: rouge_l,
+    Metric.EDIT_SIMILARITY: edit_similarity,
+    Metric.EXACT_NUMBER: exact_number,
+}

@@ -2,49 +2,93 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
+from typing import Final, TypeVar
 
 import msgspec
 
+MAX_LINE_BYTES: Final = 64 * 1024 * 1024
+"""Longest line that is decoded; LongBench's longest are below 1 MiB."""
+
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """One line: a question about a context. `length` counts the context's words."""
+    """One line: a question about a context. `length` counts the context's words.
+
+    `dataset` says how it is asked and judged (`profiles.tasks`), where the user does not.
+    """
 
     input: str
     context: str
     answers: tuple[str, ...]
-    length: int
-    dataset: str
-    language: str
-    all_classes: tuple[str, ...] | None
-    id: str = msgspec.field(name="_id")
+    length: int = 0
+    dataset: str = ""
+    language: str = "en"
+    all_classes: tuple[str, ...] | None = None
+    id: str = msgspec.field(name="_id", default="")
 
 
 class RecordError(Exception):
-    """A data file cannot be used. The message names the file and the line."""
+    """Data cannot be used. The message names the file and the line."""
+
+
+Line = TypeVar("Line", bound=msgspec.Struct)
 
 
 def read_records(path: Path) -> list[Record]:
     """All records of a file in order; raises RecordError."""
+    return [record for _, record in read_lines(path, Record, "LongBench record")]
+
+
+def read_lines(path: Path, schema: type[Line], what: str) -> list[tuple[str, Line]]:
+    """Every line of a JSONL file and its place (`file:line`), blank lines left out.
+
+    `what` a line should be is for messages. Raises RecordError.
+    """
+    lines = []
     try:
-        lines = path.read_bytes().splitlines()
+        for place, raw in _raw_lines(path):
+            try:
+                lines.append((place, msgspec.json.decode(raw, type=schema)))
+            except (ValueError, RecursionError) as exc:
+                raise RecordError(f"{place} is not a {what}: {exc}") from exc
     except OSError as exc:
         raise RecordError(f"data file {path} cannot be read: {exc.strerror}") from exc
-    records = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            records.append(msgspec.json.decode(line, type=Record))
-        except msgspec.DecodeError as exc:
-            raise RecordError(f"{path}:{number} is not a LongBench record: {exc}") from exc
-    if not records:
+    if not lines:
         raise RecordError(f"data file {path} has no records")
-    return records
+    return lines
+
+
+def _raw_lines(path: Path) -> Iterator[tuple[str, bytes]]:
+    with path.open("rb") as file:
+        number = 0
+        while raw := file.readline(MAX_LINE_BYTES + 1):
+            number += 1
+            if len(raw) > MAX_LINE_BYTES:
+                raise RecordError(
+                    f"{path}:{number} is longer than {MAX_LINE_BYTES} bytes, so it is not decoded; "
+                    "JSONL has one record per line"
+                )
+            if not raw.isspace():
+                yield f"{path}:{number}", raw
 
 
 def write_records(records: Iterable[Record], path: Path) -> None:
-    path.write_bytes(b"".join(msgspec.json.encode(record) + b"\n" for record in records))
+    path.write_bytes(b"".join(_encoded(records)))
+
+
+def records_sha256(records: Iterable[Record]) -> str:
+    """Hexadecimal digest of the file that `write_records` would write."""
+    digest = hashlib.sha256()
+    for line in _encoded(records):
+        digest.update(line)
+    return digest.hexdigest()
+
+
+def _encoded(records: Iterable[Record]) -> Iterator[bytes]:
+    return (msgspec.json.encode(record) + b"\n" for record in records)
 
 
 def by_context(records: Sequence[Record]) -> list[tuple[str, list[Record]]]:

@@ -1,6 +1,19 @@
-import pytest
+import math
+from decimal import Decimal
+from random import Random
+from statistics import fmean
 
-from profiles.metrics import normalised_tokens, token_f1
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rouge import Rouge
+from thefuzz import fuzz
+
+from profiles.metrics import Metric, final_number, normalised_tokens, quality, rouge_l, token_f1
+
+ROUGE = Rouge(metrics=["rouge-l"])
+ROUGE_EPSILON = 1e-7
+"""`rouge` adds 1e-8 to a denominator."""
 
 
 @pytest.mark.parametrize(
@@ -18,12 +31,101 @@ from profiles.metrics import normalised_tokens, token_f1
 )
 def test_token_f1(prediction, answers, expected):
     assert token_f1(prediction, answers) == pytest.approx(expected)
+    assert quality(Metric.F1, prediction, answers) == token_f1(prediction, answers)
 
 
 def test_articles_go_but_not_inside_words():
     assert normalised_tokens("a theme, an Anthem; the end") == ["theme", "anthem", "end"]
 
 
-def test_no_accepted_answer_is_an_error():
-    with pytest.raises(ValueError, match="at least one"):
-        token_f1("red", [])
+@pytest.mark.parametrize("metric", Metric)
+def test_no_accepted_answer_is_an_error(metric):
+    with pytest.raises(ValueError, match=f"{metric.value} needs at least one"):
+        quality(metric, "red", [])
+
+
+WORDS = st.sampled_from(["rain", "sun", "Sun", "wind,", "fog", "hail", "3", "\n", " ", "the"])
+
+
+@given(st.lists(WORDS, max_size=8), st.permutations(["sun", "rain", "fog", "wind,", "hail", "ice"]))
+def test_rouge_l_equals_the_package_where_no_word_of_a_sentence_of_the_answer_is_repeated(
+    prediction, answer
+):
+    _assert_same_rouge(". ".join([" ".join(prediction), "sun rain"]), " ".join(answer[:4]) + ".")
+
+
+@given(st.lists(st.permutations(["a", "b", "c", "d", "e"]).map(" ".join), min_size=1, max_size=4))
+def test_rouge_l_equals_the_package_over_several_sentences(answer):
+    _assert_same_rouge("c e b. x a d a. b b", ". ".join(answer))
+    _assert_same_rouge("c e b. x a d a. b b. ", ".\n".join(answer) + ". ")
+
+
+def _assert_same_rouge(prediction, answer):
+    published = ROUGE.get_scores([prediction], [answer], avg=True)["rouge-l"]["f"]
+    assert rouge_l(prediction, answer) == pytest.approx(published, abs=ROUGE_EPSILON)
+
+
+def test_rouge_l_stays_close_to_the_package_where_words_are_repeated():
+    rng = Random(7)
+    differences = []
+    for _ in range(200):
+        # Frequencies as in a language: the r-th word has weight 1 / r.
+        words = rng.choices(range(200), [1 / r for r in range(1, 201)], k=rng.randrange(20, 90))
+        heard = [word for word in words if rng.random() > 0.4] + rng.choices(range(200), k=20)
+        answer, prediction = (" ".join(map(str, it)) for it in (words, heard))
+        published = ROUGE.get_scores([prediction], [answer], avg=True)["rouge-l"]["f"]
+        differences.append(abs(rouge_l(prediction, answer) - published))
+    assert fmean(differences) < 0.002
+    assert max(differences) < 0.05
+
+
+@pytest.mark.parametrize("prediction", ["", ".", "..."])
+def test_rouge_l_of_nothing_is_nothing(prediction):
+    with pytest.raises(ValueError, match="at least 1"):  # which LongBench counts as 0
+        ROUGE.get_scores([prediction], ["rain. sun"])
+    assert rouge_l(prediction, "rain. sun") == 0.0
+
+
+def test_rouge_l_of_a_sentence_that_is_too_long_for_the_package():
+    sentence = " ".join(map(str, range(1200)))
+    with pytest.raises(RecursionError):
+        ROUGE.get_scores([sentence], [sentence])
+    assert rouge_l(sentence, sentence) == 1.0
+
+
+@given(st.text(), st.text())
+def test_edit_similarity_equals_the_package(prediction, answer):
+    expected = fuzz.ratio(prediction, answer) / 100
+    assert quality(Metric.EDIT_SIMILARITY, prediction, [answer]) == expected
+
+
+def test_edit_similarity_is_of_characters_and_in_whole_percent():
+    assert quality(Metric.EDIT_SIMILARITY, "return x", ["return y", "pass"]) == 0.88
+    assert math.isclose(quality(Metric.EDIT_SIMILARITY, "abc", ["abd", "abc"]), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("48 + 24 = <<48+24=72>>72\n#### 72", "72"),
+        ("#### 72\n\nQuestion: 3 birds", "72"),
+        ("It is 3, then 4.", "4"),
+        ("She pays $1,234.50.", "1234.50"),
+        ("10-4", "4"),
+        ("It falls to -4 degrees", "-4"),
+        ("#### -$3", "-3"),
+        (".5", "0.5"),
+        ("none", None),
+        ("3 #### none", None),
+    ],
+)
+def test_the_final_number(text, number):
+    assert final_number(text) == (None if number is None else Decimal(number))
+
+
+@pytest.mark.parametrize(
+    ("prediction", "expected"), [("so 72.0", 1.0), ("#### 72", 1.0), ("73", 0.0), ("", 0.0)]
+)
+def test_exact_number(prediction, expected):
+    assert quality(Metric.EXACT_NUMBER, prediction, ["48+24\n#### 72"]) == expected
+    assert quality(Metric.EXACT_NUMBER, "none", ["none"]) == 0.0

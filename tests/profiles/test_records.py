@@ -1,6 +1,17 @@
+import hashlib
+
 import pytest
 
-from profiles.records import Record, RecordError, by_context, prompt_of, read_records, write_records
+from profiles import records as module
+from profiles.records import (
+    Record,
+    RecordError,
+    by_context,
+    prompt_of,
+    read_records,
+    records_sha256,
+    write_records,
+)
 
 LINE = (
     b'{"input":"question : where lives fimek ?","context":"fimek lives in nimefo .",'
@@ -16,6 +27,7 @@ def test_a_longbench_line_is_read_and_written_back(tmp_path):
     assert records[0].answers == ("nimefo",)
     write_records(records, path)
     assert path.read_bytes() == LINE * 2
+    assert records_sha256(records) == hashlib.sha256(LINE * 2).hexdigest()
 
 
 def test_unknown_fields_are_ignored_and_missing_ones_are_not(tmp_path):
@@ -27,11 +39,44 @@ def test_unknown_fields_are_ignored_and_missing_ones_are_not(tmp_path):
         read_records(path)
 
 
-@pytest.mark.parametrize(("content", "message"), [(b"", "no records"), (b"{", ":1 is not")])
+def test_what_only_describes_a_record_may_be_missing(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(b'{"input":"?","context":"c","answers":["a"]}')
+    assert read_records(path) == [Record(input="?", context="c", answers=("a",))]
+
+
+def test_blank_lines_are_no_records_and_still_count_as_lines(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(LINE.replace(b"\n", b"\r\n") + b"\n  \n" + LINE + b"\n")
+    assert len(read_records(path)) == 2
+    path.write_bytes(LINE + b"\n{")
+    with pytest.raises(RecordError, match=r"data\.jsonl:3 is not"):
+        read_records(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "no records"),
+        (b"\n", "no records"),
+        (b"{", ":1 is not"),
+        (LINE + LINE.replace(b"fimek", b"\xff"), ":2 is not.*utf-8"),
+        (LINE + LINE.replace(b'"7"', b"[" * 100_000), ":2 is not"),
+        (LINE + LINE.replace(b'["nimefo"]', b'"nimefo"'), r":2 is not.*answers"),
+    ],
+)
 def test_useless_files_are_refused(tmp_path, content, message):
     path = tmp_path / "data.jsonl"
     path.write_bytes(content)
     with pytest.raises(RecordError, match=message):
+        read_records(path)
+
+
+def test_a_line_of_absurd_length_is_refused_before_it_is_decoded(tmp_path, monkeypatch):
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(LINE + b"x" * len(LINE) + b"x")
+    monkeypatch.setattr(module, "MAX_LINE_BYTES", len(LINE))
+    with pytest.raises(RecordError, match=r"data\.jsonl:2 is longer than \d+ bytes"):
         read_records(path)
 
 
@@ -41,16 +86,7 @@ def test_a_missing_file_is_refused(tmp_path):
 
 
 def make_record(context: str, question: str) -> Record:
-    return Record(
-        input=question,
-        context=context,
-        answers=("x",),
-        length=1,
-        dataset="d",
-        language="en",
-        all_classes=None,
-        id=question,
-    )
+    return Record(input=question, context=context, answers=("x",), id=question)
 
 
 def test_consecutive_records_of_one_context_belong_together():

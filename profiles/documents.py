@@ -1,0 +1,222 @@
+"""Prompts as tokens: what is reused, what is new, and the answers.
+
+    template's text before the context    ┐
+    context, its whole pages              ┘ prefix: reused
+    context, its last incomplete page     ┐
+    rest of the template, with the input  ┘ suffix: new for every question
+
+Prompts are tokenised as a server does it with text, special tokens included. A tokenizer may join
+the end of the context with the start of the question, so what prompts share is found in tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from random import Random
+from typing import Final
+
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from cachetree.errors import ConfigError
+from cachetree.evidence import DataFile
+from profiles.datasets import Source, SourcedRecord
+from profiles.records import RecordError, records_sha256
+from profiles.tasks import Task, score
+
+__all__ = ["Document", "Question", "data_files", "make_documents", "score", "split_documents"]
+
+Tokens = tuple[int, ...]
+
+_BAR_DELAY_S: Final = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    suffix: tuple[int, ...]
+    """Tokens after the reused prefix, up to the answer; at least one."""
+    reference: tuple[int, ...]
+    """The first accepted answer as the prompt goes on with it, then EOS if the tokenizer has one;
+    at least one token, at most the task's `max_new`."""
+    answers: tuple[str, ...]
+    name: str
+    """The record's `_id`, or `file:line`; no two questions that were loaded together share it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Document:
+    """A context and all questions about it."""
+
+    prefix: tuple[int, ...]
+    """Whole pages with which all prompts begin; never empty."""
+    questions: tuple[Question, ...]
+    task: Task
+
+
+def make_documents(
+    sources: Iterable[Source],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    page_size: int,
+    max_prompt_tokens: int | None,
+) -> list[Document]:
+    """One document per context and task, in the order in which they first occur.
+
+    Where a prompt is longer than `max_prompt_tokens` (without the answer), the middle is cut out
+    as LongBench does it: as many tokens stay at the start as at the end. The cut is in tokens, lies
+    inside the context, and is the same for all questions about it.
+
+    Raises RecordError naming a record: whose context is shorter than a page, or whose prompt does
+    not fit without any context.
+    """
+    groups: dict[tuple[Task, str], list[SourcedRecord]] = {}
+    for source in sources:
+        for it in source.records:
+            groups.setdefault((it.task, it.record.context), []).append(it)
+    encode = _Encoder(tokenizer)
+    documents = []
+    bar = tqdm(groups.values(), desc="tokenizing", unit="context", delay=_BAR_DELAY_S, leave=False)
+    for records in bar:
+        documents.append(_document(records, encode, page_size, max_prompt_tokens))
+    return documents
+
+
+def split_documents(
+    documents: Sequence[Document], *, held_out_share: float, seed: int
+) -> tuple[list[Document], list[Document]]:
+    """Documents to choose on and to judge on, each in their order.
+
+    By context, so that no context is in both, and the same share of every task. Equal arguments
+    give equal splits. Raises ConfigError where one of the two would be empty.
+    """
+    if not 0.0 < held_out_share < 1.0:
+        raise ConfigError(f"held-out share is {held_out_share}; it lies between 0 and 1")
+    by_task: dict[Task, list[int]] = {}
+    for index, document in enumerate(documents):
+        by_task.setdefault(document.task, []).append(index)
+    held_out: set[int] = set()
+    for task, indices in by_task.items():
+        num_held_out = min(max(round(held_out_share * len(indices)), 1), len(indices) - 1)
+        held_out.update(Random(f"{seed} {task.name}").sample(indices, num_held_out))
+    if not held_out:
+        raise ConfigError(
+            f"{len(documents)} contexts of {len(by_task)} tasks cannot be split, because no task "
+            "has two; give more data, or held-out data of its own"
+        )
+    return (
+        [it for index, it in enumerate(documents) if index not in held_out],
+        [it for index, it in enumerate(documents) if index in held_out],
+    )
+
+
+def data_files(sources: Iterable[Source], documents: Iterable[Document]) -> tuple[DataFile, ...]:
+    """What a profile says about the data of these documents, which were made from `sources`."""
+    used = {question.name for document in documents for question in document.questions}
+    files = []
+    for source in sources:
+        records = [it.record for it in source.records if it.name in used]
+        if records:
+            file = DataFile(
+                name=source.name, sha256=records_sha256(records), num_questions=len(records)
+            )
+            files.append(file)
+    return tuple(files)
+
+
+@dataclass(frozen=True, slots=True)
+class _Encoder:
+    tokenizer: PreTrainedTokenizerBase
+
+    def prompts(self, texts: Sequence[str]) -> list[Tokens]:
+        """With the tokenizer's own special tokens."""
+        return [tuple(ids) for ids in self.tokenizer(list(texts), verbose=False).input_ids]
+
+    def continuation(self, text: str) -> Tokens:
+        encoded = self.tokenizer(text, add_special_tokens=False, verbose=False)
+        return tuple(encoded.input_ids)
+
+    @property
+    def end(self) -> Tokens:
+        """EOS, or nothing."""
+        eos = self.tokenizer.eos_token_id
+        return () if eos is None else (int(eos),)
+
+
+def _document(
+    records: Sequence[SourcedRecord],
+    encode: _Encoder,
+    page_size: int,
+    max_prompt_tokens: int | None,
+) -> Document:
+    task, context, first = records[0].task, records[0].record.context, records[0]
+    texts = [task.prompt(context, it.record.input) for it in records]
+    opening, shared, *prompts = encode.prompts([task.opening, task.shared(context), *texts])
+    num_shared = len(_common_start([shared, *prompts]))
+    kept = prompts
+    if max_prompt_tokens is not None:
+        movable = range(len(_common_start([opening, shared])), num_shared)
+        cut = _cut(max(map(len, prompts)), movable, max_prompt_tokens, first.place)
+        kept = [ids[: cut.start] + ids[cut.stop :] for ids in prompts]
+        num_shared -= len(cut)
+    num_reused = min(num_shared, min(map(len, kept)) - 1) // page_size * page_size
+    if not num_reused:
+        raise RecordError(
+            f"{first.place}: the context and what precedes it are {num_shared} tokens, less than a "
+            f"page of {page_size}, so nothing can be reused; leave the record out or take smaller "
+            "pages"
+        )
+    questions = tuple(
+        Question(
+            suffix=short[num_reused:],
+            reference=_reference(it, text, ids, encode),
+            answers=it.record.answers,
+            name=it.name,
+        )
+        for it, text, ids, short in zip(records, texts, prompts, kept, strict=True)
+    )
+    return Document(prefix=kept[0][:num_reused], questions=questions, task=task)
+
+
+def _cut(longest: int, movable: range, max_prompt_tokens: int, place: str) -> range:
+    """Tokens that are left out of every prompt, so that the longest has `max_prompt_tokens`.
+
+    # [0, half)                  kept   half of max_prompt_tokens, or more where the opening is long
+    # [half, half + excess)      cut    inside `movable`: what is shared and no opening
+    # [half + excess, longest)   kept   the other half, or more where the question is long
+    """
+    excess = longest - max_prompt_tokens
+    if excess <= 0:
+        return range(0)
+    if excess > len(movable):
+        raise RecordError(
+            f"{place}: the prompt has {longest - len(movable)} tokens beside the context's, more "
+            f"than max_prompt_tokens {max_prompt_tokens}; raise it or leave the record out"
+        )
+    start = min(max(max_prompt_tokens // 2, movable.start), movable.stop - excess)
+    return range(start, start + excess)
+
+
+def _reference(it: SourcedRecord, prompt: str, prompt_ids: Tokens, encode: _Encoder) -> Tokens:
+    """The first accepted answer's tokens, as in the tokens of prompt and answer together; where a
+    tokenizer joins the two, those of the answer alone, because the prompt's are given."""
+    answer = it.record.answers[0]
+    if answer and not prompt[-1:].isspace() and not answer[:1].isspace():
+        answer = f" {answer}"
+    (whole,) = encode.prompts([prompt + answer])
+    if whole[: len(prompt_ids)] == prompt_ids:
+        ids = whole[len(prompt_ids) :]
+    else:
+        ids = encode.continuation(answer)
+    if ids[-1:] != encode.end:
+        ids += encode.end
+    if not ids:
+        raise RecordError(f"{it.place}: its first answer has no tokens")
+    return ids[: it.task.max_new]
+
+
+def _common_start(prompts: Sequence[Tokens]) -> Tokens:
+    """The tokens with which all of them begin."""
+    columns = takewhile(lambda ids: len(set(ids)) == 1, zip(*prompts, strict=False))
+    return tuple(ids[0] for ids in columns)

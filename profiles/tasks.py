@@ -1,0 +1,211 @@
+"""How a data set is asked and judged: template, metric, length of the answer.
+
+The prompts, metrics and lengths of the LongBench sets are those that LongBench v1 publishes
+(`dataset2prompt.json`, `dataset2maxlen.json`, `eval.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from string import Formatter
+from typing import Final
+
+from cachetree.errors import ConfigError
+from profiles.metrics import Metric, quality
+
+DEFAULT_MAX_NEW: Final = 64
+"""Tokens of an answer to a data set without a task of its own."""
+
+_CODE_MARKS: Final = ("`", "#", "//")
+
+
+class AnswerPart(str, Enum):
+    """The part of what a model wrote that is judged."""
+
+    WHOLE = "whole"
+    CODE_LINE = "code_line"
+    """The first line without a comment or code fence, as in LongBench's `code_sim_score`; empty
+    where there is none."""
+    BEFORE_NEXT_QUESTION = "before_next_question"
+    """Up to where the model goes on with questions of its own, as few-shot examples suggest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """Raises ConfigError for a template that cannot be used, or without room for an answer."""
+
+    name: str
+    template: str
+    """With `{context}`, which is shared together with all text before it, then `{input}`."""
+    metric: Metric
+    max_new: int
+    """Longest answer in tokens."""
+    answer_part: AnswerPart = AnswerPart.WHOLE
+
+    def __post_init__(self) -> None:
+        _parse(self.template)
+        if self.max_new < 1:
+            raise ConfigError(f"max_new is {self.max_new}; an answer needs at least 1 token")
+
+    @property
+    def opening(self) -> str:
+        """Text before the context."""
+        return _parse(self.template)[0]
+
+    def shared(self, context: str) -> str:
+        """What all prompts about a context begin with: the template to the end of `{context}`."""
+        return self.opening + context
+
+    def prompt(self, context: str, question: str) -> str:
+        _, rest = _parse(self.template)
+        return self.shared(context) + question.join(rest)
+
+
+def score(task: Task, text: str, answers: Sequence[str]) -> float:
+    """Quality of what a model wrote, 0 to 1."""
+    return quality(task.metric, _PARTS[task.answer_part](text), answers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskOptions:
+    """What the user says about every data set; None is the data set's own."""
+
+    template: str | None = None
+    metric: Metric | None = None
+    max_new: int | None = None
+
+    def task_for(self, dataset: str) -> Task:
+        """LongBench-E's sets (`hotpotqa_e`) are asked and judged like those without the suffix.
+
+        Raises ConfigError where the data set is unknown and too little is said about it.
+        """
+        known = TASKS.get(dataset.removesuffix("_e"))
+        if known is not None:
+            return replace(
+                known,
+                template=known.template if self.template is None else self.template,
+                metric=known.metric if self.metric is None else self.metric,
+                max_new=known.max_new if self.max_new is None else self.max_new,
+            )
+        if self.template is None or self.metric is None:
+            raise ConfigError(
+                f"data set {dataset!r} is none of {', '.join(TASKS)}; say how it is asked and "
+                "judged by --template and --metric"
+            )
+        return Task(
+            name=dataset,
+            template=self.template,
+            metric=self.metric,
+            max_new=DEFAULT_MAX_NEW if self.max_new is None else self.max_new,
+        )
+
+
+def _parse(template: str) -> tuple[str, list[str]]:
+    """Text before the context, and the texts after it between which the question stands."""
+    try:
+        pieces = list(Formatter().parse(template))
+    except ValueError as exc:
+        raise _template_error(template, f"is malformed ({exc}); write {{{{ for a brace") from exc
+    opening, rest = "", [""]
+    seen_context = False
+    for literal, field, spec, conversion in pieces:
+        if seen_context:
+            rest[-1] += literal
+        else:
+            opening += literal
+        if field is None:
+            continue
+        if field not in ("context", "input") or spec or conversion:
+            name = field + (f"!{conversion}" if conversion else "") + (f":{spec}" if spec else "")
+            raise _template_error(
+                template, f"has {{{name}}}; use {{context}} and {{input}}, and {{{{ for a brace"
+            )
+        if field == "context":
+            if seen_context:
+                raise _template_error(template, "has {context} twice; write it once")
+            seen_context = True
+        elif not seen_context:
+            raise _template_error(
+                template,
+                "has {input} before {context}; questions share only what precedes them, so put "
+                "{context} first",
+            )
+        else:
+            rest.append("")
+    if not seen_context:
+        raise _template_error(
+            template, "has no {context}; write where it goes, as in '<bos> {context} {input}'"
+        )
+    return opening, rest
+
+
+def _template_error(template: str, problem: str) -> ConfigError:
+    return ConfigError(f"template {template!r} {problem}")
+
+
+def _code_line(text: str) -> str:
+    lines = text.lstrip("\n").split("\n")
+    return next((line for line in lines if not any(mark in line for mark in _CODE_MARKS)), "")
+
+
+_PARTS: Final[Mapping[AnswerPart, Callable[[str], str]]] = {
+    AnswerPart.WHOLE: lambda text: text,
+    AnswerPart.CODE_LINE: _code_line,
+    AnswerPart.BEFORE_NEXT_QUESTION: lambda text: text.partition("Question:")[0],
+}
+
+_PASSAGES: Final = (
+    "Answer the question based on the given passages. Only give me the answer and do not output "
+    "any other words.\n\nThe following are given passages.\n{context}\n\nAnswer the question based "
+    "on the given passages. Only give me the answer and do not output any other words.\n\n"
+    "Question: {input}\nAnswer:"
+)
+
+_ALL: Final = (
+    Task(name="hotpotqa", template=_PASSAGES, metric=Metric.F1, max_new=32),
+    Task(name="2wikimqa", template=_PASSAGES, metric=Metric.F1, max_new=32),
+    Task(
+        name="multifieldqa_en",
+        template=(
+            "Read the following text and answer briefly.\n\n{context}\n\nNow, answer the following "
+            "question based on the above text, only give me the answer and do not output any other "
+            "words.\n\nQuestion: {input}\nAnswer:"
+        ),
+        metric=Metric.F1,
+        max_new=64,
+    ),
+    Task(
+        name="multi_news",
+        template=(
+            "You are given several news passages. Write a one-page summary of all news. \n\n"
+            "News:\n{context}\n\nNow, write a one-page summary of all the news.\n\nSummary:"
+        ),
+        metric=Metric.ROUGE_L,
+        max_new=512,
+    ),
+    Task(
+        name="lcc",
+        template="Please complete the code given below. \n{context}Next line of code:\n",
+        metric=Metric.EDIT_SIMILARITY,
+        max_new=64,
+        answer_part=AnswerPart.CODE_LINE,
+    ),
+    Task(
+        name="repobench-p",
+        template="Please complete the code given below. \n{context}{input}Next line of code:\n",
+        metric=Metric.EDIT_SIMILARITY,
+        max_new=64,
+        answer_part=AnswerPart.CODE_LINE,
+    ),
+    # The context is worked examples (`datasets.few_shot`), each ending in a blank line.
+    Task(
+        name="gsm8k",
+        template="{context}Question: {input}\nAnswer:",
+        metric=Metric.EXACT_NUMBER,
+        max_new=256,
+        answer_part=AnswerPart.BEFORE_NEXT_QUESTION,
+    ),
+)
+TASKS: Final[Mapping[str, Task]] = {task.name: task for task in _ALL}

@@ -1,0 +1,296 @@
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+import profiles.pairs
+from cachetree.errors import ConfigError
+from profiles.datasets import Source, SourcedRecord, load_sources
+from profiles.documents import data_files, make_documents, score, split_documents
+from profiles.metrics import Metric
+from profiles.random_models import _tokenizer as numbered_words
+from profiles.records import Record, RecordError, prompt_of, read_records, records_sha256
+from profiles.tasks import TASKS, Task, TaskOptions
+
+PAIRS = Path(profiles.pairs.__file__).parent
+PAGE = 16
+AS_SHIPPED = TaskOptions(template="<bos> {context} {input}", metric=Metric.F1, max_new=8)
+WORDS = Task(name="words", template="<bos> {context} {input}", metric=Metric.F1, max_new=4)
+
+
+def words(first, num_words):
+    return " ".join(f"w{i}" for i in range(first, first + num_words))
+
+
+def make_source(*questions, task=WORDS, name="words.jsonl"):
+    """A record per (context, question, answer)."""
+    records = [
+        SourcedRecord(
+            record=Record(input=question, context=context, answers=(answer,)),
+            task=task,
+            place=f"{name}:{i}",
+            name=f"{name}:{i}",
+        )
+        for i, (context, question, answer) in enumerate(questions, start=1)
+    ]
+    return Source(name=name, records=tuple(records))
+
+
+def make(*questions, task=WORDS, tokenizer=None, page_size=4, max_prompt_tokens=None):
+    return make_documents(
+        [make_source(*questions, task=task)],
+        numbered_words() if tokenizer is None else tokenizer,
+        page_size=page_size,
+        max_prompt_tokens=max_prompt_tokens,
+    )
+
+
+@pytest.fixture(scope="module")
+def shipped_tokenizer():
+    return AutoTokenizer.from_pretrained(PAIRS / "weights/receiver")
+
+
+@pytest.fixture(scope="module")
+def byte_pairs():
+    """Byte-level BPE as in Llama 3 and Qwen: merges words with the space before them and runs of
+    line ends, and begins every text with <s>."""
+    tokenizer = Tokenizer(models.BPE())
+    pattern = Regex(r" ?\p{L}+|\d{1,3}| ?[^\s\p{L}\d]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(pattern, "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=600,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    text = "Question: rain sun wind\n\nAnswer: rain\n    return rain\n\n"
+    tokenizer.train_from_iterator([text * 20, *TASKS["hotpotqa"].template.split(".")], trainer)
+    start = ("<s>", tokenizer.token_to_id("<s>"))
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[start]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<s>",
+        eos_token="</s>",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+@pytest.mark.parametrize("name", ["train", "held_out"])
+def test_the_shipped_questions_are_prompts_of_the_shipped_pairs(shipped_tokenizer, name):
+    path = PAIRS / f"data/{name}.jsonl"
+    sources = load_sources([str(path)], AS_SHIPPED)
+    documents = make_documents(sources, shipped_tokenizer, page_size=PAGE, max_prompt_tokens=None)
+    assert len(documents) == 24
+    assert {len(document.prefix) // PAGE for document in documents} == {7, 8, 9}
+    assert all(len(document.prefix) % PAGE == 0 for document in documents)
+    asked = [(document, it) for document in documents for it in document.questions]
+    records = read_records(path)
+    for (document, question), record in zip(asked, records, strict=True):
+        prompt = shipped_tokenizer(prompt_of(record)).input_ids
+        assert [*document.prefix, *question.suffix] == prompt
+        answer = shipped_tokenizer(f"{record.answers[0]} <eos>").input_ids
+        assert list(question.reference) == answer
+        assert (question.answers, question.name) == (record.answers, record.id)
+        assert score(document.task, record.answers[0], question.answers) == 1.0
+    (file,) = data_files(sources, documents)
+    assert (file.name, file.num_questions) == (f"{name}.jsonl", 72)
+    assert file.sha256 == records_sha256(records)
+
+
+def test_records_of_one_context_need_not_be_adjacent():
+    a, b = words(10, 8), words(50, 8)
+    documents = make((a, "w4", "w1"), (b, "w5", "w2"), (a, "w6", "w3"))
+    assert [[it.name[-1] for it in document.questions] for document in documents] == [
+        ["1", "3"],
+        ["2"],
+    ]
+
+
+def test_a_context_under_two_tasks_is_two_documents():
+    other = Task(name="other", template="{context} {input}", metric=Metric.F1, max_new=1)
+    context = words(10, 8)
+    sources = [
+        make_source((context, "w4", "w5")),
+        make_source((context, "w4", "w5"), task=other, name="other.jsonl"),
+    ]
+    tokenizer = numbered_words()
+    documents = make_documents(sources, tokenizer, page_size=4, max_prompt_tokens=None)
+    assert [document.task for document in documents] == [WORDS, other]
+    assert [len(document.questions[0].reference) for document in documents] == [2, 1]
+
+
+def test_at_least_one_token_is_new():
+    task = Task(name="t", template="{context}", metric=Metric.F1, max_new=4)
+    (document,) = make((words(10, 8), "", "w5"), task=task)
+    assert (len(document.prefix), len(document.questions[0].suffix)) == (4, 4)
+    (document,) = make((words(10, 9), "", "w5"), task=task)
+    assert (len(document.prefix), len(document.questions[0].suffix)) == (8, 1)
+
+
+def test_a_context_shorter_than_a_page_is_named():
+    long, short = words(10, 8), words(10, 2)
+    with pytest.raises(RecordError, match=r"words\.jsonl:2: .*3 tokens, less than a page of 4"):
+        make((long, "w4", "w5"), (short, "w4 w5 w6", "w5"))
+
+
+@pytest.mark.parametrize(
+    ("answer", "max_new", "expected"),
+    [("w7 w8", 4, [7, 8, 2]), ("w7 w8", 2, [7, 8]), ("w7 <eos>", 4, [7, 2]), ("", 4, [2])],
+)
+def test_the_reference_ends_with_eos_or_where_the_answer_must_end(answer, max_new, expected):
+    task = Task(name="t", template="{context} {input}", metric=Metric.F1, max_new=max_new)
+    (document,) = make((words(10, 8), "w4", answer), task=task)
+    assert list(document.questions[0].reference) == expected
+
+
+def test_without_eos_an_answer_needs_tokens_of_its_own():
+    tokenizer = numbered_words()
+    tokenizer.eos_token = None
+    (document,) = make((words(10, 8), "w4", "w5"), tokenizer=tokenizer)
+    assert document.questions[0].reference == (5,)
+    with pytest.raises(RecordError, match=r"words\.jsonl:1: its first answer has no tokens"):
+        make((words(10, 8), "w4", ""), tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize("name", ["hotpotqa", "lcc", "repobench-p", "multi_news", "gsm8k"])
+def test_prompts_and_answers_are_as_the_tokenizer_makes_them_of_text(byte_pairs, name):
+    task = TASKS[name]
+    context, answer = "sun rain wind rain.\n\n" * 4, "rain"
+    if name in ("lcc", "repobench-p"):
+        answer = "    return rain"
+    questions = ["Which rain?", "\n\nWhich sun?"]
+    (document,) = make(
+        *((context, it, answer) for it in questions), task=task, tokenizer=byte_pairs
+    )
+    for text, question in zip(questions, document.questions, strict=True):
+        prompt = task.prompt(context, text)
+        assert [*document.prefix, *question.suffix] == byte_pairs(prompt).input_ids
+        assert document.prefix[0] == byte_pairs.bos_token_id
+        assert question.reference[-1] == byte_pairs.eos_token_id
+        separator = "" if prompt.endswith("\n") else " "
+        assert byte_pairs.decode(question.reference[:-1]) == separator + answer
+
+
+def test_tokens_that_join_context_and_question_are_not_shared(byte_pairs):
+    # "\n" and "\n\n" are tokens, so a line end after the context changes the context's last token.
+    task = Task(name="t", template="{context}{input}", metric=Metric.F1, max_new=4)
+    context = "rain sun\n"
+    (alone, joined) = (byte_pairs(context + it).input_ids for it in ("wind", "\nwind"))
+    num_common = len(byte_pairs("rain sun").input_ids)
+    assert alone[:num_common] == joined[:num_common]
+    assert alone[num_common] != joined[num_common]
+    (document,) = make(
+        (context, "wind", "x"),
+        (context, "\nwind", "x"),
+        task=task,
+        tokenizer=byte_pairs,
+        page_size=1,
+    )
+    assert len(document.prefix) == num_common
+    assert [[*document.prefix, *it.suffix] for it in document.questions] == [alone, joined]
+    (document,) = make((context, "\nwind", "x"), task=task, tokenizer=byte_pairs, page_size=1)
+    assert len(document.prefix) == num_common
+
+
+def test_an_answer_that_the_tokenizer_joins_with_the_prompt_continues_the_given_tokens(byte_pairs):
+    task = Task(name="t", template="{context}{input}\n", metric=Metric.F1, max_new=9)
+    prompt, answer = "rain sun\n", "\nwind"
+    whole = byte_pairs(prompt + answer).input_ids
+    assert whole[: len(byte_pairs(prompt).input_ids)] != byte_pairs(prompt).input_ids
+    (document,) = make(("rain", " sun", answer), task=task, tokenizer=byte_pairs, page_size=1)
+    assert byte_pairs.decode(document.questions[0].reference[:-1]) == answer
+
+
+@given(
+    max_prompt_tokens=st.integers(14, 90),
+    num_question_words=st.lists(st.integers(1, 9), min_size=1, max_size=3),
+)
+def test_the_cut_is_in_the_context_and_the_same_for_all_questions(
+    max_prompt_tokens, num_question_words
+):
+    task = Task(name="t", template="<bos> w4 {context} w5 {input}", metric=Metric.F1, max_new=4)
+    context = list(range(20, 80))
+    questions = [words(300 + 20 * i, count) for i, count in enumerate(num_question_words)]
+    (document,) = make(
+        *((" ".join(f"w{i}" for i in context), it, "w6") for it in questions),
+        task=task,
+        max_prompt_tokens=max_prompt_tokens,
+        page_size=1,
+    )
+    longest = 3 + len(context) + max(num_question_words)
+    for text, question in zip(questions, document.questions, strict=True):
+        prompt = [*document.prefix, *question.suffix]
+        asked = [int(word[1:]) for word in text.split()]
+        kept = prompt[2 : -len(asked) - 1]
+        num_cut = len(context) - len(kept)
+        num_start = next((i for i, it in enumerate(kept) if it != context[i]), len(kept))
+        assert prompt == [1, 4, *kept, 5, *asked]
+        assert kept == context[:num_start] + context[num_start + num_cut :]
+        assert num_cut == max(0, longest - max_prompt_tokens)
+        if len(asked) == max(num_question_words) and num_cut:
+            _assert_cut_as_longbench_does(prompt, [1, 4, *context, 5, *asked], max_prompt_tokens)
+
+
+def _assert_cut_as_longbench_does(prompt, whole, max_prompt_tokens):
+    """Its first and last half of the tokens; unless that would cut into the question."""
+    half = max_prompt_tokens // 2
+    assert len(prompt) == max_prompt_tokens
+    if max_prompt_tokens - half > len(whole) - 62:
+        assert prompt == whole[:half] + whole[-(max_prompt_tokens - half) :]
+
+
+def test_a_limit_that_leaves_no_context_is_named():
+    with pytest.raises(RecordError, match=r"words\.jsonl:1: .* 4 tokens beside .*_tokens 2; raise"):
+        make((words(10, 8), "w4 w5 w6", "w5"), max_prompt_tokens=2)
+
+
+def make_many(num_contexts, task=WORDS):
+    return make(*((words(4 + i, 8), "w4", "w5") for i in range(num_contexts)), task=task)
+
+
+def test_a_split_is_by_context_and_deterministic():
+    other = Task(name="other", template="{context} {input}", metric=Metric.F1, max_new=4)
+    documents = make_many(30) + make_many(10, other)
+    train, held_out = split_documents(documents, held_out_share=0.3, seed=1)
+    assert [it.task for it in held_out].count(WORDS) == 9
+    assert [it.task for it in held_out].count(other) == 3
+    assert sorted(map(documents.index, train + held_out)) == list(range(40))
+    assert [documents.index(it) for it in held_out] == sorted(map(documents.index, held_out))
+    assert split_documents(documents, held_out_share=0.3, seed=1) == (train, held_out)
+    assert split_documents(documents, held_out_share=0.3, seed=2) != (train, held_out)
+
+
+@pytest.mark.parametrize(("share", "sizes"), [(0.01, (3, 1)), (0.99, (1, 3))])
+def test_no_side_of_a_split_is_empty(share, sizes):
+    train, held_out = split_documents(make_many(4), held_out_share=share, seed=0)
+    assert (len(train), len(held_out)) == sizes
+
+
+@pytest.mark.parametrize(
+    ("num_contexts", "share", "message"),
+    [(1, 0.5, "1 contexts of 1 tasks cannot be split"), (4, 1.0, "share is 1.0"), (4, 0.0, "is 0")],
+)
+def test_a_split_that_cannot_be_is_refused(num_contexts, share, message):
+    with pytest.raises(ConfigError, match=message):
+        split_documents(make_many(num_contexts), held_out_share=share, seed=0)
+
+
+def test_each_split_has_the_digest_of_its_own_records():
+    one = make_source(*((words(4 + i, 8), "w4", "w5") for i in range(4)), name="one.jsonl")
+    two = make_source((words(90, 8), "w4", "w5"), name="two.jsonl")
+    documents = make_documents([one, two], numbered_words(), page_size=4, max_prompt_tokens=None)
+    (train,) = data_files([one, two], [documents[2], documents[0]])
+    assert (train.name, train.num_questions) == ("one.jsonl", 2)
+    used = [one.records[0].record, one.records[2].record]
+    assert train.sha256 == records_sha256(used)
+    assert [it.name for it in data_files([one, two], documents)] == ["one.jsonl", "two.jsonl"]
