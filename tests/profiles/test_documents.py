@@ -181,6 +181,23 @@ def test_prompts_and_answers_are_as_the_tokenizer_makes_them_of_text(byte_pairs,
         assert byte_pairs.decode(question.reference[:-1]) == separator + answer
 
 
+@pytest.mark.parametrize(
+    ("template", "answer", "expected"),
+    [
+        ("{context}:", "rain", " rain"),
+        ("{context}:\n", "rain", "rain"),
+        ("{context}:", "\nrain", "\nrain"),
+        ("{context}:", "", ""),
+    ],
+)
+def test_a_space_precedes_the_answer_where_there_is_no_white_space(
+    byte_pairs, template, answer, expected
+):
+    task = Task(name="t", template=template, metric=Metric.F1, max_new=9)
+    (document,) = make(("rain sun", "", answer), task=task, tokenizer=byte_pairs, page_size=1)
+    assert byte_pairs.decode(document.questions[0].reference[:-1]) == expected
+
+
 def test_tokens_that_join_context_and_question_are_not_shared(byte_pairs):
     # "\n" and "\n\n" are tokens, so a line end after the context changes the context's last token.
     task = Task(name="t", template="{context}{input}", metric=Metric.F1, max_new=4)
@@ -247,6 +264,12 @@ def _assert_cut_as_longbench_does(prompt, whole, max_prompt_tokens):
     assert len(prompt) == max_prompt_tokens
     if max_prompt_tokens - half > len(whole) - 62:
         assert prompt == whole[:half] + whole[-(max_prompt_tokens - half) :]
+
+
+def test_a_long_opening_is_never_cut():
+    task = Task(name="t", template=f"{words(4, 9)} {{context}}", metric=Metric.F1, max_new=4)
+    (document,) = make((words(20, 9), "", "w6"), task=task, max_prompt_tokens=12, page_size=1)
+    assert [*document.prefix, *document.questions[0].suffix] == [*range(4, 13), 26, 27, 28]
 
 
 def test_a_limit_that_leaves_no_context_is_named():
