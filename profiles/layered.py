@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -29,10 +30,13 @@ from cachetree.ids import Span
 KV = tuple[Tensor, Tensor]
 """Keys (after the rotation) and values of one layer: `[rows, kv_heads, tokens, head_dim]` each."""
 
-Source = Sequence[KV | None]
+PrefixKV = Sequence[KV | None]
 """KV of one prefix, layer by layer, one row each; None at layers that nobody may ask for."""
 
 HOST: Final = torch.device("cpu")
+
+_ALLOWED: Final = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
+"""Distance of logits relative to the largest, by which rounding alone may differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +88,7 @@ class LayeredModel:
         return self.model.get_input_embeddings()(ids.to(self.device))
 
     @torch.inference_mode()
-    def prefix(self, ids: Sequence[int], e_layers: Span) -> Prefix:
+    def prefix(self, ids: Sequence[int], e_layers: Collection[int]) -> Prefix:
         """The model's own KV for a prefix."""
         e: dict[int, Tensor] = {}
         entering = self.embed(torch.tensor([list(ids)]))
@@ -95,10 +99,12 @@ class LayeredModel:
     def recompute(self, entering: Tensor, layers: Span) -> dict[int, KV]:
         """KV of `layers` from the residual stream that enters the first, `[1, tokens, hidden]`."""
         nothing: dict[int, Tensor] = {}
-        kv = self._run(entering.to(self.device), layers, Span(0, 0), nothing)
+        kv = self._run(entering.to(self.device), layers, (), nothing)
         return dict(zip(layers, kv, strict=True))
 
-    def _run(self, hidden: Tensor, layers: Span, e_layers: Span, e: dict[int, Tensor]) -> list[KV]:
+    def _run(
+        self, hidden: Tensor, layers: Span, e_layers: Collection[int], e: dict[int, Tensor]
+    ) -> list[KV]:
         """The last layer computes its keys and values only."""
         positions = torch.arange(hidden.shape[1], device=self.device)[None]
         rotary = self._rotary(hidden, positions)
@@ -114,7 +120,7 @@ class LayeredModel:
         return made
 
     @torch.inference_mode()
-    def blend(self, ids: Sequence[int], chosen: Tensor, past: Source) -> list[KV]:
+    def blend(self, ids: Sequence[int], chosen: Tensor, past: PrefixKV) -> list[KV]:
         """KV of a prefix whose tokens `chosen` (ascending) are recomputed at all layers.
 
         Each chosen token attends to the chosen ones and, for the others, to `past` (CacheBlend).
@@ -151,7 +157,7 @@ class LayeredModel:
         leaving = self._call(layer, hidden, self._additive(seen), positions, rotary, cache)
         return leaving, cache.tail
 
-    def kv_of(self, source: Source, layer: int) -> KV:
+    def kv_of(self, source: PrefixKV, layer: int) -> KV:
         """A source's KV on the model's device; ValueError where it has none."""
         kv = source[layer]
         if kv is None:
@@ -188,6 +194,31 @@ class LayeredModel:
         """`[rows, queries, keys]` -> the mask for attention."""
         mask = torch.zeros(seen.shape, dtype=self.dtype, device=self.device)
         return mask.masked_fill(~seen, torch.finfo(self.dtype).min)[:, None]
+
+
+def check_layers(model: LayeredModel, ids: Sequence[int]) -> None:
+    """Compare with the model's own forward; ConfigError where this transformers runs it otherwise.
+
+    `ids` are at least two tokens.
+    """
+    half = len(ids) // 2
+    with torch.inference_mode():
+        expected = model.model(input_ids=torch.tensor([list(ids)], device=model.device)).logits[
+            0, -1
+        ]
+        kv = model.prefix(ids[:half], ()).kv
+        hidden = model.embed(torch.tensor([list(ids[half:])]))
+        pads = torch.zeros(1, dtype=torch.long, device=model.device)
+        for layer in range(model.num_layers):
+            hidden, _ = model.step(layer, hidden, model.kv_of(kv, layer), None, pads)
+        distance = (model.logits(hidden[0, -1]) - expected.float()).abs().max()
+    allowed = _ALLOWED[model.dtype] * expected.float().abs().max()
+    if not distance <= allowed:
+        raise ConfigError(
+            f"layer by layer, {type(model.model).__name__} gives logits that are {distance:.3g} "
+            f"from its own forward's (allowed: {allowed:.3g}) with transformers "
+            f"{transformers.__version__}; use another release, or another dtype"
+        )
 
 
 class _Enough(Exception):

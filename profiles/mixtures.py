@@ -18,7 +18,7 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
-from profiles.layered import KV, LayeredModel, Source
+from profiles.layered import KV, LayeredModel, PrefixKV
 
 Mixture = tuple[int, ...]
 """Per layer, the index of a source."""
@@ -27,7 +27,7 @@ Mixture = tuple[int, ...]
 @torch.inference_mode()
 def forced(
     model: LayeredModel,
-    sources: Sequence[Source],
+    sources: Sequence[PrefixKV],
     mixtures: Sequence[Mixture],
     rows: Tensor,
     max_rows: int,
@@ -69,7 +69,7 @@ class Asked:
 
 def decode(
     model: LayeredModel,
-    sources: Sequence[Source],
+    sources: Sequence[PrefixKV],
     asked: Sequence[Asked],
     *,
     max_new: int,
@@ -86,7 +86,7 @@ def decode(
 @torch.inference_mode()
 def _decode(
     model: LayeredModel,
-    sources: Sequence[Source],
+    sources: Sequence[PrefixKV],
     asked: Sequence[Asked],
     max_new: int,
     ends: frozenset[int],

@@ -6,7 +6,7 @@ from test_oracle import FAMILIES, NUM_LAYERS, PREFIX_IDS, SUFFIX_IDS, make_model
 
 from cachetree.errors import ConfigError
 from cachetree.ids import EMPTY_SPAN, Span
-from profiles.layered import LayeredModel, Source
+from profiles.layered import LayeredModel, PrefixKV
 from profiles.mixtures import Asked, decode, forced
 from profiles.oracle import decode as oracle_decode
 from profiles.oracle import generate, partial_prefill, prefill
@@ -21,7 +21,7 @@ def made(family: str, dtype: torch.dtype = torch.float32):
     """Models, and sources: the sender's, the receiver's own, and one for every first layer."""
     receiver, sender = make_model(family, 1).to(dtype), make_model(family, 2).to(dtype)
     layered, theirs = LayeredModel(receiver), LayeredModel(sender).prefix(IDS, ALL)
-    sources: list[Source] = [theirs.kv, layered.prefix(IDS, EMPTY_SPAN).kv]
+    sources: list[PrefixKV] = [theirs.kv, layered.prefix(IDS, EMPTY_SPAN).kv]
     for start in range(NUM_LAYERS):
         entering = theirs.e[start] if start else layered.embed(PREFIX_IDS)
         new = layered.recompute(entering, Span(start, NUM_LAYERS))

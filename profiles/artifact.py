@@ -1,0 +1,277 @@
+"""From scores to a profile. Pure: everything has been measured already."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import TypeVar
+
+from cachetree.evidence import (
+    Baseline,
+    BaselineKind,
+    CostModel,
+    DataFile,
+    Fidelity,
+    FrontierPoint,
+    LayerSensitivity,
+    Making,
+    MeasuredBlock,
+    MeasuredProfile,
+    Split,
+)
+from cachetree.family import ModelIdentity
+from cachetree.ids import Span
+from cachetree.profile import VERSION, BlockQuality
+from profiles.documents import Document
+from profiles.examination import Score
+from profiles.frontier import frontier, recommend
+from profiles.gate import interval, is_within, loss, verdict
+from profiles.judging import Candidate, Judged
+from profiles.training import Scores, Swept
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """What the training split says."""
+
+    frontier: list[Span]
+    recommended: Span | None
+    """The block that the gate will judge; None where none smaller than all layers would do."""
+    ranking: list[int]
+    """Layers by the quality that their KV alone costs, then by KL; the most sensitive first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Data:
+    """One split's questions, and where they came from."""
+
+    files: tuple[DataFile, ...]
+    documents: Sequence[Document]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SmallModel:
+    """A smaller model on the held-out split, by full prefill."""
+
+    qualities: list[Sequence[float]]
+    ttft_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """Whom a profile is about."""
+
+    sender: ModelIdentity
+    receiver: ModelIdentity
+    first_difference: int
+    costs: CostModel
+
+
+def choose(swept: Swept, tolerance: float) -> Choice:
+    """Frontier and recommended block, by the blocks whose answers to all questions are known."""
+    known = {
+        block: scores
+        for block, scores in swept.blocks.items()
+        if all(score.quality is not None for score in _flat(scores))
+    }
+    qualities = {block: _quality(scores) for block, scores in known.items()}
+    kl = {block: _fidelity(scores).kl for block, scores in known.items()}
+    found = frontier(qualities, kl)
+    num_layers = len(swept.layers)
+    floor = fmean(_flat(swept.full_prefill)) * (1.0 - tolerance)
+    smaller = [block for block in found if len(block) < num_layers]
+    return Choice(
+        frontier=found,
+        recommended=recommend(smaller, qualities, floor),
+        ranking=sorted(
+            range(num_layers),
+            key=lambda it: (_quality(swept.layers[it]), -_fidelity(swept.layers[it]).kl),
+        ),
+    )
+
+
+def build(
+    subject: Subject,
+    train: Data,
+    held_out: Data,
+    swept: Swept,
+    judged: Judged,
+    *,
+    choice: Choice,
+    small: SmallModel | None,
+    tolerance: float,
+    made: Making,
+) -> MeasuredProfile:
+    """The profile: what was measured, and the verdict that follows."""
+    split = _split(held_out, judged.sender, judged.full_prefill, judged.full_reuse)
+    full = split.full_prefill
+    points = [_point(block, swept, judged, subject.costs, split) for block in choice.frontier]
+    by_block = {point.block: point for point in points}
+    point = by_block.get(choice.recommended)
+    passed, reason = verdict(
+        choice.recommended, None if point is None else point.loss, full, tolerance
+    )
+    num_layers = subject.costs.num_layers
+    all_layers = BlockQuality(start=0, stop=num_layers, quality=full.mean)
+    usable = [
+        BlockQuality(start=it.start, stop=it.stop, quality=it.held_out.mean)
+        for it in points
+        if len(it.block) < num_layers and is_within(it.loss, full.mean, tolerance)
+    ]
+    return MeasuredProfile(
+        version=VERSION,
+        sender=subject.sender,
+        receiver=subject.receiver,
+        metric="+".join(sorted({it.task.metric.value for it in held_out.documents})),
+        data_sha256=_digest([*train.files, *held_out.files]),
+        num_questions=split.num_questions,
+        sender_quality=split.sender.mean,
+        full_prefill_quality=full.mean,
+        full_reuse_quality=split.full_reuse.mean,
+        tolerance=tolerance,
+        blocks=(*usable, all_layers),
+        recommended=None
+        if point is None
+        else BlockQuality(start=point.start, stop=point.stop, quality=point.held_out.mean),
+        passed=passed,
+        reason=reason,
+        first_difference=subject.first_difference,
+        train=_split(train, swept.sender, swept.full_prefill, swept.full_reuse),
+        held_out=split,
+        layers=tuple(_layer(layer, scores) for layer, scores in enumerate(swept.layers)),
+        measured=tuple(_measured(block, swept.blocks[block]) for block in sorted(swept.blocks)),
+        frontier=tuple(points),
+        baselines=tuple(_baselines(judged, small, subject.costs, split)),
+        costs=subject.costs,
+        made=made,
+    )
+
+
+def _split(
+    data: Data,
+    sender: Sequence[Sequence[float]],
+    full_prefill: Sequence[Sequence[float]],
+    full_reuse: Scores,
+) -> Split:
+    questions = [question for it in data.documents for question in it.questions]
+    return Split(
+        files=data.files,
+        num_contexts=len(data.documents),
+        num_questions=len(questions),
+        mean_prefix_tokens=round(fmean(len(it.prefix) for it in data.documents), 2),
+        max_prefix_tokens=max(len(it.prefix) for it in data.documents),
+        mean_suffix_tokens=round(fmean(len(it.suffix) for it in questions), 2),
+        sender=interval(sender),
+        full_prefill=interval(full_prefill),
+        full_reuse=interval(_qualities(full_reuse)),
+    )
+
+
+def _layer(layer: int, scores: Scores) -> LayerSensitivity:
+    return LayerSensitivity(
+        layer=layer,
+        quality=_quality(scores),
+        fidelity=_fidelity(scores),
+        kl_by_context=tuple(round(fmean(it.kl for it in context), 6) for context in scores),
+        quality_by_context=tuple(round(fmean(it), 6) for it in _qualities(scores)),
+    )
+
+
+def _measured(block: Span, scores: Scores) -> MeasuredBlock:
+    answered = [score for score in _flat(scores) if score.quality is not None]
+    is_known = len(answered) == len(_flat(scores))
+    return MeasuredBlock(
+        start=block.start,
+        stop=block.stop,
+        fidelity=_fidelity(scores),
+        quality=_quality(scores) if is_known else None,
+        num_questions=len(answered),
+    )
+
+
+def _point(
+    block: Span, swept: Swept, judged: Judged, costs: CostModel, split: Split
+) -> FrontierPoint:
+    scores = judged.candidates[Candidate(runs=(block,))]
+    return FrontierPoint(
+        start=block.start,
+        stop=block.stop,
+        train_quality=_quality(swept.blocks[block]),
+        held_out=interval(_qualities(scores)),
+        loss=loss(judged.full_prefill, _qualities(scores)),
+        fidelity=_fidelity(scores),
+        ttft_s=_seconds(Candidate(runs=(block,)), costs, split),
+    )
+
+
+def _baselines(
+    judged: Judged, small: SmallModel | None, costs: CostModel, split: Split
+) -> Iterable[Baseline]:
+    for candidate, scores in judged.candidates.items():
+        if candidate.kind is None:
+            continue
+        yield Baseline(
+            kind=candidate.kind,
+            recomputed_layers=round(candidate.recomputed_layers(costs.num_layers), 4),
+            runs=tuple((run.start, run.stop) for run in candidate.runs),
+            quality=interval(_qualities(scores)),
+            fidelity=_fidelity(scores),
+            ttft_s=_seconds(candidate, costs, split),
+        )
+    if small is not None:
+        num_prefix, num_suffix = round(split.mean_prefix_tokens), round(split.mean_suffix_tokens)
+        share = small.ttft_s / costs.full_prefill_s(num_prefix, num_suffix)
+        yield Baseline(
+            kind=BaselineKind.SMALL_MODEL,
+            recomputed_layers=round(share * costs.num_layers, 4),
+            runs=(),
+            quality=interval(small.qualities),
+            fidelity=None,
+            ttft_s=small.ttft_s,
+        )
+
+
+def _seconds(candidate: Candidate, costs: CostModel, split: Split) -> float:
+    """Predicted TTFT at the split's mean lengths."""
+    num_prefix, num_suffix = round(split.mean_prefix_tokens), round(split.mean_suffix_tokens)
+    if not candidate.share:
+        return costs.ttft_s(candidate.runs, num_prefix, num_suffix)
+    compute_s = candidate.share * costs.layers_s(num_prefix, costs.num_layers)
+    return compute_s + costs.ttft_s((), num_prefix, num_suffix)
+
+
+def _fidelity(scores: Scores) -> Fidelity:
+    flat = _flat(scores)
+    return Fidelity(
+        kl=round(fmean(it.kl for it in flat), 6),
+        agreement=round(fmean(it.agreement for it in flat), 6),
+        own_nll=round(fmean(it.own_nll for it in flat), 6),
+        reference_nll=round(fmean(it.reference_nll for it in flat), 6),
+    )
+
+
+def _quality(scores: Scores) -> float:
+    return round(fmean(_flat(_qualities(scores))), 6)
+
+
+def _qualities(scores: Scores) -> list[list[float]]:
+    """By context and question; every question has been answered."""
+    return [[_answered(score) for score in context] for context in scores]
+
+
+def _answered(score: Score) -> float:
+    if score.quality is None:
+        raise ValueError("a question of this mixture was not answered")
+    return score.quality
+
+
+def _flat(contexts: Iterable[Sequence[T]]) -> list[T]:
+    return [value for context in contexts for value in context]
+
+
+def _digest(files: Iterable[DataFile]) -> str:
+    return hashlib.sha256("".join(file.sha256 for file in files).encode()).hexdigest()

@@ -1,0 +1,211 @@
+"""A document's questions, put to the receiver over any mixture of KV sources.
+
+fast    the receiver's own answer and the reference are given token by token, over all mixtures
+        at once: how far are the distributions from those over its own KV?
+exact   the answer is decoded, and judged by the data set's metric. Where every token of the
+        own answer is still the most likely one, decoding would repeat it: nothing to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from profiles.documents import Document
+from profiles.layered import LayeredModel, PrefixKV
+from profiles.mixtures import Asked, Mixture, decode, forced
+from profiles.room import Room
+from profiles.tasks import score
+
+Tokens = tuple[int, ...]
+
+
+class Score(msgspec.Struct, frozen=True, array_like=True):
+    """One question over one mixture; see `cachetree.evidence.Fidelity` for the means of these."""
+
+    kl: float
+    agreement: float
+    own_nll: float
+    reference_nll: float
+    quality: float | None
+    """None where it was not to be decoded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answerer:
+    """A model and how its answers become text."""
+
+    model: LayeredModel
+    tokenizer: PreTrainedTokenizerBase
+    ends: frozenset[int]
+    room: Room
+
+    def answer(self, document: Document, kv: PrefixKV) -> list[Tokens]:
+        """Greedy answers to all questions over one source."""
+        mixture = (0,) * self.model.num_layers
+        asked = [Asked(mixture, question.suffix) for question in document.questions]
+        return self.answer_all(document, [kv], asked)
+
+    def answer_all(
+        self, document: Document, sources: Sequence[PrefixKV], asked: Sequence[Asked]
+    ) -> list[Tokens]:
+        answers = decode(
+            self.model,
+            sources,
+            asked,
+            max_new=document.task.max_new,
+            ends=self.ends,
+            max_rows=self.room.rows,
+        )
+        return [tuple(answer) for answer in answers]
+
+    def quality(self, document: Document, question: int, answer: Tokens) -> float:
+        """What the data set's metric says of an answer."""
+        ids = [token for token in answer if token not in self.ends]
+        text = self.tokenizer.decode(ids, skip_special_tokens=True)
+        return score(document.task, text, document.questions[question].answers)
+
+
+class Examination:
+    """The questions of one document, with the receiver's behaviour over its own KV to compare with.
+
+    `own` is the receiver's KV of the document, `answers` what it answers over that.
+    """
+
+    def __init__(
+        self, answerer: Answerer, document: Document, own: PrefixKV, answers: Sequence[Tokens]
+    ) -> None:
+        self._answerer, self._document, self._answers = answerer, document, answers
+        self._given = _Given.of(document, answers)
+        self.qualities = [answerer.quality(document, i, it) for i, it in enumerate(answers)]
+        """Of the own answers."""
+        self._own = self._streams([own], [(0,) * answerer.model.num_layers])[0]
+
+    def examine(
+        self, sources: Sequence[PrefixKV], mixtures: Sequence[Mixture], decoded: Sequence[bool]
+    ) -> list[tuple[Score, ...]]:
+        """Scores by mixture, then by question. `decoded` says which mixtures get a quality."""
+        measured = self._measure(self._streams(sources, mixtures))
+        num_questions = len(self._answers)
+        missing = [
+            (i, question)
+            for i in range(len(mixtures))
+            for question in range(num_questions)
+            if decoded[i] and not measured[i].same[self._given.own[question]]
+        ]
+        questions = self._document.questions
+        asked = [Asked(mixtures[i], questions[question].suffix) for i, question in missing]
+        answers = self._answerer.answer_all(self._document, sources, asked) if asked else []
+        qualities = {
+            (i, question): self._answerer.quality(self._document, question, answer)
+            for (i, question), answer in zip(missing, answers, strict=True)
+        }
+        return [
+            tuple(
+                self._score(
+                    measured[i],
+                    question,
+                    qualities.get((i, question), self.qualities[question]) if decoded[i] else None,
+                )
+                for question in range(num_questions)
+            )
+            for i in range(len(mixtures))
+        ]
+
+    def _score(self, measured: _Measured, question: int, quality: float | None) -> Score:
+        own, reference = self._given.own[question], self._given.reference[question]
+        return Score(
+            kl=measured.kl[own],
+            agreement=measured.agreement[own],
+            own_nll=measured.nll[own],
+            reference_nll=measured.nll[reference],
+            quality=quality,
+        )
+
+    def _streams(self, sources: Sequence[PrefixKV], mixtures: Sequence[Mixture]) -> Tensor:
+        """`[mixtures, answer tokens, hidden]`: what the answers' tokens are predicted from."""
+        given, rows = self._given, self._answerer.room.rows
+        streams = forced(self._answerer.model, sources, mixtures, given.rows, rows)
+        return torch.stack([stream[given.row_of, given.place_of] for stream in streams])
+
+    @torch.inference_mode()
+    def _measure(self, streams: Tensor) -> list[_Measured]:
+        """Per mixture, means over the tokens of each given answer."""
+        given, model = self._given, self._answerer.model
+        num_mixtures, num_tokens = streams.shape[:2]
+        values = torch.empty(num_mixtures, 3, num_tokens)
+        positions = self._answerer.room.positions
+        for tokens in torch.arange(num_tokens).split(positions):
+            expected = model.logits(self._own[tokens]).log_softmax(-1)
+            targets = given.targets[tokens].to(model.device)
+            for part in torch.arange(num_mixtures).split(max(1, positions // len(tokens))):
+                got = model.logits(streams[part][:, tokens]).log_softmax(-1)
+                kl = (expected.exp() * (expected - got)).sum(-1).clamp(min=0)
+                nll = -got.gather(-1, targets.expand(len(part), -1)[..., None])[..., 0]
+                same = (got.argmax(-1) == targets).float()
+                values[part[:, None], :, tokens] = torch.stack([kl, nll, same], -1).cpu()
+        return [_Measured.of(value, given) for value in values]
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """One mixture, by given answer."""
+
+    kl: list[float]
+    nll: list[float]
+    agreement: list[float]
+    same: list[bool]
+
+    @classmethod
+    def of(cls, values: Tensor, given: _Given) -> _Measured:
+        sums = torch.zeros(3, len(given.lengths)).index_add_(1, given.row_of, values)
+        kl, nll, agreement = (sums / torch.tensor(given.lengths)).tolist()
+        same = [round(it) for it in sums[2].tolist()]
+        is_same = [num == length for num, length in zip(same, given.lengths, strict=True)]
+        return cls(kl, nll, agreement, is_same)
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """Token rows for teacher forcing: each question with each answer that differs."""
+
+    rows: Tensor
+    """`[rows, tokens]`, padded behind."""
+    row_of: Tensor
+    """Row of every answer token, in order."""
+    place_of: Tensor
+    """Where in the row that token is predicted."""
+    targets: Tensor
+    lengths: list[int]
+    """Answer tokens of each row."""
+    own: list[int]
+    """Row of each question's own answer."""
+    reference: list[int]
+
+    @classmethod
+    def of(cls, document: Document, answers: Sequence[Tokens]) -> _Given:
+        index: dict[tuple[Tokens, Tokens], int] = {}
+        own, reference = [], []
+        for question, answer in zip(document.questions, answers, strict=True):
+            own.append(index.setdefault((question.suffix, answer), len(index)))
+            reference.append(index.setdefault((question.suffix, question.reference), len(index)))
+        # The last token of an answer predicts nothing that counts.
+        texts = [(*suffix, *answer[:-1]) for suffix, answer in index]
+        width = max(len(text) for text in texts)
+        rows = [[*text, *([0] * (width - len(text)))] for text in texts]
+        lengths = [len(answer) for _, answer in index]
+        places = [len(suffix) - 1 + i for suffix, answer in index for i in range(len(answer))]
+        return cls(
+            rows=torch.tensor(rows),
+            row_of=torch.repeat_interleave(torch.arange(len(index)), torch.tensor(lengths)),
+            place_of=torch.tensor(places),
+            targets=torch.tensor([token for _, answer in index for token in answer]),
+            lengths=lengths,
+            own=own,
+            reference=reference,
+        )

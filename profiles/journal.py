@@ -1,0 +1,96 @@
+"""What a run has measured so far, on disk, so that the same command goes on from there.
+
+One JSON line per step, written when the step is done. A line that a kill cut short is dropped.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from profiles.examination import Score, Tokens
+
+
+class Entry(msgspec.Struct, frozen=True, kw_only=True):
+    """One step: of one document of one split, something that needs prefix passes."""
+
+    split: str
+    document: int
+    step: str
+    passes: int
+    """Prefix passes that it took, those that an interruption made necessary again included."""
+    seconds: float
+    answers: tuple[Tokens, ...] = ()
+    """The receiver's own, where the step made them."""
+    own: tuple[float, ...] = ()
+    """Their quality."""
+    sender: tuple[float, ...] = ()
+    """Quality of the sender's answers, likewise."""
+    scores: tuple[tuple[Score, ...], ...] = ()
+    """By mixture in the step's order, then by question."""
+
+    @property
+    def key(self) -> tuple[str, int, str]:
+        return self.split, self.document, self.step
+
+
+class Journal:
+    """Entries by key, kept in a file. Two runs must not share one."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._entries: dict[tuple[str, int, str], Entry] = {}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._read()
+        self._file = path.open("ab")
+
+    def _read(self) -> None:
+        if not self._path.exists():
+            return
+        whole = 0
+        for line in self._path.read_bytes().splitlines(keepends=True):
+            try:
+                entry = msgspec.json.decode(line, type=Entry)
+            except msgspec.DecodeError:
+                break
+            if not line.endswith(b"\n"):
+                break
+            self._entries[entry.key] = entry
+            whole += len(line)
+        with self._path.open("r+b") as file:
+            file.truncate(whole)
+
+    def get(self, split: str, document: int, step: str) -> Entry | None:
+        return self._entries.get((split, document, step))
+
+    def put(self, entry: Entry) -> None:
+        """Keep an entry; it is on disk when this returns."""
+        self._file.write(msgspec.json.encode(entry) + b"\n")
+        self._file.flush()
+        self._entries[entry.key] = entry
+
+    @property
+    def num_passes(self) -> int:
+        return sum(entry.passes for entry in self._entries.values())
+
+    def fewest_passes(self, split: str) -> int:
+        """Over a split's documents: what a document takes that no interruption fell into."""
+        by_document: dict[int, int] = {}
+        for entry in self._entries.values():
+            if entry.split == split:
+                passes = by_document.get(entry.document, 0) + entry.passes
+                by_document[entry.document] = passes
+        return min(by_document.values())
+
+    @property
+    def seconds(self) -> float:
+        return sum(entry.seconds for entry in self._entries.values())
+
+    def close(self) -> None:
+        self._file.close()
+
+    def remove(self) -> None:
+        """The run is complete: nothing of the journal is needed any more."""
+        self.close()
+        self._path.unlink()

@@ -1,0 +1,159 @@
+"""The held-out split: the frontier's blocks, and what one could do instead of them.
+
+for each context
+    the sender's pass, the receiver's own pass ─► full prefill, full reuse
+    for each first layer of a run: the receiver's layers from there as far as any plan needs
+    for each CacheBlend budget: its tokens at all layers
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from cachetree.evidence import BaselineKind
+from cachetree.ids import Span
+from profiles.documents import Document
+from profiles.examination import Score
+from profiles.layered import PrefixKV
+from profiles.mixtures import Mixture
+from profiles.passes import DocumentPasses
+from profiles.study import FIRST_NEW, THEIRS, Bench, Study
+
+SPLIT: Final = "held_out"
+MOST_BUDGETS: Final = 6
+"""Baselines are measured at so many sizes of the frontier at most."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """What is recomputed: runs of layers, each from the sender's E, or a share of the tokens."""
+
+    kind: BaselineKind | None = None
+    """None for a block of the frontier."""
+    runs: tuple[Span, ...] = ()
+    share: float = 0.0
+
+    @property
+    def name(self) -> str:
+        if self.share:
+            return f"tokens:{self.share:.4f}"
+        return "layers:" + ",".join(f"{run.start}-{run.stop}" for run in self.runs)
+
+    def recomputed_layers(self, num_layers: int) -> float:
+        return self.share * num_layers or sum(len(run) for run in self.runs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """All of the held-out split, by context, then by question."""
+
+    sender: list[Sequence[float]]
+    full_prefill: list[Sequence[float]]
+    full_reuse: list[Sequence[Score]]
+    candidates: dict[Candidate, list[Sequence[Score]]]
+
+
+def baselines(
+    frontier: Sequence[Span], recommended: Span | None, ranking: Sequence[int]
+) -> list[Candidate]:
+    """Alternatives at the frontier's sizes; `ranking` has all layers, the most sensitive first."""
+    num_layers = len(ranking)
+    sizes = _spread([len(block) for block in frontier if len(block) < num_layers], recommended)
+    found = []
+    for size in sizes:
+        share = size / num_layers
+        found.append(Candidate(kind=BaselineKind.CACHEBLEND, share=share))
+        runs = critical_runs(ranking[:size])
+        found.append(Candidate(kind=BaselineKind.CRITICAL_LAYERS, runs=runs))
+    for parts in range(2, len(recommended or ()) + 1):
+        runs = split_runs(recommended, parts)
+        found.append(Candidate(kind=BaselineKind.SPLIT_BLOCK, runs=runs))
+    return found
+
+
+def critical_runs(layers: Iterable[int]) -> tuple[Span, ...]:
+    """Layers as runs, neighbours joined."""
+    runs: list[Span] = []
+    for layer in sorted(layers):
+        if runs and runs[-1].stop == layer:
+            runs[-1] = Span(runs[-1].start, layer + 1)
+        else:
+            runs.append(Span(layer, layer + 1))
+    return tuple(runs)
+
+
+def split_runs(block: Span, parts: int) -> tuple[Span, ...]:
+    """A block in `parts` runs whose lengths differ by one at most, the longer ones first."""
+    length, longer = divmod(len(block), parts)
+    runs, start = [], block.start
+    for i in range(parts):
+        stop = start + length + (i < longer)
+        runs.append(Span(start, stop))
+        start = stop
+    return tuple(runs)
+
+
+def judge(bench: Bench, documents: Sequence[Document], candidates: Sequence[Candidate]) -> Judged:
+    """Measure document after document, every candidate by the metric."""
+    stops: dict[int, int] = {}
+    for run in (run for candidate in candidates for run in candidate.runs):
+        stops[run.start] = max(run.stop, stops.get(run.start, 0))
+    found: dict[Candidate, list[Sequence[Score]]] = {it: [] for it in candidates}
+    references = []
+    for index, document in enumerate(documents):
+        study = Study(bench, SPLIT, index, document, frozenset(stops))
+        reuse: Mixture = (THEIRS,) * bench.num_layers
+        references.append(study.references([reuse], [True]))
+        runs = _Runs(study.passes, stops)
+        for candidate in candidates:
+            entry = study.compare(
+                candidate.name,
+                lambda candidate=candidate, runs=runs: runs.sources(candidate),
+                [_mixture(candidate, bench.num_layers)],
+                [True],
+            )
+            found[candidate].append(entry.scores[0])
+    return Judged(
+        sender=[entry.sender for entry in references],
+        full_prefill=[entry.own for entry in references],
+        full_reuse=[entry.scores[0] for entry in references],
+        candidates=found,
+    )
+
+
+class _Runs:
+    """Recomputed layers of one document by their first: each is computed once, when needed."""
+
+    def __init__(self, passes: DocumentPasses, stops: dict[int, int]) -> None:
+        self._passes, self._stops = passes, stops
+        self._made: dict[int, PrefixKV] = {}
+
+    def sources(self, candidate: Candidate) -> list[PrefixKV]:
+        if candidate.share:
+            return [self._passes.blend(candidate.share)]
+        return [self._from(run.start) for run in candidate.runs]
+
+    def _from(self, start: int) -> PrefixKV:
+        if start not in self._made:
+            self._made[start] = self._passes.new(Span(start, self._stops[start]))
+        return self._made[start]
+
+
+def _mixture(candidate: Candidate, num_layers: int) -> Mixture:
+    if candidate.share:
+        return (FIRST_NEW,) * num_layers
+    reads = [THEIRS] * num_layers
+    for i, run in enumerate(candidate.runs):
+        for layer in run:
+            reads[layer] = FIRST_NEW + i
+    return tuple(reads)
+
+
+def _spread(sizes: Sequence[int], recommended: Span | None) -> list[int]:
+    """At most MOST_BUDGETS of the sizes, evenly; the recommended one is always among them."""
+    if len(sizes) > MOST_BUDGETS:
+        step = (len(sizes) - 1) / (MOST_BUDGETS - 1)
+        sizes = [sizes[round(i * step)] for i in range(MOST_BUDGETS)]
+    return sorted({*sizes, *([len(recommended)] if recommended else [])})

@@ -1,0 +1,113 @@
+"""The training split: every block of every document, from one prefix pass per starting layer.
+
+    for each context
+        the sender's pass: KV, and E at every starting layer
+        the receiver's own pass ─► full prefill, full reuse, one layer reused, blocks [0, e)
+        for each start s > 0: the receiver's layers s … L-1 over the sender's E ─► blocks [s, e)
+
+That is L + 1 passes over a context at group 1, whatever the number of blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Final
+
+from cachetree.ids import Span
+from profiles.documents import Document
+from profiles.examination import Score
+from profiles.frontier import Standing, survivors
+from profiles.journal import Entry
+from profiles.mixtures import Mixture
+from profiles.study import FIRST_NEW, OWN, THEIRS, Bench, Study, block_mixture
+
+SPLIT: Final = "train"
+
+Scores = list[Sequence[Score]]
+"""By context, then by question."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Swept:
+    """All of the training split that has been measured."""
+
+    sender: list[Sequence[float]]
+    """Quality by context, then by question."""
+    full_prefill: list[Sequence[float]]
+    full_reuse: Scores
+    layers: list[Scores]
+    """By the layer whose KV alone is the sender's."""
+    blocks: dict[Span, Scores]
+    """A dropped block has questions without a quality."""
+
+
+def sweep(
+    bench: Bench, documents: Sequence[Document], blocks: Sequence[Span], *, pruned: bool
+) -> Swept:
+    """Measure document after document.
+
+    With `pruned`, blocks that cannot be on the frontier any more are not decoded any further.
+    """
+    alive = frozenset(blocks)
+    contexts: list[Context] = []
+    for index, document in enumerate(documents):
+        study = Study(bench, SPLIT, index, document, {block.start for block in blocks})
+        contexts.append(_measure(study, bench.num_layers, blocks, alive))
+        if pruned:
+            scores = _scores_of(contexts, alive)
+            alive = survivors({block: _standing(it) for block, it in scores.items()})
+    first = [context.references for context in contexts]
+    return Swept(
+        sender=[entry.sender for entry in first],
+        full_prefill=[entry.own for entry in first],
+        full_reuse=[entry.scores[0] for entry in first],
+        layers=[[entry.scores[1 + layer] for entry in first] for layer in range(bench.num_layers)],
+        blocks=_scores_of(contexts, blocks),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """One document's entries."""
+
+    references: Entry
+    blocks: Mapping[Span, Sequence[Score]]
+
+
+def _measure(
+    study: Study, num_layers: int, blocks: Sequence[Span], alive: frozenset[Span]
+) -> Context:
+    reuse: Mixture = (THEIRS,) * num_layers
+    one_reused = [_one_reused(layer, num_layers) for layer in range(num_layers)]
+    from_0 = [block for block in blocks if block.start == 0]
+    references = study.references(
+        [reuse, *one_reused, *(block_mixture(block, num_layers, OWN) for block in from_0)],
+        [True] * (1 + num_layers) + [block in alive for block in from_0],
+    )
+    found = dict(zip(from_0, references.scores[1 + num_layers :], strict=True))
+    for start in sorted({block.start for block in blocks} - {0}):
+        from_start = [block for block in blocks if block.start == start]
+        entry = study.compare(
+            f"start:{start}",
+            lambda start=start: [study.passes.new(Span(start, num_layers))],
+            [block_mixture(block, num_layers, FIRST_NEW) for block in from_start],
+            [block in alive for block in from_start],
+        )
+        found.update(zip(from_start, entry.scores, strict=True))
+    return Context(references, found)
+
+
+def _one_reused(layer: int, num_layers: int) -> Mixture:
+    return tuple(THEIRS if it == layer else OWN for it in range(num_layers))
+
+
+def _scores_of(contexts: Sequence[Context], blocks: Iterable[Span]) -> dict[Span, Scores]:
+    return {block: [context.blocks[block] for context in contexts] for block in blocks}
+
+
+def _standing(scores: Scores) -> Standing:
+    answered = [score for context in scores for score in context]
+    qualities = [score.quality for score in answered if score.quality is not None]
+    return Standing(qualities, fmean(score.kl for score in answered))
