@@ -1,59 +1,298 @@
-"""Merge a LoRA adapter into its base, so that the result is a checkpoint like any other.
+"""Merge a LoRA adapter, as PEFT writes it, into its base: the result is a model like any other.
 
-python -m profiles.adapters --base DIR --adapter DIR --out DIR
+    python -m profiles.adapters --base DIR --adapter DIR --out DIR
+
+What is merged, by the names in `adapter_model.safetensors`:
+
+    MODULE.lora_A.weight, .lora_B.weight      MODULE.weight += scale x B A
+    MODULE.lora_embedding_A, _B               MODULE.weight += scale x (B A) transposed
+    MODULE.lora_B.bias                        MODULE.bias += scale x that
+    PARAMETER, MODULE.base_layer.PARAMETER    replaced: biases and whole modules that were trained
+
+The names are those of the checkpoint's files, so the fused matrices of phi3 and the experts of
+mixtral (`block_sparse_moe.experts.0.w1`) are matrices like others. Refused are variants that are no
+such sum (DoRA, …), adapters that changed their base when they were made (PiSSA, …), factors of
+whole stacks of experts (`target_parameters`) and changes of embeddings or head where the two are
+tied: PEFT itself computes something else there before it merges than after.
+
+`fan_in_fan_out` speaks of transposed weights; no family here stores any, and PEFT ignores it then.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import re
 import shutil
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Final
 
+import msgspec
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from tqdm import tqdm
 
-_PREFIX = "base_model.model."
+from cachetree.errors import CacheTreeError, ConfigError
+from cachetree.safetensors_files import weight_files
+
+ADAPTER_CONFIG: Final = "adapter_config.json"
+_ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
+_PREFIX: Final = "base_model.model."
+_FACTOR: Final = re.compile(
+    r"(?P<module>.+)\.lora_(?P<part>A\.weight|B\.weight|B\.bias|embedding_A|embedding_B)"
+)
+_HEAD, _EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
+
+_MERGED: Final = frozenset(
+    {
+        "alpha_pattern",
+        "bias",
+        "exclude_modules",
+        "fan_in_fan_out",
+        "layers_pattern",
+        "layers_to_transform",
+        "lora_alpha",
+        "lora_bias",
+        "modules_to_save",
+        "r",
+        "rank_pattern",
+        "target_modules",
+        "use_rslora",
+    }
+)
+"""Settings that are obeyed, or that only say which tensors there are."""
+_NOTES: Final = frozenset(
+    {
+        "auto_mapping",
+        "base_model_name_or_path",
+        "corda_config",
+        "ensure_weight_tying",
+        "eva_config",
+        "inference_mode",
+        "init_lora_weights",
+        "loftq_config",
+        "lora_dropout",
+        "lora_ga_config",
+        "megatron_config",
+        "megatron_core",
+        "peft_type",
+        "peft_version",
+        "qalora_group_size",
+        "revision",
+        "task_type",
+    }
+)
+"""Settings without effect on a trained adapter, or checked apart."""
+_HARMLESS_STARTS: Final = (None, True, False, "gaussian", "eva", "orthogonal")
+"""Initialisations that leave the base as it was."""
+_REMEDY: Final = "merge it with peft itself (merge_and_unload) and give the result as the model"
+
+Scale = Callable[[str, int], float]
+"""The factor of a module's product, by the module's name and the rank of its factors."""
 
 
-def merged(base: dict[str, Tensor], adapter: dict[str, Tensor], scale: float) -> dict[str, Tensor]:
-    """`W + scale x B A` for every matrix that the adapter names, in W's dtype.
+class _Stated(msgspec.Struct):
+    """What of an adapter's config decides its scale."""
 
-    KeyError where the adapter names a matrix that the base lacks.
+    lora_alpha: float
+    r: int
+    alpha_pattern: dict[str, float] | None = None
+    rank_pattern: dict[str, int] | None = None
+    use_rslora: bool | None = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Scale:
+    stated: _Stated
+
+    def __call__(self, module: str, rank: int) -> float:
+        stated = self.stated
+        stated_rank = _of_module(stated.rank_pattern, module, stated.r)
+        if rank != stated_rank:
+            raise ConfigError(
+                f"{module} has factors of rank {rank} and the config says {stated_rank}; "
+                "weights and config are not of one adapter"
+            )
+        alpha = _of_module(stated.alpha_pattern, module, stated.lora_alpha)
+        return alpha / (rank**0.5 if stated.use_rslora else rank)
+
+
+def _of_module(pattern: Mapping[str, Any] | None, module: str, default: Any) -> Any:
+    """The value of the first pattern that a module's name ends in, as PEFT looks it up."""
+    for key, value in (pattern or {}).items():
+        if re.match(rf"(.*\.)?({key})$", module):
+            return value
+    return default
+
+
+def read_scale(adapter: Path) -> Scale:
+    """How an adapter's factors are scaled.
+
+    Raises ConfigError where its config is broken or asks for what cannot be merged.
     """
-    result = dict(base)
-    for key, a in adapter.items():
-        if not key.endswith(".lora_A.weight"):
-            continue
-        name = key.removeprefix(_PREFIX).replace(".lora_A.weight", ".weight")
-        b = adapter[key.replace(".lora_A.", ".lora_B.")]
-        weight = base[name]
-        result[name] = (weight.float() + scale * b.float() @ a.float()).to(weight.dtype)
-    return result
+    file = adapter / ADAPTER_CONFIG
+    try:
+        raw = file.read_bytes()
+        config = msgspec.json.decode(raw, type=dict[str, Any])
+        _refuse_variants(file, config)
+        stated = msgspec.json.decode(raw, type=_Stated)
+        for key in (*(stated.alpha_pattern or ()), *(stated.rank_pattern or ())):
+            re.compile(key)
+    except OSError as exc:
+        raise ConfigError(
+            f"{file} cannot be read ({exc.strerror}); give a folder that peft saved an adapter to"
+        ) from exc
+    except (msgspec.DecodeError, re.error) as exc:
+        raise ConfigError(f"{file} is not a LoRA adapter's config: {exc}; save it again") from exc
+    return _Scale(stated)
+
+
+def _refuse_variants(file: Path, config: Mapping[str, Any]) -> None:
+    if config.get("peft_type") != "LORA":
+        raise ConfigError(
+            f"{file} has peft_type = {config.get('peft_type')!r}; only LORA is merged here, so "
+            f"{_REMEDY}"
+        )
+    if (start := config.get("init_lora_weights")) not in _HARMLESS_STARTS:
+        raise ConfigError(
+            f"{file} has init_lora_weights = {start!r}, which changed the base; save the adapter "
+            "with peft's path_initial_model_for_weight_conversion"
+        )
+    for key, value in config.items():
+        if value and key not in _MERGED and key not in _NOTES:
+            raise ConfigError(f"{file} has {key} = {value!r}, which is not merged here; {_REMEDY}")
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a checkpoint folder, whole or sharded; raises ConfigError."""
+    return {name: t for file in weight_files(folder) for name, t in _load(file).items()}
+
+
+def _load(file: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(file)
+    except (OSError, SafetensorError) as exc:
+        raise ConfigError(f"{file} cannot be read ({exc}); it must be there and whole") from exc
+
+
+def with_adapter(
+    base: Mapping[str, Tensor], adapter: Path, dtype: torch.dtype | None = None
+) -> dict[str, Tensor]:
+    """The base's weights with the adapter in folder `adapter` merged, as `merged` says.
+
+    Raises ConfigError naming the adapter.
+    """
+    scale = read_scale(adapter)
+    try:
+        return merged(base, _load(adapter / _ADAPTER_WEIGHTS), scale, dtype)
+    except ConfigError as exc:
+        raise ConfigError(f"adapter {adapter}: {exc}") from exc
 
 
 @torch.no_grad()
+def merged(
+    base: Mapping[str, Tensor],
+    adapter: Mapping[str, Tensor],
+    scale: float | Scale,
+    dtype: torch.dtype | None = None,
+) -> dict[str, Tensor]:
+    """The base's weights with an adapter's tensors merged: see the table above.
+
+    Sums are made in float32 and come in `dtype`, or in that of the matrix; what the adapter does
+    not touch is the base's own tensor. Raises ConfigError where the two do not fit.
+    """
+    result = dict(base)
+    factors: dict[str, dict[str, Tensor]] = defaultdict(dict)
+    for key, tensor in adapter.items():
+        name = key.removeprefix(_PREFIX)
+        if found := _FACTOR.fullmatch(name):
+            factors[found["module"]][found["part"]] = tensor
+        else:
+            name = name.replace(".base_layer.", ".")
+            _require_fitting(base, name, tensor.shape)
+            result[name] = tensor.to(dtype or base[name].dtype)
+    for module, parts in factors.items():
+        a, b = _factors(module, parts)
+        factor = scale if isinstance(scale, float) else scale(module, a.shape[0])
+        changes = {"weight": factor * b.float() @ a.float()}
+        if "B.bias" in parts:
+            changes["bias"] = factor * parts["B.bias"].float()
+        for part, change in changes.items():
+            name = f"{module}.{part}"
+            _require_fitting(base, name, change.shape)
+            result[name] = (result[name].float() + change).to(dtype or base[name].dtype)
+    return result
+
+
+def _factors(module: str, parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """A and B of a matrix of `[out, in]`: `[rank, in]` and `[out, rank]`."""
+    try:
+        if (
+            "embedding_A" in parts
+        ):  # the matrix of an embedding is [tokens, hidden], B A the reverse
+            return parts["embedding_B"].T, parts["embedding_A"].T
+        return parts["A.weight"], parts["B.weight"]
+    except KeyError as exc:
+        raise ConfigError(f"lora_{exc.args[0]} of {module} is missing; save it again") from None
+
+
+def _require_fitting(base: Mapping[str, Tensor], name: str, shape: torch.Size) -> None:
+    """Raise ConfigError where the base has no tensor of this name and shape of its own."""
+    if name in (_HEAD, _EMBEDDINGS) and _has_tied_head(base):
+        raise ConfigError(
+            f"it changes {name}, and the base's embeddings and head are one tensor: {_REMEDY}"
+        )
+    if name not in base:
+        raise ConfigError(
+            f"it has {name}, which the base lacks; give the base that it was trained on, "
+            f"or {_REMEDY}"
+        )
+    if base[name].shape != shape:
+        raise ConfigError(
+            f"its {name} is of {list(shape)} and the base's of {list(base[name].shape)}; "
+            "give the base that it was trained on"
+        )
+
+
+def _has_tied_head(base: Mapping[str, Tensor]) -> bool:
+    head, embeddings = base.get(_HEAD), base.get(_EMBEDDINGS)
+    return head is None or (embeddings is not None and torch.equal(head, embeddings))
+
+
 def merge_folder(base: Path, adapter: Path, out: Path) -> None:
-    """Write a copy of the checkpoint folder `base` with the adapter merged into its weights."""
-    shutil.copytree(base, out, dirs_exist_ok=True)
-    config = json.loads((adapter / "adapter_config.json").read_text())
-    weights = merged(
-        load_file(base / "model.safetensors"),
-        load_file(adapter / "adapter_model.safetensors"),
-        config["lora_alpha"] / config["r"],
+    """Write a copy of the checkpoint folder `base` with the adapter merged into its weights.
+
+    Shards stay as they are cut. Raises ConfigError.
+    """
+    files = weight_files(base)
+    weights = with_adapter(read_weights(base), adapter)
+    shutil.copytree(
+        base, out, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*(it.name for it in files))
     )
-    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+    for file in files:
+        tensors = {name: weights[name].contiguous() for name in _load(file)}
+        save_file(tensors, out / file.name, metadata={"format": "pt"})
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m profiles.adapters", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--base", type=Path, required=True)
     parser.add_argument("--adapter", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    merge_folder(args.base, args.adapter, args.out)
+    try:
+        merge_folder(args.base, args.adapter, args.out)
+    except CacheTreeError as error:
+        tqdm.write(f"adapters: {error}")
+        return 1
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

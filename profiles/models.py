@@ -1,0 +1,232 @@
+"""Load what the profiler runs: two models of one family, each possibly with a LoRA adapter.
+
+Everything that makes a pair impossible is found before any weights are read, and said in one line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor
+from transformers import (
+    AutoTokenizer,
+    GenerationConfig,
+    LlamaForCausalLM,
+    MistralForCausalLM,
+    MixtralForCausalLM,
+    Phi3ForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
+)
+
+from cachetree.errors import ConfigError
+from cachetree.family import Family, ModelIdentity
+from cachetree.identity import first_difference, read_model_identity
+from profiles.adapters import ADAPTER_CONFIG, read_scale, read_weights, with_adapter
+
+ARCHITECTURES: Final[Mapping[str, type[PreTrainedModel]]] = {
+    model_class.__name__: model_class
+    for model_class in (
+        LlamaForCausalLM,
+        MistralForCausalLM,
+        MixtralForCausalLM,
+        Phi3ForCausalLM,
+        Qwen2ForCausalLM,
+        Qwen3ForCausalLM,
+    )
+}
+"""The classes that a server reuses caches of."""
+_FAMILY_FIELDS: Final = tuple(
+    field for field in Family.__struct_fields__ if field in ModelIdentity.__struct_fields__
+)
+"""What servers compare in their handshake, as far as it is a property of the models."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSource:
+    """Where a model is: a checkpoint folder, and the folder of a PEFT adapter on it if any."""
+
+    path: Path
+    adapter: Path | None = None
+
+    def __str__(self) -> str:
+        return str(self.path) if self.adapter is None else f"{self.path} with {self.adapter}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """Two loaded models that may exchange caches, and the tokenizer that they share."""
+
+    sender: PreTrainedModel
+    receiver: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    sender_identity: ModelIdentity
+    receiver_identity: ModelIdentity
+    first_difference: int
+    """First layer at which the models' tensors differ, see `cachetree.identity`."""
+
+    @property
+    def num_layers(self) -> int:
+        return self.receiver_identity.num_layers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Supported:
+    """A source that was looked at and may be loaded."""
+
+    source: ModelSource
+    identity: ModelIdentity
+    config: PreTrainedConfig
+
+
+def load_pair(
+    sender: ModelSource,
+    receiver: ModelSource,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    cache_dir: Path | None,
+) -> Pair:
+    """Load both models in `dtype` on `device`; a base that they share is read once.
+
+    On the CPU the models may share tensors that no adapter touches: write to neither. Identities
+    are kept in `cache_dir`. Raises ConfigError naming the field, its values and the remedy where
+    one of the two is not supported or they are no pair.
+    """
+    theirs, ours = (_look_at(source, cache_dir) for source in (sender, receiver))
+    _require_one_family(theirs, ours)
+    differs_at = first_difference(sender.path, receiver.path, sender.adapter, receiver.adapter)
+    weights = read_weights(sender.path)
+    sending = _build(theirs, weights, dtype, device)
+    if not receiver.path.samefile(sender.path):
+        weights = read_weights(receiver.path)
+    return Pair(
+        sender=sending,
+        receiver=_build(ours, weights, dtype, device),
+        tokenizer=load_tokenizer(receiver),
+        sender_identity=theirs.identity,
+        receiver_identity=ours.identity,
+        first_difference=differs_at,
+    )
+
+
+def load_model(source: ModelSource, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """The model in evaluation mode, its adapter merged in float32 and then cast.
+
+    Raises ConfigError where it is not supported.
+    """
+    return _build(_look_at(source, None), read_weights(source.path), dtype, device)
+
+
+def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
+    """The base's: an adapter does not change which ids a text becomes."""
+    try:
+        return AutoTokenizer.from_pretrained(source.path)
+    except (OSError, ValueError, KeyError) as exc:
+        raise ConfigError(
+            f"the tokenizer of {source.path} cannot be loaded: {_line(exc)}; save it again"
+        ) from exc
+
+
+def _look_at(source: ModelSource, cache_dir: Path | None) -> _Supported:
+    """Everything that can be known without reading weights; raises ConfigError."""
+    _require_plain_folder(source.path)
+    identity = read_model_identity(source.path, cache_dir, source.adapter)
+    if identity.architecture not in ARCHITECTURES:
+        raise ConfigError(
+            f"model class {identity.architecture} of {source.path} is not supported; supported are "
+            f"{', '.join(ARCHITECTURES)}"
+        )
+    config_class = ARCHITECTURES[identity.architecture].config_class
+    try:
+        config = config_class.from_pretrained(source.path)
+    except (OSError, ValueError, TypeError, StrictDataclassError) as exc:
+        raise ConfigError(
+            f"{source.path / 'config.json'} cannot be used: {_line(exc)}; save it again"
+        ) from exc
+    _require_plain_layers(source.path / "config.json", config)
+    if source.adapter is not None:
+        read_scale(source.adapter)
+    return _Supported(source=source, identity=identity, config=config)
+
+
+def _require_plain_folder(path: Path) -> None:
+    """With peft installed, transformers would apply an adapter that lies beside whole weights."""
+    if not (path / ADAPTER_CONFIG).is_file():
+        return
+    if (path / "config.json").is_file():
+        raise ConfigError(
+            f"model folder {path} also holds {ADAPTER_CONFIG}; move the adapter to a folder of its "
+            "own, and name that too if the adapter is meant"
+        )
+    raise ConfigError(
+        f"model folder {path} holds an adapter and no model; give its base as the model and this "
+        "folder as the adapter"
+    )
+
+
+def _require_plain_layers(file: Path, config: PreTrainedConfig) -> None:
+    quantised = getattr(config, "quantization_config", None)
+    if quantised is not None:
+        raise ConfigError(
+            f"{file} has quantization_config = {quantised}; profiles are made with unquantised "
+            "weights, so give those"
+        )
+    window = getattr(config, "sliding_window", None)
+    kinds = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention"})
+    if window is not None or kinds:
+        raise ConfigError(
+            f"{file} has sliding_window = {window} and layer_types {kinds}; only full attention is "
+            "supported: where all prompts fit the window, state sliding_window as null"
+        )
+
+
+def _require_one_family(theirs: _Supported, ours: _Supported) -> None:
+    for field in _FAMILY_FIELDS:
+        their_value, our_value = (getattr(it.identity, field) for it in (theirs, ours))
+        if their_value != our_value:
+            raise ConfigError(
+                f"sender {theirs.source} and receiver {ours.source} are not of one family: {field} "
+                f"is {their_value!r} and {our_value!r}; give two fine-tunes of one base"
+            )
+
+
+def _build(
+    model: _Supported, weights: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
+) -> PreTrainedModel:
+    """A model of its base's weights, whose memory it may share, and of its adapter."""
+    path, adapter = model.source.path, model.source.adapter
+    if adapter is not None:
+        weights = with_adapter(weights, adapter, dtype)
+    try:
+        built, info = ARCHITECTURES[model.identity.architecture].from_pretrained(
+            None,
+            config=model.config,
+            state_dict=dict(weights),
+            dtype=dtype,
+            attn_implementation="sdpa",
+            output_loading_info=True,
+        )
+    except RuntimeError as exc:
+        raise ConfigError(
+            f"the weights of {path} do not fit its config.json: {_line(exc)}; download both again"
+        ) from exc
+    if info["missing_keys"]:  # transformers would make them up
+        raise ConfigError(
+            f"{path} lacks {', '.join(sorted(info['missing_keys']))}; download or save it again"
+        )
+    if (path / "generation_config.json").is_file():
+        built.generation_config = GenerationConfig.from_pretrained(path)
+    return built.to(device)
+
+
+def _line(exc: Exception) -> str:
+    return " ".join(str(exc).split())
