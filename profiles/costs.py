@@ -1,0 +1,379 @@
+"""What a receiver's parts cost on its device: timed, fitted, and held against whole plans.
+
+Physics, with n prefix and m suffix tokens:
+
+    full layer over the prefix   a call, matrix products (n), causal attention (n²)
+    K and V alone of a layer     a pass's rotation, then norm and projections (n)
+    suffix, all layers and head  the weights read once, products (m), attention to the past (m n)
+    load                         a copy's start, and bytes at the bandwidth of host to device
+
+Others on the device make times longer, never shorter: a thread of a parallel product that waits
+for its core holds all of them up. So everything is timed in turns, to and fro through the list
+until the budget is spent, and its fastest turn stands for it. The first turn warms up and is no
+exception. Parts and whole plans take their turns together, so that a slow hour is slow for both;
+no plan's time enters the fit.
+
+Loads copy into buffers that exist, page-locked on the host's side where there is a GPU: servers do.
+On a CPU, where nothing needs to be copied to a device, a load is a copy within the host's memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from cachetree.errors import ConfigError
+from cachetree.evidence import CostModel, HeldOutTime
+from cachetree.ids import EMPTY_SPAN, Span
+from profiles.layered import KV, LayeredModel, _Enough, _Keep, _OnlyKV
+from profiles.mixtures import Asked, decode
+
+Timer = Callable[[], float]
+"""Seconds since some moment."""
+
+FITTED: Final = (4.0, 3.0, 2.0, 1.0, 0.0)
+HELD_OUT: Final = (2.5, 1.5, 0.5)
+"""The longest length halved so often. Nothing is judged beside the shortest: that one is there for
+the constants."""
+LEAST_TOP: Final = 512
+"""Tokens; if even the longest is shorter, its time says more of calls than of tokens."""
+SAMPLED_LAYERS: Final = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repeats:
+    """Turns in which everything is timed once."""
+
+    least: int = 4
+    most: int = 32
+    budget_s: float = 60.0
+    """No turn starts later, but for the least."""
+
+
+DEFAULT_REPEATS: Final = Repeats()
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Something to time; its seconds are expected to be `terms` times the coefficients."""
+
+    terms: tuple[float, ...]
+    run: Callable[[], object]
+
+
+def choose_lengths(
+    max_prefix_tokens: int, max_positions: int, page_size: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Prefix lengths to fit on, and others between them to be judged on; both ascending.
+
+    The longest prefix of the data and its halves, in whole pages where these are fine enough.
+    Raises ConfigError for a model too short to be timed.
+    """
+    top = min(max(max_prefix_tokens, LEAST_TOP), max_positions)
+    unit = page_size
+    while unit:
+        fitted, held_out = (
+            tuple(int(top / 2**halved / unit) * unit for halved in halvings)
+            for halvings in (FITTED, HELD_OUT)
+        )
+        different = {*fitted, *held_out}
+        if len(different) == len(FITTED) + len(HELD_OUT) and 0 not in different:
+            return fitted, held_out
+        unit //= 2
+    raise ConfigError(f"a model of {max_positions} positions is too short to be timed")
+
+
+def num_timings(
+    lengths: Sequence[int], held_out_lengths: Sequence[int], num_layers: int, repeats: Repeats
+) -> int:
+    """What the calls of `measure_costs`'s progress add up to."""
+    # Of each length: a chain of layers, K and V alone, three suffixes, two loads.
+    num_works = 7 * len(lengths) + len(_plans(num_layers)) * len(held_out_lengths)
+    return num_works * repeats.most
+
+
+def measure_costs(
+    model: LayeredModel,
+    *,
+    lengths: Sequence[int],
+    held_out_lengths: Sequence[int],
+    num_suffix: int,
+    progress: Callable[[int], None],
+    repeats: Repeats = DEFAULT_REPEATS,
+    timer: Timer = time.perf_counter,
+) -> CostModel:
+    """Time the model's parts at `lengths`, fit them, and judge that on plans at other lengths.
+
+    Values are random and do not matter; the threads and the device are those that are set. Takes
+    twice the KV of the longest prefix in memory. `progress` gets the number of timings done since
+    its last call; one that stops early reports the rest at once.
+    """
+    receiver = TimedReceiver(model, max(*lengths, *held_out_lengths), num_suffix)
+    groups = [
+        [part for num_tokens in lengths for part in parts(num_tokens)]
+        for parts in (receiver.layers, receiver.kv, receiver.suffix, receiver.load)
+    ]
+    plans = [(n, block) for n in held_out_lengths for block in _plans(model.num_layers)]
+    works = [part.run for group in groups for part in group]
+    works += [partial(receiver.first_token, *plan) for plan in plans]
+
+    def now() -> float:
+        receiver.synchronize()
+        return timer()
+
+    times = iter(time_in_turns(works, repeats, progress, now))
+    fits = [fit([part.terms for part in group], [next(times) for _ in group]) for group in groups]
+    costs = CostModel(
+        layer_s=fits[0][0],
+        layer_token_s=fits[0][1],
+        layer_token2_s=fits[0][2],
+        kv_s=fits[1][0],
+        kv_token_s=fits[1][1],
+        suffix_s=fits[2][0],
+        suffix_token_s=fits[2][1],
+        suffix_token2_s=fits[2][2],
+        load_s=fits[3][0],
+        load_byte_s=fits[3][1],
+        kv_bytes=model.kv_bytes,
+        e_bytes=model.e_bytes,
+        num_layers=model.num_layers,
+        fitted_on=tuple(lengths),
+        held_out=(),
+    )
+    held_out = tuple(
+        HeldOutTime(
+            num_tokens=num_tokens,
+            num_suffix=num_suffix,
+            start=block.start,
+            stop=block.stop,
+            predicted_s=_predict_s(costs, block, num_tokens, num_suffix),
+            measured_s=measured_s,
+        )
+        for (num_tokens, block), measured_s in zip(plans, times, strict=True)
+    )
+    return msgspec.structs.replace(costs, held_out=held_out)
+
+
+def prefix_pass_s(costs: CostModel, num_tokens: int, num_layers: int) -> float:
+    """A pass through `num_layers` layers over a prefix, the last of them K and V alone."""
+    if not num_layers:
+        return 0.0
+    return costs.layers_s(num_tokens, num_layers - 1) + costs.kv_s + num_tokens * costs.kv_token_s
+
+
+def fit(terms: Sequence[Sequence[float]], times_s: Sequence[float]) -> tuple[float, ...]:
+    """Coefficients >= 0 of the least sum of squared relative errors of `terms @ coefficients`.
+
+    Terms and times are positive. Every subset of the columns is solved without bounds, and the
+    best solution without a negative coefficient is taken: the optimum solves its own subset.
+    """
+    relative = np.asarray(terms, dtype=np.float64) / np.asarray(times_s, dtype=np.float64)[:, None]
+    scale = np.abs(relative).max(axis=0)
+    scaled, wanted = relative / scale, np.ones(len(relative))
+    num_columns = relative.shape[1]
+    best, least = np.zeros(num_columns), float(len(relative))
+    for size in range(1, num_columns + 1):
+        for subset in itertools.combinations(range(num_columns), size):
+            columns = list(subset)
+            solved = np.linalg.lstsq(scaled[:, columns], wanted, rcond=None)[0]
+            residual = float(((scaled[:, columns] @ solved - wanted) ** 2).sum())
+            if (solved >= 0).all() and residual < least:
+                best, least = np.zeros(num_columns), residual
+                best[columns] = solved
+    return tuple((best / scale).tolist())
+
+
+def time_in_turns(
+    works: Sequence[Callable[[], object]],
+    repeats: Repeats,
+    progress: Callable[[int], None],
+    now: Timer,
+) -> list[float]:
+    """Seconds that each takes, in its fastest turn."""
+    fastest = [math.inf] * len(works)
+    order = list(range(len(works)))
+    began_s = now()
+    for turn in range(repeats.most):
+        if turn >= repeats.least and now() - began_s > repeats.budget_s:
+            progress((repeats.most - turn) * len(works))
+            break
+        for index in order:
+            start_s = now()
+            works[index]()
+            fastest[index] = min(fastest[index], now() - start_s)
+            progress(1)
+        order.reverse()
+    return fastest
+
+
+def _plans(num_layers: int) -> list[Span]:
+    """Full prefill, full reuse, and blocks of other starts and sizes."""
+    half, third, quarter = num_layers // 2, num_layers // 3, num_layers // 4
+    blocks = (
+        Span(0, num_layers),
+        EMPTY_SPAN,
+        Span(0, half),
+        Span(quarter, quarter + max(1, num_layers // 8)),
+        Span(third, num_layers),
+    )
+    return list(dict.fromkeys(blocks))
+
+
+def _predict_s(costs: CostModel, block: Span, num_tokens: int, num_suffix: int) -> float:
+    if len(block) == costs.num_layers:
+        return costs.full_prefill_s(num_tokens, num_suffix)
+    return costs.ttft_s((block,), num_tokens, num_suffix)
+
+
+class TimedReceiver:
+    """The work that is timed, on random ids, and on random KV and E in the host's memory."""
+
+    def __init__(self, model: LayeredModel, max_tokens: int, num_suffix: int) -> None:
+        self._model = model
+        self._num_suffix = num_suffix
+        seeded = torch.Generator().manual_seed(0)
+        vocab_size = model.model.get_input_embeddings().num_embeddings
+        num_ids = max_tokens + 2 * num_suffix
+        self._ids = torch.randint(vocab_size, (num_ids,), generator=seeded)
+        hidden_size = model.e_bytes // model.dtype.itemsize
+        e = torch.randn(1, max_tokens, hidden_size, generator=seeded)
+        kv_size = max_tokens * model.kv_bytes // model.dtype.itemsize
+        kv = torch.randn(kv_size, generator=seeded).expand(model.num_layers, -1)
+        self._host_e, self._host_kv = self._staged(e), self._staged(kv)
+        self._device_e, self._device_kv = (
+            torch.empty_like(it, device=model.device).copy_(it)
+            for it in (self._host_e, self._host_kv)
+        )
+        keys, _ = self._kv_alone(self._device_e[:, :1], 0)
+        self._num_kv_heads = keys.shape[1]
+
+    def synchronize(self) -> None:
+        if self._model.device.type == "cuda":
+            torch.cuda.synchronize(self._model.device)
+
+    def layers(self, num_tokens: int) -> list[Part]:
+        """Full layers one after the other: each finds the caches full of the others' weights."""
+        num_layers = self._model.num_layers
+        sample = min(SAMPLED_LAYERS, num_layers)
+        chain = [i * num_layers // sample for i in range(sample)]
+        entering = self._device_e[:, :num_tokens]
+        run = partial(self._full_layers, entering, chain, *self._rotary(entering))
+        terms = (1.0, float(num_tokens), float(num_tokens**2))
+        return [Part(tuple(sample * it for it in terms), run)]
+
+    def kv(self, num_tokens: int) -> list[Part]:
+        entering = self._device_e[:, :num_tokens]
+        run = partial(self._kv_alone, entering, self._model.num_layers // 2)
+        return [Part((1.0, float(num_tokens)), run)]
+
+    def suffix(self, num_tokens: int) -> list[Part]:
+        source = self._source(num_tokens)
+        return [
+            Part((1.0, float(m), float(m * num_tokens)), partial(self._answer, source, m))
+            for m in (max(1, self._num_suffix // 2), self._num_suffix, 2 * self._num_suffix)
+        ]
+
+    def load(self, num_tokens: int) -> list[Part]:
+        layer_bytes = num_tokens * self._model.kv_bytes
+        return [
+            Part((1.0, float(n * layer_bytes)), partial(self._load, num_tokens, Span(0, n)))
+            for n in (1, self._model.num_layers)
+        ]
+
+    def first_token(self, num_tokens: int, block: Span) -> int:
+        """A whole plan; a block of all layers is a full prefill, prefix and suffix in one go."""
+        if len(block) == self._model.num_layers:
+            return self.full_prefill(num_tokens)
+        return self.partial_prefill(num_tokens, block)
+
+    @torch.inference_mode()
+    def full_prefill(self, num_tokens: int) -> int:
+        entering = self._model.embed(self._ids[None, : num_tokens + self._num_suffix])
+        every = range(self._model.num_layers)
+        hidden, _ = self._full_layers(entering, every, *self._rotary(entering))
+        return int(self._model.logits(hidden[:, -1]).argmax())
+
+    @torch.inference_mode()
+    def partial_prefill(self, num_tokens: int, block: Span) -> int:
+        self._load(num_tokens, Span(0, block.start))
+        self._load(num_tokens, Span(block.stop, self._model.num_layers))
+        source = self._source(num_tokens)
+        if len(block):
+            entering = self._entering(num_tokens, block.start)
+            source[block.start : block.stop] = self.recompute(entering, block)
+        return self._answer(source, self._num_suffix)
+
+    def recompute(self, entering: Tensor, layers: Span) -> list[KV]:
+        """As LayeredModel.recompute, but KV stays on the device: only the suffix reads it."""
+        *full, last = layers
+        hidden, made = self._full_layers(entering, full, *self._rotary(entering))
+        return [*made, self._kv_alone(hidden, last)]
+
+    def _answer(self, source: list[KV], num_suffix: int) -> int:
+        """The first token after a suffix."""
+        num_tokens = source[0][0].shape[2]
+        suffix = self._ids[num_tokens : num_tokens + num_suffix].tolist()
+        asked = Asked((0,) * self._model.num_layers, tuple(suffix))
+        return decode(self._model, [source], [asked], max_new=1, ends=frozenset(), max_rows=1)[0][0]
+
+    def _entering(self, num_tokens: int, layer: int) -> Tensor:
+        """E from the host, or the receiver's own embeddings."""
+        if not layer:
+            return self._model.embed(self._ids[None, :num_tokens])
+        loaded = self._device_e[:, :num_tokens]
+        return loaded.copy_(self._host_e[:, :num_tokens], non_blocking=True)
+
+    def _load(self, num_tokens: int, layers: Span) -> Tensor:
+        to, of = (
+            self._kv_of(buffer, num_tokens)[layers.start : layers.stop]
+            for buffer in (self._device_kv, self._host_kv)
+        )
+        return to.copy_(of, non_blocking=True)
+
+    def _source(self, num_tokens: int) -> list[KV]:
+        return [(it[0], it[1]) for it in self._kv_of(self._device_kv, num_tokens)]
+
+    def _kv_of(self, buffer: Tensor, num_tokens: int) -> Tensor:
+        """`[layers, 2, 1, kv_heads, tokens, head_dim]`, without gaps, at a buffer's beginning."""
+        num_layers = self._model.num_layers
+        size = num_layers * num_tokens * self._model.kv_bytes // self._model.dtype.itemsize
+        flat = buffer.view(-1)[:size]
+        return flat.view(num_layers, 2, 1, self._num_kv_heads, num_tokens, -1)
+
+    def _staged(self, values: Tensor) -> Tensor:
+        pinned = self._model.device.type == "cuda"
+        return torch.empty(values.shape, dtype=self._model.dtype, pin_memory=pinned).copy_(values)
+
+    @torch.inference_mode()
+    def _full_layers(
+        self, hidden: Tensor, layers: Sequence[int], positions: Tensor, rotary: KV
+    ) -> tuple[Tensor, list[KV]]:
+        made = []
+        for layer in layers:
+            cache = _Keep()
+            hidden = self._model._call(layer, hidden, None, positions, rotary, cache)
+            made.append(cache.kv)
+        return hidden, made
+
+    @torch.inference_mode()
+    def _kv_alone(self, hidden: Tensor, layer: int) -> KV:
+        cache = _OnlyKV()
+        with contextlib.suppress(_Enough):
+            self._model._call(layer, hidden, None, *self._rotary(hidden), cache)
+        return cache.kv
+
+    def _rotary(self, hidden: Tensor) -> tuple[Tensor, KV]:
+        """Positions, and their rotation."""
+        positions = torch.arange(hidden.shape[1], device=self._model.device)[None]
+        return positions, self._model._rotary(hidden, positions)

@@ -1,0 +1,292 @@
+"""What costs are found under a clock that the model's own modules move, and what they predict."""
+
+import math
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from test_oracle import FAMILIES, NUM_LAYERS, make_model
+
+from cachetree.errors import ConfigError
+from cachetree.evidence import CostModel
+from cachetree.ids import Span
+from profiles.costs import (
+    Repeats,
+    TimedReceiver,
+    choose_lengths,
+    fit,
+    measure_costs,
+    num_timings,
+    prefix_pass_s,
+    time_in_turns,
+)
+from profiles.layered import LayeredModel
+
+LENGTHS, HELD_OUT, NUM_SUFFIX = (16, 32, 64, 128), (24, 96), 6
+ONCE = Repeats(least=1, most=1)
+KV_TOKEN_S, MLP_S, MLP_TOKEN_S, ATTENTION_S, TICK_S = 0.25, 5.0, 1.0, 0.01, 1e-6
+
+
+class Clock:
+    """Moves a little at every look, and by `work`."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        self.now_s += TICK_S
+        return self.now_s
+
+    def work(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+def costly_model(clock: Clock) -> LayeredModel:
+    """A llama whose projections to K, to the output and whose MLPs move the clock."""
+    model = make_model("llama", 1)
+
+    def costs(seconds_of):
+        return lambda module, inputs, output: clock.work(seconds_of(inputs[0].shape[1]))
+
+    for layer in model.model.layers:
+        layer.self_attn.k_proj.register_forward_hook(costs(lambda n: KV_TOKEN_S * n))
+        layer.self_attn.o_proj.register_forward_hook(costs(lambda n: ATTENTION_S * n * n))
+        layer.mlp.register_forward_hook(costs(lambda n: MLP_S + MLP_TOKEN_S * n))
+    return LayeredModel(model)
+
+
+def measured(progress=lambda _: None, repeats=ONCE) -> CostModel:
+    clock = Clock()
+    return measure_costs(
+        costly_model(clock),
+        lengths=LENGTHS,
+        held_out_lengths=HELD_OUT,
+        num_suffix=NUM_SUFFIX,
+        progress=progress,
+        repeats=repeats,
+        timer=clock,
+    )
+
+
+def test_what_modules_cost_is_found_again() -> None:
+    costs = measured()
+    assert costs.layer_s == pytest.approx(MLP_S, rel=1e-3)
+    assert costs.layer_token_s == pytest.approx(KV_TOKEN_S + MLP_TOKEN_S, rel=1e-3)
+    assert costs.layer_token2_s == pytest.approx(ATTENTION_S, rel=1e-3)
+    assert costs.kv_s == pytest.approx(0.0, abs=2 * TICK_S)
+    assert costs.kv_token_s == pytest.approx(KV_TOKEN_S, rel=1e-3)
+    # Attention within the suffix is quadratic in it, which the form has no place for.
+    per_layer_s = MLP_S + NUM_SUFFIX * (KV_TOKEN_S + MLP_TOKEN_S)
+    assert costs.suffix_time_s(64, NUM_SUFFIX) == pytest.approx(NUM_LAYERS * per_layer_s, rel=0.05)
+    # Copies move this clock by a look.
+    assert costs.load_s == pytest.approx(TICK_S, rel=1e-3)
+    assert costs.load_time_s(1e5) == pytest.approx(TICK_S, rel=1e-3)
+
+
+def test_costs_are_those_of_the_model() -> None:
+    costs = measured()
+    assert costs.num_layers == NUM_LAYERS
+    assert costs.kv_bytes == 2 * 2 * 8 * 4
+    assert costs.e_bytes == 32 * 4
+    assert costs.fitted_on == LENGTHS
+
+
+def test_held_out_plans_are_measured_at_other_lengths_and_predicted_by_the_fit() -> None:
+    costs = measured()
+    plans = {(it.num_tokens, it.start, it.stop): it for it in costs.held_out}
+    assert len(plans) == len(costs.held_out)
+    for num_tokens in HELD_OUT:
+        blocks = {(start, stop) for n, start, stop in plans if n == num_tokens}
+        assert {(0, NUM_LAYERS), (0, 0)} < blocks
+        assert len({start for start, _ in blocks}) >= 2
+        assert len({stop - start for start, stop in blocks}) >= 4
+    for (num_tokens, start, stop), plan in plans.items():
+        block = Span(start, stop)
+        if len(block) == NUM_LAYERS:
+            assert plan.predicted_s == costs.full_prefill_s(num_tokens, NUM_SUFFIX)
+        else:
+            assert plan.predicted_s == costs.ttft_s((block,), num_tokens, NUM_SUFFIX)
+            assert plan.measured_s == pytest.approx(plan.predicted_s, rel=0.05)
+        assert plan.measured_s == pytest.approx(expected_s(num_tokens, block), rel=1e-3)
+
+
+def expected_s(num_tokens: int, block: Span) -> float:
+    """By the modules that a plan runs."""
+
+    def layer_s(n: int) -> float:
+        return MLP_S + (KV_TOKEN_S + MLP_TOKEN_S) * n + ATTENTION_S * n * n
+
+    if len(block) == NUM_LAYERS:
+        return NUM_LAYERS * layer_s(num_tokens + NUM_SUFFIX)
+    suffix_s = NUM_LAYERS * layer_s(NUM_SUFFIX)
+    if not len(block):
+        return suffix_s
+    return (len(block) - 1) * layer_s(num_tokens) + KV_TOKEN_S * num_tokens + suffix_s
+
+
+def test_the_same_clock_gives_the_same_costs() -> None:
+    assert msgspec.json.encode(measured()) == msgspec.json.encode(measured())
+
+
+def test_a_pass_ends_in_k_and_v_alone() -> None:
+    costs = measured()
+    layer_s = MLP_S + 40 * (KV_TOKEN_S + MLP_TOKEN_S) + 1600 * ATTENTION_S
+    assert prefix_pass_s(costs, 40, 3) == pytest.approx(2 * layer_s + 40 * KV_TOKEN_S, rel=1e-3)
+    assert prefix_pass_s(costs, 40, 1) == pytest.approx(40 * KV_TOKEN_S, rel=1e-3)
+    assert prefix_pass_s(costs, 40, 0) == 0.0
+
+
+def test_progress_adds_up_however_early_it_stops() -> None:
+    for budget_s in (0.0, math.inf):
+        done: list[int] = []
+        repeats = Repeats(least=1, most=3, budget_s=budget_s)
+        measured(done.append, repeats)
+        assert sum(done) == num_timings(LENGTHS, HELD_OUT, NUM_LAYERS, repeats)
+
+
+def test_real_times_are_finite_and_a_whole_prefill_outlasts_one_layer() -> None:
+    model = LayeredModel(make_model("llama", 1))
+    lengths, held_out = choose_lengths(64, 256, 16)
+    costs = measure_costs(
+        model,
+        lengths=lengths,
+        held_out_lengths=held_out,
+        num_suffix=NUM_SUFFIX,
+        progress=lambda _: None,
+        repeats=Repeats(least=3, most=3),
+    )
+    values = [value for name, value in msgspec.structs.asdict(costs).items() if name.endswith("_s")]
+    assert len(values) == 10
+    assert all(math.isfinite(value) and value >= 0 for value in values)
+    for num_tokens in (*lengths, *held_out):
+        assert costs.full_prefill_s(num_tokens, NUM_SUFFIX) > costs.ttft_s(
+            (Span(1, 2),), num_tokens, NUM_SUFFIX
+        )
+    assert {it.num_tokens for it in costs.held_out} == set(held_out)
+    assert all(it.predicted_s > 0 and it.measured_s > 0 for it in costs.held_out)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_timed_is_what_recompute_and_full_prefill_give(family, dtype) -> None:
+    model = LayeredModel(make_model(family, 1).to(dtype))
+    receiver = TimedReceiver(model, 40, NUM_SUFFIX)
+    entering = torch.randn(1, 40, 32, generator=torch.Generator().manual_seed(7)).to(dtype)
+    made = receiver.recompute(entering, Span(1, 4))
+    for got, expected in zip(made, model.recompute(entering, Span(1, 4)).values(), strict=True):
+        assert torch.equal(got[0], expected[0])
+        assert torch.equal(got[1], expected[1])
+    if dtype == torch.float32:
+        lengths = range(20, 40, 4)
+        whole = [receiver.full_prefill(n) for n in lengths]
+        assert [receiver.partial_prefill(n, Span(0, NUM_LAYERS)) for n in lengths] == whole
+        assert len(set(whole)) > 1
+
+
+def test_a_load_moves_the_bytes_that_it_is_charged_for() -> None:
+    receiver = TimedReceiver(LayeredModel(make_model("qwen3", 1)), 40, NUM_SUFFIX)
+    one, every = receiver.load(24)
+    for part, num_layers in ((one, 1), (every, NUM_LAYERS)):
+        loaded = part.run()
+        assert isinstance(loaded, torch.Tensor)
+        assert tuple(loaded.shape) == (num_layers, 2, 1, 2, 24, 16)
+        assert part.terms == (1.0, float(loaded.nbytes))
+
+
+@given(
+    st.lists(st.floats(1e-6, 1e-3), min_size=3, max_size=3),
+    st.lists(st.booleans(), min_size=3, max_size=3).filter(any),
+)
+def test_the_fit_recovers_what_times_were_made_from(scales, present) -> None:
+    lengths = np.array([128.0, 256, 512, 1024, 2048])
+    terms = np.stack([np.ones(5), lengths, lengths**2], 1)
+    typical = terms[2]
+    known = np.array(scales) * present / typical
+    assert fit(terms, terms @ known) == pytest.approx(known, rel=1e-6, abs=1e-9 / typical.max())
+
+
+def test_the_fit_recovers_coefficients_from_noisy_times() -> None:
+    noise = np.random.default_rng(0)
+    known = np.array([2e-3, 7e-5, 2e-8])
+    lengths = np.tile([128.0, 256, 512, 1024, 2048], 8)
+    terms = np.stack([np.ones_like(lengths), lengths, lengths**2], 1)
+    times_s = terms @ known * noise.lognormal(0.0, 0.05, len(lengths))
+    found = np.array(fit(terms, times_s))
+    assert found == pytest.approx(known, rel=0.25)
+    assert terms @ found == pytest.approx(terms @ known, rel=0.05)
+
+
+@given(st.lists(st.floats(0.1, 10.0), min_size=5, max_size=5))
+def test_the_fit_is_the_best_without_negative_coefficients(times_s) -> None:
+    """By the conditions of Karush, Kuhn and Tucker: no allowed step makes it better."""
+    lengths = np.array([1.0, 2, 4, 8, 16])
+    terms = np.stack([np.ones(5), lengths, lengths**2], 1)
+    found = np.array(fit(terms, times_s))
+    assert (found >= 0).all()
+    relative = terms / np.array(times_s)[:, None]
+    slope = relative.T @ (relative @ found - 1.0)
+    size = np.abs(relative).sum(0) * 1e-7
+    assert (slope >= -size).all()
+    assert (np.abs(slope[found > 0]) <= size[found > 0]).all()
+
+
+def test_the_fastest_turn_counts_and_turns_go_to_and_fro() -> None:
+    clock, order = Clock(), []
+    seconds = {"a": iter([9.0, 2.0, 3.0]), "b": iter([5.0, 50.0, 4.0])}
+
+    def work(name: str) -> None:
+        order.append(name)
+        clock.work(next(seconds[name]))
+
+    works = [lambda: work("a"), lambda: work("b")]
+    times = time_in_turns(works, Repeats(least=3, most=3), lambda _: None, clock)
+    assert times == pytest.approx([2.0, 4.0], abs=1e-4)
+    assert "".join(order) == "abbaab"
+
+
+@pytest.mark.parametrize(("budget_s", "turns"), [(0.0, 2), (25.0, 3), (1000.0, 6)])
+def test_turns_end_with_the_budget_but_not_before_the_least(budget_s: float, turns: int) -> None:
+    clock, done, ran = Clock(), [], []
+
+    def work() -> None:
+        ran.append(1)
+        clock.work(10.0)
+
+    time_in_turns([work], Repeats(least=2, most=6, budget_s=budget_s), done.append, clock)
+    assert len(ran) == turns
+    assert sum(done) == 6
+
+
+@given(st.integers(16, 200_000), st.integers(64, 200_000), st.sampled_from([1, 16, 48, 64, 256]))
+def test_lengths_span_the_data_and_none_is_judged_on_itself(longest, positions, page_size) -> None:
+    fitted, held_out = choose_lengths(longest, positions, page_size)
+    top = min(max(longest, 512), positions)
+    assert len(set(fitted)) == len(fitted) >= 4
+    assert list(fitted) == sorted(fitted)
+    assert list(held_out) == sorted(set(held_out))
+    assert not set(fitted) & set(held_out)
+    assert 0 < fitted[0] < held_out[0] < held_out[-1] < fitted[-1] <= top
+    assert fitted[-1] > top - page_size
+
+
+@pytest.mark.parametrize(
+    ("longest", "positions", "page_size", "fitted", "held_out"),
+    [
+        (8192, 131072, 16, (512, 1024, 2048, 4096, 8192), (1440, 2896, 5792)),
+        (304, 1024, 16, (32, 64, 128, 256, 512), (80, 176, 352)),
+        (304, 384, 16, (16, 48, 96, 192, 384), (64, 128, 256)),
+        (304, 256, 64, (16, 32, 64, 128, 256), (40, 88, 176)),
+    ],
+)
+def test_lengths_are_halves_in_whole_pages_where_those_tell_them_apart(
+    longest, positions, page_size, fitted, held_out
+) -> None:
+    assert choose_lengths(longest, positions, page_size) == (fitted, held_out)
+
+
+def test_a_model_too_short_to_be_timed_is_refused() -> None:
+    with pytest.raises(ConfigError, match="a model of 16 positions"):
+        choose_lengths(300, 16, 16)
