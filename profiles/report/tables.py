@@ -1,0 +1,259 @@
+"""Tables of a profile, as text in rows; terminals and pages draw the same ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from cachetree.evidence import CostModel, Interval, MeasuredProfile, Split
+from profiles.report import derived, words
+
+DIGEST_CHARACTERS: Final = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    title: str
+    headers: tuple[str, ...]
+    """The first column names the row; the others are numbers unless `is_prose`."""
+    rows: tuple[tuple[str, ...], ...]
+    marked: frozenset[int] = frozenset()
+    """Places of the rows to point out."""
+    caption: str = ""
+    is_prose: bool = False
+
+    def only(self, *headers: str) -> Table:
+        """The same table with some of its columns."""
+        places = [self.headers.index(header) for header in headers]
+        rows = tuple(tuple(row[place] for place in places) for row in self.rows)
+        return replace(self, headers=headers, rows=rows)
+
+
+def frontier(profile: MeasuredProfile) -> Table:
+    recommended = profile.recommended
+    usable = {it.block for it in profile.blocks}
+    marked = frozenset(
+        place
+        for place, it in enumerate(profile.frontier)
+        if recommended is not None and it.block == recommended.block
+    )
+    return Table(
+        title="Frontier",
+        headers=(
+            "block",
+            "layers",
+            "train",
+            "held-out [95 %]",
+            "loss, points",
+            "KL",
+            "top-1",
+            "TTFT",
+            "of full",
+            "accepted",
+        ),
+        rows=tuple(
+            (
+                words.span(it.block),
+                str(len(it.block)),
+                words.quality(it.train_quality),
+                words.quality_interval(it.held_out),
+                words.points_interval(it.loss),
+                words.small(it.fidelity.kl),
+                words.percent(it.fidelity.agreement),
+                words.seconds(it.ttft_s),
+                words.percent(derived.ttft_ratio(profile, it.ttft_s)),
+                "yes" if it.block in usable else "no",
+            )
+            for it in profile.frontier
+        ),
+        marked=marked,
+        caption=(
+            "loss: of quality against full prefill, in hundredths, paired by question, with its "
+            "95 % interval" + ("; * recommended" if marked else "")
+        ),
+    )
+
+
+def baselines(profile: MeasuredProfile) -> Table:
+    """What one could do instead, after what bounds it: full prefill, full reuse, the sender."""
+    split, num_layers = profile.held_out, derived.num_layers(profile)
+    full_s, reuse_s = derived.full_prefill_s(profile), derived.full_reuse_s(profile)
+    bounds = (
+        ("full prefill", str(num_layers), words.ABSENT, split.full_prefill, full_s),
+        ("full reuse", "0", words.ABSENT, split.full_reuse, reuse_s),
+        ("sender alone", words.ABSENT, words.ABSENT, split.sender, None),
+    )
+    rows = [
+        _alternative(profile, name, layers, runs, quality, ttft_s, words.ABSENT)
+        for name, layers, runs, quality, ttft_s in bounds
+    ]
+    rows += [
+        _alternative(
+            profile,
+            words.BASELINES[it.kind],
+            f"{it.recomputed_layers:.3g}",
+            words.runs(it.runs),
+            it.quality,
+            it.ttft_s,
+            words.ABSENT if it.fidelity is None else words.small(it.fidelity.kl),
+        )
+        for it in profile.baselines
+    ]
+    return Table(
+        title="What one could do instead",
+        headers=(
+            "method",
+            "layers",
+            "runs",
+            "held-out [95 %]",
+            "loss",
+            "KL",
+            "TTFT",
+            "of full",
+        ),
+        rows=tuple(rows),
+        caption="layers: compute, in layers of the receiver; loss: in points, as above",
+    )
+
+
+def _alternative(
+    profile: MeasuredProfile,
+    name: str,
+    layers: str,
+    runs: str,
+    quality: Interval,
+    ttft_s: float | None,
+    kl: str,
+) -> tuple[str, ...]:
+    return (
+        name,
+        layers,
+        runs,
+        words.quality_interval(quality),
+        words.points(profile.held_out.full_prefill.mean - quality.mean),
+        kl,
+        words.ABSENT if ttft_s is None else words.seconds(ttft_s),
+        words.ABSENT if ttft_s is None else words.percent(derived.ttft_ratio(profile, ttft_s)),
+    )
+
+
+def identities(profile: MeasuredProfile, digest_characters: int = DIGEST_CHARACTERS) -> Table:
+    """Every field of both models; digests are cut to `digest_characters`."""
+    sides = (profile.sender, profile.receiver)
+    digests = ("tokenizer", "weights")
+    rows = [("model_id", *(str(it.model_id)[:digest_characters] for it in sides))]
+    for field in profile.sender.__struct_fields__:
+        values = [str(getattr(it, field)) for it in sides]
+        shown = [value[:digest_characters] if field in digests else value for value in values]
+        rows.append((field, *shown))
+    return Table(
+        title="Models",
+        headers=("", "sender", "receiver"),
+        rows=tuple(rows),
+        marked=frozenset(
+            place for place, (name, sender, receiver) in enumerate(rows) if sender != receiver
+        ),
+        caption="* differs; identities are computed from content, never from names",
+        is_prose=True,
+    )
+
+
+def data(profile: MeasuredProfile, digest_characters: int = DIGEST_CHARACTERS) -> Table:
+    """Both splits; digests are cut to `digest_characters`."""
+    rows = [
+        ("files", *(_files(it, digest_characters) for it in (profile.train, profile.held_out))),
+        *(
+            (name, show(profile.train), show(profile.held_out))
+            for name, show in (
+                ("contexts", lambda it: f"{it.num_contexts:,}"),
+                ("questions", lambda it: f"{it.num_questions:,}"),
+                (
+                    "prefix in tokens",
+                    lambda it: f"{it.mean_prefix_tokens:,.0f} mean, {it.max_prefix_tokens:,} most",
+                ),
+                ("suffix in tokens", lambda it: f"{it.mean_suffix_tokens:,.0f} mean"),
+                ("sender alone", lambda it: words.quality_interval(it.sender)),
+                ("full prefill", lambda it: words.quality_interval(it.full_prefill)),
+                ("full reuse", lambda it: words.quality_interval(it.full_reuse)),
+            )
+        ),
+    ]
+    return Table(
+        title="Data",
+        headers=("", "train: chooses", "held-out: judges"),
+        rows=tuple(rows),
+        caption=(
+            f"{words.metric_name(profile.metric)}, 0 to 1, mean over questions with its 95 % "
+            "interval over contexts"
+        ),
+        is_prose=True,
+    )
+
+
+def _files(split: Split, digest_characters: int) -> str:
+    return "; ".join(
+        f"{it.name} ({words.counted(it.num_questions, 'question')}, "
+        f"sha256 {it.sha256[:digest_characters]})"
+        for it in split.files
+    )
+
+
+def costs(profile: MeasuredProfile) -> Table:
+    """The cost model's formulas with their numbers."""
+    it = profile.costs
+    return Table(
+        title="Cost model",
+        headers=("", "n tokens of prefix, m after it"),
+        rows=(
+            (
+                "one layer",
+                _sum((it.layer_s, ""), (it.layer_token_s, "n"), (it.layer_token2_s, "n²")),
+            ),
+            ("K and V alone of one layer", _sum((it.kv_s, ""), (it.kv_token_s, "n"))),
+            (
+                "suffix, all layers and head",
+                _sum((it.suffix_s, ""), (it.suffix_token_s, "m"), (it.suffix_token2_s, "m n")),
+            ),
+            ("load", _load(it)),
+            ("bytes of a token", f"{it.kv_bytes:,} of KV at a layer, {it.e_bytes:,} of E"),
+            ("fitted on", f"{', '.join(f'{n:,}' for n in it.fitted_on) or words.ABSENT} tokens"),
+        ),
+        is_prose=True,
+    )
+
+
+def _load(it: CostModel) -> str:
+    rate = f"{1e-9 / it.load_byte_s:,.2f} GB/s" if it.load_byte_s > 0 else "no time per byte"
+    return f"{words.seconds(it.load_s)} + bytes at {rate}"
+
+
+def _sum(*terms: tuple[float, str]) -> str:
+    return " + ".join(" × ".join(filter(None, (words.seconds(s), n))) for s, n in terms)
+
+
+def making(profile: MeasuredProfile) -> Table:
+    made = profile.made
+    grid = "every block" if made.group == 1 else f"blocks of a {made.group}-layer grid"
+    pruned = "dominated ones dropped early" if made.pruned else "all of them to the end"
+    rows: Sequence[tuple[str, str]] = (
+        ("date", made.date),
+        ("command", made.command),
+        ("hardware", f"{made.hardware}; {made.device}, {made.dtype}"),
+        ("versions", ", ".join(f"{name} {version}" for name, version in made.versions.items())),
+        ("blocks", f"{grid}, {pruned}"),
+        (
+            "prefix passes",
+            f"{made.prefix_passes:,} in all; {made.sweep_passes_per_context:,} for every block of "
+            "one training context",
+        ),
+        ("time", words.duration(made.elapsed_s)),
+        ("template", made.template),
+        (
+            "settings",
+            f"seed {made.seed}, pages of {words.counted(made.page_size, 'token')}, answers of at "
+            f"most {words.counted(made.max_new, 'token')}",
+        ),
+        ("data", f"sha256 {profile.data_sha256}"),
+    )
+    return Table(title="How it was made", headers=("", ""), rows=tuple(rows), is_prose=True)

@@ -1,0 +1,168 @@
+"""Numbers and names as a reader meets them, the same in terminals, pictures and pages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from cachetree.evidence import BaselineKind, Interval
+from cachetree.ids import Span
+
+ABSENT: Final = "–"
+
+BASELINES: Final = {
+    BaselineKind.CACHEBLEND: "tokens, CacheBlend-style",
+    BaselineKind.CRITICAL_LAYERS: "critical layers alone",
+    BaselineKind.SPLIT_BLOCK: "block, E at every layer",
+    BaselineKind.SMALL_MODEL: "smaller model",
+}
+
+_MAX_RUNS: Final = 4
+
+_METRICS: Final = {
+    "f1": "token F1",
+    "token_f1": "token F1",
+    "rouge_l": "Rouge-L",
+    "edit_similarity": "edit similarity",
+}
+
+
+def metric_name(metric: str) -> str:
+    return _METRICS.get(metric, metric.replace("_", " "))
+
+
+def quality(value: float) -> str:
+    """
+    >>> quality(0.98612)
+    '0.986'
+    """
+    return f"{value:.3f}"
+
+
+def quality_interval(it: Interval) -> str:
+    return f"{quality(it.mean)} [{quality(it.low)}, {quality(it.high)}]"
+
+
+def points(difference: float) -> str:
+    """A difference of qualities in points, which are hundredths.
+
+    >>> points(0.0424), points(-0.00001)
+    ('4.2', '0.0')
+    """
+    return f"{round(100 * difference, 1) + 0.0:.1f}"
+
+
+def num_points(difference: float) -> str:
+    """
+    >>> num_points(0.01), num_points(0.0424)
+    ('1 point', '4.2 points')
+    """
+    text = points(difference)
+    return "1 point" if text == "1.0" else f"{text} points"
+
+
+def points_interval(it: Interval) -> str:
+    return f"{points(it.mean)} [{points(it.low)}, {points(it.high)}]"
+
+
+def percent(share: float) -> str:
+    """
+    >>> percent(0.254), percent(0.0041)
+    ('25 %', '0.4 %')
+    """
+    return f"{100 * share:.0f} %" if share == 0 or abs(share) >= 0.01 else f"{100 * share:.1g} %"
+
+
+def percent_kept(share: float) -> str:
+    """With the digit that matters near a whole.
+
+    >>> percent_kept(0.9487)
+    '94.9 %'
+    """
+    return f"{100 * share:.1f} %"
+
+
+def seconds(time_s: float) -> str:
+    """Three digits with a unit that suits them.
+
+    >>> seconds(0.000042), seconds(0.0412), seconds(4.2), seconds(754), seconds(3e-13)
+    ('42.0 µs', '41.2 ms', '4.20 s', '754 s', '0.0003 ns')
+    """
+    scale, unit = unit_of_time(time_s)
+    value = time_s * scale
+    if abs(value) < 1:
+        return f"{value:.3g} {unit}" if value else "0 s"
+    digits = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2
+    return f"{value:,.{digits}f} {unit}"
+
+
+def unit_of_time(time_s: float) -> tuple[float, str]:
+    """Units per second, and the unit's name, in which a time is between 1 and 1000."""
+    units = ((1.0, "s"), (1e3, "ms"), (1e6, "µs"), (1e9, "ns"))
+    return next((it for it in units if abs(time_s) * it[0] >= 1), units[-1])
+
+
+def duration(time_s: float) -> str:
+    """How long something took, for a person.
+
+    >>> duration(42.4), duration(754), duration(7300)
+    ('42 s', '12 min 34 s', '2 h 1 min')
+    """
+    whole = round(time_s)
+    if whole < 60:
+        return f"{whole} s"
+    minutes, rest = divmod(whole, 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    return f"{minutes // 60} h {minutes % 60} min"
+
+
+def small(value: float) -> str:
+    """Two digits of a number that may be very small.
+
+    >>> small(0.0), small(2.0), small(0.00314), small(0.0000042)
+    ('0', '2.0', '0.0031', '4.2e-06')
+    """
+    return "0" if value == 0 else f"{value:#.2g}".rstrip(".")
+
+
+def span(block: Span) -> str:
+    return f"[{block.start}, {block.stop})"
+
+
+def runs(blocks: Sequence[tuple[int, int]]) -> str:
+    """
+    >>> runs([(2, 3), (4, 6)]), runs([(i, i + 1) for i in range(9)]), runs([])
+    ('[2, 3), [4, 6)', '9 runs in [0, 9)', '–')
+    """
+    if len(blocks) > _MAX_RUNS:
+        return f"{len(blocks)} runs in [{blocks[0][0]}, {blocks[-1][1]})"
+    return ", ".join(span(Span(start, stop)) for start, stop in blocks) or ABSENT
+
+
+def counted(number: int, noun: str) -> str:
+    """
+    >>> counted(1, "layer"), counted(1200, "block")
+    ('1 layer', '1,200 blocks')
+    """
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def layers(numbers: Sequence[int]) -> str:
+    """Layers in words; `numbers` ascend.
+
+    >>> layers([4]), layers([2, 3, 4]), layers([0, 1, 5, 7, 8, 9])
+    ('layer 4', 'layers 2 to 4', 'layers 0, 1, 5 and 7 to 9')
+    """
+    groups: list[list[int]] = []
+    for number in numbers:
+        if groups and number == groups[-1][-1] + 1:
+            groups[-1].append(number)
+        else:
+            groups.append([number])
+    parts: list[str] = []
+    for group in groups:
+        far = len(group) > 2
+        parts += [f"{group[0]} to {group[-1]}"] if far else [str(number) for number in group]
+    listed = " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
+    return f"layer {listed}" if len(numbers) == 1 else f"layers {listed}"

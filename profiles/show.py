@@ -1,0 +1,77 @@
+"""A profile in a terminal: the verdict, and the tables behind it."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from cachetree.evidence import MeasuredProfile
+from profiles.report import tables
+from profiles.report.verdict import cost_error, free, recommendation, verdict
+
+_DIGEST_CHARACTERS: Final = 16
+_STYLES: Final = {"passed": "bold green", "failed": "bold red"}
+
+
+def table_of(profile: MeasuredProfile) -> RenderableType:
+    """Verdict, frontier, baselines, both models and how it was made; for 80 columns or more."""
+    return Group(
+        Text.assemble((verdict(profile), _STYLES[verdict(profile)]), f": {profile.reason}"),
+        Text(recommendation(profile)),
+        Text(free(profile)),
+        Text(),
+        _drawn(
+            tables.frontier(profile).only(
+                "block",
+                "layers",
+                "train",
+                "held-out [95 %]",
+                "loss, points",
+                "TTFT",
+                "of full",
+            )
+        ),
+        _drawn(
+            tables.baselines(profile).only(
+                "method", "layers", "held-out [95 %]", "loss", "TTFT", "of full"
+            )
+        ),
+        Text(cost_error(profile)),
+        Text(),
+        _drawn(tables.identities(profile, _DIGEST_CHARACTERS)),
+        _drawn(tables.data(profile, _DIGEST_CHARACTERS)),
+        _drawn(tables.making(profile)),
+    )
+
+
+def _drawn(table: tables.Table) -> RenderableType:
+    """Text is taken as it is, brackets too; nothing of it is markup."""
+    drawn = Table(
+        title=Text(table.title),
+        title_justify="left",
+        caption=Text(table.caption) if table.caption else None,
+        caption_justify="left",
+        box=box.SIMPLE,
+        padding=(0, int(table.is_prose), 0, 0),
+        pad_edge=False,
+        show_edge=False,
+        show_header=any(table.headers),
+    )
+    for place, header in enumerate(table.headers):
+        is_number = place > 0 and not table.is_prose
+        drawn.add_column(
+            Text(header),
+            justify="right" if is_number else "left",
+            overflow="fold",
+        )
+    for place, row in enumerate(table.rows):
+        marked = place in table.marked
+        first = f"{'* ' if marked else '  '}{row[0]}" if table.marked else row[0]
+        cells = [Text(cell) for cell in (first, *row[1:])]
+        drawn.add_row(*cells, style="bold" if marked and not table.is_prose else None)
+    return Padding(drawn, (0, 0, 1, 0))

@@ -1,0 +1,245 @@
+"""The report: the page, its pictures, and what they say about a profile."""
+
+from __future__ import annotations
+
+import base64
+import doctest
+import struct
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+from sample_profile import all_dropped, bare, failed_profile, sample_profile, whole_model
+
+from cachetree.evidence import BaselineKind, MeasuredProfile, read_measured
+from cachetree.ids import Span
+from cachetree.profile import write_profile
+from profiles.report import derived, findings, style, words, write_report
+from profiles.report.files import PICTURES, Picture
+from profiles.report.verdict import cost_error, free, recommendation
+
+PROFILE = sample_profile()
+NASTY = "</td><script>alert('x')</script>&amp;\"$x^{$"
+
+
+class Page(HTMLParser):
+    """Tags, attributes and text of a page; text of the stylesheet apart."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str, str]] = []
+        self.text = ""
+        self.style = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+
+    def handle_data(self, data: str) -> None:
+        if self.tags[-1:] == ["style"] and not self.style:
+            self.style = data
+        else:
+            self.text += data
+
+    @property
+    def before_models(self) -> str:
+        return self.text.split("Models")[0]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("report") / "made" / "here"
+    write_report(PROFILE, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def page(folder: Path) -> Page:
+    return Page((folder / "index.html").read_text())
+
+
+def test_the_sample_agrees_with_itself_and_survives_a_file(tmp_path: Path) -> None:
+    write_profile(PROFILE, tmp_path / "pair.json")
+    assert read_measured(tmp_path / "pair.json") == PROFILE
+    assert len(PROFILE.measured) == 78
+    blocks = [(it.start, it.stop) for it in PROFILE.frontier]
+    assert blocks == [(4, 5), (3, 5), (2, 5), (0, 6)]
+    for point in PROFILE.frontier:
+        rivals = [
+            it.quality or 0.0
+            for it in PROFILE.measured
+            if len(it.block) <= len(point.block) and it.block != point.block
+        ]
+        assert point.train_quality > max(rivals)
+    assert PROFILE.recommended in PROFILE.blocks
+    assert {it.kind for it in PROFILE.baselines} == set(BaselineKind)
+
+
+def test_what_was_written_is_returned_the_page_first(folder: Path, tmp_path: Path) -> None:
+    names = ["index.html", *(f"{it.name}.png" for it in PICTURES)]
+    assert sorted(path.name for path in folder.iterdir()) == sorted(names)
+    (tmp_path / "index.html").write_text("an earlier one")
+    assert write_report(PROFILE, tmp_path) == [tmp_path / name for name in names]
+    for name in names:
+        assert (tmp_path / name).read_bytes() == (folder / name).read_bytes()
+
+
+def test_the_page_carries_every_picture_and_loads_nothing(folder: Path, page: Page) -> None:
+    sources = [value for tag, name, value in page.attributes if (tag, name) == ("img", "src")]
+    assert len(sources) == len(PICTURES)
+    for source, picture in zip(sources, PICTURES, strict=True):
+        kind, _, data = source.partition(",")
+        assert kind == "data:image/png;base64"
+        assert base64.b64decode(data) == (folder / f"{picture.name}.png").read_bytes()
+    assert not {"script", "link", "iframe", "a", "object", "base"} & set(page.tags)
+    assert not [it for it in page.attributes if it[1].startswith("on") or it[1] == "href"]
+    assert "http" not in page.text and "url(" not in page.style and "@import" not in page.style
+    assert "http" not in "".join(value for tag, _, value in page.attributes if tag != "img")
+
+
+def test_the_verdict_comes_first_with_its_numbers(page: Page) -> None:
+    wanted = ["Passed", PROFILE.reason, "[2, 5)", "3 of 12", "0.986", "0.993", "0.167", "57 %"]
+    wanted += ["0.986 [0.953, 1.000]", "10.3 ms in place of 18.2 ms", "1.8 times sooner"]
+    assert [it for it in wanted if it not in page.before_models] == []
+    assert str(PROFILE.sender.model_id) in page.text and str(PROFILE.receiver.model_id) in page.text
+
+
+def test_every_picture_has_its_sentence_and_its_finding(page: Page) -> None:
+    alternatives = [value for tag, name, value in page.attributes if name == "alt"]
+    found = [it.find(PROFILE) for it in PICTURES]
+    assert alternatives == [it.title for it in found]
+    assert [it.sentence for it in found if it.sentence not in page.text] == []
+
+
+def test_provenance_is_on_the_page(page: Page) -> None:
+    made, split = PROFILE.made, PROFILE.held_out
+    wanted = [made.command, made.hardware, made.date, made.template, "torch 2.14.1", "720"]
+    wanted += [split.files[0].name, split.files[0].sha256, PROFILE.data_sha256, "12 min 34 s"]
+    assert [it for it in wanted if it not in page.text] == []
+
+
+def test_names_cannot_become_markup_or_formulas(tmp_path: Path) -> None:
+    file = replace(PROFILE.train.files[0], name=NASTY)
+    made = replace(
+        PROFILE.made, command=NASTY, device=NASTY, hardware=NASTY, versions={NASTY: NASTY}
+    )
+    profile = replace(
+        PROFILE,
+        reason=NASTY,
+        metric=NASTY,
+        made=made,
+        train=replace(PROFILE.train, files=(file,)),
+        sender=replace(PROFILE.sender, architecture=NASTY),
+    )
+    write_report(profile, tmp_path)
+    found = Page((tmp_path / "index.html").read_text())
+    assert "script" not in found.tags
+    assert found.text.count(NASTY) >= 7
+
+
+@pytest.mark.parametrize("picture", PICTURES, ids=lambda it: it.name)
+def test_pictures_are_drawn(picture: Picture, folder: Path) -> None:
+    png = (folder / f"{picture.name}.png").read_bytes()
+    assert png.startswith(b"\x89PNG")
+    width, height = struct.unpack(">II", png[16:24])
+    assert width == 1440 and 700 <= height <= 1400
+    assert len(png) > 40_000
+
+
+@pytest.mark.parametrize(
+    "profile",
+    [failed_profile(), whole_model(PROFILE), all_dropped(PROFILE)],
+    ids=["failed", "whole_model", "all_dropped"],
+)
+def test_a_pair_without_a_smaller_block_is_said_to_save_nothing(profile: MeasuredProfile) -> None:
+    assert derived.smaller_block(profile) is None and derived.saving(profile) is None
+    assert "every prompt is a full prefill" in recommendation(profile)
+    assert findings.quality_by_layers(profile).title.startswith("No smaller block keeps")
+
+
+def test_a_block_of_a_failed_pair_is_not_recommended() -> None:
+    failed = replace(PROFILE, passed=False, reason="too little")
+    assert "a server does not use it" in recommendation(failed)
+    assert "is not used, because the pair failed" in findings.quality_by_time(failed).sentence
+
+
+@pytest.mark.parametrize(
+    ("first_difference", "said"),
+    [
+        (0, "Nothing is lossless for free: the models differ from layer 0 on."),
+        (1, "Layer 0 is bit-identical in the two models, so recomputing [1, 12)"),
+        (5, "Layers 0 to 4 are bit-identical in the two models, so recomputing [5, 12)"),
+        (12, "All 12 layers are bit-identical in the two models: reusing all KV is lossless"),
+    ],
+)
+def test_what_is_lossless_for_free(first_difference: int, said: str) -> None:
+    assert free(replace(PROFILE, first_difference=first_difference)).startswith(said)
+
+
+def test_critical_layers_follow_the_rule() -> None:
+    assert derived.critical_layers(PROFILE) == (4,)
+    losses = (0.08, 0.02, 0.019, -0.01)
+    layers = [
+        replace(it, layer=place, quality=PROFILE.train.full_prefill.mean - loss)
+        for place, (it, loss) in enumerate(zip(PROFILE.layers, losses, strict=False))
+    ]
+    assert derived.critical_layers(replace(PROFILE, layers=tuple(layers))) == (0, 1)
+    # A quarter of the largest, but less than a point.
+    small = replace(PROFILE, layers=tuple(layers[2:]))
+    assert derived.critical_layers(small) == (2,)
+    assert derived.critical_layers(replace(PROFILE, layers=tuple(layers[3:]))) == ()
+
+
+def test_contexts_agree_or_do_not() -> None:
+    values = {0: (9.0, 9.0, 1.0, 9.0), 1: (1.0, 1.0, 9.0, 1.0), 2: (0.0,) * 4}
+    layers = [
+        replace(it, layer=layer, kl_by_context=kl)
+        for it, (layer, kl) in zip(PROFILE.layers, values.items(), strict=False)
+    ]
+    found = derived.agreement(replace(PROFILE, layers=tuple(layers)))
+    assert (found.layers, found.share, found.num_contexts) == ((0,), 0.75, 4)
+
+
+def test_blocks_within_the_tolerance_and_what_they_share() -> None:
+    good = derived.within_tolerance(PROFILE)
+    expected = {(start, stop) for start in (0, 1, 2) for stop in range(5, 13)} - {(0, 12)}
+    assert {(it.start, it.stop) for it in good} == expected
+    assert derived.in_all(good) == (2, 3, 4)
+    apart = [it for it in PROFILE.measured if it.block in (Span(0, 2), Span(5, 7))]
+    assert derived.in_all(apart) == ()
+
+
+def test_the_best_alternative_is_no_dearer_and_of_the_same_model() -> None:
+    found = derived.best_alternative(PROFILE, 3)
+    assert found is not None and found.kind is BaselineKind.SPLIT_BLOCK
+    found = derived.best_alternative(PROFILE, 1)
+    assert found is not None and found.kind is BaselineKind.CRITICAL_LAYERS
+    assert derived.best_alternative(PROFILE, 0.5) is None
+
+
+def test_gaps_are_compared_by_size() -> None:
+    worst = derived.worst_gap(PROFILE)
+    assert worst is not None and worst.block == Span(3, 5)
+    assert derived.gap_of(worst) == pytest.approx(0.6212 - 0.5799)
+
+
+def test_a_block_that_saves_no_time_is_said_to_save_none() -> None:
+    slow = replace(PROFILE, costs=replace(PROFILE.costs, load_byte_s=1e-6), frontier=())
+    found = derived.saving(slow)
+    assert found is not None and found.ratio > 1
+    assert "no time is saved" in recommendation(slow)
+    assert findings.quality_by_time(slow).title.startswith("Reuse saves no time here")
+
+
+def test_an_unchecked_cost_model_is_said_to_be_unchecked() -> None:
+    assert "was not checked" in cost_error(bare(PROFILE))
+    assert "4 % in the median and 11 % at most, over 9 plans" in cost_error(PROFILE)
+
+
+@pytest.mark.parametrize("module", [words, style], ids=lambda it: it.__name__)
+def test_examples_in_docstrings_hold(module: object) -> None:
+    failed, attempted = doctest.testmod(module)  # type: ignore[arg-type]
+    assert failed == 0 and attempted > 0

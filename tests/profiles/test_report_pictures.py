@@ -1,0 +1,185 @@
+"""Every picture of a report: legible whatever the profile, and drawn from the right numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg, RendererAgg
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+from matplotlib.transforms import Bbox
+from msgspec.structs import replace
+from sample_profile import (
+    all_dropped,
+    bare,
+    failed_profile,
+    graded_profile,
+    identical,
+    one_group,
+    sample_profile,
+)
+
+from cachetree.evidence import Interval, MeasuredProfile
+from profiles.report import style
+from profiles.report.files import PICTURES, Picture
+
+PROFILE = sample_profile()
+LONG = "something that takes a long time to say"
+
+
+def long_names(profile: MeasuredProfile) -> MeasuredProfile:
+    made = replace(profile.made, device=f"{LONG} and does not end there")
+    return replace(profile, metric=LONG, made=made)
+
+
+CASES = {
+    "sample": PROFILE,
+    "failed": failed_profile(),
+    "80_layers": graded_profile(80),
+    "groups": graded_profile(30, 4),
+    "one_group": bare(one_group(PROFILE)),
+    "identical": identical(PROFILE),
+    "all_dropped": all_dropped(PROFILE),
+    "long_names": long_names(PROFILE),
+}
+
+
+def _pixels(picture: Picture, profile: MeasuredProfile) -> bytes:
+    """Of the picture without its title, small."""
+    figure = picture.draw(profile)
+    figure.suptitle("")
+    figure.set_dpi(40)
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    return bytes(canvas.buffer_rgba())
+
+
+@pytest.fixture(scope="module")
+def drawn_before() -> dict[str, bytes]:
+    return {it.name: _pixels(it, PROFILE) for it in PICTURES}
+
+
+def _changed_layer(profile: MeasuredProfile) -> MeasuredProfile:
+    layers = list(profile.layers)
+    layers[7] = replace(layers[7], quality=0.01)
+    return replace(profile, layers=tuple(layers))
+
+
+def _changed_contexts(profile: MeasuredProfile) -> MeasuredProfile:
+    layers = list(profile.layers)
+    layers[7] = replace(layers[7], kl_by_context=(9.0,) * 24)
+    return replace(profile, layers=tuple(layers))
+
+
+def _changed_blocks(profile: MeasuredProfile) -> MeasuredProfile:
+    measured = [replace(it, quality=0.98) if it.start == 3 else it for it in profile.measured]
+    return replace(profile, measured=tuple(measured))
+
+
+def _changed_frontier(profile: MeasuredProfile) -> MeasuredProfile:
+    held_out = Interval(mean=0.1, low=0.0, high=0.2)
+    frontier = (replace(profile.frontier[0], held_out=held_out), *profile.frontier[1:])
+    return replace(profile, frontier=frontier)
+
+
+def _changed_time(profile: MeasuredProfile) -> MeasuredProfile:
+    frontier = [replace(it, ttft_s=it.ttft_s / 2) for it in profile.frontier]
+    return replace(profile, frontier=tuple(frontier))
+
+
+def _changed_baselines(profile: MeasuredProfile) -> MeasuredProfile:
+    better = Interval(mean=0.95, low=0.9, high=0.99)
+    first = replace(profile.baselines[0], quality=better)
+    return replace(profile, baselines=(first, *profile.baselines[1:]))
+
+
+def _changed_check(profile: MeasuredProfile) -> MeasuredProfile:
+    held_out = [replace(it, measured_s=2 * it.measured_s) for it in profile.costs.held_out]
+    return replace(profile, costs=replace(profile.costs, held_out=tuple(held_out)))
+
+
+@pytest.mark.parametrize(
+    ("change", "said", "drawn"),
+    [
+        (_changed_layer, {"sensitivity", "spread"}, {"sensitivity", "spread"}),
+        (_changed_contexts, {"spread"}, {"spread"}),
+        (_changed_blocks, {"blocks"}, {"blocks", "quality_by_layers"}),
+        (
+            _changed_frontier,
+            {"train_held_out"},
+            {"quality_by_layers", "quality_by_time", "train_held_out"},
+        ),
+        (_changed_time, {"quality_by_time"}, {"quality_by_time"}),
+        (_changed_baselines, {"quality_by_layers"}, {"quality_by_layers", "quality_by_time"}),
+        (_changed_check, {"cost_model"}, {"cost_model"}),
+    ],
+    ids=lambda it: getattr(it, "__name__", ""),
+)
+def test_a_changed_profile_changes_what_shows_it(
+    change: Callable[[MeasuredProfile], MeasuredProfile],
+    said: set[str],
+    drawn: set[str],
+    drawn_before: dict[str, bytes],
+) -> None:
+    changed = change(PROFILE)
+    assert {it.name for it in PICTURES if it.find(changed) != it.find(PROFILE)} == said
+    by_name = {it.name: it for it in PICTURES}
+    same = {it for it in drawn if _pixels(by_name[it], changed) == drawn_before[it]}
+    assert same == set()
+
+
+class Recorder(RendererAgg):
+    """Remembers where each line of text was drawn, level or upright."""
+
+    def __init__(self, figure: Figure) -> None:
+        super().__init__(*(figure.get_size_inches() * figure.dpi), figure.dpi)
+        self.drawn: list[tuple[str, Bbox]] = []
+
+    def draw_text(self, gc, x, y, s, prop, angle, ismath=False, mtext: Text | None = None) -> None:
+        width, height, descent = self.get_text_width_height_descent(s, prop, ismath)
+        up = self.height - y
+        level = Bbox.from_bounds(x, up - descent, width, height)
+        upright = Bbox.from_bounds(x - height + descent, up, height, width)
+        if s.strip():
+            self.drawn.append((s, upright if angle == 90 else level))
+        super().draw_text(gc, x, y, s, prop, angle, ismath, mtext)
+
+
+def _overlaps(figure: Figure) -> list[str]:
+    """Texts that touch each other or leave the figure."""
+    recorder = Recorder(figure)
+    figure.draw(recorder)
+    found = recorder.drawn
+    assert len(found) > 10
+    touching = [
+        f"{text} / {other}"
+        for place, (text, box) in enumerate(found)
+        for other, far in found[place + 1 :]
+        if box.padded(-1).overlaps(far.padded(-1))
+    ]
+    page = figure.bbox.padded(1)
+    outside = [
+        text
+        for text, box in found
+        if not (page.contains(box.x0, box.y0) and page.contains(box.x1, box.y1))
+    ]
+    return touching + outside
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("picture", PICTURES, ids=lambda it: it.name)
+def test_no_text_of_a_picture_touches_another(picture: Picture, case: str) -> None:
+    found = picture.find(CASES[case])
+    assert found.title and found.sentence.endswith(".") and "nan" not in found.sentence
+    assert _overlaps(picture.draw(CASES[case])) == []
+
+
+def test_touching_text_would_be_seen() -> None:
+    figure = style.new_figure("a title", 4.0)
+    style.label(figure.subplots(), x="x", y="y")
+    assert _overlaps(figure) == []
+    figure.text(0.5, 0.5, "one")
+    figure.text(0.5, 0.5, "another")
+    figure.text(0.9, 0.1, "too long for what is left of the picture")
+    assert len(_overlaps(figure)) == 2
