@@ -28,7 +28,12 @@ _METRICS: Final = {
 
 
 def metric_name(metric: str) -> str:
-    return _METRICS.get(metric, metric.replace("_", " "))
+    """
+    >>> metric_name("f1"), metric_name("exact_number+rouge_l")
+    ('token F1', 'exact number and Rouge-L')
+    """
+    parts = metric.split("+")
+    return " and ".join(_METRICS.get(part, part.replace("_", " ")) for part in parts)
 
 
 def quality(value: float) -> str:
