@@ -26,7 +26,7 @@ from cachetree.ids import Span
 from cachetree.profile import VERSION, BlockQuality
 from profiles.documents import Document
 from profiles.examination import Score
-from profiles.frontier import frontier, recommend
+from profiles.frontier import frontier
 from profiles.gate import interval, is_within, loss, verdict
 from profiles.judging import Candidate, Judged
 from profiles.training import Scores, Swept
@@ -72,7 +72,11 @@ class Subject:
 
 
 def choose(swept: Swept, tolerance: float) -> Choice:
-    """Frontier and recommended block, by the blocks whose answers to all questions are known."""
+    """Frontier and recommended block, by the blocks whose answers to all questions are known.
+
+    Recommended is the smallest block of the frontier that would pass the gate on these data: with
+    few questions a mean within the tolerance is luck too often.
+    """
     known = {
         block: scores
         for block, scores in swept.blocks.items()
@@ -82,11 +86,16 @@ def choose(swept: Swept, tolerance: float) -> Choice:
     kl = {block: _fidelity(scores).kl for block, scores in known.items()}
     found = frontier(qualities, kl)
     num_layers = len(swept.layers)
-    floor = fmean(_flat(swept.full_prefill)) * (1.0 - tolerance)
-    smaller = [block for block in found if len(block) < num_layers]
+    full = fmean(_flat(swept.full_prefill))
+    within = (
+        block
+        for block in found
+        if len(block) < num_layers
+        and is_within(loss(swept.full_prefill, qualities_of(known[block])), full, tolerance)
+    )
     return Choice(
         frontier=found,
-        recommended=recommend(smaller, qualities, floor),
+        recommended=next(within, None),
         ranking=sorted(
             range(num_layers),
             key=lambda it: (_quality(swept.layers[it]), -_fidelity(swept.layers[it]).kl),
@@ -167,7 +176,7 @@ def _split(
         mean_suffix_tokens=round(fmean(len(it.suffix) for it in questions), 2),
         sender=interval(sender),
         full_prefill=interval(full_prefill),
-        full_reuse=interval(_qualities(full_reuse)),
+        full_reuse=interval(qualities_of(full_reuse)),
     )
 
 
@@ -177,7 +186,7 @@ def _layer(layer: int, scores: Scores) -> LayerSensitivity:
         quality=_quality(scores),
         fidelity=_fidelity(scores),
         kl_by_context=tuple(round(fmean(it.kl for it in context), 6) for context in scores),
-        quality_by_context=tuple(round(fmean(it), 6) for it in _qualities(scores)),
+        quality_by_context=tuple(round(fmean(it), 6) for it in qualities_of(scores)),
     )
 
 
@@ -201,8 +210,8 @@ def _point(
         start=block.start,
         stop=block.stop,
         train_quality=_quality(swept.blocks[block]),
-        held_out=interval(_qualities(scores)),
-        loss=loss(judged.full_prefill, _qualities(scores)),
+        held_out=interval(qualities_of(scores)),
+        loss=loss(judged.full_prefill, qualities_of(scores)),
         fidelity=_fidelity(scores),
         ttft_s=_seconds(Candidate(runs=(block,)), costs, split),
     )
@@ -218,7 +227,7 @@ def _baselines(
             kind=candidate.kind,
             recomputed_layers=round(candidate.recomputed_layers(costs.num_layers), 4),
             runs=tuple((run.start, run.stop) for run in candidate.runs),
-            quality=interval(_qualities(scores)),
+            quality=interval(qualities_of(scores)),
             fidelity=_fidelity(scores),
             ttft_s=_seconds(candidate, costs, split),
         )
@@ -255,10 +264,10 @@ def _fidelity(scores: Scores) -> Fidelity:
 
 
 def _quality(scores: Scores) -> float:
-    return round(fmean(_flat(_qualities(scores))), 6)
+    return round(fmean(_flat(qualities_of(scores))), 6)
 
 
-def _qualities(scores: Scores) -> list[list[float]]:
+def qualities_of(scores: Scores) -> list[list[float]]:
     """By context and question; every question has been answered."""
     return [[_answered(score) for score in context] for context in scores]
 

@@ -62,11 +62,6 @@ def frontier(qualities: Mapping[Span, float], kl: Mapping[Span, float]) -> list[
     return chosen
 
 
-def recommend(blocks: Sequence[Span], qualities: Mapping[Span, float], floor: float) -> Span | None:
-    """The first of a frontier's blocks that reaches the floor."""
-    return next((block for block in blocks if qualities[block] >= floor), None)
-
-
 def _rank(block: Span, blocks: Mapping[Span, Standing]) -> tuple[float, float, int]:
     return -fmean(blocks[block].qualities), blocks[block].kl, block.start
 

@@ -54,8 +54,8 @@ def verdict(
     """Whether the pair passes, and why, in one sentence."""
     if block is None or lost is None:
         return False, (
-            f"no block smaller than all layers keeps the training quality within {tolerance:.0%} "
-            "of full prefill's"
+            "no block smaller than all layers keeps the training quality within "
+            f"{tolerance:.0%} of full prefill's with 95 % confidence"
         )
     share = f"{tolerance:.0%} of full prefill's {full_prefill.mean:.3f}"
     found = (

@@ -5,14 +5,18 @@ One JSON line per step, written when the step is done. A line that a kill cut sh
 
 from __future__ import annotations
 
+import contextlib
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
+from cachetree.evidence import CostModel
 from profiles.examination import Score, Tokens
 
 
-class Entry(msgspec.Struct, frozen=True, kw_only=True):
+class Entry(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
     """One step: of one document of one split, something that needs prefix passes."""
 
     split: str
@@ -35,12 +39,19 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
         return self.split, self.document, self.step
 
 
+class Timed(msgspec.Struct, frozen=True, kw_only=True, tag="costs"):
+    """The cost model, which a run begins with."""
+
+    costs: CostModel
+
+
 class Journal:
     """Entries by key, kept in a file. Two runs must not share one."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._entries: dict[tuple[str, int, str], Entry] = {}
+        self._costs: CostModel | None = None
         path.parent.mkdir(parents=True, exist_ok=True)
         self._read()
         self._file = path.open("ab")
@@ -51,12 +62,12 @@ class Journal:
         whole = 0
         for line in self._path.read_bytes().splitlines(keepends=True):
             try:
-                entry = msgspec.json.decode(line, type=Entry)
+                found = msgspec.json.decode(line, type=Entry | Timed)
             except msgspec.DecodeError:
                 break
             if not line.endswith(b"\n"):
                 break
-            self._entries[entry.key] = entry
+            self._know(found)
             whole += len(line)
         with self._path.open("r+b") as file:
             file.truncate(whole)
@@ -64,11 +75,21 @@ class Journal:
     def get(self, split: str, document: int, step: str) -> Entry | None:
         return self._entries.get((split, document, step))
 
-    def put(self, entry: Entry) -> None:
-        """Keep an entry; it is on disk when this returns."""
-        self._file.write(msgspec.json.encode(entry) + b"\n")
+    def put(self, found: Entry | Timed) -> None:
+        """Keep it; it is on disk when this returns."""
+        self._file.write(msgspec.json.encode(found) + b"\n")
         self._file.flush()
-        self._entries[entry.key] = entry
+        self._know(found)
+
+    def _know(self, found: Entry | Timed) -> None:
+        if isinstance(found, Entry):
+            self._entries[found.key] = found
+        else:
+            self._costs = found.costs
+
+    @property
+    def costs(self) -> CostModel | None:
+        return self._costs
 
     @property
     def num_passes(self) -> int:
@@ -94,3 +115,14 @@ class Journal:
         """The run is complete: nothing of the journal is needed any more."""
         self.close()
         self._path.unlink()
+
+
+@contextlib.contextmanager
+def temporary_journal() -> Iterator[Journal]:
+    """For what is over soon: gone afterwards."""
+    with tempfile.TemporaryDirectory(prefix="droidspeak-profile-") as folder:
+        journal = Journal(Path(folder) / "journal.jsonl")
+        try:
+            yield journal
+        finally:
+            journal.close()

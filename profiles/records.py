@@ -10,6 +10,8 @@ from typing import Final, TypeVar
 
 import msgspec
 
+from cachetree.errors import CacheTreeError
+
 MAX_LINE_BYTES: Final = 64 * 1024 * 1024
 """Longest line that is decoded; LongBench's longest are below 1 MiB."""
 
@@ -30,7 +32,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     id: str = msgspec.field(name="_id", default="")
 
 
-class RecordError(Exception):
+class RecordError(CacheTreeError):
     """Data cannot be used. The message names the file and the line."""
 
 

@@ -1,4 +1,4 @@
-"""`droidspeak`: show what the extension does, and say who a model is."""
+"""`droidspeak`: profile a pair, show what the extension does, and say who a model is."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import yaml
 
 from cachetree.errors import CacheTreeError
 from cachetree.identity import read_model_identity
+from profiles import cli as profiler
 
 PAIR = ("sender", "receiver", "profile", "data")
 INTERRUPTED = 130
@@ -60,6 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     identity.add_argument("--adapter", type=Path, metavar="PATH", help="PEFT adapter on it")
     identity.add_argument("--json", action="store_true", help="one line of JSON")
     identity.set_defaults(run=_identity)
+    profiler.add_commands(commands)
     return parser
 
 

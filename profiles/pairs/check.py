@@ -19,34 +19,43 @@ import torch
 from tqdm import tqdm
 
 from cachetree.ids import Span
-from profiles.metrics import token_f1
-from profiles.oracle import prefill
-from profiles.pairs.questions import make_records
-from profiles.records import Record, by_context, context_prompt, prompt_of
-from profiles.sweep import Pair, Scores, Settings, answers, encode, load_pair, measure
+from profiles.artifact import qualities_of
+from profiles.documents import Document
+from profiles.frontier import grid
+from profiles.journal import temporary_journal
+from profiles.models import ModelSource, Pair, load_pair
+from profiles.pairs.questions import DATA, read_documents
+from profiles.profiler import answerers
+from profiles.study import Bench
+from profiles.training import Swept, sweep
 
 MOST_LAYERS = 5
 LEAST_ADVANTAGE = 0.4
 MOST_REUSE_SHARE = 0.5
 LEAST_BLOCK_SHARE = 0.95
 LEAST_DROP = 0.1
+MAX_MEMORY_GB = 2.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Properties:
-    scores: Scores
+    """Mean F1 over one set of questions."""
+
+    sender: float
+    full_prefill: float
+    full_reuse: float
     block: Span
     """The best block of at most MOST_LAYERS layers."""
+    block_quality: float
     drops: tuple[float, ...]
     """Per layer: F1 lost when the receiver reads the sender's KV at this layer alone."""
 
     def missed(self) -> list[str]:
         """The bounds that do not hold, each with its numbers."""
-        scores = self.scores
-        full, reuse, block = scores.full_prefill, scores.full_reuse, scores.blocks[self.block]
+        full, reuse, block = self.full_prefill, self.full_reuse, self.block_quality
         bounds = {
-            f"receiver {full:.3f} - sender {scores.sender:.3f} >= {LEAST_ADVANTAGE}": (
-                full - scores.sender >= LEAST_ADVANTAGE
+            f"receiver {full:.3f} - sender {self.sender:.3f} >= {LEAST_ADVANTAGE}": (
+                full - self.sender >= LEAST_ADVANTAGE
             ),
             f"full reuse {reuse:.3f} <= {MOST_REUSE_SHARE} x full prefill {full:.3f}": (
                 reuse <= MOST_REUSE_SHARE * full
@@ -60,29 +69,36 @@ class Properties:
         return [bound for bound, holds in bounds.items() if not holds]
 
 
-def measure_properties(pair: Pair, records: Sequence[Record], settings: Settings) -> Properties:
-    scores = measure(pair, records, settings, "blocks")
-    small = [block for block in scores.blocks if 0 < len(block) <= MOST_LAYERS]
-    best = max(small, key=lambda block: (scores.blocks[block], -len(block)))
-    return Properties(scores, best, _drops(pair, records, settings))
+def measure_properties(pair: Pair, documents: Sequence[Document]) -> Properties:
+    sender, receiver = answerers(pair, documents, MAX_MEMORY_GB)
+    with (
+        temporary_journal() as journal,
+        tqdm(total=len(documents) * pair.num_layers, unit="step") as bar,
+    ):
+        bench = Bench(
+            sender=sender, receiver=receiver, journal=journal, tick=lambda *_: bar.update()
+        )
+        swept = sweep(bench, documents, grid(pair.num_layers, 1), pruned=False)
+    return properties_of(swept)
 
 
-def _drops(pair: Pair, records: Sequence[Record], settings: Settings) -> tuple[float, ...]:
-    lost: list[list[float]] = [[] for _ in range(pair.num_layers)]
-    for context, questions in tqdm(by_context(records), desc="layers", unit="document"):
-        ids = encode(pair.tokenizer, context_prompt(context))
-        num_reused = len(ids) // settings.page_size * settings.page_size
-        prefix = torch.tensor([ids[:num_reused]])
-        ours, theirs = prefill(pair.receiver, prefix).kv, prefill(pair.sender, prefix).kv
-        states = [ours]
-        states += [(*ours[:i], theirs[i], *ours[i + 1 :]) for i in range(pair.num_layers)]
-        for record in questions:
-            suffix = torch.tensor([encode(pair.tokenizer, prompt_of(record))[num_reused:]])
-            texts = answers(pair.receiver, pair.tokenizer, states, suffix, settings.max_new)
-            own, *mixed = [token_f1(text, record.answers) for text in texts]
-            for layer, quality in enumerate(mixed):
-                lost[layer].append(own - quality)
-    return tuple(fmean(values) for values in lost)
+def properties_of(swept: Swept) -> Properties:
+    blocks = {block: _mean(qualities_of(scores)) for block, scores in swept.blocks.items()}
+    small = [block for block in blocks if len(block) <= MOST_LAYERS]
+    best = max(small, key=lambda block: (blocks[block], -len(block)))
+    full = _mean(swept.full_prefill)
+    return Properties(
+        sender=_mean(swept.sender),
+        full_prefill=full,
+        full_reuse=_mean(qualities_of(swept.full_reuse)),
+        block=best,
+        block_quality=blocks[best],
+        drops=tuple(full - _mean(qualities_of(scores)) for scores in swept.layers),
+    )
+
+
+def _mean(contexts: Sequence[Sequence[float]]) -> float:
+    return fmean(value for context in contexts for value in context)
 
 
 def main() -> int:
@@ -90,16 +106,23 @@ def main() -> int:
     parser.add_argument("--sender", type=Path, required=True)
     parser.add_argument("--receiver", type=Path, required=True)
     args = parser.parse_args()
-    pair = load_pair(args.sender, args.receiver, torch.bfloat16)
-    properties = measure_properties(pair, make_records("held_out"), Settings())
-    scores, block = properties.scores, properties.block
-    drops = " ".join(f"{drop:+.2f}" for drop in properties.drops)
-    tqdm.write(
-        f"sender {scores.sender:.3f}  full prefill {scores.full_prefill:.3f}  "
-        f"full reuse {scores.full_reuse:.3f}  "
-        f"[{block.start}, {block.stop}) {scores.blocks[block]:.3f}\ndrop per layer: {drops}"
+    pair = load_pair(
+        ModelSource(path=args.sender),
+        ModelSource(path=args.receiver),
+        dtype=torch.bfloat16,
+        device=torch.device("cpu"),
+        cache_dir=None,
     )
-    missed = properties.missed()
+    documents = read_documents(DATA / "held_out.jsonl", pair.tokenizer)
+    found = measure_properties(pair, documents)
+    drops = " ".join(f"{drop:+.2f}" for drop in found.drops)
+    tqdm.write(
+        f"sender {found.sender:.3f}  full prefill {found.full_prefill:.3f}  "
+        f"full reuse {found.full_reuse:.3f}  "
+        f"[{found.block.start}, {found.block.stop}) {found.block_quality:.3f}\n"
+        f"drop per layer: {drops}"
+    )
+    missed = found.missed()
     for bound in missed:
         tqdm.write(f"missed: {bound}")
     return 1 if missed else 0

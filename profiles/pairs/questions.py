@@ -13,8 +13,14 @@ from pathlib import Path
 from random import Random
 from typing import Final
 
+from transformers import PreTrainedTokenizerBase
+
+from profiles.datasets import load_sources
+from profiles.documents import Document, make_documents
+from profiles.metrics import Metric
 from profiles.pairs.documents import write_document
 from profiles.records import Record, write_records
+from profiles.tasks import TaskOptions
 
 TASK: Final = "biographies"
 DOCUMENT_TOKENS: Final = range(110, 151)
@@ -22,10 +28,15 @@ NUM_DOCUMENTS: Final = 24
 QUESTIONS_PER_DOCUMENT: Final = 3
 SEEDS: Final = {"train": 1001, "held_out": 2002}
 
+DATA: Final = Path(__file__).with_name("data")
+OPTIONS: Final = TaskOptions(template="<bos> {context} {input}", metric=Metric.F1, max_new=8)
+"""How the pairs' models are asked and judged."""
+PAGE_SIZE: Final = 16
 
-def make_records(name: str) -> list[Record]:
-    """The set of that name; the records of one document follow each other."""
-    rng = Random(SEEDS[name])
+
+def make_records(name: str, seed: int) -> list[Record]:
+    """A set of questions; the records of one document follow each other."""
+    rng = Random(seed)
     records: list[Record] = []
     num_documents = 0
     while num_documents < NUM_DOCUMENTS:
@@ -50,13 +61,19 @@ def make_records(name: str) -> list[Record]:
     return records
 
 
+def read_documents(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[Document]:
+    """The documents of such a file as prompts of the pairs' models."""
+    sources = load_sources([str(path)], OPTIONS)
+    return make_documents(sources, tokenizer, page_size=PAGE_SIZE, max_prompt_tokens=None)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m profiles.pairs.questions")
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("data"))
+    parser.add_argument("--out", type=Path, default=DATA)
     folder = parser.parse_args().out
     folder.mkdir(parents=True, exist_ok=True)
-    for name in SEEDS:
-        write_records(make_records(name), folder / f"{name}.jsonl")
+    for name, seed in SEEDS.items():
+        write_records(make_records(name, seed), folder / f"{name}.jsonl")
 
 
 if __name__ == "__main__":

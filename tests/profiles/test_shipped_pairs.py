@@ -1,24 +1,18 @@
 """The weights, documents and profile in the repository belong together and show the effect."""
 
-from pathlib import Path
-
 import pytest
-import torch
+from shipped import DATA, SHIPPED, WEIGHTS
 from transformers import AutoTokenizer
 
+from cachetree.evidence import read_measured
 from cachetree.identity import read_model_identity
 from cachetree.ids import Span
 from cachetree.profile import read_profile
-from profiles.adapters import merge_folder
-from profiles.pairs.check import Properties, measure_properties
+from profiles.pairs.check import Properties, properties_of
 from profiles.pairs.questions import SEEDS, make_records
 from profiles.pairs.words import BOS_ID, VOCABULARY
 from profiles.records import by_context, context_prompt, prompt_of, read_records
-from profiles.sweep import Scores, Settings, load_pair
 
-PAIRS = Path(__file__).parents[2] / "profiles" / "pairs"
-WEIGHTS, DATA = PAIRS / "weights", PAIRS / "data"
-NUM_QUESTIONS = 18
 PAGE_SIZE = 16
 
 
@@ -29,7 +23,7 @@ def test_the_weights_fit_the_repository():
 
 @pytest.mark.parametrize("name", SEEDS)
 def test_the_documents_are_what_their_script_makes(name):
-    assert read_records(DATA / f"{name}.jsonl") == make_records(name)
+    assert read_records(DATA / f"{name}.jsonl") == make_records(name, SEEDS[name])
 
 
 def test_no_document_is_in_both_sets():
@@ -57,41 +51,60 @@ def test_a_document_is_seven_to_nine_pages_shared_by_its_questions():
             assert all(prompt_of(r).startswith(f"{context_prompt(context)} ") for r in questions)
 
 
-def test_the_profile_is_of_these_weights(tmp_path):
-    profile = read_profile(PAIRS / "sender_to_receiver.json")
-    assert profile.sender == read_model_identity(WEIGHTS / "sender", tmp_path)
-    assert profile.receiver == read_model_identity(WEIGHTS / "receiver", tmp_path)
+@pytest.mark.parametrize("shipped", SHIPPED, ids=lambda it: it.name)
+def test_the_profile_is_of_these_weights(shipped, tmp_path):
+    profile = read_profile(shipped.profile)
+    for source, found in (
+        (shipped.sender, profile.sender),
+        (shipped.receiver, profile.receiver),
+    ):
+        assert found == read_model_identity(source.path, tmp_path, source.adapter)
 
 
-def test_the_profile_has_a_cheap_block_that_reuse_needs():
-    profile = read_profile(PAIRS / "sender_to_receiver.json")
+@pytest.mark.parametrize("shipped", SHIPPED, ids=lambda it: it.name)
+def test_the_profile_has_a_cheap_block_that_reuse_needs(shipped):
+    profile = read_measured(shipped.profile)
     assert profile.passed
     assert profile.recommended is not None
     assert len(profile.recommended.block) <= 6
     assert profile.full_prefill_quality - profile.full_reuse_quality >= 0.2
     assert profile.recommended.quality >= 0.95 * profile.full_prefill_quality
-    assert (PAIRS / "sender_to_receiver.json").stat().st_size < 100_000
+    assert shipped.profile.stat().st_size < 100_000
 
 
-def merged_pair(tmp_path: Path) -> tuple[Path, Path]:
-    for role in ("sender", "receiver"):
-        merge_folder(WEIGHTS / "foundation", WEIGHTS / f"{role}_lora", tmp_path / role)
-    return tmp_path / "sender", tmp_path / "receiver"
+@pytest.mark.parametrize("shipped", SHIPPED, ids=lambda it: it.name)
+def test_the_block_is_as_good_on_held_out_questions(shipped):
+    """Within 4 points of the training quality, the paper's largest difference."""
+    profile = read_measured(shipped.profile)
+    by_block = {point.block: point for point in profile.frontier}
+    point = by_block[profile.recommended.block]
+    assert abs(point.held_out.mean - point.train_quality) <= 0.04
 
 
-@pytest.mark.parametrize("kind", ["full fine-tune", "LoRA"])
-def test_a_pair_has_the_properties_of_its_kind(kind, tmp_path):
-    sender, receiver = WEIGHTS / "sender", WEIGHTS / "receiver"
-    if kind == "LoRA":
-        sender, receiver = merged_pair(tmp_path)
-    pair = load_pair(sender, receiver, torch.bfloat16)
-    records = read_records(DATA / "held_out.jsonl")[:NUM_QUESTIONS]
-    assert measure_properties(pair, records, Settings()).missed() == []
+@pytest.mark.parametrize("shipped", SHIPPED, ids=lambda it: it.name)
+def test_the_profile_says_how_it_was_made(shipped):
+    made = read_measured(shipped.profile)
+    assert made.made.sweep_passes_per_context == made.receiver.num_layers + 1
+    assert made.made.dtype == "bfloat16"
+    assert made.train.num_questions == made.held_out.num_questions == 72
+    assert [file.name for file in made.train.files] == ["train.jsonl"]
+    assert [file.name for file in made.held_out.files] == ["held_out.jsonl"]
+    assert made.costs.error < 0.25
+
+
+def test_a_pair_has_the_properties_of_its_kind(swept_pair):
+    assert properties_of(swept_pair.swept).missed() == []
 
 
 def test_a_pair_without_the_effect_is_told_so():
-    blocks = {Span(0, 0): 0.9, Span(2, 5): 0.8, Span(0, 12): 1.0}
-    flat = Properties(Scores(0.7, 1.0, blocks, 10), Span(2, 5), (0.0, 0.05))
+    flat = Properties(
+        sender=0.7,
+        full_prefill=1.0,
+        full_reuse=0.9,
+        block=Span(2, 5),
+        block_quality=0.8,
+        drops=(0.0, 0.05),
+    )
     missed = flat.missed()
     assert len(missed) == 4
     assert "receiver 1.000 - sender 0.700" in missed[0]

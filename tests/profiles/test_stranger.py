@@ -5,6 +5,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 import torch
@@ -12,11 +13,17 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from cachetree.identity import first_difference, read_model_identity
-from cachetree.ids import Span
+from profiles.artifact import choose
+from profiles.frontier import grid
+from profiles.journal import temporary_journal
+from profiles.models import ModelSource, load_pair
 from profiles.oracle import decode, prefill
+from profiles.pairs.questions import read_documents
 from profiles.pairs.stranger import SCALE, SEED, in_other_coordinates, write_stranger
+from profiles.profiler import answerers
 from profiles.records import prompt_of, read_records
-from profiles.sweep import Settings, load_pair, measure, recommend, verdict
+from profiles.study import Bench
+from profiles.training import sweep
 
 PAIRS = Path(__file__).parents[2] / "profiles" / "pairs"
 SENDER, RECEIVER = PAIRS / "weights" / "sender", PAIRS / "weights" / "receiver"
@@ -117,15 +124,23 @@ def test_a_tensor_that_is_not_understood_is_named():
         in_other_coordinates(weights, LlamaConfig.from_pretrained(SENDER), SEED)
 
 
-def test_no_block_of_the_pair_is_good_enough(both):
-    """On four documents; the whole training split says the same of other seeds."""
-    pair = load_pair(both.paths[1], RECEIVER, torch.bfloat16)
-    settings = Settings()
-    scores = measure(pair, read_records(TRAIN)[:12], settings, "stranger")
-    assert scores.full_prefill > 0.9
-    block = recommend(scores, settings.tolerance)
-    assert block == Span(0, 12)
-    best = max(q for b, q in scores.blocks.items() if len(b) < 12)
-    assert best < 0.7 * scores.full_prefill
-    passed, reason = verdict(block, scores, settings.tolerance)
-    assert not passed and "no block smaller" in reason
+def test_the_pair_has_no_block_worth_recomputing(both, tmp_path):
+    """On a sixth of the questions; `test_verdicts` profiles the pair as a user would."""
+    pair = load_pair(
+        ModelSource(path=both.paths[1]),
+        ModelSource(path=RECEIVER),
+        dtype=torch.bfloat16,
+        device=torch.device("cpu"),
+        cache_dir=None,
+    )
+    documents = read_documents(TRAIN, pair.tokenizer)[:4]
+    sender, receiver = answerers(pair, documents, 2.0)
+    with temporary_journal() as journal:
+        bench = Bench(sender=sender, receiver=receiver, journal=journal)
+        swept = sweep(bench, documents, grid(pair.num_layers, 1), pruned=False)
+    assert choose(swept, 0.05).recommended is None
+    full = fmean(value for context in swept.full_prefill for value in context)
+    assert full > 0.9
+    for block, scores in swept.blocks.items():
+        quality = fmean(score.quality for context in scores for score in context)
+        assert (quality >= 0.7 * full) == (len(block) == pair.num_layers), block

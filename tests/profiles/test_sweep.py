@@ -1,134 +1,183 @@
-"""The sweep measures what the oracle generates, chooses on one set and judges on the other."""
+"""The sweep measures what the oracle computes, from one prefix pass per starting layer."""
 
-import hashlib
-import subprocess
-import sys
-from pathlib import Path
+import random
+from dataclasses import replace
+from statistics import fmean
 
 import pytest
 import torch
+from shipped import SHIPPED
+from transformers import DynamicCache
 
-from cachetree.identity import read_model_identity
 from cachetree.ids import EMPTY_SPAN, Span
-from cachetree.profile import read_profile
-from profiles.metrics import token_f1
-from profiles.oracle import decode, generate, prefill
-from profiles.records import prompt_of, read_records, write_records
-from profiles.sweep import (
-    Scores,
-    Settings,
-    all_blocks,
-    load_pair,
-    measure,
-    recommend,
-    verdict,
-)
+from profiles.artifact import choose
+from profiles.frontier import Standing, frontier, grid, survivors
+from profiles.journal import temporary_journal
+from profiles.judging import Candidate, baselines, critical_runs, judge, split_runs
+from profiles.models import load_pair
+from profiles.oracle import decode, partial_prefill
+from profiles.pairs.questions import DATA, read_documents
+from profiles.profiler import answerers
+from profiles.study import Bench
+from profiles.training import sweep
 
-PAIRS = Path(__file__).parents[2] / "profiles" / "pairs"
-SENDER, RECEIVER = PAIRS / "weights" / "sender", PAIRS / "weights" / "receiver"
-HELD_OUT = PAIRS / "data" / "held_out.jsonl"
+NUM_LAYERS = 12
 
 
-def make_scores(blocks: dict[tuple[int, int], float], full_prefill: float = 1.0) -> Scores:
-    all_scores = dict.fromkeys((EMPTY_SPAN, *all_blocks(6)), 0.1)
-    all_scores[Span(0, 6)] = full_prefill
-    all_scores.update({Span(*block): quality for block, quality in blocks.items()})
-    return Scores(sender=0.2, full_prefill=full_prefill, blocks=all_scores, num_questions=10)
+def mean(contexts) -> float:
+    return fmean(value for context in contexts for value in context)
 
 
-def test_every_block_once():
-    blocks = all_blocks(12)
-    assert len(blocks) == len(set(blocks)) == 12 * 13 // 2
-    assert all(len(block) for block in blocks)
+def qualities(scores) -> list[float]:
+    return [score.quality for context in scores for score in context]
 
 
-@pytest.mark.parametrize(
-    ("blocks", "expected"),
-    [
-        ({(1, 3): 0.96, (0, 4): 1.0}, (1, 3)),  # fewest layers, though another is better
-        ({(1, 3): 0.96, (3, 5): 0.97}, (3, 5)),  # the better of equal size
-        ({(3, 5): 0.96, (1, 3): 0.96}, (1, 3)),  # the first of equals
-        ({(1, 3): 0.949}, (0, 6)),  # below the floor
-        ({(0, 0): 1.0, (1, 3): 0.96}, (1, 3)),  # full reuse is not a block
-    ],
-)
-def test_recommended_is_the_smallest_good_block(blocks, expected):
-    assert recommend(make_scores(blocks), 0.05) == Span(*expected)
+def kl_of(scores) -> float:
+    return fmean(score.kl for context in scores for score in context)
 
 
-def test_the_gate_is_relative_to_full_prefill_on_held_out_questions():
-    good = verdict(Span(1, 3), make_scores({(1, 3): 0.77}, full_prefill=0.8), 0.05)
-    assert good[0] and "0.770" in good[1] and "at least 0.760" in good[1]
-    bad = verdict(Span(1, 3), make_scores({(1, 3): 0.75}, full_prefill=0.8), 0.05)
-    assert not bad[0] and "below 0.760" in bad[1]
+def test_a_context_takes_a_pass_for_every_layer_and_the_senders(swept_pair):
+    num_documents = len(swept_pair.documents)
+    assert swept_pair.passes == [2, *[1] * (NUM_LAYERS - 1)] * num_documents
+    assert sum(swept_pair.passes) == num_documents * (NUM_LAYERS + 1)
 
 
-def test_all_layers_never_pass():
-    passed, reason = verdict(Span(0, 6), make_scores({}), 0.05)
-    assert not passed
-    assert "no block smaller" in reason
+def test_every_block_is_measured_on_every_question(swept_pair):
+    swept = swept_pair.swept
+    assert set(swept.blocks) == set(grid(NUM_LAYERS, 1))
+    num_questions = sum(len(it.questions) for it in swept_pair.documents)
+    assert all(len(qualities(scores)) == num_questions for scores in swept.blocks.values())
+    assert len(swept.layers) == NUM_LAYERS
 
 
-@pytest.mark.parametrize("page_size", [16, 50])
-def test_measured_answers_are_the_oracles(page_size):
-    """One batch over a bank of KV gives the F1 that single generations give, block by block."""
-    pair = load_pair(SENDER, RECEIVER, torch.float32)
-    records = read_records(HELD_OUT)[:2]
-    scores = measure(pair, records, Settings(page_size=page_size, max_new=4), "test")
-    expected: dict[Span, list[float]] = {}
-    full_prefill = []
-    for record in records:
-        context = pair.tokenizer(f"<bos> {record.context}").input_ids
-        num_reused = len(context) // page_size * page_size
-        ids = torch.tensor([pair.tokenizer(prompt_of(record)).input_ids])
-        prefix, suffix = ids[:, :num_reused], ids[:, num_reused:]
-        for block in (EMPTY_SPAN, Span(2, 5), Span(3, 5), Span(4, 5), Span(0, 5), Span(0, 12)):
-            made = generate(pair.receiver, pair.sender, prefix, suffix, block, 4).ids
-            quality = token_f1(answer_text(pair, made), record.answers)
-            expected.setdefault(block, []).append(quality)
-        own = decode(pair.receiver, prefill(pair.receiver, prefix).kv, suffix, 4).ids
-        full_prefill.append(token_f1(answer_text(pair, own), record.answers))
-    for block, qualities in expected.items():
-        assert scores.blocks[block] == pytest.approx(sum(qualities) / 2), block
-    assert scores.full_prefill == pytest.approx(sum(full_prefill) / 2)
-    assert scores.full_reuse < scores.full_prefill
+def test_all_layers_are_a_full_prefill(swept_pair):
+    swept = swept_pair.swept
+    assert kl_of(swept.blocks[Span(0, NUM_LAYERS)]) < 1e-6
+    assert fmean(qualities(swept.blocks[Span(0, NUM_LAYERS)])) == mean(swept.full_prefill)
 
 
-def answer_text(pair, ids: list[int]) -> str:
-    end = pair.tokenizer.eos_token_id
-    return pair.tokenizer.decode(ids[: ids.index(end)] if end in ids else ids)
+def test_one_layer_dominates(swept_pair):
+    losses = [
+        mean(swept_pair.swept.full_prefill) - fmean(qualities(it)) for it in swept_pair.swept.layers
+    ]
+    assert choose(swept_pair.swept, 0.05).ranking[0] == losses.index(max(losses))
+    assert max(losses) > 0.5
 
 
-def run_sweep(tmp_path: Path, *extra: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "profiles.sweep", "--sender", str(SENDER)]
-    command += ["--receiver", str(RECEIVER), "--cache-dir", str(tmp_path / "identity"), *extra]
-    return subprocess.run(
-        command, cwd=PAIRS.parents[1], capture_output=True, text=True, check=False, timeout=120
-    )
+def test_pruning_drops_no_block_of_the_true_frontier(swept_pair):
+    """Replayed context by context on what the unpruned sweep measured."""
+    swept = swept_pair.swept
+    means = {block: fmean(qualities(scores)) for block, scores in swept.blocks.items()}
+    kl = {block: kl_of(scores) for block, scores in swept.blocks.items()}
+    whole = frontier(means, kl)
+    alive = set(swept.blocks)
+    for num_contexts in range(1, len(swept_pair.documents)):
+        alive &= survivors(
+            {
+                block: Standing(
+                    qualities(swept.blocks[block][:num_contexts]),
+                    kl_of(swept.blocks[block][:num_contexts]),
+                )
+                for block in alive
+            }
+        )
+    assert set(whole) <= alive
+    assert len(alive) < 0.75 * len(swept.blocks), "pruning that keeps everything proves nothing"
+    assert frontier({it: means[it] for it in alive}, kl) == whole
 
 
-def test_the_command_writes_a_profile_of_the_pair(tmp_path):
-    data, held_out, out = (tmp_path / name for name in ("a.jsonl", "b.jsonl", "pair.json"))
-    records = read_records(HELD_OUT)
-    write_records(records[:12], data)
-    write_records(records[12:24], held_out)
-    files = ("--data", str(data), "--held-out", str(held_out), "--out", str(out))
-    result = run_sweep(tmp_path, *files)
-    assert result.returncode == 0, result.stderr
-    assert "passed: layers" in result.stdout
-    profile = read_profile(out)
-    assert profile.sender == read_model_identity(SENDER, tmp_path / "identity")
-    assert profile.receiver == read_model_identity(RECEIVER, tmp_path / "identity")
-    assert profile.num_questions == 12
-    assert profile.passed
-    assert len(profile.blocks) == 78
-    content = data.read_bytes() + held_out.read_bytes()
-    assert profile.data_sha256 == hashlib.sha256(content).hexdigest()
+def pair_in_float32(shipped):
+    options = {"dtype": torch.float32, "device": torch.device("cpu"), "cache_dir": None}
+    return load_pair(shipped.sender, shipped.receiver, **options)
 
 
-def test_a_missing_data_file_is_one_clear_line(tmp_path):
-    none = str(tmp_path / "none.jsonl")
-    result = run_sweep(tmp_path, "--data", none, "--held-out", none, "--out", none)
-    assert result.returncode == 1
-    assert result.stdout.startswith("sweep: data file")
-    assert "Traceback" not in result.stderr
+@pytest.mark.parametrize("shipped", SHIPPED, ids=lambda it: it.name)
+def test_scores_are_the_oracles(shipped):
+    """Blocks picked at random; the seed prints where a block disagrees."""
+    seed = random.randrange(1000)
+    pair = pair_in_float32(shipped)
+    document = read_documents(DATA / "train.jsonl", pair.tokenizer)[seed % 24]
+    sender, receiver = answerers(pair, [document], 2.0)
+    with temporary_journal() as journal:
+        bench = Bench(sender=sender, receiver=receiver, journal=journal)
+        swept = sweep(bench, [document], grid(NUM_LAYERS, 1), pruned=False)
+    prefix = torch.tensor([document.prefix])
+    picked = random.Random(seed).sample(grid(NUM_LAYERS, 1), 5)
+    for block in [*picked, EMPTY_SPAN]:
+        kv = partial_prefill(pair.receiver, pair.sender, prefix, block)
+        own_kv = partial_prefill(pair.receiver, pair.receiver, prefix, EMPTY_SPAN)
+        scores = swept.blocks[block][0] if len(block) else swept.full_reuse[0]
+        for question, score in zip(document.questions, scores, strict=True):
+            suffix = torch.tensor([question.suffix])
+            own = until_end(decode(pair.receiver, own_kv, suffix, 8).ids, receiver.ends)
+            text = until_end(decode(pair.receiver, kv, suffix, 8).ids, receiver.ends)
+            expected = logprobs(pair.receiver, own_kv, question.suffix, own)
+            got = logprobs(pair.receiver, kv, question.suffix, own)
+            targets = torch.tensor(own)[:, None]
+            kl = (expected.exp() * (expected - got)).sum(-1).mean()
+            where = f"seed {seed}, block {block}, {question.name}"
+            assert score.kl == pytest.approx(float(kl), abs=2e-4), where
+            assert score.own_nll == pytest.approx(-float(got.gather(1, targets).mean()), abs=1e-3)
+            agreement = (got.argmax(-1) == targets[:, 0]).float().mean()
+            assert score.agreement == pytest.approx(float(agreement), abs=1e-6), where
+            reference = logprobs(pair.receiver, kv, question.suffix, list(question.reference))
+            targets = torch.tensor(question.reference)[:, None]
+            nll = -float(reference.gather(1, targets).mean())
+            assert score.reference_nll == pytest.approx(nll, abs=1e-3), where
+            index = document.questions.index(question)
+            assert score.quality == receiver.quality(document, index, tuple(text)), where
+
+
+def until_end(ids: list[int], ends: frozenset[int]) -> list[int]:
+    stops = [i for i, token in enumerate(ids) if token in ends]
+    return ids[: stops[0] + 1] if stops else ids
+
+
+def logprobs(model, prefix, suffix, answer):
+    """Of the answer's tokens, given those before: `[tokens, vocabulary]`."""
+    cache = DynamicCache(prefix, config=model.config)
+    ids = torch.tensor([[*suffix, *answer]])
+    with torch.no_grad():
+        logits = model(input_ids=ids, past_key_values=cache).logits[0]
+    return logits[len(suffix) - 1 : -1].float().log_softmax(-1)
+
+
+def test_critical_layers_are_joined_to_runs():
+    assert critical_runs([4, 2, 3, 7]) == (Span(2, 5), Span(7, 8))
+
+
+def test_a_block_is_split_into_runs_of_nearly_equal_length():
+    assert split_runs(Span(2, 7), 2) == (Span(2, 5), Span(5, 7))
+    assert split_runs(Span(2, 5), 3) == (Span(2, 3), Span(3, 4), Span(4, 5))
+
+
+def test_baselines_are_at_the_frontiers_sizes():
+    found = baselines([Span(4, 5), Span(2, 5), Span(0, 12)], Span(2, 5), list(range(12)))
+    layers = sorted((it.kind.value, round(it.recomputed_layers(12), 6)) for it in found)
+    assert layers == [
+        ("cacheblend", 1), ("cacheblend", 3),
+        ("critical_layers", 1), ("critical_layers", 3),
+        ("split_block", 3), ("split_block", 3),
+    ]  # fmt: skip
+
+
+def test_every_transition_costs_quality():
+    """Figure 10: the same layers recomputed, with more and more reloads of the sender's E."""
+    pair = pair_in_float32(SHIPPED[0])
+    documents = read_documents(DATA / "train.jsonl", pair.tokenizer)[:4]
+    sender, receiver = answerers(pair, documents, 2.0)
+    block = Span(2, 5)
+    whole, halves, alone = (Candidate(runs=split_runs(block, parts)) for parts in (1, 2, 3))
+    everything, nothing = Candidate(share=1.0), Candidate(share=1e-9)
+    with temporary_journal() as journal:
+        bench = Bench(sender=sender, receiver=receiver, journal=journal)
+        judged = judge(bench, documents, [whole, halves, alone, everything, nothing])
+        # Sender, own, starts 2, 3 and 4, two blends.
+        assert journal.num_passes == len(documents) * 7
+        again = judge(replace(bench), documents, [whole, halves, alone, everything, nothing])
+        assert journal.num_passes == len(documents) * 7, "what the journal has is not made again"
+    assert again == judged
+    kl = {it: kl_of(scores) for it, scores in judged.candidates.items()}
+    assert kl[whole] < kl[halves] and kl[whole] < kl[alone]
+    assert kl[everything] < 1e-5, "all tokens at all layers are a full prefill"
+    assert kl[nothing] == pytest.approx(kl_of(judged.full_reuse), rel=0.2)

@@ -1,0 +1,353 @@
+"""The profiler: a pair of models and a data set in, a trusted pair profile out (§4.2, §5.4).
+
+    data ─► train ─► sweep every block ─► frontier ─► recommended block
+            held out ───────────────────► judge the frontier and the baselines ─► gate ─► profile
+
+Everything that was measured is kept beside the profile until the profile is written, so that the
+same command goes on where an earlier one was stopped.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Final
+
+import msgspec
+import torch
+import transformers
+from rich.console import Console
+from transformers import PreTrainedTokenizerBase
+
+from cachetree.errors import ConfigError
+from cachetree.evidence import CostModel, Making, MeasuredProfile
+from cachetree.profile import VERSION, write_profile
+from profiles.artifact import Data, SmallModel, Subject, build, choose
+from profiles.costs import (
+    DEFAULT_REPEATS,
+    Repeats,
+    choose_lengths,
+    measure_costs,
+    num_timings,
+)
+from profiles.datasets import Source, load_sources
+from profiles.documents import Document, data_files, make_documents, split_documents
+from profiles.environment import read_environment
+from profiles.examination import Answerer
+from profiles.forecast import judging_s, training_s
+from profiles.frontier import grid
+from profiles.journal import Journal, Timed
+from profiles.judging import Candidate, Judged, baselines, judge
+from profiles.layered import LayeredModel, check_layers
+from profiles.models import ModelSource, Pair, load_model, load_pair, load_tokenizer
+from profiles.progress import Clock, duration, shown
+from profiles.room import Room, Sizes, make_room
+from profiles.study import Bench
+from profiles.tasks import TaskOptions
+from profiles.training import SPLIT as TRAIN
+from profiles.training import sweep
+
+DTYPES: Final = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
+PACKAGES: Final = ("sglang-droidspeak", "torch", "transformers")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What is to be profiled, and how. Raises ConfigError for what cannot be."""
+
+    sender: ModelSource
+    receiver: ModelSource
+    small: ModelSource | None = None
+    """A smaller model to compare with."""
+    data: tuple[str, ...]
+    """Data sets as `profiles.datasets` names them."""
+    held_out: tuple[str, ...] = ()
+    """Likewise; where there are none, a share of `data` is held out."""
+    held_out_share: float = 0.5
+    data_dir: Path | None = None
+    options: TaskOptions = field(default_factory=TaskOptions)
+    max_prompt_tokens: int | None = None
+    out: Path
+    command: str = ""
+    tolerance: float = 0.05
+    """Largest accepted loss, relative to full prefill."""
+    group: int = 1
+    """Blocks begin and end at multiples of so many layers."""
+    page_size: int = 16
+    """Tokens per page of the servers; only whole pages are reused."""
+    dtype: str = "bfloat16"
+    device: str = "auto"
+    max_memory_gb: float = 8.0
+    seed: int = 0
+    pruned: bool = True
+    """Drop blocks that others dominate before all their answers have been decoded."""
+    timing: Repeats = DEFAULT_REPEATS
+    """How often the parts of the cost model are timed."""
+
+    def __post_init__(self) -> None:
+        _require(0.0 < self.tolerance < 1.0, "tolerance", self.tolerance, "between 0 and 1")
+        _require(self.group >= 1, "group", self.group, "a number of layers, at least 1")
+        _require(self.page_size >= 1, "page-size", self.page_size, "at least 1 token")
+        _require(self.max_memory_gb > 0, "max-memory-gb", self.max_memory_gb, "more than 0")
+        _require(self.dtype in DTYPES, "dtype", self.dtype, " or ".join(DTYPES))
+
+
+def _require(holds: bool, flag: str, value: object, need: str) -> None:
+    if not holds:
+        raise ConfigError(f"--{flag} is {value}; it has to be {need}")
+
+
+def profile_pair(settings: Settings, console: Console) -> MeasuredProfile:
+    """Measure a pair and write its profile to `settings.out`.
+
+    Raises CacheTreeError or RecordError with a message for a person.
+    """
+    began = time.monotonic()
+    settings.out.parent.mkdir(parents=True, exist_ok=True)
+    pair = load_pair(
+        settings.sender,
+        settings.receiver,
+        dtype=DTYPES[settings.dtype],
+        device=choose_device(settings.device),
+        cache_dir=None,
+    )
+    positions = pair.receiver.config.max_position_embeddings
+    train, held_out = load_splits(settings, pair.tokenizer, positions)
+    documents = [*train.documents, *held_out.documents]
+    blocks = grid(pair.num_layers, settings.group)
+    sender, receiver = answerers(pair, documents, settings.max_memory_gb)
+    journal = Journal(_journal_path(settings, pair, train, held_out))
+    costs = journal.costs
+    if costs is None:
+        costs = time_costs(receiver.model, documents, settings, console)
+        journal.put(Timed(costs=costs))
+    training = training_s(train.documents, blocks, costs)
+    judging = judging_s(held_out.documents, costs)
+    console.print(
+        f"{pair.num_layers} layers, {len(blocks)} blocks, {len(documents)} contexts, "
+        f"about {duration(sum(training.values()) + judging)}",
+        highlight=False,
+    )
+    before_s = journal.seconds
+    bench = Bench(sender=sender, receiver=receiver, journal=journal)
+    with shown(console, "training", Clock(sum(training.values()))) as done:
+        ticking = replace(
+            bench, tick=lambda it, is_new: done(training[it.document, it.step], is_new)
+        )
+        swept = sweep(ticking, train.documents, blocks, pruned=settings.pruned)
+    choice = choose(swept, settings.tolerance)
+    candidates = [
+        *(Candidate(runs=(block,)) for block in choice.frontier),
+        *baselines(choice.frontier, choice.recommended, choice.ranking),
+    ]
+    judged = judge_all(bench, held_out.documents, candidates, judging, console)
+    small = None
+    if settings.small is not None:
+        small = measure_small(settings.small, settings, held_out, console)
+    subject = Subject(
+        sender=pair.sender_identity,
+        receiver=pair.receiver_identity,
+        first_difference=pair.first_difference,
+        costs=costs,
+    )
+    profile = build(
+        subject,
+        train,
+        held_out,
+        swept,
+        judged,
+        choice=choice,
+        small=small,
+        tolerance=settings.tolerance,
+        made=_making(settings, journal, before_s + time.monotonic() - began, receiver.model),
+    )
+    write_profile(profile, settings.out)
+    journal.remove()
+    return profile
+
+
+def choose_device(name: str) -> torch.device:
+    """`auto` is an accelerator where there is one; ConfigError for a device that is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as exc:
+        raise ConfigError(f"--device {name} cannot be used: {exc}; try auto or cpu") from exc
+    return device
+
+
+def load_splits(
+    settings: Settings, tokenizer: PreTrainedTokenizerBase, positions: int
+) -> tuple[Data, Data]:
+    """What the block is chosen on, and what it is judged on."""
+    sources, documents = load_documents(settings, settings.data, tokenizer, positions)
+    if settings.held_out:
+        judged_sources, judged = load_documents(settings, settings.held_out, tokenizer, positions)
+        shared = {it.prefix for it in documents} & {it.prefix for it in judged}
+        if shared:
+            raise ConfigError(
+                f"{len(shared)} contexts are both in --data and in --held-out; the block has to "
+                "be judged on others than it was chosen on"
+            )
+        return (
+            Data(files=data_files(sources, documents), documents=documents),
+            Data(files=data_files(judged_sources, judged), documents=judged),
+        )
+    train, held_out = split_documents(
+        documents, held_out_share=settings.held_out_share, seed=settings.seed
+    )
+    return (
+        Data(files=data_files(sources, train), documents=train),
+        Data(files=data_files(sources, held_out), documents=held_out),
+    )
+
+
+def load_documents(
+    settings: Settings, specs: Sequence[str], tokenizer: PreTrainedTokenizerBase, positions: int
+) -> tuple[list[Source], list[Document]]:
+    """Prompts are cut to what is asked for, or to what the model's positions leave for them."""
+    sources = load_sources(specs, settings.options, data_dir=settings.data_dir)
+    longest = max(it.task.max_new for source in sources for it in source.records)
+    documents = make_documents(
+        sources,
+        tokenizer,
+        page_size=settings.page_size,
+        max_prompt_tokens=settings.max_prompt_tokens or positions - longest,
+    )
+    return sources, documents
+
+
+def answerers(
+    pair: Pair, documents: Sequence[Document], max_memory_gb: float
+) -> tuple[Answerer, Answerer]:
+    """Sender and receiver, with batches that fit into the memory."""
+    sender, receiver = LayeredModel(pair.sender), LayeredModel(pair.receiver)
+    for model in (sender, receiver):
+        check_layers(model, documents[0].prefix)
+    num_mixtures = 2 * pair.num_layers + 1
+    room = make_room(Sizes.of(receiver), documents, num_mixtures, max_memory_gb)
+    return _answerer(sender, pair.tokenizer, room), _answerer(receiver, pair.tokenizer, room)
+
+
+def _answerer(model: LayeredModel, tokenizer: PreTrainedTokenizerBase, room: Room) -> Answerer:
+    stated = model.model.generation_config.eos_token_id
+    ends = {tokenizer.eos_token_id, *(stated if isinstance(stated, list) else [stated])}
+    return Answerer(model=model, tokenizer=tokenizer, ends=frozenset(ends - {None}), room=room)
+
+
+def time_costs(
+    model: LayeredModel, documents: Sequence[Document], settings: Settings, console: Console
+) -> CostModel:
+    """The cost model at the lengths of these documents."""
+    positions = model.model.config.max_position_embeddings
+    num_suffix = round(fmean(len(q.suffix) for it in documents for q in it.questions))
+    longest = max(len(it.prefix) for it in documents)
+    lengths, others = choose_lengths(longest, positions - 2 * num_suffix, settings.page_size)
+    repeats = settings.timing
+    step_s = repeats.budget_s / num_timings(lengths, others, model.num_layers, repeats)
+    with shown(console, "timing", Clock(repeats.budget_s)) as done:
+        return measure_costs(
+            model,
+            lengths=lengths,
+            held_out_lengths=others,
+            num_suffix=num_suffix,
+            progress=lambda num: done(num * step_s, True),
+            repeats=repeats,
+        )
+
+
+def judge_all(
+    bench: Bench,
+    documents: Sequence[Document],
+    candidates: Sequence[Candidate],
+    forecast_s: float,
+    console: Console,
+) -> Judged:
+    step_s = forecast_s / (len(documents) * (1 + len(candidates)))
+    with shown(console, "judging", Clock(forecast_s)) as done:
+        ticking = replace(bench, tick=lambda _, is_new: done(step_s, is_new))
+        return judge(ticking, documents, candidates)
+
+
+def measure_small(
+    source: ModelSource, settings: Settings, held_out: Data, console: Console
+) -> SmallModel:
+    """A smaller model's answers to the held-out questions, by full prefill."""
+    device = choose_device(settings.device)
+    model = LayeredModel(load_model(source, dtype=DTYPES[settings.dtype], device=device))
+    tokenizer = load_tokenizer(source)
+    names = {question.name for it in held_out.documents for question in it.questions}
+    positions = model.model.config.max_position_embeddings
+    specs = settings.held_out or settings.data
+    _, documents = load_documents(settings, specs, tokenizer, positions)
+    documents = [it for it in documents if it.questions[0].name in names]
+    check_layers(model, documents[0].prefix)
+    room = make_room(Sizes.of(model), documents, 1, settings.max_memory_gb)
+    answerer = _answerer(model, tokenizer, room)
+    qualities = []
+    for document in documents:
+        answers = answerer.answer(document, model.prefix(document.prefix, ()).kv)
+        qualities.append([answerer.quality(document, i, it) for i, it in enumerate(answers)])
+    costs = time_costs(model, documents, settings, console)
+    ttft_s = costs.full_prefill_s(
+        round(fmean(len(it.prefix) for it in documents)),
+        round(fmean(len(q.suffix) for it in documents for q in it.questions)),
+    )
+    return SmallModel(qualities=qualities, ttft_s=ttft_s)
+
+
+def _journal_path(settings: Settings, pair: Pair, train: Data, held_out: Data) -> Path:
+    """Named by all that decides what is measured: another command has another journal."""
+    tasks = sorted({repr(it.task) for it in (*train.documents, *held_out.documents)})
+    decisive = (
+        VERSION,
+        pair.sender_identity.model_id,
+        pair.receiver_identity.model_id,
+        train.files,
+        held_out.files,
+        tasks,
+        settings.dtype,
+        settings.device,
+        settings.group,
+        settings.page_size,
+        settings.max_prompt_tokens,
+        settings.pruned,
+        settings.seed,
+        str(torch.__version__),
+        transformers.__version__,
+    )
+    digest = hashlib.sha256(msgspec.json.encode(decisive)).hexdigest()[:12]
+    return settings.out.with_name(f".{settings.out.name}.{digest}.jsonl")
+
+
+def _making(settings: Settings, journal: Journal, elapsed_s: float, model: LayeredModel) -> Making:
+    environment = read_environment(PACKAGES)
+    return Making(
+        date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        command=settings.command,
+        versions=environment.versions,
+        hardware=environment.accelerator
+        or f"{environment.processor}, {torch.get_num_threads()} of {environment.num_cores} cores",
+        device=str(model.device),
+        dtype=settings.dtype,
+        seed=settings.seed,
+        group=settings.group,
+        page_size=settings.page_size,
+        template=settings.options.template or "",
+        max_new=settings.options.max_new or 0,
+        pruned=settings.pruned,
+        prefix_passes=journal.num_passes,
+        sweep_passes_per_context=journal.fewest_passes(TRAIN),
+        elapsed_s=round(elapsed_s, 1),
+    )

@@ -1,0 +1,55 @@
+"""The shipped pairs, loaded and swept once for all tests of this folder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from shipped import SHIPPED, Shipped
+
+from profiles.documents import Document
+from profiles.frontier import grid
+from profiles.journal import temporary_journal
+from profiles.models import Pair, load_pair
+from profiles.pairs.questions import DATA, read_documents
+from profiles.profiler import answerers
+from profiles.study import Bench
+from profiles.training import Swept, sweep
+
+
+@dataclass(frozen=True)
+class SweptPair:
+    """A shipped pair, and every block of it measured on the training questions, in bf16."""
+
+    shipped: Shipped
+    pair: Pair
+    documents: Sequence[Document]
+    swept: Swept
+    passes: list[int]
+    """Prefix passes of each step that was made."""
+
+
+@pytest.fixture(scope="session", params=SHIPPED, ids=lambda it: it.name)
+def swept_pair(request) -> SweptPair:
+    shipped: Shipped = request.param
+    pair = load_pair(
+        shipped.sender,
+        shipped.receiver,
+        dtype=torch.bfloat16,
+        device=torch.device("cpu"),
+        cache_dir=None,
+    )
+    documents = read_documents(DATA / "train.jsonl", pair.tokenizer)
+    sender, receiver = answerers(pair, documents, 2.0)
+    passes: list[int] = []
+    with temporary_journal() as journal:
+        bench = Bench(
+            sender=sender,
+            receiver=receiver,
+            journal=journal,
+            tick=lambda entry, is_new: passes.append(entry.passes),
+        )
+        swept = sweep(bench, documents, grid(pair.num_layers, 1), pruned=False)
+    return SweptPair(shipped, pair, documents, swept, passes)

@@ -1,0 +1,45 @@
+"""Where the shipped pairs are, and how their models are asked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from profiles.models import ModelSource
+
+PAIRS = Path(__file__).parents[2] / "profiles" / "pairs"
+WEIGHTS, DATA = PAIRS / "weights", PAIRS / "data"
+ASKED = ("--template", "<bos> {context} {input}", "--metric", "f1", "--max-new", "8")
+
+
+@dataclass(frozen=True)
+class Shipped:
+    name: str
+    sender: ModelSource
+    receiver: ModelSource
+    profile: Path
+
+
+SHIPPED = (
+    Shipped(
+        name="fine-tunes",
+        sender=ModelSource(path=WEIGHTS / "sender"),
+        receiver=ModelSource(path=WEIGHTS / "receiver"),
+        profile=PAIRS / "sender_to_receiver.json",
+    ),
+    Shipped(
+        name="adapters",
+        sender=ModelSource(path=WEIGHTS / "foundation", adapter=WEIGHTS / "sender_lora"),
+        receiver=ModelSource(path=WEIGHTS / "foundation", adapter=WEIGHTS / "receiver_lora"),
+        profile=PAIRS / "sender_lora_to_receiver_lora.json",
+    ),
+)
+
+
+def flags(shipped: Shipped) -> list[str]:
+    """As `droidspeak profile` takes the pair."""
+    found = []
+    for role, source in (("sender", shipped.sender), ("receiver", shipped.receiver)):
+        found += [f"--{role}", str(source.path)]
+        found += [f"--{role}-lora", str(source.adapter)] if source.adapter else []
+    return found

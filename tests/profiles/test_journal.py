@@ -1,0 +1,61 @@
+"""What a run has measured survives a kill, at whatever byte it strikes."""
+
+from pathlib import Path
+
+from profiles.examination import Score
+from profiles.journal import Entry, Journal
+
+SCORE = Score(kl=0.1, agreement=1.0, own_nll=0.2, reference_nll=0.3, quality=None)
+
+
+def entry(document: int, step: str, passes: int = 1, split: str = "train") -> Entry:
+    return Entry(
+        split=split,
+        document=document,
+        step=step,
+        passes=passes,
+        seconds=0.5,
+        answers=((1, 2),),
+        scores=((SCORE,),),
+    )
+
+
+def written(path: Path, entries: list[Entry]) -> bytes:
+    journal = Journal(path)
+    for it in entries:
+        journal.put(it)
+    journal.close()
+    return path.read_bytes()
+
+
+def test_every_cut_keeps_the_whole_lines_before_it(tmp_path):
+    path = tmp_path / "journal"
+    entries = [entry(0, "references", 2), entry(0, "start:1"), entry(1, "references", 2)]
+    content = written(path, entries)
+    ends = [i + 1 for i, byte in enumerate(content) if byte == ord("\n")]
+    for length in range(len(content) + 1):
+        path.write_bytes(content[:length])
+        journal = Journal(path)
+        num_whole = sum(end <= length for end in ends)
+        found = [journal.get(*it.key) for it in entries]
+        assert found == [*entries[:num_whole], *[None] * (3 - num_whole)]
+        journal.put(entry(7, "start:9"))
+        journal.close()
+        assert Journal(path).get("train", 7, "start:9") == entry(7, "start:9")
+
+
+def test_passes_and_seconds_add_up(tmp_path):
+    path = tmp_path / "folder" / "journal"
+    entries = [entry(0, "references", 2), entry(0, "start:1", 3), entry(1, "references", 2)]
+    written(path, [*entries, entry(1, "start:1"), entry(0, "x", 9, "held_out")])
+    journal = Journal(path)
+    assert journal.num_passes == 17
+    assert journal.seconds == 2.5
+    assert journal.fewest_passes("train") == 3
+
+
+def test_a_finished_run_leaves_nothing(tmp_path):
+    journal = Journal(tmp_path / "journal")
+    journal.put(entry(0, "references"))
+    journal.remove()
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,71 @@
+"""How long a run will take, before it starts and while it runs."""
+
+import io
+
+import pytest
+from rich.console import Console
+from test_evidence import COSTS
+
+from cachetree.ids import Span
+from profiles.documents import Document, Question
+from profiles.forecast import judging_s, training_s
+from profiles.frontier import grid
+from profiles.metrics import Metric
+from profiles.progress import Clock, duration, shown
+from profiles.tasks import Task
+
+TASK = Task(name="t", template="{context} {input}", metric=Metric.F1, max_new=4)
+
+
+def document(num_prefix: int, num_questions: int = 2) -> Document:
+    question = Question(suffix=(1, 2, 3), reference=(4, 2), answers=("a",), name="q")
+    return Document(prefix=(5,) * num_prefix, questions=(question,) * num_questions, task=TASK)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.2, "1 seconds"), (40, "40 seconds"), (840, "14 minutes"), (12600, "3.5 hours")],
+)
+def test_durations_are_for_people(seconds, text):
+    assert duration(seconds) == text
+
+
+def test_every_step_of_the_training_split_has_a_forecast():
+    forecast = training_s([document(32), document(64)], grid(6, 1), COSTS)
+    starts = ["references", *(f"start:{start}" for start in range(1, 6))]
+    assert set(forecast) == {(index, step) for index in range(2) for step in starts}
+    assert all(seconds > 0 for seconds in forecast.values())
+    assert forecast[1, "start:1"] > forecast[0, "start:1"] > forecast[0, "start:5"]
+    assert forecast[0, "references"] > forecast[0, "start:1"], "two passes, and every layer alone"
+    coarse = training_s([document(32)], [Span(0, 3), Span(0, 6), Span(3, 6)], COSTS)
+    assert sum(coarse.values()) < sum(forecast[0, step] for step in starts)
+
+
+def test_judging_grows_with_the_documents():
+    assert judging_s([document(32)] * 3, COSTS) == pytest.approx(
+        3 * judging_s([document(32)], COSTS)
+    )
+
+
+def test_what_is_left_follows_the_speed_so_far():
+    now = [0.0]
+    clock = Clock(100.0, lambda: now[0])
+    assert clock.left_s == 100.0
+    clock.done(50.0, False)
+    assert (clock.share, clock.left_s) == (0.5, 50.0), "an earlier run's work took no time"
+    now[0] = 20.0
+    clock.done(10.0, True)
+    assert clock.left_s == pytest.approx(80.0), "twice as slow as forecast"
+    clock.done(60.0, True)
+    assert clock.share == 1.0 and clock.left_s == 0.0
+
+
+def test_without_a_terminal_there_are_lines(monkeypatch):
+    monkeypatch.setattr("profiles.progress.LINE_EVERY_S", 0.0)
+    out = io.StringIO()
+    with shown(Console(file=out), "training", Clock(10.0)) as done:
+        done(5.0, False)
+    assert out.getvalue().splitlines() == [
+        "training: 50%, 5 seconds left",
+        "training: done in 1 seconds",
+    ]
