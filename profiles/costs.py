@@ -251,10 +251,9 @@ class TimedReceiver:
         kv_size = max_tokens * model.kv_bytes // model.dtype.itemsize
         kv = torch.randn(kv_size, generator=seeded).expand(model.num_layers, -1)
         self._host_e, self._host_kv = self._staged(e), self._staged(kv)
-        self._device_e, self._device_kv = (
-            torch.empty_like(it, device=model.device).copy_(it)
-            for it in (self._host_e, self._host_kv)
-        )
+        # Values may decide which experts run, so E is there from the first turn on.
+        self._device_e = torch.empty_like(self._host_e, device=model.device).copy_(self._host_e)
+        self._device_kv = torch.zeros_like(self._host_kv, device=model.device)
         keys, _ = self._kv_alone(self._device_e[:, :1], 0)
         self._num_kv_heads = keys.shape[1]
 
