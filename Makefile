@@ -1,13 +1,13 @@
 # make demo    two real servers share a prefix: quality and speed, as a table and a picture
 # make test    the tests;  make test-all   the slow ones too;  make check   ruff, mypy
 # make bench   the benchmarks
-# make pairs   train the small model pairs again, from a seed
+# make pairs   train the small model pairs again, from a seed;  make profiles   profile them
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-all check bench pairs install
+.PHONY: demo test test-all check bench pairs profiles install
 .DEFAULT_GOAL := test
 
 install: $(INSTALLED)
@@ -40,3 +40,16 @@ bench: $(INSTALLED)
 
 pairs: $(INSTALLED)
 	$(BIN)/python -m profiles.pairs
+
+# The small pairs' prompts, answers and data; exit status 3 would say that a pair did not pass.
+PAIRS := profiles/pairs
+PROFILE := OMP_NUM_THREADS=1 $(BIN)/droidspeak profile --data $(PAIRS)/data/train.jsonl \
+	--held-out $(PAIRS)/data/held_out.jsonl \
+	--template '<bos> {context} {input}' --metric f1 --max-new 8
+
+profiles: $(INSTALLED)
+	$(PROFILE) --sender $(PAIRS)/weights/sender --receiver $(PAIRS)/weights/receiver \
+		--out $(PAIRS)/sender_to_receiver.json
+	$(PROFILE) --sender $(PAIRS)/weights/foundation --sender-lora $(PAIRS)/weights/sender_lora \
+		--receiver $(PAIRS)/weights/foundation --receiver-lora $(PAIRS)/weights/receiver_lora \
+		--out $(PAIRS)/sender_lora_to_receiver_lora.json

@@ -149,10 +149,12 @@ def _profile(args: argparse.Namespace) -> int:
         _complain(f"profile needs {', '.join(missing)}; or `profile show`, `profile verify`")
         return 2
     from rich.console import Console
+    from transformers.utils import logging
 
     from profiles.profiler import profile_pair
     from profiles.show import table_of
 
+    logging.disable_progress_bar()
     console = Console()
     try:
         profile = profile_pair(_settings(args, out=args.out, small=args.small), console)
@@ -200,9 +202,11 @@ def _verify(args: argparse.Namespace) -> int:
         return 2
     profile = read_measured(args.profile)
     from rich.console import Console
+    from transformers.utils import logging
 
     from profiles.verification import verify_profile
 
+    logging.disable_progress_bar()
     console = Console(stderr=args.json)
     found = verify_profile(profile, _settings(args, made_as=profile), console)
     if args.json:
