@@ -152,26 +152,46 @@ def _load(extra_json: bytes, model_path: str, revision: str | None, page_size: i
     return Site(
         settings=settings,
         identity=identity,
-        profiles=tuple(_read_profiles(settings.profiles, identity)),
+        profiles=tuple(_read_profiles(settings, identity)),
         page_size=page_size,
     )
 
 
-def _read_profiles(names: Iterable[str], identity: ModelIdentity) -> Iterable[PairProfile]:
-    """Profiles named one by one must be of this model; a folder may hold those of a whole fleet."""
-    model = identity.model_id
-    for name in names:
+def _read_profiles(settings: Settings, identity: ModelIdentity) -> Iterable[PairProfile]:
+    """A profile that is named has to be usable; a folder may hold those of a whole fleet."""
+    for name in settings.profiles:
         path = Path(name)
         files = sorted(path.glob("*.json")) if path.is_dir() else [path]
         for file in files:
-            profile = read_profile(file)
-            if model in (profile.sender.model_id, profile.receiver.model_id):
-                if not profile.passed:
-                    log.warning("profile %s failed its gate (%s): unused", file, profile.reason)
-                yield profile
-            elif file == path:
-                raise ProfileError(
-                    f"profile {file} is of the pair {profile.sender.model_id} → "
-                    f"{profile.receiver.model_id}, and this server's model is {model} by content; "
-                    "profile this pair, or remove the file from `profiles`"
-                )
+            profile, is_named = read_profile(file), file == path
+            if identity not in (profile.sender, profile.receiver):
+                if is_named:
+                    raise ProfileError(_of_another_pair(file, profile, identity))
+                continue
+            if not profile.passed:
+                failed = f"profile {file} did not pass its gate: {profile.reason}"
+                if is_named and settings.gate == "enforce":
+                    raise ProfileError(
+                        f"{failed}; remove the file from `profiles`, or profile the pair on more "
+                        "data"
+                    )
+                log.warning("%s; it is not used", failed)
+            yield profile
+
+
+def _of_another_pair(file: Path, profile: PairProfile, identity: ModelIdentity) -> str:
+    """Names the first field in which the side that is more like this model differs from it."""
+    differing = {
+        role: [
+            it for it in identity.__struct_fields__ if getattr(side, it) != getattr(identity, it)
+        ]
+        for role, side in (("sender", profile.sender), ("receiver", profile.receiver))
+    }
+    role = min(differing, key=lambda it: len(differing[it]))
+    field = differing[role][0]
+    return (
+        f"profile {file} is of the pair {profile.sender.model_id} → {profile.receiver.model_id}, "
+        f"and this server's model is {identity.model_id} by content: {field} is "
+        f"{getattr(identity, field)!r}, and {getattr(getattr(profile, role), field)!r} in the "
+        f"profile's {role}; profile this pair, or remove the file from `profiles`"
+    )

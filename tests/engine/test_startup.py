@@ -119,6 +119,7 @@ def test_profile_of_another_pair(model: Path, tmp_path: Path) -> None:
     line = refusal(model, {"profiles": [str(path)]})
     assert str(path) in line
     assert own.model_id in line
+    assert f"weights is {own.weights!r}, and 'other' in the profile's sender" in line
     # A folder may hold the profiles of a whole fleet: those of others are passed over.
     write_profile(profile_of(own, other), tmp_path / "mine.json")
     site = load_site(server_args(model, {"profiles": [str(tmp_path)]}))
@@ -129,10 +130,22 @@ def test_transition_layers_come_from_passed_profiles(model: Path, tmp_path: Path
     own = read_model_identity(model)
     other = msgspec.structs.replace(own, weights="other")
     for passed, layers in ((True, (2,)), (False, ())):
-        path = tmp_path / f"{passed}.json"
-        write_profile(profile_of(own, other, passed=passed), path)
-        site = load_site(server_args(model, {"profiles": [str(path)]}))
+        folder = tmp_path / f"{passed}"
+        folder.mkdir()
+        write_profile(profile_of(own, other, passed=passed), folder / "pair.json")
+        site = load_site(server_args(model, {"profiles": [str(folder)]}))
         assert site.transition_layers == layers
+
+
+def test_a_named_profile_has_to_have_passed(model: Path, tmp_path: Path) -> None:
+    own = read_model_identity(model)
+    path = tmp_path / "pair.json"
+    other = msgspec.structs.replace(own, weights="other")
+    write_profile(profile_of(own, other, passed=False), path)
+    line = refusal(model, {"profiles": [str(path)]})
+    assert f"{path} did not pass its gate: a test" in line
+    site = load_site(server_args(model, {"profiles": [str(path)], "gate": "off"}))
+    assert [profile.passed for profile in site.profiles] == [False], "for measurements"
 
 
 def test_unreadable_profile(model: Path, tmp_path: Path) -> None:
