@@ -1,0 +1,254 @@
+"""What the profiler computes for a block is what real servers and the oracle compute for it.
+
+`DROIDSPEAK_TEST_SEED` chooses documents and blocks; it is printed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+from engine_parts import CPU, ENV, PAGE, Watcher, answer, oracle
+from test_mixtures import oracle_logits
+
+from cachetree.ids import EMPTY_SPAN, Span
+from profiles.datasets import load_sources
+from profiles.documents import Document, Question, make_documents
+from profiles.examination import Answerer, Examination, Tokens
+from profiles.layered import LayeredModel
+from profiles.metrics import Metric
+from profiles.mixtures import Asked, Mixture
+from profiles.models import ModelSource, Pair, load_pair
+from profiles.oracle import Generated, partial_prefill
+from profiles.passes import DocumentPasses
+from profiles.room import Room
+from profiles.study import FIRST_NEW, THEIRS, block_mixture
+from profiles.tasks import TaskOptions
+from sglang_droidspeak.servers import Server, ServerSpec, free_port, running
+
+pytestmark = pytest.mark.server
+
+PAIRS = Path(__file__).parents[2] / "profiles" / "pairs"
+SENDER, RECEIVER = PAIRS / "weights" / "sender", PAIRS / "weights" / "receiver"
+OPTIONS = TaskOptions(template="<bos> {context} {input}", metric=Metric.F1, max_new=8)
+NUM_DOCUMENTS, NUM_LATER_BLOCKS, MAX_NEW = 2, 3, 8
+TOLERANCE = 2e-4
+"""Of log-probabilities, three implementations in float32. Tokens this close may change places."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawn:
+    """What one seed chose."""
+
+    seed: int
+    documents: list[Document]
+    blocks: list[Span]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profiled:
+    """The profiler's view of one question over one block."""
+
+    document: Document
+    question: Question
+    block: Span
+    answer: Tokens
+    """Greedy, over the block."""
+    own: Tokens
+    """What the receiver answers by itself."""
+    own_nll: float
+    """Of `own` over the block."""
+
+    @property
+    def prompt(self) -> list[int]:
+        return [*self.document.prefix, *self.question.suffix]
+
+
+@pytest.fixture(scope="module")
+def pair() -> Pair:
+    return load_pair(
+        ModelSource(path=SENDER),
+        ModelSource(path=RECEIVER),
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        cache_dir=None,
+    )
+
+
+@pytest.fixture(scope="module")
+def drawn(pair: Pair) -> Drawn:
+    seed = int(os.environ.get("DROIDSPEAK_TEST_SEED", Random().randrange(1 << 16)))
+    random = Random(seed)
+    sources = load_sources([str(PAIRS / "data" / "held_out.jsonl")], OPTIONS)
+    documents = make_documents(sources, pair.tokenizer, page_size=PAGE, max_prompt_tokens=None)
+    num_layers = pair.num_layers
+    later = [(i, j) for i in range(1, num_layers) for j in range(i + 1, num_layers + 1)]
+    return Drawn(
+        seed=seed,
+        documents=random.sample(documents, NUM_DOCUMENTS),
+        blocks=[
+            EMPTY_SPAN,
+            Span(0, random.randrange(1, num_layers)),
+            *(Span(*it) for it in random.sample(later, NUM_LATER_BLOCKS)),
+        ],
+    )
+
+
+@pytest.fixture(autouse=True)
+def _said(drawn: Drawn) -> None:
+    """For whoever reads of a failure: pytest shows a shared fixture's words in one test only."""
+    print(f"DROIDSPEAK_TEST_SEED={drawn.seed}: blocks {', '.join(map(literal, drawn.blocks))}")
+
+
+@pytest.fixture(scope="module")
+def profiled(pair: Pair, drawn: Drawn) -> list[Profiled]:
+    return [it for document in drawn.documents for it in profile(pair, document, drawn.blocks)]
+
+
+@pytest.fixture(scope="module")
+def receiver(drawn: Drawn, tmp_path_factory) -> Iterator[Server]:
+    """The receiver's server, beside that of a sender which has read the documents."""
+    address = f"tcp://127.0.0.1:{free_port()}"
+    layers = sorted({block.start for block in drawn.blocks} - {0})
+    specs = (
+        ServerSpec(
+            model=SENDER,
+            name="sender",
+            options=CPU,
+            droidspeak={"listen": address, "capture_layers": layers, "host_gb": 0.25},
+        ),
+        ServerSpec(
+            model=RECEIVER,
+            name="receiver",
+            options=CPU,
+            droidspeak={"peers": [address], "gate": "off", "host_gb": 0},
+        ),
+    )
+    with running(*specs, folder=tmp_path_factory.mktemp("profiled"), env=ENV) as (theirs, ours):
+        watcher = Watcher(RECEIVER, [address])
+        try:
+            for document in drawn.documents:
+                answer(theirs, document.prefix, max_new_tokens=1)
+                watcher.wait_for(document.prefix, SENDER)
+        finally:
+            watcher.close()
+        yield ours
+
+
+def literal(block: Span) -> str:
+    return f"{block.start}:{block.stop}" if len(block) else "none"
+
+
+def profile(pair: Pair, document: Document, blocks: list[Span]) -> Iterator[Profiled]:
+    """As the profiler's stages do it: one pass per starting layer, all mixtures at once."""
+    sender, model = LayeredModel(pair.sender), LayeredModel(pair.receiver)
+    answerer = Answerer(
+        model=model, tokenizer=pair.tokenizer, ends=frozenset(), room=Room(rows=8, positions=256)
+    )
+    passes = DocumentPasses(sender, model, document.prefix, {block.start for block in blocks})
+    sources, mixtures = [passes.theirs, passes.own], []
+    for block in blocks:
+        mixtures.append(mixture_of(block, len(sources), model.num_layers))
+        if len(block):
+            sources.append(passes.new(Span(block.start, model.num_layers)))
+    own = answerer.answer(document, passes.own)
+    examination = Examination(answerer, document, passes.own, own)
+    scores = examination.examine(sources, mixtures, [False] * len(mixtures))
+    for block, mixture, by_question in zip(blocks, mixtures, scores, strict=True):
+        asked = [Asked(mixture, question.suffix) for question in document.questions]
+        answers = answerer.answer_all(document, sources, asked)
+        for i, question in enumerate(document.questions):
+            yield Profiled(
+                document=document,
+                question=question,
+                block=block,
+                answer=answers[i],
+                own=own[i],
+                own_nll=by_question[i].own_nll,
+            )
+
+
+def mixture_of(block: Span, new: int, num_layers: int) -> Mixture:
+    assert new >= FIRST_NEW
+    return block_mixture(block, num_layers, new) if len(block) else (THEIRS,) * num_layers
+
+
+def oracle_answer(it: Profiled) -> Generated:
+    return oracle(
+        RECEIVER,
+        SENDER,
+        it.prompt,
+        block=it.block,
+        num_reused=len(it.document.prefix),
+        max_new=MAX_NEW,
+    )
+
+
+def reused(server: Server, it: Profiled, tokens: list[int], **options):
+    """The server's reply over the sender's pages and this block, never over its own tree."""
+    server.flush()
+    reply = answer(server, tokens, droidspeak={"block": literal(it.block)}, **options)
+    assert reply.provenance["outcome"] == "reused"
+    assert reply.provenance["reused_tokens"] == len(it.document.prefix)
+    block = [it.block.start, it.block.stop] if len(it.block) else None
+    assert reply.provenance["block"] == block
+    return reply
+
+
+def assert_same_tokens(ids: Tokens, expected: Generated, name: object) -> None:
+    """Equal up to a token whose runner-up is as good; what follows that one has another past."""
+    for i, (token, right) in enumerate(zip(ids, expected.ids, strict=True)):
+        if token != right:
+            assert expected.margins[i] < TOLERANCE, name
+            return
+
+
+def test_decoded_answers_are_the_servers_and_the_oracles(
+    receiver: Server, profiled: list[Profiled]
+) -> None:
+    for it in profiled:
+        expected, name = oracle_answer(it), (it.question.name, it.block)
+        reply = reused(receiver, it, it.prompt, max_new_tokens=MAX_NEW)
+        assert_same_tokens(it.answer, expected, name)
+        assert_same_tokens(tuple(reply.ids), expected, name)
+        if tuple(reply.ids) != it.answer:
+            continue
+        assert reply.logprobs == pytest.approx(expected.logprobs, abs=TOLERANCE), name
+
+
+def test_likelihoods_of_given_answers_are_the_servers_and_the_oracles(
+    pair: Pair, receiver: Server, profiled: list[Profiled]
+) -> None:
+    for it in profiled:
+        name = (it.question.name, it.block)
+        tokens, start = [*it.prompt, *it.own], len(it.prompt)
+        reply = reused(receiver, it, tokens, max_new_tokens=1, logprob_start_len=start - 1)
+        given = [entry[:2] for entry in reply.meta["input_token_logprobs"][-len(it.own) :]]
+        assert [token for _, token in given] == list(it.own)
+        served = -sum(logprob for logprob, _ in given) / len(given)
+        prefix_ids = torch.tensor([it.document.prefix])
+        prefix = partial_prefill(pair.receiver, pair.sender, prefix_ids, it.block)
+        ids = torch.tensor([tokens[len(it.document.prefix) : -1]])
+        logprobs = oracle_logits(pair.receiver, prefix, ids)[-len(it.own) :].log_softmax(-1)
+        expected = -logprobs[torch.arange(len(it.own)), list(it.own)].mean()
+        assert it.own_nll == pytest.approx(float(expected), abs=TOLERANCE), name
+        assert it.own_nll == pytest.approx(served, abs=TOLERANCE), name
+
+
+def test_every_two_blocks_differ_by_more_than_the_tolerance(
+    drawn: Drawn, profiled: list[Profiled]
+) -> None:
+    """Without this the equalities above could hold for a server that ignores the block."""
+    own_nll: dict[Span, list[float]] = {block: [] for block in drawn.blocks}
+    for it in profiled:
+        own_nll[it.block].append(it.own_nll)
+    assert {len(values) for values in own_nll.values()} == {3 * NUM_DOCUMENTS}
+    for one, other in itertools.combinations(own_nll, 2):
+        distances = [abs(a - b) for a, b in zip(own_nll[one], own_nll[other], strict=True)]
+        assert max(distances) > 2 * TOLERANCE, (one, other)
