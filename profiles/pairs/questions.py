@@ -34,12 +34,12 @@ OPTIONS: Final = TaskOptions(template="<bos> {context} {input}", metric=Metric.F
 PAGE_SIZE: Final = 16
 
 
-def make_records(name: str, seed: int) -> list[Record]:
-    """A set of questions; the records of one document follow each other."""
+def make_records(name: str, seed: int, num_wanted: int = NUM_DOCUMENTS) -> list[Record]:
+    """Questions about so many documents; the records of one document follow each other."""
     rng = Random(seed)
     records: list[Record] = []
     num_documents = 0
-    while num_documents < NUM_DOCUMENTS:
+    while num_documents < num_wanted:
         document = write_document(rng, TASK, rng.choice(DOCUMENT_TOKENS))
         context = " ".join(document.sentences)
         num_tokens = len(context.split())

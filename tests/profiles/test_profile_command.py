@@ -1,0 +1,251 @@
+"""`droidspeak profile` as a user runs it: verdicts, interruptions, mistakes, what it prints."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+from shipped import ASKED, DATA, SHIPPED, WEIGHTS, flags
+
+from cachetree.evidence import MeasuredProfile, read_measured
+from cachetree.profile import write_profile
+from profiles.pairs.questions import make_records
+from profiles.pairs.stranger import SEED, write_stranger
+from profiles.records import read_records, write_records
+from sglang_droidspeak.cli import main
+
+FINE_TUNES = SHIPPED[0]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+UNSEEN_SEED = 3003
+UNSEEN_DOCUMENTS = 96
+"""With a quarter of them the interval of a loss of 2 points reaches beyond the tolerance of 5."""
+FAILED_GATE = 3
+
+
+def command(*args: str) -> list[str]:
+    return [sys.executable, "-m", "sglang_droidspeak.cli", "profile", *args]
+
+
+def run(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*args), capture_output=True, text=True, check=False, timeout=300, env=ENVIRONMENT
+    )
+
+
+@pytest.fixture(scope="module")
+def few(tmp_path_factory) -> list[str]:
+    """Flags for a small profile: eight training contexts, six held out, blocks of even ends."""
+    folder = tmp_path_factory.mktemp("few")
+    found = []
+    for flag, name, number in (("--data", "train", 24), ("--held-out", "held_out", 18)):
+        write_records(read_records(DATA / f"{name}.jsonl")[:number], folder / f"{name}.jsonl")
+        found += [flag, str(folder / f"{name}.jsonl")]
+    return [*flags(FINE_TUNES), *found, *ASKED, "--group", "2"]
+
+
+def journals(folder: Path) -> list[Path]:
+    return list(folder.glob(".*.jsonl"))
+
+
+def num_lines(folder: Path) -> int:
+    return sum(path.read_bytes().count(b"\n") for path in journals(folder))
+
+
+def interrupted(args: list[str], folder: Path, after_lines: int, how: signal.Signals) -> int:
+    """Run until the journal has so many more lines, then send a signal."""
+    target = num_lines(folder) + after_lines
+    process = subprocess.Popen(
+        command(*args), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=ENVIRONMENT
+    )
+    deadline = time.monotonic() + 120
+    while num_lines(folder) < target and process.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    assert process.poll() is None, process.stdout.read().decode()
+    process.send_signal(how)
+    process.communicate(timeout=60)
+    return process.returncode
+
+
+def measured(profile: MeasuredProfile) -> MeasuredProfile:
+    """Without what differs from run to run: times, and how often something was interrupted."""
+    without_s = {"ttft_s": 0.0}
+    return msgspec.structs.replace(
+        profile,
+        costs=None,
+        made=None,
+        frontier=tuple(msgspec.structs.replace(it, **without_s) for it in profile.frontier),
+        baselines=tuple(msgspec.structs.replace(it, **without_s) for it in profile.baselines),
+    )
+
+
+def test_a_run_that_was_stopped_twice_ends_like_one_that_was_not(few, tmp_path):
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    result = run(*few, "--out", str(whole / "pair.json"))
+    assert result.returncode == 0, result.stdout + result.stderr
+    stopped.mkdir()
+    args = [*few, "--out", str(stopped / "pair.json")]
+    assert interrupted(args, stopped, 12, signal.SIGINT) == 130
+    first = num_lines(stopped)
+    assert first >= 12
+    assert interrupted(args, stopped, 20, signal.SIGKILL) == -signal.SIGKILL
+    assert num_lines(stopped) >= first + 20
+    assert not (stopped / "pair.json").exists()
+    result = run(*args)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "timing" not in result.stdout, "the cost model was measured before the first stop"
+
+    one, other = read_measured(whole / "pair.json"), read_measured(stopped / "pair.json")
+    assert measured(one) == measured(other)
+    # Each time one pass is lost, and the two that the others are compared with are made again.
+    assert 0 <= other.made.prefix_passes - one.made.prefix_passes <= 2 * 2
+    assert journals(whole) == journals(stopped) == []
+    assert one.made.sweep_passes_per_context == 6 + 1
+
+
+def test_the_summary_comes_first_and_the_verdict_last(few, tmp_path):
+    result = run(*few, "--out", str(tmp_path / "pair.json"), "--no-prune")
+    assert result.returncode == 0, result.stdout + result.stderr
+    lines = result.stdout.splitlines()
+    summary = next(i for i, line in enumerate(lines) if line.startswith("12 layers, 21 blocks"))
+    training = next(i for i, line in enumerate(lines) if line.startswith("training"))
+    assert "14 contexts, about" in lines[summary]
+    assert summary < training
+    assert f"wrote {tmp_path / 'pair.json'}" in result.stdout
+    profile = read_measured(tmp_path / "pair.json")
+    assert [(it.start, it.stop) for it in profile.measured] == [
+        (start, stop) for start in range(0, 12, 2) for stop in range(start + 2, 14, 2)
+    ]
+    assert not profile.made.pruned
+
+
+@pytest.fixture(scope="module")
+def unseen(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("unseen") / "unseen.jsonl"
+    write_records(make_records("unseen", UNSEEN_SEED, UNSEEN_DOCUMENTS), path)
+    return path
+
+
+@pytest.mark.parametrize("shipped", SHIPPED, ids=lambda it: it.name)
+def test_the_verdict_of_a_shipped_pair_holds_on_unseen_data(shipped, unseen, capsys):
+    args = [*flags(shipped), "--data", str(unseen), "--json"]
+    assert main(["profile", "verify", str(shipped.profile), *args]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["passed"] and found["holds"]
+    assert found["num_questions"] == 3 * UNSEEN_DOCUMENTS
+
+
+def test_a_pair_that_was_not_trained_together_fails_and_stays_failed(unseen, tmp_path):
+    """The stranger answers as well as the shipped sender, and nobody can read its cache."""
+    write_stranger(WEIGHTS / "sender", tmp_path / "stranger", SEED)
+    pair = ["--sender", str(tmp_path / "stranger"), "--receiver", str(WEIGHTS / "receiver")]
+    data = ["--data", str(DATA / "train.jsonl"), *ASKED]
+    out = tmp_path / "pair.json"
+    result = run(*pair, *data, "--out", str(out))
+    assert result.returncode == FAILED_GATE, result.stdout + result.stderr
+    profile = read_measured(out)
+    assert not profile.passed
+    assert profile.recommended is None
+    assert "no block smaller than all layers" in profile.reason
+    assert {(it.start, it.stop) for it in profile.blocks} == {(0, 12)}
+    assert (profile.train.num_contexts, profile.held_out.num_contexts) == (12, 12)
+    result = run("verify", str(out), *pair, "--data", str(unseen))
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "the profile's verdict holds" in result.stdout
+
+
+def test_a_wrong_verdict_does_not_hold(unseen, tmp_path, capsys):
+    """A profile that claims too small a block."""
+    profile = read_measured(FINE_TUNES.profile)
+    small = next(point for point in profile.frontier if len(point.block) == 1)
+    claimed = msgspec.structs.replace(
+        profile.recommended, start=small.start, stop=small.stop, quality=0.99
+    )
+    write_profile(msgspec.structs.replace(profile, recommended=claimed), tmp_path / "pair.json")
+    args = [*flags(FINE_TUNES), "--data", str(unseen)]
+    assert main(["profile", "verify", str(tmp_path / "pair.json"), *args]) == FAILED_GATE
+    assert "does not hold" in capsys.readouterr().out
+
+
+def test_show_and_report(tmp_path, capsys):
+    assert main(["profile", "show", str(FINE_TUNES.profile)]) == 0
+    shown = capsys.readouterr().out
+    profile = read_measured(FINE_TUNES.profile)
+    assert "passed" in shown and profile.sender.model_id[:16] in shown
+    assert main(["profile", "show", "--json", str(FINE_TUNES.profile)]) == 0
+    verdict = json.loads(capsys.readouterr().out)
+    assert verdict["passed"] and verdict["recommended"]["start"] == profile.recommended.start
+    assert main(["report", str(FINE_TUNES.profile), "--out", str(tmp_path / "report")]) == 0
+    written = [Path(line) for line in capsys.readouterr().out.split()]
+    assert written[0].name == "index.html" and all(path.stat().st_size > 1000 for path in written)
+
+
+OTHER = ["--receiver", str(WEIGHTS / "foundation")]
+TRAIN = str(DATA / "train.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("args", "status", "says"),
+    [
+        (["--sender", "x", "--receiver", "y"], 2, "profile needs --data, --out"),
+        (["verify", str(FINE_TUNES.profile)], 2, "verify needs --sender, --receiver, --data"),
+        (["show", "none.json"], 1, "none.json cannot be read"),
+        (["--sender", "none", *OTHER, "--data", TRAIN, "--out", "o", *ASKED], 1, "none"),
+        ([*flags(FINE_TUNES), "--data", "none.jsonl", "--out", "o", *ASKED], 1, "'none.jsonl'"),
+        ([*flags(FINE_TUNES), "--data", TRAIN, "--out", "o"], 1, "--template and --metric"),
+        (
+            [*flags(FINE_TUNES), "--data", TRAIN, "--out", "o", *ASKED, "--tolerance", "5"],
+            1,
+            "--tolerance is 5.0; it has to be between 0 and 1",
+        ),
+        (
+            [*flags(FINE_TUNES), "--data", TRAIN, "--held-out", TRAIN, "--out", "o", *ASKED],
+            1,
+            "24 contexts are both in --data and in --held-out",
+        ),
+        (
+            [*flags(FINE_TUNES), "--data", TRAIN, "--out", "o", *ASKED, "--device", "none"],
+            1,
+            "--device none cannot be used",
+        ),
+        (
+            [*flags(FINE_TUNES), "--data", TRAIN, "--out", "o", *ASKED, "--max-memory-gb", "1e-4"],
+            1,
+            "--max-memory-gb is 0.0001",
+        ),
+        (
+            ["verify", str(FINE_TUNES.profile), *flags(FINE_TUNES), "--data", TRAIN],
+            1,
+            "data train.jsonl are the profile's own",
+        ),
+        (
+            ["verify", str(FINE_TUNES.profile), *flags(SHIPPED[1]), "--data", TRAIN],
+            1,
+            "--sender is not the profile's sender: weights is",
+        ),
+    ],
+)
+def test_a_mistake_is_one_clear_line(args, status, says, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["profile", *args]) == status
+    complaint = capsys.readouterr().err.strip().splitlines()[-1]
+    assert complaint.startswith("droidspeak: ")
+    assert says in complaint
+    assert list(tmp_path.glob("o*")) == []
+
+
+def test_a_bad_record_is_named_by_file_and_line(tmp_path, capsys):
+    data = tmp_path / "data.jsonl"
+    write_records(read_records(DATA / "train.jsonl")[:3], data)
+    with data.open("a") as file:
+        file.write('{"input": 3}\n')
+    args = [*flags(FINE_TUNES), "--data", str(data), *ASKED, "--out", str(tmp_path / "o")]
+    assert main(["profile", *args]) == 1
+    assert "data.jsonl:4 is not a LongBench record" in capsys.readouterr().err
