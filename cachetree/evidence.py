@@ -197,9 +197,8 @@ class CostModel(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def full_prefill_s(self, num_tokens: int, num_suffix: int) -> float:
-        """TTFT of the receiver alone."""
-        prefix = self.layers_s(num_tokens, self.num_layers) if num_tokens else 0.0
-        return prefix + self.suffix_time_s(num_tokens, num_suffix)
+        """TTFT of the receiver alone: prefix and suffix in one pass."""
+        return self.layers_s(num_tokens + num_suffix, self.num_layers)
 
     def ttft_s(self, runs: tuple[Span, ...], num_tokens: int, num_suffix: int) -> float:
         """TTFT when the layers of `runs` are recomputed and the others loaded, one after the other.

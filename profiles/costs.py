@@ -19,7 +19,6 @@ On a CPU, where nothing needs to be copied to a device, a load is a copy within 
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import time
@@ -36,7 +35,7 @@ from torch import Tensor
 from cachetree.errors import ConfigError
 from cachetree.evidence import CostModel, HeldOutTime
 from cachetree.ids import EMPTY_SPAN, Span
-from profiles.layered import KV, LayeredModel, _Enough, _Keep, _OnlyKV
+from profiles.layered import KV, LayeredModel
 from profiles.mixtures import Asked, decode
 
 Timer = Callable[[], float]
@@ -254,7 +253,7 @@ class TimedReceiver:
         # Values may decide which experts run, so E is there from the first turn on.
         self._device_e = torch.empty_like(self._host_e, device=model.device).copy_(self._host_e)
         self._device_kv = torch.zeros_like(self._host_kv, device=model.device)
-        keys, _ = self._kv_alone(self._device_e[:, :1], 0)
+        keys, _ = model.kv_alone(self._device_e[:, :1], 0)
         self._num_kv_heads = keys.shape[1]
 
     def synchronize(self) -> None:
@@ -267,13 +266,13 @@ class TimedReceiver:
         sample = min(SAMPLED_LAYERS, num_layers)
         chain = [i * num_layers // sample for i in range(sample)]
         entering = self._device_e[:, :num_tokens]
-        run = partial(self._full_layers, entering, chain, *self._rotary(entering))
+        run = partial(self._model.through, entering, chain)
         terms = (1.0, float(num_tokens), float(num_tokens**2))
         return [Part(tuple(sample * it for it in terms), run)]
 
     def kv(self, num_tokens: int) -> list[Part]:
         entering = self._device_e[:, :num_tokens]
-        run = partial(self._kv_alone, entering, self._model.num_layers // 2)
+        run = partial(self._model.kv_alone, entering, self._model.num_layers // 2)
         return [Part((1.0, float(num_tokens)), run)]
 
     def suffix(self, num_tokens: int) -> list[Part]:
@@ -299,8 +298,7 @@ class TimedReceiver:
     @torch.inference_mode()
     def full_prefill(self, num_tokens: int) -> int:
         entering = self._model.embed(self._ids[None, : num_tokens + self._num_suffix])
-        every = range(self._model.num_layers)
-        hidden, _ = self._full_layers(entering, every, *self._rotary(entering))
+        hidden, _ = self._model.through(entering, range(self._model.num_layers))
         return int(self._model.logits(hidden[:, -1]).argmax())
 
     @torch.inference_mode()
@@ -316,8 +314,8 @@ class TimedReceiver:
     def recompute(self, entering: Tensor, layers: Span) -> list[KV]:
         """As LayeredModel.recompute, but KV stays on the device: only the suffix reads it."""
         *full, last = layers
-        hidden, made = self._full_layers(entering, full, *self._rotary(entering))
-        return [*made, self._kv_alone(hidden, last)]
+        hidden, made = self._model.through(entering, full)
+        return [*made, self._model.kv_alone(hidden, last)]
 
     def _answer(self, source: list[KV], num_suffix: int) -> int:
         """The first token after a suffix."""
@@ -353,26 +351,3 @@ class TimedReceiver:
     def _staged(self, values: Tensor) -> Tensor:
         pinned = self._model.device.type == "cuda"
         return torch.empty(values.shape, dtype=self._model.dtype, pin_memory=pinned).copy_(values)
-
-    @torch.inference_mode()
-    def _full_layers(
-        self, hidden: Tensor, layers: Sequence[int], positions: Tensor, rotary: KV
-    ) -> tuple[Tensor, list[KV]]:
-        made = []
-        for layer in layers:
-            cache = _Keep()
-            hidden = self._model._call(layer, hidden, None, positions, rotary, cache)
-            made.append(cache.kv)
-        return hidden, made
-
-    @torch.inference_mode()
-    def _kv_alone(self, hidden: Tensor, layer: int) -> KV:
-        cache = _OnlyKV()
-        with contextlib.suppress(_Enough):
-            self._model._call(layer, hidden, None, *self._rotary(hidden), cache)
-        return cache.kv
-
-    def _rotary(self, hidden: Tensor) -> tuple[Tensor, KV]:
-        """Positions, and their rotation."""
-        positions = torch.arange(hidden.shape[1], device=self._model.device)[None]
-        return positions, self._model._rotary(hidden, positions)

@@ -161,7 +161,7 @@ def _document(
         kept = [ids[: cut.start] + ids[cut.stop :] for ids in prompts]
         num_shared -= len(cut)
     num_reused = min(num_shared, min(map(len, kept)) - 1) // page_size * page_size
-    if not num_reused:
+    if num_reused <= 0:
         raise RecordError(
             f"{first.place}: the context and what precedes it are {num_shared} tokens, less than a "
             f"page of {page_size}, so nothing can be reused; leave the record out or take smaller "

@@ -45,13 +45,19 @@ def loss(full: Sequence[Sequence[float]], block: Sequence[Sequence[float]]) -> I
 
 
 def is_within(lost: Interval, full_prefill: float, tolerance: float) -> bool:
-    return lost.high <= tolerance * full_prefill
+    """A receiver that answers nothing right has nothing to lose, and proves nothing."""
+    return full_prefill > 0 and lost.high <= tolerance * full_prefill
 
 
 def verdict(
     block: Span | None, lost: Interval | None, full_prefill: Interval, tolerance: float
 ) -> tuple[bool, str]:
     """Whether the pair passes, and why, in one sentence."""
+    if full_prefill.mean <= 0:
+        return False, (
+            "the receiver alone answers nothing right on held-out questions, so no loss can be "
+            "judged; check data, template and metric"
+        )
     if block is None or lost is None:
         return False, (
             "no block smaller than all layers keeps the training quality within "

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -48,6 +48,21 @@ class Prefix:
 
     kv: tuple[KV, ...]
     e: dict[int, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where new tokens stand and what they see: the same in every layer of a forward."""
+
+    positions: Tensor
+    rotary: tuple[Tensor, Tensor]
+    mask: Tensor
+
+    def of_rows(self, rows: Sequence[int]) -> Placement:
+        """Of some rows of a batch."""
+        cos, sin = self.rotary
+        picked = list(rows)
+        return Placement(self.positions[picked], (cos[picked], sin[picked]), self.mask[picked])
 
 
 class LayeredModel:
@@ -102,22 +117,44 @@ class LayeredModel:
         kv = self._run(entering.to(self.device), layers, (), nothing)
         return dict(zip(layers, kv, strict=True))
 
+    @torch.inference_mode()
+    def through(self, hidden: Tensor, layers: Iterable[int]) -> tuple[Tensor, list[KV]]:
+        """Full layers over a prefix, one after the other; their KV stays on the device."""
+        positions, rotary = self._begin(hidden)
+        made = []
+        for layer in layers:
+            cache = _Keep()
+            hidden = self._call(layer, hidden, None, positions, rotary, cache)
+            made.append(cache.kv)
+        return hidden, made
+
+    @torch.inference_mode()
+    def kv_alone(self, hidden: Tensor, layer: int) -> KV:
+        """A layer's keys and values for a prefix, and nothing else of it; on the device."""
+        cache = _OnlyKV()
+        with contextlib.suppress(_Enough):
+            self._call(layer, hidden, None, *self._begin(hidden), cache)
+        return cache.kv
+
     def _run(
         self, hidden: Tensor, layers: Span, e_layers: Collection[int], e: dict[int, Tensor]
     ) -> list[KV]:
         """The last layer computes its keys and values only."""
-        positions = torch.arange(hidden.shape[1], device=self.device)[None]
-        rotary = self._rotary(hidden, positions)
         made = []
         for layer in layers:
             if layer in e_layers:
                 e[layer] = hidden.to(HOST)
-            last = layer == layers.stop - 1
-            cache = _OnlyKV() if last else _Keep()
-            with contextlib.suppress(_Enough):
-                hidden = self._call(layer, hidden, None, positions, rotary, cache)
-            made.append((cache.kv[0].to(HOST), cache.kv[1].to(HOST)))
+            if layer == layers.stop - 1:
+                keys, values = self.kv_alone(hidden, layer)
+            else:
+                hidden, [(keys, values)] = self.through(hidden, [layer])
+            made.append((keys.to(HOST), values.to(HOST)))
         return made
+
+    def _begin(self, hidden: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Positions of a whole prefix, and their rotation."""
+        positions = torch.arange(hidden.shape[1], device=self.device)[None]
+        return positions, self._rotary(hidden, positions)
 
     @torch.inference_mode()
     def blend(self, ids: Sequence[int], chosen: Tensor, past: PrefixKV) -> list[KV]:
@@ -138,23 +175,31 @@ class LayeredModel:
             made.append((cache.kv[0].to(HOST), cache.kv[1].to(HOST)))
         return made
 
-    def step(
-        self, layer: int, hidden: Tensor, past: KV, tail: KV | None, pads: Tensor
-    ) -> tuple[Tensor, KV]:
-        """One layer over new tokens `[rows, new, hidden]`: what leaves it, and the longer tail.
+    def place(self, num_past: int, num_tail: int, num_new: int, pads: Sequence[int]) -> Placement:
+        """New tokens after a past that all rows share and a tail of each row's own.
 
         The first `pads[row]` tokens of a row's tail are no tokens: they align rows of different
         lengths at their ends, and nothing that counts depends on them.
         """
-        num_past, num_new = past[0].shape[2], hidden.shape[1]
-        num_tail = 0 if tail is None else tail[0].shape[2]
+        padding = torch.tensor(pads, device=self.device)[:, None]
         places = torch.arange(num_tail, num_tail + num_new, device=self.device)[None]
-        positions = (num_past + places - pads[:, None]).clamp(min=0)
+        positions = (num_past + places - padding).clamp(min=0)
         keys = torch.arange(-num_past, num_tail + num_new, device=self.device)[None, None]
-        seen = (keys <= places[..., None]) & ((keys >= pads[:, None, None]) | (keys < 0))
-        rotary = self._rotary(hidden, positions)
+        seen = (keys <= places[..., None]) & ((keys >= padding[..., None]) | (keys < 0))
+        like = torch.empty(0, dtype=self.dtype, device=self.device)
+        return Placement(positions, self._rotary(like, positions), self._additive(seen))
+
+    def step(
+        self, layer: int, hidden: Tensor, past: KV, tail: KV | None, placement: Placement
+    ) -> tuple[Tensor, KV]:
+        """One layer over new tokens `[rows, new, hidden]`: what leaves it, and the longer tail.
+
+        The placement is of these rows, or of one row that stands for all.
+        """
         cache = _Join(past, tail)
-        leaving = self._call(layer, hidden, self._additive(seen), positions, rotary, cache)
+        leaving = self._call(
+            layer, hidden, placement.mask, placement.positions, placement.rotary, cache
+        )
         return leaving, cache.tail
 
     def kv_of(self, source: PrefixKV, layer: int) -> KV:
@@ -208,9 +253,9 @@ def check_layers(model: LayeredModel, ids: Sequence[int]) -> None:
         ]
         kv = model.prefix(ids[:half], ()).kv
         hidden = model.embed(torch.tensor([list(ids[half:])]))
-        pads = torch.zeros(1, dtype=torch.long, device=model.device)
+        placement = model.place(half, 0, len(ids) - half, [0])
         for layer in range(model.num_layers):
-            hidden, _ = model.step(layer, hidden, model.kv_of(kv, layer), None, pads)
+            hidden, _ = model.step(layer, hidden, model.kv_of(kv, layer), None, placement)
         distance = (model.logits(hidden[0, -1]) - expected.float()).abs().max()
     allowed = _ALLOWED[model.dtype] * expected.float().abs().max()
     if not distance <= allowed:

@@ -38,6 +38,8 @@ def forced(
     At most `max_rows` rows go through a layer at a time.
     """
     num_rows = rows.shape[0]
+    num_past = next(kv[0].shape[2] for kv in sources[mixtures[0][0]] if kv is not None)
+    placement = model.place(num_past, 0, rows.shape[1], [0])
     streams = [model.embed(rows)]
     at = [0] * len(mixtures)
     for layer in range(model.num_layers):
@@ -47,16 +49,12 @@ def forced(
         for source, group in groupby(distinct, key=itemgetter(0)):
             past = model.kv_of(sources[source], layer)
             hidden = torch.cat([streams[stream] for _, stream in group])
-            left = torch.cat([_through(model, layer, it, past) for it in hidden.split(max_rows)])
+            parts = hidden.split(max_rows)
+            left = torch.cat([model.step(layer, it, past, None, placement)[0] for it in parts])
             fresh.extend(left.split(num_rows))
         index = {read: i for i, read in enumerate(distinct)}
         streams, at = fresh, [index[read] for read in reads]
     return [streams[stream] for stream in at]
-
-
-def _through(model: LayeredModel, layer: int, hidden: Tensor, past: KV) -> Tensor:
-    pads = torch.zeros(hidden.shape[0], dtype=torch.long, device=model.device)
-    return model.step(layer, hidden, past, None, pads)[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,23 +93,26 @@ def _decode(
     length = max(len(it.suffix) for it in asked)
     padding = [length - len(it.suffix) for it in asked]
     ids = torch.tensor([[0] * n + list(it.suffix) for n, it in zip(padding, asked, strict=True)])
-    pads = torch.tensor(padding, device=model.device)
     readers = [_readers(it.mixture[layer] for it in asked) for layer in range(model.num_layers)]
     pasts = {
         (layer, source): model.kv_of(sources[source], layer)
         for layer, by_source in enumerate(readers)
         for source in by_source
     }
+    num_past = next(iter(pasts.values()))[0].shape[2]
+    num_tail = 0
     tails: dict[tuple[int, int], KV] = {}
     answers: list[list[int]] = [[] for _ in asked]
     for _ in range(max_new):
         hidden = model.embed(ids)
+        placement = model.place(num_past, num_tail, ids.shape[1], padding)
+        num_tail += ids.shape[1]
         for layer, by_source in enumerate(readers):
             leaving = torch.empty_like(hidden)
             for source, rows in by_source.items():
                 key = (layer, source)
                 leaving[rows], tails[key] = model.step(
-                    layer, hidden[rows], pasts[key], tails.get(key), pads[rows]
+                    layer, hidden[rows], pasts[key], tails.get(key), placement.of_rows(rows)
                 )
             hidden = leaving
         ids = model.logits(hidden[:, -1:]).argmax(-1)

@@ -30,9 +30,9 @@ LAYER_S = 1.0 + 20 * 0.1 + 400 * 0.01
 SUFFIX_S = 3.0 + 5 * 0.2 + 100 * 0.001
 
 
-def test_full_prefill_computes_every_layer_and_loads_nothing() -> None:
-    assert COSTS.full_prefill_s(N, M) == pytest.approx(6 * LAYER_S + SUFFIX_S)
-    assert COSTS.full_prefill_s(0, M) == pytest.approx(3.0 + 1.0)
+def test_full_prefill_is_one_pass_that_loads_nothing() -> None:
+    assert COSTS.full_prefill_s(N, M) == pytest.approx(6 * (1.0 + 25 * 0.1 + 625 * 0.01))
+    assert COSTS.full_prefill_s(0, M) == pytest.approx(6 * (1.0 + 5 * 0.1 + 25 * 0.01))
 
 
 def test_a_block_ends_in_k_and_v_alone_and_starts_from_e() -> None:

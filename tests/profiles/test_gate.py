@@ -67,3 +67,11 @@ def test_without_a_block_there_is_nothing_to_pass():
     passed, reason = verdict(None, None, FULL, 0.05)
     assert not passed
     assert "no block smaller than all layers" in reason
+
+
+def test_a_receiver_that_answers_nothing_right_never_passes():
+    zero = Interval(mean=0.0, low=0.0, high=0.0)
+    assert not is_within(zero, 0.0, 0.05)
+    for block in (Span(2, 5), None):
+        passed, reason = verdict(block, zero, zero, 0.05)
+        assert not passed and "answers nothing right" in reason

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 from shipped import ASKED, DATA, SHIPPED, WEIGHTS, flags
 
-from cachetree.evidence import MeasuredProfile, read_measured
+from cachetree.evidence import BaselineKind, MeasuredProfile, read_measured
 from cachetree.profile import write_profile
 from profiles.pairs.questions import make_records
 from profiles.pairs.stranger import SEED, write_stranger
@@ -111,7 +111,8 @@ def test_a_run_that_was_stopped_twice_ends_like_one_that_was_not(few, tmp_path):
 
 
 def test_the_summary_comes_first_and_the_verdict_last(few, tmp_path):
-    result = run(*few, "--out", str(tmp_path / "pair.json"), "--no-prune")
+    small = ["--small", str(WEIGHTS / "foundation")]
+    result = run(*few, "--out", str(tmp_path / "pair.json"), "--no-prune", *small)
     assert result.returncode == 0, result.stdout + result.stderr
     lines = result.stdout.splitlines()
     summary = next(i for i, line in enumerate(lines) if line.startswith("12 layers, 21 blocks"))
@@ -124,6 +125,8 @@ def test_the_summary_comes_first_and_the_verdict_last(few, tmp_path):
         (start, stop) for start in range(0, 12, 2) for stop in range(start + 2, 14, 2)
     ]
     assert not profile.made.pruned
+    (baseline,) = (it for it in profile.baselines if it.kind is BaselineKind.SMALL_MODEL)
+    assert baseline.ttft_s > 0 and baseline.quality.mean < profile.full_prefill_quality
 
 
 @pytest.fixture(scope="module")
