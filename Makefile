@@ -37,6 +37,7 @@ check: $(INSTALLED)
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/partial_prefill.py
 	$(BIN)/python benchmarks/transport.py
+	$(BIN)/python benchmarks/profiler.py
 
 pairs: $(INSTALLED)
 	$(BIN)/python -m profiles.pairs

@@ -1,0 +1,126 @@
+"""The benchmark of the profiler runs, and notices where two ways of measuring disagree."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from profiles.examination import Score
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+SCORE = Score(kl=0.5, agreement=1.0, own_nll=4.0, reference_nll=0.25, quality=1.0)
+
+
+@pytest.fixture
+def benchmark(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    yield importlib.import_module("profiler")
+    for name in ("profiler", "block_by_block"):
+        sys.modules.pop(name)
+
+
+def test_it_measures_a_context_both_ways_and_says_so_in_one_line(tmp_path):
+    file = tmp_path / "result.json"
+    command = [sys.executable, str(BENCHMARKS / "profiler.py"), "--num-documents", "1"]
+    done = subprocess.run(
+        [*command, "--json", str(file)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result == json.loads(file.read_text())
+    assert (result["num_contexts"], result["num_questions"]) == (1, 3)
+    sweep, alone, batched = result["contenders"].values()
+    assert sweep["passes_per_context"] == [13]
+    assert alone["passes_per_context"] == batched["passes_per_context"] == [80]
+    assert alone["times_the_sweep"] == pytest.approx(alone["wall_s"] / sweep["wall_s"])
+    assert alone["times_the_sweep"] >= result["times_demanded"] == 3
+    assert set(alone["parts_s"]) == {"prefix", "given answers", "decoding"}
+    for comparison in result["comparisons"].values():
+        assert comparison["num_answers"] == (78 + 1 + 12) * 3
+        assert 0 <= comparison["largest"] < 1e-4
+    assert result["environment"]["processor"]
+    assert {"torch", "transformers"} <= result["environment"]["versions"].keys()
+
+
+@pytest.mark.parametrize(
+    ("change", "margin", "problem"),
+    [
+        ({}, 9.0, None),
+        ({"kl": 0.50005, "own_nll": 4.0003}, 9.0, None),
+        ({"kl": 0.501}, 9.0, "kl is 0.5 and 0.501"),
+        ({"own_nll": 4.01}, 9.0, "own_nll is 4 and 4.01"),
+        ({"reference_nll": 0.26}, 9.0, "reference_nll is 0.25 and 0.26"),
+        ({"reference_nll": float("nan")}, 9.0, "reference_nll is 0.25 and nan"),
+        ({"quality": 0.5}, 9.0, "F1 is 1.0 and 0.5"),
+        ({"quality": 0.5}, 1e-5, None),
+        ({"agreement": 0.5}, 9.0, "agreement 1.000 and 0.500"),
+    ],
+)
+def test_a_disagreement_is_found_unless_it_is_rounding(benchmark, change, margin, problem):
+    ours = [benchmark.Found(SCORE, 0.0)] * 1000
+    changed = benchmark.Found(msgspec.structs.replace(SCORE, **change), margin)
+    alone = [*[benchmark.Found(SCORE, 9.0)] * 999, changed]
+    comparison = benchmark.Comparison(tolerance=1e-4)
+    comparison.compare({"full reuse": ours}, {"full reuse": alone})
+    found = comparison.verdict()
+    assert comparison.num_answers == 1000
+    assert len(found) == (problem is not None)
+    if problem is not None:
+        assert found[0].startswith("full reuse: ")
+        assert problem in found[0]
+
+
+def test_too_many_near_ties_are_a_disagreement(benchmark):
+    near = benchmark.Found(msgspec.structs.replace(SCORE, quality=0.0), 1e-5)
+    comparison = benchmark.Comparison(tolerance=1e-4)
+    ours = [benchmark.Found(SCORE, 0.0)] * 100
+    alone = [*[benchmark.Found(SCORE, 9.0)] * 98, near, near]
+    comparison.compare({"full reuse": ours}, {"full reuse": alone})
+    assert comparison.verdict() == ["2 near-ties; at most 0.1 are allowed"]
+
+
+def test_what_only_one_has_measured_is_a_disagreement(benchmark):
+    found = [benchmark.Found(SCORE, 0.0)]
+    comparison = benchmark.Comparison(tolerance=1e-4)
+    comparison.compare({"a": found, "b": found}, {"a": found})
+    assert comparison.verdict() == ["measured by one only: ['b']"]
+
+
+def races(benchmark, *, sweep_passes=13, alone_passes=80, alone_s=30.0):
+    run = benchmark.Run
+    return {
+        benchmark.SWEEP: [run(10.0, 10.0, sweep_passes, {})],
+        benchmark.ALONE: [run(alone_s, alone_s, alone_passes, {})],
+        benchmark.BATCHED: [run(20.0, 20.0, 80, {})],
+    }
+
+
+@pytest.mark.parametrize(
+    ("race", "problem"),
+    [
+        ({}, None),
+        ({"sweep_passes": 14}, "sweep: [14] prefix passes over a context, not 13"),
+        ({"alone_passes": 79}, "each block on its own: [79] prefix passes over a context, not 80"),
+        ({"alone_s": 29.0}, "each block on its own took 2.90 times as long; 3.00 is demanded"),
+    ],
+)
+def test_passes_and_times_are_demanded(benchmark, race, problem):
+    comparisons = {benchmark.ALONE: benchmark.Comparison(tolerance=1e-4)}
+    found = benchmark.problems_of(races(benchmark, **race), comparisons, 12)
+    assert found == ([] if problem is None else [problem])
+
+
+def test_a_disagreement_is_a_problem_of_the_race(benchmark):
+    comparison = benchmark.Comparison(tolerance=1e-4)
+    comparison.compare({"a": []}, {"b": []})
+    found = benchmark.problems_of(races(benchmark), {benchmark.ALONE: comparison}, 12)
+    assert found == ["each block on its own: measured by one only: ['a', 'b']"]
