@@ -248,9 +248,8 @@ def check_layers(model: LayeredModel, ids: Sequence[int]) -> None:
     """
     half = len(ids) // 2
     with torch.inference_mode():
-        expected = model.model(input_ids=torch.tensor([list(ids)], device=model.device)).logits[
-            0, -1
-        ]
+        whole = torch.tensor([list(ids)], device=model.device)
+        expected = model.model(input_ids=whole, logits_to_keep=1).logits[0, -1]
         kv = model.prefix(ids[:half], ()).kv
         hidden = model.embed(torch.tensor([list(ids[half:])]))
         placement = model.place(half, 0, len(ids) - half, [0])

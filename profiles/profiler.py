@@ -57,6 +57,7 @@ DTYPES: Final = {
     "float16": torch.float16,
     "float32": torch.float32,
 }
+SAMPLE_TOKENS: Final = 64
 PACKAGES: Final = ("sglang-droidspeak", "torch", "transformers")
 
 
@@ -113,13 +114,7 @@ def profile_pair(settings: Settings, console: Console) -> MeasuredProfile:
     """
     began = time.monotonic()
     settings.out.parent.mkdir(parents=True, exist_ok=True)
-    pair = load_pair(
-        settings.sender,
-        settings.receiver,
-        dtype=DTYPES[settings.dtype],
-        device=choose_device(settings.device),
-        cache_dir=None,
-    )
+    pair = open_pair(settings)
     positions = pair.receiver.config.max_position_embeddings
     train, held_out = load_splits(settings, pair.tokenizer, positions)
     documents = [*train.documents, *held_out.documents]
@@ -173,6 +168,17 @@ def profile_pair(settings: Settings, console: Console) -> MeasuredProfile:
     write_profile(profile, settings.out)
     journal.remove()
     return profile
+
+
+def open_pair(settings: Settings) -> Pair:
+    """Both models, loaded as the settings say."""
+    return load_pair(
+        settings.sender,
+        settings.receiver,
+        dtype=DTYPES[settings.dtype],
+        device=choose_device(settings.device),
+        cache_dir=None,
+    )
 
 
 def choose_device(name: str) -> torch.device:
@@ -234,10 +240,16 @@ def answerers(
     """Sender and receiver, with batches that fit into the memory."""
     sender, receiver = LayeredModel(pair.sender), LayeredModel(pair.receiver)
     for model in (sender, receiver):
-        check_layers(model, documents[0].prefix)
+        check_layers(model, _sample(documents))
     num_mixtures = 2 * pair.num_layers + 1
     room = make_room(Sizes.of(receiver), documents, num_mixtures, max_memory_gb)
     return _answerer(sender, pair.tokenizer, room), _answerer(receiver, pair.tokenizer, room)
+
+
+def _sample(documents: Sequence[Document]) -> tuple[int, ...]:
+    """Some real tokens, at least two."""
+    first = documents[0]
+    return (*first.prefix[:SAMPLE_TOKENS], *first.questions[0].suffix[:SAMPLE_TOKENS])
 
 
 def _answerer(model: LayeredModel, tokenizer: PreTrainedTokenizerBase, room: Room) -> Answerer:
@@ -292,7 +304,7 @@ def measure_small(
     specs = settings.held_out or settings.data
     _, documents = load_documents(settings, specs, tokenizer, positions)
     documents = [it for it in documents if it.questions[0].name in names]
-    check_layers(model, documents[0].prefix)
+    check_layers(model, _sample(documents))
     room = make_room(Sizes.of(model), documents, 1, settings.max_memory_gb)
     answerer = _answerer(model, tokenizer, room)
     qualities = []

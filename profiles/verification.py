@@ -17,8 +17,7 @@ from profiles.forecast import judging_s
 from profiles.gate import interval, loss, verdict
 from profiles.journal import temporary_journal
 from profiles.judging import Candidate
-from profiles.models import load_pair
-from profiles.profiler import DTYPES, Settings, answerers, choose_device, judge_all, load_documents
+from profiles.profiler import Settings, answerers, judge_all, load_documents, open_pair
 from profiles.study import Bench
 
 
@@ -43,13 +42,7 @@ def verify_profile(profile: MeasuredProfile, settings: Settings, console: Consol
 
     Raises ProfileError where the models are not the profile's, naming the field.
     """
-    pair = load_pair(
-        settings.sender,
-        settings.receiver,
-        dtype=DTYPES[settings.dtype],
-        device=choose_device(settings.device),
-        cache_dir=None,
-    )
+    pair = open_pair(settings)
     _require_same("sender", profile.sender, pair.sender_identity)
     _require_same("receiver", profile.receiver, pair.receiver_identity)
     positions = pair.receiver.config.max_position_embeddings
