@@ -4,7 +4,8 @@ Pure: values in, one value out. Of every match at most one plan is made; the bes
 
     own model      every layer loaded, exact, no profile needed
     another model  only with a profile that passed its gate; one of its measured blocks whose
-                   quality is at or above its floor, for as many pages as have E there
+                   quality is at or above its floor, for as many pages as have E there;
+                   without a gate the lossless block, where the models are equal below some layer
 
 Which block (DroidSpeak, NSDI '26, appendix B): while requests wait, the one that recomputes the
 fewest layers; while none do, the one that recomputes the most within the TTFT target, or the
@@ -204,16 +205,16 @@ def _blocks(demand: Demand, match: Match, profiles: Profiles) -> list[BlockQuali
     if match.model == demand.receiver:
         # The own cache is exact whatever is recomputed; a block only where asked for by name.
         own = block if block is not None and requested.sender == match.model else EMPTY_SPAN
-        return [BlockQuality(start=own.start, stop=own.stop, quality=1.0)]
+        return [_quality(own, 1.0)]
     profile = profiles.get((match.model, demand.receiver))
     is_free = demand.gate is Gate.OFF
     if block is not None and is_free:
-        return [BlockQuality(start=block.start, stop=block.stop, quality=0.0)]
+        return [_quality(block, 0.0)]
     if profile is None:
         return NoReuse(reason=Reason.NO_PROFILE, detail=f"no profile with sender {match.model}")
-    if not profile.passed and not is_free:
+    if not profile.is_usable and not is_free:
         return NoReuse(reason=Reason.GATE_FAILED, detail=profile.reason)
-    allowed = _above_floor(profile)
+    allowed = _lossless(profile) + (_above_floor(profile) if profile.passed or is_free else [])
     if not allowed:
         return NoReuse(reason=Reason.GATE_FAILED, detail="no block reaches the quality floor")
     if block is None:
@@ -226,6 +227,15 @@ def _blocks(demand: Demand, match: Match, profiles: Profiles) -> list[BlockQuali
             f"{profile.quality_floor:.3f}",
         )
     return asked
+
+
+def _lossless(profile: PairProfile) -> list[BlockQuality]:
+    block, quality = profile.lossless, profile.full_prefill_quality
+    return [] if block is None else [_quality(block, quality)]
+
+
+def _quality(block: Span, quality: float) -> BlockQuality:
+    return BlockQuality(start=block.start, stop=block.stop, quality=quality)
 
 
 def _above_floor(profile: PairProfile) -> list[BlockQuality]:

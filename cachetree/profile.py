@@ -12,7 +12,7 @@ import msgspec
 
 from cachetree.errors import ProfileError
 from cachetree.family import ModelIdentity
-from cachetree.ids import Span
+from cachetree.ids import EMPTY_SPAN, Span
 
 VERSION = 2
 
@@ -54,17 +54,35 @@ class PairProfile(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     """Why the gate passed or failed, in one sentence for a person."""
     first_difference: int = 0
-    """First layer at which the two models' tensors differ. Below it their KV is bit-identical, so
-    the block from there to the last layer is lossless; 0 says nothing is."""
+    """First layer at which the two models' tensors differ; the profiler compares them byte by byte.
+    Below it their KV is bit-identical; 0 says nothing is."""
 
     @property
     def quality_floor(self) -> float:
         return self.full_prefill_quality * (1.0 - self.tolerance)
 
+    @property
+    def lossless(self) -> Span | None:
+        """The block that leaves nothing to judge: from the first layer that differs to the last.
+
+        Empty where no layer differs, so that everything may be loaded; None where layer 0 does.
+        """
+        if not self.first_difference:
+            return None
+        num_layers = self.receiver.num_layers
+        differs = self.first_difference < num_layers
+        return Span(self.first_difference, num_layers) if differs else EMPTY_SPAN
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether a server may reuse the pair: it passed its gate, or needs none."""
+        return self.passed or self.lossless is not None
+
     def transition_layers(self) -> frozenset[int]:
         """Layers at which a sender of this pair should keep E."""
-        recommended = self.recommended
-        return frozenset() if recommended is None else frozenset({recommended.start} - {0})
+        recommended = self.recommended.block if self.recommended and self.passed else EMPTY_SPAN
+        starts = {block.start for block in (recommended, self.lossless or EMPTY_SPAN)}
+        return frozenset(starts - {0})
 
 
 Schema = TypeVar("Schema", bound=PairProfile)

@@ -87,7 +87,7 @@ class Site:
         if self.settings.capture_layers is not None:
             return self.settings.capture_layers
         model = self.identity.model_id
-        sends = (p for p in self.profiles if p.sender.model_id == model and p.passed)
+        sends = (p for p in self.profiles if p.sender.model_id == model and p.is_usable)
         return tuple(sorted(frozenset().union(*(p.transition_layers() for p in sends))))
 
     def e_bytes_per_token(self, dtype: torch.dtype) -> int:
@@ -168,7 +168,7 @@ def _read_profiles(settings: Settings, identity: ModelIdentity) -> Iterable[Pair
                 if is_named:
                     raise ProfileError(_of_another_pair(file, profile, identity))
                 continue
-            if not profile.passed:
+            if not profile.is_usable:
                 failed = f"profile {file} did not pass its gate: {profile.reason}"
                 if is_named and settings.gate == "enforce":
                     raise ProfileError(

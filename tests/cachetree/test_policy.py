@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from cachetree.entries import Match
 from cachetree.family import ModelIdentity
-from cachetree.ids import LOCAL, Location, Span
+from cachetree.ids import EMPTY_SPAN, LOCAL, Location, Span
 from cachetree.plan import Plan
 from cachetree.policy import (
     Costs,
@@ -203,6 +203,23 @@ def test_a_plan_that_is_not_faster_is_not_used() -> None:
     assert plan.block == Span(0, 8)
     expensive = replace(MEASURED, overhead_s=2.0)
     assert reason_for(match(R, location=FAR), costs=expensive) is Reason.SLOWER
+
+
+def test_a_lossless_block_needs_no_gate() -> None:
+    profiles = index_profiles([msgspec.structs.replace(FAILED, first_difference=7)])
+    assert plan_for(match(S), profiles=profiles).block == Span(7, 10)
+    assert reason_for(match(S, e={3: 10}), profiles=profiles) is Reason.NO_E
+    asked = replace(DEMAND, requested=Requested(block=Span(3, 6)))
+    assert reason_for(match(S), demand=asked, profiles=profiles) is Reason.UNGATED_BLOCK
+    equal = index_profiles([msgspec.structs.replace(FAILED, first_difference=10)])
+    assert plan_for(match(S, e={}), profiles=equal).block == EMPTY_SPAN
+
+
+def test_a_lossless_block_stands_beside_the_measured_ones() -> None:
+    profiles = index_profiles([msgspec.structs.replace(PROFILE, first_difference=9)])
+    assert plan_for(match(S), profiles=profiles).block == Span(3, 6), "recommended"
+    busy = replace(DEMAND, num_waiting=3)
+    assert plan_for(match(S), demand=busy, profiles=profiles).block == Span(9, 10), "fewest layers"
 
 
 def test_the_larger_saving_wins() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from cachetree.errors import FamilyMismatch, ProfileError
 from cachetree.family import Family, ModelIdentity
-from cachetree.ids import Span
+from cachetree.ids import EMPTY_SPAN, Span
 from cachetree.profile import VERSION, BlockQuality, PairProfile, read_profile, write_profile
 
 
@@ -62,6 +62,19 @@ def test_what_follows_from_a_profile() -> None:
     assert profile(BLOCK).transition_layers() == {1}
     assert profile(BlockQuality(start=0, stop=3, quality=0.8)).transition_layers() == frozenset()
     assert profile(None).transition_layers() == frozenset()
+
+
+def test_models_that_are_equal_below_a_layer_need_no_gate() -> None:
+    failed = msgspec.structs.replace(profile(BLOCK), passed=False)
+    assert failed.lossless is None and not failed.is_usable
+    assert failed.transition_layers() == frozenset()
+    upper = msgspec.structs.replace(failed, first_difference=3)
+    assert upper.lossless == Span(3, 4) and upper.is_usable
+    assert upper.transition_layers() == {3}
+    assert msgspec.structs.replace(upper, passed=True).transition_layers() == {1, 3}
+    equal = msgspec.structs.replace(failed, first_difference=4)
+    assert equal.lossless == EMPTY_SPAN and equal.is_usable
+    assert equal.transition_layers() == frozenset()
 
 
 def test_unknown_fields_are_ignored_and_unknown_versions_are_not(tmp_path: Path) -> None:
