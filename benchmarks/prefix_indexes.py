@@ -1,0 +1,211 @@
+"""The contenders of `tree.py`: prefix indexes behind one interface, none with real KV memory."""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+from cachetree import CacheTree, Family, ModelId, PageHash
+
+FAMILY = Family(
+    architecture="LlamaForCausalLM",
+    num_layers=2,
+    hidden_size=8,
+    num_kv_heads=1,
+    head_dim=8,
+    rope="{}",
+    tokenizer="t",
+    kv_dtype="bfloat16",
+    page_size=64,
+)
+"""Its sizes only scale the budget; nothing is allocated."""
+PAGE_BYTES = FAMILY.num_layers * FAMILY.kv_page_bytes
+
+
+class Prompt:
+    """One prompt in the form that each index reads, made before the clock starts."""
+
+    def __init__(self, tokens: array[int], pages: list[PageHash]) -> None:
+        self.tokens = tokens
+        self.pages = pages
+        self.slots = torch.arange(len(tokens))
+
+
+class PrefixIndex(Protocol):
+    """What `tree.py` times. All lengths are in pages."""
+
+    def match(self, prompt: Prompt) -> Any:
+        """Look the prompt up for every model; `lengths` reads the answer."""
+
+    def lengths(self, answer: Any) -> list[int]:
+        """The longest prefix of each model."""
+
+    def insert(self, model: int, prompt: Prompt) -> int:
+        """Add the prompt for one model; how many of its pages were there."""
+
+    def evict(self, num_pages: int, seed: int) -> int:
+        """Make room for that many pages; how many went. `seed` names the newcomer."""
+
+
+class _NoPool:
+    """Stands where SGLang expects the allocator of KV slots."""
+
+    page_size = FAMILY.page_size
+    device = "cpu"
+
+    def free_segment(self, indices: torch.Tensor, *, start_pos: int) -> None:
+        """Nothing was allocated."""
+
+
+class SGLangRadix:
+    """A radix tree of SGLang over tokens; models are namespaces (`extra_key`), walked in turn."""
+
+    def __init__(self, tree: type, core: str | None, num_models: int) -> None:
+        self._tree = tree(
+            CacheInitParams(
+                disable=False,
+                req_to_token_pool=None,
+                token_to_kv_pool_allocator=_NoPool(),
+                page_size=FAMILY.page_size,
+                tree_components=(ComponentType.FULL,),
+                tree_core_backend=core,
+            )
+        )
+        self._names = [str(i) for i in range(num_models)]
+
+    def match(self, prompt: Prompt) -> list[Any]:
+        return [
+            self._tree.match_prefix(MatchPrefixParams(key=RadixKey(prompt.tokens, name)))
+            for name in self._names
+        ]
+
+    def lengths(self, answer: list[Any]) -> list[int]:
+        return [found.device_prefix_len // FAMILY.page_size for found in answer]
+
+    def insert(self, model: int, prompt: Prompt) -> int:
+        key = RadixKey(prompt.tokens, self._names[model])
+        found = self._tree.insert(InsertParams(key=key, value=prompt.slots))
+        return found.prefix_len // FAMILY.page_size
+
+    def evict(self, num_pages: int, seed: int) -> int:
+        num_tokens = num_pages * FAMILY.page_size
+        found = self._tree.evict(EvictParams(num_tokens=num_tokens))
+        return found.num_tokens_evicted // FAMILY.page_size
+
+
+class FlatDict:
+    """One ordered dict of page hashes per model, kept in the order of use."""
+
+    def __init__(self, num_models: int) -> None:
+        self._pages: list[OrderedDict[PageHash, None]] = [OrderedDict() for _ in range(num_models)]
+
+    def match(self, prompt: Prompt) -> list[int]:
+        found = []
+        for pages in self._pages:
+            num = 0
+            for page in prompt.pages:
+                if page not in pages:
+                    break
+                pages.move_to_end(page)
+                num += 1
+            found.append(num)
+        return found
+
+    def lengths(self, answer: list[int]) -> list[int]:
+        return answer
+
+    def insert(self, model: int, prompt: Prompt) -> int:
+        pages = self._pages[model]
+        num_before = len(pages)
+        for page in prompt.pages:
+            if page in pages:
+                pages.move_to_end(page)
+            else:
+                pages[page] = None
+        return len(prompt.pages) - (len(pages) - num_before)
+
+    def evict(self, num_pages: int, seed: int) -> int:
+        pages = self._pages[seed % len(self._pages)]
+        for _ in range(num_pages):
+            pages.popitem(last=False)
+        return num_pages
+
+
+class UntouchedDict(FlatDict):
+    """The same, without noting the use: the least that a lookup per page can cost."""
+
+    def match(self, prompt: Prompt) -> list[int]:
+        found = []
+        for pages in self._pages:
+            num = 0
+            for page in prompt.pages:
+                if page not in pages:
+                    break
+                num += 1
+            found.append(num)
+        return found
+
+
+class Ours:
+    """CacheTree with a budget of `num_pages` per model and an allocator that gives no memory."""
+
+    def __init__(self, num_models: int, num_pages: int) -> None:
+        self.models = [ModelId(f"{i:032x}") for i in range(num_models)]
+        self._tree = CacheTree(
+            FAMILY,
+            host_bytes=num_models * num_pages * PAGE_BYTES,
+            allocate=lambda num_bytes: memoryview(b""),
+        )
+        self._newcomers: list[Any] = []
+
+    def match(self, prompt: Prompt) -> Any:
+        return self._tree.match(prompt.pages)
+
+    def lengths(self, answer: Any) -> list[int]:
+        found = {match.model: match.num_pages for match in answer}
+        return [found.get(model, 0) for model in self.models]
+
+    def insert(self, model: int, prompt: Prompt) -> int:
+        reservation = self._tree.reserve(self.models[model], None, prompt.pages, ())
+        assert reservation is not None
+        reservation.commit()
+        return reservation.skipped
+
+    def evict(self, num_pages: int, seed: int) -> int:
+        """Through the front door: a reservation that needs the room, kept open."""
+        num_before = self._tree.num_pages
+        self._newcomers.append(
+            self._tree.reserve(self.models[0], None, newcomer(num_pages, seed), ())
+        )
+        return num_before - self._tree.num_pages
+
+
+def newcomer(num_pages: int, seed: int) -> Sequence[PageHash]:
+    return [PageHash(b"%08x%08x" % (seed, i)) for i in range(num_pages)]
+
+
+def make(name: str, num_models: int, num_pages: int) -> PrefixIndex:
+    """An empty index; `num_pages` is what it must hold per model."""
+    if name == "SGLang, Python":
+        return SGLangRadix(RadixCache, None, num_models)
+    if name == "SGLang, Rust":
+        return SGLangRadix(UnifiedRadixCache, "rust", num_models)
+    if name == "flat dict, LRU":
+        return FlatDict(num_models)
+    if name == "flat dict, lookup only":
+        return UntouchedDict(num_models)
+    return Ours(num_models, num_pages)
+
+
+NAMES = ("SGLang, Python", "SGLang, Rust", "flat dict, LRU", "flat dict, lookup only", "cachetree")
+ESTIMATED_BYTES_PER_PAGE = {"SGLang, Python": 1100, "SGLang, Rust": 1100}
+"""Per model; what decides whether a contender is left out for want of memory. Others: 250."""

@@ -1,0 +1,303 @@
+"""How fast and how small is the prefix tree, beside SGLang's two and beside a flat dict?
+
+    python benchmarks/tree.py [--pages 10000 100000 1000000] [--models 1 8] [--memory-gib 6]
+
+Prompts of 8K to 32K tokens, pages of 64, each prompt with the first 0 to 80 % of an earlier one.
+`--pages` distinct pages are cached for every model. Asked are cached prompts (full), a cached
+prefix of random length with a new tail (partial) and new prompts (miss).
+
+Physics: a flat index pays one hash lookup, so about one cache miss, per page and model; a radix
+tree over tokens compares 512 bytes per page; a tree over page hashes compares 16 bytes per page,
+once for all models, and then pays per node. Keeping nothing but the hash costs 16 bytes a page; a
+Python object per page at least four times that.
+
+All contenders are built from the same prompts in one process and asked the same questions, in an
+order that rotates; the lengths that they find are compared before any time is read. Times are CPU
+time of this thread with garbage collection off, less what reading that clock costs. Page hashes
+are ready; making them is a row of its own. SGLang's trees read tokens and need none. A contender
+that would need more than `--memory-gib` is left out. Memory is what a second process, whose every
+allocation goes through malloc, holds more after building the index than before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from array import array
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+from prefix_indexes import ESTIMATED_BYTES_PER_PAGE, FAMILY, NAMES, PrefixIndex, Prompt, make
+from rich.console import Console
+from rich.table import Table
+
+from cachetree.hashing import page_hashes
+
+PAGE = FAMILY.page_size
+EVICTED_PAGES = 256
+"""16K tokens."""
+
+
+class Workload:
+    """Seeded prompts; equal numbers of pages give equal prompts."""
+
+    def __init__(self, num_pages: int, num_samples: int) -> None:
+        self._random = np.random.default_rng(0)
+        self._all: list[np.ndarray] = []
+        self.num_pages = 0
+        while self.num_pages < num_pages:
+            self._all.append(self._next())
+        self.num_cached = len(self._all)
+        """Of `prompts`; those after them are to be inserted."""
+        pages_each = num_pages // self.num_cached
+        self.num_inserts = min(num_samples, max(10, self.num_cached // 4))
+        self.num_evictions = min(num_samples, max(10, num_pages // 4 // EVICTED_PAGES))
+        self.num_reserved_pages = self.num_pages + self.num_inserts * 2 * pages_each
+        self.cached_pages = self.num_pages
+        self._all += [self._next() for _ in range(self.num_inserts)]
+
+    def _next(self) -> np.ndarray:
+        num_tokens = int(self._random.integers(8192, 32769))
+        head = np.empty(0, np.uint16)
+        if self._all:
+            earlier = self._all[self._random.integers(len(self._all))]
+            cut = int(len(earlier) * self._random.uniform(0, 0.8)) // PAGE * PAGE
+            head = earlier[: min(cut, num_tokens)]
+        self.num_pages += num_tokens // PAGE - len(head) // PAGE
+        return np.concatenate([head, self._tokens(num_tokens - len(head))])
+
+    def _tokens(self, num: int) -> np.ndarray:
+        return self._random.integers(0, 32000, num, dtype=np.uint16)
+
+    def cached(self) -> Iterator[Prompt]:
+        return (prompt_of(tokens) for tokens in self._all[: self.num_cached])
+
+    def to_insert(self) -> Iterator[Prompt]:
+        return (prompt_of(tokens) for tokens in self._all[self.num_cached :])
+
+    def questions(self, kind: str, num: int) -> Iterator[Prompt]:
+        for _ in range(num):
+            tokens = self._all[self._random.integers(self.num_cached)]
+            if kind == "partial":
+                cut = int(len(tokens) * self._random.uniform(0.2, 0.8))
+                tokens = np.concatenate([tokens[:cut], self._tokens(len(tokens) - cut)])
+            elif kind == "miss":
+                tokens = self._tokens(len(tokens))
+            yield prompt_of(tokens)
+
+
+def prompt_of(tokens: np.ndarray) -> Prompt:
+    tokens = tokens[: len(tokens) // PAGE * PAGE]
+    ids = array("q", tokens.astype(np.int64).tobytes())
+    return Prompt(ids, page_hashes(ids, PAGE))
+
+
+def timed(run: Callable[[], Any]) -> tuple[float, Any]:
+    """CPU microseconds of this thread."""
+    begun_at_ns = time.thread_time_ns()
+    result = run()
+    return (time.thread_time_ns() - begun_at_ns) / 1000, result
+
+
+def allocated_bytes() -> int:
+    """What this process holds of glibc's malloc, which is everything under PYTHONMALLOC=malloc."""
+
+    class Info(ctypes.Structure):
+        _fields_ = tuple((f"field_{i}", ctypes.c_size_t) for i in range(10))
+
+    libc = ctypes.CDLL("libc.so.6")
+    libc.mallinfo2.restype = Info
+    info = libc.mallinfo2()
+    mapped, in_use = info.field_4, info.field_7
+    return mapped + in_use
+
+
+def serve_memory() -> None:
+    """The child: a question per line in, bytes per page and model per line out."""
+    for line in sys.stdin:
+        name, num_models, num_pages, num_samples = json.loads(line)
+        workload = Workload(num_pages, num_samples)
+        for prompt in workload.questions("miss", 3):  # First uses of code and caches.
+            make(name, 1, 10_000).insert(0, prompt)
+        gc.collect()
+        before = allocated_bytes()
+        index = make(name, num_models, workload.num_reserved_pages)
+        for prompt in workload.cached():
+            for model in range(num_models):
+                index.insert(model, prompt)
+        del prompt
+        gc.collect()
+        used = (allocated_bytes() - before) / workload.cached_pages / num_models
+        del index
+        sys.stdout.write(f"{used}\n")
+        sys.stdout.flush()
+
+
+class MemoryProcess:
+    """Builds each index once more where every allocation can be counted."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", __file__, "--memory"],
+            env={**os.environ, "PYTHONMALLOC": "malloc"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def bytes_per_page(self, *question: Any) -> float:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps(question) + "\n")
+        self._process.stdin.flush()
+        return float(self._process.stdout.readline())
+
+    def close(self) -> None:
+        self._process.communicate()
+
+
+Times = dict[str, dict[str, list[float]]]
+"""Microseconds by operation and contender."""
+
+
+def measure(names: list[str], num_models: int, workload: Workload, num_samples: int) -> Times:
+    indexes = {name: make(name, num_models, workload.num_reserved_pages) for name in names}
+    for prompt in workload.cached():
+        for index in indexes.values():
+            for model in range(num_models):
+                index.insert(model, prompt)
+    clock_us = statistics.median(timed(lambda: None)[0] for _ in range(1000))
+    times: Times = {}
+
+    def race(operation: str, turn: int, run: Callable[[PrefixIndex], Any]) -> dict[str, Any]:
+        order = names[turn % len(names) :] + names[: turn % len(names)]
+        answers = {}
+        for name in order:
+            spent_us, answers[name] = timed(lambda index=indexes[name]: run(index))
+            times.setdefault(operation, {}).setdefault(name, []).append(spent_us - clock_us)
+        return answers
+
+    gc.collect()
+    gc.disable()
+    for kind in ("full", "partial", "miss"):
+        for turn, prompt in enumerate(workload.questions(kind, num_samples)):
+            answers = race(f"match {kind}", turn, lambda index, it=prompt: index.match(it))
+            lengths = {name: tuple(indexes[name].lengths(answers[name])) for name in names}
+            assert len(set(lengths.values())) == 1, f"the contenders disagree: {lengths}"
+            spent_us, _ = timed(lambda it=prompt: page_hashes(it.tokens, PAGE))
+            times.setdefault("hashing", {}).setdefault("page_hashes", []).append(spent_us)
+    for turn, prompt in enumerate(workload.to_insert()):
+        model = turn % num_models
+        had = race("insert", turn, lambda index, it=prompt, m=model: index.insert(m, it))
+        assert len(set(had.values())) == 1, f"the contenders had {had}"
+        for other in range(num_models):
+            if other != model:
+                for index in indexes.values():
+                    index.insert(other, prompt)
+    evict(indexes, workload, times, clock_us)
+    gc.enable()
+    return times
+
+
+def evict(
+    indexes: dict[str, PrefixIndex], workload: Workload, times: Times, clock_us: float
+) -> None:
+    """Only calls that evicted count: ours has to fill its budget first."""
+    for name, index in indexes.items():
+        spent = times.setdefault("evict", {}).setdefault(name, [])
+        num_evicted = 0
+        for seed in range(100 * workload.num_evictions):
+            spent_us, num_pages = timed(lambda it=index, s=seed: it.evict(EVICTED_PAGES, s))
+            if num_pages:
+                spent.append(spent_us - clock_us)
+                num_evicted += num_pages
+            if len(spent) == workload.num_evictions:
+                break
+        per_page = times.setdefault("evicted page", {})
+        per_page[name] = [sum(spent) / num_evicted]
+
+
+def summary(values: list[float]) -> dict[str, float]:
+    p50, p99 = np.percentile(values, [50, 99])
+    return {"p50_us": round(float(p50), 2), "p99_us": round(float(p99), 2), "n": len(values)}
+
+
+def run(
+    num_pages: int, num_models: int, args: argparse.Namespace, memory: MemoryProcess
+) -> dict[str, Any]:
+    workload = Workload(num_pages, args.samples)
+    limit = args.memory_gib * 2**30 / num_models / num_pages
+    names = [name for name in NAMES if ESTIMATED_BYTES_PER_PAGE.get(name, 250) <= limit]
+    index_bytes_of = {
+        name: memory.bytes_per_page(name, num_models, num_pages, args.samples) for name in names
+    }
+    times = measure(names, num_models, workload, args.samples)
+    results = {
+        operation: {name: summary(values) for name, values in found.items()}
+        for operation, found in times.items()
+    }
+    title = f"{num_pages:,} pages, {num_models} model(s), {workload.num_cached} prompts"
+    table = Table(title=f"{title}: CPU µs, p50 / p99 (evicted page: mean)")
+    for column in ("", *results, "B/page/model"):
+        table.add_column(column, justify="right")
+    for name in (*names, "page_hashes"):
+        cells = [
+            f"{found[name]['p50_us']:.1f} / {found[name]['p99_us']:.1f}" if name in found else ""
+            for found in results.values()
+        ]
+        size = f"{index_bytes_of[name]:.0f}" if name in index_bytes_of else ""
+        table.add_row(name, *cells, size)
+    Console(width=200).print(table)
+    return {
+        "pages": num_pages,
+        "models": num_models,
+        "prompts": workload.num_cached,
+        "left_out": [name for name in NAMES if name not in names],
+        "times": results,
+        "bytes_per_page_and_model": {k: round(v, 1) for k, v in index_bytes_of.items()},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--pages", type=int, nargs="+", default=[10_000, 100_000, 1_000_000])
+    parser.add_argument("--models", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--samples", type=int, default=400)
+    parser.add_argument("--memory-gib", type=float, default=6)
+    parser.add_argument("--memory", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.memory:
+        serve_memory()
+        return
+    load = os.getloadavg()[0]
+    memory = MemoryProcess()
+    runs = [run(pages, models, args, memory) for pages in args.pages for models in args.models]
+    memory.close()
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    result = {
+        "benchmark": "tree",
+        "page_size": PAGE,
+        "runs": runs,
+        "load_1m": load,
+        "cpus": os.cpu_count(),
+        "machine": platform.processor() or platform.machine(),
+        "python": platform.python_version(),
+        "sglang": version("sglang"),
+        "torch": version("torch"),
+        "commit": commit,
+    }
+    sys.stdout.write(json.dumps(result) + "\n")
+
+
+if __name__ == "__main__":
+    main()
