@@ -28,8 +28,11 @@ class Rule:
 
 RULES = (
     Rule(where=("cachetree",), never=("sglang", "sglang_droidspeak", "profiles", "transformers")),
-    # Buffers of an engine are wrapped by the transport; nothing else knows of torch or sockets.
-    Rule(where=("cachetree",), unless=("cachetree/transport",), never=("torch", "zmq")),
+    # Codecs compute on tensors, the transport wraps an engine's; nothing else knows of torch.
+    Rule(
+        where=("cachetree",), unless=("cachetree/transport", "cachetree/codecs"), never=("torch",)
+    ),
+    Rule(where=("cachetree",), unless=("cachetree/transport",), never=("zmq",)),
     # Only the public face and its command put the transport and the core together.
     Rule(
         where=("cachetree",),

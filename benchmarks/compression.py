@@ -1,0 +1,201 @@
+"""What do KV and E in fewer bytes cost: quality on the shipped pairs, and time?
+
+    python benchmarks/compression.py [--num-documents 24] [--json FILE]
+
+Physics: a codec is worth it where the link is slower than the time that it takes. With `r` the
+ratio of bytes, and seconds per byte of `e` and `d` to encode and decode, it saves on links of less
+than (1 - r) / (e + d) bytes per second, if it does not run beside the transfer. The scale of each
+vector is two bytes: 64 values of bfloat16 go from 128 bytes to 66 (8 bits) or 34 (4 bits).
+
+Quality: the sender's KV and E go through the codec and back, the profile's block is recomputed from
+that E, and the receiver answers the held-out questions. KL is to its full prefill, which no codec
+touches. The pairs' head_dim is 32, half of what is common, so their ratios are a little worse.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import Tensor
+
+from cachetree.codecs import Codec, decode, encode, encoded_bytes
+from cachetree.evidence import MeasuredProfile, read_measured
+from cachetree.ids import Span
+from profiles.documents import Document
+from profiles.environment import read_environment
+from profiles.examination import Answerer, Examination
+from profiles.layered import KV
+from profiles.mixtures import Mixture
+from profiles.models import ModelSource, load_pair
+from profiles.pairs.questions import DATA, read_documents
+from profiles.profiler import PACKAGES, answerers
+from profiles.study import FIRST_NEW, block_mixture
+
+PAIRS = DATA.parent
+WEIGHTS = PAIRS / "weights"
+SUBJECTS = {
+    "fine-tunes": (
+        ModelSource(path=WEIGHTS / "sender"),
+        ModelSource(path=WEIGHTS / "receiver"),
+        PAIRS / "sender_to_receiver.json",
+    ),
+    "adapters": (
+        ModelSource(path=WEIGHTS / "foundation", adapter=WEIGHTS / "sender_lora"),
+        ModelSource(path=WEIGHTS / "foundation", adapter=WEIGHTS / "receiver_lora"),
+        PAIRS / "sender_lora_to_receiver_lora.json",
+    ),
+}
+SPEED_VECTORS, SPEED_LENGTH = 1 << 17, 128
+REPEATS = 9
+console = Console(width=100)
+
+
+def through(codec: Codec, tensor: Tensor, length: int) -> Tensor:
+    """What arrives of a tensor whose last dimension is cut into vectors of `length`."""
+    vectors = tensor.reshape(-1, length)
+    return decode(codec, encode(codec, vectors), tensor.dtype).view(tensor.shape)
+
+
+def measure_quality(name: str, num_documents: int) -> list[dict[str, Any]]:
+    """Full reuse and the profile's block, under every codec."""
+    sender_at, receiver_at, profile_at = SUBJECTS[name]
+    profile = read_measured(profile_at)
+    options = {"dtype": torch.bfloat16, "device": torch.device("cpu"), "cache_dir": None}
+    pair = load_pair(sender_at, receiver_at, **options)
+    documents = read_documents(DATA / "held_out.jsonl", pair.tokenizer)[:num_documents]
+    sender, receiver = answerers(pair, documents, 2.0)
+    found: dict[tuple[Codec, str], list[tuple[float, float]]] = {}
+    for document in track(documents, name, console=console):
+        for (codec, what), scores in examine(sender, receiver, profile, document).items():
+            found.setdefault((codec, what), []).extend(scores)
+    head_dim = pair.receiver.config.head_dim
+    return [
+        {
+            "pair": name,
+            "codec": codec.value,
+            "what": what,
+            "ratio": encoded_bytes(codec, head_dim, torch.bfloat16) / (2 * head_dim),
+            "f1": round(fmean(quality for quality, _ in scores), 4),
+            "kl": round(fmean(kl for _, kl in scores), 5),
+        }
+        for (codec, what), scores in found.items()
+    ]
+
+
+def examine(
+    sender: Answerer, receiver: Answerer, profile: MeasuredProfile, document: Document
+) -> dict[tuple[Codec, str], list[tuple[float, float]]]:
+    """F1 and KL of each question of one document."""
+    block, num_layers = profile.recommended.block, receiver.model.num_layers
+    theirs = sender.model.prefix(document.prefix, {block.start})
+    own = receiver.model.prefix(document.prefix, ()).kv
+    examination = Examination(receiver, document, own, receiver.answer(document, own))
+    head_dim = theirs.kv[0][0].shape[-1]
+    mixtures: list[Mixture] = [(0,) * num_layers, block_mixture(block, num_layers, FIRST_NEW)]
+    found = {}
+    for codec in Codec:
+        kv: list[KV] = [
+            (through(codec, keys, head_dim), through(codec, values, head_dim))
+            for keys, values in theirs.kv
+        ]
+        e = through(codec, theirs.e[block.start], head_dim)
+        made = receiver.model.recompute(e, Span(block.start, block.stop))
+        new = [made.get(layer) for layer in range(num_layers)]
+        scores = examination.examine([kv, own, new], mixtures, [True, True])
+        for what, of_mixture in zip(("full reuse", "block"), scores, strict=True):
+            found[codec, what] = [(score.quality, score.kl) for score in of_mixture]
+    return found
+
+
+def measure_speed() -> list[dict[str, Any]]:
+    """GB/s of bfloat16 bytes, one thread; each repetition goes through all of them in turn."""
+    torch.set_num_threads(1)
+    generator = torch.Generator().manual_seed(0)
+    vectors = torch.randn(SPEED_VECTORS, SPEED_LENGTH, generator=generator).to(torch.bfloat16)
+    target = torch.empty_like(vectors)
+    works: dict[tuple[str, str], Callable[[], object]] = {
+        ("memcpy", "copy"): lambda: target.copy_(vectors)
+    }
+    errors = {}
+    for codec in (Codec.INT8, Codec.FP8, Codec.INT4):
+        encoded = encode(codec, vectors)
+        works[codec.value, "encode"] = lambda codec=codec: encode(codec, vectors)
+        works[codec.value, "decode"] = lambda codec=codec, encoded=encoded: decode(
+            codec, encoded, torch.bfloat16
+        )
+        off = decode(codec, encoded, torch.float32) - vectors.float()
+        errors[codec.value] = float(off.norm() / vectors.float().norm())
+    times: dict[tuple[str, str], list[float]] = {key: [] for key in works}
+    for _ in range(REPEATS):
+        for key, work in works.items():
+            began = time.perf_counter()
+            work()
+            times[key].append(time.perf_counter() - began)
+    num_bytes = vectors.numel() * 2
+    return [
+        {
+            "codec": codec,
+            "what": what,
+            "gb_per_s": round(num_bytes / median(taken) / 1e9, 3),
+            "relative_error": round(errors.get(codec, 0.0), 4),
+        }
+        for (codec, what), taken in times.items()
+    ]
+
+
+def show(quality: list[dict[str, Any]], speed: list[dict[str, Any]]) -> None:
+    table = Table("pair", "codec", "bytes", "full reuse: F1", "KL", "block: F1", "KL")
+    for reuse, block in zip(quality[::2], quality[1::2], strict=True):
+        cells = [f"{it[key]:.{digits}f}" for it in (reuse, block) for key, digits in FORMATS]
+        table.add_row(reuse["pair"], reuse["codec"], f"{reuse['ratio']:.2f}", *cells)
+    console.print(table)
+    table = Table("codec", "what", "GB/s of bfloat16", "relative error, normal values")
+    for it in speed:
+        table.add_row(
+            it["codec"], it["what"], f"{it['gb_per_s']:.2f}", f"{it['relative_error']:.4f}"
+        )
+    console.print(table)
+
+
+FORMATS = (("f1", 3), ("kl", 4))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--num-documents", type=int, default=24)
+    parser.add_argument("--json", type=Path, help="append the JSON line to this file too")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    quality = [row for name in SUBJECTS for row in measure_quality(name, args.num_documents)]
+    speed = measure_speed()
+    show(quality, speed)
+    environment = read_environment(PACKAGES)
+    line = json.dumps(
+        {
+            "benchmark": "compression",
+            "quality": quality,
+            "speed": speed,
+            "versions": environment.versions,
+            "processor": environment.processor,
+            "load_before": environment.load_before,
+            "commit": environment.commit,
+        }
+    )
+    print(line)
+    if args.json:
+        with args.json.open("a") as file:
+            file.write(line + "\n")
+
+
+if __name__ == "__main__":
+    main()

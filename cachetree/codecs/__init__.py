@@ -1,0 +1,144 @@
+"""KV and E in fewer bytes: lossy codecs of fixed size, for the wire and for disk.
+
+A codec works on vectors: one head of one token's K or V, or as long a piece of one token's E. Every
+vector becomes as many bytes as every other, so pages keep known sizes and may be cut anywhere
+between two vectors:
+
+    bytes [0, payload)            the values
+    bytes [payload, payload + 2)  their scale, bfloat16, little-endian
+
+    codec   payload of n values   values
+    int8    n                     scale × -127 … 127
+    fp8     n                     scale × e4m3
+    int4    n / 2                 scale × -7 … 7, of the vector after a Hadamard rotation
+
+The rotation spreads a large channel over all of them (QuaRot, NeurIPS '24; K has such channels), so
+that one scale serves the vector. It is orthogonal, and undone after decoding.
+
+Values have to be finite: a NaN or an infinity spoils its own vector, no other.
+"""
+
+from __future__ import annotations
+
+import math
+from enum import Enum
+from functools import cache
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from cachetree.errors import ConfigError
+
+SCALE_BYTES: Final = 2
+BLOCK_VECTORS: Final = 512
+_INT8_MAX: Final = 127.0
+_INT4_MAX: Final = 7.0
+_FP8: Final = torch.float8_e4m3fn
+_FP8_MAX: Final = float(torch.finfo(_FP8).max)
+
+
+class Codec(str, Enum):
+    """Names are in configurations and on the wire, and never change."""
+
+    NONE = "none"
+    """Bytes as they are."""
+    INT8 = "int8"
+    FP8 = "fp8"
+    INT4 = "int4"
+
+
+def encoded_bytes(codec: Codec, length: int, dtype: torch.dtype) -> int:
+    """Bytes that a vector of `length` values takes; ConfigError for a length that cannot be."""
+    if codec is Codec.NONE:
+        return length * dtype.itemsize
+    if codec is not Codec.INT4:
+        return length + SCALE_BYTES
+    if length < 2 or length & (length - 1):
+        raise ConfigError(
+            f"codec int4 rotates vectors of a power of two, and this model's have {length}; "
+            "use int8 or fp8"
+        )
+    return length // 2 + SCALE_BYTES
+
+
+def encode(codec: Codec, vectors: Tensor) -> Tensor:
+    """`[vectors, length]` of a floating type -> `[vectors, encoded_bytes]` uint8."""
+    length = vectors.shape[1]
+    if codec is Codec.NONE:
+        return vectors.contiguous().view(torch.uint8)
+    size = encoded_bytes(codec, length, vectors.dtype)
+    encoded = torch.empty((vectors.shape[0], size), dtype=torch.uint8, device=vectors.device)
+    for part, into in zip(_blocks(vectors), _blocks(encoded), strict=True):
+        _encode(codec, part, into)
+    return encoded
+
+
+def decode(codec: Codec, encoded: Tensor, dtype: torch.dtype) -> Tensor:
+    """The reverse of `encode`: `[vectors, encoded_bytes]` uint8 -> `[vectors, length]`."""
+    if codec is Codec.NONE:
+        return encoded.view(dtype)
+    payload = encoded.shape[1] - SCALE_BYTES
+    length = 2 * payload if codec is Codec.INT4 else payload
+    decoded = torch.empty((encoded.shape[0], length), dtype=dtype, device=encoded.device)
+    for part, into in zip(_blocks(encoded), _blocks(decoded), strict=True):
+        _decode(codec, part, into)
+    return decoded
+
+
+def _blocks(vectors: Tensor) -> tuple[Tensor, ...]:
+    """Few enough vectors that what is computed of them stays in a core's cache."""
+    on_cpu = vectors.device.type == "cpu"
+    return vectors.split(BLOCK_VECTORS if on_cpu else max(1, len(vectors)))
+
+
+def _encode(codec: Codec, vectors: Tensor, into: Tensor) -> None:
+    values = vectors.float()
+    if codec is Codec.INT4:
+        values = values @ _hadamard(values.shape[1], values.device)
+    scale = _scale(values, codec)
+    into[:, -SCALE_BYTES:] = scale.view(torch.uint8)
+    values = values * _inverse(scale.float())
+    payload = into[:, :-SCALE_BYTES]
+    if codec is Codec.INT8:
+        payload.view(torch.int8).copy_(values.round_().clamp_(-_INT8_MAX, _INT8_MAX))
+    elif codec is Codec.FP8:
+        payload.copy_(values.clamp_(-_FP8_MAX, _FP8_MAX).to(_FP8).view(torch.uint8))
+    else:
+        whole = values.round_().clamp_(-_INT4_MAX, _INT4_MAX).add_(8).to(torch.uint8)
+        half = whole.shape[1] // 2
+        torch.bitwise_or(whole[:, :half], whole[:, half:] << 4, out=payload)
+
+
+def _decode(codec: Codec, encoded: Tensor, into: Tensor) -> None:
+    scale = encoded[:, -SCALE_BYTES:].contiguous().view(torch.bfloat16).float()
+    payload = encoded[:, :-SCALE_BYTES]
+    if codec is Codec.INT8:
+        torch.mul(payload.view(torch.int8), scale, out=into)
+    elif codec is Codec.FP8:
+        torch.mul(payload.contiguous().view(_FP8).float(), scale, out=into)
+    else:
+        values = torch.cat([payload & 15, payload >> 4], 1).float().sub_(8).mul_(scale)
+        into.copy_(values @ _hadamard(values.shape[1], values.device))
+
+
+def _scale(values: Tensor, codec: Codec) -> Tensor:
+    """bfloat16 `[vectors, 1]`: what the largest representable value stands for."""
+    largest = values.abs().amax(1, keepdim=True)
+    steps = {Codec.INT8: _INT8_MAX, Codec.FP8: _FP8_MAX, Codec.INT4: _INT4_MAX}[codec]
+    return (largest / steps).to(torch.bfloat16)
+
+
+def _inverse(scale: Tensor) -> Tensor:
+    """1 / scale; 0 for a vector of zeros."""
+    return torch.where(scale > 0, 1.0 / scale, 0.0)
+
+
+@cache
+def _hadamard(length: int, device: torch.device) -> Tensor:
+    """Orthogonal and symmetric, so that it is its own inverse (Sylvester's construction)."""
+    matrix = torch.ones(1, 1, device=device)
+    while matrix.shape[0] < length:
+        top = torch.cat([matrix, matrix], 1)
+        matrix = torch.cat([top, torch.cat([matrix, -matrix], 1)])
+    return matrix / math.sqrt(length)
