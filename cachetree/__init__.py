@@ -8,6 +8,7 @@ from cachetree.cache import BudgetedStaging, Cache, CacheConfig, CacheStatus
 from cachetree.clock import Deadline
 from cachetree.entries import Match
 from cachetree.errors import (
+    AuthenticationError,
     CacheTreeError,
     Cancelled,
     ConfigError,
@@ -32,6 +33,7 @@ __all__ = [
     "LOCAL",
     "PAGE_HASH_BYTES",
     "Allocate",
+    "AuthenticationError",
     "BudgetedStaging",
     "Cache",
     "CacheConfig",

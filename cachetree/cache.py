@@ -38,6 +38,9 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Budget of the fetches under way and not yet released."""
     peers: tuple[str, ...] = ()
     """Addresses of the workers to read from."""
+    peer_keys: dict[str, str] = {}
+    """Address of a peer to its public key, or to the file that holds it. A peer that is named here
+    is spoken to in cipher, with `peer.key_file` as own key; the others in clear."""
     serves: bool = True
     """Whether other servers may read from this one."""
     worker: WorkerConfig = WorkerConfig()
@@ -51,6 +54,15 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 raise ConfigError(f"{field} is {getattr(self, field)}; it must be 0 or more")
         if len(set(self.peers)) != len(self.peers):
             raise ConfigError(f"peers is {list(self.peers)!r}; name each worker once")
+        for address in self.peer_keys.keys() - set(self.peers):
+            raise ConfigError(
+                f"peer_keys has {address}, which is not in peers; write the address alike in both"
+            )
+
+    def peer_at(self, address: str) -> PeerConfig:
+        """How it reads from this one."""
+        server_key = self.peer_keys.get(address, self.peer.server_key)
+        return msgspec.structs.replace(self.peer, server_key=server_key)
 
 
 class BudgetedStaging(Staging):
@@ -97,8 +109,8 @@ class CacheStatus(msgspec.Struct, frozen=True, kw_only=True):
 class Cache:
     """Entries of every model of one family, here and on the peers. `store`, `match`, `fetch`.
 
-    Thread-safe. Raises ConfigError for an address that is wrong or taken. A peer that cannot be
-    reached is no error: it is tried again, and its entries appear when it comes up.
+    Thread-safe. Raises ConfigError for an address that is wrong or taken, or a bad key. A peer
+    that cannot be reached is no error: it is tried again, and its entries appear when it comes up.
     """
 
     def __init__(
@@ -121,7 +133,9 @@ class Cache:
         self._peers: dict[Location, Peer] = {}
         try:
             for address in map(Location, config.peers):
-                self._peers[address] = Peer(self.tree, address, config.peer, clock=clock)
+                self._peers[address] = Peer(
+                    self.tree, address, config.peer_at(address), clock=clock
+                )
         except ConfigError:
             self._close_transport()
             raise

@@ -1,4 +1,4 @@
-"""`cachetree`: serve a cache alone, and ask a worker how it is."""
+"""`cachetree`: serve a cache alone, make keys, and ask a worker how it is."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import msgspec
 from cachetree.cache import Cache, CacheConfig
 from cachetree.errors import CacheTreeError, ConfigError
 from cachetree.family import Family
-from cachetree.transport import Status, ask_status
+from cachetree.transport import Credentials, Status, ask_status, credentials_of, write_key_pair
 
 
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -43,10 +43,17 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if args.command == "serve":
             _serve(read_config(args.config))
-        elif args.command == "status":
-            _print_status(ask_status(args.address, timeout_s=args.timeout), as_json=args.json)
+        elif args.command == "keygen":
+            _keygen(args.out, args.name, as_json=args.json)
         else:
-            _ping(args.address, args.timeout, as_json=args.json)
+            if (args.key_file is None) != (args.server_key is None):
+                raise ConfigError("give --key-file and --server-key together, or neither")
+            credentials = credentials_of(args.key_file, args.server_key)
+            if args.command == "status":
+                status = ask_status(args.address, timeout_s=args.timeout, credentials=credentials)
+                _print_status(status, as_json=args.json)
+            else:
+                _ping(args.address, args.timeout, credentials, as_json=args.json)
     except CacheTreeError as exc:
         print(f"cachetree: {exc}", file=sys.stderr)  # noqa: T201
         return 1
@@ -58,11 +65,27 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     serve = commands.add_parser("serve", help="hold a cache outside of any server")
     serve.add_argument("--config", type=Path, required=True, help="YAML: family and cache")
+    keygen = commands.add_parser(
+        "keygen",
+        help="make the key pair of a server",
+        description="Write NAME.key, which the server itself reads (`key_file`), and NAME.pub, "
+        "which goes to the servers that it talks to (`allowed_peers`, `peer_keys`). Nothing is "
+        "overwritten.",
+    )
+    keygen.add_argument("--out", type=Path, required=True, metavar="DIR", help="made if needed")
+    keygen.add_argument("--name", default="cachetree", help="of the files, and of the key's remark")
+    keygen.add_argument("--json", action="store_true", help="print one line of JSON")
     for name, text in (("status", "what a worker holds"), ("ping", "whether a worker answers")):
         command = commands.add_parser(name, help=text)
         command.add_argument("address", help="tcp://HOST:PORT")
         command.add_argument("--json", action="store_true", help="print one line of JSON")
         command.add_argument("--timeout", type=float, default=2.0, help="seconds to wait")
+        command.add_argument(
+            "--key-file", metavar="FILE", help="own secret key, for a worker that has one"
+        )
+        command.add_argument(
+            "--server-key", metavar="KEY", help="the worker's public key, or the file with it"
+        )
     return parser
 
 
@@ -75,6 +98,20 @@ def _serve(config: ServeConfig) -> None:
         stop.wait()
 
 
+def _keygen(folder: Path, name: str, *, as_json: bool) -> None:
+    keys, secret_file, public_file = write_key_pair(folder, name)
+    if as_json:
+        made = {
+            "public_key": keys.public,
+            "key_file": str(secret_file),
+            "public_key_file": str(public_file),
+        }
+        _print(msgspec.json.encode(made).decode())
+        return
+    _print(keys.public)
+    _print(f"wrote {secret_file}, which stays here, and {public_file}, which the others need")
+
+
 def _print_status(status: Status, *, as_json: bool) -> None:
     if as_json:
         _print(msgspec.json.encode(status).decode())
@@ -83,9 +120,9 @@ def _print_status(status: Status, *, as_json: bool) -> None:
         _print(f"{field:22} {value}")
 
 
-def _ping(address: str, timeout_s: float, *, as_json: bool) -> None:
+def _ping(address: str, timeout_s: float, credentials: Credentials, *, as_json: bool) -> None:
     begun_at_s = time.monotonic()
-    status = ask_status(address, timeout_s=timeout_s)
+    status = ask_status(address, timeout_s=timeout_s, credentials=credentials)
     answer_ms = (time.monotonic() - begun_at_s) * 1000
     if as_json:
         answer = {"address": address, "epoch": status.epoch, "answer_ms": answer_ms}

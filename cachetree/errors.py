@@ -3,6 +3,7 @@
     CacheTreeError
     ├── ConfigError            a value given by the user is wrong; raised at start-up only
     ├── FamilyMismatch         two models (or servers) cannot exchange caches; names the field
+    ├── AuthenticationError    the keys of two servers do not agree; names the side to change
     ├── ProfileError           a pair profile cannot be read or does not fit the models
     └── FetchError             a fetch ended early; the request it served does a full prefill
         ├── DeadlineExceeded
@@ -24,6 +25,10 @@ class ConfigError(CacheTreeError):
 
 class FamilyMismatch(CacheTreeError):
     """Two parties differ in a field that decides whether caches can be exchanged."""
+
+
+class AuthenticationError(CacheTreeError):
+    """Two servers could not prove to each other who they are."""
 
 
 class ProfileError(CacheTreeError):

@@ -1,6 +1,8 @@
 """Moves pages between servers over ZMQ: a worker serves a tree, a peer fetches from a worker."""
 
 from cachetree.transport.config import PeerConfig, WorkerConfig
+from cachetree.transport.handshake import Credentials, credentials_of
+from cachetree.transport.keys import write_key_pair
 from cachetree.transport.peer import Peer
 from cachetree.transport.peer_status import PeerState, PeerStatus
 from cachetree.transport.probe import ask_status
@@ -8,6 +10,7 @@ from cachetree.transport.wire import Status
 from cachetree.transport.worker import Worker
 
 __all__ = [
+    "Credentials",
     "Peer",
     "PeerConfig",
     "PeerState",
@@ -16,4 +19,6 @@ __all__ = [
     "Worker",
     "WorkerConfig",
     "ask_status",
+    "credentials_of",
+    "write_key_pair",
 ]

@@ -56,16 +56,17 @@ def parse_remote(value: str, *, field: str) -> Address:
     return address
 
 
-def parse_listen(value: str, *, field: str, insecure: bool) -> Address:
+def parse_listen(value: str, *, field: str, insecure: bool, key_file: str | None = None) -> Address:
     """The address to bind. Port 0 takes a free one.
 
-    The transport neither encrypts nor authenticates, so anything but loopback must be asked for.
+    What other machines can reach needs a key, or has to be asked for.
     """
     address = parse_address(value, field=field)
-    if not (address.is_loopback or insecure):
+    if not (address.is_loopback or key_file or insecure):
         raise ConfigError(
-            f"{field} is {value!r}, which other machines can reach, and this release neither "
-            "encrypts nor authenticates; use a loopback address such as tcp://127.0.0.1:0, or "
-            "set insecure: true on a network that you trust"
+            f"{field} is {value!r}, which other machines can reach, and nothing would be "
+            "encrypted or authenticated; set key_file and allowed_peers (`cachetree keygen` makes "
+            "keys), use a loopback address such as tcp://127.0.0.1:0, or set insecure: true on a "
+            "network that you trust"
         )
     return address

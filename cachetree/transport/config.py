@@ -13,8 +13,14 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     listen: str = "tcp://127.0.0.1:0"
     """Address to bind; port 0 takes a free one."""
+    key_file: str | None = None
+    """Secret key file made by `cachetree keygen`: traffic is encrypted, and only `allowed_peers`
+    may read. None encrypts nothing and lets in everyone who can connect."""
+    allowed_peers: tuple[str, ...] = ()
+    """Public keys, files of them, or folders of `.pub` files. They are read at start."""
     insecure: bool = False
-    """Allow an address that other machines can reach. Nothing is encrypted or authenticated."""
+    """Allow an address that other machines can reach without a key. Nothing is encrypted or
+    authenticated then."""
     model: str = ""
     """Id of the model this server runs; empty where it runs none."""
     max_bytes_per_s: float | None = None
@@ -36,6 +42,17 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     def __post_init__(self) -> None:
         _check_frames(self.frame_bytes, self.window_bytes)
+        if self.key_file is None and self.allowed_peers:
+            raise ConfigError(
+                "allowed_peers is set, and without a key of this server nobody can be told from "
+                "anybody else; set key_file (`cachetree keygen` makes one), or remove "
+                "allowed_peers"
+            )
+        if self.key_file is not None and not self.allowed_peers:
+            raise ConfigError(
+                f"key_file is {self.key_file} and allowed_peers is empty, so that nobody could "
+                "read from this server; list the public keys of those who may"
+            )
         _check_positive(
             max_streams=self.max_streams,
             max_peers=self.max_peers,
@@ -52,6 +69,12 @@ class PeerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     model: str = ""
     """Id of the model this server runs; empty where it runs none."""
+    key_file: str | None = None
+    """Secret key file made by `cachetree keygen`; its public key stands in the worker's
+    `allowed_peers`."""
+    server_key: str | None = None
+    """Public key of the worker, or the file that holds it: traffic is encrypted, and with anyone
+    else there is none. None encrypts nothing and believes whoever answers."""
     frame_bytes: int = 1 << 20
     """Largest payload frame accepted."""
     window_bytes: int = 4 << 20
@@ -68,6 +91,11 @@ class PeerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     def __post_init__(self) -> None:
         _check_frames(self.frame_bytes, self.window_bytes)
+        if self.server_key is not None and self.key_file is None:
+            raise ConfigError(
+                f"server_key is {self.server_key}, and a worker with a key asks for this server's "
+                "too; set key_file (`cachetree keygen` makes one)"
+            )
         _check_positive(
             connect_s=self.connect_s,
             reconnect_s=self.reconnect_s,

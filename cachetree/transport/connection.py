@@ -6,19 +6,16 @@ from collections.abc import Iterator
 from typing import Final
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
-from cachetree.errors import FetchError, ProtocolError
+from cachetree.errors import CacheTreeError, FetchError, ProtocolError
 from cachetree.transport import wire
 from cachetree.transport.address import Address
+from cachetree.transport.handshake import FAILURES, Credentials
 from cachetree.transport.wakeup import Wakeup
 
 _MAX_RECEIVED: Final = 64
-_ENDS: Final = (
-    zmq.EVENT_DISCONNECTED
-    | zmq.EVENT_CLOSED
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-)
+_ENDS: Final = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | FAILURES
 _LINGER_MS: Final = 100
 """For the goodbye."""
 
@@ -41,12 +38,15 @@ class Connection:
         to: Address,
         wakeup: Wakeup,
         max_frame_bytes: int,
+        credentials: Credentials,
     ) -> None:
         self._socket = context.socket(zmq.DEALER)
         self._socket.set(zmq.LINGER, _LINGER_MS)
         self._socket.set(zmq.MAXMSGSIZE, max(max_frame_bytes, wire.MAX_HEADER_BYTES))
         self._socket.set(zmq.RECONNECT_IVL, -1)
         self._socket.set(zmq.IPV6, int(to.is_ipv6))
+        self._credentials = credentials
+        credentials.secure(self._socket)
         self._monitor = self._socket.get_monitor_socket(_ENDS)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
@@ -90,9 +90,15 @@ class Connection:
         except zmq.Again as exc:
             raise FetchError("the worker does not read what it is sent") from exc
 
-    def is_down(self) -> bool:
-        """Whether the last `wait` saw it fail or close. Read what has arrived first."""
-        return self._has_events
+    def end(self, who: str) -> CacheTreeError | None:
+        """Why there is no connection, where the last `wait` saw it fail or close.
+
+        Read what has arrived first. The first event says the most; ask once.
+        """
+        if not self._has_events:
+            return None
+        event = recv_monitor_message(self._monitor)
+        return self._credentials.failure(event["event"], event["value"], who)
 
     def close(self) -> None:
         self._socket.disable_monitor()

@@ -14,6 +14,7 @@ import zmq
 
 from cachetree.clock import Clock
 from cachetree.errors import (
+    AuthenticationError,
     CacheTreeError,
     Cancelled,
     DeadlineExceeded,
@@ -27,6 +28,7 @@ from cachetree.transport import wire
 from cachetree.transport.address import parse_remote
 from cachetree.transport.config import PeerConfig
 from cachetree.transport.connection import Connection
+from cachetree.transport.handshake import credentials_of
 from cachetree.transport.landing import Landing
 from cachetree.transport.pace import Bandwidth
 from cachetree.transport.peer_status import PeerState, PeerStatus
@@ -49,7 +51,7 @@ class Peer:
 
     While `ready`, `tree` holds what the worker advertises at location `address`; when the worker
     is lost, all of it is forgotten before anything else happens. Every staging given to `fetch`
-    completes or fails, by its deadline at the latest. Raises ConfigError for a bad address.
+    completes or fails, by its deadline at the latest. Raises ConfigError for a bad address or key.
     """
 
     def __init__(
@@ -63,6 +65,13 @@ class Peer:
         self.address: Final = address
         self._tree = tree
         self._remote = parse_remote(address, field="peer address")
+        self._credentials = credentials_of(config.key_file, config.server_key)
+        if config.server_key is None and not self._remote.is_loopback:
+            log.warning(
+                "worker %s is another machine, and no key of it is set: what it sends is neither "
+                "encrypted nor known to come from it",
+                address,
+            )
         self._config = config
         self._clock = clock
         self._state = PeerState.CONNECTING
@@ -160,6 +169,10 @@ class Peer:
                     self._turn()
                 except FamilyMismatch as exc:
                     self._lose(exc, PeerState.REFUSED)
+                except AuthenticationError as exc:
+                    if self._state is not PeerState.UNTRUSTED:
+                        log.warning("%s", exc)
+                    self._lose(exc, PeerState.UNTRUSTED)
                 except FetchError as exc:
                     self._counts["protocol_errors"] += isinstance(exc, ProtocolError)
                     self._lose(exc, PeerState.CONNECTING)
@@ -197,8 +210,8 @@ class Peer:
             if num_bytes := landing.take_credit():
                 connection.send(wire.Credit(id=landing.id, num_bytes=num_bytes))
         self._accept()
-        if connection.is_down():
-            raise FetchError(f"worker {self.address} closed the connection or cannot be reached")
+        if (end := connection.end(f"worker {self.address}")) is not None:
+            raise end
         self._beat(connection)
 
     def _timeout_s(self) -> float:
@@ -215,9 +228,14 @@ class Peer:
             return
         self._heard_at_s = self._pinged_at_s = self._clock()
         self._connection = Connection(
-            self._context, self._remote, self._wakeup, self._config.frame_bytes
+            self._context,
+            self._remote,
+            self._wakeup,
+            self._config.frame_bytes,
+            self._credentials,
         )
-        self._connection.send(wire.hello(self._tree.family, self._config.model, epoch=0))
+        with suppress(FetchError):  # One that has failed already says why at the next turn.
+            self._connection.send(wire.hello(self._tree.family, self._config.model, epoch=0))
 
     def _handle(self, connection: Connection, message: wire.ToPeer, payload: memoryview) -> None:
         match message:

@@ -13,6 +13,8 @@ class PeerState(str, Enum):
     READY = "ready"
     REFUSED = "refused"
     """The worker serves another family or speaks another version. Final."""
+    UNTRUSTED = "untrusted"
+    """The two sides' keys do not agree; attempts go on, and the error says what to change."""
     CLOSED = "closed"
 
 

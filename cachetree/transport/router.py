@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import zmq
@@ -12,6 +12,7 @@ from cachetree.errors import ConfigError, ProtocolError
 from cachetree.ids import Location
 from cachetree.transport import wire
 from cachetree.transport.address import Address
+from cachetree.transport.handshake import FAILURES, Gate, Refusal, refusal_at_worker
 from cachetree.transport.wakeup import Wakeup
 
 _MAX_RECEIVED: Final = 64
@@ -25,14 +26,16 @@ class PeerGone(Exception):
 class Router:
     """A bound ROUTER socket. Used by one thread after construction; never blocks but in `wait`."""
 
-    def __init__(self, listen: Address, wakeup: Wakeup) -> None:
+    def __init__(self, listen: Address, wakeup: Wakeup, gate: Gate) -> None:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.set(zmq.LINGER, 0)
         self._socket.set(zmq.ROUTER_MANDATORY, 1)
         self._socket.set(zmq.MAXMSGSIZE, wire.MAX_HEADER_BYTES)
         self._socket.set(zmq.IPV6, int(listen.is_ipv6))
+        self._gate = gate
         try:
+            gate.guard(self._context, self._socket)
             self._socket.bind(listen.url)
         except zmq.ZMQError as exc:
             self._context.destroy(linger=0)
@@ -41,17 +44,31 @@ class Router:
                 "another port, or port 0 for a free one"
             ) from exc
         self.address: Final = Location(self._socket.get_string(zmq.LAST_ENDPOINT))
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | FAILURES)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
         self._poller.register(wakeup.fileno(), zmq.POLLIN)
-        self._has_events = False
+        gate.register(self._poller)
+        self._refusals: list[Refusal] = []
+        self._has_disconnects = False
 
     def wait(self, timeout_ms: int) -> None:
-        """Until something arrives, a peer leaves, the wakeup is woken, or the time is over."""
-        ready = self._poller.poll(timeout_ms)
-        self._has_events = any(source is self._monitor for source, _ in ready)
+        """Until something arrives, a peer leaves, the wakeup is woken, or the time is over.
+
+        Handshakes that wait are decided on the way.
+        """
+        self._poller.poll(timeout_ms)
+        self._refusals = list(self._gate.answer())
+        self._has_disconnects = False
+        for _ in range(_MAX_RECEIVED):
+            if not self._monitor.poll(0):
+                break
+            event = recv_monitor_message(self._monitor)
+            if event["event"] == zmq.EVENT_DISCONNECTED:
+                self._has_disconnects = True
+            elif refusal := refusal_at_worker(event["event"], event["value"]):
+                self._refusals.append(refusal)
 
     def receive(self) -> Iterator[tuple[bytes, wire.ToWorker | ProtocolError]]:
         """What has arrived, as (identity, message or what is wrong with it)."""
@@ -97,9 +114,11 @@ class Router:
 
     def has_disconnects(self) -> bool:
         """Whether the last `wait` saw a connection close."""
-        if self._has_events:
-            recv_monitor_message(self._monitor)
-        return self._has_events
+        return self._has_disconnects
+
+    def refusals(self) -> Sequence[Refusal]:
+        """Handshakes that the last `wait` saw fail."""
+        return self._refusals
 
     def close(self) -> None:
         self._socket.disable_monitor()

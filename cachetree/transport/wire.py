@@ -177,6 +177,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
     num_sent_bytes: int
     num_protocol_errors: int
     num_refused_peers: int
+    num_failed_handshakes: int = 0
+    """Connections that ended before a message passed: no key, an unknown key, another server's."""
 
 
 ToWorker = Hello | Subscribe | Fetch | Credit | Cancel | Ping | Bye | StatusRequest

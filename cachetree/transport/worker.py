@@ -21,6 +21,7 @@ from cachetree.ids import Location
 from cachetree.transport import wire
 from cachetree.transport.address import parse_listen
 from cachetree.transport.config import WorkerConfig
+from cachetree.transport.handshake import Sparingly, gate_of
 from cachetree.transport.pace import pace
 from cachetree.transport.router import PeerGone, Router
 from cachetree.transport.session import Session
@@ -43,7 +44,7 @@ class Worker:
     """Serves the local entries of `tree` to peers, and tells them what there is.
 
     The tree stays its owner's. Streams of all peers take turns frame by frame, each within its
-    window. Raises ConfigError where the address cannot be bound.
+    window. Raises ConfigError where the address cannot be bound or a key file not be read.
     """
 
     def __init__(
@@ -63,10 +64,14 @@ class Worker:
         self._is_refused = False
         """A peer's queue did not take a frame: wait before the next attempt."""
         self._closing = threading.Event()
-        listen = parse_listen(config.listen, field="listen", insecure=config.insecure)
+        self._sparingly = Sparingly(clock)
+        listen = parse_listen(
+            config.listen, field="listen", insecure=config.insecure, key_file=config.key_file
+        )
+        gate = gate_of(config)
         self._wakeup = Wakeup()
         try:
-            self._router = Router(listen, self._wakeup)
+            self._router = Router(listen, self._wakeup, gate)
         except ConfigError:
             self._wakeup.close()
             raise
@@ -106,6 +111,7 @@ class Worker:
             num_sent_bytes=counts["sent_bytes"],
             num_protocol_errors=counts["protocol_errors"],
             num_refused_peers=counts["refused"],
+            num_failed_handshakes=counts["failed_handshakes"],
         )
 
     def in_flight_bytes(self) -> list[int]:
@@ -139,6 +145,10 @@ class Worker:
     def _turn(self) -> None:
         self._router.wait(self._timeout_ms())
         self._wakeup.drain()
+        for refusal in self._router.refusals():
+            self._counts["failed_handshakes"] += 1
+            if self._sparingly.may(refusal.who):
+                log.warning("worker %s: not let in: %s", self.address, refusal.why)
         for identity, received in self._router.receive():
             self._handle(identity, received)
         for session in tuple(self._sessions.values()):

@@ -1,0 +1,260 @@
+"""Proving who is who: CURVE on both ends of a connection, and what a failed handshake means.
+
+    peer: Credentials                       worker: Gate
+    own key pair, the worker's key          own key pair, the peers' keys
+    greeting                          ◄─►   greeting     both use CURVE, or neither does
+    hello, with a key of the moment   ──►                unreadable to a worker with another key
+                                      ◄──   welcome
+    initiate: this is my key          ──►   on the list? otherwise ──► 400
+                                      ◄──   ready        now messages pass
+
+Nothing that a peer sends is seen by a worker's decoders before `ready`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import zmq
+
+from cachetree.clock import Clock
+from cachetree.errors import AuthenticationError, CacheTreeError, FetchError
+from cachetree.transport import keys
+from cachetree.transport.config import WorkerConfig
+from cachetree.transport.keys import KeyPair, PublicKey
+
+FAILURES: Final = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+"""Events of a socket's monitor."""
+
+_HANDSHAKE_MS: Final = 5000
+"""A connection that has not proved itself by then is closed."""
+_ZAP_ENDPOINT: Final = "inproc://zeromq.zap.01"
+_ZAP_VERSION: Final = b"1.0"
+_ZAP_FRAMES: Final = 7
+_DOMAIN: Final = b"cachetree"
+_MAX_ANSWERS: Final = 64
+"""Handshakes decided in one turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A handshake that failed at a worker."""
+
+    who: str
+    """As much as is known of the other side; the same for each of its attempts."""
+    why: str
+
+
+class Gate(Protocol):
+    """Whom a worker's socket lets in. Used by the worker's thread after construction."""
+
+    def guard(self, context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes]) -> None:
+        """Prepare a socket that is not bound yet; sockets made for it go with the context."""
+
+    def register(self, poller: zmq.Poller) -> None:
+        """Have the poller wake up when a handshake waits for `answer`."""
+
+    def answer(self) -> Iterator[Refusal]:
+        """Decide the handshakes that wait; never blocks."""
+
+
+class OpenGate:
+    """Everyone who can reach the socket comes in."""
+
+    def guard(self, context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes]) -> None:
+        socket.set(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+
+    def register(self, poller: zmq.Poller) -> None:
+        pass
+
+    def answer(self) -> Iterator[Refusal]:
+        return iter(())
+
+
+class KeyGate:
+    """The holders of some keys come in.
+
+    libzmq asks over ZAP, at an address that is one per context; each worker has a context of its
+    own, and answers in its own thread. Where no answer comes, nobody gets in.
+    """
+
+    def __init__(self, own: KeyPair, allowed: frozenset[PublicKey]) -> None:
+        self._own = own
+        self._allowed = frozenset(map(keys.to_bytes, allowed))
+
+    def guard(self, context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes]) -> None:
+        self._asked = context.socket(zmq.REP)
+        self._asked.set(zmq.LINGER, 0)
+        self._asked.bind(_ZAP_ENDPOINT)
+        socket.set(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+        socket.set(zmq.CURVE_SERVER, 1)
+        socket.set(zmq.CURVE_SECRETKEY, self._own.secret)
+        # Without these two, libzmq lets everyone in when it finds nobody to ask.
+        socket.set(zmq.ZAP_DOMAIN, _DOMAIN)
+        socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)
+
+    def register(self, poller: zmq.Poller) -> None:
+        poller.register(self._asked, zmq.POLLIN)
+
+    def answer(self) -> Iterator[Refusal]:
+        for _ in range(_MAX_ANSWERS):
+            try:
+                frames = self._asked.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            refusal = self._judge(frames)
+            status, text = (b"400", b"no access") if refusal else (b"200", b"OK")
+            request_id = frames[1] if len(frames) > 1 else b""
+            self._asked.send_multipart([_ZAP_VERSION, request_id, status, text, b"", b""])
+            if refusal:
+                yield refusal
+
+    def _judge(self, frames: list[bytes]) -> Refusal | None:
+        if len(frames) != _ZAP_FRAMES or frames[0] != _ZAP_VERSION:
+            return Refusal("libzmq", "libzmq asked about a peer in a form that is not known")
+        _, _, domain, address, _, mechanism, key = frames
+        if (domain, mechanism) == (_DOMAIN, b"CURVE") and key in self._allowed:
+            return None
+        host, who = address.decode("ascii", "replace"), keys.to_public(key)
+        return Refusal(f"{host} {who}", f"{host} came with key {who}, which allowed_peers lacks")
+
+
+def gate_of(config: WorkerConfig) -> Gate:
+    """Reads the key files; raises ConfigError."""
+    if config.key_file is None:
+        return OpenGate()
+    allowed = keys.read_public_keys(config.allowed_peers, field="allowed_peers")
+    return KeyGate(keys.read_key_pair(config.key_file), allowed)
+
+
+def refusal_at_worker(event: int, value: int) -> Refusal | None:
+    """What a worker's monitor saw fail; None for what `Gate.answer` has told.
+
+    libzmq does not say who it was.
+    """
+    match event:
+        case zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            return None
+        case zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL if value == zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC:
+            return Refusal("another key", "someone took this worker for one with another key")
+    return Refusal(
+        "no agreement",
+        "someone broke off the handshake, as happens when one side uses a key and the other does "
+        "not",
+    )
+
+
+class Credentials(Protocol):
+    """How one side of a connection proves itself, and whom it expects on the other."""
+
+    def secure(self, socket: zmq.Socket[bytes]) -> None:
+        """Prepare a socket that is not connected yet."""
+
+    def failure(self, event: int, value: int, who: str) -> CacheTreeError:
+        """What a monitor's event says about a connection that was not made, or ended."""
+
+
+class Plain:
+    """Proves nothing and believes everything. One for each peer: it remembers the last failure."""
+
+    def __init__(self) -> None:
+        self._wants_key = False
+
+    def secure(self, socket: zmq.Socket[bytes]) -> None:
+        pass
+
+    def failure(self, event: int, value: int, who: str) -> CacheTreeError:
+        hung_up = event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+        # Of two sides that differ, the one that sees it first hangs up, and the other sees that.
+        self._wants_key = _is_mismatch(event, value) or (hung_up and self._wants_key)
+        if self._wants_key:
+            return AuthenticationError(
+                f"{who} talks only to those who prove themselves with a key; set key_file, and "
+                "the worker's public key in peer_keys"
+            )
+        if hung_up:
+            return FetchError(
+                f"{who} hung up during the handshake: it is no worker, wants a key, or was "
+                "stopped at this moment"
+            )
+        return _closed(who)
+
+
+class Curve:
+    """Encrypted, to the holder of one key."""
+
+    def __init__(self, own: KeyPair, server: PublicKey) -> None:
+        self._own = own
+        self._server = server
+
+    def secure(self, socket: zmq.Socket[bytes]) -> None:
+        socket.set(zmq.CURVE_SERVERKEY, keys.to_bytes(self._server))
+        socket.set(zmq.CURVE_PUBLICKEY, keys.to_bytes(self._own.public))
+        socket.set(zmq.CURVE_SECRETKEY, self._own.secret)
+
+    def failure(self, event: int, value: int, who: str) -> CacheTreeError:
+        if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            return AuthenticationError(
+                f"{who} does not let in this server's key {self._own.public}; add it to "
+                "allowed_peers there, and start that worker again"
+            )
+        if _is_mismatch(event, value):
+            return AuthenticationError(
+                f"{who} does not use keys, or is no worker; give it a key_file, or remove its key "
+                "from peer_keys"
+            )
+        if event & FAILURES:
+            # A worker that cannot read our hello just hangs up.
+            return AuthenticationError(
+                f"{who} did not prove that it has key {self._server}: it has another one or none, "
+                "or was stopped at this moment; compare with the .pub file of that worker"
+            )
+        return _closed(who)
+
+
+def credentials_of(key_file: str | None, server_key: str | None) -> Credentials:
+    """Reads the key files; raises ConfigError."""
+    if server_key is None:
+        return Plain()
+    server = keys.read_public_key(server_key, field="server_key")
+    return Curve(keys.read_key_pair(key_file or ""), server)
+
+
+def _is_mismatch(event: int, value: int) -> bool:
+    return (
+        event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+        and value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
+    )
+
+
+def _closed(who: str) -> FetchError:
+    return FetchError(f"{who} closed the connection or cannot be reached")
+
+
+class Sparingly:
+    """Says whether a line about someone may be logged: one a minute each, and not of too many."""
+
+    EVERY_S: Final = 60.0
+    MAX_NAMES: Final = 256
+
+    def __init__(self, clock: Clock = time.monotonic) -> None:
+        self._clock = clock
+        self._said_at_s: dict[str, float] = {}
+
+    def may(self, who: str) -> bool:
+        now_s = self._clock()
+        for name, said_at_s in tuple(self._said_at_s.items()):  # Oldest first.
+            if now_s - said_at_s < self.EVERY_S:
+                break
+            del self._said_at_s[name]
+        if who in self._said_at_s or len(self._said_at_s) >= self.MAX_NAMES:
+            return False
+        self._said_at_s[who] = now_s
+        return True

@@ -1,0 +1,527 @@
+"""Who gets in, who does not, and what they are told: CURVE over real sockets."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+from transport_parts import (
+    FAMILY,
+    FAST,
+    MODEL,
+    ScriptedWorker,
+    check_content,
+    eventually,
+    new_staging,
+    new_tree,
+    pages_of,
+    peer_of,
+    wait_all,
+    worker_of,
+)
+
+from cachetree import (
+    AuthenticationError,
+    Cache,
+    CacheConfig,
+    ConfigError,
+    FetchError,
+    Location,
+    Peer,
+    PeerConfig,
+    PeerState,
+    Worker,
+    WorkerConfig,
+)
+from cachetree.cli import main
+from cachetree.transport import ask_status, credentials_of, keys, wire
+from cachetree.transport.handshake import KeyGate, Sparingly
+
+PAGES = pages_of(256)
+
+
+@dataclass(frozen=True)
+class Party:
+    """A server's key files."""
+
+    pair: keys.KeyPair
+    key_file: str
+    public_file: str
+
+    def serving(self, *allowed: Party) -> dict[str, object]:
+        """Settings of a worker that lets these in."""
+        return {"key_file": self.key_file, "allowed_peers": tuple(it.pair.public for it in allowed)}
+
+    def asking(self, worker: Party) -> PeerConfig:
+        return msgspec.structs.replace(FAST, key_file=self.key_file, server_key=worker.pair.public)
+
+
+def new_party(folder: Path, name: str) -> Party:
+    pair, secret_file, public_file = keys.write_key_pair(folder, name)
+    return Party(pair, str(secret_file), str(public_file))
+
+
+@pytest.fixture
+def us(tmp_path: Path) -> Party:
+    return new_party(tmp_path, "us")
+
+
+@pytest.fixture
+def friend(tmp_path: Path) -> Party:
+    return new_party(tmp_path, "friend")
+
+
+@pytest.fixture
+def stranger(tmp_path: Path) -> Party:
+    return new_party(tmp_path, "stranger")
+
+
+@pytest.fixture(autouse=True)
+def no_secret_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    caplog.set_level(logging.DEBUG)
+    yield
+    for file in tmp_path.glob("*.key"):
+        secret = keys.read_key_pair(str(file)).secret
+        for shown in (secret.hex(), repr(secret)[2:-1]):
+            assert shown not in caplog.text
+
+
+def fetch_all(peer: Peer) -> None:
+    staging = new_staging(256)
+    peer.fetch(MODEL, PAGES, staging)
+    wait_all(staging)
+    check_content(staging, PAGES)
+
+
+def refused(peer: Peer, worker: Worker | None = None) -> str:
+    """The error of a peer that gets nothing, and that says so at once."""
+    assert not peer.wait_ready(5)
+    assert peer.state is PeerState.UNTRUSTED
+    assert isinstance(peer.error, AuthenticationError)
+    staging = new_staging(1)
+    peer.fetch(MODEL, PAGES[:1], staging)
+    with pytest.raises(FetchError):
+        wait_all(staging)
+    if worker is not None:
+        eventually(lambda: worker.status().num_failed_handshakes >= 2)  # It is tried again.
+        assert worker.status().num_peers == 0
+        assert worker.status().num_protocol_errors == 0
+    return str(peer.error)
+
+
+def test_a_known_key_fetches_the_same_bytes(us: Party, friend: Party) -> None:
+    tree = new_tree()
+    with (
+        worker_of(new_tree(PAGES), **us.serving(friend)) as worker,
+        peer_of(worker.address, tree, friend.asking(us)) as peer,
+    ):
+        assert tree.match(PAGES)[0].num_pages == 256
+        for _ in range(3):
+            fetch_all(peer)
+        assert worker.status().num_failed_handshakes == 0
+
+
+def test_nothing_readable_is_on_the_wire(us: Party, friend: Party) -> None:
+    """A listener in the middle sees no header and no payload; without keys it sees both."""
+    seen: dict[str, bytes] = {}
+    for name, serving, config in (
+        ("plain", {}, FAST),
+        ("curve", us.serving(friend), friend.asking(us)),
+    ):
+        with (
+            worker_of(new_tree(PAGES), **serving) as worker,
+            Tap(worker.address) as tap,
+            peer_of(tap.address, new_tree(), config) as peer,
+        ):
+            fetch_all(peer)
+        seen[name] = bytes(tap.seen)
+    assert len(seen["curve"]) > 256 * 1024
+    payload = seen["plain"]
+    for telling in (b"LlamaForCausalLM", PAGES[3], b"checksum"):
+        assert telling in payload
+        assert telling not in seen["curve"]
+
+
+class Tap:
+    """Passes on the bytes of one connection in both directions, and keeps them."""
+
+    def __init__(self, to: Location) -> None:
+        self._to = int(to.rsplit(":", 1)[1])
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = Location(f"tcp://127.0.0.1:{self._listener.getsockname()[1]}")
+        self.seen = bytearray()
+        self._threads: list[threading.Thread] = []
+
+    def __enter__(self) -> Tap:
+        self._start(self._accept)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for thread in self._threads:
+            thread.join(5)
+        self._listener.close()
+
+    def _start(self, run, *args: socket.socket) -> None:  # type: ignore[no-untyped-def]
+        thread = threading.Thread(target=run, args=args, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _accept(self) -> None:
+        near, _ = self._listener.accept()
+        far = socket.create_connection(("127.0.0.1", self._to))
+        self._start(self._pass, near, far)
+        self._start(self._pass, far, near)
+
+    def _pass(self, source: socket.socket, sink: socket.socket) -> None:
+        try:
+            while chunk := source.recv(1 << 16):
+                self.seen += chunk
+                sink.sendall(chunk)
+            sink.shutdown(socket.SHUT_WR)
+        except OSError:
+            sink.close()
+
+
+def test_an_unknown_key_is_told_which_key_to_add(
+    us: Party, friend: Party, stranger: Party, caplog: pytest.LogCaptureFixture
+) -> None:
+    with (
+        worker_of(new_tree(PAGES), **us.serving(friend)) as worker,
+        peer_of(worker.address, new_tree(), stranger.asking(us), is_ready=False) as peer,
+    ):
+        error = refused(peer, worker)
+        assert stranger.pair.public in error
+        assert "allowed_peers" in error
+        time.sleep(0.3)  # More attempts.
+    lines = [line for line in caplog.messages if ": not let in:" in line]
+    assert worker.status().num_failed_handshakes > 2
+    assert len(lines) == 1
+    assert stranger.pair.public in lines[0]
+
+
+def test_a_peer_without_a_key_is_told_to_get_one(
+    us: Party, friend: Party, caplog: pytest.LogCaptureFixture
+) -> None:
+    with (
+        worker_of(new_tree(PAGES), **us.serving(friend)) as worker,
+        peer_of(worker.address, new_tree(), is_ready=False) as peer,
+    ):
+        assert "set key_file" in refused(peer, worker)
+    assert len([line for line in caplog.messages if ": not let in:" in line]) == 1
+
+
+def test_a_peer_with_a_key_does_not_talk_in_clear(us: Party, friend: Party) -> None:
+    with (
+        worker_of(new_tree(PAGES)) as worker,
+        peer_of(worker.address, new_tree(), friend.asking(us), is_ready=False) as peer,
+    ):
+        assert re.search("does not use keys|another one or none", refused(peer, worker))
+
+
+def test_a_worker_with_another_key_is_not_believed(
+    us: Party, friend: Party, stranger: Party
+) -> None:
+    tree = new_tree()
+    with (
+        worker_of(new_tree(PAGES), **stranger.serving(friend)) as worker,
+        peer_of(worker.address, tree, friend.asking(us), is_ready=False) as peer,
+    ):
+        error = refused(peer, worker)
+        assert us.pair.public in error
+        assert not tree.match(PAGES)
+
+
+def test_a_peer_recovers_when_the_worker_comes_back_with_its_key(
+    us: Party, friend: Party, stranger: Party
+) -> None:
+    with worker_of(new_tree(PAGES), **us.serving(stranger)) as worker:
+        address = worker.address
+        peer = Peer(new_tree(), address, friend.asking(us))
+        refused(peer)
+    with worker_of(new_tree(PAGES), listen=address, **us.serving(friend)):
+        eventually(lambda: peer.state is PeerState.READY)
+        fetch_all(peer)
+    peer.close()
+
+
+def raw_plain(address: Location) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", int(address.rsplit(":", 1)[1])))
+
+
+ZMTP_1 = b"\x01\x00"
+"""Greeting of a peer of protocol 1.0, which knows no security: an empty identity."""
+ZMTP_2 = b"\xff" + bytes(8) + b"\x7f\x01\x05\x00\x00"
+ZMTP_3_NULL = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16) + bytes(32)
+
+
+@pytest.mark.parametrize("greeting", [ZMTP_1, ZMTP_2, ZMTP_3_NULL, b"GET / HTTP/1.1\r\n\r\n"])
+def test_nothing_is_decoded_before_a_peer_has_proved_itself(
+    us: Party, friend: Party, greeting: bytes
+) -> None:
+    """Garbage of someone unknown is never looked at; the same of a friend is counted."""
+    with worker_of(new_tree(PAGES), **us.serving(friend)) as worker:
+        for _ in range(5):
+            with raw_plain(worker.address) as raw:
+                raw.sendall(greeting + b"\x00\x07garbage" + b"\x07\x00garbage" * 50)
+                raw.settimeout(5)
+                try:
+                    while raw.recv(4096):
+                        pass
+                except ConnectionError:
+                    pass
+        assert worker.status().num_protocol_errors == 0
+        send_garbage(worker.address, friend.asking(us))
+        eventually(lambda: worker.status().num_protocol_errors == 1)
+
+
+def test_garbage_of_an_unknown_key_is_not_decoded(
+    us: Party, friend: Party, stranger: Party
+) -> None:
+    with worker_of(new_tree(PAGES), **us.serving(friend)) as worker:
+        send_garbage(worker.address, stranger.asking(us))
+        eventually(lambda: worker.status().num_failed_handshakes)
+        assert worker.status().num_protocol_errors == 0
+
+
+def send_garbage(address: Location, config: PeerConfig) -> None:
+    context = zmq.Context()
+    dealer = context.socket(zmq.DEALER)
+    dealer.set(zmq.LINGER, 200)
+    credentials_of(config.key_file, config.server_key).secure(dealer)
+    dealer.connect(address)
+    dealer.send(b"garbage")
+    dealer.poll(200)
+    context.destroy()
+
+
+def test_a_worker_whose_thread_does_not_answer_lets_nobody_in(us: Party, friend: Party) -> None:
+    """The socket is bound before the thread runs; nobody slips in meanwhile."""
+    context = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    KeyGate(us.pair, frozenset([friend.pair.public])).guard(context, router)
+    router.bind("tcp://127.0.0.1:0")
+    address = Location(router.get_string(zmq.LAST_ENDPOINT))
+    try:
+        send_garbage(address, friend.asking(us))
+        assert not router.poll(100)
+    finally:
+        context.destroy(linger=0)
+
+
+def test_two_workers_in_a_process_have_lists_of_their_own(
+    us: Party, friend: Party, stranger: Party
+) -> None:
+    with (
+        worker_of(new_tree(PAGES), **us.serving(friend)) as first,
+        worker_of(new_tree(PAGES), **stranger.serving(us)) as second,
+        worker_of(new_tree(PAGES)) as plain,
+        peer_of(first.address, new_tree(), friend.asking(us)) as allowed,
+        peer_of(second.address, new_tree(), us.asking(stranger)) as other,
+        peer_of(plain.address, new_tree()) as clear,
+        peer_of(second.address, new_tree(), friend.asking(stranger), is_ready=False) as denied,
+    ):
+        for peer in (allowed, other, clear):
+            fetch_all(peer)
+        assert friend.pair.public in refused(denied)
+        assert second.status().num_failed_handshakes
+        assert first.status().num_failed_handshakes == 0
+
+
+def test_a_crowd_of_unknown_keys_does_not_keep_a_friend_out(us: Party, friend: Party) -> None:
+    with worker_of(new_tree(PAGES), **us.serving(friend)) as worker:
+        context = zmq.Context()
+        for _ in range(100):
+            dealer = context.socket(zmq.DEALER)
+            dealer.set(zmq.LINGER, 0)
+            dealer.set(zmq.RECONNECT_IVL, 1)
+            public, secret = zmq.curve_keypair()
+            dealer.set(zmq.CURVE_SERVERKEY, keys.to_bytes(us.pair.public))
+            dealer.set(zmq.CURVE_PUBLICKEY, public)
+            dealer.set(zmq.CURVE_SECRETKEY, secret)
+            dealer.connect(worker.address)
+        try:
+            with peer_of(worker.address, new_tree(), friend.asking(us)) as peer:
+                fetch_all(peer)
+            eventually(lambda: worker.status().num_failed_handshakes >= 100)
+        finally:
+            context.destroy(linger=0)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"listen": "tcp://0.0.0.0:0"}, ["listen", "key_file", "allowed_peers", "insecure: true"]),
+        ({"listen": "tcp://[::]:0"}, ["key_file", "insecure: true"]),
+        ({"listen": "tcp://*:0", "allowed_peers": ["ctpub-" + "0" * 64]}, ["set key_file"]),
+        ({"listen": "tcp://*:0", "key_file": "us.key"}, ["allowed_peers is empty"]),
+        ({"key_file": "us.key"}, ["allowed_peers is empty"]),
+        ({"listen": "tcp://*:0", "key_file": "us.key", "allowed_peers": ["none"]}, ["no public"]),
+        ({"key_file": "missing", "allowed_peers": ["us.pub"]}, ["missing", "cannot be read"]),
+        ({"key_file": "us.pub", "allowed_peers": ["us.pub"]}, ["us.pub", "others can read"]),
+        ({"key_file": "us.key", "allowed_peers": ["us.key"]}, ["us.key", "secret key where"]),
+    ],
+)
+def test_a_worker_that_would_be_open_or_closed_to_all_does_not_start(
+    us: Party,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    config: dict[str, object],
+    words: list[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "none").mkdir()
+    with pytest.raises(ConfigError) as caught:
+        Worker(new_tree(), msgspec.convert(config, WorkerConfig))
+    (line,) = str(caught.value).splitlines()
+    for word in words:
+        assert word in line
+
+
+def test_a_wide_address_is_bound_with_keys_or_when_asked_for(us: Party, friend: Party) -> None:
+    with worker_of(new_tree(PAGES), listen="tcp://0.0.0.0:0", **us.serving(friend)) as worker:
+        address = Location(worker.address.replace("0.0.0.0", "127.0.0.1"))
+        with peer_of(address, new_tree(), friend.asking(us)) as peer:
+            fetch_all(peer)
+    with worker_of(new_tree(), listen="tcp://0.0.0.0:0", insecure=True):
+        pass
+
+
+def test_a_peer_on_another_machine_without_a_key_is_remarked_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for host, num in (("127.0.0.1", 0), ("192.0.2.1", 1)):
+        Peer(new_tree(), Location(f"tcp://{host}:1"), FAST).close()
+        assert len([line for line in caplog.messages if "another machine" in line]) == num
+
+
+def test_a_cache_speaks_to_each_peer_with_its_own_key(
+    us: Party, friend: Party, stranger: Party
+) -> None:
+    with (
+        worker_of(new_tree(PAGES), **us.serving(friend)) as first,
+        worker_of(new_tree(PAGES), **stranger.serving(friend)) as second,
+        worker_of(new_tree(PAGES)) as plain,
+    ):
+        config = CacheConfig(
+            serves=False,
+            peers=(first.address, second.address, plain.address),
+            peer=PeerConfig(key_file=friend.key_file),
+            peer_keys={first.address: us.pair.public, second.address: stranger.public_file},
+        )
+        with Cache(FAMILY, config) as cache:
+            assert cache.wait_ready(5), cache.status()
+            assert {match.location for match in cache.match(PAGES)} == set(config.peers)
+        shown = f"{config} {cache.status()} {msgspec.json.encode(first.status())!r}"
+        assert friend.pair.secret.hex() not in shown
+
+
+@pytest.mark.parametrize(
+    ("config", "word"),
+    [
+        ({"peer_keys": {"tcp://127.0.0.1:1": "ctpub-" + "0" * 64}}, "not in peers"),
+        (
+            {
+                "peers": ["tcp://127.0.0.1:1"],
+                "peer_keys": {"tcp://127.0.0.1:1": "ctpub-" + "0" * 64},
+            },
+            "set key_file",
+        ),
+    ],
+)
+def test_keys_of_peers_are_checked(config: dict[str, object], word: str) -> None:
+    with pytest.raises(ConfigError, match=word):
+        Cache(FAMILY, msgspec.convert(config, CacheConfig))
+
+
+def test_status_and_ping_prove_themselves(
+    us: Party, friend: Party, stranger: Party, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--key-file", friend.key_file, "--server-key", us.public_file]
+    with worker_of(new_tree(PAGES), **us.serving(friend)) as worker:
+        assert main(["status", worker.address, "--json", *flags]) == 0
+        assert json.loads(capsys.readouterr().out)["num_pages"] == 256
+        assert main(["ping", worker.address, *flags]) == 0
+        for wrong, word in (
+            ([], "set key_file"),
+            (["--key-file", stranger.key_file, "--server-key", us.public_file], "allowed_peers"),
+            (["--key-file", friend.key_file, "--server-key", friend.public_file], "another one"),
+            (["--key-file", friend.key_file], "together"),
+            (["--server-key", us.public_file], "together"),
+        ):
+            begun_at_s = time.monotonic()
+            assert main(["ping", worker.address, "--timeout", "30", *wrong]) == 1
+            assert word in capsys.readouterr().err
+            assert time.monotonic() - begun_at_s < 5
+    with worker_of(new_tree()) as worker:
+        assert main(["ping", worker.address, *flags]) == 1
+        assert re.search("does not use keys|another one or none", capsys.readouterr().err)
+
+
+def test_a_served_cache_is_read_with_a_key(us: Party, friend: Party, tmp_path: Path) -> None:
+    """The whole way: keys from files, a YAML's settings, a fetch between two caches."""
+    settings = {
+        "worker": {
+            "listen": "tcp://127.0.0.1:0",
+            "key_file": us.key_file,
+            "allowed_peers": [friend.public_file],
+        }
+    }
+    with Cache(FAMILY, msgspec.convert(settings, CacheConfig)) as sender:
+        assert sender.address
+        reading = {
+            "serves": False,
+            "peers": [sender.address],
+            "peer_keys": {sender.address: us.public_file},
+            "peer": {"key_file": friend.key_file},
+        }
+        with Cache(FAMILY, msgspec.convert(reading, CacheConfig)) as receiver:
+            assert receiver.wait_ready(5)
+        credentials = credentials_of(friend.key_file, us.pair.public)
+        status = ask_status(sender.address, timeout_s=5, credentials=credentials)
+        assert status == sender.status().worker
+
+
+def test_an_old_worker_status_without_the_count_is_read() -> None:
+    status = ask_plain_fields()
+    del status["num_failed_handshakes"]
+    assert wire.decode_to_peer(memoryview(msgspec.msgpack.encode(status))) is not None
+
+
+def ask_plain_fields() -> dict[str, object]:
+    with worker_of(new_tree()) as worker:
+        blob = wire.encode(worker.status())
+    fields: dict[str, object] = msgspec.msgpack.decode(blob)
+    return fields
+
+
+def test_lines_are_few_whoever_comes() -> None:
+    now_s = [0.0]
+    sparingly = Sparingly(lambda: now_s[0])
+    assert [sparingly.may("a"), sparingly.may("a"), sparingly.may("b")] == [True, False, True]
+    now_s[0] = 59.9
+    assert not sparingly.may("a")
+    now_s[0] = 60.0
+    assert sparingly.may("a")
+    assert sum(sparingly.may(f"{i}") for i in range(10_000)) == Sparingly.MAX_NAMES - 1
+    now_s[0] = 200.0
+    assert sparingly.may("a")
+
+
+def test_the_scripted_worker_is_no_worker_with_keys(us: Party, friend: Party) -> None:
+    """A plain ROUTER that speaks the protocol is told nothing, not even a hello."""
+    with (
+        ScriptedWorker(lambda *_: None) as impostor,
+        peer_of(impostor.address, new_tree(), friend.asking(us), is_ready=False) as peer,
+    ):
+        assert re.search("does not use keys|another one or none", refused(peer))
+        assert impostor.received == []
