@@ -1,6 +1,7 @@
 """The messages of the transport: msgpack headers, raw payload frames, and every size limit.
 
 A message is one ZMQ frame with a header; a `Frame` header is followed by one frame of payload.
+A header ends with a checksum of its own: without it a flipped bit could name another layer.
 
     peer (DEALER)                         worker (ROUTER)
     Hello                     ──►
@@ -196,6 +197,8 @@ _to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker
 _to_peer: msgspec.msgpack.Decoder[ToPeer] = msgspec.msgpack.Decoder(ToPeer)
 _family: msgspec.msgpack.Decoder[Family] = msgspec.msgpack.Decoder(Family)
 
+_CHECKSUM_BYTES: Final = 8
+
 _ENTRY_WEIGHT: Final = 8
 """What an entry costs besides its pages, in page hashes."""
 
@@ -204,12 +207,17 @@ _Message = TypeVar("_Message")
 
 def encode(message: ToWorker | ToPeer) -> bytes:
     """The header frame of a message; raises ProtocolError where it exceeds the cap."""
-    header = _encoder.encode(message)
+    header = seal(_encoder.encode(message))
     if len(header) > MAX_HEADER_BYTES:
         raise ProtocolError(
             f"a {type(message).__name__} of {len(header)} bytes exceeds {MAX_HEADER_BYTES}"
         )
     return header
+
+
+def seal(body: bytes) -> bytes:
+    """A header of an encoded message: the body, then its checksum."""
+    return body + checksum(body).to_bytes(_CHECKSUM_BYTES, "little")
 
 
 def decode_to_worker(header: memoryview) -> ToWorker:
@@ -225,8 +233,11 @@ def decode_to_peer(header: memoryview) -> ToPeer:
 def _decode(decoder: msgspec.msgpack.Decoder[_Message], header: memoryview) -> _Message:
     if header.nbytes > MAX_HEADER_BYTES:
         raise ProtocolError(f"a header of {header.nbytes} bytes exceeds {MAX_HEADER_BYTES}")
+    body, seen = header[:-_CHECKSUM_BYTES], header[-_CHECKSUM_BYTES:]
+    if checksum(body) != int.from_bytes(seen, "little"):
+        raise ProtocolError("the checksum of a header is wrong; it was damaged on its way")
     try:
-        return decoder.decode(header)
+        return decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
         raise ProtocolError(f"a header cannot be read: {exc}") from exc
 

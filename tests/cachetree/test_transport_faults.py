@@ -81,7 +81,7 @@ def three_frames(worker: ScriptedWorker, identity: bytes, fetch: wire.Fetch) -> 
 
 
 def unknown_tag(worker: ScriptedWorker, identity: bytes, fetch: wire.Fetch) -> None:
-    worker.send(identity, msgspec.msgpack.encode({"type": "teleport"}))
+    worker.send(identity, wire.seal(msgspec.msgpack.encode({"type": "teleport"})))
 
 
 def unasked_fetch(worker: ScriptedWorker, identity: bytes, fetch: wire.Fetch) -> None:
@@ -290,7 +290,8 @@ def test_a_worker_survives_noise_and_keeps_serving(
     with worker_of(new_tree(PAGES)) as worker, peer_of(worker.address, new_tree()) as peer:
         stranger = raw(worker.address)
         for noise in (b"", b"\xc1", b"\x80", msgspec.msgpack.encode({"type": "teleport"})):
-            assert isinstance(ask(stranger, noise), wire.Bye)
+            assert isinstance(ask(stranger, wire.seal(noise)), wire.Bye)
+        assert isinstance(ask(stranger, b"noise without a checksum"), wire.Bye)
         stranger.send_multipart([wire.encode(wire.Ping()), b"more"])
         assert stranger.poll(5000)
         assert "2 frames" in stranger.recv().decode(errors="replace")
@@ -298,7 +299,7 @@ def test_a_worker_survives_noise_and_keeps_serving(
         oversize = raw(worker.address)
         oversize.send(bytes(wire.MAX_HEADER_BYTES + 1))
         assert not oversize.poll(200), "it was read, although the socket should have dropped it"
-        assert worker.status().num_protocol_errors == 5
+        assert worker.status().num_protocol_errors == 6
         staging = new_staging(16)
         peer.fetch(MODEL, PAGES, staging)
         wait_all(staging)
