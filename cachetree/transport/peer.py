@@ -203,7 +203,9 @@ class Peer:
         connection.wait(round(self._timeout_s() * 1000))
         self._wakeup.drain()
         for message, payload in connection.receive():
-            self._heard_at_s = self._clock()
+            # A pong says nothing about a snapshot that is due: its request may have been lost.
+            if self._view.is_synced or not isinstance(message, wire.Pong):
+                self._heard_at_s = self._clock()
             self._handle(connection, message, payload)
         self._check(connection)
         for landing in self._landings.values():
