@@ -1,0 +1,259 @@
+"""Every fault at every frame of a connection: the right bytes or none, in time, and nothing stays.
+
+The frames are those of both directions of one connection, from its greeting to the last credit of
+a fetch. Every frame meets every fault by default; a flip takes one random bit of each frame, and
+the slow tests take many more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from fault_proxy import Fault, FaultProxy, Strike, Towards
+from transport_parts import (
+    E_LAYER,
+    FAMILY,
+    MODEL,
+    check_content,
+    content,
+    eventually,
+    new_tree,
+    pages_of,
+    wait_all,
+    worker_of,
+)
+
+from cachetree import (
+    Deadline,
+    FetchError,
+    Kind,
+    Location,
+    PeerConfig,
+    ProtocolError,
+    Span,
+    Staging,
+    Step,
+)
+from cachetree.cache import Cache, CacheConfig
+from cachetree.plan import Plan
+from cachetree.transport import wire
+from cachetree.transport.landing import Landing
+
+PAGES = pages_of(4)
+FRAME_BYTES = 4096
+PEER = PeerConfig(
+    frame_bytes=FRAME_BYTES,
+    window_bytes=2 * FRAME_BYTES,
+    connect_s=0.4,
+    heartbeat_s=0.1,
+    silence_s=0.5,
+    reconnect_s=0.02,
+    max_reconnect_s=0.1,
+)
+FETCH_BYTES = 4 * len(PAGES) * FAMILY.kv_page_bytes
+DEADLINE_S = 1.0
+MARGIN_S = 0.5
+"""For threads that wait for a processor."""
+RECOVERY_S = 10.0
+NUM_AT_ONCE = 16
+NUM_ROUNDS = 30
+"""Of the slow tests."""
+
+
+def plan_from(location: Location) -> Plan:
+    """E, and the KV of three layers of four."""
+    return Plan(
+        sender=MODEL,
+        receiver=MODEL,
+        location=location,
+        pages=Span(0, len(PAGES)),
+        block=Span(E_LAYER, E_LAYER + 1),
+        num_layers=FAMILY.num_layers,
+    )
+
+
+def fetch(cache: Cache, location: Location) -> FetchError | None:
+    """Why there is no answer; asserts that an answer is right and that either comes in time."""
+    begun_at_s = time.monotonic()
+    staging = cache.fetch(plan_from(location), PAGES, Deadline.after(DEADLINE_S))
+    assert staging is not None, "an earlier fetch still holds the staging budget"
+    with staging:
+        try:
+            wait_all(staging)
+        except FetchError as exc:
+            return exc
+        finally:
+            assert time.monotonic() - begun_at_s < DEADLINE_S + MARGIN_S
+        check_content(staging, PAGES)
+    return None
+
+
+def receiver(location: Location) -> Cache:
+    """Its staging budget has room for one fetch."""
+    config = CacheConfig(peers=(location,), serves=False, peer=PEER, staging_bytes=FETCH_BYTES)
+    return Cache(FAMILY, config)
+
+
+def strike_at(worker: Location, strike: Strike, seed: int) -> bool:
+    """Whether it struck; asserts that the fetch went right or failed, and that the next one went.
+
+    The connection heals or is replaced by itself: nobody closes the cache in between.
+    """
+    with FaultProxy(worker, seed=seed) as proxy:
+        proxy.arm(strike)
+        with receiver(proxy.address) as cache:
+            cache.wait_ready(RECOVERY_S)
+            fetch(cache, proxy.address)
+            eventually(lambda: fetch(cache, proxy.address) is None, RECOVERY_S)
+            assert cache.status().staging_bytes_in_use == 0
+        return proxy.has_struck
+
+
+@pytest.fixture(scope="module")
+def frames() -> list[tuple[Towards, int]]:
+    """The frames of one connection with one undisturbed fetch."""
+    with (
+        worker_of(new_tree(PAGES)) as worker,
+        FaultProxy(worker.address, seed=0) as proxy,
+        receiver(proxy.address) as cache,
+    ):
+        assert cache.wait_ready(5)
+        assert fetch(cache, proxy.address) is None
+        counts = {towards: proxy.num_frames(towards) for towards in Towards}
+    assert counts[Towards.PEER] >= 3 + 1 + 4 + 2 * FETCH_BYTES // FRAME_BYTES
+    return [(towards, index) for towards in Towards for index in range(counts[towards])]
+
+
+def held() -> tuple[int, int]:
+    """Descriptors and threads of this process."""
+    gc.collect()
+    return len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
+
+
+@pytest.fixture
+def nothing_stays() -> Iterator[None]:
+    before = held()
+    yield
+    eventually(lambda: all(now <= then for now, then in zip(held(), before, strict=True)), 10)
+
+
+def strike_all(strikes: Sequence[Strike], first_seed: int) -> None:
+    """Each on a connection of its own, to one worker; afterwards it serves nobody any more."""
+    source = new_tree(PAGES)
+    with worker_of(source, silence_s=1.0) as worker:
+        with ThreadPoolExecutor(NUM_AT_ONCE) as pool:
+            results = {
+                strike: pool.submit(strike_at, worker.address, strike, first_seed + number)
+                for number, strike in enumerate(strikes)
+            }
+        wrong = {strike: error for strike, it in results.items() if (error := it.exception())}
+        assert not wrong
+        # How credits are joined, and when pings go, decides how many frames there are.
+        assert sum(it.result() for it in results.values()) > 0.9 * len(strikes)
+        eventually(lambda: worker.status().num_streams == 0)
+        eventually(lambda: worker.status().num_peers == 0)
+    source.clear()
+    assert source.num_pages == 0, "a lease was not given back"
+
+
+@pytest.mark.parametrize("fault", Fault)
+def test_every_fault_at_every_frame(
+    fault: Fault, frames: list[tuple[Towards, int]], nothing_stays: None
+) -> None:
+    strike_all([Strike(fault, *frame) for frame in frames], first_seed=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [Fault.FLIP_FRAMING, Fault.FLIP_BODY, Fault.TRUNCATE])
+def test_many_bits_of_every_frame(
+    fault: Fault, frames: list[tuple[Towards, int]], nothing_stays: None
+) -> None:
+    for number in range(NUM_ROUNDS):
+        strikes = [Strike(fault, *frame) for frame in frames]
+        strike_all(strikes, first_seed=1000 * (number + 1))
+
+
+def with_each_bit_flipped(sound: bytes) -> Iterator[memoryview]:
+    """The same buffer again and again, with one bit after the other wrong."""
+    flipped = bytearray(sound)
+    view = memoryview(flipped)
+    for at in range(len(flipped)):
+        for bit in range(8):
+            flipped[at] ^= 1 << bit
+            yield view
+            flipped[at] ^= 1 << bit
+
+
+MANY_PAGES = wire.join_pages(pages_of(192))
+ENTRY = wire.Entry(added=True, model=MODEL, parent=b"", pages=MANY_PAGES, e_layers=(E_LAYER,))
+FETCH = wire.Fetch(
+    id=3,
+    model=MODEL,
+    pages=MANY_PAGES,
+    steps=(("e", E_LAYER), ("kv", 0), ("kv", 1), ("kv", 3)),
+    frame_bytes=1 << 20,
+    window_bytes=4 << 20,
+    timeout_ms=10_000,
+)
+TO_WORKER = (
+    wire.hello(FAMILY, MODEL, 0),
+    wire.Subscribe(),
+    FETCH,
+    wire.Credit(id=3, num_bytes=4096),
+    wire.Cancel(id=3),
+    wire.Ping(),
+    wire.Bye(reason="closing"),
+)
+TO_PEER = (
+    wire.hello(FAMILY, MODEL, 1 << 60),
+    wire.Reset(epoch=1 << 60),
+    wire.Entries(seq=9, entries=(ENTRY,)),
+    wire.Synced(seq=9),
+    wire.Frame(id=3, step=1, offset=8192, size=4096, checksum=1 << 63),
+    wire.FetchFailed(id=3, error="stale", reason="192 pages are no longer here"),
+    wire.Pong(epoch=1 << 60),
+    wire.Bye(reason="the worker is closing"),
+)
+
+
+def test_every_flipped_bit_of_a_header_is_detected() -> None:
+    num_flips = 0
+    undetected: Counter[str] = Counter()
+    decoders = ((wire.decode_to_worker, TO_WORKER), (wire.decode_to_peer, TO_PEER))
+    for decode, messages in decoders:
+        for message in messages:
+            for flipped in with_each_bit_flipped(wire.encode(message)):
+                num_flips += 1
+                with contextlib.suppress(ProtocolError):
+                    decode(flipped)
+                    undetected[type(message).__name__] += 1
+    assert num_flips > 50_000
+    assert not undetected
+
+
+def test_every_flipped_bit_of_a_payload_is_detected() -> None:
+    step = Step(Kind.KV, 0)
+    num_flips = 0
+    for page in PAGES:
+        payload = content(page, step)
+        staging = Staging({step: len(payload)}, Deadline.after(60))
+        landing = Landing(1, MODEL, [page], staging)
+        frame = wire.Frame(
+            id=1, step=0, offset=0, size=len(payload), checksum=wire.checksum(payload)
+        )
+        for flipped in with_each_bit_flipped(payload):
+            num_flips += 1
+            with pytest.raises(ProtocolError, match="checksum"):
+                landing.place(frame, flipped)
+        assert staging.num_landed_bytes == 0
+        landing.place(frame, memoryview(payload))
+        check_content(staging, [page])
+    assert num_flips > 50_000
