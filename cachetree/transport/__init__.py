@@ -1,7 +1,12 @@
 """Moves pages between servers over ZMQ: a worker serves a tree, a peer fetches from a worker."""
 
 from cachetree.transport.config import PeerConfig, WorkerConfig
-from cachetree.transport.handshake import Credentials, credentials_of
+from cachetree.transport.handshake import (
+    Credentials,
+    check_peer,
+    check_worker,
+    credentials_of,
+)
 from cachetree.transport.keys import write_key_pair
 from cachetree.transport.peer import Peer
 from cachetree.transport.peer_status import PeerState, PeerStatus
@@ -19,6 +24,8 @@ __all__ = [
     "Worker",
     "WorkerConfig",
     "ask_status",
+    "check_peer",
+    "check_worker",
     "credentials_of",
     "write_key_pair",
 ]

@@ -11,7 +11,7 @@ from zmq.utils.monitor import recv_monitor_message
 from cachetree.errors import CacheTreeError, FetchError, ProtocolError
 from cachetree.transport import wire
 from cachetree.transport.address import Address
-from cachetree.transport.handshake import FAILURES, Credentials
+from cachetree.transport.handshake import CIPHER_BYTES, FAILURES, Credentials
 from cachetree.transport.wakeup import Wakeup
 
 _MAX_RECEIVED: Final = 64
@@ -42,7 +42,8 @@ class Connection:
     ) -> None:
         self._socket = context.socket(zmq.DEALER)
         self._socket.set(zmq.LINGER, _LINGER_MS)
-        self._socket.set(zmq.MAXMSGSIZE, max(max_frame_bytes, wire.MAX_HEADER_BYTES))
+        max_bytes = max(max_frame_bytes, wire.MAX_HEADER_BYTES) + CIPHER_BYTES
+        self._socket.set(zmq.MAXMSGSIZE, max_bytes)
         self._socket.set(zmq.RECONNECT_IVL, -1)
         self._socket.set(zmq.IPV6, int(to.is_ipv6))
         self._credentials = credentials

@@ -23,7 +23,8 @@ import zmq
 from cachetree.clock import Clock
 from cachetree.errors import AuthenticationError, CacheTreeError, FetchError
 from cachetree.transport import keys
-from cachetree.transport.config import WorkerConfig
+from cachetree.transport.address import parse_listen, parse_remote
+from cachetree.transport.config import PeerConfig, WorkerConfig
 from cachetree.transport.keys import KeyPair, PublicKey
 
 FAILURES: Final = (
@@ -32,6 +33,9 @@ FAILURES: Final = (
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
 """Events of a socket's monitor."""
+
+CIPHER_BYTES: Final = 33
+"""What CURVE adds to a message on the wire (RFC 26), so what a cap on its size has to allow."""
 
 _HANDSHAKE_MS: Final = 5000
 """A connection that has not proved itself by then is closed."""
@@ -223,8 +227,20 @@ def credentials_of(key_file: str | None, server_key: str | None) -> Credentials:
     """Reads the key files; raises ConfigError."""
     if server_key is None:
         return Plain()
-    server = keys.read_public_key(server_key, field="server_key")
+    server = keys.read_public_key(server_key, field="the worker's key (server_key, peer_keys)")
     return Curve(keys.read_key_pair(key_file or ""), server)
+
+
+def check_worker(config: WorkerConfig) -> None:
+    """Whether a worker could start, but for binding its address; raises ConfigError."""
+    parse_listen(config.listen, field="listen", insecure=config.insecure, key_file=config.key_file)
+    gate_of(config)
+
+
+def check_peer(address: str, config: PeerConfig) -> None:
+    """Whether a peer could start; raises ConfigError."""
+    parse_remote(address, field="peers")
+    credentials_of(config.key_file, config.server_key)
 
 
 def _is_mismatch(event: int, value: int) -> bool:

@@ -131,6 +131,25 @@ def test_a_known_key_fetches_the_same_bytes(us: Party, friend: Party) -> None:
         assert worker.status().num_failed_handshakes == 0
 
 
+@pytest.mark.parametrize("frame_bytes", [1 << 20, 4 << 20])
+def test_frames_of_the_largest_size_come_through(
+    us: Party, friend: Party, frame_bytes: int
+) -> None:
+    """Encryption makes a message longer, and its cap does not cut it off."""
+    pages = pages_of(4096)
+    size = {"frame_bytes": frame_bytes, "window_bytes": 2 * frame_bytes}
+    config = PeerConfig(key_file=friend.key_file, server_key=us.pair.public, **size)
+    with (
+        worker_of(new_tree(pages), **size, **us.serving(friend)) as worker,
+        peer_of(worker.address, new_tree(), config) as peer,
+    ):
+        staging = new_staging(4096)
+        peer.fetch(MODEL, pages, staging)
+        wait_all(staging)
+        check_content(staging, pages)
+        assert max(size for *_, size in staging.writes) == frame_bytes
+
+
 def test_nothing_readable_is_on_the_wire(us: Party, friend: Party) -> None:
     """A listener in the middle sees no header and no payload; without keys it sees both."""
     seen: dict[str, bytes] = {}
@@ -293,13 +312,21 @@ def test_garbage_of_an_unknown_key_is_not_decoded(
         assert worker.status().num_protocol_errors == 0
 
 
-def send_garbage(address: Location, config: PeerConfig) -> None:
+def test_a_header_may_be_as_long_as_the_cap_and_no_longer(us: Party, friend: Party) -> None:
+    with worker_of(new_tree(), **us.serving(friend)) as worker:
+        send_garbage(worker.address, friend.asking(us), bytes(wire.MAX_HEADER_BYTES + 1))
+        assert worker.status().num_protocol_errors == 0, "it was received"
+        send_garbage(worker.address, friend.asking(us), bytes(wire.MAX_HEADER_BYTES))
+        eventually(lambda: worker.status().num_protocol_errors == 1)
+
+
+def send_garbage(address: Location, config: PeerConfig, garbage: bytes = b"garbage") -> None:
     context = zmq.Context()
     dealer = context.socket(zmq.DEALER)
     dealer.set(zmq.LINGER, 200)
     credentials_of(config.key_file, config.server_key).secure(dealer)
     dealer.connect(address)
-    dealer.send(b"garbage")
+    dealer.send(garbage)
     dealer.poll(200)
     context.destroy()
 
