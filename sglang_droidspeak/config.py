@@ -20,10 +20,14 @@ from typing import Any, Literal
 import msgspec
 import yaml
 
+from cachetree.cache import CacheConfig
 from cachetree.errors import ConfigError
+from cachetree.ids import ModelId
+from cachetree.transport import PeerConfig, WorkerConfig
 
 LINKER_MODULE = "sglang_droidspeak.linker"
 MIN_PAGE_SIZE = 16
+GIB = 1 << 30
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -57,8 +61,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """With no request waiting, recompute as many layers as meet this; None: as few as allowed."""
     max_link_mb_s: float | None = None
     """Bandwidth cap of this server's worker, in 10^6 bytes per second; None: no cap."""
+    key_file: str | None = None
+    """Secret key file of this server, made by `cachetree keygen`; None encrypts nothing."""
+    allowed_peers: tuple[str, ...] = ()
+    """Who may read this server's cache: public keys, files of them, or folders of `.pub` files."""
+    peer_keys: dict[str, str] = {}
+    """Address of a peer to its public key or the file with it; to others it talks in clear."""
     insecure: bool = False
-    """Allows a `listen` address other than loopback without encryption."""
+    """Allows a `listen` address other than loopback without keys."""
 
     def __post_init__(self) -> None:
         for field in ("host_gb", "staging_gb", "forward_wait_s"):
@@ -67,6 +77,40 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         for field in ("min_tokens", "max_recompute_tokens", "fetch_deadline_s"):
             if getattr(self, field) <= 0:
                 raise ConfigError(f"{field} is {getattr(self, field)}; give a positive number")
+        if self.allowed_peers and self.listen is None:
+            raise ConfigError(
+                "allowed_peers is set and listen is not: nobody reads from this server; set "
+                "listen, or remove allowed_peers"
+            )
+        if self.key_file is not None and self.listen is None and not self.peer_keys:
+            raise ConfigError(
+                f"key_file is {self.key_file}, and neither listen nor peer_keys gives it a use; "
+                "set peer_keys, or remove key_file"
+            )
+
+
+def cache_config(settings: Settings, model: ModelId) -> CacheConfig:
+    """What the settings mean for the cache of a server that runs `model`; raises ConfigError."""
+    worker = WorkerConfig()
+    if settings.listen is not None:
+        cap = None if settings.max_link_mb_s is None else int(settings.max_link_mb_s * 1e6)
+        worker = WorkerConfig(
+            listen=settings.listen,
+            key_file=settings.key_file,
+            allowed_peers=settings.allowed_peers,
+            insecure=settings.insecure,
+            model=model,
+            max_bytes_per_s=cap,
+        )
+    return CacheConfig(
+        host_bytes=int(settings.host_gb * GIB),
+        staging_bytes=int(settings.staging_gb * GIB),
+        serves=settings.listen is not None,
+        worker=worker,
+        peers=settings.peers,
+        peer_keys=settings.peer_keys,
+        peer=PeerConfig(key_file=settings.key_file),
+    )
 
 
 def is_configured(args: Any) -> bool:

@@ -16,12 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from cachetree.cache import Cache, CacheConfig
+from cachetree.cache import Cache
 from cachetree.errors import ConfigError
 from cachetree.family import Family
-from cachetree.ids import ModelId
 from cachetree.staging import pageable
-from cachetree.transport import WorkerConfig
 from sglang_droidspeak import compat, meta_info
 from sglang_droidspeak.capture import Provenance, attachment_of
 from sglang_droidspeak.compat import HookType
@@ -35,6 +33,7 @@ from sglang_droidspeak.compat.names import (
     get_observability,
     get_parallel,
 )
+from sglang_droidspeak.config import cache_config
 from sglang_droidspeak.forward import ForwardPass
 from sglang_droidspeak.job import Job
 from sglang_droidspeak.loader import Copies, Loader
@@ -47,11 +46,9 @@ from sglang_droidspeak.waiting import WaitingRequests
 
 if TYPE_CHECKING:
     from sglang_droidspeak.compat.names import Req, Scheduler, ServerArgs
-    from sglang_droidspeak.config import Settings
 
 log = logging.getLogger(__name__)
 
-GIB = 1 << 30
 IDLE_WAIT_S = 0.001
 
 
@@ -95,7 +92,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
                 tp_size=parallel.tp_size,
                 tp_rank=parallel.tp_rank,
             ),
-            _cache_config(settings, site.identity.model_id),
+            cache_config(settings, site.identity.model_id),
             allocate=_page_locked if self._on_cuda else pageable,
         )
         rows = rows_of(pool)
@@ -265,25 +262,6 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         self._loader.close()
         self._offloader.close()
         self._cache.close()
-
-
-def _cache_config(settings: Settings, model: ModelId) -> CacheConfig:
-    worker = WorkerConfig()
-    if settings.listen is not None:
-        cap = None if settings.max_link_mb_s is None else int(settings.max_link_mb_s * 1e6)
-        worker = WorkerConfig(
-            listen=settings.listen,
-            insecure=settings.insecure,
-            model=model,
-            max_bytes_per_s=cap,
-        )
-    return CacheConfig(
-        host_bytes=int(settings.host_gb * GIB),
-        staging_bytes=int(settings.staging_gb * GIB),
-        serves=settings.listen is not None,
-        worker=worker,
-        peers=settings.peers,
-    )
 
 
 def _page_locked(num_bytes: int) -> memoryview:

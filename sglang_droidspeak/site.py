@@ -15,10 +15,11 @@ from platformdirs import user_cache_path
 from cachetree.errors import CacheTreeError, ConfigError, ProfileError
 from cachetree.family import ModelIdentity
 from cachetree.identity import read_model_identity
+from cachetree.ids import ModelId
 from cachetree.profile import PairProfile, read_profile
-from cachetree.transport.address import parse_listen, parse_remote
+from cachetree.transport import check_peer, check_worker
 from sglang_droidspeak import compat
-from sglang_droidspeak.config import MIN_PAGE_SIZE, Settings, parse_settings
+from sglang_droidspeak.config import MIN_PAGE_SIZE, Settings, cache_config, parse_settings
 
 if TYPE_CHECKING:
     import torch
@@ -129,10 +130,7 @@ def load_site(server_args: ServerArgs) -> Site:
 @functools.cache
 def _load(extra_json: bytes, model_path: str, revision: str | None, page_size: int) -> Site:
     settings = parse_settings(msgspec.json.decode(extra_json))
-    if settings.listen is not None:
-        parse_listen(settings.listen, field="listen", insecure=settings.insecure)
-    for peer in settings.peers:
-        parse_remote(peer, field="peers")
+    _check_transport(settings)
     path = Path(model_path)
     if not path.is_dir():
         from huggingface_hub import snapshot_download
@@ -155,6 +153,15 @@ def _load(extra_json: bytes, model_path: str, revision: str | None, page_size: i
         profiles=tuple(_read_profiles(settings, identity)),
         page_size=page_size,
     )
+
+
+def _check_transport(settings: Settings) -> None:
+    """Addresses and keys, before a model is loaded for nothing; raises ConfigError."""
+    config = cache_config(settings, ModelId(""))
+    if config.serves:
+        check_worker(config.worker)
+    for peer in config.peers:
+        check_peer(peer, config.peer_at(peer))
 
 
 def _read_profiles(settings: Settings, identity: ModelIdentity) -> Iterable[PairProfile]:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import socket
-import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import pytest
 import zmq
+from security_parts import Party, Tap, new_party, send_garbage
 from transport_parts import (
-    FAMILY,
     FAST,
     MODEL,
     ScriptedWorker,
@@ -32,43 +29,17 @@ from transport_parts import (
 
 from cachetree import (
     AuthenticationError,
-    Cache,
-    CacheConfig,
-    ConfigError,
     FetchError,
     Location,
     Peer,
     PeerConfig,
     PeerState,
     Worker,
-    WorkerConfig,
 )
-from cachetree.cli import main
-from cachetree.transport import ask_status, credentials_of, keys, wire
+from cachetree.transport import keys, wire
 from cachetree.transport.handshake import KeyGate, Sparingly
 
 PAGES = pages_of(256)
-
-
-@dataclass(frozen=True)
-class Party:
-    """A server's key files."""
-
-    pair: keys.KeyPair
-    key_file: str
-    public_file: str
-
-    def serving(self, *allowed: Party) -> dict[str, object]:
-        """Settings of a worker that lets these in."""
-        return {"key_file": self.key_file, "allowed_peers": tuple(it.pair.public for it in allowed)}
-
-    def asking(self, worker: Party) -> PeerConfig:
-        return msgspec.structs.replace(FAST, key_file=self.key_file, server_key=worker.pair.public)
-
-
-def new_party(folder: Path, name: str) -> Party:
-    pair, secret_file, public_file = keys.write_key_pair(folder, name)
-    return Party(pair, str(secret_file), str(public_file))
 
 
 @pytest.fixture
@@ -169,46 +140,6 @@ def test_nothing_readable_is_on_the_wire(us: Party, friend: Party) -> None:
     for telling in (b"LlamaForCausalLM", PAGES[3], b"checksum"):
         assert telling in payload
         assert telling not in seen["curve"]
-
-
-class Tap:
-    """Passes on the bytes of one connection in both directions, and keeps them."""
-
-    def __init__(self, to: Location) -> None:
-        self._to = int(to.rsplit(":", 1)[1])
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = Location(f"tcp://127.0.0.1:{self._listener.getsockname()[1]}")
-        self.seen = bytearray()
-        self._threads: list[threading.Thread] = []
-
-    def __enter__(self) -> Tap:
-        self._start(self._accept)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for thread in self._threads:
-            thread.join(5)
-        self._listener.close()
-
-    def _start(self, run, *args: socket.socket) -> None:  # type: ignore[no-untyped-def]
-        thread = threading.Thread(target=run, args=args, daemon=True)
-        self._threads.append(thread)
-        thread.start()
-
-    def _accept(self) -> None:
-        near, _ = self._listener.accept()
-        far = socket.create_connection(("127.0.0.1", self._to))
-        self._start(self._pass, near, far)
-        self._start(self._pass, far, near)
-
-    def _pass(self, source: socket.socket, sink: socket.socket) -> None:
-        try:
-            while chunk := source.recv(1 << 16):
-                self.seen += chunk
-                sink.sendall(chunk)
-            sink.shutdown(socket.SHUT_WR)
-        except OSError:
-            sink.close()
 
 
 def test_an_unknown_key_is_told_which_key_to_add(
@@ -320,17 +251,6 @@ def test_a_header_may_be_as_long_as_the_cap_and_no_longer(us: Party, friend: Par
         eventually(lambda: worker.status().num_protocol_errors == 1)
 
 
-def send_garbage(address: Location, config: PeerConfig, garbage: bytes = b"garbage") -> None:
-    context = zmq.Context()
-    dealer = context.socket(zmq.DEALER)
-    dealer.set(zmq.LINGER, 200)
-    credentials_of(config.key_file, config.server_key).secure(dealer)
-    dealer.connect(address)
-    dealer.send(garbage)
-    dealer.poll(200)
-    context.destroy()
-
-
 def test_a_worker_whose_thread_does_not_answer_lets_nobody_in(us: Party, friend: Party) -> None:
     """The socket is bound before the thread runs; nobody slips in meanwhile."""
     context = zmq.Context()
@@ -382,140 +302,6 @@ def test_a_crowd_of_unknown_keys_does_not_keep_a_friend_out(us: Party, friend: P
             eventually(lambda: worker.status().num_failed_handshakes >= 100)
         finally:
             context.destroy(linger=0)
-
-
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        ({"listen": "tcp://0.0.0.0:0"}, ["listen", "key_file", "allowed_peers", "insecure: true"]),
-        ({"listen": "tcp://[::]:0"}, ["key_file", "insecure: true"]),
-        ({"listen": "tcp://*:0", "allowed_peers": ["ctpub-" + "0" * 64]}, ["set key_file"]),
-        ({"listen": "tcp://*:0", "key_file": "us.key"}, ["allowed_peers is empty"]),
-        ({"key_file": "us.key"}, ["allowed_peers is empty"]),
-        ({"listen": "tcp://*:0", "key_file": "us.key", "allowed_peers": ["none"]}, ["no public"]),
-        ({"key_file": "missing", "allowed_peers": ["us.pub"]}, ["missing", "cannot be read"]),
-        ({"key_file": "us.pub", "allowed_peers": ["us.pub"]}, ["us.pub", "others can read"]),
-        ({"key_file": "us.key", "allowed_peers": ["us.key"]}, ["us.key", "secret key where"]),
-    ],
-)
-def test_a_worker_that_would_be_open_or_closed_to_all_does_not_start(
-    us: Party,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    config: dict[str, object],
-    words: list[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "none").mkdir()
-    with pytest.raises(ConfigError) as caught:
-        Worker(new_tree(), msgspec.convert(config, WorkerConfig))
-    (line,) = str(caught.value).splitlines()
-    for word in words:
-        assert word in line
-
-
-def test_a_wide_address_is_bound_with_keys_or_when_asked_for(us: Party, friend: Party) -> None:
-    with worker_of(new_tree(PAGES), listen="tcp://0.0.0.0:0", **us.serving(friend)) as worker:
-        address = Location(worker.address.replace("0.0.0.0", "127.0.0.1"))
-        with peer_of(address, new_tree(), friend.asking(us)) as peer:
-            fetch_all(peer)
-    with worker_of(new_tree(), listen="tcp://0.0.0.0:0", insecure=True):
-        pass
-
-
-def test_a_peer_on_another_machine_without_a_key_is_remarked_on(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    for host, num in (("127.0.0.1", 0), ("192.0.2.1", 1)):
-        Peer(new_tree(), Location(f"tcp://{host}:1"), FAST).close()
-        assert len([line for line in caplog.messages if "another machine" in line]) == num
-
-
-def test_a_cache_speaks_to_each_peer_with_its_own_key(
-    us: Party, friend: Party, stranger: Party
-) -> None:
-    with (
-        worker_of(new_tree(PAGES), **us.serving(friend)) as first,
-        worker_of(new_tree(PAGES), **stranger.serving(friend)) as second,
-        worker_of(new_tree(PAGES)) as plain,
-    ):
-        config = CacheConfig(
-            serves=False,
-            peers=(first.address, second.address, plain.address),
-            peer=PeerConfig(key_file=friend.key_file),
-            peer_keys={first.address: us.pair.public, second.address: stranger.public_file},
-        )
-        with Cache(FAMILY, config) as cache:
-            assert cache.wait_ready(5), cache.status()
-            assert {match.location for match in cache.match(PAGES)} == set(config.peers)
-        shown = f"{config} {cache.status()} {msgspec.json.encode(first.status())!r}"
-        assert friend.pair.secret.hex() not in shown
-
-
-@pytest.mark.parametrize(
-    ("config", "word"),
-    [
-        ({"peer_keys": {"tcp://127.0.0.1:1": "ctpub-" + "0" * 64}}, "not in peers"),
-        (
-            {
-                "peers": ["tcp://127.0.0.1:1"],
-                "peer_keys": {"tcp://127.0.0.1:1": "ctpub-" + "0" * 64},
-            },
-            "set key_file",
-        ),
-    ],
-)
-def test_keys_of_peers_are_checked(config: dict[str, object], word: str) -> None:
-    with pytest.raises(ConfigError, match=word):
-        Cache(FAMILY, msgspec.convert(config, CacheConfig))
-
-
-def test_status_and_ping_prove_themselves(
-    us: Party, friend: Party, stranger: Party, capsys: pytest.CaptureFixture[str]
-) -> None:
-    flags = ["--key-file", friend.key_file, "--server-key", us.public_file]
-    with worker_of(new_tree(PAGES), **us.serving(friend)) as worker:
-        assert main(["status", worker.address, "--json", *flags]) == 0
-        assert json.loads(capsys.readouterr().out)["num_pages"] == 256
-        assert main(["ping", worker.address, *flags]) == 0
-        for wrong, word in (
-            ([], "set key_file"),
-            (["--key-file", stranger.key_file, "--server-key", us.public_file], "allowed_peers"),
-            (["--key-file", friend.key_file, "--server-key", friend.public_file], "another one"),
-            (["--key-file", friend.key_file], "together"),
-            (["--server-key", us.public_file], "together"),
-        ):
-            begun_at_s = time.monotonic()
-            assert main(["ping", worker.address, "--timeout", "30", *wrong]) == 1
-            assert word in capsys.readouterr().err
-            assert time.monotonic() - begun_at_s < 5
-    with worker_of(new_tree()) as worker:
-        assert main(["ping", worker.address, *flags]) == 1
-        assert re.search("does not use keys|another one or none", capsys.readouterr().err)
-
-
-def test_a_served_cache_is_read_with_a_key(us: Party, friend: Party, tmp_path: Path) -> None:
-    """The whole way: keys from files, a YAML's settings, a fetch between two caches."""
-    settings = {
-        "worker": {
-            "listen": "tcp://127.0.0.1:0",
-            "key_file": us.key_file,
-            "allowed_peers": [friend.public_file],
-        }
-    }
-    with Cache(FAMILY, msgspec.convert(settings, CacheConfig)) as sender:
-        assert sender.address
-        reading = {
-            "serves": False,
-            "peers": [sender.address],
-            "peer_keys": {sender.address: us.public_file},
-            "peer": {"key_file": friend.key_file},
-        }
-        with Cache(FAMILY, msgspec.convert(reading, CacheConfig)) as receiver:
-            assert receiver.wait_ready(5)
-        credentials = credentials_of(friend.key_file, us.pair.public)
-        status = ask_status(sender.address, timeout_s=5, credentials=credentials)
-        assert status == sender.status().worker
 
 
 def test_an_old_worker_status_without_the_count_is_read() -> None:

@@ -14,11 +14,15 @@ from engine_parts import ENV, profile_of
 
 from cachetree.identity import read_model_identity
 from cachetree.profile import write_profile
+from cachetree.transport import write_key_pair
 from profiles.random_models import shape, write_models
 from sglang_droidspeak import compat
-from sglang_droidspeak.config import LINKER_MODULE
+from sglang_droidspeak.config import LINKER_MODULE, cache_config
 from sglang_droidspeak.servers import ServerFailed, ServerSpec, running
 from sglang_droidspeak.site import check_front_end, load_site
+
+HERE = "tcp://127.0.0.1:7001"
+KEY = "ctpub-" + "0" * 64
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +74,18 @@ def refusal(model: Path, extra: dict[str, Any], *flags: str) -> str:
         ({"host_gb": -1}, ["host_gb is -1", "0 or more"]),
         ({"listen": "127.0.0.1:7001"}, ["listen", "127.0.0.1:7001", "tcp://"]),
         ({"listen": "tcp://0.0.0.0:7001"}, ["listen", "tcp://0.0.0.0:7001", "insecure"]),
+        ({"listen": "tcp://0.0.0.0:7001"}, ["key_file", "allowed_peers", "cachetree keygen"]),
+        ({"listen": HERE, "key_file": "missing.key"}, ["missing.key", "allowed_peers is empty"]),
+        ({"listen": HERE, "key_file": "missing.key", "allowed_peers": [KEY]}, ["missing.key"]),
+        ({"listen": HERE, "allowed_peers": [KEY]}, ["allowed_peers", "set key_file"]),
+        ({"allowed_peers": [KEY]}, ["allowed_peers", "set listen"]),
+        ({"key_file": "missing.key"}, ["missing.key", "set peer_keys"]),
+        ({"peer_keys": {HERE: KEY}}, ["peer_keys", HERE, "not in peers"]),
+        ({"peers": [HERE], "peer_keys": {HERE: KEY}}, ["set key_file"]),
+        (
+            {"peers": [HERE], "peer_keys": {HERE: "ctpub-1"}, "key_file": "missing.key"},
+            ["peer_keys", "64 hexadecimal digits"],
+        ),
         ({"peers": ["tcp://nowhere"]}, ["peers", "tcp://nowhere"]),
         ({"profiles": ["missing.json"]}, ["missing.json", "No such file"]),
         ({"config": "missing.yaml"}, ["missing.yaml", "No such file"]),
@@ -81,6 +97,26 @@ def refusal(model: Path, extra: dict[str, Any], *flags: str) -> str:
 def test_bad_settings(model: Path, extra: dict[str, Any], words: list[str]) -> None:
     line = refusal(model, extra)
     assert all(word in line for word in words), line
+
+
+def test_keys_reach_the_cache(model: Path, tmp_path: Path) -> None:
+    _, key_file, public_file = write_key_pair(tmp_path, "here")
+    extra = {
+        "listen": "tcp://0.0.0.0:7002",
+        "peers": [HERE],
+        "key_file": str(key_file),
+        "allowed_peers": [KEY],
+        "peer_keys": {HERE: str(public_file)},
+    }
+    site = load_site(server_args(model, extra))
+    config = cache_config(site.settings, site.identity.model_id)
+    assert (config.worker.key_file, config.worker.allowed_peers) == (str(key_file), (KEY,))
+    peer = config.peer_at(HERE)
+    assert (peer.key_file, peer.server_key) == (str(key_file), str(public_file))
+    secret = key_file.read_text().split("ctsec-")[1].strip()
+    assert secret not in f"{site} {config}"
+    key_file.chmod(0o644)
+    assert "others can read" in refusal(model, {**extra, "host_gb": 1.0})
 
 
 @pytest.mark.parametrize(

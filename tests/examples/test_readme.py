@@ -44,14 +44,21 @@ def shown(value: object) -> str:
         return str(value).lower()
     if isinstance(value, tuple):
         return f"`{list(value)}`"
+    if isinstance(value, dict):
+        return f"`{value}`"
     return f"`{getattr(value, 'value', value)}`" if isinstance(value, str) else str(value)
 
 
 @pytest.mark.parametrize(("title", "struct"), [("Settings", Settings), ("Per request", Controls)])
 def test_every_field_has_a_row_with_its_default(title: str, struct: type) -> None:
     described = {names(row)[0]: row[1] for row in rows(section(title)) if names(row)}
-    fields = {field.name: shown(field.default) for field in msgspec.structs.fields(struct)}
-    assert described == fields
+    fields = msgspec.structs.fields(struct)
+    assert described == {field.name: shown(default_of(field)) for field in fields}
+
+
+def default_of(field: msgspec.structs.FieldInfo) -> object:
+    made = field.default_factory
+    return field.default if made is msgspec.NODEFAULT else made()
 
 
 def test_every_field_of_meta_info_is_described() -> None:

@@ -1,0 +1,240 @@
+"""Keys and addresses in settings, files and commands: what starts, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from security_parts import Party, new_party
+from transport_parts import (
+    FAMILY,
+    FAST,
+    MODEL,
+    check_content,
+    new_staging,
+    new_tree,
+    pages_of,
+    peer_of,
+    wait_all,
+    worker_of,
+)
+
+from cachetree import (
+    Cache,
+    CacheConfig,
+    ConfigError,
+    Location,
+    Peer,
+    PeerConfig,
+    Worker,
+    WorkerConfig,
+)
+from cachetree.cli import main
+from cachetree.transport import ask_status, credentials_of, keys
+
+PAGES = pages_of(256)
+
+
+@pytest.fixture
+def us(tmp_path: Path) -> Party:
+    return new_party(tmp_path, "us")
+
+
+@pytest.fixture
+def friend(tmp_path: Path) -> Party:
+    return new_party(tmp_path, "friend")
+
+
+@pytest.fixture
+def stranger(tmp_path: Path) -> Party:
+    return new_party(tmp_path, "stranger")
+
+
+@pytest.fixture(autouse=True)
+def no_secret_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    caplog.set_level(logging.DEBUG)
+    yield
+    for file in tmp_path.glob("*.key"):
+        secret = keys.read_key_pair(str(file)).secret
+        for shown in (secret.hex(), repr(secret)[2:-1]):
+            assert shown not in caplog.text
+
+
+def fetch_all(peer: Peer) -> None:
+    staging = new_staging(256)
+    peer.fetch(MODEL, PAGES, staging)
+    wait_all(staging)
+    check_content(staging, PAGES)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"listen": "tcp://0.0.0.0:0"}, ["listen", "key_file", "allowed_peers", "insecure: true"]),
+        ({"listen": "tcp://[::]:0"}, ["key_file", "insecure: true"]),
+        ({"listen": "tcp://*:0", "allowed_peers": ["ctpub-" + "0" * 64]}, ["set key_file"]),
+        ({"listen": "tcp://*:0", "key_file": "us.key"}, ["allowed_peers is empty"]),
+        ({"key_file": "us.key"}, ["allowed_peers is empty"]),
+        ({"listen": "tcp://*:0", "key_file": "us.key", "allowed_peers": ["none"]}, ["no public"]),
+        ({"key_file": "missing", "allowed_peers": ["us.pub"]}, ["missing", "cannot be read"]),
+        ({"key_file": "us.pub", "allowed_peers": ["us.pub"]}, ["us.pub", "others can read"]),
+        ({"key_file": "us.key", "allowed_peers": ["us.key"]}, ["us.key", "secret key where"]),
+    ],
+)
+def test_a_worker_that_would_be_open_or_closed_to_all_does_not_start(
+    us: Party,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    config: dict[str, object],
+    words: list[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "none").mkdir()
+    with pytest.raises(ConfigError) as caught:
+        Worker(new_tree(), msgspec.convert(config, WorkerConfig))
+    (line,) = str(caught.value).splitlines()
+    for word in words:
+        assert word in line
+
+
+def test_a_wide_address_is_bound_with_keys_or_when_asked_for(us: Party, friend: Party) -> None:
+    with worker_of(new_tree(PAGES), listen="tcp://0.0.0.0:0", **us.serving(friend)) as worker:
+        address = Location(worker.address.replace("0.0.0.0", "127.0.0.1"))
+        with peer_of(address, new_tree(), friend.asking(us)) as peer:
+            fetch_all(peer)
+    with worker_of(new_tree(), listen="tcp://0.0.0.0:0", insecure=True):
+        pass
+
+
+def test_a_peer_on_another_machine_without_a_key_is_remarked_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for host, num in (("127.0.0.1", 0), ("192.0.2.1", 1)):
+        Peer(new_tree(), Location(f"tcp://{host}:1"), FAST).close()
+        assert len([line for line in caplog.messages if "another machine" in line]) == num
+
+
+def test_a_cache_speaks_to_each_peer_with_its_own_key(
+    us: Party, friend: Party, stranger: Party
+) -> None:
+    with (
+        worker_of(new_tree(PAGES), **us.serving(friend)) as first,
+        worker_of(new_tree(PAGES), **stranger.serving(friend)) as second,
+        worker_of(new_tree(PAGES)) as plain,
+    ):
+        config = CacheConfig(
+            serves=False,
+            peers=(first.address, second.address, plain.address),
+            peer=PeerConfig(key_file=friend.key_file),
+            peer_keys={first.address: us.pair.public, second.address: stranger.public_file},
+        )
+        with Cache(FAMILY, config) as cache:
+            assert cache.wait_ready(5), cache.status()
+            assert {match.location for match in cache.match(PAGES)} == set(config.peers)
+        shown = f"{config} {cache.status()} {msgspec.json.encode(first.status())!r}"
+        assert friend.pair.secret.hex() not in shown
+
+
+@pytest.mark.parametrize(
+    ("config", "word"),
+    [
+        ({"peer_keys": {"tcp://127.0.0.1:1": "ctpub-" + "0" * 64}}, "not in peers"),
+        (
+            {
+                "peers": ["tcp://127.0.0.1:1"],
+                "peer_keys": {"tcp://127.0.0.1:1": "ctpub-" + "0" * 64},
+            },
+            "set key_file",
+        ),
+    ],
+)
+def test_keys_of_peers_are_checked(config: dict[str, object], word: str) -> None:
+    with pytest.raises(ConfigError, match=word):
+        Cache(FAMILY, msgspec.convert(config, CacheConfig))
+
+
+def test_status_and_ping_prove_themselves(
+    us: Party, friend: Party, stranger: Party, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--key-file", friend.key_file, "--server-key", us.public_file]
+    with worker_of(new_tree(PAGES), **us.serving(friend)) as worker:
+        assert main(["status", worker.address, "--json", *flags]) == 0
+        assert json.loads(capsys.readouterr().out)["num_pages"] == 256
+        assert main(["ping", worker.address, *flags]) == 0
+        for wrong, word in (
+            ([], "set key_file"),
+            (["--key-file", stranger.key_file, "--server-key", us.public_file], "allowed_peers"),
+            (["--key-file", friend.key_file, "--server-key", friend.public_file], "another one"),
+            (["--key-file", friend.key_file], "together"),
+            (["--server-key", us.public_file], "together"),
+        ):
+            begun_at_s = time.monotonic()
+            assert main(["ping", worker.address, "--timeout", "30", *wrong]) == 1
+            assert word in capsys.readouterr().err
+            assert time.monotonic() - begun_at_s < 5
+    with worker_of(new_tree()) as worker:
+        assert main(["ping", worker.address, *flags]) == 1
+        assert re.search("does not use keys|another one or none", capsys.readouterr().err)
+
+
+def test_a_served_cache_is_read_with_a_key(us: Party, friend: Party, tmp_path: Path) -> None:
+    """The whole way: keys from files, a YAML's settings, a fetch between two caches."""
+    settings = {
+        "worker": {
+            "listen": "tcp://127.0.0.1:0",
+            "key_file": us.key_file,
+            "allowed_peers": [friend.public_file],
+        }
+    }
+    with Cache(FAMILY, msgspec.convert(settings, CacheConfig)) as sender:
+        assert sender.address
+        reading = {
+            "serves": False,
+            "peers": [sender.address],
+            "peer_keys": {sender.address: us.public_file},
+            "peer": {"key_file": friend.key_file},
+        }
+        with Cache(FAMILY, msgspec.convert(reading, CacheConfig)) as receiver:
+            assert receiver.wait_ready(5)
+        credentials = credentials_of(friend.key_file, us.pair.public)
+        status = ask_status(sender.address, timeout_s=5, credentials=credentials)
+        assert status == sender.status().worker
+
+
+def test_a_worker_alone_serves_a_wide_address_with_keys(
+    us: Party, friend: Party, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "cache.yaml"
+    worker = {
+        "listen": "tcp://0.0.0.0:0",
+        "key_file": us.key_file,
+        "allowed_peers": [friend.public_file],
+    }
+    cache = {"host_bytes": 1 << 20, "worker": worker}
+    config.write_text(json.dumps({"family": msgspec.to_builtins(FAMILY), "cache": cache}))
+    command = [sys.executable, "-m", "cachetree.cli", "serve", "--config", str(config)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            address = process.stdout.readline().decode().split()[-1].replace("0.0.0.0", "localhost")
+            flags = ["--key-file", friend.key_file, "--server-key", us.public_file, "--json"]
+            assert main(["status", address, *flags]) == 0
+            assert json.loads(capsys.readouterr().out)["host_bytes"] == 1 << 20
+            assert main(["status", address]) == 1
+            process.terminate()
+            said = b"".join(process.communicate(timeout=10))
+        finally:
+            process.kill()
+    assert us.pair.secret.hex().encode() not in said
+    cache["worker"] = {"listen": "tcp://0.0.0.0:0"}
+    config.write_text(json.dumps({"family": msgspec.to_builtins(FAMILY), "cache": cache}))
+    assert main(["serve", "--config", str(config)]) == 1
+    assert "set key_file and allowed_peers" in capsys.readouterr().err
