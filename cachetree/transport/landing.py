@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+from cachetree.checksum import checksum
 from cachetree.errors import ProtocolError
 from cachetree.family import Family
 from cachetree.ids import ModelId, PageHash
 from cachetree.plan import Kind
 from cachetree.staging import Staging
-from cachetree.transport.wire import Fetch, Frame, checksum, join_pages
+from cachetree.transport.wire import Fetch, Frame, join_pages
 
 
 class Landing:

@@ -8,11 +8,12 @@ from typing import Final
 
 import zmq
 
+from cachetree.checksum import checksum
 from cachetree.clock import Deadline
 from cachetree.errors import ProtocolError
 from cachetree.lease import Lease
 from cachetree.plan import Kind, Step
-from cachetree.transport.wire import Frame, checksum
+from cachetree.transport.wire import Frame
 
 COPY_BYTES: Final = 64 << 10
 """Runs shorter than this are joined into one frame by a copy; ZMQ would copy them anyway."""

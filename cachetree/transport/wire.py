@@ -27,8 +27,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, TypeVar
 
 import msgspec
-import xxhash
 
+from cachetree.checksum import checksum
 from cachetree.errors import DeadlineExceeded, FetchError, ProtocolError, StaleEntry
 from cachetree.family import Family
 from cachetree.ids import PAGE_HASH_BYTES, PageHash
@@ -263,10 +263,6 @@ def family_of(message: Hello) -> Family:
 def reason(error: Exception) -> str:
     """An error's text, short enough for a header."""
     return str(error)[:MAX_REASON_CHARS]
-
-
-def checksum(payload: memoryview | bytes) -> int:
-    return int(xxhash.xxh3_64_intdigest(payload))
 
 
 def join_pages(pages: Sequence[PageHash]) -> bytes:

@@ -1,0 +1,367 @@
+"""Entries of one family on disk, within a budget, found again after a restart."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import threading
+from collections.abc import Callable, Collection, Sequence
+from copy import copy
+from pathlib import Path
+from types import TracebackType
+from typing import Final
+
+from cachetree.disk import segment as segments
+from cachetree.disk.config import DiskConfig, DiskCounts, DiskStatus
+from cachetree.disk.directory import Directory
+from cachetree.disk.index import DiskEntry, DiskIndex
+from cachetree.disk.record import Record, most_bytes
+from cachetree.disk.recovery import recover
+from cachetree.disk.segment import SEGMENT_HEADER_BYTES, Place, Segment, Views
+from cachetree.disk.space import Space
+from cachetree.entries import Change
+from cachetree.errors import ConfigError, StaleEntry
+from cachetree.family import Family
+from cachetree.ids import ModelId, PageHash, Span
+from cachetree.plan import Step
+from cachetree.slab import Layout
+
+log = logging.getLogger(__name__)
+
+Listener = Callable[[Change], None]
+
+_PARTS_PER_SEGMENT: Final = 4
+"""Larger entries are cut, so that eviction and copies stay fine-grained."""
+_MAX_WAIT_S: Final = 1.0
+"""For readers of files that are to go, before a write is given up."""
+_SAYS_NOTHING_OF_THE_FILE: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+
+
+class DiskStore:
+    """What was written, until it is evicted or found damaged.
+
+    Thread-safe: reads run beside each other and beside the one write under way; writes, which also
+    evict, wait for each other and block on the disk. Files, the write under way included, never
+    exceed the budget. Opening reads every record's header, not its payload.
+
+    Eviction takes the least recently used entry that no other stands on, and marks it in its file.
+    Room comes back by whole files: one that is at least half dead is deleted after what lives in
+    it has been copied to the newest. So recency decides what goes, no more bytes are copied than
+    are freed, and one file's bytes are kept free for that copy.
+    """
+
+    def __init__(
+        self, family: Family, config: DiskConfig, listener: Listener = lambda change: None
+    ) -> None:
+        """Raises ConfigError for a directory that is another's, and for a budget too small.
+
+        `listener` hears of every entry that is there or comes, after what it stands on, and of
+        every one that goes, before that. It is called under the store's lock: it must not block,
+        raise or call the store.
+        """
+        page_bytes = most_bytes(ModelId("0" * 32), Layout.of(family, 1, ()))
+        if config.max_segment_bytes < SEGMENT_HEADER_BYTES + page_bytes:
+            raise ConfigError(
+                f"disk num_bytes is {config.num_bytes} and segment_bytes {config.segment_bytes}; "
+                f"a page of this family takes {page_bytes}, so the first must be at least "
+                f"{9 * page_bytes} and the second {2 * page_bytes}"
+            )
+        self.family: Final = family
+        self.config: Final = config
+        self._listener = listener
+        self._directory = Directory(Path(config.path), family)
+        self._space = Space(self._directory, config)
+        self._index = DiskIndex()
+        self._counts = DiskCounts()
+        # `_writing` comes before `_changed`, which guards index, files and counts and is never
+        # held while the disk is waited for.
+        self._writing = threading.Lock()
+        self._changed = self._space.changed
+        self._is_open = True
+        self._is_failing = False
+        try:
+            self._recover()
+        except OSError as exc:
+            self._directory.close()
+            raise ConfigError(f"disk path is {config.path!r}: {exc}; remove it") from exc
+
+    # Reading.
+
+    def find(self, model: ModelId, pages: Sequence[PageHash]) -> list[tuple[DiskEntry, Span]]:
+        """The entries that hold the longest prefix of `pages`, and which of their pages it is.
+
+        `pages` may begin anywhere. The entries and what they stand on count as used.
+        """
+        with self._changed:
+            found = self._index.find(model, pages)
+            if found:
+                self._index.touch(found[-1][0])
+            return found
+
+    def read(self, entry: DiskEntry, step: Step, pages: Span, into: memoryview) -> None:
+        """Fill `into` with these pages of an entry (counted from its first); blocks on the disk.
+
+        Raises StaleEntry where the entry is gone, has no such E, or turns out damaged, which drops
+        it and all that stands on it; what is in `into` then must not be used.
+        """
+        record = entry.record
+        if pages.stop > len(record.pages):
+            raise ValueError(f"{pages} exceeds the {len(record.pages)} pages of the entry")
+        wanted = record.layout.range_of(step, pages)
+        if into.nbytes != len(wanted):
+            raise ValueError(f"{len(wanted)} bytes do not go into {into.nbytes}")
+        with self._changed:
+            place = entry.place
+            if place is None or not self._is_open:
+                raise StaleEntry(f"pages of model {record.model} are no longer on disk")
+            place.segment.num_readers += 1
+        with self._space.pinned(place.segment):
+            try:
+                segments.read_pages(place, record, step, pages, into.cast("B"))
+            except OSError as exc:
+                if exc.errno not in _SAYS_NOTHING_OF_THE_FILE:
+                    self._drop_damaged(entry, place, exc)
+                raise StaleEntry(f"{place.segment.path} cannot be read: {exc}") from exc
+        with self._changed:
+            self._counts.num_read_bytes += into.nbytes
+
+    # Writing.
+
+    def write(
+        self,
+        model: ModelId,
+        parent: PageHash | None,
+        pages: Sequence[PageHash],
+        e_layers: Collection[int],
+        views: Views,
+    ) -> bool:
+        """Write consecutive pages after `parent` (None is the root); blocks on the disk.
+
+        Leading pages that are there already are skipped. False where `parent` is not on disk (such
+        pages could never match), where the budget has no room, or where the disk is full or fails.
+        `views` gives the bytes of all of `pages`; what it raises is passed on, and nothing of the
+        part under way is kept.
+        """
+        layers = tuple(sorted(set(e_layers)))
+        with self._writing:
+            with self._changed:
+                start = sum(len(span) for _, span in self._index.find(model, pages))
+            while start < len(pages):
+                stop = start + self._num_fitting(model, layers, len(pages) - start)
+                part = Record(
+                    model=model,
+                    parent=pages[start - 1] if start else parent,
+                    pages=tuple(pages[start:stop]),
+                    layout=Layout.of(self.family, stop - start, layers),
+                    checksums=b"",
+                )
+                if not self._append(part, _part_of(views, len(pages), Span(start, stop))):
+                    return False
+                start = stop
+        return True
+
+    def remove(self, model: ModelId, page: PageHash) -> bool:
+        """Drop the entry that has `page` and all that stands on it; False where there is none."""
+        with self._writing, self._changed:
+            entry = self._index.entry_of(model, page)
+            dropped = self._drop(entry) if entry else []
+        self._bury(dropped)
+        return bool(dropped)
+
+    def status(self) -> DiskStatus:
+        with self._changed:
+            there = self._space.segments.values()
+            return DiskStatus(
+                num_bytes=self._space.num_bytes,
+                budget_bytes=self.config.num_bytes,
+                num_live_bytes=sum(segment.num_live_bytes for segment in there),
+                num_entries=len(self._index),
+                num_pages=self._index.num_pages,
+                num_segments=len(there),
+                counts=copy(self._counts),
+            )
+
+    def close(self) -> None:
+        """Let another process have the directory. Reads then miss, writes fail. Idempotent."""
+        with self._writing:
+            with self._changed:
+                self._is_open = False
+            self._space.seal()
+            self._directory.close()
+
+    def __enter__(self) -> DiskStore:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # Everything below but `_drop_damaged` and `_drop` is called with `_writing` held.
+
+    def _recover(self) -> None:
+        found = recover(self._directory, self.family)
+        self._counts.num_torn_tails = found.num_torn
+        self._counts.num_damaged_entries = found.num_damaged
+        useless: list[Place] = []
+        with self._changed:
+            for segment in found.segments:
+                self._space.adopt(segment)
+            for record, place in found.records:
+                if self._index.accepts(record.model, record.parent, record.pages):
+                    self._publish(record, place)
+                else:
+                    useless.append(place)
+        self._bury(useless)
+        self._make_room(0)
+
+    def _num_fitting(self, model: ModelId, e_layers: tuple[int, ...], most: int) -> int:
+        """How many pages go into one record."""
+        limit = self.config.max_segment_bytes // _PARTS_PER_SEGMENT
+        num = most
+        while num > 1:
+            num_bytes = most_bytes(model, Layout.of(self.family, num, e_layers))
+            if num_bytes <= limit:
+                break
+            num = max(1, min(num - 1, num * limit // num_bytes))
+        return num
+
+    def _append(self, part: Record, views: Views) -> bool:
+        num_bytes = most_bytes(part.model, part.layout)
+        with self._changed:
+            if not self._is_open or not self._index.accepts(part.model, part.parent, part.pages):
+                return False
+        is_too_large = num_bytes + SEGMENT_HEADER_BYTES > self.config.max_segment_bytes
+        if is_too_large or not self._make_room(num_bytes + SEGMENT_HEADER_BYTES):
+            with self._changed:
+                self._counts.num_failed_writes += 1
+            return False
+        try:
+            record, place = self._space.append(num_bytes, lambda to: to.append(part, views))
+        except OSError as exc:
+            with self._changed:
+                self._counts.num_failed_writes += 1
+            if not self._is_failing:
+                log.warning("%s cannot be written, so nothing is kept: %s", self.config.path, exc)
+            self._is_failing = True
+            return False
+        if self._is_failing:
+            log.info("%s can be written again", self.config.path)
+        self._is_failing = False
+        with self._changed:
+            self._counts.num_written_entries += 1
+            self._counts.num_written_bytes += place.num_bytes
+            # A reader may have found the parent damaged meanwhile.
+            is_wanted = self._index.accepts(part.model, part.parent, part.pages)
+            if is_wanted:
+                self._publish(record, place)
+        if not is_wanted:
+            self._bury([place])
+        return is_wanted
+
+    def _publish(self, record: Record, place: Place) -> None:
+        entry = self._index.add(record, place)
+        place.segment.num_live_bytes += place.num_bytes
+        self._listener(entry.change(added=True))
+
+    def _make_room(self, num_bytes: int) -> bool:
+        """Evict and delete until there is room; False where there will not be any in time."""
+        while True:
+            with self._changed:
+                if self._space.has_room(num_bytes):
+                    return True
+                if self._space.will_have_room(num_bytes):
+                    return self._changed.wait_for(
+                        lambda: self._space.has_room(num_bytes), _MAX_WAIT_S
+                    )
+                segment = self._space.deadest()
+                is_dead = segment is not None and not segment.num_live_bytes
+                is_worth = segment is not None and self._space.is_worth_emptying(segment)
+            if segment is None:
+                return False
+            if is_dead or is_worth:
+                self._empty(segment)
+                self._space.delete(segment)
+            else:
+                self._evict_oldest()
+
+    def _evict_oldest(self) -> None:
+        with self._changed:
+            entry = self._index.oldest()
+            dropped = self._drop(entry) if entry else []
+            self._counts.num_evicted_entries += len(dropped)
+        self._bury(dropped)
+
+    def _empty(self, segment: Segment) -> None:
+        """Copy what lives in a file to the newest one; what cannot be copied goes."""
+        with self._changed:
+            entries = [it for it in self._index if it.place and it.place.segment is segment]
+        for entry in entries:
+            self._move(entry)
+
+    def _move(self, entry: DiskEntry) -> None:
+        place = entry.place
+        if place is None:
+            return
+        try:
+            to = self._space.append(
+                place.num_bytes, lambda newest: newest.copy(entry.record, place)
+            )
+        except OSError as exc:
+            self._drop_damaged(entry, place, exc)
+            return
+        with self._changed:
+            self._counts.num_moved_bytes += to.num_bytes
+            is_wanted = entry.place is not None
+            if is_wanted:
+                place.segment.num_live_bytes -= place.num_bytes
+                to.segment.num_live_bytes += to.num_bytes
+                entry.place = to
+        if not is_wanted:
+            self._bury([to])
+
+    def _drop_damaged(self, entry: DiskEntry, place: Place, error: OSError) -> None:
+        with self._changed:
+            dropped = self._drop(entry) if entry.place else []
+            self._counts.num_damaged_entries += len(dropped)
+        if dropped:
+            log.warning(
+                "%s, entry at byte %d: %s; dropped with the %d that stand on it",
+                place.segment.path,
+                place.start,
+                error,
+                len(dropped) - 1,
+            )
+        self._bury(dropped)
+
+    def _drop(self, entry: DiskEntry) -> list[Place]:
+        """With the lock held: take out the entry and all that stands on it."""
+        places: list[Place] = []
+        for each in self._index.drop(entry):
+            if each.place is not None:
+                each.place.segment.num_live_bytes -= each.place.num_bytes
+                places.append(each.place)
+            each.place = None
+            self._listener(each.change(added=False))
+        return places
+
+    def _bury(self, places: Sequence[Place]) -> None:
+        """Keep a restart from finding them. A file that has gone needs no mark."""
+        for place in places:
+            with contextlib.suppress(OSError):
+                segments.bury(place)
+
+
+def _part_of(views: Views, num_pages: int, pages: Span) -> Views:
+    """The views of some of the pages."""
+
+    def part(step: Step) -> Sequence[memoryview]:
+        whole = [view.cast("B") for view in views(step)]
+        page_bytes = sum(view.nbytes for view in whole) // num_pages
+        return segments.cut(whole, Span(pages.start * page_bytes, pages.stop * page_bytes))
+
+    return part

@@ -1,0 +1,396 @@
+"""The disk store, one situation at a time: what is found again, what is refused, what goes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from disk_parts import (
+    FAMILY,
+    A,
+    B,
+    check,
+    config_of,
+    content,
+    files_bytes,
+    num_right,
+    open_store,
+    page_bytes,
+    path_of,
+    segment_files,
+    views_of,
+    write,
+)
+
+from cachetree.disk import DiskConfig, DiskEntry, DiskStore
+from cachetree.entries import Change
+from cachetree.errors import ConfigError, StaleEntry
+from cachetree.family import Family
+from cachetree.ids import Span
+from cachetree.plan import Kind, Step
+
+PARTS = Path(__file__).with_name("disk_parts.py")
+
+
+def only(store: DiskStore, text: str) -> DiskEntry:
+    ((entry, _),) = store.find(A, path_of(text))
+    return entry
+
+
+def test_what_is_written_is_read_and_found_again(tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        assert write(store, A, "abcdef", e_layers=[2, 0], num_runs=3)
+        assert write(store, A, "abcxyz", start=3)
+        assert write(store, B, "abx", e_layers=[1])
+        for _ in range(2):
+            assert [num_right(store, A, it) for it in ("abcdef", "abcxyzq", "abq")] == [6, 6, 2]
+            assert num_right(store, B, "abcdef") == 2
+    with open_store(tmp_path) as again:
+        assert [num_right(again, A, it) for it in ("abcdef", "abcxyzq", "abq")] == [6, 6, 2]
+        assert num_right(again, B, "abx") == 3
+        assert again.status().num_entries == 3
+        assert again.status().num_pages == 12
+        entry = only(again, "abcdef")
+        assert entry.record.layout.e_layers == (0, 2)
+        assert write(again, A, "abcxyzq", start=6), "the last file is not continued"
+        assert len(segment_files(tmp_path)) == 1
+        assert num_right(again, A, "abcxyzq") == 7
+
+
+@pytest.mark.parametrize("span", [Span(0, 6), Span(0, 1), Span(5, 6), Span(2, 4), Span(3, 3)])
+def test_some_pages_of_one_layer_are_read_alone(tmp_path: Path, span: Span) -> None:
+    with open_store(tmp_path) as store:
+        write(store, A, "abcdef", e_layers=[1])
+        check(store, only(store, "abcdef"), span)
+
+
+def test_a_read_of_some_pages_verifies_its_own_bytes_only(tmp_path: Path) -> None:
+    """Pages of 128 KiB, so that a chunk is two of them."""
+    family = Family(**(msgspec.structs.asdict(FAMILY) | {"head_dim": 1024, "page_size": 32}))
+    assert family.kv_page_bytes == 128 << 10
+    pages = path_of("abcdefg")
+    kv = {
+        layer: np.random.default_rng(layer).integers(0, 256, 7 << 17, dtype=np.uint8)
+        for layer in range(3)
+    }
+    config = DiskConfig(path=str(tmp_path), num_bytes=1 << 30)
+
+    def read(store: DiskStore, layer: int, span: Span) -> bytes:
+        into = memoryview(bytearray(len(span) << 17))
+        store.read(only(store, "abcdefg"), Step(Kind.KV, layer), span, into)
+        assert into == kv[layer][span.start << 17 : span.stop << 17].tobytes()
+        return bytes(into)
+
+    with DiskStore(family, config) as store:
+        assert store.write(A, None, pages, [], lambda step: [kv[step.layer].data])
+        for start in range(7):
+            for stop in range(start, 8):
+                read(store, 1, Span(start, stop))
+        (file,) = segment_files(tmp_path)
+        at = file.read_bytes().find(kv[1][4 << 17 :].tobytes()[:64])
+        with file.open("r+b") as raw:
+            raw.seek(at)
+            raw.write(bytes(64))
+        read(store, 0, Span(0, 7))
+        read(store, 1, Span(0, 4))
+        read(store, 1, Span(6, 7))
+        with pytest.raises(StaleEntry, match="checksum"):
+            read(store, 1, Span(5, 6))
+        assert store.find(A, pages) == []
+        assert store.status().counts.num_damaged_entries == 1
+
+
+def test_leading_pages_that_are_there_are_skipped(tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        assert write(store, A, "abc")
+        before = store.status().num_live_bytes
+        assert write(store, A, "abc")
+        assert store.status().num_live_bytes == before
+        assert write(store, A, "abcde")
+        assert [span for _, span in store.find(A, path_of("abcde"))] == [Span(0, 3), Span(0, 2)]
+        assert num_right(store, A, "abcde") == 5
+
+
+def test_pages_after_a_missing_parent_or_in_contradiction_are_refused(tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        write(store, B, "abcde")
+        assert not write(store, A, "abcde", start=3)
+        pages = path_of("ab")
+        twice = [pages[0], pages[1], pages[0]]
+        assert not store.write(A, None, twice, [], views_of(A, twice))
+        assert write(store, A, "abc")
+        jumped = [*path_of("xy"), *path_of("a")]
+        assert not store.write(A, None, jumped, [], views_of(A, jumped))
+        with pytest.raises(ValueError, match=r"has 4 bytes where 64 belong"):
+            store.write(A, None, path_of("wxyz"), [], lambda step: [memoryview(b"1234")])
+        assert num_right(store, A, "wxyz") == 0
+        assert write(store, A, "wxyz")
+    with open_store(tmp_path) as store:
+        assert [num_right(store, A, it) for it in ("abc", "wxyz", "xy")] == [3, 4, 0]
+
+
+def test_large_entries_are_cut_into_parts(tmp_path: Path) -> None:
+    text = "a" * 500
+    with open_store(tmp_path, num_bytes=128 << 10, segment_bytes=16 << 10) as store:
+        assert write(store, A, text, e_layers=[0, 1, 2], num_runs=7)
+        assert num_right(store, A, text) == 500
+        assert store.status().num_entries > 8
+        assert max(it.stat().st_size for it in segment_files(tmp_path)) <= 16 << 10
+    with open_store(tmp_path, num_bytes=128 << 10, segment_bytes=16 << 10) as store:
+        assert num_right(store, A, text) == 500
+
+
+def test_what_is_removed_stays_removed(tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        write(store, A, "ab")
+        write(store, A, "abcd", start=2)
+        write(store, A, "abx", start=2)
+        write(store, B, "ab")
+        entry = store.find(A, path_of("abcd"))[1][0]
+        assert store.remove(A, path_of("abc")[2])
+        assert not store.remove(A, path_of("abc")[2])
+        with pytest.raises(StaleEntry, match="no longer on disk"):
+            check(store, entry)
+        assert [num_right(store, A, it) for it in ("abcd", "abx")] == [2, 3]
+        assert store.remove(A, path_of("a")[0]), "with all that stands on it"
+        assert num_right(store, A, "abx") == 0
+    with open_store(tmp_path) as store:
+        assert num_right(store, A, "abx") == 0
+        assert num_right(store, B, "ab") == 2
+        assert store.status().counts.num_damaged_entries == 0
+        assert write(store, A, "abx")
+        assert num_right(store, A, "abx") == 3
+
+
+def test_the_least_recently_used_goes_first_and_parents_outlive_children(tmp_path: Path) -> None:
+    with open_store(tmp_path, num_bytes=16 << 10) as store:
+        assert write(store, A, "s" * 10)
+        assert write(store, A, "s" * 10 + "old", start=10)
+        assert write(store, A, "s" * 10 + "used", start=10)
+        for number in range(200):
+            assert write(store, A, f"{number:03}" + "f" * 5)
+            assert num_right(store, A, "s" * 10 + "used") == 14
+            assert files_bytes(tmp_path) <= 16 << 10
+        assert num_right(store, A, "s" * 10 + "old") == 10
+        status = store.status()
+        assert status.counts.num_evicted_entries > 100
+        assert status.counts.num_moved_bytes > 0
+        kept = [n for n in range(200) if num_right(store, A, f"{n:03}fffff") == 8]
+        assert kept == list(range(kept[0], 200)), "not the oldest went"
+        live = status.num_live_bytes
+    with open_store(tmp_path, num_bytes=16 << 10) as store:
+        assert num_right(store, A, "s" * 10 + "used") == 14
+        assert store.status().num_live_bytes == live
+        assert [n for n in range(200) if num_right(store, A, f"{n:03}fffff") == 8] == kept
+
+
+def test_a_smaller_budget_is_kept_from_the_start(tmp_path: Path) -> None:
+    with open_store(tmp_path, num_bytes=64 << 10) as store:
+        for number in range(200):
+            write(store, A, f"{number:03}" + "f" * 5)
+    assert files_bytes(tmp_path) > 16 << 10
+    with open_store(tmp_path, num_bytes=16 << 10) as store:
+        assert files_bytes(tmp_path) <= 16 << 10
+        assert store.status().num_bytes == files_bytes(tmp_path)
+        assert num_right(store, A, "199fffff") == 8
+        assert write(store, A, "new")
+
+
+def test_the_listener_hears_of_all_that_comes_and_goes(tmp_path: Path) -> None:
+    heard: list[Change] = []
+
+    def there() -> set[object]:
+        pages: set[object] = set()
+        for change in heard:
+            assert change.parent is None or (change.model, change.parent) in pages
+            (pages.update if change.added else pages.difference_update)(
+                (change.model, page) for page in change.pages
+            )
+        return pages
+
+    with DiskStore(FAMILY, config_of(tmp_path, 8 << 10), heard.append) as store:
+        for number in range(60):
+            write(store, A, f"{number % 7}" + "f" * (number % 11 + 1))
+        assert len(there()) == store.status().num_pages
+        assert any(not change.added for change in heard)
+    before = there()
+    heard.clear()
+    with DiskStore(FAMILY, config_of(tmp_path, 8 << 10), heard.append):
+        assert there() == before
+
+
+def test_another_family_is_refused_by_the_name_of_the_field(tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        write(store, A, "abc")
+    other = Family(**(msgspec.structs.asdict(FAMILY) | {"kv_dtype": "bfloat16"}))
+    with pytest.raises(ConfigError, match=r"kv_dtype is 'float16' there and 'bfloat16' here; name"):
+        DiskStore(other, config_of(tmp_path))
+    with open_store(tmp_path) as store:
+        assert num_right(store, A, "abc") == 3
+
+
+@pytest.mark.parametrize(
+    ("manifest", "named"),
+    [
+        ({"format": 2}, "format is 2 there and 1 here"),
+        ({"marker": "00"}, "marker"),
+        ({"family": {"page_size": "many"}}, "family"),
+        ("nonsense", "cannot be read"),
+        ({"format": None}, "format"),
+    ],
+)
+def test_a_manifest_that_is_not_ours_is_refused(
+    tmp_path: Path, manifest: object, named: str
+) -> None:
+    open_store(tmp_path).close()
+    file = tmp_path / "manifest.json"
+    if isinstance(manifest, dict):
+        manifest = json.dumps(json.loads(file.read_text()) | manifest)
+    file.write_text(str(manifest))
+    with pytest.raises(ConfigError, match=named):
+        open_store(tmp_path)
+
+
+def test_a_directory_of_other_things_is_refused_and_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "letter.txt").write_text("dear")
+    with pytest.raises(ConfigError, match=r"letter\.txt"):
+        open_store(tmp_path)
+    file = tmp_path / "file"
+    file.write_text("")
+    for path in (file, file / "below"):
+        with pytest.raises(ConfigError, match="disk path is"):
+            open_store(path)
+    assert (tmp_path / "letter.txt").read_text() == "dear"
+    store = open_store(tmp_path / "new" / "one")
+    (tmp_path / "new" / "one" / "letter.txt").write_text("dear")
+    store.close()
+    open_store(tmp_path / "new" / "one").close()
+    assert (tmp_path / "new" / "one" / "letter.txt").read_text() == "dear"
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({"num_bytes": 0}, "num_bytes is 0"),
+        ({"num_bytes": 1 << 20, "segment_bytes": -1}, "segment_bytes is -1"),
+        ({"num_bytes": 1000}, "num_bytes is 1000.*at least"),
+        ({"num_bytes": 1 << 20, "segment_bytes": 100}, "segment_bytes 100.*at least"),
+    ],
+)
+def test_sizes_that_hold_nothing_are_refused(
+    tmp_path: Path, config: dict[str, int], named: str
+) -> None:
+    with pytest.raises(ConfigError, match=named):
+        open_store(tmp_path, **config)
+
+
+def test_one_process_at_a_time_has_the_directory(tmp_path: Path) -> None:
+    command = [sys.executable, str(PARTS), "write", str(tmp_path), str(1 << 20), "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
+        try:
+            assert writer.stdout
+            assert writer.stdout.readline() == "open\n"
+            with pytest.raises(ConfigError, match=f"process {writer.pid} is using"):
+                open_store(tmp_path)
+        finally:
+            writer.kill()
+    with open_store(tmp_path), pytest.raises(ConfigError, match="is using"):
+        open_store(tmp_path)
+    open_store(tmp_path).close()
+
+
+def test_after_close_reads_miss_and_writes_fail(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    write(store, A, "abc")
+    entry = only(store, "abc")
+    store.close()
+    store.close()
+    with pytest.raises(StaleEntry):
+        check(store, entry)
+    assert not write(store, A, "xyz")
+
+
+def test_reads_beside_writes_evictions_and_moves_are_right_or_miss(tmp_path: Path) -> None:
+    is_over = threading.Event()
+    failures: list[Exception] = []
+    num_read = [0] * 3
+
+    with open_store(tmp_path, num_bytes=24 << 10) as store:
+
+        def read(number: int) -> None:
+            rng = np.random.default_rng(number)
+            try:
+                while not is_over.is_set():
+                    num_read[number] += num_right(store, A, f"{rng.integers(60):03}" + "f" * 9)
+            except (AssertionError, OSError, RuntimeError, ValueError, LookupError) as exc:
+                failures.append(exc)
+
+        readers = [threading.Thread(target=read, args=(number,)) for number in range(3)]
+        for reader in readers:
+            reader.start()
+        rng = np.random.default_rng(99)
+        for _ in range(1500):
+            write(store, A, f"{rng.integers(60):03}" + "f" * int(rng.integers(10)))
+            assert store.status().num_bytes <= 24 << 10
+        is_over.set()
+        for reader in readers:
+            reader.join(10)
+        assert not failures
+        assert min(num_read) > 100
+        counts = store.status().counts
+        assert counts.num_damaged_entries == 0, "a reader took an eviction for damage"
+        assert counts.num_evicted_entries > 100
+        assert counts.num_moved_bytes > 0
+        assert store.status().num_bytes == files_bytes(tmp_path)
+
+
+def test_a_file_that_is_read_stays_until_the_reader_has_left(tmp_path: Path) -> None:
+    with open_store(tmp_path, num_bytes=8 << 10) as store:
+        write(store, A, "first")
+        entry = store.find(A, path_of("first"))[0][0]
+        place = entry.place
+        assert place
+        place.segment.num_readers += 1
+        assert store.remove(A, path_of("f")[0])
+        number = 0
+        while not place.segment.is_doomed:
+            number += 1
+            write(store, A, f"{number:03}" + "f" * 5)
+        assert place.segment.path.exists()
+        assert store.status().num_bytes == files_bytes(tmp_path)
+        with store._space.pinned(place.segment):
+            pass
+        assert not place.segment.path.exists()
+        assert store.status().num_bytes == files_bytes(tmp_path)
+
+
+def test_synced_entries_are_entries_too(tmp_path: Path) -> None:
+    config = DiskConfig(path=str(tmp_path), num_bytes=1 << 20, sync=True)
+    with DiskStore(FAMILY, config) as store:
+        assert write(store, A, "abc", e_layers=[1])
+        assert num_right(store, A, "abc") == 3
+    with open_store(tmp_path) as store:
+        assert num_right(store, A, "abc") == 3
+
+
+def test_a_read_into_the_wrong_room_is_refused(tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        write(store, A, "abc", e_layers=[1])
+        entry = only(store, "abc")
+        step = Step(Kind.KV, 0)
+        with pytest.raises(ValueError, match="bytes do not go into 5"):
+            store.read(entry, step, Span(0, 3), memoryview(bytearray(5)))
+        with pytest.raises(ValueError, match="exceeds the 3 pages"):
+            store.read(entry, step, Span(0, 4), memoryview(bytearray(4 * page_bytes(step))))
+        with pytest.raises(StaleEntry, match="without E of layer 2"):
+            store.read(entry, Step(Kind.E, 2), Span(0, 3), memoryview(bytearray(48)))
+        halves = np.zeros(3 * page_bytes(step) // 2, dtype=np.uint16)
+        store.read(entry, step, Span(0, 3), halves.data)
+        assert halves.tobytes() == content(A, path_of("abc"), step)
+        assert num_right(store, A, "abc") == 3, "a wrong request dropped the entry"
