@@ -1,6 +1,10 @@
 """Load what the profiler runs: two models of one family, each possibly with a LoRA adapter.
 
 Everything that makes a pair impossible is found before any weights are read, and said in one line.
+
+Transformers from 4.56 on; 4.56, 4.57, 5.0 and 5.23 are tested, older ones are refused here, and
+what a newer one might do differently is found by `profiles.layered.check_layers`. Tokenizers that
+transformers 5 saved, the shipped pairs' among them, can be read by 5 only.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 import torch
+import transformers
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import (
@@ -20,7 +25,7 @@ from transformers import (
     MistralForCausalLM,
     MixtralForCausalLM,
     Phi3ForCausalLM,
-    PreTrainedConfig,
+    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     Qwen2ForCausalLM,
@@ -44,6 +49,8 @@ ARCHITECTURES: Final[Mapping[str, type[PreTrainedModel]]] = {
     )
 }
 """The classes that a server reuses caches of."""
+OLDEST_RELEASE: Final = (4, 56)
+"""Of transformers."""
 _FAMILY_FIELDS: Final = tuple(
     field for field in Family.__struct_fields__ if field in ModelIdentity.__struct_fields__
 )
@@ -84,7 +91,7 @@ class _Supported:
 
     source: ModelSource
     identity: ModelIdentity
-    config: PreTrainedConfig
+    config: PretrainedConfig
 
 
 def load_pair(
@@ -130,14 +137,16 @@ def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
     """The base's: an adapter does not change which ids a text becomes."""
     try:
         return AutoTokenizer.from_pretrained(source.path)
-    except (OSError, ValueError, KeyError) as exc:
+    except Exception as exc:  # tokenizers raises nothing narrower
         raise ConfigError(
-            f"the tokenizer of {source.path} cannot be loaded: {_line(exc)}; save it again"
+            f"the tokenizer of {source.path} cannot be loaded: {_line(exc)}; save it again with "
+            f"transformers {transformers.__version__}, or use the release that saved it"
         ) from exc
 
 
 def _look_at(source: ModelSource, cache_dir: Path | None) -> _Supported:
     """Everything that can be known without reading weights; raises ConfigError."""
+    _require_known_release()
     _require_plain_folder(source.path)
     identity = read_model_identity(source.path, cache_dir, source.adapter)
     if identity.architecture not in ARCHITECTURES:
@@ -158,6 +167,16 @@ def _look_at(source: ModelSource, cache_dir: Path | None) -> _Supported:
     return _Supported(source=source, identity=identity, config=config)
 
 
+def _require_known_release() -> None:
+    """Before 4.56, layers take and return something else, and so do caches and loading."""
+    release = tuple(map(int, transformers.__version__.split(".")[:2]))
+    if release < OLDEST_RELEASE:
+        raise ConfigError(
+            f"transformers {transformers.__version__} is too old; install "
+            f"{'.'.join(map(str, OLDEST_RELEASE))} or newer"
+        )
+
+
 def _require_plain_folder(path: Path) -> None:
     """With peft installed, transformers would apply an adapter that lies beside whole weights."""
     if not (path / ADAPTER_CONFIG).is_file():
@@ -173,7 +192,7 @@ def _require_plain_folder(path: Path) -> None:
     )
 
 
-def _require_plain_layers(file: Path, config: PreTrainedConfig) -> None:
+def _require_plain_layers(file: Path, config: PretrainedConfig) -> None:
     quantised = getattr(config, "quantization_config", None)
     if quantised is not None:
         raise ConfigError(

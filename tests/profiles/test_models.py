@@ -280,9 +280,10 @@ def test_missing_and_wrong_tensors_are_refused(base):
 
 def test_other_broken_folders_are_named(base, tmp_path):
     refused(tmp_path / "nowhere", "model folder .* does not exist")
-    (base / "tokenizer.json").write_text("{}")
-    with pytest.raises(ConfigError, match=f"tokenizer of {base} cannot be loaded"):
-        load_tokenizer(ModelSource(path=base))
+    for broken in ("{}", '{"added_tokens": [], "model": {"type": "BPE"}}'):
+        (base / "tokenizer.json").write_text(broken)
+        with pytest.raises(ConfigError, match=f"tokenizer of {base} cannot be loaded"):
+            load_tokenizer(ModelSource(path=base))
     refused(edit_config(base, hidden_act=3), "config.json cannot be used: .*'hidden_act'")
     (base / "tokenizer.json").unlink()
     refused(base, r"has no tokenizer\.json")
