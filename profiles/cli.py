@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -61,6 +62,12 @@ def add_commands(commands: Any) -> None:
         action="store_const",
         const=False,
         help="decode the answers of blocks, too, that others dominate",
+    )
+    choice.add_argument(
+        "--timing-seconds",
+        type=float,
+        metavar="X",
+        help="when to stop timing the cost model's parts; default: 60",
     )
     choice.add_argument("--seed", type=int, metavar="N", help="of the split; default: 0")
     profile.set_defaults(run=_profile)
@@ -151,13 +158,17 @@ def _profile(args: argparse.Namespace) -> int:
     from rich.console import Console
     from transformers.utils import logging
 
+    from profiles.costs import Repeats
     from profiles.profiler import profile_pair
     from profiles.show import table_of
 
     logging.disable_progress_bar()
     console = Console()
+    settings = _settings(args, out=args.out, small=args.small)
+    if args.timing_seconds is not None:
+        settings = replace(settings, timing=Repeats(budget_s=args.timing_seconds))
     try:
-        profile = profile_pair(_settings(args, out=args.out, small=args.small), console)
+        profile = profile_pair(settings, console)
     except KeyboardInterrupt:
         _complain("interrupted; the same command goes on from here")
         return 130

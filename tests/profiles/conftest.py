@@ -18,6 +18,9 @@ from profiles.profiler import answerers
 from profiles.study import Bench
 from profiles.training import Swept, sweep
 
+# The models are tiny: more threads only wait for one another.
+torch.set_num_threads(1)
+
 
 @dataclass(frozen=True)
 class SweptPair:

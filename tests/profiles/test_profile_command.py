@@ -47,7 +47,7 @@ def few(tmp_path_factory) -> list[str]:
     for flag, name, number in (("--data", "train", 24), ("--held-out", "held_out", 18)):
         write_records(read_records(DATA / f"{name}.jsonl")[:number], folder / f"{name}.jsonl")
         found += [flag, str(folder / f"{name}.jsonl")]
-    return [*flags(FINE_TUNES), *found, *ASKED, "--group", "2"]
+    return [*flags(FINE_TUNES), *found, *ASKED, "--group", "2", "--timing-seconds", "0"]
 
 
 def journals(folder: Path) -> list[Path]:
@@ -149,7 +149,7 @@ def test_a_pair_that_was_not_trained_together_fails_and_stays_failed(unseen, tmp
     """The stranger answers as well as the shipped sender, and nobody can read its cache."""
     write_stranger(WEIGHTS / "sender", tmp_path / "stranger", SEED)
     pair = ["--sender", str(tmp_path / "stranger"), "--receiver", str(WEIGHTS / "receiver")]
-    data = ["--data", str(DATA / "train.jsonl"), *ASKED]
+    data = ["--data", str(DATA / "train.jsonl"), *ASKED, "--timing-seconds", "0"]
     out = tmp_path / "pair.json"
     result = run(*pair, *data, "--out", str(out))
     assert result.returncode == FAILED_GATE, result.stdout + result.stderr
