@@ -11,7 +11,7 @@ from zmq.utils.monitor import recv_monitor_message
 from cachetree.errors import CacheTreeError, FetchError, ProtocolError
 from cachetree.transport import wire
 from cachetree.transport.address import Address
-from cachetree.transport.handshake import CIPHER_BYTES, FAILURES, Credentials
+from cachetree.transport.handshake import FAILURES, Credentials
 from cachetree.transport.wakeup import Wakeup
 
 _MAX_RECEIVED: Final = 64
@@ -42,12 +42,10 @@ class Connection:
     ) -> None:
         self._socket = context.socket(zmq.DEALER)
         self._socket.set(zmq.LINGER, _LINGER_MS)
-        max_bytes = max(max_frame_bytes, wire.MAX_HEADER_BYTES) + CIPHER_BYTES
-        self._socket.set(zmq.MAXMSGSIZE, max_bytes)
         self._socket.set(zmq.RECONNECT_IVL, -1)
         self._socket.set(zmq.IPV6, int(to.is_ipv6))
         self._credentials = credentials
-        credentials.secure(self._socket)
+        credentials.secure(self._socket, max(max_frame_bytes, wire.MAX_HEADER_BYTES))
         self._monitor = self._socket.get_monitor_socket(_ENDS)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)

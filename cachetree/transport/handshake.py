@@ -34,8 +34,8 @@ FAILURES: Final = (
 )
 """Events of a socket's monitor."""
 
-CIPHER_BYTES: Final = 33
-"""What CURVE adds to a message on the wire (RFC 26), so what a cap on its size has to allow."""
+_CIPHER_BYTES: Final = 33
+"""What CURVE adds to a message on the wire (RFC 26), and so to the cap on its size."""
 
 _HANDSHAKE_MS: Final = 5000
 """A connection that has not proved itself by then is closed."""
@@ -59,8 +59,16 @@ class Refusal:
 class Gate(Protocol):
     """Whom a worker's socket lets in. Used by the worker's thread after construction."""
 
-    def guard(self, context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes]) -> None:
-        """Prepare a socket that is not bound yet; sockets made for it go with the context."""
+    def guard(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        socket: zmq.Socket[bytes],
+        max_message_bytes: int,
+    ) -> None:
+        """Prepare a socket that is not bound yet; sockets made for it go with the context.
+
+        Messages above the cap close their connection.
+        """
 
     def register(self, poller: zmq.Poller) -> None:
         """Have the poller wake up when a handshake waits for `answer`."""
@@ -72,7 +80,13 @@ class Gate(Protocol):
 class OpenGate:
     """Everyone who can reach the socket comes in."""
 
-    def guard(self, context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes]) -> None:
+    def guard(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        socket: zmq.Socket[bytes],
+        max_message_bytes: int,
+    ) -> None:
+        socket.set(zmq.MAXMSGSIZE, max_message_bytes)
         socket.set(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
 
     def register(self, poller: zmq.Poller) -> None:
@@ -93,10 +107,16 @@ class KeyGate:
         self._own = own
         self._allowed = frozenset(map(keys.to_bytes, allowed))
 
-    def guard(self, context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes]) -> None:
+    def guard(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        socket: zmq.Socket[bytes],
+        max_message_bytes: int,
+    ) -> None:
         self._asked = context.socket(zmq.REP)
         self._asked.set(zmq.LINGER, 0)
         self._asked.bind(_ZAP_ENDPOINT)
+        socket.set(zmq.MAXMSGSIZE, max_message_bytes + _CIPHER_BYTES)
         socket.set(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
         socket.set(zmq.CURVE_SERVER, 1)
         socket.set(zmq.CURVE_SECRETKEY, self._own.secret)
@@ -158,8 +178,8 @@ def refusal_at_worker(event: int, value: int) -> Refusal | None:
 class Credentials(Protocol):
     """How one side of a connection proves itself, and whom it expects on the other."""
 
-    def secure(self, socket: zmq.Socket[bytes]) -> None:
-        """Prepare a socket that is not connected yet."""
+    def secure(self, socket: zmq.Socket[bytes], max_message_bytes: int) -> None:
+        """Prepare a socket that is not connected yet; messages above the cap end its connection."""
 
     def failure(self, event: int, value: int, who: str) -> CacheTreeError:
         """What a monitor's event says about a connection that was not made, or ended."""
@@ -171,8 +191,8 @@ class Plain:
     def __init__(self) -> None:
         self._wants_key = False
 
-    def secure(self, socket: zmq.Socket[bytes]) -> None:
-        pass
+    def secure(self, socket: zmq.Socket[bytes], max_message_bytes: int) -> None:
+        socket.set(zmq.MAXMSGSIZE, max_message_bytes)
 
     def failure(self, event: int, value: int, who: str) -> CacheTreeError:
         hung_up = event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -198,7 +218,8 @@ class Curve:
         self._own = own
         self._server = server
 
-    def secure(self, socket: zmq.Socket[bytes]) -> None:
+    def secure(self, socket: zmq.Socket[bytes], max_message_bytes: int) -> None:
+        socket.set(zmq.MAXMSGSIZE, max_message_bytes + _CIPHER_BYTES)
         socket.set(zmq.CURVE_SERVERKEY, keys.to_bytes(self._server))
         socket.set(zmq.CURVE_PUBLICKEY, keys.to_bytes(self._own.public))
         socket.set(zmq.CURVE_SECRETKEY, self._own.secret)

@@ -9,7 +9,7 @@ from cachetree.clock import Deadline
 from cachetree.errors import AuthenticationError, DeadlineExceeded, ProtocolError
 from cachetree.transport import wire
 from cachetree.transport.address import parse_remote
-from cachetree.transport.handshake import CIPHER_BYTES, FAILURES, Credentials, Plain
+from cachetree.transport.handshake import FAILURES, Credentials, Plain
 
 
 def ask_status(
@@ -25,9 +25,8 @@ def ask_status(
     try:
         socket = context.socket(zmq.DEALER)
         socket.set(zmq.LINGER, 0)
-        socket.set(zmq.MAXMSGSIZE, wire.MAX_HEADER_BYTES + CIPHER_BYTES)
         socket.set(zmq.IPV6, int(remote.is_ipv6))
-        credentials.secure(socket)
+        credentials.secure(socket, wire.MAX_HEADER_BYTES)
         monitor = socket.get_monitor_socket(FAILURES)
         socket.connect(remote.url)
         socket.send(wire.encode(wire.StatusRequest()))

@@ -12,7 +12,7 @@ from cachetree.errors import ConfigError, ProtocolError
 from cachetree.ids import Location
 from cachetree.transport import wire
 from cachetree.transport.address import Address
-from cachetree.transport.handshake import CIPHER_BYTES, FAILURES, Gate, Refusal, refusal_at_worker
+from cachetree.transport.handshake import FAILURES, Gate, Refusal, refusal_at_worker
 from cachetree.transport.wakeup import Wakeup
 
 _MAX_RECEIVED: Final = 64
@@ -31,11 +31,10 @@ class Router:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.set(zmq.LINGER, 0)
         self._socket.set(zmq.ROUTER_MANDATORY, 1)
-        self._socket.set(zmq.MAXMSGSIZE, wire.MAX_HEADER_BYTES + CIPHER_BYTES)
         self._socket.set(zmq.IPV6, int(listen.is_ipv6))
         self._gate = gate
         try:
-            gate.guard(self._context, self._socket)
+            gate.guard(self._context, self._socket, wire.MAX_HEADER_BYTES)
             self._socket.bind(listen.url)
         except zmq.ZMQError as exc:
             self._context.destroy(linger=0)

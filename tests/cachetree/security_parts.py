@@ -80,7 +80,7 @@ def send_garbage(address: Location, config: PeerConfig, garbage: bytes = b"garba
     context = zmq.Context()
     dealer = context.socket(zmq.DEALER)
     dealer.set(zmq.LINGER, 200)
-    credentials_of(config.key_file, config.server_key).secure(dealer)
+    credentials_of(config.key_file, config.server_key).secure(dealer, 1 << 20)
     dealer.connect(address)
     dealer.send(garbage)
     dealer.poll(200)
