@@ -6,6 +6,7 @@ SGLang.
 
 from cachetree.cache import BudgetedStaging, Cache, CacheConfig, CacheStatus
 from cachetree.clock import Deadline
+from cachetree.disk import DiskStatus
 from cachetree.entries import Match
 from cachetree.errors import (
     AuthenticationError,
@@ -20,7 +21,16 @@ from cachetree.errors import (
     StaleEntry,
 )
 from cachetree.family import Family, ModelIdentity
-from cachetree.ids import EMPTY_SPAN, LOCAL, PAGE_HASH_BYTES, Location, ModelId, PageHash, Span
+from cachetree.ids import (
+    DISK,
+    EMPTY_SPAN,
+    LOCAL,
+    PAGE_HASH_BYTES,
+    Location,
+    ModelId,
+    PageHash,
+    Span,
+)
 from cachetree.lease import Lease, Reservation
 from cachetree.plan import Kind, Plan, Step
 from cachetree.profile import PairProfile, read_profile, write_profile
@@ -29,6 +39,7 @@ from cachetree.transport import Peer, PeerConfig, PeerState, PeerStatus, Worker,
 from cachetree.tree import CacheTree
 
 __all__ = [
+    "DISK",
     "EMPTY_SPAN",
     "LOCAL",
     "PAGE_HASH_BYTES",
@@ -44,6 +55,7 @@ __all__ = [
     "ConfigError",
     "Deadline",
     "DeadlineExceeded",
+    "DiskStatus",
     "Family",
     "FamilyMismatch",
     "FetchError",

@@ -8,16 +8,18 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import TracebackType
 from typing import Final
 
 import msgspec
 
 from cachetree.clock import Clock, Deadline
+from cachetree.disk import DiskConfig, DiskStatus, DiskTier
 from cachetree.entries import Match
 from cachetree.errors import ConfigError, DeadlineExceeded, FetchError, StaleEntry
 from cachetree.family import Family
-from cachetree.ids import LOCAL, Location, ModelId, PageHash
+from cachetree.ids import DISK, LOCAL, Location, ModelId, PageHash
 from cachetree.lease import Lease
 from cachetree.plan import Kind, Plan, Step
 from cachetree.staging import Allocate, Staging, pageable
@@ -36,6 +38,16 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Budget of the entries held here."""
     staging_bytes: int = 1 << 30
     """Budget of the fetches under way and not yet released."""
+    disk_path: str = ""
+    """Directory that keeps the entries also when they leave memory or this process ends; empty
+    for none. It serves one family and one process at a time; each rank of a tensor-parallel server
+    makes one of its own inside."""
+    disk_bytes: int = 0
+    """Budget of all files in it; set it above `host_bytes`, as it holds what memory holds too."""
+    disk_segment_bytes: int = 256 << 20
+    """Largest file in it."""
+    disk_sync: bool = False
+    """Whether each entry is flushed to the device, so that a power cut loses at most the last."""
     peers: tuple[str, ...] = ()
     """Addresses of the workers to read from."""
     peer_keys: dict[str, str] = {}
@@ -52,6 +64,11 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         for field in ("host_bytes", "staging_bytes"):
             if getattr(self, field) < 0:
                 raise ConfigError(f"{field} is {getattr(self, field)}; it must be 0 or more")
+        if bool(self.disk_path) != (self.disk_bytes > 0):
+            raise ConfigError(
+                f"disk_path is {self.disk_path!r} and disk_bytes {self.disk_bytes}; "
+                "give both, or neither"
+            )
         if len(set(self.peers)) != len(self.peers):
             raise ConfigError(f"peers is {list(self.peers)!r}; name each worker once")
         for address in self.peer_keys.keys() - set(self.peers):
@@ -63,6 +80,17 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         """How it reads from this one."""
         server_key = self.peer_keys.get(address, self.peer.server_key)
         return msgspec.structs.replace(self.peer, server_key=server_key)
+
+    def disk_of(self, family: Family) -> DiskConfig:
+        """Where one rank keeps its entries."""
+        is_alone = family.tp_size == 1
+        path = Path(self.disk_path)
+        return DiskConfig(
+            path=str(path if is_alone else path / f"rank{family.tp_rank}"),
+            num_bytes=self.disk_bytes,
+            segment_bytes=self.disk_segment_bytes,
+            sync=self.disk_sync,
+        )
 
 
 class BudgetedStaging(Staging):
@@ -104,13 +132,16 @@ class CacheStatus(msgspec.Struct, frozen=True, kw_only=True):
     peers: tuple[PeerStatus, ...]
     worker: Status | None
     """None where this cache does not serve."""
+    disk: DiskStatus | None
+    """None where nothing is kept on disk."""
 
 
 class Cache:
     """Entries of every model of one family, here and on the peers. `store`, `match`, `fetch`.
 
-    Thread-safe. Raises ConfigError for an address that is wrong or taken, or a bad key. A peer
-    that cannot be reached is no error: it is tried again, and its entries appear when it comes up.
+    Thread-safe. Raises ConfigError for an address that is wrong or taken, a bad key, or a disk
+    directory that is another family's, another process's or cannot be written. A peer that cannot
+    be reached is no error: it is tried again, and its entries appear when it comes up.
     """
 
     def __init__(
@@ -129,15 +160,22 @@ class Cache:
         self._budget = _Budget(config.staging_bytes)
         self._pool = StagingPool(allocate, config.staging_bytes)
         self._copied = Bandwidth(clock)
-        self._worker = Worker(self.tree, config.worker, clock=clock) if config.serves else None
+        self._read = Bandwidth(clock)
+        self._worker: Worker | None = None
+        self._disk: DiskTier | None = None
         self._peers: dict[Location, Peer] = {}
         try:
+            if config.disk_path:
+                self._disk = DiskTier(self.tree, config.disk_of(family), self._note_read, clock)
+            if config.serves:
+                self._worker = Worker(self.tree, config.worker, clock=clock)
             for address in map(Location, config.peers):
                 self._peers[address] = Peer(
                     self.tree, address, config.peer_at(address), clock=clock
                 )
         except ConfigError:
             self._close_transport()
+            self._close_disk()
             raise
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="cachetree-copy")
 
@@ -211,6 +249,10 @@ class Cache:
             staging.fail(FetchError(f"the plan takes pages {plan.pages} of {len(pages)}"))
         elif plan.location == LOCAL:
             self._copy(plan.sender, wanted, staging)
+            if self._disk is not None:
+                self._disk.note_use(plan.sender, wanted)
+        elif plan.location == DISK and self._disk is not None:
+            self._disk.fetch(plan.sender, wanted, staging)
         elif peer is None:
             staging.fail(FetchError(f"{plan.location} is not a peer of this server"))
         else:
@@ -221,6 +263,8 @@ class Cache:
         """Measured bytes per second from a location; None where nothing is known of late."""
         if location == LOCAL:
             return self._copied.bytes_per_s
+        if location == DISK:
+            return self._read.bytes_per_s
         peer = self._peers.get(location)
         return peer.bytes_per_s if peer else None
 
@@ -236,12 +280,17 @@ class Cache:
             staging_bytes_in_use=self._budget.num_bytes,
             peers=tuple(peer.status for peer in self._peers.values()),
             worker=self._worker.status() if self._worker else None,
+            disk=self._disk.status() if self._disk else None,
         )
 
     def close(self) -> None:
-        """Stop serving and fetching; fetches under way fail. Idempotent."""
+        """Stop serving and fetching; fetches under way fail. Idempotent.
+
+        What has not been written to disk yet is written, for a few seconds at most.
+        """
         self._close_transport()
         self._copier.shutdown(cancel_futures=False)
+        self._close_disk()
 
     def __enter__(self) -> Cache:
         return self
@@ -259,6 +308,14 @@ class Cache:
             peer.close()
         if self._worker is not None:
             self._worker.close()
+
+    def _close_disk(self) -> None:
+        if self._disk is not None:
+            self._disk.close()
+
+    def _note_read(self, num_bytes: int, seconds: float) -> None:
+        if num_bytes >= Bandwidth.MIN_SAMPLE_BYTES:
+            self._read.sample(num_bytes, seconds)
 
     def _page_bytes(self, step: Step) -> int:
         return self.family.e_page_bytes if step.kind is Kind.E else self.family.kv_page_bytes

@@ -14,9 +14,13 @@ ModelId = NewType("ModelId", str)
 """Hex digest of a model's content: config, weights, adapter, tokenizer. Never a name."""
 
 Location = NewType("Location", str)
-"""Where an entry lives: `LOCAL`, or the address of a remote worker (`tcp://host:port`)."""
+"""Where an entry lives: `LOCAL`, `DISK`, or the address of a remote worker (`tcp://host:port`)."""
 
 LOCAL: Final = Location("local")
+"""In this process's memory."""
+
+DISK: Final = Location("disk")
+"""In the directory that this process keeps."""
 
 PAGE_HASH_BYTES: Final = 16
 

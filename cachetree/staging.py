@@ -60,6 +60,10 @@ class Staging:
         if isinstance(self._error, Cancelled):
             raise self._error
         self._views[step][offset : offset + size] = payload
+        self.land(step, size)
+
+    def land(self, step: Step, size: int) -> None:
+        """Count bytes that the writer has put into `view(step)` itself."""
         with self._changed:
             self._missing[step] -= size
             self.num_landed_bytes += size

@@ -4,13 +4,17 @@
     record        one entry as bytes, and which bytes each checksum covers
     segment       one file: append, bury, scan, read
     index         which entry has which page, who stands on whom, who was used last
-    store         all of them within a budget
+    recovery      what the files hold when a store is opened
+    space         the files within a budget
+    store         entries in them: write, find, read, evict
+    tier          a tree's entries written behind its back, and read again
 
-It knows nothing of trees: `DiskStore` tells a listener what comes and goes.
+The store knows nothing of trees: it tells a listener what comes and goes.
 """
 
 from cachetree.disk.config import DiskConfig, DiskStatus
 from cachetree.disk.index import DiskEntry
 from cachetree.disk.store import DiskStore
+from cachetree.disk.tier import DiskTier
 
-__all__ = ["DiskConfig", "DiskEntry", "DiskStatus", "DiskStore"]
+__all__ = ["DiskConfig", "DiskEntry", "DiskStatus", "DiskStore", "DiskTier"]

@@ -64,3 +64,5 @@ class DiskStatus(msgspec.Struct, frozen=True, kw_only=True):
     num_pages: int
     num_segments: int
     counts: DiskCounts
+    num_late_entries: int = 0
+    """Gone from memory before they could be written."""

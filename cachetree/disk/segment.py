@@ -16,7 +16,10 @@ from cachetree.ids import Span
 from cachetree.plan import Step
 
 Views = Callable[[Step], Sequence[memoryview]]
-"""All pages of a step, in order, in as many runs of bytes as they lie in."""
+"""All pages of a step, in order, in as many runs of bytes as they lie in.
+
+It is called for every step, and once more before the entry counts; it raises where the bytes have
+been taken away, and what was written is cut off."""
 
 _MAGIC: Final = b"ctree-s1"
 _MAX_PARTS: Final = 512
@@ -93,6 +96,7 @@ class Appender:
             made = replace(new, checksums=self._write_payload(chunks, views, payload))
             head = made.head(self.segment.marker)
             _write(self._handle, [memoryview(head)], start)
+            views(next(chunks.steps))
             self._commit(place, head)
         except BaseException:
             os.ftruncate(self._handle, start)

@@ -99,6 +99,11 @@ class DiskStore:
                 self._index.touch(found[-1][0])
             return found
 
+    def entries(self) -> list[DiskEntry]:
+        """From the most recently used to the least; each comes after what it stands on."""
+        with self._changed:
+            return list(self._index)[::-1]
+
     def read(self, entry: DiskEntry, step: Step, pages: Span, into: memoryview) -> None:
         """Fill `into` with these pages of an entry (counted from its first); blocks on the disk.
 

@@ -135,6 +135,28 @@ def test_pages_after_a_missing_parent_or_in_contradiction_are_refused(tmp_path: 
         assert [num_right(store, A, it) for it in ("abc", "wxyz", "xy")] == [3, 4, 0]
 
 
+def test_bytes_that_are_taken_away_during_the_write_never_count(tmp_path: Path) -> None:
+    pages = path_of("abc")
+    views = views_of(A, pages)
+    num_calls = 0
+
+    def failing(step: Step) -> list[memoryview]:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 4:
+            raise StaleEntry("the lease has ended")
+        return views(step)
+
+    with open_store(tmp_path) as store:
+        with pytest.raises(StaleEntry, match="lease"):
+            store.write(A, None, pages, [], failing)
+        assert num_calls == 4, "not asked again before the commit"
+        assert num_right(store, A, "abc") == 0
+        assert store.status().num_bytes == files_bytes(tmp_path)
+        assert write(store, A, "abc")
+        assert num_right(store, A, "abc") == 3
+
+
 def test_large_entries_are_cut_into_parts(tmp_path: Path) -> None:
     text = "a" * 500
     with open_store(tmp_path, num_bytes=128 << 10, segment_bytes=16 << 10) as store:

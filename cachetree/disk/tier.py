@@ -1,0 +1,214 @@
+"""The disk below a tree: what the tree holds is written behind it, and outlives it."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+
+from cachetree.clock import Clock, Deadline
+from cachetree.disk.config import DiskConfig, DiskStatus
+from cachetree.disk.index import DiskEntry
+from cachetree.disk.record import Chunks
+from cachetree.disk.store import DiskStore
+from cachetree.entries import Change
+from cachetree.errors import DeadlineExceeded, FetchError, StaleEntry
+from cachetree.ids import DISK, ModelId, PageHash, Span
+from cachetree.lease import Lease, Reservation
+from cachetree.plan import Kind, Step
+from cachetree.staging import Staging
+from cachetree.tree import CacheTree
+
+log = logging.getLogger(__name__)
+
+NoteSpeed = Callable[[int, float], None]
+"""Takes bytes read and the seconds that they took."""
+
+_MAX_WAITING: Final = 4096
+"""Entries that wait to be written; they hold page hashes, no pages."""
+_MAX_WRITE_S: Final = 60.0
+_MAX_CLOSE_S: Final = 5.0
+_NUM_READERS: Final = 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Use:
+    model: ModelId
+    pages: Sequence[PageHash]
+
+
+class DiskTier:
+    """Writes every entry that comes into `tree` to disk, and shows the tree what is there.
+
+    Entries are written when they come, not when they are evicted: eviction takes the last pages of
+    a prompt first, which alone would never match after a restart; an entry on its way to the disk
+    would be in no budget; and a process that is killed leaves everything but the last entry. In
+    the long run as much is written either way. What is evicted before its turn is not written.
+
+    In the tree the entries are at location `DISK`. When it is opened, a thread fills the tree's
+    free memory with what was used last, so that peers find it again too.
+    """
+
+    def __init__(
+        self, tree: CacheTree, config: DiskConfig, note_speed: NoteSpeed, clock: Clock
+    ) -> None:
+        """Raises ConfigError, as `DiskStore`."""
+        self._tree = tree
+        self._note_speed = note_speed
+        self._clock = clock
+        self._waiting: queue.SimpleQueue[Change | _Use | None] = queue.SimpleQueue()
+        self._num_late = 0
+        self._closes_at_s = float("inf")
+        self._store: Final = DiskStore(tree.family, config, self._show)
+        self._readers = ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="cachetree-disk-read")
+        self._writer = threading.Thread(
+            target=self._write_for_ever, name="cachetree-disk-write", daemon=True
+        )
+        there, self._unsubscribe = tree.subscribe(self._enqueue)
+        for change in there:
+            self._enqueue(change)
+        self._writer.start()
+        self._readers.submit(self._warm_up)
+
+    def fetch(self, model: ModelId, pages: Sequence[PageHash], staging: Staging) -> None:
+        """Fill `staging` from disk in a thread; what goes wrong fails it."""
+        try:
+            self._readers.submit(self._fetch, model, pages, staging)
+        except RuntimeError:  # The pool is shut down.
+            staging.fail(FetchError("this cache is closed"))
+
+    def note_use(self, model: ModelId, pages: Sequence[PageHash]) -> None:
+        """These pages were read from memory: on disk too they are not the ones to go."""
+        if self._waiting.qsize() < _MAX_WAITING:
+            self._waiting.put(_Use(model, pages))
+
+    def status(self) -> DiskStatus:
+        return msgspec.structs.replace(self._store.status(), num_late_entries=self._num_late)
+
+    def close(self) -> None:
+        """Write what waits, for a few seconds at most; fetches then fail. Idempotent."""
+        self._unsubscribe()
+        self._closes_at_s = self._clock() + _MAX_CLOSE_S
+        self._waiting.put(None)
+        self._readers.shutdown(cancel_futures=False)
+        self._writer.join()
+        self._store.close()
+
+    # Called under the lock of the store, and of the tree.
+
+    def _show(self, change: Change) -> None:
+        if change.added:
+            self._tree.add_remote(DISK, change.model, change.parent, change.pages, change.e_layers)
+        else:
+            self._tree.drop_remote(DISK, change.model, change.pages)
+
+    def _enqueue(self, change: Change) -> None:
+        if not change.added:
+            return
+        if self._waiting.qsize() < _MAX_WAITING:
+            self._waiting.put(change)
+        else:
+            self._num_late += 1
+
+    # In the writer's thread.
+
+    def _write_for_ever(self) -> None:
+        while (item := self._waiting.get()) is not None:
+            try:
+                if isinstance(item, _Use):
+                    self._store.find(item.model, item.pages)
+                elif self._clock() < self._closes_at_s:
+                    self._write(item)
+            except Exception:
+                log.exception("an entry was not written to disk")
+
+    def _write(self, change: Change) -> None:
+        deadline = Deadline.after(_MAX_WRITE_S, self._clock)
+        lease = self._tree.lease(change.model, change.pages, "the disk's writer", deadline)
+        if lease is None:
+            self._num_late += 1
+            return
+        with lease:
+            try:
+                self._store.write(
+                    change.model,
+                    change.parent,
+                    change.pages,
+                    change.e_layers,
+                    lambda step: _leased(lease, step),
+                )
+            except StaleEntry:
+                self._num_late += 1
+
+    # In a reader's thread.
+
+    def _fetch(self, model: ModelId, pages: Sequence[PageHash], staging: Staging) -> None:
+        begun_at_s = self._clock()
+        try:
+            found = self._store.find(model, pages)
+            if sum(len(span) for _, span in found) < len(pages):
+                raise StaleEntry(f"{len(pages)} pages of model {model} are no longer on disk")
+            for step in staging.steps:
+                self._read_step(step, found, staging)
+            self._note_speed(staging.num_bytes, self._clock() - begun_at_s)
+        except FetchError as exc:
+            staging.fail(exc)
+        except Exception as exc:
+            log.exception("a fetch from disk failed")
+            staging.fail(FetchError(f"internal error: {exc}"))
+
+    def _read_step(
+        self, step: Step, found: Sequence[tuple[DiskEntry, Span]], staging: Staging
+    ) -> None:
+        whole = staging.view(step)
+        offset = 0
+        for entry, span in found:
+            if staging.error is not None:
+                raise staging.error
+            if staging.deadline.has_passed:
+                raise DeadlineExceeded("the read from disk did not end in time")
+            size = len(entry.record.layout.range_of(step, span))
+            self._store.read(entry, step, span, whole[offset : offset + size])
+            staging.land(step, size)
+            offset += size
+
+    def _warm_up(self) -> None:
+        """Read into free memory what was used last, as far as it goes."""
+        try:
+            for entry in self._store.entries():
+                record = entry.record
+                has_room = self._tree.num_bytes + record.layout.num_bytes <= self._tree.host_bytes
+                if not has_room or self._clock() >= self._closes_at_s:
+                    return
+                reservation = self._tree.reserve(
+                    record.model, record.parent, record.pages, record.layout.e_layers
+                )
+                if reservation is not None:
+                    with reservation:
+                        self._fill(reservation, entry)
+        except Exception:
+            log.exception("entries on disk were not read into memory")
+
+    def _fill(self, reservation: Reservation, entry: DiskEntry) -> None:
+        """Commits unless some of the pages are in memory already, or cannot be read."""
+        pages = entry.record.pages
+        if reservation.pages != pages:
+            return
+        try:
+            for step in Chunks(entry.record.layout).steps:
+                is_kv = step.kind is Kind.KV
+                into = reservation.kv(step.layer) if is_kv else reservation.e(step.layer)
+                self._store.read(entry, step, Span(0, len(pages)), into)
+        except StaleEntry:
+            return
+        reservation.commit()
+
+
+def _leased(lease: Lease, step: Step) -> Sequence[memoryview]:
+    return lease.kv(step.layer) if step.kind is Kind.KV else lease.e(step.layer)

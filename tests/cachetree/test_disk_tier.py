@@ -1,0 +1,322 @@
+"""A cache with a directory: what leaves memory, or the process, is still matched and fetched."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+from transport_parts import (
+    E_LAYER,
+    FAMILY,
+    FAST,
+    MODEL,
+    PAGE_BYTES,
+    check_content,
+    content,
+    eventually,
+    pages_of,
+    store,
+    wait_all,
+)
+
+from cachetree import (
+    DISK,
+    LOCAL,
+    Cache,
+    CacheConfig,
+    ConfigError,
+    Deadline,
+    DeadlineExceeded,
+    Family,
+    Kind,
+    Location,
+    ModelId,
+    PageHash,
+    Plan,
+    Span,
+    StaleEntry,
+    Step,
+)
+
+PROMPT_BYTES = 8 * 5 * PAGE_BYTES
+"""Of eight pages: KV of four layers, E of one."""
+
+
+def open_cache(path: Path, family: Family = FAMILY, **config: object) -> Cache:
+    """Memory for four prompts unless told otherwise."""
+    default = {"host_bytes": 4 * PROMPT_BYTES, "disk_bytes": 64 << 20, "serves": False}
+    return Cache(family, CacheConfig(disk_path=str(path), **(default | config)))
+
+
+def prompt(number: int) -> list[PageHash]:
+    return pages_of(8, f"{number} ")
+
+
+def num_found(cache: Cache, pages: Sequence[PageHash], location: Location) -> int:
+    return sum(it.num_pages for it in cache.match(pages) if it.location == location)
+
+
+def plan_of(pages: Span, location: Location = DISK) -> Plan:
+    return Plan(
+        sender=MODEL,
+        receiver=ModelId("receiver"),
+        location=location,
+        pages=pages,
+        block=Span(E_LAYER, E_LAYER + 1),
+        num_layers=FAMILY.num_layers,
+    )
+
+
+def fetch(cache: Cache, pages: Sequence[PageHash], span: Span, location: Location = DISK) -> None:
+    staging = cache.fetch(plan_of(span, location), pages, Deadline.after(10))
+    assert staging is not None
+    with staging:
+        wait_all(staging)
+        check_content(staging, pages[span.start : span.stop])
+
+
+def store_and_wait(cache: Cache, pages: Sequence[PageHash]) -> None:
+    store(cache.tree, pages)
+    eventually(lambda: num_found(cache, pages, DISK) == len(pages))
+
+
+def test_what_left_memory_is_fetched_from_disk(tmp_path: Path) -> None:
+    with open_cache(tmp_path) as cache:
+        for number in range(12):
+            store_and_wait(cache, prompt(number))
+        assert num_found(cache, prompt(0), LOCAL) == 0
+        assert num_found(cache, prompt(11), LOCAL) == 8
+        (match,) = cache.match(prompt(0))
+        assert (match.model, match.location, match.num_pages) == (MODEL, DISK, 8)
+        assert match.e_pages == {E_LAYER: 8}
+        assert cache.costs(DISK) is None
+        for span in (Span(0, 8), Span(2, 5), Span(7, 8)):
+            fetch(cache, prompt(0), span)
+        status = cache.status()
+        assert status.disk is not None
+        assert status.disk.num_entries == 12
+        assert status.disk.num_late_entries == 0
+
+
+def test_a_fetch_joins_entries_of_a_long_prompt(tmp_path: Path) -> None:
+    pages = pages_of(64)
+    with open_cache(tmp_path, host_bytes=64 << 20) as cache:
+        for start in range(0, 64, 16):
+            parent = pages[start - 1] if start else None
+            store(cache.tree, pages[start : start + 16], parent)
+        eventually(lambda: num_found(cache, pages, DISK) == 64)
+        cache.tree.clear()
+        assert num_found(cache, pages, LOCAL) == 0
+        fetch(cache, pages, Span(0, 64))
+        fetch(cache, pages, Span(10, 40))
+        eventually(lambda: (cache.costs(DISK) or 0) > 0)
+
+
+def test_a_restart_finds_the_cache_again(tmp_path: Path) -> None:
+    with open_cache(tmp_path) as cache:
+        for number in range(8):
+            store_and_wait(cache, prompt(number))
+        store(cache.tree, prompt(99))
+    with open_cache(tmp_path) as cache:
+        for number in [*range(8), 99]:
+            assert num_found(cache, prompt(number), DISK) == 8, "closing did not write it"
+            fetch(cache, prompt(number), Span(0, 8))
+        eventually(lambda: num_found(cache, prompt(99), LOCAL) == 8)
+        eventually(lambda: cache.tree.num_bytes == 4 * PROMPT_BYTES)
+        fetch(cache, prompt(99), Span(0, 8), LOCAL)
+        assert num_found(cache, prompt(0), LOCAL) == 0, "not the latest were read into memory"
+
+
+def test_a_worker_that_restarts_serves_its_peers_again(tmp_path: Path) -> None:
+    with open_cache(tmp_path, serves=True) as first:
+        store_and_wait(first, prompt(1))
+    with open_cache(tmp_path, serves=True) as again:
+        assert again.address
+        config = CacheConfig(peers=(again.address,), serves=False, peer=FAST)
+        with Cache(FAMILY, config) as receiver:
+            address = again.address
+            eventually(lambda: num_found(receiver, prompt(1), address) == 8)
+            fetch(receiver, prompt(1), Span(0, 8), address)
+
+
+def test_a_killed_process_leaves_what_it_had_written(tmp_path: Path) -> None:
+    command = [sys.executable, __file__, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        numbers = [int(process.stdout.readline()) for _ in range(20)]
+        process.kill()
+        numbers += [int(it) for it in process.stdout.read().split("\n")[:-1]]
+    with open_cache(tmp_path) as cache:
+        for number in numbers:
+            assert num_found(cache, prompt(number), DISK) == 8
+            fetch(cache, prompt(number), Span(0, 8))
+
+
+def test_damage_is_a_stale_entry_and_no_longer_matches(tmp_path: Path) -> None:
+    with open_cache(tmp_path, host_bytes=PROMPT_BYTES) as cache:
+        for number in range(3):
+            store_and_wait(cache, prompt(number))
+        (file,) = tmp_path.glob("segment-*")
+        whole = file.read_bytes()
+        needle = content(prompt(0)[0], Step(Kind.KV, 1))
+        at = whole.index(needle)
+        with file.open("r+b") as raw:
+            raw.seek(at)
+            raw.write(bytes([needle[0] ^ 1]))
+        with pytest.raises(StaleEntry):
+            fetch(cache, prompt(0), Span(0, 8))
+        assert cache.match(prompt(0)) == []
+        fetch(cache, prompt(1), Span(0, 8))
+        assert cache.status().staging_bytes_in_use == 0
+        store_and_wait(cache, prompt(0))
+        fetch(cache, prompt(0), Span(0, 8))
+
+
+def test_a_fetch_of_what_went_or_came_too_late_fails(tmp_path: Path) -> None:
+    with open_cache(tmp_path) as cache:
+        with pytest.raises(StaleEntry, match="no longer on disk"):
+            fetch(cache, prompt(0), Span(0, 8))
+        store_and_wait(cache, prompt(0))
+        late = cache.fetch(plan_of(Span(0, 8)), prompt(0), Deadline.after(0))
+        assert late is not None
+        with late, pytest.raises(DeadlineExceeded):
+            wait_all(late)
+        fetch(cache, prompt(0), Span(0, 8))
+    with Cache(FAMILY, CacheConfig(serves=False)) as diskless:
+        staging = diskless.fetch(plan_of(Span(0, 8)), prompt(0), Deadline.after(5))
+        assert staging is not None
+        eventually(lambda: "disk is not a peer" in str(staging.error))
+
+
+def test_what_is_used_in_memory_is_not_the_first_to_go_from_disk(tmp_path: Path) -> None:
+    disk_bytes = 24 * PROMPT_BYTES
+    config = {"disk_bytes": disk_bytes, "disk_segment_bytes": disk_bytes // 8}
+    with open_cache(tmp_path, **config) as cache:
+        store_and_wait(cache, prompt(0))
+        for number in range(1, 60):
+            store_and_wait(cache, prompt(number))
+            fetch(cache, prompt(0), Span(0, 8), LOCAL)
+            assert sum(it.stat().st_size for it in tmp_path.iterdir()) <= disk_bytes
+        assert num_found(cache, prompt(0), DISK) == 8
+        assert num_found(cache, prompt(1), DISK) == 0
+        status = cache.status().disk
+        assert status is not None
+        assert status.counts.num_evicted_entries > 0
+
+
+def test_what_is_evicted_before_its_turn_is_counted(tmp_path: Path) -> None:
+    # The one that is being written stays in memory until it is.
+    with open_cache(tmp_path, host_bytes=2 * PROMPT_BYTES) as cache:
+        assert cache._disk is not None
+        with cache._disk._store._writing:
+            for number in range(6):
+                store(cache.tree, prompt(number))
+                time.sleep(0.02)
+        status = cache._disk.status
+        eventually(lambda: status().num_entries + status().num_late_entries == 6)
+        assert status().num_late_entries > 0
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({"disk_bytes": 0}, "disk_bytes 0; give both"),
+        ({"disk_bytes": -1}, "disk_bytes -1; give both"),
+        ({"disk_path": ""}, "give both"),
+        ({"disk_bytes": 1000}, "num_bytes is 1000"),
+        ({"disk_segment_bytes": 0}, "segment_bytes is 0"),
+    ],
+)
+def test_bad_settings_stop_the_start(tmp_path: Path, config: dict[str, object], named: str) -> None:
+    settings = {"disk_path": str(tmp_path), "disk_bytes": 1 << 20, "serves": False} | config
+    with pytest.raises(ConfigError, match=named):
+        Cache(FAMILY, msgspec.convert(settings, CacheConfig))
+
+
+def test_a_directory_of_another_family_or_process_stops_the_start(tmp_path: Path) -> None:
+    other = msgspec.structs.replace(FAMILY, tokenizer="other")
+    with open_cache(tmp_path), pytest.raises(ConfigError, match="is using"):
+        open_cache(tmp_path)
+    with pytest.raises(ConfigError, match="tokenizer is 't' there and 'other' here"):
+        open_cache(tmp_path, other)
+    with pytest.raises(ConfigError, match="nonsense"):
+        open_cache(tmp_path, peers=("nonsense",))
+    open_cache(tmp_path).close()
+
+
+def test_each_rank_has_a_directory_of_its_own(tmp_path: Path) -> None:
+    ranks = [msgspec.structs.replace(FAMILY, tp_size=2, tp_rank=rank) for rank in range(2)]
+    with open_cache(tmp_path, ranks[0]), open_cache(tmp_path, ranks[1]):
+        assert sorted(it.name for it in tmp_path.iterdir()) == ["rank0", "rank1"]
+
+
+def test_a_closed_cache_leaves_no_thread(tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+    with open_cache(tmp_path) as cache:
+        store_and_wait(cache, prompt(0))
+    cache.close()
+    staging = cache.fetch(plan_of(Span(0, 8)), prompt(0), Deadline.after(5))
+    assert staging is not None
+    assert "closed" in str(staging.error)
+    names = {it.name for it in set(threading.enumerate()) - before}
+    assert not {name for name in names if name.startswith("cachetree")}
+
+
+def test_many_threads_get_right_bytes_or_a_miss(tmp_path: Path) -> None:
+    failures: list[Exception] = []
+    num_fetched = [0] * 4
+    disk_bytes = 32 * PROMPT_BYTES
+
+    def work(number: int, cache: Cache) -> None:
+        rng = random.Random(number)
+        try:
+            for _ in range(120):
+                pages = prompt(rng.randrange(40))
+                found = cache.match(pages)
+                if not found:
+                    store(cache.tree, pages)
+                    continue
+                match = rng.choice(found)
+                start = rng.randrange(match.num_pages)
+                try:
+                    fetch(cache, pages, Span(start, match.num_pages), match.location)
+                    num_fetched[number] += match.location == DISK
+                except StaleEntry:
+                    continue
+        except Exception as exc:  # noqa: BLE001
+            failures.append(exc)
+
+    config = {"disk_bytes": disk_bytes, "disk_segment_bytes": 4 * PROMPT_BYTES}
+    with open_cache(tmp_path, host_bytes=8 * PROMPT_BYTES, **config) as cache:
+        workers = [threading.Thread(target=work, args=(it, cache)) for it in range(4)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join(60)
+        assert not failures
+        assert sum(num_fetched) > 20
+        status = cache.status()
+        assert status.disk is not None
+        assert status.disk.num_bytes <= disk_bytes
+        assert status.disk.counts.num_damaged_entries == 0
+
+
+def _store_for_ever(path: Path) -> None:
+    with open_cache(path) as cache:
+        number = 0
+        while True:
+            pages = prompt(number)
+            store_and_wait(cache, pages)
+            print(number, flush=True)
+            number += 1
+
+
+if __name__ == "__main__":
+    _store_for_ever(Path(sys.argv[1]))
