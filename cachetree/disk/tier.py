@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -35,6 +37,8 @@ _MAX_WAITING: Final = 4096
 _MAX_WRITE_S: Final = 60.0
 _MAX_CLOSE_S: Final = 5.0
 _NUM_READERS: Final = 2
+_NICENESS: Final = 10
+"""Of the writer's thread: whoever computes comes first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +123,8 @@ class DiskTier:
     # In the writer's thread.
 
     def _write_for_ever(self) -> None:
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         while (item := self._waiting.get()) is not None:
             try:
                 if isinstance(item, _Use):
