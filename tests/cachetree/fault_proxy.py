@@ -10,13 +10,12 @@ The parts of a greeting count as frames here, as do the commands of the handshak
 
 from __future__ import annotations
 
-import asyncio
 import random
 import socket
 import struct
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
@@ -29,8 +28,11 @@ BYTES_PER_S = 1e6
 _PIECE_BYTES = 16 << 10
 _GREETING = (10, 1, 53)
 """Signature, version, the rest: each is sent once the other side's part before it was read."""
+_MORE = 1
 _LONG = 2
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
+_POLL_S = 0.02
+"""How soon a thread that reads or writes sees that its connection is over."""
 
 
 class Fault(Enum):
@@ -38,12 +40,18 @@ class Fault(Enum):
     DROP = "the frame never comes"
     DUPLICATE = "the frame comes twice"
     REORDER = "the frame comes after the next one"
+    DROP_MESSAGE = "the frame and the rest of its message never come"
+    DUPLICATE_MESSAGE = "the frame and the rest of its message come twice"
+    REORDER_MESSAGE = "the frame and the rest of its message come after the next message"
     TRUNCATE = "the connection is closed within the frame"
     FLIP_FRAMING = "one bit of the flags or of the size is wrong"
     FLIP_BODY = "one bit of the body is wrong"
     STALL = "from here on nothing comes in this direction, and the connection stays open"
     THROTTLE = "from here on this direction takes 1 MB/s"
     RESET = "the connection is reset before the frame"
+
+
+_OF_MESSAGES = (Fault.DROP_MESSAGE, Fault.DUPLICATE_MESSAGE, Fault.REORDER_MESSAGE)
 
 
 class Towards(Enum):
@@ -59,26 +67,105 @@ class Strike:
     towards: Towards
     index: int
 
+    def __str__(self) -> str:
+        return f"{self.fault.name} at frame {self.index} towards {self.towards.value}"
+
 
 @dataclass(frozen=True)
 class _Frame:
     head: bytes
     body: bytes
 
-    def flipped(self, fault: Fault, random: random.Random) -> bytes:
+    @property
+    def has_more(self) -> bool:
+        """Whether the next frame belongs to the same message."""
+        return bool(self.head) and bool(self.head[0] & _MORE)
+
+    @property
+    def raw(self) -> bytes:
+        return self.head + self.body
+
+    def flipped(self, fault: Fault, chance: random.Random) -> bytes:
         """With one bit changed; in the body where there is no head, and the other way round."""
-        raw = bytearray(self.head + self.body)
+        raw = bytearray(self.raw)
         is_in_head = self.head and (fault is Fault.FLIP_FRAMING or not self.body)
         start, stop = (0, len(self.head)) if is_in_head else (len(self.head), len(raw))
-        raw[random.randrange(start, stop)] ^= 1 << random.randrange(8)
+        raw[chance.randrange(start, stop)] ^= 1 << chance.randrange(8)
         return bytes(raw)
+
+
+class _Over(Exception):
+    """The connection has ended, or is to end."""
+
+
+class _Link:
+    """The two sockets of one forwarded connection, closed when both directions have ended."""
+
+    def __init__(self, peer: socket.socket, worker: socket.socket) -> None:
+        self.over = threading.Event()
+        self._sockets = {Towards.PEER: peer, Towards.WORKER: worker}
+        self._open = set(Towards)
+        self._lock = threading.Lock()
+        for side in self._sockets.values():
+            side.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            side.settimeout(_POLL_S)
+
+    def frames(self, towards: Towards) -> Iterator[_Frame]:
+        """What comes in this direction; raises _Over."""
+        (source,) = (side for to, side in self._sockets.items() if to is not towards)
+        for num_bytes in _GREETING:
+            yield _Frame(b"", self._read(source, num_bytes))
+        while True:
+            flags = self._read(source, 1)
+            size = self._read(source, 8 if flags[0] & _LONG else 1)
+            yield _Frame(flags + size, self._read(source, int.from_bytes(size, "big")))
+
+    def send(self, towards: Towards, raw: bytes, bytes_per_s: float) -> None:
+        """Raises _Over."""
+        rest = memoryview(raw)
+        while rest:
+            with suppress(TimeoutError):
+                num_bytes = self._sockets[towards].send(rest[:_PIECE_BYTES])
+                rest = rest[num_bytes:]
+                self.pause(num_bytes / bytes_per_s)
+            self.pause(0)
+
+    def pause(self, seconds: float | None) -> None:
+        """None for ever; raises _Over."""
+        if self.over.wait(seconds):
+            raise _Over
+
+    def reset(self) -> None:
+        """Let the end be a RST instead of a FIN."""
+        for side in self._sockets.values():
+            side.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
+
+    def leave(self, towards: Towards) -> None:
+        """This direction has ended, and so will the other."""
+        self.over.set()
+        with self._lock:
+            self._open.remove(towards)
+            if not self._open:
+                for side in self._sockets.values():
+                    side.close()
+
+    def _read(self, source: socket.socket, num_bytes: int) -> bytes:
+        parts = bytearray()
+        while len(parts) < num_bytes:
+            with suppress(TimeoutError):
+                piece = source.recv(num_bytes - len(parts))
+                if not piece:
+                    raise _Over
+                parts += piece
+            self.pause(0)
+        return bytes(parts)
 
 
 class FaultProxy:
     """Forwards every connection made to `address` to `target`, and strikes once when armed.
 
     A stalled or throttled direction stays so until its connection ends; the next connection is
-    sound. Leaving the context closes all connections and ends the thread.
+    sound. Leaving the context closes all connections and ends the threads.
     """
 
     def __init__(self, target: Location, *, seed: int) -> None:
@@ -88,12 +175,13 @@ class FaultProxy:
         self._lock = threading.Lock()
         self._strike: Strike | None = None
         self._seen: Counter[Towards] = Counter()
-        listener = socket.create_server(("127.0.0.1", 0))
-        self.address = Location(f"tcp://127.0.0.1:{listener.getsockname()[1]}")
-        self._loop = asyncio.new_event_loop()
-        serving = asyncio.start_server(self._connect, sock=listener)
-        self._server = self._loop.run_until_complete(serving)
-        self._thread = threading.Thread(target=self._run, name=f"fault proxy {self.address}")
+        self._links: list[_Link] = []
+        self._pumps: list[threading.Thread] = []
+        self._is_closing = False
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener.settimeout(_POLL_S)
+        self.address = Location(f"tcp://127.0.0.1:{self._listener.getsockname()[1]}")
+        self._thread = threading.Thread(target=self._accept, name=f"fault proxy {self.address}")
         self._thread.start()
 
     def arm(self, strike: Strike | None) -> None:
@@ -110,90 +198,92 @@ class FaultProxy:
         """Frames in one direction since the last `arm`."""
         return self._seen[towards]
 
+    def cut(self) -> None:
+        """Close every connection; what is stalled or slow ends with it."""
+        for link in tuple(self._links):
+            link.over.set()
+
     def __enter__(self) -> FaultProxy:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._is_closing = True
         self._thread.join()
+        self.cut()
+        for pump in self._pumps:
+            pump.join()
 
-    # Everything below runs in the proxy's thread.
+    # Everything below runs in the proxy's threads.
 
-    def _run(self) -> None:
-        loop = self._loop
-        loop.run_forever()
-        self._server.close()
-        while tasks := asyncio.all_tasks(loop):
-            for task in tasks:
-                task.cancel()
-            loop.run_until_complete(asyncio.wait(tasks))
-        loop.run_until_complete(asyncio.sleep(0))  # The sockets are closed one turn later.
-        loop.close()
+    def _accept(self) -> None:
+        with self._listener:
+            while not self._is_closing:
+                with suppress(OSError):  # Nobody came, or there is no target now.
+                    self._connect(self._listener.accept()[0])
 
-    async def _connect(
-        self, peer_reader: asyncio.StreamReader, peer_writer: asyncio.StreamWriter
-    ) -> None:
-        writers = [peer_writer]
-        pumps: list[asyncio.Task[None]] = []
+    def _connect(self, peer: socket.socket) -> None:
         try:
-            worker_reader, worker_writer = await asyncio.open_connection(
-                self._target.host, self._target.port
-            )
-            writers.append(worker_writer)
-            pumps = [
-                asyncio.create_task(self._pump(Towards.WORKER, peer_reader, worker_writer)),
-                asyncio.create_task(self._pump(Towards.PEER, worker_reader, peer_writer)),
-            ]
-            done, _ = await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
-            for pump in done:
-                pump.result()
-        except ConnectionResetError:
-            for writer in writers:
-                _reset(writer)
-        except asyncio.CancelledError:
-            for writer in writers:
-                writer.transport.abort()
+            worker = socket.create_connection((self._target.host, self._target.port))
         except OSError:
+            peer.close()
+            raise
+        link = _Link(peer, worker)
+        self._links = [each for each in self._links if not each.over.is_set()] + [link]
+        self._pumps = [each for each in self._pumps if each.is_alive()]
+        for towards in Towards:
+            self._pumps.append(threading.Thread(target=self._pump, args=(link, towards)))
+            self._pumps[-1].start()
+
+    def _pump(self, link: _Link, towards: Towards) -> None:
+        try:
+            self._forward(link, towards)
+        except ConnectionResetError:
+            link.reset()
+        except (_Over, OSError):
             pass
         finally:
-            for pump in pumps:
-                pump.cancel()
-            for writer in writers:
-                writer.close()
+            link.leave(towards)
 
-    async def _pump(
-        self, towards: Towards, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
+    def _forward(self, link: _Link, towards: Towards) -> None:
         """Returns where the connection is to be closed; raises ConnectionResetError for a RST."""
         bytes_per_s = float("inf")
-        held = b""
-        async for frame in _frames(reader):
-            raw = frame.head + frame.body
-            match fault := self._fault_due(towards):
+        held, follows = b"", Fault.REORDER
+        frames = link.frames(towards)
+        for frame in frames:
+            raw, rest = frame.raw, frame
+            fault = self._fault_due(towards)
+            while fault in _OF_MESSAGES and rest.has_more:
+                rest = next(frames)
+                raw += rest.raw
+                self._fault_due(towards)
+            match fault:
                 case Fault.DELAY:
-                    await asyncio.sleep(DELAY_S)
-                case Fault.DROP:
+                    link.pause(DELAY_S)
+                case Fault.DROP | Fault.DROP_MESSAGE:
                     continue
-                case Fault.DUPLICATE:
+                case Fault.DUPLICATE | Fault.DUPLICATE_MESSAGE:
                     raw += raw
-                case Fault.REORDER:
-                    held = raw
+                case Fault.REORDER | Fault.REORDER_MESSAGE:
+                    held, follows = raw, fault
                     continue
                 case Fault.TRUNCATE:
-                    writer.write(raw[: self._random.randrange(len(raw))])
+                    link.send(towards, raw[: self._random.randrange(len(raw))], bytes_per_s)
                     return
                 case Fault.FLIP_FRAMING | Fault.FLIP_BODY:
                     raw = frame.flipped(fault, self._random)
                 case Fault.STALL:
-                    await asyncio.Event().wait()
+                    link.pause(None)
                 case Fault.THROTTLE:
                     bytes_per_s = BYTES_PER_S
                 case Fault.RESET:
                     raise ConnectionResetError
-            await _send(writer, raw + held, bytes_per_s)
-            held = b""
+            link.send(towards, raw, bytes_per_s)
+            if follows is Fault.REORDER or not frame.has_more:
+                link.send(towards, held, bytes_per_s)
+                held = b""
 
     def _fault_due(self, towards: Towards) -> Fault | None:
+        """Counts a frame."""
         with self._lock:
             index = self._seen[towards]
             self._seen[towards] += 1
@@ -202,32 +292,3 @@ class FaultProxy:
                 return None
             self._strike = None
             return strike.fault
-
-
-async def _frames(reader: asyncio.StreamReader) -> AsyncIterator[_Frame]:
-    with suppress(asyncio.IncompleteReadError):
-        for size in _GREETING:
-            yield _Frame(b"", await reader.readexactly(size))
-        while True:
-            flags = await reader.readexactly(1)
-            size = await reader.readexactly(8 if flags[0] & _LONG else 1)
-            body = await reader.readexactly(int.from_bytes(size, "big"))
-            yield _Frame(flags + size, body)
-
-
-async def _send(writer: asyncio.StreamWriter, raw: bytes, bytes_per_s: float) -> None:
-    for start in range(0, len(raw), _PIECE_BYTES):
-        piece = raw[start : start + _PIECE_BYTES]
-        writer.write(piece)
-        await writer.drain()
-        if bytes_per_s != float("inf"):
-            await asyncio.sleep(len(piece) / bytes_per_s)
-
-
-def _reset(writer: asyncio.StreamWriter) -> None:
-    """Close at once, with a RST instead of a FIN."""
-    with suppress(OSError):
-        writer.get_extra_info("socket").setsockopt(
-            socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE
-        )
-    writer.transport.abort()

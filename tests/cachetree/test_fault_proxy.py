@@ -60,7 +60,7 @@ PEER = PeerConfig(
 )
 FETCH_BYTES = 4 * len(PAGES) * FAMILY.kv_page_bytes
 DEADLINE_S = 1.0
-MARGIN_S = 0.5
+MARGIN_S = 1.0
 """For threads that wait for a processor."""
 RECOVERY_S = 10.0
 NUM_AT_ONCE = 16
@@ -179,6 +179,22 @@ def test_many_bits_of_every_frame(
     for number in range(NUM_ROUNDS):
         strikes = [Strike(fault, *frame) for frame in frames]
         strike_all(strikes, first_seed=1000 * (number + 1))
+
+
+def test_a_peer_that_is_cut_off_again_and_again_holds_nothing_more(nothing_stays: None) -> None:
+    with (
+        worker_of(new_tree(PAGES)) as worker,
+        FaultProxy(worker.address, seed=0) as proxy,
+        receiver(proxy.address) as cache,
+    ):
+        assert cache.wait_ready(5)
+        before = held()
+        for num_cuts in range(1, 21):
+            proxy.cut()
+            eventually(lambda num=num_cuts: cache.status().peers[0].num_losses == num)
+            eventually(lambda: fetch(cache, proxy.address) is None)
+        eventually(lambda: worker.status().num_peers == 1)
+        eventually(lambda: all(now <= then for now, then in zip(held(), before, strict=True)))
 
 
 def with_each_bit_flipped(sound: bytes) -> Iterator[memoryview]:
