@@ -47,6 +47,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """`off` lets a request name any block of any sender, profile or not. For measurements."""
     host_gb: float = 2.0
     """Host memory for this server's own KV and E, in GiB; 0 stores nothing."""
+    disk_path: str | None = None
+    """Folder that keeps the same also when it leaves memory or the server ends; None for none."""
+    disk_gb: float = 0.0
+    """Budget of all files in it, in GiB."""
     staging_gb: float = 1.0
     """Host memory for fetches in flight, in GiB; a fetch that does not fit is not made."""
     min_tokens: int = 64
@@ -71,12 +75,21 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Allows a `listen` address other than loopback without keys."""
 
     def __post_init__(self) -> None:
-        for field in ("host_gb", "staging_gb", "forward_wait_s"):
+        for field in ("host_gb", "disk_gb", "staging_gb", "forward_wait_s"):
             if getattr(self, field) < 0:
                 raise ConfigError(f"{field} is {getattr(self, field)}; give 0 or more")
         for field in ("min_tokens", "max_recompute_tokens", "fetch_deadline_s"):
             if getattr(self, field) <= 0:
                 raise ConfigError(f"{field} is {getattr(self, field)}; give a positive number")
+        if (self.disk_path is None) != (self.disk_gb == 0):
+            raise ConfigError(
+                f"disk_path is {self.disk_path} and disk_gb {self.disk_gb}; give both, or neither"
+            )
+        if self.disk_path is not None and self.host_gb == 0:
+            raise ConfigError(
+                "disk_path is set and host_gb is 0, so nothing is ever stored; set host_gb, or "
+                "remove disk_path"
+            )
         if self.allowed_peers and self.listen is None:
             raise ConfigError(
                 "allowed_peers is set and listen is not: nobody reads from this server; set "
@@ -105,6 +118,8 @@ def cache_config(settings: Settings, model: ModelId) -> CacheConfig:
     return CacheConfig(
         host_bytes=int(settings.host_gb * GIB),
         staging_bytes=int(settings.staging_gb * GIB),
+        disk_path=settings.disk_path or "",
+        disk_bytes=int(settings.disk_gb * GIB),
         serves=settings.listen is not None,
         worker=worker,
         peers=settings.peers,

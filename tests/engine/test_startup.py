@@ -88,6 +88,8 @@ def refusal(model: Path, extra: dict[str, Any], *flags: str) -> str:
         ),
         ({"peers": ["tcp://nowhere"]}, ["peers", "tcp://nowhere"]),
         ({"profiles": ["missing.json"]}, ["missing.json", "No such file"]),
+        ({"disk_path": "cache"}, ["disk_path is cache and disk_gb 0.0", "give both"]),
+        ({"disk_path": "c", "disk_gb": 1, "host_gb": 0}, ["disk_path is set and host_gb is 0"]),
         ({"config": "missing.yaml"}, ["missing.yaml", "No such file"]),
         ({"config": "missing.yaml", "host_gb": 1}, ["config", "host_gb", "move them"]),
         ({"capture_layers": [4]}, ["capture_layers", "4", "from 1 to 3"]),

@@ -1,0 +1,63 @@
+"""A server that keeps its cache on disk finds it again after a restart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from engine_parts import (
+    CPU,
+    ENV,
+    PAGE,
+    Answer,
+    answer,
+    eventually,
+    family_of,
+    prompt,
+    whole_pages,
+)
+
+from profiles.random_models import shape, write_models
+from sglang_droidspeak.servers import ServerSpec, running
+
+pytestmark = pytest.mark.server
+
+TOKENS = prompt(300, seed=3)
+LAYERS = 4
+
+
+def ask(model: Path, disk: Path, logs: Path) -> Answer:
+    """The answer of a fresh server, which is ended once it has written the prompt's KV to disk."""
+    spec = ServerSpec(
+        model=model,
+        name="server",
+        options=CPU,
+        droidspeak={"disk_path": str(disk), "disk_gb": 0.1, "host_gb": 0.05},
+    )
+    least = whole_pages(len(TOKENS)) // PAGE * LAYERS * family_of(model).kv_page_bytes
+    before = size_of(disk)
+    with running(spec, folder=logs, env=ENV) as (server,):
+        reply = answer(server, TOKENS)
+        if reply.provenance["outcome"] != "reused":
+            eventually(lambda: size_of(disk) >= before + least)
+    return reply
+
+
+def size_of(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def test_a_restart_finds_the_cache_again(tmp_path: Path) -> None:
+    config = shape("llama", layers=LAYERS, hidden=256, heads=4, kv_heads=2)
+    model, other = write_models(tmp_path, config, ["model", "other"])
+    disk = tmp_path / "disk"
+    first = ask(model, disk, tmp_path / "first")
+    assert first.provenance["reused_tokens"] == 0
+    again = ask(model, disk, tmp_path / "again")
+    assert again.provenance["outcome"] == "reused"
+    assert again.provenance["reused_tokens"] == whole_pages(len(TOKENS))
+    assert again.provenance["exact"]
+    assert again.ids == first.ids
+    # Another model of the family may look into the same folder; without a profile it reads nothing.
+    stranger = ask(other, disk, tmp_path / "other")
+    assert stranger.provenance["outcome"] == "no_profile"
