@@ -34,7 +34,7 @@ from cachetree.family import Family
 from cachetree.ids import PAGE_HASH_BYTES, PageHash
 from cachetree.plan import Kind, Step
 
-PROTOCOL_VERSION: Final = 1
+PROTOCOL_VERSION: Final = 2
 
 MAX_HEADER_BYTES: Final = 1 << 20
 """Largest header either side accepts; a fetch may name 60,000 pages."""
