@@ -86,10 +86,10 @@ def decode(codec: Codec, encoded: Tensor, dtype: torch.dtype) -> Tensor:
     return decoded
 
 
-def _blocks(vectors: Tensor) -> tuple[Tensor, ...]:
+def _blocks(vectors: Tensor) -> list[Tensor]:
     """Few enough vectors that what is computed of them stays in a core's cache."""
-    on_cpu = vectors.device.type == "cpu"
-    return vectors.split(BLOCK_VECTORS if on_cpu else max(1, len(vectors)))
+    num = BLOCK_VECTORS if vectors.device.type == "cpu" else max(1, len(vectors))
+    return [vectors[first : first + num] for first in range(0, len(vectors), num)]
 
 
 def _encode(codec: Codec, vectors: Tensor, into: Tensor) -> None:
