@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -14,7 +14,8 @@ from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from cachetree import CacheTree, Family, ModelId, PageHash
+from cachetree import PAGE_HASH_BYTES, CacheTree, Family, ModelId, PageHash, Reservation
+from cachetree.transport.wire import split_pages
 
 FAMILY = Family(
     architecture="LlamaForCausalLM",
@@ -29,6 +30,7 @@ FAMILY = Family(
 )
 """Its sizes only scale the budget; nothing is allocated."""
 PAGE_BYTES = FAMILY.num_layers * FAMILY.kv_page_bytes
+NO_MEMORY = memoryview(b"")
 
 
 class Prompt:
@@ -52,8 +54,11 @@ class PrefixIndex(Protocol):
     def insert(self, model: int, prompt: Prompt) -> int:
         """Add the prompt for one model; how many of its pages were there."""
 
-    def evict(self, num_pages: int, seed: int) -> int:
-        """Make room for that many pages; how many went. `seed` names the newcomer."""
+    def evict(self, newcomer: list[PageHash]) -> int:
+        """Make room for as many pages; how many went."""
+
+    def settle(self) -> None:
+        """Not timed: what an eviction leaves to be done."""
 
 
 class _NoPool:
@@ -96,10 +101,13 @@ class SGLangRadix:
         found = self._tree.insert(InsertParams(key=key, value=prompt.slots))
         return found.prefix_len // FAMILY.page_size
 
-    def evict(self, num_pages: int, seed: int) -> int:
-        num_tokens = num_pages * FAMILY.page_size
+    def evict(self, newcomer: list[PageHash]) -> int:
+        num_tokens = len(newcomer) * FAMILY.page_size
         found = self._tree.evict(EvictParams(num_tokens=num_tokens))
         return found.num_tokens_evicted // FAMILY.page_size
+
+    def settle(self) -> None:
+        """Nothing is left."""
 
 
 class FlatDict:
@@ -133,11 +141,14 @@ class FlatDict:
                 pages[page] = None
         return len(prompt.pages) - (len(pages) - num_before)
 
-    def evict(self, num_pages: int, seed: int) -> int:
-        pages = self._pages[seed % len(self._pages)]
-        for _ in range(num_pages):
+    def evict(self, newcomer: list[PageHash]) -> int:
+        pages = self._pages[newcomer[0][0] % len(self._pages)]
+        for _ in newcomer:
             pages.popitem(last=False)
-        return num_pages
+        return len(newcomer)
+
+    def settle(self) -> None:
+        """Nothing is left."""
 
 
 class UntouchedDict(FlatDict):
@@ -163,9 +174,9 @@ class Ours:
         self._tree = CacheTree(
             FAMILY,
             host_bytes=num_models * num_pages * PAGE_BYTES,
-            allocate=lambda num_bytes: memoryview(b""),
+            allocate=lambda num_bytes: NO_MEMORY,
         )
-        self._newcomers: list[Any] = []
+        self._newcomer: Reservation | None = None
 
     def match(self, prompt: Prompt) -> Any:
         return self._tree.match(prompt.pages)
@@ -180,17 +191,21 @@ class Ours:
         reservation.commit()
         return reservation.skipped
 
-    def evict(self, num_pages: int, seed: int) -> int:
-        """Through the front door: a reservation that needs the room, kept open."""
+    def evict(self, newcomer: list[PageHash]) -> int:
+        """Through the front door: by a reservation that needs the room."""
         num_before = self._tree.num_pages
-        self._newcomers.append(
-            self._tree.reserve(self.models[0], None, newcomer(num_pages, seed), ())
-        )
+        self._newcomer = self._tree.reserve(self.models[0], None, newcomer, ())
         return num_before - self._tree.num_pages
 
+    def settle(self) -> None:
+        assert self._newcomer is not None
+        self._newcomer.commit()
 
-def newcomer(num_pages: int, seed: int) -> Sequence[PageHash]:
-    return [PageHash(b"%08x%08x" % (seed, i)) for i in range(num_pages)]
+
+def newcomer_of(num_pages: int, seed: int) -> list[PageHash]:
+    """Pages that no index has."""
+    hashes = random.Random(seed).randbytes(num_pages * PAGE_HASH_BYTES)
+    return list(split_pages(hashes))
 
 
 def make(name: str, num_models: int, num_pages: int) -> PrefixIndex:

@@ -37,7 +37,15 @@ from importlib.metadata import version
 from typing import Any
 
 import numpy as np
-from prefix_indexes import ESTIMATED_BYTES_PER_PAGE, FAMILY, NAMES, PrefixIndex, Prompt, make
+from prefix_indexes import (
+    ESTIMATED_BYTES_PER_PAGE,
+    FAMILY,
+    NAMES,
+    PrefixIndex,
+    Prompt,
+    make,
+    newcomer_of,
+)
 from rich.console import Console
 from rich.table import Table
 
@@ -216,7 +224,9 @@ def evict(
         spent = times.setdefault("evict", {}).setdefault(name, [])
         num_evicted = 0
         for seed in range(100 * workload.num_evictions):
-            spent_us, num_pages = timed(lambda it=index, s=seed: it.evict(EVICTED_PAGES, s))
+            newcomer = newcomer_of(EVICTED_PAGES, seed)
+            spent_us, num_pages = timed(lambda it=index, new=newcomer: it.evict(new))
+            index.settle()
             if num_pages:
                 spent.append(spent_us - clock_us)
                 num_evicted += num_pages

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from cachetree.ids import Location, ModelId, PageHash, Span
-from cachetree.slab import Segment
+from cachetree.runs import Run, num_common_pages, split_hashes
+from cachetree.slab import Segment, Slab
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +45,10 @@ class Hold:
     there, the tail goes free. What stands before the run stays anyway, as eviction is leaf first.
     """
 
+    __slots__ = ("entries", "stop")
+
     def __init__(self, stop: int) -> None:
-        self.stop = stop
+        self.stop: Final = stop
         self.entries: set[LocalEntry] = set()
 
     def add(self, entry: LocalEntry) -> None:
@@ -57,73 +61,153 @@ class Hold:
         self.entries.clear()
 
 
-class LocalEntry:
-    """One model's KV and E for all pages of one node, in this process's memory."""
+@dataclass(frozen=True, slots=True)
+class EReach:
+    """How far E reaches from the root along a path, whose last node it belongs to."""
 
-    def __init__(self, node: Node, model: ModelId, segment: Segment) -> None:
+    whole: tuple[int, ...]
+    """Layers with E of every page."""
+    ended: Mapping[int, int]
+    """Layers that have it for the first pages only, and for how many."""
+
+    @classmethod
+    def of(cls, e_layers: tuple[int, ...], above: EReach | None, start: int) -> EReach:
+        """The reach of a node that has E of `e_layers`, stands after `start` pages and `above`."""
+        if above is None:
+            return cls(e_layers, {})
+        if set(e_layers).issuperset(above.whole):
+            return above
+        whole = tuple([layer for layer in above.whole if layer in e_layers])
+        ended = {layer: start for layer in above.whole if layer not in whole}
+        return cls(whole, {**above.ended, **ended})
+
+    def pages(self, num_pages: int) -> dict[int, int]:
+        """For each layer, how many of the first `num_pages` have E; they end in this node."""
+        return {**self.ended, **dict.fromkeys(self.whole, num_pages)}
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteEntry:
+    """What a worker has advertised of one model in one node."""
+
+    e_layers: tuple[int, ...]
+    e_reach: EReach
+
+
+class LocalEntry:
+    """One model's KV and E for all pages of one node, in this process's memory.
+
+    They are pages `[first, first + node.num_pages)` of the slab.
+    """
+
+    __slots__ = (
+        "e_layers",
+        "e_reach",
+        "first",
+        "holds",
+        "model",
+        "newer",
+        "node",
+        "num_children",
+        "older",
+        "slab",
+        "used",
+    )
+
+    def __init__(self, node: Node, model: ModelId, slab: Slab, first: int) -> None:
         self.node = node
-        self.model = model
-        self.segment = segment
+        self.model: Final = model
+        self.slab: Final = slab
+        self.first: Final = first
+        self.e_layers: Final = slab.layout.e_layers
+        above = self.parent
+        self.e_reach: EReach = EReach.of(
+            self.e_layers, above.e_reach if above else None, node.start
+        )
         self.num_children = 0
         """Child nodes in which the same model has a local entry."""
         self.holds: set[Hold] = set()
+        self.used = 0
+        """When the last walk ended here, or below in what has since been evicted."""
         self.older: LocalEntry | None = None
         self.newer: LocalEntry | None = None
 
     @property
-    def e_layers(self) -> tuple[int, ...]:
-        return self.segment.slab.layout.e_layers
+    def parent(self) -> LocalEntry | None:
+        """The entry of the same model in the node above."""
+        above = self.node.parent
+        return above.local[self.model] if above and above.num_pages else None
 
-    @property
-    def is_evictable(self) -> bool:
-        """Leaf first: nothing of the same model hangs below, and nobody reads it."""
-        return not self.num_children and not self.holds
+    def part(self, start: int, stop: int) -> Segment:
+        """Storage of pages `[start, stop)` of the node."""
+        return Segment(self.slab, Span(self.first + start, self.first + stop))
 
     def change(self, *, added: bool) -> Change:
         return Change(
             added=added,
             model=self.model,
             parent=self.node.parent_page,
-            pages=tuple(self.node.pages),
+            pages=self.node.pages,
             e_layers=self.e_layers,
         )
 
 
 class Node:
-    """A run of consecutive pages, `[start, stop)` counted from the root.
+    """A part of a run of pages: `num_pages` from the run's page `first` on.
 
-    Every entry covers all of the run. The entries of a child are a subset of its parent's: a
-    match is prefix-closed for each (model, location), so a node without entries has no children.
+    Every entry covers all of them. The entries of a child are a subset of its parent's: a match is
+    prefix-closed for each (model, location), so a node without entries has no children.
     """
 
-    def __init__(self, parent: Node | None, pages: Sequence[PageHash]) -> None:
+    __slots__ = ("children", "first", "local", "num_pages", "parent", "remote", "run", "start")
+
+    def __init__(self, parent: Node | None, run: Run, first: int, num_pages: int) -> None:
         self.parent = parent
+        self.run = run
+        self.first = first
+        self.num_pages = num_pages
         self.start: int = parent.stop if parent else 0
-        self.pages = list(pages)
+        """How many pages stand before this node."""
         self.children: dict[PageHash, Node] = {}
         self.local: dict[ModelId, LocalEntry] = {}
-        self.remote: dict[tuple[Location, ModelId], tuple[int, ...]] = {}
-        """E layers of each remote entry."""
+        self.remote: dict[tuple[Location, ModelId], RemoteEntry] = {}
+        run.add(self)
 
     @property
     def stop(self) -> int:
-        return self.start + len(self.pages)
+        return self.start + self.num_pages
+
+    @property
+    def first_page(self) -> PageHash:
+        return self.run.page(self.first)
 
     @property
     def parent_page(self) -> PageHash | None:
-        return self.parent.pages[-1] if self.parent and self.parent.pages else None
+        above = self.parent
+        if above is None or not above.num_pages:
+            return None
+        return above.run.page(above.first + above.num_pages - 1)
+
+    @property
+    def pages(self) -> tuple[PageHash, ...]:
+        return split_hashes(self._hashes(0, self.num_pages))
 
     @property
     def is_empty(self) -> bool:
         return not self.local and not self.remote
 
     def num_common(self, index: int, pages: Sequence[PageHash], offset: int) -> int:
-        """How many leading pages `self.pages[index:]` and `pages[offset:]` share."""
-        most = min(len(self.pages) - index, len(pages) - offset)
-        ours, theirs = self.pages[index : index + most], list(pages[offset : offset + most])
-        if ours == theirs:  # as a rule, and much faster than page by page
-            return most
-        return next(i for i in range(most) if ours[i] != theirs[i])
+        """How many leading pages this node from page `index` on and `pages[offset:]` share."""
+        most = min(self.num_pages - index, len(pages) - offset)
+        return num_common_pages(
+            self._hashes(index, index + most), b"".join(pages[offset : offset + most])
+        )
+
+    def set_remote(self, key: tuple[Location, ModelId], e_layers: tuple[int, ...]) -> None:
+        """Note a remote entry, after that of the node above."""
+        above = self.parent.remote.get(key) if self.parent else None
+        e_reach = EReach.of(e_layers, above.e_reach if above else None, self.start)
+        self.remote[key] = RemoteEntry(e_layers, e_reach)
 
     def walk(self) -> Iterator[Node]:
         """The nodes below this one, parents before children; any of them may be taken out."""
@@ -136,81 +220,102 @@ class Node:
     def split(self, index: int, recency: Recency) -> Node:
         """Cut before page `index`; this node keeps the head, the tail is returned.
 
-        Storage is divided by arithmetic, nothing is copied. The caller indexes the tail's pages.
+        Storage and hashes are divided by arithmetic, nothing is copied.
         """
-        tail = Node(None, self.pages[index:])
-        tail.parent, tail.start = self, self.start + index
-        tail.children, self.children = self.children, {tail.pages[0]: tail}
-        for child in tail.children.values():
+        children = self.children
+        num_tail_pages, self.num_pages = self.num_pages - index, index
+        tail = Node(self, self.run, self.first + index, num_tail_pages)
+        tail.children, self.children = children, {tail.first_page: tail}
+        for child in children.values():
             child.parent = tail
-        del self.pages[index:]
         tail.remote = dict(self.remote)
-        for entry in self.local.values():
-            self._split_entry(entry, index, tail, recency)
+        for head in self.local.values():
+            entry = LocalEntry(tail, head.model, head.slab, head.first + index)
+            tail.local[head.model] = entry
+            recency.split(head, entry)
+            for hold in head.holds:
+                if hold.stop > tail.start:
+                    hold.add(entry)
         return tail
 
-    def _split_entry(self, head: LocalEntry, index: int, node: Node, recency: Recency) -> None:
-        tail = LocalEntry(node, head.model, head.segment.part(Span(index, index + len(node.pages))))
-        head.segment = head.segment.part(Span(0, index))
-        tail.num_children, head.num_children = head.num_children, 1
-        node.local[head.model] = tail
-        recency.insert_before(tail, head)
-        for hold in head.holds:
-            if hold.stop > node.start:
-                hold.add(tail)
+    def _hashes(self, start: int, stop: int) -> bytes:
+        return self.run.hashes_of(self.first + start, self.first + stop)
 
 
 class Recency:
-    """Local entries from the least to the most recently used, as a linked list.
+    """The local entries with no child of the same model, least recently used first.
 
-    A use touches the path from the deepest entry up to the root, so that of one model an entry
-    always stands before its ancestors and leaf-first eviction takes from the front.
+    Only these can be evicted, so only they are in the list, and a use moves one entry per model:
+    that at which the walk ended. One above was used when it or any below it was; it learns that
+    from its children as they go, and takes its place when the last of them has gone.
     """
 
     def __init__(self) -> None:
-        self._oldest: LocalEntry | None = None
+        self.oldest: LocalEntry | None = None
         self._newest: LocalEntry | None = None
+        self._num_uses = 0
 
-    def __iter__(self) -> Iterator[LocalEntry]:
-        entry = self._oldest
-        while entry is not None:
-            following = entry.newer
-            yield entry
-            entry = following
+    def use(self, entries: Iterable[LocalEntry]) -> None:
+        """Mark these as used now, all at once."""
+        self._num_uses += 1
+        for entry in entries:
+            entry.used = self._num_uses
+            if not entry.num_children and entry is not self._newest:
+                self._take_out(entry)
+                self._insert_after(entry, self._newest)
 
-    def touch_path(self, entry: LocalEntry) -> None:
-        """Mark `entry` and its ancestors as used now."""
-        node: Node | None = entry.node
-        while node is not None and node.pages:
-            used = node.local[entry.model]
-            self.remove(used)
-            self.append(used)
-            node = node.parent
+    def add(self, entry: LocalEntry) -> None:
+        """A new entry, without children; the caller marks it, or one below it, as used."""
+        parent = entry.parent
+        if parent is not None:
+            if not parent.num_children:
+                self._take_out(parent)
+            parent.num_children += 1
+        self._insert_after(entry, self._newest)
 
-    def append(self, entry: LocalEntry) -> None:
-        entry.older, entry.newer = self._newest, None
-        if self._newest is None:
-            self._oldest = entry
+    def split(self, head: LocalEntry, tail: LocalEntry) -> None:
+        tail.used = head.used
+        tail.num_children, head.num_children = head.num_children, 1
+        if not tail.num_children:
+            self._insert_after(tail, head)
+            self._take_out(head)
+
+    def remove(self, entry: LocalEntry) -> LocalEntry | None:
+        """Take out an entry without children; returns the one to consider for eviction next."""
+        before = entry.older
+        self._take_out(entry)
+        parent = entry.parent
+        if parent is not None:
+            parent.used = max(parent.used, entry.used)
+            parent.num_children -= 1
+            if not parent.num_children:
+                place = before
+                following = before.newer if before else self.oldest
+                while following is not None and following.used < parent.used:
+                    place, following = following, following.newer
+                self._insert_after(parent, place)
+        return before.newer if before else self.oldest
+
+    def _insert_after(self, entry: LocalEntry, place: LocalEntry | None) -> None:
+        """None is the oldest end."""
+        following = place.newer if place else self.oldest
+        entry.older, entry.newer = place, following
+        if place is None:
+            self.oldest = entry
         else:
-            self._newest.newer = entry
-        self._newest = entry
-
-    def insert_before(self, entry: LocalEntry, other: LocalEntry) -> None:
-        entry.older, entry.newer = other.older, other
-        if other.older is None:
-            self._oldest = entry
+            place.newer = entry
+        if following is None:
+            self._newest = entry
         else:
-            other.older.newer = entry
-        other.older = entry
+            following.older = entry
 
-    def remove(self, entry: LocalEntry) -> None:
-        """Take `entry` out; an entry that is not in the list stays out."""
-        if entry.older is not None:
+    def _take_out(self, entry: LocalEntry) -> None:
+        if entry.older is None:
+            self.oldest = entry.newer
+        else:
             entry.older.newer = entry.newer
-        elif self._oldest is entry:
-            self._oldest = entry.newer
-        if entry.newer is not None:
-            entry.newer.older = entry.older
-        elif self._newest is entry:
+        if entry.newer is None:
             self._newest = entry.older
+        else:
+            entry.newer.older = entry.older
         entry.older = entry.newer = None

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
-from itertools import takewhile
+from collections.abc import Callable, Collection, Sequence
 from typing import Final
 
 from cachetree.clock import Clock, Deadline
-from cachetree.entries import Change, Hold, LocalEntry, Match, Node
+from cachetree.entries import Change, EReach, Hold, LocalEntry, Match, Node
 from cachetree.family import Family
-from cachetree.ids import LOCAL, Location, ModelId, PageHash, Span
+from cachetree.ids import LOCAL, Location, ModelId, PageHash
 from cachetree.lease import Lease, Reservation
-from cachetree.slab import Layout, Segment, Slab
+from cachetree.slab import Layout, Slab
 from cachetree.staging import Allocate, pageable
 from cachetree.trie import PageTrie, Piece
 
@@ -80,19 +79,20 @@ class CacheTree:
                 raise ValueError(f"E at layer {layer} of a model of {self.family.num_layers}")
         with self._lock:
             self._sweep()
-            if parent is not None and not self._has_local(model, parent):
+            place = None if parent is None else self._find_local(model, parent)
+            if parent is not None and place is None:
                 return None
-            skipped = self._num_present(model, parent, pages)
-            before = pages[skipped - 1] if skipped else parent
+            last = self._last_local(model, place, pages)
+            skipped = _depth(last) - _depth(place)
             new = tuple(pages[skipped:])
             slab = Slab(Layout.of(self.family, len(new), sorted(set(e_layers))))
-            hold = Hold(0 if before is None else self._trie.depth(before) + 1)
+            hold = Hold(_depth(last))
+            before = pages[skipped - 1] if skipped else parent
             reservation = Reservation(model, before, new, skipped, slab, hold, self._end)
             if not new:
                 return reservation
-            if before is not None:
-                for piece in self._trie.anywhere([before]):
-                    hold.add(piece.node.local[model])
+            if last is not None:
+                hold.add(last.node.local[model])
             self._open.add(reservation)
             if not self._make_room(slab.num_bytes):
                 self._open.discard(reservation)
@@ -114,15 +114,20 @@ class CacheTree:
         `pages` may start anywhere in the tree. The lease ends at `deadline` at the latest.
         """
         with self._lock:
-            pieces = self._pieces_of(model, self._trie.anywhere(pages))
-            if sum(len(piece.pages) for piece in pieces) < len(pages):
+            pieces = self._trie.path_anywhere(pages)
+            if sum(piece.stop - piece.start for piece in pieces) < len(pages):
                 return None
-            hold = Hold(self._trie.depth(pages[-1]) + 1 if pages else 0)
-            for piece in pieces:
-                hold.add(piece.node.local[model])
-            if pieces:
-                self._recency.touch_path(pieces[-1].node.local[model])
-            segments = [piece.node.local[model].segment.part(piece.pages) for piece in pieces]
+            if pieces and model not in pieces[-1].node.local:
+                return None
+            entries = [piece.node.local[model] for piece in pieces]
+            hold = Hold(_depth(pieces[-1]) if pieces else 0)
+            for entry in entries:
+                hold.add(entry)
+            self._recency.use(entries[-1:])
+            segments = [
+                entry.part(piece.start, piece.stop)
+                for entry, piece in zip(entries, pieces, strict=True)
+            ]
             lease = Lease(segments, hold, owner, deadline, self._end_lease)
             self._leases.add(lease)
             return lease
@@ -142,18 +147,32 @@ class CacheTree:
     def match(self, pages: Sequence[PageHash]) -> list[Match]:
         """The longest prefix of `pages` per (model, location), found in one walk."""
         with self._lock:
-            found: dict[tuple[Location, ModelId], _Progress] = {}
+            found: list[Match] = []
             used: dict[ModelId, LocalEntry] = {}
-            for piece in self._trie.after(None, pages):
-                num_pages = len(piece.pages)
-                for model, entry in piece.node.local.items():
-                    used[model] = entry
-                    found.setdefault((LOCAL, model), _Progress()).add(num_pages, entry.e_layers)
-                for key, e_layers in piece.node.remote.items():
-                    found.setdefault(key, _Progress()).add(num_pages, e_layers)
-            for entry in used.values():
-                self._recency.touch_path(entry)
-        return [progress.match(*key) for key, progress in found.items()]
+            known: set[tuple[Location, ModelId]] = set()
+            place = self._trie.deepest(None, pages)
+            if place is None:
+                return found
+            top = self._trie.root.children[pages[0]]
+            node, num_pages = place.node, _depth(place)
+            # Upwards: whoever has an entry in a node has one in every node above it.
+            while True:
+                if len(node.local) > len(used):
+                    for model, entry in node.local.items():
+                        if model not in used:
+                            used[model] = entry
+                            found.append(_match(LOCAL, model, num_pages, entry.e_reach))
+                if len(node.remote) > len(known):
+                    for key, remote in node.remote.items():
+                        if key not in known:
+                            known.add(key)
+                            found.append(_match(*key, num_pages, remote.e_reach))
+                if len(used) == len(top.local) and len(known) == len(top.remote):
+                    break
+                assert node.parent is not None
+                node, num_pages = node.parent, node.start
+            self._recency.use(used.values())
+        return found
 
     # Remote entries: what workers have advertised.
 
@@ -175,30 +194,37 @@ class CacheTree:
         key = (location, model)
         with self._lock:
             if parent is not None:
-                node = self._trie.find(parent)
-                if node is None or key not in node.remote:
+                place = self._trie.find(parent)
+                if place is None or key not in place.node.remote:
                     return
-            for node in self._trie.cover(parent, pages):
-                node.remote[key] = tuple(sorted(set(e_layers)))
+            layers = tuple(sorted(set(e_layers)))
+            nodes = self._trie.cover(parent, pages)
+            had = [node.remote[key].e_layers for node in nodes if key in node.remote]
+            for node in nodes:
+                node.set_remote(key, layers)
+            if had.count(layers) < len(had):  # What hangs below may have E without a gap, or not.
+                for node in nodes[0].walk():
+                    if key in node.remote:
+                        node.set_remote(key, node.remote[key].e_layers)
 
     def drop_remote(self, location: Location, model: ModelId, pages: Sequence[PageHash]) -> None:
         """Forget these pages at `location` and, so that matches stay prefixes, all after them."""
         key = (location, model)
         with self._lock:
             for page in pages:
-                node = self._trie.find(page)
-                if node is not None and key in node.remote:
-                    index = node.pages.index(page)
-                    self._drop_remote(self._trie.split(node, index), key)
+                place = self._trie.find(page)
+                if place is not None and key in place.node.remote:
+                    self._drop_remote(self._trie.split(place.node, place.start), key)
                     return
 
     def forget(self, location: Location) -> None:
         """Forget everything at `location`."""
         with self._lock:
-            for node in reversed(list(self._trie.root.walk())):
+            nodes = list(self._trie.root.walk())
+            for node in nodes:
                 for key in [key for key in node.remote if key[0] == location]:
                     del node.remote[key]
-                self._trie.prune(node)
+            self._trie.prune(nodes)
 
     # Changes of local entries, for the advertiser.
 
@@ -248,29 +274,28 @@ class CacheTree:
 
     def _publish(self, reservation: Reservation) -> int:
         """Make entries of the reserved pages; returns how many pages they keep."""
-        model = reservation.model
-        first = self._num_present(model, reservation.parent, reservation.pages)
+        model, slab = reservation.model, reservation.slab
+        place = None if reservation.parent is None else self._trie.find(reservation.parent)
+        last = self._last_local(model, place, reservation.pages)
+        first = _depth(last) - _depth(place)
         pages = reservation.pages[first:]
         parent = reservation.pages[first - 1] if first else reservation.parent
         nodes = self._trie.cover(parent, pages)
         offset = first
         for node in nodes:
-            stop = offset + len(node.pages)
-            entry = LocalEntry(node, model, Segment(reservation.slab, Span(offset, stop)))
-            node.local[model] = entry
-            if node.parent is not None and node.parent.pages:
-                node.parent.local[model].num_children += 1
-            offset = stop
+            node.local[model] = LocalEntry(node, model, slab, offset)
+            self._recency.add(node.local[model])
+            offset += node.num_pages
         num_kept = offset - first
         self._num_pages += num_kept
         if nodes:
-            self._recency.touch_path(nodes[-1].local[model])
+            self._recency.use([nodes[-1].local[model]])
             change = Change(
                 added=True,
                 model=model,
                 parent=parent,
                 pages=pages[:num_kept],
-                e_layers=reservation.slab.layout.e_layers,
+                e_layers=slab.layout.e_layers,
             )
             self._notify(change)
         return num_kept
@@ -292,30 +317,33 @@ class CacheTree:
         for hold in holds:
             for entry in hold.entries:
                 node: Node | None = entry.node
-                while node is not None and node.pages:
-                    slabs.add(node.local[entry.model].segment.slab)
+                while node is not None and node.num_pages:
+                    slabs.add(node.local[entry.model].slab)
                     node = node.parent
         return sum(slab.num_bytes for slab in slabs)
 
     def _evict_until(self, is_enough: Callable[[], bool]) -> None:
-        # One pass is enough: an entry stands before its ancestors in the list.
-        for entry in self._recency:
-            if is_enough():
-                return
-            if entry.is_evictable:
-                self._evict(entry)
+        # One pass is enough: an entry whose last child goes takes a place that is still to come.
+        evicted: list[Node] = []
+        entry = self._recency.oldest
+        while entry is not None and not is_enough():
+            if entry.holds:
+                entry = entry.newer
+            else:
+                evicted.append(entry.node)
+                entry = self._evict(entry)
+        self._trie.prune(evicted)
 
-    def _evict(self, entry: LocalEntry) -> None:
-        node = entry.node
-        change = entry.change(added=False)
-        self._recency.remove(entry)
-        del node.local[entry.model]
-        if node.parent is not None and node.parent.pages:
-            node.parent.local[entry.model].num_children -= 1
-        self._num_pages -= len(node.pages)
-        self._drop_pages(entry.segment.slab, len(node.pages))
-        self._trie.prune(node)
-        self._notify(change)
+    def _evict(self, entry: LocalEntry) -> LocalEntry | None:
+        """Returns the next one to consider. The caller prunes the node."""
+        change = entry.change(added=False) if self._listeners else None
+        following = self._recency.remove(entry)
+        del entry.node.local[entry.model]
+        self._num_pages -= entry.node.num_pages
+        self._drop_pages(entry.slab, entry.node.num_pages)
+        if change is not None:
+            self._notify(change)
+        return following
 
     def _drop_pages(self, slab: Slab, num_pages: int) -> None:
         if num_pages:
@@ -327,37 +355,36 @@ class CacheTree:
 
     def _drop_remote(self, node: Node, key: tuple[Location, ModelId]) -> None:
         below = [node, *node.walk()]
-        for each in reversed(below):
+        for each in below:
             each.remote.pop(key, None)
-            self._trie.prune(each)
+        self._trie.prune(below)
 
-    def _has_local(self, model: ModelId, page: PageHash) -> bool:
-        node = self._trie.find(page)
-        return node is not None and model in node.local
+    def _find_local(self, model: ModelId, page: PageHash) -> Piece | None:
+        place = self._trie.find(page)
+        return place if place is not None and model in place.node.local else None
 
-    def _pieces_of(self, model: ModelId, pieces: Iterable[Piece]) -> list[Piece]:
-        return list(takewhile(lambda piece: model in piece.node.local, pieces))
+    def _last_local(
+        self, model: ModelId, place: Piece | None, pages: Sequence[PageHash]
+    ) -> Piece | None:
+        """The end of the leading `pages` after `place` that the model has; `place` where none."""
+        last = self._trie.deepest(place, pages)
+        if last is None:
+            return place
+        node, stop = last.node, last.stop
+        while model not in node.local:
+            if node.parent is None:
+                return None
+            node = node.parent
+            stop = node.num_pages
+        return Piece(node, 0, stop) if node.num_pages else None
 
-    def _num_present(
-        self, model: ModelId, parent: PageHash | None, pages: Sequence[PageHash]
-    ) -> int:
-        """How many leading pages after `parent` the model has."""
-        pieces = self._pieces_of(model, self._trie.after(parent, pages))
-        return sum(len(piece.pages) for piece in pieces)
+
+def _depth(piece: Piece | None) -> int:
+    """How many pages there are from the root to the end of `piece`."""
+    return 0 if piece is None else piece.node.start + piece.stop
 
 
-class _Progress:
-    """What one (location, model) has so far along a walk."""
-
-    def __init__(self) -> None:
-        self.num_pages = 0
-        self.e_pages: dict[int, int] = {}
-
-    def add(self, num_pages: int, e_layers: Iterable[int]) -> None:
-        for layer in e_layers:
-            if self.e_pages.get(layer, 0) == self.num_pages:
-                self.e_pages[layer] = self.num_pages + num_pages
-        self.num_pages += num_pages
-
-    def match(self, location: Location, model: ModelId) -> Match:
-        return Match(model=model, location=location, num_pages=self.num_pages, e_pages=self.e_pages)
+def _match(location: Location, model: ModelId, num_pages: int, e_reach: EReach) -> Match:
+    return Match(
+        model=model, location=location, num_pages=num_pages, e_pages=e_reach.pages(num_pages)
+    )

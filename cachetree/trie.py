@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Iterable, Sequence
+from typing import Final, NamedTuple
 
 from cachetree.entries import Node, Recency
-from cachetree.ids import PageHash, Span
+from cachetree.ids import PageHash
+from cachetree.page_index import PageIndex
+from cachetree.runs import Run
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Some consecutive pages of one node, counted from the node's first."""
+class Piece(NamedTuple):
+    """Pages `[start, stop)` of one node, counted from the node's first."""
 
     node: Node
-    pages: Span
+    start: int
+    stop: int
 
 
 class PageTrie:
@@ -26,56 +27,95 @@ class PageTrie:
     """
 
     def __init__(self) -> None:
-        self.root: Final = Node(None, ())
+        self.root: Final = Node(None, Run(b"", 0), 0, 0)
         self.recency: Final = Recency()
-        self._node_of: dict[PageHash, Node] = {}
+        self._index = PageIndex()
 
-    def find(self, page: PageHash) -> Node | None:
-        return self._node_of.get(page)
+    def find(self, page: PageHash) -> Piece | None:
+        """Where `page` is."""
+        found = self._index.find(page)
+        if found is None:
+            return None
+        node, index = found
+        return Piece(node, index - node.first, index - node.first + 1)
 
-    def depth(self, page: PageHash) -> int:
-        """How many pages stand before `page`, which must be in the trie."""
-        node = self._node_of[page]
-        return node.start + node.pages.index(page)
+    def deepest(self, parent: Piece | None, pages: Sequence[PageHash]) -> Piece | None:
+        """The end of the longest prefix of `pages` found right after `parent`; None if it is empty.
 
-    def after(self, parent: PageHash | None, pages: Sequence[PageHash]) -> Iterator[Piece]:
-        """The pieces that hold the longest prefix of `pages` found right after `parent`."""
-        if parent is None:
-            return self._pieces(self.root, 0, pages)
-        node = self._node_of[parent]
-        return self._pieces(node, node.pages.index(parent) + 1, pages)
+        A page lies at one place only, below all pages before it. So where one step to a child does
+        not end the search, it goes on in the middle of what is left, and takes a number of steps
+        that grows with the logarithm of the number of nodes. `pages` are trusted to be a chain.
+        """
+        node, index = (self.root, 0) if parent is None else (parent.node, parent.stop)
+        depth = node.start + index
+        num_found, stop = 0, len(pages)
+        place: Piece | None = None
+        while num_found < stop:
+            if index == node.num_pages:
+                child = node.children.get(pages[num_found])
+                if child is None:
+                    return place
+                node, index = child, 0
+            num = node.num_common(index, pages, num_found)
+            if not num:
+                return place
+            num_found += num
+            index += num
+            place = Piece(node, index - num, index)
+            if index < node.num_pages:
+                return place
+            probe = stop - 1 if stop == len(pages) else (num_found + stop) // 2
+            while probe > num_found:
+                found = self._index.find(pages[probe])
+                if found and found[0].start + found[1] - found[0].first == depth + probe:
+                    node, index = found[0], found[1] - found[0].first
+                    num_found = probe
+                    break
+                stop = probe
+                probe = (num_found + stop) // 2
+        return place
 
-    def anywhere(self, pages: Sequence[PageHash]) -> Iterator[Piece]:
-        """The pieces that hold the longest prefix of `pages`, wherever its first page is."""
-        node = self._node_of.get(pages[0]) if pages else None
-        return iter(()) if node is None else self._pieces(node, node.pages.index(pages[0]), pages)
+    def path(self, parent: Piece | None, pages: Sequence[PageHash]) -> list[Piece]:
+        """The pieces that hold the longest prefix of `pages` found right after `parent`.
 
-    def _pieces(self, node: Node, index: int, pages: Sequence[PageHash]) -> Iterator[Piece]:
-        offset = 0
-        while offset < len(pages):
-            if index == len(node.pages):
+        Every page is compared, so it holds for any `pages`.
+        """
+        node, index = (self.root, 0) if parent is None else (parent.node, parent.stop)
+        pieces: list[Piece] = []
+        offset, num_pages = 0, len(pages)
+        while offset < num_pages:
+            if index == node.num_pages:
                 child = node.children.get(pages[offset])
                 if child is None:
-                    return
+                    break
                 node, index = child, 0
             num = node.num_common(index, pages, offset)
             if not num:
-                return
-            yield Piece(node, Span(index, index + num))
+                break
+            pieces.append(Piece(node, index, index + num))
             offset += num
             index += num
+        return pieces
+
+    def path_anywhere(self, pages: Sequence[PageHash]) -> list[Piece]:
+        """As `path`, wherever the first page is."""
+        first = self.find(pages[0]) if pages else None
+        return [] if first is None else self.path(first._replace(stop=first.start), pages)
 
     def cover(self, parent: PageHash | None, pages: Sequence[PageHash]) -> list[Node]:
         """Nodes that hold exactly `pages` after `parent`, split off or made as needed.
 
-        Ends early before a page that is already elsewhere in the trie or comes twice.
+        Ends early before a page that is already elsewhere in the trie or comes twice. `parent`
+        must be in the trie.
         """
         if not pages:
             return []
         node = self.root
         if parent is not None:
-            node = self._node_of[parent]
-            self.split(node, node.pages.index(parent) + 1)
+            place = self.find(parent)
+            assert place is not None
+            node = place.node
+            self.split(node, place.stop)
         nodes: list[Node] = []
         offset = 0
         while offset < len(pages):
@@ -90,32 +130,28 @@ class PageTrie:
         return nodes
 
     def _grow(self, parent: Node, pages: Sequence[PageHash]) -> list[Node]:
-        fresh = dict.fromkeys(pages)
-        num = next(
-            (i for i, page in enumerate(fresh) if page in self._node_of or page != pages[i]),
-            len(fresh),
-        )
-        if not num:
+        run = self._index.add(pages)
+        if run is None:
             return []
-        node = Node(parent, pages[:num])
-        parent.children[node.pages[0]] = node
-        self._index(node)
+        node = Node(parent, run, 0, len(run))
+        parent.children[pages[0]] = node
         return [node]
 
     def split(self, node: Node, index: int) -> Node:
         """The node that starts at page `index` of `node`, which is cut there where it must be."""
-        if index in (0, len(node.pages)):
+        if index in (0, node.num_pages):
             return node
-        tail = node.split(index, self.recency)
-        self._index(tail)
-        return tail
+        return node.split(index, self.recency)
 
-    def prune(self, node: Node) -> None:
-        """Take `node` out if nobody has an entry in it."""
-        if node.is_empty and node.parent is not None:
-            del node.parent.children[node.pages[0]]
-            for page in node.pages:
-                del self._node_of[page]
-
-    def _index(self, node: Node) -> None:
-        self._node_of.update(dict.fromkeys(node.pages, node))
+    def prune(self, nodes: Iterable[Node]) -> None:
+        """Take out those of `nodes` in which nobody has an entry."""
+        gone = {node: node.parent for node in nodes if node.is_empty}
+        if not gone:
+            return
+        for node, parent in gone.items():
+            assert parent is not None
+            del parent.children[node.first_page]
+            node.run.drop(node)
+        self._index.remove([(node.run, node.first, node.first + node.num_pages) for node in gone])
+        for run in {node.run for node in gone}:
+            run.compact()
