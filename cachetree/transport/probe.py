@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
@@ -29,7 +31,8 @@ def ask_status(
         credentials.secure(socket, wire.MAX_HEADER_BYTES)
         monitor = socket.get_monitor_socket(FAILURES)
         socket.connect(remote.url)
-        socket.send(wire.encode(wire.StatusRequest()))
+        with suppress(zmq.Again):  # A handshake that has failed already; the monitor says why.
+            socket.send(wire.encode(wire.StatusRequest()), zmq.NOBLOCK)
         poller = zmq.Poller()
         poller.register(socket, zmq.POLLIN)
         poller.register(monitor, zmq.POLLIN)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 from dataclasses import dataclass
@@ -82,6 +83,7 @@ def send_garbage(address: Location, config: PeerConfig, garbage: bytes = b"garba
     dealer.set(zmq.LINGER, 200)
     credentials_of(config.key_file, config.server_key).secure(dealer, 1 << 20)
     dealer.connect(address)
-    dealer.send(garbage)
+    with contextlib.suppress(zmq.Again):  # Refused already.
+        dealer.send(garbage, zmq.NOBLOCK)
     dealer.poll(200)
     context.destroy()
