@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from cachetree.ids import Location, ModelId, PageHash, Span
 from cachetree.runs import Run, num_common_pages, split_hashes
 from cachetree.slab import Segment, Slab
+
+if TYPE_CHECKING:
+    from cachetree.recency import Recency
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +131,7 @@ class LocalEntry:
         """Child nodes in which the same model has a local entry."""
         self.holds: set[Hold] = set()
         self.used = 0
-        """When the last walk ended here, or below in what has since been evicted."""
+        """When a walk last ended here, or below in what has since been evicted."""
         self.older: LocalEntry | None = None
         self.newer: LocalEntry | None = None
 
@@ -240,82 +243,3 @@ class Node:
 
     def _hashes(self, start: int, stop: int) -> bytes:
         return self.run.hashes_of(self.first + start, self.first + stop)
-
-
-class Recency:
-    """The local entries with no child of the same model, least recently used first.
-
-    Only these can be evicted, so only they are in the list, and a use moves one entry per model:
-    that at which the walk ended. One above was used when it or any below it was; it learns that
-    from its children as they go, and takes its place when the last of them has gone.
-    """
-
-    def __init__(self) -> None:
-        self.oldest: LocalEntry | None = None
-        self._newest: LocalEntry | None = None
-        self._num_uses = 0
-
-    def use(self, entries: Iterable[LocalEntry]) -> None:
-        """Mark these as used now, all at once."""
-        self._num_uses += 1
-        for entry in entries:
-            entry.used = self._num_uses
-            if not entry.num_children and entry is not self._newest:
-                self._take_out(entry)
-                self._insert_after(entry, self._newest)
-
-    def add(self, entry: LocalEntry) -> None:
-        """A new entry, without children; the caller marks it, or one below it, as used."""
-        parent = entry.parent
-        if parent is not None:
-            if not parent.num_children:
-                self._take_out(parent)
-            parent.num_children += 1
-        self._insert_after(entry, self._newest)
-
-    def split(self, head: LocalEntry, tail: LocalEntry) -> None:
-        tail.used = head.used
-        tail.num_children, head.num_children = head.num_children, 1
-        if not tail.num_children:
-            self._insert_after(tail, head)
-            self._take_out(head)
-
-    def remove(self, entry: LocalEntry) -> LocalEntry | None:
-        """Take out an entry without children; returns the one to consider for eviction next."""
-        before = entry.older
-        self._take_out(entry)
-        parent = entry.parent
-        if parent is not None:
-            parent.used = max(parent.used, entry.used)
-            parent.num_children -= 1
-            if not parent.num_children:
-                place = before
-                following = before.newer if before else self.oldest
-                while following is not None and following.used < parent.used:
-                    place, following = following, following.newer
-                self._insert_after(parent, place)
-        return before.newer if before else self.oldest
-
-    def _insert_after(self, entry: LocalEntry, place: LocalEntry | None) -> None:
-        """None is the oldest end."""
-        following = place.newer if place else self.oldest
-        entry.older, entry.newer = place, following
-        if place is None:
-            self.oldest = entry
-        else:
-            place.newer = entry
-        if following is None:
-            self._newest = entry
-        else:
-            following.older = entry
-
-    def _take_out(self, entry: LocalEntry) -> None:
-        if entry.older is None:
-            self.oldest = entry.newer
-        else:
-            entry.older.newer = entry.newer
-        if entry.newer is None:
-            self._newest = entry.older
-        else:
-            entry.newer.older = entry.older
-        entry.older = entry.newer = None

@@ -6,7 +6,11 @@ import hashlib
 from array import array
 from collections.abc import Sequence
 
+import numpy as np
+
 from cachetree.ids import PAGE_HASH_BYTES, PageHash
+
+_TOKEN_BYTES = 4
 
 
 def page_digests(tokens: Sequence[int], page_size: int, seed: bytes = b"") -> list[bytes]:
@@ -16,13 +20,25 @@ def page_digests(tokens: Sequence[int], page_size: int, seed: bytes = b"") -> li
     32-bit little-endian integers, so it covers every token before it. `seed` is the tenant's: 32
     bytes, or empty where there is none.
     """
+    ids = _little_endian(tokens)
+    page_bytes = page_size * _TOKEN_BYTES
     digests: list[bytes] = []
     digest = seed
-    for start in range(0, len(tokens) - page_size + 1, page_size):
-        ids = array("I", tokens[start : start + page_size])
-        digest = hashlib.sha256(digest + ids.tobytes()).digest()
+    for start in range(0, len(ids) - page_bytes + 1, page_bytes):
+        digest = hashlib.sha256(digest + ids[start : start + page_bytes]).digest()
         digests.append(digest)
     return digests
+
+
+def _little_endian(tokens: Sequence[int]) -> bytes:
+    """All token ids as 32-bit integers; raises OverflowError for one that is not of that size."""
+    if not isinstance(tokens, array) or tokens.typecode != "q":
+        return np.array(array("I", tokens), "<u4").tobytes()
+    # As SGLang keeps them; the constructor of another array would go through Python's integers.
+    ids = np.frombuffer(tokens, np.int64)
+    if (ids >> 32).any():
+        raise OverflowError("a token id is negative or has more than 32 bits")
+    return ids.astype("<u4").tobytes()
 
 
 def page_hashes(tokens: Sequence[int], page_size: int, seed: bytes = b"") -> list[PageHash]:

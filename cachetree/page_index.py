@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -18,9 +19,10 @@ _Words = NDArray[np.uint64]
 
 _SLOT_BITS = 3
 _BUCKET_SLOTS = 1 << _SLOT_BITS
-_MEAN_SLOTS_USED = 4
-"""Above this the table doubles; below, one page in a hundred or fewer finds its bucket full."""
+_MEAN_SLOTS_USED = 3
+"""Above this the table doubles; below, two pages in a thousand or fewer find their bucket full."""
 _FIRST_BUCKET_BITS = 6
+_HALVES = struct.Struct("<QQ")
 _SPREAD = 0x9E3779B97F4A7C15
 _TAG_SHIFT = np.uint64(32)
 _TAG_MASK = np.uint64((2**32 - 1) << 32)
@@ -48,18 +50,14 @@ class PageIndex:
 
     def find(self, page: PageHash) -> tuple[Node, int] | None:
         """The node that holds `page`, and which page of the node's run it is."""
-        low, high = int.from_bytes(page[:8], "little"), int.from_bytes(page[8:], "little")
+        low, high = _HALVES.unpack(page)
         spread = (low + high) * _SPREAD & (2**64 - 1)
         tag = spread >> 32
         slots: list[int] = self._slots[spread >> 64 - self._bucket_bits].tolist()
-        runs = [self._runs[slot & 2**32 - 1] for slot in slots if slot >> 32 == tag]
-        for run in (*runs, self._spilled.get(page)):
-            if run is not None:
-                index = run.index_of(page)
-                node = run.node_at(index)
-                if node is not None:
-                    return node, index
-        return None
+        for slot in slots:
+            if slot >> 32 == tag and (found := _place(self._runs[slot & 2**32 - 1], page)):
+                return found
+        return _place(self._spilled.get(page), page)
 
     def add(self, pages: Sequence[PageHash]) -> Run | None:
         """Index a new run of `pages`, up to the first that is here already or comes twice."""
@@ -154,6 +152,14 @@ class PageIndex:
         goes_up = (old >> np.uint64(64 - self._bucket_bits) & np.uint64(1)).astype(bool)
         halves = (np.where(goes_up, np.uint64(0), old), np.where(goes_up, old, np.uint64(0)))
         self._slots = np.stack(halves, axis=1).reshape(-1, _BUCKET_SLOTS)
+
+
+def _place(run: Run | None, page: PageHash) -> tuple[Node, int] | None:
+    if run is None:
+        return None
+    index = run.index_of(page)
+    node = run.node_at(index)
+    return None if node is None else (node, index)
 
 
 def _spread(hashes: bytes) -> _Words:

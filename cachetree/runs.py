@@ -65,7 +65,7 @@ class Run:
 
     def compact(self) -> None:
         """Drop the pages that are no node's if they are the greater part."""
-        if 2 * sum(node.num_pages for node in self.nodes) >= len(self):
+        if 2 * self.num_indexed_pages >= len(self):
             return
         self.hashes = b"".join(
             [self.hashes_of(node.first, node.first + node.num_pages) for node in self.nodes]

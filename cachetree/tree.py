@@ -146,6 +146,8 @@ class CacheTree:
 
     def match(self, pages: Sequence[PageHash]) -> list[Match]:
         """The longest prefix of `pages` per (model, location), found in one walk."""
+        if not pages or pages[0] not in self._trie.root.children:
+            return []  # A miss waits for nobody; one look into a dict is atomic.
         with self._lock:
             found: list[Match] = []
             used: dict[ModelId, LocalEntry] = {}
@@ -323,12 +325,12 @@ class CacheTree:
         return sum(slab.num_bytes for slab in slabs)
 
     def _evict_until(self, is_enough: Callable[[], bool]) -> None:
-        # One pass is enough: an entry whose last child goes takes a place that is still to come.
+        # One pass is enough: an entry whose last child goes has a place that is still to come.
         evicted: list[Node] = []
         entry = self._recency.oldest
         while entry is not None and not is_enough():
-            if entry.holds:
-                entry = entry.newer
+            if entry.num_children or entry.holds:
+                entry = self._recency.pass_by(entry)
             else:
                 evicted.append(entry.node)
                 entry = self._evict(entry)

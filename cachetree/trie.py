@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
-from cachetree.entries import Node, Recency
+from cachetree.entries import Node
 from cachetree.ids import PageHash
 from cachetree.page_index import PageIndex
+from cachetree.recency import Recency
 from cachetree.runs import Run
 
 

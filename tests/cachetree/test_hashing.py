@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Callable, Sequence
+
+import pytest
+
 from cachetree.hashing import page_hashes
 
 
@@ -23,3 +28,21 @@ def test_a_hash_covers_all_tokens_before_it_and_the_tenant() -> None:
     assert not set(base) & set(changed)
     assert page_hashes([1, 2, 3, 4, 5, 9], 2)[:2] == base[:2]
     assert not set(base) & set(page_hashes([1, 2, 3, 4, 5, 6], 2, seed=b"t" * 32))
+
+
+@pytest.mark.parametrize(
+    "kind", [list, tuple, lambda ids: array("q", ids), lambda ids: array("I", ids)]
+)
+def test_tokens_may_come_in_any_sequence(kind: Callable[[list[int]], Sequence[int]]) -> None:
+    assert page_hashes(kind([1, 2, 70000, 2**32 - 1]), 2) == page_hashes(
+        [1, 2, 70000, 2**32 - 1], 2
+    )
+
+
+@pytest.mark.parametrize("token", [-1, 2**32])
+@pytest.mark.parametrize("kind", [list, lambda ids: array("q", ids)])
+def test_a_token_that_does_not_fit_is_refused(
+    kind: Callable[[list[int]], Sequence[int]], token: int
+) -> None:
+    with pytest.raises(OverflowError):
+        page_hashes(kind([1, token]), 2)
