@@ -1,13 +1,13 @@
 # make demo    two real servers share a prefix: quality and speed, as a table and a picture
 # make test    the tests;  make test-all   the slow ones too;  make check   ruff, mypy
-# make bench   the benchmarks
+# make bench   the benchmarks;  make soak   random operations for minutes, from a printed seed
 # make pairs   train the small model pairs again, from a seed;  make profiles   profile them
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-all check bench pairs profiles install
+.PHONY: demo test test-all check bench soak pairs profiles install
 .DEFAULT_GOAL := test
 
 install: $(INSTALLED)
@@ -38,6 +38,10 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/partial_prefill.py
 	$(BIN)/python benchmarks/transport.py
 	$(BIN)/python benchmarks/profiler.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/tree.py --pages 10000 100000
+
+soak: $(INSTALLED)
+	$(BIN)/python tests/cachetree/tree_walks.py --operations 1000000
 
 pairs: $(INSTALLED)
 	$(BIN)/python -m profiles.pairs

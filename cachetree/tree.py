@@ -145,7 +145,10 @@ class CacheTree:
     # All entries.
 
     def match(self, pages: Sequence[PageHash]) -> list[Match]:
-        """The longest prefix of `pages` per (model, location), found in one walk."""
+        """The longest prefix of `pages` per (model, location), found in one walk.
+
+        A page hash covers all pages before it, so one that is found speaks for those.
+        """
         if not pages or pages[0] not in self._trie.root.children:
             return []  # A miss waits for nobody; one look into a dict is atomic.
         with self._lock:

@@ -266,6 +266,41 @@ def test_eviction_takes_the_least_recently_used_leaf_first() -> None:
     assert tree.num_bytes == 6 * PAGE
 
 
+def test_a_page_was_used_when_what_hung_below_it_was() -> None:
+    tree = make_tree(4)
+    store(tree, A, "a")
+    store(tree, A, "ab", start=1)
+    store(tree, A, "ac", start=1)
+    store(tree, A, "x")
+    leases = [tree.lease(A, path(text), "test", far_future()) for text in ("ab", "x")]
+    assert num_pages(tree, A, "ac") == 2  # after the leases
+    store(tree, A, "y")  # ac must go, as nothing else may
+    assert num_pages(tree, A, "ac") == 1
+    for lease in leases:
+        assert lease is not None
+        lease.release()
+    store(tree, A, "y")
+    store(tree, A, "st")  # then ab and x, for a was used with ac
+    assert [num_pages(tree, A, text) for text in ("ab", "x", "y", "st")] == [1, 0, 1, 2]
+
+
+def test_a_miss_does_not_wait_for_the_lock() -> None:
+    tree = make_tree()
+    store(tree, A, "a")
+    with tree._lock:
+        assert tree.match(path("z")) == []
+
+
+def test_pages_in_the_middle_of_another_path_are_not_a_hit() -> None:
+    tree = make_tree()
+    store(tree, A, "abcdefgh")
+    store(tree, A, "abxy", start=2)
+    pages = path("abcdefgh")
+    assert tree.match([*pages[:3], *pages[6:]])[0].num_pages == 3
+    # Hashes that are no chain may match, as the last one speaks for all, but are never read.
+    assert tree.lease(A, [*pages[:3], *path("abxy")[3:]], "test", far_future()) is None
+
+
 def test_eviction_of_one_model_leaves_the_others() -> None:
     tree = make_tree(4)
     store(tree, A, "ab")

@@ -1,402 +1,28 @@
-"""The tree against a slow, obvious oracle: per model, the set of the prefixes that it has.
-
-A page is named by the text up to and including it, so "abc" is the page after "ab". Every
-operation runs on the tree and on the oracle, and afterwards the two must agree on what is there,
-on every byte held, and on which entry had to go.
-"""
+"""The tree against the oracle: long random walks, and hypothesis, which shrinks what it finds."""
 
 from __future__ import annotations
-
-import random
-from collections.abc import Collection
-from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from test_tree import FAMILY, KV, PAGE, A, B, E, FakeTime, content, path
+from tree_oracle import ALPHABETS, E_CHOICES, LOCATIONS, NAMES, Mirror
+from tree_walks import DEEP, SHALLOW, random_walk
 
-from cachetree.clock import Deadline
-from cachetree.entries import Change
-from cachetree.errors import StaleEntry
-from cachetree.ids import LOCAL, Location, ModelId, PageHash
-from cachetree.lease import Lease, Reservation
-from cachetree.tree import CacheTree
-
-MODELS = (A, B)
-LOCATIONS = (Location("tcp://far:1"), Location("tcp://farther:1"))
-E_CHOICES: tuple[tuple[int, ...], ...] = ((), (1,), (0, 2))
-ALPHABET = "abc"
-LONGEST = 7
-BUDGET = 16 * PAGE
+from cachetree.ids import Location
 
 
-def prefixes(text: str, start: int) -> list[str]:
-    """The pages of `text` from page `start` on."""
-    return [text[: i + 1] for i in range(start, len(text))]
+@pytest.mark.parametrize("longest", [SHALLOW, DEEP])
+@pytest.mark.parametrize("seed", range(4))
+def test_long_random_walks(seed: int, longest: int) -> None:
+    assert random_walk(seed, 2500, longest) > 250
 
 
-@dataclass
-class Slab:
-    num_bytes: int
-    num_live: int
-
-
-@dataclass
-class Page:
-    slab: Slab
-    e_layers: tuple[int, ...]
-    used: int
-
-
-@dataclass
-class OpenReservation:
-    handle: Reservation
-    model: ModelId
-    parent: str
-    pages: list[str]
-    slab: Slab
-    e_layers: tuple[int, ...]
-
-
-@dataclass
-class OpenLease:
-    handle: Lease
-    model: ModelId
-    pages: list[str]
-    at_s: float
-
-
-@dataclass
-class Mirror:
-    """The tree and the oracle side by side."""
-
-    clock: FakeTime = field(default_factory=FakeTime)
-    local: dict[tuple[ModelId, str], Page] = field(default_factory=dict)
-    remote: dict[tuple[Location, ModelId, str], tuple[int, ...]] = field(default_factory=dict)
-    cuts: set[str] = field(default_factory=set)
-    """Pages after which a node ends."""
-    reservations: list[OpenReservation] = field(default_factory=list)
-    leases: list[OpenLease] = field(default_factory=list)
-    num_uses: int = 0
-    num_operations: int = 0
-    num_evictions: int = 0
-    wanted_bytes: int | None = None
-    """What a reservation asks for now; None while everything may go."""
-
-    def __post_init__(self) -> None:
-        self.tree = CacheTree(FAMILY, host_bytes=BUDGET, clock=self.clock)
-        self.text_of: dict[PageHash, str] = {}
-        _, self.unsubscribe = self.tree.subscribe(self.on_change)
-
-    # Operations.
-
-    def reserve(self, model: ModelId, text: str, start: int, e_layers: tuple[int, ...]) -> None:
-        self.num_operations += 1
-        self.sweep_oracle()
-        pages, parent = prefixes(text, start), text[:start]
-        present = [page for page in pages if (model, page) in self.local]
-        new = pages[len(present) :]
-        num_bytes = len(new) * (PAGE + len(e_layers) * E)
-        before = new[0][:-1] if new else ""
-        pinned = self.pinned_slabs([(model, before)] if new else [])
-        is_orphan = bool(parent) and (model, parent) not in self.local
-        self.wanted_bytes = num_bytes
-        must_fit = not new or self.num_bytes + num_bytes <= BUDGET
-        must_fit |= sum(slab.num_bytes for slab in pinned) + num_bytes <= BUDGET
-        self.keep = (model, before)
-        handle = self.tree.reserve(model, self.hash(parent), self.hashes(text)[start:], e_layers)
-        self.keep = None
-        assert (handle is not None) == (must_fit and not is_orphan)
-        if handle is None:
-            return
-        assert handle.skipped == len(present)
-        assert list(handle.pages) == self.hashes(text)[start + len(present) :]
-        if not new:
-            handle.commit()
-            return
-        slab = Slab(num_bytes, len(new))
-        for layer in range(FAMILY.num_layers):
-            parts = [content(model, page, layer, "kv", KV) for page in handle.pages]
-            handle.kv(layer)[:] = b"".join(parts)
-        for layer in e_layers:
-            handle.e(layer)[:] = b"".join(content(model, p, layer, "e", E) for p in handle.pages)
-        self.reservations.append(OpenReservation(handle, model, before, new, slab, e_layers))
-
-    def commit(self, index: int) -> None:
-        self.num_operations += 1
-        it = self.reservations.pop(index)
-        kept = [page for page in it.pages if (it.model, page) not in self.local]
-        if kept:
-            self.cover(kept)
-        for page in kept:
-            self.local[it.model, page] = Page(it.slab, it.e_layers, 0)
-        it.slab.num_live = len(kept)
-        if kept:
-            self.num_uses += 1
-            self.touch(it.model, kept[-1])
-        self.added: Change | None = None
-        it.handle.commit()
-        assert (self.added is not None) == bool(kept)
-        if self.added:
-            assert self.added.pages == tuple(self.hashes(kept[-1])[-len(kept) :])
-            assert self.added.parent == self.hash(kept[0][:-1])
-            assert self.added.e_layers == it.e_layers
-
-    def release(self, index: int) -> None:
-        self.num_operations += 1
-        self.reservations.pop(index).handle.release()
-
-    def lease(self, model: ModelId, text: str, start: int, seconds: float) -> None:
-        self.num_operations += 1
-        pages = prefixes(text, start)
-        at_s = self.clock.now_s + seconds
-        handle = self.tree.lease(model, self.hashes(text)[start:], "oracle", Deadline(at_s))
-        assert (handle is not None) == all((model, page) in self.local for page in pages)
-        if handle is not None:
-            self.leases.append(OpenLease(handle, model, pages, at_s))
-            self.check_content(self.leases[-1])
-            self.num_uses += 1
-            self.touch(model, text)
-
-    def end_lease(self, index: int) -> None:
-        self.num_operations += 1
-        it = self.leases.pop(index)
-        self.check_content(it)
-        it.handle.release()
-        with pytest.raises(StaleEntry):
-            it.handle.kv(0)
-
-    def advance(self, seconds: float) -> None:
-        self.num_operations += 1
-        self.clock.now_s += seconds
-        self.sweep_oracle()
-        self.tree.sweep()
-
-    def clear(self) -> None:
-        self.num_operations += 1
-        self.wanted_bytes = None
-        self.tree.clear()
-        assert all(not self.is_evictable(model, page) for model, page in self.local)
-
-    def add_remote(
-        self,
-        location: Location,
-        model: ModelId,
-        text: str,
-        start: int,
-        e_layers: tuple[int, ...],
-    ) -> None:
-        self.num_operations += 1
-        self.tree.add_remote(
-            location, model, self.hash(text[:start]), self.hashes(text)[start:], e_layers
-        )
-        if start == 0 or (location, model, text[:start]) in self.remote:
-            self.cover(prefixes(text, start))
-            for page in prefixes(text, start):
-                self.remote[location, model, page] = e_layers
-
-    def drop_remote(self, location: Location, model: ModelId, text: str, start: int) -> None:
-        self.num_operations += 1
-        self.tree.drop_remote(location, model, self.hashes(text)[start:])
-        for page in prefixes(text, start):
-            if (location, model, page) in self.remote:
-                self.cuts.add(page[:-1])
-                for key in [k for k in self.remote if k[:2] == (location, model)]:
-                    if key[2].startswith(page):
-                        del self.remote[key]
-                break
-        self.forget_cuts()
-
-    def forget(self, location: Location) -> None:
-        self.num_operations += 1
-        self.tree.forget(location)
-        self.remote = {key: e for key, e in self.remote.items() if key[0] != location}
-        self.forget_cuts()
-
-    def match(self, text: str) -> None:
-        self.num_operations += 1
-        self.num_uses += 1  # one use of all models: their order among each other is free
-        found = {
-            (m.location, m.model): (m.num_pages, dict(m.e_pages))
-            for m in self.tree.match(self.hashes(text))
-        }
-        expected: dict[tuple[Location, ModelId], tuple[int, dict[int, int]]] = {}
-        for model in MODELS:
-            pages = [self.local.get((model, page)) for page in prefixes(text, 0)]
-            have = [page.e_layers for page in pages if page is not None]
-            if have:
-                expected[LOCAL, model] = (len(have), leading_e(have))
-                self.touch(model, text[: len(have)])
-            for location in LOCATIONS:
-                advertised = [self.remote.get((location, model, p)) for p in prefixes(text, 0)]
-                have = [e_layers for e_layers in advertised if e_layers is not None]
-                if have:
-                    expected[location, model] = (len(have), leading_e(have))
-        assert found == expected
-
-    # What must hold after each of them.
-
-    def check(self) -> None:
-        assert self.tree.num_bytes == self.num_bytes <= BUDGET
-        assert self.tree.num_pages == len(self.local)
-
-    def check_content(self, it: OpenLease) -> None:
-        hashes = self.hashes(it.pages[-1])[-len(it.pages) :]
-        for layer in range(FAMILY.num_layers):
-            expected = b"".join(content(it.model, page, layer, "kv", KV) for page in hashes)
-            assert b"".join(it.handle.kv(layer)) == expected
-            if all(layer in self.local[it.model, page].e_layers for page in it.pages):
-                expected = b"".join(content(it.model, page, layer, "e", E) for page in hashes)
-                assert b"".join(it.handle.e(layer)) == expected
-            else:
-                with pytest.raises(StaleEntry):
-                    it.handle.e(layer)
-
-    def on_change(self, change: Change) -> None:
-        """Additions are checked by `commit`; a removal must be the entry that had to go."""
-        if change.added:
-            self.added = change
-            return
-        self.num_evictions += 1
-        model, pages = change.model, [self.text_of[page] for page in change.pages]
-        assert change.parent == self.hash(pages[0][:-1])
-        assert pages == self.entry(model, pages[0])
-        assert self.is_evictable(model, pages[-1])
-        if self.wanted_bytes is not None:
-            assert self.num_bytes + self.wanted_bytes > BUDGET
-            candidates = [p.used for (m, t), p in self.local.items() if self.is_evictable(m, t)]
-            assert self.local[model, pages[0]].used == min(candidates)
-        for page in pages:
-            self.local.pop((model, page)).slab.num_live -= 1
-        self.forget_cuts()
-
-    # The oracle's own bookkeeping.
-
-    keep: tuple[ModelId, str] | None = None
-    """The page that the reservation being made hangs on."""
-
-    @property
-    def num_bytes(self) -> int:
-        slabs = {id(page.slab): page.slab for page in self.local.values()}
-        slabs |= {id(it.slab): it.slab for it in self.reservations}
-        return sum(slab.num_bytes for slab in slabs.values())
-
-    def held(self) -> set[tuple[ModelId, str]]:
-        held = {(it.model, page) for it in self.leases for page in it.pages}
-        held |= {(it.model, it.parent) for it in self.reservations}
-        return held | ({self.keep} if self.keep else set())
-
-    def pinned_slabs(self, also: Collection[tuple[ModelId, str]]) -> list[Slab]:
-        slabs = {id(it.slab): it.slab for it in self.reservations}
-        for model, text in {*self.held(), *also}:
-            for page in prefixes(text, 0):
-                if (model, page) in self.local:
-                    slab = self.local[model, page].slab
-                    slabs[id(slab)] = slab
-        return list(slabs.values())
-
-    def entry(self, model: ModelId, page: str) -> list[str]:
-        """All pages of the node that holds `page`."""
-        pages = [page]
-        while len(pages[0]) > 1 and pages[0][:-1] not in self.cuts:
-            pages.insert(0, pages[0][:-1])
-        while pages[-1] not in self.cuts:
-            below = [p for m, p in self.local if m == model and p[:-1] == pages[-1]]
-            assert len(below) == 1
-            pages += below
-        return pages
-
-    def is_evictable(self, model: ModelId, page: str) -> bool:
-        pages = self.entry(model, page)
-        is_leaf = not any(m == model and p[:-1] == pages[-1] for m, p in self.local)
-        return is_leaf and not self.held() & {(model, p) for p in pages}
-
-    def touch(self, model: ModelId, text: str) -> None:
-        for page in {*prefixes(text, 0), *self.entry(model, text)}:
-            self.local[model, page].used = self.num_uses
-
-    def cover(self, pages: list[str]) -> None:
-        known = self.known()
-        self.cuts |= {pages[0][:-1], pages[-1]}
-        self.cuts |= set([page for page in pages if page in known][-1:])
-
-    def known(self) -> set[str]:
-        return {page for _, page in self.local} | {page for _, _, page in self.remote}
-
-    def forget_cuts(self) -> None:
-        self.cuts &= self.known()
-
-    def sweep_oracle(self) -> None:
-        self.leases = [it for it in self.leases if it.at_s > self.clock.now_s]
-
-    def hashes(self, text: str) -> list[PageHash]:
-        pages = path(text)
-        self.text_of.update(zip(pages, prefixes(text, 0), strict=True))
-        return pages
-
-    def hash(self, text: str) -> PageHash | None:
-        return self.hashes(text)[-1] if text else None
-
-
-def leading_e(have: list[tuple[int, ...]]) -> dict[int, int]:
-    """Per layer, how many of the first pages have E there."""
-    counts = {}
-    for layer in range(FAMILY.num_layers):
-        lacking = [i for i, e_layers in enumerate(have) if layer not in e_layers]
-        counts[layer] = lacking[0] if lacking else len(have)
-    return {layer: count for layer, count in counts.items() if count}
-
-
-def one_random_operation(mirror: Mirror, rng: random.Random) -> None:
-    text = "".join(rng.choices(ALPHABET, k=rng.randint(1, LONGEST)))
-    start = rng.choice((0, 0, rng.randrange(len(text))))
-    model, location = rng.choice(MODELS), rng.choice(LOCATIONS)
-    e_layers = rng.choice(E_CHOICES)
-    choice = rng.random()
-    if choice < 0.28:
-        mirror.reserve(model, text, start, e_layers)
-    elif choice < 0.53:
-        if mirror.reservations:
-            mirror.commit(rng.randrange(len(mirror.reservations)))
-    elif choice < 0.56:
-        if mirror.reservations:
-            mirror.release(rng.randrange(len(mirror.reservations)))
-    elif choice < 0.64:
-        mirror.lease(model, text, start, rng.uniform(1, 5))
-    elif choice < 0.70:
-        if mirror.leases:
-            mirror.end_lease(rng.randrange(len(mirror.leases)))
-    elif choice < 0.76:
-        mirror.advance(rng.uniform(0, 2))
-    elif choice < 0.77:
-        mirror.clear()
-    elif choice < 0.84:
-        mirror.add_remote(location, model, text, start, e_layers)
-    elif choice < 0.88:
-        mirror.drop_remote(location, model, text, start)
-    elif choice < 0.89:
-        mirror.forget(location)
-    else:
-        mirror.match(text)
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_long_random_walks(seed: int) -> None:
-    rng = random.Random(seed)
-    mirror = Mirror()
-    while mirror.num_operations < 3000:
-        one_random_operation(mirror, rng)
-        mirror.check()
-    assert mirror.num_evictions > 300
-
-
-texts = st.text(ALPHABET, min_size=1, max_size=LONGEST)
-models = st.sampled_from(MODELS)
+texts = st.one_of([st.text(it, min_size=1, max_size=SHALLOW) for it in ALPHABETS])
+names = st.sampled_from(NAMES)
 locations = st.sampled_from(LOCATIONS)
 e_choices = st.sampled_from(E_CHOICES)
-indices = st.integers(0, LONGEST)
+indices = st.integers(0, SHALLOW)
 
 
 class TreeMachine(RuleBasedStateMachine):
@@ -406,14 +32,14 @@ class TreeMachine(RuleBasedStateMachine):
         super().__init__()
         self.mirror = Mirror()
 
-    @rule(model=models, text=texts, start=indices, e_layers=e_choices)
-    def reserve(self, model: ModelId, text: str, start: int, e_layers: tuple[int, ...]) -> None:
-        self.mirror.reserve(model, text, start % len(text), e_layers)
+    @rule(name=names, text=texts, start=indices, e_layers=e_choices)
+    def reserve(self, name: str, text: str, start: int, e_layers: tuple[int, ...]) -> None:
+        self.mirror.reserve(self.mirror.loaded[name], text, start % len(text), e_layers)
 
-    @rule(model=models, text=texts, e_layers=e_choices)
-    def store(self, model: ModelId, text: str, e_layers: tuple[int, ...]) -> None:
+    @rule(name=names, text=texts, e_layers=e_choices)
+    def store(self, name: str, text: str, e_layers: tuple[int, ...]) -> None:
         num_open = len(self.mirror.reservations)
-        self.mirror.reserve(model, text, 0, e_layers)
+        self.mirror.reserve(self.mirror.loaded[name], text, 0, e_layers)
         if len(self.mirror.reservations) > num_open:
             self.mirror.commit(num_open)
 
@@ -427,9 +53,9 @@ class TreeMachine(RuleBasedStateMachine):
     def release(self, index: int) -> None:
         self.mirror.release(index % len(self.mirror.reservations))
 
-    @rule(model=models, text=texts, start=indices, seconds=st.integers(1, 5))
-    def lease(self, model: ModelId, text: str, start: int, seconds: int) -> None:
-        self.mirror.lease(model, text, start % len(text), seconds)
+    @rule(name=names, text=texts, start=indices, seconds=st.integers(1, 5))
+    def lease(self, name: str, text: str, start: int, seconds: int) -> None:
+        self.mirror.lease(self.mirror.loaded[name], text, start % len(text), seconds)
 
     @precondition(lambda self: self.mirror.leases)
     @rule(index=indices)
@@ -440,24 +66,30 @@ class TreeMachine(RuleBasedStateMachine):
     def advance(self, seconds: int) -> None:
         self.mirror.advance(seconds)
 
+    @rule(name=names)
+    def load(self, name: str) -> None:
+        self.mirror.load(name)
+
     @rule()
     def clear(self) -> None:
         self.mirror.clear()
 
-    @rule(location=locations, model=models, text=texts, start=indices, e_layers=e_choices)
+    @rule(location=locations, name=names, text=texts, start=indices, e_layers=e_choices)
     def add_remote(
         self,
         location: Location,
-        model: ModelId,
+        name: str,
         text: str,
         start: int,
         e_layers: tuple[int, ...],
     ) -> None:
-        self.mirror.add_remote(location, model, text, start % len(text), e_layers)
+        self.mirror.add_remote(
+            location, self.mirror.loaded[name], text, start % len(text), e_layers
+        )
 
-    @rule(location=locations, model=models, text=texts, start=indices)
-    def drop_remote(self, location: Location, model: ModelId, text: str, start: int) -> None:
-        self.mirror.drop_remote(location, model, text, start % len(text))
+    @rule(location=locations, name=names, text=texts, start=indices)
+    def drop_remote(self, location: Location, name: str, text: str, start: int) -> None:
+        self.mirror.drop_remote(location, self.mirror.loaded[name], text, start % len(text))
 
     @rule(location=locations)
     def forget(self, location: Location) -> None:
@@ -480,6 +112,7 @@ class TreeMachine(RuleBasedStateMachine):
         self.mirror.unsubscribe()
         self.mirror.tree.clear()
         assert (self.mirror.tree.num_bytes, self.mirror.tree.num_pages) == (0, 0)
+        assert self.mirror.num_live_bytes == 0
 
 
 TestTreeMachine = TreeMachine.TestCase

@@ -1,0 +1,99 @@
+"""Random operations on the tree and its oracle, as many as you like.
+
+python tests/cachetree/tree_walks.py [--operations 1000000] [--seed N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+
+import msgspec
+from test_tree import FAMILY, PAGE
+from tree_oracle import ALPHABETS, E_CHOICES, LOCATIONS, NAMES, Mirror, path
+
+SHALLOW, DEEP = 7, 30
+"""Lengths of the longest texts."""
+FAMILIES = (FAMILY, msgspec.structs.replace(FAMILY, tokenizer="another"))
+
+
+def some_text(rng: random.Random, longest: int, earlier: str) -> str:
+    """Now and then a text that begins as the one before it."""
+    alphabet = rng.choice(ALPHABETS)
+    head = ""
+    if earlier and rng.random() < 0.7:
+        alphabet = ALPHABETS[earlier[0].isupper()]
+        head = earlier[: rng.randint(1, len(earlier))]
+    return head + "".join(
+        rng.choices(alphabet, k=rng.randint(0 if head else 1, longest - len(head)))
+    )
+
+
+def one_random_operation(mirror: Mirror, rng: random.Random, text: str) -> None:
+    start = rng.choice((0, 0, rng.randrange(len(text))))
+    model, location = mirror.loaded[rng.choice(NAMES)], rng.choice(LOCATIONS)
+    e_layers = rng.choice(E_CHOICES)
+    choice = rng.random()
+    if choice < 0.28:
+        mirror.reserve(model, text, start, e_layers)
+    elif choice < 0.53:
+        if mirror.reservations:
+            mirror.commit(rng.randrange(len(mirror.reservations)))
+    elif choice < 0.56:
+        if mirror.reservations:
+            mirror.release(rng.randrange(len(mirror.reservations)))
+    elif choice < 0.64:
+        mirror.lease(model, text, start, rng.uniform(1, 5))
+    elif choice < 0.70:
+        if mirror.leases:
+            mirror.end_lease(rng.randrange(len(mirror.leases)))
+    elif choice < 0.76:
+        mirror.advance(rng.uniform(0, 2))
+    elif choice < 0.77:
+        mirror.clear()
+    elif choice < 0.775:
+        mirror.load(rng.choice(NAMES))
+    elif choice < 0.84:
+        mirror.add_remote(location, model, text, start, e_layers)
+    elif choice < 0.88:
+        mirror.drop_remote(location, model, text, start)
+    elif choice < 0.89:
+        mirror.forget(location)
+    else:
+        mirror.match(text)
+
+
+def random_walk(seed: int, num_operations: int, longest: int) -> int:
+    """Random operations on two families at once; returns how many entries were evicted."""
+    rng = random.Random(seed)
+    mirrors = [Mirror(family, (9 + longest) * PAGE) for family in FAMILIES]
+    text = ""
+    while sum(mirror.num_operations for mirror in mirrors) < num_operations:
+        text = some_text(rng, longest, text)
+        mirror = rng.choice(mirrors)
+        one_random_operation(mirror, rng, text)
+        mirror.check()
+    return sum(mirror.num_evictions for mirror in mirrors)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--operations", type=int, default=1_000_000)
+    parser.add_argument("--seed", type=int, default=time.time_ns() % 2**32)
+    args = parser.parse_args()
+    num_done = num_evictions = 0
+    seed = args.seed
+    while num_done < args.operations:
+        num_operations = min(20_000, args.operations - num_done)
+        longest = (SHALLOW, DEEP)[seed % 2]
+        print(f"operations {num_done} to {num_done + num_operations}: --seed {seed}", flush=True)
+        num_evictions += random_walk(seed, num_operations, longest)
+        num_done += num_operations
+        seed += 1
+        path.cache_clear()
+    print(f"{num_done} operations, {num_evictions} evictions, 0 differences from the oracle")
+
+
+if __name__ == "__main__":
+    main()
