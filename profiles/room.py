@@ -2,14 +2,20 @@
 
 Beside the two models' weights it holds, for one document at a time,
 
-    KV of the sender, of the receiver and of one recompute, E of the sender    by prefix length
-    the residual streams of all mixtures of one starting layer                 by suffix length
-    rows that go through a layer together                                      sized to the rest
-    distributions over the vocabulary                                          sized to the rest
+    KV of the sender, of the receiver, of recomputes; E of the sender     kept, by prefix length
+    what a layer makes of a whole prefix, attention masks                 by prefix length
+    the residual streams of all mixtures of one starting layer            by suffix length
+    rows that go through a layer together                                 sized to the rest
+    distributions over the vocabulary                                     sized to the rest, in turn
+
+All but the first are freed and made again, layer after layer, but freed memory is not at once the
+system's: glibc unmaps blocks from 32 MiB on, and smaller ones leave holes, into which the next, of
+other sizes, may not fit. As much again as what is freed is set aside for those.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
@@ -21,6 +27,8 @@ from profiles.layered import LayeredModel
 GIB: Final = 1 << 30
 MOST_ROWS: Final = 256
 MOST_POSITIONS: Final = 8192
+MOST_HOLES: Final = GIB // 2
+"""Sixteen blocks that are just not unmapped: more do not exist at a time in a layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,43 +51,64 @@ class Sizes:
     e: int
     """Of a token."""
     attended: int
-    """Of a token's K and V as attention reads them, repeated for every query head."""
+    """Of a token's K and V as attention reads them: joined, and repeated for every query head."""
     inner: int
-    """Of a token inside the MLP and the projections."""
+    """Of a token inside a layer, where that is widest."""
+    seen: int
+    """Of one key in one query's mask, while the mask is made."""
     distribution: int
-    """Of one distribution over the vocabulary, with what computing it needs."""
+    """Of one distribution over the vocabulary, with what comparing it with another needs."""
+    choice: int
+    """Of one distribution from which the next token is chosen."""
 
     @classmethod
     def of(cls, model: LayeredModel) -> Sizes:
         config, width = model.model.config, model.dtype.itemsize
-        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        hidden, heads = config.hidden_size, config.num_attention_heads
+        of_keys = model.kv_bytes // 2 // width
+        of_queries = of_keys * heads // config.num_key_value_heads
         return cls(
             num_layers=model.num_layers,
             kv=model.kv_bytes,
             e=model.e_bytes,
-            attended=model.kv_bytes * (1 + heads // kv_heads),
-            inner=(3 * config.intermediate_size + 8 * config.hidden_size) * width,
+            attended=model.kv_bytes + 2 * of_queries * width,
+            # Queries exist at most six times while they are normed (in float32) and rotated.
+            inner=(8 * hidden + max(6 * of_queries + 4 * of_keys, _mlp(config))) * width,
+            seen=2 + 2 * width,
             distribution=config.vocab_size * 4 * 6,
+            choice=config.vocab_size * (4 + width),
         )
+
+
+def _mlp(config: object) -> int:
+    """Numbers of a token: gate, up and their product; with experts, of each that it goes to."""
+    num_experts = getattr(config, "num_experts_per_tok", None)
+    if num_experts is None:
+        return 3 * config.intermediate_size
+    return num_experts * (3 * config.intermediate_size + 4 * config.hidden_size)
 
 
 def held_bytes(sizes: Sizes, document: Document, num_mixtures: int) -> int:
     """What has to be there whatever the batches are."""
     num_prefix = len(document.prefix)
     num_rows, num_suffix = 2 * len(document.questions), longest_suffix(document)
-    layers = sizes.num_layers * num_prefix * (3 * sizes.kv + sizes.e)
-    one_pass = num_prefix * (sizes.inner + 2 * sizes.attended)
-    streams = 2 * (num_mixtures + 1) * num_rows * num_suffix * sizes.e
-    return layers + one_pass + streams
+    # Four: the sender's, the receiver's, and while judging a recompute beside a CacheBlend.
+    kept = sizes.num_layers * num_prefix * (4 * sizes.kv + sizes.e)
+    one_pass = num_prefix * (sizes.inner + sizes.attended)
+    mask = num_prefix * num_prefix * sizes.seen
+    # Four: entering a layer, read by one source, leaving it in parts, joined.
+    streams = 4 * (num_mixtures + 1) * num_rows * num_suffix * sizes.e
+    return kept + _with_holes(one_pass + mask + streams)
 
 
 def row_bytes(sizes: Sizes, document: Document) -> int:
     """One row through one layer, and its own tokens' KV of all layers while it is decoded."""
     num_suffix = longest_suffix(document)
     num_tokens = len(document.prefix) + num_suffix
-    mask = 6 * num_suffix * num_tokens
+    mask = num_suffix * num_tokens * sizes.seen
     tails = num_suffix * sizes.num_layers * sizes.kv
-    return num_tokens * sizes.attended + num_suffix * sizes.inner + mask + tails
+    in_layer = num_tokens * sizes.attended + num_suffix * sizes.inner
+    return in_layer + mask + tails + sizes.choice
 
 
 def longest_suffix(document: Document) -> int:
@@ -97,14 +126,25 @@ def make_room(
     rows, positions = MOST_ROWS, MOST_POSITIONS
     for document in documents:
         held, row = held_bytes(sizes, document, num_mixtures), row_bytes(sizes, document)
-        least = held + row + sizes.distribution
+        least = held + _with_holes(max(row, sizes.distribution))
         if least > bound:
             raise ConfigError(
                 f"--max-memory-gb is {max_memory_gb:g}, and a context of {len(document.prefix)} "
-                f"tokens (question {document.questions[0].name}) needs {least / GIB:.2f}; "
+                f"tokens (question {document.questions[0].name}) needs {_up(least)}; "
                 "raise it, or cut contexts with --max-prompt-tokens"
             )
-        spare = (bound - held) / 2
-        rows = min(rows, max(1, int(spare / row)))
-        positions = min(positions, max(1, int(spare / sizes.distribution)))
+        spare = bound - held
+        usable = max(spare / 2, spare - MOST_HOLES)  # the rest is for the holes
+        rows = min(rows, int(usable / row))
+        positions = min(positions, int(usable / sizes.distribution))
     return Room(rows=rows, positions=positions)
+
+
+def _up(num_bytes: int) -> str:
+    """In GiB, so that what is printed is enough."""
+    return f"{math.ceil(100 * num_bytes / GIB) / 100:.2f}"
+
+
+def _with_holes(num_bytes: int) -> int:
+    """Memory in use, and freed memory that stays the process's."""
+    return num_bytes + min(num_bytes, MOST_HOLES)

@@ -1,0 +1,158 @@
+"""Batches are as large as the stated memory allows, and the memory that is used stays within it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from random import Random
+
+import msgspec
+import pytest
+import torch
+
+from cachetree.errors import ConfigError
+from profiles.documents import Document, Question
+from profiles.frontier import grid
+from profiles.journal import temporary_journal
+from profiles.metrics import Metric
+from profiles.models import ModelSource, Pair, load_pair
+from profiles.profiler import answerers
+from profiles.random_models import VOCAB_SIZE, shape, write_models
+from profiles.room import GIB, MOST_POSITIONS, MOST_ROWS, Room, Sizes, make_room
+from profiles.study import Bench
+from profiles.tasks import Task
+from profiles.training import sweep
+
+STATUS = Path("/proc/self/status")
+NUM_LAYERS, MAX_NEW = 4, 3
+SMALL_GB, LARGE_GB = 0.17, 1.2
+# Of Llama 3 8B in bf16.
+SIZES = Sizes(
+    num_layers=32,
+    kv=4096,
+    e=8192,
+    attended=20480,
+    inner=151552,
+    seen=6,
+    distribution=3078144,
+    choice=769536,
+)
+
+
+def make_document(num_prefix: int, num_questions: int) -> Document:
+    random = Random(num_prefix)
+
+    def tokens(num_tokens: int) -> tuple[int, ...]:
+        return tuple(random.choices(range(4, VOCAB_SIZE), k=num_tokens))
+
+    return Document(
+        prefix=tokens(num_prefix),
+        questions=tuple(
+            Question(suffix=tokens(9), reference=tokens(MAX_NEW), answers=("w5",), name=f"q{i}")
+            for i in range(num_questions)
+        ),
+        task=Task(name="random", template="{context} {input}", metric=Metric.F1, max_new=MAX_NEW),
+    )
+
+
+LONG, SHORT = make_document(4000, 6), make_document(100, 1)
+
+
+def room(max_memory_gb: float, documents: Iterable[Document] = (LONG,)) -> Room:
+    return make_room(SIZES, documents, 65, max_memory_gb)
+
+
+def test_batches_shrink_with_the_bound():
+    rooms = [room(gb) for gb in (1000, 64, 32, 16, 8, 6)]
+    assert rooms[0] == Room(rows=MOST_ROWS, positions=MOST_POSITIONS)
+    rows, positions = [it.rows for it in rooms], [it.positions for it in rooms]
+    assert rows == sorted(rows, reverse=True)
+    assert positions == sorted(positions, reverse=True)
+    assert rows[0] > rows[3] > rows[4] > rows[5] >= 1
+    assert positions[0] > positions[4] > positions[5] >= 1
+
+
+def test_the_largest_document_decides():
+    assert room(8, [SHORT, LONG]) == room(8, [LONG, SHORT]) == room(8)
+    assert room(8, [SHORT]).rows > room(8).rows
+
+
+def test_what_does_not_fit_is_refused_with_what_would():
+    with pytest.raises(ConfigError) as caught:
+        room(1.5, [SHORT, LONG])
+    message = str(caught.value)
+    pattern = (
+        r"--max-memory-gb is 1\.5, and a context of 4000 tokens \(question q0\) needs (\d\.\d\d); "
+        r"raise it, or cut contexts with --max-prompt-tokens"
+    )
+    found = re.fullmatch(pattern, message)
+    assert found, message
+    need = float(found[1])
+    assert room(need).rows >= 1
+    with pytest.raises(ConfigError, match=f"needs {need}"):
+        room(need - 0.01)
+
+
+class Measured(msgspec.Struct, frozen=True):
+    rows: int
+    grown: int
+    """Bytes by which the process was larger at its largest than before."""
+
+
+@pytest.mark.skipif(
+    not (STATUS.exists() and "VmHWM" in STATUS.read_text()), reason="needs Linux's /proc"
+)
+def test_a_sweep_stays_within_the_bound():
+    """In a process of its own, whose memory nobody else has used."""
+    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    small, large = msgspec.json.decode(done.stdout.splitlines()[-1], type=tuple[Measured, Measured])
+    assert small.grown <= SMALL_GB * GIB, small
+    assert large.grown <= LARGE_GB * GIB, large
+    assert large.rows >= 4 * small.rows
+    assert large.grown > 1.5 * small.grown, "larger batches use no more memory: what is measured?"
+
+
+def measure() -> tuple[Measured, Measured]:
+    """The small bound first: a process is never seen to have been smaller."""
+    torch.set_num_threads(1)
+    config = shape("llama", layers=NUM_LAYERS, hidden=256, heads=4, kv_heads=2)
+    with tempfile.TemporaryDirectory() as folder:
+        sender, receiver = write_models(Path(folder), config, ["sender", "receiver"], std=0.3)
+        pair = load_pair(
+            ModelSource(path=sender),
+            ModelSource(path=receiver),
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            cache_dir=None,
+        )
+    swept(pair, make_document(48, 2), 1.0)
+    document = make_document(1600, 6)
+    before = kib("VmRSS")
+    return tuple(
+        Measured(swept(pair, document, gb), 1024 * (kib("VmHWM") - before))
+        for gb in (SMALL_GB, LARGE_GB)
+    )
+
+
+def swept(pair: Pair, document: Document, max_memory_gb: float) -> int:
+    """The rows of its batches."""
+    sender, receiver = answerers(pair, [document], max_memory_gb)
+    with temporary_journal() as journal:
+        bench = Bench(sender=sender, receiver=receiver, journal=journal)
+        sweep(bench, [document], grid(NUM_LAYERS, 1), pruned=False)
+    return receiver.room.rows
+
+
+def kib(field: str) -> int:
+    """Not getrusage: its maximum is that of the parent, where that was larger when it forked."""
+    (line,) = (it for it in STATUS.read_text().splitlines() if it.startswith(field))
+    return int(line.split()[1])
+
+
+if __name__ == "__main__":
+    print(msgspec.json.encode(measure()).decode())
