@@ -35,6 +35,7 @@ from cachetree.lease import Lease, Reservation
 from cachetree.plan import Kind, Plan, Step
 from cachetree.profile import PairProfile, read_profile, write_profile
 from cachetree.staging import Allocate, Staging, pageable
+from cachetree.tier import MakeTier, NoteSpeed, Search, Tier
 from cachetree.transport import Peer, PeerConfig, PeerState, PeerStatus, Worker, WorkerConfig
 from cachetree.tree import CacheTree
 
@@ -62,9 +63,11 @@ __all__ = [
     "Kind",
     "Lease",
     "Location",
+    "MakeTier",
     "Match",
     "ModelId",
     "ModelIdentity",
+    "NoteSpeed",
     "PageHash",
     "PairProfile",
     "Peer",
@@ -75,10 +78,12 @@ __all__ = [
     "ProfileError",
     "ProtocolError",
     "Reservation",
+    "Search",
     "Span",
     "Staging",
     "StaleEntry",
     "Step",
+    "Tier",
     "Worker",
     "WorkerConfig",
     "pageable",

@@ -6,11 +6,11 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 
@@ -19,16 +19,19 @@ from cachetree.disk import DiskConfig, DiskStatus, DiskTier
 from cachetree.entries import Match
 from cachetree.errors import ConfigError, DeadlineExceeded, FetchError, StaleEntry
 from cachetree.family import Family
-from cachetree.ids import DISK, LOCAL, Location, ModelId, PageHash
+from cachetree.ids import LOCAL, Location, ModelId, PageHash
 from cachetree.lease import Lease
 from cachetree.plan import Kind, Plan, Step
 from cachetree.staging import Allocate, Staging, pageable
 from cachetree.staging_pool import StagingPool
+from cachetree.tier import MakeTier, NoteSpeed, Search, Tier
 from cachetree.transport import Peer, PeerConfig, PeerStatus, Status, Worker, WorkerConfig
 from cachetree.transport.pace import Bandwidth
 from cachetree.tree import CacheTree
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T", bound=Tier)
 
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -134,6 +137,8 @@ class CacheStatus(msgspec.Struct, frozen=True, kw_only=True):
     """None where this cache does not serve."""
     disk: DiskStatus | None
     """None where nothing is kept on disk."""
+    tiers: Mapping[Location, msgspec.Struct]
+    """What each tier says of itself, the disk included."""
 
 
 class Cache:
@@ -149,6 +154,7 @@ class Cache:
         family: Family,
         config: CacheConfig,
         *,
+        tiers: Sequence[MakeTier] = (),
         allocate: Allocate = pageable,
         clock: Clock = time.monotonic,
     ) -> None:
@@ -159,14 +165,18 @@ class Cache:
         self._clock = clock
         self._budget = _Budget(config.staging_bytes)
         self._pool = StagingPool(allocate, config.staging_bytes)
-        self._copied = Bandwidth(clock)
-        self._read = Bandwidth(clock)
+        self._speeds = {LOCAL: Bandwidth(clock)}
         self._worker: Worker | None = None
         self._disk: DiskTier | None = None
+        self._tiers: dict[Location, Tier] = {}
         self._peers: dict[Location, Peer] = {}
         try:
             if config.disk_path:
-                self._disk = DiskTier(self.tree, config.disk_of(family), self._note_read, clock)
+                self._disk = self._add_tier(
+                    lambda tree, note: DiskTier(tree, config.disk_of(family), note, clock)
+                )
+            for make in tiers:
+                self._add_tier(make)
             if config.serves:
                 self._worker = Worker(self.tree, config.worker, clock=clock)
             for address in map(Location, config.peers):
@@ -175,7 +185,7 @@ class Cache:
                 )
         except ConfigError:
             self._close_transport()
-            self._close_disk()
+            self._close_tiers()
             raise
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="cachetree-copy")
 
@@ -225,6 +235,11 @@ class Cache:
         """The longest prefix per model and location: a local walk, also for what peers have."""
         return self.tree.match(pages)
 
+    def search(self, pages: Sequence[PageHash]) -> Sequence[Search]:
+        """Ask the tiers that do not advertise; once all are over, `match` knows what they have."""
+        searches = [tier.search(pages) for tier in self._tiers.values()]
+        return [search for search in searches if not search.is_over]
+
     def fetch(
         self, plan: Plan, pages: Sequence[PageHash], deadline: Deadline
     ) -> BudgetedStaging | None:
@@ -244,29 +259,23 @@ class Cache:
             self._budget.give_back(sum(sizes.values()))
             raise
         wanted = pages[plan.pages.start : plan.pages.stop]
-        peer = self._peers.get(plan.location)
+        source = self._tiers.get(plan.location) or self._peers.get(plan.location)
         if len(wanted) != num_pages:
             staging.fail(FetchError(f"the plan takes pages {plan.pages} of {len(pages)}"))
         elif plan.location == LOCAL:
             self._copy(plan.sender, wanted, staging)
-            if self._disk is not None:
-                self._disk.note_use(plan.sender, wanted)
-        elif plan.location == DISK and self._disk is not None:
-            self._disk.fetch(plan.sender, wanted, staging)
-        elif peer is None:
+            for each in self._tiers.values():
+                each.note_use(plan.sender, wanted)
+        elif source is None:
             staging.fail(FetchError(f"{plan.location} is not a peer of this server"))
         else:
-            peer.fetch(plan.sender, wanted, staging)
+            source.fetch(plan.sender, wanted, staging)
         return staging
 
     def costs(self, location: Location) -> float | None:
         """Measured bytes per second from a location; None where nothing is known of late."""
-        if location == LOCAL:
-            return self._copied.bytes_per_s
-        if location == DISK:
-            return self._read.bytes_per_s
-        peer = self._peers.get(location)
-        return peer.bytes_per_s if peer else None
+        source = self._speeds.get(location) or self._peers.get(location)
+        return source.bytes_per_s if source else None
 
     def wait_ready(self, timeout_s: float) -> bool:
         """Block until every peer is ready; False when the time is over or one is refused."""
@@ -281,16 +290,17 @@ class Cache:
             peers=tuple(peer.status for peer in self._peers.values()),
             worker=self._worker.status() if self._worker else None,
             disk=self._disk.status() if self._disk else None,
+            tiers={location: tier.status() for location, tier in self._tiers.items()},
         )
 
     def close(self) -> None:
         """Stop serving and fetching; fetches under way fail. Idempotent.
 
-        What has not been written to disk yet is written, for a few seconds at most.
+        What a tier has not written yet is written, for a few seconds at most.
         """
         self._close_transport()
         self._copier.shutdown(cancel_futures=False)
-        self._close_disk()
+        self._close_tiers()
 
     def __enter__(self) -> Cache:
         return self
@@ -309,13 +319,21 @@ class Cache:
         if self._worker is not None:
             self._worker.close()
 
-    def _close_disk(self) -> None:
-        if self._disk is not None:
-            self._disk.close()
+    def _close_tiers(self) -> None:
+        for tier in self._tiers.values():
+            tier.close()
 
-    def _note_read(self, num_bytes: int, seconds: float) -> None:
-        if num_bytes >= Bandwidth.MIN_SAMPLE_BYTES:
-            self._read.sample(num_bytes, seconds)
+    def _add_tier(self, make: Callable[[CacheTree, NoteSpeed], T]) -> T:
+        speed = Bandwidth(self._clock)
+
+        def note(num_bytes: int, seconds: float) -> None:
+            if num_bytes >= Bandwidth.MIN_SAMPLE_BYTES:
+                speed.sample(num_bytes, seconds)
+
+        tier = make(self.tree, note)
+        self._tiers[tier.location] = tier
+        self._speeds[tier.location] = speed
+        return tier
 
     def _page_bytes(self, step: Step) -> int:
         return self.family.e_page_bytes if step.kind is Kind.E else self.family.kv_page_bytes
@@ -345,7 +363,7 @@ class Cache:
                         staging.write(step, offset, view)
                         offset += view.nbytes
             if staging.num_bytes >= Bandwidth.MIN_SAMPLE_BYTES:
-                self._copied.sample(staging.num_bytes, self._clock() - begun_at_s)
+                self._speeds[LOCAL].sample(staging.num_bytes, self._clock() - begun_at_s)
         except FetchError as exc:
             staging.fail(exc)
         except Exception as exc:

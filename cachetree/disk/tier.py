@@ -7,7 +7,7 @@ import logging
 import os
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final
@@ -21,16 +21,14 @@ from cachetree.disk.record import Chunks
 from cachetree.disk.store import DiskStore
 from cachetree.entries import Change
 from cachetree.errors import DeadlineExceeded, FetchError, StaleEntry
-from cachetree.ids import DISK, ModelId, PageHash, Span
+from cachetree.ids import DISK, Location, ModelId, PageHash, Span
 from cachetree.lease import Lease, Reservation
 from cachetree.plan import Kind, Step
 from cachetree.staging import Staging
+from cachetree.tier import NoteSpeed, Search
 from cachetree.tree import CacheTree
 
 log = logging.getLogger(__name__)
-
-NoteSpeed = Callable[[int, float], None]
-"""Takes bytes read and the seconds that they took."""
 
 _MAX_WAITING: Final = 4096
 """Entries that wait to be written; they hold page hashes, no pages."""
@@ -58,6 +56,8 @@ class DiskTier:
     In the tree the entries are at location `DISK`. When it is opened, a thread fills the tree's
     free memory with what was used last, so that peers find it again too.
     """
+
+    location: Final[Location] = DISK
 
     def __init__(
         self, tree: CacheTree, config: DiskConfig, note_speed: NoteSpeed, clock: Clock
@@ -91,6 +91,10 @@ class DiskTier:
         """These pages were read from memory: on disk too they are not the ones to go."""
         if self._waiting.qsize() < _MAX_WAITING:
             self._waiting.put(_Use(model, pages))
+
+    def search(self, pages: Sequence[PageHash]) -> Search:
+        """Over: the tree knows of every entry on disk."""
+        return Search(Deadline(0.0, self._clock))
 
     def status(self) -> DiskStatus:
         return msgspec.structs.replace(self._store.status(), num_late_entries=self._num_late)

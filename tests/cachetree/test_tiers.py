@@ -1,0 +1,157 @@
+"""A cache with a tier of the caller's own: what it is asked, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+from transport_parts import (
+    E_LAYER,
+    FAMILY,
+    MODEL,
+    check_content,
+    content,
+    eventually,
+    pages_of,
+    store,
+    wait_all,
+)
+
+from cachetree import (
+    LOCAL,
+    Cache,
+    CacheConfig,
+    CacheTree,
+    ConfigError,
+    Deadline,
+    Location,
+    ModelId,
+    NoteSpeed,
+    PageHash,
+    Plan,
+    Search,
+    Span,
+    Staging,
+)
+
+SHELF = Location("shelf")
+
+
+class Shelf(msgspec.Struct, frozen=True):
+    num_pages: int
+
+
+class ShelfTier:
+    """Has every page of the one model that it is asked about, and answers by `answer` only."""
+
+    location = SHELF
+
+    def __init__(self, tree: CacheTree, note_speed: NoteSpeed) -> None:
+        self.tree = tree
+        self.note_speed = note_speed
+        self.used: list[Sequence[PageHash]] = []
+        self.asked: list[tuple[Sequence[PageHash], Search]] = []
+        self.num_closed = 0
+
+    def fetch(self, model: ModelId, pages: Sequence[PageHash], staging: Staging) -> None:
+        for step in staging.steps:
+            payload = b"".join(content(page, step) for page in pages)
+            staging.write(step, 0, memoryview(payload))
+        self.note_speed(64 << 20, 0.5)
+
+    def note_use(self, model: ModelId, pages: Sequence[PageHash]) -> None:
+        self.used.append(pages)
+
+    def search(self, pages: Sequence[PageHash]) -> Search:
+        search = Search(Deadline.after(10))
+        self.asked.append((pages, search))
+        return search
+
+    def answer(self) -> None:
+        for pages, search in self.asked:
+            self.tree.add_remote(SHELF, MODEL, None, pages, [E_LAYER])
+            search.end()
+
+    def status(self) -> Shelf:
+        return Shelf(len(self.asked))
+
+    def close(self) -> None:
+        self.num_closed += 1
+
+
+def plan_of(num_pages: int, location: Location) -> Plan:
+    return Plan(
+        sender=MODEL,
+        receiver=ModelId("receiver"),
+        location=location,
+        pages=Span(0, num_pages),
+        block=Span(E_LAYER, E_LAYER + 1),
+        num_layers=FAMILY.num_layers,
+    )
+
+
+def fetch(cache: Cache, pages: Sequence[PageHash], location: Location) -> None:
+    staging = cache.fetch(plan_of(len(pages), location), pages, Deadline.after(10))
+    assert staging is not None
+    with staging:
+        wait_all(staging)
+        check_content(staging, pages)
+
+
+def test_a_tier_is_searched_matched_fetched_from_and_closed() -> None:
+    made: list[ShelfTier] = []
+
+    def make(tree: CacheTree, note_speed: NoteSpeed) -> ShelfTier:
+        made.append(ShelfTier(tree, note_speed))
+        return made[0]
+
+    pages = pages_of(6)
+    with Cache(FAMILY, CacheConfig(serves=False), tiers=[make]) as cache:
+        (tier,) = made
+        (search,) = cache.search(pages)
+        assert not search.is_over
+        assert cache.match(pages) == []
+        tier.answer()
+        assert search.is_over
+        assert [(it.location, it.num_pages) for it in cache.match(pages)] == [(SHELF, 6)]
+        assert cache.costs(SHELF) is None
+        fetch(cache, pages, SHELF)
+        assert cache.costs(SHELF) == pytest.approx(128 << 20)
+        assert tier.used == []
+        store(cache.tree, pages)
+        fetch(cache, pages, LOCAL)
+        assert tier.used == [pages]
+        assert cache.status().tiers == {SHELF: Shelf(1)}
+    assert tier.num_closed == 1
+
+
+def test_a_cache_without_tiers_searches_nothing() -> None:
+    with Cache(FAMILY, CacheConfig(serves=False)) as cache:
+        assert cache.search(pages_of(4)) == []
+        staging = cache.fetch(plan_of(4, SHELF), pages_of(4), Deadline.after(5))
+        assert staging is not None
+        eventually(lambda: "shelf is not a peer" in str(staging.error))
+
+
+def test_a_search_ends_at_its_deadline() -> None:
+    now = [0.0]
+    search = Search(Deadline(5.0, lambda: now[0]))
+    assert not search.is_over
+    now[0] = 5.0
+    assert search.is_over
+
+
+def test_a_tier_that_cannot_work_stops_the_start_and_closes_the_others() -> None:
+    made: list[ShelfTier] = []
+
+    def make(tree: CacheTree, note_speed: NoteSpeed) -> ShelfTier:
+        made.append(ShelfTier(tree, note_speed))
+        return made[0]
+
+    def refuse(tree: CacheTree, note_speed: NoteSpeed) -> ShelfTier:
+        raise ConfigError("shelf is full; buy another")
+
+    with pytest.raises(ConfigError, match="shelf is full"):
+        Cache(FAMILY, CacheConfig(serves=False), tiers=[make, refuse])
+    assert made[0].num_closed == 1
