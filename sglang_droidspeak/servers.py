@@ -1,4 +1,4 @@
-"""Real SGLang servers as context managers: for the demo, the benchmarks and the tests."""
+"""Real servers and workers as context managers: for the demo, fleets, benchmarks and tests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import requests
 import yaml
@@ -56,6 +56,12 @@ def free_port() -> int:
     raise ServerFailed(f"no port between {_PORTS.start} and {_PORTS.stop} is free")
 
 
+class Spec(Protocol):
+    """What can be started."""
+
+    def start(self, folder: Path, env: Mapping[str, str]) -> Process: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServerSpec:
     """One `python -m sglang.launch_server --config FILE`."""
@@ -67,11 +73,17 @@ class ServerSpec:
     options: Mapping[str, Any] = field(default_factory=dict)
     """SGLang's own options by their flag names without dashes."""
     port: int = field(default_factory=free_port)
+    host: str = "127.0.0.1"
+    wrapper: Sequence[str] = ()
+    """As `WorkerSpec`'s."""
+
+    def start(self, folder: Path, env: Mapping[str, str]) -> Server:
+        return Server(self, folder, env)
 
     def yaml(self) -> str:
         options: dict[str, Any] = {
             "model-path": str(self.model),
-            "host": "127.0.0.1",
+            "host": self.host,
             "port": self.port,
             "page-size": 16,
             "skip-server-warmup": True,
@@ -90,21 +102,36 @@ class ServerSpec:
         return yaml.safe_dump(options, sort_keys=False)
 
 
-class Server:
-    """A started server. `stop` ends every process of it; leaving the context does too."""
+@dataclass(frozen=True, kw_only=True)
+class WorkerSpec:
+    """One `cachetree serve --config FILE`."""
 
-    def __init__(self, spec: ServerSpec, folder: Path, env: Mapping[str, str]) -> None:
-        self.spec = spec
-        self.url = f"http://127.0.0.1:{spec.port}"
-        self.log = folder / f"{spec.name}.log"
-        config = folder / f"{spec.name}.yaml"
-        config.write_text(spec.yaml())
+    config: Mapping[str, Any]
+    name: str = "worker"
+    wrapper: Sequence[str] = ()
+    """Words before the command, such as those that run it elsewhere."""
+
+    def start(self, folder: Path, env: Mapping[str, str]) -> Worker:
+        return Worker(self, folder, env)
+
+
+class Process:
+    """One process of a fleet, in a session of its own, with a log file.
+
+    `stop` ends every process of that session; leaving `running` does too.
+    """
+
+    def __init__(
+        self, name: str, command: Sequence[str], folder: Path, env: Mapping[str, str]
+    ) -> None:
+        self.name = name
+        self.log = folder / f"{name}.log"
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "sglang.launch_server", "--config", str(config)],
+                command,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **_FORKED_START, **env},
+                env={**os.environ, **env},
                 start_new_session=True,
             )
 
@@ -116,7 +143,57 @@ class Server:
         """True once it answers; raises ServerFailed where it has ended instead."""
         if self._process.poll() is not None:
             code = self._process.returncode
-            raise ServerFailed(f"{self.spec.name} ended with {code}:\n{end_of(self.log)}")
+            raise ServerFailed(f"{self.name} ended with {code}:\n{end_of(self.log)}")
+        return self._answers()
+
+    def _answers(self) -> bool:
+        raise NotImplementedError
+
+    def kill(self) -> None:
+        """SIGKILL every process of the server at once."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def terminate(self) -> None:
+        """Ask it to end; returns at once."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGTERM)
+
+    def stop(self) -> None:
+        """End it gently, then surely."""
+        self.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=STOP_TIMEOUT_S)
+        self.kill()
+
+
+class Worker(Process):
+    """A started `cachetree serve`."""
+
+    def __init__(self, spec: WorkerSpec, folder: Path, env: Mapping[str, str]) -> None:
+        config = folder / f"{spec.name}.yaml"
+        config.write_text(yaml.safe_dump(dict(spec.config), sort_keys=False))
+        command = (*spec.wrapper, sys.executable, "-m", "cachetree.cli", "serve", "--config")
+        super().__init__(spec.name, (*command, str(config)), folder, env)
+        self.spec = spec
+
+    def _answers(self) -> bool:
+        return "serving at " in self.log.read_text(errors="replace")
+
+
+class Server(Process):
+    """A started SGLang server."""
+
+    def __init__(self, spec: ServerSpec, folder: Path, env: Mapping[str, str]) -> None:
+        config = folder / f"{spec.name}.yaml"
+        config.write_text(spec.yaml())
+        command = (*spec.wrapper, sys.executable, "-m", "sglang.launch_server", "--config")
+        super().__init__(spec.name, (*command, str(config)), folder, {**_FORKED_START, **env})
+        self.spec = spec
+        self.url = f"http://{spec.host}:{spec.port}"
+
+    def _answers(self) -> bool:
         with contextlib.suppress(requests.RequestException):
             return requests.get(f"{self.url}/health", timeout=2).status_code == 200
         return False
@@ -158,7 +235,7 @@ class Server:
                     ttft_s = ttft_s or time.perf_counter() - begun_s
                     last = line
         if ttft_s is None:
-            raise ServerFailed(f"{self.spec.name} ended a stream without a token")
+            raise ServerFailed(f"{self.name} ended a stream without a token")
         return ttft_s, json.loads(last.removeprefix(b"data: "))
 
     def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
@@ -173,25 +250,7 @@ class Server:
             if requests.post(f"{self.url}/flush_cache", timeout=10).status_code == 200:
                 return
             time.sleep(0.05)
-        raise ServerFailed(f"{self.spec.name} did not flush its cache within 5 s")
-
-    def kill(self) -> None:
-        """SIGKILL every process of the server at once."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-
-    def terminate(self) -> None:
-        """Ask it to end; returns at once."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGTERM)
-
-    def stop(self) -> None:
-        """End it gently, then surely."""
-        self.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout=STOP_TIMEOUT_S)
-        self.kill()
+        raise ServerFailed(f"{self.name} did not flush its cache within 5 s")
 
 
 def _body(
@@ -212,11 +271,11 @@ def _body(
 
 @contextlib.contextmanager
 def running(
-    *specs: ServerSpec,
+    *specs: Spec,
     folder: Path | None = None,
     env: Mapping[str, str] | None = None,
     on_wait: Callable[[float], None] = lambda _seconds: None,
-) -> Iterator[list[Server]]:
+) -> Iterator[list[Any]]:
     """Start servers side by side, yield them ready, and end them whatever happens.
 
     `on_wait` is called about twice a second with the seconds waited so far. Raises ServerFailed.
@@ -225,11 +284,11 @@ def running(
         if folder is None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="droidspeak-")))
         folder.mkdir(parents=True, exist_ok=True)
-        servers: list[Server] = []
+        servers: list[Process] = []
         stack.callback(_stop_all, servers)
         for spec in specs:
             with _uninterrupted():
-                servers.append(Server(spec, folder, env or {}))
+                servers.append(spec.start(folder, env or {}))
         started_s = time.monotonic()
         waiting = list(servers)
         while waiting := [server for server in waiting if not server.is_ready()]:
@@ -237,14 +296,14 @@ def running(
             if elapsed_s > START_TIMEOUT_S:
                 late = waiting[0]
                 raise ServerFailed(
-                    f"{late.spec.name} is not ready after {elapsed_s:.0f} s:\n{end_of(late.log)}"
+                    f"{late.name} is not ready after {elapsed_s:.0f} s:\n{end_of(late.log)}"
                 )
             on_wait(elapsed_s)
             time.sleep(0.5)
         yield servers
 
 
-def _stop_all(servers: Sequence[Server]) -> None:
+def _stop_all(servers: Sequence[Process]) -> None:
     """All at once; each of them ends even where another one's end fails."""
     with _uninterrupted(), contextlib.ExitStack() as stack:
         for server in servers:

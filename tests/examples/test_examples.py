@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,8 +35,14 @@ class ExampleSpec:
     port: int
     text: str
 
+    host: str = "127.0.0.1"
+    wrapper: tuple[str, ...] = ()
+
     def yaml(self) -> str:
         return self.text
+
+    def start(self, folder: Path, env: Mapping[str, str]) -> Server:
+        return Server(self, folder, env)
 
 
 @pytest.fixture(scope="module")

@@ -150,7 +150,7 @@ def test_a_pair_that_was_not_trained_together_fails_and_stays_failed(unseen, tmp
     """The stranger answers as well as the shipped sender, and nobody can read its cache."""
     write_stranger(WEIGHTS / "sender", tmp_path / "stranger", SEED)
     pair = ["--sender", str(tmp_path / "stranger"), "--receiver", str(WEIGHTS / "receiver")]
-    data = ["--data", str(DATA / "train.jsonl"), *ASKED, "--timing-seconds", "0"]
+    data = ["--data", str(DATA / "train.jsonl"), *ASKED, "--group", "2", "--timing-seconds", "0"]
     out = tmp_path / "pair.json"
     result = run(*pair, *data, "--out", str(out))
     assert result.returncode == FAILED_GATE, result.stdout + result.stderr
@@ -160,7 +160,9 @@ def test_a_pair_that_was_not_trained_together_fails_and_stays_failed(unseen, tmp
     assert "no block smaller than all layers" in profile.reason
     assert {(it.start, it.stop) for it in profile.blocks} == {(0, 12)}
     assert (profile.train.num_contexts, profile.held_out.num_contexts) == (12, 12)
-    result = run("verify", str(out), *pair, "--data", str(unseen))
+    some = tmp_path / "some.jsonl"
+    write_records(read_records(unseen)[:72], some)
+    result = run("verify", str(out), *pair, "--data", str(some))
     assert result.returncode == 0, result.stdout + result.stderr
     assert "the profile's verdict holds" in result.stdout
 

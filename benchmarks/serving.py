@@ -1,0 +1,228 @@
+"""What does it cost an engine that decodes to serve its cache meanwhile?
+
+    python benchmarks/serving.py [--windows 40] [--mb-s 100 400 0]
+
+A server of a randomly initialised model of 12 layers × 768 decodes one long answer. Beside it, in
+windows of a second that alternate with quiet ones, a process fetches a document of 2,000 tokens
+(147 MB) from the server's cache again and again, at the given rate (0: as fast as it goes). The
+time between two tokens is the scheduler thread's step; what the worker's thread takes of it is the
+interpreter's lock (headers, checksums release it) and the processor's caches. The goal is at most
+2 %. The ratio is of the medians of neighbouring windows; the server computes with one thread, so
+that on two cores the other one moves the bytes. Before that the answer is compared with the answer
+of the same server while nobody fetches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import requests
+from rich.console import Console
+from rich.table import Table
+
+from cachetree import Cache, CacheConfig, Deadline, Family, PeerConfig, Plan, Span
+from cachetree.hashing import page_hashes
+from cachetree.identity import read_model_identity
+from profiles.random_models import random_prompt, shape, write_models
+from sglang_droidspeak.servers import Server, ServerSpec, free_port, running
+
+NUM_LAYERS = 12
+PAGE = 16
+DOCUMENT = random_prompt(2000, seed=1)
+QUESTION = random_prompt(64, seed=2)
+WINDOW_S = 1.0
+SETTLE_S = 0.1
+"""Left out at the beginning of a window."""
+
+
+def fetch_for_ever(address: str, model: str, is_shared: bool) -> None:
+    """The fetching process: reads a rate per line, answers what it has fetched until then."""
+    path = Path(model)
+    family = Family.of(
+        read_model_identity(path), kv_dtype="float32", page_size=PAGE, tp_size=1, tp_rank=0
+    )
+    pages = page_hashes(DOCUMENT, PAGE)
+    rate, num_bytes = [-1.0], [0]
+    peer = PeerConfig(shared_memory=is_shared)
+    with Cache(family, CacheConfig(peers=(address,), serves=False, peer=peer)) as cache:
+        while not (matches := cache.match(pages)) or matches[0].num_pages < len(pages):
+            time.sleep(0.02)
+        threading.Thread(target=_fetch, args=(cache, pages, rate, num_bytes), daemon=True).start()
+        print("ready", flush=True)
+        for line in sys.stdin:
+            rate[0] = float(line)
+            print(num_bytes[0], flush=True)
+
+
+def _fetch(cache: Cache, pages: Sequence[Any], rate: list[float], num_bytes: list[int]) -> None:
+    (match,) = cache.match(pages)
+    plan = Plan(
+        sender=match.model,
+        receiver=match.model,
+        location=match.location,
+        pages=Span(0, len(pages)),
+        block=Span(0, 0),
+        num_layers=NUM_LAYERS,
+    )
+    while True:
+        if rate[0] < 0:
+            time.sleep(0.005)
+            continue
+        begun_at_s = time.perf_counter()
+        staging = cache.fetch(plan, pages, Deadline.after(30))
+        assert staging is not None
+        with staging:
+            for step in plan.steps:
+                staging.wait(step)
+        num_bytes[0] += staging.num_bytes
+        if rate[0]:
+            due_s = staging.num_bytes / rate[0]
+            while rate[0] > 0 and time.perf_counter() - begun_at_s < due_s:
+                time.sleep(0.002)
+
+
+@dataclass
+class Answer:
+    """One streamed answer: when each token came, and which."""
+
+    arrivals_s: list[float] = field(default_factory=list)
+    text: str = ""
+    is_over: bool = False
+
+    def read(self, server: Server, num_tokens: int) -> None:
+        body = {
+            "input_ids": QUESTION,
+            "stream": True,
+            "sampling_params": {
+                "temperature": 0,
+                "ignore_eos": True,
+                "max_new_tokens": num_tokens,
+            },
+        }
+        with requests.post(f"{server.url}/generate", json=body, timeout=600, stream=True) as reply:
+            for line in reply.iter_lines():
+                if line.startswith(b"data: {"):
+                    self.arrivals_s.append(time.perf_counter())
+                    self.text = json.loads(line[6:])["text"]
+        self.is_over = True
+
+    def steps_ms(self, begin_s: float, end_s: float) -> list[float]:
+        """Times between two tokens that both came within a window."""
+        times = [at for at in self.arrivals_s if begin_s <= at < end_s]
+        return [1000 * (after - before) for before, after in pairwise(times)]
+
+
+@contextmanager
+def fetcher(address: str, model: Path, is_shared: bool) -> Any:
+    command = [sys.executable, __file__, "--fetch", address, str(model), str(int(is_shared))]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline() == "ready\n"
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def say(process: subprocess.Popen[str], rate: float) -> int:
+    """Set the rate (-1 stops); returns the bytes fetched so far."""
+    process.stdin.write(f"{rate}\n")
+    process.stdin.flush()
+    return int(process.stdout.readline())
+
+
+def measure(
+    server: Server, process: subprocess.Popen[str], rate: float, num_windows: int, alone: str
+) -> dict[str, Any]:
+    answer = Answer()
+    reader = threading.Thread(target=answer.read, args=(server, 8000), daemon=True)
+    reader.start()
+    while len(answer.arrivals_s) < 20:
+        time.sleep(0.01)
+    medians: dict[bool, list[float]] = {False: [], True: []}
+    moved = busy_s = 0.0
+    for index in range(2 * num_windows):
+        is_on = bool(index % 2)
+        before = say(process, rate if is_on else -1)
+        begin_s = time.perf_counter()
+        time.sleep(WINDOW_S)
+        end_s = time.perf_counter()
+        moved += (say(process, -1) - before) if is_on else 0
+        busy_s += (end_s - begin_s) if is_on else 0
+        steps = answer.steps_ms(begin_s + SETTLE_S, end_s)
+        if answer.is_over or len(steps) < 5:
+            break
+        medians[is_on].append(statistics.median(steps))
+    requests.post(f"{server.url}/abort_request", json={"abort_all": True}, timeout=10)
+    reader.join()
+    num_equal = min(len(alone), len(answer.text))
+    assert answer.text[:num_equal] == alone[:num_equal], "serving must not change an answer"
+    ratios = [on / off for off, on in zip(medians[False], medians[True], strict=False)]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    return {
+        "asked_mb_s": rate / 1e6,
+        "moved_mb_s": moved / busy_s / 1e6,
+        "step_ms": statistics.median(medians[False]),
+        "ratio": middle,
+        "p25": low,
+        "p75": high,
+        "windows": len(ratios),
+    }
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--fetch"]:
+        fetch_for_ever(sys.argv[2], sys.argv[3], sys.argv[4] == "1")
+        return
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--windows", type=int, default=30)
+    parser.add_argument("--mb-s", type=float, nargs="*", default=[100, 400, 0])
+    args = parser.parse_args()
+    console = Console(width=100)
+    address = f"tcp://127.0.0.1:{free_port()}"
+    found = []
+    with tempfile.TemporaryDirectory() as name:
+        config = shape("llama", layers=NUM_LAYERS, hidden=768, heads=12, kv_heads=12)
+        (model,) = write_models(Path(name), config, ["model"])
+        spec = ServerSpec(
+            model=model,
+            options={"dtype": "float32", "device": "cpu", "max-total-tokens": 16384},
+            droidspeak={"listen": address, "host_gb": 1, "capture_layers": [4]},
+        )
+        with running(spec, env={"OMP_NUM_THREADS": "1"}) as (server,):
+            server.generate(DOCUMENT, max_new_tokens=1)
+            alone = Answer()
+            alone.read(server, 300)
+            for is_shared in (True, False):
+                with fetcher(address, model, is_shared) as process:
+                    for rate in args.mb_s:
+                        row = measure(server, process, 1e6 * rate, args.windows, alone.text)
+                        found.append({"path": "memory" if is_shared else "tcp", **row})
+    table = Table(title="time between two tokens while the cache is read / while it is not")
+    for column in ("path", "asked MB/s", "moved MB/s", "step, ms", "ratio", "p25", "p75"):
+        table.add_column(column, justify="left" if column == "path" else "right")
+    for row in found:
+        numbers = ("asked_mb_s", "moved_mb_s", "step_ms", "ratio", "p25", "p75")
+        digits = (0, 0, 2, 3, 3, 3)
+        table.add_row(
+            row["path"], *(f"{row[it]:.{num}f}" for it, num in zip(numbers, digits, strict=True))
+        )
+    console.print(table)
+    sys.stdout.write(json.dumps({"question": "cost of serving", "rows": found}) + "\n")
+
+
+if __name__ == "__main__":
+    main()
