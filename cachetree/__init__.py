@@ -4,7 +4,8 @@
 SGLang.
 """
 
-from cachetree.cache import BudgetedStaging, Cache, CacheConfig, CacheStatus
+from cachetree.budget import BudgetedStaging
+from cachetree.cache import Cache, CacheConfig, CacheStatus
 from cachetree.clock import Deadline
 from cachetree.disk import DiskStatus
 from cachetree.entries import Match
@@ -36,7 +37,15 @@ from cachetree.plan import Kind, Plan, Step
 from cachetree.profile import PairProfile, read_profile, write_profile
 from cachetree.staging import Allocate, Staging, pageable
 from cachetree.tier import MakeTier, NoteSpeed, Search, Tier
-from cachetree.transport import Peer, PeerConfig, PeerState, PeerStatus, Worker, WorkerConfig
+from cachetree.transport import (
+    Peer,
+    PeerConfig,
+    PeerState,
+    PeerStatus,
+    PusherStatus,
+    Worker,
+    WorkerConfig,
+)
 from cachetree.tree import CacheTree
 
 __all__ = [
@@ -77,6 +86,7 @@ __all__ = [
     "Plan",
     "ProfileError",
     "ProtocolError",
+    "PusherStatus",
     "Reservation",
     "Search",
     "Span",

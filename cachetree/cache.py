@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Final, TypeVar
 
 import msgspec
 
+from cachetree.budget import Budget, BudgetedStaging
 from cachetree.clock import Clock, Deadline
 from cachetree.disk import DiskConfig, DiskStatus, DiskTier
 from cachetree.entries import Match
@@ -25,7 +24,16 @@ from cachetree.plan import Kind, Plan, Step
 from cachetree.staging import Allocate, Staging, pageable
 from cachetree.staging_pool import StagingPool
 from cachetree.tier import MakeTier, NoteSpeed, Search, Tier
-from cachetree.transport import Peer, PeerConfig, PeerStatus, Status, Worker, WorkerConfig
+from cachetree.transport import (
+    Peer,
+    PeerConfig,
+    PeerStatus,
+    Pusher,
+    PusherStatus,
+    Status,
+    Worker,
+    WorkerConfig,
+)
 from cachetree.transport.pace import Bandwidth
 from cachetree.tree import CacheTree
 
@@ -56,6 +64,9 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     peer_keys: dict[str, str] = {}
     """Address of a peer to its public key, or to the file that holds it. A peer that is named here
     is spoken to in cipher, with `peer.key_file` as own key; the others in clear."""
+    stores: tuple[str, ...] = ()
+    """Which of the peers also keep what comes into this cache, so that it outlives it; they must
+    accept that (`worker.accepts` there)."""
     serves: bool = True
     """Whether other servers may read from this one."""
     worker: WorkerConfig = WorkerConfig()
@@ -74,6 +85,13 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             )
         if len(set(self.peers)) != len(self.peers):
             raise ConfigError(f"peers is {list(self.peers)!r}; name each worker once")
+        if len(set(self.stores)) != len(self.stores):
+            raise ConfigError(f"stores is {list(self.stores)!r}; name each worker once")
+        for address in set(self.stores) - set(self.peers):
+            raise ConfigError(
+                f"stores has {address}, which is not in peers, so that nothing stored there would "
+                "be read; add it to peers"
+            )
         for address in self.peer_keys.keys() - set(self.peers):
             raise ConfigError(
                 f"peer_keys has {address}, which is not in peers; write the address alike in both"
@@ -96,36 +114,6 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         )
 
 
-class BudgetedStaging(Staging):
-    """A staging buffer that counts against its cache's budget until it is released.
-
-    `release`, leaving the context, or garbage collection gives the bytes back; the first of them
-    counts. One that has not completed is cancelled by it.
-    """
-
-    def __init__(
-        self, sizes: Mapping[Step, int], deadline: Deadline, allocate: Allocate, budget: _Budget
-    ) -> None:
-        super().__init__(sizes, deadline, allocate)
-        self._give_back = weakref.finalize(self, budget.give_back, self.num_bytes)
-
-    def release(self) -> None:
-        """The caller reads no more. Idempotent."""
-        self.cancel()
-        self._give_back()
-
-    def __enter__(self) -> BudgetedStaging:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.release()
-
-
 class CacheStatus(msgspec.Struct, frozen=True, kw_only=True):
     """A cache in numbers."""
 
@@ -133,6 +121,7 @@ class CacheStatus(msgspec.Struct, frozen=True, kw_only=True):
     host_bytes: int
     staging_bytes_in_use: int
     peers: tuple[PeerStatus, ...]
+    stores: tuple[PusherStatus, ...]
     worker: Status | None
     """None where this cache does not serve."""
     disk: DiskStatus | None
@@ -163,13 +152,14 @@ class Cache:
             family, host_bytes=config.host_bytes, allocate=allocate, clock=clock
         )
         self._clock = clock
-        self._budget = _Budget(config.staging_bytes)
+        self._budget = Budget(config.staging_bytes)
         self._pool = StagingPool(allocate, config.staging_bytes)
         self._speeds = {LOCAL: Bandwidth(clock)}
         self._worker: Worker | None = None
         self._disk: DiskTier | None = None
         self._tiers: dict[Location, Tier] = {}
         self._peers: dict[Location, Peer] = {}
+        self._pushers: list[Pusher] = []
         try:
             if config.disk_path:
                 self._disk = self._add_tier(
@@ -183,6 +173,9 @@ class Cache:
                 self._peers[address] = Peer(
                     self.tree, address, config.peer_at(address), clock=clock
                 )
+            for address in map(Location, config.stores):
+                peer = config.peer_at(address)
+                self._pushers.append(Pusher(self.tree, address, peer, clock=clock))
         except ConfigError:
             self._close_transport()
             self._close_tiers()
@@ -288,6 +281,7 @@ class Cache:
             host_bytes=self.tree.host_bytes,
             staging_bytes_in_use=self._budget.num_bytes,
             peers=tuple(peer.status for peer in self._peers.values()),
+            stores=tuple(pusher.status for pusher in self._pushers),
             worker=self._worker.status() if self._worker else None,
             disk=self._disk.status() if self._disk else None,
             tiers={location: tier.status() for location, tier in self._tiers.items()},
@@ -314,6 +308,8 @@ class Cache:
         self.close()
 
     def _close_transport(self) -> None:
+        for pusher in self._pushers:
+            pusher.close()
         for peer in self._peers.values():
             peer.close()
         if self._worker is not None:
@@ -369,24 +365,3 @@ class Cache:
         except Exception as exc:
             log.exception("a local copy failed")
             staging.fail(FetchError(f"internal error: {exc}"))
-
-
-class _Budget:
-    """Bytes that may be in use at once."""
-
-    def __init__(self, limit_bytes: int) -> None:
-        self.num_bytes = 0
-        self._limit_bytes = limit_bytes
-        # Reentrant: garbage collection may give back in the middle of `take`.
-        self._lock = threading.RLock()
-
-    def take(self, num_bytes: int) -> bool:
-        with self._lock:
-            if self.num_bytes + num_bytes > self._limit_bytes:
-                return False
-            self.num_bytes += num_bytes
-            return True
-
-    def give_back(self, num_bytes: int) -> None:
-        with self._lock:
-            self.num_bytes -= num_bytes

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any, Final
 
 import msgspec
 
@@ -15,6 +16,8 @@ from cachetree.cache import Cache, CacheConfig
 from cachetree.errors import CacheTreeError, ConfigError
 from cachetree.family import Family
 from cachetree.transport import Credentials, Status, ask_status, credentials_of, write_key_pair
+
+_SERVED: Final = {"accepts": True}
 
 
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -28,13 +31,27 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 def read_config(path: Path) -> ServeConfig:
     """Read a YAML file; raises ConfigError naming the file and the field."""
     try:
-        config = msgspec.yaml.decode(path.read_bytes(), type=ServeConfig)
+        config = msgspec.convert(
+            _with_defaults(msgspec.yaml.decode(path.read_bytes())), ServeConfig
+        )
     except OSError as exc:
         raise ConfigError(f"config {path} cannot be read: {exc.strerror}") from exc
     except msgspec.DecodeError as exc:
         raise ConfigError(f"config {path}: {exc}") from exc
     if not config.cache.serves:
         raise ConfigError(f"config {path}: cache.serves is false; remove it to serve")
+    return config
+
+
+def _with_defaults(config: Any) -> Any:
+    """A worker that runs alone is there to be given entries."""
+    match config:
+        case {"cache": {"worker": {**worker}, **cache}, **rest}:
+            return {**rest, "cache": {**cache, "worker": {**_SERVED, **worker}}}
+        case {"cache": {**cache}, **rest} if "worker" not in cache:
+            return {**rest, "cache": {**cache, "worker": _SERVED}}
+        case {**rest} if "cache" not in rest:
+            return {**rest, "cache": {"worker": _SERVED}}
     return config
 
 

@@ -115,6 +115,12 @@ class Reservation:
         """Writable, `len(pages) * family.e_page_bytes` bytes; StaleEntry where none was asked."""
         return self._view(Step(Kind.E, layer))
 
+    def whole(self) -> memoryview:
+        """Writable: KV layer by layer, then E in rising order of layers, as `Layout` says."""
+        if not self._is_open:
+            raise RuntimeError("this reservation has been committed or released")
+        return self.slab.whole
+
     def commit(self) -> None:
         """Publish the pages. Those that another reservation published meanwhile are dropped."""
         if not self._is_open:

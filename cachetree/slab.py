@@ -77,6 +77,10 @@ class Slab:
         where = self.layout.range_of(step, pages)
         return self._memory[where.start : where.stop]
 
+    @property
+    def whole(self) -> memoryview:
+        return self._memory
+
     def drop_pages(self, num_pages: int) -> int:
         """Count pages out; returns the bytes given back, 0 while others live."""
         self.num_live_pages -= num_pages

@@ -132,6 +132,22 @@ class CacheTree:
             self._leases.add(lease)
             return lease
 
+    def has(self, model: ModelId, page: PageHash) -> bool:
+        """Whether the model has this page here."""
+        with self._lock:
+            return self._find_local(model, page) is not None
+
+    def line(self, model: ModelId, page: PageHash) -> list[Change]:
+        """What the model has from the root to the entry with `page`, as additions in order."""
+        with self._lock:
+            place = self._find_local(model, page)
+            entry = place.node.local[model] if place else None
+            changes: list[Change] = []
+            while entry is not None:
+                changes.append(entry.change(added=True))
+                entry = entry.parent
+            return changes[::-1]
+
     def sweep(self) -> None:
         """Drop leases past their deadline."""
         with self._lock:

@@ -39,6 +39,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Where this server's worker serves its cache, as `tcp://host:port`; None serves nobody."""
     peers: tuple[str, ...] = ()
     """Workers whose caches this server may read, as `tcp://host:port`."""
+    push_to: tuple[str, ...] = ()
+    """Workers that also keep what this server stores, so that it outlives the server; each is a
+    peer, named there or not."""
     profiles: tuple[str, ...] = ()
     """Pair profiles, or folders of them. Each must name this server's model on one side."""
     capture_layers: tuple[int, ...] | None = None
@@ -90,6 +93,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 "disk_path is set and host_gb is 0, so nothing is ever stored; set host_gb, or "
                 "remove disk_path"
             )
+        if self.push_to and self.host_gb == 0:
+            raise ConfigError(
+                "push_to is set and host_gb is 0, so nothing is ever stored; set host_gb, or "
+                "remove push_to"
+            )
         if self.allowed_peers and self.listen is None:
             raise ConfigError(
                 "allowed_peers is set and listen is not: nobody reads from this server; set "
@@ -122,7 +130,8 @@ def cache_config(settings: Settings, model: ModelId) -> CacheConfig:
         disk_bytes=int(settings.disk_gb * GIB),
         serves=settings.listen is not None,
         worker=worker,
-        peers=settings.peers,
+        peers=tuple(dict.fromkeys((*settings.peers, *settings.push_to))),
+        stores=settings.push_to,
         peer_keys=settings.peer_keys,
         peer=PeerConfig(key_file=settings.key_file),
     )

@@ -38,7 +38,8 @@ from sglang_droidspeak.meta_info import RequestProvenance, report
 if TYPE_CHECKING:
     import torch
 
-    from cachetree.cache import BudgetedStaging, Cache
+    from cachetree.budget import BudgetedStaging
+    from cachetree.cache import Cache
     from sglang_droidspeak.capture import Provenance
     from sglang_droidspeak.compat.names import Req, UnifiedRadixCache
     from sglang_droidspeak.meter import Meter

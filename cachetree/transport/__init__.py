@@ -11,6 +11,7 @@ from cachetree.transport.keys import write_key_pair
 from cachetree.transport.peer import Peer
 from cachetree.transport.peer_status import PeerState, PeerStatus
 from cachetree.transport.probe import ask_status
+from cachetree.transport.push import Pusher, PusherStatus
 from cachetree.transport.wire import Status
 from cachetree.transport.worker import Worker
 
@@ -20,6 +21,8 @@ __all__ = [
     "PeerConfig",
     "PeerState",
     "PeerStatus",
+    "Pusher",
+    "PusherStatus",
     "Status",
     "Worker",
     "WorkerConfig",

@@ -7,7 +7,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 
 from cachetree.entries import Change
-from cachetree.transport.wire import Entries, Entry, Reset, Synced, entries_of, pack
+from cachetree.transport.adverts import entries_of, pack
+from cachetree.transport.wire import Entries, Entry, Reset, Synced
 from cachetree.tree import CacheTree
 
 Advert = Reset | Entries | Synced

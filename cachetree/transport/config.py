@@ -31,6 +31,10 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Most bytes of one stream that are sent and not yet placed by the receiver."""
     max_streams: int = 256
     """Fetches served at once; more are refused."""
+    accepts: bool = False
+    """Whether peers may store entries here. `cachetree serve` does unless told otherwise."""
+    max_stores: int = 64
+    """Stores of peers open at once; more are refused."""
     max_peers: int = 256
     """Sessions held at once; more are turned away."""
     max_fetch_s: float = 60.0
@@ -55,6 +59,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             )
         _check_positive(
             max_streams=self.max_streams,
+            max_stores=self.max_stores,
             max_peers=self.max_peers,
             max_fetch_s=self.max_fetch_s,
             max_pending_changes=self.max_pending_changes,

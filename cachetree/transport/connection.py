@@ -89,6 +89,17 @@ class Connection:
         except zmq.Again as exc:
             raise FetchError("the worker does not read what it is sent") from exc
 
+    def send_frame(self, frame: wire.Frame, payload: memoryview) -> zmq.MessageTracker:
+        """Hand `payload` over without a copy; it must stay until the tracker is done."""
+        header = wire.encode(frame)
+        try:
+            self._socket.send(header, zmq.SNDMORE | zmq.NOBLOCK)
+        except zmq.Again as exc:
+            raise FetchError("the worker does not read what it is sent") from exc
+        tracker = self._socket.send(payload, copy=False, track=True)
+        assert tracker is not None
+        return tracker
+
     def end(self, who: str) -> CacheTreeError | None:
         """Why there is no connection, where the last `wait` saw it fail or close.
 

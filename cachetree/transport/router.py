@@ -19,6 +19,9 @@ _MAX_RECEIVED: Final = 64
 """Messages taken in one turn."""
 
 
+_NOTHING: Final = memoryview(b"")
+
+
 class PeerGone(Exception):
     """The connection to that peer is closed."""
 
@@ -26,7 +29,8 @@ class PeerGone(Exception):
 class Router:
     """A bound ROUTER socket. Used by one thread after construction; never blocks but in `wait`."""
 
-    def __init__(self, listen: Address, wakeup: Wakeup, gate: Gate) -> None:
+    def __init__(self, listen: Address, wakeup: Wakeup, gate: Gate, max_payload_bytes: int) -> None:
+        """What a peer may send at once: a header, or a payload of that size."""
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.set(zmq.LINGER, 0)
@@ -34,7 +38,7 @@ class Router:
         self._socket.set(zmq.IPV6, int(listen.is_ipv6))
         self._gate = gate
         try:
-            gate.guard(self._context, self._socket, wire.MAX_HEADER_BYTES)
+            gate.guard(self._context, self._socket, max(max_payload_bytes, wire.MAX_HEADER_BYTES))
             self._socket.bind(listen.url)
         except zmq.ZMQError as exc:
             self._context.destroy(linger=0)
@@ -69,26 +73,28 @@ class Router:
             elif refusal := refusal_at_worker(event["event"], event["value"]):
                 self._refusals.append(refusal)
 
-    def receive(self) -> Iterator[tuple[bytes, wire.ToWorker | ProtocolError]]:
-        """What has arrived, as (identity, message or what is wrong with it)."""
+    def receive(self) -> Iterator[tuple[bytes, wire.ToWorker | ProtocolError, memoryview]]:
+        """What has arrived, as (identity, message or what is wrong with it, payload).
+
+        The payload is empty for all but a `Frame`.
+        """
         for _ in range(_MAX_RECEIVED):
             try:
                 identity = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
             header = self._socket.recv(copy=False)
-            num_extra = 0
+            payload, num_frames = _NOTHING, 1
             more = header.more
             while more:
-                more = self._socket.recv(copy=False).more
-                num_extra += 1
+                frame = self._socket.recv(copy=False)
+                more, payload = frame.more, frame.buffer
+                num_frames += 1
             try:
-                if num_extra:
-                    raise ProtocolError(f"a message has {num_extra + 1} frames instead of one")
-                received: wire.ToWorker | ProtocolError = wire.decode_to_worker(header.buffer)
+                received: wire.ToWorker | ProtocolError = _read(header.buffer, payload, num_frames)
             except ProtocolError as exc:
                 received = exc
-            yield identity, received
+            yield identity, received, payload
 
     def send(self, identity: bytes, message: wire.ToPeer) -> bool:
         """False where the peer's queue is full; raises PeerGone."""
@@ -134,3 +140,15 @@ class Router:
                 raise PeerGone(identity.hex()) from exc
             raise
         return True
+
+
+def _read(header: memoryview, payload: memoryview, num_frames: int) -> wire.ToWorker:
+    message = wire.decode_to_worker(header)
+    size = message.size if isinstance(message, wire.Frame) else 0
+    expected = 2 if isinstance(message, wire.Frame) else 1
+    if num_frames != expected or payload.nbytes != size:
+        raise ProtocolError(
+            f"a {type(message).__name__} of {num_frames} frames brings {payload.nbytes} bytes of "
+            f"payload instead of {size}"
+        )
+    return message

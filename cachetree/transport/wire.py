@@ -13,6 +13,10 @@ A header ends with a checksum of its own: without it a flipped bit could name an
                               ◄──         Frame + payload ...         at most the window in flight
     Credit                    ──►                                     as payloads are placed
     Cancel                    ──►                                     or FetchFailed ◄──
+    Store                     ──►
+                              ◄──         Wanted or StoreRefused
+    Frame + payload ...       ──►                                     at most the window in flight
+                              ◄──         Credit ..., Stored          or StoreRefused
     Ping                      ──► Pong                                both notice silence
     StatusRequest             ──►
                               ◄──         Status
@@ -23,7 +27,8 @@ Unknown fields are ignored, unknown tags are refused. Nothing here opens a socke
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
+from enum import Enum
 from typing import Final, TypeVar
 
 import msgspec
@@ -34,7 +39,7 @@ from cachetree.family import Family
 from cachetree.ids import PAGE_HASH_BYTES, PageHash
 from cachetree.plan import Kind, Step
 
-PROTOCOL_VERSION: Final = 2
+PROTOCOL_VERSION: Final = 3
 
 MAX_HEADER_BYTES: Final = 1 << 20
 """Largest header either side accepts; a fetch may name 60,000 pages."""
@@ -46,9 +51,6 @@ MIN_FRAME_BYTES: Final = 4096
 """Smallest payload frame that either side may ask the other to keep to."""
 
 MAX_REASON_CHARS: Final = 500
-
-ENTRY_PAGES: Final = 2048
-"""Pages per `Entries` message: 32 KiB of hashes, so that adverts never delay a frame for long."""
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
@@ -109,6 +111,45 @@ class Fetch(msgspec.Struct, frozen=True, kw_only=True, tag="fetch"):
     """Never have more than this sent and not credited."""
     timeout_ms: int
     """What was left of the deadline when this was sent; clocks are not compared."""
+
+
+class Store(msgspec.Struct, frozen=True, kw_only=True, tag="store"):
+    """Keep these pages after `parent` (empty at the root): KV of all layers, E of `e_layers`."""
+
+    id: int
+    """Rises with every fetch and store of one peer."""
+    model: str
+    parent: bytes
+    pages: bytes
+    e_layers: tuple[int, ...]
+    """Rising."""
+    timeout_ms: int
+
+
+class Wanted(msgspec.Struct, frozen=True, kw_only=True, tag="wanted"):
+    """There is room: send the steps of `steps_of_store`, of all pages but the first `skipped`.
+
+    Where all of them are there already nothing follows.
+    """
+
+    id: int
+    skipped: int
+    frame_bytes: int
+    window_bytes: int
+
+
+class StoreRefused(msgspec.Struct, frozen=True, kw_only=True, tag="store_refused"):
+    """Nothing is kept of a store, whether it had begun or not. `error` is one of `Refused`."""
+
+    id: int
+    error: str
+    reason: str
+
+
+class Stored(msgspec.Struct, frozen=True, kw_only=True, tag="stored"):
+    """All pages of a store can be read here."""
+
+    id: int
 
 
 class Frame(msgspec.Struct, frozen=True, kw_only=True, tag="frame"):
@@ -180,10 +221,29 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
     num_refused_peers: int
     num_failed_handshakes: int = 0
     """Connections that ended before a message passed: no key, an unknown key, another server's."""
+    num_open_stores: int = 0
+    num_stores: int = 0
+    """Asked for, those of pages that are here already included."""
+    num_refused_stores: int = 0
+    num_received_bytes: int = 0
 
 
-ToWorker = Hello | Subscribe | Fetch | Credit | Cancel | Ping | Bye | StatusRequest
-ToPeer = Hello | Reset | Entries | Synced | Frame | FetchFailed | Pong | Bye | Status
+ToWorker = Hello | Subscribe | Fetch | Store | Frame | Credit | Cancel | Ping | Bye | StatusRequest
+ToPeer = (
+    Hello
+    | Reset
+    | Entries
+    | Synced
+    | Frame
+    | FetchFailed
+    | Wanted
+    | StoreRefused
+    | Stored
+    | Credit
+    | Pong
+    | Bye
+    | Status
+)
 
 FETCH_ERRORS: Final[dict[str, type[FetchError]]] = {
     "stale": StaleEntry,
@@ -192,15 +252,25 @@ FETCH_ERRORS: Final[dict[str, type[FetchError]]] = {
     "failed": FetchError,
 }
 
+
+class Refused(str, Enum):
+    """Why a store is refused."""
+
+    CLOSED = "closed"
+    """This worker accepts no stores."""
+    NO_ROOM = "no_room"
+    UNKNOWN_PARENT = "unknown_parent"
+    BUSY = "busy"
+    DEADLINE = "deadline"
+    PROTOCOL = "protocol"
+
+
 _encoder = msgspec.msgpack.Encoder()
 _to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
 _to_peer: msgspec.msgpack.Decoder[ToPeer] = msgspec.msgpack.Decoder(ToPeer)
 _family: msgspec.msgpack.Decoder[Family] = msgspec.msgpack.Decoder(Family)
 
 _CHECKSUM_BYTES: Final = 8
-
-_ENTRY_WEIGHT: Final = 8
-"""What an entry costs besides its pages, in page hashes."""
 
 _Message = TypeVar("_Message")
 
@@ -293,40 +363,14 @@ def steps_of(message: Fetch, num_layers: int) -> tuple[Step, ...]:
     return steps
 
 
-def entries_of(
-    *,
-    added: bool,
-    model: str,
-    parent: PageHash | None,
-    pages: Sequence[PageHash],
-    e_layers: Sequence[int],
-) -> Iterator[Entry]:
-    """One change as entries of at most `ENTRY_PAGES` pages, each the parent of the next.
+def steps_of_store(num_layers: int, e_layers: Sequence[int]) -> tuple[Step, ...]:
+    """What a Store moves, in order; raises ProtocolError for layers that cannot be.
 
-    Removals come last part first, so that a page is never left without its parent.
+    The order is that of a slab's bytes.
     """
-    starts = range(0, len(pages), ENTRY_PAGES)
-    for start in starts if added else reversed(starts):
-        before = pages[start - 1] if start else parent
-        yield Entry(
-            added=added,
-            model=model,
-            parent=before or b"",
-            pages=join_pages(pages[start : start + ENTRY_PAGES]),
-            e_layers=tuple(e_layers),
-        )
-
-
-def pack(entries: Iterable[Entry]) -> Iterator[tuple[Entry, ...]]:
-    """Group entries into messages of about `ENTRY_PAGES` pages, in order."""
-    group: list[Entry] = []
-    weight = 0
-    for entry in entries:
-        entry_weight = len(entry.pages) // PAGE_HASH_BYTES + _ENTRY_WEIGHT
-        if group and weight + entry_weight > ENTRY_PAGES + _ENTRY_WEIGHT:
-            yield tuple(group)
-            group, weight = [], 0
-        group.append(entry)
-        weight += entry_weight
-    if group:
-        yield tuple(group)
+    if tuple(e_layers) != tuple(sorted(set(e_layers))):
+        raise ProtocolError(f"a store names E of layers {list(e_layers)}, which do not rise")
+    if any(not 0 <= layer < num_layers for layer in e_layers):
+        raise ProtocolError(f"a store names E of layers {list(e_layers)} of {num_layers}")
+    kv = (Step(Kind.KV, layer) for layer in range(num_layers))
+    return (*kv, *(Step(Kind.E, layer) for layer in e_layers))

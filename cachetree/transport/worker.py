@@ -22,6 +22,7 @@ from cachetree.transport import wire
 from cachetree.transport.address import parse_listen
 from cachetree.transport.config import WorkerConfig
 from cachetree.transport.handshake import Sparingly, gate_of
+from cachetree.transport.intake import Intake
 from cachetree.transport.pace import pace
 from cachetree.transport.router import PeerGone, Router
 from cachetree.transport.session import Session
@@ -60,6 +61,7 @@ class Worker:
         self._draining: list[Stream] = []
         self._pace = pace(config.max_bytes_per_s, clock)
         self._counts: Counter[str] = Counter()
+        self._intake = Intake(tree, config, self._counts, clock)
         self._probe_at_s: float | None = None
         self._is_refused = False
         """A peer's queue did not take a frame: wait before the next attempt."""
@@ -71,7 +73,8 @@ class Worker:
         gate = gate_of(config)
         self._wakeup = Wakeup()
         try:
-            self._router = Router(listen, self._wakeup, gate)
+            most_bytes = config.frame_bytes if config.accepts else 0
+            self._router = Router(listen, self._wakeup, gate, most_bytes)
         except ConfigError:
             self._wakeup.close()
             raise
@@ -112,6 +115,10 @@ class Worker:
             num_protocol_errors=counts["protocol_errors"],
             num_refused_peers=counts["refused"],
             num_failed_handshakes=counts["failed_handshakes"],
+            num_open_stores=len(self._intake),
+            num_stores=counts["stores"],
+            num_refused_stores=counts["refused_stores"],
+            num_received_bytes=counts["received_bytes"],
         )
 
     def in_flight_bytes(self) -> list[int]:
@@ -149,8 +156,8 @@ class Worker:
             self._counts["failed_handshakes"] += 1
             if self._sparingly.may(refusal.who):
                 log.warning("worker %s: not let in: %s", self.address, refusal.why)
-        for identity, received in self._router.receive():
-            self._handle(identity, received)
+        for identity, received, payload in self._router.receive():
+            self._handle(identity, received, payload)
         for session in tuple(self._sessions.values()):
             self._advertise(session)
         self._stream()
@@ -168,7 +175,9 @@ class Worker:
     def _limit(self, stream: Stream) -> int:
         return self._pace.limit(stream.frame_bytes)
 
-    def _handle(self, identity: bytes, received: wire.ToWorker | ProtocolError) -> None:
+    def _handle(
+        self, identity: bytes, received: wire.ToWorker | ProtocolError, payload: memoryview
+    ) -> None:
         """Answer what needs no session; pass on the rest."""
         session = self._sessions.get(identity)
         match received:
@@ -184,9 +193,9 @@ class Worker:
                 self._turn_away(identity, "there is no session; say hello first")
             case _:
                 session.heard_at_s = self._clock()
-                self._serve(session, received)
+                self._serve(session, received, payload)
 
-    def _serve(self, session: Session, message: wire.ToWorker) -> None:
+    def _serve(self, session: Session, message: wire.ToWorker, payload: memoryview) -> None:
         match message:
             case wire.Subscribe():
                 session.subscribe(
@@ -198,7 +207,14 @@ class Worker:
                 self._open(session, message)
             case wire.Credit():
                 self._credit(session, message)
+            case wire.Store():
+                self._reply(session.identity, self._intake.begin(session.identity, message))
+            case wire.Frame():
+                answer = self._intake.place(session.identity, message, payload)
+                if answer is not None:
+                    self._reply(session.identity, answer)
             case wire.Cancel():
+                self._intake.cancel(session.identity, message.id)
                 stream = session.streams.get(message.id)
                 if stream is not None:
                     self._counts["cancelled"] += 1
@@ -316,6 +332,8 @@ class Worker:
         for session in tuple(self._sessions.values()):
             if now_s - session.heard_at_s > self._config.silence_s:
                 self._end_session(session, f"silent for {self._config.silence_s} s")
+        for identity, refusal in tuple(self._intake.expire()):
+            self._reply(identity, refusal)
         self._retire()
         for stream in [stream for stream in self._draining if stream.is_drained]:
             self._draining.remove(stream)
@@ -342,4 +360,5 @@ class Worker:
         if self._sessions.pop(session.identity, None) is not None:
             log.info("worker %s: %s left: %s", self.address, session.name, reason)
             session.close()
+            self._intake.forget(session.identity)
             self._reply(session.identity, wire.Bye(reason=reason))

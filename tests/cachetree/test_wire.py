@@ -12,7 +12,7 @@ from transport_parts import FAMILY, pages_of
 
 from cachetree.errors import ConfigError, ProtocolError
 from cachetree.plan import Kind, Step
-from cachetree.transport import PeerConfig, WorkerConfig, wire
+from cachetree.transport import PeerConfig, WorkerConfig, adverts, wire
 from cachetree.transport.address import parse_listen, parse_remote
 from cachetree.transport.pace import Bandwidth, Cap
 
@@ -100,16 +100,20 @@ def test_steps_are_checked() -> None:
 
 
 def test_a_long_change_is_cut_into_entries_that_follow_each_other() -> None:
-    pages = pages_of(2 * wire.ENTRY_PAGES + 5)
+    pages = pages_of(2 * adverts.ENTRY_PAGES + 5)
     parent = pages_of(1, "root")[0]
-    entries = list(wire.entries_of(added=True, model="m", parent=parent, pages=pages, e_layers=[1]))
+    entries = list(
+        adverts.entries_of(added=True, model="m", parent=parent, pages=pages, e_layers=[1])
+    )
     assert b"".join(entry.pages for entry in entries) == b"".join(pages)
     assert [entry.parent for entry in entries] == [
         parent,
-        pages[wire.ENTRY_PAGES - 1],
-        pages[2 * wire.ENTRY_PAGES - 1],
+        pages[adverts.ENTRY_PAGES - 1],
+        pages[2 * adverts.ENTRY_PAGES - 1],
     ]
-    removed = list(wire.entries_of(added=False, model="m", parent=parent, pages=pages, e_layers=[]))
+    removed = list(
+        adverts.entries_of(added=False, model="m", parent=parent, pages=pages, e_layers=[])
+    )
     assert [entry.pages for entry in removed] == [entry.pages for entry in reversed(entries)]
 
 
@@ -118,7 +122,7 @@ def test_entries_are_packed_in_order_into_small_messages() -> None:
         wire.Entry(added=True, model="m" * 32, parent=b"", pages=page * 40, e_layers=())
         for page in pages_of(500)
     ]
-    groups = list(wire.pack(entries))
+    groups = list(adverts.pack(entries))
     assert [entry for group in groups for entry in group] == entries
     sizes = [len(wire.encode(wire.Entries(seq=1, entries=group))) for group in groups]
     assert max(sizes) < 64 << 10

@@ -101,6 +101,15 @@ def test_bad_settings(model: Path, extra: dict[str, Any], words: list[str]) -> N
     assert all(word in line for word in words), line
 
 
+def test_a_worker_that_is_pushed_to_is_read_from_too(model: Path) -> None:
+    there = "tcp://127.0.0.1:7009"
+    site = load_site(server_args(model, {"peers": [HERE], "push_to": [HERE, there]}))
+    config = cache_config(site.settings, site.identity.model_id)
+    assert config.peers == config.stores == (HERE, there)
+    assert "push_to" in refusal(model, {"push_to": [there], "host_gb": 0})
+    assert "nonsense" in refusal(model, {"push_to": ["nonsense"]})
+
+
 def test_keys_reach_the_cache(model: Path, tmp_path: Path) -> None:
     _, key_file, public_file = write_key_pair(tmp_path, "here")
     extra = {

@@ -1,0 +1,144 @@
+"""What peers store in a worker: frames checked and placed straight into a reservation."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Final
+
+from cachetree.clock import Clock, Deadline
+from cachetree.errors import FetchError, ProtocolError
+from cachetree.ids import ModelId, PageHash
+from cachetree.lease import Reservation
+from cachetree.plan import Kind
+from cachetree.staging import Staging
+from cachetree.transport import wire
+from cachetree.transport.config import WorkerConfig
+from cachetree.transport.landing import Landing
+from cachetree.transport.wire import Refused
+from cachetree.tree import CacheTree
+
+Reply = wire.Wanted | wire.StoreRefused | wire.Stored | wire.Credit
+
+_MAX_OF_ONE_PEER: Final = 4
+
+
+class Intake:
+    """Stores under way, of all peers. Used by the worker's thread only.
+
+    A store takes its room from the tree's budget before its first byte is sent; only whole ones
+    are ever seen. Where one ends early, for whatever reason, its room goes back at once.
+    """
+
+    def __init__(
+        self, tree: CacheTree, config: WorkerConfig, counts: Counter[str], clock: Clock
+    ) -> None:
+        self._tree = tree
+        self._config = config
+        self._counts = counts
+        self._clock = clock
+        self._open: dict[tuple[bytes, int], tuple[Landing, Reservation]] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def begin(self, identity: bytes, store: wire.Store) -> Reply:
+        """Reserve room for a store, or say why not."""
+        self._counts["stores"] += 1
+        try:
+            return self._begin(identity, store)
+        except _Refusal as exc:
+            return self._refuse(store.id, exc.why, str(exc))
+        except ProtocolError as exc:
+            return self._refuse(store.id, Refused.PROTOCOL, wire.reason(exc))
+
+    def place(self, identity: bytes, frame: wire.Frame, payload: memoryview) -> Reply | None:
+        """Take one frame; None where its store has ended already."""
+        landing, reservation = self._open.get((identity, frame.id), (None, None))
+        if landing is None or reservation is None:
+            return None
+        try:
+            landing.place(frame, payload)
+        except FetchError as exc:
+            self.cancel(identity, frame.id)
+            return self._refuse(frame.id, Refused.PROTOCOL, wire.reason(exc))
+        self._counts["received_bytes"] += payload.nbytes
+        if not landing.is_complete:
+            return wire.Credit(id=frame.id, num_bytes=landing.take_credit())
+        del self._open[identity, frame.id]
+        reservation.commit()
+        self._counts["stored"] += 1
+        return wire.Stored(id=frame.id)
+
+    def cancel(self, identity: bytes, id: int) -> None:
+        """The peer gives up a store; nothing where there is none."""
+        _, reservation = self._open.pop((identity, id), (None, None))
+        if reservation is not None:
+            reservation.release()
+
+    def forget(self, identity: bytes) -> None:
+        """The peer is gone."""
+        for key in [key for key in self._open if key[0] == identity]:
+            self.cancel(*key)
+
+    def expire(self) -> Iterator[tuple[bytes, wire.StoreRefused]]:
+        """End what is late, and whom to tell."""
+        for (identity, id), (landing, _) in tuple(self._open.items()):
+            if landing.staging.deadline.has_passed:
+                self.cancel(identity, id)
+                yield identity, self._refuse(id, Refused.DEADLINE, "the store's time is over")
+
+    def _begin(self, identity: bytes, store: wire.Store) -> Reply:
+        family = self._tree.family
+        if not self._config.accepts:
+            raise _Refusal(Refused.CLOSED, "this worker accepts no stores: set accepts there")
+        if len(self._open) >= self._config.max_stores or self._num_of(identity) >= _MAX_OF_ONE_PEER:
+            raise _Refusal(Refused.BUSY, f"{len(self._open)} stores are open")
+        if (identity, store.id) in self._open:
+            raise ProtocolError(f"store {store.id} is open already")
+        pages, parents = wire.split_pages(store.pages), wire.split_pages(store.parent)
+        steps = wire.steps_of_store(family.num_layers, store.e_layers)
+        if not pages or len(set(pages)) < len(pages) or len(parents) > 1 or not store.model:
+            raise ProtocolError("a store names no model, no pages, a page twice, or two parents")
+        model, parent = ModelId(store.model), parents[0] if parents else None
+        reservation = self._tree.reserve(model, parent, pages, store.e_layers)
+        if reservation is None:
+            raise self._why_not(model, parent, len(pages))
+        if reservation.pages:
+            seconds = min(max(store.timeout_ms, 0) / 1000, self._config.max_fetch_s)
+            sizes = {
+                step: len(reservation.pages)
+                * (family.kv_page_bytes if step.kind is Kind.KV else family.e_page_bytes)
+                for step in steps
+            }
+            deadline = Deadline.after(seconds, self._clock)
+            room = Staging(sizes, deadline, lambda num_bytes: reservation.whole())
+            landing = Landing(store.id, model, reservation.pages, room)
+            self._open[identity, store.id] = (landing, reservation)
+        return wire.Wanted(
+            id=store.id,
+            skipped=reservation.skipped,
+            frame_bytes=self._config.frame_bytes,
+            window_bytes=self._config.window_bytes,
+        )
+
+    def _num_of(self, identity: bytes) -> int:
+        return sum(key[0] == identity for key in self._open)
+
+    def _why_not(self, model: ModelId, parent: PageHash | None, num_pages: int) -> _Refusal:
+        if parent is not None and not self._tree.has(model, parent):
+            return _Refusal(Refused.UNKNOWN_PARENT, f"model {model} has no page before these")
+        return _Refusal(Refused.NO_ROOM, f"there is no room for {num_pages} pages")
+
+    def _refuse(self, id: int, why: Refused, reason: str) -> wire.StoreRefused:
+        self._counts["refused_stores"] += 1
+        self._counts["protocol_errors"] += why is Refused.PROTOCOL
+        return wire.StoreRefused(id=id, error=why.value, reason=reason)
+
+
+class _Refusal(Exception):
+    """A store that is allowed, but cannot be taken now."""
+
+    def __init__(self, why: Refused, reason: str) -> None:
+        super().__init__(reason)
+        self.why = why
