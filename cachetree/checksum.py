@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import xxhash
 
@@ -12,10 +12,8 @@ def checksum(payload: memoryview | bytes) -> int:
     return int(xxhash.xxh3_64_intdigest(payload))
 
 
-def checksum_of_parts(parts: Sequence[memoryview]) -> int:
+def checksum_of_parts(parts: Iterable[memoryview]) -> int:
     """The checksum of the parts as one run of bytes."""
-    if len(parts) == 1:
-        return checksum(parts[0])
     state = xxhash.xxh3_64()
     for part in parts:
         state.update(part)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -15,10 +15,27 @@ from cachetree.plan import Step
 Allocate = Callable[[int], memoryview]
 """Gives that many writable bytes; the engine passes a page-locked allocator on CUDA."""
 
+PIECE_BYTES: Final = 128 << 10
+"""What is copied, then read again for its checksum, before the next: far below a core's cache."""
+
 
 def pageable(num_bytes: int) -> memoryview:
     """The default allocator: ordinary memory, not zeroed."""
     return np.empty(num_bytes, dtype=np.uint8).data
+
+
+def copy(into: memoryview, payload: memoryview) -> None:
+    """As `into[:] = payload`, which would stop every other thread of Python meanwhile."""
+    if payload.nbytes:
+        np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(payload, np.uint8))
+
+
+def copy_in_pieces(into: memoryview, payload: memoryview) -> Iterator[memoryview]:
+    """Yields each part of `into` once it is filled, while a core's cache still has it."""
+    for at in range(0, payload.nbytes, PIECE_BYTES):
+        piece = into[at : at + PIECE_BYTES]
+        copy(piece, payload[at : at + PIECE_BYTES])
+        yield piece
 
 
 class Staging:
@@ -52,18 +69,24 @@ class Staging:
     def write(self, step: Step, offset: int, payload: memoryview) -> None:
         """Copy `payload` into the step at `offset`; each byte must come exactly once.
 
-        Raises ValueError where it would not fit, Cancelled after `cancel`.
+        Raises as `room`.
         """
-        size = payload.nbytes
+        copy(self.room(step, offset, payload.nbytes), payload)
+        self.land(step, payload.nbytes)
+
+    def room(self, step: Step, offset: int, size: int) -> memoryview:
+        """Where a writer puts the bytes itself that it then counts by `land`.
+
+        Raises ValueError where they would not fit, Cancelled after `cancel`.
+        """
         if offset < 0 or offset + size > self._views[step].nbytes or size > self._missing[step]:
             raise ValueError(f"{size} bytes at {offset} do not fit {step}")
         if isinstance(self._error, Cancelled):
             raise self._error
-        self._views[step][offset : offset + size] = payload
-        self.land(step, size)
+        return self._views[step][offset : offset + size]
 
     def land(self, step: Step, size: int) -> None:
-        """Count bytes that the writer has put into `view(step)` itself."""
+        """Count bytes that the writer has put into `room` or `view(step)` itself."""
         with self._changed:
             self._missing[step] -= size
             self.num_landed_bytes += size

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
+import numpy as np
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
@@ -23,6 +24,17 @@ Received = tuple[wire.ToPeer, memoryview]
 """A message and its payload; the payload is empty for all but a `Frame`."""
 
 _NOTHING: Final = memoryview(b"")
+
+_SEEN_BYTES: Final = 31 << 20
+
+
+def keep_freed_frames() -> None:
+    """Have frames received into memory of earlier ones, without the page faults of new memory.
+
+    glibc keeps for itself what is freed in blocks up to the largest one it has seen freed (at most
+    32 MiB); ZMQ allocates a block per frame. So let it see one; no page of it is touched.
+    """
+    np.empty(_SEEN_BYTES, np.uint8)
 
 
 class Connection:

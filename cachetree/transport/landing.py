@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
-from cachetree.checksum import checksum
+from cachetree.checksum import checksum_of_parts
 from cachetree.errors import ProtocolError
 from cachetree.family import Family
 from cachetree.ids import ModelId, PageHash
 from cachetree.plan import Kind
-from cachetree.staging import Staging
+from cachetree.staging import Staging, copy_in_pieces
 from cachetree.transport.wire import Fetch, Frame, join_pages
+
+Fill = Callable[[memoryview], Iterator[memoryview]]
+"""Fills a buffer, and yields its parts in order as they are filled."""
 
 
 class Landing:
@@ -56,25 +59,30 @@ class Landing:
         )
 
     def place(self, frame: Frame, payload: memoryview) -> None:
-        """Verify and copy one frame; raises ProtocolError, or what ended the staging."""
+        """Copy and verify one frame; raises ProtocolError, or what ended the staging."""
+        self._land(frame, payload.nbytes, lambda room: copy_in_pieces(room, payload))
+
+    def _land(self, frame: Frame, size: int, fill: Fill) -> None:
+        """What `fill` puts there counts only once its checksum is right."""
         if self.is_complete or (frame.step, frame.offset) != (self._step, self._offset):
             raise ProtocolError(
                 f"a frame for step {frame.step} at {frame.offset} came where step {self._step} "
                 f"at {self._offset} was due"
             )
-        if not 0 < payload.nbytes <= self._sizes[self._step] - self._offset:
+        if not 0 < size <= self._sizes[self._step] - self._offset:
             raise ProtocolError(
-                f"a frame of {payload.nbytes} bytes at {self._offset} does not fit step "
+                f"a frame of {size} bytes at {self._offset} does not fit step "
                 f"{self._step} of {self._sizes[self._step]} bytes"
             )
-        if checksum(payload) != frame.checksum:
+        step = self.staging.steps[self._step]
+        if checksum_of_parts(fill(self.staging.room(step, self._offset, size))) != frame.checksum:
             raise ProtocolError(
                 f"the checksum of step {frame.step} at {frame.offset} is wrong; the bytes were "
                 "damaged on their way"
             )
-        self.staging.write(self.staging.steps[self._step], self._offset, payload)
-        self._offset += payload.nbytes
-        self._uncredited_bytes += payload.nbytes
+        self.staging.land(step, size)
+        self._offset += size
+        self._uncredited_bytes += size
         self._skip_empty()
 
     def take_credit(self) -> int:

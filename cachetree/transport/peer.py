@@ -27,7 +27,7 @@ from cachetree.staging import Staging
 from cachetree.transport import wire
 from cachetree.transport.address import parse_remote
 from cachetree.transport.config import PeerConfig
-from cachetree.transport.connection import Connection
+from cachetree.transport.connection import Connection, keep_freed_frames
 from cachetree.transport.handshake import credentials_of
 from cachetree.transport.landing import Landing
 from cachetree.transport.pace import Bandwidth
@@ -90,6 +90,7 @@ class Peer:
         self._attempt_at_s = self._heard_at_s = self._pinged_at_s = clock()
         self._pause_s = config.reconnect_s
         self._is_closing = False
+        keep_freed_frames()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._wakeup = Wakeup()
         self._thread = threading.Thread(

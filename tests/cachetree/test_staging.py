@@ -171,3 +171,28 @@ def test_deadlines_count_down() -> None:
     assert (deadline.remaining_s(), deadline.has_passed) == (0.0, True)
     now_s[0] = 99.0
     assert deadline.remaining_s() == 0.0
+
+
+def test_a_large_copy_lets_other_threads_run() -> None:
+    payload = memoryview(bytes(256 << 20))
+    staging = Staging({E2: payload.nbytes}, Deadline.after(60))
+    is_over = threading.Event()
+    has_begun = threading.Event()
+    num_turns = 0
+
+    def other() -> None:
+        nonlocal num_turns
+        while not is_over.is_set():
+            num_turns += 1
+            has_begun.set()
+            time.sleep(0)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    has_begun.wait()
+    before = num_turns
+    staging.write(E2, 0, payload)
+    num_turns_meanwhile = num_turns - before
+    is_over.set()
+    thread.join()
+    assert num_turns_meanwhile > 1

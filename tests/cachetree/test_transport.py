@@ -178,9 +178,9 @@ class StalledStaging(RecordingStaging):
         super().__init__(dict.fromkeys(STEPS, 256 * PAGE_BYTES), new_staging(0).deadline)
         self.go_on = threading.Event()
 
-    def write(self, step: Step, offset: int, payload: memoryview) -> None:
+    def room(self, step: Step, offset: int, size: int) -> memoryview:
         self.go_on.wait()
-        super().write(step, offset, payload)
+        return super().room(step, offset, size)
 
 
 def test_a_stalled_receiver_holds_no_more_than_its_window() -> None:
@@ -256,9 +256,9 @@ def test_two_fetches_share_the_link_evenly() -> None:
     class Marked(RecordingStaging):
         mark = 0
 
-        def write(self, step: Step, offset: int, payload: memoryview) -> None:
+        def room(self, step: Step, offset: int, size: int) -> memoryview:
             arrivals.append(self.mark)
-            super().write(step, offset, payload)
+            return super().room(step, offset, size)
 
     sizes = dict.fromkeys(STEPS, 256 * PAGE_BYTES)
     with (

@@ -95,9 +95,9 @@ class RecordingStaging(Staging):
         super().__init__(sizes, deadline)
         self.writes: list[tuple[Step, int, int]] = []
 
-    def write(self, step: Step, offset: int, payload: memoryview) -> None:
-        self.writes.append((step, offset, payload.nbytes))
-        super().write(step, offset, payload)
+    def room(self, step: Step, offset: int, size: int) -> memoryview:
+        self.writes.append((step, offset, size))
+        return super().room(step, offset, size)
 
 
 def new_staging(
