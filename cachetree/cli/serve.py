@@ -1,0 +1,67 @@
+"""`cachetree serve`: a worker that runs alone, and its file."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import threading
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from cachetree.cache import Cache, CacheConfig
+from cachetree.cli.show import show
+from cachetree.errors import ConfigError
+from cachetree.family import Family
+
+_SERVED: Final = {"accepts": True}
+"""What else than by default a worker does that runs alone: it is there to be given entries."""
+
+
+class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The file given to `cachetree serve`."""
+
+    family: Family
+    """Which models' caches it holds; all servers it talks to must agree."""
+    cache: CacheConfig = CacheConfig()
+
+
+def read_config(path: Path) -> ServeConfig:
+    """Read a YAML file; raises ConfigError naming the file and the field."""
+    try:
+        given = msgspec.yaml.decode(path.read_bytes())
+        config = msgspec.convert(_as_served(given), ServeConfig)
+    except OSError as exc:
+        raise ConfigError(f"config {path} cannot be read: {exc.strerror}") from exc
+    except msgspec.DecodeError as exc:
+        raise ConfigError(f"config {path}: {exc}") from exc
+    if not config.cache.serves:
+        raise ConfigError(f"config {path}: cache.serves is false; remove it to serve")
+    return config
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    serve = commands.add_parser("serve", help="hold a cache outside of any server")
+    serve.add_argument("--config", type=Path, required=True, help="YAML: family and cache")
+    serve.set_defaults(run=lambda args: run(read_config(args.config)))
+
+
+def run(config: ServeConfig) -> None:
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    with Cache(config.family, config.cache) as cache:
+        show(f"serving at {cache.address}")
+        stop.wait()
+
+
+def _as_served(given: Any) -> Any:
+    """With the defaults of a worker that runs alone; what has the wrong type stays as it is."""
+    if not isinstance(given, dict):
+        return given
+    cache = given.get("cache", {})
+    worker = cache.get("worker", {}) if isinstance(cache, dict) else None
+    if not isinstance(worker, dict):
+        return given
+    return {**given, "cache": {**cache, "worker": {**_SERVED, **worker}}}
