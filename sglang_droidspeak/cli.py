@@ -1,4 +1,4 @@
-"""`droidspeak`: profile a pair, show what the extension does, and say who a model is."""
+"""`droidspeak`: profile a pair, show what the extension does, start a fleet, name a model."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -61,6 +62,20 @@ def _parser() -> argparse.ArgumentParser:
     identity.add_argument("--adapter", type=Path, metavar="PATH", help="PEFT adapter on it")
     identity.add_argument("--json", action="store_true", help="one line of JSON")
     identity.set_defaults(run=_identity)
+    up = commands.add_parser(
+        "up",
+        help="start the workers and engines of one file, and keep them until Ctrl-C",
+        description="Start every worker (`cachetree serve`) and every engine "
+        "(`sglang.launch_server`) of a file such as examples/fleet.yaml, wait until all are ready, "
+        "say so in a table, and tell when one of them ends. Ctrl-C ends them all.",
+        allow_abbrev=False,
+    )
+    up.add_argument("file", type=Path, metavar="FILE", help="YAML: workers and engines by name")
+    up.add_argument(
+        "--out", type=Path, default=Path("out/fleet"), metavar="DIR", help="logs and configurations"
+    )
+    up.add_argument("--device", help="of all engines, in place of what the file says")
+    up.set_defaults(run=_up)
     profiler.add_commands(commands)
     return parser
 
@@ -148,6 +163,28 @@ def _read_options(path: Path) -> dict[str, Any]:
     if not isinstance(options, dict):
         raise DemoFailed(f"options {path} holds no keys; give SGLang's flags as `name: value`")
     return options
+
+
+def _up(args: argparse.Namespace) -> int:
+    from sglang_droidspeak.fleet import read_fleet, specs
+    from sglang_droidspeak.servers import ServerFailed, running
+
+    options = {} if args.device is None else {"device": args.device}
+    wanted = specs(read_fleet(args.file), options)
+    _print(f"starting {len(wanted)} processes; their logs are in {args.out}")
+    try:
+        with running(*wanted, folder=args.out) as processes:
+            for process in processes:
+                _print(f"{process.name:20} {process.address}")
+            _print("ready; Ctrl-C ends them")
+            while processes:
+                time.sleep(0.5)
+                for process in [it for it in processes if not it.is_alive]:
+                    processes.remove(process)
+                    _complain(f"{process.name} ended; {process.log} says why")
+    except ServerFailed as exc:
+        _complain(str(exc))
+    return 1
 
 
 def _identity(args: argparse.Namespace) -> int:

@@ -26,6 +26,8 @@ from sglang_droidspeak.config import LINKER_MODULE
 START_TIMEOUT_S = 180.0
 _PORTS = range(20000, 32768)
 _given_out: set[int] = set()
+_SERVING = "serving at "
+"""What `cachetree serve` says before its address."""
 STOP_TIMEOUT_S = 2.0
 """SGLang takes the end of its scheduler for a crash and waits 5 s before it says so."""
 _FORKED_START = {"SGLANG_TORCH_CPU_START": "fork"}
@@ -139,9 +141,18 @@ class Process:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def address(self) -> str:
+        """Where it is reached."""
+        raise NotImplementedError
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
     def is_ready(self) -> bool:
         """True once it answers; raises ServerFailed where it has ended instead."""
-        if self._process.poll() is not None:
+        if not self.is_alive:
             code = self._process.returncode
             raise ServerFailed(f"{self.name} ended with {code}:\n{end_of(self.log)}")
         return self._answers()
@@ -178,8 +189,14 @@ class Worker(Process):
         super().__init__(spec.name, (*command, str(config)), folder, env)
         self.spec = spec
 
+    @property
+    def address(self) -> str:
+        """As it says itself, with the real port; empty until it is ready."""
+        said = self.log.read_text(errors="replace")
+        return said.partition(_SERVING)[2].partition("\n")[0].strip()
+
     def _answers(self) -> bool:
-        return "serving at " in self.log.read_text(errors="replace")
+        return bool(self.address)
 
 
 class Server(Process):
@@ -192,6 +209,10 @@ class Server(Process):
         super().__init__(spec.name, (*command, str(config)), folder, {**_FORKED_START, **env})
         self.spec = spec
         self.url = f"http://{spec.host}:{spec.port}"
+
+    @property
+    def address(self) -> str:
+        return self.url
 
     def _answers(self) -> bool:
         with contextlib.suppress(requests.RequestException):

@@ -6,7 +6,7 @@ import argparse
 import signal
 import threading
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -14,16 +14,38 @@ from cachetree.cache import Cache, CacheConfig
 from cachetree.cli.show import show
 from cachetree.errors import ConfigError
 from cachetree.family import Family
+from cachetree.identity import read_model_identity
 
 _SERVED: Final = {"accepts": True}
 """What else than by default a worker does that runs alone: it is there to be given entries."""
+
+
+class CheckpointFamily(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A family, told by one of its models and how engines run it."""
+
+    model: str
+    """Folder of a checkpoint."""
+    kv_dtype: Literal["float32", "bfloat16", "float16"]
+    page_size: int
+    tp_size: int = 1
+    tp_rank: int = 0
+
+    def family(self) -> Family:
+        return Family.of(
+            read_model_identity(Path(self.model)),
+            kv_dtype=self.kv_dtype,
+            page_size=self.page_size,
+            tp_size=self.tp_size,
+            tp_rank=self.tp_rank,
+        )
 
 
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The file given to `cachetree serve`."""
 
     family: Family
-    """Which models' caches it holds; all servers it talks to must agree."""
+    """Which models' caches it holds; all servers it talks to must agree. The file may have the
+    fields of a `CheckpointFamily` instead."""
     cache: CacheConfig = CacheConfig()
 
 
@@ -31,7 +53,7 @@ def read_config(path: Path) -> ServeConfig:
     """Read a YAML file; raises ConfigError naming the file and the field."""
     try:
         given = msgspec.yaml.decode(path.read_bytes())
-        config = msgspec.convert(_as_served(given), ServeConfig)
+        config = msgspec.convert(_as_served(_with_family(given)), ServeConfig)
     except OSError as exc:
         raise ConfigError(f"config {path} cannot be read: {exc.strerror}") from exc
     except msgspec.DecodeError as exc:
@@ -54,6 +76,14 @@ def run(config: ServeConfig) -> None:
     with Cache(config.family, config.cache) as cache:
         show(f"serving at {cache.address}")
         stop.wait()
+
+
+def _with_family(given: Any) -> Any:
+    match given:
+        case {"family": {"model": _, **_rest} as told}:
+            family = msgspec.convert(told, CheckpointFamily).family()
+            return {**given, "family": msgspec.structs.asdict(family)}
+    return given
 
 
 def _as_served(given: Any) -> Any:

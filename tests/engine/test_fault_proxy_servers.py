@@ -10,11 +10,11 @@ import random
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 from engine_parts import CPU, ENV, Answer, Watcher, answer, eventually, prompt
 from fault_proxy import Fault, FaultProxy, Strike, Towards
+from processes import num_descriptors, num_threads
 
 from cachetree import Location
 from cachetree.transport import ask_status
@@ -55,25 +55,8 @@ class Pair:
 
     def held(self) -> tuple[int, int]:
         """Descriptors and threads of both servers."""
-        folders = [*process_folders(self.sender.pid), *process_folders(self.receiver.pid)]
-        descriptors, threads = (
-            sum(len(list((folder / name).iterdir())) for folder in folders)
-            for name in ("fd", "task")
-        )
-        return descriptors, threads
-
-
-def process_folders(group: int) -> list[Path]:
-    """Of every process in a process group."""
-    folders = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if int(fields[2]) == group and fields[0] != "Z":
-            folders.append(stat.parent)
-    return folders
+        groups = (self.sender.pid, self.receiver.pid)
+        return sum(map(num_descriptors, groups)), sum(map(num_threads, groups))
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,87 @@
+"""Workers and engines of one machine, described in one file: what `droidspeak up` starts.
+
+workers:
+  shelf: {...}        as `cachetree serve --config` takes it
+engines:
+  reader: {...}       SGLang's options by their flag names, and `droidspeak:` for the extension
+x-...: {...}          ignored; a place for YAML anchors
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+
+from cachetree.errors import ConfigError
+from sglang_droidspeak.config import parse_settings
+from sglang_droidspeak.servers import ServerSpec, Spec, WorkerSpec
+
+_DEFAULT_PORT = 30000
+"""SGLang's."""
+
+
+class Fleet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Configurations by name; a name is a log file's too."""
+
+    workers: dict[str, dict[str, Any]] = {}
+    engines: dict[str, dict[str, Any]] = {}
+
+    def __post_init__(self) -> None:
+        if not self.workers and not self.engines:
+            raise ConfigError("there are no workers and no engines; describe at least one")
+        for name in self.workers.keys() & self.engines.keys():
+            raise ConfigError(f"{name} is a worker and an engine; give every one its own name")
+        for name in (*self.workers, *self.engines):
+            if not name.replace("-", "").replace("_", "").isalnum():
+                raise ConfigError(f"{name!r} cannot be a name; use letters, digits, - and _")
+        taken: dict[int, str] = {}
+        for name, options in self.engines.items():
+            if not isinstance(options.get("model-path"), str):
+                raise ConfigError(f"engines.{name} has no model-path")
+            port = options.get("port", _DEFAULT_PORT)
+            if port in taken:
+                raise ConfigError(f"engines.{name} and engines.{taken[port]} both have port {port}")
+            taken[port] = name
+            if "droidspeak" in options:
+                parse_settings(options["droidspeak"])
+
+
+def read_fleet(path: Path) -> Fleet:
+    """Raises ConfigError naming the file and the field."""
+    try:
+        loaded = yaml.safe_load(path.read_text())
+    except OSError as exc:
+        raise ConfigError(f"fleet {path} cannot be read: {exc.strerror}") from exc
+    except yaml.YAMLError as exc:
+        raise ConfigError(f"fleet {path} is not YAML: {' '.join(str(exc).split())}") from exc
+    if isinstance(loaded, dict):
+        loaded = {key: value for key, value in loaded.items() if not str(key).startswith("x-")}
+    try:
+        return msgspec.convert(loaded, Fleet)
+    except (msgspec.ValidationError, ConfigError) as exc:
+        raise ConfigError(f"fleet {path}: {exc}") from exc
+
+
+def specs(fleet: Fleet, options: Mapping[str, Any] | None = None) -> list[Spec]:
+    """What to start, workers first; `options` go over those of every engine."""
+    workers = [WorkerSpec(name=name, config=it) for name, it in fleet.workers.items()]
+    return [
+        *workers,
+        *(_engine(name, it | {**(options or {})}) for name, it in fleet.engines.items()),
+    ]
+
+
+def _engine(name: str, options: Mapping[str, Any]) -> ServerSpec:
+    rest = dict(options)
+    return ServerSpec(
+        name=name,
+        model=Path(rest.pop("model-path")),
+        host=rest.pop("host", "127.0.0.1"),
+        port=rest.pop("port", _DEFAULT_PORT),
+        droidspeak=rest.pop("droidspeak", None),
+        options=rest,
+    )

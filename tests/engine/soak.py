@@ -1,0 +1,277 @@
+"""Faults at random between real servers, for minutes: no request may fail.
+
+    python tests/engine/soak.py [--minutes 10] [--seed 1]
+
+    author ──push──► worker (memory, disk) ◄── fault proxy ◄── reader
+
+Both engines run one model, so that reuse and full prefill must answer alike. The reader is asked
+about documents that the worker has, while frames are delayed, dropped, doubled, cut, flipped or
+stalled, connections are cut, and the worker is killed (once a minute at least), stopped, and
+restarted, with shared memory in every other life. Afterwards the reader holds no more descriptors
+and threads than before, and no memory of fetches. Ends in one JSON line; exit status 1 where a
+request failed, answered differently, or came later than its deadline allows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import requests
+
+sys.path += [str(Path(__file__).parents[1] / name) for name in ("cachetree", "engine")]
+
+from engine_parts import CPU, ENV, PAGE, Answer, Watcher, answer, prompt
+from fault_proxy import Fault, FaultProxy, Strike, Towards
+from processes import num_descriptors, num_threads, resident_bytes
+
+from cachetree import Location
+from profiles.random_models import shape, write_models
+from sglang_droidspeak.servers import Server, ServerSpec, Worker, WorkerSpec, free_port, running
+
+NUM_DOCUMENTS = 12
+NUM_TOKENS = 400
+NUM_LAYERS = 6
+BLOCKS = ("none", "2:4", "2:6")
+DEADLINE_S = 2.0
+MARGIN_S = 2.0
+"""For a machine whose processors are shared by five processes."""
+KILL_EVERY_S = 40.0
+HARM_EVERY_S = (3.0, 9.0)
+
+
+@dataclass
+class Record:
+    """What happened so far."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    harms: Counter[str] = field(default_factory=Counter)
+    failures: list[str] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+
+class Shelf:
+    """The worker, which does not live long."""
+
+    def __init__(self, model: Path, folder: Path) -> None:
+        self.address = Location(f"tcp://127.0.0.1:{free_port()}")
+        self._folder = folder
+        self._model = model
+        self._num_lives = 0
+        self.process: Worker = self._start()
+
+    def kill(self) -> None:
+        self.process.kill()
+
+    def restart(self) -> None:
+        self.process = self._start()
+
+    def _start(self) -> Worker:
+        self._num_lives += 1
+        config = {
+            "family": {"model": str(self._model), "kv_dtype": "float32", "page_size": PAGE},
+            "cache": {
+                "host_bytes": 256 << 20,
+                "disk_path": str(self._folder / "disk"),
+                "disk_bytes": 512 << 20,
+                "worker": {
+                    "listen": self.address,
+                    "shared_memory": bool(self._num_lives % 2),
+                    "max_bytes_per_s": 50e6,
+                },
+            },
+        }
+        spec = WorkerSpec(config=config, name=f"worker-{self._num_lives}")
+        return spec.start(self._folder, {})
+
+
+class Chaos(threading.Thread):
+    """Does harm until it is told to stop, and leaves everything sound."""
+
+    def __init__(self, shelf: Shelf, proxy: FaultProxy, seed: int, record: Record) -> None:
+        super().__init__(name="chaos")
+        self._shelf = shelf
+        self._proxy = proxy
+        self._random = random.Random(seed)
+        self._record = record
+        self._stop = threading.Event()
+
+    def stop(self) -> None:
+        self._stop.set()
+        self.join()
+
+    def run(self) -> None:
+        killed_at_s = time.monotonic()
+        while not self._stop.wait(self._random.uniform(*HARM_EVERY_S)):
+            is_due = time.monotonic() - killed_at_s > KILL_EVERY_S
+            harm = (
+                self._kill
+                if is_due
+                else self._random.choice((self._strike,) * 3 + (self._halt, self._cut))
+            )
+            if is_due:
+                killed_at_s = time.monotonic()
+            self._record.harms[harm()] += 1
+        self._proxy.arm(None)
+        self._proxy.cut()
+
+    def _kill(self) -> str:
+        self._shelf.kill()
+        self._stop.wait(self._random.uniform(0, 3))
+        self._shelf.restart()
+        return "kill"
+
+    def _halt(self) -> str:
+        pid = self._shelf.process.pid
+        os.kill(pid, signal.SIGSTOP)
+        self._stop.wait(self._random.uniform(0.2, 4))
+        os.kill(pid, signal.SIGCONT)
+        return "stop and continue"
+
+    def _cut(self) -> str:
+        self._proxy.cut()
+        return "cut"
+
+    def _strike(self) -> str:
+        fault = self._random.choice(list(Fault))
+        towards = self._random.choice(list(Towards))
+        self._proxy.arm(Strike(fault, towards, self._random.randrange(60)))
+        return fault.name.lower()
+
+
+def same(first: Answer, second: Answer) -> bool:
+    near = zip(first.logprobs, second.logprobs, strict=True)
+    return first.ids == second.ids and all(abs(one - other) < 2e-4 for one, other in near)
+
+
+def ask(
+    reader: Server, tokens: list[int], alone: Answer, alone_s: float, block: str, record: Record
+) -> None:
+    begun_at_s = time.monotonic()
+    try:
+        reader.flush()
+        reply = answer(reader, tokens, droidspeak={"block": block}, timeout_s=60)
+    except requests.RequestException as exc:
+        record.failures.append(f"block {block}: {exc}")
+        return
+    added_s = time.monotonic() - begun_at_s - alone_s
+    record.outcomes[reply.provenance["outcome"]] += 1
+    record.seconds.append(added_s)
+    if not same(reply, alone):
+        record.failures.append(f"block {block}: another answer, {reply.provenance}")
+    if added_s > DEADLINE_S + MARGIN_S:
+        record.failures.append(f"block {block}: {added_s:.2f} s more, {reply.provenance}")
+
+
+def held(reader: Server) -> dict[str, int]:
+    return {"descriptors": num_descriptors(reader.pid), "threads": num_threads(reader.pid)}
+
+
+def settle(condition: Callable[[], bool], timeout_s: float = 60.0) -> bool:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(0.2)
+    return True
+
+
+def soak(minutes: float, seed: int, folder: Path) -> dict[str, Any]:
+    config = shape("llama", layers=NUM_LAYERS, hidden=256, heads=4, kv_heads=2)
+    (model,) = write_models(folder, config, ["both"], seed=5)
+    documents = [prompt(NUM_TOKENS, seed=100 + index) for index in range(NUM_DOCUMENTS)]
+    record = Record()
+    chance = random.Random(seed)
+    shelf = Shelf(model, folder)
+    with FaultProxy(shelf.address, seed=seed) as proxy:
+        author = ServerSpec(
+            model=model,
+            name="author",
+            options=CPU,
+            droidspeak={"push_to": [shelf.address], "capture_layers": [2], "host_gb": 0.25},
+        )
+        reader = ServerSpec(
+            model=model,
+            name="reader",
+            options=CPU,
+            droidspeak={
+                "peers": [proxy.address],
+                "gate": "off",
+                "host_gb": 0,
+                "fetch_deadline_s": DEADLINE_S,
+            },
+        )
+        try:
+            with running(author, reader, folder=folder, env=ENV) as (a, r):
+                watcher = Watcher(model, [shelf.address])
+                for document in documents:
+                    answer(a, document, max_new_tokens=1)
+                    watcher.wait_for(document, model)
+                watcher.close()
+                alone, alone_s = [], []
+                for document in documents:
+                    r.flush()
+                    begun_at_s = time.monotonic()
+                    alone.append(answer(r, document, droidspeak={"mode": "off"}))
+                    alone_s.append(time.monotonic() - begun_at_s)
+                for document in documents:
+                    r.flush()
+                    answer(r, document, droidspeak={"block": "none"})
+                before, resident = held(r), resident_bytes(r.pid)
+                chaos = Chaos(shelf, proxy, seed, record)
+                chaos.start()
+                ends_at_s = time.monotonic() + 60 * minutes
+                while time.monotonic() < ends_at_s:
+                    index = chance.randrange(NUM_DOCUMENTS)
+                    block = chance.choice(BLOCKS)
+                    ask(r, documents[index], alone[index], alone_s[index], block, record)
+                chaos.stop()
+                if not settle(lambda: all(held(r)[it] <= before[it] for it in before)):
+                    record.failures.append(f"holds {held(r)} after {before}")
+                after, grown = held(r), resident_bytes(r.pid) / resident
+        finally:
+            shelf.kill()
+    seconds = sorted(record.seconds)
+    return {
+        "question": "requests that failed under faults",
+        "seed": seed,
+        "minutes": minutes,
+        "requests": len(seconds),
+        "failed": len(record.failures),
+        "failures": record.failures[:10],
+        "outcomes": dict(record.outcomes),
+        "harms": dict(record.harms),
+        "added_s": {"median": statistics.median(seconds), "max": seconds[-1]},
+        "reader_before": before,
+        "reader_after": after,
+        "reader_memory_grew_to": grown,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=10)
+    parser.add_argument("--seed", type=int, default=random.randrange(1 << 16))
+    args = parser.parse_args()
+    print(f"soak: seed {args.seed}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        found = soak(args.minutes, args.seed, Path(folder))
+    print(json.dumps(found), flush=True)
+    return 1 if found["failed"] else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

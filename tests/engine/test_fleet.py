@@ -1,0 +1,78 @@
+"""A fleet's file: what it means, and what is refused before anything is started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from cachetree.cli.serve import read_config
+from cachetree.errors import ConfigError
+from cachetree.family import Family
+from cachetree.identity import read_model_identity
+from sglang_droidspeak.fleet import Fleet, read_fleet, specs
+from sglang_droidspeak.servers import ServerSpec, WorkerSpec
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "fleet.yaml"
+ENGINE = {"model-path": "m", "port": 1}
+
+
+def written(tmp_path: Path, content: object) -> Path:
+    path = tmp_path / "fleet.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+def test_the_example_is_three_workers_and_four_engines_of_two_families(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    found = specs(read_fleet(EXAMPLE), {"device": "cpu"})
+    workers = [it for it in found if isinstance(it, WorkerSpec)]
+    engines = [it for it in found if isinstance(it, ServerSpec)]
+    assert (len(workers), len(engines)) == (3, 4)
+    assert found[:3] == workers, "workers start first"
+    families = set()
+    for worker in workers:
+        config = tmp_path / f"{worker.name}.yaml"
+        config.write_text(yaml.safe_dump(dict(worker.config)))
+        families.add(read_config(config).family.kv_dtype)
+    assert families == {"bfloat16", "float32"}
+    assert all(it.options["device"] == "cpu" for it in engines)
+    assert len({it.port for it in engines}) == 4
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ({}, "no workers and no engines"),
+        ({"engines": {"one": {"port": 1}}}, "engines.one has no model-path"),
+        ({"engines": {"one": ENGINE, "two": ENGINE}}, "both have port 1"),
+        ({"engines": {"one": ENGINE}, "workers": {"one": {}}}, "one is a worker and an engine"),
+        ({"engines": {"a/b": ENGINE}}, "'a/b' cannot be a name"),
+        ({"engines": {"one": {**ENGINE, "droidspeak": {"hots_gb": 1}}}}, "hots_gb"),
+        ({"servers": {}}, "servers"),
+        (["x"], "fleet.yaml"),
+    ],
+)
+def test_mistakes_are_named(content, says, tmp_path):
+    with pytest.raises(ConfigError, match=says):
+        read_fleet(written(tmp_path, content))
+
+
+def test_anchors_have_a_place(tmp_path):
+    path = written(tmp_path, {"x-shared": {"a": 1}, "engines": {"one": ENGINE}})
+    assert read_fleet(path) == Fleet(engines={"one": ENGINE})
+
+
+def test_a_worker_reads_its_family_from_a_checkpoint(tmp_path):
+    model = ROOT / "profiles" / "pairs" / "weights" / "sender"
+    family = {"model": str(model), "kv_dtype": "bfloat16", "page_size": 32}
+    path = written(tmp_path, {"family": family})
+    expected = Family.of(
+        read_model_identity(model), kv_dtype="bfloat16", page_size=32, tp_size=1, tp_rank=0
+    )
+    assert read_config(path).family == expected
+    for wrong in ({**family, "kv_dtype": "int3"}, {**family, "model": "nowhere"}):
+        with pytest.raises(ConfigError):
+            read_config(written(tmp_path, {"family": wrong}))
