@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 
 from cachetree.clock import Deadline
@@ -17,13 +17,13 @@ class Budget:
 
     def __init__(self, limit_bytes: int) -> None:
         self.num_bytes = 0
-        self._limit_bytes = limit_bytes
+        self.limit_bytes = limit_bytes
         # Reentrant: garbage collection may give back in the middle of `take`.
         self._lock = threading.RLock()
 
     def take(self, num_bytes: int) -> bool:
         with self._lock:
-            if self.num_bytes + num_bytes > self._limit_bytes:
+            if self.num_bytes + num_bytes > self.limit_bytes:
                 return False
             self.num_bytes += num_bytes
             return True
@@ -41,15 +41,25 @@ class BudgetedStaging(Staging):
     """
 
     def __init__(
-        self, sizes: Mapping[Step, int], deadline: Deadline, allocate: Allocate, budget: Budget
+        self,
+        sizes: Mapping[Step, int],
+        deadline: Deadline,
+        allocate: Allocate,
+        budget: Budget,
+        note_end: Callable[[Staging], None],
     ) -> None:
+        """`note_end` hears of the first `release`."""
         super().__init__(sizes, deadline, allocate)
+        self._note_end: Callable[[Staging], None] | None = note_end
         self._give_back = weakref.finalize(self, budget.give_back, self.num_bytes)
 
     def release(self) -> None:
         """The caller reads no more. Idempotent."""
         self.cancel()
         self._give_back()
+        note_end, self._note_end = self._note_end, None
+        if note_end is not None:
+            note_end(self)
 
     def __enter__(self) -> BudgetedStaging:
         return self

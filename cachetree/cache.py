@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Final, TypeVar
@@ -18,6 +19,7 @@ from cachetree.disk import DiskConfig, DiskStatus, DiskTier
 from cachetree.entries import Match
 from cachetree.errors import ConfigError, DeadlineExceeded, FetchError, StaleEntry
 from cachetree.family import Family
+from cachetree.fetch_log import FetchCounts, FetchLog
 from cachetree.ids import LOCAL, Location, ModelId, PageHash
 from cachetree.lease import Lease
 from cachetree.plan import Kind, Plan, Step
@@ -120,6 +122,9 @@ class CacheStatus(msgspec.Struct, frozen=True, kw_only=True):
     num_bytes: int
     host_bytes: int
     staging_bytes_in_use: int
+    staging_bytes: int
+    fetches: tuple[FetchCounts, ...]
+    """By this process, from anywhere."""
     peers: tuple[PeerStatus, ...]
     stores: tuple[PusherStatus, ...]
     worker: Status | None
@@ -154,6 +159,7 @@ class Cache:
         self._clock = clock
         self._budget = Budget(config.staging_bytes)
         self._pool = StagingPool(allocate, config.staging_bytes)
+        self._fetch_log = FetchLog(family.page_size)
         self._speeds = {LOCAL: Bandwidth(clock)}
         self._worker: Worker | None = None
         self._disk: DiskTier | None = None
@@ -247,7 +253,13 @@ class Cache:
         if not self._budget.take(sum(sizes.values())):
             return None
         try:
-            staging = BudgetedStaging(sizes, deadline, self._pool.allocate, self._budget)
+            staging = BudgetedStaging(
+                sizes,
+                deadline,
+                self._pool.allocate,
+                self._budget,
+                partial(self._fetch_log.note, plan),
+            )
         except BaseException:
             self._budget.give_back(sum(sizes.values()))
             raise
@@ -280,6 +292,8 @@ class Cache:
             num_bytes=self.tree.num_bytes,
             host_bytes=self.tree.host_bytes,
             staging_bytes_in_use=self._budget.num_bytes,
+            staging_bytes=self._budget.limit_bytes,
+            fetches=self._fetch_log.counts(),
             peers=tuple(peer.status for peer in self._peers.values()),
             stores=tuple(pusher.status for pusher in self._pushers),
             worker=self._worker.status() if self._worker else None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -9,6 +10,8 @@ import msgspec
 if TYPE_CHECKING:
     from sglang_droidspeak.compat.names import Req
     from sglang_droidspeak.job import Job
+
+log = logging.getLogger("droidspeak.request")
 
 KEY = "droidspeak"
 
@@ -72,7 +75,15 @@ def provenance_of(
 
 
 def report(req: Req, provenance: RequestProvenance) -> None:
-    """Put it into the request's response, beside what others put there."""
+    """Put it into the request's response, beside what others put there, and into the log.
+
+    A reuse that became a full prefill is worth a line at INFO; the others are one at DEBUG.
+    """
+    level = logging.INFO if provenance.outcome.startswith("fallback") else logging.DEBUG
+    if log.isEnabledFor(level):
+        told = msgspec.structs.asdict(provenance)
+        fields = " ".join(f"{name}={value}" for name, value in told.items() if value is not None)
+        log.log(level, "rid=%s %s", req.rid, fields.replace("fallback: ", "fallback:"))
     info = req.customized_info or {}
     req.customized_info = {**info, KEY: [_plain(provenance)]}
 

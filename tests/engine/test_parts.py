@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from types import SimpleNamespace
 
@@ -220,3 +221,17 @@ def test_meter_measures_large_forwards_only() -> None:
     with meter.forward(10_000):
         time.sleep(0.02)
     assert 0.02 / 10_000 <= meter.s_per_token_layer < 1 / 10_000
+
+
+def test_a_reuse_that_became_a_full_prefill_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "droidspeak.request")
+    req = SimpleNamespace(rid="r1", customized_info=None)
+    for outcome in ("reused", "no_match", "fallback: StaleEntry"):
+        report(req, RequestProvenance(outcome=outcome, overlap=0.5))
+    (line,) = [record.getMessage() for record in caplog.records]
+    fields = dict(field.split("=", 1) for field in line.split())
+    assert (fields["rid"], fields["outcome"], fields["overlap"]) == (
+        "r1",
+        "fallback:StaleEntry",
+        "0.5",
+    )

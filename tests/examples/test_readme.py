@@ -10,6 +10,7 @@ import pytest
 import yaml
 from prometheus_client import Counter, Histogram
 
+from cachetree.cli.serve import read_config
 from cachetree.policy import Reason
 from sglang_droidspeak.config import Settings, parse_settings
 from sglang_droidspeak.controls import Controls
@@ -113,6 +114,13 @@ def test_example_settings_are_valid(name: str) -> None:
     extra = options["unified-cache-external-linker-config"]["linker_extra_config"]
     for profile in parse_settings(extra).profiles:
         assert (ROOT / profile).is_file()
+
+
+def test_the_example_worker_is_valid(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    config = read_config(Path("examples/worker.yaml"))
+    assert config.family.page_size == 16
+    assert config.cache.worker.accepts
 
 
 def test_every_link_and_command_leads_somewhere() -> None:

@@ -1,0 +1,79 @@
+"""What became of fetches: one log line for each, and counts."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections import Counter
+from typing import Final
+
+import msgspec
+
+from cachetree.errors import Cancelled
+from cachetree.ids import Location
+from cachetree.plan import Plan
+from cachetree.staging import Staging
+
+log = logging.getLogger("cachetree.fetch")
+
+OK: Final = "ok"
+
+
+class FetchCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """Fetches from one location, once their reader let go of them."""
+
+    location: Location
+    num_bytes: int
+    outcomes: dict[str, int]
+    """`ok`, or the error's name, to how many."""
+
+
+class FetchLog:
+    """Thread-safe. Lines go to the logger `cachetree.fetch` at INFO, as key=value."""
+
+    def __init__(self, page_tokens: int) -> None:
+        self._page_tokens = page_tokens
+        self._lock = threading.Lock()
+        self._outcomes: dict[Location, Counter[str]] = {}
+        self._num_bytes: Counter[Location] = Counter()
+
+    def note(self, plan: Plan, staging: Staging) -> None:
+        """The reader has let go of `staging`."""
+        error = staging.error
+        outcome = type(error).__name__ if error else OK
+        with self._lock:
+            self._outcomes.setdefault(plan.location, Counter())[outcome] += 1
+            self._num_bytes[plan.location] += staging.num_landed_bytes
+        if log.isEnabledFor(logging.INFO):
+            log.info("%s", self._line(plan, staging, outcome))
+
+    def counts(self) -> tuple[FetchCounts, ...]:
+        with self._lock:
+            return tuple(
+                FetchCounts(
+                    location=location, num_bytes=self._num_bytes[location], outcomes=dict(outcomes)
+                )
+                for location, outcomes in self._outcomes.items()
+            )
+
+    def _line(self, plan: Plan, staging: Staging, outcome: str) -> str:
+        stopped_s = staging.completed_s or staging.deadline.clock()
+        seconds = stopped_s - staging.started_s
+        num_pages = len(plan.pages)
+        fields = {
+            "outcome": outcome,
+            "model": plan.sender,
+            "location": plan.location,
+            "tokens": num_pages * self._page_tokens,
+            "pages": num_pages,
+            "layers": len(plan.steps),
+            "bytes": staging.num_landed_bytes,
+            "seconds": f"{seconds:.6f}",
+            "gb_s": f"{staging.num_landed_bytes / max(seconds, 1e-9) / 1e9:.3f}",
+        }
+        line = " ".join(f"{name}={value}" for name, value in fields.items())
+        error = staging.error
+        if error is None or isinstance(error, Cancelled):
+            return line
+        return f"{line} cause={json.dumps(str(error))}"
