@@ -17,10 +17,12 @@ from cachetree.errors import (
     DeadlineExceeded,
     FamilyMismatch,
     FetchError,
+    PinRefused,
     ProfileError,
     ProtocolError,
     StaleEntry,
 )
+from cachetree.eviction import Retention
 from cachetree.family import Family, ModelIdentity
 from cachetree.ids import (
     DISK,
@@ -83,11 +85,13 @@ __all__ = [
     "PeerConfig",
     "PeerState",
     "PeerStatus",
+    "PinRefused",
     "Plan",
     "ProfileError",
     "ProtocolError",
     "PusherStatus",
     "Reservation",
+    "Retention",
     "Search",
     "Span",
     "Staging",

@@ -18,6 +18,7 @@ from cachetree.clock import Clock, Deadline
 from cachetree.disk import DiskConfig, DiskStatus, DiskTier
 from cachetree.entries import Match
 from cachetree.errors import ConfigError, DeadlineExceeded, FetchError, StaleEntry
+from cachetree.eviction import Retention
 from cachetree.family import Family
 from cachetree.fetch_log import FetchCounts, FetchLog
 from cachetree.ids import LOCAL, Location, ModelId, PageHash
@@ -49,6 +50,14 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     host_bytes: int = 4 << 30
     """Budget of the entries held here."""
+    eviction: str = "lru"
+    """Which of them make room for new ones: lru, slru, s3fifo or value (`cachetree.eviction`). The
+    disk keeps to LRU."""
+    ttl_s: float | None = None
+    """Entries in memory that nobody has used for so long go at the next sweep, which comes with
+    every new entry; None keeps them until room is needed."""
+    max_pinned_share: float = 0.5
+    """Of `host_bytes`, how much pins may keep at once."""
     staging_bytes: int = 1 << 30
     """Budget of the fetches under way and not yet released."""
     disk_path: str = ""
@@ -80,6 +89,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         for field in ("host_bytes", "staging_bytes"):
             if getattr(self, field) < 0:
                 raise ConfigError(f"{field} is {getattr(self, field)}; it must be 0 or more")
+        self.retention  # noqa: B018  raises ConfigError
         if bool(self.disk_path) != (self.disk_bytes > 0):
             raise ConfigError(
                 f"disk_path is {self.disk_path!r} and disk_bytes {self.disk_bytes}; "
@@ -98,6 +108,12 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ConfigError(
                 f"peer_keys has {address}, which is not in peers; write the address alike in both"
             )
+
+    @property
+    def retention(self) -> Retention:
+        return Retention(
+            eviction=self.eviction, ttl_s=self.ttl_s, max_pinned_share=self.max_pinned_share
+        )
 
     def peer_at(self, address: str) -> PeerConfig:
         """How it reads from this one."""
@@ -120,6 +136,7 @@ class CacheStatus(msgspec.Struct, frozen=True, kw_only=True):
     """A cache in numbers."""
 
     num_bytes: int
+    num_pinned_bytes: int
     host_bytes: int
     staging_bytes_in_use: int
     staging_bytes: int
@@ -154,7 +171,11 @@ class Cache:
     ) -> None:
         self.family: Final = family
         self.tree: Final = CacheTree(
-            family, host_bytes=config.host_bytes, allocate=allocate, clock=clock
+            family,
+            host_bytes=config.host_bytes,
+            allocate=allocate,
+            clock=clock,
+            retention=config.retention,
         )
         self._clock = clock
         self._budget = Budget(config.staging_bytes)
@@ -290,6 +311,7 @@ class Cache:
     def status(self) -> CacheStatus:
         return CacheStatus(
             num_bytes=self.tree.num_bytes,
+            num_pinned_bytes=self.tree.num_pinned_bytes,
             host_bytes=self.tree.host_bytes,
             staging_bytes_in_use=self._budget.num_bytes,
             staging_bytes=self._budget.limit_bytes,
@@ -349,7 +371,7 @@ class Cache:
         return self.family.e_page_bytes if step.kind is Kind.E else self.family.kv_page_bytes
 
     def _copy(self, model: ModelId, pages: Sequence[PageHash], staging: Staging) -> None:
-        lease = self.tree.lease(model, pages, "a local fetch", staging.deadline)
+        lease = self.tree.lease(model, pages, "a local fetch", staging.deadline, is_use=False)
         if lease is None:
             staging.fail(StaleEntry(f"{len(pages)} pages of model {model} are no longer here"))
             return

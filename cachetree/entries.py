@@ -1,4 +1,4 @@
-"""What the tree consists of: nodes, the entries that models have in them, and their recency."""
+"""What the tree consists of: nodes, and the entries that models have in them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from cachetree.runs import Run, num_common_pages, split_hashes
 from cachetree.slab import Segment, Slab
 
 if TYPE_CHECKING:
-    from cachetree.recency import Recency
+    from cachetree.eviction.chain import Queue
+    from cachetree.eviction.protocol import Eviction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,10 +59,12 @@ class Hold:
         self.entries.add(entry)
         entry.holds.add(self)
 
-    def clear(self) -> None:
+    def clear(self) -> set[LocalEntry]:
+        """Returns those that were kept; others may still keep them."""
         for entry in self.entries:
             entry.holds.discard(self)
-        self.entries.clear()
+        freed, self.entries = self.entries, set()
+        return freed
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,14 +110,17 @@ class LocalEntry:
         "e_layers",
         "e_reach",
         "first",
+        "hits",
         "holds",
         "model",
         "newer",
         "node",
         "num_children",
         "older",
+        "queue",
         "slab",
         "used",
+        "used_at_s",
     )
 
     def __init__(self, node: Node, model: ModelId, slab: Slab, first: int) -> None:
@@ -130,8 +136,12 @@ class LocalEntry:
         self.num_children = 0
         """Child nodes in which the same model has a local entry."""
         self.holds: set[Hold] = set()
+        # The eviction policy's: what it knows of walks that ended here, or below in what has since
+        # been evicted, and where it keeps the entry.
         self.used = 0
-        """When a walk last ended here, or below in what has since been evicted."""
+        self.used_at_s = 0.0
+        self.hits = 0.0
+        self.queue: Queue | None = None
         self.older: LocalEntry | None = None
         self.newer: LocalEntry | None = None
 
@@ -140,6 +150,21 @@ class LocalEntry:
         """The entry of the same model in the node above."""
         above = self.node.parent
         return above.local[self.model] if above and above.num_pages else None
+
+    @property
+    def is_evictable(self) -> bool:
+        return not (self.num_children or self.holds)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.node.num_pages * self.slab.layout.page_bytes
+
+    def slabs_above(self) -> Iterator[Slab]:
+        """The memory of this entry and of all that have to stay while it does."""
+        entry: LocalEntry | None = self
+        while entry is not None:
+            yield entry.slab
+            entry = entry.parent
 
     def part(self, start: int, stop: int) -> Segment:
         """Storage of pages `[start, stop)` of the node."""
@@ -220,7 +245,7 @@ class Node:
             pending.extend(node.children.values())
             yield node
 
-    def split(self, index: int, recency: Recency) -> Node:
+    def split(self, index: int, eviction: Eviction) -> Node:
         """Cut before page `index`; this node keeps the head, the tail is returned.
 
         Storage and hashes are divided by arithmetic, nothing is copied.
@@ -235,10 +260,13 @@ class Node:
         for head in self.local.values():
             entry = LocalEntry(tail, head.model, head.slab, head.first + index)
             tail.local[head.model] = entry
-            recency.split(head, entry)
+            entry.num_children, head.num_children = head.num_children, 1
+            eviction.split(head, entry)
             for hold in head.holds:
                 if hold.stop > tail.start:
                     hold.add(entry)
+            if entry.is_evictable:
+                eviction.free(entry)
         return tail
 
     def _hashes(self, start: int, stop: int) -> bytes:

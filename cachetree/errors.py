@@ -5,6 +5,7 @@
     ├── FamilyMismatch         two models (or servers) cannot exchange caches; names the field
     ├── AuthenticationError    the keys of two servers do not agree; names the side to change
     ├── ProfileError           a pair profile cannot be read or does not fit the models
+    ├── PinRefused             a pin would keep more of the budget than pins may
     └── FetchError             a fetch ended early; the request it served does a full prefill
         ├── DeadlineExceeded
         ├── Cancelled
@@ -33,6 +34,10 @@ class AuthenticationError(CacheTreeError):
 
 class ProfileError(CacheTreeError):
     """A pair profile cannot be used. The message names the file and the field."""
+
+
+class PinRefused(CacheTreeError):
+    """Pins may not keep so much. The message says how much they have and how much they may."""
 
 
 class FetchError(CacheTreeError):

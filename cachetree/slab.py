@@ -38,8 +38,11 @@ class Layout:
 
     @property
     def num_bytes(self) -> int:
-        per_page = self.num_layers * self.kv_page_bytes + len(self.e_layers) * self.e_page_bytes
-        return self.num_pages * per_page
+        return self.num_pages * self.page_bytes
+
+    @property
+    def page_bytes(self) -> int:
+        return self.num_layers * self.kv_page_bytes + len(self.e_layers) * self.e_page_bytes
 
     def range_of(self, step: Step, pages: Span) -> Span:
         """The bytes of `pages` of one kind at one layer; raises StaleEntry where there is no E."""

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Final
 
 from cachetree.clock import Clock, Deadline
 from cachetree.entries import Change, EReach, Hold, LocalEntry, Match, Node
+from cachetree.eviction import Eviction, Expiry, Retention, make_policy
 from cachetree.family import Family
 from cachetree.ids import LOCAL, Location, ModelId, PageHash
 from cachetree.lease import Lease, Reservation
+from cachetree.pins import Pins
 from cachetree.slab import Layout, Slab
 from cachetree.staging import Allocate, pageable
-from cachetree.trie import PageTrie, Piece
+from cachetree.trie import PageTrie, depth_of
 
 Listener = Callable[[Change], None]
+
+_LRU: Final = Retention()
 
 
 class CacheTree:
@@ -24,8 +28,9 @@ class CacheTree:
 
     Thread-safe: one lock, held for walks and bookkeeping, never while memory is allocated or
     copied. Local bytes, reservations in flight included, never exceed `host_bytes`. Eviction is
-    leaf first, least recently used first, and takes whole nodes of one model; leased pages and
-    those under an open reservation stay. Remote entries hold no bytes and are never evicted.
+    leaf first, in the order of the policy that `retention` names, and takes whole nodes of one
+    model, E with its KV; leased and pinned pages and those under an open reservation stay. Remote
+    entries hold no bytes and are never evicted.
     """
 
     def __init__(
@@ -35,16 +40,20 @@ class CacheTree:
         host_bytes: int,
         allocate: Allocate = pageable,
         clock: Clock = time.monotonic,
+        retention: Retention = _LRU,
     ) -> None:
         self.family: Final = family
         self.host_bytes: Final = host_bytes
         self._allocate = allocate
         self._clock = clock
         self._lock = threading.Lock()
-        self._trie = PageTrie()
-        self._recency = self._trie.recency
+        policy = make_policy(retention.eviction, family, host_bytes)
+        self._expiry = Expiry(policy, retention.ttl_s, clock) if retention.ttl_s else None
+        self._eviction: Eviction = self._expiry or policy
+        self._trie = PageTrie(self._eviction)
         self._leases: set[Lease] = set()
         self._open: set[Reservation] = set()
+        self._pins = Pins(self._trie, int(retention.max_pinned_share * host_bytes))
         self._listeners: list[Listener] = []
         self._num_bytes = 0
         self._num_pages = 0
@@ -58,6 +67,11 @@ class CacheTree:
     def num_pages(self) -> int:
         """Local pages, counted once per model."""
         return self._num_pages
+
+    @property
+    def num_pinned_bytes(self) -> int:
+        """Of `num_bytes`, what pins keep."""
+        return self._pins.num_bytes
 
     # Local entries: always the exact KV of their model.
 
@@ -79,14 +93,14 @@ class CacheTree:
                 raise ValueError(f"E at layer {layer} of a model of {self.family.num_layers}")
         with self._lock:
             self._sweep()
-            place = None if parent is None else self._find_local(model, parent)
+            place = None if parent is None else self._trie.find_local(model, parent)
             if parent is not None and place is None:
                 return None
-            last = self._last_local(model, place, pages)
-            skipped = _depth(last) - _depth(place)
+            last = self._trie.last_local(model, place, pages)
+            skipped = depth_of(last) - depth_of(place)
             new = tuple(pages[skipped:])
             slab = Slab(Layout.of(self.family, len(new), sorted(set(e_layers))))
-            hold = Hold(_depth(last))
+            hold = Hold(depth_of(last))
             before = pages[skipped - 1] if skipped else parent
             reservation = Reservation(model, before, new, skipped, slab, hold, self._end)
             if not new:
@@ -96,7 +110,7 @@ class CacheTree:
             self._open.add(reservation)
             if not self._make_room(slab.num_bytes):
                 self._open.discard(reservation)
-                hold.clear()
+                self._let_go(hold)
                 return None
             self._num_bytes += slab.num_bytes
         try:
@@ -107,11 +121,18 @@ class CacheTree:
         return reservation
 
     def lease(
-        self, model: ModelId, pages: Sequence[PageHash], owner: str, deadline: Deadline
+        self,
+        model: ModelId,
+        pages: Sequence[PageHash],
+        owner: str,
+        deadline: Deadline,
+        *,
+        is_use: bool = True,
     ) -> Lease | None:
         """Keep consecutive local pages of `model` for a reader; None when any of them is gone.
 
-        `pages` may start anywhere in the tree. The lease ends at `deadline` at the latest.
+        `pages` may start anywhere in the tree. The lease ends at `deadline` at the latest. It is no
+        use of its own where `match` noted one, or where nobody needs the pages now.
         """
         with self._lock:
             pieces = self._trie.path_anywhere(pages)
@@ -120,10 +141,11 @@ class CacheTree:
             if pieces and model not in pieces[-1].node.local:
                 return None
             entries = [piece.node.local[model] for piece in pieces]
-            hold = Hold(_depth(pieces[-1]) if pieces else 0)
+            hold = Hold(depth_of(pieces[-1]) if pieces else 0)
             for entry in entries:
                 hold.add(entry)
-            self._recency.use(entries[-1:])
+            if is_use:
+                self._eviction.use(entries[-1:])
             segments = [
                 entry.part(piece.start, piece.stop)
                 for entry, piece in zip(entries, pieces, strict=True)
@@ -135,12 +157,12 @@ class CacheTree:
     def has(self, model: ModelId, page: PageHash) -> bool:
         """Whether the model has this page here."""
         with self._lock:
-            return self._find_local(model, page) is not None
+            return self._trie.find_local(model, page) is not None
 
     def line(self, model: ModelId, page: PageHash) -> list[Change]:
         """What the model has from the root to the entry with `page`, as additions in order."""
         with self._lock:
-            place = self._find_local(model, page)
+            place = self._trie.find_local(model, page)
             entry = place.node.local[model] if place else None
             changes: list[Change] = []
             while entry is not None:
@@ -148,15 +170,39 @@ class CacheTree:
                 entry = entry.parent
             return changes[::-1]
 
+    def pin(
+        self, model: ModelId | None, pages: Sequence[PageHash], deadline: Deadline | None = None
+    ) -> dict[ModelId, int]:
+        """Keep what `model`, None for all of them, has here of the prefix `pages`.
+
+        Until `unpin` or `deadline`; the same pin once more takes the place of the first. Returns
+        how many pages of each model those are, none where it has none; what comes later is not
+        pinned. Raises PinRefused where pins would keep more than their share of the budget.
+        """
+        with self._lock:
+            self._sweep()
+            depths, replaced = self._pins.pin(model, pages, deadline)
+            if replaced is not None:
+                self._let_go(replaced)
+            return depths
+
+    def unpin(self, model: ModelId | None, pages: Sequence[PageHash]) -> bool:
+        """End the pin made with the same model and pages; False where there is none."""
+        with self._lock:
+            hold = self._pins.unpin(model, pages)
+            if hold is not None:
+                self._let_go(hold)
+            return hold is not None
+
     def sweep(self) -> None:
-        """Drop leases past their deadline."""
+        """Drop leases and pins past their deadline, and entries past their time to live."""
         with self._lock:
             self._sweep()
 
     def clear(self) -> None:
-        """Drop all local entries but those that a lease or an open reservation keeps."""
+        """Drop all local entries but those that a lease, a pin or an open reservation keeps."""
         with self._lock:
-            self._evict_until(lambda: False)
+            self._evict_until(lambda: False, self._eviction.victims())
 
     # All entries.
 
@@ -175,7 +221,7 @@ class CacheTree:
             if place is None:
                 return found
             top = self._trie.root.children[pages[0]]
-            node, num_pages = place.node, _depth(place)
+            node, num_pages = place.node, depth_of(place)
             # Upwards: whoever has an entry in a node has one in every node above it.
             while True:
                 if len(node.local) > len(used):
@@ -192,7 +238,7 @@ class CacheTree:
                     break
                 assert node.parent is not None
                 node, num_pages = node.parent, node.start
-            self._recency.use(used.values())
+            self._eviction.use(used.values())
         return found
 
     # Remote entries: what workers have advertised.
@@ -278,39 +324,49 @@ class CacheTree:
                 return
             self._open.discard(reservation)
             num_kept = self._publish(reservation) if is_commit else 0
-            reservation.hold.clear()
+            self._let_go(reservation.hold)
             self._drop_pages(reservation.slab, len(reservation.pages) - num_kept)
 
     def _end_lease(self, lease: Lease) -> None:
         with self._lock:
             self._leases.discard(lease)
             lease.is_over = True
-            lease.hold.clear()
+            self._let_go(lease.hold)
+
+    def _let_go(self, hold: Hold) -> None:
+        for entry in hold.clear():
+            if entry.is_evictable:
+                self._eviction.free(entry)
 
     def _sweep(self) -> None:
         for lease in [lease for lease in self._leases if lease.deadline.at_s <= self._clock()]:
             self._leases.discard(lease)
             lease.is_over = True
-            lease.hold.clear()
+            self._let_go(lease.hold)
+        for hold in self._pins.expired(self._clock()):
+            self._let_go(hold)
+        if self._expiry is not None:
+            self._evict_until(lambda: False, self._expiry.expired())
 
     def _publish(self, reservation: Reservation) -> int:
         """Make entries of the reserved pages; returns how many pages they keep."""
         model, slab = reservation.model, reservation.slab
         place = None if reservation.parent is None else self._trie.find(reservation.parent)
-        last = self._last_local(model, place, reservation.pages)
-        first = _depth(last) - _depth(place)
+        last = self._trie.last_local(model, place, reservation.pages)
+        first = depth_of(last) - depth_of(place)
         pages = reservation.pages[first:]
         parent = reservation.pages[first - 1] if first else reservation.parent
         nodes = self._trie.cover(parent, pages)
         offset = first
         for node in nodes:
-            node.local[model] = LocalEntry(node, model, slab, offset)
-            self._recency.add(node.local[model])
+            entry = node.local[model] = LocalEntry(node, model, slab, offset)
+            if entry.parent is not None:
+                entry.parent.num_children += 1
             offset += node.num_pages
         num_kept = offset - first
         self._num_pages += num_kept
         if nodes:
-            self._recency.use([nodes[-1].local[model]])
+            self._eviction.add([node.local[model] for node in nodes])
             change = Change(
                 added=True,
                 model=model,
@@ -327,7 +383,9 @@ class CacheTree:
             return True
         if self._unfreeable_bytes() > self.host_bytes:
             return False
-        self._evict_until(lambda: self._num_bytes + num_bytes <= self.host_bytes)
+        self._evict_until(
+            lambda: self._num_bytes + num_bytes <= self.host_bytes, self._eviction.victims()
+        )
         return True
 
     def _unfreeable_bytes(self) -> int:
@@ -337,34 +395,28 @@ class CacheTree:
         holds += [reservation.hold for reservation in self._open]
         for hold in holds:
             for entry in hold.entries:
-                node: Node | None = entry.node
-                while node is not None and node.num_pages:
-                    slabs.add(node.local[entry.model].slab)
-                    node = node.parent
-        return sum(slab.num_bytes for slab in slabs)
+                slabs.update(entry.slabs_above())
+        pinned = self._pins.slabs
+        return self._pins.num_bytes + sum(it.num_bytes for it in slabs if it not in pinned)
 
-    def _evict_until(self, is_enough: Callable[[], bool]) -> None:
-        # One pass is enough: an entry whose last child goes has a place that is still to come.
+    def _evict_until(self, is_enough: Callable[[], bool], victims: Iterator[LocalEntry]) -> None:
         evicted: list[Node] = []
-        entry = self._recency.oldest
-        while entry is not None and not is_enough():
-            if entry.num_children or entry.holds:
-                entry = self._recency.pass_by(entry)
-            else:
-                evicted.append(entry.node)
-                entry = self._evict(entry)
+        while not is_enough() and (entry := next(victims, None)) is not None:
+            evicted.append(entry.node)
+            self._evict(entry)
         self._trie.prune(evicted)
 
-    def _evict(self, entry: LocalEntry) -> LocalEntry | None:
-        """Returns the next one to consider. The caller prunes the node."""
+    def _evict(self, entry: LocalEntry) -> None:
+        """The caller prunes the node."""
         change = entry.change(added=False) if self._listeners else None
-        following = self._recency.remove(entry)
+        if entry.parent is not None:
+            entry.parent.num_children -= 1
+        self._eviction.remove(entry)
         del entry.node.local[entry.model]
         self._num_pages -= entry.node.num_pages
         self._drop_pages(entry.slab, entry.node.num_pages)
         if change is not None:
             self._notify(change)
-        return following
 
     def _drop_pages(self, slab: Slab, num_pages: int) -> None:
         if num_pages:
@@ -379,30 +431,6 @@ class CacheTree:
         for each in below:
             each.remote.pop(key, None)
         self._trie.prune(below)
-
-    def _find_local(self, model: ModelId, page: PageHash) -> Piece | None:
-        place = self._trie.find(page)
-        return place if place is not None and model in place.node.local else None
-
-    def _last_local(
-        self, model: ModelId, place: Piece | None, pages: Sequence[PageHash]
-    ) -> Piece | None:
-        """The end of the leading `pages` after `place` that the model has; `place` where none."""
-        last = self._trie.deepest(place, pages)
-        if last is None:
-            return place
-        node, stop = last.node, last.stop
-        while model not in node.local:
-            if node.parent is None:
-                return None
-            node = node.parent
-            stop = node.num_pages
-        return Piece(node, 0, stop) if node.num_pages else None
-
-
-def _depth(piece: Piece | None) -> int:
-    """How many pages there are from the root to the end of `piece`."""
-    return 0 if piece is None else piece.node.start + piece.stop
 
 
 def _match(location: Location, model: ModelId, num_pages: int, e_reach: EReach) -> Match:

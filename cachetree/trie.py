@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
 from cachetree.entries import Node
-from cachetree.ids import PageHash
+from cachetree.eviction.protocol import Eviction
+from cachetree.ids import ModelId, PageHash
 from cachetree.page_index import PageIndex
-from cachetree.recency import Recency
 from cachetree.runs import Run
 
 
@@ -27,9 +27,9 @@ class PageTrie:
     it without a walk. Pages that contradict this (a broken advert) are never put in.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, eviction: Eviction) -> None:
         self.root: Final = Node(None, Run(b"", 0), 0, 0)
-        self.recency: Final = Recency()
+        self._eviction = eviction
         self._index = PageIndex()
 
     def find(self, page: PageHash) -> Piece | None:
@@ -103,6 +103,25 @@ class PageTrie:
         first = self.find(pages[0]) if pages else None
         return [] if first is None else self.path(first._replace(stop=first.start), pages)
 
+    def find_local(self, model: ModelId, page: PageHash) -> Piece | None:
+        place = self.find(page)
+        return place if place is not None and model in place.node.local else None
+
+    def last_local(
+        self, model: ModelId, place: Piece | None, pages: Sequence[PageHash]
+    ) -> Piece | None:
+        """The end of the leading `pages` after `place` that the model has; `place` where none."""
+        last = self.deepest(place, pages)
+        if last is None:
+            return place
+        node, stop = last.node, last.stop
+        while model not in node.local:
+            if node.parent is None:
+                return None
+            node = node.parent
+            stop = node.num_pages
+        return Piece(node, 0, stop) if node.num_pages else None
+
     def cover(self, parent: PageHash | None, pages: Sequence[PageHash]) -> list[Node]:
         """Nodes that hold exactly `pages` after `parent`, split off or made as needed.
 
@@ -142,7 +161,7 @@ class PageTrie:
         """The node that starts at page `index` of `node`, which is cut there where it must be."""
         if index in (0, node.num_pages):
             return node
-        return node.split(index, self.recency)
+        return node.split(index, self._eviction)
 
     def prune(self, nodes: Iterable[Node]) -> None:
         """Take out those of `nodes` in which nobody has an entry."""
@@ -156,3 +175,8 @@ class PageTrie:
         self._index.remove([(node.run, node.first, node.first + node.num_pages) for node in gone])
         for run in {node.run for node in gone}:
             run.compact()
+
+
+def depth_of(piece: Piece | None) -> int:
+    """How many pages there are from the root to the end of `piece`."""
+    return 0 if piece is None else piece.node.start + piece.stop

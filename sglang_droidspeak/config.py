@@ -22,6 +22,7 @@ import yaml
 
 from cachetree.cache import CacheConfig
 from cachetree.errors import ConfigError
+from cachetree.eviction import Retention
 from cachetree.ids import ModelId
 from cachetree.transport import PeerConfig, WorkerConfig
 
@@ -50,6 +51,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """`off` lets a request name any block of any sender, profile or not. For measurements."""
     host_gb: float = 2.0
     """Host memory for this server's own KV and E, in GiB; 0 stores nothing."""
+    eviction: str = "lru"
+    """What leaves that memory first: lru, slru, s3fifo or value."""
+    ttl_s: float | None = None
+    """What nobody has used for so long leaves it in any case; None: only when room is needed."""
+    max_pinned_share: float = 0.5
+    """Of `host_gb`, how much pinned prefixes may keep."""
     disk_path: str | None = None
     """Folder that keeps the same also when it leaves memory or the server ends; None for none."""
     disk_gb: float = 0.0
@@ -84,6 +91,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         for field in ("min_tokens", "max_recompute_tokens", "fetch_deadline_s"):
             if getattr(self, field) <= 0:
                 raise ConfigError(f"{field} is {getattr(self, field)}; give a positive number")
+        Retention(eviction=self.eviction, ttl_s=self.ttl_s, max_pinned_share=self.max_pinned_share)
         if (self.disk_path is None) != (self.disk_gb == 0):
             raise ConfigError(
                 f"disk_path is {self.disk_path} and disk_gb {self.disk_gb}; give both, or neither"
@@ -125,6 +133,9 @@ def cache_config(settings: Settings, model: ModelId) -> CacheConfig:
         )
     return CacheConfig(
         host_bytes=int(settings.host_gb * GIB),
+        eviction=settings.eviction,
+        ttl_s=settings.ttl_s,
+        max_pinned_share=settings.max_pinned_share,
         staging_bytes=int(settings.staging_gb * GIB),
         disk_path=settings.disk_path or "",
         disk_bytes=int(settings.disk_gb * GIB),

@@ -140,7 +140,9 @@ class DiskTier:
 
     def _write(self, change: Change) -> None:
         deadline = Deadline.after(_MAX_WRITE_S, self._clock)
-        lease = self._tree.lease(change.model, change.pages, "the disk's writer", deadline)
+        lease = self._tree.lease(
+            change.model, change.pages, "the disk's writer", deadline, is_use=False
+        )
         if lease is None:
             self._num_late += 1
             return

@@ -223,7 +223,7 @@ class Pusher:
         """None where the worker has it now, or it is gone here."""
         for part in _parts(change, self._page_bytes(change)):
             deadline = Deadline.after(_STORE_S + _DRAIN_S, self._clock)
-            lease = self._tree.lease(part.model, part.pages, "a push", deadline)
+            lease = self._tree.lease(part.model, part.pages, "a push", deadline, is_use=False)
             if lease is None:
                 self._counts["gone"] += 1
                 return None
@@ -260,7 +260,7 @@ class Pusher:
             return None
         lease_deadline = Deadline.after(_STORE_S + _DRAIN_S, self._clock)
         pages = part.pages[wanted.skipped :]
-        lease = self._tree.lease(part.model, pages, "a push", lease_deadline)
+        lease = self._tree.lease(part.model, pages, "a push", lease_deadline, is_use=False)
         if lease is None:
             connection.send(wire.Cancel(id=id))
             self._counts["gone"] += 1

@@ -215,6 +215,7 @@ def test_what_is_used_in_memory_is_not_the_first_to_go_from_disk(tmp_path: Path)
         store_and_wait(cache, prompt(0))
         for number in range(1, 60):
             store_and_wait(cache, prompt(number))
+            assert num_found(cache, prompt(0), LOCAL) == 8
             fetch(cache, prompt(0), Span(0, 8), LOCAL)
             assert sum(it.stat().st_size for it in tmp_path.iterdir()) <= disk_bytes
         assert num_found(cache, prompt(0), DISK) == 8

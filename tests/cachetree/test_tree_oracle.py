@@ -5,17 +5,18 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tree_oracle import ALPHABETS, E_CHOICES, LOCATIONS, NAMES, Mirror
-from tree_walks import DEEP, SHALLOW, random_walk
+from tree_walks import DEEP, SHALLOW, random_walk, retention_of
 
+from cachetree.eviction import POLICIES, Retention
 from cachetree.ids import Location
 
 
 @pytest.mark.parametrize("longest", [SHALLOW, DEEP])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2 * len(POLICIES)))
 def test_long_random_walks(seed: int, longest: int) -> None:
-    assert random_walk(seed, 2500, longest) > 250
+    assert random_walk(seed, 1250, longest, retention_of(seed)) > 100
 
 
 texts = st.one_of([st.text(it, min_size=1, max_size=SHALLOW) for it in ALPHABETS])
@@ -31,6 +32,10 @@ class TreeMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.mirror = Mirror()
+
+    @initialize(policy=st.sampled_from(POLICIES), ttl_s=st.sampled_from((None, 3.0)))
+    def choose(self, policy: str, ttl_s: float | None) -> None:
+        self.mirror = Mirror(retention=Retention(eviction=policy, ttl_s=ttl_s))
 
     @rule(name=names, text=texts, start=indices, e_layers=e_choices)
     def reserve(self, name: str, text: str, start: int, e_layers: tuple[int, ...]) -> None:
@@ -65,6 +70,15 @@ class TreeMachine(RuleBasedStateMachine):
     @rule(seconds=st.integers(0, 2))
     def advance(self, seconds: int) -> None:
         self.mirror.advance(seconds)
+
+    @rule(name=st.one_of(st.none(), names), text=texts, seconds=st.sampled_from((None, 1, 4)))
+    def pin(self, name: str | None, text: str, seconds: float | None) -> None:
+        self.mirror.pin(self.mirror.loaded[name] if name else None, text, seconds)
+
+    @precondition(lambda self: self.mirror.pins)
+    @rule(index=indices)
+    def unpin(self, index: int) -> None:
+        self.mirror.unpin(*list(self.mirror.pins)[index % len(self.mirror.pins)])
 
     @rule(name=names)
     def load(self, name: str) -> None:
@@ -109,6 +123,8 @@ class TreeMachine(RuleBasedStateMachine):
             it.handle.release()
         for lease in self.mirror.leases:
             lease.handle.release()
+        for pin in list(self.mirror.pins):
+            self.mirror.unpin(*pin)
         self.mirror.unsubscribe()
         self.mirror.tree.clear()
         assert (self.mirror.tree.num_bytes, self.mirror.tree.num_pages) == (0, 0)

@@ -3,7 +3,8 @@
 A page is named by the text up to and including it, so "abc" is the page after "ab"; its token is
 the letter, and capitals are the same tokens of another tenant. Models have names, and a name may
 be loaded anew as another model. Every operation runs on the tree and on the oracle, and afterwards
-the two must agree on what is there, on every byte held, and on which entry had to go.
+the two must agree on what is there, on every byte held, and on which entry had to go: exactly under
+LRU, and under every other policy that it was one that may.
 """
 
 from __future__ import annotations
@@ -12,13 +13,15 @@ import functools
 import weakref
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from math import inf
 
 import pytest
 from test_tree import FAMILY, KV, PAGE, E, FakeTime, content
 
 from cachetree.clock import Deadline
 from cachetree.entries import Change
-from cachetree.errors import StaleEntry
+from cachetree.errors import PinRefused, StaleEntry
+from cachetree.eviction import Retention
 from cachetree.family import Family
 from cachetree.hashing import page_hashes
 from cachetree.ids import LOCAL, Location, ModelId, PageHash
@@ -60,6 +63,13 @@ class Page:
     slab: Slab
     e_layers: tuple[int, ...]
     used: int
+    used_at_s: float = 0.0
+
+
+@dataclass
+class OpenPin:
+    pages: set[tuple[ModelId, str]]
+    at_s: float
 
 
 @dataclass
@@ -87,12 +97,14 @@ class Mirror:
     family: Family = FAMILY
     budget: int = 16 * PAGE
     clock: FakeTime = field(default_factory=FakeTime)
+    retention: Retention = field(default_factory=Retention)
     local: dict[tuple[ModelId, str], Page] = field(default_factory=dict)
     remote: dict[tuple[Location, ModelId, str], tuple[int, ...]] = field(default_factory=dict)
     cuts: set[str] = field(default_factory=set)
     """Pages after which a node ends."""
     reservations: list[OpenReservation] = field(default_factory=list)
     leases: list[OpenLease] = field(default_factory=list)
+    pins: dict[tuple[ModelId | None, str], OpenPin] = field(default_factory=dict)
     loaded: dict[str, ModelId] = field(default_factory=dict)
     num_uses: int = 0
     num_operations: int = 0
@@ -103,7 +115,11 @@ class Mirror:
     def __post_init__(self) -> None:
         self.num_live_bytes = 0
         self.tree = CacheTree(
-            self.family, host_bytes=self.budget, clock=self.clock, allocate=self.allocate
+            self.family,
+            host_bytes=self.budget,
+            clock=self.clock,
+            allocate=self.allocate,
+            retention=self.retention,
         )
         for name in NAMES:
             self.load(name)
@@ -129,7 +145,7 @@ class Mirror:
 
     def reserve(self, model: ModelId, text: str, start: int, e_layers: tuple[int, ...]) -> None:
         self.num_operations += 1
-        self.sweep_oracle()
+        self.sweep()
         pages, parent = prefixes(text, start), text[:start]
         present = [page for page in pages if (model, page) in self.local]
         new = pages[len(present) :]
@@ -206,11 +222,49 @@ class Mirror:
     def advance(self, seconds: float) -> None:
         self.num_operations += 1
         self.clock.now_s += seconds
-        self.sweep_oracle()
+        self.sweep()
+
+    def pin(self, model: ModelId | None, text: str, seconds: float | None) -> None:
+        self.num_operations += 1
+        self.sweep()
+        depths = {
+            each: num
+            for each in ({it for it, _ in self.local} if model is None else {model})
+            if (num := sum((each, page) in self.local for page in prefixes(text, 0)))
+        }
+        pages = {(each, page) for each, num in depths.items() for page in prefixes(text[:num], 0)}
+        at_s = inf if seconds is None else self.clock.now_s + seconds
+        others = [it for key, it in self.pins.items() if key != (model, text)]
+        wanted = self.bytes_of(set().union(pages, *[it.pages for it in others]))
+        deadline = None if seconds is None else Deadline(at_s)
+        if pages and wanted > int(self.retention.max_pinned_share * self.budget):
+            with pytest.raises(PinRefused, match=f"would keep {wanted} bytes"):
+                self.tree.pin(model, self.hashes(text), deadline)
+            return
+        assert self.tree.pin(model, self.hashes(text), deadline) == depths
+        self.cuts |= {text[:num] for num in depths.values()}
+        if pages:
+            self.pins[model, text] = OpenPin(pages, at_s)
+
+    def unpin(self, model: ModelId | None, text: str) -> None:
+        self.num_operations += 1
+        is_pinned = self.pins.pop((model, text), None) is not None
+        assert self.tree.unpin(model, self.hashes(text)) == is_pinned
+
+    def sweep(self) -> None:
+        """What has to go does, and nothing else."""
+        self.leases = [it for it in self.leases if it.at_s > self.clock.now_s]
+        self.pins = {key: it for key, it in self.pins.items() if it.at_s > self.clock.now_s}
+        self.is_sweeping = True
         self.tree.sweep()
+        self.is_sweeping = False
+        assert not any(
+            self.is_expired(page) and self.is_evictable(*key) for key, page in self.local.items()
+        )
 
     def clear(self) -> None:
         self.num_operations += 1
+        self.sweep()
         self.wanted_bytes = None
         self.tree.clear()
         assert all(not self.is_evictable(model, page) for model, page in self.local)
@@ -276,6 +330,7 @@ class Mirror:
     def check(self) -> None:
         assert self.num_live_bytes == self.tree.num_bytes == self.num_bytes <= self.budget
         assert self.tree.num_pages == len(self.local)
+        assert self.tree.num_pinned_bytes == self.bytes_of(self.pinned_pages())
 
     def check_content(self, it: OpenLease) -> None:
         hashes = self.hashes(it.pages[-1])[-len(it.pages) :]
@@ -299,10 +354,13 @@ class Mirror:
         assert change.parent == self.hash(pages[0][:-1])
         assert pages == self.entry(model, pages[0])
         assert self.is_evictable(model, pages[-1])
-        if self.wanted_bytes is not None:
+        if self.is_sweeping:
+            assert self.is_expired(self.local[model, pages[0]])
+        elif self.wanted_bytes is not None:
             assert self.num_bytes + self.wanted_bytes > self.budget
-            candidates = [p.used for (m, t), p in self.local.items() if self.is_evictable(m, t)]
-            assert self.local[model, pages[0]].used == min(candidates)
+            if self.retention.eviction == "lru":
+                candidates = [p.used for (m, t), p in self.local.items() if self.is_evictable(m, t)]
+                assert self.local[model, pages[0]].used == min(candidates)
         for page in pages:
             self.local.pop((model, page)).slab.num_live -= 1
         self.forget_cuts()
@@ -311,6 +369,7 @@ class Mirror:
 
     keep: tuple[ModelId, str] | None = None
     """The page that the reservation being made hangs on."""
+    is_sweeping: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -321,7 +380,19 @@ class Mirror:
     def held(self) -> set[tuple[ModelId, str]]:
         held = {(it.model, page) for it in self.leases for page in it.pages}
         held |= {(it.model, it.parent) for it in self.reservations}
-        return held | ({self.keep} if self.keep else set())
+        return held | self.pinned_pages() | ({self.keep} if self.keep else set())
+
+    def pinned_pages(self) -> set[tuple[ModelId, str]]:
+        return set().union(*[it.pages for it in self.pins.values()])
+
+    def bytes_of(self, pages: Collection[tuple[ModelId, str]]) -> int:
+        """Of all memory that has one of them."""
+        slabs = {id(self.local[page].slab): self.local[page].slab for page in pages}
+        return sum(slab.num_bytes for slab in slabs.values())
+
+    def is_expired(self, page: Page) -> bool:
+        ttl_s = self.retention.ttl_s
+        return ttl_s is not None and page.used_at_s <= self.clock.now_s - ttl_s
 
     def pinned_slabs(self, also: Collection[tuple[ModelId, str]]) -> list[Slab]:
         slabs = {id(it.slab): it.slab for it in self.reservations}
@@ -351,6 +422,7 @@ class Mirror:
     def touch(self, model: ModelId, text: str) -> None:
         for page in {*prefixes(text, 0), *self.entry(model, text)}:
             self.local[model, page].used = self.num_uses
+            self.local[model, page].used_at_s = self.clock.now_s
 
     def cover(self, pages: list[str]) -> None:
         known = self.known()
@@ -362,9 +434,6 @@ class Mirror:
 
     def forget_cuts(self) -> None:
         self.cuts &= self.known()
-
-    def sweep_oracle(self) -> None:
-        self.leases = [it for it in self.leases if it.at_s > self.clock.now_s]
 
     def hashes(self, text: str) -> list[PageHash]:
         pages = path(text)

@@ -13,6 +13,8 @@ import msgspec
 from test_tree import FAMILY, PAGE
 from tree_oracle import ALPHABETS, E_CHOICES, LOCATIONS, NAMES, Mirror, path
 
+from cachetree.eviction import POLICIES, Retention
+
 SHALLOW, DEEP = 7, 30
 """Lengths of the longest texts."""
 FAMILIES = (FAMILY, msgspec.structs.replace(FAMILY, tokenizer="another"))
@@ -50,24 +52,34 @@ def one_random_operation(mirror: Mirror, rng: random.Random, text: str) -> None:
             mirror.end_lease(rng.randrange(len(mirror.leases)))
     elif choice < 0.76:
         mirror.advance(rng.uniform(0, 2))
-    elif choice < 0.77:
+    elif choice < 0.765:
         mirror.clear()
-    elif choice < 0.775:
+    elif choice < 0.785:
+        mirror.pin(rng.choice((model, None)), text, rng.choice((None, 2.0, 5.0)))
+    elif choice < 0.80:
+        mirror.unpin(*rng.choice([*mirror.pins, (model, text)]))
+    elif choice < 0.805:
         mirror.load(rng.choice(NAMES))
-    elif choice < 0.84:
+    elif choice < 0.86:
         mirror.add_remote(location, model, text, start, e_layers)
-    elif choice < 0.88:
-        mirror.drop_remote(location, model, text, start)
     elif choice < 0.89:
+        mirror.drop_remote(location, model, text, start)
+    elif choice < 0.90:
         mirror.forget(location)
     else:
         mirror.match(text)
 
 
-def random_walk(seed: int, num_operations: int, longest: int) -> int:
+def retention_of(seed: int) -> Retention:
+    """Each policy in turn; every second time entries grow old."""
+    policy, is_ageing = POLICIES[seed % len(POLICIES)], seed // len(POLICIES) % 2
+    return Retention(eviction=policy, ttl_s=4.0 if is_ageing else None)
+
+
+def random_walk(seed: int, num_operations: int, longest: int, retention: Retention) -> int:
     """Random operations on two families at once; returns how many entries were evicted."""
     rng = random.Random(seed)
-    mirrors = [Mirror(family, (9 + longest) * PAGE) for family in FAMILIES]
+    mirrors = [Mirror(it, (9 + longest) * PAGE, retention=retention) for it in FAMILIES]
     text = ""
     while sum(mirror.num_operations for mirror in mirrors) < num_operations:
         text = some_text(rng, longest, text)
@@ -86,9 +98,9 @@ def main() -> None:
     seed = args.seed
     while num_done < args.operations:
         num_operations = min(20_000, args.operations - num_done)
-        longest = (SHALLOW, DEEP)[seed % 2]
+        longest = (SHALLOW, DEEP)[seed // 8 % 2]
         print(f"operations {num_done} to {num_done + num_operations}: --seed {seed}", flush=True)
-        num_evictions += random_walk(seed, num_operations, longest)
+        num_evictions += random_walk(seed, num_operations, longest, retention_of(seed))
         num_done += num_operations
         seed += 1
         path.cache_clear()

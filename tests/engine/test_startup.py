@@ -71,6 +71,9 @@ def refusal(model: Path, extra: dict[str, Any], *flags: str) -> str:
     [
         ({"lisen": "tcp://127.0.0.1:1"}, ["lisen", "known keys: ", "listen"]),
         ({"host_gb": "much"}, ["host_gb", "float"]),
+        ({"eviction": "fifo"}, ["eviction is 'fifo'", "lru, slru, s3fifo, value"]),
+        ({"ttl_s": 0}, ["ttl_s is 0", "positive"]),
+        ({"max_pinned_share": 2}, ["max_pinned_share is 2", "0 to 1"]),
         ({"host_gb": -1}, ["host_gb is -1", "0 or more"]),
         ({"listen": "127.0.0.1:7001"}, ["listen", "127.0.0.1:7001", "tcp://"]),
         ({"listen": "tcp://0.0.0.0:7001"}, ["listen", "tcp://0.0.0.0:7001", "insecure"]),

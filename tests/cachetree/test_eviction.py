@@ -1,0 +1,358 @@
+"""Policies beside their textbooks, on prompts of one page; then pins and the time to live."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from typing import Protocol
+
+import pytest
+from test_tree import FAMILY, PAGE, A, B, FakeTime, far_future, make_tree, num_pages, path, store
+
+from cachetree.clock import Deadline
+from cachetree.entries import Change
+from cachetree.errors import ConfigError, PinRefused
+from cachetree.eviction import POLICIES, Retention
+from cachetree.eviction.leaf_heap import LeafHeap
+from cachetree.eviction.value import HALF_LIFE
+from cachetree.ids import PageHash
+from cachetree.staging import pageable
+from cachetree.tree import CacheTree
+
+SIZE = 20
+"""Pages in the budget."""
+
+
+class Textbook(Protocol):
+    def hit(self, page: PageHash) -> None: ...
+
+    def insert(self, page: PageHash) -> list[PageHash]:
+        """What goes for it."""
+
+
+class TextbookLru:
+    def __init__(self) -> None:
+        self.pages: OrderedDict[PageHash, None] = OrderedDict()
+
+    def hit(self, page: PageHash) -> None:
+        self.pages.move_to_end(page)
+
+    def insert(self, page: PageHash) -> list[PageHash]:
+        gone = [self.pages.popitem(last=False)[0]] if len(self.pages) == SIZE else []
+        self.pages[page] = None
+        return gone
+
+
+class TextbookSlru:
+    def __init__(self) -> None:
+        self.probation: OrderedDict[PageHash, None] = OrderedDict()
+        self.protected: OrderedDict[PageHash, None] = OrderedDict()
+
+    def hit(self, page: PageHash) -> None:
+        self.probation.pop(page, None)
+        self.protected[page] = None
+        self.protected.move_to_end(page)
+        if len(self.protected) > 16:
+            self.probation[self.protected.popitem(last=False)[0]] = None
+
+    def insert(self, page: PageHash) -> list[PageHash]:
+        gone = []
+        if len(self.probation) + len(self.protected) == SIZE:
+            gone = [(self.probation or self.protected).popitem(last=False)[0]]
+        self.probation[page] = None
+        return gone
+
+
+class TextbookS3Fifo:
+    """Algorithm 1 of the paper."""
+
+    def __init__(self) -> None:
+        self.small: deque[PageHash] = deque()
+        self.main: deque[PageHash] = deque()
+        self.ghosts: deque[PageHash] = deque(maxlen=18)
+        self.uses: dict[PageHash, int] = {}
+
+    def hit(self, page: PageHash) -> None:
+        self.uses[page] = min(self.uses[page] + 1, 3)
+
+    def insert(self, page: PageHash) -> list[PageHash]:
+        gone = []
+        if len(self.small) + len(self.main) == SIZE:
+            # The tree forgets a ghost before it makes room; a new one may push out an old one.
+            gone = [self.evict()]
+        if page in self.ghosts:
+            self.ghosts.remove(page)
+            self.main.append(page)
+        else:
+            self.small.append(page)
+        self.uses[page] = 0
+        return gone
+
+    def evict(self) -> PageHash:
+        while len(self.small) >= 2:
+            page = self.small.popleft()
+            if self.uses[page] < 2:
+                self.ghosts.append(page)
+                return page
+            self.main.append(page)
+            self.uses[page] = 0
+        while True:
+            page = self.main.popleft()
+            if not self.uses[page]:
+                return page
+            self.main.append(page)
+            self.uses[page] -= 1
+
+
+class TextbookValue:
+    """All pages are as long and as deep, so the value is the sum of the uses, each faded."""
+
+    def __init__(self) -> None:
+        self.uses: dict[PageHash, list[float]] = {}
+        self.now = 0.0
+
+    def hit(self, page: PageHash) -> None:
+        self.uses[page].append(self.now)
+
+    def insert(self, page: PageHash) -> list[PageHash]:
+        gone = []
+        if len(self.uses) == SIZE:
+            gone = [min(self.uses, key=self.value)]
+            del self.uses[gone[0]]
+        self.now += 1 / SIZE / HALF_LIFE
+        self.uses[page] = [self.now]
+        return gone
+
+    def value(self, page: PageHash) -> float:
+        return sum(2 ** (at - self.now) for at in self.uses[page])
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("policy", "make"),
+    [
+        ("lru", TextbookLru),
+        ("slru", TextbookSlru),
+        ("s3fifo", TextbookS3Fifo),
+        ("value", TextbookValue),
+    ],
+)
+def test_without_shared_prefixes_it_is_the_textbooks(
+    policy: str, make: Callable[[], Textbook], seed: int
+) -> None:
+    tree = policy_tree(policy, SIZE)
+    textbook = make()
+    gone: list[PageHash] = []
+
+    def note(change: Change) -> None:
+        if not change.added:
+            gone.extend(change.pages)
+
+    tree.subscribe(note)
+    rng = random.Random(seed)
+    num_evictions = num_hits = 0
+    for _ in range(3000):
+        page = PageHash(int(rng.paretovariate(0.6)).to_bytes(16, "big")[-16:])
+        if tree.match([page]):
+            textbook.hit(page)
+            num_hits += 1
+        else:
+            reservation = tree.reserve(A, None, [page], [])
+            assert reservation is not None
+            reservation.commit()
+            assert gone == textbook.insert(page)
+            num_evictions += len(gone)
+            gone.clear()
+    assert num_evictions > 500 and num_hits > 500
+
+
+def policy_tree(policy: str, num_pages: int, clock: FakeTime | None = None) -> CacheTree:
+    return CacheTree(
+        FAMILY,
+        host_bytes=num_pages * PAGE,
+        clock=clock or FakeTime(),
+        retention=Retention(eviction=policy),
+    )
+
+
+@pytest.mark.parametrize("policy", ["slru", "s3fifo", "value"])
+def test_a_flood_of_new_prompts_leaves_what_is_used_again(policy: str) -> None:
+    tree = policy_tree(policy, 10)
+    store(tree, A, "ab")
+    for _ in range(3):
+        assert num_pages(tree, A, "ab") == 2
+    for i in range(20):
+        store(tree, A, chr(0x100 + i))
+    assert num_pages(tree, A, "ab") == 2
+    lru = policy_tree("lru", 10)
+    store(lru, A, "ab")
+    for i in range(20):
+        store(lru, A, chr(0x100 + i))
+    assert num_pages(lru, A, "ab") == 0
+
+
+@pytest.mark.parametrize("policy", ["s3fifo", "value"])
+def test_uses_of_what_went_count_for_what_it_hung_on(policy: str) -> None:
+    tree = policy_tree(policy, 6)
+    store(tree, A, "a")
+    store(tree, A, "ab", start=1)
+    store(tree, A, "ac", start=1)
+    for text in ("ab", "ac"):
+        assert num_pages(tree, A, text) == 2
+    for i in range(12):
+        store(tree, A, chr(0x100 + i))
+    assert num_pages(tree, A, "ab") >= 1
+
+
+def test_value_keeps_the_deeper_of_two_that_are_used_alike() -> None:
+    tree = policy_tree("value", 64)
+    deep = "d" + "e" * 50
+    store(tree, A, deep)
+    store(tree, A, deep + "f", start=51)
+    store(tree, A, "xyz")
+    store(tree, A, "s")
+    store(tree, A, "0123456789")  # more than is left by 2 pages: the youngest but one went
+    assert num_pages(tree, A, deep + "f") == 52
+    assert num_pages(tree, A, "xyz") == 0
+
+
+def test_a_bad_policy_is_refused_with_the_names() -> None:
+    with pytest.raises(ConfigError, match=r"'mru'.*lru, slru, s3fifo, value"):
+        Retention(eviction="mru")
+    with pytest.raises(ConfigError, match="ttl_s is 0"):
+        Retention(ttl_s=0)
+    with pytest.raises(ConfigError, match=r"max_pinned_share is 1\.5"):
+        Retention(max_pinned_share=1.5)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_search_meets_the_same_obstacle_once(policy: str) -> None:
+    """What is held is passed by once, however many evictions follow."""
+    tree = policy_tree(policy, 40)
+    held = [chr(0x100 + i) for i in range(30)]
+    for text in held:
+        store(tree, A, text)
+        assert tree.lease(A, path(text), "test", far_future())
+    looks = 0
+
+    def count(entry: object) -> bool:
+        nonlocal looks
+        looks += 1
+        return not (entry.num_children or entry.holds)  # type: ignore[attr-defined]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("cachetree.entries.LocalEntry.is_evictable", property(count))
+        for i in range(100):
+            store(tree, A, chr(0x200 + i))
+    assert looks < 30 + 3 * 100
+
+
+def test_stale_places_in_the_heap_do_not_pile_up() -> None:
+    tree = policy_tree("value", 4)
+    heap = tree._eviction._heap  # type: ignore[attr-defined]
+    assert isinstance(heap, LeafHeap)
+    for i in range(500):
+        store(tree, A, chr(0x100 + i) + "ab")
+    assert len(heap._heap) <= 2 * len(heap._queued) + 64
+
+
+# Pins.
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_pinned_prefix_stays_until_it_is_unpinned(policy: str) -> None:
+    tree = CacheTree(FAMILY, host_bytes=8 * PAGE, retention=Retention(eviction=policy))
+    store(tree, A, "abcd")
+    store(tree, B, "ab")
+    assert tree.pin(A, path("ab")) == {A: 2}
+    assert tree.num_pinned_bytes == 4 * PAGE  # its memory goes as a whole
+    for i in range(6):
+        store(tree, B, chr(0x100 + i) + "yz")
+    assert [num_pages(tree, model, "abcd") for model in (A, B)] == [2, 0]
+    assert tree.unpin(A, path("ab"))
+    assert not tree.unpin(A, path("ab"))
+    assert tree.num_pinned_bytes == 0
+    reservation = tree.reserve(B, None, path("01234567"), [])  # needs all there is
+    assert reservation is not None
+    assert num_pages(tree, A, "abcd") == 0
+
+
+def test_a_pin_of_all_models_takes_what_each_has() -> None:
+    tree = make_tree()
+    store(tree, A, "abcd")
+    store(tree, B, "abx")
+    assert tree.pin(None, path("abcdef")) == {A: 4, B: 2}
+    assert tree.pin(None, path("z")) == {}
+    assert tree.pin(A, []) == {}
+    tree.clear()
+    assert [num_pages(tree, model, "abcd") for model in (A, B)] == [4, 2]
+    assert num_pages(tree, B, "abx") == 2
+
+
+def test_a_pin_ends_at_its_deadline_and_the_same_pin_renews_it() -> None:
+    clock = FakeTime()
+    tree = make_tree(4, clock)
+    store(tree, A, "ab")
+    tree.pin(A, path("ab"), Deadline.after(5, clock))
+    clock.now_s = 4.0
+    tree.pin(A, path("ab"), Deadline.after(5, clock))
+    clock.now_s = 8.9
+    store(tree, A, "xy")
+    store(tree, A, "zw")
+    assert num_pages(tree, A, "ab") == 2
+    clock.now_s = 9.0
+    store(tree, A, "stuv")
+    assert num_pages(tree, A, "ab") == 0
+    assert tree.num_pinned_bytes == 0
+
+
+def test_pins_keep_no_more_than_their_share() -> None:
+    tree = make_tree(8)
+    store(tree, A, "abc")
+    store(tree, A, "xyz")
+    assert tree.pin(A, path("abc")) == {A: 3}
+    with pytest.raises(PinRefused, match=f"would keep {6 * PAGE} bytes, {3 * PAGE} of them"):
+        tree.pin(A, path("xyz"))
+    assert tree.pin(A, path("ab")) == {A: 2}  # the same memory
+    assert tree.num_pinned_bytes == 3 * PAGE
+    # What pins leave is given; what would need theirs is refused, not waited for.
+    assert tree.reserve(A, None, path("012345"), []) is None
+    store(tree, A, "01234")
+    assert num_pages(tree, A, "abc") == 3
+
+
+# The time to live.
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_nobody_uses_goes_in_time(policy: str) -> None:
+    clock = FakeTime()
+    tree = CacheTree(
+        FAMILY,
+        host_bytes=100 * PAGE,
+        clock=clock,
+        allocate=pageable,
+        retention=Retention(eviction=policy, ttl_s=10),
+    )
+    store(tree, A, "ab")
+    store(tree, A, "abc", start=2)
+    store(tree, A, "x")
+    store(tree, B, "p")
+    tree.pin(B, path("p"))
+    clock.now_s = 5.0
+    assert num_pages(tree, A, "ab") == 2
+    clock.now_s = 9.9
+    tree.sweep()
+    assert tree.num_pages == 5
+    clock.now_s = 10.0
+    tree.sweep()  # c and x
+    assert [num_pages(tree, A, text) for text in ("abc", "x")] == [2, 0]
+    clock.now_s = 20.0
+    store(tree, A, "y")  # sweeps too
+    assert (num_pages(tree, A, "ab"), num_pages(tree, A, "y")) == (0, 1)
+    assert num_pages(tree, B, "p") == 1
+    tree.unpin(B, path("p"))
+    clock.now_s = 30.0
+    tree.sweep()
+    assert tree.num_bytes == 0
