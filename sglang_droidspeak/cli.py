@@ -166,14 +166,14 @@ def _read_options(path: Path) -> dict[str, Any]:
 
 
 def _up(args: argparse.Namespace) -> int:
-    from sglang_droidspeak.fleet import read_fleet, specs
+    from sglang_droidspeak.fleet import read_fleet, shared_cores, specs
     from sglang_droidspeak.servers import ServerFailed, running
 
     options = {} if args.device is None else {"device": args.device}
     wanted = specs(read_fleet(args.file), options)
     _print(f"starting {len(wanted)} processes; their logs are in {args.out}")
     try:
-        with running(*wanted, folder=args.out) as processes:
+        with running(*wanted, folder=args.out, env=shared_cores(wanted)) as processes:
             for process in processes:
                 _print(f"{process.name:20} {process.address}")
             _print("ready; Ctrl-C ends them")

@@ -9,7 +9,8 @@ x-...: {...}          ignored; a place for YAML anchors
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,16 @@ def specs(fleet: Fleet, options: Mapping[str, Any] | None = None) -> list[Spec]:
         *workers,
         *(_engine(name, it | {**(options or {})}) for name, it in fleet.engines.items()),
     ]
+
+
+def shared_cores(started: Sequence[Spec]) -> dict[str, str]:
+    """Environment in which engines that compute on the CPU do not fight for its cores.
+
+    Every engine takes all cores by default, and waits spinning for those that others have.
+    """
+    num_engines = sum(isinstance(spec, ServerSpec) for spec in started)
+    num_cores = len(os.sched_getaffinity(0)) // max(1, num_engines)
+    return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, num_cores)))}
 
 
 def _engine(name: str, options: Mapping[str, Any]) -> ServerSpec:

@@ -11,7 +11,7 @@ from cachetree.cli.serve import read_config
 from cachetree.errors import ConfigError
 from cachetree.family import Family
 from cachetree.identity import read_model_identity
-from sglang_droidspeak.fleet import Fleet, read_fleet, specs
+from sglang_droidspeak.fleet import Fleet, read_fleet, shared_cores, specs
 from sglang_droidspeak.servers import ServerSpec, WorkerSpec
 
 ROOT = Path(__file__).parents[2]
@@ -58,6 +58,16 @@ def test_the_example_is_three_workers_and_four_engines_of_two_families(tmp_path,
 def test_mistakes_are_named(content, says, tmp_path):
     with pytest.raises(ConfigError, match=says):
         read_fleet(written(tmp_path, content))
+
+
+def test_engines_share_the_cores_unless_told_otherwise(monkeypatch):
+    engines = specs(Fleet(engines={"one": ENGINE, "two": {**ENGINE, "port": 2}}))
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert shared_cores(engines) == {"OMP_NUM_THREADS": "4"}
+    assert shared_cores(engines * 8) == {"OMP_NUM_THREADS": "1"}
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert shared_cores(engines) == {"OMP_NUM_THREADS": "3"}
 
 
 def test_anchors_have_a_place(tmp_path):
