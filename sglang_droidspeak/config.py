@@ -69,6 +69,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Longer reuse would hold up every decoding request for too long."""
     fetch_deadline_s: float = 10.0
     """After this a fetch is given up and its request does a full prefill."""
+    peer_cooldown_s: float = 30.0
+    """How long a worker is left alone after three errors within ten seconds; it doubles, up to ten
+    times this, each time that the one fetch which then tries it fails."""
     forward_wait_s: float = 0.05
     """Longest that a forward waits for layers predicted to have arrived; then full prefill."""
     ttft_target_ms: float | None = None
@@ -88,7 +91,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         for field in ("host_gb", "disk_gb", "staging_gb", "forward_wait_s"):
             if getattr(self, field) < 0:
                 raise ConfigError(f"{field} is {getattr(self, field)}; give 0 or more")
-        for field in ("min_tokens", "max_recompute_tokens", "fetch_deadline_s"):
+        for field in ("min_tokens", "max_recompute_tokens", "fetch_deadline_s", "peer_cooldown_s"):
             if getattr(self, field) <= 0:
                 raise ConfigError(f"{field} is {getattr(self, field)}; give a positive number")
         Retention(eviction=self.eviction, ttl_s=self.ttl_s, max_pinned_share=self.max_pinned_share)
@@ -144,7 +147,11 @@ def cache_config(settings: Settings, model: ModelId) -> CacheConfig:
         peers=tuple(dict.fromkeys((*settings.peers, *settings.push_to))),
         stores=settings.push_to,
         peer_keys=settings.peer_keys,
-        peer=PeerConfig(key_file=settings.key_file),
+        peer=PeerConfig(
+            key_file=settings.key_file,
+            cooldown_s=settings.peer_cooldown_s,
+            max_cooldown_s=10 * settings.peer_cooldown_s,
+        ),
     )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from cachetree.entries import Change
 from cachetree.transport.adverts import entries_of, pack
-from cachetree.transport.wire import Entries, Entry, Reset, Synced
+from cachetree.transport.wire import NO_ADVERTS, Entries, Entry, Reset, Synced
 from cachetree.tree import CacheTree
 
 Advert = Reset | Entries | Synced
@@ -33,6 +33,8 @@ class Advertiser:
         self._changes: deque[Change] = deque()
         self._has_overflowed = False
         self._seq = 0
+        self.sent_seq = NO_ADVERTS
+        """Of the last part that was sent; 0 after a Reset."""
         self._unsent: Advert | None = None
         self._adverts: Iterator[Advert] = iter(())
         self._unsubscribe: Callable[[], None] = lambda: None
@@ -50,6 +52,8 @@ class Advertiser:
         return self._unsent
 
     def sent(self) -> None:
+        if self._unsent is not None:
+            self.sent_seq = 0 if isinstance(self._unsent, Reset) else self._unsent.seq
         self._unsent = None
 
     def close(self) -> None:

@@ -87,8 +87,18 @@ class PeerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     connect_s: float = 2.0
     """Time for connection and handshake together."""
     reconnect_s: float = 0.1
-    """First pause before another attempt; it doubles up to `max_reconnect_s`."""
+    """Longest first pause before another attempt; it doubles up to `max_reconnect_s`. Each pause
+    is drawn anew between 0 and that, so that many peers of one worker do not come at once."""
     max_reconnect_s: float = 1.0
+    max_retries: int = 2
+    """How often a fetch asks for the rest, after a lost connection or a damaged frame."""
+    breaker_errors: int = 3
+    """So many errors within `breaker_window_s`, and the worker is left alone for `cooldown_s`: its
+    entries are forgotten, and then one fetch tries whether it is well again."""
+    breaker_window_s: float = 10.0
+    cooldown_s: float = 30.0
+    """It doubles up to `max_cooldown_s` each time that fetch fails."""
+    max_cooldown_s: float = 300.0
     heartbeat_s: float = 1.0
     """A ping is sent this often."""
     silence_s: float = 5.0
@@ -105,9 +115,19 @@ class PeerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             connect_s=self.connect_s,
             reconnect_s=self.reconnect_s,
             max_reconnect_s=self.max_reconnect_s,
+            breaker_errors=self.breaker_errors,
+            breaker_window_s=self.breaker_window_s,
+            cooldown_s=self.cooldown_s,
             heartbeat_s=self.heartbeat_s,
             silence_s=self.silence_s,
         )
+        if self.max_retries < 0:
+            raise ConfigError(f"max_retries is {self.max_retries}; it must be 0 or more")
+        if self.max_cooldown_s < self.cooldown_s:
+            raise ConfigError(
+                f"max_cooldown_s is {self.max_cooldown_s}, less than cooldown_s, which is "
+                f"{self.cooldown_s}; raise max_cooldown_s or lower cooldown_s"
+            )
         if self.silence_s < 2 * self.heartbeat_s:
             raise ConfigError(
                 f"silence_s is {self.silence_s}, less than two heartbeats of {self.heartbeat_s} s; "

@@ -113,7 +113,7 @@ class Intake:
             }
             deadline = Deadline.after(seconds, self._clock)
             room = Staging(sizes, deadline, lambda num_bytes: reservation.whole())
-            landing = Landing(store.id, model, reservation.pages, room)
+            landing = Landing(model, reservation.pages, room)
             self._open[identity, store.id] = (landing, reservation)
         return wire.Wanted(
             id=store.id,

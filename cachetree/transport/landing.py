@@ -16,24 +16,30 @@ from cachetree.transport.wire import Fetch, Frame, join_pages
 Fill = Callable[[memoryview], Iterator[memoryview]]
 """Fills a buffer, and yields its parts in order as they are filled."""
 
+NOT_ASKED: Final = 0
+"""In place of a request's id."""
+
 
 class Landing:
-    """Places the frames of one fetch. Used by the peer's thread only."""
+    """Places the frames of one fetch, over one request or several. For the peer's thread only.
 
-    def __init__(
-        self, id: int, model: ModelId, pages: Sequence[PageHash], staging: Staging
-    ) -> None:
-        self.id: Final = id
+    What has been placed was verified and stays; the next request begins behind it.
+    """
+
+    def __init__(self, model: ModelId, pages: Sequence[PageHash], staging: Staging) -> None:
         self.staging: Final = staging
-        self.begun_at_s = 0.0
-        self.begun_at_bytes = 0
-        """What the link had carried when this fetch began."""
+        self.id = NOT_ASKED
+        """Of the request under way."""
+        self.num_requests = 0
+        self.asked_at_s = 0.0
+        self.asked_at_bytes = 0
+        """What the link had carried when the request was sent."""
         self._model = model
         self._pages = pages
         self._sizes = [staging.view(step).nbytes for step in staging.steps]
         self._step = 0
         self._offset = 0
-        self._uncredited_bytes = 0
+        self._placed_bytes = self._credited_bytes = 0
         self._skip_empty()
 
     @property
@@ -47,12 +53,18 @@ class Landing:
             len(self._pages) * page_bytes[step.kind] for step in self.staging.steps
         ]
 
-    def request(self, *, frame_bytes: int, window_bytes: int) -> Fetch:
+    def request(self, id: int, *, frame_bytes: int, window_bytes: int) -> Fetch:
+        """Ask for what has not been placed yet."""
+        self.id = id
+        self.num_requests += 1
+        self._placed_bytes = self._credited_bytes = 0
         return Fetch(
-            id=self.id,
+            id=id,
             model=self._model,
             pages=join_pages(self._pages),
             steps=tuple((step.kind.value, step.layer) for step in self.staging.steps),
+            first_step=self._step,
+            first_offset=self._offset,
             frame_bytes=frame_bytes,
             window_bytes=window_bytes,
             timeout_ms=int(self.staging.deadline.remaining_s() * 1000),
@@ -82,14 +94,19 @@ class Landing:
             )
         self.staging.land(step, size)
         self._offset += size
-        self._uncredited_bytes += size
+        self._placed_bytes += size
         self._skip_empty()
 
     def take_credit(self) -> int:
-        """Bytes placed since the last call; 0 once nothing more is to come."""
-        num_bytes = 0 if self.is_complete else self._uncredited_bytes
-        self._uncredited_bytes = 0
-        return num_bytes
+        """Bytes placed since the request, where there is news of them; 0 where there is none."""
+        if self.is_complete or self._placed_bytes == self._credited_bytes:
+            return 0
+        self._credited_bytes = self._placed_bytes
+        return self._placed_bytes
+
+    def repeat_credit(self) -> None:
+        """The last one may have been lost: let `take_credit` give it again."""
+        self._credited_bytes = 0
 
     def _skip_empty(self) -> None:
         while not self.is_complete and self._offset == self._sizes[self._step]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 import threading
 import time
 from collections import Counter, deque
@@ -16,8 +17,6 @@ from cachetree.clock import Clock
 from cachetree.errors import (
     AuthenticationError,
     CacheTreeError,
-    Cancelled,
-    DeadlineExceeded,
     FamilyMismatch,
     FetchError,
     ProtocolError,
@@ -26,11 +25,11 @@ from cachetree.ids import Location, ModelId, PageHash
 from cachetree.staging import Staging
 from cachetree.transport import wire
 from cachetree.transport.address import parse_remote
+from cachetree.transport.breaker import Breaker
 from cachetree.transport.config import PeerConfig
 from cachetree.transport.connection import Connection, keep_freed_frames
+from cachetree.transport.fetches import Fetches
 from cachetree.transport.handshake import credentials_of
-from cachetree.transport.landing import Landing
-from cachetree.transport.pace import Bandwidth
 from cachetree.transport.peer_status import PeerState, PeerStatus
 from cachetree.transport.remote_view import RemoteView
 from cachetree.transport.wakeup import Wakeup
@@ -39,11 +38,6 @@ from cachetree.tree import CacheTree
 log = logging.getLogger(__name__)
 
 CLOSE_S: Final = 5.0
-_TICK_S: Final = 0.01
-"""How often cancelled fetches are looked for."""
-
-_MIN_SAMPLE_S: Final = 0.1
-"""A deadline missed by a fetch shorter than this says nothing about the link."""
 
 
 class Peer:
@@ -80,12 +74,13 @@ class Peer:
         self._epoch = 0
         self._model = ""
         self._is_greeted = False
-        self._next_id = 1
         self._view = RemoteView(tree, address)
         self._requests: deque[tuple[ModelId, Sequence[PageHash], Staging]] = deque()
-        self._landings: dict[int, Landing] = {}
         self._counts: Counter[str] = Counter()
-        self._bandwidth = Bandwidth(clock)
+        self._breaker = Breaker(config, clock)
+        self._fetches = Fetches(
+            f"worker {address}", tree.family, config, self._breaker, self._counts, clock
+        )
         self._connection: Connection | None = None
         self._attempt_at_s = self._heard_at_s = self._pinged_at_s = clock()
         self._pause_s = config.reconnect_s
@@ -115,7 +110,7 @@ class Peer:
     @property
     def bytes_per_s(self) -> float | None:
         """Bandwidth measured by recent fetches; None where there were none for a while."""
-        return self._bandwidth.bytes_per_s
+        return self._fetches.bandwidth.bytes_per_s
 
     @property
     def status(self) -> PeerStatus:
@@ -124,11 +119,13 @@ class Peer:
             address=self.address,
             state=self._state.value,
             error=str(self._error or ""),
+            probe_in_s=self._breaker.probe_in_s,
             epoch=self._epoch,
             model=self._model,
             bytes_per_s=self.bytes_per_s,
             num_fetches=counts["fetches"],
             num_failed_fetches=counts["failed"],
+            num_retries=counts["retries"],
             num_landed_bytes=counts["landed_bytes"],
             num_losses=counts["losses"],
             num_resyncs=counts["resyncs"],
@@ -201,35 +198,37 @@ class Peer:
         if connection is None:
             self._connect()
             return
-        connection.wait(round(self._timeout_s() * 1000))
+        timeout_s = min(self._config.heartbeat_s, self._config.connect_s, self._fetches.timeout_s())
+        connection.wait(round(timeout_s * 1000))
         self._wakeup.drain()
         for message, payload in connection.receive():
             # A pong says nothing about a snapshot that is due: its request may have been lost.
             if self._view.is_synced or not isinstance(message, wire.Pong):
                 self._heard_at_s = self._clock()
             self._handle(connection, message, payload)
-        self._check(connection)
-        for landing in self._landings.values():
-            if num_bytes := landing.take_credit():
-                connection.send(wire.Credit(id=landing.id, num_bytes=num_bytes))
+        self._fetches.check(connection)
         self._accept()
+        if self._breaker.is_open:
+            connection.send(wire.Bye(reason="too many errors"))
+            raise FetchError(f"it failed too often, the last time: {self._breaker.error}")
+        if self._state is PeerState.READY:
+            self._fetches.resume(connection)
+        self._fetches.credit(connection)
         if (end := connection.end(f"worker {self.address}")) is not None:
             raise end
         self._beat(connection)
 
-    def _timeout_s(self) -> float:
-        timeout_s = min(self._config.heartbeat_s, self._config.connect_s)
-        for landing in self._landings.values():
-            timeout_s = min(timeout_s, _TICK_S, landing.staging.deadline.remaining_s())
-        return timeout_s
-
     def _connect(self) -> None:
-        self._wakeup.wait(max(0.0, self._attempt_at_s - self._clock()))
+        pause_s = max(0.0, self._attempt_at_s - self._clock())
+        self._wakeup.wait(min(pause_s, self._fetches.timeout_s()))
         self._wakeup.drain()
+        self._fetches.check(None)
         self._accept()
         if self._clock() < self._attempt_at_s or self._is_closing:
             return
         self._heard_at_s = self._pinged_at_s = self._clock()
+        if self._state is PeerState.RESTING:
+            self._set_state(PeerState.CONNECTING)
         self._connection = Connection(
             self._context,
             self._remote,
@@ -245,19 +244,18 @@ class Peer:
             case wire.Hello():
                 self._greet(connection, message)
             case wire.Bye():
-                raise FetchError(f"worker {self.address} ended the session: {message.reason}")
+                error = FetchError(f"worker {self.address} ended the session: {message.reason}")
+                self._fetches.interrupt(error)  # So that the loss breaks nothing off.
+                raise error
             case _ if not self._is_greeted:
                 raise ProtocolError(f"worker {self.address} did not say hello first")
             case wire.Frame():
-                self._place(connection, message, payload)
+                self._fetches.place(connection, message, payload)
             case wire.FetchFailed():
-                landing = self._landings.get(message.id)
-                if landing is not None:
-                    kind = wire.FETCH_ERRORS.get(message.error, FetchError)
-                    self._end(landing, kind(f"worker {self.address}: {message.reason}"))
+                self._fetches.failed(connection, message)
             case wire.Reset(epoch=epoch) | wire.Pong(epoch=epoch) if epoch != self._epoch:
                 raise FetchError(f"worker {self.address} was restarted")
-            case wire.Reset() | wire.Entries() | wire.Synced():
+            case wire.Reset() | wire.Entries() | wire.Synced() | wire.Pong():
                 self._learn(connection, message)
             case _:
                 pass
@@ -276,10 +274,14 @@ class Peer:
         connection.send(wire.Subscribe())
 
     def _learn(
-        self, connection: Connection, message: wire.Reset | wire.Entries | wire.Synced
+        self, connection: Connection, message: wire.Reset | wire.Entries | wire.Synced | wire.Pong
     ) -> None:
         knew = not self._view.needs_snapshot
-        self._view.apply(message)
+        if isinstance(message, wire.Pong):
+            self._view.compare(message.seq)
+            self._fetches.compare(connection, message)
+        else:
+            self._view.apply(message)
         self._counts["resyncs"] += isinstance(message, wire.Reset)
         if knew and self._view.needs_snapshot:
             self._counts["gaps"] += 1
@@ -288,76 +290,17 @@ class Peer:
             self._pause_s = self._config.reconnect_s
             self._set_state(PeerState.READY)
 
-    def _place(self, connection: Connection, frame: wire.Frame, payload: memoryview) -> None:
-        landing = self._landings.get(frame.id)
-        if landing is None:
-            if frame.id >= self._next_id:
-                raise ProtocolError(f"worker {self.address} sent a frame nobody asked for")
-            return  # It crossed with our Cancel.
-        try:
-            landing.place(frame, payload)
-        except FetchError as exc:
-            self._counts["protocol_errors"] += isinstance(exc, ProtocolError)
-            self._abandon(connection, landing, exc)
-            return
-        self._counts["landed_bytes"] += payload.nbytes
-        if landing.is_complete:
-            self._end(landing, None)
-
-    def _check(self, connection: Connection) -> None:
-        """Give up what its reader gave up, or what is late."""
-        for landing in tuple(self._landings.values()):
-            error = landing.staging.error
-            if error is None and landing.staging.deadline.has_passed:
-                error = DeadlineExceeded(f"worker {self.address} did not send everything in time")
-            if error is not None:
-                self._abandon(connection, landing, error)
-
     def _accept(self) -> None:
         """Begin what was asked for, or fail it at once."""
         while self._requests:
             model, pages, staging = self._requests.popleft()
             self._counts["fetches"] += 1
-            connection = self._connection
-            landing = Landing(self._next_id, model, pages, staging)
-            self._next_id += 1
-            landing.begun_at_s = self._clock()
-            landing.begun_at_bytes = self._counts["landed_bytes"]
-            self._landings[landing.id] = landing
-            if connection is None or self._state is not PeerState.READY:
+            if self._connection is None or self._state is not PeerState.READY:
                 because = f": {self._error}" if self._error else ""
                 error = FetchError(f"worker {self.address} is {self._state.value}{because}")
-                self._end(landing, error)
-            elif landing.is_complete:
-                self._end(landing, None)
-            elif not landing.fits(self._tree.family):
-                self._end(landing, FetchError("the staging's sizes are not those of the pages"))
+                self._fetches.refuse(staging, error)
             else:
-                self._request(connection, landing)
-
-    def _request(self, connection: Connection, landing: Landing) -> None:
-        fetch = landing.request(
-            frame_bytes=self._config.frame_bytes, window_bytes=self._config.window_bytes
-        )
-        try:
-            connection.send(fetch)
-        except ProtocolError as exc:  # More pages than a header takes.
-            self._end(landing, exc)
-
-    def _abandon(self, connection: Connection, landing: Landing, error: FetchError) -> None:
-        self._end(landing, error)
-        connection.send(wire.Cancel(id=landing.id))
-
-    def _end(self, landing: Landing, error: FetchError | None) -> None:
-        del self._landings[landing.id]
-        num_bytes = self._counts["landed_bytes"] - landing.begun_at_bytes
-        seconds = self._clock() - landing.begun_at_s
-        is_late = isinstance(error, DeadlineExceeded) and seconds >= _MIN_SAMPLE_S
-        if num_bytes >= Bandwidth.MIN_SAMPLE_BYTES or is_late:
-            self._bandwidth.sample(num_bytes, seconds)
-        if error is not None:
-            self._counts["failed"] += not isinstance(error, Cancelled)
-            landing.staging.fail(error)
+                self._fetches.begin(self._connection, model, pages, staging)
 
     def _beat(self, connection: Connection) -> None:
         now_s = self._clock()
@@ -366,10 +309,15 @@ class Peer:
             raise FetchError(f"worker {self.address} was silent for {patience_s} s")
         if self._is_greeted and now_s - self._pinged_at_s >= self._config.heartbeat_s:
             self._pinged_at_s = now_s
-            connection.send(wire.Ping())
+            self._fetches.repeat_credit()
+            connection.send(wire.Ping(last_id=self._fetches.last_id))
 
     def _lose(self, error: CacheTreeError, state: PeerState) -> None:
-        """Forget all that the worker said, then fail all that it owed."""
+        """Forget all that the worker said, then fail all that it owed, or will ask for again."""
+        if isinstance(error, ProtocolError) or self._fetches.is_under_way:
+            self._breaker.failed(error)
+        if state is PeerState.CONNECTING and self._breaker.is_open:
+            state = PeerState.RESTING
         if self._connection is not None:
             self._connection.close()
             self._connection = None
@@ -379,10 +327,13 @@ class Peer:
             self._view.forget()
         self._error = error
         self._set_state(state)
-        for landing in tuple(self._landings.values()):
-            kind = type(error) if isinstance(error, FetchError) else FetchError
-            self._end(landing, kind(str(error)))
-        self._attempt_at_s = self._clock() + self._pause_s
+        failure = error if isinstance(error, FetchError) else FetchError(str(error))
+        if state is PeerState.CONNECTING:
+            self._fetches.interrupt(failure)
+        else:
+            self._fetches.end(failure)
+        pause_s = random.uniform(0.0, self._pause_s)
+        self._attempt_at_s = self._clock() + max(pause_s, self._breaker.probe_in_s or 0.0)
         self._pause_s = min(2 * self._pause_s, self._config.max_reconnect_s)
 
     def _set_state(self, state: PeerState) -> None:

@@ -15,6 +15,8 @@ class PeerState(str, Enum):
     """The worker serves another family or speaks another version. Final."""
     UNTRUSTED = "untrusted"
     """The two sides' keys do not agree; attempts go on, and the error says what to change."""
+    RESTING = "resting"
+    """Its errors came too fast: no attempt is made before its cooldown is over."""
     CLOSED = "closed"
 
 
@@ -25,11 +27,16 @@ class PeerStatus(msgspec.Struct, frozen=True, kw_only=True):
     state: str
     error: str
     """Why it is not ready, or why it last was not; empty if it always was."""
+    probe_in_s: float | None
+    """Seconds until one fetch may try a worker that failed too often; 0 from then on until that
+    fetch has landed. None where all fetches may go."""
     epoch: int
     model: str
     bytes_per_s: float | None
     num_fetches: int
     num_failed_fetches: int
+    num_retries: int
+    """Requests for the rest of a fetch that was interrupted."""
     num_landed_bytes: int
     num_losses: int
     num_resyncs: int

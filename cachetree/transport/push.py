@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import random
 import threading
 import time
 from collections import Counter, deque
@@ -335,7 +336,7 @@ class Pusher:
             self._is_closing = True
             self._queue.close()
             return
-        pause = Deadline.after(self._pause_s, self._clock)
+        pause = Deadline.after(random.uniform(0.0, self._pause_s), self._clock)
         self._pause_s = min(2 * self._pause_s, self._config.max_reconnect_s)
         while not pause.has_passed and not self._is_closing:
             self._wakeup.wait(pause.remaining_s())

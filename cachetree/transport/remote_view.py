@@ -6,7 +6,7 @@ from typing import Final
 
 from cachetree.errors import ProtocolError
 from cachetree.ids import Location, ModelId
-from cachetree.transport.wire import Entries, Entry, Reset, Synced, split_pages
+from cachetree.transport.wire import NO_ADVERTS, Entries, Entry, Reset, Synced, split_pages
 from cachetree.tree import CacheTree
 
 _UNKNOWN: Final = -1
@@ -45,6 +45,11 @@ class RemoteView:
                     self._apply(entry)
             else:
                 self.is_synced = True
+
+    def compare(self, seq: int) -> None:
+        """The worker has sent every part up to `seq`: forget all where one did not come."""
+        if self._seq != _UNKNOWN and seq not in (NO_ADVERTS, self._seq):
+            self.forget()
 
     def forget(self) -> None:
         """Drop everything; only a Reset begins anew."""

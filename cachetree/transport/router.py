@@ -17,6 +17,7 @@ from cachetree.transport.wakeup import Wakeup
 
 _MAX_RECEIVED: Final = 64
 """Messages taken in one turn."""
+_KEEPALIVE_PROBES: Final = 3
 
 
 _NOTHING: Final = memoryview(b"")
@@ -29,13 +30,25 @@ class PeerGone(Exception):
 class Router:
     """A bound ROUTER socket. Used by one thread after construction; never blocks but in `wait`."""
 
-    def __init__(self, listen: Address, wakeup: Wakeup, gate: Gate, max_payload_bytes: int) -> None:
-        """What a peer may send at once: a header, or a payload of that size."""
+    def __init__(
+        self,
+        listen: Address,
+        wakeup: Wakeup,
+        gate: Gate,
+        *,
+        max_payload_bytes: int,
+        silence_s: float,
+    ) -> None:
+        """What a peer may send at once: a header, or a payload of `max_payload_bytes`.
+
+        The connection of one that vanishes from the network ends after `silence_s`.
+        """
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.set(zmq.LINGER, 0)
         self._socket.set(zmq.ROUTER_MANDATORY, 1)
         self._socket.set(zmq.IPV6, int(listen.is_ipv6))
+        _bound_silence(self._socket, silence_s)
         self._gate = gate
         try:
             gate.guard(self._context, self._socket, max(max_payload_bytes, wire.MAX_HEADER_BYTES))
@@ -152,3 +165,13 @@ def _read(header: memoryview, payload: memoryview, num_frames: int) -> wire.ToWo
             f"payload instead of {size}"
         )
     return message
+
+
+def _bound_silence(socket: zmq.Socket[bytes], silence_s: float) -> None:
+    """Have the kernel end a TCP connection whose other end does not acknowledge any more."""
+    socket.set(zmq.TCP_MAXRT, round(silence_s * 1000))  # With something to send,
+    socket.set(zmq.TCP_KEEPALIVE, 1)  # and without: the kernel asks.
+    probe_s = max(1, round(silence_s / _KEEPALIVE_PROBES / 2))
+    socket.set(zmq.TCP_KEEPALIVE_IDLE, max(1, round(silence_s / 2)))
+    socket.set(zmq.TCP_KEEPALIVE_INTVL, probe_s)
+    socket.set(zmq.TCP_KEEPALIVE_CNT, _KEEPALIVE_PROBES)

@@ -12,7 +12,14 @@ from cachetree.lease import Lease
 from cachetree.transport.advertiser import Advert, Advertiser
 from cachetree.transport.config import WorkerConfig
 from cachetree.transport.stream import Stream
-from cachetree.transport.wire import MIN_FRAME_BYTES, Fetch, split_pages, steps_of
+from cachetree.transport.wire import (
+    MIN_FRAME_BYTES,
+    NO_ADVERTS,
+    Fetch,
+    Pong,
+    split_pages,
+    steps_of,
+)
 from cachetree.tree import CacheTree
 
 DRAIN_S: Final = 5.0
@@ -30,6 +37,8 @@ class Session:
         self.streams: dict[int, Stream] = {}
         self._tree = tree
         self._clock = clock
+        self.pinged_id = 0
+        """`last_id` of the last Ping."""
         self._last_id = 0
         self._advertiser: Advertiser | None = None
 
@@ -44,6 +53,14 @@ class Session:
         while self._advertiser is not None and (advert := self._advertiser.peek()) is not None:
             yield advert
             self._advertiser.sent()
+
+    def pong(self, epoch: int) -> Pong:
+        return Pong(
+            epoch=epoch,
+            seq=NO_ADVERTS if self._advertiser is None else self._advertiser.sent_seq,
+            last_id=self.pinged_id,
+            streams=tuple(stream.id for stream in self.streams.values() if not stream.is_over),
+        )
 
     def open(self, fetch: Fetch, config: WorkerConfig) -> Stream:
         """Lease what a fetch names; raises StaleEntry or ProtocolError."""
@@ -69,6 +86,7 @@ class Session:
                 fetch.id,
                 lease,
                 steps,
+                first=(fetch.first_step, fetch.first_offset),
                 frame_bytes=frame_bytes,
                 window_bytes=window_bytes,
                 deadline=Deadline.after(seconds, self._clock),

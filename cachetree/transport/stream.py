@@ -35,6 +35,7 @@ class Stream:
         frame_bytes: int,
         window_bytes: int,
         deadline: Deadline,
+        first: tuple[int, int] = (0, 0),
     ) -> None:
         self.id: Final = id
         self.lease: Final = lease
@@ -43,13 +44,18 @@ class Stream:
         self.window_bytes: Final = window_bytes
         self.in_flight_bytes = 0
         self.is_over = False
+        self._sent_bytes = 0
+        self._step, self._offset = first
+        if not 0 <= self._step < len(steps):
+            raise ProtocolError(f"a fetch begins with step {self._step} of {len(steps)}")
         # Raises StaleEntry here, before the first frame, where E is absent.
         self._views = deque(
             deque(lease.e(step.layer) if step.kind is Kind.E else lease.kv(step.layer))
-            for step in steps
+            for step in steps[self._step :]
         )
-        self._step = 0
-        self._offset = 0
+        if not 0 <= self._offset < sum(run.nbytes for run in self._views[0]):
+            raise ProtocolError(f"a fetch begins at {self._offset} of step {self._step}")
+        self._advance(self._offset)
         self._trackers: deque[zmq.MessageTracker] = deque()
 
     def is_ready(self, limit: int) -> bool:
@@ -87,18 +93,17 @@ class Stream:
         self._trackers.append(tracker)
         while self._trackers and self._trackers[0].done:
             self._trackers.popleft()
+        self._sent_bytes += payload.nbytes
         self.in_flight_bytes += payload.nbytes
         self._offset += payload.nbytes
         self._advance(payload.nbytes)
         self.is_over = not self._views
 
     def credit(self, num_bytes: int) -> None:
-        """The receiver placed that much; raises ProtocolError for more than was sent."""
-        if not 0 < num_bytes <= self.in_flight_bytes:
-            raise ProtocolError(
-                f"a credit of {num_bytes} bytes with {self.in_flight_bytes} in flight"
-            )
-        self.in_flight_bytes -= num_bytes
+        """The receiver placed that much in all; raises ProtocolError for more than was sent."""
+        if not 0 < num_bytes <= self._sent_bytes:
+            raise ProtocolError(f"a credit of {num_bytes} bytes where {self._sent_bytes} were sent")
+        self.in_flight_bytes = min(self.in_flight_bytes, self._sent_bytes - num_bytes)
 
     def end(self) -> None:
         """Send no more."""

@@ -17,7 +17,8 @@ A header ends with a checksum of its own: without it a flipped bit could name an
                               ◄──         Wanted or StoreRefused
     Frame + payload ...       ──►                                     at most the window in flight
                               ◄──         Credit ..., Stored          or StoreRefused
-    Ping                      ──► Pong                                both notice silence
+    Ping                      ──► Pong                                both notice silence, and
+                                                                      the peer what got lost
     StatusRequest             ──►
                               ◄──         Status
     Bye                       ◄──►        Bye                         the session is over
@@ -51,6 +52,10 @@ MIN_FRAME_BYTES: Final = 4096
 """Smallest payload frame that either side may ask the other to keep to."""
 
 MAX_REASON_CHARS: Final = 500
+
+
+NO_ADVERTS: Final = -1
+"""In place of a sequence number, where there is no subscription."""
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
@@ -106,6 +111,10 @@ class Fetch(msgspec.Struct, frozen=True, kw_only=True, tag="fetch"):
     pages: bytes
     steps: tuple[tuple[str, int], ...]
     """(kind, layer) in the order of need."""
+    first_step: int = 0
+    """Index of the step to begin with; those before it have landed already."""
+    first_offset: int = 0
+    """Bytes of the first step that have."""
     frame_bytes: int
     window_bytes: int
     """Never have more than this sent and not credited."""
@@ -164,7 +173,10 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True, tag="frame"):
 
 
 class Credit(msgspec.Struct, frozen=True, kw_only=True, tag="credit"):
-    """So many more bytes were placed and left the window."""
+    """So many bytes of this fetch were placed in all, and left the window.
+
+    A sum, so that one that is lost or comes twice does no harm.
+    """
 
     id: int
     num_bytes: int
@@ -184,12 +196,23 @@ class FetchFailed(msgspec.Struct, frozen=True, kw_only=True, tag="fetch_failed")
     reason: str
 
 
-class Ping(msgspec.Struct, frozen=True, tag="ping"):
+class Ping(msgspec.Struct, frozen=True, kw_only=True, tag="ping"):
     """Answer with a Pong."""
+
+    last_id: int = 0
+    """The newest fetch asked for before this."""
 
 
 class Pong(msgspec.Struct, frozen=True, kw_only=True, tag="pong"):
+    """What was sent before it, for a peer to see that all of it came."""
+
     epoch: int
+    seq: int = NO_ADVERTS
+    """Of the last part of the stream of changes; 0 right after a Reset."""
+    last_id: int = 0
+    """From the last Ping."""
+    streams: tuple[int, ...] = ()
+    """Fetches that more frames are to come for."""
 
 
 class Bye(msgspec.Struct, frozen=True, kw_only=True, tag="bye"):

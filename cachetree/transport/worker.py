@@ -73,8 +73,13 @@ class Worker:
         gate = gate_of(config)
         self._wakeup = Wakeup()
         try:
-            most_bytes = config.frame_bytes if config.accepts else 0
-            self._router = Router(listen, self._wakeup, gate, most_bytes)
+            self._router = Router(
+                listen,
+                self._wakeup,
+                gate,
+                max_payload_bytes=config.frame_bytes if config.accepts else 0,
+                silence_s=config.silence_s,
+            )
         except ConfigError:
             self._wakeup.close()
             raise
@@ -220,7 +225,8 @@ class Worker:
                     self._counts["cancelled"] += 1
                     stream.end()
             case wire.Ping():
-                self._reply(session.identity, wire.Pong(epoch=self.epoch))
+                session.pinged_id = message.last_id
+                self._reply(session.identity, session.pong(self.epoch))
             case wire.Bye():
                 self._end_session(session, "goodbye")
 
@@ -262,10 +268,12 @@ class Worker:
         try:
             stream.credit(credit.num_bytes)
         except ProtocolError as exc:
-            stream.end()
             self._fail(session, credit.id, exc)
 
     def _fail(self, session: Session, id: int, error: FetchError) -> None:
+        """Also ends the stream of that id: of one that was asked for twice, neither goes on."""
+        if (stream := session.streams.get(id)) is not None:
+            stream.end()
         self._counts["failed"] += 1
         if isinstance(error, ProtocolError):
             self._counts["protocol_errors"] += 1
@@ -320,7 +328,6 @@ class Worker:
         now_s = self._clock()
         for session, stream in tuple(self._turns):
             if stream.deadline.has_passed and not stream.is_over:
-                stream.end()
                 error = DeadlineExceeded("the worker stopped at the deadline")
                 self._fail(session, stream.id, error)
         if self._router.has_disconnects():
@@ -328,7 +335,7 @@ class Worker:
         if self._probe_at_s is not None and now_s >= self._probe_at_s:
             self._probe_at_s = None
             for session in tuple(self._sessions.values()):
-                self._reply(session.identity, wire.Pong(epoch=self.epoch))
+                self._reply(session.identity, session.pong(self.epoch))
         for session in tuple(self._sessions.values()):
             if now_s - session.heard_at_s > self._config.silence_s:
                 self._end_session(session, f"silent for {self._config.silence_s} s")

@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -59,11 +60,14 @@ PEER = PeerConfig(
     max_reconnect_s=0.1,
 )
 FETCH_BYTES = 4 * len(PAGES) * FAMILY.kv_page_bytes
-DEADLINE_S = 1.0
+DEADLINE_S = 2.0
 MARGIN_S = 1.0
 """For threads that wait for a processor."""
 RECOVERY_S = 10.0
 NUM_AT_ONCE = 16
+MAX_LOST = 0.05
+"""Of the fetches that met a fault, on a machine that is too busy to recover in time. All others
+land whole, over the same connection or the next."""
 NUM_ROUNDS = 30
 """Of the slow tests."""
 
@@ -102,19 +106,26 @@ def receiver(location: Location) -> Cache:
     return Cache(FAMILY, config)
 
 
-def strike_at(worker: Location, strike: Strike, seed: int) -> bool:
-    """Whether it struck; asserts that the fetch went right or failed, and that the next one went.
+@dataclass(frozen=True)
+class Outcome:
+    has_struck: bool
+    error: FetchError | None
+    """Of the fetch that may have met the fault."""
+
+
+def strike_at(worker: Location, strike: Strike, seed: int) -> Outcome:
+    """Asserts that the fetch went right or failed, and that the next one went.
 
     The connection heals or is replaced by itself: nobody closes the cache in between.
     """
     with FaultProxy(worker, seed=seed) as proxy:
         proxy.arm(strike)
         with receiver(proxy.address) as cache:
-            cache.wait_ready(RECOVERY_S)
-            fetch(cache, proxy.address)
+            eventually(lambda: cache.wait_ready(RECOVERY_S), RECOVERY_S)
+            error = fetch(cache, proxy.address)
             eventually(lambda: fetch(cache, proxy.address) is None, RECOVERY_S)
             assert cache.status().staging_bytes_in_use == 0
-        return proxy.has_struck
+        return Outcome(proxy.has_struck, error)
 
 
 @pytest.fixture(scope="module")
@@ -156,8 +167,12 @@ def strike_all(strikes: Sequence[Strike], first_seed: int) -> None:
             }
         wrong = {strike: error for strike, it in results.items() if (error := it.exception())}
         assert not wrong
+        outcomes = {strike: it.result() for strike, it in results.items()}
         # How credits are joined, and when pings go, decides how many frames there are.
-        assert sum(it.result() for it in results.values()) > 0.9 * len(strikes)
+        assert sum(it.has_struck for it in outcomes.values()) > 0.9 * len(strikes)
+        lost = {str(strike): str(it.error) for strike, it in outcomes.items() if it.error}
+        print(f"{len(lost)} of {len(strikes)} fetches fell back: {lost}")
+        assert len(lost) <= MAX_LOST * len(strikes), lost
         eventually(lambda: worker.status().num_streams == 0)
         eventually(lambda: worker.status().num_peers == 0)
     source.clear()
@@ -191,7 +206,7 @@ def test_a_peer_that_is_cut_off_again_and_again_holds_nothing_more(nothing_stays
         before = held()
         for num_cuts in range(1, 21):
             proxy.cut()
-            eventually(lambda num=num_cuts: cache.status().peers[0].num_losses == num)
+            eventually(lambda num=num_cuts: cache.status().peers[0].num_losses >= num)
             eventually(lambda: fetch(cache, proxy.address) is None)
         eventually(lambda: worker.status().num_peers == 1)
         eventually(lambda: all(now <= then for now, then in zip(held(), before, strict=True)))
@@ -218,6 +233,8 @@ FETCH = wire.Fetch(
     frame_bytes=1 << 20,
     window_bytes=4 << 20,
     timeout_ms=10_000,
+    first_step=2,
+    first_offset=4096,
 )
 TO_WORKER = (
     wire.hello(FAMILY, MODEL, 0),
@@ -225,7 +242,7 @@ TO_WORKER = (
     FETCH,
     wire.Credit(id=3, num_bytes=4096),
     wire.Cancel(id=3),
-    wire.Ping(),
+    wire.Ping(last_id=3),
     wire.Bye(reason="closing"),
 )
 TO_PEER = (
@@ -235,7 +252,7 @@ TO_PEER = (
     wire.Synced(seq=9),
     wire.Frame(id=3, step=1, offset=8192, size=4096, checksum=1 << 63),
     wire.FetchFailed(id=3, error="stale", reason="192 pages are no longer here"),
-    wire.Pong(epoch=1 << 60),
+    wire.Pong(epoch=1 << 60, seq=9, last_id=3, streams=(2, 3)),
     wire.Bye(reason="the worker is closing"),
 )
 
@@ -261,7 +278,7 @@ def test_every_flipped_bit_of_a_payload_is_detected() -> None:
     for page in PAGES:
         payload = content(page, step)
         staging = Staging({step: len(payload)}, Deadline.after(60))
-        landing = Landing(1, MODEL, [page], staging)
+        landing = Landing(MODEL, [page], staging)
         frame = wire.Frame(
             id=1, step=0, offset=0, size=len(payload), checksum=wire.checksum(payload)
         )

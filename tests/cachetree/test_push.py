@@ -276,7 +276,7 @@ def test_nothing_is_seen_of_a_store_before_its_last_byte() -> None:
         assert (wanted.skipped, tree.num_bytes) == (0, 2 * PAGE_TOTAL)
         for number, step in enumerate(steps[:-1]):
             answer = peer.frame(number, payload_of(step))
-            assert answer == wire.Credit(id=1, num_bytes=2 * PAGE_BYTES)
+            assert answer == wire.Credit(id=1, num_bytes=(number + 1) * 2 * PAGE_BYTES)
             assert not tree.match(PAGES)
         assert peer.frame(4, payload_of(steps[-1])) == wire.Stored(id=1)
         lease = tree.lease(MODEL, PAGES[:2], "test", Deadline.after(5))

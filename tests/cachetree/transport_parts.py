@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from subprocess import PIPE, Popen
 
+import msgspec
 import zmq
 
 from cachetree import (
@@ -56,6 +57,8 @@ FAST = PeerConfig(
     reconnect_s=0.02,
     max_reconnect_s=0.1,
 )
+ONCE = msgspec.structs.replace(FAST, max_retries=0)
+"""Gives up a fetch at its first error."""
 
 
 def pages_of(num: int, name: str = "p") -> list[PageHash]:

@@ -87,6 +87,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
                 "gate": "off",
                 "host_gb": 0,
                 "fetch_deadline_s": DEADLINE_S,
+                "peer_cooldown_s": 0.5,
                 # A second fetch would not fit if the first had leaked.
                 "staging_gb": 1.5 * FETCH_BYTES / (1 << 30),
             },

@@ -1,0 +1,286 @@
+"""A worker that keeps failing is left alone, and tried by one fetch at a time: rule and peer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transport_parts import (
+    FAST,
+    MODEL,
+    ScriptedWorker,
+    check_content,
+    eventually,
+    new_staging,
+    new_tree,
+    pages_of,
+    peer_of,
+    wait_all,
+    worker_of,
+)
+
+from cachetree import ConfigError, FetchError, PeerConfig, PeerState, Staging, StaleEntry
+from cachetree.transport import wire
+from cachetree.transport.breaker import Breaker
+
+PAGES = pages_of(16)
+CONFIG = PeerConfig()
+ERROR = FetchError("broken")
+
+
+class FakeTime:
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Oracle:
+    """The rule, word for word: the whole history, looked at again for every question."""
+
+    def __init__(self) -> None:
+        self.errors_at_s: list[float] = []
+        self.opened_at_s: float | None = None
+        self.cooldown_s = CONFIG.cooldown_s
+        self.probe: int | None = None
+
+    def state(self, now_s: float) -> str:
+        if self.opened_at_s is None:
+            return "closed"
+        return "open" if now_s < self.opened_at_s + self.cooldown_s else "half open"
+
+    def admits(self, now_s: float, fetch: int) -> bool:
+        state = self.state(now_s)
+        if state == "half open" and self.probe is None:
+            self.probe = fetch
+            return True
+        return state == "closed"
+
+    def fails(self, now_s: float) -> None:
+        if self.state(now_s) == "half open":
+            self.cooldown_s = min(2 * self.cooldown_s, CONFIG.max_cooldown_s)
+            self.opened_at_s, self.probe = now_s, None
+        elif self.state(now_s) == "closed":
+            self.errors_at_s.append(now_s)
+            recent = [at_s for at_s in self.errors_at_s if now_s - at_s <= CONFIG.breaker_window_s]
+            if len(recent) >= CONFIG.breaker_errors:
+                self.opened_at_s = now_s
+                self.errors_at_s = []
+
+    def succeeds(self, now_s: float) -> None:
+        if self.probe is not None:
+            self.opened_at_s = self.probe = None
+            self.cooldown_s = CONFIG.cooldown_s
+
+
+EVENTS = st.lists(
+    st.one_of(
+        st.tuples(st.just("wait"), st.sampled_from([0.0, 0.5, 3.0, 5.0, 29.9, 31.0, 70.0, 400.0])),
+        st.tuples(st.sampled_from(["ask", "fail", "succeed", "give up"]), st.just(0.0)),
+    ),
+    max_size=80,
+)
+
+
+@given(EVENTS)
+def test_any_sequence_goes_as_the_rule_says(events: list[tuple[str, float]]) -> None:
+    clock = FakeTime()
+    breaker, oracle = Breaker(CONFIG, clock), Oracle()
+    for number, (event, seconds) in enumerate(events):
+        clock.now_s += seconds
+        match event:
+            case "ask":
+                assert breaker.admits() == oracle.admits(clock.now_s, number)
+            case "fail":
+                breaker.failed(ERROR)
+                oracle.fails(clock.now_s)
+            case "succeed":
+                breaker.succeeded()
+                oracle.succeeds(clock.now_s)
+            case "give up":
+                breaker.released()
+                oracle.probe = None
+        state = oracle.state(clock.now_s)
+        assert breaker.is_open == (state == "open")
+        if state == "closed":
+            assert breaker.probe_in_s is None
+        else:
+            assert oracle.opened_at_s is not None
+            end_s = oracle.opened_at_s + oracle.cooldown_s
+            assert breaker.probe_in_s == pytest.approx(max(0.0, end_s - clock.now_s))
+
+
+def test_three_errors_in_ten_seconds_open_it_and_slower_ones_never_do() -> None:
+    clock = FakeTime()
+    breaker = Breaker(CONFIG, clock)
+    for _ in range(100):
+        breaker.failed(ERROR)
+        clock.now_s += 5.1
+    assert breaker.probe_in_s is None
+    breaker.failed(ERROR)
+    assert not breaker.is_open, "two within the window"
+    breaker.failed(ERROR)
+    assert breaker.probe_in_s == 30
+    assert not breaker.admits()
+
+
+def test_the_cooldown_doubles_to_its_bound_and_a_success_resets_it() -> None:
+    clock = FakeTime()
+    breaker = Breaker(CONFIG, clock)
+    for _ in range(3):
+        breaker.failed(ERROR)
+    for cooldown_s in (30, 60, 120, 240, 300, 300):
+        assert breaker.probe_in_s == cooldown_s
+        clock.now_s += cooldown_s - 1
+        breaker.failed(ERROR)
+        assert breaker.probe_in_s == 1, "an error while open changes nothing"
+        clock.now_s += 1
+        assert breaker.probe_in_s == 0
+        assert [breaker.admits() for _ in range(3)] == [True, False, False]
+        breaker.failed(ERROR)
+    clock.now_s += 300
+    assert breaker.admits()
+    breaker.released()
+    assert breaker.admits(), "one that was given up leaves its place"
+    breaker.succeeded()
+    assert breaker.probe_in_s is None
+    assert all(breaker.admits() for _ in range(3))
+    for _ in range(3):
+        breaker.failed(ERROR)
+    assert breaker.probe_in_s == 30
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"max_retries": -1}, "max_retries is -1"),
+        ({"breaker_errors": 0}, "breaker_errors is 0"),
+        ({"breaker_window_s": 0.0}, "breaker_window_s is 0"),
+        ({"cooldown_s": 0.0}, "cooldown_s is 0"),
+        ({"cooldown_s": 301.0}, "max_cooldown_s is 300.0, less than cooldown_s, which is 301.0"),
+    ],
+)
+def test_settings_are_checked(changed: dict[str, float], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        PeerConfig(**changed)  # type: ignore[arg-type]
+
+
+# A peer and its breaker.
+
+STRICT = msgspec.structs.replace(FAST, max_retries=0, cooldown_s=0.5)
+
+
+class MoodyWorker(ScriptedWorker):
+    """Damages every fetch of its last page until it is well; offers what it cannot serve."""
+
+    def __init__(self) -> None:
+        self.num_hellos = 0
+        self.error = "failed"
+        super().__init__(lambda _self, identity, fetch: self._fail(identity, fetch))
+
+    def send(self, identity: bytes, message: wire.ToPeer | bytes, *payload: bytes) -> None:
+        if isinstance(message, wire.Hello):
+            self.num_hellos += 1
+        if isinstance(message, wire.Synced):
+            entry = wire.Entry(
+                added=True, model=MODEL, parent=b"", pages=b"".join(PAGES), e_layers=()
+            )
+            super().send(identity, wire.Entries(seq=1, entries=(entry,)))
+            message = wire.Synced(seq=1)
+        super().send(identity, message, *payload)
+
+    def _fail(self, identity: bytes, fetch: wire.Fetch) -> None:
+        self.send(identity, wire.FetchFailed(id=fetch.id, error=self.error, reason="moody"))
+
+
+def failed_fetch(fetch: Callable[..., None]) -> FetchError:
+    staging: Staging = new_staging(16)
+    fetch(MODEL, PAGES, staging)
+    with pytest.raises(FetchError) as caught:
+        wait_all(staging)
+    return caught.value
+
+
+def test_a_worker_that_keeps_failing_is_not_offered_and_not_asked() -> None:
+    tree = new_tree()
+    with MoodyWorker() as worker, peer_of(worker.address, tree, STRICT) as peer:
+        for _ in range(2):
+            assert "moody" in str(failed_fetch(peer.fetch))
+            assert tree.match(PAGES)
+        failed_fetch(peer.fetch)
+        eventually(lambda: peer.state is PeerState.RESTING)
+        assert not tree.match(PAGES)
+        status = peer.status
+        assert "moody" in status.error
+        assert status.probe_in_s is not None
+        assert 0 < status.probe_in_s <= 0.5
+        begun_at_s = time.monotonic()
+        assert "resting" in str(failed_fetch(peer.fetch))
+        assert time.monotonic() - begun_at_s < 0.2
+        assert worker.num_hellos == 1, "it was not left alone"
+        num_asked = sum(isinstance(it, wire.Fetch) for it in worker.received)
+        assert num_asked == 3
+
+        # Half open: entries are back, one fetch goes, and its failure doubles the cooldown.
+        eventually(lambda: tree.match(PAGES))
+        assert peer.status.probe_in_s == 0
+        failed_fetch(peer.fetch)
+        eventually(lambda: peer.state is PeerState.RESTING)
+        assert (peer.status.probe_in_s or 0) > 0.6
+        assert worker.num_hellos == 2
+
+
+def test_stale_entries_and_what_the_reader_gives_up_are_no_errors() -> None:
+    with MoodyWorker() as worker, peer_of(worker.address, new_tree(), STRICT) as peer:
+        worker.error = "stale"
+        for _ in range(10):
+            assert isinstance(failed_fetch(peer.fetch), StaleEntry)
+        worker.error = "nothing of the kind"
+        for _ in range(10):
+            staging = new_staging(16)
+            staging.cancel()
+            peer.fetch(MODEL, PAGES, staging)
+            eventually(lambda: not peer._fetches._landings)
+        assert peer.status.probe_in_s is None
+
+
+def test_a_probe_that_lands_closes_it() -> None:
+    source = new_tree(PAGES)
+    with worker_of(source, max_bytes_per_s=1e4) as worker:
+        tree = new_tree()
+        with peer_of(worker.address, tree, STRICT) as peer:
+            for _ in range(3):
+                late = new_staging(16, seconds=0.05)
+                peer.fetch(MODEL, PAGES, late)
+                with pytest.raises(FetchError):
+                    wait_all(late)
+                eventually(lambda: not peer._fetches._landings)
+            eventually(lambda: peer.state is PeerState.RESTING)
+            eventually(lambda: peer.state is PeerState.READY)
+            probe, other = new_staging(1), new_staging(16)
+            peer.fetch(MODEL, PAGES[:1], probe)
+            peer.fetch(MODEL, PAGES, other)
+            with pytest.raises(FetchError, match="another fetch tries it first"):
+                wait_all(other)
+            wait_all(probe)
+            check_content(probe, PAGES[:1])
+            eventually(lambda: peer.status.probe_in_s is None)
+
+
+def test_clean_restarts_with_nothing_under_way_are_no_errors() -> None:
+    with worker_of(new_tree(PAGES)) as first:
+        address = first.address
+        with peer_of(address, new_tree(), STRICT) as peer:
+            for _ in range(5):
+                first.close()
+                eventually(lambda: peer.state is PeerState.CONNECTING)
+                with worker_of(new_tree(PAGES), listen=address):
+                    eventually(lambda: peer.state is PeerState.READY, 2.0)
+                eventually(lambda: peer.state is PeerState.CONNECTING)
+            assert peer.status.num_losses == 6
+            assert peer.status.probe_in_s is None

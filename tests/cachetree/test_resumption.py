@@ -1,0 +1,290 @@
+"""A fetch that something breaks asks for the rest, a few times, and is over by its deadline."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import msgspec
+import pytest
+from transport_parts import (
+    FAST,
+    MODEL,
+    PAGE_BYTES,
+    STEPS,
+    ScriptedWorker,
+    check_content,
+    content,
+    eventually,
+    new_staging,
+    new_tree,
+    pages_of,
+    peer_of,
+    store,
+    wait_all,
+    worker_of,
+)
+
+from cachetree import (
+    DeadlineExceeded,
+    FetchError,
+    PeerState,
+    ProtocolError,
+    StaleEntry,
+)
+from cachetree.transport import wire
+
+PAGES = pages_of(16)
+SIZE = 16 * PAGE_BYTES
+FRAME_BYTES = SIZE // 4
+PATIENT = msgspec.structs.replace(FAST, breaker_errors=100)
+"""Its breaker stays out of the way."""
+
+
+def frames_of(fetch: wire.Fetch) -> list[tuple[wire.Frame, bytes]]:
+    """All that a sound worker would send from where the fetch begins."""
+    frames = []
+    for index, step in enumerate(STEPS):
+        whole = b"".join(content(page, step) for page in PAGES)
+        for offset in range(0, SIZE, FRAME_BYTES):
+            if (index, offset) >= (fetch.first_step, fetch.first_offset):
+                part = whole[offset : offset + FRAME_BYTES]
+                frame = wire.Frame(
+                    id=fetch.id,
+                    step=index,
+                    offset=offset,
+                    size=len(part),
+                    checksum=wire.checksum(part),
+                )
+                frames.append((frame, part))
+    return frames
+
+
+class BreakingWorker(ScriptedWorker):
+    """Serves `PAGES`; breaks the first `num_broken` requests at their third frame by `harm`."""
+
+    def __init__(
+        self, harm: Callable[[BreakingWorker, bytes, wire.Frame, bytes], bool], num_broken: int
+    ) -> None:
+        self.fetches: list[wire.Fetch] = []
+        self._harm = harm
+        self._num_broken = num_broken
+        super().__init__(lambda _self, identity, fetch: self._stream(identity, fetch))
+
+    def _stream(self, identity: bytes, fetch: wire.Fetch) -> None:
+        self.fetches.append(fetch)
+        for number, (frame, payload) in enumerate(frames_of(fetch)):
+            is_broken = number == 2 and len(self.fetches) <= self._num_broken
+            if not is_broken or self._harm(self, identity, frame, payload):
+                self.send(identity, frame, payload)
+
+    @property
+    def starts(self) -> list[tuple[int, int]]:
+        return [(fetch.first_step, fetch.first_offset // FRAME_BYTES) for fetch in self.fetches]
+
+
+def damaged(worker: BreakingWorker, identity: bytes, frame: wire.Frame, payload: bytes) -> bool:
+    worker.send(identity, frame, bytes([payload[0] ^ 1]) + payload[1:])
+    return False
+
+
+def missing(worker: BreakingWorker, identity: bytes, frame: wire.Frame, payload: bytes) -> bool:
+    return False
+
+
+def doubled(worker: BreakingWorker, identity: bytes, frame: wire.Frame, payload: bytes) -> bool:
+    worker.send(identity, frame, payload)
+    return True
+
+
+def refused(worker: BreakingWorker, identity: bytes, frame: wire.Frame, payload: bytes) -> bool:
+    worker.send(identity, wire.FetchFailed(id=frame.id, error="protocol", reason="twice"))
+    return True
+
+
+def goodbye(worker: BreakingWorker, identity: bytes, frame: wire.Frame, payload: bytes) -> bool:
+    worker.send(identity, wire.Bye(reason="closing"))
+    return True
+
+
+def noise(worker: BreakingWorker, identity: bytes, frame: wire.Frame, payload: bytes) -> bool:
+    worker.send(identity, b"noise")
+    return True
+
+
+SAME_CONNECTION = (damaged, missing, doubled, refused)
+
+
+@pytest.mark.parametrize("harm", [*SAME_CONNECTION, goodbye, noise])
+def test_the_rest_is_asked_for_and_what_landed_is_kept(harm: Callable[..., bool]) -> None:
+    with (
+        BreakingWorker(harm, num_broken=2) as worker,
+        peer_of(worker.address, new_tree(), PATIENT) as peer,
+    ):
+        staging = new_staging(16)
+        peer.fetch(MODEL, PAGES, staging)
+        wait_all(staging)
+        check_content(staging, PAGES)
+        kept = 3 if harm is doubled else 2
+        assert worker.starts == [(0, 0), (0, kept), divmod(2 * kept, 4)]
+        eventually(lambda: peer.status.num_landed_bytes == staging.num_bytes)
+        ids = [fetch.id for fetch in worker.fetches]
+        assert ids == sorted(set(ids))
+        assert peer.status.num_losses == (0 if harm in SAME_CONNECTION else 2)
+        assert peer.status.num_retries == 2
+        assert peer.status.num_failed_fetches == 0
+        if harm in SAME_CONNECTION:
+            eventually(lambda: wire.Cancel(id=ids[0]) in worker.received)
+
+
+@pytest.mark.parametrize("harm", [damaged, goodbye])
+def test_retries_are_bounded(harm: Callable[..., bool]) -> None:
+    with (
+        BreakingWorker(harm, num_broken=99) as worker,
+        peer_of(worker.address, new_tree(), PATIENT) as peer,
+    ):
+        staging = new_staging(16)
+        peer.fetch(MODEL, PAGES, staging)
+        with pytest.raises(FetchError, match=r"checksum|closing"):
+            wait_all(staging)
+        assert len(worker.fetches) == 1 + FAST.max_retries
+        assert peer.status.num_failed_fetches == 1
+
+
+def test_the_last_frames_and_a_lost_request_are_missed_at_the_next_heartbeat() -> None:
+    """Nothing comes after them that could show the gap."""
+    asked: list[wire.Fetch] = []
+
+    def forgetful(worker: ScriptedWorker, identity: bytes, fetch: wire.Fetch) -> None:
+        asked.append(fetch)
+        if len(asked) > 1:  # The first request never came.
+            frames = frames_of(fetch)
+            for frame, payload in frames if len(asked) > 2 else frames[:-1]:
+                worker.send(identity, frame, payload)
+
+    class Telling(ScriptedWorker):
+        def send(self, identity: bytes, message: wire.ToPeer | bytes, *payload: bytes) -> None:
+            if isinstance(message, wire.Pong):
+                pinged = [it for it in self.received if isinstance(it, wire.Ping)][-1]
+                message = wire.Pong(epoch=message.epoch, last_id=pinged.last_id)
+            super().send(identity, message, *payload)
+
+    with Telling(forgetful) as worker, peer_of(worker.address, new_tree()) as peer:
+        staging = new_staging(16)
+        begun_at_s = time.monotonic()
+        peer.fetch(MODEL, PAGES, staging)
+        wait_all(staging)
+        assert time.monotonic() - begun_at_s < 2.0
+        check_content(staging, PAGES)
+        assert [fetch.first_step for fetch in asked] == [0, 0, len(STEPS) - 1]
+
+
+def test_a_lost_credit_is_repeated() -> None:
+    with worker_of(new_tree(PAGES), frame_bytes=4096, window_bytes=8192) as worker:
+        real = worker._credit
+        dropped = iter(range(3))
+
+        def forgetful(session: object, credit: wire.Credit) -> None:
+            if next(dropped, None) is None:
+                real(session, credit)  # type: ignore[arg-type]
+
+        worker._credit = forgetful  # type: ignore[method-assign, assignment]
+        with peer_of(worker.address, new_tree()) as peer:
+            staging = new_staging(16)
+            peer.fetch(MODEL, PAGES, staging)
+            wait_all(staging)
+            check_content(staging, PAGES)
+            assert peer.status.num_retries == 0
+
+
+def test_what_is_gone_after_a_restart_is_stale() -> None:
+    class Emptied(BreakingWorker):
+        def _stream(self, identity: bytes, fetch: wire.Fetch) -> None:
+            if self.fetches:
+                gone = wire.FetchFailed(id=fetch.id, error="stale", reason="no longer here")
+                self.send(identity, gone)
+            else:
+                super()._stream(identity, fetch)
+
+    with (
+        Emptied(goodbye, num_broken=1) as worker,
+        peer_of(worker.address, new_tree()) as peer,
+    ):
+        staging = new_staging(16)
+        peer.fetch(MODEL, PAGES, staging)
+        with pytest.raises(StaleEntry):
+            wait_all(staging)
+        assert peer.status.probe_in_s is None
+
+
+def test_a_worker_that_stays_away_costs_the_deadline_at_most() -> None:
+    source = new_tree(PAGES)
+    with (
+        worker_of(source, max_bytes_per_s=1e4) as worker,
+        peer_of(worker.address, new_tree()) as peer,
+    ):
+        staging = new_staging(16, seconds=0.6)
+        peer.fetch(MODEL, PAGES, staging)
+        eventually(lambda: staging.writes)
+        worker.close()
+        with pytest.raises(DeadlineExceeded):
+            wait_all(staging)
+        eventually(lambda: peer.status.num_failed_fetches == 1)
+        assert peer.status.probe_in_s is None
+        assert peer.state is PeerState.CONNECTING
+
+
+def test_a_fetch_that_is_given_up_between_connections_is_forgotten() -> None:
+    with (
+        worker_of(new_tree(PAGES), max_bytes_per_s=1e4) as worker,
+        peer_of(worker.address, new_tree()) as peer,
+    ):
+        staging = new_staging(16, seconds=30)
+        peer.fetch(MODEL, PAGES, staging)
+        eventually(lambda: staging.writes)
+        worker.close()
+        eventually(lambda: peer.state is PeerState.CONNECTING)
+        staging.cancel()
+        eventually(lambda: not peer._fetches._landings)
+        assert peer.status.num_failed_fetches == 0
+
+
+class DeafStore:
+    """Drops one advert of a real worker: the last one, so that nothing later shows the gap."""
+
+    def __init__(self, worker: object) -> None:
+        self.is_armed = False
+        self._router = worker._router  # type: ignore[attr-defined]
+        self._send = self._router.send
+        self._router.send = self._forget
+
+    def _forget(self, identity: bytes, message: wire.ToPeer) -> bool:
+        if self.is_armed and isinstance(message, wire.Entries):
+            self.is_armed = False
+            return True
+        return bool(self._send(identity, message))
+
+
+def test_a_lost_last_advert_is_missed_at_the_next_heartbeat() -> None:
+    source, tree = new_tree(PAGES[:8]), new_tree()
+    with worker_of(source) as worker, peer_of(worker.address, tree) as peer:
+        deaf = DeafStore(worker)
+        deaf.is_armed = True
+        store(source, PAGES[8:], PAGES[7])
+        eventually(lambda: tree.match(PAGES)[0].num_pages == 16, 2.0)
+        assert not deaf.is_armed
+        assert peer.status.num_resyncs == 2
+        assert peer.status.num_losses == 0
+
+
+def test_a_protocol_error_in_a_retry_is_still_one() -> None:
+    with (
+        BreakingWorker(damaged, num_broken=99) as worker,
+        peer_of(worker.address, new_tree(), PATIENT) as peer,
+    ):
+        staging = new_staging(16)
+        peer.fetch(MODEL, PAGES, staging)
+        with pytest.raises(ProtocolError):
+            wait_all(staging)
+        assert peer.status.num_protocol_errors == 3
+        assert peer.state is PeerState.READY
