@@ -34,11 +34,17 @@ check: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+BENCH := OMP_NUM_THREADS=1 $(BIN)/python benchmarks
+
 bench: $(INSTALLED)
-	$(BIN)/python benchmarks/partial_prefill.py
-	$(BIN)/python benchmarks/transport.py
-	$(BIN)/python benchmarks/profiler.py
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/tree.py --pages 10000 100000
+	$(BENCH)/partial_prefill.py
+	$(BENCH)/overhead.py
+	$(BENCH)/serving.py
+	$(BENCH)/transport.py --curve
+	$(BENCH)/tree.py
+	$(BENCH)/disk.py
+	$(BENCH)/compression.py
+	$(BENCH)/profiler.py
 
 soak: $(INSTALLED)
 	$(BIN)/python tests/cachetree/tree_walks.py --operations 1000000

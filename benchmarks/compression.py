@@ -15,13 +15,13 @@ touches. The pairs' head_dim is 32, half of what is common, so their ratios are 
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+import result
 import torch
 from rich.console import Console
 from rich.progress import track
@@ -32,13 +32,12 @@ from cachetree.codecs import Codec, decode, encode, encoded_bytes
 from cachetree.evidence import MeasuredProfile, read_measured
 from cachetree.ids import Span
 from profiles.documents import Document
-from profiles.environment import read_environment
 from profiles.examination import Answerer, Examination
 from profiles.layered import KV
 from profiles.mixtures import Mixture
 from profiles.models import ModelSource, load_pair
 from profiles.pairs.questions import DATA, read_documents
-from profiles.profiler import PACKAGES, answerers
+from profiles.profiler import answerers
 from profiles.study import FIRST_NEW, block_mixture
 
 PAIRS = DATA.parent
@@ -175,26 +174,13 @@ def main() -> None:
     parser.add_argument("--num-documents", type=int, default=24)
     parser.add_argument("--json", type=Path, help="append the JSON line to this file too")
     args = parser.parse_args()
+    environment = result.here()
     torch.set_num_threads(1)
     quality = [row for name in SUBJECTS for row in measure_quality(name, args.num_documents)]
     speed = measure_speed()
     show(quality, speed)
-    environment = read_environment(PACKAGES)
-    line = json.dumps(
-        {
-            "benchmark": "compression",
-            "quality": quality,
-            "speed": speed,
-            "versions": environment.versions,
-            "processor": environment.processor,
-            "load_before": environment.load_before,
-            "commit": environment.commit,
-        }
-    )
-    print(line)
-    if args.json:
-        with args.json.open("a") as file:
-            file.write(line + "\n")
+    found = {"quality": quality, "speed": speed}
+    result.write("compression", found, environment, args.json)
 
 
 if __name__ == "__main__":

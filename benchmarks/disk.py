@@ -13,12 +13,9 @@ fdatasync and posix_fadvise(DONTNEED); under a hypervisor its cache may still be
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import shutil
 import statistics
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable
@@ -27,6 +24,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import result
 import xxhash
 
 from cachetree import Family, Kind, ModelId, PageHash, Step
@@ -175,6 +173,7 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--path", type=Path, default=None, help="on the disk to be measured")
     args = parser.parse_args()
+    environment = result.here()
     page_bytes = FAMILY.num_layers * FAMILY.kv_page_bytes + FAMILY.e_page_bytes
     with tempfile.TemporaryDirectory(dir=args.path) as directory:
         files = Files(Path(directory), max(1, (args.mib << 20) // page_bytes))
@@ -182,7 +181,7 @@ def main() -> None:
         runs = measure(files, args.repetitions)
         files.store.close()
     print(f"{'GB/s, median (min to max)':26} {'plain file':>22} {'store':>22}  of plain  CPU s/GB")
-    result: dict[str, object] = {"benchmark": "disk", "mib": args.mib}
+    found: dict[str, object] = {"mib": args.mib}
     for question, by_contender in runs.items():
         cells, cpu = [], []
         for values in by_contender.values():
@@ -196,7 +195,7 @@ def main() -> None:
         print(
             f"{question:26} {cells[0]:>22} {cells[1]:>22}  {ratio:8.2f}  {cpu[0]:.2f} {cpu[1]:.2f}"
         )
-        result[question] = {
+        found[question] = {
             "gb_per_s": {
                 name: statistics.median(it.gb_per_s for it in values)
                 for name, values in by_contender.items()
@@ -204,19 +203,7 @@ def main() -> None:
             "cpu_s_per_gb": dict(zip(by_contender, cpu, strict=True)),
             "of_plain": ratio,
         }
-    result |= {
-        "load_1m": os.getloadavg()[0],
-        "cpus": os.cpu_count(),
-        "machine": platform.processor() or platform.machine(),
-        "python": platform.python_version(),
-        "commit": _commit(),
-    }
-    print(json.dumps(result))
-
-
-def _commit() -> str:
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    result.write("disk", found, environment)
 
 
 if __name__ == "__main__":

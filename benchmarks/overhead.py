@@ -13,15 +13,14 @@ the ratio is the median over pairs.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import result
 from rich.console import Console
 from rich.table import Table
 
@@ -64,6 +63,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=30)
     rounds = parser.parse_args().rounds
+    environment = result.here()
     console = Console()
     ratios: dict[str, list[float]] = {"ttft": [], "throughput": []}
     with tempfile.TemporaryDirectory() as name:
@@ -109,7 +109,7 @@ def main() -> None:
         summary[kind] = {"median": middle, "p25": low, "p75": high, "rounds": len(values)}
         table.add_row(kind, f"{middle:.4f}", f"{low:.4f}", f"{high:.4f}")
     console.print(table)
-    sys.stdout.write(json.dumps(summary) + "\n")
+    result.write("overhead", summary, environment)
 
 
 if __name__ == "__main__":

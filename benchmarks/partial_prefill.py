@@ -21,20 +21,16 @@ and recompute pipelined; with what `cachetree.schedule` predicts from the measur
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import result
 from rich.console import Console
 from rich.table import Table
 
@@ -324,6 +320,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    environment = result.here()
     with (
         tempfile.TemporaryDirectory() as folder,
         bench(Path(folder), args.dtype, args.documents) as it,
@@ -340,22 +337,8 @@ def main() -> None:
             report_throttled(rate, throttled(it, rate))
             for rate in (balanced / 2, balanced, balanced * 2)
         ]
-    summary |= {
-        "dtype": args.dtype,
-        "machine": f"{platform.machine()} {platform.processor()}".strip(),
-        "versions": {name: version(name) for name in ("sglang", "torch", "sglang-droidspeak")},
-        "commit": _commit(),
-    }
-    line = json.dumps(summary)
-    if args.json:
-        args.json.write_text(line + "\n")
-    sys.stdout.write(line + "\n")
-
-
-def _commit() -> str:
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
-    return found.stdout.strip() or "unknown"
+    summary["dtype"] = args.dtype
+    result.write("partial_prefill", summary, environment, args.json)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,6 @@ computes with one thread; contenders take turns in who is first.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -43,7 +42,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-import msgspec
+import result
 import torch
 from block_by_block import Found, OneByOne, Results, block_name
 from rich.console import Console
@@ -51,13 +50,12 @@ from rich.progress import track
 from rich.table import Table
 
 from profiles.documents import Document
-from profiles.environment import read_environment
 from profiles.examination import Answerer, Score
 from profiles.frontier import grid
 from profiles.journal import Journal
 from profiles.metrics import Metric
 from profiles.models import ModelSource, load_pair
-from profiles.profiler import DTYPES, PACKAGES, Settings, answerers, load_documents
+from profiles.profiler import DTYPES, Settings, answerers, load_documents
 from profiles.study import Bench
 from profiles.tasks import TaskOptions
 from profiles.training import Swept, sweep
@@ -253,7 +251,7 @@ def main() -> int:
     parser.add_argument("--dtype", default="float32", choices=TOLERANCES)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    environment = read_environment(PACKAGES)
+    environment = result.here()
     torch.set_num_threads(1)
     settings = Settings(
         sender=ModelSource(path=PAIR / "weights" / "sender"),
@@ -310,7 +308,6 @@ def main() -> int:
     for problem in problems:
         console.print(problem, style="red", markup=False, highlight=False)
     summary = {
-        "benchmark": "profiler",
         "num_layers": pair.num_layers,
         "num_contexts": len(documents),
         "num_questions": sum(num_questions),
@@ -321,12 +318,8 @@ def main() -> int:
         "comparisons": {name: asdict(it) for name, it in comparisons.items()},
         "times_demanded": pair.num_layers / 4,
         "problems": problems,
-        "environment": msgspec.to_builtins(environment),
     }
-    line = json.dumps(summary)
-    if args.json:
-        args.json.write_text(line + "\n")
-    sys.stdout.write(line + "\n")
+    result.write("profiler", summary, environment, args.json)
     return 1 if problems else 0
 
 

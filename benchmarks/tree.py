@@ -26,17 +26,16 @@ import ctypes
 import gc
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import time
 from array import array
 from collections.abc import Callable, Iterator
-from importlib.metadata import version
 from typing import Any
 
 import numpy as np
+import result
 from prefix_indexes import (
     ESTIMATED_BYTES_PER_PAGE,
     FAMILY,
@@ -288,25 +287,11 @@ def main() -> None:
     if args.memory:
         serve_memory()
         return
-    load = os.getloadavg()[0]
+    environment = result.here()
     memory = MemoryProcess()
     runs = [run(pages, models, args, memory) for pages in args.pages for models in args.models]
     memory.close()
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-    result = {
-        "benchmark": "tree",
-        "page_size": PAGE,
-        "runs": runs,
-        "load_1m": load,
-        "cpus": os.cpu_count(),
-        "machine": platform.processor() or platform.machine(),
-        "python": platform.python_version(),
-        "sglang": version("sglang"),
-        "torch": version("torch"),
-        "commit": commit,
-    }
-    sys.stdout.write(json.dumps(result) + "\n")
+    result.write("tree", {"page_size": PAGE, "runs": runs}, environment)
 
 
 if __name__ == "__main__":
