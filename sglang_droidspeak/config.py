@@ -61,6 +61,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Folder that keeps the same also when it leaves memory or the server ends; None for none."""
     disk_gb: float = 0.0
     """Budget of all files in it, in GiB."""
+    hicache_backend: str | None = None
+    """A storage backend of SGLang's HiCache that keeps the same for a whole cluster; None: none."""
+    hicache_config: dict[str, Any] = {}
+    """What the backend is made with, as in SGLang's `hicache-storage-backend-extra-config`."""
     staging_gb: float = 1.0
     """Host memory for fetches in flight, in GiB; a fetch that does not fit is not made."""
     min_tokens: int = 64
@@ -108,6 +112,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise ConfigError(
                 "push_to is set and host_gb is 0, so nothing is ever stored; set host_gb, or "
                 "remove push_to"
+            )
+        if self.hicache_config and self.hicache_backend is None:
+            raise ConfigError(
+                f"hicache_config is {self.hicache_config} and hicache_backend is not set; set it, "
+                "or remove hicache_config"
             )
         if self.allowed_peers and self.listen is None:
             raise ConfigError(

@@ -20,6 +20,7 @@ from cachetree.cache import Cache
 from cachetree.errors import ConfigError
 from cachetree.family import Family
 from cachetree.staging import pageable
+from cachetree.tier import MakeTier
 from sglang_droidspeak import compat, meta_info
 from sglang_droidspeak.capture import Provenance, attachment_of
 from sglang_droidspeak.compat import HookType
@@ -46,6 +47,7 @@ from sglang_droidspeak.waiting import WaitingRequests
 
 if TYPE_CHECKING:
     from sglang_droidspeak.compat.names import Req, Scheduler, ServerArgs
+    from sglang_droidspeak.site import Site
 
 log = logging.getLogger(__name__)
 
@@ -93,6 +95,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
                 tp_rank=parallel.tp_rank,
             ),
             cache_config(settings, site.identity.model_id),
+            tiers=_tiers(site, self._metrics),
             allocate=_page_locked if self._on_cuda else pageable,
         )
         rows = rows_of(pool)
@@ -262,6 +265,22 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         self._loader.close()
         self._offloader.close()
         self._cache.close()
+
+
+def _tiers(site: Site, metrics: Metrics) -> list[MakeTier]:
+    settings = site.settings
+    if settings.hicache_backend is None:
+        return []
+    from sglang_droidspeak.hicache import hicache_tier
+
+    return [
+        hicache_tier(
+            settings.hicache_backend,
+            settings.hicache_config,
+            site.senders,
+            metrics.count_hicache_objects,
+        )
+    ]
 
 
 def _page_locked(num_bytes: int) -> memoryview:

@@ -38,6 +38,12 @@ class Metrics:
             ["cause"],
             registry=registry,
         )
+        self.hicache_objects: Final = Counter(
+            "droidspeak:hicache_objects",
+            "Objects of the HiCache backend by what became of them",
+            ["result"],
+            registry=registry,
+        )
         self.queued_s: Final = Histogram(
             "droidspeak:queued_seconds",
             "From a request's first sight to its admission with staged layers",
@@ -50,6 +56,10 @@ class Metrics:
             buckets=_SECONDS,
             registry=registry,
         )
+
+    def count_hicache_objects(self, result: str, num: int) -> None:
+        """Called by the tier's threads."""
+        self.hicache_objects.labels(result).inc(num)
 
     def count_outcome(self, outcome: str) -> None:
         """A request that was not admitted with a load; `outcome` as in its meta_info."""

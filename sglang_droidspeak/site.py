@@ -67,6 +67,8 @@ _ACCEPTED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "enable_pdmux": (_one_of(None, False), "it splits the recompute's batch"),
     "enable_hisparse": (_one_of(None, False), "its KV pool is not per-layer rows"),
     "enable_torch_compile": (_one_of(None, False), "E is not captured in compiled layers"),
+    "enable_hierarchical_cache": (_one_of(None, False), "both would own what leaves the device"),
+    "hicache_storage_backend": (_one_of(None), "both would own what leaves the device"),
     "dllm_algorithm": (_one_of(None), "its prefix KV is not causal"),
 }
 
@@ -90,6 +92,13 @@ class Site:
         model = self.identity.model_id
         sends = (p for p in self.profiles if p.sender.model_id == model and p.is_usable)
         return tuple(sorted(frozenset().union(*(p.transition_layers() for p in sends))))
+
+    @property
+    def senders(self) -> dict[ModelId, frozenset[int]]:
+        """Models whose caches this server may use, and the layers whose E it needs of each."""
+        model = self.identity.model_id
+        receives = (p for p in self.profiles if p.receiver.model_id == model and p.is_usable)
+        return {p.sender.model_id: p.transition_layers() for p in receives} | {model: frozenset()}
 
     def e_bytes_per_token(self, dtype: torch.dtype) -> int:
         return len(self.transition_layers) * self.identity.hidden_size * dtype.itemsize
@@ -131,6 +140,10 @@ def load_site(server_args: ServerArgs) -> Site:
 def _load(extra_json: bytes, model_path: str, revision: str | None, page_size: int) -> Site:
     settings = parse_settings(msgspec.json.decode(extra_json))
     _check_transport(settings)
+    if settings.hicache_backend is not None:
+        from sglang_droidspeak.compat.hicache import check_backend
+
+        check_backend(settings.hicache_backend, settings.hicache_config)
     path = Path(model_path)
     if not path.is_dir():
         from huggingface_hub import snapshot_download

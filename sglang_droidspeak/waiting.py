@@ -1,6 +1,7 @@
 """Requests that wait in SGLang's queue: matched and planned once, then staged while they wait.
 
-The scheduler thread only looks; transport threads fill the staging. A request is held back until
+The scheduler thread only looks; transport threads fill the staging. Where a tier has to be asked
+what it has, a request is planned when the answer is there, or is late. A request is held back until
 what it needs has arrived, or is predicted to have arrived by the time its recompute is done:
 
     E of the transition layer ──► staged ─┐ admit when the rest will take no longer than the
@@ -9,6 +10,7 @@ what it needs has arrived, or is predicted to have arrived by the time its recom
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Collection, Sequence
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
 
     from cachetree.budget import BudgetedStaging
     from cachetree.cache import Cache
+    from cachetree.tier import Search
     from sglang_droidspeak.capture import Provenance
     from sglang_droidspeak.compat.names import Req, UnifiedRadixCache
     from sglang_droidspeak.meter import Meter
@@ -59,6 +62,9 @@ class Reuse:
     """What was decided for one waiting request. Without a plan it does a full prefill."""
 
     first_seen_s: float
+    searches: Sequence[Search] = ()
+    """What it waits for before it is planned: answers of tiers that do not advertise."""
+    is_planned: bool = False
     match_s: float = 0.0
     pages: Sequence[PageHash] = ()
     plan: Plan | None = None
@@ -92,6 +98,7 @@ class WaitingRequests:
         self._profiles = index_profiles(site.profiles)
         self._reuses: dict[str, Reuse] = {}
         self._refusal = ""
+        self._asks = site.settings.hicache_backend is not None
 
     def look(self, queue: Sequence[Req], tree: UnifiedRadixCache) -> set[str]:
         """Plan new requests, forget those that have left, and return the rids to hold back."""
@@ -99,8 +106,12 @@ class WaitingRequests:
         for req in queue:
             reuse = self._reuses.get(req.rid)
             if reuse is None:
-                reuse = self._begin(req, tree, num_waiting=len(queue) - 1)
-                self._reuses[req.rid] = reuse
+                reuse = self._reuses[req.rid] = self._begin(req, tree)
+            if not reuse.is_planned:
+                if not all(search.is_over for search in reuse.searches):
+                    held.add(req.rid)
+                    continue
+                self._decide(req, reuse, tree, num_waiting=len(queue) - 1)
             if reuse.plan is not None and reuse.staging is None:
                 self._stage(reuse)
             if reuse.staging is not None and self._must_hold(req, reuse):
@@ -151,13 +162,29 @@ class WaitingRequests:
         self.clear()
         self._refusal = "weights_updated"
 
-    def _begin(self, req: Req, tree: UnifiedRadixCache, num_waiting: int) -> Reuse:
+    def _begin(self, req: Req, tree: UnifiedRadixCache) -> Reuse:
+        """Ask the tiers that do not advertise, where they could have enough to matter."""
         reuse = Reuse(first_seen_s=time.monotonic())
+        if not self._asks or self._refusal or prefixes.refusal(req):
+            return reuse
+        # What goes wrong here goes wrong again in planning, which reports it.
+        with contextlib.suppress(Exception):
+            if parse_controls(req.sampling_params.custom_params).mode != "off":
+                page_size = self._site.page_size
+                reuse.pages = prefixes.reusable_pages(req, page_size)
+                num_tokens = len(reuse.pages) * page_size
+                num_tokens -= len(prefixes.slots_on_device(req, len(reuse.pages), tree))
+                if num_tokens >= self._site.settings.min_tokens:
+                    reuse.searches = self._cache.search(reuse.pages)
+        return reuse
+
+    def _decide(self, req: Req, reuse: Reuse, tree: UnifiedRadixCache, num_waiting: int) -> None:
+        reuse.is_planned, reuse.searches = True, ()
         is_exact = True
         try:
             outcome = self._refusal or prefixes.refusal(req)
             if not outcome:
-                pages = prefixes.reusable_pages(req, self._site.page_size)
+                pages = reuse.pages or prefixes.reusable_pages(req, self._site.page_size)
                 outcome = self._plan(req, reuse, pages, tree, num_waiting)
                 if self._provenance.any_approximate:
                     on_device = prefixes.slots_on_device(req, len(pages), tree)
@@ -171,7 +198,6 @@ class WaitingRequests:
         # What a planned request keeps that is admitted without its load after all:
         planned = "staging_full" if reuse.staging is None else "no_slots"
         report(req, RequestProvenance(outcome=outcome or planned, exact=is_exact))
-        return reuse
 
     def _plan(
         self,

@@ -36,6 +36,7 @@ WEIGHTS_CHANGED = (
 NATIVE_HASH = "sglang.srt.mem_cache.utils.get_native_hash"
 SCHEDULER_MODULE = "sglang.srt.managers.scheduler"
 
+_HICACHE = "sglang.srt.mem_cache.hicache_storage"
 _SIGNATURES = {
     ALLOC_MEMORY_POOL: ("self", "memory_pool_config"),
     CELL_SIZE: ("self", "kvc", "num_layers"),
@@ -57,6 +58,25 @@ _SIGNATURES = {
     "sglang.srt.layers.layer_boundary.residual.batch.start": ("forward_batch",),
     "sglang.srt.layers.layer_boundary.residual.batch.clear": ("forward_batch",),
     "sglang.srt.mem_cache.utils.get_storage_hash_str": ("key", "prior_hash", "page_size"),
+    f"{_HICACHE}.HiCacheStorageConfig": (
+        "tp_rank",
+        "tp_size",
+        "is_mla_model",
+        "is_page_first_layout",
+        "model_name",
+        "extra_config",
+    ),
+    f"{_HICACHE}.HiCacheStorage.batch_exists": ("keys",),
+    f"{_HICACHE}.HiCacheStorage.batch_get": ("keys", "target_locations"),
+    f"{_HICACHE}.HiCacheStorage.batch_set": ("keys", "values"),
+    f"{_HICACHE}.HiCacheStorage.batch_get_v1": ("keys", "host_indices"),
+    f"{_HICACHE}.HiCacheStorage.batch_set_v1": ("keys", "host_indices"),
+    f"{_HICACHE}.HiCacheStorage.register_mem_pool_host": ("mem_pool_host",),
+    "sglang.srt.mem_cache.storage.backend_factory.StorageBackendFactory.create_backend": (
+        "backend_name",
+        "storage_config",
+        "mem_pool_host",
+    ),
 }
 
 

@@ -93,6 +93,11 @@ def refusal(model: Path, extra: dict[str, Any], *flags: str) -> str:
         ({"profiles": ["missing.json"]}, ["missing.json", "No such file"]),
         ({"disk_path": "cache"}, ["disk_path is cache and disk_gb 0.0", "give both"]),
         ({"disk_path": "c", "disk_gb": 1, "host_gb": 0}, ["disk_path is set and host_gb is 0"]),
+        ({"hicache_backend": "florp"}, ["hicache_backend is 'florp'", "file", "mooncake"]),
+        ({"hicache_backend": "sim"}, ["hicache_backend is 'sim'", "choose another"]),
+        ({"hicache_backend": "dynamic"}, ["hicache_config has no", "class_name"]),
+        ({"hicache_backend": "aibrix"}, ["'aibrix' and cannot be loaded", "install"]),
+        ({"hicache_config": {"max_size": "1G"}}, ["hicache_config", "hicache_backend", "set it"]),
         ({"config": "missing.yaml"}, ["missing.yaml", "No such file"]),
         ({"config": "missing.yaml", "host_gb": 1}, ["config", "host_gb", "move them"]),
         ({"capture_layers": [4]}, ["capture_layers", "4", "from 1 to 3"]),
@@ -141,6 +146,8 @@ def test_keys_reach_the_cache(model: Path, tmp_path: Path) -> None:
         (["--tp-size", "2"], ["tp_size", "2"]),
         (["--load-format", "dummy"], ["load_format", "dummy"]),
         (["--json-model-override-args", '{"rope_theta": 5}'], ["json_model_override_args"]),
+        (["--enable-hierarchical-cache"], ["enable_hierarchical_cache", "both would own"]),
+        (["--hicache-storage-backend", "file"], ["hicache_storage_backend", "both would own"]),
     ],
 )
 def test_server_arguments_that_do_not_go_together(
@@ -185,6 +192,18 @@ def test_transition_layers_come_from_passed_profiles(model: Path, tmp_path: Path
         write_profile(profile_of(own, other, passed=passed), folder / "pair.json")
         site = load_site(server_args(model, {"profiles": [str(folder)]}))
         assert site.transition_layers == layers
+
+
+def test_senders_are_those_of_usable_profiles_and_the_model_itself(
+    model: Path, tmp_path: Path
+) -> None:
+    own = read_model_identity(model)
+    good, bad = (msgspec.structs.replace(own, weights=it) for it in ("good", "bad"))
+    for sender, passed in ((good, True), (bad, False)):
+        write_profile(profile_of(sender, own, passed=passed), tmp_path / f"{sender.weights}.json")
+    write_profile(profile_of(own, bad), tmp_path / "sends.json")
+    site = load_site(server_args(model, {"profiles": [str(tmp_path)]}))
+    assert site.senders == {own.model_id: frozenset(), good.model_id: frozenset({2})}
 
 
 def test_a_named_profile_has_to_have_passed(model: Path, tmp_path: Path) -> None:

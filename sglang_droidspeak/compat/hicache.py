@@ -1,0 +1,188 @@
+"""SGLang's HiCache storage backends, as a store of byte objects that is given memory to work in.
+
+the backend implements   how objects move
+batch_get_v1             whole slots of a host pool that is registered with it
+else                     tensors of the objects' own sizes, by batch_get and batch_set
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig
+from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
+
+from cachetree.errors import ConfigError
+
+_DYNAMIC: Final = ("backend_name", "module_path", "class_name")
+_KEEP_NOTHING: Final = frozenset({"sim", "shm"})
+"""Backends that answer without keeping what they are given."""
+_NAME: Final = "droidspeak"
+"""In place of a model's name, which backends make part of their keys: models share here."""
+
+
+def check_backend(name: str, config: Mapping[str, Any]) -> None:
+    """Raise ConfigError where no such backend can be made; imports its module, connects nowhere."""
+    known = StorageBackendFactory._registry
+    if name == "dynamic":
+        missing = [key for key in _DYNAMIC if key not in config]
+        if missing:
+            raise ConfigError(
+                f"hicache_backend is 'dynamic' and hicache_config has no {', '.join(missing)}; "
+                "name the class to load"
+            )
+        return
+    if name in _KEEP_NOTHING:
+        raise ConfigError(f"hicache_backend is {name!r}, which keeps no bytes; choose another")
+    if name not in known:
+        names = sorted(known.keys() - _KEEP_NOTHING)
+        raise ConfigError(f"hicache_backend is {name!r}; SGLang has {', '.join(names)} and dynamic")
+    try:
+        known[name]["loader"]()
+    except Exception as exc:
+        raise ConfigError(
+            f"hicache_backend is {name!r} and cannot be loaded: {exc}; install what it needs"
+        ) from exc
+
+
+class Backend:
+    """One backend, and `num_slots` slots of memory between which and it objects move.
+
+    Every call may block for as long as the backend likes, and raise whatever it raises. Calls from
+    several threads are safe as far as they are in the backend, on slots of their own.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        config: Mapping[str, Any],
+        *,
+        tp_rank: int,
+        tp_size: int,
+        slot_bytes: int,
+        num_slots: int,
+    ) -> None:
+        """Raises ConfigError where the backend cannot be made."""
+        self._pool = _HostPool(slot_bytes, num_slots)
+        self.slots: Final[Sequence[memoryview]] = [
+            row.numpy().data for row in self._pool.kv_buffer.unbind()
+        ]
+        check_backend(name, config)
+        try:
+            self._storage: HiCacheStorage = StorageBackendFactory.create_backend(
+                name,
+                HiCacheStorageConfig(
+                    tp_rank=tp_rank,
+                    tp_size=tp_size,
+                    pp_rank=0,
+                    pp_size=1,
+                    attn_cp_rank=0,
+                    attn_cp_size=1,
+                    is_mla_model=False,
+                    enable_storage_metrics=False,
+                    is_page_first_layout=True,
+                    model_name=_NAME,
+                    extra_config=dict(config),
+                ),
+                self._pool,
+            )
+            self._storage.register_mem_pool_host(self._pool)
+            self._storage.on_host_pools_registered()
+        except Exception as exc:
+            raise ConfigError(
+                f"hicache_backend {name!r} cannot be made with hicache_config {dict(config)}: "
+                f"{type(exc).__name__}: {exc}"
+            ) from exc
+        self._is_paged = type(self._storage).batch_get_v1 is not HiCacheStorage.batch_get_v1
+
+    def num_leading(self, keys: Sequence[str]) -> int:
+        """How many of the first keys are there without a gap."""
+        return int(self._storage.batch_exists(list(keys)))
+
+    def read(self, keys: Sequence[str], slots: Sequence[int], sizes: Sequence[int]) -> list[bool]:
+        """Fill the start of each slot; which of the objects were there."""
+        if self._is_paged:
+            return list(self._storage.batch_get_v1(list(keys), torch.tensor(slots)) or ())
+        targets = self._tensors(slots, sizes)
+        found = self._storage.batch_get(list(keys), targets)
+        return [_has_landed(it, to) for it, to in zip(found or (), targets, strict=False)]
+
+    def write(self, keys: Sequence[str], slots: Sequence[int], sizes: Sequence[int]) -> bool:
+        """Store the start of each slot; False where the backend did not take one of them."""
+        if self._is_paged:
+            return all(self._storage.batch_set_v1(list(keys), torch.tensor(slots)) or (False,))
+        return bool(self._storage.batch_set(list(keys), self._tensors(slots, sizes)))
+
+    def close(self) -> None:
+        if hasattr(self._storage, "close"):
+            self._storage.close()
+
+    def _tensors(self, slots: Sequence[int], sizes: Sequence[int]) -> list[torch.Tensor]:
+        return [self._pool.kv_buffer[slot, :size] for slot, size in zip(slots, sizes, strict=True)]
+
+
+def _has_landed(found: torch.Tensor | None, target: torch.Tensor) -> bool:
+    """A backend may fill the target that it was given, or answer with a tensor of its own."""
+    if found is None:
+        return False
+    if found.data_ptr() != target.data_ptr():
+        if found.nbytes != target.nbytes:
+            return False
+        target.copy_(found.view(torch.uint8).flatten())
+    return True
+
+
+class _HostPool:
+    """What backends use of SGLang's host pool in layout `page_first`; one page is one slot."""
+
+    layout: Final = "page_first"
+    page_size: Final = 1
+    dtype: Final = torch.uint8
+    device: Final = "cpu"
+    pin_memory: Final = False
+    layer_num: Final = 1
+    target_layer_num: Final = 1
+    start_layer: Final = 0
+    end_layer: Final = 1
+    head_num: Final = 1
+    dcp_size: Final = 1
+    dcp_rank: Final = 0
+    stores_page_envelope: Final = False
+
+    def __init__(self, slot_bytes: int, num_slots: int) -> None:
+        self.head_dim: Final = slot_bytes // 2
+        self.size_per_token: Final = slot_bytes
+        self.size: Final = num_slots
+        self.page_num: Final = num_slots
+        # Of whole pages of the system, which backends that bypass its cache can use as they are.
+        pages = mmap.mmap(-1, num_slots * slot_bytes)
+        self.kv_buffer: Final = torch.frombuffer(pages, dtype=torch.uint8).view(-1, slot_bytes)
+
+    def get_size_per_token(self) -> int:
+        return self.size_per_token
+
+    def get_ksize_per_token(self) -> int:
+        return self.head_dim
+
+    def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
+        """Address and size of the two halves of each slot, where others have K and V."""
+        base = self.kv_buffer.data_ptr()
+        starts = [base + slot * self.size_per_token for slot in indices.tolist()]
+        halves = [start + offset for start in starts for offset in (0, self.head_dim)]
+        return halves, [self.head_dim] * len(halves)
+
+    def get_data_page(self, index: int, flat: bool = True) -> torch.Tensor:
+        return self.kv_buffer[int(index)]
+
+    def get_dummy_flat_data_page(self) -> torch.Tensor:
+        return torch.zeros(self.size_per_token, dtype=self.dtype)
+
+    def set_from_flat_data_page(self, index: int, data_page: torch.Tensor) -> None:
+        self.kv_buffer[int(index)] = data_page
+
+    def is_stride_page_aligned(self, page_size_bytes: int = 4096) -> bool:
+        places = (self.kv_buffer.data_ptr(), self.head_dim)
+        return all(place % page_size_bytes == 0 for place in places)

@@ -1,0 +1,72 @@
+"""What is stored: one object per page, kind and layer, which says by itself whether it is right.
+
+One per layer, so that a plan reads the layers that it loads and no others, in their order, and
+finds E apart from KV. An object of 64 KiB and more costs a file backend no more per byte than a
+larger one does.
+
+    bytes [0, 8)     magic and version
+    bytes [8, 16)    size of the payload, little-endian
+    bytes [16, 24)   checksum of the key and the payload
+    bytes [24, ...)  payload
+
+Nothing read is believed: the header is made again from what was expected and what has come.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from typing import Final
+
+import msgspec
+
+from cachetree.checksum import checksum_of_parts
+from cachetree.family import Family
+from cachetree.ids import ModelId, PageHash
+from cachetree.plan import Kind, Step
+
+_MAGIC: Final = b"droidkv1"
+_HEADER: Final = struct.Struct("<8sQQ")
+_SLOT_UNIT: Final = 8192
+"""Both halves of a slot are whole pages of the system, for backends that bypass its cache."""
+
+MARKER: Final = Step(Kind.KV, 0)
+"""Written last of a page: where it is, all layers of KV have been written."""
+
+
+class Objects:
+    """Keys, sizes and seals of one family's objects."""
+
+    def __init__(self, family: Family) -> None:
+        digest = hashlib.sha256(msgspec.json.encode(family, order="sorted")).hexdigest()
+        self._prefix: Final = f"droidspeak1-{digest[:16]}"
+        self._page_bytes: Final = {Kind.KV: family.kv_page_bytes, Kind.E: family.e_page_bytes}
+        largest = _HEADER.size + max(self._page_bytes.values())
+        self.slot_bytes: Final = -(-largest // _SLOT_UNIT) * _SLOT_UNIT
+
+    def page_bytes(self, step: Step) -> int:
+        return self._page_bytes[step.kind]
+
+    def size(self, step: Step) -> int:
+        """Bytes of an object."""
+        return _HEADER.size + self._page_bytes[step.kind]
+
+    def key(self, model: ModelId, page: PageHash, step: Step) -> str:
+        """The page covers tokens and tenant, the prefix sizes, dtype, tokenizer, RoPE and rank."""
+        return f"{self._prefix}-{model}-{page.hex()}-{step.kind.value}{step.layer}"
+
+    def seal(self, key: str, step: Step, payload: memoryview, slot: memoryview) -> None:
+        """Make an object in `slot`."""
+        body = slot[_HEADER.size : self.size(step)]
+        body[:] = payload
+        slot[: _HEADER.size] = _header(key, body)
+
+    def open(self, key: str, step: Step, slot: memoryview) -> memoryview | None:
+        """The payload in `slot`; None where it is not what was stored under this key."""
+        body = slot[_HEADER.size : self.size(step)]
+        return body if slot[: _HEADER.size] == _header(key, body) else None
+
+
+def _header(key: str, body: memoryview) -> bytes:
+    found = checksum_of_parts([memoryview(key.encode()), body])
+    return _HEADER.pack(_MAGIC, body.nbytes, found)

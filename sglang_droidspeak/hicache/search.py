@@ -1,0 +1,166 @@
+"""What of a prompt is in the backend: asked in a thread, when the prompt is first seen.
+
+A store that a cluster shares advertises nothing. Of each model that may send, one question per
+batch of pages finds how many are there without a gap; answers become entries of the tree, so that
+a prompt that grows is asked about only where it is new. What was absent is not asked for again
+for some seconds.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from cachetree.clock import Clock, Deadline
+from cachetree.ids import Location, ModelId, PageHash
+from cachetree.plan import Kind, Step
+from cachetree.tier import Search
+from cachetree.tree import CacheTree
+from sglang_droidspeak.hicache.guard import Guard
+from sglang_droidspeak.hicache.objects import MARKER
+
+WAIT_S: Final = 0.1
+"""Longest that a request waits for an answer; what comes later serves the next one."""
+ABSENT_S: Final = 10.0
+"""How long a page that was not there is taken to stay away."""
+MAX_WAITING: Final = 64
+MAX_ABSENT: Final = 1 << 16
+PAGES_PER_CALL: Final = 128
+
+NumLeading = Callable[[ModelId, Sequence[PageHash], Step], int]
+Show = Callable[[ModelId, PageHash | None, Sequence[PageHash], Collection[int]], None]
+"""Adds an entry of the backend to the tree."""
+
+
+class AbsentPages:
+    """Pages that were not there, and until when that is believed. Thread-safe."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._until_s: OrderedDict[tuple[ModelId, PageHash], float] = OrderedDict()
+
+    def add(self, model: ModelId, page: PageHash, seconds: float = ABSENT_S) -> None:
+        with self._lock:
+            self._until_s.pop((model, page), None)
+            self._until_s[model, page] = self._clock() + seconds
+            if len(self._until_s) > MAX_ABSENT:
+                self._until_s.popitem(last=False)
+
+    def has(self, model: ModelId, page: PageHash) -> bool:
+        return self._until_s.get((model, page), 0.0) > self._clock()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Known:
+    """What the tree shows of one model in the backend."""
+
+    num_pages: int = 0
+    e_pages: Mapping[int, int]
+
+
+class Searcher:
+    """Answers searches one after another, in a thread of its own."""
+
+    def __init__(
+        self,
+        tree: CacheTree,
+        location: Location,
+        senders: Mapping[ModelId, Collection[int]],
+        num_leading: NumLeading,
+        show: Show,
+        guard: Guard,
+        clock: Clock,
+    ) -> None:
+        """`senders` are whom to ask for, and the layers whose E is wanted of each."""
+        self.absent: Final = AbsentPages(clock)
+        self._tree = tree
+        self._location = location
+        self._senders = senders
+        self._num_leading = num_leading
+        self._show = show
+        self._guard = guard
+        self._clock = clock
+        self._waiting: queue.SimpleQueue[tuple[Sequence[PageHash], Search] | None]
+        self._waiting = queue.SimpleQueue()
+        self._thread = threading.Thread(
+            target=self._answer_for_ever, name="hicache-search", daemon=True
+        )
+        self._thread.start()
+
+    def search(self, pages: Sequence[PageHash]) -> Search:
+        search = Search(Deadline.after(WAIT_S, self._clock))
+        is_futile = self._guard.is_open or self._waiting.qsize() >= MAX_WAITING
+        if is_futile or not self._unknown(pages):
+            search.end()
+        else:
+            self._waiting.put((pages, search))
+        return search
+
+    def close(self, timeout_s: float) -> bool:
+        """Whether the thread has ended; one that hangs in the backend is left behind."""
+        self._waiting.put(None)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _unknown(self, pages: Sequence[PageHash]) -> dict[ModelId, _Known]:
+        """The models of which there may be more than the tree shows."""
+        known = dict.fromkeys(self._senders, _Known(e_pages={}))
+        for it in self._tree.match(pages):
+            if it.location == self._location and it.model in known:
+                known[it.model] = _Known(num_pages=it.num_pages, e_pages=it.e_pages)
+        return {
+            model: it
+            for model, it in known.items()
+            if it.num_pages < len(pages) and not self.absent.has(model, pages[it.num_pages])
+        }
+
+    # In the thread.
+
+    def _answer_for_ever(self) -> None:
+        while (item := self._waiting.get()) is not None:
+            pages, search = item
+            try:
+                if not search.is_over and not self._guard.is_open:
+                    self._answer(pages)
+                    if search.is_over:
+                        self._guard.fail(f"an answer took longer than {WAIT_S:g} s")
+                    else:
+                        self._guard.succeed()
+            except Exception as exc:  # noqa: BLE001  # The guard counts it, and says so.
+                self._guard.fail(repr(exc))
+            finally:
+                search.end()
+
+    def _answer(self, pages: Sequence[PageHash]) -> None:
+        for model, known in self._unknown(pages).items():
+            start = known.num_pages
+            new = pages[start:]
+            num_new = self._num_found(model, new, MARKER)
+            if num_new < len(new):
+                self.absent.add(model, new[num_new])
+            # E serves only where it reaches from the prompt's first page on.
+            reaches = {
+                layer: self._num_found(model, new[:num_new], Step(Kind.E, layer))
+                for layer in self._senders[model]
+                if known.e_pages.get(layer, 0) == start
+            }
+            begin = 0
+            for stop in sorted({*reaches.values(), num_new} - {0}):
+                parent = pages[start + begin - 1] if start + begin else None
+                layers = [layer for layer, reach in reaches.items() if reach >= stop]
+                self._show(model, parent, new[begin:stop], layers)
+                begin = stop
+
+    def _num_found(self, model: ModelId, pages: Sequence[PageHash], step: Step) -> int:
+        for start in range(0, len(pages), PAGES_PER_CALL):
+            part = pages[start : start + PAGES_PER_CALL]
+            with self._guard.call():
+                num = self._num_leading(model, part, step)
+            if num < len(part):
+                return start + num
+        return len(pages)

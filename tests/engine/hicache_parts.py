@@ -1,0 +1,159 @@
+"""Caches over HiCache backends: SGLang's own, and some that misbehave."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
+from transport_parts import E_LAYER, FAMILY, MODEL, check_content, eventually, wait_all
+
+from cachetree import (
+    Cache,
+    CacheConfig,
+    CacheTree,
+    Deadline,
+    Family,
+    ModelId,
+    NoteSpeed,
+    PageHash,
+    Plan,
+    Span,
+)
+from sglang_droidspeak.hicache import HICACHE, HiCacheTier, Objects, hicache_tier
+
+SENDERS: Mapping[ModelId, Collection[int]] = {MODEL: (E_LAYER,)}
+
+
+def open_cache(path: Path, family: Family = FAMILY, **config: Any) -> Cache:
+    tier = hicache_tier("file", {"file_storage_path": str(path)}, SENDERS)
+    return Cache(family, CacheConfig(serves=False, **config), tiers=[tier])
+
+
+def tier_of(cache: Cache) -> HiCacheTier:
+    tier = cache._tiers[HICACHE]
+    assert isinstance(tier, HiCacheTier)
+    return tier
+
+
+def num_there(cache: Cache, pages: Sequence[PageHash]) -> int:
+    return sum(it.num_pages for it in cache.match(pages) if it.location == HICACHE)
+
+
+def search(cache: Cache, pages: Sequence[PageHash]) -> int:
+    """How many pages are there, once the backend has been asked."""
+    for it in cache.search(pages):
+        eventually(lambda it=it: it.is_over)
+    return num_there(cache, pages)
+
+
+def plan_of(pages: Span) -> Plan:
+    return Plan(
+        sender=MODEL,
+        receiver=ModelId("receiver"),
+        location=HICACHE,
+        pages=pages,
+        block=Span(E_LAYER, E_LAYER + 1),
+        num_layers=FAMILY.num_layers,
+    )
+
+
+def fetch(cache: Cache, pages: Sequence[PageHash], span: Span, seconds: float = 10) -> None:
+    """Raises what ended the fetch."""
+    staging = cache.fetch(plan_of(span), pages, Deadline.after(seconds))
+    assert staging is not None
+    with staging:
+        wait_all(staging)
+        check_content(staging, pages[span.start : span.stop])
+
+
+def objects_of(cache: Cache) -> dict[str, int]:
+    return tier_of(cache).status().objects
+
+
+class Shelf:
+    """Objects in a dict; `before` may raise, block, or count."""
+
+    def __init__(self, num_slots: int = 8) -> None:
+        slot_bytes = Objects(FAMILY).slot_bytes
+        self.slots = [memoryview(bytearray(slot_bytes)) for _ in range(num_slots)]
+        self.kept: dict[str, bytes] = {}
+        self.calls: list[tuple[str, int]] = []
+        self.takes = True
+        self.lies = False
+        self.is_closed = False
+
+    def before(self, call: str) -> None: ...
+
+    def num_leading(self, keys: Sequence[str]) -> int:
+        self.calls.append(("exists", len(keys)))
+        self.before("exists")
+        if self.lies:
+            return len(keys)
+        return next((i for i, key in enumerate(keys) if key not in self.kept), len(keys))
+
+    def read(self, keys: Sequence[str], slots: Sequence[int], sizes: Sequence[int]) -> list[bool]:
+        self.calls.append(("read", len(keys)))
+        self.before("read")
+        for key, slot, size in zip(keys, slots, sizes, strict=True):
+            if key in self.kept:
+                self.slots[slot][:size] = self.kept[key]
+        return [key in self.kept for key in keys]
+
+    def write(self, keys: Sequence[str], slots: Sequence[int], sizes: Sequence[int]) -> bool:
+        self.calls.append(("write", len(keys)))
+        self.before("write")
+        for key, slot, size in zip(keys, slots, sizes, strict=True):
+            if self.takes:
+                self.kept[key] = bytes(self.slots[slot][:size])
+        return self.takes
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def cache_over(shelf: Shelf, **config: Any) -> Cache:
+    def make(tree: CacheTree, note_speed: NoteSpeed) -> HiCacheTier:
+        return HiCacheTier(tree, shelf, SENDERS, note_speed)
+
+    return Cache(FAMILY, CacheConfig(serves=False, **config), tiers=[make])
+
+
+class PointerStore(HiCacheStorage):
+    """As the backends that move memory by its address: through the registered host pool alone."""
+
+    kept: ClassVar[dict[str, bytes]] = {}
+
+    def __init__(self, config: Any, _kwargs: Any) -> None:
+        self.suffix = f"{config.model_name}_{config.tp_rank}"
+
+    def _halves(self, keys: Sequence[str], indices: torch.Tensor) -> list[tuple[str, int, int]]:
+        assert indices.numel() == len(keys) * self.mem_pool_host.page_size
+        addresses, sizes = self.mem_pool_host.get_page_buffer_meta(indices)
+        names = [f"{key}_{self.suffix}_{half}" for key in keys for half in "kv"]
+        return list(zip(names, addresses, sizes, strict=True))
+
+    def batch_set_v1(self, keys: list[str], host_indices: torch.Tensor, _extra: Any = None) -> Any:
+        for name, address, size in self._halves(keys, host_indices):
+            self.kept[name] = ctypes.string_at(address, size)
+        return [True] * len(keys)
+
+    def batch_get_v1(self, keys: list[str], host_indices: torch.Tensor, _extra: Any = None) -> Any:
+        halves = self._halves(keys, host_indices)
+        for name, address, size in halves:
+            if name in self.kept:
+                assert len(self.kept[name]) == size
+                ctypes.memmove(address, self.kept[name], size)
+        there = [name in self.kept for name, _, _ in halves]
+        return [all(pair) for pair in zip(there[::2], there[1::2], strict=True)]
+
+    def exists(self, key: str) -> bool:
+        return f"{key}_{self.suffix}_v" in self.kept
+
+    def get(self, *_: Any, **__: Any) -> None:
+        raise NotImplementedError
+
+    batch_get = set = batch_set = get  # type: ignore[assignment]

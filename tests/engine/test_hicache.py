@@ -1,0 +1,447 @@
+"""Caches that share nothing but a HiCache backend: what comes back, and what may go wrong."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+from hicache_parts import (
+    PointerStore,
+    Shelf,
+    cache_over,
+    fetch,
+    num_there,
+    objects_of,
+    open_cache,
+    plan_of,
+    search,
+    tier_of,
+)
+from transport_parts import E_LAYER, FAMILY, MODEL, eventually, pages_of, store
+
+from cachetree import (
+    LOCAL,
+    Cache,
+    CacheConfig,
+    ConfigError,
+    Deadline,
+    DeadlineExceeded,
+    FetchError,
+    Kind,
+    PageHash,
+    Span,
+    StaleEntry,
+    Step,
+)
+from sglang_droidspeak.compat.hicache import check_backend
+from sglang_droidspeak.hicache import HICACHE, Objects, guard, hicache_tier, tier
+from sglang_droidspeak.hicache.guard import Guard
+from sglang_droidspeak.hicache.search import AbsentPages
+
+NUM_OBJECTS = 8 * 5
+"""Of a prompt of eight pages: KV of four layers, E of one."""
+
+
+def prompt(number: int, num_pages: int = 8) -> list[PageHash]:
+    return pages_of(num_pages, f"{number} ")
+
+
+def store_and_wait(cache: Cache, pages: list[PageHash], parent: PageHash | None = None) -> None:
+    before = num_there(cache, pages)
+    store(cache.tree, pages, parent)
+    eventually(lambda: parent or num_there(cache, pages) == len(pages) > before)
+
+
+@pytest.fixture(autouse=True)
+def no_directory_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", raising=False)
+
+
+# The file backend.
+
+
+def test_what_one_cache_stores_another_one_finds_and_reads(tmp_path: Path) -> None:
+    with open_cache(tmp_path) as sender, open_cache(tmp_path) as receiver:
+        assert search(receiver, prompt(0)) == 0
+        for number in range(1, 4):
+            store_and_wait(sender, prompt(number))
+        assert objects_of(sender) == {"written": 3 * NUM_OBJECTS}
+        assert len(list(tmp_path.glob("*.bin"))) == 3 * NUM_OBJECTS
+        assert receiver.match(prompt(1)) == []
+        assert search(receiver, prompt(1)) == 8
+        (match,) = receiver.match(prompt(1))
+        assert (match.model, match.location, match.e_pages) == (MODEL, HICACHE, {E_LAYER: 8})
+        for span in (Span(0, 8), Span(2, 5), Span(7, 8)):
+            fetch(receiver, prompt(1), span)
+        # E of one layer and KV of the three that the plan loads; the other is not read.
+        assert objects_of(receiver) == {"read": (8 + 3 + 1) * 4}
+        assert not receiver.search(prompt(1)), "asked although the tree knows"
+
+
+def test_a_restart_finds_its_own_again_also_after_eviction(tmp_path: Path) -> None:
+    with open_cache(tmp_path, host_bytes=2 * NUM_OBJECTS * FAMILY.kv_page_bytes) as cache:
+        for number in range(6):
+            store_and_wait(cache, prompt(number))
+        assert not any(it.location == LOCAL for it in cache.match(prompt(0)))
+        fetch(cache, prompt(0), Span(0, 8))
+    with open_cache(tmp_path) as cache:
+        assert search(cache, prompt(3)) == 8
+        fetch(cache, prompt(3), Span(0, 8))
+
+
+def test_closing_writes_what_waits(tmp_path: Path) -> None:
+    with open_cache(tmp_path) as cache:
+        for number in range(4):
+            store(cache.tree, prompt(number))
+    with open_cache(tmp_path) as cache:
+        assert [search(cache, prompt(number)) for number in range(4)] == [8] * 4
+
+
+def test_a_long_prompt_that_grows(tmp_path: Path) -> None:
+    pages = prompt(0, 300)
+    with open_cache(tmp_path) as sender, open_cache(tmp_path) as receiver:
+        store_and_wait(sender, pages[:200])
+        assert search(receiver, pages[:200]) == 200
+        store_and_wait(sender, pages[200:], pages[199])
+        eventually(lambda: num_there(sender, pages) == 300)
+        assert search(receiver, pages) == 300
+        (match,) = receiver.match(pages)
+        assert match.e_pages == {E_LAYER: 300}
+        fetch(receiver, pages, Span(0, 300))
+        eventually(lambda: objects_of(receiver) == {"read": 1200})
+
+
+def test_another_family_finds_nothing(tmp_path: Path) -> None:
+    other = msgspec.structs.replace(FAMILY, tokenizer="other")
+    with open_cache(tmp_path) as sender, open_cache(tmp_path, other) as receiver:
+        store_and_wait(sender, prompt(0))
+        assert search(receiver, prompt(0)) == 0
+
+
+def test_one_of_two_equal_servers_writes(tmp_path: Path) -> None:
+    with open_cache(tmp_path) as first:
+        store_and_wait(first, prompt(0))
+    with open_cache(tmp_path) as second:
+        store(second.tree, prompt(0))
+        eventually(lambda: num_there(second, prompt(0)) == 8)
+        assert objects_of(second) == {}
+
+
+def file_of(folder: Path, page: PageHash, step: Step) -> Path:
+    (file,) = folder.glob(f"{Objects(FAMILY).key(MODEL, page, step)}*")
+    return file
+
+
+def truncate(file: Path, _other: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def empty(file: Path, _other: Path) -> None:
+    file.write_bytes(b"")
+
+
+def flip(file: Path, _other: Path) -> None:
+    whole = bytearray(file.read_bytes())
+    whole[-1] ^= 1
+    file.write_bytes(whole)
+
+
+def replace(file: Path, other: Path) -> None:
+    file.write_bytes(other.read_bytes())
+
+
+def remove(file: Path, _other: Path) -> None:
+    file.unlink()
+
+
+@pytest.mark.parametrize(
+    ("harm", "counted"),
+    [
+        (truncate, "damaged"),
+        (empty, "damaged"),
+        (flip, "damaged"),
+        (replace, "damaged"),
+        (remove, "missing"),
+    ],
+)
+@pytest.mark.parametrize("page", [0, 5])
+def test_what_is_wrong_is_a_miss(
+    tmp_path: Path, harm: Callable[[Path, Path], None], counted: str, page: int
+) -> None:
+    pages = prompt(0)
+    step = Step(Kind.KV, 1)
+    with open_cache(tmp_path) as sender:
+        store_and_wait(sender, pages)
+        store_and_wait(sender, prompt(1))
+    harm(file_of(tmp_path, pages[page], step), file_of(tmp_path, pages[page - 1], step))
+    with open_cache(tmp_path) as receiver:
+        assert search(receiver, pages) == 8
+        with pytest.raises(StaleEntry):
+            fetch(receiver, pages, Span(0, 8))
+        assert objects_of(receiver)[counted] == 1
+        assert num_there(receiver, pages) == page
+        assert search(receiver, pages) == page, "found again what is known to be wrong"
+        if page:
+            fetch(receiver, pages, Span(0, page))
+        assert search(receiver, prompt(1)) == 8
+        fetch(receiver, prompt(1), Span(0, 8))
+        assert receiver.status().staging_bytes_in_use == 0
+
+
+def test_every_single_bit_counts() -> None:
+    small = msgspec.structs.replace(FAMILY, page_size=1, head_dim=4, hidden_size=16)
+    objects, page = Objects(small), pages_of(1)[0]
+    step = Step(Kind.KV, 0)
+    key = objects.key(MODEL, page, step)
+    slot = memoryview(bytearray(objects.slot_bytes))
+    objects.seal(key, step, memoryview(bytes(range(objects.page_bytes(step)))), slot)
+    assert objects.open(key, step, slot) == bytes(range(objects.page_bytes(step)))
+    assert objects.open(key + "0", step, slot) is None
+    for bit in range(8 * objects.size(step)):
+        slot[bit // 8] ^= 1 << bit % 8
+        assert objects.open(key, step, slot) is None, bit
+        slot[bit // 8] ^= 1 << bit % 8
+
+
+def test_e_that_is_missing_is_written_and_kv_is_not_written_twice(tmp_path: Path) -> None:
+    pages = prompt(0)
+    with open_cache(tmp_path) as first:
+        reservation = first.tree.reserve(MODEL, None, pages, [])
+        assert reservation is not None
+        reservation.commit()
+        eventually(lambda: num_there(first, pages) == 8)
+    with open_cache(tmp_path) as second:
+        assert search(second, pages) == 8
+        (match,) = second.match(pages)
+        assert match.e_pages == {}
+        store(second.tree, pages)
+        eventually(lambda: objects_of(second) == {"written": 8})
+    with open_cache(tmp_path) as third:
+        assert search(third, pages) == 8
+        assert third.match(pages)[0].e_pages == {E_LAYER: 8}
+
+
+# Backends that move memory by its address.
+
+
+def test_a_backend_that_uses_the_host_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PointerStore, "kept", {})
+    config = {
+        "backend_name": "pointers",
+        "module_path": PointerStore.__module__,
+        "class_name": PointerStore.__name__,
+    }
+    tiers = [hicache_tier("dynamic", config, {MODEL: (E_LAYER,)})]
+    with Cache(FAMILY, CacheConfig(serves=False), tiers=tiers) as sender:
+        store_and_wait(sender, prompt(0, 100))
+    assert len(PointerStore.kept) == 2 * 500
+    with Cache(FAMILY, CacheConfig(serves=False), tiers=tiers) as receiver:
+        assert search(receiver, prompt(0, 100)) == 100
+        fetch(receiver, prompt(0, 100), Span(0, 100))
+        PointerStore.kept.popitem()
+        with pytest.raises(StaleEntry):
+            fetch(receiver, prompt(0, 100), Span(0, 100))
+
+
+# Backends that misbehave.
+
+
+def test_one_question_per_model_and_layer_then_none() -> None:
+    shelf = Shelf()
+    with cache_over(shelf) as sender:
+        store_and_wait(sender, prompt(0))
+    shelf.calls.clear()
+    with cache_over(shelf) as receiver:
+        assert search(receiver, prompt(0)) == 8
+        assert shelf.calls == [("exists", 8), ("exists", 8)]
+        assert search(receiver, prompt(1)) == 0
+        assert shelf.calls[2:] == [("exists", 8)]
+        assert not receiver.search(prompt(1)), "asked again for what was just absent"
+        assert len(shelf.calls) == 3
+    assert shelf.is_closed
+
+
+def test_a_backend_that_lies_about_what_it_has() -> None:
+    shelf = Shelf()
+    shelf.lies = True
+    with cache_over(shelf) as cache:
+        assert search(cache, prompt(0)) == 8
+        with pytest.raises(StaleEntry):
+            fetch(cache, prompt(0), Span(0, 8))
+        assert objects_of(cache) == {"missing": 1}
+        assert search(cache, prompt(0)) == 0
+
+
+class Failing(Shelf):
+    fails = False
+
+    def before(self, call: str) -> None:
+        if self.fails:
+            raise ConnectionError("the backend is away")
+
+
+def test_a_backend_that_raises_is_left_alone() -> None:
+    shelf = Failing()
+    with cache_over(shelf) as cache:
+        for number in range(guard.MAX_FAILURES + 1):
+            store_and_wait(cache, prompt(number))
+        shelf.fails = True
+        for number in range(guard.MAX_FAILURES):
+            with pytest.raises(FetchError, match="backend is away"):
+                fetch(cache, prompt(number), Span(0, 8))
+        shelf.calls.clear()
+        with pytest.raises(FetchError, match="paused"):
+            fetch(cache, prompt(guard.MAX_FAILURES), Span(0, 8))
+        assert search(cache, prompt(99)) == 0
+        assert shelf.calls == []
+        status = tier_of(cache).status()
+        assert (status.is_reading_paused, status.is_writing_paused) == (True, False)
+        for number in range(10, 10 + guard.MAX_FAILURES):
+            store(cache.tree, prompt(number))
+        eventually(lambda: tier_of(cache).status().is_writing_paused)
+        shelf.calls.clear()
+        store(cache.tree, prompt(20))
+        assert tier_of(cache).status().num_late_entries == 1
+        assert shelf.calls == []
+
+
+def test_a_full_backend_is_read_and_not_written() -> None:
+    shelf = Shelf()
+    with cache_over(shelf) as cache:
+        store_and_wait(cache, prompt(0))
+        shelf.takes = False
+        for number in range(1, 1 + guard.MAX_FAILURES):
+            store(cache.tree, prompt(number))
+        eventually(lambda: tier_of(cache).status().is_writing_paused)
+        fetch(cache, prompt(0), Span(0, 8))
+        assert num_there(cache, prompt(1)) == 0
+
+
+class Hanging(Shelf):
+    def __init__(self) -> None:
+        super().__init__()
+        self.hangs_at = ""
+        self.may_go_on = threading.Event()
+
+    def before(self, call: str) -> None:
+        if call == self.hangs_at:
+            self.may_go_on.wait(20)
+
+
+def test_a_backend_that_hangs_costs_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "STALL_S", 0.2)
+    monkeypatch.setattr(tier, "_MAX_CLOSE_S", 0.2)
+    shelf = Hanging()
+    cache = cache_over(shelf)
+    store_and_wait(cache, prompt(0))
+    shelf.hangs_at = "read"
+    with pytest.raises(DeadlineExceeded):
+        fetch(cache, prompt(0), Span(0, 8), seconds=0.1)
+    eventually(lambda: tier_of(cache).status().is_reading_paused)
+    with pytest.raises(FetchError, match="paused"):
+        fetch(cache, prompt(0), Span(0, 8))
+    assert not cache.search(prompt(1)), "a request would wait for a backend that hangs"
+    cache.close()
+    assert not shelf.is_closed, "closed under a call"
+    shelf.may_go_on.set()
+
+
+def test_a_search_that_hangs_holds_nobody_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "STALL_S", 0.3)
+    shelf = Hanging()
+    shelf.hangs_at = "exists"
+    with cache_over(shelf) as cache:
+        (first,) = cache.search(prompt(0))
+        eventually(lambda: first.is_over, seconds=1)
+        eventually(lambda: not cache.search(prompt(1)), seconds=2)
+        shelf.may_go_on.set()
+
+
+def test_a_late_fetch_writes_nothing_into_memory_that_was_given_back() -> None:
+    shelf = Hanging()
+    with cache_over(shelf) as cache:
+        store_and_wait(cache, prompt(0))
+        shelf.hangs_at = "read"
+        staging = cache.fetch(plan_of(Span(0, 8)), prompt(0), Deadline.after(5))
+        assert staging is not None
+        eventually(lambda: ("read", 4) in shelf.calls)
+        staging.release()
+        shelf.may_go_on.set()
+        shelf.hangs_at = ""
+        fetch(cache, prompt(0), Span(0, 8))
+        assert staging.num_landed_bytes == 0
+
+
+def test_a_guard_pauses_doubles_and_recovers() -> None:
+    now = [0.0]
+    reading = Guard("reading", lambda: now[0])
+    for pause_s in (30.0, 60.0, 120.0, 240.0, 300.0, 300.0):
+        for _ in range(guard.MAX_FAILURES):
+            assert not reading.is_open
+            reading.fail("a test")
+        now[0] += pause_s - 1
+        assert reading.is_open
+        now[0] += 1
+    reading.succeed()
+    reading.fail("a test")
+    assert not reading.is_open
+    with reading.call():
+        now[0] += guard.STALL_S + 1
+        assert reading.is_open
+    assert not reading.is_open
+
+
+def test_absence_is_believed_for_a_while() -> None:
+    now = [0.0]
+    absent = AbsentPages(lambda: now[0])
+    (page,) = pages_of(1)
+    absent.add(MODEL, page, 5.0)
+    assert absent.has(MODEL, page)
+    now[0] = 5.0
+    assert not absent.has(MODEL, page)
+
+
+def test_the_tree_shows_no_more_than_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier, "MAX_KNOWN_PAGES", 20)
+    with cache_over(Shelf()) as cache:
+        for number in range(3):
+            store_and_wait(cache, prompt(number))
+        assert [num_there(cache, prompt(number)) for number in range(3)] == [0, 0, 8]
+        assert search(cache, prompt(0)) == 8
+
+
+# Settings.
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "named"),
+    [
+        ("florp", {}, "hicache_backend is 'florp'; SGLang has .*file.*nixl.* and dynamic"),
+        ("sim", {}, "keeps no bytes"),
+        ("dynamic", {"backend_name": "x"}, "has no module_path, class_name"),
+        ("aibrix", {}, "cannot be loaded"),
+    ],
+)
+def test_a_backend_that_cannot_work_is_refused(
+    name: str, config: dict[str, str], named: str
+) -> None:
+    with pytest.raises(ConfigError, match=named):
+        check_backend(name, config)
+
+
+def test_a_backend_that_cannot_be_made_stops_the_start(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    tiers = [hicache_tier("file", {"file_storage_path": str(tmp_path / "file" / "x")}, {})]
+    with pytest.raises(ConfigError, match="cannot be made with hicache_config"):
+        Cache(FAMILY, CacheConfig(serves=False), tiers=tiers)
+
+
+def test_a_closed_cache_leaves_no_thread(tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+    with open_cache(tmp_path) as cache:
+        store_and_wait(cache, prompt(0))
+    assert not {it.name for it in set(threading.enumerate()) - before if "hicache" in it.name}
+    cache.close()
