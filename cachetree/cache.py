@@ -138,6 +138,12 @@ class CacheStatus(msgspec.Struct, frozen=True, kw_only=True):
     num_bytes: int
     num_pinned_bytes: int
     host_bytes: int
+    held_bytes: int
+    """Of `num_bytes`, what cannot be evicted now."""
+    num_pages: int
+    """In memory, counted once per model."""
+    num_evictions: int
+    """Entries that left memory for others, or were told to."""
     staging_bytes_in_use: int
     staging_bytes: int
     fetches: tuple[FetchCounts, ...]
@@ -146,6 +152,8 @@ class CacheStatus(msgspec.Struct, frozen=True, kw_only=True):
     stores: tuple[PusherStatus, ...]
     worker: Status | None
     """None where this cache does not serve."""
+    worker_turn_age_s: float
+    """Since the worker's thread last turned, which it does several times a second."""
     disk: DiskStatus | None
     """None where nothing is kept on disk."""
     tiers: Mapping[Location, msgspec.Struct]
@@ -313,12 +321,16 @@ class Cache:
             num_bytes=self.tree.num_bytes,
             num_pinned_bytes=self.tree.num_pinned_bytes,
             host_bytes=self.tree.host_bytes,
+            held_bytes=self.tree.held_bytes,
+            num_pages=self.tree.num_pages,
+            num_evictions=self.tree.num_evictions,
             staging_bytes_in_use=self._budget.num_bytes,
             staging_bytes=self._budget.limit_bytes,
             fetches=self._fetch_log.counts(),
             peers=tuple(peer.status for peer in self._peers.values()),
             stores=tuple(pusher.status for pusher in self._pushers),
             worker=self._worker.status() if self._worker else None,
+            worker_turn_age_s=self._worker.turn_age_s if self._worker else 0.0,
             disk=self._disk.status() if self._disk else None,
             tiers={location: tier.status() for location, tier in self._tiers.items()},
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Final
 
@@ -57,6 +58,8 @@ class CacheTree:
         self._listeners: list[Listener] = []
         self._num_bytes = 0
         self._num_pages = 0
+        self.num_evictions = 0
+        """Entries that left for others, or were told to."""
 
     @property
     def num_bytes(self) -> int:
@@ -72,6 +75,22 @@ class CacheTree:
     def num_pinned_bytes(self) -> int:
         """Of `num_bytes`, what pins keep."""
         return self._pins.num_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        """Of `num_bytes`, what cannot be evicted now: leased, pinned or being written."""
+        with self._lock:
+            self._sweep()
+            return self._unfreeable_bytes()
+
+    def pages_by_model(self) -> dict[str, int]:
+        """How many local pages each model has."""
+        num_pages: Counter[str] = Counter()
+        with self._lock:
+            for node in self._trie.root.walk():
+                for model in node.local:
+                    num_pages[model] += node.num_pages
+        return dict(num_pages)
 
     # Local entries: always the exact KV of their model.
 
@@ -203,6 +222,24 @@ class CacheTree:
         """Drop all local entries but those that a lease, a pin or an open reservation keeps."""
         with self._lock:
             self._evict_until(lambda: False, self._eviction.victims())
+
+    def evict(self, model: ModelId | None = None, pages: Sequence[PageHash] = ()) -> int:
+        """Drop the local entries that begin with `pages`, and of these what no others stand on.
+
+        Of one model, or of all; everything where `pages` is empty. What a lease, a pin or an open
+        reservation keeps stays. Returns the bytes freed.
+        """
+        with self._lock:
+            self._sweep()
+            before = self._num_bytes
+            entries = (
+                entry
+                for node in self._trie.upwards(pages)
+                for entry in tuple(node.local.values())
+                if model in (None, entry.model) and entry.is_evictable
+            )
+            self._evict_until(lambda: False, entries)
+            return before - self._num_bytes
 
     # All entries.
 
@@ -412,6 +449,7 @@ class CacheTree:
         if entry.parent is not None:
             entry.parent.num_children -= 1
         self._eviction.remove(entry)
+        self.num_evictions += 1
         del entry.node.local[entry.model]
         self._num_pages -= entry.node.num_pages
         self._drop_pages(entry.slab, entry.node.num_pages)

@@ -122,6 +122,18 @@ class PageTrie:
             stop = node.num_pages
         return Piece(node, 0, stop) if node.num_pages else None
 
+    def upwards(self, pages: Sequence[PageHash]) -> list[Node]:
+        """The nodes of all prompts that begin with `pages`, then those above; children first."""
+        place = self.deepest(None, pages)
+        if depth_of(place) < len(pages):
+            return []
+        node = self.root if place is None else place.node
+        nodes = list(node.walk())[::-1]
+        while node.parent is not None:
+            nodes.append(node)
+            node = node.parent
+        return nodes
+
     def cover(self, parent: PageHash | None, pages: Sequence[PageHash]) -> list[Node]:
         """Nodes that hold exactly `pages` after `parent`, split off or made as needed.
 

@@ -41,6 +41,7 @@ RULES = (
             "cachetree/__init__",
             "cachetree/cache",
             "cachetree/cli",
+            "cachetree/monitor",
         ),
         never=("cachetree.transport", "cachetree.cache", "cachetree.cli"),
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import signal
 import threading
 from pathlib import Path
@@ -15,6 +16,7 @@ from cachetree.cli.show import show
 from cachetree.errors import ConfigError
 from cachetree.family import Family
 from cachetree.identity import read_model_identity
+from cachetree.monitor import StatusPage, parse_http
 
 _SERVED: Final = {"accepts": True}
 """What else than by default a worker does that runs alone: it is there to be given entries."""
@@ -47,6 +49,12 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Which models' caches it holds; all servers it talks to must agree. The file may have the
     fields of a `CheckpointFamily` instead."""
     cache: CacheConfig = CacheConfig()
+    http: str = ""
+    """`HOST:PORT` of /metrics and /health; a port alone is for this machine. Empty for none."""
+
+    def __post_init__(self) -> None:
+        if self.http:
+            parse_http(self.http, field="http")
 
 
 def read_config(path: Path) -> ServeConfig:
@@ -73,8 +81,11 @@ def run(config: ServeConfig) -> None:
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
-    with Cache(config.family, config.cache) as cache:
+    with Cache(config.family, config.cache) as cache, contextlib.ExitStack() as stack:
         show(f"serving at {cache.address}")
+        if config.http:
+            page = StatusPage(*parse_http(config.http, field="http"), cache.status)
+            show(f"metrics and health at {stack.enter_context(page).url}")
         stop.wait()
 
 

@@ -66,3 +66,7 @@ class DiskStatus(msgspec.Struct, frozen=True, kw_only=True):
     counts: DiskCounts
     num_late_entries: int = 0
     """Gone from memory before they could be written."""
+    is_failing: bool = False
+    """The last write failed."""
+    is_warm: bool = False
+    """What was used last has been read into free memory, as far as it goes."""

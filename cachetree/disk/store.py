@@ -184,6 +184,7 @@ class DiskStore:
                 num_entries=len(self._index),
                 num_pages=self._index.num_pages,
                 num_segments=len(there),
+                is_failing=self._is_failing,
                 counts=copy(self._counts),
             )
 

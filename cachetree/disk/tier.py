@@ -68,6 +68,7 @@ class DiskTier:
         self._clock = clock
         self._waiting: queue.SimpleQueue[Change | _Use | None] = queue.SimpleQueue()
         self._num_late = 0
+        self._is_warm = False
         self._closes_at_s = float("inf")
         self._store: Final = DiskStore(tree.family, config, self._show)
         self._readers = ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="cachetree-disk-read")
@@ -97,7 +98,9 @@ class DiskTier:
         return Search(Deadline(0.0, self._clock))
 
     def status(self) -> DiskStatus:
-        return msgspec.structs.replace(self._store.status(), num_late_entries=self._num_late)
+        return msgspec.structs.replace(
+            self._store.status(), num_late_entries=self._num_late, is_warm=self._is_warm
+        )
 
     def close(self) -> None:
         """Write what waits, for a few seconds at most; fetches then fail. Idempotent."""
@@ -206,6 +209,8 @@ class DiskTier:
                         self._fill(reservation, entry)
         except Exception:
             log.exception("entries on disk were not read into memory")
+        finally:
+            self._is_warm = True
 
     def _fill(self, reservation: Reservation, entry: DiskEntry) -> None:
         """Commits unless some of the pages are in memory already, or cannot be read."""

@@ -67,7 +67,7 @@ class Intake:
             return wire.Credit(id=frame.id, num_bytes=landing.take_credit())
         del self._open[identity, frame.id]
         reservation.commit()
-        self._counts["stored"] += 1
+        self._counts["store stored"] += 1
         return wire.Stored(id=frame.id)
 
     def cancel(self, identity: bytes, id: int) -> None:
@@ -104,7 +104,9 @@ class Intake:
         reservation = self._tree.reserve(model, parent, pages, store.e_layers)
         if reservation is None:
             raise self._why_not(model, parent, len(pages))
-        if reservation.pages:
+        if not reservation.pages:
+            self._counts["store known"] += 1
+        else:
             seconds = min(max(store.timeout_ms, 0) / 1000, self._config.max_fetch_s)
             sizes = {
                 step: len(reservation.pages)
@@ -132,6 +134,7 @@ class Intake:
 
     def _refuse(self, id: int, why: Refused, reason: str) -> wire.StoreRefused:
         self._counts["refused_stores"] += 1
+        self._counts[f"store {why.value}"] += 1
         self._counts["protocol_errors"] += why is Refused.PROTOCOL
         return wire.StoreRefused(id=id, error=why.value, reason=reason)
 

@@ -249,6 +249,14 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
     """Asked for, those of pages that are here already included."""
     num_refused_stores: int = 0
     num_received_bytes: int = 0
+    fetches_by_outcome: dict[str, int] = {}
+    """Those that ended: `ok`, a key of `FETCH_ERRORS`, `cancelled`, or `lost` with their peer."""
+    stores_by_outcome: dict[str, int] = {}
+    """`stored`, `known`, or a value of `Refused`."""
+    hits: dict[str, int] = {}
+    """Fetches whose pages were all there, by tier."""
+    misses: dict[str, int] = {}
+    family: Family | None = None
 
 
 ToWorker = Hello | Subscribe | Fetch | Store | Frame | Credit | Cancel | Ping | Bye | StatusRequest

@@ -16,6 +16,7 @@ from cachetree.errors import (
     FamilyMismatch,
     FetchError,
     ProtocolError,
+    StaleEntry,
 )
 from cachetree.ids import Location
 from cachetree.transport import wire
@@ -62,6 +63,7 @@ class Worker:
         self._pace = pace(config.max_bytes_per_s, clock)
         self._counts: Counter[str] = Counter()
         self._intake = Intake(tree, config, self._counts, clock)
+        self._turned_at_s = clock()
         self._probe_at_s: float | None = None
         self._is_refused = False
         """A peer's queue did not take a frame: wait before the next attempt."""
@@ -99,11 +101,6 @@ class Worker:
     def status(self) -> wire.Status:
         """The worker in numbers; from any thread, not an atomic picture."""
         counts = self._counts
-        pages_by_model: Counter[str] = Counter()
-        snapshot, unsubscribe = self._tree.subscribe(lambda change: None)
-        unsubscribe()
-        for change in snapshot:
-            pages_by_model[change.model] += len(change.pages)
         return wire.Status(
             version=wire.PROTOCOL_VERSION,
             epoch=self.epoch,
@@ -111,7 +108,7 @@ class Worker:
             num_bytes=self._tree.num_bytes,
             host_bytes=self._tree.host_bytes,
             num_pages=self._tree.num_pages,
-            pages_by_model=dict(pages_by_model),
+            pages_by_model=self._tree.pages_by_model(),
             num_peers=len(self._sessions),
             num_streams=len(self._turns),
             num_fetches=counts["fetches"],
@@ -124,7 +121,17 @@ class Worker:
             num_stores=counts["stores"],
             num_refused_stores=counts["refused_stores"],
             num_received_bytes=counts["received_bytes"],
+            fetches_by_outcome=_by(counts, "fetch "),
+            stores_by_outcome=_by(counts, "store "),
+            hits=_by(counts, "hit "),
+            misses=_by(counts, "miss "),
+            family=self._tree.family,
         )
+
+    @property
+    def turn_age_s(self) -> float:
+        """Since the worker's thread last turned; from any thread."""
+        return self._clock() - self._turned_at_s
 
     def in_flight_bytes(self) -> list[int]:
         """Bytes sent and not yet placed, per stream; from any thread."""
@@ -156,6 +163,7 @@ class Worker:
 
     def _turn(self) -> None:
         self._router.wait(self._timeout_ms())
+        self._turned_at_s = self._clock()
         self._wakeup.drain()
         for refusal in self._router.refusals():
             self._counts["failed_handshakes"] += 1
@@ -222,7 +230,7 @@ class Worker:
                 self._intake.cancel(session.identity, message.id)
                 stream = session.streams.get(message.id)
                 if stream is not None:
-                    self._counts["cancelled"] += 1
+                    self._counts["fetch cancelled"] += 1
                     stream.end()
             case wire.Ping():
                 session.pinged_id = message.last_id
@@ -255,8 +263,10 @@ class Worker:
                 raise FetchError(f"the worker already serves {len(self._turns)} fetches")
             stream = session.open(fetch, self._config)
         except FetchError as exc:
+            self._counts["miss memory"] += isinstance(exc, StaleEntry)
             self._fail(session, fetch.id, exc)
         else:
+            self._counts["hit memory"] += 1
             if not self._turns:
                 self._pace.idle()
             self._turns.append((session, stream))
@@ -278,7 +288,9 @@ class Worker:
         if isinstance(error, ProtocolError):
             self._counts["protocol_errors"] += 1
         kinds = (name for name, kind in wire.FETCH_ERRORS.items() if isinstance(error, kind))
-        message = wire.FetchFailed(id=id, error=next(kinds), reason=wire.reason(error))
+        name = next(kinds)
+        self._counts[f"fetch {name}"] += 1
+        message = wire.FetchFailed(id=id, error=name, reason=wire.reason(error))
         self._reply(session.identity, message)
 
     def _advertise(self, session: Session) -> None:
@@ -315,6 +327,7 @@ class Worker:
         stream.sent(payload, tracker)
         self._pace.spend(payload.nbytes)
         self._counts["sent_bytes"] += payload.nbytes
+        self._counts["fetch ok"] += stream.is_over
         return True
 
     def _retire(self) -> None:
@@ -366,6 +379,14 @@ class Worker:
     def _end_session(self, session: Session, reason: str) -> None:
         if self._sessions.pop(session.identity, None) is not None:
             log.info("worker %s: %s left: %s", self.address, session.name, reason)
+            lost = sum(not stream.is_over for stream in session.streams.values())
+            self._counts["fetch lost"] += lost
             session.close()
             self._intake.forget(session.identity)
             self._reply(session.identity, wire.Bye(reason=reason))
+
+
+def _by(counts: Counter[str], prefix: str) -> dict[str, int]:
+    """Counts whose names begin so, by the rest of their names."""
+    there = tuple(counts.items())
+    return {name.removeprefix(prefix): num for name, num in there if name.startswith(prefix)}

@@ -11,6 +11,7 @@ import yaml
 from prometheus_client import Counter, Histogram
 
 from cachetree.cli.serve import read_config
+from cachetree.monitor import METRICS
 from cachetree.policy import Reason
 from sglang_droidspeak.config import Settings, parse_settings
 from sglang_droidspeak.controls import Controls
@@ -96,6 +97,19 @@ def test_every_metric_is_described() -> None:
         it for it in vars(Metrics(enabled=False)).values() if isinstance(it, Counter | Histogram)
     ]
     assert described == {metric.describe()[0].name for metric in kept}
+
+
+def test_every_metric_of_a_cache_is_described() -> None:
+    described = {
+        (*name.partition("{")[::2], *row[1:3])
+        for row in rows(section("Operating it"))
+        for name in names(row)
+        if name.startswith("cachetree:")
+    }
+    labels = {metric: ", ".join(metric.labels) for metric in METRICS}
+    assert described == {
+        (it.sample_name, f"{labels[it]}}}" if it.labels else "", it.kind, it.text) for it in METRICS
+    }
 
 
 def test_supported_models_are_named() -> None:

@@ -1,0 +1,197 @@
+"""Metrics and health of a cache, as a monitor sees them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from disk_parts import files_bytes
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from test_push import PAGE_TOTAL, at_worker, cache_of, fetched, num_pushed
+from transport_parts import PAGE_BYTES, eventually, pages_of, store
+
+from cachetree import Cache, ConfigError, Deadline, ModelId, WorkerConfig
+from cachetree.monitor import METRICS, StatusCollector, StatusPage, health_of, parse_http
+
+PAGES = pages_of(64)
+
+
+def scraped(cache: Cache) -> dict[tuple[str, ...], float]:
+    """(name, label values...) to value."""
+    registry = CollectorRegistry()
+    registry.register(StatusCollector(cache.status))
+    text = generate_latest(registry).decode()
+    return {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+@contextlib.contextmanager
+def page_of(cache: Cache) -> Iterator[StatusPage]:
+    with StatusPage("127.0.0.1", 0, cache.status) as page:
+        yield page
+
+
+def get(url: str) -> tuple[int, bytes]:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            return answer.status, answer.read()
+    except urllib.error.HTTPError as exc:
+        return exc.code, exc.read()
+
+
+def test_the_metrics_say_what_happened(tmp_path: Path) -> None:
+    disk = {"disk_path": str(tmp_path / "disk"), "disk_bytes": 64 << 20}
+    with cache_of(worker=WorkerConfig(accepts=True), **disk) as worker:
+        assert worker.address
+        with at_worker(worker.address) as cache:
+            store(cache.tree, PAGES)
+            eventually(num_pushed(cache, stored=1))
+            fetched(cache, worker.address, PAGES)
+            eventually(lambda: worker.status().disk.num_pages == 64)  # type: ignore[union-attr]
+            there, here = scraped(worker), scraped(cache)
+    sent = 64 * 4 * PAGE_BYTES
+    expected = {
+        ("cachetree:bytes", "memory"): 64 * PAGE_TOTAL,
+        ("cachetree:pages", "memory"): 64,
+        ("cachetree:pages", "disk"): 64,
+        ("cachetree:budget_bytes", "disk"): 64 << 20,
+        ("cachetree:hits_total", "memory"): 1,
+        ("cachetree:served_fetches_total", "ok"): 1,
+        ("cachetree:sent_bytes_total",): sent,
+        ("cachetree:received_bytes_total",): 64 * PAGE_TOTAL,
+        ("cachetree:stores_total", "stored"): 1,
+        ("cachetree:streams",): 0,
+    }
+    assert {key: there.get(key) for key in expected} == expected
+    assert there["cachetree:bytes", "disk"] >= 64 * PAGE_TOTAL
+    assert there["cachetree:disk_written_bytes_total",] >= 64 * PAGE_TOTAL
+    assert here["cachetree:fetches_total", worker.address, "ok"] == 1
+    assert here["cachetree:fetched_bytes_total", worker.address] == sent
+    assert here["cachetree:peer_ready", worker.address] == 1
+    assert here["cachetree:breaker_open", worker.address] == 0
+    assert here["cachetree:pushes_total", worker.address, "stored"] == 1
+    assert here["cachetree:pushed_bytes_total", worker.address] == 64 * PAGE_TOTAL
+    assert files_bytes(tmp_path / "disk")
+
+
+def test_a_fetch_of_what_is_gone_is_a_miss() -> None:
+    with cache_of() as worker:
+        assert worker.address
+        with cache_of(peers=(worker.address,), serves=False) as cache:
+            assert cache.wait_ready(5)
+            with pytest.raises(Exception, match="no longer here"):
+                fetched(cache, worker.address, PAGES)
+        there = scraped(worker)
+    assert there["cachetree:misses_total", "memory"] == 1
+    assert there["cachetree:served_fetches_total", "stale"] == 1
+    assert ("cachetree:hits_total", "memory") not in there
+
+
+def test_labels_are_bounded() -> None:
+    with cache_of(serves=False) as cache:
+        for number in range(20):
+            with pytest.raises(Exception, match="is not a peer"):
+                fetched(cache, f"tcp://127.0.0.1:{number}", PAGES)  # type: ignore[arg-type]
+        locations = {key[1] for key in scraped(cache) if key[0] == "cachetree:fetches_total"}
+    assert locations == {"other"}
+
+
+def test_names_are_unique_and_follow_the_rules() -> None:
+    names = [metric.name for metric in METRICS]
+    assert len(set(names)) == len(names)
+    assert all(re.fullmatch(r"cachetree:[a-z_]+", name) for name in names)
+    assert not [name for name in names if name.endswith("_total")]
+
+
+def test_a_well_cache_says_so() -> None:
+    with cache_of() as cache, page_of(cache) as page:
+        for path in ("/health", "/health/live", "/health/ready", "/health?x=1"):
+            status, body = get(page.url + path)
+            assert status == 200
+            assert json.loads(body) == {"live": True, "ready": True, "degraded": []}
+        status, body = get(page.url + "/metrics")
+        assert status == 200
+        assert b"cachetree:bytes{" in body or b'"cachetree:bytes"' in body
+        assert get(page.url + "/else")[0] == 404
+        assert get(page.url + "/healthy")[0] == 404
+
+
+def test_live_ready_and_degraded_are_three_things() -> None:
+    with cache_of() as cache:
+        store(cache.tree, PAGES)
+        well = cache.status()
+    health = health_of(msgspec.structs.replace(well, worker_turn_age_s=60.0))
+    assert (health.live, health.ready, health.degraded) == (False, False, ())
+
+    full = msgspec.structs.replace(well, held_bytes=well.host_bytes)
+    assert len(health_of(full).degraded) == 1
+    assert health_of(full).ready
+
+
+def test_leased_memory_counts_as_held() -> None:
+    with cache_of(host_bytes=64 * PAGE_TOTAL) as cache:
+        store(cache.tree, PAGES)
+        assert health_of(cache.status()).degraded == ()
+        lease = cache.tree.lease(ModelId("sender"), PAGES, "test", Deadline.after(5))
+        assert lease is not None
+        with lease:
+            assert "cannot be evicted" in health_of(cache.status()).degraded[0]
+        assert health_of(cache.status()).degraded == ()
+
+
+def test_a_worker_that_reads_its_disk_is_not_ready_yet(tmp_path: Path) -> None:
+    disk = {"disk_path": str(tmp_path), "disk_bytes": 64 << 20}
+    with cache_of(**disk) as cache:
+        eventually(lambda: health_of(cache.status()).ready)
+        status = cache.status()
+    cold = msgspec.structs.replace(status.disk, is_warm=False)  # type: ignore[type-var]
+    health = health_of(msgspec.structs.replace(status, disk=cold))
+    assert (health.live, health.ready) == (True, False)
+    failing = msgspec.structs.replace(status.disk, is_failing=True)  # type: ignore[type-var]
+    health = health_of(msgspec.structs.replace(status, disk=failing))
+    assert (health.ready, len(health.degraded)) == (True, 1)
+
+
+def test_the_page_answers_503_while_the_cache_is_not_well() -> None:
+    with cache_of() as cache:
+        well = cache.status()
+    sick = msgspec.structs.replace(well, worker_turn_age_s=60.0)
+    with StatusPage("127.0.0.1", 0, lambda: sick) as page:
+        for path in ("/health", "/health/live", "/health/ready"):
+            assert get(page.url + path)[0] == 503
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("9464", ("127.0.0.1", 9464)),
+        (":0", ("127.0.0.1", 0)),
+        ("0.0.0.0:80", ("0.0.0.0", 80)),
+    ],
+)
+def test_where_the_page_is(given: str, meant: tuple[str, int]) -> None:
+    assert parse_http(given, field="http") == meant
+
+
+@pytest.mark.parametrize("given", ["", "host", "host:port", "127.0.0.1:70000"])
+def test_a_wrong_address_is_refused(given: str) -> None:
+    with pytest.raises(ConfigError, match="http is"):
+        parse_http(given, field="http")
+
+
+def test_a_taken_port_is_refused() -> None:
+    with cache_of(serves=False) as cache, page_of(cache) as page:
+        port = int(page.url.rpartition(":")[2])
+        with pytest.raises(ConfigError, match="choose another port"):
+            StatusPage("127.0.0.1", port, cache.status)
