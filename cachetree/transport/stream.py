@@ -43,6 +43,8 @@ class Stream:
         self.frame_bytes: Final = frame_bytes
         self.window_bytes: Final = window_bytes
         self.in_flight_bytes = 0
+        self.served_bytes = 0
+        """Sent, on top of what its neighbours had been sent when it came."""
         self.is_over = False
         self._sent_bytes = 0
         self._step, self._offset = first
@@ -94,6 +96,7 @@ class Stream:
         while self._trackers and self._trackers[0].done:
             self._trackers.popleft()
         self._sent_bytes += payload.nbytes
+        self.served_bytes += payload.nbytes
         self.in_flight_bytes += payload.nbytes
         self._offset += payload.nbytes
         self._advance(payload.nbytes)

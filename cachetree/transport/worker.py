@@ -45,8 +45,9 @@ _PROBE_S: Final = 0.05
 class Worker:
     """Serves the local entries of `tree` to peers, and tells them what there is.
 
-    The tree stays its owner's. Streams of all peers take turns frame by frame, each within its
-    window. Raises ConfigError where the address cannot be bound or a key file not be read.
+    The tree stays its owner's. Streams of all peers get equal bytes, whatever their frames, each
+    within its window. Raises ConfigError where the address cannot be bound or a key file not be
+    read.
     """
 
     def __init__(
@@ -269,6 +270,8 @@ class Worker:
             self._counts["hit memory"] += 1
             if not self._turns:
                 self._pace.idle()
+            served = (other.served_bytes for _, other in self._turns)
+            stream.served_bytes = min(served, default=0)
             self._turns.append((session, stream))
 
     def _credit(self, session: Session, credit: wire.Credit) -> None:
@@ -299,23 +302,18 @@ class Worker:
                 break
 
     def _stream(self) -> None:
-        """Send up to `_BURST` frames, one per stream and turn."""
+        """Send up to `_BURST` frames, each of the ready stream that got the fewest bytes."""
         self._is_refused = False
-        num_sent = num_waiting = 0
-        while num_waiting < len(self._turns) and num_sent < _BURST and not self._pace.delay_s():
-            session, stream = self._turns[0]
-            self._turns.rotate(-1)
-            if self._send(session, stream):
-                num_sent += 1
-                num_waiting = 0
-            else:
-                num_waiting += 1
+        ready = [turn for turn in self._turns if turn[1].is_ready(self._limit(turn[1]))]
+        for _ in range(_BURST):
+            if not ready or self._pace.delay_s():
+                break
+            turn = min(ready, key=lambda turn: turn[1].served_bytes)
+            if not self._send(*turn) or not turn[1].is_ready(self._limit(turn[1])):
+                ready.remove(turn)
 
     def _send(self, session: Session, stream: Stream) -> bool:
-        limit = self._limit(stream)
-        if not stream.is_ready(limit):
-            return False
-        payload = stream.next_payload(limit)
+        payload = stream.next_payload(self._limit(stream))
         try:
             tracker = self._router.send_frame(session.identity, stream.header(payload), payload)
         except PeerGone:

@@ -1,0 +1,231 @@
+"""What many, slow or silent receivers cost a worker: equal shares, bounded memory, bounded time.
+
+Run as a script it is a worker of many short runs, which tells its memory for every line it reads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from subprocess import PIPE, Popen
+
+import msgspec
+import pytest
+from fault_proxy import Fault, FaultProxy, Strike, Towards
+from transport_parts import (
+    FAST,
+    MODEL,
+    PAGE_BYTES,
+    check_content,
+    eventually,
+    new_staging,
+    new_tree,
+    pages_of,
+    peer_of,
+    store,
+    wait_all,
+    worker_of,
+)
+
+from cachetree import CacheTree, Location, Worker, WorkerConfig
+from cachetree.transport import wire
+from cachetree.transport.advertiser import Advertiser
+from cachetree.transport.remote_view import RemoteView
+
+PAGES = pages_of(256)
+NUM_BYTES = 4 * 256 * PAGE_BYTES
+
+
+def counting(worker: Worker) -> Counter[bytes]:
+    """Payload bytes sent to each peer; at the end of the first fetch the counting stops."""
+    sent: Counter[bytes] = Counter()
+    router = worker._router
+    send_frame = router.send_frame
+
+    def counted(identity: bytes, frame: wire.Frame, payload: memoryview) -> object:
+        tracker = send_frame(identity, frame, payload)
+        if tracker is not None and NUM_BYTES not in sent.values():
+            sent[identity] += payload.nbytes
+        return tracker
+
+    router.send_frame = counted  # type: ignore[method-assign, assignment]
+    return sent
+
+
+@pytest.mark.parametrize("frame_bytes", [64 << 10, 4096])
+def test_two_receivers_get_equal_shares_also_with_other_frames(frame_bytes: int) -> None:
+    """The cap keeps both windows open, so that the worker alone decides who is next."""
+    other = msgspec.structs.replace(FAST, frame_bytes=frame_bytes)
+    with (
+        worker_of(new_tree(PAGES), max_bytes_per_s=10e6) as worker,
+        peer_of(worker.address, new_tree()) as first,
+        peer_of(worker.address, new_tree(), other) as second,
+    ):
+        sent = counting(worker)
+        stagings = [new_staging(256), new_staging(256)]
+        for peer, staging in zip((first, second), stagings, strict=True):
+            peer.fetch(MODEL, PAGES, staging)
+        for staging in stagings:
+            wait_all(staging)
+            check_content(staging, PAGES)
+    assert len(sent) == 2
+    assert max(sent.values()) == NUM_BYTES
+    assert min(sent.values()) >= 0.8 * NUM_BYTES
+
+
+# Memory: every frame of this worker is a copy, joined from short runs, so that what waits in a
+# queue is held twice and shows.
+
+NUM_LARGE = 4096
+LARGE_BYTES = 4 * NUM_LARGE * PAGE_BYTES
+SLACK_BYTES = 4 << 20
+"""What an allocator and the sessions take; an eighth of what is not sent to a slow receiver."""
+
+
+class MeteredWorker:
+    """A worker process that tells its memory and what it has in flight."""
+
+    def __init__(self, process: Popen[str]) -> None:
+        self._process = process
+        self.address = Location(self._read())
+
+    def measure(self) -> tuple[int, int]:
+        """Resident bytes, and bytes in flight of all streams."""
+        assert self._process.stdin is not None
+        print(file=self._process.stdin, flush=True)
+        resident, in_flight = self._read().split()
+        return int(resident), int(in_flight)
+
+    def _read(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().strip()
+
+
+@contextlib.contextmanager
+def metered_worker(window_bytes: int) -> Iterator[MeteredWorker]:
+    command = [sys.executable, str(Path(__file__)), str(window_bytes)]
+    with Popen(command, stdin=PIPE, stdout=PIPE, text=True) as process:
+        try:
+            yield MeteredWorker(process)
+        finally:
+            process.kill()
+
+
+def growth(window_bytes: int, fault: Fault) -> tuple[int, int]:
+    """Most resident bytes over the start's and most in flight, while a receiver is slow."""
+    patient = msgspec.structs.replace(FAST, window_bytes=window_bytes, silence_s=30.0)
+    with (
+        metered_worker(window_bytes) as worker,
+        FaultProxy(worker.address, seed=0) as proxy,
+        peer_of(proxy.address, new_tree(), patient) as peer,
+    ):
+        before, _ = worker.measure()
+        proxy.arm(Strike(fault, Towards.PEER, 0))
+        staging = new_staging(NUM_LARGE, seconds=60)
+        peer.fetch(MODEL, pages_of(NUM_LARGE), staging)
+        eventually(lambda: proxy.has_struck)
+        measured = []
+        for _ in range(15):
+            measured.append(worker.measure())
+            time.sleep(0.1)
+        assert staging.num_landed_bytes < LARGE_BYTES // 4, "the receiver was not slow"
+        staging.cancel()
+        return max(rss for rss, _ in measured) - before, max(bytes for _, bytes in measured)
+
+
+@pytest.mark.parametrize("fault", [Fault.THROTTLE, Fault.STALL])
+def test_a_slow_receiver_takes_no_more_than_its_credit(fault: Fault) -> None:
+    num_bytes, in_flight_bytes = growth(FAST.window_bytes, fault)
+    assert in_flight_bytes <= FAST.window_bytes
+    assert num_bytes < SLACK_BYTES
+
+
+def test_memory_that_grows_would_be_seen() -> None:
+    """The same with a window as large as the fetch."""
+    num_bytes, in_flight_bytes = growth(LARGE_BYTES, Fault.STALL)
+    assert in_flight_bytes > 2 * SLACK_BYTES
+    assert num_bytes > 2 * SLACK_BYTES
+
+
+def test_a_full_queue_of_adverts_ends_in_a_new_snapshot() -> None:
+    """Whatever was dropped, the view is right whenever it is whole, and whole in the end."""
+    source, tree = new_tree(PAGES[:1]), new_tree()
+    advertiser = Advertiser(source, epoch=1, max_pending=3, wake=lambda: None)
+    view = RemoteView(tree, Location("tcp://worker:1"))
+    num_resets = 0
+
+    def tell(num: int) -> None:
+        nonlocal num_resets
+        while num and (advert := advertiser.peek()) is not None:
+            view.apply(advert)
+            advertiser.sent()
+            num_resets += isinstance(advert, wire.Reset)
+            num -= 1
+
+    tell(99)
+    assert num_resets == 1
+    for stop in range(2, 65):
+        store(source, PAGES[stop - 1 : stop], PAGES[stop - 2])
+        if stop % 16 == 0:
+            tell(stop // 16)  # Slow: some of it only, then many more changes.
+    tell(99)
+    assert num_resets > 1
+    assert view.is_synced
+    assert tree.match(PAGES)[0].num_pages == 64
+    view.compare(advertiser.sent_seq)
+    assert view.is_synced
+    advertiser.close()
+
+
+def accepted_at(port: int) -> Iterator[socket.socket]:
+    """Copies of this process's TCP sockets that a listener on `port` accepted."""
+    for descriptor in Path("/proc/self/fd").iterdir():
+        if descriptor.is_socket():
+            with socket.socket(fileno=os.dup(int(descriptor.name))) as copy:
+                is_tcp = copy.family == socket.AF_INET
+                if is_tcp and copy.getsockname()[1] == port and is_connected(copy):
+                    yield copy
+
+
+def is_connected(one: socket.socket) -> bool:
+    with contextlib.suppress(OSError):
+        return bool(one.getpeername())
+    return False
+
+
+def test_a_peer_that_vanishes_from_the_network_is_bounded_by_the_kernel() -> None:
+    with worker_of(new_tree(), silence_s=6.0) as worker, peer_of(worker.address, new_tree()):
+        accepted = [
+            (
+                it.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT),
+                it.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE),
+                it.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE),
+                it.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL),
+                it.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT),
+            )
+            for it in accepted_at(int(worker.address.rpartition(":")[2]))
+        ]
+        assert accepted == [(6000, 1, 3, 1, 3)]
+
+
+def _serve(window_bytes: int) -> None:
+    pages = pages_of(NUM_LARGE)
+    tree = CacheTree(new_tree().family, host_bytes=256 << 20)
+    for at, page in enumerate(pages):
+        store(tree, [page], pages[at - 1] if at else None)
+    worker = Worker(tree, WorkerConfig(frame_bytes=64 << 10, window_bytes=window_bytes))
+    print(worker.address, flush=True)
+    for _ in sys.stdin:
+        num_pages = int(Path("/proc/self/statm").read_text().split()[1])
+        resident = num_pages * os.sysconf("SC_PAGE_SIZE")
+        print(resident, sum(worker.in_flight_bytes()), flush=True)
+
+
+if __name__ == "__main__":
+    _serve(int(sys.argv[1]))
