@@ -14,7 +14,16 @@ from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from cachetree import PAGE_HASH_BYTES, CacheTree, Family, ModelId, PageHash, Reservation
+from cachetree import (
+    PAGE_HASH_BYTES,
+    CacheTree,
+    Family,
+    ModelId,
+    PageHash,
+    Reservation,
+    Retention,
+)
+from cachetree.eviction import POLICIES
 from cachetree.transport.wire import split_pages
 
 FAMILY = Family(
@@ -169,12 +178,13 @@ class UntouchedDict(FlatDict):
 class Ours:
     """CacheTree with a budget of `num_pages` per model and an allocator that gives no memory."""
 
-    def __init__(self, num_models: int, num_pages: int) -> None:
+    def __init__(self, num_models: int, num_pages: int, eviction: str) -> None:
         self.models = [ModelId(f"{i:032x}") for i in range(num_models)]
         self._tree = CacheTree(
             FAMILY,
             host_bytes=num_models * num_pages * PAGE_BYTES,
             allocate=lambda num_bytes: NO_MEMORY,
+            retention=Retention(eviction=eviction),
         )
         self._newcomer: Reservation | None = None
 
@@ -218,9 +228,15 @@ def make(name: str, num_models: int, num_pages: int) -> PrefixIndex:
         return FlatDict(num_models)
     if name == "flat dict, lookup only":
         return UntouchedDict(num_models)
-    return Ours(num_models, num_pages)
+    return Ours(num_models, num_pages, name.partition(", ")[2])
 
 
-NAMES = ("SGLang, Python", "SGLang, Rust", "flat dict, LRU", "flat dict, lookup only", "cachetree")
+NAMES = (
+    "SGLang, Python",
+    "SGLang, Rust",
+    "flat dict, LRU",
+    "flat dict, lookup only",
+    *(f"cachetree, {policy}" for policy in POLICIES),
+)
 ESTIMATED_BYTES_PER_PAGE = {"SGLang, Python": 1100, "SGLang, Rust": 1100}
 """Per model; what decides whether a contender is left out for want of memory. Others: 250."""

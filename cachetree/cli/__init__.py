@@ -1,11 +1,11 @@
-"""`cachetree`: serve a cache alone, make keys, and ask or tell a worker."""
+"""`cachetree`: serve a cache alone, make keys, ask or tell a worker, and replay traces."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 
-from cachetree.cli import ask, keygen, serve
+from cachetree.cli import ask, keygen, serve, simulate
 from cachetree.errors import CacheTreeError
 
 __all__ = ["main"]
@@ -17,6 +17,7 @@ def main(argv: list[str] | None = None) -> int:
     serve.add_parser(commands)
     keygen.add_parser(commands)
     ask.add_parsers(commands)
+    simulate.add_parser(commands)
     args = parser.parse_args(argv)
     try:
         args.run(args)

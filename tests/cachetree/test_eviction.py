@@ -182,12 +182,12 @@ def test_a_flood_of_new_prompts_leaves_what_is_used_again(policy: str) -> None:
     store(tree, A, "ab")
     for _ in range(3):
         assert num_pages(tree, A, "ab") == 2
-    for i in range(20):
+    for i in range(12):
         store(tree, A, chr(0x100 + i))
     assert num_pages(tree, A, "ab") == 2
     lru = policy_tree("lru", 10)
     store(lru, A, "ab")
-    for i in range(20):
+    for i in range(12):
         store(lru, A, chr(0x100 + i))
     assert num_pages(lru, A, "ab") == 0
 
@@ -200,7 +200,7 @@ def test_uses_of_what_went_count_for_what_it_hung_on(policy: str) -> None:
     store(tree, A, "ac", start=1)
     for text in ("ab", "ac"):
         assert num_pages(tree, A, text) == 2
-    for i in range(12):
+    for i in range(7):
         store(tree, A, chr(0x100 + i))
     assert num_pages(tree, A, "ab") >= 1
 

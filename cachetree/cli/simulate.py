@@ -1,0 +1,118 @@
+"""`cachetree simulate`: replay a trace of requests under several eviction policies."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import msgspec
+
+from cachetree.cli.show import show, show_json
+from cachetree.errors import ConfigError
+from cachetree.eviction import POLICIES, Retention
+from cachetree.prefill_cost import SECONDS_PER_TOKEN, PrefillCost
+from cachetree.simulate import (
+    GENERATORS,
+    Outcome,
+    PageNames,
+    generate,
+    read_trace,
+    replay,
+    write_trace,
+)
+
+_GIB = 1 << 30
+_ROW = "{:10} {:>10} {:>12} {:>10} {:>8} {:>10} {:>8} {:>8} {:>7}"
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    simulate = commands.add_parser(
+        "simulate",
+        help="replay a trace of requests under several eviction policies",
+        description="Replay TRACE against the real tree, which counts real bytes and holds none. "
+        "A prompt of t tokens costs seconds-per-token * (t + t²/2 / attention-tokens). With "
+        "--generate, write a trace from a seed instead.",
+    )
+    simulate.add_argument("trace", type=Path, nargs="?", metavar="TRACE", help="JSON lines")
+    simulate.add_argument(
+        "--policy", default=",".join(POLICIES), help="which, with commas (default: %(default)s)"
+    )
+    simulate.add_argument(
+        "--host-gb", type=float, default=32.0, help="memory in GiB (default: %(default)s)"
+    )
+    simulate.add_argument(
+        "--seconds-per-token",
+        type=float,
+        default=SECONDS_PER_TOKEN,
+        help="prefill of a token without attention to others (default: %(default)s)",
+    )
+    simulate.add_argument(
+        "--attention-tokens",
+        type=float,
+        help="how many others cost as much again (default: 6 * the trace's hidden size)",
+    )
+    simulate.add_argument("--json", action="store_true", help="print one line of JSON")
+    simulate.add_argument("--generate", choices=GENERATORS, help="write such a trace to --out")
+    simulate.add_argument("--seed", type=int, default=0, help="of the trace (default: 0)")
+    simulate.add_argument("--out", type=Path, metavar="FILE", help="where the trace goes")
+    simulate.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    if (args.generate is None) != (args.out is None) or (args.trace is None) != bool(args.generate):
+        raise ConfigError("give either a TRACE, or --generate and --out")
+    if args.generate:
+        write_trace(generate(args.generate, args.seed), args.out)
+        return
+    for name in ("host_gb", "seconds_per_token", "attention_tokens"):
+        value = getattr(args, name)
+        if value is not None and not 0 < value < float("inf"):
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}; give a positive number")
+    retentions = [Retention(eviction=name) for name in args.policy.split(",")]
+    trace = read_trace(args.trace)
+    family = trace.header.family
+    cost = PrefillCost.of(family, args.seconds_per_token)
+    if args.attention_tokens is not None:
+        cost = PrefillCost(
+            seconds_per_token=args.seconds_per_token, attention_tokens=args.attention_tokens
+        )
+    names = PageNames(family.page_size)
+    host_bytes = int(args.host_gb * _GIB)
+    outcomes = [replay(trace, names, it, host_bytes, cost) for it in retentions]
+    if args.json:
+        show_json(
+            {
+                "trace": args.trace.name,
+                "host_gb": args.host_gb,
+                "seconds_per_token": cost.seconds_per_token,
+                "attention_tokens": cost.attention_tokens,
+                "outcomes": [_fields(outcome) for outcome in outcomes],
+            }
+        )
+        return
+    heads = ("token hits", "request hits", "saved s", "of all", "evictions", "GB", "refused")
+    show(_ROW.format("policy", *heads, "wall s"))
+    for outcome in outcomes:
+        show(_row(outcome))
+
+
+def _fields(outcome: Outcome) -> dict[str, object]:
+    return {
+        **msgspec.structs.asdict(outcome),
+        "token_hit_rate": outcome.token_hit_rate,
+        "request_hit_rate": outcome.request_hit_rate,
+    }
+
+
+def _row(outcome: Outcome) -> str:
+    return _ROW.format(
+        outcome.policy,
+        f"{outcome.token_hit_rate:.1%}",
+        f"{outcome.request_hit_rate:.1%}",
+        f"{outcome.saved_s:.1f}",
+        f"{outcome.saved_s / outcome.prefill_s:.1%}",
+        outcome.num_evictions,
+        f"{outcome.num_evicted_bytes / 1e9:.0f}",
+        outcome.num_refused,
+        f"{outcome.wall_s:.2f}",
+    )

@@ -1,0 +1,18 @@
+"""What each eviction policy would have kept: traces of requests, replayed against real trees."""
+
+from cachetree.simulate.generate import GENERATORS, generate
+from cachetree.simulate.replay import Outcome, replay
+from cachetree.simulate.trace import Header, PageNames, Request, Trace, read_trace, write_trace
+
+__all__ = [
+    "GENERATORS",
+    "Header",
+    "Outcome",
+    "PageNames",
+    "Request",
+    "Trace",
+    "generate",
+    "read_trace",
+    "replay",
+    "write_trace",
+]

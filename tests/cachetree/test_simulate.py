@@ -1,0 +1,187 @@
+"""Traces are read strictly, made alike every time, and replayed into numbers that add up."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from cachetree.cli import main
+from cachetree.errors import ConfigError
+from cachetree.eviction import POLICIES, Retention
+from cachetree.prefill_cost import PrefillCost
+from cachetree.simulate import (
+    GENERATORS,
+    Header,
+    Outcome,
+    PageNames,
+    Request,
+    Trace,
+    generate,
+    read_trace,
+    replay,
+    write_trace,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+TRACES = ROOT / "benchmarks/traces"
+FAMILY = msgspec.structs.replace(
+    generate("multi_agent", 0).header.family,
+    num_layers=1,
+    hidden_size=4,
+    num_kv_heads=1,
+    head_dim=1,
+    page_size=10,
+)
+PAGE_BYTES = FAMILY.kv_page_bytes
+HEADER = msgspec.json.encode(Header(family=FAMILY)).decode()
+COST = PrefillCost(seconds_per_token=1.0, attention_tokens=100.0)
+LINE = '{"at_s": 1, "model": "m", "prompt": [["a", 10]]}'
+
+
+def a_replay(prompts: list[tuple[str, tuple[tuple[str, int], ...]]], num_pages: int) -> Outcome:
+    requests = [Request(at_s=float(i), model=m, prompt=it) for i, (m, it) in enumerate(prompts)]
+    trace = Trace(header=Header(family=FAMILY), requests=requests)
+    return replay(trace, PageNames(10), Retention(), num_pages * PAGE_BYTES, COST)
+
+
+def test_a_hit_is_the_models_own_prefix_in_whole_pages() -> None:
+    outcome = a_replay(
+        [
+            ("m", (("a", 25), ("b", 20))),  # 4 pages
+            ("m", (("a", 25), ("b", 10), ("c", 10))),  # 3 of them, though a page has a and b
+            ("n", (("a", 25), ("b", 20))),  # another model's are no hit
+            ("m", (("b", 20),)),  # nor is a segment at another place
+        ],
+        100,
+    )
+    assert (outcome.num_requests, outcome.num_hits) == (4, 1)
+    assert (outcome.num_tokens, outcome.num_hit_tokens) == (45 * 3 + 20, 30)
+    assert outcome.num_evictions == outcome.num_refused == 0
+    # Token t costs 1 + t / 100.
+    assert outcome.saved_s == pytest.approx(30 + 30 * 30 / 200)
+    assert outcome.prefill_s == pytest.approx(3 * (45 + 45 * 45 / 200) + 20 + 20 * 20 / 200)
+
+
+def test_evictions_and_refusals_are_counted() -> None:
+    outcome = a_replay(
+        [("m", ((name, 20),)) for name in "abca"] + [("m", (("long", 50),))], num_pages=4
+    )
+    assert (outcome.num_evictions, outcome.num_evicted_bytes) == (2, 4 * PAGE_BYTES)
+    assert (outcome.num_hits, outcome.num_refused) == (0, 1)
+
+
+def test_segments_of_one_name_begin_alike() -> None:
+    names = PageNames(10)
+    short, long = names.of((("a", 20),)), names.of((("a", 30), ("b", 5)))
+    assert (len(short), len(long)) == (2, 3)
+    assert long[:2] == short
+    assert names.of((("a", 25), ("b", 5)))[2] != long[2]
+    assert names.of((("a1", 10),)) != names.of((("a", 10),))
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_the_shipped_traces_are_what_the_generator_makes(name: str, tmp_path: Path) -> None:
+    shipped = TRACES / f"{name}.jsonl"
+    made = tmp_path / "made.jsonl"
+    assert main(["simulate", "--generate", name, "--seed", "0", "--out", str(made)]) == 0
+    assert made.read_bytes() == shipped.read_bytes()
+    assert shipped.stat().st_size < 300_000
+    assert read_trace(shipped) == Trace(
+        header=read_trace(shipped).header, requests=generate(name, 0).requests
+    )
+    assert generate(name, 1).requests != generate(name, 0).requests
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        ([], "has no requests"),
+        ([HEADER], "has no requests"),
+        ([LINE], "line 1: .*unknown field `at_s`"),
+        ([HEADER.replace('"version":1', '"version":2'), LINE], r"line 1: .*\$.version"),
+        ([HEADER, LINE, "{"], "line 3: "),
+        ([HEADER, LINE.replace("model", "modell")], "line 2: .*modell"),
+        ([HEADER, LINE.replace("10", "0")], "line 2: .*>= 1"),
+        ([HEADER, LINE.replace("10", "1e99")], "line 2: .*int"),
+        ([HEADER, LINE.replace("10", "9999999")], "line 2: .*<= 2097152"),
+        ([HEADER, LINE.replace('["a", 10]', ", ".join(['["a", 2097152]'] * 2))], "line 2: .*more"),
+        ([HEADER, LINE.replace('["a", 10]', "")], "line 2: .*length >= 1"),
+        ([HEADER, LINE.replace('["a", 10]', ", ".join(['["a", 1]'] * 1025))], "length <= 1024"),
+        ([HEADER, LINE.replace('"m"', f'"{"m" * (1 << 20)}"')], "line 2 is longer than"),
+        ([HEADER, LINE, LINE.replace("1,", "0.5,", 1)], "line 3: at_s is 0.5, before the 1.0"),
+        ([HEADER, LINE.replace("1,", "NaN,", 1)], "line 2: "),
+    ],
+)
+def test_a_bad_trace_is_refused_with_its_line(lines: list[str], words: str, tmp_path: Path) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text("".join(f"{line}\n" for line in lines))
+    with pytest.raises(ConfigError, match=words) as refusal:
+        read_trace(path)
+    assert str(path) in str(refusal.value)
+
+
+def test_what_is_written_can_be_read(tmp_path: Path) -> None:
+    trace = generate("multi_lora", 7)
+    write_trace(trace, tmp_path / "t.jsonl")
+    assert read_trace(tmp_path / "t.jsonl") == Trace(
+        header=trace.header, requests=list(trace.requests)
+    )
+    with pytest.raises(ConfigError, match="missing"):
+        read_trace(tmp_path / "missing")
+
+
+def test_the_command_prints_a_row_or_a_field_for_each(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text(f"{HEADER}\n{LINE}\n{LINE}\n")
+    assert main(["simulate", str(path), "--policy", "lru,value", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert [it["policy"] for it in printed["outcomes"]] == ["lru", "value"]
+    assert {it["token_hit_rate"] for it in printed["outcomes"]} == {0.5}
+    assert printed["attention_tokens"] == 24
+    flags = ["--seconds-per-token", "1", "--attention-tokens", "5", "--policy", "s3fifo"]
+    assert main(["simulate", str(path), *flags]) == 0
+    head, row = capsys.readouterr().out.splitlines()
+    assert head.split()[0] == "policy"
+    assert row.split()[:5] == ["s3fifo", "50.0%", "50.0%", "20.0", "50.0%"]
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ([], "either a TRACE"),
+        (["t.jsonl", "--out", "x"], "either a TRACE"),
+        (["t.jsonl", "--generate", "multi_lora", "--out", "x"], "either a TRACE"),
+        (["t.jsonl", "--policy", "lru,mru"], "eviction is 'mru'"),
+        (["t.jsonl", "--host-gb", "0"], "--host-gb is 0.0"),
+        (["t.jsonl"], "t.jsonl cannot be read"),
+        (["--generate", "multi_lora", "--out", "/no/such/folder/t"], "cannot be written"),
+    ],
+)
+def test_bad_arguments_are_refused_in_one_line(
+    args: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["simulate", *args]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert words in line
+
+
+def test_readme_shows_what_the_replay_gives() -> None:
+    readme = (ROOT / "README.md").read_text()
+    rows = re.findall(r"^\| `(\w+)`, (\d+) GiB \|(.*)\|$", readme, re.MULTILINE)
+    assert {name for name, _, _ in rows} == set(GENERATORS)
+    for name, host_gb, cells in rows:
+        trace = read_trace(TRACES / f"{name}.jsonl")
+        names = PageNames(trace.header.family.page_size)
+        cost = PrefillCost.of(trace.header.family)
+        shown = [cell.strip() for cell in cells.split("|")]
+        for policy, cell in zip(POLICIES, shown, strict=True):
+            it = replay(trace, names, Retention(eviction=policy), int(host_gb) << 30, cost)
+            assert cell.strip("*") == f"{it.token_hit_rate:.1%}, {it.saved_s:.0f} s".replace(
+                "%", " %"
+            ), (name, host_gb, policy)
