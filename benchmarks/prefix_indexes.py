@@ -24,6 +24,7 @@ from cachetree import (
     Retention,
 )
 from cachetree.eviction import POLICIES
+from cachetree.memory import Plain
 from cachetree.transport.wire import split_pages
 
 FAMILY = Family(
@@ -183,7 +184,7 @@ class Ours:
         self._tree = CacheTree(
             FAMILY,
             host_bytes=num_models * num_pages * PAGE_BYTES,
-            allocate=lambda num_bytes: NO_MEMORY,
+            memory=Plain(lambda num_bytes: NO_MEMORY),
             retention=Retention(eviction=eviction),
         )
         self._newcomer: Reservation | None = None

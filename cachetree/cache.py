@@ -13,6 +13,7 @@ from typing import Final, TypeVar
 
 import msgspec
 
+from cachetree.arena import memory_of
 from cachetree.budget import Budget, BudgetedStaging
 from cachetree.clock import Clock, Deadline
 from cachetree.disk import DiskConfig, DiskStatus, DiskTier
@@ -181,7 +182,7 @@ class Cache:
         self.tree: Final = CacheTree(
             family,
             host_bytes=config.host_bytes,
-            allocate=allocate,
+            memory=memory_of(config.host_bytes, allocate),
             clock=clock,
             retention=config.retention,
         )
@@ -214,6 +215,7 @@ class Cache:
         except ConfigError:
             self._close_transport()
             self._close_tiers()
+            self.tree.memory.close()
             raise
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="cachetree-copy")
 
@@ -343,6 +345,7 @@ class Cache:
         self._close_transport()
         self._copier.shutdown(cancel_futures=False)
         self._close_tiers()
+        self.tree.memory.close()
 
     def __enter__(self) -> Cache:
         return self

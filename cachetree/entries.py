@@ -152,6 +152,11 @@ class LocalEntry:
         return above.local[self.model] if above and above.num_pages else None
 
     @property
+    def pages(self) -> Span:
+        """Which pages of the slab they are."""
+        return Span(self.first, self.first + self.node.num_pages)
+
+    @property
     def is_evictable(self) -> bool:
         return not (self.num_children or self.holds)
 
@@ -159,11 +164,11 @@ class LocalEntry:
     def num_bytes(self) -> int:
         return self.node.num_pages * self.slab.layout.page_bytes
 
-    def slabs_above(self) -> Iterator[Slab]:
+    def runs_above(self) -> Iterator[tuple[Slab, Span]]:
         """The memory of this entry and of all that have to stay while it does."""
         entry: LocalEntry | None = self
         while entry is not None:
-            yield entry.slab
+            yield entry.slab, entry.pages
             entry = entry.parent
 
     def part(self, start: int, stop: int) -> Segment:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from math import inf
 from typing import Final
@@ -10,10 +10,11 @@ from typing import Final
 from cachetree.clock import Deadline
 from cachetree.entries import Hold
 from cachetree.errors import PinRefused
-from cachetree.ids import ModelId, PageHash
-from cachetree.slab import Slab
-from cachetree.trie import PageTrie, depth_of
+from cachetree.ids import ModelId, PageHash, Span
+from cachetree.slab import Slab, kept_bytes
+from cachetree.trie import PageTrie, Piece, depth_of
 
+Run = tuple[Slab, Span]
 PinName = tuple[ModelId | None, PageHash]
 """The model, None for all of them, and the last page of the prefix."""
 
@@ -23,7 +24,7 @@ class Pin:
     """One pinned prefix."""
 
     hold: Hold
-    slabs: Set[Slab]
+    runs: Set[Run]
     """All memory that it keeps."""
     deadline: Deadline | None
     """None: until it is taken away."""
@@ -34,7 +35,7 @@ class Pins:
 
     def __init__(self, trie: PageTrie, max_bytes: int) -> None:
         self.num_bytes = 0
-        self.slabs: Set[Slab] = frozenset()
+        self.runs: Set[Run] = frozenset()
         self._trie = trie
         self._max_bytes: Final = max_bytes
         self._pins: dict[PinName, Pin] = {}
@@ -50,11 +51,9 @@ class Pins:
         places = {each: place for each, place in found.items() if place is not None}
         if not places:
             return {}, None
-        slabs = {
-            slab for each, place in places.items() for slab in place.node.local[each].slabs_above()
-        }
+        runs = {run for each, place in places.items() for run in _runs_of(each, place)}
         name = model, pages[-1]
-        self._check(name, slabs)
+        self._check(name, runs)
         depths = {each: depth_of(place) for each, place in places.items()}
         hold = Hold(max(depths.values()))
         for each, depth in depths.items():
@@ -63,7 +62,7 @@ class Pins:
             self._trie.split(end.node, end.stop)  # What follows is not kept.
             hold.add(end.node.local[each])
         replaced = self.unpin(model, pages)
-        self._pins[name] = Pin(hold=hold, slabs=slabs, deadline=deadline)
+        self._pins[name] = Pin(hold=hold, runs=runs, deadline=deadline)
         self._count()
         return depths, replaced
 
@@ -82,20 +81,20 @@ class Pins:
         self._count()
         return holds
 
-    def _check(self, name: PinName, slabs: Set[Slab]) -> None:
-        """Raise PinRefused where a pin of this name must not keep `slabs`."""
-        others = {slab for key, pin in self._pins.items() if key != name for slab in pin.slabs}
-        num_bytes = _bytes_of(others | slabs)
+    def _check(self, name: PinName, runs: Set[Run]) -> None:
+        """Raise PinRefused where a pin of this name must not keep `runs`."""
+        others = {run for key, pin in self._pins.items() if key != name for run in pin.runs}
+        num_bytes = kept_bytes(others | runs)
         if num_bytes > self._max_bytes:
             raise PinRefused(
-                f"pins would keep {num_bytes} bytes, {num_bytes - _bytes_of(others)} of them for "
+                f"pins would keep {num_bytes} bytes, {num_bytes - kept_bytes(others)} of them for "
                 f"this one, and may keep {self._max_bytes}; unpin something, or raise "
                 "max_pinned_share or the budget"
             )
 
     def _count(self) -> None:
-        self.slabs = {slab for pin in self._pins.values() for slab in pin.slabs}
-        self.num_bytes = _bytes_of(self.slabs)
+        self.runs = {run for pin in self._pins.values() for run in pin.runs}
+        self.num_bytes = kept_bytes(self.runs)
         self._next_s = min(map(_at, self._pins.values()), default=inf)
 
 
@@ -103,5 +102,9 @@ def _at(pin: Pin) -> float:
     return pin.deadline.at_s if pin.deadline else inf
 
 
-def _bytes_of(slabs: Iterable[Slab]) -> int:
-    return sum(slab.num_bytes for slab in slabs)
+def _runs_of(model: ModelId, place: Piece) -> Iterator[Run]:
+    """The memory of the pages from the root to the end of `place`."""
+    entry = place.node.local[model]
+    yield entry.slab, Span(entry.first, entry.first + place.stop)
+    if entry.parent is not None:
+        yield from entry.parent.runs_above()

@@ -1,15 +1,19 @@
-"""Host memory of the tree: one allocation per reservation, cut into runs of pages."""
+"""Host memory of the tree: one loan per reservation, cut into runs of pages."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from cachetree.errors import StaleEntry
 from cachetree.family import Family
 from cachetree.ids import Span
+from cachetree.memory import NO_MEMORY, Memory
 from cachetree.plan import Kind, Step
-from cachetree.staging import Allocate
+from cachetree.ranges import Ranges
+
+_NOTHING: Final = Ranges()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,39 +62,89 @@ class Layout:
             raise StaleEntry(f"these pages are kept without E of layer {step.layer}")
         return Span(base + pages.start * page_bytes, base + pages.stop * page_bytes)
 
+    def ranges_of(self, pages: Span) -> Iterator[Span]:
+        """The bytes of `pages` of every kind at every layer."""
+        for layer in range(self.num_layers):
+            yield self.range_of(Step(Kind.KV, layer), pages)
+        for layer in self.e_layers:
+            yield self.range_of(Step(Kind.E, layer), pages)
+
 
 class Slab:
-    """One allocation. It is given back as a whole when its last live page goes.
+    """The memory of one reservation, given back page by page as far as its memory's units allow.
 
-    Memory is never used twice: a reader that still has a view when the slab is dropped keeps
-    reading the same bytes.
+    Bytes that somebody views are never written again: a reader that still has a view when its
+    pages are dropped keeps reading the same ones.
     """
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, memory: Memory) -> None:
         self.layout = layout
-        self.num_bytes = layout.num_bytes
-        self.num_live_pages = layout.num_pages
-        self._memory = memoryview(b"")
+        self.num_bytes = memory.size_of(layout.num_bytes)
+        """What it takes now, or will once it is filled."""
+        self._memory = memory
+        self._loan = NO_MEMORY
+        self._num_kept_pages = layout.num_pages
+        self._dropped: Ranges = _NOTHING
+        """Pages, if only some of them are needed no more."""
+        self._held: Ranges = _NOTHING
+        """Bytes of the loan that are not given back, if only some of them are."""
 
-    def fill(self, allocate: Allocate) -> None:
-        """Get the memory; may block, so it is called without the tree's lock."""
-        self._memory = allocate(self.num_bytes)
+    def fill(self) -> None:
+        """Get the memory; may block, so it is called without the tree's lock. Raises NoRoom."""
+        self._loan = self._memory.take(self.layout.num_bytes)
 
     def view(self, step: Step, pages: Span) -> memoryview:
         where = self.layout.range_of(step, pages)
-        return self._memory[where.start : where.stop]
+        return self._loan[where.start : where.stop]
 
     @property
     def whole(self) -> memoryview:
-        return self._memory
+        return self._loan
 
-    def drop_pages(self, num_pages: int) -> int:
-        """Count pages out; returns the bytes given back, 0 while others live."""
-        self.num_live_pages -= num_pages
-        if self.num_live_pages:
-            return 0
-        self._memory = memoryview(b"")
-        return self.num_bytes
+    def drop_pages(self, pages: Span) -> int:
+        """These are needed no more; returns the bytes given back."""
+        self._num_kept_pages -= len(pages)
+        unit, size = self._memory.unit_bytes, self._memory.size_of(self.layout.num_bytes)
+        if self._held is _NOTHING and (not self._num_kept_pages or unit <= size):
+            self._dropped, self._held = Ranges(), Ranges(Span(0, size))
+        parts: list[Span] = []
+        if not self._num_kept_pages:
+            parts = self._held.take_out(Span(0, size))
+        elif unit <= size:
+            self._dropped.add(pages)
+            for run in self.layout.ranges_of(self._dropped.around(pages.start)):
+                first, last = -(-run.start // unit), run.stop // unit
+                parts += self._held.take_out(Span(first * unit, max(first, last) * unit))
+        if parts and self._loan:
+            rest = self._memory.give_back(self._loan, parts)
+            self._loan = rest if self._num_kept_pages else NO_MEMORY
+        num_bytes = sum(map(len, parts))
+        self.num_bytes -= num_bytes
+        return num_bytes
+
+    def least_bytes(self, kept: Iterable[Span]) -> int:
+        """What dropping all but some runs of pages leaves at most."""
+        unit = self._memory.unit_bytes
+        if unit > self.num_bytes:
+            return self.num_bytes
+        runs = Ranges()
+        for pages in kept:
+            runs.take_out(pages)
+            runs.add(pages)
+        # A unit across the border of two layers stays with the slab.
+        num_bytes = unit * (self.layout.num_layers + len(self.layout.e_layers) + 1)
+        for pages in runs:
+            for part in self.layout.ranges_of(pages):
+                num_bytes += -(-part.stop // unit) * unit - part.start // unit * unit
+        return min(num_bytes, self.num_bytes)
+
+
+def kept_bytes(runs: Iterable[tuple[Slab, Span]]) -> int:
+    """What is held at most once all pages but these are dropped."""
+    by_slab: dict[Slab, list[Span]] = {}
+    for slab, pages in runs:
+        by_slab.setdefault(slab, []).append(pages)
+    return sum(slab.least_bytes(kept) for slab, kept in by_slab.items())
 
 
 @dataclass(frozen=True, slots=True)

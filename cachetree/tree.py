@@ -12,11 +12,11 @@ from cachetree.clock import Clock, Deadline
 from cachetree.entries import Change, EReach, Hold, LocalEntry, Match, Node
 from cachetree.eviction import Eviction, Expiry, Retention, make_policy
 from cachetree.family import Family
-from cachetree.ids import LOCAL, Location, ModelId, PageHash
+from cachetree.ids import LOCAL, Location, ModelId, PageHash, Span
 from cachetree.lease import Lease, Reservation
+from cachetree.memory import PAGEABLE, Memory, NoRoom
 from cachetree.pins import Pins
-from cachetree.slab import Layout, Slab
-from cachetree.staging import Allocate, pageable
+from cachetree.slab import Layout, Slab, kept_bytes
 from cachetree.trie import PageTrie, depth_of
 
 Listener = Callable[[Change], None]
@@ -39,13 +39,13 @@ class CacheTree:
         family: Family,
         *,
         host_bytes: int,
-        allocate: Allocate = pageable,
+        memory: Memory = PAGEABLE,
         clock: Clock = time.monotonic,
         retention: Retention = _LRU,
     ) -> None:
         self.family: Final = family
         self.host_bytes: Final = host_bytes
-        self._allocate = allocate
+        self.memory: Final = memory
         self._clock = clock
         self._lock = threading.Lock()
         policy = make_policy(retention.eviction, family, host_bytes)
@@ -118,7 +118,7 @@ class CacheTree:
             last = self._trie.last_local(model, place, pages)
             skipped = depth_of(last) - depth_of(place)
             new = tuple(pages[skipped:])
-            slab = Slab(Layout.of(self.family, len(new), sorted(set(e_layers))))
+            slab = Slab(Layout.of(self.family, len(new), sorted(set(e_layers))), self.memory)
             hold = Hold(depth_of(last))
             before = pages[skipped - 1] if skipped else parent
             reservation = Reservation(model, before, new, skipped, slab, hold, self._end)
@@ -133,7 +133,10 @@ class CacheTree:
                 return None
             self._num_bytes += slab.num_bytes
         try:
-            slab.fill(self._allocate)
+            slab.fill()
+        except NoRoom:
+            reservation.release()
+            return None
         except BaseException:
             reservation.release()
             raise
@@ -362,7 +365,7 @@ class CacheTree:
             self._open.discard(reservation)
             num_kept = self._publish(reservation) if is_commit else 0
             self._let_go(reservation.hold)
-            self._drop_pages(reservation.slab, len(reservation.pages) - num_kept)
+            self._drop_pages(reservation.slab, Span(0, len(reservation.pages) - num_kept))
 
     def _end_lease(self, lease: Lease) -> None:
         with self._lock:
@@ -426,15 +429,14 @@ class CacheTree:
         return True
 
     def _unfreeable_bytes(self) -> int:
-        """Bytes of open reservations and of slabs with a page that is held or above a held one."""
-        slabs = {reservation.slab for reservation in self._open}
+        """What open reservations take, and pages that are held or above a held one, at most."""
+        runs = {(it.slab, Span(0, len(it.pages))) for it in self._open} | self._pins.runs
         holds = [lease.hold for lease in self._leases]
         holds += [reservation.hold for reservation in self._open]
         for hold in holds:
             for entry in hold.entries:
-                slabs.update(entry.slabs_above())
-        pinned = self._pins.slabs
-        return self._pins.num_bytes + sum(it.num_bytes for it in slabs if it not in pinned)
+                runs.update(entry.runs_above())
+        return kept_bytes(runs)
 
     def _evict_until(self, is_enough: Callable[[], bool], victims: Iterator[LocalEntry]) -> None:
         evicted: list[Node] = []
@@ -452,13 +454,13 @@ class CacheTree:
         self.num_evictions += 1
         del entry.node.local[entry.model]
         self._num_pages -= entry.node.num_pages
-        self._drop_pages(entry.slab, entry.node.num_pages)
+        self._drop_pages(entry.slab, entry.pages)
         if change is not None:
             self._notify(change)
 
-    def _drop_pages(self, slab: Slab, num_pages: int) -> None:
-        if num_pages:
-            self._num_bytes -= slab.drop_pages(num_pages)
+    def _drop_pages(self, slab: Slab, pages: Span) -> None:
+        if len(pages):
+            self._num_bytes -= slab.drop_pages(pages)
 
     def _notify(self, change: Change) -> None:
         for listener in self._listeners:

@@ -17,7 +17,6 @@ from cachetree.eviction import POLICIES, Retention
 from cachetree.eviction.leaf_heap import LeafHeap
 from cachetree.eviction.value import HALF_LIFE
 from cachetree.ids import PageHash
-from cachetree.staging import pageable
 from cachetree.tree import CacheTree
 
 SIZE = 20
@@ -332,7 +331,6 @@ def test_what_nobody_uses_goes_in_time(policy: str) -> None:
         FAMILY,
         host_bytes=100 * PAGE,
         clock=clock,
-        allocate=pageable,
         retention=Retention(eviction=policy, ttl_s=10),
     )
     store(tree, A, "ab")

@@ -13,6 +13,7 @@ from cachetree.entries import Change, Match
 from cachetree.errors import StaleEntry
 from cachetree.family import Family
 from cachetree.ids import LOCAL, Location, ModelId, PageHash, Span
+from cachetree.memory import Plain
 from cachetree.staging import pageable
 from cachetree.tree import CacheTree
 
@@ -146,7 +147,7 @@ def test_a_failed_allocation_leaves_nothing_behind() -> None:
     def refuse(num_bytes: int) -> memoryview:
         raise MemoryError(num_bytes)
 
-    tree = CacheTree(FAMILY, host_bytes=100 * PAGE, allocate=refuse)
+    tree = CacheTree(FAMILY, host_bytes=100 * PAGE, memory=Plain(refuse))
     with pytest.raises(MemoryError):
         tree.reserve(A, None, path("ab"), [])
     assert tree.num_bytes == 0
@@ -200,7 +201,7 @@ def test_a_split_keeps_every_byte_and_copies_none() -> None:
         allocated.append(num_bytes)
         return pageable(num_bytes)
 
-    tree = CacheTree(FAMILY, host_bytes=100 * PAGE, allocate=allocate)
+    tree = CacheTree(FAMILY, host_bytes=100 * PAGE, memory=Plain(allocate))
     store(tree, A, "abcdef", e_layers=[2])
     before = tree.lease(A, path("abcdef"), "before", far_future())
     assert before is not None

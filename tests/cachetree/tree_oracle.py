@@ -26,6 +26,7 @@ from cachetree.family import Family
 from cachetree.hashing import page_hashes
 from cachetree.ids import LOCAL, Location, ModelId, PageHash
 from cachetree.lease import Lease, Reservation
+from cachetree.memory import Plain
 from cachetree.tree import CacheTree
 
 NAMES = ("base", "adapter")
@@ -118,7 +119,7 @@ class Mirror:
             self.family,
             host_bytes=self.budget,
             clock=self.clock,
-            allocate=self.allocate,
+            memory=Plain(self.allocate),
             retention=self.retention,
         )
         for name in NAMES:
