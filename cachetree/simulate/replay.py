@@ -9,6 +9,7 @@ import msgspec
 from cachetree.entries import Change
 from cachetree.eviction import Retention
 from cachetree.ids import LOCAL, ModelId
+from cachetree.memory import Plain
 from cachetree.prefill_cost import PrefillCost
 from cachetree.simulate.trace import PageNames, Trace
 from cachetree.tree import CacheTree
@@ -65,7 +66,7 @@ def replay(
     tree = CacheTree(
         family,
         host_bytes=host_bytes,
-        allocate=lambda num_bytes: _NO_MEMORY,
+        memory=Plain(lambda num_bytes: _NO_MEMORY),
         clock=clock,
         retention=retention,
     )
