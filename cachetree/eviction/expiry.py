@@ -38,7 +38,6 @@ class Expiry:
     def split(self, head: LocalEntry, tail: LocalEntry) -> None:
         self._policy.split(head, tail)
         tail.used_at_s = head.used_at_s
-        self._heap.split(head, tail)
 
     def remove(self, entry: LocalEntry) -> None:
         self._policy.remove(entry)

@@ -32,10 +32,6 @@ class LeafHeap:
             self._queued[entry] = key
             heappush(self._heap, self._item(key, entry))
 
-    def split(self, head: LocalEntry, tail: LocalEntry) -> None:
-        if head in self._queued:
-            self.put(tail)
-
     def drop(self, entry: LocalEntry) -> None:
         self._queued.pop(entry, None)
         if len(self._heap) > 2 * len(self._queued) + _SLACK:

@@ -26,7 +26,10 @@ class Eviction(Protocol):
         """Walks ended at these, all at once."""
 
     def split(self, head: LocalEntry, tail: LocalEntry) -> None:
-        """`head` has been cut in two; `tail` is new and has its children, and takes its uses."""
+        """`head` has been cut in two; `tail` is new and has its children, and takes its uses.
+
+        If `tail` may go, `free` says so next.
+        """
 
     def remove(self, entry: LocalEntry) -> None:
         """An entry without children goes. The one above it, which has lost it, may be next."""

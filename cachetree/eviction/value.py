@@ -56,7 +56,6 @@ class ByValue:
 
     def split(self, head: LocalEntry, tail: LocalEntry) -> None:
         tail.hits, head.hits = head.hits, -inf
-        self._heap.split(head, tail)
 
     def remove(self, entry: LocalEntry) -> None:
         self._heap.drop(entry)

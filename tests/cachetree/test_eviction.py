@@ -8,7 +8,19 @@ from collections.abc import Callable
 from typing import Protocol
 
 import pytest
-from test_tree import FAMILY, PAGE, A, B, FakeTime, far_future, make_tree, num_pages, path, store
+from test_tree import (
+    FAMILY,
+    FAR,
+    PAGE,
+    A,
+    B,
+    FakeTime,
+    far_future,
+    make_tree,
+    num_pages,
+    path,
+    store,
+)
 
 from cachetree.clock import Deadline
 from cachetree.entries import Change
@@ -202,6 +214,42 @@ def test_uses_of_what_went_count_for_what_it_hung_on(policy: str) -> None:
     for i in range(7):
         store(tree, A, chr(0x100 + i))
     assert num_pages(tree, A, "ab") >= 1
+
+
+@pytest.mark.parametrize("policy", ["s3fifo", "value"])
+def test_the_tail_of_a_split_node_has_its_uses(policy: str) -> None:
+    tree = policy_tree(policy, 10)
+    store(tree, A, "abcd")
+    for _ in range(3):
+        assert num_pages(tree, A, "abcd") == 4
+    tree.add_remote(FAR, B, None, path("ab"), [])  # cuts it
+    for i in range(9):
+        store(tree, A, chr(0x100 + i))
+    assert num_pages(tree, A, "abcd") == 4
+
+
+@pytest.mark.parametrize("policy", ["slru", "s3fifo"])
+def test_the_tail_of_a_split_node_keeps_its_place(policy: str) -> None:
+    tree = policy_tree(policy, 6)
+    store(tree, A, "x")
+    store(tree, A, "abcd")
+    store(tree, A, "y")
+    tree.add_remote(FAR, B, None, path("ab"), [])
+    store(tree, A, "z")
+    assert [num_pages(tree, A, text) for text in ("x", "abcd")] == [0, 4]
+
+
+@pytest.mark.parametrize("policy", ["slru", "s3fifo"])
+def test_what_was_passed_by_comes_back_to_its_turn(policy: str) -> None:
+    tree = policy_tree(policy, 4)
+    store(tree, A, "a")
+    store(tree, A, "b")
+    lease = tree.lease(A, path("a"), "test", far_future(), is_use=False)
+    assert lease is not None
+    store(tree, A, "xyz")  # passes by a, and takes b
+    lease.release()
+    store(tree, A, "w")
+    assert [num_pages(tree, A, text) for text in ("a", "xyz", "w")] == [0, 3, 1]
 
 
 def test_value_keeps_the_deeper_of_two_that_are_used_alike() -> None:
