@@ -42,6 +42,8 @@ bench: $(INSTALLED)
 	$(BENCH)/serving.py
 	$(BENCH)/transport.py --curve
 	$(BENCH)/tree.py
+	$(BIN)/cachetree simulate benchmarks/traces/multi_agent.jsonl
+	$(BIN)/cachetree simulate benchmarks/traces/multi_lora.jsonl
 	$(BENCH)/disk.py
 	$(BENCH)/compression.py
 	$(BENCH)/profiler.py

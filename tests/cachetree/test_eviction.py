@@ -22,6 +22,7 @@ from test_tree import (
     store,
 )
 
+from cachetree.cache import Cache, CacheConfig
 from cachetree.clock import Deadline
 from cachetree.entries import Change
 from cachetree.errors import ConfigError, PinRefused
@@ -367,6 +368,28 @@ def test_pins_keep_no_more_than_their_share() -> None:
     assert tree.reserve(A, None, path("012345"), []) is None
     store(tree, A, "01234")
     assert num_pages(tree, A, "abc") == 3
+
+
+def test_a_cache_hands_its_settings_on() -> None:
+    with pytest.raises(ConfigError, match="eviction is 'mru'"):
+        CacheConfig(eviction="mru")
+    config = CacheConfig(
+        host_bytes=4 * PAGE, serves=False, eviction="slru", ttl_s=10, max_pinned_share=0.25
+    )
+    clock = FakeTime()
+    with Cache(FAMILY, config, clock=clock) as cache:
+        store(cache.tree, A, "a")
+        assert num_pages(cache.tree, A, "a") == 1
+        for text in "xyzw":
+            store(cache.tree, A, text)
+        assert num_pages(cache.tree, A, "a") == 1  # it was used, and lru would not care
+        assert cache.tree.pin(A, path("a")) == {A: 1}
+        assert cache.status().num_pinned_bytes == PAGE
+        with pytest.raises(PinRefused):
+            cache.tree.pin(A, path("w"))
+        clock.now_s = 10.0
+        cache.tree.sweep()
+        assert cache.tree.num_pages == 1
 
 
 # The time to live.

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from engine_parts import ENV, profile_of
 
+from cachetree.eviction import Retention
 from cachetree.identity import read_model_identity
 from cachetree.profile import write_profile
 from cachetree.transport import write_key_pair
@@ -116,6 +117,13 @@ def test_a_worker_that_is_pushed_to_is_read_from_too(model: Path) -> None:
     assert config.peers == config.stores == (HERE, there)
     assert "push_to" in refusal(model, {"push_to": [there], "host_gb": 0})
     assert "nonsense" in refusal(model, {"push_to": ["nonsense"]})
+
+
+def test_what_stays_in_memory_reaches_the_cache(model: Path) -> None:
+    extra = {"eviction": "value", "ttl_s": 60, "max_pinned_share": 0.25}
+    site = load_site(server_args(model, extra))
+    retention = cache_config(site.settings, site.identity.model_id).retention
+    assert retention == Retention(eviction="value", ttl_s=60, max_pinned_share=0.25)
 
 
 def test_keys_reach_the_cache(model: Path, tmp_path: Path) -> None:
