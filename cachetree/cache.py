@@ -204,7 +204,7 @@ class Cache:
             for make in tiers:
                 self._add_tier(make)
             if config.serves:
-                self._worker = Worker(self.tree, config.worker, clock=clock)
+                self._worker = Worker(self.tree, config.worker, disk=self._disk, clock=clock)
             for address in map(Location, config.peers):
                 self._peers[address] = Peer(
                     self.tree, address, config.peer_at(address), clock=clock

@@ -6,6 +6,7 @@
     ├── AuthenticationError    the keys of two servers do not agree; names the side to change
     ├── ProfileError           a pair profile cannot be read or does not fit the models
     ├── PinRefused             a pin would keep more of the budget than pins may
+    ├── OrderDenied            a worker does not do what an operator told it
     └── FetchError             a fetch ended early; the request it served does a full prefill
         ├── DeadlineExceeded
         ├── Cancelled
@@ -38,6 +39,10 @@ class ProfileError(CacheTreeError):
 
 class PinRefused(CacheTreeError):
     """Pins may not keep so much. The message says how much they have and how much they may."""
+
+
+class OrderDenied(CacheTreeError):
+    """A worker did not do what it was told. The message says why, and what to change."""
 
 
 class FetchError(CacheTreeError):

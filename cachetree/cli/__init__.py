@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from cachetree.cli import ask, keygen, serve, simulate
+from cachetree.cli import ask, bench, keygen, serve, simulate
 from cachetree.errors import CacheTreeError
 
 __all__ = ["main"]
@@ -18,6 +18,7 @@ def main(argv: list[str] | None = None) -> int:
     keygen.add_parser(commands)
     ask.add_parsers(commands)
     simulate.add_parser(commands)
+    bench.add_parser(commands)
     args = parser.parse_args(argv)
     try:
         args.run(args)

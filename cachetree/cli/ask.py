@@ -1,23 +1,41 @@
-"""The commands that ask a worker one thing."""
+"""The commands that ask a worker one thing, or tell it one."""
 
 from __future__ import annotations
 
 import argparse
 import time
+from typing import TypeVar
 
+import msgspec
+
+from cachetree.cli.prefix import add_prefix, is_given, prefix_of
 from cachetree.cli.show import show, show_fields, show_json
 from cachetree.errors import ConfigError
-from cachetree.transport import Credentials, Status, ask_status, credentials_of
+from cachetree.transport import Credentials, ask, credentials_of, verbs
+
+_Answer = TypeVar("_Answer", bound=verbs.ToPeer)
 
 
 def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     for name, text, run in (
         ("status", "what a worker holds", _status),
         ("ping", "whether a worker answers", _ping),
+        ("match", "who has how much of a prompt, and where", _match),
+        ("evict", "drop a prefix with all that begins so, a model, or everything", _evict),
+        ("pin", "keep a prefix in memory", _pin),
+        ("unpin", "end a pin made with the same model and prefix", _unpin),
     ):
         command = commands.add_parser(name, help=text)
         add_worker(command)
         command.set_defaults(run=run)
+        if name not in ("status", "ping"):
+            add_prefix(command)
+        if name in ("evict", "pin", "unpin"):
+            command.add_argument("--model", default="", help="its id; all models without it")
+        if name == "evict":
+            command.add_argument("--all", action="store_true", help="everything that is there")
+        if name == "pin":
+            command.add_argument("--ttl", type=float, metavar="S", help="seconds; for ever without")
 
 
 def add_worker(command: argparse.ArgumentParser) -> None:
@@ -40,19 +58,54 @@ def credentials(args: argparse.Namespace) -> Credentials:
     return credentials_of(args.key_file, args.server_key)
 
 
-def status_of(args: argparse.Namespace) -> Status:
-    return ask_status(args.address, timeout_s=args.timeout, credentials=credentials(args))
+def answer_to(args: argparse.Namespace, question: verbs.ToWorker, kind: type[_Answer]) -> _Answer:
+    return ask(args.address, question, kind, timeout_s=args.timeout, credentials=credentials(args))
+
+
+def _show(args: argparse.Namespace, answer: msgspec.Struct) -> None:
+    (show_json if args.json else show_fields)(answer)
 
 
 def _status(args: argparse.Namespace) -> None:
-    (show_json if args.json else show_fields)(status_of(args))
+    _show(args, answer_to(args, verbs.StatusRequest(), verbs.Status))
 
 
 def _ping(args: argparse.Namespace) -> None:
     begun_at_s = time.monotonic()
-    status = status_of(args)
+    status = answer_to(args, verbs.StatusRequest(), verbs.Status)
     answer_ms = (time.monotonic() - begun_at_s) * 1000
     if args.json:
         show_json({"address": args.address, "epoch": status.epoch, "answer_ms": answer_ms})
     else:
         show(f"{args.address} answered in {answer_ms:.1f} ms")
+
+
+def _match(args: argparse.Namespace) -> None:
+    found = answer_to(args, verbs.Find(pages=prefix_of(args)), verbs.Found)
+    if args.json:
+        show_json(found)
+        return
+    for holding in found.holdings:
+        e = " ".join(f"{layer}:{num}" for layer, num in holding.e_pages.items())
+        show(f"{holding.model} {holding.num_pages} pages at {holding.location}, E {e or 'none'}")
+    if not found.holdings:
+        show("nobody has its first page")
+
+
+def _evict(args: argparse.Namespace) -> None:
+    if args.all and (args.model or is_given(args)):
+        raise ConfigError("give --all, or what to evict; not both")
+    if not (args.all or args.model or is_given(args)):
+        raise ConfigError("say what to evict: a prefix, --model, or --all")
+    pages = prefix_of(args) if is_given(args) else b""
+    _show(args, answer_to(args, verbs.Evict(model=args.model, pages=pages), verbs.Evicted))
+
+
+def _pin(args: argparse.Namespace) -> None:
+    order = verbs.Pin(model=args.model, pages=prefix_of(args), ttl_s=args.ttl)
+    _show(args, answer_to(args, order, verbs.Pinned))
+
+
+def _unpin(args: argparse.Namespace) -> None:
+    order = verbs.Unpin(model=args.model, pages=prefix_of(args))
+    _show(args, answer_to(args, order, verbs.Unpinned))

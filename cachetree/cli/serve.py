@@ -18,8 +18,9 @@ from cachetree.family import Family
 from cachetree.identity import read_model_identity
 from cachetree.monitor import StatusPage, parse_http
 
-_SERVED: Final = {"accepts": True}
-"""What else than by default a worker does that runs alone: it is there to be given entries."""
+_SERVED: Final = {"accepts": True, "admin": ()}
+"""What else than by default a worker does that runs alone: it is there to be given entries, and
+to be looked after."""
 
 
 class CheckpointFamily(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -174,6 +174,32 @@ class DiskStore:
         self._bury(dropped)
         return bool(dropped)
 
+    def evict(self, model: ModelId | None, pages: Sequence[PageHash]) -> None:
+        """Drop what begins with `pages`, and of them what nothing else stands on.
+
+        Of one model, or of all; everything where `pages` is empty.
+        """
+        with self._changed:
+            roots = [it for it in self._index if it.parent is None]
+            models = {it.record.model for it in roots} if model is None else {model}
+            found = [self._index.find(each, pages) for each in models]
+        if not pages:
+            for root in roots:
+                if root.record.model in models:
+                    self.remove(root.record.model, root.record.pages[0])
+        above = set(pages[:-1])
+        for path in found:
+            if pages and sum(len(span) for _, span in path) == len(pages):
+                # An entry goes whole or not at all: others may stand in its middle.
+                for child in tuple(path[-1][0].children):
+                    if child.record.parent not in above:
+                        self.remove(child.record.model, child.record.pages[0])
+                for entry, span in reversed(path):
+                    goes_on = entry is not path[-1][0] and span.stop < len(entry.record.pages)
+                    if entry.children or goes_on:
+                        break
+                    self.remove(entry.record.model, entry.record.pages[0])
+
     def status(self) -> DiskStatus:
         with self._changed:
             there = self._space.segments.values()

@@ -7,7 +7,7 @@ import logging
 import os
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final
@@ -96,6 +96,15 @@ class DiskTier:
     def search(self, pages: Sequence[PageHash]) -> Search:
         """Over: the tree knows of every entry on disk."""
         return Search(Deadline(0.0, self._clock))
+
+    def evict(
+        self, model: ModelId | None, pages: Sequence[PageHash], done: Callable[[int], None]
+    ) -> None:
+        """As `CacheTree.evict`, in a thread that then calls `done` with the bytes given up."""
+        try:
+            self._readers.submit(self._evict, model, pages, done)
+        except RuntimeError:  # The pool is shut down.
+            done(0)
 
     def status(self) -> DiskStatus:
         return msgspec.structs.replace(
@@ -192,6 +201,18 @@ class DiskTier:
             self._store.read(entry, step, span, whole[offset : offset + size])
             staging.land(step, size)
             offset += size
+
+    def _evict(
+        self, model: ModelId | None, pages: Sequence[PageHash], done: Callable[[int], None]
+    ) -> None:
+        freed = 0
+        try:
+            before = self._store.status().num_live_bytes
+            self._store.evict(model, pages)
+            freed = before - self._store.status().num_live_bytes
+        except Exception:
+            log.exception("entries on disk were not evicted")
+        done(freed)
 
     def _warm_up(self) -> None:
         """Read into free memory what was used last, as far as it goes."""

@@ -7,6 +7,7 @@ from typing import Final
 import msgspec
 
 from cachetree.cache import CacheStatus
+from cachetree.transport import PeerState
 
 _STUCK_S: Final = 5.0
 """A worker's thread turns four times a second also where nothing happens."""
@@ -44,6 +45,6 @@ def _complaints(status: CacheStatus) -> list[str]:
     complaints += [
         f"worker {peer.address} failed too often and is left alone for a while"
         for peer in status.peers
-        if peer.state == "resting"
+        if peer.state == PeerState.RESTING.value
     ]
     return complaints

@@ -14,6 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from cachetree.cache import CacheStatus
+from cachetree.transport import PeerState
 
 Sample = tuple[tuple[str, ...], float]
 """The labels' values, and the metric's."""
@@ -134,11 +135,12 @@ def _late(status: CacheStatus) -> Iterator[Sample]:
 
 
 def _peer_ready(status: CacheStatus) -> Iterator[Sample]:
-    return (((peer.address,), float(peer.state == "ready")) for peer in status.peers)
+    return (((peer.address,), float(peer.state == PeerState.READY.value)) for peer in status.peers)
 
 
 def _breaker_open(status: CacheStatus) -> Iterator[Sample]:
-    return (((peer.address,), float(peer.state == "resting")) for peer in status.peers)
+    resting = PeerState.RESTING.value
+    return (((peer.address,), float(peer.state == resting)) for peer in status.peers)
 
 
 def _pushes(status: CacheStatus) -> Iterator[Sample]:

@@ -10,9 +10,9 @@ from cachetree.transport.handshake import (
 from cachetree.transport.keys import write_key_pair
 from cachetree.transport.peer import Peer
 from cachetree.transport.peer_status import PeerState, PeerStatus
-from cachetree.transport.probe import ask_status
+from cachetree.transport.probe import ask, ask_status
 from cachetree.transport.push import Pusher, PusherStatus
-from cachetree.transport.wire import Status
+from cachetree.transport.verbs import Status
 from cachetree.transport.worker import Worker
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "Status",
     "Worker",
     "WorkerConfig",
+    "ask",
     "ask_status",
     "check_peer",
     "check_worker",

@@ -18,6 +18,10 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     may read. None encrypts nothing and lets in everyone who can connect."""
     allowed_peers: tuple[str, ...] = ()
     """Public keys, files of them, or folders of `.pub` files. They are read at start."""
+    admin: tuple[str, ...] | None = None
+    """Who may evict and pin: public keys as in `allowed_peers`, who are let in too. Without a key
+    of this server it is empty, and means everyone on this machine where `listen` is a loopback
+    address. None: nobody."""
     insecure: bool = False
     """Allow an address that other machines can reach without a key. Nothing is encrypted or
     authenticated then."""
@@ -51,6 +55,12 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 "allowed_peers is set, and without a key of this server nobody can be told from "
                 "anybody else; set key_file (`cachetree keygen` makes one), or remove "
                 "allowed_peers"
+            )
+        if self.key_file is None and self.admin:
+            raise ConfigError(
+                "admin lists keys, and without a key of this server nobody can be told from "
+                "anybody else; set key_file, or make admin an empty list, which is everyone on "
+                "this machine"
             )
         if self.key_file is not None and not self.allowed_peers:
             raise ConfigError(

@@ -23,7 +23,7 @@ import zmq
 from cachetree.clock import Clock
 from cachetree.errors import AuthenticationError, CacheTreeError, FetchError
 from cachetree.transport import keys
-from cachetree.transport.address import parse_listen, parse_remote
+from cachetree.transport.address import parse_address, parse_listen, parse_remote
 from cachetree.transport.config import PeerConfig, WorkerConfig
 from cachetree.transport.keys import KeyPair, PublicKey
 
@@ -43,6 +43,8 @@ _ZAP_ENDPOINT: Final = "inproc://zeromq.zap.01"
 _ZAP_VERSION: Final = b"1.0"
 _ZAP_FRAMES: Final = 7
 _DOMAIN: Final = b"cachetree"
+_ADMIN: Final = b"admin"
+"""What libzmq is told of an administrator, and notes on each of their messages."""
 _MAX_ANSWERS: Final = 64
 """Handshakes decided in one turn."""
 
@@ -76,9 +78,15 @@ class Gate(Protocol):
     def answer(self) -> Iterator[Refusal]:
         """Decide the handshakes that wait; never blocks."""
 
+    def is_admin(self, message: zmq.Frame) -> bool:
+        """Whether whoever sent it may give orders."""
+
 
 class OpenGate:
     """Everyone who can reach the socket comes in."""
+
+    def __init__(self, *, obeys: bool) -> None:
+        self._obeys = obeys
 
     def guard(
         self,
@@ -95,6 +103,9 @@ class OpenGate:
     def answer(self) -> Iterator[Refusal]:
         return iter(())
 
+    def is_admin(self, message: zmq.Frame) -> bool:
+        return self._obeys
+
 
 class KeyGate:
     """The holders of some keys come in.
@@ -103,9 +114,15 @@ class KeyGate:
     own, and answers in its own thread. Where no answer comes, nobody gets in.
     """
 
-    def __init__(self, own: KeyPair, allowed: frozenset[PublicKey]) -> None:
+    def __init__(
+        self,
+        own: KeyPair,
+        allowed: frozenset[PublicKey],
+        admins: frozenset[PublicKey] = frozenset(),
+    ) -> None:
         self._own = own
-        self._allowed = frozenset(map(keys.to_bytes, allowed))
+        self._allowed = frozenset(map(keys.to_bytes, allowed | admins))
+        self._admins = frozenset(map(keys.to_bytes, admins))
 
     def guard(
         self,
@@ -136,9 +153,16 @@ class KeyGate:
             refusal = self._judge(frames)
             status, text = (b"400", b"no access") if refusal else (b"200", b"OK")
             request_id = frames[1] if len(frames) > 1 else b""
-            self._asked.send_multipart([_ZAP_VERSION, request_id, status, text, b"", b""])
+            user = _ADMIN if not refusal and frames[-1] in self._admins else b""
+            self._asked.send_multipart([_ZAP_VERSION, request_id, status, text, user, b""])
             if refusal:
                 yield refusal
+
+    def is_admin(self, message: zmq.Frame) -> bool:
+        try:
+            return message.get("User-Id") == _ADMIN.decode()
+        except zmq.ZMQError:  # It has none.
+            return False
 
     def _judge(self, frames: list[bytes]) -> Refusal | None:
         if len(frames) != _ZAP_FRAMES or frames[0] != _ZAP_VERSION:
@@ -153,9 +177,11 @@ class KeyGate:
 def gate_of(config: WorkerConfig) -> Gate:
     """Reads the key files; raises ConfigError."""
     if config.key_file is None:
-        return OpenGate()
+        is_local = parse_address(config.listen, field="listen").is_loopback
+        return OpenGate(obeys=config.admin is not None and is_local)
     allowed = keys.read_public_keys(config.allowed_peers, field="allowed_peers")
-    return KeyGate(keys.read_key_pair(config.key_file), allowed)
+    admins = keys.read_public_keys(config.admin or (), field="admin")
+    return KeyGate(keys.read_key_pair(config.key_file), allowed, admins)
 
 
 def refusal_at_worker(event: int, value: int) -> Refusal | None:

@@ -1,25 +1,38 @@
-"""One question to a worker, for a command line: how are you?"""
+"""One question or order to a worker, and its answer, for a command line."""
 
 from __future__ import annotations
 
 from contextlib import suppress
+from typing import TypeVar
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from cachetree.clock import Deadline
-from cachetree.errors import AuthenticationError, DeadlineExceeded, ProtocolError
-from cachetree.transport import wire
+from cachetree.errors import (
+    AuthenticationError,
+    DeadlineExceeded,
+    OrderDenied,
+    ProtocolError,
+)
+from cachetree.transport import verbs, wire
 from cachetree.transport.address import parse_remote
 from cachetree.transport.handshake import FAILURES, Credentials, Plain
 
+_Answer = TypeVar("_Answer", bound=verbs.ToPeer)
 
-def ask_status(
-    address: str, *, timeout_s: float, credentials: Credentials | None = None
-) -> wire.Status:
+
+def ask(
+    address: str,
+    question: verbs.ToWorker,
+    kind: type[_Answer],
+    *,
+    timeout_s: float,
+    credentials: Credentials | None = None,
+) -> _Answer:
     """Ask the worker at `address`, until one comes up or the time is over.
 
-    Raises ConfigError, AuthenticationError, DeadlineExceeded or ProtocolError.
+    Raises ConfigError, AuthenticationError, DeadlineExceeded, ProtocolError, or OrderDenied.
     """
     remote = parse_remote(address, field="address")
     credentials = credentials or Plain()
@@ -32,7 +45,7 @@ def ask_status(
         monitor = socket.get_monitor_socket(FAILURES)
         socket.connect(remote.url)
         with suppress(zmq.Again):  # A handshake that has failed already; the monitor says why.
-            socket.send(wire.encode(wire.StatusRequest()), zmq.NOBLOCK)
+            socket.send(wire.encode(question), zmq.NOBLOCK)
         poller = zmq.Poller()
         poller.register(socket, zmq.POLLIN)
         poller.register(monitor, zmq.POLLIN)
@@ -48,6 +61,21 @@ def ask_status(
         answer = wire.decode_to_peer(socket.recv(copy=False).buffer)
     finally:
         context.destroy(linger=0)
-    if not isinstance(answer, wire.Status):
+    if isinstance(answer, verbs.Denied):
+        raise OrderDenied(f"{address}: {answer.reason}")
+    if not isinstance(answer, kind):
         raise ProtocolError(f"{address} answered with a {type(answer).__name__}")
     return answer
+
+
+def ask_status(
+    address: str, *, timeout_s: float, credentials: Credentials | None = None
+) -> verbs.Status:
+    """As `ask`: how are you?"""
+    return ask(
+        address,
+        verbs.StatusRequest(),
+        verbs.Status,
+        timeout_s=timeout_s,
+        credentials=credentials,
+    )

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from cachetree.errors import ConfigError, ProtocolError
 from cachetree.ids import Location
-from cachetree.transport import wire
+from cachetree.transport import verbs, wire
 from cachetree.transport.address import Address
 from cachetree.transport.handshake import FAILURES, Gate, Refusal, refusal_at_worker
 from cachetree.transport.wakeup import Wakeup
@@ -21,6 +21,18 @@ _KEEPALIVE_PROBES: Final = 3
 
 
 _NOTHING: Final = memoryview(b"")
+
+
+class Received(NamedTuple):
+    """One message of a peer."""
+
+    identity: bytes
+    message: wire.ToWorker | ProtocolError
+    """Or what is wrong with it."""
+    payload: memoryview
+    """Empty for all but a `Frame`."""
+    is_admin: bool
+    """Whether it is an order of someone who may give it."""
 
 
 class PeerGone(Exception):
@@ -86,11 +98,8 @@ class Router:
             elif refusal := refusal_at_worker(event["event"], event["value"]):
                 self._refusals.append(refusal)
 
-    def receive(self) -> Iterator[tuple[bytes, wire.ToWorker | ProtocolError, memoryview]]:
-        """What has arrived, as (identity, message or what is wrong with it, payload).
-
-        The payload is empty for all but a `Frame`.
-        """
+    def receive(self) -> Iterator[Received]:
+        """What has arrived."""
         for _ in range(_MAX_RECEIVED):
             try:
                 identity = self._socket.recv(zmq.NOBLOCK)
@@ -107,7 +116,8 @@ class Router:
                 received: wire.ToWorker | ProtocolError = _read(header.buffer, payload, num_frames)
             except ProtocolError as exc:
                 received = exc
-            yield identity, received, payload
+            is_admin = isinstance(received, verbs.Order) and self._gate.is_admin(header)
+            yield Received(identity, received, payload, is_admin)
 
     def send(self, identity: bytes, message: wire.ToPeer) -> bool:
         """False where the peer's queue is full; raises PeerGone."""

@@ -19,8 +19,8 @@ A header ends with a checksum of its own: without it a flipped bit could name an
                               ◄──         Credit ..., Stored          or StoreRefused
     Ping                      ──► Pong                                both notice silence, and
                                                                       the peer what got lost
-    StatusRequest             ──►
-                              ◄──         Status
+    one of `verbs.ToWorker`   ──►                                     also without a session
+                              ◄──         one of `verbs.ToPeer`
     Bye                       ◄──►        Bye                         the session is over
 
 Unknown fields are ignored, unknown tags are refused. Nothing here opens a socket.
@@ -39,6 +39,7 @@ from cachetree.errors import DeadlineExceeded, FetchError, ProtocolError, StaleE
 from cachetree.family import Family
 from cachetree.ids import PAGE_HASH_BYTES, PageHash
 from cachetree.plan import Kind, Step
+from cachetree.transport import verbs
 
 PROTOCOL_VERSION: Final = 3
 
@@ -221,45 +222,7 @@ class Bye(msgspec.Struct, frozen=True, kw_only=True, tag="bye"):
     reason: str
 
 
-class StatusRequest(msgspec.Struct, frozen=True, tag="status_request"):
-    """Allowed without a session."""
-
-
-class Status(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
-    """A worker in numbers."""
-
-    version: int
-    epoch: int
-    model: str
-    num_bytes: int
-    host_bytes: int
-    num_pages: int
-    pages_by_model: dict[str, int]
-    num_peers: int
-    num_streams: int
-    num_fetches: int
-    num_failed_fetches: int
-    num_sent_bytes: int
-    num_protocol_errors: int
-    num_refused_peers: int
-    num_failed_handshakes: int = 0
-    """Connections that ended before a message passed: no key, an unknown key, another server's."""
-    num_open_stores: int = 0
-    num_stores: int = 0
-    """Asked for, those of pages that are here already included."""
-    num_refused_stores: int = 0
-    num_received_bytes: int = 0
-    fetches_by_outcome: dict[str, int] = {}
-    """Those that ended: `ok`, a key of `FETCH_ERRORS`, `cancelled`, or `lost` with their peer."""
-    stores_by_outcome: dict[str, int] = {}
-    """`stored`, `known`, or a value of `Refused`."""
-    hits: dict[str, int] = {}
-    """Fetches whose pages were all there, by tier."""
-    misses: dict[str, int] = {}
-    family: Family | None = None
-
-
-ToWorker = Hello | Subscribe | Fetch | Store | Frame | Credit | Cancel | Ping | Bye | StatusRequest
+ToWorker = Hello | Subscribe | Fetch | Store | Frame | Credit | Cancel | Ping | Bye | verbs.ToWorker
 ToPeer = (
     Hello
     | Reset
@@ -273,7 +236,7 @@ ToPeer = (
     | Credit
     | Pong
     | Bye
-    | Status
+    | verbs.ToPeer
 )
 
 FETCH_ERRORS: Final[dict[str, type[FetchError]]] = {

@@ -7,9 +7,12 @@ import secrets
 import threading
 import time
 from collections import Counter, deque
+from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 from cachetree.clock import Clock
+from cachetree.disk import DiskTier
 from cachetree.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -19,13 +22,14 @@ from cachetree.errors import (
     StaleEntry,
 )
 from cachetree.ids import Location
-from cachetree.transport import wire
+from cachetree.transport import verbs, wire
 from cachetree.transport.address import parse_listen
 from cachetree.transport.config import WorkerConfig
+from cachetree.transport.desk import Desk
 from cachetree.transport.handshake import Sparingly, gate_of
 from cachetree.transport.intake import Intake
 from cachetree.transport.pace import pace
-from cachetree.transport.router import PeerGone, Router
+from cachetree.transport.router import PeerGone, Received, Router
 from cachetree.transport.session import Session
 from cachetree.transport.stream import Stream
 from cachetree.transport.wakeup import Wakeup
@@ -51,10 +55,16 @@ class Worker:
     """
 
     def __init__(
-        self, tree: CacheTree, config: WorkerConfig, *, clock: Clock = time.monotonic
+        self,
+        tree: CacheTree,
+        config: WorkerConfig,
+        *,
+        disk: DiskTier | None = None,
+        clock: Clock = time.monotonic,
     ) -> None:
         self._tree = tree
         self._config = config
+        self._disk = disk
         self._clock = clock
         self.epoch: Final = secrets.randbits(62) + 1
         """Random id of this worker's life."""
@@ -63,6 +73,9 @@ class Worker:
         self._draining: list[Stream] = []
         self._pace = pace(config.max_bytes_per_s, clock)
         self._counts: Counter[str] = Counter()
+        self._desk = Desk(tree, disk, self.status, clock)
+        self._errands: deque[Callable[[], object]] = deque()
+        """What other threads want done in the worker's."""
         self._intake = Intake(tree, config, self._counts, clock)
         self._turned_at_s = clock()
         self._probe_at_s: float | None = None
@@ -99,10 +112,10 @@ class Worker:
         self._wakeup.wake()
         self._thread.join(CLOSE_S)
 
-    def status(self) -> wire.Status:
+    def status(self) -> verbs.Status:
         """The worker in numbers; from any thread, not an atomic picture."""
         counts = self._counts
-        return wire.Status(
+        return verbs.Status(
             version=wire.PROTOCOL_VERSION,
             epoch=self.epoch,
             model=self._config.model,
@@ -127,6 +140,7 @@ class Worker:
             hits=_by(counts, "hit "),
             misses=_by(counts, "miss "),
             family=self._tree.family,
+            disk=self._disk.status() if self._disk else None,
         )
 
     @property
@@ -170,8 +184,10 @@ class Worker:
             self._counts["failed_handshakes"] += 1
             if self._sparingly.may(refusal.who):
                 log.warning("worker %s: not let in: %s", self.address, refusal.why)
-        for identity, received, payload in self._router.receive():
-            self._handle(identity, received, payload)
+        while self._errands:
+            self._errands.popleft()()
+        for received in self._router.receive():
+            self._handle(received)
         for session in tuple(self._sessions.values()):
             self._advertise(session)
         self._stream()
@@ -189,25 +205,24 @@ class Worker:
     def _limit(self, stream: Stream) -> int:
         return self._pace.limit(stream.frame_bytes)
 
-    def _handle(
-        self, identity: bytes, received: wire.ToWorker | ProtocolError, payload: memoryview
-    ) -> None:
+    def _handle(self, received: Received) -> None:
         """Answer what needs no session; pass on the rest."""
+        identity, message, payload, is_admin = received
         session = self._sessions.get(identity)
-        match received:
+        match message:
             case ProtocolError():
                 self._counts["protocol_errors"] += 1
-                log.warning("worker %s: a peer was cut off: %s", self.address, received)
-                self._turn_away(identity, wire.reason(received))
+                log.warning("worker %s: a peer was cut off: %s", self.address, message)
+                self._turn_away(identity, wire.reason(message))
             case wire.Hello():
-                self._greet(identity, received)
-            case wire.StatusRequest():
-                self._reply(identity, self.status())
+                self._greet(identity, message)
+            case _ if isinstance(message, verbs.ToWorker):
+                self._desk.serve(message, partial(self._reply_soon, identity), is_admin=is_admin)
             case _ if session is None:
                 self._turn_away(identity, "there is no session; say hello first")
             case _:
                 session.heard_at_s = self._clock()
-                self._serve(session, received, payload)
+                self._serve(session, message, payload)
 
     def _serve(self, session: Session, message: wire.ToWorker, payload: memoryview) -> None:
         match message:
@@ -366,6 +381,11 @@ class Worker:
             if session is not None:
                 self._end_session(session, "it is gone")
             return False
+
+    def _reply_soon(self, identity: bytes, message: wire.ToPeer) -> None:
+        """From any thread."""
+        self._errands.append(lambda: self._reply(identity, message))
+        self._wakeup.wake()
 
     def _turn_away(self, identity: bytes, reason: str) -> None:
         session = self._sessions.get(identity)

@@ -12,7 +12,7 @@ from transport_parts import FAMILY, pages_of
 
 from cachetree.errors import ConfigError, ProtocolError
 from cachetree.plan import Kind, Step
-from cachetree.transport import PeerConfig, WorkerConfig, adverts, wire
+from cachetree.transport import PeerConfig, WorkerConfig, adverts, verbs, wire
 from cachetree.transport.address import parse_listen, parse_remote
 from cachetree.transport.pace import Bandwidth, Cap
 
@@ -37,7 +37,7 @@ FETCH = wire.Fetch(
         wire.Cancel(id=3),
         wire.Ping(),
         wire.Bye(reason="done"),
-        wire.StatusRequest(),
+        verbs.StatusRequest(),
     ],
 )
 def test_messages_to_a_worker_survive_the_wire(message: wire.ToWorker) -> None:

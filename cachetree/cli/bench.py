@@ -1,0 +1,165 @@
+"""`cachetree bench`: how fast this machine reads from a worker."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Collection, Sequence
+
+import msgspec
+
+from cachetree.cli.ask import add_worker, answer_to, credentials
+from cachetree.cli.show import show, show_json
+from cachetree.clock import Deadline
+from cachetree.errors import ConfigError, DeadlineExceeded
+from cachetree.ids import PAGE_HASH_BYTES, Location, ModelId, PageHash
+from cachetree.plan import Kind, Step
+from cachetree.staging import Staging
+from cachetree.transport import Peer, PeerConfig, Pusher, verbs
+from cachetree.tree import CacheTree
+
+SYNTHETIC = ModelId("bench")
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    """Times in milliseconds; rates in 10^9 bytes per second."""
+
+    address: str
+    model: str
+    fetch_bytes: int
+    num_fetches: int
+    round_trip_ms: dict[str, float]
+    """To fetch one layer of one page: `p50`, `p90`, `p99`."""
+    gb_per_s: dict[str, float]
+    """`p10`, `p50`, `p90`."""
+
+
+class _Advertised(CacheTree):
+    """Remembers the longest run of pages that a worker has told of."""
+
+    model = ModelId("")
+    pages: Sequence[PageHash] = ()
+
+    def add_remote(
+        self,
+        location: Location,
+        model: ModelId,
+        parent: PageHash | None,
+        pages: Sequence[PageHash],
+        e_layers: Collection[int],
+    ) -> None:
+        if len(pages) > len(self.pages):
+            self.model, self.pages = model, pages
+        super().add_remote(location, model, parent, pages, e_layers)
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    bench = commands.add_parser(
+        "bench",
+        help="measure round trip and bandwidth from this machine to a worker",
+        description="Fetches what the worker holds, the longest entry at most --mib of it, again "
+        "and again into the same memory.",
+    )
+    add_worker(bench)
+    bench.add_argument("--mib", type=float, default=64.0, help="most of one fetch")
+    bench.add_argument("--num", type=int, default=20, metavar="N", help="fetches to measure")
+    bench.add_argument(
+        "--store",
+        action="store_true",
+        help="store random pages first, under the model `bench`; they stay until they are evicted",
+    )
+    bench.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    if args.mib <= 0 or args.num <= 0:
+        raise ConfigError(f"mib is {args.mib} and num {args.num}; both must be above 0")
+    result = measure(args)
+    if args.json:
+        show_json(result)
+        return
+    show(f"{result.num_fetches} fetches of {result.fetch_bytes} bytes of model {result.model}")
+    show("round trip   " + "   ".join(f"{k} {v:.2f} ms" for k, v in result.round_trip_ms.items()))
+    show("bandwidth    " + "   ".join(f"{k} {v:.2f} GB/s" for k, v in result.gb_per_s.items()))
+
+
+def measure(args: argparse.Namespace) -> Result:
+    credentials(args)
+    family = answer_to(args, verbs.StatusRequest(), verbs.Status).family
+    if family is None:
+        raise ConfigError(f"{args.address} does not tell its family; update that worker")
+    most_bytes = int(args.mib * (1 << 20))
+    num_pages = max(1, most_bytes // (family.num_layers * family.kv_page_bytes))
+    tree = _Advertised(family, host_bytes=2 * most_bytes + (1 << 20))
+    config = PeerConfig(key_file=args.key_file, server_key=args.server_key)
+    address = Location(args.address)
+    if args.store:
+        _store(tree, address, config, num_pages, args.timeout)
+    peer = Peer(tree, address, config)
+    try:
+        if not peer.wait_ready(args.timeout):
+            raise peer.error or DeadlineExceeded(f"{address} was not ready in time")
+        pages = tree.pages[:num_pages]
+        if not pages:
+            raise ConfigError(f"{address} holds nothing to read; store something with --store")
+        steps = [Step(Kind.KV, layer) for layer in range(family.num_layers)]
+        _seconds(peer, tree, pages, steps, args.timeout)  # Also touches what is not there yet.
+        small = [_seconds(peer, tree, pages[:1], steps[:1], args.timeout) for _ in range(args.num)]
+        large = [_seconds(peer, tree, pages, steps, args.timeout) for _ in range(args.num)]
+    finally:
+        peer.close()
+    num_bytes = len(pages) * family.num_layers * family.kv_page_bytes
+    rates = [num_bytes / seconds / 1e9 for seconds in large]
+    return Result(
+        address=address,
+        model=tree.model,
+        fetch_bytes=num_bytes,
+        num_fetches=args.num,
+        round_trip_ms=_percentiles([1000 * seconds for seconds in small], (50, 90, 99)),
+        gb_per_s=_percentiles(rates, (10, 50, 90)),
+    )
+
+
+def _seconds(
+    peer: Peer, tree: _Advertised, pages: Sequence[PageHash], steps: Sequence[Step], most_s: float
+) -> float:
+    size = len(pages) * tree.family.kv_page_bytes
+    staging = Staging(dict.fromkeys(steps, size), Deadline.after(most_s))
+    begun_at_s = time.perf_counter()
+    peer.fetch(tree.model, pages, staging)
+    for step in steps:
+        staging.wait(step)
+    return time.perf_counter() - begun_at_s
+
+
+def _store(
+    tree: CacheTree, address: Location, config: PeerConfig, num_pages: int, most_s: float
+) -> None:
+    """Push random pages, and forget them here."""
+    random = os.urandom(num_pages * PAGE_HASH_BYTES)
+    pages = [PageHash(random[at : at + PAGE_HASH_BYTES]) for at in range(0, len(random), 16)]
+    reservation = tree.reserve(SYNTHETIC, None, pages, ())
+    if reservation is None:
+        raise ConfigError("mib is too small for a page; give more")
+    memory = reservation.whole()
+    block = os.urandom(min(memory.nbytes, 1 << 20))
+    for start in range(0, memory.nbytes, len(block)):
+        memory[start : start + len(block)] = block[: memory.nbytes - start]
+    reservation.commit()
+    pusher = Pusher(tree, address, config)
+    deadline = Deadline.after(most_s)
+    try:
+        while not pusher.status.num_stored:
+            if deadline.has_passed or pusher.status.num_refused:
+                why = pusher.status.error or "not in time; raise --timeout"
+                raise DeadlineExceeded(f"{address} did not store what was to be read: {why}")
+            time.sleep(0.01)
+    finally:
+        pusher.close()
+
+
+def _percentiles(values: Sequence[float], wanted: Sequence[int]) -> dict[str, float]:
+    cuts = statistics.quantiles(values, n=100, method="inclusive") if len(values) > 1 else None
+    return {f"p{it}": round(cuts[it - 1] if cuts else values[0], 4) for it in wanted}

@@ -1,0 +1,58 @@
+"""How a command names a prefix: by page hashes, or by the tokens that they come from."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from cachetree.errors import ConfigError
+from cachetree.hashing import page_hashes
+from cachetree.ids import PAGE_HASH_BYTES, PageHash
+from cachetree.transport.wire import join_pages
+
+
+def add_prefix(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--pages", nargs="+", metavar="HASH", help="page hashes from the first on, hexadecimal"
+    )
+    command.add_argument(
+        "--tokens", type=Path, metavar="FILE", help="token ids of a prompt, between spaces"
+    )
+    command.add_argument("--page-size", type=int, metavar="N", help="tokens per page of --tokens")
+    command.add_argument(
+        "--salt", default="", metavar="HEX", help="32 bytes of the tenant that --tokens belong to"
+    )
+
+
+def is_given(args: argparse.Namespace) -> bool:
+    return args.pages is not None or args.tokens is not None
+
+
+def prefix_of(args: argparse.Namespace) -> bytes:
+    """The pages side by side; raises ConfigError."""
+    if (args.pages is None) == (args.tokens is None):
+        raise ConfigError("name a prefix by --pages or by --tokens with --page-size")
+    if args.pages is not None:
+        return join_pages([_page(text) for text in args.pages])
+    if args.page_size is None or args.page_size <= 0:
+        raise ConfigError(f"page-size is {args.page_size}; give that of the family, for example 64")
+    try:
+        tokens = [int(word) for word in args.tokens.read_text().split()]
+        pages = page_hashes(tokens, args.page_size, bytes.fromhex(args.salt))
+    except OSError as exc:
+        raise ConfigError(f"tokens {args.tokens} cannot be read: {exc.strerror}") from exc
+    except (ValueError, OverflowError) as exc:
+        raise ConfigError(f"tokens {args.tokens}, or salt: {exc}; give integers, and hex") from exc
+    if not pages:
+        raise ConfigError(f"tokens {args.tokens} has {len(tokens)}, less than a page; give more")
+    return join_pages(pages)
+
+
+def _page(text: str) -> PageHash:
+    try:
+        page = bytes.fromhex(text)
+    except ValueError:
+        page = b""
+    if len(page) != PAGE_HASH_BYTES:
+        raise ConfigError(f"pages has {text!r}; a page hash is {2 * PAGE_HASH_BYTES} hex digits")
+    return PageHash(page)

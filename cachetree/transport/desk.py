@@ -1,0 +1,98 @@
+"""Answers what an operator asks of a worker, and does what an administrator orders."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from cachetree.clock import Clock, Deadline
+from cachetree.disk import DiskTier
+from cachetree.errors import PinRefused, ProtocolError
+from cachetree.ids import ModelId, PageHash
+from cachetree.transport import verbs, wire
+from cachetree.tree import CacheTree
+
+Answer = Callable[[verbs.ToPeer], None]
+"""Called once, from whichever thread has the answer."""
+
+
+class Desk:
+    """Used by the worker's thread; never blocks. What waits for the disk is answered later."""
+
+    def __init__(
+        self,
+        tree: CacheTree,
+        disk: DiskTier | None,
+        status: Callable[[], verbs.Status],
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self._tree: Final = tree
+        self._disk: Final = disk
+        self._status: Final = status
+        self._clock: Final = clock
+
+    def serve(self, asked: verbs.ToWorker, answer: Answer, *, is_admin: bool) -> None:
+        if isinstance(asked, verbs.Order) and not is_admin:
+            answer(
+                verbs.Denied(
+                    reason="this worker takes no orders from here: list your public key under "
+                    "worker.admin there or, where it has no key, set admin: [] and let it listen "
+                    "on a loopback address"
+                )
+            )
+            return
+        try:
+            self._serve(asked, answer)
+        except (ProtocolError, PinRefused) as exc:
+            answer(verbs.Denied(reason=wire.reason(exc)))
+
+    def _serve(self, asked: verbs.ToWorker, answer: Answer) -> None:
+        match asked:
+            case verbs.StatusRequest():
+                answer(self._status())
+            case verbs.Find():
+                answer(self._find(wire.split_pages(asked.pages)))
+            case verbs.Evict():
+                self._evict(_model(asked.model), wire.split_pages(asked.pages), answer)
+            case verbs.Pin():
+                ttl_s = asked.ttl_s
+                if ttl_s is not None and not ttl_s > 0:
+                    raise ProtocolError(f"a pin is to last {ttl_s} s; it must be above 0")
+                deadline = None if ttl_s is None else Deadline.after(ttl_s, self._clock)
+                pages = wire.split_pages(asked.pages)
+                pinned = self._tree.pin(_model(asked.model), pages, deadline)
+                answer(
+                    verbs.Pinned(pages_by_model={str(each): num for each, num in pinned.items()})
+                )
+            case verbs.Unpin():
+                pages = wire.split_pages(asked.pages)
+                answer(verbs.Unpinned(was_pinned=self._tree.unpin(_model(asked.model), pages)))
+
+    def _find(self, pages: Sequence[PageHash]) -> verbs.Found:
+        return verbs.Found(
+            holdings=tuple(
+                verbs.Holding(
+                    model=match.model,
+                    location=match.location,
+                    num_pages=match.num_pages,
+                    e_pages=dict(match.e_pages),
+                )
+                for match in self._tree.match(pages)
+            )
+        )
+
+    def _evict(self, model: ModelId | None, pages: Sequence[PageHash], answer: Answer) -> None:
+        num_bytes = self._tree.evict(model, pages)
+        if self._disk is None:
+            answer(verbs.Evicted(num_bytes=num_bytes, num_disk_bytes=0))
+        else:
+            self._disk.evict(
+                model,
+                pages,
+                lambda freed: answer(verbs.Evicted(num_bytes=num_bytes, num_disk_bytes=freed)),
+            )
+
+
+def _model(name: str) -> ModelId | None:
+    return ModelId(name) if name else None

@@ -1,0 +1,122 @@
+"""The messages of an operator: one question or order each, one answer, no session."""
+
+from __future__ import annotations
+
+import msgspec
+
+from cachetree.disk import DiskStatus
+from cachetree.family import Family
+
+
+class StatusRequest(msgspec.Struct, frozen=True, tag="status_request"):
+    """Allowed without a session."""
+
+
+class Status(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
+    """A worker in numbers."""
+
+    version: int
+    epoch: int
+    model: str
+    num_bytes: int
+    host_bytes: int
+    num_pages: int
+    pages_by_model: dict[str, int]
+    num_peers: int
+    num_streams: int
+    num_fetches: int
+    num_failed_fetches: int
+    num_sent_bytes: int
+    num_protocol_errors: int
+    num_refused_peers: int
+    num_failed_handshakes: int = 0
+    """Connections that ended before a message passed: no key, an unknown key, another server's."""
+    num_open_stores: int = 0
+    num_stores: int = 0
+    """Asked for, those of pages that are here already included."""
+    num_refused_stores: int = 0
+    num_received_bytes: int = 0
+    fetches_by_outcome: dict[str, int] = {}
+    """Those that ended: `ok`, a key of `FETCH_ERRORS`, `cancelled`, or `lost` with their peer."""
+    stores_by_outcome: dict[str, int] = {}
+    """`stored`, `known`, or a value of `Refused`."""
+    hits: dict[str, int] = {}
+    """Fetches whose pages were all there, by tier."""
+    misses: dict[str, int] = {}
+    family: Family | None = None
+    disk: DiskStatus | None = None
+    """None where nothing is kept on disk."""
+
+
+class Find(msgspec.Struct, frozen=True, kw_only=True, tag="find"):
+    """Who has how much of a prompt?"""
+
+    pages: bytes
+
+
+class Holding(msgspec.Struct, frozen=True, kw_only=True):
+    """The longest prefix that one model has at one location."""
+
+    model: str
+    location: str
+    num_pages: int
+    e_pages: dict[int, int]
+    """For each layer with E: how many pages from the start have it."""
+
+
+class Found(msgspec.Struct, frozen=True, kw_only=True, tag="found"):
+    holdings: tuple[Holding, ...]
+
+
+class Evict(msgspec.Struct, frozen=True, kw_only=True, tag="evict"):
+    """Drop what begins with `pages`, everything where it is empty; of one model, or of all."""
+
+    model: str
+    """Empty for all."""
+    pages: bytes
+
+
+class Evicted(msgspec.Struct, frozen=True, kw_only=True, tag="evicted"):
+    """What is leased or pinned has stayed."""
+
+    num_bytes: int
+    """Of memory, freed."""
+    num_disk_bytes: int
+
+
+class Pin(msgspec.Struct, frozen=True, kw_only=True, tag="pin"):
+    """Keep in memory what is there of a prefix; of one model, or of all."""
+
+    model: str
+    """Empty for all."""
+    pages: bytes
+    ttl_s: float | None
+    """None until Unpin."""
+
+
+class Pinned(msgspec.Struct, frozen=True, kw_only=True, tag="pinned"):
+    pages_by_model: dict[str, int]
+
+
+class Unpin(msgspec.Struct, frozen=True, kw_only=True, tag="unpin"):
+    """End the pin made with the same model and pages."""
+
+    model: str
+    pages: bytes
+
+
+class Unpinned(msgspec.Struct, frozen=True, kw_only=True, tag="unpinned"):
+    was_pinned: bool
+
+
+class Denied(msgspec.Struct, frozen=True, kw_only=True, tag="denied"):
+    """It was not done."""
+
+    reason: str
+
+
+Order = Evict | Pin | Unpin
+"""What only an administrator may say."""
+
+ToWorker = StatusRequest | Find | Evict | Pin | Unpin
+ToPeer = Status | Found | Evicted | Pinned | Unpinned | Denied

@@ -1,0 +1,252 @@
+"""What an operator asks a worker and tells it, over the same connection as its peers."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+from disk_parts import files_bytes
+from security_parts import new_party
+from test_push import PAGE_TOTAL, RawPeer, cache_of
+from transport_parts import E_LAYER, FAMILY, MODEL, eventually, new_tree, pages_of, store, worker_of
+
+from cachetree import Cache, ConfigError, Deadline, PageHash, WorkerConfig
+from cachetree.cli import main
+from cachetree.cli.serve import read_config
+from cachetree.hashing import page_hashes
+from cachetree.transport import ask, verbs, wire
+
+PAGES = pages_of(64)
+OTHER = [*PAGES[:32], *pages_of(32, "other")]
+OBEYS = WorkerConfig(admin=())
+
+Run = Callable[..., dict[str, object]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs one command that has to succeed; gives what it says in JSON."""
+
+    def run(*argv: object) -> dict[str, object]:
+        assert main([*map(str, argv), "--json", "--timeout", "5"]) == 0, capsys.readouterr().err
+        return json.loads(capsys.readouterr().out)
+
+    return run
+
+
+def hexes(pages: list[PageHash]) -> list[str]:
+    return [page.hex() for page in pages]
+
+
+def test_match_says_who_has_how_much(run: Run, tmp_path: Path) -> None:
+    tokens = list(range(100))
+    pages = page_hashes(tokens, 16)
+    salted = page_hashes(tokens, 16, bytes(32))
+    file = tmp_path / "tokens"
+    file.write_text(" ".join(map(str, tokens)))
+    holding = {
+        "model": MODEL,
+        "location": "local",
+        "num_pages": 4,
+        "e_pages": {str(E_LAYER): 4},
+    }
+    with cache_of() as cache:
+        store(cache.tree, pages[:4])
+        assert run("match", cache.address, "--pages", *hexes(pages))["holdings"] == [holding]
+        given = ("--tokens", file, "--page-size", 16)
+        assert run("match", cache.address, *given)["holdings"] == [holding]
+        assert run("match", cache.address, *given, "--salt", "00" * 32)["holdings"] == []
+        store(cache.tree, salted)
+        (found,) = run("match", cache.address, *given, "--salt", "00" * 32)["holdings"]  # type: ignore[misc]
+        assert found["num_pages"] == 6
+
+
+def test_evict_takes_what_begins_so_and_what_nothing_else_stands_on(run: Run) -> None:
+    with cache_of(worker=OBEYS) as cache:
+        store(cache.tree, PAGES)
+        store(cache.tree, OTHER)
+        answer = run("evict", cache.address, "--pages", *hexes(PAGES[:40]))
+        assert answer["num_bytes"] == 32 * PAGE_TOTAL
+        assert [match.num_pages for match in cache.match(PAGES)] == [32]
+        assert [match.num_pages for match in cache.match(OTHER)] == [64]
+        answer = run("evict", cache.address, "--pages", *hexes(OTHER))
+        assert (answer["num_bytes"], cache.tree.num_bytes) == (64 * PAGE_TOTAL, 0)
+
+
+def test_evict_knows_models_and_everything(run: Run) -> None:
+    with cache_of(worker=OBEYS) as cache:
+        store(cache.tree, PAGES)
+        assert run("evict", cache.address, "--model", "another")["num_bytes"] == 0
+        assert run("evict", cache.address, "--model", MODEL)["num_bytes"] == 64 * PAGE_TOTAL
+        store(cache.tree, PAGES)
+        assert run("evict", cache.address, "--all")["num_bytes"] == 64 * PAGE_TOTAL
+        assert not cache.match(PAGES)
+
+
+def test_evict_leaves_what_is_being_read(run: Run) -> None:
+    with cache_of(worker=OBEYS) as cache:
+        store(cache.tree, PAGES)
+        lease = cache.tree.lease(MODEL, PAGES, "test", Deadline.after(5))
+        assert lease is not None
+        with lease:
+            assert run("evict", cache.address, "--all")["num_bytes"] == 0
+        assert run("evict", cache.address, "--all")["num_bytes"] == 64 * PAGE_TOTAL
+
+
+def test_evict_reaches_the_disk_too(run: Run, tmp_path: Path) -> None:
+    disk = {"disk_path": str(tmp_path), "disk_bytes": 64 << 20}
+
+    def on_disk(cache: Cache) -> int:
+        status = cache.status().disk
+        assert status is not None
+        return status.num_pages
+
+    with cache_of(worker=OBEYS, **disk) as cache:
+        store(cache.tree, PAGES)
+        store(cache.tree, OTHER)
+        eventually(lambda: on_disk(cache) == 96)
+        freed = run("evict", cache.address, "--pages", *hexes(OTHER))["num_disk_bytes"]
+        assert freed >= 32 * PAGE_TOTAL  # type: ignore[operator]
+        assert on_disk(cache) == 64
+        assert [match.num_pages for match in cache.match(PAGES)] == [64, 64]
+        run("evict", cache.address, "--all")
+        assert on_disk(cache) == 0
+        assert not cache.match(PAGES)
+    assert files_bytes(tmp_path) < 8 << 20
+
+
+def test_a_pin_keeps_a_prefix_for_a_while(run: Run) -> None:
+    with cache_of(worker=OBEYS) as cache:
+        store(cache.tree, PAGES)
+        prefix = ("--pages", *hexes(PAGES[:16]))
+        assert run("pin", cache.address, *prefix)["pages_by_model"] == {MODEL: 16}
+        cache.tree.clear()
+        assert [match.num_pages for match in cache.match(PAGES)] == [16]
+        assert run("unpin", cache.address, *prefix)["was_pinned"] is True
+        assert run("unpin", cache.address, *prefix)["was_pinned"] is False
+        run("pin", cache.address, *prefix, "--ttl", "0.01", "--model", MODEL)
+
+        def is_gone() -> bool:
+            cache.tree.sweep()
+            cache.tree.clear()
+            return not cache.match(PAGES)
+
+        eventually(is_gone)
+
+
+def test_a_worker_with_keys_obeys_its_administrators_alone(tmp_path: Path, run: Run) -> None:
+    us, reader, admin, stranger = (
+        new_party(tmp_path, name) for name in ("us", "reader", "admin", "stranger")
+    )
+    tree = new_tree(PAGES)
+    settings = {**us.serving(reader), "admin": (admin.pair.public,)}
+    with worker_of(tree, **settings) as worker:
+
+        def as_(party: object) -> list[str]:
+            return ["--key-file", party.key_file, "--server-key", us.public_file]  # type: ignore[attr-defined]
+
+        assert run("match", worker.address, *as_(reader), "--pages", *hexes(PAGES))["holdings"]
+        assert main(["evict", worker.address, *as_(reader), "--all", "--timeout", "5"]) == 1
+        assert tree.num_bytes
+        assert main(["evict", worker.address, *as_(stranger), "--all", "--timeout", "2"]) == 1
+        assert tree.num_bytes
+        freed = run("evict", worker.address, *as_(admin), "--all")["num_bytes"]
+        assert freed == 64 * PAGE_TOTAL
+
+
+def test_an_engines_worker_takes_no_orders(capsys: pytest.CaptureFixture[str]) -> None:
+    with cache_of() as cache:
+        store(cache.tree, PAGES)
+        for argv in (
+            ["evict", cache.address, "--all"],
+            ["pin", cache.address, "--pages", PAGES[0].hex()],
+            ["unpin", cache.address, "--pages", PAGES[0].hex()],
+        ):
+            assert main(argv) == 1  # type: ignore[arg-type]
+            assert "takes no orders" in capsys.readouterr().err
+        assert cache.tree.num_pages == 64
+
+
+def test_without_keys_only_a_loopback_worker_obeys() -> None:
+    tree = new_tree(PAGES)
+    listen = "tcp://0.0.0.0:0"
+    with worker_of(tree, listen=listen, insecure=True, admin=()) as worker:
+        port = worker.address.rpartition(":")[2]
+        with pytest.raises(Exception, match="takes no orders"):
+            ask(
+                f"tcp://127.0.0.1:{port}",
+                verbs.Evict(model="", pages=b""),
+                verbs.Evicted,
+                timeout_s=5,
+            )
+    assert tree.num_pages == 64
+    with pytest.raises(ConfigError, match="admin lists keys"):
+        WorkerConfig(admin=("ctpub-" + "0" * 64,))
+
+
+def test_a_served_worker_obeys_unless_told_otherwise(tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    given: dict[str, object] = {"family": msgspec.to_builtins(FAMILY)}
+    file.write_text(json.dumps(given))
+    worker = read_config(file).cache.worker
+    assert (worker.admin, worker.accepts) == ((), True)
+    given["cache"] = {"worker": {"admin": None, "accepts": False}}
+    file.write_text(json.dumps(given))
+    worker = read_config(file).cache.worker
+    assert (worker.admin, worker.accepts) == (None, False)
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (["evict"], "say what to evict"),
+        (["evict", "--all", "--model", "m"], "not both"),
+        (["match"], "--pages or by --tokens"),
+        (["match", "--pages", "xy"], "32 hex digits"),
+        (["match", "--tokens", "/nowhere", "--page-size", "16"], "cannot be read"),
+        (["match", "--tokens", "/nowhere"], "page-size is None"),
+        (["pin", "--pages", "00" * 16, "--ttl", "-1"], "above 0"),
+        (["bench"], "holds nothing to read"),
+        (["bench", "--num", "0"], "above 0"),
+    ],
+)
+def test_bad_words_are_one_clear_line(
+    argv: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with cache_of(worker=OBEYS) as cache:
+        assert cache.address
+        assert main([argv[0], cache.address, *argv[1:]]) == 1
+        assert named in capsys.readouterr().err
+
+
+def test_an_order_with_half_a_page_is_refused() -> None:
+    with worker_of(new_tree(), admin=()) as worker, RawPeer(worker) as peer:
+        refused = peer.ask(verbs.Evict(model="", pages=b"half"))
+        assert isinstance(refused, verbs.Denied)
+        assert "whole number" in refused.reason
+        assert isinstance(peer.ask(wire.Ping()), wire.Pong)
+
+
+def test_bench_measures_what_is_there_and_what_it_stored(run: Run) -> None:
+    with cache_of() as cache:
+        store(cache.tree, PAGES)
+        result = run("bench", cache.address, "--num", "3")
+        assert (result["model"], result["num_fetches"]) == (MODEL, 3)
+        assert result["fetch_bytes"] == 64 * 4 * 2048
+        assert set(result["round_trip_ms"]) == {"p50", "p90", "p99"}  # type: ignore[call-overload]
+        assert result["gb_per_s"]["p50"] > 0  # type: ignore[index]
+    with cache_of(worker=WorkerConfig(accepts=True)) as cache:
+        result = run("bench", cache.address, "--num", "3", "--mib", "1", "--store")
+        assert (result["model"], result["fetch_bytes"]) == ("bench", 1 << 20)
+
+
+def test_nobody_there_is_one_clear_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        address = f"tcp://127.0.0.1:{nobody.getsockname()[1]}"
+        for verb in (["match", "--pages", "00" * 16], ["evict", "--all"], ["bench"]):
+            assert main([verb[0], address, *verb[1:], "--timeout", "0.2"]) == 1
+            assert "no worker answered" in capsys.readouterr().err
