@@ -26,6 +26,7 @@ from cachetree.safetensors_files import (
     sampled_digest,
     weight_files,
 )
+from cachetree.unreadable import UNREADABLE
 
 Config = Mapping[str, Any]
 """A config.json as it was parsed; which keys it has is up to the model."""
@@ -135,7 +136,7 @@ def read_model_identity(
     if cache_dir is None:
         return _compute(path, adapter)
     cached = cache_dir / f"{_cache_key(path, adapter)}.json"
-    with contextlib.suppress(OSError, msgspec.DecodeError):
+    with contextlib.suppress(OSError, *UNREADABLE):
         return msgspec.json.decode(cached.read_bytes(), type=ModelIdentity)
     identity = _compute(path, adapter)
     with contextlib.suppress(OSError):  # a cache that cannot be written costs a second next time
@@ -323,7 +324,7 @@ def _read_json(file: Path) -> dict[str, Any]:
         return msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
     except OSError as exc:
         raise ConfigError(f"{file} cannot be read ({exc.strerror}); it must be there") from exc
-    except msgspec.DecodeError as exc:
+    except UNREADABLE as exc:
         raise ConfigError(f"{file} is not a JSON object: {exc}; save it again") from exc
 
 

@@ -13,6 +13,7 @@ import msgspec
 from cachetree.errors import ProfileError
 from cachetree.family import ModelIdentity
 from cachetree.ids import EMPTY_SPAN, Span
+from cachetree.unreadable import UNREADABLE
 
 VERSION = 2
 
@@ -107,7 +108,7 @@ def read_profile_as(schema: type[Schema], path: Path) -> Schema:
                 "so make the profile again with `droidspeak profile`"
             )
         return msgspec.json.decode(raw, type=schema)
-    except msgspec.DecodeError as exc:
+    except UNREADABLE as exc:
         raise ProfileError(f"profile {path} is not a pair profile: {exc}") from exc
 
 

@@ -16,6 +16,7 @@ from typing import BinaryIO
 import msgspec
 
 from cachetree.errors import ConfigError
+from cachetree.unreadable import UNREADABLE
 
 SAMPLE_BYTES = 4096
 _MAX_HEADER_BYTES = 100_000_000
@@ -62,7 +63,7 @@ def weight_files(folder: Path) -> list[Path]:
         )
     try:
         weight_map = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
-    except msgspec.DecodeError as exc:
+    except UNREADABLE as exc:
         raise ConfigError(f"{index} is not a safetensors index: {exc}; download it again") from exc
     shards = sorted(set(weight_map.values()))
     for shard in shards:
@@ -87,7 +88,7 @@ def _read_header(path: Path) -> Iterator[tuple[str, Tensor]]:
         entries = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
         entries.pop("__metadata__", None)
         headers = {name: msgspec.json.decode(it, type=_Header) for name, it in entries.items()}
-    except msgspec.DecodeError as exc:
+    except UNREADABLE as exc:
         raise ConfigError(f"{path} has a broken header: {exc}; download it again") from exc
     for name, header in headers.items():
         start, stop = header.data_offsets

@@ -25,6 +25,7 @@ from cachetree.errors import ConfigError
 from cachetree.eviction import Retention
 from cachetree.ids import ModelId
 from cachetree.transport import PeerConfig, WorkerConfig
+from cachetree.unreadable import UNREADABLE
 
 LINKER_MODULE = "sglang_droidspeak.linker"
 MIN_PAGE_SIZE = 16
@@ -191,7 +192,7 @@ def parse_settings(extra: dict[str, Any]) -> Settings:
         loaded = yaml.safe_load(path.read_text())
     except OSError as exc:
         raise ConfigError(f"config {path} cannot be read: {exc.strerror}") from exc
-    except yaml.YAMLError as exc:
+    except (yaml.YAMLError, *UNREADABLE) as exc:
         raise ConfigError(f"config {path} is not YAML: {' '.join(str(exc).split())}") from exc
     nested = _convert(loaded or {}, f"config {path}")
     if nested.config is not None:

@@ -18,6 +18,7 @@ import msgspec
 import yaml
 
 from cachetree.errors import ConfigError
+from cachetree.unreadable import UNREADABLE
 from sglang_droidspeak.config import parse_settings
 from sglang_droidspeak.servers import ServerSpec, Spec, WorkerSpec
 
@@ -57,7 +58,7 @@ def read_fleet(path: Path) -> Fleet:
         loaded = yaml.safe_load(path.read_text())
     except OSError as exc:
         raise ConfigError(f"fleet {path} cannot be read: {exc.strerror}") from exc
-    except yaml.YAMLError as exc:
+    except (yaml.YAMLError, *UNREADABLE) as exc:
         raise ConfigError(f"fleet {path} is not YAML: {' '.join(str(exc).split())}") from exc
     if isinstance(loaded, dict):
         loaded = {key: value for key, value in loaded.items() if not str(key).startswith("x-")}

@@ -17,6 +17,7 @@ from cachetree.errors import ConfigError
 from cachetree.family import Family
 from cachetree.identity import read_model_identity
 from cachetree.monitor import StatusPage, parse_http
+from cachetree.unreadable import UNREADABLE
 
 _SERVED: Final = {"accepts": True, "admin": ()}
 """What else than by default a worker does that runs alone: it is there to be given entries, and
@@ -65,7 +66,7 @@ def read_config(path: Path) -> ServeConfig:
         config = msgspec.convert(_as_served(_with_family(given)), ServeConfig)
     except OSError as exc:
         raise ConfigError(f"config {path} cannot be read: {exc.strerror}") from exc
-    except msgspec.DecodeError as exc:
+    except UNREADABLE as exc:
         raise ConfigError(f"config {path}: {exc}") from exc
     if not config.cache.serves:
         raise ConfigError(f"config {path}: cache.serves is false; remove it to serve")

@@ -13,6 +13,7 @@ import msgspec
 
 from cachetree.errors import ConfigError
 from cachetree.family import Family
+from cachetree.unreadable import UNREADABLE
 
 FORMAT: Final = 1
 """Of everything in the directory; a release that changes any of it counts up."""
@@ -109,7 +110,7 @@ class Directory:
             manifest = msgspec.json.decode(text, type=_Manifest)
             if len(bytes.fromhex(manifest.marker)) != MARKER_BYTES:
                 raise ValueError(f"marker has {len(manifest.marker)} digits")
-        except ValueError as exc:  # Of which msgspec's errors are.
+        except UNREADABLE as exc:
             raise ConfigError(f"{path} cannot be read: {exc}; {_REMEDY}") from exc
         for field in family.__struct_fields__:
             theirs, ours = getattr(manifest.family, field), getattr(family, field)

@@ -28,6 +28,7 @@ from cachetree.family import Family
 from cachetree.ids import PAGE_HASH_BYTES, ModelId, PageHash, Span
 from cachetree.plan import Kind, Step
 from cachetree.slab import Layout
+from cachetree.unreadable import UNREADABLE
 
 CHUNK_BYTES: Final = 256 << 10
 """Fits the second-level cache, so that bytes are checked where the copy left them."""
@@ -179,7 +180,7 @@ def read_head(head: bytes, family: Family) -> Record | None:
         return None
     try:
         header = _decoder.decode(head[PREFIX_BYTES:])
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except UNREADABLE:
         return None
     num_pages, rest = divmod(len(header.pages), PAGE_HASH_BYTES)
     layout = Layout.of(family, num_pages, header.e_layers)

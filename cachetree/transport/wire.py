@@ -40,6 +40,7 @@ from cachetree.family import Family
 from cachetree.ids import PAGE_HASH_BYTES, PageHash
 from cachetree.plan import Kind, Step
 from cachetree.transport import verbs
+from cachetree.unreadable import UNREADABLE
 
 PROTOCOL_VERSION: Final = 3
 
@@ -302,7 +303,7 @@ def _decode(decoder: msgspec.msgpack.Decoder[_Message], header: memoryview) -> _
         raise ProtocolError("the checksum of a header is wrong; it was damaged on its way")
     try:
         return decoder.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+    except UNREADABLE as exc:
         raise ProtocolError(f"a header cannot be read: {exc}") from exc
 
 
@@ -320,7 +321,7 @@ def family_of(message: Hello) -> Family:
         )
     try:
         return _family.decode(message.family)
-    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+    except UNREADABLE as exc:
         raise ProtocolError(f"family cannot be read: {exc}") from exc
 
 

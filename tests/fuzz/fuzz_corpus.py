@@ -1,0 +1,189 @@
+"""The packed corpus: sound inputs of every target, and each that once found a bug.
+
+python tests/fuzz/fuzz_corpus.py               make the sound ones anew, keep the found ones
+python tests/fuzz/fuzz_corpus.py add T FILE... keep what a driver found for target T
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+import msgspec
+from fuzz_targets import MARKER, PAGES, TARGETS, _sealed
+from transport_parts import E_LAYER, FAMILY, MODEL
+
+from cachetree.checksum import checksum
+from cachetree.disk.record import Chunks, Header, pack_checksums, trailer
+from cachetree.disk.segment import _MAGIC
+from cachetree.slab import Layout
+from cachetree.transport import wire, write_key_pair
+
+CORPUS = Path(__file__).with_name("corpus.msgpack")
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Corpus(msgspec.Struct, frozen=True):
+    sound: dict[str, list[bytes]]
+    found: dict[str, list[bytes]]
+
+    def of(self, target: str) -> list[bytes]:
+        return self.sound.get(target, []) + self.found.get(target, [])
+
+
+def read_corpus() -> Corpus:
+    return msgspec.msgpack.decode(CORPUS.read_bytes(), type=Corpus)
+
+
+def _body(message: wire.ToWorker | wire.ToPeer) -> bytes:
+    return wire.encode(message)[:-8]
+
+
+def _messages() -> tuple[list[bytes], list[bytes]]:
+    blob = wire.join_pages(PAGES)
+    to_worker = [
+        wire.hello(FAMILY, MODEL, 0),
+        wire.Subscribe(),
+        wire.Fetch(
+            id=3,
+            model=MODEL,
+            pages=blob,
+            steps=(("e", 2), ("kv", 0)),
+            first_step=1,
+            first_offset=5,
+            frame_bytes=4096,
+            window_bytes=8192,
+            timeout_ms=10,
+        ),
+        wire.Store(
+            id=1, model=MODEL, parent=PAGES[0], pages=blob, e_layers=(E_LAYER,), timeout_ms=9
+        ),
+        wire.Credit(id=3, num_bytes=4096),
+        wire.Cancel(id=3),
+        wire.Ping(last_id=3),
+        wire.Bye(reason="closing"),
+        wire.StatusRequest(),
+    ]
+    entries = (
+        wire.Entry(added=True, model=MODEL, parent=b"", pages=blob, e_layers=(E_LAYER,)),
+        wire.Entry(added=False, model=MODEL, parent=PAGES[0], pages=blob[16:32], e_layers=()),
+    )
+    payload = bytes(2048)
+    to_peer = [
+        wire.hello(FAMILY, MODEL, 1 << 60),
+        wire.Reset(epoch=7),
+        wire.Entries(seq=1, entries=entries),
+        wire.Synced(seq=1),
+        wire.Frame(id=1, step=0, offset=0, size=2048, checksum=checksum(payload)),
+        wire.FetchFailed(id=3, error="stale", reason="gone"),
+        wire.Pong(epoch=7, seq=1, last_id=3, streams=(1, 3)),
+        wire.Bye(reason="closing"),
+    ]
+    raw = [b"\xff" + wire.encode(wire.Ping())]
+    return [_body(it) for it in to_worker] + raw, [_body(it) for it in to_peer]
+
+
+def _record_header() -> bytes:
+    """With the payload's size before it, as target `record` takes it."""
+    layout = Layout.of(FAMILY, 2, (E_LAYER,))
+    header = Header(
+        model=MODEL,
+        parent=b"",
+        pages=wire.join_pages(PAGES[:2]),
+        e_layers=(E_LAYER,),
+        checksums=pack_checksums(range(Chunks(layout).num)),
+    )
+    return layout.num_bytes.to_bytes(3, "little") + msgspec.msgpack.encode(header)
+
+
+def _segment() -> bytes:
+    """One record, with a payload of zeros left out of its checksums."""
+    header = _record_header()
+    head = _sealed(header)
+    size = int.from_bytes(header[:3], "little")
+    return _MAGIC + MARKER + head + bytes(size) + trailer(head)
+
+
+def _sound() -> dict[str, list[bytes]]:
+    to_worker, to_peer = _messages()
+    with tempfile.TemporaryDirectory() as folder:
+        _, secret, public = write_key_pair(Path(folder), "fuzz")
+        secret_text, public_text = secret.read_bytes(), public.read_bytes()
+    # Nobody's key: the form of a secret one, with content that is plainly none.
+    secret_text = re.sub(rb"[0-9a-f]{64}", b"11" * 32, secret_text)
+    made = (ROOT / "profiles/pairs/sender_to_receiver.json").read_bytes()
+    family_yaml = b"".join(
+        f"  {name}: {msgspec.json.encode(value).decode()}\n".encode()
+        for name, value in msgspec.structs.asdict(FAMILY).items()
+    )
+    nested = b"a: &a [x]\n" + b"".join(
+        b"%c: &%c [%s]\n" % (name, name, b",".join([b"*%c" % (name - 1)] * 9))
+        for name in range(ord("b"), ord("k"))
+    )
+    tensor = msgspec.json.encode({"w": {"dtype": "F16", "shape": [2], "data_offsets": [0, 4]}})
+    deep = b"[" * 1000
+    return {
+        "to_worker": [*to_worker, b"\x91" * 5000],
+        "to_peer": [*to_peer, b"\x91" * 5000],
+        "family": [msgspec.msgpack.encode(FAMILY), b"\x81\xa1x" + b"\x91" * 5000],
+        "adverts": [b"\4\0\7\0\1\1\0\0", bytes(range(64)), b"\0"],
+        "pages": [wire.join_pages(PAGES), b"short"],
+        "record": [
+            _record_header(),
+            b"\xff" + _sealed(_record_header()),
+            b"\0\0\0\x81\xa1x" + b"\x91" * 5000,
+        ],
+        "segment": [_segment()],
+        "manifest": [
+            msgspec.json.encode({"format": 1, "marker": "00" * 16, "family": FAMILY}),
+            b'{"x":' + deep,
+        ],
+        "public_key": [public_text],
+        "secret_key": [secret_text],
+        "profile": [made, b'{"x":' + deep, b'{"version":2,"\xff":1}'],
+        "evidence": [made],
+        "serve_config": [
+            b"family:\n"
+            + family_yaml
+            + b"cache:\n  host_bytes: 1\n  worker: {listen: tcp://127.0.0.1:0}\n",
+            nested,
+            b"family: {model: /nowhere, kv_dtype: float16, page_size: 16}\n",
+            b"? 2001-99-99\n",
+            b"\xff",
+            deep,
+        ],
+        "settings": [
+            (ROOT / "examples/receiver.yaml").read_bytes(),
+            b"peers: [tcp://127.0.0.1:1]\ndisk_path: x\ndisk_gb: 1\n",
+            nested,
+            b"when: 2001-99-99\n",
+            b"\xff",
+            deep,
+        ],
+        "fleet": [
+            b"workers: {w: {}}\nengines: {e: {model-path: x, port: 1}}\n",
+            nested,
+            b"engines: {e: {model-path: x, port: []}}\n",
+            b"\xff",
+            deep,
+        ],
+        "address": [b"tcp://127.0.0.1:7788", b"tcp://[::1]:0", b"tcp://*:1", b"tcp://a:99999"],
+        "controls": [b'{"block":"1:3"}', b'{"block":"\xc2\xb2:3"}', deep],
+        "safetensors": [len(tensor).to_bytes(8, "little") + tensor + bytes(4)],
+    }
+
+
+def main(arguments: list[str]) -> None:
+    found = dict(read_corpus().found) if CORPUS.exists() else {}
+    if arguments:
+        _, target, *files = arguments
+        assert target in TARGETS, target
+        found[target] = [*found.get(target, []), *(Path(file).read_bytes() for file in files)]
+    CORPUS.write_bytes(msgspec.msgpack.encode(Corpus(_sound(), found)))
+    print(f"{CORPUS}: {CORPUS.stat().st_size} bytes")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

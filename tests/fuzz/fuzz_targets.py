@@ -1,0 +1,288 @@
+"""Every decoder of bytes from outside, as functions that may raise only what callers expect.
+
+A target takes any bytes. What it raises besides `expected` is a bug, as is memory or time without
+bound; the drivers see to both.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from transport_parts import E_LAYER, FAMILY, MODEL, new_tree, pages_of
+
+from cachetree import Deadline, Kind, Location, Staging, Step
+from cachetree.checksum import checksum
+from cachetree.cli.serve import read_config
+from cachetree.disk import record as records
+from cachetree.disk.directory import Directory
+from cachetree.disk.record import PREFIX_BYTES, read_head
+from cachetree.disk.segment import Segment, scan
+from cachetree.errors import CacheTreeError, ConfigError, ProfileError, ProtocolError
+from cachetree.evidence import read_measured
+from cachetree.profile import read_profile
+from cachetree.safetensors_files import read_tensors
+from cachetree.transport import keys, verbs, wire
+from cachetree.transport.address import parse_listen, parse_remote
+from cachetree.transport.desk import Desk
+from cachetree.transport.landing import Landing
+from cachetree.transport.remote_view import RemoteView
+from cachetree.tree import CacheTree
+from cachetree.unreadable import UNREADABLE
+from sglang_droidspeak.config import parse_settings
+from sglang_droidspeak.controls import parse_controls
+from sglang_droidspeak.fleet import read_fleet
+
+MARKER = b"fuzz-marker-16by"
+WORKER = Location("tcp://127.0.0.1:1")
+PAGES = pages_of(8)
+
+
+@dataclass(frozen=True)
+class Target:
+    run: Callable[[bytes], None]
+    expected: tuple[type[Exception], ...]
+    share: float
+    """Of all executions; what is slow gets fewer."""
+
+    def __call__(self, data: bytes) -> None:
+        with suppress(*self.expected):
+            self.run(data)
+
+
+@cache
+def _folder() -> Path:
+    """Where files are that a decoder reads by their path: memory, where the machine has that."""
+    memory = Path("/dev/shm")
+    return Path(tempfile.mkdtemp(prefix="fuzz-", dir=memory if memory.is_dir() else None))
+
+
+def _file(data: bytes, name: str = "input") -> Path:
+    path = _folder() / name
+    path.write_bytes(data)
+    path.chmod(0o600)
+    return path
+
+
+def _header(data: bytes) -> memoryview:
+    """Mostly with a sound checksum, behind which the decoder is."""
+    return memoryview(data[1:] if data[:1] == b"\xff" else wire.seal(data))
+
+
+def to_worker(data: bytes) -> None:
+    message = wire.decode_to_worker(_header(data))
+    match message:
+        case wire.Hello():
+            wire.family_of(message)
+        case wire.Fetch():
+            wire.steps_of(message, FAMILY.num_layers)
+            wire.split_pages(message.pages)
+        case wire.Store():
+            wire.steps_of_store(FAMILY.num_layers, message.e_layers)
+            wire.split_pages(message.pages)
+            wire.split_pages(message.parent)
+        case verbs.Find() | verbs.Evict() | verbs.Pin() | verbs.Unpin():
+            answers: list[verbs.ToPeer] = []
+            Desk(new_tree(PAGES[:4]), None, _no_status).serve(
+                message, answers.append, is_admin=True
+            )
+            assert len(answers) == 1
+
+
+def _no_status() -> verbs.Status:
+    raise AssertionError("nobody asked")
+
+
+@cache
+def _tree() -> CacheTree:
+    return new_tree()
+
+
+@cache
+def _view() -> RemoteView:
+    return RemoteView(_tree(), WORKER)
+
+
+def to_peer(data: bytes) -> None:
+    message = wire.decode_to_peer(_header(data))
+    match message:
+        case wire.Hello():
+            wire.family_of(message)
+        case wire.Reset() | wire.Entries() | wire.Synced():
+            _see(message)
+        case wire.Pong():
+            _view().compare(message.seq)
+        case wire.Frame():
+            _land(message)
+
+
+def _see(message: wire.Reset | wire.Entries | wire.Synced) -> None:
+    """Apply it as the next one; a view that holds much begins anew."""
+    view = _view()
+    view.apply(wire.Reset(epoch=1))
+    if isinstance(message, wire.Entries):
+        message = msgspec.structs.replace(message, seq=1)
+    view.apply(message)
+    _tree().match(PAGES)
+    view.forget()
+    assert not _tree()._trie.root.children, "something stayed in the tree"
+
+
+def _land(frame: wire.Frame) -> None:
+    steps = dict.fromkeys((Step(Kind.E, E_LAYER), Step(Kind.KV, 0)), 4096)
+    landing = Landing(MODEL, PAGES[:2], Staging(steps, Deadline.after(60)))
+    size = min(max(frame.size, 0), 1 << 16)
+    landing.place(frame, memoryview(bytes(size)))
+
+
+def family(data: bytes) -> None:
+    raw = msgspec.Raw(data)
+    wire.family_of(wire.Hello(version=wire.PROTOCOL_VERSION, family=raw))
+
+
+def adverts(data: bytes) -> None:
+    """A conversation: parts in any order, of pages that hang together in any way.
+
+    The first byte of each step says what comes, the next ones which pages, models and layers.
+    """
+    tree = new_tree()
+    view = RemoteView(tree, WORKER)
+    view.apply(wire.Reset(epoch=1))
+    seq = 0
+    for at in range(0, min(len(data), 400), 4):
+        kind, first, count, other = data[at : at + 4].ljust(4, b"\0")
+        if kind == 0:
+            view.apply(wire.Reset(epoch=1))
+            seq = 0
+            continue
+        if kind == 1:
+            view.compare(first)
+        seq += kind % 16 != 2
+        start = first % len(PAGES)
+        entry = wire.Entry(
+            added=kind % 3 > 0,
+            model=str(other % 2),
+            parent=PAGES[start - 1] if start and kind % 5 else b"",
+            pages=wire.join_pages(PAGES[start : start + count % 9]),
+            e_layers=(other % 5,) if other > 128 else (),
+        )
+        view.apply(wire.Entries(seq=seq, entries=(entry,)))
+        for match in tree.match(PAGES):
+            assert 0 < match.num_pages <= len(PAGES)
+    view.forget()
+    assert not tree._trie.root.children, "something stayed in the tree"
+
+
+def pages(data: bytes) -> None:
+    assert b"".join(wire.split_pages(data)) == data
+
+
+def record(data: bytes) -> None:
+    """Mostly with a sound checksum, behind which the header is."""
+    if data[:1] == b"\xff" and len(data) > PREFIX_BYTES:
+        read_head(data[1:], FAMILY)
+    else:
+        read_head(_sealed(data), FAMILY)
+
+
+def _sealed(header: bytes) -> bytes:
+    """A record's prefix before `header`; its first bytes say what the payload's size is."""
+    size = int.from_bytes(header[:3], "little")
+    header = header[3:]
+    unsealed = records._PREFIX.pack(MARKER, records.FORMAT, len(header), size, 0)
+    seal = checksum(unsealed[records._UNCHECKED :] + header)
+    return records._PREFIX.pack(MARKER, records.FORMAT, len(header), size, seal) + header
+
+
+def segment(data: bytes) -> None:
+    path = _file(data, "segment")
+    result = scan(Segment(path, 1, MARKER), len(data), FAMILY)
+    assert 0 <= result.stop <= len(data)
+
+
+def manifest(data: bytes) -> None:
+    directory = Directory.__new__(Directory)
+    directory._checked(Path("manifest.json"), data, FAMILY)
+
+
+def public_key(data: bytes) -> None:
+    keys.read_public_keys([str(_file(data))], field="allowed_peers")
+
+
+def secret_key(data: bytes) -> None:
+    keys.read_key_pair(str(_file(data)))
+
+
+def profile(data: bytes) -> None:
+    _use(read_profile(_file(data)))
+
+
+def evidence(data: bytes) -> None:
+    _use(read_measured(_file(data)))
+
+
+def _use(profile: Any) -> None:
+    assert profile.is_usable in (True, False)
+    assert profile.quality_floor is not None
+    assert profile.transition_layers is not None
+    assert profile.lossless is None or len(profile.lossless) >= 0
+
+
+def serve_config(data: bytes) -> None:
+    read_config(_file(data, "serve.yaml"))
+
+
+def settings(data: bytes) -> None:
+    parse_settings({"config": str(_file(data, "settings.yaml"))})
+
+
+def fleet(data: bytes) -> None:
+    read_fleet(_file(data, "fleet.yaml"))
+
+
+def address(data: bytes) -> None:
+    text = data.decode("utf-8", "surrogateescape")
+    with suppress(ConfigError):
+        assert parse_remote(text, field="peers").port
+    parse_listen(text, field="listen", insecure=True)
+
+
+def controls(data: bytes) -> None:
+    try:
+        given = msgspec.json.decode(data)
+    except UNREADABLE:
+        return  # The server reads the JSON.
+    parse_controls({"droidspeak": given}).span(4)
+
+
+def safetensors(data: bytes) -> None:
+    for tensor in read_tensors([_file(data, "model.safetensors")]).values():
+        assert 0 <= tensor.offset <= tensor.offset + tensor.num_bytes <= len(data)
+
+
+TARGETS = {
+    "to_worker": Target(to_worker, (ProtocolError,), 0.18),
+    "to_peer": Target(to_peer, (ProtocolError,), 0.18),
+    "family": Target(family, (ProtocolError,), 0.09),
+    "adverts": Target(adverts, (ProtocolError,), 0.03),
+    "pages": Target(pages, (ProtocolError,), 0.09),
+    "record": Target(record, (), 0.12),
+    "segment": Target(segment, (), 0.04),
+    "manifest": Target(manifest, (ConfigError,), 0.04),
+    "public_key": Target(public_key, (ConfigError,), 0.04),
+    "secret_key": Target(secret_key, (ConfigError,), 0.04),
+    "profile": Target(profile, (ProfileError,), 0.04),
+    "evidence": Target(evidence, (ProfileError,), 0.03),
+    "serve_config": Target(serve_config, (ConfigError,), 0.005),
+    "settings": Target(settings, (ConfigError,), 0.004),
+    "fleet": Target(fleet, (ConfigError,), 0.004),
+    "address": Target(address, (ConfigError,), 0.027),
+    "controls": Target(controls, (ValueError, CacheTreeError), 0.02),
+    "safetensors": Target(safetensors, (ConfigError,), 0.02),
+}
