@@ -19,7 +19,7 @@ from cachetree.checksum import checksum
 from cachetree.disk.record import Chunks, Header, pack_checksums, trailer
 from cachetree.disk.segment import _MAGIC
 from cachetree.slab import Layout
-from cachetree.transport import wire, write_key_pair
+from cachetree.transport import verbs, wire, write_key_pair
 
 CORPUS = Path(__file__).with_name("corpus.msgpack")
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,7 +64,11 @@ def _messages() -> tuple[list[bytes], list[bytes]]:
         wire.Cancel(id=3),
         wire.Ping(last_id=3),
         wire.Bye(reason="closing"),
-        wire.StatusRequest(),
+        verbs.StatusRequest(),
+        verbs.Find(pages=blob),
+        verbs.Evict(model=MODEL, pages=blob[:32]),
+        verbs.Pin(model="", pages=blob[:32], ttl_s=1.5),
+        verbs.Unpin(model=MODEL, pages=blob[:32]),
     ]
     entries = (
         wire.Entry(added=True, model=MODEL, parent=b"", pages=blob, e_layers=(E_LAYER,)),
@@ -80,6 +84,11 @@ def _messages() -> tuple[list[bytes], list[bytes]]:
         wire.FetchFailed(id=3, error="stale", reason="gone"),
         wire.Pong(epoch=7, seq=1, last_id=3, streams=(1, 3)),
         wire.Bye(reason="closing"),
+        verbs.Found(
+            holdings=(verbs.Holding(model=MODEL, location="local", num_pages=2, e_pages={2: 1}),)
+        ),
+        verbs.Pinned(pages_by_model={MODEL: 2}),
+        verbs.Denied(reason="no"),
     ]
     raw = [b"\xff" + wire.encode(wire.Ping())]
     return [_body(it) for it in to_worker] + raw, [_body(it) for it in to_peer]
