@@ -1,6 +1,6 @@
 # make demo    two real servers share a prefix: quality and speed, as a table and a picture
 # make test    the tests;  make test-all   the slow ones too;  make check   ruff, mypy
-# make bench   the benchmarks;  make soak   random operations and 10^7 broken inputs: hours
+# make bench   the benchmarks;  make soak   random operations, faults and inputs: an hour or more
 # make pairs   train the small model pairs again, from a seed;  make profiles   profile them
 PYTHON ?= python3
 VENV ?= .venv
@@ -50,6 +50,8 @@ bench: $(INSTALLED)
 
 soak: $(INSTALLED)
 	$(BIN)/python tests/cachetree/tree_walks.py --operations 1000000
+	$(BIN)/python tests/engine/soak.py --minutes 10
+	$(BIN)/python tests/cachetree/soak_memory.py --minutes 30
 	$(BIN)/python tests/fuzz/fuzz.py
 
 pairs: $(INSTALLED)

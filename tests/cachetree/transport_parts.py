@@ -66,9 +66,13 @@ def pages_of(num: int, name: str = "p") -> list[PageHash]:
 
 
 def content(page: PageHash, step: Step) -> bytes:
+    return content_of(FAMILY, page, step)
+
+
+def content_of(family: Family, page: PageHash, step: Step) -> bytes:
     """What a page holds at one step; differs for every page and step."""
     seed = page + f"{step.kind.value}{step.layer}".encode()
-    size = FAMILY.kv_page_bytes if step.kind is Kind.KV else FAMILY.e_page_bytes
+    size = family.kv_page_bytes if step.kind is Kind.KV else family.e_page_bytes
     return hashlib.shake_128(seed).digest(64) * (size // 64)
 
 

@@ -89,7 +89,6 @@ class Shelf:
                 "disk_bytes": 512 << 20,
                 "worker": {
                     "listen": self.address,
-                    "shared_memory": bool(self._num_lives % 2),
                     "max_bytes_per_s": 50e6,
                 },
             },
@@ -107,15 +106,15 @@ class Chaos(threading.Thread):
         self._proxy = proxy
         self._random = random.Random(seed)
         self._record = record
-        self._stop = threading.Event()
+        self._over = threading.Event()
 
     def stop(self) -> None:
-        self._stop.set()
+        self._over.set()
         self.join()
 
     def run(self) -> None:
         killed_at_s = time.monotonic()
-        while not self._stop.wait(self._random.uniform(*HARM_EVERY_S)):
+        while not self._over.wait(self._random.uniform(*HARM_EVERY_S)):
             is_due = time.monotonic() - killed_at_s > KILL_EVERY_S
             harm = (
                 self._kill
@@ -130,14 +129,14 @@ class Chaos(threading.Thread):
 
     def _kill(self) -> str:
         self._shelf.kill()
-        self._stop.wait(self._random.uniform(0, 3))
+        self._over.wait(self._random.uniform(0, 3))
         self._shelf.restart()
         return "kill"
 
     def _halt(self) -> str:
         pid = self._shelf.process.pid
         os.kill(pid, signal.SIGSTOP)
-        self._stop.wait(self._random.uniform(0.2, 4))
+        self._over.wait(self._random.uniform(0.2, 4))
         os.kill(pid, signal.SIGCONT)
         return "stop and continue"
 

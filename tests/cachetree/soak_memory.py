@@ -1,0 +1,221 @@
+"""Does memory stay where it is? A worker and a client at 75 % of their budgets, for half an hour.
+
+    python tests/cachetree/soak_memory.py [--minutes 30] [--seed 1]
+
+    client ──push──► worker ──fetch──► client      every document differs; some share a beginning
+
+Entries live for a fixed time after their last use and come at a fixed rate, so that three quarters
+of the worker's budget are in use, and renewed all the time. Some fetches are cancelled midway, some
+ask for what has gone. Resident memory, descriptors and threads of both processes are read every
+five seconds; after a fifth of the time, for warm-up, a line is fitted. Ends in one JSON line; exit
+status 1 where memory grows by 1 % an hour or more, or where there are more descriptors or threads
+at the end than after the warm-up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+sys.path += [str(Path(__file__).parents[1] / name) for name in ("cachetree", "engine")]
+
+from processes import num_descriptors, num_threads, resident_bytes
+from transport_parts import content_of, pages_of
+
+from cachetree import (
+    Cache,
+    CacheConfig,
+    Deadline,
+    Family,
+    FetchError,
+    Kind,
+    ModelId,
+    PageHash,
+    Plan,
+    Span,
+    Step,
+)
+from cachetree.transport import ask_status
+from sglang_droidspeak.servers import WorkerSpec, free_port, running
+
+FAMILY = Family(
+    architecture="LlamaForCausalLM",
+    num_layers=8,
+    hidden_size=512,
+    num_kv_heads=4,
+    head_dim=64,
+    rope="{}",
+    tokenizer="t",
+    kv_dtype="float16",
+    page_size=16,
+)
+E_LAYER = 2
+MODEL = ModelId("sender")
+PAGE_BYTES = FAMILY.num_layers * FAMILY.kv_page_bytes + FAMILY.e_page_bytes
+BUDGET_BYTES = 256 << 20
+SHARE = 0.72
+NUM_PAGES = 24
+NUM_SHARED = 8
+NUM_BEGINNINGS = 8
+TTL_S = 40.0
+RATE = SHARE * BUDGET_BYTES / TTL_S / ((NUM_PAGES - NUM_SHARED) * PAGE_BYTES)
+"""Documents per second."""
+OLDEST = int(TTL_S * RATE / 8)
+"""How many documents ago one may have come that is still fetched: a use lets it live longer."""
+SAMPLE_S = 5.0
+LIMIT_PER_HOUR = 0.01
+
+
+def document(index: int) -> list[PageHash]:
+    beginning = pages_of(NUM_SHARED, f"shared {index % NUM_BEGINNINGS} ")
+    return beginning + pages_of(NUM_PAGES - NUM_SHARED, f"document {index} ")
+
+
+def be_client(address: str, seed: int) -> None:
+    """Store and fetch for ever; prints the number of fetches that ended well, and of the others."""
+    chance = random.Random(seed)
+    config = CacheConfig(
+        host_bytes=BUDGET_BYTES,
+        staging_bytes=64 << 20,
+        ttl_s=TTL_S,
+        peers=(address,),
+        stores=(address,),
+        serves=False,
+    )
+    counts = {"fetched": 0, "cancelled": 0, "gone": 0, "refused": 0}
+    begun_at_s = said_at_s = time.monotonic()
+    with Cache(FAMILY, config) as cache:
+        assert cache.wait_ready(20)
+        index = 0
+        while True:
+            put(cache, document(index))
+            index += 1
+            age = chance.choice((chance.randrange(2, OLDEST), 2 * int(TTL_S * RATE)))
+            if index > age:
+                counts[take(cache, document(index - age), chance)] += 1
+            if time.monotonic() - said_at_s > SAMPLE_S:
+                said_at_s = time.monotonic()
+                print(json.dumps(counts), flush=True)
+            time.sleep(max(0.0, begun_at_s + index / RATE - time.monotonic()))
+
+
+def put(cache: Cache, pages: list[PageHash]) -> None:
+    kv = [joined(pages, Step(Kind.KV, layer)) for layer in range(FAMILY.num_layers)]
+    assert cache.store(MODEL, None, pages, kv, {E_LAYER: joined(pages, Step(Kind.E, E_LAYER))})
+
+
+def joined(pages: list[PageHash], step: Step) -> memoryview:
+    return memoryview(b"".join(content_of(FAMILY, page, step) for page in pages))
+
+
+def take(cache: Cache, pages: list[PageHash], chance: random.Random) -> str:
+    found = [it.location for it in cache.match(pages) if it.location.startswith("tcp")]
+    if not found:
+        return "gone"
+    plan = Plan(
+        sender=MODEL,
+        receiver=ModelId("receiver"),
+        location=found[0],
+        pages=Span(0, NUM_PAGES),
+        block=Span(E_LAYER, 4),
+        num_layers=FAMILY.num_layers,
+    )
+    staging = cache.fetch(plan, pages, Deadline.after(5))
+    if staging is None:
+        return "refused"
+    with staging:
+        if chance.random() < 0.1:
+            time.sleep(0.001)
+            return "cancelled"
+        try:
+            for step in plan.steps:
+                staging.wait(step)
+                assert staging.view(step) == joined(pages, step), "other bytes than were stored"
+        except FetchError:
+            return "gone"
+    return "fetched"
+
+
+def slope_per_hour(samples: list[tuple[float, float]]) -> float:
+    """Of a fitted line, as a share of the mean."""
+    at_s, held = np.array(samples).T
+    return float(np.polyfit(at_s / 3600, held, 1)[0] / held.mean())
+
+
+def soak(minutes: float, seed: int, folder: Path) -> dict[str, Any]:
+    address = f"tcp://127.0.0.1:{free_port()}"
+    config = {
+        "family": msgspec.to_builtins(FAMILY),
+        "cache": {"host_bytes": BUDGET_BYTES, "ttl_s": TTL_S, "worker": {"listen": address}},
+    }
+    command = [sys.executable, __file__, "--client", address, "--seed", str(seed)]
+    with running(WorkerSpec(config=config), folder=folder) as (worker,):
+        client = subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
+        try:
+            groups = {"worker": worker.pid, "client": client.pid}
+            held: dict[str, list[tuple[float, float]]] = {name: [] for name in groups}
+            counted: list[dict[str, int]] = []
+            used: list[float] = []
+            begun_at_s = time.monotonic()
+            while (at_s := time.monotonic() - begun_at_s) < 60 * minutes:
+                line = client.stdout.readline()
+                assert line, "the client has ended"
+                if at_s < 60 * minutes / 5:
+                    continue
+                for name, group in groups.items():
+                    held[name].append((at_s, resident_bytes(group)))
+                counted.append(
+                    {f"{name} descriptors": num_descriptors(it) for name, it in groups.items()}
+                    | {f"{name} threads": num_threads(it) for name, it in groups.items()}
+                )
+                used.append(ask_status(address, timeout_s=5).num_bytes / BUDGET_BYTES)
+            fetches = json.loads(line)
+        finally:
+            client.kill()
+            client.wait()
+    slopes = {name: slope_per_hour(samples) for name, samples in held.items()}
+    grown = {it: counted[-1][it] - counted[0][it] for it in counted[0]}
+    return {
+        "question": "memory of a worker and its client over time",
+        "seed": seed,
+        "minutes": minutes,
+        "samples": len(used),
+        "budget_used": [min(used), max(used)],
+        "resident_mib": {name: samples[-1][1] / 2**20 for name, samples in held.items()},
+        "slope_per_hour": slopes,
+        "grown": grown,
+        "fetches": fetches,
+        "problems": [name for name, it in slopes.items() if it >= LIMIT_PER_HOUR]
+        + [name for name, it in grown.items() if it > 0],
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=30)
+    parser.add_argument("--seed", type=int, default=random.randrange(1 << 16))
+    parser.add_argument("--client", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.client:
+        be_client(args.client, args.seed)
+    print(f"soak: seed {args.seed}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        found = soak(args.minutes, args.seed, Path(folder))
+    print(json.dumps(found), flush=True)
+    return 1 if found["problems"] else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
