@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from typing import Final
 
 import msgspec
 
 from cachetree.entries import Change
 from cachetree.eviction import Retention
-from cachetree.ids import LOCAL, ModelId
-from cachetree.memory import Plain
+from cachetree.ids import LOCAL, ModelId, Span
+from cachetree.memory import NO_MEMORY
 from cachetree.prefill_cost import PrefillCost
 from cachetree.simulate.trace import PageNames, Trace
 from cachetree.tree import CacheTree
-
-_NO_MEMORY = memoryview(b"")
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,6 +46,28 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_hits / self.num_requests
 
 
+class _Unbacked:
+    """Counts as an arena does, where dropped pages are free at once, and lends nothing."""
+
+    unit_bytes: Final = 4096
+    file: Final = None
+
+    def size_of(self, num_bytes: int) -> int:
+        return -(-num_bytes // self.unit_bytes) * self.unit_bytes
+
+    def take(self, num_bytes: int) -> memoryview:
+        return NO_MEMORY
+
+    def give_back(self, loan: memoryview, parts: Sequence[Span]) -> memoryview:
+        return NO_MEMORY
+
+    def close(self) -> None:
+        """Nothing is kept here."""
+
+    def place_of(self, view: memoryview) -> int | None:
+        return None
+
+
 class _Clock:
     now_s = 0.0
 
@@ -66,7 +88,7 @@ def replay(
     tree = CacheTree(
         family,
         host_bytes=host_bytes,
-        memory=Plain(lambda num_bytes: _NO_MEMORY),
+        memory=_Unbacked(),
         clock=clock,
         retention=retention,
     )

@@ -30,6 +30,7 @@ from cachetree.eviction import POLICIES, Retention
 from cachetree.eviction.leaf_heap import LeafHeap
 from cachetree.eviction.value import HALF_LIFE
 from cachetree.ids import PageHash
+from cachetree.staging import pageable
 from cachetree.tree import CacheTree
 
 SIZE = 20
@@ -370,6 +371,11 @@ def test_pins_keep_no_more_than_their_share() -> None:
     assert num_pages(tree, A, "abc") == 3
 
 
+def bytes_of(num_bytes: int) -> memoryview:
+    """In no arena, whose least unit is larger than these pages."""
+    return pageable(num_bytes)
+
+
 def test_a_cache_hands_its_settings_on() -> None:
     with pytest.raises(ConfigError, match="eviction is 'mru'"):
         CacheConfig(eviction="mru")
@@ -377,7 +383,7 @@ def test_a_cache_hands_its_settings_on() -> None:
         host_bytes=4 * PAGE, serves=False, eviction="slru", ttl_s=10, max_pinned_share=0.25
     )
     clock = FakeTime()
-    with Cache(FAMILY, config, clock=clock) as cache:
+    with Cache(FAMILY, config, allocate=bytes_of, clock=clock) as cache:
         store(cache.tree, A, "a")
         assert num_pages(cache.tree, A, "a") == 1
         for text in "xyzw":

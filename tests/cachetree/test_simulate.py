@@ -33,7 +33,7 @@ FAMILY = msgspec.structs.replace(
     num_layers=1,
     hidden_size=4,
     num_kv_heads=1,
-    head_dim=1,
+    head_dim=1024,
     page_size=10,
 )
 PAGE_BYTES = FAMILY.kv_page_bytes
