@@ -33,6 +33,9 @@ MARGIN_S = 1.0
 RECOVERY_S = 20.0
 FETCH_BYTES = NUM_TOKENS * (4 * 2 * 2 * 64 * 4 + 256 * 4)
 """KV of four layers with two heads of 64, and E of 256, in float32."""
+_FOR_GOOD = (Fault.STALL, Fault.THROTTLE)
+"""The silence that ends the connection is longer than the deadline here; all others are over at
+once, or missed at the next heartbeat, and the rest of the fetch is asked for."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +156,10 @@ def test_every_answer_is_full_prefills(pair: Pair) -> None:
         again = eventually(lambda: is_reused(reply := pair.ask()) and reply, RECOVERY_S)
         assert same(again, alone), strike
     assert len(outcomes) >= len(strikes(counts)) - 2
-    assert "reused" in outcomes.values()
-    assert any(outcome.startswith("fallback") for outcome in outcomes.values())
+    for_good = [outcome for strike, outcome in outcomes.items() if strike.fault in _FOR_GOOD]
+    assert any(outcome.startswith("fallback") for outcome in for_good)
+    resumed = [outcome for strike, outcome in outcomes.items() if strike.fault not in _FOR_GOOD]
+    # Of faults that come this fast each third opens the breaker, which ends its fetch.
+    assert resumed.count("reused") >= len(resumed) // 2, outcomes
     eventually(lambda: ask_status(pair.sender_address, timeout_s=5).num_streams == 0)
     eventually(lambda: all(now <= then for now, then in zip(pair.held(), before, strict=True)))
