@@ -421,7 +421,9 @@ class CacheTree:
         """Evict until the `num_bytes` of a new, open reservation fit; nothing where they cannot."""
         if self._num_bytes + num_bytes <= self.host_bytes:
             return True
-        if self._unfreeable_bytes() > self.host_bytes:
+        # Pins are many and seldom change: looked at one by one only where their sum is too much.
+        most = self._pins.num_bytes + kept_bytes(self._held_runs())
+        if most > self.host_bytes and self._unfreeable_bytes() > self.host_bytes:
             return False
         self._evict_until(
             lambda: self._num_bytes + num_bytes <= self.host_bytes, self._eviction.victims()
@@ -430,13 +432,17 @@ class CacheTree:
 
     def _unfreeable_bytes(self) -> int:
         """What open reservations take, and pages that are held or above a held one, at most."""
-        runs = {(it.slab, Span(0, len(it.pages))) for it in self._open} | self._pins.runs
+        return kept_bytes(self._held_runs() | self._pins.runs)
+
+    def _held_runs(self) -> set[tuple[Slab, Span]]:
+        """Of open reservations and leases, and all that stands above."""
+        runs = {(it.slab, Span(0, len(it.pages))) for it in self._open}
         holds = [lease.hold for lease in self._leases]
         holds += [reservation.hold for reservation in self._open]
         for hold in holds:
             for entry in hold.entries:
                 runs.update(entry.runs_above())
-        return kept_bytes(runs)
+        return runs
 
     def _evict_until(self, is_enough: Callable[[], bool], victims: Iterator[LocalEntry]) -> None:
         evicted: list[Node] = []
