@@ -10,8 +10,9 @@ from cachetree.ids import ModelId
 from cachetree.tier import MakeTier, NoteSpeed
 from cachetree.tree import CacheTree
 from sglang_droidspeak.compat.hicache import Backend
+from sglang_droidspeak.hicache.counts import Count
 from sglang_droidspeak.hicache.objects import Objects
-from sglang_droidspeak.hicache.tier import HICACHE, Count, HiCacheStatus, HiCacheTier, num_slots
+from sglang_droidspeak.hicache.tier import HICACHE, HiCacheStatus, HiCacheTier, num_slots
 
 __all__ = ["HICACHE", "HiCacheStatus", "HiCacheTier", "Objects", "hicache_tier"]
 

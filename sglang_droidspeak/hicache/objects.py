@@ -16,7 +16,10 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from typing import Final
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Final, Protocol
 
 import msgspec
 
@@ -30,8 +33,39 @@ _HEADER: Final = struct.Struct("<8sQQ")
 _SLOT_UNIT: Final = 8192
 """Both halves of a slot are whole pages of the system, for backends that bypass its cache."""
 
-MARKER: Final = Step(Kind.KV, 0)
-"""Written last of a page: where it is, all layers of KV have been written."""
+PAGES_PER_CALL: Final = 128
+"""As many as SGLang asks about at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One object of a fetch or of an entry."""
+
+    page: int
+    """Counted from the first page of the fetch or the entry."""
+    step: Step
+    key: str
+
+
+class ObjectBackend(Protocol):
+    """What is needed of a backend; every call may hang or raise anything."""
+
+    @property
+    def slots(self) -> Sequence[memoryview]:
+        """Memory between which and the backend objects move."""
+
+    def num_leading(self, keys: Sequence[str]) -> int:
+        """How many of the first keys are there without a gap."""
+
+    def read(
+        self, keys: Sequence[str], slots: Sequence[int], sizes: Sequence[int]
+    ) -> Sequence[bool]:
+        """Fill the start of each slot; which of the objects were there."""
+
+    def write(self, keys: Sequence[str], slots: Sequence[int], sizes: Sequence[int]) -> bool:
+        """Store the start of each slot; False where one of them was not taken."""
+
+    def close(self) -> None: ...
 
 
 class Objects:
@@ -39,6 +73,12 @@ class Objects:
 
     def __init__(self, family: Family) -> None:
         digest = hashlib.sha256(msgspec.json.encode(family, order="sorted")).hexdigest()
+        # A page whose first is there has lost none to a backend that drops the oldest; where its
+        # last is there, all have been written.
+        self.written: Final = tuple(Step(Kind.KV, it) for it in reversed(range(family.num_layers)))
+        """KV of all layers, in the order of writing."""
+        self.markers: Final = (self.written[0], self.written[-1])
+        """Where both are, a page is taken to be whole."""
         self._prefix: Final = f"droidspeak1-{digest[:16]}"
         self._page_bytes: Final = {Kind.KV: family.kv_page_bytes, Kind.E: family.e_page_bytes}
         largest = _HEADER.size + max(self._page_bytes.values())
@@ -65,6 +105,29 @@ class Objects:
         """The payload in `slot`; None where it is not what was stored under this key."""
         body = slot[_HEADER.size : self.size(step)]
         return body if slot[: _HEADER.size] == _header(key, body) else None
+
+    def num_leading(
+        self, backend: ObjectBackend, model: ModelId, pages: Sequence[PageHash], step: Step
+    ) -> int:
+        """How many of the first pages have this step in the backend."""
+        for start in range(0, len(pages), PAGES_PER_CALL):
+            part = pages[start : start + PAGES_PER_CALL]
+            num = backend.num_leading([self.key(model, page, step) for page in part])
+            if num < len(part):
+                return start + max(0, num)
+        return len(pages)
+
+    def batches(
+        self, model: ModelId, pages: Sequence[PageHash], steps: Sequence[Step], most: int
+    ) -> Iterator[list[Piece]]:
+        """The objects of all pages at each step in turn, `most` at a time."""
+        pieces = (
+            Piece(index, step, self.key(model, page, step))
+            for step in steps
+            for index, page in enumerate(pages)
+        )
+        while batch := list(islice(pieces, most)):
+            yield batch
 
 
 def _header(key: str, body: memoryview) -> bytes:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -21,7 +21,8 @@ from cachetree.plan import Kind, Step
 from cachetree.tier import Search
 from cachetree.tree import CacheTree
 from sglang_droidspeak.hicache.guard import Guard
-from sglang_droidspeak.hicache.objects import MARKER
+from sglang_droidspeak.hicache.objects import ObjectBackend, Objects
+from sglang_droidspeak.hicache.writer import Show
 
 WAIT_S: Final = 0.1
 """Longest that a request waits for an answer; what comes later serves the next one."""
@@ -29,11 +30,6 @@ ABSENT_S: Final = 10.0
 """How long a page that was not there is taken to stay away."""
 MAX_WAITING: Final = 64
 MAX_ABSENT: Final = 1 << 16
-PAGES_PER_CALL: Final = 128
-
-NumLeading = Callable[[ModelId, Sequence[PageHash], Step], int]
-Show = Callable[[ModelId, PageHash | None, Sequence[PageHash], Collection[int]], None]
-"""Adds an entry of the backend to the tree."""
 
 
 class AbsentPages:
@@ -71,7 +67,8 @@ class Searcher:
         tree: CacheTree,
         location: Location,
         senders: Mapping[ModelId, Collection[int]],
-        num_leading: NumLeading,
+        backend: ObjectBackend,
+        objects: Objects,
         show: Show,
         guard: Guard,
         clock: Clock,
@@ -81,7 +78,8 @@ class Searcher:
         self._tree = tree
         self._location = location
         self._senders = senders
-        self._num_leading = num_leading
+        self._backend = backend
+        self._objects = objects
         self._show = show
         self._guard = guard
         self._clock = clock
@@ -140,7 +138,9 @@ class Searcher:
         for model, known in self._unknown(pages).items():
             start = known.num_pages
             new = pages[start:]
-            num_new = self._num_found(model, new, MARKER)
+            num_new = len(new)
+            for marker in self._objects.markers:
+                num_new = self._num_found(model, new[:num_new], marker)
             if num_new < len(new):
                 self.absent.add(model, new[num_new])
             # E serves only where it reaches from the prompt's first page on.
@@ -157,10 +157,5 @@ class Searcher:
                 begin = stop
 
     def _num_found(self, model: ModelId, pages: Sequence[PageHash], step: Step) -> int:
-        for start in range(0, len(pages), PAGES_PER_CALL):
-            part = pages[start : start + PAGES_PER_CALL]
-            with self._guard.call():
-                num = self._num_leading(model, part, step)
-            if num < len(part):
-                return start + num
-        return len(pages)
+        with self._guard.call():
+            return self._objects.num_leading(self._backend, model, pages, step)

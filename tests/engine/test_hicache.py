@@ -105,6 +105,8 @@ def test_a_long_prompt_that_grows(tmp_path: Path) -> None:
     with open_cache(tmp_path) as sender, open_cache(tmp_path) as receiver:
         store_and_wait(sender, pages[:200])
         assert search(receiver, pages[:200]) == 200
+        with open_cache(tmp_path) as early:
+            assert search(early, pages) == 200
         store_and_wait(sender, pages[200:], pages[199])
         eventually(lambda: num_there(sender, pages) == 300)
         assert search(receiver, pages) == 300
@@ -224,6 +226,25 @@ def test_e_that_is_missing_is_written_and_kv_is_not_written_twice(tmp_path: Path
         assert third.match(pages)[0].e_pages == {E_LAYER: 8}
 
 
+@pytest.mark.parametrize("lost_layer", [0, FAMILY.num_layers - 1])
+def test_pages_that_are_not_whole_are_not_found_and_are_written_again(
+    tmp_path: Path, lost_layer: int
+) -> None:
+    """The first written goes first from a backend that drops the oldest; the last, in a crash."""
+    pages = prompt(0)
+    with open_cache(tmp_path) as first:
+        store_and_wait(first, pages)
+    for page in pages[3:]:
+        file_of(tmp_path, page, Step(Kind.KV, lost_layer)).unlink()
+    with open_cache(tmp_path) as second:
+        assert search(second, pages) == 3
+        store(second.tree, pages)
+        eventually(lambda: num_there(second, pages) == 8)
+    with open_cache(tmp_path) as third:
+        assert search(third, pages) == 8
+        fetch(third, pages, Span(0, 8))
+
+
 # Backends that move memory by its address.
 
 
@@ -256,12 +277,29 @@ def test_one_question_per_model_and_layer_then_none() -> None:
     shelf.calls.clear()
     with cache_over(shelf) as receiver:
         assert search(receiver, prompt(0)) == 8
-        assert shelf.calls == [("exists", 8), ("exists", 8)]
+        assert shelf.calls == [("exists", 8)] * 3, "two marks of whole pages, and E"
         assert search(receiver, prompt(1)) == 0
-        assert shelf.calls[2:] == [("exists", 8)]
+        assert shelf.calls[3:] == [("exists", 8)]
         assert not receiver.search(prompt(1)), "asked again for what was just absent"
-        assert len(shelf.calls) == 3
+        assert len(shelf.calls) == 4
     assert shelf.is_closed
+
+
+def test_e_is_not_asked_for_after_a_gap() -> None:
+    shelf, pages = Shelf(), prompt(0)
+    with cache_over(shelf) as sender:
+        reservation = sender.tree.reserve(MODEL, None, pages[:4], [])
+        assert reservation is not None
+        reservation.commit()
+        eventually(lambda: num_there(sender, pages) == 4)
+        with cache_over(shelf) as receiver:
+            assert search(receiver, pages[:4]) == 4
+            store_and_wait(sender, pages[4:], pages[3])
+            eventually(lambda: num_there(sender, pages) == 8)
+            shelf.calls.clear()
+            assert search(receiver, pages) == 8
+            assert shelf.calls == [("exists", 4)] * 2
+            assert not receiver.match(pages)[0].e_pages.get(E_LAYER)
 
 
 def test_a_backend_that_lies_about_what_it_has() -> None:
@@ -308,18 +346,6 @@ def test_a_backend_that_raises_is_left_alone() -> None:
         assert shelf.calls == []
 
 
-def test_a_full_backend_is_read_and_not_written() -> None:
-    shelf = Shelf()
-    with cache_over(shelf) as cache:
-        store_and_wait(cache, prompt(0))
-        shelf.takes = False
-        for number in range(1, 1 + guard.MAX_FAILURES):
-            store(cache.tree, prompt(number))
-        eventually(lambda: tier_of(cache).status().is_writing_paused)
-        fetch(cache, prompt(0), Span(0, 8))
-        assert num_there(cache, prompt(1)) == 0
-
-
 class Hanging(Shelf):
     def __init__(self) -> None:
         super().__init__()
@@ -331,9 +357,26 @@ class Hanging(Shelf):
             self.may_go_on.wait(20)
 
 
+def test_a_full_backend_is_read_and_soon_not_written() -> None:
+    shelf = Hanging()
+    with cache_over(shelf) as cache:
+        store_and_wait(cache, prompt(0))
+        shelf.calls.clear()
+        shelf.hangs_at, shelf.takes = "write", False
+        for number in range(1, 3 + guard.MAX_FAILURES):
+            store(cache.tree, prompt(number))
+        shelf.may_go_on.set()
+        status = tier_of(cache).status
+        eventually(lambda: status().num_late_entries == 2 + guard.MAX_FAILURES)
+        assert status().is_writing_paused
+        assert [call for call, _ in shelf.calls].count("write") == guard.MAX_FAILURES
+        fetch(cache, prompt(0), Span(0, 8))
+        assert num_there(cache, prompt(1)) == 0
+
+
 def test_a_backend_that_hangs_costs_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guard, "STALL_S", 0.2)
-    monkeypatch.setattr(tier, "_MAX_CLOSE_S", 0.2)
+    monkeypatch.setattr(tier, "MAX_CLOSE_S", 0.2)
     shelf = Hanging()
     cache = cache_over(shelf)
     store_and_wait(cache, prompt(0))
@@ -367,12 +410,17 @@ def test_a_late_fetch_writes_nothing_into_memory_that_was_given_back() -> None:
         shelf.hangs_at = "read"
         staging = cache.fetch(plan_of(Span(0, 8)), prompt(0), Deadline.after(5))
         assert staging is not None
+        waiting = cache.fetch(plan_of(Span(0, 8)), prompt(0), Deadline.after(5))
+        assert waiting is not None
         eventually(lambda: ("read", 4) in shelf.calls)
         staging.release()
-        shelf.may_go_on.set()
+        waiting.release()
         shelf.hangs_at = ""
+        shelf.may_go_on.set()
         fetch(cache, prompt(0), Span(0, 8))
-        assert staging.num_landed_bytes == 0
+        assert staging.num_landed_bytes == waiting.num_landed_bytes == 0
+        num_reads = [call for call, _ in shelf.calls].count("read")
+        assert num_reads == 1 + 8, "one for the first, none for the second, eight for the last"
 
 
 def test_a_guard_pauses_doubles_and_recovers() -> None:
