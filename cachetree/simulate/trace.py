@@ -22,6 +22,7 @@ from msgspec import Meta
 from cachetree.errors import ConfigError
 from cachetree.family import Family
 from cachetree.ids import PAGE_HASH_BYTES, PageHash
+from cachetree.unreadable import UNREADABLE
 
 _MAX_LINE_BYTES: Final = 1 << 20
 _MAX_REQUESTS: Final = 1_000_000
@@ -78,7 +79,7 @@ def read_trace(path: Path) -> Trace:
                         header = _HEADER.decode(line)
                         continue
                     request = _REQUEST.decode(line)
-                except msgspec.DecodeError as exc:
+                except UNREADABLE as exc:
                     raise ConfigError(f"{where}: {exc}") from exc
                 _check(request, requests[-1] if requests else None, where)
                 requests.append(request)

@@ -28,6 +28,7 @@ from cachetree.errors import CacheTreeError, ConfigError, ProfileError, Protocol
 from cachetree.evidence import read_measured
 from cachetree.profile import read_profile
 from cachetree.safetensors_files import read_tensors
+from cachetree.simulate.trace import PageNames, read_trace
 from cachetree.transport import keys, verbs, wire
 from cachetree.transport.address import parse_listen, parse_remote
 from cachetree.transport.desk import Desk
@@ -266,6 +267,14 @@ def safetensors(data: bytes) -> None:
         assert 0 <= tensor.offset <= tensor.offset + tensor.num_bytes <= len(data)
 
 
+def trace(data: bytes) -> None:
+    """Its pages too, of prompts that are not too long to name them ten million times."""
+    names = PageNames(16)
+    for request in read_trace(_file(data, "trace.jsonl")).requests:
+        if request.num_tokens < 10_000:
+            assert len(names.of(request.prompt)) == request.num_tokens // 16
+
+
 TARGETS = {
     "to_worker": Target(to_worker, (ProtocolError,), 0.18),
     "to_peer": Target(to_peer, (ProtocolError,), 0.18),
@@ -284,5 +293,6 @@ TARGETS = {
     "fleet": Target(fleet, (ConfigError,), 0.004),
     "address": Target(address, (ConfigError,), 0.027),
     "controls": Target(controls, (ValueError, CacheTreeError), 0.02),
-    "safetensors": Target(safetensors, (ConfigError,), 0.02),
+    "safetensors": Target(safetensors, (ConfigError,), 0.01),
+    "trace": Target(trace, (ConfigError,), 0.01),
 }
