@@ -44,6 +44,9 @@ _TIMES: Final = 16
 """How many times as long as its budget the file is."""
 _MAX_WARM: Final = 64
 """Runs of warm bytes kept; of more, the shortest go cold."""
+_LEAST_BYTES: Final = 1 << 20
+"""Of a smaller budget, whole pages of the system for each loan would take too much."""
+
 _Block = NDArray[np.uint8]
 
 
@@ -216,10 +219,10 @@ class ArenaReader:
 
 
 def memory_of(budget_bytes: int, allocate: Allocate = pageable) -> Memory:
-    """An arena; plain allocations where there is none, or where the engine has its own."""
+    """An arena; plain allocations for little, where there is none, or the engine has its own."""
     if allocate is not pageable:
         return Plain(allocate)
-    if sys.platform == "linux" and budget_bytes > 0:
+    if sys.platform == "linux" and budget_bytes >= _LEAST_BYTES:
         with contextlib.suppress(OSError, ValueError, OverflowError):
             return Arena(budget_bytes)
     return PAGEABLE

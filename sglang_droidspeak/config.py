@@ -83,6 +83,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """With no request waiting, recompute as many layers as meet this; None: as few as allowed."""
     max_link_mb_s: float | None = None
     """Bandwidth cap of this server's worker, in 10^6 bytes per second; None: no cap."""
+    shared_memory: bool = True
+    """Between servers of one host, copy pages from memory to memory; elsewhere there is no such way
+    and they come over the connection."""
     key_file: str | None = None
     """Secret key file of this server, made by `cachetree keygen`; None encrypts nothing."""
     allowed_peers: tuple[str, ...] = ()
@@ -143,6 +146,7 @@ def cache_config(settings: Settings, model: ModelId) -> CacheConfig:
             insecure=settings.insecure,
             model=model,
             max_bytes_per_s=cap,
+            shared_memory=settings.shared_memory,
         )
     return CacheConfig(
         host_bytes=int(settings.host_gb * GIB),
@@ -161,6 +165,7 @@ def cache_config(settings: Settings, model: ModelId) -> CacheConfig:
             key_file=settings.key_file,
             cooldown_s=settings.peer_cooldown_s,
             max_cooldown_s=10 * settings.peer_cooldown_s,
+            shared_memory=settings.shared_memory,
         ),
     )
 

@@ -45,6 +45,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Longest deadline granted to a fetch."""
     max_pending_changes: int = 4096
     """Changes kept for a peer that does not read; beyond it that peer gets a new snapshot."""
+    shared_memory: bool = True
+    """Let peers on this host copy pages from this process's memory themselves; ZMQ then carries
+    only where they are. Others get frames."""
     silence_s: float = 10.0
     """A peer that says nothing for this long is gone. A closed connection is noticed at once."""
 
@@ -111,6 +114,8 @@ class PeerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     max_cooldown_s: float = 300.0
     heartbeat_s: float = 1.0
     """A ping is sent this often."""
+    shared_memory: bool = True
+    """Copy pages from the memory of a worker on this host, if it lets and this process can."""
     silence_s: float = 5.0
     """A worker that says nothing for this long is lost. A closed connection is noticed at once."""
 

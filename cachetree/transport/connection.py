@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Final
 
 import numpy as np
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from cachetree.arena import ArenaReader
 from cachetree.errors import CacheTreeError, FetchError, ProtocolError
+from cachetree.memory import ArenaFile
 from cachetree.transport import wire
 from cachetree.transport.address import Address
 from cachetree.transport.handshake import FAILURES, Credentials
@@ -64,6 +67,8 @@ class Connection:
         self._poller.register(self._monitor, zmq.POLLIN)
         self._poller.register(wakeup.fileno(), zmq.POLLIN)
         self._has_events = False
+        self.arena: ArenaReader | None = None
+        """The worker's memory, where it is to be read."""
         self._socket.connect(to.url)
 
     def wait(self, timeout_ms: int) -> None:
@@ -122,7 +127,14 @@ class Connection:
         event = recv_monitor_message(self._monitor)
         return self._credentials.failure(event["event"], event["value"], who)
 
+    def share(self, arena: ArenaFile) -> None:
+        """Read from the worker's memory; it comes in frames where that cannot be."""
+        with suppress(OSError):
+            self.arena = ArenaReader(arena)
+
     def close(self) -> None:
+        if self.arena is not None:
+            self.arena.close()
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close()

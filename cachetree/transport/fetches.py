@@ -92,22 +92,31 @@ class Fetches:
         self._counts["failed"] += 1
         staging.fail(error)
 
-    def place(self, link: Connection, frame: wire.Frame, payload: memoryview) -> None:
+    def place(
+        self, link: Connection, frame: wire.Frame | wire.Located, payload: memoryview
+    ) -> None:
         landing = self._asked.get(frame.id)
         if landing is None:
             if frame.id > self.last_id:
                 raise ProtocolError(f"{self._who} sent a frame that nobody asked for")
             return  # It crossed with our Cancel.
         try:
-            landing.place(frame, payload)
+            if isinstance(frame, wire.Frame):
+                landing.place(frame, payload)
+            elif link.arena is not None:
+                landing.read(frame, link.arena)
+            else:
+                raise ProtocolError(f"{self._who} sent places of a memory that is not read here")
         except ProtocolError as exc:
             self._break(link, landing, exc)
         except FetchError as exc:
             self._end(landing, exc)
             link.send(wire.Cancel(id=frame.id))
         else:
-            self._counts["landed_bytes"] += payload.nbytes
+            self._counts["landed_bytes"] += frame.size
             if landing.is_complete:
+                if isinstance(frame, wire.Located):  # The worker waits for it.
+                    link.send(wire.Credit(id=frame.id, num_bytes=landing.placed_bytes))
                 self._end(landing, None)
 
     def failed(self, link: Connection, message: wire.FetchFailed) -> None:
@@ -176,6 +185,7 @@ class Fetches:
             self.last_id,
             frame_bytes=self._config.frame_bytes,
             window_bytes=self._config.window_bytes,
+            reads_arena=link.arena is not None,
         )
         self._asked[landing.id] = landing
         try:

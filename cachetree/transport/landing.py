@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
+from cachetree.arena import ArenaReader
 from cachetree.checksum import checksum_of_parts
 from cachetree.errors import ProtocolError
 from cachetree.family import Family
-from cachetree.ids import ModelId, PageHash
+from cachetree.ids import ModelId, PageHash, Span
 from cachetree.plan import Kind
 from cachetree.staging import Staging, copy_in_pieces
-from cachetree.transport.wire import Fetch, Frame, join_pages
+from cachetree.transport.wire import Fetch, Frame, Located, join_pages
 
 Fill = Callable[[memoryview], Iterator[memoryview]]
 """Fills a buffer, and yields its parts in order as they are filled."""
@@ -53,7 +54,9 @@ class Landing:
             len(self._pages) * page_bytes[step.kind] for step in self.staging.steps
         ]
 
-    def request(self, id: int, *, frame_bytes: int, window_bytes: int) -> Fetch:
+    def request(
+        self, id: int, *, frame_bytes: int, window_bytes: int, reads_arena: bool = False
+    ) -> Fetch:
         """Ask for what has not been placed yet."""
         self.id = id
         self.num_requests += 1
@@ -67,14 +70,30 @@ class Landing:
             first_offset=self._offset,
             frame_bytes=frame_bytes,
             window_bytes=window_bytes,
+            reads_arena=reads_arena,
             timeout_ms=int(self.staging.deadline.remaining_s() * 1000),
         )
+
+    @property
+    def placed_bytes(self) -> int:
+        """Since the request."""
+        return self._placed_bytes
+
+    def read(self, located: Located, arena: ArenaReader) -> None:
+        """As `place`, from the worker's memory; the lease keeps it until the next credit."""
+        places = [Span(*place) for place in located.places if 0 <= place[0] < place[1]]
+        if sum(map(len, places)) != located.size or len(places) < len(located.places):
+            raise ProtocolError(f"{located.places} are not places of {located.size} bytes")
+        try:
+            self._land(located, located.size, lambda room: arena.copy_in_pieces(room, places))
+        except OSError as exc:
+            raise ProtocolError(f"the worker's memory cannot be read: {exc}") from exc
 
     def place(self, frame: Frame, payload: memoryview) -> None:
         """Copy and verify one frame; raises ProtocolError, or what ended the staging."""
         self._land(frame, payload.nbytes, lambda room: copy_in_pieces(room, payload))
 
-    def _land(self, frame: Frame, size: int, fill: Fill) -> None:
+    def _land(self, frame: Frame | Located, size: int, fill: Fill) -> None:
         """What `fill` puts there counts only once its checksum is right."""
         if self.is_complete or (frame.step, frame.offset) != (self._step, self._offset):
             raise ProtocolError(

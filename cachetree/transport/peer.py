@@ -114,7 +114,7 @@ class Peer:
 
     @property
     def status(self) -> PeerStatus:
-        counts = self._counts
+        counts, connection = self._counts, self._connection
         return PeerStatus(
             address=self.address,
             state=self._state.value,
@@ -122,6 +122,7 @@ class Peer:
             probe_in_s=self._breaker.probe_in_s,
             epoch=self._epoch,
             model=self._model,
+            shares_memory=connection is not None and connection.arena is not None,
             bytes_per_s=self.bytes_per_s,
             num_fetches=counts["fetches"],
             num_failed_fetches=counts["failed"],
@@ -249,7 +250,7 @@ class Peer:
                 raise error
             case _ if not self._is_greeted:
                 raise ProtocolError(f"worker {self.address} did not say hello first")
-            case wire.Frame():
+            case wire.Frame() | wire.Located():
                 self._fetches.place(connection, message, payload)
             case wire.FetchFailed():
                 self._fetches.failed(connection, message)
@@ -271,6 +272,8 @@ class Peer:
         self._epoch = hello.epoch
         self._model = hello.model
         self._is_greeted = True
+        if self._config.shared_memory and hello.arena is not None:
+            connection.share(hello.arena)
         connection.send(wire.Subscribe())
 
     def _learn(

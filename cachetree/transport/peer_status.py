@@ -32,6 +32,8 @@ class PeerStatus(msgspec.Struct, frozen=True, kw_only=True):
     fetch has landed. None where all fetches may go."""
     epoch: int
     model: str
+    shares_memory: bool
+    """Whether pages are copied from the worker's memory; else they come in frames."""
     bytes_per_s: float | None
     num_fetches: int
     num_failed_fetches: int

@@ -296,7 +296,8 @@ class Pusher:
             while True:
                 while stream.is_ready(frame_bytes):
                     payload = stream.next_payload(frame_bytes)
-                    stream.sent(payload, connection.send_frame(stream.header(payload), payload))
+                    tracker = connection.send_frame(stream.header(payload), payload)
+                    stream.sent(payload.nbytes, tracker)
                     self._counts["pushed_bytes"] += payload.nbytes
                 match self._receive(deadline):
                     case wire.Credit(id=stream.id, num_bytes=num_bytes):

@@ -20,7 +20,7 @@ _MAX_RECEIVED: Final = 64
 _KEEPALIVE_PROBES: Final = 3
 
 
-_NOTHING: Final = memoryview(b"")
+NOTHING: Final = memoryview(b"")
 
 
 class Received(NamedTuple):
@@ -106,7 +106,7 @@ class Router:
             except zmq.Again:
                 return
             header = self._socket.recv(copy=False)
-            payload, num_frames = _NOTHING, 1
+            payload, num_frames = NOTHING, 1
             more = header.more
             while more:
                 frame = self._socket.recv(copy=False)
@@ -128,7 +128,7 @@ class Router:
         return True
 
     def send_frame(
-        self, identity: bytes, frame: wire.Frame, payload: memoryview
+        self, identity: bytes, frame: wire.Frame | wire.Located, payload: memoryview
     ) -> zmq.MessageTracker | None:
         """Hand `payload` over without a copy; it must stay until the tracker is done.
 
@@ -137,6 +137,9 @@ class Router:
         header = wire.encode(frame)
         if not self._address(identity):
             return None
+        if not payload:
+            self._socket.send(header)
+            return zmq.MessageTracker()
         self._socket.send(header, zmq.SNDMORE)
         return self._socket.send(payload, copy=False, track=True)
 

@@ -90,6 +90,7 @@ class Session:
                 frame_bytes=frame_bytes,
                 window_bytes=window_bytes,
                 deadline=Deadline.after(seconds, self._clock),
+                arena=self._tree.memory if fetch.reads_arena and config.shared_memory else None,
             )
         except FetchError:
             lease.release()

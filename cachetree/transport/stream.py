@@ -4,26 +4,32 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import islice
 from typing import Final
 
 import zmq
 
-from cachetree.checksum import checksum
+from cachetree.checksum import checksum, checksum_of_parts
 from cachetree.clock import Deadline
 from cachetree.errors import ProtocolError
 from cachetree.lease import Lease
+from cachetree.memory import Memory
 from cachetree.plan import Kind, Step
-from cachetree.transport.wire import Frame
+from cachetree.transport.wire import Frame, Located
 
 COPY_BYTES: Final = 64 << 10
 """Runs shorter than this are joined into one frame by a copy; ZMQ would copy them anyway."""
+
+_MAX_PLACES: Final = 256
+"""Runs that one header locates."""
 
 
 class Stream:
     """Sends the steps of one lease in order. Used by the worker's thread only.
 
-    The lease is held until ZMQ has let go of the last frame: `end` stops the stream, and
-    `is_drained` then says when `lease.release` is due.
+    The lease is held until ZMQ has let go of the last frame, and until a receiver that reads the
+    arena has credited all of it: `end` stops the stream, and `is_drained` then says when
+    `lease.release` is due.
     """
 
     def __init__(
@@ -36,6 +42,7 @@ class Stream:
         window_bytes: int,
         deadline: Deadline,
         first: tuple[int, int] = (0, 0),
+        arena: Memory | None = None,
     ) -> None:
         self.id: Final = id
         self.lease: Final = lease
@@ -46,6 +53,8 @@ class Stream:
         self.served_bytes = 0
         """Sent, on top of what its neighbours had been sent when it came."""
         self.is_over = False
+        self._arena = arena
+        """If the receiver reads it."""
         self._sent_bytes = 0
         self._step, self._offset = first
         if not 0 <= self._step < len(steps):
@@ -64,6 +73,34 @@ class Stream:
         """Whether a frame of at most `limit` bytes may go now. If not, credit is to come."""
         size = min(limit, self.frame_bytes)
         return not self.is_over and self.in_flight_bytes + size <= self.window_bytes
+
+    def next_located(self, limit: int) -> Located | None:
+        """Where the next bytes are, if the receiver can read them there. As `next_payload`."""
+        if self._arena is None:
+            return None
+        runs: list[memoryview] = []
+        room = min(limit, self.frame_bytes)
+        for run in islice(self._views[0], _MAX_PLACES):
+            runs.append(run[:room])
+            room -= runs[-1].nbytes
+            if not room:
+                break
+        starts = [self._arena.place_of(run) for run in runs]
+        places = [
+            (start, start + run.nbytes)
+            for start, run in zip(starts, runs, strict=True)
+            if start is not None
+        ]
+        if len(places) < len(runs):
+            return None
+        return Located(
+            id=self.id,
+            step=self._step,
+            offset=self._offset,
+            size=sum(run.nbytes for run in runs),
+            checksum=checksum_of_parts(runs),
+            places=tuple(places),
+        )
 
     def next_payload(self, limit: int) -> memoryview:
         """The next bytes to send, at most `limit`. Nothing changes until `sent`."""
@@ -90,16 +127,16 @@ class Stream:
             checksum=checksum(payload),
         )
 
-    def sent(self, payload: memoryview, tracker: zmq.MessageTracker) -> None:
-        """`payload` was handed to ZMQ."""
+    def sent(self, num_bytes: int, tracker: zmq.MessageTracker) -> None:
+        """So much was handed to ZMQ."""
         self._trackers.append(tracker)
         while self._trackers and self._trackers[0].done:
             self._trackers.popleft()
-        self._sent_bytes += payload.nbytes
-        self.served_bytes += payload.nbytes
-        self.in_flight_bytes += payload.nbytes
-        self._offset += payload.nbytes
-        self._advance(payload.nbytes)
+        self._sent_bytes += num_bytes
+        self.served_bytes += num_bytes
+        self.in_flight_bytes += num_bytes
+        self._offset += num_bytes
+        self._advance(num_bytes)
         self.is_over = not self._views
 
     def credit(self, num_bytes: int) -> None:
@@ -112,10 +149,12 @@ class Stream:
         """Send no more."""
         self.is_over = True
         self._views.clear()
+        self._arena = None
 
     @property
     def is_drained(self) -> bool:
-        return all(tracker.done for tracker in self._trackers)
+        is_read = self._arena is None or not self.in_flight_bytes or self.deadline.has_passed
+        return is_read and all(tracker.done for tracker in self._trackers)
 
     def _advance(self, num_bytes: int) -> None:
         runs = self._views[0]

@@ -10,7 +10,7 @@ A header ends with a checksum of its own: without it a flipped bit could name an
                               ◄──         Reset, Entries..., Synced   snapshot
                               ◄──         Entries...                  deltas, numbered
     Fetch                     ──►
-                              ◄──         Frame + payload ...         at most the window in flight
+                              ◄──         Frame + payload, Located ... at most the window in flight
     Credit                    ──►                                     as payloads are placed
     Cancel                    ──►                                     or FetchFailed ◄──
     Store                     ──►
@@ -38,6 +38,7 @@ from cachetree.checksum import checksum
 from cachetree.errors import DeadlineExceeded, FetchError, ProtocolError, StaleEntry
 from cachetree.family import Family
 from cachetree.ids import PAGE_HASH_BYTES, PageHash
+from cachetree.memory import ArenaFile
 from cachetree.plan import Kind, Step
 from cachetree.transport import verbs
 from cachetree.unreadable import UNREADABLE
@@ -69,6 +70,8 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     """The model this server runs; empty where it serves none itself."""
     epoch: int = 0
     """Random id of a worker's life; 0 from a peer."""
+    arena: ArenaFile | None = None
+    """From where a peer on the worker's host may copy; None from a peer."""
 
 
 class Subscribe(msgspec.Struct, frozen=True, tag="subscribe"):
@@ -120,6 +123,8 @@ class Fetch(msgspec.Struct, frozen=True, kw_only=True, tag="fetch"):
     frame_bytes: int
     window_bytes: int
     """Never have more than this sent and not credited."""
+    reads_arena: bool = False
+    """Whether the peer copies from the worker's arena itself."""
     timeout_ms: int
     """What was left of the deadline when this was sent; clocks are not compared."""
 
@@ -172,6 +177,19 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True, tag="frame"):
     size: int
     checksum: int
     """XXH3-64 of the payload."""
+
+
+class Located(msgspec.Struct, frozen=True, kw_only=True, tag="located"):
+    """In place of a `Frame`: the payload lies in the arena, and stays until it is credited."""
+
+    id: int
+    step: int
+    offset: int
+    size: int
+    checksum: int
+    """XXH3-64 of the payload; memory that was used anew meanwhile is noticed by it."""
+    places: tuple[tuple[int, int], ...]
+    """(start, stop) in the arena of each run, `size` bytes together."""
 
 
 class Credit(msgspec.Struct, frozen=True, kw_only=True, tag="credit"):
@@ -230,6 +248,7 @@ ToPeer = (
     | Entries
     | Synced
     | Frame
+    | Located
     | FetchFailed
     | Wanted
     | StoreRefused
@@ -307,9 +326,9 @@ def _decode(decoder: msgspec.msgpack.Decoder[_Message], header: memoryview) -> _
         raise ProtocolError(f"a header cannot be read: {exc}") from exc
 
 
-def hello(family: Family, model: str, epoch: int) -> Hello:
+def hello(family: Family, model: str, epoch: int, arena: ArenaFile | None = None) -> Hello:
     raw = msgspec.Raw(_encoder.encode(family))
-    return Hello(version=PROTOCOL_VERSION, family=raw, model=model, epoch=epoch)
+    return Hello(version=PROTOCOL_VERSION, family=raw, model=model, epoch=epoch, arena=arena)
 
 
 def family_of(message: Hello) -> Family:

@@ -29,7 +29,7 @@ from cachetree.transport.desk import Desk
 from cachetree.transport.handshake import Sparingly, gate_of
 from cachetree.transport.intake import Intake
 from cachetree.transport.pace import pace
-from cachetree.transport.router import PeerGone, Received, Router
+from cachetree.transport.router import NOTHING, PeerGone, Received, Router
 from cachetree.transport.session import Session
 from cachetree.transport.stream import Stream
 from cachetree.transport.wakeup import Wakeup
@@ -70,7 +70,7 @@ class Worker:
         """Random id of this worker's life."""
         self._sessions: dict[bytes, Session] = {}
         self._turns: deque[tuple[Session, Stream]] = deque()
-        self._draining: list[Stream] = []
+        self._draining: list[tuple[Session, Stream]] = []
         self._pace = pace(config.max_bytes_per_s, clock)
         self._counts: Counter[str] = Counter()
         self._desk = Desk(tree, disk, self.status, clock)
@@ -172,7 +172,7 @@ class Worker:
             self._retire()
             self._router.close()
             self._wakeup.close()
-            for stream in self._draining:
+            for _, stream in self._draining:
                 stream.lease.release()
             self._draining.clear()
 
@@ -262,6 +262,7 @@ class Worker:
             self._turn_away(identity, f"the worker already serves {self._config.max_peers} peers")
             return
         name = f"peer {identity.hex()}"
+        arena = None
         try:
             self._tree.family.require_equal(wire.family_of(hello), who=name)
         except (FamilyMismatch, ProtocolError) as exc:
@@ -270,7 +271,9 @@ class Worker:
             log.warning("worker %s: refused: %s", self.address, exc)
         else:
             self._sessions[identity] = Session(identity, name, self._tree, self._clock)
-        self._reply(identity, wire.hello(self._tree.family, self._config.model, self.epoch))
+            arena = self._tree.memory.file if self._config.shared_memory else None
+        answer = wire.hello(self._tree.family, self._config.model, self.epoch, arena)
+        self._reply(identity, answer)
 
     def _open(self, session: Session, fetch: wire.Fetch) -> None:
         self._counts["fetches"] += 1
@@ -328,27 +331,30 @@ class Worker:
                 ready.remove(turn)
 
     def _send(self, session: Session, stream: Stream) -> bool:
-        payload = stream.next_payload(self._limit(stream))
+        limit = self._limit(stream)
+        payload = NOTHING
+        header: wire.Frame | wire.Located | None = stream.next_located(limit)
+        if header is None:
+            payload = stream.next_payload(limit)
+            header = stream.header(payload)
         try:
-            tracker = self._router.send_frame(session.identity, stream.header(payload), payload)
+            tracker = self._router.send_frame(session.identity, header, payload)
         except PeerGone:
             self._end_session(session, "it is gone")
             return False
         if tracker is None:
             self._is_refused = True
             return False
-        stream.sent(payload, tracker)
-        self._pace.spend(payload.nbytes)
-        self._counts["sent_bytes"] += payload.nbytes
+        stream.sent(header.size, tracker)
+        self._pace.spend(header.size)
+        self._counts["sent_bytes"] += header.size
         self._counts["fetch ok"] += stream.is_over
         return True
 
     def _retire(self) -> None:
         for turn in [turn for turn in self._turns if turn[1].is_over]:
-            session, stream = turn
             self._turns.remove(turn)
-            session.streams.pop(stream.id, None)
-            self._draining.append(stream)
+            self._draining.append(turn)
 
     def _expire(self) -> None:
         now_s = self._clock()
@@ -368,8 +374,10 @@ class Worker:
         for identity, refusal in tuple(self._intake.expire()):
             self._reply(identity, refusal)
         self._retire()
-        for stream in [stream for stream in self._draining if stream.is_drained]:
-            self._draining.remove(stream)
+        for turn in [turn for turn in self._draining if turn[1].is_drained]:
+            session, stream = turn
+            self._draining.remove(turn)
+            session.streams.pop(stream.id, None)
             stream.lease.release()
 
     def _reply(self, identity: bytes, message: wire.ToPeer) -> bool:

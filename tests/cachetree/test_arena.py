@@ -147,6 +147,7 @@ def test_no_run_of_free_places_long_enough_is_no_room(monkeypatch: pytest.Monkey
 
 def test_the_engines_allocator_and_no_budget_get_plain_memory() -> None:
     assert isinstance(memory_of(0), Plain)
+    assert isinstance(memory_of((1 << 20) - 1), Plain)
     assert isinstance(memory_of(1 << 20, lambda num_bytes: pageable(num_bytes)), Plain)
     assert isinstance(memory_of(1 << 20), Arena)
     assert memory_of(1 << 62).file is None, "no such file can be made"

@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from fault_proxy import Fault, FaultProxy, Strike, Towards
 from transport_parts import (
     E_LAYER,
     FAMILY,
+    HOST_BYTES,
     MODEL,
     check_content,
     content,
@@ -33,6 +35,7 @@ from transport_parts import (
 )
 
 from cachetree import (
+    CacheTree,
     Deadline,
     FetchError,
     Kind,
@@ -43,7 +46,9 @@ from cachetree import (
     Staging,
     Step,
 )
+from cachetree.arena import Arena
 from cachetree.cache import Cache, CacheConfig
+from cachetree.memory import PAGEABLE, ArenaFile, Memory
 from cachetree.plan import Plan
 from cachetree.transport import wire
 from cachetree.transport.landing import Landing
@@ -131,15 +136,20 @@ def strike_at(worker: Location, strike: Strike, seed: int) -> Outcome:
 @pytest.fixture(scope="module")
 def frames() -> list[tuple[Towards, int]]:
     """The frames of one connection with one undisturbed fetch."""
+    found = frames_of(new_tree(PAGES))
+    assert len(found) >= 3 + 1 + 4 + 2 * FETCH_BYTES // FRAME_BYTES
+    return found
+
+
+def frames_of(source: CacheTree) -> list[tuple[Towards, int]]:
     with (
-        worker_of(new_tree(PAGES)) as worker,
+        worker_of(source) as worker,
         FaultProxy(worker.address, seed=0) as proxy,
         receiver(proxy.address) as cache,
     ):
         assert cache.wait_ready(5)
         assert fetch(cache, proxy.address) is None
         counts = {towards: proxy.num_frames(towards) for towards in Towards}
-    assert counts[Towards.PEER] >= 3 + 1 + 4 + 2 * FETCH_BYTES // FRAME_BYTES
     return [(towards, index) for towards in Towards for index in range(counts[towards])]
 
 
@@ -156,9 +166,9 @@ def nothing_stays() -> Iterator[None]:
     eventually(lambda: all(now <= then for now, then in zip(held(), before, strict=True)), 10)
 
 
-def strike_all(strikes: Sequence[Strike], first_seed: int) -> None:
+def strike_all(strikes: Sequence[Strike], first_seed: int, memory: Memory = PAGEABLE) -> None:
     """Each on a connection of its own, to one worker; afterwards it serves nobody any more."""
-    source = new_tree(PAGES)
+    source = new_tree(PAGES, memory=memory)
     with worker_of(source, silence_s=1.0) as worker:
         with ThreadPoolExecutor(NUM_AT_ONCE) as pool:
             results = {
@@ -184,6 +194,18 @@ def test_every_fault_at_every_frame(
     fault: Fault, frames: list[tuple[Towards, int]], nothing_stays: None
 ) -> None:
     strike_all([Strike(fault, *frame) for frame in frames], first_seed=0)
+
+
+@pytest.mark.parametrize(
+    "fault", [Fault.FLIP_BODY, Fault.DROP_MESSAGE, Fault.REORDER_MESSAGE, Fault.STALL, Fault.RESET]
+)
+def test_every_fault_at_every_frame_while_pages_are_read_in_place(
+    fault: Fault, nothing_stays: None
+) -> None:
+    with closing(Arena(HOST_BYTES)) as memory:
+        frames = frames_of(new_tree(PAGES, memory=memory))
+    with closing(Arena(HOST_BYTES)) as memory:
+        strike_all([Strike(fault, *frame) for frame in frames], first_seed=0, memory=memory)
 
 
 @pytest.mark.slow
@@ -251,6 +273,10 @@ TO_PEER = (
     wire.Entries(seq=9, entries=(ENTRY,)),
     wire.Synced(seq=9),
     wire.Frame(id=3, step=1, offset=8192, size=4096, checksum=1 << 63),
+    wire.hello(FAMILY, MODEL, 1, ArenaFile(pid=1 << 15, fd=9, num_bytes=1 << 40, nonce=bytes(16))),
+    wire.Located(
+        id=3, step=1, offset=8192, size=4096, checksum=1 << 63, places=((4096, 6144), (0, 2048))
+    ),
     wire.FetchFailed(id=3, error="stale", reason="192 pages are no longer here"),
     wire.Pong(epoch=1 << 60, seq=9, last_id=3, streams=(2, 3)),
     wire.Bye(reason="the worker is closing"),

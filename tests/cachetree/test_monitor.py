@@ -59,6 +59,7 @@ def test_the_metrics_say_what_happened(tmp_path: Path) -> None:
             eventually(num_pushed(cache, stored=1))
             fetched(cache, worker.address, PAGES)
             eventually(lambda: worker.status().disk.num_pages == 64)  # type: ignore[union-attr]
+            eventually(lambda: worker.status().worker.num_streams == 0)  # type: ignore[union-attr]
             there, here = scraped(worker), scraped(cache)
     sent = 64 * 4 * PAGE_BYTES
     expected = {

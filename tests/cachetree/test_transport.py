@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
 
 import msgspec
 import pytest
+import transport_parts
 from transport_parts import (
     E_LAYER,
     FAMILY,
     FAST,
+    HOST_BYTES,
     MODEL,
     PAGE_BYTES,
     STEPS,
@@ -43,9 +47,23 @@ from cachetree import (
     Worker,
     WorkerConfig,
 )
+from cachetree.arena import Arena
 from cachetree.transport import ask_status
 
 PAGES = pages_of(256)
+
+
+@pytest.fixture(autouse=True, params=["frames", "shared memory"])
+def in_both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Pages come in frames, and are read where they lie."""
+    with ExitStack() as stack:
+        if request.param == "shared memory":
+
+            def new_memory() -> Arena:
+                return stack.enter_context(closing(Arena(HOST_BYTES)))
+
+            monkeypatch.setattr(transport_parts, "new_memory", new_memory)
+        yield
 
 
 def num_matched(tree: CacheTree) -> int:
@@ -58,6 +76,7 @@ def test_a_fetch_brings_the_content_e_first_then_kv_in_layer_order() -> None:
         (match,) = tree.match(PAGES)
         assert (match.location, match.num_pages) == (worker.address, 256)
         assert match.e_pages == {E_LAYER: 256}
+        assert peer.status.shares_memory == (worker._tree.memory.file is not None)
         staging = new_staging(256)
         peer.fetch(MODEL, PAGES, staging)
         wait_all(staging)

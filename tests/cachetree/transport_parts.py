@@ -32,6 +32,8 @@ from cachetree import (
     Worker,
     WorkerConfig,
 )
+from cachetree.arena import Arena
+from cachetree.memory import PAGEABLE, ArenaFile, Memory
 from cachetree.transport import wire
 
 FAMILY = Family(
@@ -57,6 +59,7 @@ FAST = PeerConfig(
     reconnect_s=0.02,
     max_reconnect_s=0.1,
 )
+HOST_BYTES = 256 << 20
 ONCE = msgspec.structs.replace(FAST, max_retries=0)
 """Gives up a fetch at its first error."""
 
@@ -88,8 +91,15 @@ def store(tree: CacheTree, pages: Sequence[PageHash], parent: PageHash | None = 
     reservation.commit()
 
 
-def new_tree(pages: Sequence[PageHash] = (), family: Family = FAMILY) -> CacheTree:
-    tree = CacheTree(family, host_bytes=256 << 20)
+def new_memory() -> Memory:
+    return PAGEABLE
+
+
+def new_tree(
+    pages: Sequence[PageHash] = (), family: Family = FAMILY, memory: Memory | None = None
+) -> CacheTree:
+    """In `new_memory()`, unless one is given."""
+    tree = CacheTree(family, host_bytes=HOST_BYTES, memory=memory or new_memory())
     if pages:
         store(tree, pages)
     return tree
@@ -160,10 +170,14 @@ class ScriptedWorker:
     """
 
     def __init__(
-        self, script: Callable[[ScriptedWorker, bytes, wire.Fetch], None], family: Family = FAMILY
+        self,
+        script: Callable[[ScriptedWorker, bytes, wire.Fetch], None],
+        family: Family = FAMILY,
+        arena: ArenaFile | None = None,
     ) -> None:
         self._script = script
         self._family = family
+        self._arena = arena
         self._context = zmq.Context()
         self.socket = self._context.socket(zmq.ROUTER)
         self.socket.set(zmq.LINGER, 0)
@@ -187,7 +201,7 @@ class ScriptedWorker:
             message = wire.decode_to_worker(memoryview(header))
             self.received.append(message)
             if isinstance(message, wire.Hello):
-                self.send(identity, wire.hello(self._family, "", 7))
+                self.send(identity, wire.hello(self._family, "", 7, self._arena))
             elif isinstance(message, wire.Subscribe):
                 self.send(identity, wire.Reset(epoch=7))
                 self.send(identity, wire.Synced(seq=0))
@@ -209,7 +223,7 @@ class ScriptedWorker:
 def worker_process(
     num_pages: int, bytes_per_s: float, listen: str = "tcp://127.0.0.1:0"
 ) -> Iterator[tuple[Popen[str], Location]]:
-    """A worker of `pages_of(num_pages)` in its own process."""
+    """A worker of `pages_of(num_pages)` in its own process, in memory that others can read."""
     command = [sys.executable, str(Path(__file__)), listen, str(num_pages), str(bytes_per_s)]
     with Popen(command, stdin=PIPE, stdout=PIPE, text=True) as process:
         try:
@@ -220,7 +234,7 @@ def worker_process(
 
 
 def _serve(listen: str, num_pages: int, bytes_per_s: float) -> None:
-    tree = new_tree(pages_of(num_pages))
+    tree = new_tree(pages_of(num_pages), memory=Arena(HOST_BYTES))
     worker = Worker(tree, WorkerConfig(listen=listen, max_bytes_per_s=bytes_per_s))
     print(worker.address, flush=True)
     sys.stdin.read()

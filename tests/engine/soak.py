@@ -210,6 +210,7 @@ def soak(minutes: float, seed: int, folder: Path) -> dict[str, Any]:
                 "peers": [proxy.address],
                 "gate": "off",
                 "host_gb": 0,
+                "shared_memory": False,  # So that the proxy meets all that is sent.
                 "fetch_deadline_s": DEADLINE_S,
             },
         )

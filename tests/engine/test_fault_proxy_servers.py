@@ -89,6 +89,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
                 "peers": [proxy.address],
                 "gate": "off",
                 "host_gb": 0,
+                "shared_memory": False,  # So that the proxy meets all that is sent.
                 "fetch_deadline_s": DEADLINE_S,
                 "peer_cooldown_s": 0.5,
                 # A second fetch would not fit if the first had leaked.

@@ -1,0 +1,278 @@
+"""Pages read where they lie: only the worker's own memory, only while it is held, or not at all."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+from transport_parts import (
+    FAMILY,
+    FAST,
+    HOST_BYTES,
+    MODEL,
+    ONCE,
+    PAGE_BYTES,
+    STEPS,
+    RecordingStaging,
+    ScriptedWorker,
+    check_content,
+    eventually,
+    new_staging,
+    new_tree,
+    pages_of,
+    peer_of,
+    wait_all,
+    worker_of,
+    worker_process,
+)
+
+from cachetree import Deadline, FetchError, PeerState, ProtocolError, Step
+from cachetree.arena import Arena
+from cachetree.checksum import checksum
+from cachetree.transport import wire
+
+PAGES = pages_of(16)
+SIZE = 16 * PAGE_BYTES
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    with closing(Arena(HOST_BYTES)) as arena:
+        yield arena
+
+
+def num_arenas() -> int:
+    """Descriptors of this process that are open on an arena, its own or another's."""
+    targets = []
+    for link in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            targets.append(str(link.readlink()))
+    return sum("memfd:cachetree" in target for target in targets)
+
+
+class StalledStaging(RecordingStaging):
+    """Its writer waits at the first frame."""
+
+    def __init__(self, num_pages: int) -> None:
+        super().__init__(dict.fromkeys(STEPS, num_pages * PAGE_BYTES), Deadline.after(10))
+        self.go_on = threading.Event()
+
+    def room(self, step: Step, offset: int, size: int) -> memoryview:
+        room = super().room(step, offset, size)
+        self.go_on.wait()
+        return room
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"pid": 1 << 22},
+        {"pid": 1},
+        {"fd": 1 << 19},
+        {"fd": -1},
+        {"nonce": bytes(16)},
+        {"nonce": b""},
+        {"num_bytes": 1 << 20},
+    ],
+    ids=str,
+)
+def test_what_is_not_the_workers_memory_is_not_read(arena: Arena, wrong: dict[str, object]) -> None:
+    source = new_tree(PAGES, memory=arena)
+    arena.file = msgspec.structs.replace(arena.file, **wrong)  # type: ignore[misc]
+    with worker_of(source) as worker, peer_of(worker.address, new_tree()) as peer:
+        assert not peer.status.shares_memory
+        staging = new_staging(16)
+        peer.fetch(MODEL, PAGES, staging)
+        wait_all(staging)
+        check_content(staging, PAGES)
+        assert num_arenas() == 1
+
+
+def test_a_pipe_in_its_place_blocks_nobody(arena: Arena) -> None:
+    source = new_tree(PAGES, memory=arena)
+    read, write = os.pipe()
+    arena.file = msgspec.structs.replace(arena.file, fd=read)  # type: ignore[misc]
+    with worker_of(source) as worker, peer_of(worker.address, new_tree()) as peer:
+        assert not peer.status.shares_memory
+    os.close(read)
+    os.close(write)
+
+
+@pytest.mark.parametrize("peers_choice", [False, True])
+def test_either_side_can_switch_it_off(arena: Arena, peers_choice: bool) -> None:
+    source = new_tree(PAGES, memory=arena)
+    config = msgspec.structs.replace(FAST, shared_memory=peers_choice)
+    with (
+        worker_of(source, shared_memory=not peers_choice) as worker,
+        peer_of(worker.address, new_tree(), config) as peer,
+    ):
+        assert not peer.status.shares_memory
+        staging = new_staging(16)
+        peer.fetch(MODEL, PAGES, staging)
+        wait_all(staging)
+        check_content(staging, PAGES)
+
+
+def test_a_connection_holds_one_descriptor_and_gives_it_back(arena: Arena) -> None:
+    source = new_tree(PAGES, memory=arena)
+    with worker_of(source) as worker:
+        for _ in range(3):
+            with peer_of(worker.address, new_tree()) as peer:
+                assert peer.status.shares_memory
+                assert num_arenas() == 2
+            assert num_arenas() == 1
+
+
+def test_pages_stay_until_the_last_of_them_is_credited(arena: Arena) -> None:
+    source = new_tree(PAGES, memory=arena)
+    with worker_of(source) as worker, peer_of(worker.address, new_tree()) as peer:
+        staging = StalledStaging(16)
+        peer.fetch(MODEL, PAGES, staging)
+        eventually(lambda: worker.status().num_sent_bytes == staging.num_bytes)
+        eventually(lambda: worker.status().num_streams == 0)
+        source.clear()
+        assert source.num_pages == 16, "everything was located, and nothing read yet"
+        staging.go_on.set()
+        wait_all(staging)
+        check_content(staging, PAGES)
+
+        def is_free() -> bool:
+            source.clear()
+            return source.num_pages == 0
+
+        eventually(is_free)
+
+
+def test_a_receiver_that_goes_frees_what_it_has_not_read(arena: Arena) -> None:
+    source = new_tree(PAGES, memory=arena)
+    with worker_of(source) as worker:
+        with peer_of(worker.address, new_tree()) as peer:
+            staging = StalledStaging(16)
+            peer.fetch(MODEL, PAGES, staging)
+            eventually(lambda: worker.status().num_sent_bytes == staging.num_bytes)
+            staging.cancel()
+            staging.go_on.set()
+
+        def is_free() -> bool:
+            source.clear()
+            return source.num_pages == 0
+
+        eventually(is_free)
+
+
+def test_memory_used_anew_while_it_is_read_is_an_error_and_no_content(arena: Arena) -> None:
+    source = new_tree(PAGES, memory=arena)
+    lease = source.lease(MODEL, PAGES, "test", Deadline.after(60))
+    assert lease is not None
+    with worker_of(source) as worker, peer_of(worker.address, new_tree(), ONCE) as peer:
+        staging = StalledStaging(16)
+        peer.fetch(MODEL, PAGES, staging)
+        eventually(lambda: staging.writes)
+        for run in lease.e(STEPS[0].layer):
+            np.frombuffer(run, np.uint8)[5] ^= 1
+        staging.go_on.set()
+        with pytest.raises(ProtocolError, match="checksum"):
+            wait_all(staging)
+        assert staging.num_landed_bytes == 0
+        again = new_staging(16, steps=STEPS[1:])
+        peer.fetch(MODEL, PAGES, again)
+        wait_all(again)
+        check_content(again, PAGES)
+
+
+SOUND = wire.Located(id=1, step=0, offset=0, size=SIZE, checksum=0, places=((0, SIZE),))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"places": ((0, SIZE - 1),)},
+        {"places": ()},
+        {"places": ((0, SIZE), (8, 8))},
+        {"places": ((SIZE, 0),)},
+        {"places": ((-SIZE, 0),)},
+        {"places": ((1 << 62, (1 << 62) + SIZE),)},
+        {"places": ((HOST_BYTES * 16 + 4096 - SIZE + 1, HOST_BYTES * 16 + 4096 + 1),)},
+        {"checksum": 1},
+        {"size": 2 * SIZE, "places": ((0, 2 * SIZE),)},
+        {"offset": 1},
+        {"step": 9},
+    ],
+    ids=str,
+)
+def test_places_that_are_wrong_cost_that_fetch_only(
+    arena: Arena, changed: dict[str, object]
+) -> None:
+    content = arena.take(SIZE)
+    place = arena.place_of(content)
+    assert place is not None
+    right = msgspec.structs.replace(
+        SOUND, checksum=checksum(content), places=((place, place + SIZE),)
+    )
+
+    def script(worker: ScriptedWorker, identity: bytes, fetch: wire.Fetch) -> None:
+        message = msgspec.structs.replace(right, id=fetch.id, **changed)
+        worker.send(identity, message)
+
+    with (
+        ScriptedWorker(script, arena=arena.file) as worker,
+        peer_of(worker.address, new_tree(), ONCE) as peer,
+    ):
+        staging = new_staging(16)
+        peer.fetch(MODEL, PAGES, staging)
+        with pytest.raises(ProtocolError):
+            wait_all(staging)
+        assert staging.num_landed_bytes == 0
+        assert (peer.status.num_protocol_errors, peer.status.num_losses) == (1, 0)
+        eventually(lambda: wire.Cancel(id=1) in worker.received)
+
+
+def test_places_in_a_memory_that_is_not_read_are_an_error() -> None:
+    def script(worker: ScriptedWorker, identity: bytes, fetch: wire.Fetch) -> None:
+        worker.send(identity, SOUND)
+
+    with ScriptedWorker(script) as worker, peer_of(worker.address, new_tree(), ONCE) as peer:
+        staging = new_staging(16)
+        peer.fetch(MODEL, PAGES, staging)
+        with pytest.raises(ProtocolError, match="not read"):
+            wait_all(staging)
+
+
+def test_a_worker_that_is_killed_leaves_nothing_open() -> None:
+    pages = pages_of(256)
+    before = num_arenas()
+    with worker_process(256, 1e6) as (process, address), peer_of(address, new_tree()) as peer:
+        assert peer.status.shares_memory
+        staging = new_staging(256, seconds=2)
+        peer.fetch(MODEL, pages, staging)
+        eventually(lambda: staging.writes)
+        process.send_signal(signal.SIGKILL)
+        with pytest.raises(FetchError):
+            wait_all(staging)
+        assert peer.state is not PeerState.READY
+        eventually(lambda: num_arenas() == before)
+
+
+def test_only_whoever_may_exchange_caches_is_told_where_the_memory_is(arena: Arena) -> None:
+    context = zmq.Context()
+    with worker_of(new_tree(PAGES, memory=arena)) as worker:
+        for family, told in (
+            (FAMILY, arena.file),
+            (msgspec.structs.replace(FAMILY, rope="other"), None),
+        ):
+            stranger = context.socket(zmq.DEALER)
+            stranger.connect(worker.address)
+            stranger.send(wire.encode(wire.hello(family, "", 0)))
+            assert stranger.poll(5000)
+            hello = wire.decode_to_peer(memoryview(stranger.recv()))
+            assert isinstance(hello, wire.Hello)
+            assert hello.arena == told
+    context.destroy(linger=0)
