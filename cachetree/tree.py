@@ -6,6 +6,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from typing import Final
 
 from cachetree.clock import Clock, Deadline
@@ -18,8 +19,7 @@ from cachetree.memory import PAGEABLE, Memory, NoRoom
 from cachetree.pins import Pins
 from cachetree.slab import Layout, Slab, kept_bytes
 from cachetree.trie import PageTrie, depth_of
-
-Listener = Callable[[Change], None]
+from cachetree.watch import Listener, Watch
 
 _LRU: Final = Retention()
 
@@ -55,7 +55,7 @@ class CacheTree:
         self._leases: set[Lease] = set()
         self._open: set[Reservation] = set()
         self._pins = Pins(self._trie, int(retention.max_pinned_share * host_bytes))
-        self._listeners: list[Listener] = []
+        self._watch = Watch()
         self._num_bytes = 0
         self._num_pages = 0
         self.num_evictions = 0
@@ -313,6 +313,7 @@ class CacheTree:
                 for node in nodes[0].walk():
                     if key in node.remote:
                         node.set_remote(key, node.remote[key].e_layers)
+            self._watch.shown(location, model, nodes)
 
     def drop_remote(self, location: Location, model: ModelId, pages: Sequence[PageHash]) -> None:
         """Forget these pages at `location` and, so that matches stay prefixes, all after them."""
@@ -342,19 +343,18 @@ class CacheTree:
         tree's lock by whichever thread made the change: it must not block, raise or call the tree.
         """
         with self._lock:
-            self._listeners.append(listener)
-            now = [
-                entry.change(added=True)
-                for node in self._trie.root.walk()
-                for entry in node.local.values()
-            ]
+            there = self._watch.join(listener, self._trie.root.walk())
+        return there, partial(self._unsubscribe, listener)
 
-        def unsubscribe() -> None:
-            with self._lock:
-                if listener in self._listeners:
-                    self._listeners.remove(listener)
+    def subscribe_kept(self, listener: Listener) -> tuple[list[Change], Callable[[], None]]:
+        """As `subscribe`, of pages that are in memory or on disk; one may be added twice."""
+        with self._lock:
+            there = self._watch.join_kept(listener, self._trie.root.walk())
+        return there, partial(self._unsubscribe, listener)
 
-        return now, unsubscribe
+    def _unsubscribe(self, listener: Listener) -> None:
+        with self._lock:
+            self._watch.leave(listener)
 
     # Everything below is called with the lock held, but for the two `_end` functions.
 
@@ -414,7 +414,7 @@ class CacheTree:
                 pages=pages[:num_kept],
                 e_layers=slab.layout.e_layers,
             )
-            self._notify(change)
+            self._watch.published(change)
         return num_kept
 
     def _make_room(self, num_bytes: int) -> bool:
@@ -453,7 +453,7 @@ class CacheTree:
 
     def _evict(self, entry: LocalEntry) -> None:
         """The caller prunes the node."""
-        change = entry.change(added=False) if self._listeners else None
+        self._watch.evicted(entry)
         if entry.parent is not None:
             entry.parent.num_children -= 1
         self._eviction.remove(entry)
@@ -461,19 +461,14 @@ class CacheTree:
         del entry.node.local[entry.model]
         self._num_pages -= entry.node.num_pages
         self._drop_pages(entry.slab, entry.pages)
-        if change is not None:
-            self._notify(change)
 
     def _drop_pages(self, slab: Slab, pages: Span) -> None:
         if len(pages):
             self._num_bytes -= slab.drop_pages(pages)
 
-    def _notify(self, change: Change) -> None:
-        for listener in self._listeners:
-            listener(change)
-
     def _drop_remote(self, node: Node, key: tuple[Location, ModelId]) -> None:
         below = [node, *node.walk()]
+        self._watch.hidden(*key, reversed(below))
         for each in below:
             each.remote.pop(key, None)
         self._trie.prune(below)

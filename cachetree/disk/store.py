@@ -99,6 +99,23 @@ class DiskStore:
                 self._index.touch(found[-1][0])
             return found
 
+    def has(self, model: ModelId, page: PageHash) -> bool:
+        """Whether `page` is here, and so all before it."""
+        with self._changed:
+            return self._index.has(model, page)
+
+    def line(self, model: ModelId, page: PageHash) -> list[DiskEntry]:
+        """The entries from the root to the one with `page`; they count as used."""
+        with self._changed:
+            entry = self._index.entry_of(model, page)
+            if entry is not None:
+                self._index.touch(entry)
+            line: list[DiskEntry] = []
+            while entry is not None:
+                line.append(entry)
+                entry = entry.parent
+            return line[::-1]
+
     def entries(self) -> list[DiskEntry]:
         """From the most recently used to the least; each comes after what it stands on."""
         with self._changed:

@@ -22,7 +22,7 @@ from cachetree.disk.store import DiskStore
 from cachetree.entries import Change
 from cachetree.errors import DeadlineExceeded, FetchError, StaleEntry
 from cachetree.ids import DISK, Location, ModelId, PageHash, Span
-from cachetree.lease import Lease, Reservation
+from cachetree.lease import Lease
 from cachetree.plan import Kind, Step
 from cachetree.staging import Staging
 from cachetree.tier import NoteSpeed, Search
@@ -35,6 +35,7 @@ _MAX_WAITING: Final = 4096
 _MAX_WRITE_S: Final = 60.0
 _MAX_CLOSE_S: Final = 5.0
 _NUM_READERS: Final = 2
+_MAX_RECALLS: Final = 64
 _NICENESS: Final = 10
 """Of the writer's thread: whoever computes comes first."""
 
@@ -69,6 +70,8 @@ class DiskTier:
         self._waiting: queue.SimpleQueue[Change | _Use | None] = queue.SimpleQueue()
         self._num_late = 0
         self._is_warm = False
+        self._recalling = threading.Lock()
+        self._num_recalls = 0
         self._closes_at_s = float("inf")
         self._store: Final = DiskStore(tree.family, config, self._show)
         self._readers = ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="cachetree-disk-read")
@@ -87,6 +90,28 @@ class DiskTier:
             self._readers.submit(self._fetch, model, pages, staging)
         except RuntimeError:  # The pool is shut down.
             staging.fail(FetchError("this cache is closed"))
+
+    def has(self, model: ModelId, page: PageHash) -> bool:
+        """Whether `page` is here, and so all before it; waits for no disk."""
+        return self._store.has(model, page)
+
+    def recall(
+        self, model: ModelId, page: PageHash, deadline: Deadline, done: Callable[[], None]
+    ) -> bool:
+        """Read `page` and what is before it into the tree, in a thread that then calls `done`.
+
+        What is not in the tree by then could not be read, has no room there, or is late. False,
+        without `done`, where too much waits to be read.
+        """
+        with self._recalling:
+            if self._num_recalls >= _MAX_RECALLS:
+                return False
+            self._num_recalls += 1
+        try:
+            self._readers.submit(self._recall_and_tell, model, page, deadline, done)
+        except RuntimeError:  # The pool is shut down.
+            return False
+        return True
 
     def note_use(self, model: ModelId, pages: Sequence[PageHash]) -> None:
         """These pages were read from memory: on disk too they are not the ones to go."""
@@ -181,11 +206,53 @@ class DiskTier:
             for step in staging.steps:
                 self._read_step(step, found, staging)
             self._note_speed(staging.num_bytes, self._clock() - begun_at_s)
+            most_bytes = sum(entry.record.layout.num_bytes for entry, _ in found)
+            if self._is_warm and self._tree.num_bytes + most_bytes <= self._tree.host_bytes:
+                self._recall(model, pages[-1], staging.deadline)
         except FetchError as exc:
             staging.fail(exc)
         except Exception as exc:
             log.exception("a fetch from disk failed")
             staging.fail(FetchError(f"internal error: {exc}"))
+
+    def _recall_and_tell(
+        self, model: ModelId, page: PageHash, deadline: Deadline, done: Callable[[], None]
+    ) -> None:
+        try:
+            self._recall(model, page, deadline)
+        except Exception:
+            log.exception("pages on disk were not read into memory")
+        with self._recalling:
+            self._num_recalls -= 1
+        done()
+
+    def _recall(self, model: ModelId, page: PageHash, deadline: Deadline) -> None:
+        for entry in self._store.line(model, page):
+            if deadline.has_passed or self._clock() >= self._closes_at_s:
+                return
+            if not self._promote(entry):
+                return
+
+    def _promote(self, entry: DiskEntry) -> bool:
+        """Have an entry in memory, whose parent is there; False where that cannot be."""
+        record = entry.record
+        reservation = self._tree.reserve(
+            record.model, record.parent, record.pages, record.layout.e_layers
+        )
+        if reservation is None:
+            return False
+        with reservation:
+            if reservation.pages:
+                missing = Span(reservation.skipped, len(record.pages))
+                try:
+                    for step in Chunks(record.layout).steps:
+                        is_kv = step.kind is Kind.KV
+                        into = reservation.kv(step.layer) if is_kv else reservation.e(step.layer)
+                        self._store.read(entry, step, missing, into)
+                except StaleEntry:
+                    return False
+            reservation.commit()
+        return True
 
     def _read_step(
         self, step: Step, found: Sequence[tuple[DiskEntry, Span]], staging: Staging
@@ -222,30 +289,11 @@ class DiskTier:
                 has_room = self._tree.num_bytes + record.layout.num_bytes <= self._tree.host_bytes
                 if not has_room or self._clock() >= self._closes_at_s:
                     return
-                reservation = self._tree.reserve(
-                    record.model, record.parent, record.pages, record.layout.e_layers
-                )
-                if reservation is not None:
-                    with reservation:
-                        self._fill(reservation, entry)
+                self._promote(entry)
         except Exception:
             log.exception("entries on disk were not read into memory")
         finally:
             self._is_warm = True
-
-    def _fill(self, reservation: Reservation, entry: DiskEntry) -> None:
-        """Commits unless some of the pages are in memory already, or cannot be read."""
-        pages = entry.record.pages
-        if reservation.pages != pages:
-            return
-        try:
-            for step in Chunks(entry.record.layout).steps:
-                is_kv = step.kind is Kind.KV
-                into = reservation.kv(step.layer) if is_kv else reservation.e(step.layer)
-                self._store.read(entry, step, Span(0, len(pages)), into)
-        except StaleEntry:
-            return
-        reservation.commit()
 
 
 def _leased(lease: Lease, step: Step) -> Sequence[memoryview]:

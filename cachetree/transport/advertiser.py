@@ -64,7 +64,7 @@ class Advertiser:
         with self._lock:
             self._changes.clear()
             self._has_overflowed = False
-        snapshot, self._unsubscribe = self._tree.subscribe(self._note)
+        snapshot, self._unsubscribe = self._tree.subscribe_kept(self._note)
         self._unsent = None
         self._adverts = self._snapshot(snapshot)
 

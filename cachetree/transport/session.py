@@ -39,6 +39,8 @@ class Session:
         self._clock = clock
         self.pinged_id = 0
         """`last_id` of the last Ping."""
+        self.recalls: set[int] = set()
+        """Fetches and stores that wait for pages to be read from disk."""
         self._last_id = 0
         self._advertiser: Advertiser | None = None
 
@@ -59,15 +61,21 @@ class Session:
             epoch=epoch,
             seq=NO_ADVERTS if self._advertiser is None else self._advertiser.sent_seq,
             last_id=self.pinged_id,
-            streams=tuple(stream.id for stream in self.streams.values() if not stream.is_over),
+            streams=(
+                *(stream.id for stream in self.streams.values() if not stream.is_over),
+                *self.recalls,
+            ),
         )
+
+    def admit(self, fetch: Fetch) -> None:
+        """Raise ProtocolError for one that is not the newest."""
+        if fetch.id <= self._last_id:
+            raise ProtocolError(f"fetch {fetch.id} comes after fetch {self._last_id}")
+        self._last_id = fetch.id
 
     def open(self, fetch: Fetch, config: WorkerConfig) -> Stream:
         """Lease what a fetch names; raises StaleEntry or ProtocolError."""
         family = self._tree.family
-        if fetch.id <= self._last_id:
-            raise ProtocolError(f"fetch {fetch.id} comes after fetch {self._last_id}")
-        self._last_id = fetch.id
         pages = split_pages(fetch.pages)
         steps = steps_of(fetch, family.num_layers)
         if not pages or not steps:
@@ -100,6 +108,7 @@ class Session:
 
     def close(self) -> None:
         """End everything; the streams still have to drain."""
+        self.recalls.clear()
         for stream in self.streams.values():
             stream.end()
         if self._advertiser is not None:

@@ -19,7 +19,6 @@ from cachetree.errors import (
     FamilyMismatch,
     FetchError,
     ProtocolError,
-    StaleEntry,
 )
 from cachetree.ids import Location
 from cachetree.transport import verbs, wire
@@ -29,6 +28,7 @@ from cachetree.transport.desk import Desk
 from cachetree.transport.handshake import Sparingly, gate_of
 from cachetree.transport.intake import Intake
 from cachetree.transport.pace import pace
+from cachetree.transport.recall import Recall
 from cachetree.transport.router import NOTHING, PeerGone, Received, Router
 from cachetree.transport.session import Session
 from cachetree.transport.stream import Stream
@@ -47,7 +47,7 @@ _PROBE_S: Final = 0.05
 
 
 class Worker:
-    """Serves the local entries of `tree` to peers, and tells them what there is.
+    """Serves the local entries of `tree` to peers, those on `disk` too, and tells them which.
 
     The tree stays its owner's. Streams of all peers get equal bytes, whatever their frames, each
     within its window. Raises ConfigError where the address cannot be bound or a key file not be
@@ -74,6 +74,7 @@ class Worker:
         self._pace = pace(config.max_bytes_per_s, clock)
         self._counts: Counter[str] = Counter()
         self._desk = Desk(tree, disk, self.status, clock)
+        self._recall = Recall(tree, disk, self._counts, self._soon, clock)
         self._errands: deque[Callable[[], object]] = deque()
         """What other threads want done in the worker's."""
         self._intake = Intake(tree, config, self._counts, clock)
@@ -233,17 +234,18 @@ class Worker:
                     wake=self._wakeup.wake,
                 )
             case wire.Fetch():
-                self._open(session, message)
+                self._accept(session, message)
             case wire.Credit():
                 self._credit(session, message)
             case wire.Store():
-                self._reply(session.identity, self._intake.begin(session.identity, message))
+                self._store(session, message)
             case wire.Frame():
                 answer = self._intake.place(session.identity, message, payload)
                 if answer is not None:
                     self._reply(session.identity, answer)
             case wire.Cancel():
                 self._intake.cancel(session.identity, message.id)
+                session.recalls.discard(message.id)
                 stream = session.streams.get(message.id)
                 if stream is not None:
                     self._counts["fetch cancelled"] += 1
@@ -275,17 +277,33 @@ class Worker:
         answer = wire.hello(self._tree.family, self._config.model, self.epoch, arena)
         self._reply(identity, answer)
 
-    def _open(self, session: Session, fetch: wire.Fetch) -> None:
+    def _accept(self, session: Session, fetch: wire.Fetch) -> None:
+        """Open a fetch, after its pages have been read from disk where that is needed."""
         self._counts["fetches"] += 1
+        try:
+            session.admit(fetch)
+        except ProtocolError as exc:
+            self._fail(session, fetch.id, exc)
+            return
+        self._recall.bring(session, fetch, self._config.max_fetch_s, partial(self._open, session))
+
+    def _store(self, session: Session, store: wire.Store) -> None:
+        def begin() -> None:
+            self._reply(session.identity, self._intake.begin(session.identity, store))
+
+        if self._config.accepts:
+            self._recall.bring_parent(session, store, self._config.max_fetch_s, begin)
+        else:
+            begin()
+
+    def _open(self, session: Session, fetch: wire.Fetch) -> None:
         try:
             if len(self._turns) >= self._config.max_streams:
                 raise FetchError(f"the worker already serves {len(self._turns)} fetches")
             stream = session.open(fetch, self._config)
         except FetchError as exc:
-            self._counts["miss memory"] += isinstance(exc, StaleEntry)
             self._fail(session, fetch.id, exc)
         else:
-            self._counts["hit memory"] += 1
             if not self._turns:
                 self._pace.idle()
             served = (other.served_bytes for _, other in self._turns)
@@ -392,7 +410,11 @@ class Worker:
 
     def _reply_soon(self, identity: bytes, message: wire.ToPeer) -> None:
         """From any thread."""
-        self._errands.append(lambda: self._reply(identity, message))
+        self._soon(lambda: self._reply(identity, message))
+
+    def _soon(self, errand: Callable[[], object]) -> None:
+        """From any thread: have it done in this one."""
+        self._errands.append(errand)
         self._wakeup.wake()
 
     def _turn_away(self, identity: bytes, reason: str) -> None:

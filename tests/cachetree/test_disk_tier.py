@@ -134,7 +134,7 @@ def test_a_restart_finds_the_cache_again(tmp_path: Path) -> None:
         assert num_found(cache, prompt(0), LOCAL) == 0, "not the latest were read into memory"
 
 
-def test_what_is_partly_in_memory_is_left_and_the_rest_is_read(tmp_path: Path) -> None:
+def test_what_is_partly_in_memory_is_completed(tmp_path: Path) -> None:
     with open_cache(tmp_path) as cache:
         store_and_wait(cache, prompt(0))
         store_and_wait(cache, prompt(1))
@@ -142,8 +142,8 @@ def test_what_is_partly_in_memory_is_left_and_the_rest_is_read(tmp_path: Path) -
         store(cache.tree, prompt(1)[:3])
         assert cache._disk is not None
         cache._disk._warm_up()
-        assert num_found(cache, prompt(1), LOCAL) == 3
-        assert num_found(cache, prompt(0), LOCAL) == 8
+        for number in range(2):
+            assert num_found(cache, prompt(number), LOCAL) == 8
         fetch(cache, prompt(0), Span(0, 8), LOCAL)
 
 

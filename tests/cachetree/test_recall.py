@@ -1,0 +1,186 @@
+"""Pages that are only on disk: advertised, fetched by peers, and in memory again afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from test_push import PAGE_TOTAL, RawPeer, cache_of, fetched, new_store
+from transport_parts import E_LAYER, MODEL, eventually, pages_of, store
+
+from cachetree import DISK, Cache, Deadline, FetchError, Location, StaleEntry, WorkerConfig
+from cachetree.transport import wire
+
+PAGES = pages_of(64)
+ROOM = 64 * PAGE_TOTAL
+
+
+def settle(worker: Cache, num_pages: int) -> None:
+    """Until so many pages are on disk, and nobody reads memory any more."""
+
+    def is_settled() -> bool:
+        status = worker.status()
+        assert status.disk is not None
+        return (status.disk.num_pages, status.held_bytes) == (num_pages, 0)
+
+    eventually(is_settled)
+
+
+@contextlib.contextmanager
+def on_disk_only(folder: Path, **config: object) -> Iterator[tuple[Cache, Location]]:
+    """A worker whose memory lost what its disk has."""
+    disk = {"disk_path": str(folder), "disk_bytes": 64 << 20, "host_bytes": ROOM}
+    with cache_of(**{**disk, **config}) as worker:
+        store(worker.tree, PAGES[:20])
+        store(worker.tree, PAGES)
+        settle(worker, 64)
+        worker.tree.clear()
+        assert worker.tree.num_pages == 0
+        assert worker.address
+        yield worker, worker.address
+
+
+@contextlib.contextmanager
+def reader_of(address: Location) -> Iterator[Cache]:
+    with cache_of(peers=(address,), serves=False) as cache:
+        assert cache.wait_ready(5)
+        yield cache
+
+
+def seen(cache: Cache, location: Location) -> list[tuple[int, dict[int, int]]]:
+    matches = [match for match in cache.match(PAGES) if match.location == location]
+    return [(match.num_pages, dict(match.e_pages)) for match in matches]
+
+
+def test_what_is_only_on_disk_is_advertised_and_fetched(tmp_path: Path) -> None:
+    with on_disk_only(tmp_path) as (worker, address), reader_of(address) as cache:
+        assert seen(cache, address) == [(64, {E_LAYER: 64})]
+        fetched(cache, address, PAGES)
+        assert worker.tree.num_pages == 64, "not promoted"
+        status = worker.status().worker
+        assert status is not None
+        assert (status.hits, status.misses) == ({"disk": 1}, {"memory": 1})
+        fetched(cache, address, PAGES)
+        status = worker.status().worker
+        assert status is not None
+        assert status.hits == {"disk": 1, "memory": 1}
+
+
+def test_a_part_that_is_only_on_disk_joins_the_part_in_memory(tmp_path: Path) -> None:
+    with on_disk_only(tmp_path) as (worker, address), reader_of(address) as cache:
+        store(worker.tree, PAGES[:10])
+        fetched(cache, address, PAGES)
+        assert worker.tree.num_pages == 64
+
+
+def test_an_advert_ends_only_with_the_last_copy(tmp_path: Path) -> None:
+    disk = {"disk_path": str(tmp_path), "disk_bytes": 64 << 20}
+    with cache_of(**disk) as worker:
+        assert worker.address
+        with reader_of(worker.address) as cache:
+            store(worker.tree, PAGES)
+            settle(worker, 64)
+            eventually(lambda: seen(cache, worker.address))  # type: ignore[arg-type]
+            worker.tree.clear()
+            store(worker.tree, pages_of(1, "a marker"))
+            settle(worker, 65)
+            eventually(lambda: cache.match(pages_of(1, "a marker")))
+            assert seen(cache, worker.address) == [(64, {E_LAYER: 64})]
+
+            worker._disk.evict(None, (), lambda freed: None)  # type: ignore[union-attr]
+            eventually(lambda: not seen(cache, worker.address))  # type: ignore[arg-type]
+
+            store(worker.tree, PAGES)
+            settle(worker, 64)
+            worker._disk.evict(None, (), lambda freed: None)  # type: ignore[union-attr]
+            eventually(lambda: not worker.status().disk.num_pages)  # type: ignore[union-attr]
+            eventually(lambda: seen(cache, worker.address) == [(64, {E_LAYER: 64})])  # type: ignore[arg-type]
+            worker.tree.clear()
+            eventually(lambda: not seen(cache, worker.address))  # type: ignore[arg-type]
+
+
+def test_where_memory_has_no_room_the_fetch_is_stale(tmp_path: Path) -> None:
+    with on_disk_only(tmp_path) as (worker, address), reader_of(address) as cache:
+        other = pages_of(64, "held")
+        store(worker.tree, other)
+        settle(worker, 128)
+        lease = worker.tree.lease(MODEL, other, "test", Deadline.after(30))
+        assert lease is not None
+        with lease, pytest.raises(StaleEntry):
+            fetched(cache, address, PAGES)
+        fetched(cache, address, PAGES)
+
+
+def test_a_damaged_disk_makes_a_fetch_stale_and_its_advert_goes(tmp_path: Path) -> None:
+    with on_disk_only(tmp_path) as (_, address), reader_of(address) as cache:
+        for file in tmp_path.glob("segment-*"):
+            blob = bytearray(file.read_bytes())
+            blob[len(blob) // 4] ^= 1
+            file.write_bytes(blob)
+        with pytest.raises(FetchError):
+            fetched(cache, address, PAGES)
+        eventually(lambda: seen(cache, address) != [(64, {E_LAYER: 64})])
+
+
+def test_the_worker_answers_while_its_disk_is_slow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with on_disk_only(tmp_path) as (worker, _):
+        goes_on = threading.Event()
+        store_ = worker._disk._store  # type: ignore[union-attr]
+        read = store_.read
+
+        def slow(*args: object) -> None:
+            assert goes_on.wait(10)
+            read(*args)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(store_, "read", slow)
+        assert worker._worker
+        with RawPeer(worker._worker) as peer:
+            fetch = wire.Fetch(
+                id=1,
+                model=MODEL,
+                pages=wire.join_pages(PAGES),
+                steps=(("kv", 0),),
+                frame_bytes=64 << 10,
+                window_bytes=256 << 10,
+                timeout_ms=5000,
+            )
+            peer.send(fetch)
+            pong = peer.ask(wire.Ping(last_id=1))
+            assert isinstance(pong, wire.Pong)
+            assert pong.streams == (1,), "the peer would take the fetch for lost"
+            peer.send(wire.Cancel(id=1))
+            goes_on.set()
+            eventually(lambda: worker.tree.num_pages == 64)
+            pong = peer.ask(wire.Ping(last_id=1))
+            assert isinstance(pong, wire.Pong)
+            assert pong.streams == (), "a cancelled fetch went on"
+
+
+def test_a_local_fetch_from_disk_is_promoted_where_there_is_room(tmp_path: Path) -> None:
+    with on_disk_only(tmp_path) as (worker, _):
+        fetched(worker, DISK, PAGES)
+        eventually(lambda: worker.tree.num_pages == 64)
+        worker.tree.clear()
+        other = pages_of(1, "other")
+        store(worker.tree, other)
+        settle(worker, 65)
+        fetched(worker, DISK, PAGES)
+        fetched(worker, DISK, PAGES)
+        assert worker.match(other)[0].location == "local", "others were evicted for it"
+
+
+def test_pages_can_be_stored_after_what_is_only_on_disk(tmp_path: Path) -> None:
+    with on_disk_only(tmp_path, worker=WorkerConfig(accepts=True), host_bytes=2 * ROOM) as (
+        worker,
+        _,
+    ):
+        assert worker._worker
+        with RawPeer(worker._worker) as peer:
+            page = pages_of(1, "next")
+            wanted = peer.ask(new_store(page, parent=PAGES[-1], id=1))
+            assert isinstance(wanted, wire.Wanted), wanted
