@@ -28,7 +28,8 @@ from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
-from cachetree.codecs import Codec, decode, encode, encoded_bytes
+from cachetree.codec import Codec, vector_bytes
+from cachetree.codecs import decode, encode
 from cachetree.evidence import MeasuredProfile, read_measured
 from cachetree.ids import Span
 from profiles.documents import Document
@@ -83,7 +84,7 @@ def measure_quality(name: str, num_documents: int) -> list[dict[str, Any]]:
             "pair": name,
             "codec": codec.value,
             "what": what,
-            "ratio": encoded_bytes(codec, head_dim, torch.bfloat16) / (2 * head_dim),
+            "ratio": vector_bytes(codec, head_dim, 2) / (2 * head_dim),
             "f1": round(fmean(quality for quality, _ in scores), 4),
             "kl": round(fmean(kl for _, kl in scores), 5),
         }

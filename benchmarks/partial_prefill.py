@@ -1,6 +1,6 @@
 """How much sooner does the first token come when the prefix is another model's, and what limits it?
 
-    python benchmarks/partial_prefill.py [--documents 7] [--dtype float32] [--json FILE]
+    python benchmarks/partial_prefill.py [--documents 7] [--dtype float32] [--codec none]
 
 Two real servers with randomly initialised models of 12 layers × 768 and a 2,000-token document;
 the receiver loads nine layers from the sender over loopback and recomputes three, [4, 7).
@@ -46,6 +46,7 @@ from cachetree import (
     Worker,
     WorkerConfig,
 )
+from cachetree.codec import Codec
 from cachetree.hashing import page_hashes
 from cachetree.identity import read_model_identity
 from cachetree.schedule import Request, Strategy, schedule
@@ -100,7 +101,7 @@ class Bench:
 
 
 @contextmanager
-def bench(folder: Path, dtype: str, num_documents: int) -> Iterator[Bench]:
+def bench(folder: Path, dtype: str, codec: str, num_documents: int) -> Iterator[Bench]:
     config = shape("llama", layers=NUM_LAYERS, hidden=HIDDEN, heads=12, kv_heads=12)
     sender_path, receiver_path = write_models(folder, config, ["sender", "receiver"])
     options = {
@@ -117,7 +118,12 @@ def bench(folder: Path, dtype: str, num_documents: int) -> Iterator[Bench]:
         model=sender_path,
         name="sender",
         options=options,
-        droidspeak={"listen": direct, "capture_layers": [BLOCK.start], "host_gb": 4},
+        droidspeak={
+            "listen": direct,
+            "capture_layers": [BLOCK.start],
+            "host_gb": 4,
+            "codec": codec,
+        },
     )
     receiver = ServerSpec(
         model=receiver_path,
@@ -127,12 +133,18 @@ def bench(folder: Path, dtype: str, num_documents: int) -> Iterator[Bench]:
             "peers": [direct, relayed],
             "gate": "off",
             "host_gb": 0,
+            "codec": codec,
             "fetch_deadline_s": 60,
             "forward_wait_s": 2,
         },
     )
     family = Family.of(
-        read_model_identity(receiver_path), kv_dtype=dtype, page_size=PAGE, tp_size=1, tp_rank=0
+        read_model_identity(receiver_path),
+        kv_dtype=dtype,
+        page_size=PAGE,
+        codec=Codec(codec),
+        tp_size=1,
+        tp_rank=0,
     )
     documents = [random_prompt(NUM_SHARED, seed=i) for i in range(num_documents)]
     with (
@@ -318,26 +330,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--documents", type=int, default=7)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--codec", default="none", choices=["none", "int8", "fp8", "int4"])
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     environment = result.here()
     with (
         tempfile.TemporaryDirectory() as folder,
-        bench(Path(folder), args.dtype, args.documents) as it,
+        bench(Path(folder), args.dtype, args.codec, args.documents) as it,
     ):
         publish(it)
         summary: dict[str, Any] = {"speed": report_speed(speed(it))}
         mirror(it)
         it.sender.stop()
         time.sleep(0.5)
-        bytes_moved = (2 * (NUM_LAYERS - len(BLOCK)) + 1) * HIDDEN * NUM_SHARED
-        bytes_moved *= 4 if args.dtype == "float32" else 2
+        rows_moved = 2 * (NUM_LAYERS - len(BLOCK)) + 1
+        bytes_moved = rows_moved * HIDDEN * NUM_SHARED * (4 if args.dtype == "float32" else 2)
         balanced = bytes_moved / (summary["speed"]["block"]["recompute_ms"] / 1000)
         summary["throttled"] = [
             report_throttled(rate, throttled(it, rate))
             for rate in (balanced / 2, balanced, balanced * 2)
         ]
-    summary["dtype"] = args.dtype
+    summary |= {"dtype": args.dtype, "codec": args.codec}
     result.write("partial_prefill", summary, environment, args.json)
 
 

@@ -6,7 +6,8 @@ import hashlib
 
 import msgspec
 
-from cachetree.errors import FamilyMismatch
+from cachetree.codec import Codec, vector_bytes
+from cachetree.errors import ConfigError, FamilyMismatch
 from cachetree.ids import ModelId
 
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -54,12 +55,21 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     kv_dtype: str
     page_size: int
     quantization: str = "none"
+    codec: Codec = Codec.NONE
+    """How KV and E are kept and sent. All but `none` are lossy: what comes back is not exact."""
     tp_size: int = 1
     tp_rank: int = 0
 
     @classmethod
     def of(
-        cls, model: ModelIdentity, *, kv_dtype: str, page_size: int, tp_size: int, tp_rank: int
+        cls,
+        model: ModelIdentity,
+        *,
+        kv_dtype: str,
+        page_size: int,
+        tp_size: int,
+        tp_rank: int,
+        codec: Codec = Codec.NONE,
     ) -> Family:
         """The family of a model as one server runs it."""
         return cls(
@@ -72,20 +82,34 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
             tokenizer=model.tokenizer,
             kv_dtype=kv_dtype,
             page_size=page_size,
+            codec=codec,
             tp_size=tp_size,
             tp_rank=tp_rank,
         )
 
     @property
     def kv_page_bytes(self) -> int:
-        """Bytes of one page of one layer's KV: rows of `[token, (K, V), kv_head, head_dim]`."""
+        """Bytes of one page of one layer's KV: rows of `[token, (K, V), kv_head, head_dim]`, each
+        vector of `head_dim` encoded."""
         heads = max(1, self.num_kv_heads // self.tp_size)
-        return self.page_size * 2 * heads * self.head_dim * _DTYPE_BYTES[self.kv_dtype]
+        return self.page_size * 2 * heads * self._vector_bytes
 
     @property
     def e_page_bytes(self) -> int:
-        """Bytes of one page of E at one layer: rows of `[token, hidden]`."""
-        return self.page_size * self.hidden_size * _DTYPE_BYTES[self.kv_dtype]
+        """Bytes of one page of E at one layer: rows of `[token, hidden]`, encoded in vectors of
+        `head_dim`."""
+        if self.codec is Codec.NONE:
+            return self.page_size * self.hidden_size * _DTYPE_BYTES[self.kv_dtype]
+        if self.hidden_size % self.head_dim:
+            raise ConfigError(
+                f"codec {self.codec.value} cuts E into pieces of head_dim {self.head_dim}, which "
+                f"does not divide hidden_size {self.hidden_size}; use codec none"
+            )
+        return self.page_size * (self.hidden_size // self.head_dim) * self._vector_bytes
+
+    @property
+    def _vector_bytes(self) -> int:
+        return vector_bytes(self.codec, self.head_dim, _DTYPE_BYTES[self.kv_dtype])
 
     def require_equal(self, other: Family, *, who: str) -> None:
         """Raise FamilyMismatch naming the first field in which `other` differs from this one."""

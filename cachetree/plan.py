@@ -42,6 +42,8 @@ class Plan:
     pages: Span
     block: Span
     num_layers: int
+    is_lossy: bool = False
+    """What is loaded was encoded: even the receiver's own KV comes back approximate."""
     strategy: Strategy = Strategy.PIPELINED
     """How loads and recompute share time; the others are there to be compared with."""
 
@@ -57,7 +59,8 @@ class Plan:
     @property
     def is_exact(self) -> bool:
         """True where the result is the receiver's own KV: its own cache, or every layer anew."""
-        return self.sender == self.receiver or self.block == Span(0, self.num_layers)
+        is_own = self.sender == self.receiver and not self.is_lossy
+        return is_own or self.block == Span(0, self.num_layers)
 
     @property
     def steps(self) -> tuple[Step, ...]:

@@ -85,6 +85,8 @@ class Demand:
     ttft_target_s: float | None = None
     requested: Requested | None = None
     gate: Gate = Gate.ENFORCE
+    is_lossy: bool = False
+    """The family's entries are encoded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,6 +263,7 @@ def _candidate(
         pages=Span(demand.first_page, stop),
         block=block,
         num_layers=demand.num_layers,
+        is_lossy=demand.is_lossy,
     )
     num_tokens = len(plan.pages) * demand.page_size
     reuse_s = predict_ttft_s(plan, page_size=demand.page_size, costs=costs)

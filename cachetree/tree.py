@@ -43,6 +43,7 @@ class CacheTree:
         clock: Clock = time.monotonic,
         retention: Retention = _LRU,
     ) -> None:
+        Layout.of(family, 1, ())  # Raises ConfigError where the codec does not fit the model.
         self.family: Final = family
         self.host_bytes: Final = host_bytes
         self.memory: Final = memory

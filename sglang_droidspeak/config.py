@@ -21,6 +21,7 @@ import msgspec
 import yaml
 
 from cachetree.cache import CacheConfig
+from cachetree.codec import Codec
 from cachetree.errors import ConfigError
 from cachetree.eviction import Retention
 from cachetree.ids import ModelId
@@ -66,6 +67,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """A storage backend of SGLang's HiCache that keeps the same for a whole cluster; None: none."""
     hicache_config: dict[str, Any] = {}
     """What the backend is made with, as in SGLang's `hicache-storage-backend-extra-config`."""
+    codec: Codec = Codec.NONE
+    """How KV and E are kept and sent; int8, fp8 and int4 take fewer bytes and are not exact. One
+    for all servers and workers that share."""
     staging_gb: float = 1.0
     """Host memory for fetches in flight, in GiB; a fetch that does not fit is not made."""
     min_tokens: int = 64

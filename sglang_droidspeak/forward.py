@@ -17,7 +17,6 @@ from sglang_droidspeak import compat
 from sglang_droidspeak.compat.names import ForwardMode
 from sglang_droidspeak.meta_info import provenance_of, report
 from sglang_droidspeak.partial_prefill import PartialPrefill, Prefix
-from sglang_droidspeak.rows import host_e
 
 if TYPE_CHECKING:
     import torch
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from sglang_droidspeak.loader import Loader
     from sglang_droidspeak.meter import Meter
     from sglang_droidspeak.metrics import Metrics
+    from sglang_droidspeak.rows import Coding
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +42,7 @@ class ForwardPass:
         self,
         attachment: Attachment,
         loader: Loader,
+        coding: Coding,
         provenance: Provenance,
         meter: Meter,
         metrics: Metrics,
@@ -52,6 +53,7 @@ class ForwardPass:
         self._num_layers = site.identity.num_layers
         self._forward_wait_s = site.settings.forward_wait_s
         self._loader = loader
+        self._coding = coding
         self._provenance = provenance
         self._meter = meter
         self._metrics = metrics
@@ -121,7 +123,7 @@ class ForwardPass:
 
     def _prefix(self, it: _Place) -> Prefix:
         step = it.job.e_step
-        e = None if step is None else host_e(it.job.rows(step), self._e_pool.no_rows)
+        e = None if step is None else self._coding.load(it.job.rows(step), self._e_pool.no_rows)
         return Prefix(row=it.row, tokens=it.tokens, block=it.job.plan.block, e=e)
 
     def _run(self, batch: ScheduleBatch, prefixes: Sequence[Prefix]) -> None:
@@ -160,6 +162,7 @@ class ForwardPass:
     def _report(self, settled: _Settled, forward_s: float) -> None:
         for it, cause in settled.causes:
             self._metrics.count(it.job, cause)
+            self._meter.loaded(it.job.copied_bytes, it.job.copied_s)
             is_exact = self._provenance.is_exact(it.job.slots)
             told = provenance_of(it.job, settled.recompute, forward_s, cause)
             report(it.req, msgspec.structs.replace(told, exact=is_exact))

@@ -38,7 +38,9 @@ class Job:
     queued_s: float
     """Time from the request's first sight to its admission."""
     copied_s: float = 0.0
-    """Time that the loader has spent copying for this job."""
+    """Time that the loader has spent copying for this job, decoding included."""
+    copied_bytes: int = 0
+    """As they are stored."""
     copying: threading.Lock = field(default_factory=threading.Lock)
     abandoned: bool = False
     """The scheduler thread computes the slots itself; the loader writes nothing more."""

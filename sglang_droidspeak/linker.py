@@ -42,7 +42,7 @@ from sglang_droidspeak.meter import Meter
 from sglang_droidspeak.metrics import Metrics
 from sglang_droidspeak.offloader import Offload, Offloader
 from sglang_droidspeak.prefixes import page_hash, pages_of, refusal
-from sglang_droidspeak.rows import rows_of
+from sglang_droidspeak.rows import Coding, rows_of
 from sglang_droidspeak.waiting import WaitingRequests
 
 if TYPE_CHECKING:
@@ -91,6 +91,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
                 site.identity,
                 kv_dtype=str(pool.dtype).removeprefix("torch."),
                 page_size=params.page_size,
+                codec=settings.codec,
                 tp_size=parallel.tp_size,
                 tp_rank=parallel.tp_rank,
             ),
@@ -98,17 +99,18 @@ class DroidSpeakLinker(UnifiedCacheLinker):
             tiers=_tiers(site, self._metrics),
             allocate=_page_locked if self._on_cuda else pageable,
         )
-        rows = rows_of(pool)
+        coding = Coding(settings.codec, site.identity.head_dim)
+        rows = rows_of(pool, coding)
         self._loader = Loader(pool.layer_num, rows, Copies(forward_stream, runner.device))
         self.layer_done_counter = self._loader.counter
         self._offloader = Offloader(
-            site.identity.model_id, self._cache, rows, attachment.e_pool, self._provenance
+            site.identity.model_id, self._cache, rows, attachment.e_pool, coding, self._provenance
         )
         self._waiting = WaitingRequests(
             site, self._cache, self._provenance, self._meter, self._metrics
         )
         self._forward = ForwardPass(
-            attachment, self._loader, self._provenance, self._meter, self._metrics
+            attachment, self._loader, coding, self._provenance, self._meter, self._metrics
         )
         self._queued: dict[str, Job] = {}
         self._inserting: tuple[Req, int] | None = None

@@ -87,8 +87,10 @@ class Loader:
         with job.copying:
             if not job.abandoned:
                 started_s = time.monotonic()
-                self._rows.write_from(layer, job.slots, job.rows(step))
+                rows = job.rows(step)
+                self._rows.write_from(layer, job.slots, rows)
                 job.copied_s += time.monotonic() - started_s
+                job.copied_bytes += rows.nbytes
 
 
 class Copies:

@@ -1,8 +1,9 @@
-"""How long this server takes per token and layer, measured as it serves."""
+"""How fast this server computes and loads, measured as it serves."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ import torch
 
 _MIN_TOKEN_LAYERS = 512
 """Smaller forwards measure overhead, not speed."""
+_MIN_LOAD_BYTES = 256 << 10
 _WEIGHT = 0.3
 _MAX_OPEN = 64
 """Forwards timed and not yet read; the oldest are dropped."""
@@ -23,6 +25,7 @@ class Meter:
         self._on_cuda = device == "cuda"
         self._open: deque[tuple[torch.cuda.Event, torch.cuda.Event, int]] = deque(maxlen=_MAX_OPEN)
         self._s_per_token_layer: float | None = None
+        self._load_bytes_per_s = math.inf
 
     @property
     def s_per_token_layer(self) -> float | None:
@@ -31,6 +34,20 @@ class Meter:
             start, stop, token_layers = self._open.popleft()
             self._add(start.elapsed_time(stop) / 1000, token_layers)
         return self._s_per_token_layer
+
+    @property
+    def load_bytes_per_s(self) -> float:
+        """Stored bytes that the loader brings into slots; infinite until something was measured.
+
+        On CUDA, where copies run beside everything else, it stays so.
+        """
+        return self._load_bytes_per_s
+
+    def loaded(self, num_bytes: int, seconds: float) -> None:
+        if self._on_cuda or num_bytes < _MIN_LOAD_BYTES:
+            return
+        new, old = num_bytes / max(seconds, 1e-9), self._load_bytes_per_s
+        self._load_bytes_per_s = new if old == math.inf else old + _WEIGHT * (new - old)
 
     @contextlib.contextmanager
     def forward(self, token_layers: int) -> Iterator[None]:

@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from cachetree.ids import ModelId, PageHash
-from sglang_droidspeak.rows import host_e
 
 if TYPE_CHECKING:
     from cachetree.cache import Cache
     from sglang_droidspeak.capture import EPool, Provenance
-    from sglang_droidspeak.rows import PoolRows
+    from sglang_droidspeak.rows import Coding, PoolRows
 
 log = logging.getLogger(__name__)
 
@@ -51,12 +50,14 @@ class Offloader:
         cache: Cache,
         rows: PoolRows,
         e_pool: EPool,
+        coding: Coding,
         provenance: Provenance,
     ) -> None:
         self._model = model
         self._cache = cache
         self._rows = rows
         self._e_pool = e_pool
+        self._coding = coding
         self._provenance = provenance
         self._todo: SimpleQueue[Offload | None] = SimpleQueue()
         self._results: SimpleQueue[bool] = SimpleQueue()
@@ -144,6 +145,5 @@ class Offloader:
             for layer in range(tree.family.num_layers):
                 self._rows.read_into(layer, new, reservation.kv(layer))
             for layer in e_layers:
-                rows = self._e_pool.e[layer]
-                host_e(reservation.e(layer), rows)[:] = rows[new].to("cpu")
+                self._coding.store(self._e_pool.e[layer][new], reservation.e(layer))
             reservation.commit()

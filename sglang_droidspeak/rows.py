@@ -2,14 +2,20 @@
 
 stored, per layer   KV  [token, (K, V), head, head_dim]     E  [token, hidden]
 pool, per layer     K   [slot, head, head_dim]   V  the same
+
+Where the family has a codec, every stored vector of `head_dim` is encoded.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
+
+from cachetree.codec import Codec, vector_bytes
+from cachetree.codecs import decode, encode
 
 if TYPE_CHECKING:
     from sglang_droidspeak.compat.names import MHATokenToKVPool
@@ -25,32 +31,59 @@ class PoolRows(Protocol):
         """Copy host bytes into `slots`; on CUDA on the current stream, without waiting for it."""
 
 
-def rows_of(pool: MHATokenToKVPool) -> PoolRows:
-    return HostRows(pool) if pool.k_buffer[0].device.type == "cpu" else DeviceRows(pool)
+@dataclass(frozen=True, slots=True)
+class Coding:
+    """A family's codec, between tensors on any device and stored bytes."""
+
+    codec: Codec
+    length: int
+    """Values of one vector."""
+
+    def store(self, values: torch.Tensor, target: memoryview) -> None:
+        """Write `values`, whose elements fill whole vectors; returns when they are there."""
+        encoded = encode(self.codec, values.reshape(-1, self.length))
+        torch.frombuffer(target, dtype=torch.uint8).view(encoded.shape).copy_(encoded)
+
+    def load(self, raw: memoryview, like: torch.Tensor) -> torch.Tensor:
+        """As rows of the dtype and width of `like`; on the host, without a copy if not encoded."""
+        if self.codec is Codec.NONE:
+            return torch.frombuffer(raw, dtype=like.dtype).view(-1, like.shape[-1])
+        return self.load_onto("cpu", raw, like.dtype).view(-1, like.shape[-1])
+
+    def load_onto(
+        self, device: torch.device | str, raw: memoryview, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """`[vectors, length]`, decoded there; on CUDA on the current stream."""
+        size = vector_bytes(self.codec, self.length, dtype.itemsize)
+        encoded = torch.frombuffer(raw, dtype=torch.uint8).view(-1, size)
+        return decode(self.codec, encoded.to(device, non_blocking=True), dtype)
+
+
+def rows_of(pool: MHATokenToKVPool, coding: Coding) -> PoolRows:
+    is_plain = pool.k_buffer[0].device.type == "cpu" and coding.codec is Codec.NONE
+    return HostRows(pool) if is_plain else DeviceRows(pool, coding)
 
 
 class DeviceRows:
-    """A pool on an accelerator: gathered and scattered there."""
+    """A pool on an accelerator: gathered, encoded, decoded and scattered there."""
 
-    def __init__(self, pool: MHATokenToKVPool) -> None:
+    def __init__(self, pool: MHATokenToKVPool, coding: Coding) -> None:
         self._pool = pool
+        self._coding = coding
 
     def read_into(self, layer: int, slots: torch.Tensor, target: memoryview) -> None:
-        rows = self._host(target)
-        for part, buffer in enumerate(self._buffers(layer)):
-            rows[:, part] = buffer[slots].to("cpu")
+        rows = torch.stack([buffer[slots] for buffer in self._buffers(layer)], dim=1)
+        self._coding.store(rows, target)
 
     def write_from(self, layer: int, slots: torch.Tensor, source: memoryview) -> None:
-        rows = self._host(source).to(slots.device, non_blocking=True)
+        heads, width = self._pool.k_buffer[0].shape[1:]
+        loaded = self._coding.load_onto(slots.device, source, self._pool.dtype)
+        rows = loaded.view(-1, 2, heads, width)
         for part, buffer in enumerate(self._buffers(layer)):
             buffer[slots] = rows[:, part]
 
     def _buffers(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self._pool.k_buffer[layer], self._pool.v_buffer[layer]
-
-    def _host(self, raw: memoryview) -> torch.Tensor:
-        heads, width = self._pool.k_buffer[0].shape[1:]
-        return torch.frombuffer(raw, dtype=self._pool.dtype).view(-1, 2, heads, width)
 
 
 class HostRows:
@@ -80,11 +113,6 @@ class HostRows:
     def _rows(self, raw: memoryview) -> np.ndarray[Any, np.dtype[np.uint8]]:
         width = self._buffers[0][0].shape[1]
         return np.frombuffer(raw, dtype=np.uint8).reshape(-1, 2, width)
-
-
-def host_e(raw: memoryview, like: torch.Tensor) -> torch.Tensor:
-    """Host bytes as rows of the dtype and width of `like`, without a copy."""
-    return torch.frombuffer(raw, dtype=like.dtype).view(-1, like.shape[-1])
 
 
 def runs(slots: torch.Tensor) -> list[tuple[slice, slice]]:

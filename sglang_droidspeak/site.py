@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from platformdirs import user_cache_path
 
+from cachetree.codec import Codec
 from cachetree.errors import CacheTreeError, ConfigError, ProfileError
-from cachetree.family import ModelIdentity
+from cachetree.family import Family, ModelIdentity
 from cachetree.identity import read_model_identity
 from cachetree.ids import ModelId
 from cachetree.profile import PairProfile, read_profile
+from cachetree.slab import Layout
 from cachetree.transport import check_peer, check_worker
 from sglang_droidspeak import compat
 from sglang_droidspeak.config import MIN_PAGE_SIZE, Settings, cache_config, parse_settings
@@ -160,12 +162,21 @@ def _load(extra_json: bytes, model_path: str, revision: str | None, page_size: i
             raise ConfigError(
                 f"capture_layers has {layer}; give layers from 1 to {identity.num_layers - 1}"
             )
+    _check_codec(settings.codec, identity, page_size)
     return Site(
         settings=settings,
         identity=identity,
         profiles=tuple(_read_profiles(settings, identity)),
         page_size=page_size,
     )
+
+
+def _check_codec(codec: Codec, identity: ModelIdentity, page_size: int) -> None:
+    """Whether it can encode this model's KV and E; raises ConfigError."""
+    family = Family.of(
+        identity, kv_dtype="float32", page_size=page_size, codec=codec, tp_size=1, tp_rank=0
+    )
+    Layout.of(family, 1, ())
 
 
 def _check_transport(settings: Settings) -> None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from cachetree.clock import Deadline
+from cachetree.codec import Codec
 from cachetree.errors import DeadlineExceeded
 from cachetree.ids import Location, ModelId, PageHash, Span
 from cachetree.plan import Kind, Plan, Step
@@ -262,16 +263,18 @@ class WaitingRequests:
                 sender=None if controls.sender is None else ModelId(controls.sender), block=block
             ),
             gate=Gate(settings.gate),
+            is_lossy=self._cache.family.codec is not Codec.NONE,
         )
 
     def _costs(self, locations: Collection[Location]) -> Costs:
         family = self._cache.family
+        most = self._meter.load_bytes_per_s
         speeds = {location: self._cache.costs(location) for location in locations}
         return Costs(
             kv_page_bytes=family.kv_page_bytes,
             e_page_bytes=family.e_page_bytes,
             compute_s_per_token_layer=self._meter.s_per_token_layer,
-            bytes_per_s={location: speed for location, speed in speeds.items() if speed},
+            bytes_per_s={it: min(speed, most) for it, speed in speeds.items() if speed},
         )
 
     def _report(self, req: Req, outcome: str) -> None:

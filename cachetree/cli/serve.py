@@ -13,6 +13,7 @@ import msgspec
 
 from cachetree.cache import Cache, CacheConfig
 from cachetree.cli.show import show
+from cachetree.codec import Codec
 from cachetree.errors import ConfigError
 from cachetree.family import Family
 from cachetree.identity import read_model_identity
@@ -31,6 +32,7 @@ class CheckpointFamily(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """Folder of a checkpoint."""
     kv_dtype: Literal["float32", "bfloat16", "float16"]
     page_size: int
+    codec: Codec = Codec.NONE
     tp_size: int = 1
     tp_rank: int = 0
 
@@ -39,6 +41,7 @@ class CheckpointFamily(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             read_model_identity(Path(self.model)),
             kv_dtype=self.kv_dtype,
             page_size=self.page_size,
+            codec=self.codec,
             tp_size=self.tp_size,
             tp_rank=self.tp_rank,
         )

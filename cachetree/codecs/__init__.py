@@ -21,16 +21,14 @@ Values have to be finite: a NaN or an infinity spoils its own vector, no other.
 from __future__ import annotations
 
 import math
-from enum import Enum
 from functools import cache
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from cachetree.errors import ConfigError
+from cachetree.codec import SCALE_BYTES, Codec, vector_bytes
 
-SCALE_BYTES: Final = 2
 BLOCK_VECTORS: Final = 512
 _INT8_MAX: Final = 127.0
 _INT4_MAX: Final = 7.0
@@ -38,36 +36,12 @@ _FP8: Final = torch.float8_e4m3fn
 _FP8_MAX: Final = float(torch.finfo(_FP8).max)
 
 
-class Codec(str, Enum):
-    """Names are in configurations and on the wire, and never change."""
-
-    NONE = "none"
-    """Bytes as they are."""
-    INT8 = "int8"
-    FP8 = "fp8"
-    INT4 = "int4"
-
-
-def encoded_bytes(codec: Codec, length: int, dtype: torch.dtype) -> int:
-    """Bytes that a vector of `length` values takes; ConfigError for a length that cannot be."""
-    if codec is Codec.NONE:
-        return length * dtype.itemsize
-    if codec is not Codec.INT4:
-        return length + SCALE_BYTES
-    if length < 2 or length & (length - 1):
-        raise ConfigError(
-            f"codec int4 rotates vectors of a power of two, and this model's have {length}; "
-            "use int8 or fp8"
-        )
-    return length // 2 + SCALE_BYTES
-
-
 def encode(codec: Codec, vectors: Tensor) -> Tensor:
-    """`[vectors, length]` of a floating type -> `[vectors, encoded_bytes]` uint8."""
+    """`[vectors, length]` of a floating type -> `[vectors, vector_bytes]` uint8."""
     length = vectors.shape[1]
     if codec is Codec.NONE:
         return vectors.contiguous().view(torch.uint8)
-    size = encoded_bytes(codec, length, vectors.dtype)
+    size = vector_bytes(codec, length, vectors.dtype.itemsize)
     encoded = torch.empty((vectors.shape[0], size), dtype=torch.uint8, device=vectors.device)
     for part, into in zip(_blocks(vectors), _blocks(encoded), strict=True):
         _encode(codec, part, into)
@@ -75,7 +49,7 @@ def encode(codec: Codec, vectors: Tensor) -> Tensor:
 
 
 def decode(codec: Codec, encoded: Tensor, dtype: torch.dtype) -> Tensor:
-    """The reverse of `encode`: `[vectors, encoded_bytes]` uint8 -> `[vectors, length]`."""
+    """The reverse of `encode`: `[vectors, vector_bytes]` uint8 -> `[vectors, length]`."""
     if codec is Codec.NONE:
         return encoded.view(dtype)
     payload = encoded.shape[1] - SCALE_BYTES

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 import torch
+from transport_parts import FAMILY
 
-from cachetree.codecs import Codec, decode, encode, encoded_bytes
+from cachetree.codec import Codec, vector_bytes
+from cachetree.codecs import decode, encode
 from cachetree.errors import ConfigError
 
 LOSSY = (Codec.INT8, Codec.FP8, Codec.INT4)
@@ -29,13 +32,13 @@ def test_every_vector_takes_the_stated_bytes(codec: Codec, dtype: torch.dtype) -
     for length in (32, 64, 128):
         encoded = encode(codec, vectors(5, length).to(dtype))
         assert encoded.dtype is torch.uint8
-        assert encoded.shape == (5, encoded_bytes(codec, length, dtype))
+        assert encoded.shape == (5, vector_bytes(codec, length, dtype.itemsize))
         decoded = decode(codec, encoded, dtype)
         assert decoded.shape == (5, length) and decoded.dtype is dtype
 
 
 def test_ratios_of_bfloat16() -> None:
-    sizes = [encoded_bytes(codec, 128, torch.bfloat16) for codec in Codec]
+    sizes = [vector_bytes(codec, 128, 2) for codec in Codec]
     assert sizes == [256, 130, 130, 66]
 
 
@@ -104,5 +107,22 @@ def test_zeros_stay_zeros_and_extremes_stay_finite(codec: Codec) -> None:
 
 def test_a_length_that_cannot_be_rotated_is_named() -> None:
     with pytest.raises(ConfigError, match=r"power of two, and this model's have 96; use int8"):
-        encoded_bytes(Codec.INT4, 96, torch.bfloat16)
-    assert encoded_bytes(Codec.INT8, 96, torch.bfloat16) == 98
+        vector_bytes(Codec.INT4, 96, 2)
+    assert vector_bytes(Codec.INT8, 96, 2) == 98
+
+
+@pytest.mark.parametrize("codec", Codec)
+def test_a_familys_pages_have_the_size_of_their_vectors(codec: Codec) -> None:
+    family = msgspec.structs.replace(FAMILY, codec=codec)
+    num_vectors = family.page_size * 2 * family.num_kv_heads
+    values = torch.zeros(num_vectors, family.head_dim, dtype=torch.float16)
+    assert encode(codec, values).nbytes == family.kv_page_bytes
+    values = torch.zeros(family.page_size, family.hidden_size, dtype=torch.float16)
+    assert encode(codec, values.view(-1, family.head_dim)).nbytes == family.e_page_bytes
+
+
+def test_e_that_cannot_be_cut_into_vectors_is_refused() -> None:
+    family = msgspec.structs.replace(FAMILY, codec=Codec.INT8, hidden_size=80)
+    with pytest.raises(ConfigError, match="head_dim 32, which does not divide hidden_size 80"):
+        _ = family.e_page_bytes
+    assert msgspec.structs.replace(family, codec=Codec.NONE).e_page_bytes == 16 * 80 * 2
