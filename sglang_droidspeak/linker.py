@@ -39,7 +39,7 @@ from sglang_droidspeak.forward import ForwardPass
 from sglang_droidspeak.job import Job
 from sglang_droidspeak.loader import Copies, Loader
 from sglang_droidspeak.meter import Meter
-from sglang_droidspeak.metrics import Metrics
+from sglang_droidspeak.metrics import CacheMetrics, Metrics
 from sglang_droidspeak.offloader import Offload, Offloader
 from sglang_droidspeak.prefixes import page_hash, pages_of, refusal
 from sglang_droidspeak.rows import Coding, rows_of
@@ -98,6 +98,9 @@ class DroidSpeakLinker(UnifiedCacheLinker):
             cache_config(settings, site.identity.model_id),
             tiers=_tiers(site, self._metrics),
             allocate=_page_locked if self._on_cuda else pageable,
+        )
+        self._cache_metrics = (
+            CacheMetrics(self._cache.status) if get_observability().enable_metrics else None
         )
         coding = Coding(settings.codec, site.identity.head_dim)
         rows = rows_of(pool, coding)
@@ -266,6 +269,8 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         self.reset()
         self._loader.close()
         self._offloader.close()
+        if self._cache_metrics is not None:
+            self._cache_metrics.close()
         self._cache.close()
 
 

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import logging
+import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from prometheus_client import REGISTRY, Counter, Histogram
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
+
+from cachetree.monitor import METRICS
 
 if TYPE_CHECKING:
+    from cachetree.cache import CacheStatus
     from sglang_droidspeak.job import Job
 
+log = logging.getLogger(__name__)
+
+_PERIOD_S: Final = 2.0
+"""Between two looks at the cache's own counters."""
 _SECONDS: Final = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 
 
@@ -75,3 +85,56 @@ class Metrics:
         self.queued_s.observe(job.queued_s)
         if not cause:
             self.reused_tokens.inc(job.num_tokens)
+
+
+class CacheMetrics:
+    """The cache's own metrics, copied into this process's registry every two seconds.
+
+    SGLang gathers metrics of several processes from files, which only written values reach.
+    """
+
+    def __init__(
+        self, status: Callable[[], CacheStatus], registry: CollectorRegistry = REGISTRY
+    ) -> None:
+        self._status = status
+        self._made = {
+            metric: Counter(metric.name, metric.text, metric.labels, registry=registry)
+            if metric.kind == "counter"
+            else Gauge(
+                metric.name,
+                metric.text,
+                metric.labels,
+                registry=registry,
+                multiprocess_mode="livesum",
+            )
+            for metric in METRICS
+        }
+        self._told: dict[tuple[str, ...], float] = {}
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="droidspeak-metrics", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closing.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                self._copy()
+            except Exception:
+                log.exception("the cache's metrics were not copied")
+            if self._closing.wait(_PERIOD_S):
+                return
+
+    def _copy(self) -> None:
+        status = self._status()
+        for metric, made in self._made.items():
+            for labels, value in metric.samples(status).items():
+                sample = made.labels(*labels) if labels else made
+                if isinstance(sample, Gauge):
+                    sample.set(value)
+                else:
+                    key = (metric.name, *labels)
+                    sample.inc(value - self._told.get(key, 0.0))
+                    self._told[key] = value

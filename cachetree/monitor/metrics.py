@@ -38,6 +38,13 @@ class Metric:
         """As it is scraped."""
         return f"{self.name}_total" if self.kind == "counter" else self.name
 
+    def samples(self, status: CacheStatus) -> dict[tuple[str, ...], float]:
+        """The labels' values to the metric's."""
+        sums: dict[tuple[str, ...], float] = {}
+        for labels, value in self.read(status):
+            sums[labels] = sums.get(labels, 0.0) + value
+        return sums
+
 
 class StatusCollector(Collector):
     """Gives a registry the metrics of one cache."""
@@ -52,7 +59,7 @@ class StatusCollector(Collector):
         status = self._status()
         for metric in METRICS:
             family = _family(metric)
-            for labels, value in metric.read(status):
+            for labels, value in metric.samples(status).items():
                 family.add_metric(labels, value)
             yield family
 

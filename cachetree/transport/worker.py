@@ -33,6 +33,7 @@ from cachetree.transport.router import NOTHING, PeerGone, Received, Router
 from cachetree.transport.session import Session
 from cachetree.transport.stream import Stream
 from cachetree.transport.wakeup import Wakeup
+from cachetree.transport.worker_status import status_of
 from cachetree.tree import CacheTree
 
 log = logging.getLogger(__name__)
@@ -115,33 +116,15 @@ class Worker:
 
     def status(self) -> verbs.Status:
         """The worker in numbers; from any thread, not an atomic picture."""
-        counts = self._counts
-        return verbs.Status(
-            version=wire.PROTOCOL_VERSION,
+        return status_of(
+            self._tree,
+            self._disk,
+            self._counts,
             epoch=self.epoch,
             model=self._config.model,
-            num_bytes=self._tree.num_bytes,
-            host_bytes=self._tree.host_bytes,
-            num_pages=self._tree.num_pages,
-            pages_by_model=self._tree.pages_by_model(),
             num_peers=len(self._sessions),
             num_streams=len(self._turns),
-            num_fetches=counts["fetches"],
-            num_failed_fetches=counts["failed"],
-            num_sent_bytes=counts["sent_bytes"],
-            num_protocol_errors=counts["protocol_errors"],
-            num_refused_peers=counts["refused"],
-            num_failed_handshakes=counts["failed_handshakes"],
             num_open_stores=len(self._intake),
-            num_stores=counts["stores"],
-            num_refused_stores=counts["refused_stores"],
-            num_received_bytes=counts["received_bytes"],
-            fetches_by_outcome=_by(counts, "fetch "),
-            stores_by_outcome=_by(counts, "store "),
-            hits=_by(counts, "hit "),
-            misses=_by(counts, "miss "),
-            family=self._tree.family,
-            disk=self._disk.status() if self._disk else None,
         )
 
     @property
@@ -432,9 +415,3 @@ class Worker:
             session.close()
             self._intake.forget(session.identity)
             self._reply(session.identity, wire.Bye(reason=reason))
-
-
-def _by(counts: Counter[str], prefix: str) -> dict[str, int]:
-    """Counts whose names begin so, by the rest of their names."""
-    there = tuple(counts.items())
-    return {name.removeprefix(prefix): num for name, num in there if name.startswith(prefix)}

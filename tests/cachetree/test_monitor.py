@@ -106,8 +106,8 @@ def test_labels_are_bounded() -> None:
         for number in range(20):
             with pytest.raises(Exception, match="is not a peer"):
                 fetched(cache, f"tcp://127.0.0.1:{number}", PAGES)  # type: ignore[arg-type]
-        locations = {key[1] for key in scraped(cache) if key[0] == "cachetree:fetches_total"}
-    assert locations == {"other"}
+        told = {key: num for key, num in scraped(cache).items() if "cachetree:fetches_total" in key}
+    assert told == {("cachetree:fetches_total", "other", "FetchError"): 20}
 
 
 def test_names_are_unique_and_follow_the_rules() -> None:

@@ -9,10 +9,13 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 import torch
+from prometheus_client import CollectorRegistry
 
+from cachetree.cache import Cache, CacheConfig
 from cachetree.clock import Deadline
 from cachetree.errors import DeadlineExceeded
-from cachetree.ids import EMPTY_SPAN, Location, ModelId, Span
+from cachetree.family import Family
+from cachetree.ids import EMPTY_SPAN, Location, ModelId, PageHash, Span
 from cachetree.plan import Kind, Plan, Step
 from cachetree.staging import Staging
 from sglang_droidspeak.capture import Provenance
@@ -21,6 +24,7 @@ from sglang_droidspeak.controls import Controls, parse_controls
 from sglang_droidspeak.job import Job
 from sglang_droidspeak.meta_info import KEY, RequestProvenance, provenance_of, report
 from sglang_droidspeak.meter import Meter
+from sglang_droidspeak.metrics import CacheMetrics
 from sglang_droidspeak.partial_prefill import Prefix, pack
 
 MIDDLE = Span(2, 4)
@@ -235,3 +239,33 @@ def test_a_reuse_that_became_a_full_prefill_is_logged(caplog: pytest.LogCaptureF
         "fallback:StaleEntry",
         "0.5",
     )
+
+
+def test_a_caches_metrics_are_copied_and_counters_only_rise() -> None:
+    registry = CollectorRegistry()
+    family = Family(
+        architecture="LlamaForCausalLM",
+        num_layers=2,
+        hidden_size=8,
+        num_kv_heads=1,
+        head_dim=4,
+        rope="{}",
+        tokenizer="t",
+        kv_dtype="float16",
+        page_size=1,
+    )
+    with Cache(family, CacheConfig(serves=False, host_bytes=1 << 20)) as cache:
+        metrics = CacheMetrics(cache.status, registry)
+        metrics.close()
+        pages = [PageHash(bytes([number] * 16)) for number in range(4)]
+        reservation = cache.tree.reserve(ModelId("m"), None, pages, ())
+        assert reservation is not None
+        reservation.commit()
+        cache.tree.clear()
+        for _ in range(2):
+            metrics._copy()
+            labels = {"tier": "memory"}
+            assert registry.get_sample_value("cachetree:evictions_total", labels) == 1
+            assert registry.get_sample_value("cachetree:pages", labels) == 0
+            budget = registry.get_sample_value("cachetree:budget_bytes", labels)
+            assert budget == cache.tree.host_bytes
