@@ -89,6 +89,7 @@ class Shelf:
                 "disk_bytes": 512 << 20,
                 "worker": {
                     "listen": self.address,
+                    "shared_memory": bool(self._num_lives % 2),
                     "max_bytes_per_s": 50e6,
                 },
             },
@@ -210,7 +211,6 @@ def soak(minutes: float, seed: int, folder: Path) -> dict[str, Any]:
                 "peers": [proxy.address],
                 "gate": "off",
                 "host_gb": 0,
-                "shared_memory": False,  # So that the proxy meets all that is sent.
                 "fetch_deadline_s": DEADLINE_S,
             },
         )
