@@ -1,18 +1,26 @@
-"""How much of a plain TCP connection's bandwidth does the transport keep?
+"""How close does the transport come to raw TCP, and in shared memory to one memcpy?
 
-    python benchmarks/transport.py [--mib 256] [--repetitions 7] [--curve]
+    python benchmarks/transport.py [--mib 1024] [--repetitions 5] [--frame-kib 256 1024 4096 16384]
+    python benchmarks/transport.py --curve
 
-Physics: over loopback both move every byte twice through the kernel. The transport adds per frame
-of 1 MiB two checksums (one per side, at memory speed), one copy from ZMQ's buffer into the staging
-buffer, and one header; it saves the receiver's wait, because sending, receiving and placing are
-three threads. The baseline is `sendall` / `recv_into` of the same bytes between the same two
-processes into one prefaulted buffer, without checksums. "pooled" fetches into the memory of an
-earlier fetch, which is what `Cache` does; "fresh" into newly allocated memory, to show the price
-of its page faults.
+Every contender moves the same bytes from one process to a prefaulted buffer of another, in frames
+of the same size; they take turns, their content is compared first, and CPU seconds are those of
+all threads of both processes.
 
-With `--curve` a fetch from a worker with keys, into pooled memory, runs beside them. Encryption and
-decryption are one pass each over every byte, in libzmq's I/O threads: one core on either side. CPU
-seconds are those of all threads of both processes.
+raw TCP       `sendall`, `recv_into`, without checksums; with default buffers and with 4 MiB
+Unix socket   the same over one
+gloo          `torch.distributed` send and recv
+memcpy        within the receiver
+transport     a fetch over ZMQ into memory of an earlier fetch, as `Cache` does
+in place      a fetch that reads the worker's arena
+
+Physics: a socket moves every byte through the kernel twice. The transport adds a checksum on each
+side and a copy from ZMQ's buffer to the destination, and overlaps them: two threads a side. In
+place the kernel copies once, by `pread`; the worker's checksum runs beside it, the receiver's
+reads what is still in cache. On two cores what costs CPU costs time: compare CPU seconds too.
+
+With `--curve` a fetch from a worker with keys runs beside them: encryption and decryption are one
+pass each over every byte, in libzmq's I/O threads, one core on either side.
 """
 
 from __future__ import annotations
@@ -21,7 +29,6 @@ import argparse
 import contextlib
 import json
 import os
-import platform
 import socket
 import statistics
 import subprocess
@@ -29,13 +36,15 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
+import torch.distributed as dist
 import xxhash
-import zmq
+from result import here, write
 
 from cachetree import (
     CacheTree,
@@ -53,6 +62,7 @@ from cachetree import (
     WorkerConfig,
     pageable,
 )
+from cachetree.arena import Arena
 from cachetree.staging_pool import StagingPool
 from cachetree.transport import write_key_pair
 
@@ -68,8 +78,13 @@ FAMILY = Family(
     kv_dtype="bfloat16",
     page_size=64,
 )
-STEPS = (Step(Kind.E, 3), *(Step(Kind.KV, layer) for layer in range(FAMILY.num_layers)))
-TCP_CHUNK_BYTES = 1 << 20
+STEPS = (*(Step(Kind.KV, layer) for layer in range(FAMILY.num_layers)), Step(Kind.E, 3))
+"""In the order of the arena, so that all contenders send the same run of bytes."""
+BUFFER_BYTES = (0, 4 << 20)
+"""Of raw sockets; 0 leaves them to the kernel."""
+MAX_FRAME_BYTES = 16 << 20
+RAW = [f"{kind}, {size >> 20} MiB" for kind in ("raw TCP", "Unix socket") for size in BUFFER_BYTES]
+KEYED = "transport, CURVE"
 
 
 def sizes_of(num_pages: int) -> dict[Step, int]:
@@ -81,54 +96,87 @@ def pages_of(num_pages: int) -> list[PageHash]:
     return [PageHash(i.to_bytes(16, "big")) for i in range(num_pages)]
 
 
-def serve(num_pages: int, keys: Path | None) -> None:
-    """The sending process: a worker, and a plain TCP server of the same bytes."""
-    sizes = sizes_of(num_pages)
-    tree = CacheTree(FAMILY, host_bytes=sum(sizes.values()))
+# The sending process.
+
+
+def serve(num_pages: int, directory: Path, has_keys: bool) -> None:
+    """A worker, and every baseline's server of the same bytes."""
+    num_bytes = sum(sizes_of(num_pages).values())
+    arena = Arena(num_bytes)
+    tree = CacheTree(FAMILY, host_bytes=num_bytes, memory=arena)
     reservation = tree.reserve(MODEL, None, pages_of(num_pages), [3])
     assert reservation is not None
-    random = np.random.default_rng(0)
-    for step in STEPS:
-        view = reservation.e(3) if step.kind is Kind.E else reservation.kv(step.layer)
-        np.frombuffer(view, np.uint64)[:] = random.integers(
-            0, 1 << 63, view.nbytes // 8, dtype=np.uint64
-        )
+    payload = reservation.whole()
+    words = np.frombuffer(payload, np.uint64)
+    words[:] = np.random.default_rng(0).integers(0, 1 << 63, words.size, dtype=np.uint64)
     reservation.commit()
-    workers = [Worker(tree, WorkerConfig())]
-    if keys is not None:
-        allowed = (str(keys / "receiver.pub"),)
-        config = WorkerConfig(key_file=str(keys / "sender.key"), allowed_peers=allowed)
+    most = {"frame_bytes": MAX_FRAME_BYTES, "window_bytes": 4 * MAX_FRAME_BYTES}
+    workers = [Worker(tree, WorkerConfig(**most))]
+    if has_keys:
+        allowed = (str(directory / "receiver.pub"),)
+        config = WorkerConfig(key_file=str(directory / "sender.key"), allowed_peers=allowed, **most)
         workers.append(Worker(tree, config))
-    listener = socket.create_server(("127.0.0.1", 0))
-    addresses = [worker.address for worker in workers]
-    print(json.dumps([addresses, listener.getsockname()[1]]), flush=True)
-    threading.Thread(target=_serve_tcp, args=(tree, num_pages, listener), daemon=True).start()
+    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in BUFFER_BYTES]
+    for size in BUFFER_BYTES:
+        listeners.append(socket.socket(socket.AF_UNIX))
+        listeners[-1].bind(str(directory / f"socket{size}"))
+        listeners[-1].listen()
+    for listener, size in zip(listeners, BUFFER_BYTES * 2, strict=True):
+        arguments = (payload, listener, size)
+        threading.Thread(target=_serve_socket, args=arguments, daemon=True).start()
+    names = [it.getsockname() for it in listeners]
+    print(json.dumps([[worker.address for worker in workers], names]), flush=True)
+    threading.Thread(target=_serve_gloo, args=(payload, directory), daemon=True).start()
     sys.stdin.read()
     for worker in workers:
         worker.close()
 
 
-def _serve_tcp(tree: CacheTree, num_pages: int, listener: socket.socket) -> None:
-    lease = tree.lease(MODEL, pages_of(num_pages), "baseline", Deadline.after(3600))
-    assert lease is not None
-    connection, _ = listener.accept()
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    while connection.recv(1):
-        for step in STEPS:
-            views = lease.e(3) if step.kind is Kind.E else lease.kv(step.layer)
-            for view in views:
-                for at in range(0, view.nbytes, TCP_CHUNK_BYTES):
-                    connection.sendall(view[at : at + TCP_CHUNK_BYTES])
+def _serve_socket(payload: memoryview, listener: socket.socket, buffer_bytes: int) -> None:
+    connection = _tuned(listener.accept()[0], buffer_bytes)
+    while request := connection.recv(8, socket.MSG_WAITALL):
+        for frame in _frames(payload, int.from_bytes(request, "big")):
+            connection.sendall(frame)
+
+
+def _serve_gloo(payload: memoryview, directory: Path) -> None:
+    _join_gloo(directory, 0)
+    request = torch.zeros(1, dtype=torch.int64)
+    while True:
+        dist.recv(request, 1)
+        for frame in _frames(payload, int(request)):
+            dist.send(torch.frombuffer(frame, dtype=torch.uint8), 1)
+
+
+def _join_gloo(directory: Path, rank: int) -> None:
+    dist.init_process_group("gloo", f"file://{directory}/gloo", rank=rank, world_size=2)
+
+
+def _frames(payload: memoryview, frame_bytes: int) -> Iterator[memoryview]:
+    for at in range(0, payload.nbytes, frame_bytes):
+        yield payload[at : at + frame_bytes]
+
+
+def _tuned(connection: socket.socket, buffer_bytes: int) -> socket.socket:
+    if connection.family == socket.AF_INET:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for option in (socket.SO_SNDBUF, socket.SO_RCVBUF) if buffer_bytes else ():
+        connection.setsockopt(socket.SOL_SOCKET, option, buffer_bytes)
+    return connection
+
+
+# The receiving process.
 
 
 @dataclass(frozen=True)
 class Sender:
-    """The other process, and where it serves: in clear, and with keys if there are any."""
+    """The other process, and where it serves."""
 
     pid: int
-    addresses: list[str]
-    port: int
-    keys: Path | None
+    workers: Sequence[str]
+    """In clear, and with keys if there are any."""
+    sockets: Sequence[str | tuple[str, int]]
+    directory: Path
 
     def cpu_s(self) -> float:
         """What both processes have spent so far, in all threads."""
@@ -137,67 +185,121 @@ class Sender:
         return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
 
 
-@dataclass
-class Measured:
-    """What the repetitions of one contender gave."""
+class Receiver:
+    """Every contender, as a function from the frame size to the bytes that came."""
 
-    gb_per_s: list[float] = field(default_factory=list)
-    cpu_s_per_gb: list[float] = field(default_factory=list)
+    def __init__(self, num_pages: int, sender: Sender) -> None:
+        self._sizes = sizes_of(num_pages)
+        self._pages = pages_of(num_pages)
+        self.num_bytes = sum(self._sizes.values())
+        self._sender = sender
+        self._pool = StagingPool(pageable, 2 * self.num_bytes)
+        self._baseline, self._source = pageable(self.num_bytes), pageable(self.num_bytes)
+        for buffer in (self._baseline, self._source):
+            np.frombuffer(buffer, np.uint8)[:] = 0
+        self._tree = CacheTree(FAMILY, host_bytes=0)
+        self._sockets = {}
+        for name, address, size in zip(RAW, sender.sockets, BUFFER_BYTES * 2, strict=True):
+            is_unix = isinstance(address, str)
+            connection = _tuned(socket.socket(socket.AF_UNIX if is_unix else socket.AF_INET), size)
+            connection.connect(address if is_unix else tuple(address))
+            self._sockets[name] = connection
+        _join_gloo(sender.directory, 1)
 
+    @contextlib.contextmanager
+    def contenders(self, frame_bytes: int) -> Iterator[dict[str, Callable[[], list[memoryview]]]]:
+        with contextlib.ExitStack() as stack:
+            frames = {
+                "frame_bytes": frame_bytes,
+                "window_bytes": max(4 << 20, 4 * frame_bytes),
+            }
+            configs = {
+                "transport": (self._sender.workers[0], PeerConfig(shared_memory=False, **frames)),
+                "in place": (self._sender.workers[0], PeerConfig(**frames)),
+            }
+            if len(self._sender.workers) > 1:
+                folder = self._sender.directory
+                own, theirs = str(folder / "receiver.key"), str(folder / "sender.pub")
+                config = PeerConfig(key_file=own, server_key=theirs, shared_memory=False, **frames)
+                configs[KEYED] = (self._sender.workers[1], config)
+            runs: dict[str, Callable[[], list[memoryview]]] = {
+                "memcpy": lambda: self._copy(frame_bytes),
+                **{
+                    name: lambda it=it: self._receive(it, frame_bytes)  # type: ignore[misc]
+                    for name, it in self._sockets.items()
+                },
+                "gloo": lambda: self._receive_gloo(frame_bytes),
+            }
+            for name, (address, config) in configs.items():
+                peer = Peer(self._tree, Location(address), config)
+                stack.callback(peer.close)
+                assert peer.wait_ready(10), peer.error
+                assert peer.status.shares_memory == config.shared_memory
+                runs[name] = lambda peer=peer: self._fetch(peer)  # type: ignore[misc]
+            yield runs
 
-def measure(num_pages: int, repetitions: int, sender: Sender) -> dict[str, Measured]:
-    sizes = sizes_of(num_pages)
-    num_bytes = sum(sizes.values())
-    pool = StagingPool(pageable, 2 * num_bytes)
-    baseline = pageable(num_bytes)
-    np.frombuffer(baseline, np.uint8)[:] = 0
-    tree = CacheTree(FAMILY, host_bytes=0)
-    configs = [PeerConfig()]
-    if sender.keys is not None:
-        own, theirs = str(sender.keys / "receiver.key"), str(sender.keys / "sender.pub")
-        configs.append(PeerConfig(key_file=own, server_key=theirs))
-    peers = [
-        Peer(tree, Location(address), config)
-        for address, config in zip(sender.addresses, configs, strict=True)
-    ]
-    for peer in peers:
-        assert peer.wait_ready(10), peer.error
-    connection = socket.create_connection(("127.0.0.1", sender.port))
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    def _copy(self, frame_bytes: int) -> list[memoryview]:
+        frames = zip(
+            _frames(self._source, frame_bytes), _frames(self._baseline, frame_bytes), strict=True
+        )
+        for source, into in frames:
+            np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(source, np.uint8))
+        return [self._baseline]
 
-    def fetch(allocate: Callable[[int], memoryview], peer: Peer) -> list[memoryview]:
-        staging = Staging(sizes, Deadline.after(60), allocate)
-        peer.fetch(MODEL, pages_of(num_pages), staging)
+    def _receive(self, connection: socket.socket, frame_bytes: int) -> list[memoryview]:
+        connection.sendall(frame_bytes.to_bytes(8, "big"))
+        for frame in _frames(self._baseline, frame_bytes):
+            at = 0
+            while at < frame.nbytes:
+                at += connection.recv_into(frame[at:])
+        return [self._baseline]
+
+    def _receive_gloo(self, frame_bytes: int) -> list[memoryview]:
+        dist.send(torch.tensor([frame_bytes]), 0)
+        for frame in _frames(self._baseline, frame_bytes):
+            dist.recv(torch.frombuffer(frame, dtype=torch.uint8), 0)
+        return [self._baseline]
+
+    def _fetch(self, peer: Peer) -> list[memoryview]:
+        staging = Staging(self._sizes, Deadline.after(120), self._pool.allocate)
+        peer.fetch(MODEL, self._pages, staging)
         for step in STEPS:
             staging.wait(step)
         return [staging.view(step) for step in STEPS]
 
-    def tcp() -> list[memoryview]:
-        connection.sendall(b"x")
-        at = 0
-        while at < num_bytes:
-            at += connection.recv_into(baseline[at : at + TCP_CHUNK_BYTES])
-        return [baseline]
+    def check(self, runs: dict[str, Callable[[], list[memoryview]]]) -> None:
+        """Each once, as a warm-up; afterwards memcpy's source holds the bytes too."""
+        digests = {name: _digest(run()) for name, run in runs.items() if name != "memcpy"}
+        assert len(set(digests.values())) == 1, f"the contenders brought different bytes: {digests}"
+        np.copyto(np.frombuffer(self._source, np.uint8), np.frombuffer(self._baseline, np.uint8))
+        assert _digest(runs["memcpy"]()) in digests.values()
 
-    contenders: dict[str, Callable[[], list[memoryview]]] = {
-        "raw TCP": tcp,
-        "transport, pooled": lambda: fetch(pool.allocate, peers[0]),
-        "transport, fresh": lambda: fetch(pageable, peers[0]),
-    }
-    if sender.keys is not None:
-        contenders["transport, CURVE"] = lambda: fetch(pool.allocate, peers[1])
-    digests = {name: _digest(run()) for name, run in contenders.items()}  # Also the warm-up.
-    assert len(set(digests.values())) == 1, f"the contenders brought different bytes: {digests}"
-    measured = {name: Measured() for name in contenders}
-    for _ in range(repetitions):
-        for name, run in contenders.items():
-            begun_at_s, cpu_s = time.perf_counter(), sender.cpu_s()
-            run()
-            measured[name].gb_per_s.append(num_bytes / (time.perf_counter() - begun_at_s) / 1e9)
-            measured[name].cpu_s_per_gb.append((sender.cpu_s() - cpu_s) / num_bytes * 1e9)
-    for peer in peers:
-        peer.close()
-    connection.close()
+
+@dataclass(frozen=True)
+class Measured:
+    """One contender: what its repetitions gave, in the order of turns."""
+
+    gb_per_s: list[float]
+    cpu_s_per_gb: list[float]
+
+    def of(self, *others: Measured) -> float:
+        """Median over the turns of this speed by the best of the others in the same turn."""
+        turns = zip(self.gb_per_s, *(other.gb_per_s for other in others), strict=True)
+        return statistics.median(ours / max(theirs) for ours, *theirs in turns)
+
+
+def measure(receiver: Receiver, frame_bytes: int, repetitions: int) -> dict[str, Measured]:
+    with receiver.contenders(frame_bytes) as runs:
+        receiver.check(runs)
+        measured = {name: Measured([], []) for name in runs}
+        for _ in range(repetitions):
+            for name, run in runs.items():
+                begun_at_s, cpu_s = time.perf_counter(), receiver._sender.cpu_s()
+                run()
+                gigabytes = receiver.num_bytes / 1e9
+                measured[name].gb_per_s.append(gigabytes / (time.perf_counter() - begun_at_s))
+                spent_s = receiver._sender.cpu_s() - cpu_s
+                measured[name].cpu_s_per_gb.append(spent_s / gigabytes)
     return measured
 
 
@@ -210,75 +312,66 @@ def _digest(views: list[memoryview]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--mib", type=int, default=256, help="payload of one fetch")
-    parser.add_argument("--repetitions", type=int, default=7)
+    parser.add_argument("--mib", type=int, default=1024, help="payload of one fetch")
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--frame-kib", type=int, nargs="+", default=[256, 1024, 4096, 16384])
     parser.add_argument("--curve", action="store_true", help="also with encryption")
-    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--keys", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, help="append the results to this file too")
+    parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     num_pages = max(1, (args.mib << 20) // sum(sizes_of(1).values()))
     if args.serve:
-        serve(num_pages, args.keys)
+        serve(num_pages, args.serve, args.curve)
         return
-    with contextlib.ExitStack() as stack:
-        keys = None
+    environment = here()
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
         if args.curve:
-            keys = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            for name in ("sender", "receiver"):
-                write_key_pair(keys, name)
-        measured = _run(args, num_pages, keys)
-    _report(args.mib, measured)
+            for side in ("sender", "receiver"):
+                write_key_pair(directory, side)
+        command = [sys.executable, __file__, "--serve", name, "--mib", str(args.mib)]
+        command += ["--curve"] * args.curve
+        with subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as process:
+            assert process.stdout is not None
+            workers, sockets = json.loads(process.stdout.readline())
+            receiver = Receiver(num_pages, Sender(process.pid, workers, sockets, directory))
+            results = {}
+            for kib in args.frame_kib:
+                results[kib] = measure(receiver, kib << 10, args.repetitions)
+                _print(kib, results[kib])
+            process.kill()  # Its gloo thread waits for ever.
+    tcp, memcpy = RAW[: len(BUFFER_BYTES)], "memcpy"
+    for question, ours, theirs in (
+        ("how much of raw TCP's speed does the transport keep", "transport", tcp),
+        ("how much of memcpy's speed does a fetch in place keep", "in place", [memcpy]),
+    ):
+        found = {
+            "payload_mib": args.mib,
+            "ratio_by_frame_kib": {
+                kib: round(it[ours].of(*(it[name] for name in theirs)), 3)
+                for kib, it in results.items()
+            },
+            "gb_per_s": {kib: _medians(it, "gb_per_s") for kib, it in results.items()},
+            "cpu_s_per_gb": {kib: _medians(it, "cpu_s_per_gb") for kib, it in results.items()},
+        }
+        write(question, found, environment, args.out)
 
 
-def _run(args: argparse.Namespace, num_pages: int, keys: Path | None) -> dict[str, Measured]:
-    command = [sys.executable, __file__, "--serve", "--mib", str(args.mib)]
-    if keys is not None:
-        command += ["--keys", str(keys)]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as sender:
-        assert sender.stdout is not None
-        addresses, port = json.loads(sender.stdout.readline())
-        other = Sender(sender.pid, addresses, port, keys)
-        measured = measure(num_pages, args.repetitions, other)
-        sender.communicate("")
-    return measured
+def _medians(measured: dict[str, Measured], field: str) -> dict[str, float]:
+    return {name: round(statistics.median(getattr(it, field)), 3) for name, it in measured.items()}
 
 
-def _report(payload_mib: int, measured: dict[str, Measured]) -> None:
-    rates = {name: it.gb_per_s for name, it in measured.items()}
-    medians = {name: statistics.median(values) for name, values in rates.items()}
-    cpu = {name: statistics.median(it.cpu_s_per_gb) for name, it in measured.items()}
-    ratios = [
-        ours / tcp for ours, tcp in zip(rates["transport, pooled"], rates["raw TCP"], strict=True)
-    ]
-    print(f"{'':24} {'GB/s median':>12} {'min':>6} {'max':>6}  of raw TCP  CPU s/GB")
-    for name, values in rates.items():
-        share = medians[name] / medians["raw TCP"]
+def _print(kib: int, measured: dict[str, Measured]) -> None:
+    tcp = [measured[name] for name in RAW[: len(BUFFER_BYTES)]]
+    print(f"\n{f'frames of {kib} KiB':22} GB/s median (min to max)  of TCP  of memcpy  CPU s/GB")
+    for name, it in measured.items():
+        spread = f"{min(it.gb_per_s):.2f} to {max(it.gb_per_s):.2f}"
         print(
-            f"{name:24} {medians[name]:12.2f} {min(values):6.2f} {max(values):6.2f} {share:11.2f}"
-            f" {cpu[name]:9.2f}"
+            f"{name:22} {statistics.median(it.gb_per_s):8.2f} {f'({spread})':16} {it.of(*tcp):7.2f}"
+            f" {it.of(measured['memcpy']):10.2f} {statistics.median(it.cpu_s_per_gb):9.2f}"
         )
-    result = {
-        "benchmark": "transport",
-        "payload_mib": payload_mib,
-        "gb_per_s": medians,
-        "cpu_s_per_gb": cpu,
-        "pooled_of_raw_tcp": statistics.median(ratios),
-        "load_1m": os.getloadavg()[0],
-        "cpus": os.cpu_count(),
-        "machine": platform.processor() or platform.machine(),
-        "python": platform.python_version(),
-        "pyzmq": zmq.__version__,
-        "libzmq": zmq.zmq_version(),
-        "commit": _commit(),
-    }
-    print(json.dumps(result))
-
-
-def _commit() -> str:
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
 if __name__ == "__main__":

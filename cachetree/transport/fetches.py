@@ -118,6 +118,9 @@ class Fetches:
                 if isinstance(frame, wire.Located):  # The worker waits for it.
                     link.send(wire.Credit(id=frame.id, num_bytes=landing.placed_bytes))
                 self._end(landing, None)
+            elif num_bytes := landing.take_credit(self._config.window_bytes // 2):
+                # The worker goes on while what has arrived besides is placed.
+                link.send(wire.Credit(id=frame.id, num_bytes=num_bytes))
 
     def failed(self, link: Connection, message: wire.FetchFailed) -> None:
         landing = self._asked.get(message.id)

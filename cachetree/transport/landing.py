@@ -116,9 +116,9 @@ class Landing:
         self._placed_bytes += size
         self._skip_empty()
 
-    def take_credit(self) -> int:
-        """Bytes placed since the request, where there is news of them; 0 where there is none."""
-        if self.is_complete or self._placed_bytes == self._credited_bytes:
+    def take_credit(self, least: int = 1) -> int:
+        """Bytes placed since the request, where that many are news; 0 where they are not."""
+        if self.is_complete or self._placed_bytes - self._credited_bytes < least:
             return 0
         self._credited_bytes = self._placed_bytes
         return self._placed_bytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -15,6 +16,7 @@ from transport_parts import (
     ONCE,
     PAGE_BYTES,
     STEPS,
+    RecordingStaging,
     ScriptedWorker,
     check_content,
     eventually,
@@ -27,7 +29,16 @@ from transport_parts import (
     worker_process,
 )
 
-from cachetree import DeadlineExceeded, FetchError, Location, Peer, PeerState, ProtocolError
+from cachetree import (
+    Deadline,
+    DeadlineExceeded,
+    FetchError,
+    Location,
+    Peer,
+    PeerState,
+    ProtocolError,
+    Step,
+)
 from cachetree.transport import wire
 
 PAGES = pages_of(16)
@@ -470,3 +481,32 @@ def test_a_worker_that_closes_in_mid_stream_frees_its_leases() -> None:
         peer.close()
     source.clear()
     assert source.num_pages == 0
+
+
+def test_half_a_window_is_credited_while_the_rest_is_placed() -> None:
+    """So that a worker never waits for a receiver that is busy with all it has sent."""
+    chunk = bytes(FAST.frame_bytes)
+
+    def a_window(worker: ScriptedWorker, identity: bytes, fetch: wire.Fetch) -> None:
+        for number in range(4):
+            offset = number * len(chunk)
+            worker.send(identity, frame(fetch, chunk, offset=offset), chunk)
+
+    class BusyStaging(RecordingStaging):
+        """Its writer stops at the last frame of the window."""
+
+        go_on = threading.Event()
+
+        def room(self, step: Step, offset: int, size: int) -> memoryview:
+            if offset == 3 * len(chunk):
+                self.go_on.wait()
+            return super().room(step, offset, size)
+
+    with ScriptedWorker(a_window) as worker, peer_of(worker.address, new_tree()) as peer:
+        staging = BusyStaging({STEPS[0]: 256 * PAGE_BYTES}, Deadline.after(10))
+        peer.fetch(MODEL, pages_of(256), staging)
+        eventually(lambda: wire.Credit(id=1, num_bytes=2 * len(chunk)) in worker.received)
+        assert not staging.go_on.is_set()
+        staging.go_on.set()
+        eventually(lambda: wire.Credit(id=1, num_bytes=4 * len(chunk)) in worker.received)
+        staging.cancel()
