@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import signal
+import subprocess
+import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -16,7 +19,7 @@ from disk_parts import files_bytes
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from test_push import PAGE_TOTAL, at_worker, cache_of, fetched, num_pushed
-from transport_parts import PAGE_BYTES, eventually, pages_of, store
+from transport_parts import FAMILY, PAGE_BYTES, eventually, pages_of, store
 
 from cachetree import Cache, ConfigError, Deadline, ModelId, WorkerConfig
 from cachetree.monitor import METRICS, StatusCollector, StatusPage, health_of, parse_http
@@ -198,3 +201,22 @@ def test_a_taken_port_is_refused() -> None:
         port = int(page.url.rpartition(":")[2])
         with pytest.raises(ConfigError, match="choose another port"):
             StatusPage("127.0.0.1", port, cache.status)
+
+
+def test_a_served_worker_has_the_page_that_its_file_names(tmp_path: Path) -> None:
+    config = tmp_path / "serve.yaml"
+    given = {"family": msgspec.to_builtins(FAMILY), "http": "0"}
+    config.write_text(json.dumps({**given, "cache": {"host_bytes": 1 << 20}}))
+    command = [sys.executable, "-m", "cachetree.cli", "serve", "--config", str(config)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline().startswith("serving at tcp://127.0.0.1:")
+            url = process.stdout.readline().split()[-1]
+            assert url.startswith("http://127.0.0.1:")
+            assert get(f"{url}/health/ready")[0] == 200
+            assert b"cachetree:budget_bytes" in get(f"{url}/metrics")[1]
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(10) == 0
+        finally:
+            process.kill()

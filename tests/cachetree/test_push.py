@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import zmq
+from security_parts import Party, new_party
 from transport_parts import (
     E_LAYER,
     FAMILY,
@@ -199,6 +200,27 @@ def test_a_worker_without_room_refuses_and_stays_within_its_budget() -> None:
             store(cache.tree, PAGES[:20])
             eventually(num_pushed(cache, refused=1, pushed_bytes=0, waiting=0))
             assert worker.tree.num_bytes == 0
+
+
+def test_only_those_with_an_allowed_key_can_store(tmp_path: Path) -> None:
+    us, friend, stranger = (new_party(tmp_path, name) for name in ("us", "friend", "stranger"))
+    settings = msgspec.convert({"accepts": True, **us.serving(friend)}, WorkerConfig)
+    with cache_of(worker=settings) as worker:
+        assert worker.address
+
+        def pushing(party: Party) -> contextlib.AbstractContextManager[Cache]:
+            peer = msgspec.structs.replace(FAST, key_file=party.key_file)
+            keys = {worker.address: us.public_file}
+            return at_worker(worker.address, peer=peer, peer_keys=keys)  # type: ignore[arg-type]
+
+        with pushing(stranger) as cache:
+            store(cache.tree, PAGES)
+            eventually(lambda: "allowed_peers" in cache.status().stores[0].error)
+            assert worker.tree.num_bytes == 0
+        with pushing(friend) as cache:
+            store(cache.tree, PAGES)
+            eventually(num_pushed(cache, stored=1))
+            fetched(cache, worker.address, PAGES)
 
 
 def test_stores_must_be_among_the_peers() -> None:

@@ -274,6 +274,7 @@ def test_metrics(pair: Pair) -> None:
     text = requests.get(f"{pair.receiver.url}/metrics", timeout=10).text
     for name in ("requests_total", "reused_tokens_total", "fetched_bytes_total", "queued_seconds"):
         assert f"droidspeak:{name}" in text
+    assert f'cachetree:peer_ready{{location="{pair.sender_address}"}}' in text
     assert 'outcome="reused"' in text
 
 
