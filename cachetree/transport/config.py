@@ -105,6 +105,9 @@ class PeerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     max_reconnect_s: float = 1.0
     max_retries: int = 2
     """How often a fetch asks for the rest, after a lost connection or a damaged frame."""
+    resume_s: float = 1.0
+    """A fetch that lost its worker is given up when there is no connection for so long: where the
+    worker is gone, a full prefill should not wait for the whole deadline."""
     breaker_errors: int = 3
     """So many errors within `breaker_window_s`, and the worker is left alone for `cooldown_s`: its
     entries are forgotten, and then one fetch tries whether it is well again."""
@@ -130,6 +133,7 @@ class PeerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             connect_s=self.connect_s,
             reconnect_s=self.reconnect_s,
             max_reconnect_s=self.max_reconnect_s,
+            resume_s=self.resume_s,
             breaker_errors=self.breaker_errors,
             breaker_window_s=self.breaker_window_s,
             cooldown_s=self.cooldown_s,

@@ -36,8 +36,8 @@ class Fetches:
     """The landings of one peer. Used by the peer's thread only; connections are given to it.
 
     One whose connection ends, or whose frames are damaged or missing, waits until `resume` asks
-    for the rest of it, on this connection or the next; `max_retries` times, and never longer than
-    its deadline. Every error is told to `breaker` once.
+    for the rest of it, on this connection or the next: `max_retries` times, within `resume_s`, and
+    never longer than its deadline. Every error is told to `breaker` once.
     """
 
     def __init__(
@@ -146,6 +146,10 @@ class Fetches:
             error = landing.staging.error
             if error is None and landing.staging.deadline.has_passed:
                 error = DeadlineExceeded(f"{self._who} did not send everything in time")
+            if error is None and self._has_waited(landing):
+                error = FetchError(
+                    f"{self._who} did not come back within {self._config.resume_s} s"
+                )
             if error is not None:
                 id = landing.id
                 self._end(landing, error)
@@ -205,8 +209,13 @@ class Fetches:
         self._suspend(landing, error)
         link.send(wire.Cancel(id=id))
 
+    def _has_waited(self, landing: Landing) -> bool:
+        waited_s = self._clock() - landing.broken_at_s
+        return landing.id == NOT_ASKED and waited_s > self._config.resume_s
+
     def _suspend(self, landing: Landing, error: FetchError) -> None:
         self._withdraw(landing)
+        landing.broken_at_s = self._clock()
         if landing.num_requests > self._config.max_retries:
             self._end(landing, type(error)(str(error)))
 

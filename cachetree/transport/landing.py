@@ -33,6 +33,8 @@ class Landing:
         """Of the request under way."""
         self.num_requests = 0
         self.asked_at_s = 0.0
+        self.broken_at_s = 0.0
+        """When the last request broke off."""
         self.asked_at_bytes = 0
         """What the link had carried when the request was sent."""
         self._model = model

@@ -217,18 +217,27 @@ def test_what_is_gone_after_a_restart_is_stale() -> None:
         assert peer.status.probe_in_s is None
 
 
-def test_a_worker_that_stays_away_costs_the_deadline_at_most() -> None:
+@pytest.mark.parametrize(
+    ("resume_s", "deadline_s", "error"), [(30.0, 0.6, DeadlineExceeded), (0.3, 60.0, FetchError)]
+)
+def test_a_worker_that_stays_away_costs_no_more_than_the_patience_for_it(
+    resume_s: float, deadline_s: float, error: type[FetchError]
+) -> None:
     source = new_tree(PAGES)
+    patient = msgspec.structs.replace(FAST, resume_s=resume_s)
     with (
         worker_of(source, max_bytes_per_s=1e4) as worker,
-        peer_of(worker.address, new_tree()) as peer,
+        peer_of(worker.address, new_tree(), patient) as peer,
     ):
-        staging = new_staging(16, seconds=0.6)
+        staging = new_staging(16, seconds=deadline_s)
         peer.fetch(MODEL, PAGES, staging)
         eventually(lambda: staging.writes)
         worker.close()
-        with pytest.raises(DeadlineExceeded):
+        begun_at_s = time.monotonic()
+        with pytest.raises(FetchError) as failure:
             wait_all(staging)
+        assert failure.type is error
+        assert time.monotonic() - begun_at_s < 10
         eventually(lambda: peer.status.num_failed_fetches == 1)
         assert peer.status.probe_in_s is None
         assert peer.state is PeerState.CONNECTING
