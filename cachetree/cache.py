@@ -340,7 +340,8 @@ class Cache:
     def close(self) -> None:
         """Stop serving and fetching; fetches under way fail. Idempotent.
 
-        What a tier has not written yet is written, for a few seconds at most.
+        What a store has not been given or a tier has not written yet still is, for a few seconds
+        at most.
         """
         self._close_transport()
         self._copier.shutdown(cancel_futures=False)

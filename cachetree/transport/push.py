@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import random
 import threading
@@ -33,7 +34,6 @@ from cachetree.transport.address import parse_remote
 from cachetree.transport.config import PeerConfig
 from cachetree.transport.connection import Connection
 from cachetree.transport.handshake import credentials_of
-from cachetree.transport.peer import CLOSE_S
 from cachetree.transport.push_queue import PushQueue
 from cachetree.transport.stream import Stream
 from cachetree.transport.wakeup import Wakeup
@@ -52,6 +52,8 @@ _DRAIN_S: Final = 5.0
 _DRAIN_TICK_S: Final = 0.001
 _IDLE_S: Final = 1.0
 """After so long without anything to push the connection is closed."""
+_MAX_CLOSE_S: Final = 5.0
+"""How long what waits when it is closed may still take."""
 _NICENESS: Final = 10
 """Of the thread: whoever computes comes first."""
 
@@ -106,7 +108,8 @@ class Pusher:
         self._pause_s = config.reconnect_s
         self._connection: Connection | None = None
         self._inbox: deque[wire.ToPeer] = deque()
-        self._is_closing = False
+        self._ends_at_s = math.inf
+        """When the thread ends at the latest."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._wakeup = Wakeup()
         self._queue = PushQueue(tree, _MAX_WAITING, self._wakeup.wake)
@@ -131,19 +134,23 @@ class Pusher:
         )
 
     def close(self) -> None:
-        """Push no more; the worker drops what is under way. Idempotent."""
-        self._is_closing = True
+        """Push what waits, for a few seconds at most and to a worker that answers. Idempotent."""
         self._queue.close()
+        self._ends_at_s = min(self._ends_at_s, self._clock() + _MAX_CLOSE_S)
         self._wakeup.wake()
-        self._thread.join(CLOSE_S)
+        self._thread.join(_MAX_CLOSE_S + _DRAIN_S)
 
     # Everything below runs in the pusher's thread.
+
+    @property
+    def _is_closing(self) -> bool:
+        return self._ends_at_s < math.inf
 
     def _run(self) -> None:
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         try:
-            while not self._is_closing:
+            while self._clock() < self._ends_at_s:
                 try:
                     self._turn()
                 except CacheTreeError as exc:
@@ -152,13 +159,17 @@ class Pusher:
                     log.exception("pushing to %s failed", self.address)
                     self._lose(FetchError(f"internal error: {exc}"))
         finally:
+            if num_waiting := len(self._queue):
+                log.info("%d entries were not pushed to %s", num_waiting, self.address)
             self._disconnect()
             self._context.destroy()
             self._wakeup.close()
 
     def _turn(self) -> None:
         change = self._queue.first()
-        if change is None:
+        if change is None and self._is_closing:
+            self._ends_at_s = -math.inf
+        elif change is None:
             self._wakeup.wait(_IDLE_S)
             self._wakeup.drain()
             if self._queue.first() is None:
@@ -197,11 +208,12 @@ class Pusher:
         connection = self._connection
         assert connection is not None
         while not self._inbox:
-            if self._is_closing:
+            if self._clock() >= self._ends_at_s:
                 raise FetchError("closed here")
             if deadline.has_passed:
                 raise DeadlineExceeded(f"worker {self.address} did not answer in time")
-            connection.wait(round(deadline.remaining_s() * 1000) + 1)
+            until = Deadline(min(deadline.at_s, self._ends_at_s), self._clock)
+            connection.wait(round(until.remaining_s() * 1000) + 1)
             self._wakeup.drain()
             self._inbox.extend(message for message, _ in connection.receive())
             if not self._inbox and (end := connection.end(f"worker {self.address}")) is not None:
@@ -329,12 +341,13 @@ class Pusher:
     def _lose(self, error: CacheTreeError) -> None:
         self._disconnect()
         if self._is_closing:
+            self._ends_at_s = -math.inf
             return
         if str(error) != self._error:
             log.warning("nothing is pushed: %s", error)
         self._error = str(error)
         if isinstance(error, FamilyMismatch):
-            self._is_closing = True
+            self._ends_at_s = -math.inf
             self._queue.close()
             return
         pause = Deadline.after(random.uniform(0.0, self._pause_s), self._clock)

@@ -26,6 +26,7 @@ class PushQueue:
         self._there: deque[Change] = deque()
         self._changes: deque[Change] = deque()
         self._has_overflowed = False
+        self._is_closed = False
         self.num_restarts = 0
         self._unsubscribe: Callable[[], None] = lambda: None
         self._subscribe()
@@ -54,7 +55,8 @@ class PushQueue:
         self._subscribe()
 
     def close(self) -> None:
-        """Take in no more."""
+        """Take in nothing that is new."""
+        self._is_closed = True
         self._unsubscribe()
 
     def _subscribe(self) -> None:
@@ -63,6 +65,8 @@ class PushQueue:
             self._changes.clear()
             self._has_overflowed = False
         there, self._unsubscribe = self._tree.subscribe(self._note)
+        if self._is_closed:
+            self._unsubscribe()
         self._there = deque(there)
 
     def _note(self, change: Change) -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 import msgspec
 import pytest
 from disk_parts import files_bytes
+from push_parts import PAGE_TOTAL, RawPeer, cache_of
 from security_parts import new_party
-from test_push import PAGE_TOTAL, RawPeer, cache_of
 from transport_parts import E_LAYER, FAMILY, MODEL, eventually, new_tree, pages_of, store, worker_of
 
 from cachetree import Cache, ConfigError, Deadline, PageHash, WorkerConfig

@@ -18,7 +18,7 @@ import pytest
 from disk_parts import files_bytes
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
-from test_push import PAGE_TOTAL, at_worker, cache_of, fetched, num_pushed
+from push_parts import PAGE_TOTAL, at_worker, cache_of, fetched, num_pushed
 from transport_parts import FAMILY, PAGE_BYTES, eventually, pages_of, store
 
 from cachetree import Cache, ConfigError, Deadline, ModelId, WorkerConfig

@@ -7,101 +7,27 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
-import zmq
+from push_parts import PAGE_TOTAL, PAGES, at_worker, cache_of, fetched, num_pushed
 from security_parts import Party, new_party
-from transport_parts import (
-    E_LAYER,
-    FAMILY,
-    FAST,
-    MODEL,
-    PAGE_BYTES,
-    STEPS,
-    check_content,
-    content,
-    eventually,
-    new_tree,
-    pages_of,
-    store,
-    wait_all,
-    worker_of,
-)
+from transport_parts import FAMILY, FAST, ScriptedWorker, eventually, new_tree, store
 
-from cachetree import (
-    Cache,
-    CacheConfig,
-    CacheTree,
-    ConfigError,
-    Deadline,
-    Kind,
-    Location,
-    ModelId,
-    PageHash,
-    Plan,
-    Span,
-    Step,
-    Worker,
-    WorkerConfig,
-)
-from cachetree.checksum import checksum
-from cachetree.transport import Status, ask_status, wire
+from cachetree import Cache, CacheConfig, ConfigError, Location, WorkerConfig
+from cachetree.transport import ask_status, wire
+from cachetree.transport.push_queue import PushQueue
 
-PAGES = pages_of(64)
-PAGE_TOTAL = (FAMILY.num_layers + 1) * PAGE_BYTES
 ACCEPTS = WorkerConfig(accepts=True)
-
-
-@contextlib.contextmanager
-def cache_of(**config: object) -> Iterator[Cache]:
-    settings = {"host_bytes": 64 << 20, "peer": FAST, **config}
-    with Cache(FAMILY, msgspec.convert(settings, CacheConfig)) as cache:
-        yield cache
-
-
-def at_worker(address: Location, **config: object) -> contextlib.AbstractContextManager[Cache]:
-    """A cache that pushes to a worker and reads from it."""
-    return cache_of(peers=(address,), stores=(address,), serves=False, **config)
-
-
-def fetched(cache: Cache, location: Location, pages: Sequence[PageHash]) -> None:
-    """Fetch from there and compare every byte."""
-    plan = Plan(
-        sender=MODEL,
-        receiver=ModelId("receiver"),
-        location=location,
-        pages=Span(0, len(pages)),
-        block=Span(E_LAYER, E_LAYER + 1),
-        num_layers=FAMILY.num_layers,
-    )
-    staging = cache.fetch(plan, pages, Deadline.after(5))
-    assert staging is not None
-    with staging:
-        wait_all(staging)
-        check_content(staging, pages)
 
 
 def has(cache: Cache, location: Location, num_pages: int) -> Callable[[], bool]:
     return lambda: any(
         (match.location, match.num_pages) == (location, num_pages) for match in cache.match(PAGES)
     )
-
-
-def num_pushed(cache: Cache, **counts: int) -> Callable[[], bool]:
-    def are() -> bool:
-        (status,) = cache.status().stores
-        return all(getattr(status, f"num_{name}") == num for name, num in counts.items())
-
-    return are
-
-
-def status_of(cache: Cache) -> Status:
-    status = cache.status().worker
-    assert status is not None
-    return status
 
 
 def test_what_comes_into_a_cache_goes_to_its_worker_in_order() -> None:
@@ -223,193 +149,39 @@ def test_only_those_with_an_allowed_key_can_store(tmp_path: Path) -> None:
             fetched(cache, worker.address, PAGES)
 
 
+def test_what_waits_at_the_end_is_still_pushed() -> None:
+    with cache_of(worker=ACCEPTS) as worker:
+        assert worker.address
+        with at_worker(worker.address) as cache:
+            for num in range(2, 65, 2):
+                store(cache.tree, PAGES[:num])
+        assert worker.tree.num_pages == 64
+
+
+def test_closing_waits_for_a_silent_worker_only_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cachetree.transport.push._MAX_CLOSE_S", 0.2)
+    with ScriptedWorker(lambda *_: None) as worker:
+        with at_worker(worker.address) as cache:
+            store(cache.tree, PAGES)
+            eventually(lambda: any(isinstance(it, wire.Store) for it in worker.received))
+            begun_at_s = time.monotonic()
+        assert 0.2 <= time.monotonic() - begun_at_s < 2
+        (status,) = cache.status().stores
+        assert (status.num_waiting, status.num_stored) == (1, 0)
+
+
+def test_a_queue_that_is_closed_takes_in_nothing_even_where_it_begins_again() -> None:
+    tree = new_tree(PAGES[:2])
+    queue = PushQueue(tree, 4, lambda: None)
+    queue.close()
+    queue.restart()
+    store(tree, PAGES[:4])
+    assert len(queue) == 1
+
+
 def test_stores_must_be_among_the_peers() -> None:
     with pytest.raises(ConfigError, match=r"stores has tcp://127\.0\.0\.1:2"):
         CacheConfig(peers=("tcp://127.0.0.1:1",), stores=("tcp://127.0.0.1:2",))
-
-
-# The worker's side, seen by a peer that may break the protocol.
-
-
-class RawPeer:
-    """Says what it is told to, and nothing else."""
-
-    def __init__(self, worker: Worker) -> None:
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.set(zmq.LINGER, 0)
-        self._socket.connect(worker.address)
-        self.send(wire.hello(FAMILY, "", 0))
-        assert isinstance(self.receive(), wire.Hello)
-
-    def send(self, message: wire.ToWorker, *payload: bytes) -> None:
-        self._socket.send_multipart([wire.encode(message), *payload])
-
-    def receive(self) -> wire.ToPeer:
-        assert self._socket.poll(5000), "no answer"
-        return wire.decode_to_peer(memoryview(self._socket.recv()))
-
-    def ask(self, message: wire.ToWorker, *payload: bytes) -> wire.ToPeer:
-        self.send(message, *payload)
-        return self.receive()
-
-    def frame(self, step: int, payload: bytes, id: int = 1, offset: int = 0) -> wire.ToPeer:
-        header = wire.Frame(
-            id=id, step=step, offset=offset, size=len(payload), checksum=checksum(payload)
-        )
-        return self.ask(header, payload)
-
-    def __enter__(self) -> RawPeer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._context.destroy(linger=0)
-
-
-def new_store(pages: Sequence[PageHash] = PAGES[:2], **other: object) -> wire.Store:
-    fields = {
-        "id": 1,
-        "model": MODEL,
-        "parent": b"",
-        "pages": wire.join_pages(pages),
-        "e_layers": (E_LAYER,),
-        "timeout_ms": 5000,
-        **other,
-    }
-    return wire.Store(**fields)  # type: ignore[arg-type]
-
-
-def payload_of(step: Step) -> bytes:
-    return b"".join(content(page, step) for page in PAGES[:2])
-
-
-@contextlib.contextmanager
-def accepting(**config: object) -> Iterator[tuple[CacheTree, RawPeer]]:
-    tree = new_tree()
-    with worker_of(tree, accepts=True, **config) as worker, RawPeer(worker) as peer:
-        yield tree, peer
-
-
-def test_nothing_is_seen_of_a_store_before_its_last_byte() -> None:
-    steps = [*(Step(Kind.KV, layer) for layer in range(4)), Step(Kind.E, E_LAYER)]
-    with accepting() as (tree, peer):
-        wanted = peer.ask(new_store())
-        assert isinstance(wanted, wire.Wanted)
-        assert (wanted.skipped, tree.num_bytes) == (0, 2 * PAGE_TOTAL)
-        for number, step in enumerate(steps[:-1]):
-            answer = peer.frame(number, payload_of(step))
-            assert answer == wire.Credit(id=1, num_bytes=(number + 1) * 2 * PAGE_BYTES)
-            assert not tree.match(PAGES)
-        assert peer.frame(4, payload_of(steps[-1])) == wire.Stored(id=1)
-        lease = tree.lease(MODEL, PAGES[:2], "test", Deadline.after(5))
-        assert lease is not None
-        for step in STEPS:
-            views = lease.e(step.layer) if step.kind is Kind.E else lease.kv(step.layer)
-            assert b"".join(views) == payload_of(step)
-        assert peer.ask(new_store(id=2)) == wire.Wanted(
-            id=2, skipped=2, frame_bytes=wanted.frame_bytes, window_bytes=wanted.window_bytes
-        )
-
-
-@pytest.mark.parametrize(
-    ("spoil", "named"),
-    [
-        (lambda frame: msgspec.structs.replace(frame, checksum=1), "checksum"),
-        (lambda frame: msgspec.structs.replace(frame, step=1), "step 1"),
-        (lambda frame: msgspec.structs.replace(frame, offset=8), "at 8"),
-    ],
-)
-def test_a_wrong_frame_ends_its_store_and_gives_back_the_room(
-    spoil: Callable[[wire.Frame], wire.Frame], named: str
-) -> None:
-    payload = payload_of(Step(Kind.KV, 0))
-    frame = wire.Frame(id=1, step=0, offset=0, size=len(payload), checksum=checksum(payload))
-    with accepting() as (tree, peer):
-        assert isinstance(peer.ask(new_store()), wire.Wanted)
-        refused = peer.ask(spoil(frame), payload)
-        assert isinstance(refused, wire.StoreRefused)
-        assert refused.error == "protocol"
-        assert named in refused.reason
-        assert tree.num_bytes == 0
-        peer.send(frame, payload)  # Under way when the refusal came.
-        assert isinstance(peer.ask(wire.Ping()), wire.Pong)
-
-
-def test_a_frame_larger_than_its_step_is_refused() -> None:
-    with accepting() as (tree, peer):
-        peer.ask(new_store())
-        refused = peer.frame(0, bytes(2 * PAGE_BYTES + 1))
-        assert isinstance(refused, wire.StoreRefused)
-        assert "does not fit" in refused.reason
-        assert tree.num_bytes == 0
-
-
-def test_a_store_ends_with_its_peer_its_time_or_its_will() -> None:
-    with accepting() as (tree, peer):
-        assert isinstance(peer.ask(new_store(timeout_ms=50)), wire.Wanted)
-        assert tree.num_bytes
-        late = peer.receive()
-        assert isinstance(late, wire.StoreRefused)
-        assert (late.error, tree.num_bytes) == ("deadline", 0)
-
-        assert isinstance(peer.ask(new_store(id=2)), wire.Wanted)
-        peer.send(wire.Cancel(id=2))
-        assert isinstance(peer.ask(wire.Ping()), wire.Pong)
-        assert tree.num_bytes == 0
-
-        assert isinstance(peer.ask(new_store(id=3)), wire.Wanted)
-        peer.send(wire.Bye(reason="test"))
-        eventually(lambda: tree.num_bytes == 0)
-
-
-def test_a_peer_that_is_gone_leaves_no_reservation() -> None:
-    tree = new_tree()
-    with worker_of(tree, accepts=True) as worker:
-        with RawPeer(worker) as peer:
-            assert isinstance(peer.ask(new_store()), wire.Wanted)
-            assert worker.status().num_open_stores == 1
-        eventually(lambda: tree.num_bytes == 0)
-        assert worker.status().num_open_stores == 0
-
-
-@pytest.mark.parametrize(
-    ("message", "error"),
-    [
-        (new_store(e_layers=(7,)), "protocol"),
-        (new_store(e_layers=(2, 1)), "protocol"),
-        (new_store(pages=()), "protocol"),
-        (new_store(pages=(PAGES[0], PAGES[0])), "protocol"),
-        (new_store(model=""), "protocol"),
-        (new_store(parent=PAGES[9]), "unknown_parent"),
-        (new_store(pages=pages_of(50_000, "large")), "no_room"),
-    ],
-    ids=["no such layer", "order", "no pages", "twice", "no model", "parent", "too large"],
-)
-def test_a_store_that_cannot_be_is_refused(message: wire.Store, error: str) -> None:
-    with accepting() as (tree, peer):
-        refused = peer.ask(message)
-        assert isinstance(refused, wire.StoreRefused)
-        assert refused.error == error
-        assert tree.num_bytes == 0
-
-
-def test_open_stores_are_bounded_for_each_peer_and_in_all() -> None:
-    def answers(peer: RawPeer, num: int) -> list[str]:
-        stores = (new_store([page], id=i) for i, page in enumerate(PAGES[:num], 1))
-        return [getattr(peer.ask(it), "error", "wanted") for it in stores]
-
-    with accepting() as (_, peer):
-        assert answers(peer, 5) == ["wanted"] * 4 + ["busy"]
-    with accepting(max_stores=2) as (_, peer):
-        assert answers(peer, 3) == ["wanted"] * 2 + ["busy"]
-
-
-def test_a_payload_that_belongs_to_no_frame_ends_the_session() -> None:
-    with accepting() as (_, peer):
-        assert isinstance(peer.ask(wire.Ping(), b"more"), wire.Bye)
-
-
-# With processes.
 
 
 @contextlib.contextmanager

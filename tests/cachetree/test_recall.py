@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from test_push import PAGE_TOTAL, RawPeer, cache_of, fetched, new_store
+from push_parts import PAGE_TOTAL, RawPeer, cache_of, fetched, new_store
 from transport_parts import E_LAYER, MODEL, eventually, pages_of, store
 
 from cachetree import DISK, Cache, Deadline, FetchError, Location, StaleEntry, WorkerConfig

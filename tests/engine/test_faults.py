@@ -271,6 +271,9 @@ def test_family_is_compared_at_the_handshake(pair: Pair) -> None:
 
 
 def test_metrics(pair: Pair) -> None:
+    tokens = prompt(160, seed=10)
+    pair.send(tokens)
+    assert answer(pair.receiver, tokens, droidspeak={"block": "2:4"}).provenance["reused_tokens"]
     text = requests.get(f"{pair.receiver.url}/metrics", timeout=10).text
     for name in ("requests_total", "reused_tokens_total", "fetched_bytes_total", "queued_seconds"):
         assert f"droidspeak:{name}" in text

@@ -1,0 +1,155 @@
+"""Stores seen by a worker whose peer may break the protocol."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import msgspec
+import pytest
+from push_parts import PAGE_TOTAL, PAGES, RawPeer, new_store
+from transport_parts import (
+    E_LAYER,
+    MODEL,
+    PAGE_BYTES,
+    STEPS,
+    content,
+    eventually,
+    new_tree,
+    pages_of,
+    worker_of,
+)
+
+from cachetree import CacheTree, Deadline, Kind, Step
+from cachetree.checksum import checksum
+from cachetree.transport import wire
+
+
+def payload_of(step: Step) -> bytes:
+    return b"".join(content(page, step) for page in PAGES[:2])
+
+
+@contextlib.contextmanager
+def accepting(**config: object) -> Iterator[tuple[CacheTree, RawPeer]]:
+    tree = new_tree()
+    with worker_of(tree, accepts=True, **config) as worker, RawPeer(worker) as peer:
+        yield tree, peer
+
+
+def test_nothing_is_seen_of_a_store_before_its_last_byte() -> None:
+    steps = [*(Step(Kind.KV, layer) for layer in range(4)), Step(Kind.E, E_LAYER)]
+    with accepting() as (tree, peer):
+        wanted = peer.ask(new_store())
+        assert isinstance(wanted, wire.Wanted)
+        assert (wanted.skipped, tree.num_bytes) == (0, 2 * PAGE_TOTAL)
+        for number, step in enumerate(steps[:-1]):
+            answer = peer.frame(number, payload_of(step))
+            assert answer == wire.Credit(id=1, num_bytes=(number + 1) * 2 * PAGE_BYTES)
+            assert not tree.match(PAGES)
+        assert peer.frame(4, payload_of(steps[-1])) == wire.Stored(id=1)
+        lease = tree.lease(MODEL, PAGES[:2], "test", Deadline.after(5))
+        assert lease is not None
+        for step in STEPS:
+            views = lease.e(step.layer) if step.kind is Kind.E else lease.kv(step.layer)
+            assert b"".join(views) == payload_of(step)
+        assert peer.ask(new_store(id=2)) == wire.Wanted(
+            id=2, skipped=2, frame_bytes=wanted.frame_bytes, window_bytes=wanted.window_bytes
+        )
+
+
+@pytest.mark.parametrize(
+    ("spoil", "named"),
+    [
+        (lambda frame: msgspec.structs.replace(frame, checksum=1), "checksum"),
+        (lambda frame: msgspec.structs.replace(frame, step=1), "step 1"),
+        (lambda frame: msgspec.structs.replace(frame, offset=8), "at 8"),
+    ],
+)
+def test_a_wrong_frame_ends_its_store_and_gives_back_the_room(
+    spoil: Callable[[wire.Frame], wire.Frame], named: str
+) -> None:
+    payload = payload_of(Step(Kind.KV, 0))
+    frame = wire.Frame(id=1, step=0, offset=0, size=len(payload), checksum=checksum(payload))
+    with accepting() as (tree, peer):
+        assert isinstance(peer.ask(new_store()), wire.Wanted)
+        refused = peer.ask(spoil(frame), payload)
+        assert isinstance(refused, wire.StoreRefused)
+        assert refused.error == "protocol"
+        assert named in refused.reason
+        assert tree.num_bytes == 0
+        peer.send(frame, payload)  # Under way when the refusal came.
+        assert isinstance(peer.ask(wire.Ping()), wire.Pong)
+
+
+def test_a_frame_larger_than_its_step_is_refused() -> None:
+    with accepting() as (tree, peer):
+        peer.ask(new_store())
+        refused = peer.frame(0, bytes(2 * PAGE_BYTES + 1))
+        assert isinstance(refused, wire.StoreRefused)
+        assert "does not fit" in refused.reason
+        assert tree.num_bytes == 0
+
+
+def test_a_store_ends_with_its_peer_its_time_or_its_will() -> None:
+    with accepting() as (tree, peer):
+        assert isinstance(peer.ask(new_store(timeout_ms=50)), wire.Wanted)
+        assert tree.num_bytes
+        late = peer.receive()
+        assert isinstance(late, wire.StoreRefused)
+        assert (late.error, tree.num_bytes) == ("deadline", 0)
+
+        assert isinstance(peer.ask(new_store(id=2)), wire.Wanted)
+        peer.send(wire.Cancel(id=2))
+        assert isinstance(peer.ask(wire.Ping()), wire.Pong)
+        assert tree.num_bytes == 0
+
+        assert isinstance(peer.ask(new_store(id=3)), wire.Wanted)
+        peer.send(wire.Bye(reason="test"))
+        eventually(lambda: tree.num_bytes == 0)
+
+
+def test_a_peer_that_is_gone_leaves_no_reservation() -> None:
+    tree = new_tree()
+    with worker_of(tree, accepts=True) as worker:
+        with RawPeer(worker) as peer:
+            assert isinstance(peer.ask(new_store()), wire.Wanted)
+            assert worker.status().num_open_stores == 1
+        eventually(lambda: tree.num_bytes == 0)
+        assert worker.status().num_open_stores == 0
+
+
+@pytest.mark.parametrize(
+    ("message", "error"),
+    [
+        (new_store(e_layers=(7,)), "protocol"),
+        (new_store(e_layers=(2, 1)), "protocol"),
+        (new_store(pages=()), "protocol"),
+        (new_store(pages=(PAGES[0], PAGES[0])), "protocol"),
+        (new_store(model=""), "protocol"),
+        (new_store(parent=PAGES[9]), "unknown_parent"),
+        (new_store(pages=pages_of(50_000, "large")), "no_room"),
+    ],
+    ids=["no such layer", "order", "no pages", "twice", "no model", "parent", "too large"],
+)
+def test_a_store_that_cannot_be_is_refused(message: wire.Store, error: str) -> None:
+    with accepting() as (tree, peer):
+        refused = peer.ask(message)
+        assert isinstance(refused, wire.StoreRefused)
+        assert refused.error == error
+        assert tree.num_bytes == 0
+
+
+def test_open_stores_are_bounded_for_each_peer_and_in_all() -> None:
+    def answers(peer: RawPeer, num: int) -> list[str]:
+        stores = (new_store([page], id=i) for i, page in enumerate(PAGES[:num], 1))
+        return [getattr(peer.ask(it), "error", "wanted") for it in stores]
+
+    with accepting() as (_, peer):
+        assert answers(peer, 5) == ["wanted"] * 4 + ["busy"]
+    with accepting(max_stores=2) as (_, peer):
+        assert answers(peer, 3) == ["wanted"] * 2 + ["busy"]
+
+
+def test_a_payload_that_belongs_to_no_frame_ends_the_session() -> None:
+    with accepting() as (_, peer):
+        assert isinstance(peer.ask(wire.Ping(), b"more"), wire.Bye)
