@@ -16,8 +16,8 @@ in place      a fetch that reads the worker's arena
 
 Physics: a socket moves every byte through the kernel twice. The transport adds a checksum on each
 side and a copy from ZMQ's buffer to the destination, and overlaps them: two threads a side. In
-place the kernel copies once, by `pread`; the worker's checksum runs beside it, the receiver's
-reads what is still in cache. On two cores what costs CPU costs time: compare CPU seconds too.
+place bytes are copied once; the worker's checksum runs beside it, the receiver's reads what is
+still in cache. On two cores what costs CPU costs time: compare CPU seconds too.
 
 With `--curve` a fetch from a worker with keys runs beside them: encryption and decryption are one
 pass each over every byte, in libzmq's I/O threads, one core on either side.

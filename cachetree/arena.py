@@ -11,8 +11,9 @@ and holes are punched into the rest.
                   cold      free, without
 
 Seals keep everybody from shortening it under its readers and its owner. There is none against
-writing: the kernel refuses to punch holes with it. Readers copy by `pread`, which asks nothing of
-a hole, rather than map the file: reading a hole through a mapping would allocate memory in it.
+writing: the kernel refuses to punch holes with it. Readers map the file and copy out of it, for
+three quarters of what `pread` costs. One that is so late that its lease has ended may read a hole,
+which the kernel fills with a page of zeros; the checksum then tells that these are not the bytes.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from numpy.typing import NDArray
 from cachetree.ids import Span
 from cachetree.memory import PAGEABLE, ArenaFile, Memory, NoRoom, Plain
 from cachetree.ranges import Ranges
-from cachetree.staging import PIECE_BYTES, Allocate, pageable
+from cachetree.staging import Allocate, copy_in_pieces, pageable
 
 NONCE_BYTES: Final = 16
 _TIMES: Final = 16
@@ -68,7 +69,7 @@ class Arena:
         os.ftruncate(self._fd, num_bytes)
         seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
         fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, seals)
-        self._all = _mapped(self._fd, num_bytes)
+        self._all = _mapped(self._fd, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE)
         self._base = _address(self._all)
         nonce = secrets.token_bytes(NONCE_BYTES)
         self._all[:NONCE_BYTES] = np.frombuffer(nonce, np.uint8)
@@ -181,41 +182,42 @@ class ArenaReader:
     def __init__(self, file: ArenaFile) -> None:
         """Raises OSError where the file is not there, or is not the one."""
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
-        self._fd = os.open(f"/proc/{file.pid}/fd/{file.fd}", flags)
+        self._memory: _Block | None = None
+        fd = os.open(f"/proc/{file.pid}/fd/{file.fd}", flags)
         try:
-            status = os.fstat(self._fd)
+            status = os.fstat(fd)
             is_one = (
                 stat.S_ISREG(status.st_mode)
                 and status.st_size == file.num_bytes
-                and fcntl.fcntl(self._fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+                and fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
                 and len(file.nonce) == NONCE_BYTES
-                and os.pread(self._fd, NONCE_BYTES, 0) == file.nonce
+                and os.pread(fd, NONCE_BYTES, 0) == file.nonce
             )
             if not is_one:
                 raise FileNotFoundError("this is not the arena of that worker")
-        except BaseException:
-            self.close()
-            raise
+            self._memory = _mapped(fd, file.num_bytes, mmap.PROT_READ)
+        finally:
+            os.close(fd)
 
     def copy_in_pieces(self, into: memoryview, places: Sequence[Span]) -> Iterator[memoryview]:
         """Fill `into` from the places in order, and yield its parts as they are filled.
 
         Raises OSError where there are no such places.
         """
+        memory = self._memory
         at = 0
         for place in places:
-            for start in range(place.start, place.stop, PIECE_BYTES):
-                piece = into[at : at + min(PIECE_BYTES, place.stop - start)]
-                if os.preadv(self._fd, [piece], start) != piece.nbytes:
-                    raise OSError(f"the arena ends before {start + piece.nbytes}")
-                at += piece.nbytes
-                yield piece
+            if memory is None or place.stop > memory.nbytes:
+                raise OSError(f"the arena has no place {place}")
+            run = memory[place.start : place.stop]
+            # One call for many page faults; it may fail, as nothing depends on it.
+            _libc.madvise(_address(run) // _PAGE * _PAGE, run.nbytes, _POPULATE_READ)
+            yield from copy_in_pieces(into[at : at + run.nbytes], run.data)
+            at += run.nbytes
 
     def close(self) -> None:
         """Idempotent."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        self._memory = None
 
 
 def memory_of(budget_bytes: int, allocate: Allocate = pageable) -> Memory:
@@ -228,10 +230,9 @@ def memory_of(budget_bytes: int, allocate: Allocate = pageable) -> Memory:
     return PAGEABLE
 
 
-def _mapped(fd: int, num_bytes: int) -> _Block:
+def _mapped(fd: int, num_bytes: int, access: int) -> _Block:
     """The whole file as long as anything refers to it. `mmap.mmap` would keep a descriptor too."""
-    shares, reads_and_writes = mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE
-    address = _libc.mmap(None, num_bytes, reads_and_writes, shares, fd, 0)
+    address = _libc.mmap(None, num_bytes, access, mmap.MAP_SHARED, fd, 0)
     if address == ctypes.c_void_p(-1).value:
         raise OSError(ctypes.get_errno(), f"{num_bytes} bytes of address space cannot be had")
     memory = (ctypes.c_uint8 * num_bytes).from_address(address)
@@ -245,6 +246,7 @@ def _libc_with_types() -> ctypes.CDLL:
     libc.mmap.restype = pointer
     libc.mmap.argtypes = (pointer, size, number, number, number, long)
     libc.munmap.argtypes = (pointer, size)
+    libc.madvise.argtypes = (pointer, size, number)
     if sys.platform == "linux":
         libc.fallocate.argtypes = (number, number, long, long)
     return libc
@@ -253,6 +255,9 @@ def _libc_with_types() -> ctypes.CDLL:
 _libc: Final = _libc_with_types()
 
 
+_PAGE: Final = mmap.PAGESIZE
+_POPULATE_READ: Final = 22
+"""MADV_POPULATE_READ, of Linux 5.14."""
 _PUNCH_HOLE: Final = 2 | 1
 """FALLOC_FL_PUNCH_HOLE and FALLOC_FL_KEEP_SIZE."""
 

@@ -15,7 +15,7 @@ from cachetree.plan import Step
 Allocate = Callable[[int], memoryview]
 """Gives that many writable bytes; the engine passes a page-locked allocator on CUDA."""
 
-PIECE_BYTES: Final = 128 << 10
+PIECE_BYTES: Final = 256 << 10
 """What is copied, then read again for its checksum, before the next: far below a core's cache."""
 
 

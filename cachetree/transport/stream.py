@@ -1,4 +1,4 @@
-"""One fetch as the worker serves it: leased views cut into frames, never beyond the window."""
+"""One fetch as the worker serves it: leased views cut into frames, or where they are found."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from cachetree.transport.wire import Frame, Located
 COPY_BYTES: Final = 64 << 10
 """Runs shorter than this are joined into one frame by a copy; ZMQ would copy them anyway."""
 
+LOCATED_BYTES: Final = 4 << 20
+"""Most that one header locates."""
 _MAX_PLACES: Final = 256
 """Runs that one header locates."""
 
@@ -70,16 +72,20 @@ class Stream:
         self._trackers: deque[zmq.MessageTracker] = deque()
 
     def is_ready(self, limit: int) -> bool:
-        """Whether a frame of at most `limit` bytes may go now. If not, credit is to come."""
+        """Whether a frame of at most `limit` bytes may go now. If not, credit is to come.
+
+        What the receiver reads in the arena takes no room on its way, and so no window.
+        """
         size = min(limit, self.frame_bytes)
-        return not self.is_over and self.in_flight_bytes + size <= self.window_bytes
+        fits = self._arena is not None or self.in_flight_bytes + size <= self.window_bytes
+        return fits and not self.is_over
 
     def next_located(self, limit: int) -> Located | None:
         """Where the next bytes are, if the receiver can read them there. As `next_payload`."""
         if self._arena is None:
             return None
         runs: list[memoryview] = []
-        room = min(limit, self.frame_bytes)
+        room = LOCATED_BYTES if limit >= self.frame_bytes else limit
         for run in islice(self._views[0], _MAX_PLACES):
             runs.append(run[:room])
             room -= runs[-1].nbytes
@@ -92,6 +98,7 @@ class Stream:
             if start is not None
         ]
         if len(places) < len(runs):
+            self._arena = None
             return None
         return Located(
             id=self.id,

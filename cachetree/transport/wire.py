@@ -10,7 +10,8 @@ A header ends with a checksum of its own: without it a flipped bit could name an
                               ◄──         Reset, Entries..., Synced   snapshot
                               ◄──         Entries...                  deltas, numbered
     Fetch                     ──►
-                              ◄──         Frame + payload, Located ... at most the window in flight
+                              ◄──         Frame + payload ...         at most the window in flight
+                                          or Located ...              on the same host
     Credit                    ──►                                     as payloads are placed
     Cancel                    ──►                                     or FetchFailed ◄──
     Store                     ──►

@@ -58,6 +58,10 @@ def num_arenas() -> int:
     return sum("memfd:cachetree" in target for target in targets)
 
 
+def num_mappings() -> int:
+    return Path("/proc/self/maps").read_text().count("memfd:cachetree")
+
+
 class StalledStaging(RecordingStaging):
     """Its writer waits at the first frame."""
 
@@ -121,14 +125,15 @@ def test_either_side_can_switch_it_off(arena: Arena, peers_choice: bool) -> None
         check_content(staging, PAGES)
 
 
-def test_a_connection_holds_one_descriptor_and_gives_it_back(arena: Arena) -> None:
+def test_a_connection_holds_one_mapping_and_no_descriptor(arena: Arena) -> None:
     source = new_tree(PAGES, memory=arena)
+    before = num_mappings()
     with worker_of(source) as worker:
         for _ in range(3):
             with peer_of(worker.address, new_tree()) as peer:
                 assert peer.status.shares_memory
-                assert num_arenas() == 2
-            assert num_arenas() == 1
+                assert (num_arenas(), num_mappings()) == (1, before + 1)
+            assert (num_arenas(), num_mappings()) == (1, before)
 
 
 def test_pages_stay_until_the_last_of_them_is_credited(arena: Arena) -> None:
