@@ -85,7 +85,7 @@ class Stream:
         if self._arena is None:
             return None
         runs: list[memoryview] = []
-        room = LOCATED_BYTES if limit >= self.frame_bytes else limit
+        room = limit
         for run in islice(self._views[0], _MAX_PLACES):
             runs.append(run[:room])
             room -= runs[-1].nbytes

@@ -31,7 +31,7 @@ from cachetree.transport.pace import pace
 from cachetree.transport.recall import Recall
 from cachetree.transport.router import NOTHING, PeerGone, Received, Router
 from cachetree.transport.session import Session
-from cachetree.transport.stream import Stream
+from cachetree.transport.stream import LOCATED_BYTES, Stream
 from cachetree.transport.wakeup import Wakeup
 from cachetree.transport.worker_status import status_of
 from cachetree.tree import CacheTree
@@ -332,11 +332,11 @@ class Worker:
                 ready.remove(turn)
 
     def _send(self, session: Session, stream: Stream) -> bool:
-        limit = self._limit(stream)
         payload = NOTHING
-        header: wire.Frame | wire.Located | None = stream.next_located(limit)
+        header: wire.Frame | wire.Located | None
+        header = stream.next_located(self._pace.limit(LOCATED_BYTES))
         if header is None:
-            payload = stream.next_payload(limit)
+            payload = stream.next_payload(self._limit(stream))
             header = stream.header(payload)
         try:
             tracker = self._router.send_frame(session.identity, header, payload)
