@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -51,6 +52,7 @@ SETTLE_S = 0.1
 
 def fetch_for_ever(address: str, model: str, is_shared: bool) -> None:
     """The fetching process: reads a rate per line, answers what it has fetched until then."""
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # Not where the server computes.
     path = Path(model)
     family = Family.of(
         read_model_identity(path), kv_dtype="float32", page_size=PAGE, tp_size=1, tp_rank=0
