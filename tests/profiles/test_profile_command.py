@@ -175,7 +175,9 @@ def test_a_wrong_verdict_does_not_hold(unseen, tmp_path, capsys):
         profile.recommended, start=small.start, stop=small.stop, quality=0.99
     )
     write_profile(msgspec.structs.replace(profile, recommended=claimed), tmp_path / "pair.json")
-    args = [*flags(FINE_TUNES), "--data", str(unseen)]
+    some = tmp_path / "some.jsonl"
+    write_records(read_records(unseen)[:72], some)
+    args = [*flags(FINE_TUNES), "--data", str(some)]
     assert main(["profile", "verify", str(tmp_path / "pair.json"), *args]) == FAILED_GATE
     assert "does not hold" in capsys.readouterr().out
 
