@@ -52,10 +52,7 @@ class Files:
     def __init__(self, directory: Path, num_pages: int) -> None:
         self.directory = directory
         self.pages = [PageHash(number.to_bytes(16, "big")) for number in range(num_pages)]
-        sizes = {
-            step: num_pages * (FAMILY.e_page_bytes if step.kind is Kind.E else FAMILY.kv_page_bytes)
-            for step in STEPS
-        }
+        sizes = {step: num_pages * FAMILY.page_bytes(step.kind) for step in STEPS}
         random = np.random.default_rng(0)
         words = {step: random.integers(0, 1 << 63, size // 8) for step, size in sizes.items()}
         self.written = {step: memoryview(array).cast("B") for step, array in words.items()}

@@ -88,8 +88,7 @@ KEYED = "transport, CURVE"
 
 
 def sizes_of(num_pages: int) -> dict[Step, int]:
-    page_bytes = {Kind.KV: FAMILY.kv_page_bytes, Kind.E: FAMILY.e_page_bytes}
-    return {step: num_pages * page_bytes[step.kind] for step in STEPS}
+    return {step: num_pages * FAMILY.page_bytes(step.kind) for step in STEPS}
 
 
 def pages_of(num_pages: int) -> list[PageHash]:

@@ -241,10 +241,11 @@ class Cache:
         if len(kv) != family.num_layers:
             raise ValueError(f"KV of {len(kv)} layers for a model of {family.num_layers}")
         buffers = [
-            *((Step(Kind.KV, layer), kv[layer], family.kv_page_bytes) for layer in range(len(kv))),
-            *((Step(Kind.E, layer), e[layer], family.e_page_bytes) for layer in e),
+            *((Step(Kind.KV, layer), kv[layer]) for layer in range(len(kv))),
+            *((Step(Kind.E, layer), e[layer]) for layer in e),
         ]
-        for step, buffer, page_bytes in buffers:
+        for step, buffer in buffers:
+            page_bytes = family.page_bytes(step.kind)
             if buffer.nbytes != len(pages) * page_bytes:
                 raise ValueError(
                     f"{step.kind.value} of layer {step.layer} has {buffer.nbytes} bytes for "
@@ -255,9 +256,9 @@ class Cache:
             return False
         with reservation:
             if reservation.pages:
-                for step, buffer, page_bytes in buffers:
-                    room = reservation.e if step.kind is Kind.E else reservation.kv
-                    room(step.layer)[:] = buffer.cast("B")[reservation.skipped * page_bytes :]
+                for step, buffer in buffers:
+                    skipped_bytes = reservation.skipped * family.page_bytes(step.kind)
+                    reservation.view(step)[:] = buffer.cast("B")[skipped_bytes:]
             reservation.commit()
         return True
 
@@ -280,7 +281,7 @@ class Cache:
         wrong fails the staging.
         """
         num_pages = len(plan.pages)
-        sizes = {step: num_pages * self._page_bytes(step) for step in plan.steps}
+        sizes = {step: num_pages * self.family.page_bytes(step.kind) for step in plan.steps}
         if not self._budget.take(sum(sizes.values())):
             return None
         try:
@@ -383,9 +384,6 @@ class Cache:
         self._speeds[tier.location] = speed
         return tier
 
-    def _page_bytes(self, step: Step) -> int:
-        return self.family.e_page_bytes if step.kind is Kind.E else self.family.kv_page_bytes
-
     def _copy(self, model: ModelId, pages: Sequence[PageHash], staging: Staging) -> None:
         lease = self.tree.lease(model, pages, "a local fetch", staging.deadline, is_use=False)
         if lease is None:
@@ -405,9 +403,8 @@ class Cache:
                 for step in staging.steps:
                     if staging.deadline.has_passed:
                         raise DeadlineExceeded("the local copy did not end in time")
-                    views = lease.e(step.layer) if step.kind is Kind.E else lease.kv(step.layer)
                     offset = 0
-                    for view in views:
+                    for view in lease.views(step):
                         staging.write(step, offset, view)
                         offset += view.nbytes
             if staging.num_bytes >= Bandwidth.MIN_SAMPLE_BYTES:

@@ -9,6 +9,7 @@ import msgspec
 from cachetree.codec import Codec, vector_bytes
 from cachetree.errors import ConfigError, FamilyMismatch
 from cachetree.ids import ModelId
+from cachetree.plan import Kind
 
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -106,6 +107,10 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
                 f"does not divide hidden_size {self.hidden_size}; use codec none"
             )
         return self.page_size * (self.hidden_size // self.head_dim) * self._vector_bytes
+
+    def page_bytes(self, kind: Kind) -> int:
+        """Bytes of one page of one kind at one layer."""
+        return self.kv_page_bytes if kind is Kind.KV else self.e_page_bytes
 
     @property
     def _vector_bytes(self) -> int:

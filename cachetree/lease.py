@@ -17,8 +17,8 @@ from cachetree.slab import Segment, Slab, join
 class Lease:
     """Keeps pages of one local model from eviction while `owner` reads them.
 
-    It ends by `release`, or when the tree sweeps it after its deadline; from then on `kv` and `e`
-    raise StaleEntry. Views taken before stay readable. Safe to use from one thread at a time.
+    It ends by `release`, or when the tree sweeps it after its deadline; from then on `views` raises
+    StaleEntry. Views taken before stay readable. Safe to use from one thread at a time.
     """
 
     def __init__(
@@ -39,18 +39,16 @@ class Lease:
         """Set by the tree."""
 
     def kv(self, layer: int, pages: Span | None = None) -> list[memoryview]:
-        """KV of `pages` (counted from the lease's first; all by default), one view per run."""
-        return self._views(Step(Kind.KV, layer), pages)
+        return self.views(Step(Kind.KV, layer), pages)
 
     def e(self, layer: int, pages: Span | None = None) -> list[memoryview]:
-        """E entering `layer`, as `kv`; raises StaleEntry where any of `pages` lacks it."""
-        return self._views(Step(Kind.E, layer), pages)
+        return self.views(Step(Kind.E, layer), pages)
 
-    def release(self) -> None:
-        """End the lease; a second call does nothing."""
-        self._end(self)
+    def views(self, step: Step, pages: Span | None = None) -> list[memoryview]:
+        """KV or E of `pages` (counted from the lease's first; all by default), one view per run.
 
-    def _views(self, step: Step, pages: Span | None) -> list[memoryview]:
+        Raises StaleEntry where any of `pages` lacks E of that layer.
+        """
         if self.is_over:
             raise StaleEntry(f"the lease of {self.owner} has ended")
         wanted = pages or Span(0, self.num_pages)
@@ -64,6 +62,10 @@ class Lease:
                 views.append(segment.view(step, Span(part.start - start, part.stop - start)))
             start += len(segment.pages)
         return views
+
+    def release(self) -> None:
+        """End the lease; a second call does nothing."""
+        self._end(self)
 
     def __enter__(self) -> Lease:
         return self
@@ -80,7 +82,7 @@ class Lease:
 class Reservation:
     """Room for new pages of one model, invisible to `match` until `commit`.
 
-    The owner fills every view of `kv` and `e`, then calls `commit`; `release` gives the room back.
+    The owner fills the view of every step, then calls `commit`; `release` gives the room back.
     Leaving the context without a commit releases. While it is open the page before the first one
     stays in the tree. Safe to use from one thread at a time.
     """
@@ -108,23 +110,27 @@ class Reservation:
         self._is_open = True
 
     def kv(self, layer: int) -> memoryview:
-        """Writable, `len(pages) * family.kv_page_bytes` bytes."""
-        return self._view(Step(Kind.KV, layer))
+        return self.view(Step(Kind.KV, layer))
 
     def e(self, layer: int) -> memoryview:
-        """Writable, `len(pages) * family.e_page_bytes` bytes; StaleEntry where none was asked."""
-        return self._view(Step(Kind.E, layer))
+        return self.view(Step(Kind.E, layer))
+
+    def view(self, step: Step) -> memoryview:
+        """Writable, `len(pages) * family.page_bytes(kind)` bytes.
+
+        Raises StaleEntry for E of a layer for which no room was asked.
+        """
+        self._require_open()
+        return self.slab.view(step, Span(0, len(self.pages)))
 
     def whole(self) -> memoryview:
         """Writable: KV layer by layer, then E in rising order of layers, as `Layout` says."""
-        if not self._is_open:
-            raise RuntimeError("this reservation has been committed or released")
+        self._require_open()
         return self.slab.whole
 
     def commit(self) -> None:
         """Publish the pages. Those that another reservation published meanwhile are dropped."""
-        if not self._is_open:
-            raise RuntimeError("this reservation has been committed or released")
+        self._require_open()
         self._is_open = False
         self._end(self, True)
 
@@ -134,10 +140,9 @@ class Reservation:
             self._is_open = False
             self._end(self, False)
 
-    def _view(self, step: Step) -> memoryview:
+    def _require_open(self) -> None:
         if not self._is_open:
             raise RuntimeError("this reservation has been committed or released")
-        return self.slab.view(step, Span(0, len(self.pages)))
 
     def __enter__(self) -> Reservation:
         return self

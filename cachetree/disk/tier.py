@@ -22,8 +22,7 @@ from cachetree.disk.store import DiskStore
 from cachetree.entries import Change
 from cachetree.errors import DeadlineExceeded, FetchError, StaleEntry
 from cachetree.ids import DISK, Location, ModelId, PageHash, Span
-from cachetree.lease import Lease
-from cachetree.plan import Kind, Step
+from cachetree.plan import Step
 from cachetree.staging import Staging
 from cachetree.tier import NoteSpeed, Search
 from cachetree.tree import CacheTree
@@ -190,7 +189,7 @@ class DiskTier:
                     change.parent,
                     change.pages,
                     change.e_layers,
-                    lambda step: _leased(lease, step),
+                    lease.views,
                 )
             except StaleEntry:
                 self._num_late += 1
@@ -246,9 +245,7 @@ class DiskTier:
                 missing = Span(reservation.skipped, len(record.pages))
                 try:
                     for step in Chunks(record.layout).steps:
-                        is_kv = step.kind is Kind.KV
-                        into = reservation.kv(step.layer) if is_kv else reservation.e(step.layer)
-                        self._store.read(entry, step, missing, into)
+                        self._store.read(entry, step, missing, reservation.view(step))
                 except StaleEntry:
                     return False
             reservation.commit()
@@ -294,7 +291,3 @@ class DiskTier:
             log.exception("entries on disk were not read into memory")
         finally:
             self._is_warm = True
-
-
-def _leased(lease: Lease, step: Step) -> Sequence[memoryview]:
-    return lease.kv(step.layer) if step.kind is Kind.KV else lease.e(step.layer)

@@ -10,7 +10,6 @@ from cachetree.clock import Clock, Deadline
 from cachetree.errors import FetchError, ProtocolError
 from cachetree.ids import ModelId, PageHash
 from cachetree.lease import Reservation
-from cachetree.plan import Kind
 from cachetree.staging import Staging
 from cachetree.transport import wire
 from cachetree.transport.config import WorkerConfig
@@ -108,11 +107,8 @@ class Intake:
             self._counts["store known"] += 1
         else:
             seconds = min(max(store.timeout_ms, 0) / 1000, self._config.max_fetch_s)
-            sizes = {
-                step: len(reservation.pages)
-                * (family.kv_page_bytes if step.kind is Kind.KV else family.e_page_bytes)
-                for step in steps
-            }
+            num_pages = len(reservation.pages)
+            sizes = {step: num_pages * family.page_bytes(step.kind) for step in steps}
             deadline = Deadline.after(seconds, self._clock)
             room = Staging(sizes, deadline, lambda num_bytes: reservation.whole())
             landing = Landing(model, reservation.pages, room)

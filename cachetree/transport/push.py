@@ -29,6 +29,7 @@ from cachetree.errors import (
 )
 from cachetree.ids import Location
 from cachetree.lease import Lease
+from cachetree.slab import Layout
 from cachetree.transport import wire
 from cachetree.transport.address import parse_remote
 from cachetree.transport.config import PeerConfig
@@ -234,7 +235,8 @@ class Pusher:
 
     def _store(self, change: Change) -> Refused | None:
         """None where the worker has it now, or it is gone here."""
-        for part in _parts(change, self._page_bytes(change)):
+        page_bytes = Layout.of(self._tree.family, 1, change.e_layers).page_bytes
+        for part in _parts(change, page_bytes):
             deadline = Deadline.after(_STORE_S + _DRAIN_S, self._clock)
             lease = self._tree.lease(part.model, part.pages, "a push", deadline, is_use=False)
             if lease is None:
@@ -363,10 +365,6 @@ class Pusher:
             self._connection.close()
             self._connection = None
         self._inbox.clear()
-
-    def _page_bytes(self, change: Change) -> int:
-        family = self._tree.family
-        return family.num_layers * family.kv_page_bytes + len(change.e_layers) * family.e_page_bytes
 
 
 def _parts(change: Change, page_bytes: int) -> Iterator[Change]:

@@ -80,16 +80,16 @@ class Objects:
         self.markers: Final = (self.written[0], self.written[-1])
         """Where both are, a page is taken to be whole."""
         self._prefix: Final = f"droidspeak1-{digest[:16]}"
-        self._page_bytes: Final = {Kind.KV: family.kv_page_bytes, Kind.E: family.e_page_bytes}
-        largest = _HEADER.size + max(self._page_bytes.values())
+        self._family: Final = family
+        largest = _HEADER.size + max(map(family.page_bytes, Kind))
         self.slot_bytes: Final = -(-largest // _SLOT_UNIT) * _SLOT_UNIT
 
     def page_bytes(self, step: Step) -> int:
-        return self._page_bytes[step.kind]
+        return self._family.page_bytes(step.kind)
 
     def size(self, step: Step) -> int:
         """Bytes of an object."""
-        return _HEADER.size + self._page_bytes[step.kind]
+        return _HEADER.size + self.page_bytes(step)
 
     def key(self, model: ModelId, page: PageHash, step: Step) -> str:
         """The page covers tokens and tenant, the prefix sizes, dtype, tokenizer, RoPE and rank."""

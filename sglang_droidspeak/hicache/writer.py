@@ -145,6 +145,5 @@ class Writer:
 
 
 def _leased(lease: Lease, step: Step, page: int) -> memoryview:
-    span = Span(page, page + 1)
-    (view,) = lease.kv(step.layer, span) if step.kind is Kind.KV else lease.e(step.layer, span)
+    (view,) = lease.views(step, Span(page, page + 1))
     return view.cast("B")

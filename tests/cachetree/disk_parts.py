@@ -50,7 +50,7 @@ def path_of(text: str) -> list[PageHash]:
 
 
 def page_bytes(step: Step, family: Family = FAMILY) -> int:
-    return family.kv_page_bytes if step.kind is Kind.KV else family.e_page_bytes
+    return family.page_bytes(step.kind)
 
 
 def text_of(number: int, length: int) -> str:

@@ -75,7 +75,7 @@ def content(page: PageHash, step: Step) -> bytes:
 def content_of(family: Family, page: PageHash, step: Step) -> bytes:
     """What a page holds at one step; differs for every page and step."""
     seed = page + f"{step.kind.value}{step.layer}".encode()
-    size = family.kv_page_bytes if step.kind is Kind.KV else family.e_page_bytes
+    size = family.page_bytes(step.kind)
     return hashlib.shake_128(seed).digest(64) * (size // 64)
 
 
