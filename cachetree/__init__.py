@@ -5,8 +5,9 @@ SGLang.
 """
 
 from cachetree.budget import BudgetedStaging
-from cachetree.cache import Cache, CacheConfig, CacheStatus
+from cachetree.cache import Cache, CacheStatus
 from cachetree.clock import Deadline
+from cachetree.config import CacheConfig
 from cachetree.disk import DiskStatus
 from cachetree.entries import Match
 from cachetree.errors import (

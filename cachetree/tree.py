@@ -10,13 +10,15 @@ from functools import partial
 from typing import Final
 
 from cachetree.clock import Clock, Deadline
-from cachetree.entries import Change, EReach, Hold, LocalEntry, Match, Node
+from cachetree.entries import Change, Hold, LocalEntry, Match, Node
 from cachetree.eviction import Eviction, Expiry, Retention, make_policy
 from cachetree.family import Family
-from cachetree.ids import LOCAL, Location, ModelId, PageHash, Span
+from cachetree.ids import Location, ModelId, PageHash, Span
 from cachetree.lease import Lease, Reservation
+from cachetree.matching import find_matches
 from cachetree.memory import PAGEABLE, Memory, NoRoom
 from cachetree.pins import Pins
+from cachetree.remote_entries import RemoteEntries
 from cachetree.slab import Layout, Slab, kept_bytes
 from cachetree.trie import PageTrie, depth_of
 from cachetree.watch import Listener, Watch
@@ -57,6 +59,7 @@ class CacheTree:
         self._open: set[Reservation] = set()
         self._pins = Pins(self._trie, int(retention.max_pinned_share * host_bytes))
         self._watch = Watch()
+        self._remote = RemoteEntries(self._trie, self._watch)
         self._num_bytes = 0
         self._num_pages = 0
         self.num_evictions = 0
@@ -255,31 +258,8 @@ class CacheTree:
         if not pages or pages[0] not in self._trie.root.children:
             return []  # A miss waits for nobody; one look into a dict is atomic.
         with self._lock:
-            found: list[Match] = []
-            used: dict[ModelId, LocalEntry] = {}
-            known: set[tuple[Location, ModelId]] = set()
-            place = self._trie.deepest(None, pages)
-            if place is None:
-                return found
-            top = self._trie.root.children[pages[0]]
-            node, num_pages = place.node, depth_of(place)
-            # Upwards: whoever has an entry in a node has one in every node above it.
-            while True:
-                if len(node.local) > len(used):
-                    for model, entry in node.local.items():
-                        if model not in used:
-                            used[model] = entry
-                            found.append(_match(LOCAL, model, num_pages, entry.e_reach))
-                if len(node.remote) > len(known):
-                    for key, remote in node.remote.items():
-                        if key not in known:
-                            known.add(key)
-                            found.append(_match(*key, num_pages, remote.e_reach))
-                if len(used) == len(top.local) and len(known) == len(top.remote):
-                    break
-                assert node.parent is not None
-                node, num_pages = node.parent, node.start
-            self._eviction.use(used.values())
+            found, used = find_matches(self._trie, pages)
+            self._eviction.use(used)
         return found
 
     # Remote entries: what workers have advertised.
@@ -297,43 +277,18 @@ class CacheTree:
         Pages whose parent it has not advertised, or that contradict the tree, could never match
         and are left out.
         """
-        if location == LOCAL:
-            raise ValueError("local pages are reserved and committed, not advertised")
-        key = (location, model)
         with self._lock:
-            if parent is not None:
-                place = self._trie.find(parent)
-                if place is None or key not in place.node.remote:
-                    return
-            layers = tuple(sorted(set(e_layers)))
-            nodes = self._trie.cover(parent, pages)
-            had = [node.remote[key].e_layers for node in nodes if key in node.remote]
-            for node in nodes:
-                node.set_remote(key, layers)
-            if had.count(layers) < len(had):  # What hangs below may have E without a gap, or not.
-                for node in nodes[0].walk():
-                    if key in node.remote:
-                        node.set_remote(key, node.remote[key].e_layers)
-            self._watch.shown(location, model, nodes)
+            self._remote.add(location, model, parent, pages, e_layers)
 
     def drop_remote(self, location: Location, model: ModelId, pages: Sequence[PageHash]) -> None:
         """Forget these pages at `location` and, so that matches stay prefixes, all after them."""
-        key = (location, model)
         with self._lock:
-            for page in pages:
-                place = self._trie.find(page)
-                if place is not None and key in place.node.remote:
-                    self._drop_remote(self._trie.split(place.node, place.start), key)
-                    return
+            self._remote.drop(location, model, pages)
 
     def forget(self, location: Location) -> None:
         """Forget everything at `location`."""
         with self._lock:
-            nodes = list(self._trie.root.walk())
-            for node in nodes:
-                for key in [key for key in node.remote if key[0] == location]:
-                    del node.remote[key]
-            self._trie.prune(nodes)
+            self._remote.forget(location)
 
     # Changes of local entries, for the advertiser.
 
@@ -370,9 +325,12 @@ class CacheTree:
 
     def _end_lease(self, lease: Lease) -> None:
         with self._lock:
-            self._leases.discard(lease)
-            lease.is_over = True
-            self._let_go(lease.hold)
+            self._drop_lease(lease)
+
+    def _drop_lease(self, lease: Lease) -> None:
+        self._leases.discard(lease)
+        lease.is_over = True
+        self._let_go(lease.hold)
 
     def _let_go(self, hold: Hold) -> None:
         for entry in hold.clear():
@@ -381,9 +339,7 @@ class CacheTree:
 
     def _sweep(self) -> None:
         for lease in [lease for lease in self._leases if lease.deadline.at_s <= self._clock()]:
-            self._leases.discard(lease)
-            lease.is_over = True
-            self._let_go(lease.hold)
+            self._drop_lease(lease)
         for hold in self._pins.expired(self._clock()):
             self._let_go(hold)
         if self._expiry is not None:
@@ -466,16 +422,3 @@ class CacheTree:
     def _drop_pages(self, slab: Slab, pages: Span) -> None:
         if len(pages):
             self._num_bytes -= slab.drop_pages(pages)
-
-    def _drop_remote(self, node: Node, key: tuple[Location, ModelId]) -> None:
-        below = [node, *node.walk()]
-        self._watch.hidden(*key, reversed(below))
-        for each in below:
-            each.remote.pop(key, None)
-        self._trie.prune(below)
-
-
-def _match(location: Location, model: ModelId, num_pages: int, e_reach: EReach) -> Match:
-    return Match(
-        model=model, location=location, num_pages=num_pages, e_pages=e_reach.pages(num_pages)
-    )

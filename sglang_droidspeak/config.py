@@ -20,8 +20,8 @@ from typing import Any, Literal
 import msgspec
 import yaml
 
-from cachetree.cache import CacheConfig
 from cachetree.codec import Codec
+from cachetree.config import CacheConfig
 from cachetree.errors import ConfigError
 from cachetree.eviction import Retention
 from cachetree.ids import ModelId

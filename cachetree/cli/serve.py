@@ -12,9 +12,10 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from cachetree.cache import Cache, CacheConfig
+from cachetree.cache import Cache
 from cachetree.cli.show import show
 from cachetree.codec import Codec
+from cachetree.config import CacheConfig
 from cachetree.errors import ConfigError
 from cachetree.family import Family
 from cachetree.identity import read_model_identity

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import msgspec
@@ -214,3 +214,14 @@ def most_bytes(model: ModelId, layout: Layout) -> int:
     text = 4 * len(model)  # UTF-8 at its longest.
     around = PREFIX_BYTES + _HEADER_BYTES + TRAILER_BYTES
     return around + text + lists + checks + layout.num_bytes
+
+
+def largest_fitting(model: ModelId, layout: Layout, limit_bytes: int) -> Layout:
+    """The same with as many of its pages as one record of `limit_bytes` takes; one at least."""
+    while layout.num_pages > 1:
+        num_bytes = most_bytes(model, layout)
+        if num_bytes <= limit_bytes:
+            break
+        num_pages = min(layout.num_pages - 1, layout.num_pages * limit_bytes // num_bytes)
+        layout = replace(layout, num_pages=max(1, num_pages))
+    return layout

@@ -174,6 +174,17 @@ def cut(views: Sequence[memoryview], span: Span) -> list[memoryview]:
     return parts
 
 
+def part_of(views: Views, num_pages: int, pages: Span) -> Views:
+    """The views of some of the pages."""
+
+    def part(step: Step) -> Sequence[memoryview]:
+        whole = [view.cast("B") for view in views(step)]
+        page_bytes = sum(view.nbytes for view in whole) // num_pages
+        return cut(whole, Span(pages.start * page_bytes, pages.stop * page_bytes))
+
+    return part
+
+
 def bury(place: Place) -> None:
     """Make a record not count from now on. Raises OSError."""
     with _opened(place.segment, os.O_WRONLY) as handle:

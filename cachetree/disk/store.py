@@ -16,7 +16,7 @@ from cachetree.disk import segment as segments
 from cachetree.disk.config import DiskConfig, DiskCounts, DiskStatus
 from cachetree.disk.directory import Directory
 from cachetree.disk.index import DiskEntry, DiskIndex
-from cachetree.disk.record import Record, most_bytes
+from cachetree.disk.record import Record, largest_fitting, most_bytes
 from cachetree.disk.recovery import recover
 from cachetree.disk.segment import SEGMENT_HEADER_BYTES, Place, Segment, Views
 from cachetree.disk.space import Space
@@ -166,19 +166,22 @@ class DiskStore:
         part under way is kept.
         """
         layers = tuple(sorted(set(e_layers)))
+        limit_bytes = self.config.max_segment_bytes // _PARTS_PER_SEGMENT
         with self._writing:
             with self._changed:
                 start = sum(len(span) for _, span in self._index.find(model, pages))
             while start < len(pages):
-                stop = start + self._num_fitting(model, layers, len(pages) - start)
+                layout = Layout.of(self.family, len(pages) - start, layers)
+                layout = largest_fitting(model, layout, limit_bytes)
+                stop = start + layout.num_pages
                 part = Record(
                     model=model,
                     parent=pages[start - 1] if start else parent,
                     pages=tuple(pages[start:stop]),
-                    layout=Layout.of(self.family, stop - start, layers),
+                    layout=layout,
                     checksums=b"",
                 )
-                if not self._append(part, _part_of(views, len(pages), Span(start, stop))):
+                if not self._append(part, segments.part_of(views, len(pages), Span(start, stop))):
                     return False
                 start = stop
         return True
@@ -267,17 +270,6 @@ class DiskStore:
                     useless.append(place)
         self._bury(useless)
         self._make_room(0)
-
-    def _num_fitting(self, model: ModelId, e_layers: tuple[int, ...], most: int) -> int:
-        """How many pages go into one record."""
-        limit = self.config.max_segment_bytes // _PARTS_PER_SEGMENT
-        num = most
-        while num > 1:
-            num_bytes = most_bytes(model, Layout.of(self.family, num, e_layers))
-            if num_bytes <= limit:
-                break
-            num = max(1, min(num - 1, num * limit // num_bytes))
-        return num
 
     def _append(self, part: Record, views: Views) -> bool:
         num_bytes = most_bytes(part.model, part.layout)
@@ -403,14 +395,3 @@ class DiskStore:
         for place in places:
             with contextlib.suppress(OSError):
                 segments.bury(place)
-
-
-def _part_of(views: Views, num_pages: int, pages: Span) -> Views:
-    """The views of some of the pages."""
-
-    def part(step: Step) -> Sequence[memoryview]:
-        whole = [view.cast("B") for view in views(step)]
-        page_bytes = sum(view.nbytes for view in whole) // num_pages
-        return segments.cut(whole, Span(pages.start * page_bytes, pages.stop * page_bytes))
-
-    return part

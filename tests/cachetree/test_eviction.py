@@ -22,8 +22,9 @@ from test_tree import (
     store,
 )
 
-from cachetree.cache import Cache, CacheConfig
+from cachetree.cache import Cache
 from cachetree.clock import Deadline
+from cachetree.config import CacheConfig
 from cachetree.entries import Change
 from cachetree.errors import ConfigError, PinRefused
 from cachetree.eviction import POLICIES, Retention

@@ -47,7 +47,8 @@ from cachetree import (
     Step,
 )
 from cachetree.arena import Arena
-from cachetree.cache import Cache, CacheConfig
+from cachetree.cache import Cache
+from cachetree.config import CacheConfig
 from cachetree.memory import PAGEABLE, ArenaFile, Memory
 from cachetree.plan import Plan
 from cachetree.transport import wire

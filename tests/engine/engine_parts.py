@@ -14,7 +14,8 @@ from sglang.srt.mem_cache.utils import storage_namespace_seed
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from cachetree import hashing
-from cachetree.cache import Cache, CacheConfig
+from cachetree.cache import Cache
+from cachetree.config import CacheConfig
 from cachetree.family import Family, ModelIdentity
 from cachetree.identity import read_model_identity
 from cachetree.ids import PageHash, Span

@@ -29,7 +29,8 @@ from engine_parts import (
 )
 from transport_parts import ScriptedWorker
 
-from cachetree.cache import Cache, CacheConfig
+from cachetree.cache import Cache
+from cachetree.config import CacheConfig
 from cachetree.family import Family
 from cachetree.identity import read_model_identity
 from cachetree.ids import Span

@@ -11,8 +11,9 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
-from cachetree.cache import Cache, CacheConfig
+from cachetree.cache import Cache
 from cachetree.clock import Deadline
+from cachetree.config import CacheConfig
 from cachetree.errors import DeadlineExceeded
 from cachetree.family import Family
 from cachetree.ids import EMPTY_SPAN, Location, ModelId, PageHash, Span

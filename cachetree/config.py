@@ -1,0 +1,100 @@
+"""What an operator may set on a cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from cachetree.disk import DiskConfig
+from cachetree.errors import ConfigError
+from cachetree.eviction import Retention
+from cachetree.family import Family
+from cachetree.transport import PeerConfig, WorkerConfig
+
+
+class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The settings of one `Cache`."""
+
+    host_bytes: int = 4 << 30
+    """Budget of the entries held here."""
+    eviction: str = "lru"
+    """Which of them make room for new ones: lru, slru, s3fifo or value (`cachetree.eviction`). The
+    disk keeps to LRU."""
+    ttl_s: float | None = None
+    """Entries in memory that nobody has used for so long go at the next sweep, which comes with
+    every new entry; None keeps them until room is needed."""
+    max_pinned_share: float = 0.5
+    """Of `host_bytes`, how much pins may keep at once."""
+    staging_bytes: int = 1 << 30
+    """Budget of the fetches under way and not yet released."""
+    disk_path: str = ""
+    """Directory that keeps the entries also when they leave memory or this process ends; empty
+    for none. It serves one family and one process at a time; each rank of a tensor-parallel server
+    makes one of its own inside."""
+    disk_bytes: int = 0
+    """Budget of all files in it; set it above `host_bytes`, as it holds what memory holds too."""
+    disk_segment_bytes: int = 256 << 20
+    """Largest file in it."""
+    disk_sync: bool = False
+    """Whether each entry is flushed to the device, so that a power cut loses at most the last."""
+    peers: tuple[str, ...] = ()
+    """Addresses of the workers to read from."""
+    peer_keys: dict[str, str] = {}
+    """Address of a peer to its public key, or to the file that holds it. A peer that is named here
+    is spoken to in cipher, with `peer.key_file` as own key; the others in clear."""
+    stores: tuple[str, ...] = ()
+    """Which of the peers also keep what comes into this cache, so that it outlives it; they must
+    accept that (`worker.accepts` there)."""
+    serves: bool = True
+    """Whether other servers may read from this one."""
+    worker: WorkerConfig = WorkerConfig()
+    """How it serves them."""
+    peer: PeerConfig = PeerConfig()
+    """How it reads from each peer."""
+
+    def __post_init__(self) -> None:
+        for field in ("host_bytes", "staging_bytes"):
+            if getattr(self, field) < 0:
+                raise ConfigError(f"{field} is {getattr(self, field)}; it must be 0 or more")
+        self.retention  # noqa: B018  raises ConfigError
+        if bool(self.disk_path) != (self.disk_bytes > 0):
+            raise ConfigError(
+                f"disk_path is {self.disk_path!r} and disk_bytes {self.disk_bytes}; "
+                "give both, or neither"
+            )
+        if len(set(self.peers)) != len(self.peers):
+            raise ConfigError(f"peers is {list(self.peers)!r}; name each worker once")
+        if len(set(self.stores)) != len(self.stores):
+            raise ConfigError(f"stores is {list(self.stores)!r}; name each worker once")
+        for address in set(self.stores) - set(self.peers):
+            raise ConfigError(
+                f"stores has {address}, which is not in peers, so that nothing stored there would "
+                "be read; add it to peers"
+            )
+        for address in self.peer_keys.keys() - set(self.peers):
+            raise ConfigError(
+                f"peer_keys has {address}, which is not in peers; write the address alike in both"
+            )
+
+    @property
+    def retention(self) -> Retention:
+        return Retention(
+            eviction=self.eviction, ttl_s=self.ttl_s, max_pinned_share=self.max_pinned_share
+        )
+
+    def peer_at(self, address: str) -> PeerConfig:
+        """How it reads from this one."""
+        server_key = self.peer_keys.get(address, self.peer.server_key)
+        return msgspec.structs.replace(self.peer, server_key=server_key)
+
+    def disk_of(self, family: Family) -> DiskConfig:
+        """Where one rank keeps its entries."""
+        is_alone = family.tp_size == 1
+        path = Path(self.disk_path)
+        return DiskConfig(
+            path=str(path if is_alone else path / f"rank{family.tp_rank}"),
+            num_bytes=self.disk_bytes,
+            segment_bytes=self.disk_segment_bytes,
+            sync=self.disk_sync,
+        )
