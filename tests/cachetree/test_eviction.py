@@ -1,4 +1,4 @@
-"""Policies beside their textbooks, on prompts of one page; then pins and the time to live."""
+"""Policies beside their textbooks, on prompts of one page, and where prompts share."""
 
 from __future__ import annotations
 
@@ -16,22 +16,17 @@ from test_tree import (
     B,
     FakeTime,
     far_future,
-    make_tree,
     num_pages,
     path,
     store,
 )
 
-from cachetree.cache import Cache
-from cachetree.clock import Deadline
-from cachetree.config import CacheConfig
 from cachetree.entries import Change
-from cachetree.errors import ConfigError, PinRefused
+from cachetree.errors import ConfigError
 from cachetree.eviction import POLICIES, Retention
 from cachetree.eviction.leaf_heap import LeafHeap
 from cachetree.eviction.value import HALF_LIFE
 from cachetree.ids import PageHash
-from cachetree.staging import pageable
 from cachetree.tree import CacheTree
 
 SIZE = 20
@@ -305,130 +300,3 @@ def test_stale_places_in_the_heap_do_not_pile_up() -> None:
     for i in range(500):
         store(tree, A, chr(0x100 + i) + "ab")
     assert len(heap._heap) <= 2 * len(heap._queued) + 64
-
-
-# Pins.
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_pinned_prefix_stays_until_it_is_unpinned(policy: str) -> None:
-    tree = CacheTree(FAMILY, host_bytes=8 * PAGE, retention=Retention(eviction=policy))
-    store(tree, A, "abcd")
-    store(tree, B, "ab")
-    assert tree.pin(A, path("ab")) == {A: 2}
-    assert tree.num_pinned_bytes == 4 * PAGE  # its memory goes as a whole
-    for i in range(6):
-        store(tree, B, chr(0x100 + i) + "yz")
-    assert [num_pages(tree, model, "abcd") for model in (A, B)] == [2, 0]
-    assert tree.unpin(A, path("ab"))
-    assert not tree.unpin(A, path("ab"))
-    assert tree.num_pinned_bytes == 0
-    reservation = tree.reserve(B, None, path("01234567"), [])  # needs all there is
-    assert reservation is not None
-    assert num_pages(tree, A, "abcd") == 0
-
-
-def test_a_pin_of_all_models_takes_what_each_has() -> None:
-    tree = make_tree()
-    store(tree, A, "abcd")
-    store(tree, B, "abx")
-    assert tree.pin(None, path("abcdef")) == {A: 4, B: 2}
-    assert tree.pin(None, path("z")) == {}
-    assert tree.pin(A, []) == {}
-    tree.clear()
-    assert [num_pages(tree, model, "abcd") for model in (A, B)] == [4, 2]
-    assert num_pages(tree, B, "abx") == 2
-
-
-def test_a_pin_ends_at_its_deadline_and_the_same_pin_renews_it() -> None:
-    clock = FakeTime()
-    tree = make_tree(4, clock)
-    store(tree, A, "ab")
-    tree.pin(A, path("ab"), Deadline.after(5, clock))
-    clock.now_s = 4.0
-    tree.pin(A, path("ab"), Deadline.after(5, clock))
-    clock.now_s = 8.9
-    store(tree, A, "xy")
-    store(tree, A, "zw")
-    assert num_pages(tree, A, "ab") == 2
-    clock.now_s = 9.0
-    store(tree, A, "stuv")
-    assert num_pages(tree, A, "ab") == 0
-    assert tree.num_pinned_bytes == 0
-
-
-def test_pins_keep_no_more_than_their_share() -> None:
-    tree = make_tree(8)
-    store(tree, A, "abc")
-    store(tree, A, "xyz")
-    assert tree.pin(A, path("abc")) == {A: 3}
-    with pytest.raises(PinRefused, match=f"would keep {6 * PAGE} bytes, {3 * PAGE} of them"):
-        tree.pin(A, path("xyz"))
-    assert tree.pin(A, path("ab")) == {A: 2}  # the same memory
-    assert tree.num_pinned_bytes == 3 * PAGE
-    # What pins leave is given; what would need theirs is refused, not waited for.
-    assert tree.reserve(A, None, path("012345"), []) is None
-    store(tree, A, "01234")
-    assert num_pages(tree, A, "abc") == 3
-
-
-def bytes_of(num_bytes: int) -> memoryview:
-    """In no arena, whose least unit is larger than these pages."""
-    return pageable(num_bytes)
-
-
-def test_a_cache_hands_its_settings_on() -> None:
-    with pytest.raises(ConfigError, match="eviction is 'mru'"):
-        CacheConfig(eviction="mru")
-    config = CacheConfig(
-        host_bytes=4 * PAGE, serves=False, eviction="slru", ttl_s=10, max_pinned_share=0.25
-    )
-    clock = FakeTime()
-    with Cache(FAMILY, config, allocate=bytes_of, clock=clock) as cache:
-        store(cache.tree, A, "a")
-        assert num_pages(cache.tree, A, "a") == 1
-        for text in "xyzw":
-            store(cache.tree, A, text)
-        assert num_pages(cache.tree, A, "a") == 1  # it was used, and lru would not care
-        assert cache.tree.pin(A, path("a")) == {A: 1}
-        assert cache.status().num_pinned_bytes == PAGE
-        with pytest.raises(PinRefused):
-            cache.tree.pin(A, path("w"))
-        clock.now_s = 10.0
-        cache.tree.sweep()
-        assert cache.tree.num_pages == 1
-
-
-# The time to live.
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_what_nobody_uses_goes_in_time(policy: str) -> None:
-    clock = FakeTime()
-    tree = CacheTree(
-        FAMILY,
-        host_bytes=100 * PAGE,
-        clock=clock,
-        retention=Retention(eviction=policy, ttl_s=10),
-    )
-    store(tree, A, "ab")
-    store(tree, A, "abc", start=2)
-    store(tree, A, "x")
-    store(tree, B, "p")
-    tree.pin(B, path("p"))
-    clock.now_s = 5.0
-    assert num_pages(tree, A, "ab") == 2
-    clock.now_s = 9.9
-    tree.sweep()
-    assert tree.num_pages == 5
-    clock.now_s = 10.0
-    tree.sweep()  # c and x
-    assert [num_pages(tree, A, text) for text in ("abc", "x")] == [2, 0]
-    clock.now_s = 20.0
-    store(tree, A, "y")  # sweeps too
-    assert (num_pages(tree, A, "ab"), num_pages(tree, A, "y")) == (0, 1)
-    assert num_pages(tree, B, "p") == 1
-    tree.unpin(B, path("p"))
-    clock.now_s = 30.0
-    tree.sweep()
-    assert tree.num_bytes == 0

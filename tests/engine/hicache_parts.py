@@ -9,7 +9,16 @@ from typing import Any, ClassVar
 
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
-from transport_parts import E_LAYER, FAMILY, MODEL, check_content, eventually, wait_all
+from transport_parts import (
+    E_LAYER,
+    FAMILY,
+    MODEL,
+    check_content,
+    eventually,
+    pages_of,
+    store,
+    wait_all,
+)
 
 from cachetree import (
     Cache,
@@ -157,3 +166,13 @@ class PointerStore(HiCacheStorage):
         raise NotImplementedError
 
     batch_get = set = batch_set = get  # type: ignore[assignment]
+
+
+def prompt(number: int, num_pages: int = 8) -> list[PageHash]:
+    return pages_of(num_pages, f"{number} ")
+
+
+def store_and_wait(cache: Cache, pages: list[PageHash], parent: PageHash | None = None) -> None:
+    before = num_there(cache, pages)
+    store(cache.tree, pages, parent)
+    eventually(lambda: parent or num_there(cache, pages) == len(pages) > before)

@@ -16,9 +16,9 @@ from hicache_parts import (
     num_there,
     objects_of,
     open_cache,
-    plan_of,
+    prompt,
     search,
-    tier_of,
+    store_and_wait,
 )
 from transport_parts import E_LAYER, FAMILY, MODEL, eventually, pages_of, store
 
@@ -27,9 +27,6 @@ from cachetree import (
     Cache,
     CacheConfig,
     ConfigError,
-    Deadline,
-    DeadlineExceeded,
-    FetchError,
     Kind,
     PageHash,
     Span,
@@ -37,22 +34,11 @@ from cachetree import (
     Step,
 )
 from sglang_droidspeak.compat.hicache import check_backend
-from sglang_droidspeak.hicache import HICACHE, Objects, guard, hicache_tier, tier
-from sglang_droidspeak.hicache.guard import Guard
+from sglang_droidspeak.hicache import HICACHE, Objects, hicache_tier, tier
 from sglang_droidspeak.hicache.search import AbsentPages
 
 NUM_OBJECTS = 8 * 5
 """Of a prompt of eight pages: KV of four layers, E of one."""
-
-
-def prompt(number: int, num_pages: int = 8) -> list[PageHash]:
-    return pages_of(num_pages, f"{number} ")
-
-
-def store_and_wait(cache: Cache, pages: list[PageHash], parent: PageHash | None = None) -> None:
-    before = num_there(cache, pages)
-    store(cache.tree, pages, parent)
-    eventually(lambda: parent or num_there(cache, pages) == len(pages) > before)
 
 
 @pytest.fixture(autouse=True)
@@ -267,7 +253,7 @@ def test_a_backend_that_uses_the_host_pool(monkeypatch: pytest.MonkeyPatch) -> N
             fetch(receiver, prompt(0, 100), Span(0, 100))
 
 
-# Backends that misbehave.
+# Searches.
 
 
 def test_one_question_per_model_and_layer_then_none() -> None:
@@ -300,146 +286,6 @@ def test_e_is_not_asked_for_after_a_gap() -> None:
             assert search(receiver, pages) == 8
             assert shelf.calls == [("exists", 4)] * 2
             assert not receiver.match(pages)[0].e_pages.get(E_LAYER)
-
-
-def test_a_backend_that_lies_about_what_it_has() -> None:
-    shelf = Shelf()
-    shelf.lies = True
-    with cache_over(shelf) as cache:
-        assert search(cache, prompt(0)) == 8
-        with pytest.raises(StaleEntry):
-            fetch(cache, prompt(0), Span(0, 8))
-        assert objects_of(cache) == {"missing": 1}
-        assert search(cache, prompt(0)) == 0
-
-
-class Failing(Shelf):
-    fails = False
-
-    def before(self, call: str) -> None:
-        if self.fails:
-            raise ConnectionError("the backend is away")
-
-
-def test_a_backend_that_raises_is_left_alone() -> None:
-    shelf = Failing()
-    with cache_over(shelf) as cache:
-        for number in range(guard.MAX_FAILURES + 1):
-            store_and_wait(cache, prompt(number))
-        shelf.fails = True
-        for number in range(guard.MAX_FAILURES):
-            with pytest.raises(FetchError, match="backend is away"):
-                fetch(cache, prompt(number), Span(0, 8))
-        shelf.calls.clear()
-        with pytest.raises(FetchError, match="paused"):
-            fetch(cache, prompt(guard.MAX_FAILURES), Span(0, 8))
-        assert search(cache, prompt(99)) == 0
-        assert shelf.calls == []
-        status = tier_of(cache).status()
-        assert (status.is_reading_paused, status.is_writing_paused) == (True, False)
-        for number in range(10, 10 + guard.MAX_FAILURES):
-            store(cache.tree, prompt(number))
-        eventually(lambda: tier_of(cache).status().is_writing_paused)
-        shelf.calls.clear()
-        store(cache.tree, prompt(20))
-        assert tier_of(cache).status().num_late_entries == 1
-        assert shelf.calls == []
-
-
-class Hanging(Shelf):
-    def __init__(self) -> None:
-        super().__init__()
-        self.hangs_at = ""
-        self.may_go_on = threading.Event()
-
-    def before(self, call: str) -> None:
-        if call == self.hangs_at:
-            self.may_go_on.wait(20)
-
-
-def test_a_full_backend_is_read_and_soon_not_written() -> None:
-    shelf = Hanging()
-    with cache_over(shelf) as cache:
-        store_and_wait(cache, prompt(0))
-        shelf.calls.clear()
-        shelf.hangs_at, shelf.takes = "write", False
-        for number in range(1, 3 + guard.MAX_FAILURES):
-            store(cache.tree, prompt(number))
-        shelf.may_go_on.set()
-        status = tier_of(cache).status
-        eventually(lambda: status().num_late_entries == 2 + guard.MAX_FAILURES)
-        assert status().is_writing_paused
-        assert [call for call, _ in shelf.calls].count("write") == guard.MAX_FAILURES
-        fetch(cache, prompt(0), Span(0, 8))
-        assert num_there(cache, prompt(1)) == 0
-
-
-def test_a_backend_that_hangs_costs_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guard, "STALL_S", 0.2)
-    monkeypatch.setattr(tier, "MAX_CLOSE_S", 0.2)
-    shelf = Hanging()
-    cache = cache_over(shelf)
-    store_and_wait(cache, prompt(0))
-    shelf.hangs_at = "read"
-    with pytest.raises(DeadlineExceeded):
-        fetch(cache, prompt(0), Span(0, 8), seconds=0.1)
-    eventually(lambda: tier_of(cache).status().is_reading_paused)
-    with pytest.raises(FetchError, match="paused"):
-        fetch(cache, prompt(0), Span(0, 8))
-    assert not cache.search(prompt(1)), "a request would wait for a backend that hangs"
-    cache.close()
-    assert not shelf.is_closed, "closed under a call"
-    shelf.may_go_on.set()
-
-
-def test_a_search_that_hangs_holds_nobody_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guard, "STALL_S", 0.3)
-    shelf = Hanging()
-    shelf.hangs_at = "exists"
-    with cache_over(shelf) as cache:
-        (first,) = cache.search(prompt(0))
-        eventually(lambda: first.is_over, seconds=1)
-        eventually(lambda: not cache.search(prompt(1)), seconds=2)
-        shelf.may_go_on.set()
-
-
-def test_a_late_fetch_writes_nothing_into_memory_that_was_given_back() -> None:
-    shelf = Hanging()
-    with cache_over(shelf) as cache:
-        store_and_wait(cache, prompt(0))
-        shelf.hangs_at = "read"
-        staging = cache.fetch(plan_of(Span(0, 8)), prompt(0), Deadline.after(5))
-        assert staging is not None
-        waiting = cache.fetch(plan_of(Span(0, 8)), prompt(0), Deadline.after(5))
-        assert waiting is not None
-        eventually(lambda: ("read", 4) in shelf.calls)
-        staging.release()
-        waiting.release()
-        shelf.hangs_at = ""
-        shelf.may_go_on.set()
-        fetch(cache, prompt(0), Span(0, 8))
-        assert staging.num_landed_bytes == waiting.num_landed_bytes == 0
-        num_reads = [call for call, _ in shelf.calls].count("read")
-        assert num_reads == 1 + 8, "one for the first, none for the second, eight for the last"
-
-
-def test_a_guard_pauses_doubles_and_recovers() -> None:
-    now = [0.0]
-    reading = Guard("reading", lambda: now[0])
-    for pause_s in (30.0, 60.0, 120.0, 240.0, 300.0, 300.0):
-        for _ in range(guard.MAX_FAILURES):
-            assert not reading.is_open
-            reading.fail("a test")
-        now[0] += pause_s - 1
-        assert reading.is_open
-        now[0] += 1
-    reading.succeed()
-    reading.fail("a test")
-    assert not reading.is_open
-    with reading.call():
-        now[0] += guard.STALL_S + 1
-        assert reading.is_open
-    assert not reading.is_open
 
 
 def test_absence_is_believed_for_a_while() -> None:
