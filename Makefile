@@ -40,7 +40,7 @@ bench: $(INSTALLED)
 	$(BENCH)/partial_prefill.py
 	$(BENCH)/overhead.py
 	$(BENCH)/serving.py
-	$(BENCH)/transport.py --curve
+	$(BENCH)/transport.py --keys
 	$(BENCH)/tree.py
 	$(BIN)/cachetree simulate benchmarks/traces/multi_agent.jsonl
 	$(BIN)/cachetree simulate benchmarks/traces/multi_lora.jsonl

@@ -1,7 +1,7 @@
 """How close does the transport come to raw TCP, and in shared memory to one memcpy?
 
     python benchmarks/transport.py [--mib 1024] [--repetitions 5] [--frame-kib 256 1024 4096 16384]
-    python benchmarks/transport.py --curve
+    python benchmarks/transport.py --keys
 
 Every contender moves the same bytes from one process to a prefaulted buffer of another, in frames
 of the same size; they take turns, their content is compared first, and CPU seconds are those of
@@ -19,8 +19,9 @@ side and a copy from ZMQ's buffer to the destination, and overlaps them: two thr
 place bytes are copied once; the worker's checksum runs beside it, the receiver's reads what is
 still in cache. On two cores what costs CPU costs time: compare CPU seconds too.
 
-With `--curve` a fetch from a worker with keys runs beside them: encryption and decryption are one
-pass each over every byte, in libzmq's I/O threads, one core on either side.
+With `--keys` fetches from workers with keys run beside them, one for each `bulk`. CURVE encrypts
+and decrypts in libzmq's I/O threads, one core on either side; AES-256-GCM, for which CPUs have
+instructions, seals and opens in the threads that send and receive.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ BUFFER_BYTES = (0, 4 << 20)
 """Of raw sockets; 0 leaves them to the kernel."""
 MAX_FRAME_BYTES = 16 << 20
 RAW = [f"{kind}, {size >> 20} MiB" for kind in ("raw TCP", "Unix socket") for size in BUFFER_BYTES]
-KEYED = "transport, CURVE"
+KEYED = {f"transport, {bulk}": bulk for bulk in ("curve", "aes-gcm", "clear")}
 
 
 def sizes_of(num_pages: int) -> dict[Step, int]:
@@ -113,8 +114,8 @@ def serve(num_pages: int, directory: Path, has_keys: bool) -> None:
     workers = [Worker(tree, WorkerConfig(**most))]
     if has_keys:
         allowed = (str(directory / "receiver.pub"),)
-        config = WorkerConfig(key_file=str(directory / "sender.key"), allowed_peers=allowed, **most)
-        workers.append(Worker(tree, config))
+        keys = {"key_file": str(directory / "sender.key"), "allowed_peers": allowed}
+        workers += [Worker(tree, WorkerConfig(bulk=it, **keys, **most)) for it in KEYED.values()]
     listeners = [socket.create_server(("127.0.0.1", 0)) for _ in BUFFER_BYTES]
     for size in BUFFER_BYTES:
         listeners.append(socket.socket(socket.AF_UNIX))
@@ -173,7 +174,7 @@ class Sender:
 
     pid: int
     workers: Sequence[str]
-    """In clear, and with keys if there are any."""
+    """Without keys, and those of `KEYED` if there are any."""
     sockets: Sequence[str | tuple[str, int]]
     directory: Path
 
@@ -216,11 +217,11 @@ class Receiver:
                 "transport": (self._sender.workers[0], PeerConfig(shared_memory=False, **frames)),
                 "in place": (self._sender.workers[0], PeerConfig(**frames)),
             }
-            if len(self._sender.workers) > 1:
-                folder = self._sender.directory
-                own, theirs = str(folder / "receiver.key"), str(folder / "sender.pub")
-                config = PeerConfig(key_file=own, server_key=theirs, shared_memory=False, **frames)
-                configs[KEYED] = (self._sender.workers[1], config)
+            folder = self._sender.directory
+            own, theirs = str(folder / "receiver.key"), str(folder / "sender.pub")
+            for (name, bulk), address in zip(KEYED.items(), self._sender.workers[1:], strict=False):
+                keys = {"key_file": own, "server_key": theirs, "bulk": bulk}
+                configs[name] = (address, PeerConfig(shared_memory=False, **keys, **frames))
             runs: dict[str, Callable[[], list[memoryview]]] = {
                 "memcpy": lambda: self._copy(frame_bytes),
                 **{
@@ -314,22 +315,22 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=1024, help="payload of one fetch")
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--frame-kib", type=int, nargs="+", default=[256, 1024, 4096, 16384])
-    parser.add_argument("--curve", action="store_true", help="also with encryption")
+    parser.add_argument("--keys", action="store_true", help="also with encryption")
     parser.add_argument("--out", type=Path, help="append the results to this file too")
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     num_pages = max(1, (args.mib << 20) // sum(sizes_of(1).values()))
     if args.serve:
-        serve(num_pages, args.serve, args.curve)
+        serve(num_pages, args.serve, args.keys)
         return
     environment = here()
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        if args.curve:
+        if args.keys:
             for side in ("sender", "receiver"):
                 write_key_pair(directory, side)
         command = [sys.executable, __file__, "--serve", name, "--mib", str(args.mib)]
-        command += ["--curve"] * args.curve
+        command += ["--keys"] * args.keys
         with subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         ) as process:

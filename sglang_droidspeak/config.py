@@ -25,7 +25,7 @@ from cachetree.config import CacheConfig
 from cachetree.errors import ConfigError
 from cachetree.eviction import Retention
 from cachetree.ids import ModelId
-from cachetree.transport import PeerConfig, WorkerConfig
+from cachetree.transport import Bulk, PeerConfig, WorkerConfig
 from cachetree.unreadable import UNREADABLE
 
 LINKER_MODULE = "sglang_droidspeak.linker"
@@ -96,6 +96,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Who may read this server's cache: public keys, files of them, or folders of `.pub` files."""
     peer_keys: dict[str, str] = {}
     """Address of a peer to its public key or the file with it; to others it talks in clear."""
+    bulk: Bulk | None = None
+    """What protects KV and E between servers with keys, and the least that this one accepts: curve,
+    aes-gcm or clear. None: aes-gcm."""
+    bulk_port: int = 0
+    """Where peers go on after the handshake, on the host of `listen`, unless `bulk` is curve; 0
+    takes a free one."""
     insecure: bool = False
     """Allows a `listen` address other than loopback without keys."""
 
@@ -136,6 +142,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 f"key_file is {self.key_file}, and neither listen nor peer_keys gives it a use; "
                 "set peer_keys, or remove key_file"
             )
+        if self.bulk is not None and self.key_file is None:
+            raise ConfigError(
+                f"bulk is {self.bulk}, and without key_file nothing is encrypted; set key_file, or "
+                "remove bulk"
+            )
+        if self.bulk_port and (self.key_file is None or self.listen is None):
+            raise ConfigError(
+                f"bulk_port is {self.bulk_port}, and a server without listen or key_file has none; "
+                "set both, or remove bulk_port"
+            )
 
 
 def cache_config(settings: Settings, model: ModelId) -> CacheConfig:
@@ -147,6 +163,8 @@ def cache_config(settings: Settings, model: ModelId) -> CacheConfig:
             listen=settings.listen,
             key_file=settings.key_file,
             allowed_peers=settings.allowed_peers,
+            bulk=settings.bulk,
+            bulk_port=settings.bulk_port,
             insecure=settings.insecure,
             model=model,
             max_bytes_per_s=cap,
@@ -167,6 +185,7 @@ def cache_config(settings: Settings, model: ModelId) -> CacheConfig:
         peer_keys=settings.peer_keys,
         peer=PeerConfig(
             key_file=settings.key_file,
+            bulk=settings.bulk,
             cooldown_s=settings.peer_cooldown_s,
             max_cooldown_s=10 * settings.peer_cooldown_s,
             shared_memory=settings.shared_memory,

@@ -15,7 +15,8 @@ from cachetree.errors import CacheTreeError, FetchError, ProtocolError
 from cachetree.memory import ArenaFile
 from cachetree.transport import wire
 from cachetree.transport.address import Address
-from cachetree.transport.handshake import FAILURES, Credentials
+from cachetree.transport.handshake import FAILURES, Credentials, TicketHolder
+from cachetree.transport.sealing import UNSEALED, Ticket, Unsealed, seals_of
 from cachetree.transport.wakeup import Wakeup
 
 _MAX_RECEIVED: Final = 64
@@ -44,7 +45,7 @@ class Connection:
     """A connection attempt and what comes of it. Used by one thread; blocks only in `wait`.
 
     It does not reconnect: one that is down stays down, so that nothing of a worker's former life
-    can be taken for the next one's.
+    can be taken for the next one's. It goes on elsewhere once, where the worker's hello says so.
     """
 
     def __init__(
@@ -55,21 +56,29 @@ class Connection:
         max_frame_bytes: int,
         credentials: Credentials,
     ) -> None:
-        self._socket = context.socket(zmq.DEALER)
-        self._socket.set(zmq.LINGER, _LINGER_MS)
-        self._socket.set(zmq.RECONNECT_IVL, -1)
-        self._socket.set(zmq.IPV6, int(to.is_ipv6))
-        self._credentials = credentials
-        credentials.secure(self._socket, max(max_frame_bytes, wire.MAX_HEADER_BYTES))
-        self._monitor = self._socket.get_monitor_socket(_ENDS)
-        self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(self._monitor, zmq.POLLIN)
-        self._poller.register(wakeup.fileno(), zmq.POLLIN)
-        self._has_events = False
+        self._context = context
+        self._wakeup = wakeup
+        self._max_message_bytes = max(max_frame_bytes, wire.MAX_HEADER_BYTES)
+        self._seals: Unsealed = UNSEALED
         self.arena: ArenaReader | None = None
         """The worker's memory, where it is to be read."""
-        self._socket.connect(to.url)
+        self._connect(to, credentials)
+
+    @property
+    def url(self) -> str:
+        """Where it leads now."""
+        return self._to.url
+
+    def go_on(self, ticket: Ticket | None, who: str) -> None:
+        """Have the rest of the session where the worker wants it, if that is not here.
+
+        Raises AuthenticationError where it would be protected too little.
+        """
+        self._credentials.check(ticket, who)
+        if ticket is not None:
+            self._disconnect()
+            self._seals = seals_of(ticket, is_worker=False)
+            self._connect(Address(self._to.host, ticket.port), TicketHolder(ticket))
 
     def wait(self, timeout_ms: int) -> None:
         """Until something arrives or ends, the wakeup is woken, or the time is over."""
@@ -89,7 +98,9 @@ class Connection:
                 payload = frame.buffer
                 if frame.more:
                     raise ProtocolError("a message has more than two frames")
-            message = wire.decode_to_peer(header.buffer)
+            message = wire.decode_to_peer(self._seals.open(header.buffer))
+            if header.more:
+                payload = self._seals.open_payload(payload)
             size = message.size if isinstance(message, wire.Frame) else 0
             if payload.nbytes != size:
                 raise ProtocolError(
@@ -100,7 +111,7 @@ class Connection:
 
     def send(self, message: wire.ToWorker) -> None:
         """Raises FetchError where the worker has stopped reading."""
-        header = wire.encode(message)
+        header = self._seals.seal(wire.encode(message))
         try:
             self._socket.send(header, zmq.NOBLOCK)
         except zmq.Again as exc:
@@ -108,12 +119,12 @@ class Connection:
 
     def send_frame(self, frame: wire.Frame, payload: memoryview) -> zmq.MessageTracker:
         """Hand `payload` over without a copy; it must stay until the tracker is done."""
-        header = wire.encode(frame)
+        header = self._seals.seal(wire.encode(frame))
         try:
             self._socket.send(header, zmq.SNDMORE | zmq.NOBLOCK)
         except zmq.Again as exc:
             raise FetchError("the worker does not read what it is sent") from exc
-        tracker = self._socket.send(payload, copy=False, track=True)
+        tracker = self._socket.send(self._seals.seal_payload(payload), copy=False, track=True)
         assert tracker is not None
         return tracker
 
@@ -135,6 +146,25 @@ class Connection:
     def close(self) -> None:
         if self.arena is not None:
             self.arena.close()
+        self._disconnect()
+
+    def _connect(self, to: Address, credentials: Credentials) -> None:
+        self._to = to
+        self._credentials = credentials
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.set(zmq.LINGER, _LINGER_MS)
+        self._socket.set(zmq.RECONNECT_IVL, -1)
+        self._socket.set(zmq.IPV6, int(to.is_ipv6))
+        credentials.secure(self._socket, self._max_message_bytes)
+        self._monitor = self._socket.get_monitor_socket(_ENDS)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._monitor, zmq.POLLIN)
+        self._poller.register(self._wakeup.fileno(), zmq.POLLIN)
+        self._has_events = False
+        self._socket.connect(to.url)
+
+    def _disconnect(self) -> None:
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close()

@@ -8,7 +8,8 @@
     initiate: this is my key          ──►   on the list? otherwise ──► 400
                                       ◄──   ready        now messages pass
 
-Nothing that a peer sends is seen by a worker's decoders before `ready`.
+Nothing that a peer sends is seen by a worker's decoders before `ready`. Where a session then goes
+on elsewhere, as `sealing` draws it, its token is judged by the same `KeyGate`.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from cachetree.transport import keys
 from cachetree.transport.address import parse_address, parse_listen, parse_remote
 from cachetree.transport.config import PeerConfig, WorkerConfig
 from cachetree.transport.keys import KeyPair, PublicKey
+from cachetree.transport.sealing import TAG_BYTES, Bulk, Ticket
 
 FAILURES: Final = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -41,8 +43,11 @@ _HANDSHAKE_MS: Final = 5000
 """A connection that has not proved itself by then is closed."""
 _ZAP_ENDPOINT: Final = "inproc://zeromq.zap.01"
 _ZAP_VERSION: Final = b"1.0"
-_ZAP_FRAMES: Final = 7
+_ZAP_FRAMES: Final = {b"CURVE": 7, b"PLAIN": 8}
 _DOMAIN: Final = b"cachetree"
+_USER: Final = b"session"
+"""Of a ticket; the token is the password."""
+_STRENGTHS: Final[tuple[Bulk, ...]] = ("clear", "aes-gcm", "curve")
 _ADMIN: Final = b"admin"
 """What libzmq is told of an administrator, and notes on each of their messages."""
 _MAX_ANSWERS: Final = 64
@@ -81,6 +86,9 @@ class Gate(Protocol):
     def is_admin(self, message: zmq.Frame) -> bool:
         """Whether whoever sent it may give orders."""
 
+    def forget(self, token: bytes) -> None:
+        """A ticket is not valid any more."""
+
 
 class OpenGate:
     """Everyone who can reach the socket comes in."""
@@ -106,6 +114,9 @@ class OpenGate:
     def is_admin(self, message: zmq.Frame) -> bool:
         return self._obeys
 
+    def forget(self, token: bytes) -> None:
+        pass
+
 
 class KeyGate:
     """The holders of some keys come in.
@@ -123,6 +134,8 @@ class KeyGate:
         self._own = own
         self._allowed = frozenset(map(keys.to_bytes, allowed | admins))
         self._admins = frozenset(map(keys.to_bytes, admins))
+        self.tokens: Final[set[bytes]] = set()
+        """Of tickets that were given out and not used yet."""
 
     def guard(
         self,
@@ -134,9 +147,18 @@ class KeyGate:
         self._asked.set(zmq.LINGER, 0)
         self._asked.bind(_ZAP_ENDPOINT)
         socket.set(zmq.MAXMSGSIZE, max_message_bytes + _CIPHER_BYTES)
-        socket.set(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
         socket.set(zmq.CURVE_SERVER, 1)
         socket.set(zmq.CURVE_SECRETKEY, self._own.secret)
+        self._ask_about(socket)
+
+    def guard_sessions(self, socket: zmq.Socket[bytes], max_message_bytes: int) -> None:
+        """As `guard`, after it: a socket of the same context that only tokens open."""
+        socket.set(zmq.MAXMSGSIZE, max_message_bytes + TAG_BYTES)
+        socket.set(zmq.PLAIN_SERVER, 1)
+        self._ask_about(socket)
+
+    def _ask_about(self, socket: zmq.Socket[bytes]) -> None:
+        socket.set(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
         # Without these two, libzmq lets everyone in when it finds nobody to ask.
         socket.set(zmq.ZAP_DOMAIN, _DOMAIN)
         socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)
@@ -164,13 +186,24 @@ class KeyGate:
         except zmq.ZMQError:  # It has none.
             return False
 
+    def forget(self, token: bytes) -> None:
+        self.tokens.discard(token)
+
     def _judge(self, frames: list[bytes]) -> Refusal | None:
-        if len(frames) != _ZAP_FRAMES or frames[0] != _ZAP_VERSION:
+        mechanism = frames[5] if len(frames) > 5 else b""
+        if len(frames) != _ZAP_FRAMES.get(mechanism) or frames[0] != _ZAP_VERSION:
             return Refusal("libzmq", "libzmq asked about a peer in a form that is not known")
-        _, _, domain, address, _, mechanism, key = frames
-        if (domain, mechanism) == (_DOMAIN, b"CURVE") and key in self._allowed:
+        _, _, domain, address, _, _, *proof = frames
+        host = address.decode("ascii", "replace")
+        if domain == _DOMAIN and mechanism == b"PLAIN":
+            if proof[1] in self.tokens:
+                self.tokens.remove(proof[1])
+                return None
+            return Refusal(host, f"{host} came to bulk_port without a ticket")
+        (key,) = proof
+        if domain == _DOMAIN and key in self._allowed:
             return None
-        host, who = address.decode("ascii", "replace"), keys.to_public(key)
+        who = keys.to_public(key)
         return Refusal(f"{host} {who}", f"{host} came with key {who}, which allowed_peers lacks")
 
 
@@ -210,6 +243,9 @@ class Credentials(Protocol):
     def failure(self, event: int, value: int, who: str) -> CacheTreeError:
         """What a monitor's event says about a connection that was not made, or ended."""
 
+    def check(self, ticket: Ticket | None, who: str) -> None:
+        """Raise AuthenticationError where a session is to go on with too little protection."""
+
 
 class Plain:
     """Proves nothing and believes everything. One for each peer: it remembers the last failure."""
@@ -236,13 +272,18 @@ class Plain:
             )
         return _closed(who)
 
+    def check(self, ticket: Ticket | None, who: str) -> None:
+        if ticket is not None:
+            raise AuthenticationError(f"{who} gave a ticket to a peer that has no key")
+
 
 class Curve:
     """Encrypted, to the holder of one key."""
 
-    def __init__(self, own: KeyPair, server: PublicKey) -> None:
+    def __init__(self, own: KeyPair, server: PublicKey, least: Bulk) -> None:
         self._own = own
         self._server = server
+        self._least = least
 
     def secure(self, socket: zmq.Socket[bytes], max_message_bytes: int) -> None:
         socket.set(zmq.MAXMSGSIZE, max_message_bytes + _CIPHER_BYTES)
@@ -269,13 +310,48 @@ class Curve:
             )
         return _closed(who)
 
+    def check(self, ticket: Ticket | None, who: str) -> None:
+        bulk = ticket.bulk if ticket else "curve"
+        if _STRENGTHS.index(bulk) < _STRENGTHS.index(self._least):
+            raise AuthenticationError(
+                f"{who} protects payloads by {bulk}, and this server asks for {self._least} at "
+                "least; make bulk the same on both sides"
+            )
 
-def credentials_of(key_file: str | None, server_key: str | None) -> Credentials:
-    """Reads the key files; raises ConfigError."""
+
+class TicketHolder:
+    """Let in with a ticket. That the other side is who it was follows from what it can open."""
+
+    def __init__(self, ticket: Ticket) -> None:
+        self._ticket = ticket
+
+    def secure(self, socket: zmq.Socket[bytes], max_message_bytes: int) -> None:
+        socket.set(zmq.MAXMSGSIZE, max_message_bytes + TAG_BYTES)
+        socket.set(zmq.ROUTING_ID, self._ticket.token)
+        socket.set(zmq.PLAIN_USERNAME, _USER)
+        socket.set(zmq.PLAIN_PASSWORD, self._ticket.token)
+
+    def failure(self, event: int, value: int, who: str) -> CacheTreeError:
+        return FetchError(
+            f"{who} closed the connection to its bulk_port {self._ticket.port}, or it cannot be "
+            "reached there"
+        )
+
+    def check(self, ticket: Ticket | None, who: str) -> None:
+        raise AuthenticationError(f"{who} gave a second ticket")
+
+
+def credentials_of(
+    key_file: str | None, server_key: str | None, least: Bulk = "clear"
+) -> Credentials:
+    """`least` is the weakest protection of payloads that will do.
+
+    Reads the key files; raises ConfigError.
+    """
     if server_key is None:
         return Plain()
     server = keys.read_public_key(server_key, field="the worker's key (server_key, peer_keys)")
-    return Curve(keys.read_key_pair(key_file or ""), server)
+    return Curve(keys.read_key_pair(key_file or ""), server, least)
 
 
 def check_worker(config: WorkerConfig) -> None:

@@ -59,7 +59,7 @@ class Peer:
         self.address: Final = address
         self._tree = tree
         self._remote = parse_remote(address, field="peer address")
-        self._credentials = credentials_of(config.key_file, config.server_key)
+        self._credentials = credentials_of(config.key_file, config.server_key, config.least_bulk)
         if config.server_key is None and not self._remote.is_loopback:
             log.warning(
                 "worker %s is another machine, and no key of it is set: what it sends is neither "
@@ -272,6 +272,7 @@ class Peer:
         self._epoch = hello.epoch
         self._model = hello.model
         self._is_greeted = True
+        connection.go_on(hello.ticket, who)
         if self._config.shared_memory and hello.arena is not None:
             connection.share(hello.arena)
         connection.send(wire.Subscribe())
@@ -309,7 +310,8 @@ class Peer:
         now_s = self._clock()
         patience_s = self._config.silence_s if self._is_greeted else self._config.connect_s
         if now_s - self._heard_at_s > patience_s:
-            raise FetchError(f"worker {self.address} was silent for {patience_s} s")
+            where = f" at {connection.url}" if connection.url != self._remote.url else ""
+            raise FetchError(f"worker {self.address} was silent for {patience_s} s{where}")
         if self._is_greeted and now_s - self._pinged_at_s >= self._config.heartbeat_s:
             self._pinged_at_s = now_s
             self._fetches.repeat_credit()

@@ -99,7 +99,7 @@ class Pusher:
         self.address: Final = address
         self._tree = tree
         self._remote = parse_remote(address, field="stores")
-        self._credentials = credentials_of(config.key_file, config.server_key)
+        self._credentials = credentials_of(config.key_file, config.server_key, config.least_bulk)
         self._config = config
         self._clock = clock
         self._counts: Counter[str] = Counter()
@@ -199,6 +199,7 @@ class Pusher:
             self._tree.family.require_equal(wire.family_of(hello), who=who)
         except ProtocolError as exc:
             raise FamilyMismatch(f"{who} cannot exchange caches with this server: {exc}") from exc
+        connection.go_on(hello.ticket, who)
         if self._epoch not in (0, hello.epoch):
             self._queue.restart()
         self._epoch = hello.epoch

@@ -42,9 +42,10 @@ from cachetree.ids import PAGE_HASH_BYTES, PageHash
 from cachetree.memory import ArenaFile
 from cachetree.plan import Kind, Step
 from cachetree.transport import verbs
+from cachetree.transport.sealing import Ticket
 from cachetree.unreadable import UNREADABLE
 
-PROTOCOL_VERSION: Final = 3
+PROTOCOL_VERSION: Final = 4
 
 MAX_HEADER_BYTES: Final = 1 << 20
 """Largest header either side accepts; a fetch may name 60,000 pages."""
@@ -73,6 +74,8 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     """Random id of a worker's life; 0 from a peer."""
     arena: ArenaFile | None = None
     """From where a peer on the worker's host may copy; None from a peer."""
+    ticket: Ticket | None = None
+    """Where the session goes on; None from a peer, and where that is here."""
 
 
 class Subscribe(msgspec.Struct, frozen=True, tag="subscribe"):
@@ -327,9 +330,21 @@ def _decode(decoder: msgspec.msgpack.Decoder[_Message], header: memoryview) -> _
         raise ProtocolError(f"a header cannot be read: {exc}") from exc
 
 
-def hello(family: Family, model: str, epoch: int, arena: ArenaFile | None = None) -> Hello:
-    raw = msgspec.Raw(_encoder.encode(family))
-    return Hello(version=PROTOCOL_VERSION, family=raw, model=model, epoch=epoch, arena=arena)
+def hello(
+    family: Family,
+    model: str,
+    epoch: int,
+    arena: ArenaFile | None = None,
+    ticket: Ticket | None = None,
+) -> Hello:
+    return Hello(
+        version=PROTOCOL_VERSION,
+        family=msgspec.Raw(_encoder.encode(family)),
+        model=model,
+        epoch=epoch,
+        arena=arena,
+        ticket=ticket,
+    )
 
 
 def family_of(message: Hello) -> Family:

@@ -95,8 +95,7 @@ class Worker:
                 listen,
                 self._wakeup,
                 gate,
-                max_payload_bytes=config.frame_bytes if config.accepts else 0,
-                silence_s=config.silence_s,
+                config,
             )
         except ConfigError:
             self._wakeup.close()
@@ -247,7 +246,7 @@ class Worker:
             self._turn_away(identity, f"the worker already serves {self._config.max_peers} peers")
             return
         name = f"peer {identity.hex()}"
-        arena = None
+        arena = ticket = None
         try:
             self._tree.family.require_equal(wire.family_of(hello), who=name)
         except (FamilyMismatch, ProtocolError) as exc:
@@ -255,9 +254,11 @@ class Worker:
             self._counts["refused"] += 1
             log.warning("worker %s: refused: %s", self.address, exc)
         else:
-            self._sessions[identity] = Session(identity, name, self._tree, self._clock)
+            identity_there, ticket = self._router.admit(identity)
+            session = Session(identity_there, name, self._tree, self._clock)
+            self._sessions[identity_there] = session
             arena = self._tree.memory.file if self._config.shared_memory else None
-        answer = wire.hello(self._tree.family, self._config.model, self.epoch, arena)
+        answer = wire.hello(self._tree.family, self._config.model, self.epoch, arena, ticket)
         self._reply(identity, answer)
 
     def _accept(self, session: Session, fetch: wire.Fetch) -> None:
@@ -415,3 +416,4 @@ class Worker:
             session.close()
             self._intake.forget(session.identity)
             self._reply(session.identity, wire.Bye(reason=reason))
+            self._router.forget(session.identity)

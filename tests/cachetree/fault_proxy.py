@@ -168,7 +168,8 @@ class FaultProxy:
     sound. Leaving the context closes all connections and ends the threads.
     """
 
-    def __init__(self, target: Location, *, seed: int) -> None:
+    def __init__(self, target: Location, *, seed: int, host: str = "127.0.0.1") -> None:
+        """On another `host` of this machine it takes the target's port."""
         print(f"fault proxy before {target}: seed {seed}")
         self._target = parse_remote(target, field="target")
         self._random = random.Random(seed)
@@ -178,9 +179,10 @@ class FaultProxy:
         self._links: list[_Link] = []
         self._pumps: list[threading.Thread] = []
         self._is_closing = False
-        self._listener = socket.create_server(("127.0.0.1", 0))
+        port = self._target.port if host != self._target.host else 0
+        self._listener = socket.create_server((host, port))
         self._listener.settimeout(_POLL_S)
-        self.address = Location(f"tcp://127.0.0.1:{self._listener.getsockname()[1]}")
+        self.address = Location(f"tcp://{host}:{self._listener.getsockname()[1]}")
         self._thread = threading.Thread(target=self._accept, name=f"fault proxy {self.address}")
         self._thread.start()
 

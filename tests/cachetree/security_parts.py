@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import zmq
-from transport_parts import FAST
+from transport_parts import FAMILY, FAST
 
 from cachetree import Location, PeerConfig
-from cachetree.transport import credentials_of, keys
+from cachetree.transport import Credentials, credentials_of, keys, wire
+from cachetree.transport.handshake import TicketHolder
+from cachetree.transport.sealing import Ticket, seals_of
 
 
 @dataclass(frozen=True)
@@ -24,12 +27,14 @@ class Party:
     key_file: str
     public_file: str
 
-    def serving(self, *allowed: Party) -> dict[str, object]:
+    def serving(self, *allowed: Party, **settings: object) -> dict[str, object]:
         """Settings of a worker that lets these in."""
-        return {"key_file": self.key_file, "allowed_peers": tuple(it.pair.public for it in allowed)}
+        keys_of_all = tuple(it.pair.public for it in allowed)
+        return {"key_file": self.key_file, "allowed_peers": keys_of_all, **settings}
 
-    def asking(self, worker: Party) -> PeerConfig:
-        return msgspec.structs.replace(FAST, key_file=self.key_file, server_key=worker.pair.public)
+    def asking(self, worker: Party, **settings: object) -> PeerConfig:
+        own = {"key_file": self.key_file, "server_key": worker.pair.public}
+        return msgspec.structs.replace(FAST, **own, **settings)
 
 
 def new_party(folder: Path, name: str) -> Party:
@@ -40,10 +45,11 @@ def new_party(folder: Path, name: str) -> Party:
 class Tap:
     """Passes on the bytes of one connection in both directions, and keeps them."""
 
-    def __init__(self, to: Location) -> None:
+    def __init__(self, to: Location, host: str = "127.0.0.1") -> None:
+        """On another `host` of this machine it takes the same port."""
         self._to = int(to.rsplit(":", 1)[1])
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = Location(f"tcp://127.0.0.1:{self._listener.getsockname()[1]}")
+        self._listener = socket.create_server((host, 0 if host == "127.0.0.1" else self._to))
+        self.address = Location(f"tcp://{host}:{self._listener.getsockname()[1]}")
         self.seen = bytearray()
         self._threads: list[threading.Thread] = []
 
@@ -77,13 +83,68 @@ class Tap:
             sink.close()
 
 
-def send_garbage(address: Location, config: PeerConfig, garbage: bytes = b"garbage") -> None:
+@contextlib.contextmanager
+def dealer_to(
+    address: Location | str, credentials: Credentials, name: bytes = b""
+) -> Iterator[zmq.Socket[bytes]]:
+    """A peer's connection by hand, under a name of its choice."""
     context = zmq.Context()
     dealer = context.socket(zmq.DEALER)
     dealer.set(zmq.LINGER, 200)
-    credentials_of(config.key_file, config.server_key).secure(dealer, 1 << 20)
+    dealer.set(zmq.RECONNECT_IVL, -1)
+    if name:
+        dealer.set(zmq.ROUTING_ID, name)
+    credentials.secure(dealer, 1 << 20)
     dealer.connect(address)
-    with contextlib.suppress(zmq.Again):  # Refused already.
-        dealer.send(garbage, zmq.NOBLOCK)
-    dealer.poll(200)
-    context.destroy()
+    try:
+        yield dealer
+    finally:
+        context.destroy()
+
+
+def credentials_for(config: PeerConfig) -> Credentials:
+    return credentials_of(config.key_file, config.server_key)
+
+
+def send_garbage(address: Location, config: PeerConfig, garbage: bytes = b"garbage") -> None:
+    with dealer_to(address, credentials_for(config)) as dealer:
+        with contextlib.suppress(zmq.Again):  # Refused already.
+            dealer.send(garbage, zmq.NOBLOCK)
+        dealer.poll(200)
+
+
+def ticket_of(address: Location, config: PeerConfig) -> Ticket:
+    """What a worker hands out to a peer that says hello, and leaves without another word."""
+    with dealer_to(address, credentials_for(config)) as dealer:
+        dealer.send(wire.encode(wire.hello(FAMILY, "", 0)))
+        assert dealer.poll(5000)
+        hello = wire.decode_to_peer(memoryview(dealer.recv()))
+    assert isinstance(hello, wire.Hello)
+    assert hello.ticket is not None
+    return hello.ticket
+
+
+class TicketUser:
+    """A peer by hand on a worker's bulk_port: what it sends it seals itself, or does not."""
+
+    def __init__(self, ticket: Ticket) -> None:
+        self._dealer = dealer_to(f"tcp://127.0.0.1:{ticket.port}", TicketHolder(ticket))
+        self.seals = seals_of(ticket, is_worker=False)
+
+    def send(self, *parts: bytes) -> None:
+        with contextlib.suppress(zmq.Again):  # Refused already.
+            self._socket.send_multipart(parts, zmq.NOBLOCK)
+
+    def receive(self, timeout_ms: int = 2000) -> wire.ToPeer | None:
+        """None where nothing comes."""
+        if not self._socket.poll(timeout_ms):
+            return None
+        header, *_ = self._socket.recv_multipart()
+        return wire.decode_to_peer(self.seals.open(memoryview(header)))
+
+    def __enter__(self) -> TicketUser:
+        self._socket = self._dealer.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._dealer.__exit__(None, None, None)

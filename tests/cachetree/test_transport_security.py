@@ -103,15 +103,17 @@ def test_a_known_key_fetches_the_same_bytes(us: Party, friend: Party) -> None:
 
 
 @pytest.mark.parametrize("frame_bytes", [1 << 20, 4 << 20])
+@pytest.mark.parametrize("bulk", ["curve", "aes-gcm", "clear"])
 def test_frames_of_the_largest_size_come_through(
-    us: Party, friend: Party, frame_bytes: int
+    us: Party, friend: Party, frame_bytes: int, bulk: str
 ) -> None:
     """Encryption makes a message longer, and its cap does not cut it off."""
     pages = pages_of(4096)
     size = {"frame_bytes": frame_bytes, "window_bytes": 2 * frame_bytes}
-    config = PeerConfig(key_file=friend.key_file, server_key=us.pair.public, **size)
+    own = {"key_file": friend.key_file, "bulk": bulk}
+    config = PeerConfig(server_key=us.pair.public, **own, **size)
     with (
-        worker_of(new_tree(pages), **size, **us.serving(friend)) as worker,
+        worker_of(new_tree(pages), **size, **us.serving(friend, bulk=bulk)) as worker,
         peer_of(worker.address, new_tree(), config) as peer,
     ):
         staging = new_staging(4096)
@@ -126,7 +128,7 @@ def test_nothing_readable_is_on_the_wire(us: Party, friend: Party) -> None:
     seen: dict[str, bytes] = {}
     for name, serving, config in (
         ("plain", {}, FAST),
-        ("curve", us.serving(friend), friend.asking(us)),
+        ("curve", us.serving(friend, bulk="curve"), friend.asking(us, bulk="curve")),
     ):
         with (
             worker_of(new_tree(PAGES), **serving) as worker,

@@ -1,0 +1,113 @@
+"""Seals: what was changed, lost, repeated, turned round or put elsewhere is never opened."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+import pytest
+from transport_parts import FAMILY
+
+from cachetree import ProtocolError
+from cachetree.transport import sealing, wire
+from cachetree.transport.sealing import HeaderSeals, Ticket, new_ticket, seals_of
+
+HEADER, PAYLOAD = b"header" * 9, memoryview(bytes(range(256)) * 40)
+
+
+def pair_of(bulk: str = "aes-gcm") -> tuple[HeaderSeals, HeaderSeals]:
+    ticket = new_ticket(bulk, 1)  # type: ignore[arg-type]
+    return seals_of(ticket, is_worker=True), seals_of(ticket, is_worker=False)
+
+
+def opened(seals: HeaderSeals, *parts: bytes | memoryview) -> list[bytes]:
+    header, *payload = map(memoryview, parts)
+    return [bytes(seals.open(header)), *(bytes(seals.open_payload(it)) for it in payload)]
+
+
+@pytest.mark.parametrize("bulk", ["aes-gcm", "clear"])
+def test_messages_of_both_directions_are_opened_in_order(bulk: str) -> None:
+    worker, peer = pair_of(bulk)
+    for _ in range(3):
+        for here, there in ((worker, peer), (peer, worker)):
+            message = (here.seal(HEADER), here.seal_payload(PAYLOAD))
+            assert HEADER not in message[0]
+            assert (bytes(PAYLOAD[:64]) in bytes(message[1])) is (bulk == "clear")
+            assert opened(there, *message) == [HEADER, bytes(PAYLOAD)]
+        assert opened(peer, worker.seal(b"")) == [b""]
+
+
+def test_any_bit_that_changes_is_noticed() -> None:
+    chance = random.Random(5)
+    for part in range(2):
+        for _ in range(500):
+            worker, peer = pair_of()
+            message = [bytearray(worker.seal(HEADER)), bytearray(worker.seal_payload(PAYLOAD))]
+            message[part][chance.randrange(len(message[part]))] ^= 1 << chance.randrange(8)
+            with pytest.raises(ProtocolError):
+                opened(peer, *map(bytes, message))
+
+
+def test_each_message_is_opened_once_at_its_place_and_by_its_receiver() -> None:
+    worker, peer = pair_of()
+    first, second = ((worker.seal(HEADER), worker.seal_payload(PAYLOAD)) for _ in range(2))
+    stranger, _ = pair_of()
+    for name, seals, message in (
+        ("another key", stranger, first),
+        ("reflected", worker, first),
+        ("out of order", pair_like(peer), second),
+        ("payload of another", pair_like(peer), (first[0], second[1])),
+        ("payload as header", pair_like(peer), (first[1],)),
+        ("header as payload", pair_like(peer), (first[0], first[0])),
+        ("cut short", pair_like(peer), (first[0][:10],)),
+        ("nothing", pair_like(peer), (b"",)),
+    ):
+        with pytest.raises(ProtocolError):
+            opened(seals, *message)
+            pytest.fail(name)
+    assert opened(peer, *first) == [HEADER, bytes(PAYLOAD)]
+    with pytest.raises(ProtocolError):  # Replayed.
+        opened(peer, *first)
+
+
+def pair_like(seals: HeaderSeals) -> HeaderSeals:
+    """As `seals` before its first message."""
+    fresh = type(seals)(bytes(32), is_worker=False)
+    fresh._cipher = seals._cipher
+    return fresh
+
+
+def test_no_nonce_comes_twice() -> None:
+    nonces = {
+        sealing._nonce(number, by_worker=by_worker, is_payload=is_payload)
+        for number in (0, 1, 255, 256, 1 << 40)
+        for by_worker in (False, True)
+        for is_payload in (False, True)
+    }
+    assert len(nonces) == 5 * 2 * 2
+    assert {len(it) for it in nonces} == {12}
+
+
+def test_a_ticket_does_not_show_its_key() -> None:
+    ticket = new_ticket("aes-gcm", 7)
+    message = wire.hello(FAMILY, "m", 1, ticket=ticket)
+    for shown in (repr(message), str(ticket), f"{ticket}"):
+        assert repr(ticket.key)[2:-1] not in shown
+        assert "port=7" in shown
+    header = wire.encode(message)
+    assert wire.decode_to_peer(memoryview(header)) == message
+    others = {new_ticket("aes-gcm", 7) for _ in range(9)} | {ticket}
+    assert len({it.key for it in others}) == len({it.token for it in others}) == 10
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"key": bytes(31)}, {"key": bytes(33)}, {"token": b""}, {"port": 0}, {"bulk": "curve"}],
+)
+def test_a_ticket_that_cannot_be_is_refused(changed: dict[str, object]) -> None:
+    fields = msgspec.structs.asdict(new_ticket("clear", 7)) | changed
+    body = msgspec.structs.asdict(wire.hello(FAMILY, "m", 1)) | {"ticket": fields}
+    header = wire.seal(msgspec.msgpack.encode({"type": "hello", **body}))
+    with pytest.raises(ProtocolError):
+        wire.decode_to_peer(memoryview(header))
+    assert Ticket(**fields)  # type: ignore[arg-type]  # Only what comes from elsewhere is checked.

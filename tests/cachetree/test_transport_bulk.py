@@ -1,0 +1,377 @@
+"""Sessions that go on at `bulk_port`: what is readable there, who gets in, what damage costs."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fault_proxy import Fault, FaultProxy, Strike, Towards
+from security_parts import (
+    Party,
+    Tap,
+    TicketUser,
+    credentials_for,
+    dealer_to,
+    new_party,
+    ticket_of,
+)
+from transport_parts import (
+    FAMILY,
+    MODEL,
+    check_content,
+    content,
+    eventually,
+    new_staging,
+    new_tree,
+    pages_of,
+    peer_of,
+    store,
+    wait_all,
+    worker_of,
+)
+
+from cachetree import (
+    AuthenticationError,
+    CacheTree,
+    ConfigError,
+    Deadline,
+    Kind,
+    Location,
+    Peer,
+    PeerConfig,
+    PeerState,
+    Step,
+    Worker,
+    WorkerConfig,
+)
+from cachetree.arena import Arena
+from cachetree.transport import Pusher, wire
+
+PAGES = pages_of(256)
+SEALED = ("aes-gcm", "clear")
+ELSEWHERE = "127.0.0.2"
+"""Where something in between has the ports of the worker."""
+SEED = 11
+
+
+@pytest.fixture
+def us(tmp_path: Path) -> Party:
+    return new_party(tmp_path, "us")
+
+
+@pytest.fixture
+def friend(tmp_path: Path) -> Party:
+    return new_party(tmp_path, "friend")
+
+
+@pytest.fixture(autouse=True)
+def nothing_fails_inside(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    caplog.set_level(logging.INFO)
+    yield
+    assert "internal error" not in caplog.text
+
+
+def fetch_all(peer: Peer) -> None:
+    staging = new_staging(256)
+    peer.fetch(MODEL, PAGES, staging)
+    wait_all(staging)
+    check_content(staging, PAGES)
+
+
+@contextlib.contextmanager
+def behind_proxies(
+    tree: CacheTree, us: Party, friend: Party, **settings: object
+) -> Iterator[tuple[Location, FaultProxy]]:
+    """The address that leads to a worker through proxies, and the proxy of its bulk_port."""
+    with worker_of(tree, **us.serving(friend, **settings)) as worker:
+        port = ticket_of(worker.address, friend.asking(us)).port
+        with (
+            FaultProxy(worker.address, seed=SEED, host=ELSEWHERE) as control,
+            FaultProxy(Location(f"tcp://127.0.0.1:{port}"), seed=SEED, host=ELSEWHERE) as proxy,
+        ):
+            yield control.address, proxy
+
+
+@pytest.mark.parametrize("bulk", SEALED)
+def test_payloads_are_readable_on_the_wire_in_clear_and_nothing_else_ever_is(
+    us: Party, friend: Party, bulk: str
+) -> None:
+    with worker_of(new_tree(PAGES), **us.serving(friend, bulk=bulk)) as worker:
+        port = ticket_of(worker.address, friend.asking(us)).port
+        with (
+            Tap(worker.address, ELSEWHERE) as control,
+            Tap(Location(f"tcp://127.0.0.1:{port}"), ELSEWHERE) as tap,
+        ):
+            with peer_of(control.address, new_tree(), friend.asking(us, bulk=bulk)) as peer:
+                fetch_all(peer)
+            seen = bytes(tap.seen)
+    assert len(seen) > 256 * 1024
+    assert len(control.seen) < 4096
+    assert (content(PAGES[3], Step(Kind.KV, 0))[:64] in seen) is (bulk == "clear")
+    for telling in (b"LlamaForCausalLM", PAGES[3], b"checksum"):
+        assert telling not in seen + bytes(control.seen)
+
+
+@pytest.mark.parametrize("bulk", ["curve", *SEALED])
+def test_entries_are_pushed_and_read_back(us: Party, friend: Party, bulk: str) -> None:
+    kept = new_tree()
+    with worker_of(kept, accepts=True, **us.serving(friend, bulk=bulk)) as worker:
+        pusher = Pusher(new_tree(PAGES), worker.address, friend.asking(us, bulk=bulk))
+        try:
+            eventually(lambda: kept.match(PAGES) and kept.match(PAGES)[0].num_pages == 256)
+        finally:
+            pusher.close()
+        with peer_of(worker.address, new_tree(), friend.asking(us, bulk=bulk)) as peer:
+            fetch_all(peer)
+        assert worker.status().num_protocol_errors == 0
+
+
+def test_a_peer_on_the_same_host_still_copies_from_memory(us: Party, friend: Party) -> None:
+    tree = new_tree(PAGES, memory=Arena(256 << 20))
+    with (
+        worker_of(tree, **us.serving(friend)) as worker,
+        peer_of(worker.address, new_tree(), friend.asking(us)) as peer,
+    ):
+        assert peer.status.shares_memory
+        fetch_all(peer)
+
+
+FAULTS = [
+    Fault.FLIP_BODY,
+    Fault.FLIP_FRAMING,
+    Fault.DROP,
+    Fault.DROP_MESSAGE,
+    Fault.DUPLICATE_MESSAGE,
+    Fault.REORDER_MESSAGE,
+    Fault.TRUNCATE,
+    Fault.RESET,
+    Fault.STALL,
+]
+
+
+@pytest.mark.parametrize("bulk", SEALED)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fetch_that_is_struck_brings_the_right_bytes(
+    us: Party, friend: Party, bulk: str, fault: Fault
+) -> None:
+    """At a header, a payload, and where the peer speaks; what is missing is asked for again."""
+    with behind_proxies(new_tree(PAGES), us, friend, bulk=bulk) as (address, proxy):
+        strikes = [(Towards.PEER, 4), (Towards.PEER, 5), (Towards.WORKER, 0)]
+        for towards, index in strikes:
+            with peer_of(address, new_tree(), friend.asking(us, bulk=bulk)) as peer:
+                proxy.arm(Strike(fault, towards, index))
+                fetch_all(peer)
+                eventually(lambda: proxy.has_struck)
+                eventually(lambda peer=peer: peer.state is PeerState.READY)
+                if fault is Fault.FLIP_BODY and bulk == "aes-gcm" and towards is Towards.PEER:
+                    assert peer.status.num_protocol_errors == peer.status.num_retries == 1
+
+
+@pytest.mark.parametrize("bulk", SEALED)
+@pytest.mark.parametrize("index", [6, 7])
+@pytest.mark.parametrize("fault", [Fault.FLIP_BODY, Fault.DROP, Fault.RESET])
+def test_a_push_that_is_struck_is_made_again(
+    us: Party, friend: Party, bulk: str, index: int, fault: Fault
+) -> None:
+    kept = new_tree()
+    with behind_proxies(kept, us, friend, bulk=bulk, accepts=True) as (address, proxy):
+        source = new_tree()
+        pusher = Pusher(source, address, friend.asking(us, bulk=bulk))
+        try:
+            # After a greeting of 3 and the handshake's 2 commands: a Store, headers and payloads.
+            proxy.arm(Strike(fault, Towards.WORKER, index))
+            store(source, PAGES)
+            eventually(lambda: proxy.has_struck)
+            if (bulk, fault, index) == ("clear", Fault.FLIP_BODY, 7):  # Its checksum is wrong.
+                eventually(lambda: pusher.status.num_refused == 1)
+                assert not kept.match(PAGES)
+                return
+            eventually(lambda: kept.match(PAGES) and kept.match(PAGES)[0].num_pages == 256)
+        finally:
+            pusher.close()
+    lease = kept.lease(MODEL, PAGES, "a test", Deadline.after(5))
+    assert lease is not None
+    with lease:
+        for layer in range(FAMILY.num_layers):
+            expected = b"".join(content(page, Step(Kind.KV, layer)) for page in PAGES)
+            assert b"".join(lease.kv(layer)) == expected
+
+
+def test_a_session_has_one_connection_and_ends_with_the_first_wrong_message(
+    us: Party, friend: Party
+) -> None:
+    with worker_of(new_tree(PAGES), **us.serving(friend)) as worker:
+
+        def num_refused() -> int:
+            return worker.status().num_failed_handshakes
+
+        ticket = ticket_of(worker.address, friend.asking(us))
+        with TicketUser(ticket) as peer:
+            first = peer.seals.seal(wire.encode(wire.Ping(last_id=5)))
+            peer.send(first)
+            assert isinstance(pong := peer.receive(), wire.Pong)
+            assert pong.last_id == 5
+            with TicketUser(ticket) as thief:  # Who read the token on the way.
+                eventually(lambda: num_refused() == 1)
+                assert thief.receive(100) is None
+            assert worker.status().num_protocol_errors == 0
+            peer.send(first)  # Replayed.
+            while isinstance(answer := peer.receive(), wire.Pong):
+                pass  # Somebody left, and the worker asked around who.
+            assert isinstance(answer, wire.Bye)
+            assert worker.status().num_protocol_errors == 1
+            assert worker.status().num_peers == 0
+            peer.send(peer.seals.seal(wire.encode(wire.Ping())))
+            assert peer.receive(100) is None
+        with TicketUser(ticket_of(worker.address, friend.asking(us))) as thief:
+            thief.send(wire.encode(wire.Ping()))  # Before the peer itself, and without the key.
+            assert isinstance(thief.receive(), wire.Bye)
+        assert worker.status().num_protocol_errors == 2
+        with peer_of(worker.address, new_tree(), friend.asking(us)) as honest:
+            fetch_all(honest)
+
+
+def test_a_ticket_is_worth_nothing_after_a_while(us: Party, friend: Party) -> None:
+    with worker_of(new_tree(PAGES), silence_s=0.3, **us.serving(friend)) as worker:
+        ticket = ticket_of(worker.address, friend.asking(us))
+        assert worker.status().num_peers == 1
+        eventually(lambda: worker.status().num_peers == 0)
+        with TicketUser(ticket) as late:
+            eventually(lambda: worker.status().num_failed_handshakes == 1)
+            assert late.receive(100) is None
+
+
+def test_a_session_is_not_taken_over_by_its_name(us: Party, friend: Party) -> None:
+    """Somebody with a key of their own who names the token of another's session is not heard."""
+    with worker_of(new_tree(PAGES), **us.serving(friend)) as worker:
+        ticket = ticket_of(worker.address, friend.asking(us))
+        credentials = credentials_for(friend.asking(us))
+        with dealer_to(worker.address, credentials, name=ticket.token) as dealer:
+            dealer.send(wire.encode(wire.Bye(reason="not mine")))
+            dealer.send(wire.encode(wire.Ping()))
+            assert not dealer.poll(200)
+        assert worker.status().num_peers == 1
+
+
+def num_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+ZMTP_NULL = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16) + bytes(32)
+ZMTP_PLAIN = b"\xff" + bytes(8) + b"\x7f\x03\x00PLAIN" + bytes(15) + bytes(32)
+HUGE = b"\x02" + (1 << 40).to_bytes(8, "big")
+"""The head of a message of a tebibyte."""
+
+
+def test_strangers_at_the_bulk_port_get_nothing_and_hold_nothing(us: Party, friend: Party) -> None:
+    with worker_of(new_tree(PAGES), **us.serving(friend)) as worker:
+        port = ticket_of(worker.address, friend.asking(us)).port
+        before = num_descriptors()
+        silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(100)]
+        for index, raw in enumerate(silent):
+            raw.sendall((b"", ZMTP_NULL, ZMTP_PLAIN + HUGE, b"GET / HTTP/1.1\r\n\r\n")[index % 4])
+        wrong = ticket_of(worker.address, friend.asking(us))
+        for index in range(20):
+            token = f"{index:032}".encode()
+            with TicketUser(type(wrong)(bulk="clear", port=port, token=token, key=bytes(32))) as it:
+                it.send(wire.encode(wire.hello(FAMILY, "", 0)))
+                assert it.receive(20) is None
+        eventually(lambda: worker.status().num_failed_handshakes >= 20)
+        with peer_of(worker.address, new_tree(), friend.asking(us)) as peer:
+            fetch_all(peer)
+        assert worker.status().num_protocol_errors == 0
+        got = []
+        for raw in silent:  # Each is closed by the worker, at the latest when its time is over.
+            raw.settimeout(10)
+            with contextlib.suppress(ConnectionError):
+                while part := raw.recv(4096):
+                    got.append(part)
+            raw.close()
+        assert sum(map(len, got)) < 100 * 128, "more than greetings came"
+        eventually(lambda: num_descriptors() <= before + 2)
+
+
+def test_a_peer_that_cannot_reach_the_bulk_port_is_told_which(us: Party, friend: Party) -> None:
+    with (
+        worker_of(new_tree(PAGES), **us.serving(friend)) as worker,
+        FaultProxy(worker.address, seed=SEED, host=ELSEWHERE) as control,
+        peer_of(control.address, new_tree(), friend.asking(us), is_ready=False) as peer,
+    ):
+        eventually(lambda: peer.error is not None)
+        port = ticket_of(worker.address, friend.asking(us)).port
+        assert f"bulk_port {port}" in str(peer.error)
+        assert not peer.wait_ready(0.1)
+
+
+@pytest.mark.parametrize(
+    ("bulk", "least", "is_enough"),
+    [
+        ("clear", None, False),
+        ("clear", "clear", True),
+        ("aes-gcm", "curve", False),
+        ("aes-gcm", "clear", True),
+        ("curve", None, True),
+        (None, None, True),
+    ],
+)
+def test_a_peer_accepts_the_protection_it_asks_for_and_more(
+    us: Party, friend: Party, bulk: str | None, least: str | None, is_enough: bool
+) -> None:
+    config = friend.asking(us, bulk=least)
+    with (
+        worker_of(new_tree(PAGES), accepts=True, **us.serving(friend, bulk=bulk)) as worker,
+        peer_of(worker.address, new_tree(), config, is_ready=False) as peer,
+    ):
+        assert peer.wait_ready(5) is is_enough
+        if is_enough:
+            fetch_all(peer)
+            return
+        assert peer.state is PeerState.UNTRUSTED
+        assert isinstance(peer.error, AuthenticationError)
+        for word in (bulk, least or "aes-gcm", "make bulk the same"):
+            assert word in str(peer.error)
+        pusher = Pusher(new_tree(PAGES), worker.address, config)
+        eventually(lambda: "make bulk the same" in pusher.status.error)
+        pusher.close()
+        assert worker.status().num_stores == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "words"),
+    [
+        (WorkerConfig, {"bulk": "clear"}, ["bulk is clear", "set key_file"]),
+        (WorkerConfig, {"bulk_port": 7}, ["bulk_port is 7", "set key_file"]),
+        (PeerConfig, {"bulk": "aes-gcm"}, ["bulk is aes-gcm", "set key_file"]),
+        (WorkerConfig, {"bulk_port": 70000, "key_file": "k"}, ["bulk_port is 70000", "free one"]),
+        (WorkerConfig, {"bulk_port": -1, "key_file": "k"}, ["bulk_port is -1"]),
+        (WorkerConfig, {"bulk_port": 7, "bulk": "curve", "key_file": "k"}, ["curve", "remove it"]),
+    ],
+)
+def test_a_setting_without_effect_is_refused(
+    kind: type[WorkerConfig | PeerConfig], settings: dict[str, object], words: list[str]
+) -> None:
+    more = {"allowed_peers": ("ctpub-" + "0" * 64,)} if "key_file" in settings else {}
+    with pytest.raises(ConfigError) as caught:
+        kind(**settings, **more)  # type: ignore[arg-type]
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_taken_bulk_port_stops_the_worker(us: Party, friend: Party) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"bulk_port is .*{port}.* cannot be bound"):
+            Worker(new_tree(), WorkerConfig(**us.serving(friend, bulk_port=port)))  # type: ignore[arg-type]
+    with (
+        worker_of(new_tree(PAGES), **us.serving(friend, bulk_port=port)) as worker,
+        peer_of(worker.address, new_tree(), friend.asking(us)) as peer,
+    ):
+        assert ticket_of(worker.address, friend.asking(us)).port == port
+        begun_at_s = time.monotonic()
+        fetch_all(peer)
+        assert time.monotonic() - begun_at_s < 5
