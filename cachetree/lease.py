@@ -63,6 +63,11 @@ class Lease:
             start += len(segment.pages)
         return views
 
+    @property
+    def slabs(self) -> list[Slab]:
+        """Of each of `views`, where these are of all pages."""
+        return [segment.slab for segment in self._segments]
+
     def release(self) -> None:
         """End the lease; a second call does nothing."""
         self._end(self)

@@ -81,6 +81,8 @@ class Slab:
         self.layout = layout
         self.num_bytes = memory.size_of(layout.num_bytes)
         """What it takes now, or will once it is filled."""
+        self.checksums: Final[dict[tuple[int, int], int]] = {}
+        """Of parts that were sent, by address and size: pages do not change once they are there."""
         self._memory = memory
         self._loan = NO_MEMORY
         self._num_kept_pages = layout.num_pages

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Final
 
+import numpy as np
 import zmq
 
 from cachetree.checksum import checksum, checksum_of_parts
@@ -23,7 +24,9 @@ COPY_BYTES: Final = 64 << 10
 LOCATED_BYTES: Final = 4 << 20
 """Most that one header locates."""
 _MAX_PLACES: Final = 256
-"""Runs that one header locates."""
+"""Short runs that one header locates."""
+_MAX_REMEMBERED: Final = 256
+"""Checksums kept for one slab."""
 
 
 class Stream:
@@ -59,6 +62,10 @@ class Stream:
         """If the receiver reads it."""
         self._sent_bytes = 0
         self._step, self._offset = first
+        self._run = 0
+        """Which of the lease's runs comes next."""
+        self._slabs = lease.slabs
+        self._payload_checksum = 0
         if not 0 <= self._step < len(steps):
             raise ProtocolError(f"a fetch begins with step {self._step} of {len(steps)}")
         # Raises StaleEntry here, before the first frame, where E is absent.
@@ -84,13 +91,7 @@ class Stream:
         """Where the next bytes are, if the receiver can read them there. As `next_payload`."""
         if self._arena is None:
             return None
-        runs: list[memoryview] = []
-        room = limit
-        for run in islice(self._views[0], _MAX_PLACES):
-            runs.append(run[:room])
-            room -= runs[-1].nbytes
-            if not room:
-                break
+        runs = self._next_runs(limit)
         starts = [self._arena.place_of(run) for run in runs]
         places = [
             (start, start + run.nbytes)
@@ -105,33 +106,24 @@ class Stream:
             step=self._step,
             offset=self._offset,
             size=sum(run.nbytes for run in runs),
-            checksum=checksum_of_parts(runs),
+            checksum=self._checksum(runs),
             places=tuple(places),
         )
 
     def next_payload(self, limit: int) -> memoryview:
         """The next bytes to send, at most `limit`. Nothing changes until `sent`."""
-        limit = min(limit, self.frame_bytes)
-        runs = self._views[0]
-        first = runs[0]
-        if len(runs) == 1 or first.nbytes >= min(limit, COPY_BYTES):
-            return first[:limit]
-        parts: list[memoryview] = []
-        room = min(limit, COPY_BYTES)
-        for run in runs:
-            parts.append(run[:room])
-            room -= parts[-1].nbytes
-            if not room:
-                break
-        return memoryview(b"".join(parts))
+        runs = self._next_runs(min(limit, self.frame_bytes))
+        self._payload_checksum = self._checksum(runs)
+        return runs[0] if len(runs) == 1 else memoryview(b"".join(runs))
 
     def header(self, payload: memoryview) -> Frame:
+        """Of the last `next_payload`."""
         return Frame(
             id=self.id,
             step=self._step,
             offset=self._offset,
             size=payload.nbytes,
-            checksum=checksum(payload),
+            checksum=self._payload_checksum,
         )
 
     def sent(self, num_bytes: int, tracker: zmq.MessageTracker) -> None:
@@ -163,14 +155,44 @@ class Stream:
         is_read = self._arena is None or not self.in_flight_bytes or self.deadline.has_passed
         return is_read and all(tracker.done for tracker in self._trackers)
 
+    def _next_runs(self, limit: int) -> list[memoryview]:
+        """At most `limit` bytes: a long run by itself, or as many short ones as make a long one."""
+        runs = self._views[0]
+        first = runs[0]
+        if len(runs) == 1 or first.nbytes >= min(limit, COPY_BYTES):
+            return [first[:limit]]
+        parts: list[memoryview] = []
+        room = min(limit, COPY_BYTES)
+        for run in islice(runs, _MAX_PLACES):
+            parts.append(run[:room])
+            room -= parts[-1].nbytes
+            if not room:
+                break
+        return parts
+
+    def _checksum(self, runs: Sequence[memoryview]) -> int:
+        """Of a long run it is remembered: what is cached is mostly sent more than once."""
+        if len(runs) > 1:
+            return checksum_of_parts(runs)
+        known = self._slabs[self._run].checksums
+        key = (np.frombuffer(runs[0], np.uint8).ctypes.data, runs[0].nbytes)
+        found = known.get(key)
+        if found is None:
+            if len(known) >= _MAX_REMEMBERED:
+                known.clear()
+            found = known[key] = checksum(runs[0])
+        return found
+
     def _advance(self, num_bytes: int) -> None:
         runs = self._views[0]
         while num_bytes:
             run = runs.popleft()
             if num_bytes < run.nbytes:
                 runs.appendleft(run[num_bytes:])
+            else:
+                self._run += 1
             num_bytes -= min(num_bytes, run.nbytes)
         if not runs:
             self._views.popleft()
             self._step += 1
-            self._offset = 0
+            self._offset = self._run = 0

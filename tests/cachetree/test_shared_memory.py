@@ -283,3 +283,23 @@ def test_only_whoever_may_exchange_caches_is_told_where_the_memory_is(arena: Are
             assert isinstance(hello, wire.Hello)
             assert hello.arena == told
     context.destroy(linger=0)
+
+
+def test_a_checksum_is_made_once_and_finds_what_changes_later(arena: Arena) -> None:
+    source = new_tree(PAGES, memory=arena)
+    with worker_of(source) as worker, peer_of(worker.address, new_tree(), ONCE) as peer:
+        for _ in range(2):
+            staging = new_staging(16)
+            peer.fetch(MODEL, PAGES, staging)
+            wait_all(staging)
+            check_content(staging, PAGES)
+        lease = source.lease(MODEL, PAGES, "test", Deadline.after(10))
+        assert lease is not None
+        (slab,) = lease.slabs
+        assert len(slab.checksums) == len(STEPS)
+        (view,) = lease.kv(0)
+        view[100] ^= 1
+        staging = new_staging(16)
+        peer.fetch(MODEL, PAGES, staging)
+        with pytest.raises(ProtocolError, match="checksum"):
+            wait_all(staging)

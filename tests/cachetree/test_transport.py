@@ -110,8 +110,7 @@ def test_short_runs_are_joined_into_larger_frames() -> None:
         peer.fetch(MODEL, PAGES, staging)
         wait_all(staging)
         check_content(staging, PAGES)
-        is_shared = peer.status.shares_memory
-    assert len(staging.writes) == (len(STEPS) if is_shared else staging.num_bytes // (64 << 10))
+    assert len(staging.writes) == staging.num_bytes // (64 << 10)
 
 
 def test_peers_learn_of_what_comes_and_what_goes() -> None:
