@@ -8,8 +8,9 @@ windows of a second that alternate with quiet ones, a process fetches a document
 time between two tokens is the scheduler thread's step; what the worker's thread takes of it is the
 interpreter's lock (headers, checksums release it) and the processor's caches. The goal is at most
 2 %. The ratio is of the medians of neighbouring windows; the server computes with one thread, so
-that on two cores the other one moves the bytes. Before that the answer is compared with the answer
-of the same server while nobody fetches.
+that on two cores the other one moves the bytes. "no server" copies as many bytes in its own memory:
+what that costs is the machine's memory bandwidth, not the serving. Before that the answer is
+compared with the answer of the same server while nobody fetches.
 """
 
 from __future__ import annotations
@@ -23,13 +24,15 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import requests
 import result
 from rich.console import Console
@@ -45,12 +48,15 @@ NUM_LAYERS = 12
 PAGE = 16
 DOCUMENT = random_prompt(2000, seed=1)
 QUESTION = random_prompt(64, seed=2)
+NUM_BYTES = NUM_LAYERS * 2 * 768 * 4 * len(DOCUMENT)
+PIECE_BYTES = 256 << 10
+WAYS = ("memory", "tcp", "no server")
 WINDOW_S = 1.0
 SETTLE_S = 0.1
 """Left out at the beginning of a window."""
 
 
-def fetch_for_ever(address: str, model: str, is_shared: bool) -> None:
+def fetch_for_ever(address: str, model: str, way: str) -> None:
     """The fetching process: reads a rate per line, answers what it has fetched until then."""
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # Not where the server computes.
     path = Path(model)
@@ -59,18 +65,31 @@ def fetch_for_ever(address: str, model: str, is_shared: bool) -> None:
     )
     pages = page_hashes(DOCUMENT, PAGE)
     rate, num_bytes = [-1.0], [0]
-    peer = PeerConfig(shared_memory=is_shared)
+    peer = PeerConfig(shared_memory=way == "memory")
     with Cache(family, CacheConfig(peers=(address,), serves=False, peer=peer)) as cache:
         while not (matches := cache.match(pages)) or matches[0].num_pages < len(pages):
             time.sleep(0.02)
-        threading.Thread(target=_fetch, args=(cache, pages, rate, num_bytes), daemon=True).start()
+        work = partial(_fetch, cache, pages) if way in ("memory", "tcp") else _copier()
+        threading.Thread(target=_repeat, args=(work, rate, num_bytes), daemon=True).start()
         print("ready", flush=True)
         for line in sys.stdin:
             rate[0] = float(line)
             print(num_bytes[0], flush=True)
 
 
-def _fetch(cache: Cache, pages: Sequence[Any], rate: list[float], num_bytes: list[int]) -> None:
+def _copier() -> Callable[[], int]:
+    """Copies as much as a fetch, without the server."""
+    source, target = (np.ones(NUM_BYTES, np.uint8) for _ in range(2))
+
+    def copy() -> int:
+        for at in range(0, NUM_BYTES, PIECE_BYTES):
+            np.copyto(target[at : at + PIECE_BYTES], source[at : at + PIECE_BYTES])
+        return NUM_BYTES
+
+    return copy
+
+
+def _fetch(cache: Cache, pages: Sequence[Any]) -> int:
     (match,) = cache.match(pages)
     plan = Plan(
         sender=match.model,
@@ -80,19 +99,24 @@ def _fetch(cache: Cache, pages: Sequence[Any], rate: list[float], num_bytes: lis
         block=Span(0, 0),
         num_layers=NUM_LAYERS,
     )
+    staging = cache.fetch(plan, pages, Deadline.after(30))
+    assert staging is not None
+    with staging:
+        for step in plan.steps:
+            staging.wait(step)
+    return staging.num_bytes
+
+
+def _repeat(work: Callable[[], int], rate: list[float], num_bytes: list[int]) -> None:
     while True:
         if rate[0] < 0:
             time.sleep(0.005)
             continue
         begun_at_s = time.perf_counter()
-        staging = cache.fetch(plan, pages, Deadline.after(30))
-        assert staging is not None
-        with staging:
-            for step in plan.steps:
-                staging.wait(step)
-        num_bytes[0] += staging.num_bytes
+        moved = work()
+        num_bytes[0] += moved
         if rate[0]:
-            due_s = staging.num_bytes / rate[0]
+            due_s = moved / rate[0]
             while rate[0] > 0 and time.perf_counter() - begun_at_s < due_s:
                 time.sleep(0.002)
 
@@ -129,8 +153,8 @@ class Answer:
 
 
 @contextmanager
-def fetcher(address: str, model: Path, is_shared: bool) -> Any:
-    command = [sys.executable, __file__, "--fetch", address, str(model), str(int(is_shared))]
+def fetcher(address: str, model: Path, way: str) -> Any:
+    command = [sys.executable, __file__, "--fetch", address, str(model), way]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout.readline() == "ready\n"
@@ -188,7 +212,7 @@ def measure(
 
 def main() -> None:
     if sys.argv[1:2] == ["--fetch"]:
-        fetch_for_ever(sys.argv[2], sys.argv[3], sys.argv[4] == "1")
+        fetch_for_ever(*sys.argv[2:5])
         return
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--windows", type=int, default=30)
@@ -210,11 +234,11 @@ def main() -> None:
             server.generate(DOCUMENT, max_new_tokens=1)
             alone = Answer()
             alone.read(server, 300)
-            for is_shared in (True, False):
-                with fetcher(address, model, is_shared) as process:
+            for way in WAYS:
+                with fetcher(address, model, way) as process:
                     for rate in args.mb_s:
                         row = measure(server, process, 1e6 * rate, args.windows, alone.text)
-                        found.append({"path": "memory" if is_shared else "tcp", **row})
+                        found.append({"path": way, **row})
     table = Table(title="time between two tokens while the cache is read / while it is not")
     for column in ("path", "asked MB/s", "moved MB/s", "step, ms", "ratio", "p25", "p75"):
         table.add_column(column, justify="left" if column == "path" else "right")
