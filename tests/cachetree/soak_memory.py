@@ -74,8 +74,8 @@ RATE = SHARE * BUDGET_BYTES / TTL_S / ((NUM_PAGES - NUM_SHARED) * PAGE_BYTES)
 OLDEST = int(TTL_S * RATE / 8)
 """How many documents ago one may have come that is still fetched: a use lets it live longer."""
 NUM_FILLING = int(1.5 * BUDGET_BYTES / (NUM_PAGES * PAGE_BYTES))
-"""Documents at the start, as fast as they go: what an arena has once held stays warm for the next
-loan, up to the budget, and so counts as resident."""
+"""Documents at the start: what an arena has once held stays warm for the next loan, up to the
+budget, and what was read of another one's stays mapped, so both count as resident."""
 SAMPLE_S = 5.0
 LIMIT_PER_HOUR = 0.01
 
@@ -102,6 +102,8 @@ def be_client(address: str, seed: int) -> None:
         assert cache.wait_ready(20)
         for index in range(-NUM_FILLING, 0):
             put(cache, document(index))
+            time.sleep(0.05)  # For the push of it.
+            take(cache, document(index), chance)
         begun_at_s, index = time.monotonic(), 0
         while True:
             put(cache, document(index))
