@@ -196,6 +196,7 @@ class ArenaReader:
             if not is_one:
                 raise FileNotFoundError("this is not the arena of that worker")
             self._memory = _mapped(fd, file.num_bytes, mmap.PROT_READ)
+            self._touched = bytearray(-(-file.num_bytes // _CHUNK_BYTES))
         finally:
             os.close(fd)
 
@@ -210,14 +211,20 @@ class ArenaReader:
             if memory is None or place.stop > memory.nbytes:
                 raise OSError(f"the arena has no place {place}")
             run = memory[place.start : place.stop]
-            # One call for many page faults; it may fail, as nothing depends on it.
-            _libc.madvise(_address(run) // _PAGE * _PAGE, run.nbytes, _POPULATE_READ)
+            self._touch(run, place)
             yield from copy_in_pieces(into[at : at + run.nbytes], run.data)
             at += run.nbytes
 
     def close(self) -> None:
         """Idempotent."""
         self._memory = None
+
+    def _touch(self, run: _Block, place: Span) -> None:
+        """One call for many page faults; where it fails, or comes too rarely, they happen."""
+        chunks = slice(place.start // _CHUNK_BYTES, -(-place.stop // _CHUNK_BYTES))
+        if not all(self._touched[chunks]):
+            self._touched[chunks] = b"\1" * (chunks.stop - chunks.start)
+            _libc.madvise(_address(run) // _PAGE * _PAGE, run.nbytes, _POPULATE_READ)
 
 
 def memory_of(budget_bytes: int, allocate: Allocate = pageable) -> Memory:
@@ -256,6 +263,8 @@ _libc: Final = _libc_with_types()
 
 
 _PAGE: Final = mmap.PAGESIZE
+_CHUNK_BYTES: Final = 1 << 20
+"""What a reader remembers to have touched."""
 _POPULATE_READ: Final = 22
 """MADV_POPULATE_READ, of Linux 5.14."""
 _PUNCH_HOLE: Final = 2 | 1
