@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -18,6 +18,9 @@ from cachetree.errors import (
 from cachetree.transport import verbs, wire
 from cachetree.transport.address import parse_remote
 from cachetree.transport.handshake import FAILURES, Credentials, Plain
+
+_RETRY_MS: Final = 10
+"""A worker that wants a key and sees first that there is none just hangs up: try until we do."""
 
 _Answer = TypeVar("_Answer", bound=verbs.ToPeer)
 
@@ -40,6 +43,7 @@ def ask(
     try:
         socket = context.socket(zmq.DEALER)
         socket.set(zmq.LINGER, 0)
+        socket.set(zmq.RECONNECT_IVL, _RETRY_MS)
         socket.set(zmq.IPV6, int(remote.is_ipv6))
         credentials.secure(socket, wire.MAX_HEADER_BYTES)
         monitor = socket.get_monitor_socket(FAILURES)

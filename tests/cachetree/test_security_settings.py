@@ -179,7 +179,7 @@ def test_status_and_ping_prove_themselves(
             begun_at_s = time.monotonic()
             assert main(["ping", worker.address, "--timeout", "30", *wrong]) == 1
             assert word in capsys.readouterr().err
-            assert time.monotonic() - begun_at_s < 20
+            assert time.monotonic() - begun_at_s < 5
     with worker_of(new_tree()) as worker:
         assert main(["ping", worker.address, *flags]) == 1
         assert re.search("does not use keys|another one or none", capsys.readouterr().err)
