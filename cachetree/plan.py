@@ -32,8 +32,11 @@ class Plan:
         layers [block.start, block.stop)  recomputed  our KV, from the sender's E at block.start
         layers [block.stop, num_layers)   loaded      sender's KV
 
+        layers in refreshed               projected   our K and V, from the sender's E there
+
     An empty block loads every layer. A block that starts at 0 begins with the receiver's own
-    embeddings and needs no E.
+    embeddings and needs no E. A refreshed layer stands outside the block and costs no attention:
+    its K and V are what the receiver makes of the residual stream that the sender had there.
     """
 
     sender: ModelId
@@ -41,31 +44,47 @@ class Plan:
     location: Location
     pages: Span
     block: Span
+    refreshed: tuple[int, ...] = ()
     num_layers: int
+    first_difference: int = 0
+    """First layer at which sender and receiver differ: below it their KV is bit-identical, and so
+    is E at it. 0 promises nothing."""
     is_lossy: bool = False
     """What is loaded was encoded: even the receiver's own KV comes back approximate."""
     strategy: Strategy = Strategy.PIPELINED
     """How loads and recompute share time; the others are there to be compared with."""
 
     @property
-    def transition_layer(self) -> int | None:
-        """The layer whose E is fetched; None where none is needed."""
-        return self.block.start if len(self.block) and self.block.start > 0 else None
+    def transition_layers(self) -> tuple[int, ...]:
+        """The layers whose E is fetched, ascending: where what is computed anew begins."""
+        begins = self.block.start if len(self.block) else 0
+        return tuple(sorted({begins, *self.refreshed} - {0}))
 
     @property
     def loaded_layers(self) -> tuple[int, ...]:
-        return tuple(layer for layer in range(self.num_layers) if layer not in self.block)
+        computed = {*self.block, *self.refreshed}
+        return tuple(layer for layer in range(self.num_layers) if layer not in computed)
+
+    @property
+    def computed_spans(self) -> tuple[Span, ...]:
+        """The runs of layers that are computed anew, each from E at its first layer."""
+        alone = (Span(layer, layer + 1) for layer in self.refreshed)
+        return (*((self.block,) if len(self.block) else ()), *alone)
 
     @property
     def is_exact(self) -> bool:
-        """True where the result is the receiver's own KV: its own cache, or every layer anew."""
-        is_own = self.sender == self.receiver and not self.is_lossy
-        return is_own or self.block == Span(0, self.num_layers)
+        """True where the result is the receiver's own KV: its own cache, every layer anew, or all
+        layers from the first that differs."""
+        if self.is_lossy or self.sender != self.receiver:
+            same = 0 if self.is_lossy else self.first_difference
+            is_rest_anew = self.block.start <= same and self.block.stop == self.num_layers
+            return is_rest_anew or same == self.num_layers
+        return True
 
     @property
     def steps(self) -> tuple[Step, ...]:
         """What to fetch, in the order of need: E first, then KV in layer order."""
-        e = () if self.transition_layer is None else (Step(Kind.E, self.transition_layer),)
+        e = (Step(Kind.E, layer) for layer in self.transition_layers)
         is_everything = self.strategy is Strategy.EVERYTHING_FIRST
         layers = range(self.num_layers) if is_everything else self.loaded_layers
         return (*e, *(Step(Kind.KV, layer) for layer in layers))

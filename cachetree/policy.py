@@ -3,9 +3,10 @@
 Pure: values in, one value out. Of every match at most one plan is made; the best of them wins.
 
     own model      every layer loaded, exact, no profile needed
-    another model  only with a profile that passed its gate; one of its measured blocks whose
-                   quality is at or above its floor, for as many pages as have E there;
-                   without a gate the lossless block, where the models are equal below some layer
+    another model  without a gate what is lossless: all layers from the first that differs, or from
+                   one below it that has E; else only with a profile that passed its gate, one of
+                   its measured plans whose quality is at or above its floor; in both cases for as
+                   many pages as have E where the plan needs it
 
 Which block (DroidSpeak, NSDI '26, appendix B): while requests wait, the one that recomputes the
 fewest layers; while none do, the one that recomputes the most within the TTFT target, or the
@@ -16,13 +17,21 @@ prefill is not used; costs that are not measured yet count as nothing.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import Final
 
 from cachetree.entries import Match
 from cachetree.ids import EMPTY_SPAN, LOCAL, Location, ModelId, Span
 from cachetree.plan import Plan
 from cachetree.profile import BlockQuality, PairProfile
+
+_PROJECTION: Final = 0.2
+"""Of a layer's time, what Q, K and V take: 3 of the 16 squares of the hidden size in a Llama layer
+with an MLP of four times its width. With fewer KV heads it is less."""
+
+_Recipe = BlockQuality
+"""What is computed anew, and how good the answers are then."""
 
 Profiles = Mapping[tuple[ModelId, ModelId], PairProfile]
 """By (sender, receiver)."""
@@ -58,11 +67,13 @@ class Reason(str, Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Requested:
-    """What one request asks for itself. A `block` is obeyed without a look at the costs."""
+    """What one request asks for itself. A `block` is obeyed without a look at the costs, and so are
+    the layers to refresh beside it."""
 
     mode: Mode = Mode.AUTO
     sender: ModelId | None = None
     block: Span | None = None
+    refreshed: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +98,9 @@ class Demand:
     gate: Gate = Gate.ENFORCE
     is_lossy: bool = False
     """The family's entries are encoded."""
+    first_differences: Mapping[ModelId, int] = field(default_factory=dict)
+    """By sender whose content was compared with the receiver's: the first layer that differs. Of
+    others the profile tells."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,13 +141,14 @@ def predict_ttft_s(plan: Plan, *, page_size: int, costs: Costs) -> float | None:
     """Seconds until the KV of `plan.pages` is there; None while the device's speed is unknown.
 
     E comes first, then the transfer of KV overlaps the block. A block costs one full layer less
-    than it has: its last one needs only K and V. The own forward over new tokens is not included.
+    than it has: its last one needs only K and V. Refreshed layers need only those, too. The own
+    forward over new tokens is not included.
     """
     if costs.compute_s_per_token_layer is None:
         return None
     num_pages = len(plan.pages)
-    compute_s = num_pages * page_size * _full_layers(plan.block) * costs.compute_s_per_token_layer
-    e_bytes = 0 if plan.transition_layer is None else num_pages * costs.e_page_bytes
+    compute_s = num_pages * page_size * _layers_of_work(plan) * costs.compute_s_per_token_layer
+    e_bytes = num_pages * len(plan.transition_layers) * costs.e_page_bytes
     kv_bytes = num_pages * len(plan.loaded_layers) * costs.kv_page_bytes
     bytes_per_s = costs.bytes_per_s.get(plan.location)
     if bytes_per_s is None:
@@ -167,9 +182,8 @@ def choose(
 
 def _rank(it: _Candidate, demand: Demand) -> tuple[bool, float, bool, bool, float]:
     """Largest saving first; then exact before approximate, local before remote, the better one."""
-    is_own = it.plan.sender == it.plan.receiver
     meets = _meets(it, demand)
-    return meets, it.saving, is_own, it.plan.location == LOCAL, it.quality
+    return meets, it.saving, it.plan.is_exact, it.plan.location == LOCAL, it.quality
 
 
 def _pick(demand: Demand, match: Match, profiles: Profiles, costs: Costs) -> _Candidate | NoReuse:
@@ -177,15 +191,20 @@ def _pick(demand: Demand, match: Match, profiles: Profiles, costs: Costs) -> _Ca
     if min(match.num_pages, demand.num_pages) - demand.first_page < demand.min_pages:
         have = f"{match.num_pages} pages of {match.model}, {demand.first_page} on the device"
         return NoReuse(reason=Reason.TOO_SHORT, detail=have)
-    blocks = _blocks(demand, match, profiles)
-    if isinstance(blocks, NoReuse):
-        return blocks
-    possible = [it for block in blocks if (it := _candidate(demand, match, block, costs))]
+    recipes = _recipes(demand, match, profiles)
+    if isinstance(recipes, NoReuse):
+        return recipes
+    profile = profiles.get((match.model, demand.receiver))
+    same = _first_difference(demand, match.model, profile)
+    possible = [it for recipe in recipes if (it := _candidate(demand, match, recipe, same, costs))]
     if not possible:
-        layers = sorted({block.start for block in blocks})
+        layers = sorted(
+            {layer for recipe in recipes for layer in (recipe.start, *recipe.refreshed)}
+        )
         return NoReuse(
             reason=Reason.NO_E,
-            detail=f"{match.model} has no E at layers {layers} for pages from {demand.first_page}",
+            detail=f"{match.model} lacks E at some of layers {layers} for pages from "
+            f"{demand.first_page}",
         )
     explicit = demand.requested is not None and demand.requested.block is not None
     faster = possible if explicit else [it for it in possible if it.saving > 0]
@@ -197,12 +216,12 @@ def _pick(demand: Demand, match: Match, profiles: Profiles, costs: Costs) -> _Ca
     return _by_load(demand, match, profiles, faster)
 
 
-def _blocks(demand: Demand, match: Match, profiles: Profiles) -> list[BlockQuality] | NoReuse:
-    """The blocks that the gate lets this request use with this sender."""
+def _recipes(demand: Demand, match: Match, profiles: Profiles) -> list[_Recipe] | NoReuse:
+    """What the gate lets this request compute anew with this sender."""
     requested = demand.requested or Requested()
     block = requested.block
-    if block is not None and block.stop > demand.num_layers:
-        too_large = f"block [{block.start}, {block.stop}) exceeds the {demand.num_layers} layers"
+    if block is not None and _last_layer(requested) >= demand.num_layers:
+        too_large = f"layer {_last_layer(requested)} of a model of {demand.num_layers} layers"
         return NoReuse(reason=Reason.UNGATED_BLOCK, detail=too_large)
     if match.model == demand.receiver:
         # The own cache is exact whatever is recomputed; a block only where asked for by name.
@@ -211,70 +230,87 @@ def _blocks(demand: Demand, match: Match, profiles: Profiles) -> list[BlockQuali
     profile = profiles.get((match.model, demand.receiver))
     is_free = demand.gate is Gate.OFF
     if block is not None and is_free:
-        return [_quality(block, 0.0)]
-    if profile is None:
+        return [_quality(block, 0.0, requested.refreshed)]
+    lossless = _lossless(demand, match, profile)
+    if profile is None and not lossless:
         return NoReuse(reason=Reason.NO_PROFILE, detail=f"no profile with sender {match.model}")
-    if not profile.is_usable and not is_free:
-        return NoReuse(reason=Reason.GATE_FAILED, detail=profile.reason)
-    allowed = _lossless(profile) + (_above_floor(profile) if profile.passed or is_free else [])
+    passed = profile is not None and (profile.passed or is_free)
+    allowed = lossless + (_above_floor(profile) if profile is not None and passed else [])
     if not allowed:
-        return NoReuse(reason=Reason.GATE_FAILED, detail="no block reaches the quality floor")
+        reason = profile.reason if profile and not passed else "no block reaches the quality floor"
+        return NoReuse(reason=Reason.GATE_FAILED, detail=reason)
     if block is None:
         return allowed
-    asked = [it for it in allowed if it.block == block]
+    asked = [it for it in allowed if (it.block, it.refreshed) == (block, requested.refreshed)]
     if not asked:
         return NoReuse(
             reason=Reason.UNGATED_BLOCK,
-            detail=f"block [{block.start}, {block.stop}) was not measured at or above "
-            f"{profile.quality_floor:.3f}",
+            detail=f"block [{block.start}, {block.stop}) with layers {list(requested.refreshed)} "
+            "refreshed was not measured at or above the quality floor",
         )
     return asked
 
 
-def _lossless(profile: PairProfile) -> list[BlockQuality]:
-    block, quality = profile.lossless, profile.full_prefill_quality
-    return [] if block is None else [_quality(block, quality)]
+def _last_layer(requested: Requested) -> int:
+    block = requested.block or EMPTY_SPAN
+    return max([block.stop - 1, *requested.refreshed])
 
 
-def _quality(block: Span, quality: float) -> BlockQuality:
-    return BlockQuality(start=block.start, stop=block.stop, quality=quality)
+def _first_difference(demand: Demand, sender: ModelId, profile: PairProfile | None) -> int:
+    known = demand.first_differences.get(sender)
+    return known if known is not None else profile.first_difference if profile else 0
 
 
-def _above_floor(profile: PairProfile) -> list[BlockQuality]:
+def _lossless(demand: Demand, match: Match, profile: PairProfile | None) -> list[_Recipe]:
+    """Everything anew from the first layer that differs, or from one below it that has E."""
+    differs = _first_difference(demand, match.model, profile)
+    quality = profile.full_prefill_quality if profile is not None else 1.0
+    if differs == demand.num_layers:
+        return [_quality(EMPTY_SPAN, quality)]
+    starts = {differs, *(layer for layer in match.e_pages if layer < differs)} - {0}
+    return [_quality(Span(start, demand.num_layers), quality) for start in sorted(starts)]
+
+
+def _quality(block: Span, quality: float, refreshed: tuple[int, ...] = ()) -> _Recipe:
+    return BlockQuality(start=block.start, stop=block.stop, refreshed=refreshed, quality=quality)
+
+
+def _above_floor(profile: PairProfile) -> list[_Recipe]:
     measured = [it for it in profile.blocks if it.quality >= profile.quality_floor]
     recommended = [profile.recommended] if profile.recommended else []
-    return list({it.block: it for it in [*measured, *recommended]}.values())
+    return list({(it.block, it.refreshed): it for it in [*measured, *recommended]}.values())
 
 
 def _candidate(
-    demand: Demand, match: Match, measured: BlockQuality, costs: Costs
+    demand: Demand, match: Match, recipe: _Recipe, first_difference: int, costs: Costs
 ) -> _Candidate | None:
-    """The plan with this block, None where E does not reach far enough."""
-    block = measured.block
+    """The plan with this recipe, None where E does not reach far enough."""
     stop = min(match.num_pages, demand.num_pages)
-    if len(block) and block.start > 0:
-        stop = min(stop, match.e_pages.get(block.start, 0))
-    if stop - demand.first_page < demand.min_pages:
-        return None
     plan = Plan(
         sender=match.model,
         receiver=demand.receiver,
         location=match.location,
-        pages=Span(demand.first_page, stop),
-        block=block,
+        pages=Span(demand.first_page, max(demand.first_page, stop)),
+        block=recipe.block,
+        refreshed=recipe.refreshed,
         num_layers=demand.num_layers,
+        first_difference=first_difference,
         is_lossy=demand.is_lossy,
     )
+    stop = min([stop, *(match.e_pages.get(layer, 0) for layer in plan.transition_layers)])
+    if stop - demand.first_page < demand.min_pages:
+        return None
+    plan = replace(plan, pages=Span(demand.first_page, stop))
     num_tokens = len(plan.pages) * demand.page_size
     reuse_s = predict_ttft_s(plan, page_size=demand.page_size, costs=costs)
     full_s = full_prefill_s(num_tokens, num_layers=demand.num_layers, costs=costs)
     if reuse_s is None or full_s is None:
-        saved = float(demand.page_size * _saved_page_layers(plan))
-        return _Candidate(plan=plan, quality=measured.quality, ttft_s=None, saving=saved)
+        saved = demand.page_size * _saved_page_layers(plan)
+        return _Candidate(plan=plan, quality=recipe.quality, ttft_s=None, saving=saved)
     num_rest = (demand.num_pages - stop) * demand.page_size + demand.num_new_tokens
     rest_s = full_prefill_s(num_rest, num_layers=demand.num_layers, costs=costs) or 0.0
     return _Candidate(
-        plan=plan, quality=measured.quality, ttft_s=reuse_s + rest_s, saving=full_s - reuse_s
+        plan=plan, quality=recipe.quality, ttft_s=reuse_s + rest_s, saving=full_s - reuse_s
     )
 
 
@@ -292,7 +328,11 @@ def _by_load(
         recommended = profile.recommended if profile else None
         longest = max(len(it.plan.pages) for it in possible)
         for it in possible:
-            is_recommended = recommended is not None and it.plan.block == recommended.block
+            recipe = (it.plan.block, it.plan.refreshed)
+            is_recommended = recommended is not None and recipe == (
+                recommended.block,
+                recommended.refreshed,
+            )
             if is_recommended and len(it.plan.pages) == longest:
                 return it
     return max(possible, key=lambda it: (_saved_page_layers(it.plan), it.quality))
@@ -303,9 +343,9 @@ def _meets(it: _Candidate, demand: Demand) -> bool:
     return target_s is None or it.ttft_s is None or it.ttft_s <= target_s
 
 
-def _full_layers(block: Span) -> int:
-    return max(0, len(block) - 1)
+def _layers_of_work(plan: Plan) -> float:
+    return max(0, len(plan.block) - 1) + _PROJECTION * len(plan.refreshed)
 
 
-def _saved_page_layers(plan: Plan) -> int:
-    return len(plan.pages) * len(plan.loaded_layers)
+def _saved_page_layers(plan: Plan) -> float:
+    return len(plan.pages) * (len(plan.loaded_layers) + (1 - _PROJECTION) * len(plan.refreshed))

@@ -19,10 +19,12 @@ VERSION = 2
 
 
 class BlockQuality(msgspec.Struct, frozen=True, kw_only=True):
-    """Quality of the receiver's answers when only layers `[start, stop)` are its own."""
+    """Quality of the receiver's answers when only layers `[start, stop)` are its own, and the K and
+    V of the `refreshed` ones outside are projected from the sender's residual stream there."""
 
     start: int
     stop: int
+    refreshed: tuple[int, ...] = ()
     quality: float
     """Mean of the profile's metric over its held-out questions, 0 to 1."""
 
@@ -81,8 +83,9 @@ class PairProfile(msgspec.Struct, frozen=True, kw_only=True):
 
     def transition_layers(self) -> frozenset[int]:
         """Layers at which a sender of this pair should keep E."""
-        recommended = self.recommended.block if self.recommended and self.passed else EMPTY_SPAN
-        starts = {block.start for block in (recommended, self.lossless or EMPTY_SPAN)}
+        starts = {(self.lossless or EMPTY_SPAN).start}
+        if self.recommended and self.passed:
+            starts |= {self.recommended.start, *self.recommended.refreshed}
         return frozenset(starts - {0})
 
 

@@ -3,9 +3,10 @@
     {"droidspeak": {"mode": "off"}}                    full prefill
     {"droidspeak": {"block": "2:5"}}                   recompute layers [2, 5)
     {"droidspeak": {"block": "none", "sender": ID}}    load every layer from that model
+    {"droidspeak": {"block": "2:5", "refresh": "7,9"}} and project K and V of two more anew
     {"droidspeak": {"ttft_target_ms": 300}}            recompute as much as fits that time
 
-SGLang carries only scalars here, which is why a block is text.
+SGLang carries only scalars here, which is why layers are text.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ class Controls(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """ModelId of the only sender to use."""
     block: str | None = None
     """`start:stop`, half-open; `none` recomputes nothing, `all` every layer."""
+    refresh: str | None = None
+    """Layers outside the block, with commas between; for measurements, with a block."""
     ttft_target_ms: float | None = None
     strategy: Strategy = Strategy.PIPELINED
     """How loads and recompute share time; for measurements."""
@@ -44,6 +47,21 @@ class Controls(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         if not int(start) < int(stop) <= num_layers:
             raise ValueError(f"block {self.block!r} is not within 0:{num_layers}")
         return Span(int(start), int(stop))
+
+    def refreshed(self, num_layers: int) -> tuple[int, ...]:
+        """The layers to refresh, ascending; ValueError where they are wrong."""
+        if self.refresh is None:
+            return ()
+        names = self.refresh.split(",")
+        block = self.span(num_layers)
+        if block is None or not all(name.isdigit() for name in names):
+            raise ValueError(f"refresh {self.refresh!r} is not layers beside a block: '7,9'")
+        layers = tuple(sorted({int(name) for name in names}))
+        if layers[-1] >= num_layers or any(layer in block for layer in layers):
+            raise ValueError(
+                f"refresh {self.refresh!r} is not outside the block, in 0:{num_layers}"
+            )
+        return layers
 
 
 def parse_controls(custom_params: Mapping[str, Any] | None) -> Controls:

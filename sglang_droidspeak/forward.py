@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ import msgspec
 from cachetree.clock import Deadline
 from cachetree.errors import FetchError
 from cachetree.ids import Span
+from cachetree.plan import Kind, Step
 from sglang_droidspeak import compat
 from sglang_droidspeak.compat.names import ForwardMode
 from sglang_droidspeak.meta_info import provenance_of, report
@@ -97,11 +98,11 @@ class ForwardPass:
         places = [self._place(batch, row_of[job.rid], job) for job in jobs]
         for job in jobs:
             self._e_pool.invalidate(job.slots)
-        # The pool must not wait for loads of the block's layers: there are none.
+        # The pool must not wait for loads of computed layers: there are none.
         self._loader.counter.set_consumer(NO_CONSUMER)
         started_s = time.monotonic()
         try:
-            self._run(batch, [self._prefix(it) for it in places if len(it.job.plan.block)])
+            self._run(batch, [prefix for it in places for prefix in self._prefixes(it)])
         except Exception as exc:
             log.exception("a partial prefill failed")
             for job in jobs:
@@ -121,10 +122,13 @@ class ForwardPass:
             slot_before=table[max(0, start - 1) : start].long(),
         )
 
-    def _prefix(self, it: _Place) -> Prefix:
-        step = it.job.e_step
-        e = None if step is None else self._coding.load(it.job.rows(step), self._e_pool.no_rows)
-        return Prefix(row=it.row, tokens=it.tokens, block=it.job.plan.block, e=e)
+    def _prefixes(self, it: _Place) -> Iterator[Prefix]:
+        for span in it.job.plan.computed_spans:
+            e = None
+            if span.start:
+                staged = it.job.rows(Step(Kind.E, span.start))
+                e = self._coding.load(staged, self._e_pool.no_rows)
+            yield Prefix(row=it.row, tokens=it.tokens, block=span, e=e)
 
     def _run(self, batch: ScheduleBatch, prefixes: Sequence[Prefix]) -> None:
         if not prefixes:

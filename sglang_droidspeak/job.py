@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from cachetree.clock import Deadline
 from cachetree.errors import FetchError
 from cachetree.ids import Span
-from cachetree.plan import Kind, Plan, Step
+from cachetree.plan import Plan, Step
 
 if TYPE_CHECKING:
     import torch
@@ -59,11 +59,6 @@ class Job:
         page_bytes = view.nbytes // len(self.plan.pages)
         first = self.pages.start - self.plan.pages.start
         return view[first * page_bytes : (first + len(self.pages)) * page_bytes]
-
-    @property
-    def e_step(self) -> Step | None:
-        layer = self.plan.transition_layer
-        return None if layer is None else Step(Kind.E, layer)
 
     def wait_staged(self, deadline: Deadline) -> None:
         """Block until every layer is in host memory; raises FetchError where it is not by then."""

@@ -77,7 +77,7 @@ class Loader:
                     self.counter.complete(index, layer)
 
     def _load(self, job: Job, layer: int) -> None:
-        if layer in job.plan.block:
+        if layer in job.plan.block or layer in job.plan.refreshed:
             return
         step = Step(Kind.KV, layer)
         try:

@@ -28,6 +28,8 @@ class RequestProvenance(msgspec.Struct, frozen=True, kw_only=True):
     location: str | None = None
     block: tuple[int, int] | None = None
     """Layers recomputed, half-open; None where none were."""
+    refreshed: tuple[int, ...] = ()
+    """Layers outside the block whose K and V were projected anew from the sender's E."""
     recomputed_layers: int = 0
     loaded_layers: int = 0
     fetched_bytes: int = 0
@@ -61,6 +63,7 @@ def provenance_of(
         sender=plan.sender,
         location=plan.location,
         block=(plan.block.start, plan.block.stop) if len(plan.block) else None,
+        refreshed=plan.refreshed,
         recomputed_layers=len(plan.block),
         loaded_layers=len(plan.loaded_layers),
         fetched_bytes=staging.num_bytes,

@@ -213,6 +213,7 @@ class WaitingRequests:
         try:
             controls = parse_controls(req.sampling_params.custom_params)
             block = controls.span(site.identity.num_layers)
+            refreshed = controls.refreshed(site.identity.num_layers)
         except ValueError as exc:
             log.warning("request %s: %s; it does a full prefill", req.rid, exc)
             return "bad_controls"
@@ -222,9 +223,14 @@ class WaitingRequests:
         if not matches:
             return Reason.NO_MATCH.value
         demand = replace(
-            self._demand(req, controls, block, len(pages)),
+            self._demand(req, controls, len(pages)),
             first_page=len(prefixes.slots_on_device(req, len(pages), tree)) // site.page_size,
             num_waiting=num_waiting,
+            requested=Requested(
+                sender=None if controls.sender is None else ModelId(controls.sender),
+                block=block,
+                refreshed=refreshed,
+            ),
         )
         plan = choose(demand, matches, self._profiles, self._costs({it.location for it in matches}))
         if isinstance(plan, NoReuse):
@@ -248,7 +254,7 @@ class WaitingRequests:
         deadline = Deadline.after(self._site.settings.fetch_deadline_s)
         reuse.staging = self._cache.fetch(reuse.plan, reuse.pages, deadline)
 
-    def _demand(self, req: Req, controls: Controls, block: Span | None, num_pages: int) -> Demand:
+    def _demand(self, req: Req, controls: Controls, num_pages: int) -> Demand:
         site, settings = self._site, self._site.settings
         target_ms = controls.ttft_target_ms or settings.ttft_target_ms
         return Demand(
@@ -259,9 +265,6 @@ class WaitingRequests:
             num_new_tokens=len(req.full_untruncated_fill_ids) - num_pages * site.page_size,
             min_pages=-(-settings.min_tokens // site.page_size),
             ttft_target_s=None if target_ms is None else target_ms / 1000,
-            requested=Requested(
-                sender=None if controls.sender is None else ModelId(controls.sender), block=block
-            ),
             gate=Gate(settings.gate),
             is_lossy=self._cache.family.codec is not Codec.NONE,
         )
@@ -305,8 +308,7 @@ class WaitingRequests:
             self._report(req, "fallback: SlowLink")
             reuse.give_up()
             return False
-        layer = plan.transition_layer
-        has_e = layer is None or staging.has_landed(Step(Kind.E, layer))
+        has_e = all(staging.has_landed(Step(Kind.E, layer)) for layer in plan.transition_layers)
         recompute_s = layer_s * max(0, len(plan.block) - 1)
         may_overlap = plan.strategy is Strategy.PIPELINED and has_e
         return not may_overlap or rest_s * _ARRIVAL_MARGIN > recompute_s

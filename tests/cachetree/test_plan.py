@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +14,7 @@ from cachetree.plan import Kind, Plan, Step
 S, R = ModelId("s"), ModelId("r")
 
 
-def plan(block: Span, num_layers: int = 6, sender: ModelId = S) -> Plan:
+def plan(block: Span, num_layers: int = 6, sender: ModelId = S, **more: Any) -> Plan:
     return Plan(
         sender=sender,
         receiver=R,
@@ -20,6 +22,7 @@ def plan(block: Span, num_layers: int = 6, sender: ModelId = S) -> Plan:
         pages=Span(0, 4),
         block=block,
         num_layers=num_layers,
+        **more,
     )
 
 
@@ -34,21 +37,53 @@ def test_steps_name_e_first_and_then_kv_in_layer_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("block", "transition_layer", "is_exact"),
+    ("block", "transition_layers", "is_exact"),
     [
-        (Span(0, 0), None, False),
-        (Span(3, 3), None, False),
-        (Span(0, 3), None, False),
-        (Span(3, 6), 3, False),
-        (Span(0, 6), None, True),
+        (Span(0, 0), (), False),
+        (Span(3, 3), (), False),
+        (Span(0, 3), (), False),
+        (Span(3, 6), (3,), False),
+        (Span(0, 6), (), True),
     ],
 )
 def test_where_e_is_needed_and_what_is_exact(
-    block: Span, transition_layer: int | None, is_exact: bool
+    block: Span, transition_layers: tuple[int, ...], is_exact: bool
 ) -> None:
-    assert plan(block).transition_layer == transition_layer
+    assert plan(block).transition_layers == transition_layers
     assert plan(block).is_exact is is_exact
     assert plan(block, sender=R).is_exact
+
+
+def test_refreshed_layers_start_from_e_of_their_own() -> None:
+    it = plan(Span(2, 4), refreshed=(0, 5))
+    assert it.transition_layers == (2, 5), "layer 0 starts from the receiver's own embeddings"
+    assert it.loaded_layers == (1, 4)
+    assert it.computed_spans == (Span(2, 4), Span(0, 1), Span(5, 6))
+    assert it.steps == (
+        Step(Kind.E, 2),
+        Step(Kind.E, 5),
+        Step(Kind.KV, 1),
+        Step(Kind.KV, 4),
+    )
+
+
+@pytest.mark.parametrize(
+    ("block", "first_difference", "is_exact"),
+    [
+        (Span(4, 6), 4, True),
+        (Span(2, 6), 4, True),
+        (Span(5, 6), 4, False),
+        (Span(2, 5), 4, False),
+        (Span(0, 0), 5, False),
+        (Span(0, 0), 6, True),
+        (Span(0, 0), 0, False),
+    ],
+)
+def test_exact_from_the_first_layer_that_differs(
+    block: Span, first_difference: int, is_exact: bool
+) -> None:
+    assert plan(block, first_difference=first_difference).is_exact is is_exact
+    assert not plan(block, first_difference=first_difference, is_lossy=True).is_exact
 
 
 @given(st.integers(1, 40), st.integers(0, 40), st.integers(0, 40))

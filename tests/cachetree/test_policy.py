@@ -126,6 +126,35 @@ def test_the_own_model_is_exact_and_needs_no_profile() -> None:
     assert plan.is_exact
 
 
+def test_a_difference_that_the_server_found_itself_needs_no_profile() -> None:
+    demand = replace(DEMAND, first_differences={S: 6, O: 10})
+    upper = plan_for(match(S), demand=demand, profiles={})
+    assert (upper.block, upper.is_exact) == (Span(6, 10), True)
+    same = plan_for(match(S), match(O), demand=demand, profiles={})
+    assert (same.sender, len(same.block), same.is_exact) == (O, 0, True)
+    none = replace(DEMAND, first_differences={S: 0})
+    assert reason_for(match(S), demand=none, profiles={}) is Reason.NO_PROFILE
+
+
+def test_refreshed_layers_cost_their_projections_and_e() -> None:
+    refreshing = BlockQuality(start=0, stop=0, refreshed=(3, 4), quality=0.99)
+    profile = msgspec.structs.replace(PROFILE, blocks=(refreshing,), recommended=None)
+    profiles = index_profiles([profile])
+    plan = plan_for(match(S), profiles=profiles, costs=MEASURED)
+    assert (plan.refreshed, plan.transition_layers) == ((3, 4), (3, 4))
+    predicted = predict_ttft_s(plan, page_size=16, costs=MEASURED)
+    e_s, kv_s, compute_s = 10 * 2 * 2e-6, 10 * 8 * 1e-6, 10 * 16 * 2 * 0.2 * 1e-3
+    assert predicted == pytest.approx(e_s + max(kv_s, compute_s), rel=1e-3)
+    assert plan_for(match(S, e={3: 10, 4: 6}), profiles=profiles).pages == Span(0, 6)
+    assert reason_for(match(S, e={3: 10}), profiles=profiles) is Reason.NO_E
+    asked = replace(DEMAND, requested=Requested(block=Span(0, 0), refreshed=(3, 4)))
+    assert plan_for(match(S), demand=asked, profiles=profiles).refreshed == (3, 4)
+    asked = replace(DEMAND, requested=Requested(block=Span(0, 0), refreshed=(4,)))
+    assert reason_for(match(S), demand=asked, profiles=profiles) is Reason.UNGATED_BLOCK
+    asked = replace(DEMAND, requested=Requested(block=Span(0, 0), refreshed=(10,)), gate=Gate.OFF)
+    assert reason_for(match(S), demand=asked) is Reason.UNGATED_BLOCK
+
+
 def test_another_model_needs_a_profile_that_passed() -> None:
     assert reason_for(match(S), profiles={}) is Reason.NO_PROFILE
     assert reason_for(match(O)) is Reason.NO_PROFILE
@@ -134,7 +163,7 @@ def test_another_model_needs_a_profile_that_passed() -> None:
     assert reason_for(match(R), demand=replace(DEMAND, receiver=S)) is Reason.NO_PROFILE
     plan = plan_for(match(S))
     assert (plan.sender, plan.block, plan.pages) == (S, Span(3, 6), Span(0, 10))
-    assert plan.transition_layer == 3
+    assert plan.transition_layers == (3,)
 
 
 def test_nothing_found_is_a_reason_too() -> None:
@@ -163,7 +192,7 @@ def test_e_limits_the_pages() -> None:
 
 def test_a_block_from_the_first_layer_needs_no_e() -> None:
     plan = plan_for(match(S, e={}))
-    assert (plan.block, plan.pages, plan.transition_layer) == (Span(0, 8), Span(0, 10), None)
+    assert (plan.block, plan.pages, plan.transition_layers) == (Span(0, 8), Span(0, 10), ())
 
 
 def test_waiting_requests_get_the_fewest_layers_above_the_floor() -> None:
@@ -208,7 +237,10 @@ def test_a_plan_that_is_not_faster_is_not_used() -> None:
 def test_a_lossless_block_needs_no_gate() -> None:
     profiles = index_profiles([msgspec.structs.replace(FAILED, first_difference=7)])
     assert plan_for(match(S), profiles=profiles).block == Span(7, 10)
-    assert reason_for(match(S, e={3: 10}), profiles=profiles) is Reason.NO_E
+    below = plan_for(match(S, e={3: 10}), profiles=profiles)
+    assert below.block == Span(3, 10), "E below the first difference is the same too"
+    assert below.is_exact
+    assert reason_for(match(S, e={8: 10}), profiles=profiles) is Reason.NO_E
     asked = replace(DEMAND, requested=Requested(block=Span(3, 6)))
     assert reason_for(match(S), demand=asked, profiles=profiles) is Reason.UNGATED_BLOCK
     equal = index_profiles([msgspec.structs.replace(FAILED, first_difference=10)])

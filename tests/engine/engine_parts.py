@@ -52,10 +52,12 @@ def oracle(
     num_reused: int,
     max_new: int,
     own: int = 0,
+    refreshed: Sequence[int] = (),
 ) -> Generated:
     """What the receiver must answer when tokens [own, num_reused) come from the sender."""
     ids = torch.tensor([list(prompt)])
-    prefix = partial_prefill(_load(receiver), _load(sender), ids[:, :num_reused], block, own)
+    reused = ids[:, :num_reused]
+    prefix = partial_prefill(_load(receiver), _load(sender), reused, block, own, refreshed)
     return decode(_load(receiver), prefix, ids[:, num_reused:], max_new)
 
 
