@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from cachetree.ids import Span
-from cachetree.profile import PairProfile, read_profile_as
+from cachetree.profile import PairProfile, Recipe, read_profile_as
 
 
 class Interval(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,10 +83,11 @@ class LayerSensitivity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MeasuredBlock(msgspec.Struct, frozen=True, kw_only=True):
-    """One block on the training split."""
+    """One block on the training split, with or without layers refreshed beside it."""
 
     start: int
     stop: int
+    refreshed: tuple[int, ...] = ()
     fidelity: Fidelity
     """Over as many questions as it was measured on."""
     quality: float | None
@@ -97,12 +98,20 @@ class MeasuredBlock(msgspec.Struct, frozen=True, kw_only=True):
     def block(self) -> Span:
         return Span(self.start, self.stop)
 
+    @property
+    def recipe(self) -> Recipe:
+        return Recipe(block=self.block, refreshed=self.refreshed)
+
 
 class FrontierPoint(msgspec.Struct, frozen=True, kw_only=True):
-    """No block of as many layers or fewer is as good on the training split."""
+    """No plan of its kind at as little work or less is as good on the training split.
+
+    Kinds are blocks, refreshed layers alone, and both together.
+    """
 
     start: int
     stop: int
+    refreshed: tuple[int, ...] = ()
     train_quality: float
     held_out: Interval
     loss: Interval
@@ -110,11 +119,15 @@ class FrontierPoint(msgspec.Struct, frozen=True, kw_only=True):
     fidelity: Fidelity
     """On the held-out split."""
     ttft_s: float
-    """Predicted by the cost model at the split's mean lengths."""
+    """Predicted by the cost model at the split's mean lengths, KV and E loaded from the host."""
 
     @property
     def block(self) -> Span:
         return Span(self.start, self.stop)
+
+    @property
+    def recipe(self) -> Recipe:
+        return Recipe(block=self.block, refreshed=self.refreshed)
 
 
 class BaselineKind(str, Enum):
@@ -205,16 +218,24 @@ class CostModel(msgspec.Struct, frozen=True, kw_only=True):
 
         Each run ends in K and V alone, and starts from E, but for one that starts at layer 0.
         """
-        num_recomputed = sum(len(run) for run in runs)
-        num_e = sum(run.start > 0 for run in runs if len(run))
+        kv_bytes, e_bytes = (num_tokens * it for it in self.moved_bytes(runs))
+        load_s = self.load_time_s(kv_bytes) + self.load_time_s(e_bytes)
+        return load_s + self.in_pool_s(runs, num_tokens, num_suffix)
+
+    def in_pool_s(self, runs: tuple[Span, ...], num_tokens: int, num_suffix: int) -> float:
+        """The same where the sender's KV and E lie on the receiver's device: nothing is loaded."""
         compute_s = sum(
             self.layers_s(num_tokens, len(run) - 1) + self.kv_s + num_tokens * self.kv_token_s
             for run in runs
             if len(run)
         )
-        kv_bytes = (self.num_layers - num_recomputed) * self.kv_bytes * num_tokens
-        load_s = self.load_time_s(kv_bytes) + self.load_time_s(num_e * self.e_bytes * num_tokens)
-        return load_s + compute_s + self.suffix_time_s(num_tokens, num_suffix)
+        return compute_s + self.suffix_time_s(num_tokens, num_suffix)
+
+    def moved_bytes(self, runs: tuple[Span, ...]) -> tuple[int, int]:
+        """Of one token, what is loaded from elsewhere: KV, and E."""
+        num_recomputed = sum(len(run) for run in runs)
+        num_e = sum(run.start > 0 for run in runs if len(run))
+        return (self.num_layers - num_recomputed) * self.kv_bytes, num_e * self.e_bytes
 
 
 class HeldOutTime(msgspec.Struct, frozen=True, kw_only=True):
@@ -262,8 +283,11 @@ class MeasuredProfile(PairProfile, frozen=True, kw_only=True):
     layers: tuple[LayerSensitivity, ...]
     measured: tuple[MeasuredBlock, ...]
     """Every block of the grid, by start, then by stop."""
+    refreshes: tuple[MeasuredBlock, ...] = ()
+    """Plans with refreshed layers; none where the two models are not of one base."""
     frontier: tuple[FrontierPoint, ...]
-    """By number of layers."""
+    """By work. Usable are the blocks, and what refreshes layers only where no plan of any kind at
+    as little work or less is as good on the training split."""
     baselines: tuple[Baseline, ...]
     costs: CostModel
     made: Making

@@ -19,16 +19,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Final
 
 from cachetree.entries import Match
 from cachetree.ids import EMPTY_SPAN, LOCAL, Location, ModelId, Span
 from cachetree.plan import Plan
-from cachetree.profile import BlockQuality, PairProfile
-
-_PROJECTION: Final = 0.2
-"""Of a layer's time, what Q, K and V take: 3 of the 16 squares of the hidden size in a Llama layer
-with an MLP of four times its width. With fewer KV heads it is less."""
+from cachetree.profile import PROJECTION, BlockQuality, PairProfile
 
 _Recipe = BlockQuality
 """What is computed anew, and how good the answers are then."""
@@ -344,8 +339,8 @@ def _meets(it: _Candidate, demand: Demand) -> bool:
 
 
 def _layers_of_work(plan: Plan) -> float:
-    return max(0, len(plan.block) - 1) + _PROJECTION * len(plan.refreshed)
+    return max(0, len(plan.block) - 1) + PROJECTION * len(plan.refreshed)
 
 
 def _saved_page_layers(plan: Plan) -> float:
-    return len(plan.pages) * (len(plan.loaded_layers) + (1 - _PROJECTION) * len(plan.refreshed))
+    return len(plan.pages) * (len(plan.loaded_layers) + (1 - PROJECTION) * len(plan.refreshed))

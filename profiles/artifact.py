@@ -23,7 +23,7 @@ from cachetree.evidence import (
 )
 from cachetree.family import ModelIdentity
 from cachetree.ids import Span
-from cachetree.profile import VERSION, BlockQuality
+from cachetree.profile import VERSION, BlockQuality, Recipe
 from profiles.documents import Document
 from profiles.examination import Score
 from profiles.frontier import frontier
@@ -38,9 +38,14 @@ T = TypeVar("T")
 class Choice:
     """What the training split says."""
 
-    frontier: list[Span]
-    recommended: Span | None
-    """The block that the gate will judge; None where none smaller than all layers would do."""
+    frontier: list[Recipe]
+    """Of every kind: blocks, refreshed layers alone, and both together."""
+    worthwhile: frozenset[Recipe]
+    """Blocks of the frontier, and plans that no plan of any kind beats at as little work."""
+    recommended: Recipe | None
+    """What the gate will judge; None where nothing but a block of all layers would do."""
+    best_blocks: list[Span]
+    """Of each size, the smallest first."""
     ranking: list[int]
     """Layers by the quality that their KV alone costs, then by KL; the most sensitive first."""
 
@@ -72,30 +77,46 @@ class Subject:
 
 
 def choose(swept: Swept, tolerance: float) -> Choice:
-    """Frontier and recommended block, by the blocks whose answers to all questions are known.
+    """Frontier and recommended plan, by the plans whose answers to all questions are known.
 
-    Recommended is the smallest block of the frontier that would pass the gate on these data: with
-    few questions a mean within the tolerance is luck too often.
+    Recommended is the worthwhile plan that takes the least work and would pass the gate on these
+    data: with few questions a mean within the tolerance is luck too often.
     """
     known = {
-        block: scores
-        for block, scores in swept.blocks.items()
+        recipe: scores
+        for recipe, scores in _scores(swept).items()
         if all(score.quality is not None for score in _flat(scores))
     }
-    qualities = {block: _quality(scores) for block, scores in known.items()}
-    kl = {block: _fidelity(scores).kl for block, scores in known.items()}
-    found = frontier(qualities, kl)
+    qualities = {recipe: _quality(scores) for recipe, scores in known.items()}
+    kl = {recipe: _fidelity(scores).kl for recipe, scores in known.items()}
+    kinds: dict[tuple[bool, bool], dict[Recipe, float]] = {}
+    for recipe, quality in qualities.items():
+        kind = bool(len(recipe.block)), bool(recipe.refreshed)
+        kinds.setdefault(kind, {})[recipe] = quality
+    found = [it for kind in kinds.values() for it in frontier(kind, kl, _work)]
+    found.sort(key=_work)
+    worthwhile = {it for it in found if not it.refreshed} | {*frontier(qualities, kl, _work)}
     num_layers = len(swept.layers)
     full = fmean(_flat(swept.full_prefill))
     within = (
-        block
-        for block in found
-        if len(block) < num_layers
-        and is_within(loss(swept.full_prefill, qualities_of(known[block])), full, tolerance)
+        recipe
+        for recipe in found
+        if recipe in worthwhile
+        and len(recipe.block) < num_layers
+        and is_within(loss(swept.full_prefill, qualities_of(known[recipe])), full, tolerance)
     )
+    blocks = sorted(
+        (it for it in known if not it.refreshed),
+        key=lambda it: (len(it.block), -qualities[it], kl[it]),
+    )
+    best: dict[int, Span] = {}
+    for it in blocks:
+        best.setdefault(len(it.block), it.block)
     return Choice(
         frontier=found,
+        worthwhile=frozenset(worthwhile),
         recommended=next(within, None),
+        best_blocks=list(best.values()),
         ranking=sorted(
             range(num_layers),
             key=lambda it: (_quality(swept.layers[it]), -_fidelity(swept.layers[it]).kl),
@@ -118,18 +139,20 @@ def build(
     """The profile: what was measured, and the verdict that follows."""
     split = _split(held_out, judged.sender, judged.full_prefill, judged.full_reuse)
     full = split.full_prefill
-    points = [_point(block, swept, judged, subject.costs, split) for block in choice.frontier]
-    by_block = {point.block: point for point in points}
-    point = by_block.get(choice.recommended)
+    scores = _scores(swept)
+    points = [_point(it, scores[it], judged, subject.costs, split) for it in choice.frontier]
+    point = next((it for it in points if it.recipe == choice.recommended), None)
     passed, reason = verdict(
         choice.recommended, None if point is None else point.loss, full, tolerance
     )
     num_layers = subject.costs.num_layers
     all_layers = BlockQuality(start=0, stop=num_layers, quality=full.mean)
     usable = [
-        BlockQuality(start=it.start, stop=it.stop, quality=it.held_out.mean)
+        _as_usable(it)
         for it in points
-        if len(it.block) < num_layers and is_within(it.loss, full.mean, tolerance)
+        if it.recipe in choice.worthwhile
+        and len(it.block) < num_layers
+        and is_within(it.loss, full.mean, tolerance)
     ]
     return MeasuredProfile(
         version=VERSION,
@@ -143,21 +166,30 @@ def build(
         full_reuse_quality=split.full_reuse.mean,
         tolerance=tolerance,
         blocks=(*usable, all_layers),
-        recommended=None
-        if point is None
-        else BlockQuality(start=point.start, stop=point.stop, quality=point.held_out.mean),
+        recommended=None if point is None else _as_usable(point),
         passed=passed,
         reason=reason,
         first_difference=subject.first_difference,
         train=_split(train, swept.sender, swept.full_prefill, swept.full_reuse),
         held_out=split,
         layers=tuple(_layer(layer, scores) for layer, scores in enumerate(swept.layers)),
-        measured=tuple(_measured(block, swept.blocks[block]) for block in sorted(swept.blocks)),
+        measured=tuple(
+            _measured(Recipe(block=block), swept.blocks[block]) for block in sorted(swept.blocks)
+        ),
+        refreshes=tuple(_measured(recipe, it) for recipe, it in swept.refreshed.items()),
         frontier=tuple(points),
         baselines=tuple(_baselines(judged, small, subject.costs, split)),
         costs=subject.costs,
         made=made,
     )
+
+
+def _work(recipe: Recipe) -> float:
+    return recipe.work
+
+
+def _scores(swept: Swept) -> dict[Recipe, Scores]:
+    return {**{Recipe(block=it): found for it, found in swept.blocks.items()}, **swept.refreshed}
 
 
 def _split(
@@ -190,12 +222,13 @@ def _layer(layer: int, scores: Scores) -> LayerSensitivity:
     )
 
 
-def _measured(block: Span, scores: Scores) -> MeasuredBlock:
+def _measured(recipe: Recipe, scores: Scores) -> MeasuredBlock:
     answered = [score for score in _flat(scores) if score.quality is not None]
     is_known = len(answered) == len(_flat(scores))
     return MeasuredBlock(
-        start=block.start,
-        stop=block.stop,
+        start=recipe.block.start,
+        stop=recipe.block.stop,
+        refreshed=recipe.refreshed,
         fidelity=_fidelity(scores),
         quality=_quality(scores) if is_known else None,
         num_questions=len(answered),
@@ -203,17 +236,28 @@ def _measured(block: Span, scores: Scores) -> MeasuredBlock:
 
 
 def _point(
-    block: Span, swept: Swept, judged: Judged, costs: CostModel, split: Split
+    recipe: Recipe, trained: Scores, judged: Judged, costs: CostModel, split: Split
 ) -> FrontierPoint:
-    scores = judged.candidates[Candidate(runs=(block,))]
+    candidate = Candidate(runs=recipe.runs)
+    scores = judged.candidates[candidate]
     return FrontierPoint(
-        start=block.start,
-        stop=block.stop,
-        train_quality=_quality(swept.blocks[block]),
+        start=recipe.block.start,
+        stop=recipe.block.stop,
+        refreshed=recipe.refreshed,
+        train_quality=_quality(trained),
         held_out=interval(qualities_of(scores)),
         loss=loss(judged.full_prefill, qualities_of(scores)),
         fidelity=_fidelity(scores),
-        ttft_s=_seconds(Candidate(runs=(block,)), costs, split),
+        ttft_s=_seconds(candidate, costs, split),
+    )
+
+
+def _as_usable(point: FrontierPoint) -> BlockQuality:
+    return BlockQuality(
+        start=point.start,
+        stop=point.stop,
+        refreshed=point.refreshed,
+        quality=point.held_out.mean,
     )
 
 

@@ -230,8 +230,8 @@ def _verify(args: argparse.Namespace) -> int:
 def _say(found: Verification) -> None:
     _print(f"{found.num_questions} questions about {found.num_contexts} contexts")
     _print(f"full prefill {found.full_prefill.mean:.3f}, full reuse {found.full_reuse.mean:.3f}")
-    for block, lost in found.losses.items():
-        _print(f"block {block:>7} loses {lost.mean:.3f} ({lost.low:.3f} to {lost.high:.3f})")
+    for recipe, lost in found.losses.items():
+        _print(f"{recipe:>8} loses {lost.mean:.3f} ({lost.low:.3f} to {lost.high:.3f})")
     _print(f"{'passed' if found.passed else 'failed'}: {found.reason}")
     _print("the profile's verdict holds" if found.holds else "the profile's verdict does not hold")
 

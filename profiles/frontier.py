@@ -1,19 +1,21 @@
-"""Which blocks are worth their layers, and which need no more measuring. Pure.
+"""Which plans are worth their work, and which blocks need no more measuring. Pure.
 
-A block is on the frontier where no block of as many layers or fewer is as good. Of equally good
-blocks of one size the one that stays closest to full prefill (least KL) stands for all; then the
+A plan is on the frontier where no other at as little work or less is as good. Of equally good ones
+at the same work the one that stays closest to full prefill (least KL) stands for all; then the
 first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import sqrt
 from statistics import fmean, stdev
-from typing import Final
+from typing import Final, TypeVar
 
 from cachetree.ids import Span
+
+Plan = TypeVar("Plan")
 
 CONFIDENCE: Final = 3.0
 """Standard errors by which a block has to be worse before it is dropped."""
@@ -51,12 +53,14 @@ def survivors(blocks: Mapping[Span, Standing]) -> frozenset[Span]:
     return frozenset(left)
 
 
-def frontier(qualities: Mapping[Span, float], kl: Mapping[Span, float]) -> list[Span]:
-    """By number of layers; from every size the best block, where it beats all smaller ones."""
-    chosen: list[Span] = []
-    for size in sorted({len(block) for block in qualities}):
-        same_size = [block for block in qualities if len(block) == size]
-        best = min(same_size, key=lambda it: (-qualities[it], kl[it], it.start))
+def frontier(
+    qualities: Mapping[Plan, float], kl: Mapping[Plan, float], work: Callable[[Plan], float]
+) -> list[Plan]:
+    """By work; from plans of the same work the best one, where it beats all that take less."""
+    chosen: list[Plan] = []
+    for least in sorted({work(it) for it in qualities}):
+        same = [it for it in qualities if work(it) == least]
+        best = min(same, key=lambda it: (-qualities[it], kl[it]))
         if not chosen or qualities[best] > qualities[chosen[-1]]:
             chosen.append(best)
     return chosen

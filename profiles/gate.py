@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 
 from cachetree.evidence import Interval
-from cachetree.ids import Span
+from cachetree.profile import Recipe
 
 NUM_SAMPLES: Final = 10_000
 _SEED: Final = 0
@@ -50,7 +50,7 @@ def is_within(lost: Interval, full_prefill: float, tolerance: float) -> bool:
 
 
 def verdict(
-    block: Span | None, lost: Interval | None, full_prefill: Interval, tolerance: float
+    recipe: Recipe | None, lost: Interval | None, full_prefill: Interval, tolerance: float
 ) -> tuple[bool, str]:
     """Whether the pair passes, and why, in one sentence."""
     if full_prefill.mean <= 0:
@@ -58,14 +58,14 @@ def verdict(
             "the receiver alone answers nothing right on held-out questions, so no loss can be "
             "judged; check data, template and metric"
         )
-    if block is None or lost is None:
+    if recipe is None or lost is None:
         return False, (
             "no block smaller than all layers keeps the training quality within "
             f"{tolerance:.0%} of full prefill's with 95 % confidence"
         )
     share = f"{tolerance:.0%} of full prefill's {full_prefill.mean:.3f}"
     found = (
-        f"layers [{block.start}, {block.stop}) lose {lost.mean:.3f} on held-out questions "
+        f"layers {recipe} lose {lost.mean:.3f} on held-out questions "
         f"(95 % interval {lost.low:.3f} to {lost.high:.3f})"
     )
     if is_within(lost, full_prefill.mean, tolerance):

@@ -1,8 +1,8 @@
-"""The held-out split: the frontier's blocks, and what one could do instead of them.
+"""Any plan, by the metric: the held-out split's frontier and what one could do instead of it.
 
 for each context
     the sender's pass, the receiver's own pass ─► full prefill, full reuse
-    for each first layer of a run: the receiver's layers from there as far as any plan needs
+    for each run of layers: the receiver's layers from the sender's E at its first
     for each CacheBlend budget: its tokens at all layers
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
 from cachetree.evidence import BaselineKind
 from cachetree.ids import Span
@@ -22,8 +22,10 @@ from profiles.passes import DocumentPasses
 from profiles.study import FIRST_NEW, THEIRS, Bench, Study
 
 SPLIT: Final = "held_out"
-MOST_BUDGETS: Final = 6
-"""Baselines are measured at so many sizes of the frontier at most."""
+MOST_SIZES: Final = 6
+"""What there is of every size is measured at so many of them at most."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +33,7 @@ class Candidate:
     """What is recomputed: runs of layers, each from the sender's E, or a share of the tokens."""
 
     kind: BaselineKind | None = None
-    """None for a block of the frontier."""
+    """None for a plan of the frontier."""
     runs: tuple[Span, ...] = ()
     share: float = 0.0
 
@@ -60,7 +62,8 @@ def baselines(
 ) -> list[Candidate]:
     """Alternatives at the frontier's sizes; `ranking` has all layers, the most sensitive first."""
     num_layers = len(ranking)
-    sizes = _spread([len(block) for block in frontier if len(block) < num_layers], recommended)
+    sizes = spread([len(block) for block in frontier if len(block) < num_layers])
+    sizes = sorted({*sizes, *([len(recommended)] if recommended else [])})
     found = []
     for size in sizes:
         share = size / num_layers
@@ -71,6 +74,14 @@ def baselines(
         runs = split_runs(recommended, parts)
         found.append(Candidate(kind=BaselineKind.SPLIT_BLOCK, runs=runs))
     return found
+
+
+def spread(values: Sequence[T]) -> list[T]:
+    """At most MOST_SIZES of them, evenly, the first and the last among them."""
+    if len(values) <= MOST_SIZES:
+        return list(values)
+    step = (len(values) - 1) / (MOST_SIZES - 1)
+    return [values[round(i * step)] for i in range(MOST_SIZES)]
 
 
 def critical_runs(layers: Iterable[int]) -> tuple[Span, ...]:
@@ -95,18 +106,21 @@ def split_runs(block: Span, parts: int) -> tuple[Span, ...]:
     return tuple(runs)
 
 
-def judge(bench: Bench, documents: Sequence[Document], candidates: Sequence[Candidate]) -> Judged:
+def judge(
+    bench: Bench,
+    documents: Sequence[Document],
+    candidates: Sequence[Candidate],
+    split: str = SPLIT,
+) -> Judged:
     """Measure document after document, every candidate by the metric."""
-    stops: dict[int, int] = {}
-    for run in (run for candidate in candidates for run in candidate.runs):
-        stops[run.start] = max(run.stop, stops.get(run.start, 0))
+    starts = {run.start for candidate in candidates for run in candidate.runs}
     found: dict[Candidate, list[Sequence[Score]]] = {it: [] for it in candidates}
     references = []
     for index, document in enumerate(documents):
-        study = Study(bench, SPLIT, index, document, frozenset(stops))
+        study = Study(bench, split, index, document, starts)
         reuse: Mixture = (THEIRS,) * bench.num_layers
         references.append(study.references([reuse], [True]))
-        runs = _Runs(study.passes, stops)
+        runs = _Runs(study.passes, bench.num_layers)
         for candidate in candidates:
             entry = study.compare(
                 candidate.name,
@@ -124,21 +138,32 @@ def judge(bench: Bench, documents: Sequence[Document], candidates: Sequence[Cand
 
 
 class _Runs:
-    """Recomputed layers of one document by their first: each is computed once, when needed."""
+    """Recomputed layers of one document, kept for the next candidates as far as memory allows:
+    no more of them at a time than the model has layers."""
 
-    def __init__(self, passes: DocumentPasses, stops: dict[int, int]) -> None:
-        self._passes, self._stops = passes, stops
-        self._made: dict[int, PrefixKV] = {}
+    def __init__(self, passes: DocumentPasses, num_layers: int) -> None:
+        self._passes, self._num_layers = passes, num_layers
+        self._made: dict[Span, PrefixKV] = {}
 
     def sources(self, candidate: Candidate) -> list[PrefixKV]:
         if candidate.share:
             return [self._passes.blend(candidate.share)]
-        return [self._from(run.start) for run in candidate.runs]
+        serving = {run: self._serving(run) for run in candidate.runs}
+        fresh = [run for run, made in serving.items() if made is None]
+        if sum(map(len, [*self._made, *fresh])) > self._num_layers:
+            kept = {made for made in serving.values() if made is not None}
+            if sum(map(len, [*kept, *fresh])) > self._num_layers:
+                kept, fresh = set(), list(candidate.runs)
+            self._made = {made: kv for made, kv in self._made.items() if made in kept}
+        for run in fresh:
+            self._made[run] = self._passes.new(run)
+        return [self._made[self._serving(run) or run] for run in candidate.runs]
 
-    def _from(self, start: int) -> PrefixKV:
-        if start not in self._made:
-            self._made[start] = self._passes.new(Span(start, self._stops[start]))
-        return self._made[start]
+    def _serving(self, run: Span) -> Span | None:
+        """What was made from the same layer, and at least as far."""
+        return next(
+            (it for it in self._made if it.start == run.start and it.stop >= run.stop), None
+        )
 
 
 def _mixture(candidate: Candidate, num_layers: int) -> Mixture:
@@ -149,11 +174,3 @@ def _mixture(candidate: Candidate, num_layers: int) -> Mixture:
         for layer in run:
             reads[layer] = FIRST_NEW + i
     return tuple(reads)
-
-
-def _spread(sizes: Sequence[int], recommended: Span | None) -> list[int]:
-    """At most MOST_BUDGETS of the sizes, evenly; the recommended one is always among them."""
-    if len(sizes) > MOST_BUDGETS:
-        step = (len(sizes) - 1) / (MOST_BUDGETS - 1)
-        sizes = [sizes[round(i * step)] for i in range(MOST_BUDGETS)]
-    return sorted({*sizes, *([len(recommended)] if recommended else [])})

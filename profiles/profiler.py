@@ -1,7 +1,7 @@
 """The profiler: a pair of models and a data set in, a trusted pair profile out (§4.2, §5.4).
 
-    data ─► train ─► sweep every block ─► frontier ─► recommended block
-            held out ───────────────────► judge the frontier and the baselines ─► gate ─► profile
+    data ─► train ─► sweep every block ─► refresh layers beside the best ─► frontier
+            held out ─► judge the frontier and the baselines ─► gate ─► profile
 
 Everything that was measured is kept beside the profile until the profile is written, so that the
 same command goes on where an earlier one was stopped.
@@ -46,6 +46,7 @@ from profiles.judging import Candidate, Judged, baselines, judge
 from profiles.layered import LayeredModel, check_layers
 from profiles.models import ModelSource, Pair, load_model, load_pair, load_tokenizer
 from profiles.progress import Clock, duration, shown
+from profiles.refreshing import refresh
 from profiles.room import Room, Sizes, make_room
 from profiles.study import Bench
 from profiles.tasks import TaskOptions
@@ -139,10 +140,16 @@ def profile_pair(settings: Settings, console: Console) -> MeasuredProfile:
             bench, tick=lambda it, is_new: done(training[it.document, it.step], is_new)
         )
         swept = sweep(ticking, train.documents, blocks, pruned=settings.pruned)
+    if settings.sender.path.samefile(settings.receiver.path):
+        swept = refresh(bench, train.documents, swept, pair.first_difference, console)
     choice = choose(swept, settings.tolerance)
     candidates = [
-        *(Candidate(runs=(block,)) for block in choice.frontier),
-        *baselines(choice.frontier, choice.recommended, choice.ranking),
+        *(Candidate(runs=recipe.runs) for recipe in choice.frontier),
+        *baselines(
+            [recipe.block for recipe in choice.frontier if not recipe.refreshed],
+            choice.recommended.block if choice.recommended else None,
+            choice.ranking,
+        ),
     ]
     judged = judge_all(bench, held_out.documents, candidates, judging, console)
     small = None

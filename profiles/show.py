@@ -27,7 +27,7 @@ def table_of(profile: MeasuredProfile) -> RenderableType:
         Text(),
         _drawn(
             tables.frontier(profile).only(
-                "block",
+                "plan",
                 "layers",
                 "train",
                 "held-out [95 %]",

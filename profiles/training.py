@@ -11,11 +11,12 @@ That is L + 1 passes over a context at group 1, whatever the number of blocks.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Final
 
 from cachetree.ids import Span
+from cachetree.profile import Recipe
 from profiles.documents import Document
 from profiles.examination import Score
 from profiles.frontier import Standing, survivors
@@ -41,6 +42,8 @@ class Swept:
     """By the layer whose KV alone is the sender's."""
     blocks: dict[Span, Scores]
     """A dropped block has questions without a quality."""
+    refreshed: Mapping[Recipe, Scores] = field(default_factory=dict)
+    """Plans with refreshed layers, where they were measured."""
 
 
 def sweep(

@@ -10,7 +10,7 @@ from rich.console import Console
 from cachetree.errors import ProfileError
 from cachetree.evidence import DataFile, Interval, MeasuredProfile
 from cachetree.family import ModelIdentity
-from cachetree.ids import Span
+from cachetree.profile import Recipe
 from profiles.artifact import qualities_of
 from profiles.documents import data_files
 from profiles.forecast import judging_s
@@ -29,7 +29,7 @@ class Verification(msgspec.Struct, frozen=True, kw_only=True):
     full_prefill: Interval
     full_reuse: Interval
     losses: dict[str, Interval]
-    """Of every block of the frontier, by `start:stop`."""
+    """Of every plan of the frontier, by its `str`."""
     passed: bool
     """The gate, on these data."""
     reason: str
@@ -49,36 +49,36 @@ def verify_profile(profile: MeasuredProfile, settings: Settings, console: Consol
     sources, documents = load_documents(settings, settings.data, pair.tokenizer, positions)
     _require_unseen(profile, data_files(sources, documents))
     sender, receiver = answerers(pair, documents, settings.max_memory_gb)
-    candidates = {point.block: Candidate(runs=(point.block,)) for point in profile.frontier}
+    candidates = {it.recipe: Candidate(runs=it.recipe.runs) for it in profile.frontier}
     with temporary_journal() as journal:
         bench = Bench(sender=sender, receiver=receiver, journal=journal)
         judging = judging_s(documents, profile.costs)
         judged = judge_all(bench, documents, list(candidates.values()), judging, console)
     full = interval(judged.full_prefill)
     losses = {
-        block: loss(judged.full_prefill, qualities_of(judged.candidates[candidate]))
-        for block, candidate in candidates.items()
+        recipe: loss(judged.full_prefill, qualities_of(judged.candidates[candidate]))
+        for recipe, candidate in candidates.items()
     }
-    block = _judged_block(profile, losses)
-    passed, reason = verdict(block, losses.get(block), full, profile.tolerance)
+    recipe = _judged(profile, losses)
+    passed, reason = verdict(recipe, losses.get(recipe), full, profile.tolerance)
     return Verification(
         num_contexts=len(documents),
         num_questions=sum(len(document.questions) for document in documents),
         full_prefill=full,
         full_reuse=interval(qualities_of(judged.full_reuse)),
-        losses={f"{block.start}:{block.stop}": it for block, it in losses.items()},
+        losses={str(recipe): it for recipe, it in losses.items()},
         passed=passed,
         reason=reason,
         holds=passed == profile.passed,
     )
 
 
-def _judged_block(profile: MeasuredProfile, losses: Mapping[Span, Interval]) -> Span | None:
-    """The recommended block; where there is none, the one smaller than all layers that loses least:
-    the verdict holds where even that one loses too much."""
+def _judged(profile: MeasuredProfile, losses: Mapping[Recipe, Interval]) -> Recipe | None:
+    """The recommended plan; where there is none, the one short of all layers that loses least: the
+    verdict holds where even that one loses too much."""
     if profile.recommended is not None:
-        return profile.recommended.block
-    smaller = [block for block in losses if len(block) < profile.receiver.num_layers]
+        return profile.recommended.recipe
+    smaller = [it for it in losses if len(it.block) < profile.receiver.num_layers]
     return min(smaller, key=lambda it: losses[it].mean, default=None)
 
 

@@ -171,7 +171,7 @@ def _enclose_good(axes: Axes, profile: MeasuredProfile, grid: _Grid) -> None:
 
 
 def _mark_recommended(axes: Axes, profile: MeasuredProfile, grid: _Grid) -> None:
-    chosen = derived.smaller_block(profile)
+    chosen = derived.recommended_block(profile)
     place = grid.place(chosen) if chosen else None
     if chosen is None or place is None:
         return

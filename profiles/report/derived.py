@@ -16,6 +16,7 @@ from cachetree.evidence import (
     MeasuredProfile,
 )
 from cachetree.ids import Span
+from cachetree.profile import PROJECTION, Recipe
 
 CRITICAL_SHARE: Final = 0.25
 CRITICAL_LOSS: Final = 0.01
@@ -35,9 +36,9 @@ class Agreement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saving:
-    """What the recommended block saves, at the held-out split's mean lengths."""
+    """What the recommended plan saves, at the held-out split's mean lengths."""
 
-    block: Span
+    recipe: Recipe
     quality: float
     loss: float
     ttft_s: float
@@ -70,33 +71,50 @@ def ttft_ratio(profile: MeasuredProfile, ttft_s: float) -> float:
     return ttft_s / full_s if full_s else 1.0
 
 
-def smaller_block(profile: MeasuredProfile) -> Span | None:
-    """The recommended block, if it leaves something to reuse."""
-    recommended = profile.recommended
-    if recommended is None or len(recommended.block) >= num_layers(profile):
+def blocks(profile: MeasuredProfile) -> tuple[FrontierPoint, ...]:
+    """The frontier without plans that refresh layers."""
+    return tuple(it for it in profile.frontier if not it.refreshed)
+
+
+def recommended(profile: MeasuredProfile) -> Recipe | None:
+    """The recommended plan, if it leaves something to reuse."""
+    found = profile.recommended
+    if found is None or len(found.block) >= num_layers(profile):
         return None
-    return recommended.block
+    return found.recipe
 
 
-def point_of(profile: MeasuredProfile, block: Span) -> FrontierPoint | None:
-    return next((it for it in profile.frontier if it.block == block), None)
+def recommended_block(profile: MeasuredProfile) -> Span | None:
+    """The recommended plan, if it is a block and nothing else."""
+    found = recommended(profile)
+    return None if found is None or found.refreshed else found.block
+
+
+def point_of(profile: MeasuredProfile, recipe: Recipe) -> FrontierPoint | None:
+    return next((it for it in profile.frontier if it.recipe == recipe), None)
 
 
 def saving(profile: MeasuredProfile) -> Saving | None:
     """None where nothing smaller than all layers is recommended."""
-    block, recommended = smaller_block(profile), profile.recommended
-    if block is None or recommended is None:
+    recipe, measured = recommended(profile), profile.recommended
+    if recipe is None or measured is None:
         return None
-    point = point_of(profile, block)
-    ttft_s = point.ttft_s if point else profile.costs.ttft_s((block,), *lengths(profile))
+    point = point_of(profile, recipe)
+    ttft_s = point.ttft_s if point else profile.costs.ttft_s(recipe.runs, *lengths(profile))
     return Saving(
-        block=block,
-        quality=recommended.quality,
-        loss=profile.full_prefill_quality - recommended.quality,
+        recipe=recipe,
+        quality=measured.quality,
+        loss=profile.full_prefill_quality - measured.quality,
         ttft_s=ttft_s,
         full_prefill_s=full_prefill_s(profile),
         ratio=ttft_ratio(profile, ttft_s),
     )
+
+
+def moved_share(profile: MeasuredProfile, recipe: Recipe) -> float:
+    """Bytes of KV and E that a plan loads where sender and receiver share no pool, of all KV's."""
+    all_kv, _ = profile.costs.moved_bytes(())
+    return sum(profile.costs.moved_bytes(recipe.runs)) / all_kv
 
 
 def loss_of(profile: MeasuredProfile, layer: LayerSensitivity) -> float:
@@ -147,8 +165,9 @@ def in_all(blocks: Sequence[MeasuredBlock]) -> tuple[int, ...]:
     return tuple(range(max(it.start for it in blocks), min(it.stop for it in blocks)))
 
 
-def best_alternative(profile: MeasuredProfile, max_layers: float) -> Baseline | None:
+def best_alternative(profile: MeasuredProfile, recipe: Recipe) -> Baseline | None:
     """The best baseline of this receiver at no more compute, by held-out quality."""
+    max_layers = len(recipe.block) + PROJECTION * len(recipe.refreshed)
     affordable = [
         it
         for it in profile.baselines
@@ -164,7 +183,7 @@ def gap_of(point: FrontierPoint) -> float:
 
 def worst_gap(profile: MeasuredProfile) -> FrontierPoint | None:
     """The point whose two qualities are furthest apart, either way."""
-    return max(profile.frontier, key=lambda it: abs(gap_of(it)), default=None)
+    return max(blocks(profile), key=lambda it: abs(gap_of(it)), default=None)
 
 
 def time_errors(profile: MeasuredProfile) -> tuple[float, ...]:

@@ -115,7 +115,7 @@ def blocks(profile: MeasuredProfile) -> Finding:
         inside = "the blocks inside the line are good enough, and " + (
             f"all of them recompute {words.layers(shared)}" if shared else "no layer is in them all"
         )
-    chosen = derived.smaller_block(profile)
+    chosen = derived.recommended_block(profile)
     marked = f"; the star is the recommended {words.span(chosen)}" if chosen else ""
     hatched = (
         f"; hatched are {words.counted(dropped, 'block')} dropped early because others dominate "
@@ -147,7 +147,7 @@ def quality_by_layers(profile: MeasuredProfile) -> Finding:
             f"{num_layers} layers, if at all; reusing all layers reaches {words.quality(reuse)}.",
         )
     kept = words.percent_kept(found.quality / full) if full else words.ABSENT
-    other = derived.best_alternative(profile, len(found.block))
+    other = derived.best_alternative(profile, found.recipe)
     compared = (
         "no alternative was measured at as little compute"
         if other is None
@@ -156,9 +156,9 @@ def quality_by_layers(profile: MeasuredProfile) -> Finding:
     )
     good = found.quality >= profile.quality_floor
     return Finding(
-        f"Recomputing {len(found.block)} of {num_layers} layers keeps "
+        f"To {words.anew(found.recipe, num_layers)} keeps "
         f"{'' if good else 'only '}{kept} of the held-out {metric}",
-        f"The recommended block {words.span(found.block)} reaches {words.quality(found.quality)}, "
+        f"The recommended plan {found.recipe} reaches {words.quality(found.quality)}, "
         f"where {words.quality(profile.quality_floor)} is accepted (shaded) and reusing all layers "
         f"gives {words.quality(reuse)}; {compared}.",
     )
@@ -168,7 +168,7 @@ def quality_by_time(profile: MeasuredProfile) -> Finding:
     found = derived.saving(profile)
     full_s = derived.full_prefill_s(profile)
     n, m = derived.lengths(profile)
-    smaller = [it for it in profile.frontier if len(it.block) < derived.num_layers(profile)]
+    smaller = [it for it in derived.blocks(profile) if len(it.block) < derived.num_layers(profile)]
     good = [it for it in smaller if it.held_out.mean >= profile.quality_floor]
     seen = (
         f"Better is up and to the left: for prompts of {n:,} + {m:,} tokens on "
@@ -204,7 +204,7 @@ def train_held_out(profile: MeasuredProfile) -> Finding:
     if worst is None:
         return Finding("There is no frontier to compare", "No block was judged on both splits.")
     largest = abs(derived.gap_of(worst))
-    chosen = derived.smaller_block(profile)
+    chosen = derived.recommended(profile)
     point = derived.point_of(profile, chosen) if chosen else None
     seen = (
         f"The two curves are the same blocks on the questions that chose them and on others; they "
@@ -218,9 +218,9 @@ def train_held_out(profile: MeasuredProfile) -> Finding:
         )
     gap = derived.gap_of(point)
     return Finding(
-        f"Held-out quality of {words.span(point.block)} is {words.num_points(abs(gap))} "
+        f"Held-out quality of {point.recipe} is {words.num_points(abs(gap))} "
         f"{'below' if gap > 0 else 'above'} training; largest gap {words.points(largest)}",
-        f"{seen}; the recommended block's gap is "
+        f"{seen}; the recommended plan's gap is "
         f"{'within' if abs(gap) <= PAPER_GAP else 'beyond'} the {words.num_points(PAPER_GAP)} of "
         f"the paper's worst pair.",
     )
@@ -236,13 +236,13 @@ def cost_model(profile: MeasuredProfile) -> Finding:
         if errors
         else "The cost model was not checked at other lengths than it was fitted on"
     )
-    chosen = derived.smaller_block(profile)
+    chosen = derived.recommended(profile)
     full_s = costs.full_prefill_s(longest, suffix)
     at_length = (
         f"reusing all layers would take {words.seconds(costs.ttft_s((), longest, suffix))}"
         if chosen is None
-        else f"the recommended block takes "
-        f"{words.seconds(costs.ttft_s((chosen,), longest, suffix))}"
+        else f"the recommended plan takes "
+        f"{words.seconds(costs.ttft_s(chosen.runs, longest, suffix))}"
     )
     checked = (
         "left, points on the line are predicted exactly, at lengths that were not fitted; right, "

@@ -48,8 +48,11 @@ def page(profile: MeasuredProfile, pictures: Sequence[Shown]) -> str:
                 "Frontier",
                 _paragraph(
                     "Each row is a block [first, end) of layers that the receiver recomputes, end "
-                    "not included, while it loads the sender's KV for the others. No block of as "
-                    "many layers or fewer is as good on the training questions."
+                    "not included, while it loads the sender's KV for the others; refreshed layers "
+                    "get K and V from the sender's residual stream there, without attention. No "
+                    "plan of its kind at as little work or less is as good on the training "
+                    "questions. Work is compute in layers; TTFT has what is moved, KV and E in "
+                    "per cent of all KV, loaded from elsewhere; in one pool nothing is moved."
                 ),
                 _table(tables.frontier(profile)),
             ),
@@ -88,19 +91,19 @@ def _facts(profile: MeasuredProfile) -> str:
     metric = f"held-out {words.metric_name(profile.metric)}"
     if found is None:
         facts = [
-            ("recommended block", "none"),
+            ("recommended plan", "none"),
             (f"{metric}, full prefill", full),
             (f"{metric}, full reuse", words.quality(profile.full_reuse_quality)),
         ]
     else:
         facts = [
             (
-                "recommended block" if profile.passed else "block that was tried",
-                words.span(found.block),
+                "recommended plan" if profile.passed else "plan that was tried",
+                str(found.recipe),
             ),
             (
                 "layers recomputed",
-                f"{len(found.block)} of {derived.num_layers(profile)}",
+                f"{len(found.recipe.block)} of {derived.num_layers(profile)}",
             ),
             (f"{metric} (full prefill {full})", words.quality(found.quality)),
             ("of full prefill's TTFT, predicted", words.percent(found.ratio)),

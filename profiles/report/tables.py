@@ -32,38 +32,45 @@ class Table:
 
 def frontier(profile: MeasuredProfile) -> Table:
     recommended = profile.recommended
-    usable = {it.block for it in profile.blocks}
+    usable = {it.recipe for it in profile.blocks}
     marked = frozenset(
         place
         for place, it in enumerate(profile.frontier)
-        if recommended is not None and it.block == recommended.block
+        if recommended is not None and it.recipe == recommended.recipe
     )
+    n, m = derived.lengths(profile)
     return Table(
         title="Frontier",
         headers=(
-            "block",
+            "plan",
             "layers",
             "train",
             "held-out [95 %]",
             "loss, points",
             "KL",
             "top-1",
+            "work",
+            "moved",
+            "in one pool",
             "TTFT",
             "of full",
             "accepted",
         ),
         rows=tuple(
             (
-                words.span(it.block),
-                str(len(it.block)),
+                str(it.recipe),
+                str(len(it.block)) + (f" + {len(it.refreshed)}" if it.refreshed else ""),
                 words.quality(it.train_quality),
                 words.quality_interval(it.held_out),
                 words.points_interval(it.loss),
                 words.small(it.fidelity.kl),
                 words.percent(it.fidelity.agreement),
+                f"{it.recipe.work:.1f}",
+                words.percent(derived.moved_share(profile, it.recipe)),
+                words.seconds(profile.costs.in_pool_s(it.recipe.runs, n, m)),
                 words.seconds(it.ttft_s),
                 words.percent(derived.ttft_ratio(profile, it.ttft_s)),
-                "yes" if it.block in usable else "no",
+                "yes" if it.recipe in usable else "no",
             )
             for it in profile.frontier
         ),

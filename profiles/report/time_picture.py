@@ -83,11 +83,11 @@ def _draw_by_length(axes: Axes, profile: MeasuredProfile) -> None:
     longest = derived.longest_prefix(profile)
     tokens = sorted({round(longest * i / _NUM_LENGTHS) for i in range(1, _NUM_LENGTHS + 1)} - {0})
     scale, unit = words.unit_of_time(costs.full_prefill_s(longest, suffix))
-    chosen = derived.smaller_block(profile)
+    chosen = derived.recommended(profile)
     curves = [("full prefill", style.INK, "-", [costs.full_prefill_s(n, suffix) for n in tokens])]
     if chosen is not None:
-        times = [costs.ttft_s((chosen,), n, suffix) for n in tokens]
-        curves.append((f"recommended {words.span(chosen)}", style.BLUE, "--", times))
+        times = [costs.ttft_s(chosen.runs, n, suffix) for n in tokens]
+        curves.append(("recommended plan", style.BLUE, "--", times))
     curves.append(("full reuse", style.ORANGE, ":", [costs.ttft_s((), n, suffix) for n in tokens]))
     for name, colour, line, times in curves:
         axes.plot(

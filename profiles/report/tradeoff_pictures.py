@@ -33,7 +33,7 @@ def draw_quality_by_layers(profile: MeasuredProfile) -> Figure:
         label="every block, training split",
     )
     _draw_levels(axes, profile)
-    xs = [float(len(it.block)) for it in profile.frontier]
+    xs = [float(len(it.block)) for it in derived.blocks(profile)]
     _draw_frontier(axes, profile, xs)
     seen = list(xs)
     for it in profile.baselines:
@@ -52,7 +52,7 @@ def draw_quality_by_time(profile: MeasuredProfile) -> Figure:
     full_s = derived.full_prefill_s(profile)
     scale, unit = words.unit_of_time(full_s)
     _draw_band(axes, profile)
-    _draw_frontier(axes, profile, [scale * it.ttft_s for it in profile.frontier])
+    _draw_frontier(axes, profile, [scale * it.ttft_s for it in derived.blocks(profile)])
     for x, it, marker, name in (
         (full_s, profile.held_out.full_prefill, "o", "full prefill"),
         (derived.full_reuse_s(profile), profile.held_out.full_reuse, "X", "full reuse"),
@@ -87,10 +87,10 @@ def draw_train_held_out(profile: MeasuredProfile) -> Figure:
     figure = style.new_figure(findings.train_held_out(profile).title, 4.8)
     axes = figure.subplots()
     num_layers = derived.num_layers(profile)
-    xs = [len(it.block) for it in profile.frontier]
+    xs = [len(it.block) for it in derived.blocks(profile)]
     axes.plot(
         xs,
-        [it.train_quality for it in profile.frontier],
+        [it.train_quality for it in derived.blocks(profile)],
         marker="s",
         markersize=5,
         color=style.ORANGE,
@@ -98,10 +98,10 @@ def draw_train_held_out(profile: MeasuredProfile) -> Figure:
         label="training split, which chose the blocks",
     )
     _draw_bars(axes, profile, [float(x) for x in xs], "held-out split, with its 95 % interval")
-    chosen = derived.smaller_block(profile)
-    point = derived.point_of(profile, chosen) if chosen else None
-    if point is not None:
-        _draw_ring(axes, len(point.block), point.held_out.mean, f"recommended {words.span(chosen)}")
+    chosen = derived.recommended_block(profile)
+    for it in derived.blocks(profile):
+        if it.block == chosen:
+            _draw_ring(axes, len(chosen), it.held_out.mean, f"recommended {words.span(chosen)}")
     for split, name, colour in (
         (profile.train, "training", style.ORANGE),
         (profile.held_out, "held-out", style.BLUE),
@@ -146,14 +146,14 @@ def _draw_levels(axes: Axes, profile: MeasuredProfile) -> None:
 
 def _draw_frontier(axes: Axes, profile: MeasuredProfile, xs: list[float]) -> None:
     _draw_bars(axes, profile, xs, "frontier, held-out, 95 % interval")
-    chosen = derived.smaller_block(profile)
-    for x, it in zip(xs, profile.frontier, strict=True):
+    chosen = derived.recommended_block(profile)
+    for x, it in zip(xs, derived.blocks(profile), strict=True):
         if it.block == chosen:
             _draw_ring(axes, x, it.held_out.mean, f"recommended {words.span(chosen)}")
 
 
 def _draw_bars(axes: Axes, profile: MeasuredProfile, xs: list[float], name: str) -> None:
-    held_out = [it.held_out for it in profile.frontier]
+    held_out = [it.held_out for it in derived.blocks(profile)]
     axes.errorbar(
         xs,
         [it.mean for it in held_out],

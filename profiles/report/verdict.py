@@ -15,15 +15,14 @@ def recommendation(profile: MeasuredProfile) -> str:
     found = derived.saving(profile)
     if found is None:
         return "No block smaller than all layers is recommended, so every prompt is a full prefill."
-    num_layers = derived.num_layers(profile)
+    anew = words.anew(found.recipe, derived.num_layers(profile))
     start = (
-        f"Recompute {words.layers(list(found.block))}, the block {words.span(found.block)}: "
-        f"{len(found.block)} of {num_layers} layers."
+        f"{anew.capitalize()}: {found.recipe}."
         if profile.passed
-        else f"The best block on the training split was {words.span(found.block)}, "
-        f"{len(found.block)} of {num_layers} layers; a server does not use it."
+        else f"The best plan on the training split was to {anew}, {found.recipe}; a server does "
+        "not use it."
     )
-    point = derived.point_of(profile, found.block)
+    point = derived.point_of(profile, found.recipe)
     quality = words.quality_interval(point.held_out) if point else words.quality(found.quality)
     return (
         f"{start} Held-out {words.metric_name(profile.metric)} is {quality} where full prefill has "

@@ -7,6 +7,7 @@ from typing import Final
 
 from cachetree.evidence import BaselineKind, Interval
 from cachetree.ids import Span
+from cachetree.profile import Recipe
 
 ABSENT: Final = "–"
 
@@ -143,6 +144,21 @@ def runs(blocks: Sequence[tuple[int, int]]) -> str:
     if len(blocks) > _MAX_RUNS:
         return f"{len(blocks)} runs in [{blocks[0][0]}, {blocks[-1][1]})"
     return ", ".join(span(Span(start, stop)) for start, stop in blocks) or ABSENT
+
+
+def anew(recipe: Recipe, num_layers: int) -> str:
+    """
+    >>> anew(Recipe(block=Span(2, 5)), 12), anew(Recipe(refreshed=(1, 2)), 12)
+    ('recompute 3 of 12 layers', 'refresh 2 of 12 layers')
+    >>> anew(Recipe(block=Span(2, 5), refreshed=(7, 9)), 12)
+    'recompute 3 of 12 layers and refresh 2'
+    """
+    block, refreshed = len(recipe.block), len(recipe.refreshed)
+    if not refreshed:
+        return f"recompute {block} of {counted(num_layers, 'layer')}"
+    if not block:
+        return f"refresh {refreshed} of {counted(num_layers, 'layer')}"
+    return f"recompute {block} of {counted(num_layers, 'layer')} and refresh {refreshed}"
 
 
 def counted(number: int, noun: str) -> str:

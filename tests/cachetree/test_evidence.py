@@ -7,6 +7,7 @@ import pytest
 
 from cachetree.evidence import CostModel, HeldOutTime
 from cachetree.ids import EMPTY_SPAN, Span
+from cachetree.profile import Recipe
 
 COSTS = CostModel(
     layer_s=1.0,
@@ -51,6 +52,16 @@ def test_every_transition_loads_e_again() -> None:
     one, two = COSTS.ttft_s((Span(1, 3),), N, M), COSTS.ttft_s((Span(1, 2), Span(2, 3)), N, M)
     e_s = 20 * 8 * 0.001
     assert two - one == pytest.approx(e_s + (0.5 + 20 * 0.02) - LAYER_S)
+
+
+def test_in_one_pool_nothing_is_loaded() -> None:
+    refreshed = Recipe(block=Span(1, 3), refreshed=(0, 4)).runs
+    compute_s = LAYER_S + 3 * (0.5 + 20 * 0.02)
+    assert COSTS.in_pool_s(refreshed, N, M) == pytest.approx(compute_s + SUFFIX_S)
+    # E at 1 and at 4; layer 0 starts from the receiver's own embeddings.
+    assert COSTS.moved_bytes(refreshed) == (2 * 4, 2 * 8)
+    loads_s = 2 * 0.25 + (2 * 4 + 2 * 8) * 20 * 0.001
+    assert COSTS.ttft_s(refreshed, N, M) == pytest.approx(loads_s + compute_s + SUFFIX_S)
 
 
 @pytest.mark.parametrize(("measured", "error"), [((10.0, 20.0, 5.0), 0.5), ((10.0, 5.0), 0.5)])

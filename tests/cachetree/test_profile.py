@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import msgspec
@@ -10,7 +11,15 @@ import pytest
 from cachetree.errors import FamilyMismatch, ProfileError
 from cachetree.family import Family, ModelIdentity
 from cachetree.ids import EMPTY_SPAN, Span
-from cachetree.profile import VERSION, BlockQuality, PairProfile, read_profile, write_profile
+from cachetree.profile import (
+    PROJECTION,
+    VERSION,
+    BlockQuality,
+    PairProfile,
+    Recipe,
+    read_profile,
+    write_profile,
+)
 
 
 def identity(weights: str) -> ModelIdentity:
@@ -55,6 +64,39 @@ def test_a_profile_survives_the_disk(tmp_path: Path) -> None:
     assert read_profile(file) == profile(BLOCK)
     assert read_profile(file).recommended == BLOCK
     assert BLOCK.block == Span(1, 3)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "runs", "work", "said"),
+    [
+        (Recipe(), [], 0.0, "[0, 0)"),
+        (Recipe(block=Span(2, 5)), [(2, 5)], 2 + PROJECTION, "[2, 5)"),
+        (Recipe(refreshed=(1,)), [(1, 2)], PROJECTION, "[1, 2) refreshed"),
+        (
+            Recipe(block=Span(2, 5), refreshed=(0, 1, 7)),
+            [(2, 5), (0, 1), (1, 2), (7, 8)],
+            2 + 4 * PROJECTION,
+            "[2, 5) with [0, 2), [7, 8) refreshed",
+        ),
+    ],
+)
+def test_a_recipe_is_runs_of_layers(
+    recipe: Recipe, runs: list[tuple[int, int]], work: float, said: str
+) -> None:
+    assert recipe.runs == tuple(Span(*run) for run in runs)
+    assert recipe.work == pytest.approx(work)
+    assert str(recipe) == said
+
+
+def test_a_profile_without_refreshed_layers_is_read_as_such(tmp_path: Path) -> None:
+    """As profiles were before plans could refresh."""
+    file = tmp_path / "pair.json"
+    write_profile(profile(BLOCK), file)
+    found = json.loads(file.read_text())
+    for block in (*found["blocks"], found["recommended"]):
+        assert block.pop("refreshed") == []
+    file.write_text(json.dumps(found))
+    assert read_profile(file).recommended == BLOCK
 
 
 def test_what_follows_from_a_profile() -> None:

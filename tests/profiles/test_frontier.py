@@ -33,14 +33,14 @@ def test_a_coarse_grid_ends_at_the_last_layer():
 )
 def test_a_block_is_on_the_frontier_where_it_beats_all_smaller_ones(qualities, expected):
     by_block = {Span(*block): quality for block, quality in qualities.items()}
-    blocks = frontier(by_block, dict.fromkeys(by_block, 0.1))
+    blocks = frontier(by_block, dict.fromkeys(by_block, 0.1), len)
     assert blocks == [Span(*block) for block in expected]
 
 
 def test_kl_decides_between_equals_and_then_the_first():
     qualities = {Span(0, 2): 0.9, Span(1, 3): 0.9, Span(2, 4): 0.9}
     kl = {Span(0, 2): 0.2, Span(1, 3): 0.1, Span(2, 4): 0.1}
-    assert frontier(qualities, kl) == [Span(1, 3)]
+    assert frontier(qualities, kl, len) == [Span(1, 3)]
 
 
 def standing(*qualities: float, kl: float) -> Standing:
@@ -78,6 +78,6 @@ def test_pruning_as_questions_come_in_keeps_the_frontier(seed):
     alive = set(blocks)
     for num_questions in range(3, 72, 3):
         alive &= survivors({it: Standing(answers[it][:num_questions], kl[it]) for it in alive})
-    whole = frontier({it: fmean(answers[it]) for it in blocks}, kl)
-    assert frontier({it: fmean(answers[it]) for it in blocks if it in alive}, kl) == whole
+    whole = frontier({it: fmean(answers[it]) for it in blocks}, kl, len)
+    assert frontier({it: fmean(answers[it]) for it in blocks if it in alive}, kl, len) == whole
     assert len(alive) < len(blocks)

@@ -6,6 +6,7 @@ import pytest
 
 from cachetree.evidence import Interval
 from cachetree.ids import Span
+from cachetree.profile import Recipe
 from profiles.gate import interval, is_within, loss, verdict
 
 FULL = Interval(mean=0.8, low=0.75, high=0.85)
@@ -58,7 +59,7 @@ def test_the_whole_interval_has_to_be_within_the_tolerance():
     ],
 )
 def test_the_verdict_names_block_interval_and_bound(lost, passes, says):
-    passed, reason = verdict(Span(2, 5), lost, FULL, 0.05)
+    passed, reason = verdict(Recipe(block=Span(2, 5)), lost, FULL, 0.05)
     assert passed is passes
     assert says in reason and "layers [2, 5)" in reason and f"{lost.high:.3f}" in reason
 
@@ -72,6 +73,6 @@ def test_without_a_block_there_is_nothing_to_pass():
 def test_a_receiver_that_answers_nothing_right_never_passes():
     zero = Interval(mean=0.0, low=0.0, high=0.0)
     assert not is_within(zero, 0.0, 0.05)
-    for block in (Span(2, 5), None):
-        passed, reason = verdict(block, zero, zero, 0.05)
+    for recipe in (Recipe(block=Span(2, 5)), None):
+        passed, reason = verdict(recipe, zero, zero, 0.05)
         assert not passed and "answers nothing right" in reason

@@ -14,7 +14,7 @@ from sample_profile import all_dropped, bare, failed_profile, sample_profile, wh
 
 from cachetree.evidence import BaselineKind, MeasuredProfile, read_measured
 from cachetree.ids import Span
-from cachetree.profile import write_profile
+from cachetree.profile import Recipe, write_profile
 from profiles.report import derived, findings, style, words, write_report
 from profiles.report.files import PICTURES, Picture
 from profiles.report.verdict import cost_error, free, recommendation
@@ -155,7 +155,7 @@ def test_pictures_are_drawn(picture: Picture, folder: Path) -> None:
     ids=["failed", "whole_model", "all_dropped"],
 )
 def test_a_pair_without_a_smaller_block_is_said_to_save_nothing(profile: MeasuredProfile) -> None:
-    assert derived.smaller_block(profile) is None and derived.saving(profile) is None
+    assert derived.recommended(profile) is None and derived.saving(profile) is None
     assert "every prompt is a full prefill" in recommendation(profile)
     assert findings.quality_by_layers(profile).title.startswith("No smaller block keeps")
 
@@ -213,11 +213,11 @@ def test_blocks_within_the_tolerance_and_what_they_share() -> None:
 
 
 def test_the_best_alternative_is_no_dearer_and_of_the_same_model() -> None:
-    found = derived.best_alternative(PROFILE, 3)
+    found = derived.best_alternative(PROFILE, Recipe(block=Span(2, 5)))
     assert found is not None and found.kind is BaselineKind.SPLIT_BLOCK
-    found = derived.best_alternative(PROFILE, 1)
+    found = derived.best_alternative(PROFILE, Recipe(block=Span(4, 5)))
     assert found is not None and found.kind is BaselineKind.CRITICAL_LAYERS
-    assert derived.best_alternative(PROFILE, 0.5) is None
+    assert derived.best_alternative(PROFILE, Recipe(refreshed=(3, 4))) is None
 
 
 def test_gaps_are_compared_by_size() -> None:

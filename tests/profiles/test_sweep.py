@@ -69,7 +69,7 @@ def test_pruning_drops_no_block_of_the_true_frontier(swept_pair):
     swept = swept_pair.swept
     means = {block: fmean(qualities(scores)) for block, scores in swept.blocks.items()}
     kl = {block: kl_of(scores) for block, scores in swept.blocks.items()}
-    whole = frontier(means, kl)
+    whole = frontier(means, kl, len)
     alive = set(swept.blocks)
     for num_contexts in range(1, len(swept_pair.documents)):
         alive &= survivors(
@@ -83,7 +83,7 @@ def test_pruning_drops_no_block_of_the_true_frontier(swept_pair):
         )
     assert set(whole) <= alive
     assert len(alive) < 0.75 * len(swept.blocks), "pruning that keeps everything proves nothing"
-    assert frontier({it: means[it] for it in alive}, kl) == whole
+    assert frontier({it: means[it] for it in alive}, kl, len) == whole
 
 
 def pair_in_float32(shipped):
