@@ -247,6 +247,13 @@ METRICS: Final = (
         _fetched_bytes,
     ),
     Metric(
+        "cachetree:retries",
+        "counter",
+        "Requests for the rest of a fetch that was interrupted",
+        ("location",),
+        lambda status: [((peer.address,), peer.num_retries) for peer in status.peers],
+    ),
+    Metric(
         "cachetree:peer_ready", "gauge", "1 where a peer can be read", ("location",), _peer_ready
     ),
     Metric(

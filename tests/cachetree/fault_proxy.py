@@ -15,7 +15,7 @@ import socket
 import struct
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
@@ -69,6 +69,19 @@ class Strike:
 
     def __str__(self) -> str:
         return f"{self.fault.name} at frame {self.index} towards {self.towards.value}"
+
+
+@dataclass(frozen=True)
+class Deed:
+    """Anything else that is done before frame number `index` of one direction goes on.
+
+    `act` is called in a thread of the proxy, and may cut the proxy's connections: then neither
+    this frame nor any other goes on.
+    """
+
+    act: Callable[[], None]
+    towards: Towards
+    index: int
 
 
 @dataclass(frozen=True)
@@ -174,11 +187,11 @@ class FaultProxy:
         self._target = parse_remote(target, field="target")
         self._random = random.Random(seed)
         self._lock = threading.Lock()
-        self._strike: Strike | None = None
+        self._strike: Strike | Deed | None = None
         self._seen: Counter[Towards] = Counter()
         self._links: list[_Link] = []
         self._pumps: list[threading.Thread] = []
-        self._is_closing = False
+        self._is_closing = self._is_shut = False
         port = self._target.port if host != self._target.host else 0
         self._listener = socket.create_server((host, port))
         self._listener.settimeout(_POLL_S)
@@ -186,7 +199,7 @@ class FaultProxy:
         self._thread = threading.Thread(target=self._accept, name=f"fault proxy {self.address}")
         self._thread.start()
 
-    def arm(self, strike: Strike | None) -> None:
+    def arm(self, strike: Strike | Deed | None) -> None:
         """Begin to count, and strike when it is due. None only counts."""
         with self._lock:
             self._strike = strike
@@ -204,6 +217,14 @@ class FaultProxy:
         """Close every connection; what is stalled or slow ends with it."""
         for link in tuple(self._links):
             link.over.set()
+
+    def shut(self) -> None:
+        """Be as a worker that is away: close every connection, and each new one at once."""
+        self._is_shut = True
+        self.cut()
+
+    def open(self) -> None:
+        self._is_shut = False
 
     def __enter__(self) -> FaultProxy:
         return self
@@ -224,6 +245,9 @@ class FaultProxy:
                     self._connect(self._listener.accept()[0])
 
     def _connect(self, peer: socket.socket) -> None:
+        if self._is_shut:
+            peer.close()
+            return
         try:
             worker = socket.create_connection((self._target.host, self._target.port))
         except OSError:
@@ -253,11 +277,15 @@ class FaultProxy:
         frames = link.frames(towards)
         for frame in frames:
             raw, rest = frame.raw, frame
-            fault = self._fault_due(towards)
+            due = self._due(towards)
+            if isinstance(due, Deed):
+                due.act()
+                link.pause(0)
+            fault = due.fault if isinstance(due, Strike) else None
             while fault in _OF_MESSAGES and rest.has_more:
                 rest = next(frames)
                 raw += rest.raw
-                self._fault_due(towards)
+                self._due(towards)
             match fault:
                 case Fault.DELAY:
                     link.pause(DELAY_S)
@@ -284,7 +312,7 @@ class FaultProxy:
                 link.send(towards, held, bytes_per_s)
                 held = b""
 
-    def _fault_due(self, towards: Towards) -> Fault | None:
+    def _due(self, towards: Towards) -> Strike | Deed | None:
         """Counts a frame."""
         with self._lock:
             index = self._seen[towards]
@@ -293,4 +321,4 @@ class FaultProxy:
             if strike is None or (strike.towards, strike.index) != (towards, index):
                 return None
             self._strike = None
-            return strike.fault
+            return strike

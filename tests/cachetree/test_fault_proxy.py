@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from fault_proxy import Fault, FaultProxy, Strike, Towards
+from fault_proxy import Deed, Fault, FaultProxy, Strike, Towards
 from transport_parts import (
     E_LAYER,
     FAMILY,
@@ -233,6 +233,27 @@ def test_a_peer_that_is_cut_off_again_and_again_holds_nothing_more(nothing_stays
             eventually(lambda: fetch(cache, proxy.address) is None)
         eventually(lambda: worker.status().num_peers == 1)
         eventually(lambda: all(now <= then for now, then in zip(held(), before, strict=True)))
+
+
+def test_a_deed_is_done_before_its_frame_goes_on() -> None:
+    with (
+        worker_of(new_tree(PAGES)) as worker,
+        FaultProxy(worker.address, seed=0) as proxy,
+        receiver(proxy.address) as cache,
+    ):
+        assert cache.wait_ready(5)
+        landed = []
+
+        def cut() -> None:
+            landed.append(cache.status().peers[0].num_landed_bytes)
+            proxy.cut()
+
+        proxy.arm(Deed(cut, Towards.PEER, 4))
+        assert fetch(cache, proxy.address) is None
+        assert proxy.has_struck
+        (num_bytes,) = landed
+        assert num_bytes <= 2 * FRAME_BYTES, "two frames, with a header each, went on before it"
+        assert cache.status().peers[0].num_retries == 1
 
 
 def with_each_bit_flipped(sound: bytes) -> Iterator[memoryview]:

@@ -16,10 +16,11 @@ from pathlib import Path
 import msgspec
 import pytest
 from disk_parts import files_bytes
+from fault_proxy import Fault, FaultProxy, Strike, Towards
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from push_parts import PAGE_TOTAL, at_worker, cache_of, fetched, num_pushed
-from transport_parts import FAMILY, PAGE_BYTES, eventually, pages_of, store
+from transport_parts import FAMILY, FAST, PAGE_BYTES, eventually, pages_of, store
 
 from cachetree import Cache, ConfigError, Deadline, ModelId, WorkerConfig
 from cachetree.monitor import METRICS, StatusCollector, StatusPage, health_of, parse_http
@@ -102,6 +103,18 @@ def test_a_fetch_of_what_is_gone_is_a_miss() -> None:
     assert there["cachetree:misses_total", "memory"] == 1
     assert there["cachetree:served_fetches_total", "stale"] == 1
     assert ("cachetree:hits_total", "memory") not in there
+
+
+def test_what_a_fetch_asks_for_again_is_counted() -> None:
+    with cache_of() as worker, FaultProxy(worker.address, seed=0) as proxy:
+        store(worker.tree, PAGES)
+        framed = msgspec.structs.replace(FAST, shared_memory=False)
+        with cache_of(peers=(proxy.address,), peer=framed, serves=False) as cache:
+            assert cache.wait_ready(5)
+            assert scraped(cache)["cachetree:retries_total", proxy.address] == 0
+            proxy.arm(Strike(Fault.RESET, Towards.PEER, 5))
+            fetched(cache, proxy.address, PAGES)
+            assert scraped(cache)["cachetree:retries_total", proxy.address] == 1
 
 
 def test_labels_are_bounded() -> None:

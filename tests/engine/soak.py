@@ -27,6 +27,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +38,12 @@ sys.path += [str(Path(__file__).parents[1] / name) for name in ("cachetree", "en
 from engine_parts import CPU, ENV, PAGE, Answer, Watcher, answer, prompt
 from fault_proxy import Fault, FaultProxy, Strike, Towards
 from processes import num_descriptors, num_threads, resident_bytes
+from shelf import Shelf
 
 from cachetree import Location
+from cachetree.identity import read_model_identity
 from profiles.random_models import shape, write_models
-from sglang_droidspeak.servers import Server, ServerSpec, Worker, WorkerSpec, free_port, running
+from sglang_droidspeak.servers import Server, ServerSpec, free_port, running
 
 NUM_DOCUMENTS = 12
 NUM_TOKENS = 400
@@ -63,39 +66,20 @@ class Record:
     seconds: list[float] = field(default_factory=list)
 
 
-class Shelf:
-    """The worker, which does not live long."""
-
-    def __init__(self, model: Path, folder: Path) -> None:
-        self.address = Location(f"tcp://127.0.0.1:{free_port()}")
-        self._folder = folder
-        self._model = model
-        self._num_lives = 0
-        self.process: Worker = self._start()
-
-    def kill(self) -> None:
-        self.process.kill()
-
-    def restart(self) -> None:
-        self.process = self._start()
-
-    def _start(self) -> Worker:
-        self._num_lives += 1
-        config = {
-            "family": {"model": str(self._model), "kv_dtype": "float32", "page_size": PAGE},
-            "cache": {
-                "host_bytes": 256 << 20,
-                "disk_path": str(self._folder / "disk"),
-                "disk_bytes": 512 << 20,
-                "worker": {
-                    "listen": self.address,
-                    "shared_memory": bool(self._num_lives % 2),
-                    "max_bytes_per_s": 50e6,
-                },
+def worker_config(model: Path, address: Location, disk: Path, life: int) -> dict[str, Any]:
+    return {
+        "family": {"model": str(model), "kv_dtype": "float32", "page_size": PAGE},
+        "cache": {
+            "host_bytes": 256 << 20,
+            "disk_path": str(disk),
+            "disk_bytes": 512 << 20,
+            "worker": {
+                "listen": address,
+                "shared_memory": bool(life % 2),
+                "max_bytes_per_s": 50e6,
             },
-        }
-        spec = WorkerSpec(config=config, name=f"worker-{self._num_lives}")
-        return spec.start(self._folder, {})
+        },
+    }
 
 
 class Chaos(threading.Thread):
@@ -158,22 +142,27 @@ def same(first: Answer, second: Answer) -> bool:
 
 
 def ask(
-    reader: Server, tokens: list[int], alone: Answer, alone_s: float, block: str, record: Record
+    reader: Server,
+    tokens: list[int],
+    alone: Answer,
+    alone_s: float,
+    controls: dict[str, str],
+    record: Record,
 ) -> None:
     begun_at_s = time.monotonic()
     try:
         reader.flush()
-        reply = answer(reader, tokens, droidspeak={"block": block}, timeout_s=60)
+        reply = answer(reader, tokens, droidspeak=controls, timeout_s=60)
     except requests.RequestException as exc:
-        record.failures.append(f"block {block}: {exc}")
+        record.failures.append(f"{controls}: {exc}")
         return
     added_s = time.monotonic() - begun_at_s - alone_s
     record.outcomes[reply.provenance["outcome"]] += 1
     record.seconds.append(added_s)
     if not same(reply, alone):
-        record.failures.append(f"block {block}: another answer, {reply.provenance}")
+        record.failures.append(f"{controls}: another answer, {reply.provenance}")
     if added_s > DEADLINE_S + MARGIN_S:
-        record.failures.append(f"block {block}: {added_s:.2f} s more, {reply.provenance}")
+        record.failures.append(f"{controls}: {added_s:.2f} s more, {reply.provenance}")
 
 
 def held(reader: Server) -> dict[str, int]:
@@ -192,16 +181,18 @@ def settle(condition: Callable[[], bool], timeout_s: float = 60.0) -> bool:
 def soak(minutes: float, seed: int, folder: Path) -> dict[str, Any]:
     config = shape("llama", layers=NUM_LAYERS, hidden=256, heads=4, kv_heads=2)
     (model,) = write_models(folder, config, ["both"], seed=5)
+    model_id = read_model_identity(model).model_id
     documents = [prompt(NUM_TOKENS, seed=100 + index) for index in range(NUM_DOCUMENTS)]
     record = Record()
     chance = random.Random(seed)
-    shelf = Shelf(model, folder)
-    with FaultProxy(shelf.address, seed=seed) as proxy:
+    address = Location(f"tcp://127.0.0.1:{free_port()}")
+    shelf = Shelf(partial(worker_config, model, address, folder / "disk"), folder)
+    with FaultProxy(address, seed=seed) as proxy:
         author = ServerSpec(
             model=model,
             name="author",
             options=CPU,
-            droidspeak={"push_to": [shelf.address], "capture_layers": [2], "host_gb": 0.25},
+            droidspeak={"push_to": [address], "capture_layers": [2], "host_gb": 0.25},
         )
         reader = ServerSpec(
             model=model,
@@ -216,7 +207,7 @@ def soak(minutes: float, seed: int, folder: Path) -> dict[str, Any]:
         )
         try:
             with running(author, reader, folder=folder, env=ENV) as (a, r):
-                watcher = Watcher(model, [shelf.address])
+                watcher = Watcher(model, [address])
                 for document in documents:
                     answer(a, document, max_new_tokens=1)
                     watcher.wait_for(document, model)
@@ -236,8 +227,9 @@ def soak(minutes: float, seed: int, folder: Path) -> dict[str, Any]:
                 ends_at_s = time.monotonic() + 60 * minutes
                 while time.monotonic() < ends_at_s:
                     index = chance.randrange(NUM_DOCUMENTS)
-                    block = chance.choice(BLOCKS)
-                    ask(r, documents[index], alone[index], alone_s[index], block, record)
+                    # By name, because nothing is recomputed of one's own model's otherwise.
+                    controls = {"block": chance.choice(BLOCKS), "sender": model_id}
+                    ask(r, documents[index], alone[index], alone_s[index], controls, record)
                 chaos.stop()
                 if not settle(lambda: all(held(r)[it] <= before[it] for it in before)):
                     record.failures.append(f"holds {held(r)} after {before}")

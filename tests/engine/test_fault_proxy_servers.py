@@ -12,11 +12,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
-from engine_parts import CPU, ENV, Answer, Watcher, answer, eventually, prompt
+from engine_parts import CPU, ENV, Answer, Watcher, answer, eventually, prompt, whole_pages
 from fault_proxy import Fault, FaultProxy, Strike, Towards
 from processes import num_descriptors, num_threads
 
 from cachetree import Location
+from cachetree.identity import read_model_identity
 from cachetree.transport import ask_status
 from profiles.random_models import shape, write_models
 from sglang_droidspeak.servers import Server, ServerSpec, free_port, running
@@ -31,7 +32,7 @@ LINK_MB_S = 10.0
 DEADLINE_S = 2.0
 MARGIN_S = 1.0
 RECOVERY_S = 20.0
-FETCH_BYTES = NUM_TOKENS * (4 * 2 * 2 * 64 * 4 + 256 * 4)
+FETCH_BYTES = whole_pages(NUM_TOKENS) * (4 * 2 * 2 * 64 * 4 + 256 * 4)
 """KV of four layers with two heads of 64, and E of 256, in float32."""
 _FOR_GOOD = (Fault.STALL, Fault.THROTTLE)
 """The silence that ends the connection is longer than the deadline here; all others are over at
@@ -46,11 +47,13 @@ class Pair:
     proxy: FaultProxy
     tokens: list[int]
     """What the sender offers."""
+    controls: dict[str, str]
+    """By name, because otherwise nothing is recomputed of what one's own model has."""
 
     def ask(self) -> Answer:
         """With a receiver that has to fetch."""
         self.receiver.flush()
-        return answer(self.receiver, self.tokens, droidspeak={"block": BLOCK})
+        return answer(self.receiver, self.tokens, droidspeak=self.controls)
 
     def ask_alone(self) -> Answer:
         self.receiver.flush()
@@ -103,7 +106,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
                 watcher.wait_for(tokens, model)
             finally:
                 watcher.close()
-            yield Pair(s, r, address, proxy, tokens)
+            controls = {"block": BLOCK, "sender": read_model_identity(model).model_id}
+            yield Pair(s, r, address, proxy, tokens, controls)
 
 
 def same(first: Answer, second: Answer) -> bool:
@@ -136,7 +140,7 @@ def test_every_answer_is_full_prefills(pair: Pair) -> None:
     for _ in range(3):
         eventually(lambda: is_reused(pair.ask()))
     pair.proxy.arm(None)
-    assert is_reused(pair.ask())
+    assert pair.ask().provenance["fetched_bytes"] == FETCH_BYTES
     counts = {towards: pair.proxy.num_frames(towards) for towards in Towards}
     assert counts[Towards.PEER] > 20
     before = pair.held()

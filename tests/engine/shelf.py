@@ -1,0 +1,31 @@
+"""A worker of its own that is killed and started again, at one address."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from sglang_droidspeak.servers import Worker, WorkerSpec
+
+
+class Shelf:
+    """`config` gives what `cachetree serve` is told in each life, from its number."""
+
+    def __init__(self, config: Callable[[int], dict[str, Any]], folder: Path) -> None:
+        self._config = config
+        self._folder = folder
+        self._num_lives = 0
+        self.process: Worker = self._start()
+
+    def kill(self) -> None:
+        self.process.kill()
+
+    def restart(self) -> None:
+        """Returns before it is ready."""
+        self.process = self._start()
+
+    def _start(self) -> Worker:
+        self._num_lives += 1
+        spec = WorkerSpec(config=self._config(self._num_lives), name=f"worker-{self._num_lives}")
+        return spec.start(self._folder, {})
