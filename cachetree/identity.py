@@ -202,8 +202,8 @@ def _unequal_adapters(
     a: Path | None, b: Path | None
 ) -> list[tuple[Mapping[str, Tensor], Mapping[str, Tensor]]]:
     """The comparisons of tensors that decide where two adapters, or one and none, differ."""
-    ours, theirs = ({} if it is None else _adapter_tensors(it) for it in (a, b))
-    one, other = (None if it is None else _applying(it) for it in (a, b))
+    ours, theirs = ({} if it is None else adapter_tensors(it) for it in (a, b))
+    one, other = (None if it is None else applying(it) for it in (a, b))
     return [(ours, theirs)] if one == other else [(ours, {}), ({}, theirs)]
 
 
@@ -263,21 +263,21 @@ def _tokenizer_model(stated: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _adapter_digest(adapter: Path) -> bytes:
-    tensors, config = _adapter_tensors(adapter), _read_adapter_config(adapter)
+    tensors, config = adapter_tensors(adapter), _read_adapter_config(adapter)
     stated = {key: config[key] for key in _ADAPTER_KEYS if config.get(key) is not None}
     if isinstance(stated.get("target_modules"), list):
         stated["target_modules"] = sorted(stated["target_modules"])
     return _canonical(stated) + sampled_digest(tensors).encode()
 
 
-def _adapter_tensors(adapter: Path) -> dict[str, Tensor]:
+def adapter_tensors(adapter: Path) -> dict[str, Tensor]:
     weights = adapter / "adapter_model.safetensors"
     if not weights.is_file():
         raise ConfigError(f"adapter weights {weights} are missing; save them as safetensors")
     return read_tensors([weights])
 
 
-def _applying(adapter: Path) -> dict[str, Any]:
+def applying(adapter: Path) -> dict[str, Any]:
     """What an adapter's config says about what its tensors do."""
     config = _read_adapter_config(adapter)
     for key, accepted in (("peft_type", "LORA"), ("layer_replication", None)):

@@ -14,7 +14,8 @@ ModelId = NewType("ModelId", str)
 """Hex digest of a model's content: config, weights, adapter, tokenizer. Never a name."""
 
 Location = NewType("Location", str)
-"""Where an entry lives: `LOCAL`, `DISK`, or the address of a remote worker (`tcp://host:port`)."""
+"""Where an entry lives: `LOCAL`, `DISK`, the address of a remote worker (`tcp://host:port`), or
+a namespace of the engine's own KV pool (`pool:name`)."""
 
 LOCAL: Final = Location("local")
 """In this process's memory."""
@@ -22,7 +23,18 @@ LOCAL: Final = Location("local")
 DISK: Final = Location("disk")
 """In the directory that this process keeps."""
 
+POOL_PREFIX: Final = "pool:"
+
 PAGE_HASH_BYTES: Final = 16
+
+
+def is_pool(location: Location) -> bool:
+    return location.startswith(POOL_PREFIX)
+
+
+def nearness(location: Location) -> int:
+    """Larger is nearer: where nothing is measured, what is near is taken to be faster."""
+    return 2 if is_pool(location) else int(location == LOCAL)
 
 
 @dataclass(frozen=True, slots=True, order=True)

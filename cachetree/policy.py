@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from cachetree.entries import Match
-from cachetree.ids import EMPTY_SPAN, LOCAL, Location, ModelId, Span
+from cachetree.ids import EMPTY_SPAN, Location, ModelId, Span, is_pool, nearness
 from cachetree.plan import Plan
 from cachetree.profile import PROJECTION, BlockQuality, PairProfile
 
@@ -92,7 +92,7 @@ class Demand:
     requested: Requested | None = None
     gate: Gate = Gate.ENFORCE
     is_lossy: bool = False
-    """The family's entries are encoded."""
+    """The family's entries are encoded, wherever they are but in the engine's own pool."""
     first_differences: Mapping[ModelId, int] = field(default_factory=dict)
     """By sender whose content was compared with the receiver's: the first layer that differs. Of
     others the profile tells."""
@@ -175,10 +175,10 @@ def choose(
     return max([nothing, *misses], key=lambda miss: list(Reason).index(miss.reason))
 
 
-def _rank(it: _Candidate, demand: Demand) -> tuple[bool, float, bool, bool, float]:
-    """Largest saving first; then exact before approximate, local before remote, the better one."""
+def _rank(it: _Candidate, demand: Demand) -> tuple[bool, float, bool, int, float]:
+    """Largest saving first; then exact before approximate, near before far, the better one."""
     meets = _meets(it, demand)
-    return meets, it.saving, it.plan.is_exact, it.plan.location == LOCAL, it.quality
+    return meets, it.saving, it.plan.is_exact, nearness(it.plan.location), it.quality
 
 
 def _pick(demand: Demand, match: Match, profiles: Profiles, costs: Costs) -> _Candidate | NoReuse:
@@ -290,7 +290,7 @@ def _candidate(
         refreshed=recipe.refreshed,
         num_layers=demand.num_layers,
         first_difference=first_difference,
-        is_lossy=demand.is_lossy,
+        is_lossy=demand.is_lossy and not is_pool(match.location),
     )
     stop = min([stop, *(match.e_pages.get(layer, 0) for layer in plan.transition_layers)])
     if stop - demand.first_page < demand.min_pages:

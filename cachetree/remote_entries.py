@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import Final
 
 from cachetree.ids import LOCAL, Location, ModelId, PageHash
-from cachetree.trie import PageTrie
+from cachetree.trie import PageTrie, depth_of
 from cachetree.watch import Watch
 
 
@@ -42,6 +42,18 @@ class RemoteEntries:
                 if key in node.remote:
                     node.set_remote(key, node.remote[key].e_layers)
         self._watch.shown(location, model, nodes)
+
+    def reach(self, location: Location, model: ModelId, pages: Sequence[PageHash]) -> int:
+        """How many of `pages` it has, from the root."""
+        place = self._trie.deepest(None, pages)
+        if place is None:
+            return 0
+        node, num_pages = place.node, depth_of(place)
+        while (location, model) not in node.remote:
+            if node.parent is None:
+                return 0
+            node, num_pages = node.parent, node.start
+        return num_pages
 
     def drop(self, location: Location, model: ModelId, pages: Sequence[PageHash]) -> None:
         key = (location, model)

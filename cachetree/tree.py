@@ -280,6 +280,11 @@ class CacheTree:
         with self._lock:
             self._remote.add(location, model, parent, pages, e_layers)
 
+    def reach(self, location: Location, model: ModelId, pages: Sequence[PageHash]) -> int:
+        """How many leading `pages` are noted at `location`. Not a use, unlike `match`."""
+        with self._lock:
+            return self._remote.reach(location, model, pages)
+
     def drop_remote(self, location: Location, model: ModelId, pages: Sequence[PageHash]) -> None:
         """Forget these pages at `location` and, so that matches stay prefixes, all after them."""
         with self._lock:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from cachetree.adapters import read_adapter
 from cachetree.errors import ConfigError
 from cachetree.family import Family
 from cachetree.identity import first_difference, read_model_identity
@@ -372,6 +373,8 @@ def two_adapters(
     a = write_lora(folder / "a", ours, target_modules=["q_proj"], lora_dropout=0.1)
     b = write_lora(folder / "b", theirs, **settings)
     found = {first_difference(base, base, *pair) for pair in ((a, b), (b, a))}
+    ours_read, theirs_read = (read_adapter(it, NUM_LAYERS) for it in (a, b))
+    found |= {ours_read.first_difference(theirs_read), theirs_read.first_difference(ours_read)}
     assert len(found) == 1
     return found.pop()
 
@@ -406,6 +409,7 @@ def test_an_adapter_differs_from_its_base_where_it_has_tensors(
         adapter = write_lora(tmp_path / f"a{index}", zeros, layers_to_transform=[0])
         assert first_difference(base, base, adapter) == layer
         assert first_difference(base, base, None, adapter) == layer
+        assert read_adapter(adapter, NUM_LAYERS).first_difference(None) == layer
 
 
 def test_adapters_differ_at_the_first_unequal_tensor(tmp_path: Path) -> None:

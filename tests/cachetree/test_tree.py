@@ -508,3 +508,12 @@ def test_threads_share_one_tree() -> None:
     assert not errors
     tree.clear()
     assert tree.num_bytes == 0
+
+
+def test_how_far_a_location_reaches_is_no_use() -> None:
+    tree = CacheTree(FAMILY, host_bytes=100 * PAGE)
+    store(tree, A, "abcde")
+    tree.add_remote(FAR, B, None, path("abc"), [])
+    for text, num_pages in (("abc", 3), ("abcde", 3), ("ab", 2), ("axc", 1), ("x", 0), ("", 0)):
+        assert tree.reach(FAR, B, path(text)) == num_pages
+    assert tree.reach(FAR, A, path("abc")) == tree.reach(FARTHER, B, path("abc")) == 0
