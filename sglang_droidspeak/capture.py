@@ -60,6 +60,14 @@ class EPool:
     def invalidate(self, slots: torch.Tensor) -> None:
         self.valid[slots] = False
 
+    def adopt(self, source: torch.Tensor, slots: torch.Tensor, first_own: int) -> None:
+        """`slots` are the same tokens of a model that is equal below layer `first_own`, and whose
+        layers from there on have just run."""
+        for layer, rows in self.e.items():
+            if layer < first_own:
+                rows[slots] = rows[source]
+        self.valid[slots] = self.valid[source]
+
     def num_pages_without(self, slots: torch.Tensor, page_size: int) -> int:
         """How many leading pages end with the last one that lacks E somewhere; 0: all have it."""
         lacks = (~self.valid[slots].view(-1, page_size).all(1)).nonzero()
@@ -112,6 +120,11 @@ class Provenance:
     def is_exact(self, slots: torch.Tensor) -> bool:
         return not (self._any and bool(self._approximate[slots].any()))
 
+    def num_exact(self, slots: torch.Tensor) -> int:
+        """How many leading slots are exact; waits for the device."""
+        marked = self._approximate[slots].nonzero() if self._any else ()
+        return int(marked[0]) if len(marked) else slots.shape[0]
+
     def reset(self) -> None:
         self._approximate.zero_()
         self._any = False
@@ -119,8 +132,8 @@ class Provenance:
 
 def _writer(rows: torch.Tensor) -> OnE:
     def write(forward_batch: ForwardBatch, value: torch.Tensor) -> None:
-        # In a partial prefill the stream is the receiver's continuation of another model's E.
-        if not getattr(forward_batch, "is_partial_prefill", False):
+        # In most partial prefills the stream is the receiver's continuation of another model's E.
+        if getattr(forward_batch, "has_own_e", True):
             slots = forward_batch.out_cache_loc
             rows[slots] = value[: slots.shape[0]]
 
@@ -129,7 +142,7 @@ def _writer(rows: torch.Tensor) -> OnE:
 
 def _marker(valid: torch.Tensor) -> OnE:
     def mark(forward_batch: ForwardBatch, _value: torch.Tensor) -> None:
-        if not getattr(forward_batch, "is_partial_prefill", False):
+        if not hasattr(forward_batch, "has_own_e"):
             valid[forward_batch.out_cache_loc] = True
 
     return mark

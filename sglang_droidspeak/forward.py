@@ -124,11 +124,14 @@ class ForwardPass:
 
     def _prefixes(self, it: _Place) -> Iterator[Prefix]:
         for span in it.job.plan.computed_spans:
-            e = None
-            if span.start:
-                staged = it.job.rows(Step(Kind.E, span.start))
-                e = self._coding.load(staged, self._e_pool.no_rows)
-            yield Prefix(row=it.row, tokens=it.tokens, block=span, e=e)
+            e = self._e_of(it.job, span.start) if span.start else None
+            exact = it.job.plan.is_exact
+            yield Prefix(row=it.row, tokens=it.tokens, block=span, e=e, is_exact=exact)
+
+    def _e_of(self, job: Job, layer: int) -> torch.Tensor:
+        if job.pool_slots is not None:
+            return self._e_pool.e[layer][job.pool_slots]
+        return self._coding.load(job.rows(Step(Kind.E, layer)), self._e_pool.no_rows)
 
     def _run(self, batch: ScheduleBatch, prefixes: Sequence[Prefix]) -> None:
         if not prefixes:
@@ -150,6 +153,10 @@ class ForwardPass:
             log.warning("request %s: %s; it does a full prefill", job.rid, exc)
             self._loader.abandon(job, exc)
             self._prefill_in_full(batch, it)
+        else:
+            if job.plan.is_exact and job.pool_slots is not None:
+                first_own = job.plan.block.start if len(job.plan.block) else self._num_layers
+                self._e_pool.adopt(job.pool_slots, job.slots, first_own)
         is_exact = bool(cause) or job.plan.is_exact
         self._provenance.loaded(job.slots, it.slot_before, exact=is_exact)
         return cause
@@ -166,7 +173,8 @@ class ForwardPass:
     def _report(self, settled: _Settled, forward_s: float) -> None:
         for it, cause in settled.causes:
             self._metrics.count(it.job, cause)
-            self._meter.loaded(it.job.copied_bytes, it.job.copied_s)
+            if it.job.pool_slots is None:
+                self._meter.loaded(it.job.copied_bytes, it.job.copied_s)
             is_exact = self._provenance.is_exact(it.job.slots)
             told = provenance_of(it.job, settled.recompute, forward_s, cause)
             report(it.req, msgspec.structs.replace(told, exact=is_exact))

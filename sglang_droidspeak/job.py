@@ -10,6 +10,7 @@ from cachetree.clock import Deadline
 from cachetree.errors import FetchError
 from cachetree.ids import Span
 from cachetree.plan import Plan, Step
+from sglang_droidspeak.pool import PoolPages
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +28,7 @@ class Job:
 
     rid: str
     plan: Plan
-    staging: Staging
+    staging: Staging | PoolPages
     pages: Span
     """The pages loaded, within plan.pages; SGLang may have promised fewer."""
     slots: torch.Tensor
@@ -53,6 +54,14 @@ class Job:
     def num_tokens(self) -> int:
         return len(self.pages) * self.page_size
 
+    @property
+    def pool_slots(self) -> torch.Tensor | None:
+        """Where this job's pages lie in the same pool; None where they are staged."""
+        if not isinstance(self.staging, PoolPages):
+            return None
+        first = (self.pages.start - self.plan.pages.start) * self.page_size
+        return self.staging.slots[first : first + self.num_tokens]
+
     def rows(self, step: Step) -> memoryview:
         """The staged bytes of this job's pages; they must have landed."""
         view = self.staging.view(step)
@@ -64,6 +73,8 @@ class Job:
         """Block until every layer is in host memory; raises FetchError where it is not by then."""
         if self.abandoned or self.is_broken:
             raise FetchError("the load was given up")
+        if isinstance(self.staging, PoolPages):
+            return
         for step in self.plan.steps:
             self.staging.wait(step, deadline)
         if self.staging.error is not None:  # the loader has left layers out that came late

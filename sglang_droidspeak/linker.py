@@ -37,16 +37,20 @@ from sglang_droidspeak.compat.names import (
 from sglang_droidspeak.config import cache_config
 from sglang_droidspeak.forward import ForwardPass
 from sglang_droidspeak.job import Job
+from sglang_droidspeak.leaders import Leaders
 from sglang_droidspeak.loader import Copies, Loader
 from sglang_droidspeak.meter import Meter
 from sglang_droidspeak.metrics import CacheMetrics, Metrics
 from sglang_droidspeak.offloader import Offload, Offloader
-from sglang_droidspeak.prefixes import page_hash, pages_of, refusal
+from sglang_droidspeak.planner import Planner
+from sglang_droidspeak.pool import PoolIndex
+from sglang_droidspeak.prefixes import own_pages_of, page_hash, pages_of, refusal
 from sglang_droidspeak.rows import Coding, rows_of
+from sglang_droidspeak.site import folder_of
 from sglang_droidspeak.waiting import WaitingRequests
 
 if TYPE_CHECKING:
-    from sglang_droidspeak.compat.names import Req, Scheduler, ServerArgs
+    from sglang_droidspeak.compat.names import LoRARef, Req, Scheduler, ServerArgs
     from sglang_droidspeak.site import Site
 
 log = logging.getLogger(__name__)
@@ -83,7 +87,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         self._req_to_token = params.req_to_token_pool.req_to_token
         self._on_cuda = runner.device == "cuda"
         self._provenance = Provenance(num_slots, runner.device)
-        self._meter = Meter(runner.device)
+        self._meter = Meter(runner.device, pool.layer_num)
         self._metrics = Metrics(enabled=get_observability().enable_metrics)
         parallel = get_parallel()
         self._cache = Cache(
@@ -106,11 +110,21 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         rows = rows_of(pool, coding)
         self._loader = Loader(pool.layer_num, rows, Copies(forward_stream, runner.device))
         self.layer_done_counter = self._loader.counter
-        self._offloader = Offloader(
-            site.identity.model_id, self._cache, rows, attachment.e_pool, coding, self._provenance
+        self._offloader = Offloader(self._cache, rows, attachment.e_pool, coding, self._provenance)
+        self._models = site.models()
+        self._pool_index = PoolIndex(
+            self._cache.tree, attachment.e_pool, self._provenance, params.page_size, num_slots
         )
+        planner = Planner(site, self._cache, self._meter, self._models, self._pool_index)
         self._waiting = WaitingRequests(
-            site, self._cache, self._provenance, self._meter, self._metrics
+            site,
+            self._cache,
+            self._provenance,
+            self._meter,
+            self._metrics,
+            planner,
+            self._pool_index,
+            Leaders(self._cache.tree, planner, self._models, self._meter),
         )
         self._forward = ForwardPass(
             attachment, self._loader, coding, self._provenance, self._meter, self._metrics
@@ -128,6 +142,15 @@ class DroidSpeakLinker(UnifiedCacheLinker):
                 compat.WEIGHTS_CHANGED: (self._weights_changed, HookType.AFTER),
             }
         )
+        if runner.lora_manager is not None:
+            for lora_id, ref in runner.lora_manager.lora_refs.items():
+                self._models.add(lora_id, folder_of(ref.lora_path))
+            compat.place_hooks(
+                {
+                    compat.LOAD_LORA: (self._load_lora, HookType.AROUND),
+                    compat.UNLOAD_LORA: (self._unload_lora, HookType.AFTER),
+                }
+            )
         log.info(
             "droidspeak: model %s, E kept at layers %s, %d profiles, serving at %s, peers %s",
             site.identity.model_id,
@@ -212,27 +235,39 @@ class DroidSpeakLinker(UnifiedCacheLinker):
             original(tree, req, up_to=up_to, **rest)
         finally:
             self._inserting = None
+        if len(self._models) > 1 and not req.skip_radix_cache_insert:
+            self._note(req, up_to)
+
+    def _note(self, req: Req, up_to: int) -> None:
+        """What SGLang's tree now has of this request is there for the other models, too."""
+        model = self._models.of(req.lora_id)
+        if model is None or refusal(req) or not meta_info.is_exact(req):
+            return
+        self._pool_index.note(req.lora_id, model, pages_of(req, up_to, self._page_size))
 
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
         if self._inserting is None or not self._stores:
             return False
         req, up_to = self._inserting
-        if refusal(req):
+        model = self._models.of(req.lora_id)
+        if refusal(req) or model is None:
             return False
         (transfer,) = transfers
-        pages = [page_hash(key) for key in transfer.keys]
-        path = pages_of(req, up_to, self._page_size)
-        if pages[0] not in path:
+        first = page_hash(transfer.keys[0])
+        own_path = own_pages_of(req, up_to, self._page_size)
+        if first not in own_path:
             return False
-        index = path.index(pages[0])
+        index = own_path.index(first)
+        path = own_path if req.lora_id is None else pages_of(req, up_to, self._page_size)
         slots = transfer.device_indices
         context = slots
         if self._provenance.any_approximate:
             context = self._req_to_token[req.kv.req_pool_idx, :up_to].long()
         return self._offloader.put(
             Offload(
+                model=model,
                 parent=path[index - 1] if index else None,
-                pages=pages,
+                pages=path[index : index + len(transfer.keys)],
                 slots=slots,
                 context=context,
                 ready=self.record_offload_ready() if self._on_cuda else (),
@@ -254,6 +289,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
             self.cancel_queued_load(rid)
         self._offloader.reset()
         self._provenance.reset()
+        self._pool_index.clear()
         self._loader.counter.reset()
 
     def _weights_changed(self, _result: None, *_args: object, **_kwargs: object) -> None:
@@ -264,6 +300,18 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         log.warning("weights were updated in place: droidspeak is off until this server restarts")
         self._stores = False
         self._waiting.retire()
+
+    def _load_lora(self, original: Any, manager: Any, lora_ref: LoRARef) -> None:
+        self._models.load(
+            lora_ref.lora_id,
+            folder_of(lora_ref.lora_path),
+            lambda: original(manager, lora_ref),
+        )
+
+    def _unload_lora(self, result: Any, _manager: object, lora_ref: LoRARef) -> None:
+        if result.success:
+            self._models.drop(lora_ref.lora_id)
+            self._pool_index.forget(lora_ref.lora_id)
 
     def close(self) -> None:
         self.reset()

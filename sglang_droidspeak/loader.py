@@ -79,18 +79,22 @@ class Loader:
     def _load(self, job: Job, layer: int) -> None:
         if layer in job.plan.block or layer in job.plan.refreshed:
             return
-        step = Step(Kind.KV, layer)
+        step, source = Step(Kind.KV, layer), job.pool_slots
         try:
-            job.staging.wait(step)
+            if source is None:
+                job.staging.wait(step)
         except FetchError:
             return
         with job.copying:
             if not job.abandoned:
                 started_s = time.monotonic()
-                rows = job.rows(step)
-                self._rows.write_from(layer, job.slots, rows)
+                if source is None:
+                    rows = job.rows(step)
+                    self._rows.write_from(layer, job.slots, rows)
+                    job.copied_bytes += rows.nbytes
+                else:
+                    job.copied_bytes += self._rows.copy(layer, source, job.slots)
                 job.copied_s += time.monotonic() - started_s
-                job.copied_bytes += rows.nbytes
 
 
 class Copies:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from cachetree.ids import is_pool
+
 if TYPE_CHECKING:
     from sglang_droidspeak.compat.names import Req
     from sglang_droidspeak.job import Job
@@ -61,7 +63,7 @@ def provenance_of(
         reused_tokens=job.num_tokens,
         exact=plan.is_exact,
         sender=plan.sender,
-        location=plan.location,
+        location="pool" if is_pool(plan.location) else plan.location,
         block=(plan.block.start, plan.block.stop) if len(plan.block) else None,
         refreshed=plan.refreshed,
         recomputed_layers=len(plan.block),
@@ -89,6 +91,12 @@ def report(req: Req, provenance: RequestProvenance) -> None:
         log.log(level, "rid=%s %s", req.rid, fields.replace("fallback: ", "fallback:"))
     info = req.customized_info or {}
     req.customized_info = {**info, KEY: [_plain(provenance)]}
+
+
+def is_exact(req: Req) -> bool:
+    """As it was reported; true where nothing was."""
+    told = (req.customized_info or {}).get(KEY)
+    return told is None or told[0]["exact"]
 
 
 def _plain(provenance: RequestProvenance) -> dict[str, Any]:

@@ -21,11 +21,17 @@ _MAX_OPEN = 64
 class Meter:
     """Moving average of forwards. On CUDA it times with events and never synchronises."""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, num_layers: int) -> None:
+        self._num_layers = num_layers
         self._on_cuda = device == "cuda"
         self._open: deque[tuple[torch.cuda.Event, torch.cuda.Event, int]] = deque(maxlen=_MAX_OPEN)
         self._s_per_token_layer: float | None = None
         self._load_bytes_per_s = math.inf
+
+    def full_prefill_s(self, num_tokens: int) -> float | None:
+        """Predicted time of all layers over that many tokens."""
+        speed = self.s_per_token_layer
+        return None if speed is None else speed * num_tokens * self._num_layers
 
     @property
     def s_per_token_layer(self) -> float | None:
@@ -66,6 +72,5 @@ class Meter:
             self._add(time.perf_counter() - started_s, token_layers)
 
     def _add(self, seconds: float, token_layers: int) -> None:
-        new = seconds / token_layers
-        old = self._s_per_token_layer
+        new, old = seconds / token_layers, self._s_per_token_layer
         self._s_per_token_layer = new if old is None else old + _WEIGHT * (new - old)

@@ -32,6 +32,7 @@ _NICENESS = 10
 class Offload:
     """One new radix node: `slots` hold the KV of `pages`, which follow `parent`."""
 
+    model: ModelId
     parent: PageHash | None
     pages: Sequence[PageHash]
     slots: torch.Tensor
@@ -46,14 +47,12 @@ class Offloader:
 
     def __init__(
         self,
-        model: ModelId,
         cache: Cache,
         rows: PoolRows,
         e_pool: EPool,
         coding: Coding,
         provenance: Provenance,
     ) -> None:
-        self._model = model
         self._cache = cache
         self._rows = rows
         self._e_pool = e_pool
@@ -116,26 +115,28 @@ class Offloader:
             return
         pages, slots, parent = offload.pages, offload.slots, offload.parent
         if not self._e_pool.e:
-            self._store_pages(parent, pages, slots, ())
+            self._store_pages(offload.model, parent, pages, slots, ())
             return
         # Loaded pages hold no E of their own; what was computed after them does.
         page_size = slots.shape[0] // len(pages)
         cut = self._e_pool.num_pages_without(slots, page_size)
         if cut:
-            self._store_pages(parent, pages[:cut], slots[: cut * page_size], ())
+            self._store_pages(offload.model, parent, pages[:cut], slots[: cut * page_size], ())
             parent = pages[cut - 1]
         if cut < len(pages):
-            self._store_pages(parent, pages[cut:], slots[cut * page_size :], tuple(self._e_pool.e))
+            e_layers, rest = tuple(self._e_pool.e), slots[cut * page_size :]
+            self._store_pages(offload.model, parent, pages[cut:], rest, e_layers)
 
     def _store_pages(
         self,
+        model: ModelId,
         parent: PageHash | None,
         pages: Sequence[PageHash],
         slots: torch.Tensor,
         e_layers: Sequence[int],
     ) -> None:
         tree = self._cache.tree
-        reservation = tree.reserve(self._model, parent, pages, e_layers)
+        reservation = tree.reserve(model, parent, pages, e_layers)
         if reservation is None:
             return
         with reservation:

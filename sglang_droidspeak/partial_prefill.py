@@ -39,6 +39,12 @@ class Prefix:
     block: Span
     e: torch.Tensor | None
     """E of these tokens at block.start, `[len(tokens), hidden]`; None where block.start is 0."""
+    is_exact: bool = False
+    """It is the receiver's own E, too, and so is what the block makes of it."""
+
+    def goes_with(self, other: Prefix) -> bool:
+        """Whether one forward can compute both."""
+        return (self.block, self.is_exact) == (other.block, other.is_exact)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +71,10 @@ def pack(prefixes: Iterable[Prefix], max_tokens: int) -> Iterator[list[Piece]]:
     """
     forward: list[Piece] = []
     room = max_tokens
-    for prefix in sorted(prefixes, key=lambda p: (p.block, p.row)):
+    for prefix in sorted(prefixes, key=lambda p: (p.block, p.is_exact, p.row)):
         start = prefix.tokens.start
         while start < prefix.tokens.stop:
-            if not room or (forward and forward[-1].prefix.block != prefix.block):
+            if not room or (forward and not forward[-1].prefix.goes_with(prefix)):
                 yield forward
                 forward, room = [], max_tokens
             stop = min(prefix.tokens.stop, start + room)
@@ -105,7 +111,7 @@ class PartialPrefill:
             capture_hidden_mode=CaptureHiddenMode.NULL,
             return_hidden_states_before_norm=False,
         )
-        forward_batch.is_partial_prefill = True
+        forward_batch.has_own_e = pieces[0].prefix.is_exact
         rows = [piece.e for piece in pieces]
         e = None
         if rows[0] is not None:

@@ -1,4 +1,8 @@
-"""A request's prompt as page hashes: SGLang's own chain over tokens, salt and extra key."""
+"""A request's prompt as page hashes: SGLang's own chain over tokens, salt and extra key.
+
+SGLang appends the adapter's id to the extra key, which gives each adapter a tree and hashes of its
+own. The cache's hashes leave it out: they say which tokens of which tenant, never which model.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from sglang_droidspeak.compat.names import MatchPrefixParams, RadixKey, get_stor
 if TYPE_CHECKING:
     import torch
 
-    from sglang_droidspeak.compat.names import Req, UnifiedRadixCache
+    from sglang_droidspeak.compat.names import NodeId, Req, UnifiedRadixCache
 
 
 def page_hash(key: str) -> PageHash:
@@ -20,8 +24,6 @@ def page_hash(key: str) -> PageHash:
 
 def refusal(req: Req) -> str:
     """Why this request's KV is not a function of its token ids and the model; empty if it is."""
-    if req.lora_id is not None:
-        return "lora"
     if req.multimodal_inputs is not None:
         return "multimodal"
     if req.input_embeds is not None or req.positional_embed_overrides is not None:
@@ -32,11 +34,20 @@ def refusal(req: Req) -> str:
 
 
 def pages_of(req: Req, num_tokens: int, page_size: int) -> list[PageHash]:
-    """Hashes of the whole pages among the request's first `num_tokens` tokens."""
+    """Hashes of the whole pages among the request's first `num_tokens` tokens, for any model."""
+    return _pages(req, None, num_tokens, page_size)
+
+
+def own_pages_of(req: Req, num_tokens: int, page_size: int) -> list[PageHash]:
+    """The same as SGLang names them for the request's adapter."""
+    return _pages(req, req.lora_id, num_tokens, page_size)
+
+
+def _pages(req: Req, lora_id: str | None, num_tokens: int, page_size: int) -> list[PageHash]:
     length = num_tokens // page_size * page_size
     if not length:
         return []
-    key = _key(req, length)
+    key = _key(req, lora_id, length)
     return [page_hash(page) for page in get_storage_hash_str(key, page_size=page_size)]
 
 
@@ -48,12 +59,25 @@ def reusable_pages(req: Req, page_size: int) -> list[PageHash]:
 
 def slots_on_device(req: Req, num_pages: int, tree: UnifiedRadixCache) -> torch.Tensor:
     """Slots of the request's first tokens that the device holds already, whole pages of them."""
-    found = tree.match_prefix(MatchPrefixParams(key=_key(req, num_pages * tree.page_size)))
+    _node, slots = slots_of(req, req.lora_id, num_pages, tree)
+    return slots
+
+
+def slots_of(
+    req: Req, lora_id: str | None, num_pages: int, tree: UnifiedRadixCache
+) -> tuple[NodeId, torch.Tensor]:
+    """What the device holds of the same tokens and tenant for another adapter: the last node of
+    SGLang's tree, which keeps all of it, and the slots."""
+    found = tree.match_prefix(MatchPrefixParams(key=_key(req, lora_id, num_pages * tree.page_size)))
     length = found.device_prefix_len // tree.page_size * tree.page_size
-    return tree.path_device_indices(found.last_device_node)[:length]
+    return found.last_device_node, tree.path_device_indices(found.last_device_node)[:length]
 
 
-def _key(req: Req, num_tokens: int) -> RadixKey:
-    """SGLang's key of the request's first tokens, in its tenant's namespace."""
+def _key(req: Req, lora_id: str | None, num_tokens: int) -> RadixKey:
+    """SGLang's key of the request's first tokens, in its tenant's namespace and an adapter's."""
     tokens = req.full_untruncated_fill_ids[:num_tokens]
-    return RadixKey(tokens, req.extra_key, cache_salt=req.cache_salt)
+    extra_key = req.extra_key
+    if lora_id != req.lora_id:
+        tenant = (extra_key or "").removesuffix(req.lora_id or "")
+        extra_key = tenant + (lora_id or "") or None
+    return RadixKey(tokens, extra_key, cache_salt=req.cache_salt)

@@ -30,6 +30,9 @@ class PoolRows(Protocol):
     def write_from(self, layer: int, slots: torch.Tensor, source: memoryview) -> None:
         """Copy host bytes into `slots`; on CUDA on the current stream, without waiting for it."""
 
+    def copy(self, layer: int, source: torch.Tensor, slots: torch.Tensor) -> int:
+        """Copy the KV of slots `source` to as many others, as above; returns the bytes."""
+
 
 @dataclass(frozen=True, slots=True)
 class Coding:
@@ -82,6 +85,14 @@ class DeviceRows:
         for part, buffer in enumerate(self._buffers(layer)):
             buffer[slots] = rows[:, part]
 
+    def copy(self, layer: int, source: torch.Tensor, slots: torch.Tensor) -> int:
+        num_bytes = 0
+        for buffer in self._buffers(layer):
+            rows = buffer[source]
+            buffer[slots] = rows
+            num_bytes += rows.nbytes
+        return num_bytes
+
     def _buffers(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self._pool.k_buffer[layer], self._pool.v_buffer[layer]
 
@@ -110,6 +121,12 @@ class HostRows:
             for part, buffer in enumerate(self._buffers[layer]):
                 buffer[there] = rows[here, part]
 
+    def copy(self, layer: int, source: torch.Tensor, slots: torch.Tensor) -> int:
+        for there, here in runs_of_both(source, slots):
+            for buffer in self._buffers[layer]:
+                buffer[here] = buffer[there]
+        return sum(buffer[0].nbytes for buffer in self._buffers[layer]) * slots.shape[0]
+
     def _rows(self, raw: memoryview) -> np.ndarray[Any, np.dtype[np.uint8]]:
         width = self._buffers[0][0].shape[1]
         return np.frombuffer(raw, dtype=np.uint8).reshape(-1, 2, width)
@@ -120,12 +137,19 @@ def runs(slots: torch.Tensor) -> list[tuple[slice, slice]]:
 
     Slots come in pages, mostly many pages in a row.
     """
-    breaks = (slots[1:] != slots[:-1] + 1).nonzero().flatten() + 1
-    edges = [0, *breaks.tolist(), len(slots)]
-    firsts = slots[edges[:-1]].tolist()
+    return runs_of_both(torch.arange(len(slots)), slots)
+
+
+def runs_of_both(one: torch.Tensor, other: torch.Tensor) -> list[tuple[slice, slice]]:
+    """The same for two tensors of equal length: runs along which both ascend."""
+    is_break = (one[1:] != one[:-1] + 1) | (other[1:] != other[:-1] + 1)
+    breaks = is_break.nonzero().flatten() + 1
+    edges = [0, *breaks.tolist(), len(one)]
     return [
-        (slice(start, stop), slice(first, first + stop - start))
-        for start, stop, first in zip(edges[:-1], edges[1:], firsts, strict=True)
+        (slice(a, a + stop - start), slice(b, b + stop - start))
+        for start, stop, a, b in zip(
+            edges[:-1], edges[1:], one[edges[:-1]].tolist(), other[edges[:-1]].tolist(), strict=True
+        )
     ]
 
 

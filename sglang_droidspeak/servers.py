@@ -74,6 +74,8 @@ class ServerSpec:
     """`linker_extra_config`; None starts SGLang without the extension."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """SGLang's own options by their flag names without dashes."""
+    adapters: Mapping[str, Path] = field(default_factory=dict)
+    """LoRA adapters by the names that requests call them; SGLang takes them as flags alone."""
     port: int = field(default_factory=free_port)
     host: str = "127.0.0.1"
     wrapper: Sequence[str] = ()
@@ -206,7 +208,10 @@ class Server(Process):
         config = folder / f"{spec.name}.yaml"
         config.write_text(spec.yaml())
         command = (*spec.wrapper, sys.executable, "-m", "sglang.launch_server", "--config")
-        super().__init__(spec.name, (*command, str(config)), folder, {**_FORKED_START, **env})
+        loras = [f"{name}={path}" for name, path in spec.adapters.items()]
+        flags = ("--enable-lora", "--lora-paths", *loras) if loras else ()
+        command = (*command, str(config), *flags)
+        super().__init__(spec.name, command, folder, {**_FORKED_START, **env})
         self.spec = spec
         self.url = f"http://{spec.host}:{spec.port}"
 
@@ -264,6 +269,12 @@ class Server(Process):
         reply = requests.post(f"{self.url}/tokenize", json={"prompt": list(texts)}, timeout=60)
         reply.raise_for_status()
         return reply.json()["tokens"]
+
+    def post(self, path: str, **body: Any) -> dict[str, Any]:
+        """Any other JSON endpoint; raises requests.HTTPError on an error status."""
+        reply = requests.post(f"{self.url}{path}", json=body, timeout=60)
+        reply.raise_for_status()
+        return reply.json()
 
     def flush(self) -> None:
         """Empty the server's own radix cache; retried while it is busy."""

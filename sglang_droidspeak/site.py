@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 from platformdirs import user_cache_path
 
+from cachetree.adapters import read_adapter
 from cachetree.codec import Codec
 from cachetree.errors import CacheTreeError, ConfigError, ProfileError
 from cachetree.family import Family, ModelIdentity
@@ -22,6 +23,7 @@ from cachetree.slab import Layout
 from cachetree.transport import check_peer, check_worker
 from sglang_droidspeak import compat
 from sglang_droidspeak.config import MIN_PAGE_SIZE, Settings, cache_config, parse_settings
+from sglang_droidspeak.models import Models
 
 if TYPE_CHECKING:
     import torch
@@ -80,27 +82,60 @@ class Site:
     """One server, as the extension sees it. Made once per process by `load_site`."""
 
     settings: Settings
+    folder: Path
     identity: ModelIdentity
     profiles: tuple[PairProfile, ...]
     page_size: int
+    adapters: tuple[Path, ...] | None
+    """Those that it starts with; None where it serves none at all."""
 
     @property
     def transition_layers(self) -> tuple[int, ...]:
-        """Layers whose E this server keeps: configured, or those that its profiles need."""
-        if self.settings.host_gb == 0:
-            return ()
+        """Layers whose E this server keeps: configured, or those that its profiles need, and those
+        from which adapters differ. A profile of adapters may be needed as soon as they are loaded.
+        """
         if self.settings.capture_layers is not None:
-            return self.settings.capture_layers
-        model = self.identity.model_id
-        sends = (p for p in self.profiles if p.sender.model_id == model and p.is_usable)
-        return tuple(sorted(frozenset().union(*(p.transition_layers() for p in sends))))
+            return self.settings.capture_layers if self._keeps_e else ()
+        if not self._keeps_e:
+            return ()
+        sends = (p.transition_layers() for p in self._profiles_of("sender"))
+        return tuple(sorted(frozenset().union(self._first_differences, *sends)))
 
     @property
     def senders(self) -> dict[ModelId, frozenset[int]]:
         """Models whose caches this server may use, and the layers whose E it needs of each."""
-        model = self.identity.model_id
-        receives = (p for p in self.profiles if p.receiver.model_id == model and p.is_usable)
-        return {p.sender.model_id: p.transition_layers() for p in receives} | {model: frozenset()}
+        receives = self._profiles_of("receiver")
+        own = {self.identity.model_id, *(self.identify(it) for it in self.adapters or ())}
+        return dict.fromkeys(own, self._first_differences) | {
+            p.sender.model_id: p.transition_layers() | self._first_differences for p in receives
+        }
+
+    def identify(self, adapter: Path) -> ModelId:
+        """What an adapter makes of this server's model; raises ConfigError."""
+        return read_model_identity(self.folder, _cache_dir(), adapter).model_id
+
+    def models(self) -> Models:
+        """What it answers as before any adapter is loaded."""
+        return Models(self.identity.model_id, self.identity.num_layers, self.identify)
+
+    @property
+    def _keeps_e(self) -> bool:
+        return self.settings.host_gb > 0 or self.adapters is not None
+
+    @property
+    def _first_differences(self) -> frozenset[int]:
+        """Of every two of the base and its adapters."""
+        num_layers = self.identity.num_layers
+        read = [read_adapter(it, num_layers) for it in self.adapters or ()]
+        found = {one.first_difference(other) for one in read for other in (None, *read)}
+        return frozenset(found - {0, num_layers})
+
+    def _profiles_of(self, role: Literal["sender", "receiver"]) -> Iterator[PairProfile]:
+        """Usable ones of pairs in which this server's model, or an adapter on it, has that role."""
+        for profile in self.profiles:
+            is_ours = getattr(profile, role) == self.identity or self.adapters is not None
+            if is_ours and profile.is_usable:
+                yield profile
 
     def e_bytes_per_token(self, dtype: torch.dtype) -> int:
         return len(self.transition_layers) * self.identity.hidden_size * dtype.itemsize
@@ -133,25 +168,32 @@ def load_site(server_args: ServerArgs) -> Site:
             "start the server with --page-size 64"
         )
     extra = args.unified_cache_external_linker_config.get("linker_extra_config") or {}
+    paths = [getattr(it, "lora_path", None) for it in args.lora_paths or ()]
     return _load(
-        msgspec.json.encode(extra, order="sorted"), args.model_path, args.revision, args.page_size
+        msgspec.json.encode(extra, order="sorted"),
+        args.model_path,
+        args.revision,
+        args.page_size,
+        tuple(path for path in paths if path) if args.enable_lora else None,
     )
 
 
 @functools.cache
-def _load(extra_json: bytes, model_path: str, revision: str | None, page_size: int) -> Site:
+def _load(
+    extra_json: bytes,
+    model_path: str,
+    revision: str | None,
+    page_size: int,
+    lora_paths: tuple[str, ...] | None,
+) -> Site:
     settings = parse_settings(msgspec.json.decode(extra_json))
     _check_transport(settings)
     if settings.hicache_backend is not None:
         from sglang_droidspeak.compat.hicache import check_backend
 
         check_backend(settings.hicache_backend, settings.hicache_config)
-    path = Path(model_path)
-    if not path.is_dir():
-        from huggingface_hub import snapshot_download
-
-        path = Path(snapshot_download(model_path, revision=revision))
-    identity = read_model_identity(path, user_cache_path("sglang-droidspeak"))
+    path = folder_of(model_path, revision)
+    identity = read_model_identity(path, _cache_dir())
     if identity.architecture not in ARCHITECTURES:
         raise ConfigError(
             f"model class {identity.architecture} of {model_path} is not supported; "
@@ -163,12 +205,29 @@ def _load(extra_json: bytes, model_path: str, revision: str | None, page_size: i
                 f"capture_layers has {layer}; give layers from 1 to {identity.num_layers - 1}"
             )
     _check_codec(settings.codec, identity, page_size)
+    adapters = None if lora_paths is None else tuple(folder_of(it) for it in lora_paths)
+    has_adapters = adapters is not None
     return Site(
         settings=settings,
+        folder=path,
         identity=identity,
-        profiles=tuple(_read_profiles(settings, identity)),
+        profiles=tuple(_read_profiles(settings, identity, has_adapters=has_adapters)),
         page_size=page_size,
+        adapters=adapters,
     )
+
+
+def folder_of(path: str, revision: str | None = None) -> Path:
+    """Where a model or an adapter lies that SGLang was given by path or by repository."""
+    if Path(path).is_dir():
+        return Path(path)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(path, revision=revision))
+
+
+def _cache_dir() -> Path:
+    return user_cache_path("sglang-droidspeak")
 
 
 def _check_codec(codec: Codec, identity: ModelIdentity, page_size: int) -> None:
@@ -188,14 +247,22 @@ def _check_transport(settings: Settings) -> None:
         check_peer(peer, config.peer_at(peer))
 
 
-def _read_profiles(settings: Settings, identity: ModelIdentity) -> Iterable[PairProfile]:
-    """A profile that is named has to be usable; a folder may hold those of a whole fleet."""
+def _read_profiles(
+    settings: Settings, identity: ModelIdentity, *, has_adapters: bool
+) -> Iterable[PairProfile]:
+    """A profile that is named has to be usable; a folder may hold those of a whole fleet.
+
+    Where there are adapters, those of its family may be of pairs that are loaded later.
+    """
     for name in settings.profiles:
         path = Path(name)
         files = sorted(path.glob("*.json")) if path.is_dir() else [path]
         for file in files:
             profile, is_named = read_profile(file), file == path
-            if identity not in (profile.sender, profile.receiver):
+            sides = (profile.sender, profile.receiver)
+            if has_adapters:
+                sides = tuple(msgspec.structs.replace(it, weights=identity.weights) for it in sides)
+            if identity not in sides:
                 if is_named:
                     raise ProfileError(_of_another_pair(file, profile, identity))
                 continue

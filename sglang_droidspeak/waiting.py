@@ -13,30 +13,20 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cachetree.clock import Deadline
-from cachetree.codec import Codec
 from cachetree.errors import DeadlineExceeded
-from cachetree.ids import Location, ModelId, PageHash, Span
+from cachetree.ids import PageHash, Span
 from cachetree.plan import Kind, Plan, Step
-from cachetree.policy import (
-    Costs,
-    Demand,
-    Gate,
-    NoReuse,
-    Reason,
-    Requested,
-    choose,
-    index_profiles,
-)
 from cachetree.schedule import Strategy
 from sglang_droidspeak import prefixes
-from sglang_droidspeak.controls import Controls, parse_controls
+from sglang_droidspeak.controls import parse_controls
 from sglang_droidspeak.job import Job
 from sglang_droidspeak.meta_info import RequestProvenance, report
+from sglang_droidspeak.pool import PoolPages
 
 if TYPE_CHECKING:
     import torch
@@ -46,8 +36,11 @@ if TYPE_CHECKING:
     from cachetree.tier import Search
     from sglang_droidspeak.capture import Provenance
     from sglang_droidspeak.compat.names import Req, UnifiedRadixCache
+    from sglang_droidspeak.leaders import Following, Leaders
     from sglang_droidspeak.meter import Meter
     from sglang_droidspeak.metrics import Metrics
+    from sglang_droidspeak.planner import Planner
+    from sglang_droidspeak.pool import PoolIndex
     from sglang_droidspeak.site import Site
 
 log = logging.getLogger(__name__)
@@ -62,14 +55,19 @@ _ARRIVAL_MARGIN = 1.05
 class Reuse:
     """What was decided for one waiting request. Without a plan it does a full prefill."""
 
+    req: Req
     first_seen_s: float
     searches: Sequence[Search] = ()
     """What it waits for before it is planned: answers of tiers that do not advertise."""
     is_planned: bool = False
     match_s: float = 0.0
     pages: Sequence[PageHash] = ()
+    own_pages: Sequence[PageHash] = ()
+    """The same as SGLang names them."""
     plan: Plan | None = None
-    staging: BudgetedStaging | None = None
+    staging: BudgetedStaging | PoolPages | None = None
+    following: Following | None = None
+    """It waits to be planned until that request has left its pages in the pool."""
     is_optional: bool = True
     """Chosen by the server, which may think again; not asked for by name."""
 
@@ -89,30 +87,38 @@ class WaitingRequests:
         provenance: Provenance,
         meter: Meter,
         metrics: Metrics,
+        planner: Planner,
+        pool: PoolIndex,
+        leaders: Leaders,
     ) -> None:
         self._site = site
-        self._model = site.identity.model_id
+        self._planner = planner
+        self._pool = pool
+        self._leaders = leaders
         self._cache = cache
         self._provenance = provenance
         self._meter = meter
         self._metrics = metrics
-        self._profiles = index_profiles(site.profiles)
         self._reuses: dict[str, Reuse] = {}
         self._refusal = ""
         self._asks = site.settings.hicache_backend is not None
 
     def look(self, queue: Sequence[Req], tree: UnifiedRadixCache) -> set[str]:
         """Plan new requests, forget those that have left, and return the rids to hold back."""
+        self._tree = tree
         held = set()
         for req in queue:
             reuse = self._reuses.get(req.rid)
             if reuse is None:
                 reuse = self._reuses[req.rid] = self._begin(req, tree)
             if not reuse.is_planned:
-                if not all(search.is_over for search in reuse.searches):
+                if not self._may_plan(reuse):
                     held.add(req.rid)
                     continue
-                self._decide(req, reuse, tree, num_waiting=len(queue) - 1)
+                self._decide(reuse, tree, num_waiting=len(queue) - 1)
+                if not reuse.is_planned:
+                    held.add(req.rid)
+                    continue
             if reuse.plan is not None and reuse.staging is None:
                 self._stage(reuse)
             if reuse.staging is not None and self._must_hold(req, reuse):
@@ -132,16 +138,23 @@ class WaitingRequests:
             return 0
         reuse = self._reuses[rid]
         first, span = prefixes.page_hash(first_key), reuse.plan.pages
-        if first not in reuse.pages[span.start : span.stop]:
+        if first not in reuse.own_pages[span.start : span.stop]:
             return 0
-        return span.stop - reuse.pages.index(first)
+        return span.stop - reuse.own_pages.index(first)
 
     def take(self, rid: str, keys: Sequence[str], slots: torch.Tensor) -> Job | None:
         """Turn a staged request into a job that loads the pages of `keys` into `slots`."""
         if self.num_restorable(rid, keys[0]) < len(keys):
             return None
-        reuse = self._reuses.pop(rid)
-        start = reuse.pages.index(prefixes.page_hash(keys[0]))
+        reuse = self._reuses[rid]
+        if isinstance(reuse.staging, PoolPages):
+            # What was found when it was planned may have been evicted, for these slots even.
+            locked = self._pool.lock(reuse.plan, reuse.pages, reuse.req, self._tree)
+            if locked is None:
+                return None
+            reuse.staging = locked
+        del self._reuses[rid]
+        start = reuse.own_pages.index(prefixes.page_hash(keys[0]))
         return Job(
             rid=rid,
             plan=reuse.plan,
@@ -157,6 +170,7 @@ class WaitingRequests:
         for reuse in self._reuses.values():
             reuse.give_up()
         self._reuses.clear()
+        self._leaders.clear()
 
     def retire(self) -> None:
         """Plan nothing any more: the loaded weights are not the identified ones."""
@@ -165,7 +179,7 @@ class WaitingRequests:
 
     def _begin(self, req: Req, tree: UnifiedRadixCache) -> Reuse:
         """Ask the tiers that do not advertise, where they could have enough to matter."""
-        reuse = Reuse(first_seen_s=time.monotonic())
+        reuse = Reuse(req=req, first_seen_s=time.monotonic())
         if not self._asks or self._refusal or prefixes.refusal(req):
             return reuse
         # What goes wrong here goes wrong again in planning, which reports it.
@@ -179,16 +193,24 @@ class WaitingRequests:
                     reuse.searches = self._cache.search(reuse.pages)
         return reuse
 
-    def _decide(self, req: Req, reuse: Reuse, tree: UnifiedRadixCache, num_waiting: int) -> None:
+    def _may_plan(self, reuse: Reuse) -> bool:
+        if reuse.following is not None:
+            return self._leaders.is_over(reuse.following, self._reuses)
+        return all(search.is_over for search in reuse.searches)
+
+    def _decide(self, reuse: Reuse, tree: UnifiedRadixCache, num_waiting: int) -> None:
         reuse.is_planned, reuse.searches = True, ()
-        is_exact = True
+        req, is_exact = reuse.req, True
         try:
             outcome = self._refusal or prefixes.refusal(req)
             if not outcome:
-                pages = reuse.pages or prefixes.reusable_pages(req, self._site.page_size)
-                outcome = self._plan(req, reuse, pages, tree, num_waiting)
+                if not reuse.pages:
+                    reuse.pages = prefixes.reusable_pages(req, self._site.page_size)
+                outcome = self._plan(reuse, tree, num_waiting)
+                if not reuse.is_planned:
+                    return
                 if self._provenance.any_approximate:
-                    on_device = prefixes.slots_on_device(req, len(pages), tree)
+                    on_device = prefixes.slots_on_device(req, len(reuse.pages), tree)
                     is_exact = self._provenance.is_exact(on_device)
         except Exception:
             log.exception("request %s: planning failed; it does a full prefill", req.rid)
@@ -200,85 +222,38 @@ class WaitingRequests:
         planned = "staging_full" if reuse.staging is None else "no_slots"
         report(req, RequestProvenance(outcome=outcome or planned, exact=is_exact))
 
-    def _plan(
-        self,
-        req: Req,
-        reuse: Reuse,
-        pages: Sequence[PageHash],
-        tree: UnifiedRadixCache,
-        num_waiting: int,
-    ) -> str:
+    def _plan(self, reuse: Reuse, tree: UnifiedRadixCache, num_waiting: int) -> str:
         """Fill in the plan and begin to stage it; returns why there is none, or nothing."""
-        site = self._site
-        try:
-            controls = parse_controls(req.sampling_params.custom_params)
-            block = controls.span(site.identity.num_layers)
-            refreshed = controls.refreshed(site.identity.num_layers)
-        except ValueError as exc:
-            log.warning("request %s: %s; it does a full prefill", req.rid, exc)
-            return "bad_controls"
-        if controls.mode == "off":
-            return Reason.OFF.value
-        matches = self._cache.match(pages) if pages else []
-        if not matches:
-            return Reason.NO_MATCH.value
-        demand = replace(
-            self._demand(req, controls, len(pages)),
-            first_page=len(prefixes.slots_on_device(req, len(pages), tree)) // site.page_size,
-            num_waiting=num_waiting,
-            requested=Requested(
-                sender=None if controls.sender is None else ModelId(controls.sender),
-                block=block,
-                refreshed=refreshed,
-            ),
-        )
-        plan = choose(demand, matches, self._profiles, self._costs({it.location for it in matches}))
-        if isinstance(plan, NoReuse):
-            log.debug("request %s: %s: %s", req.rid, plan.reason.value, plan.detail)
-            return plan.reason.value
-        num_tokens = len(plan.pages) * site.page_size
-        if len(plan.block) and num_tokens > site.settings.max_recompute_tokens:
-            return "recompute_too_long"
-        reuse.is_optional = block is None
-        if site.settings.gate == "off":
-            plan = replace(plan, strategy=controls.strategy)
+        req = reuse.req
+        planned = self._planner.plan(req, reuse.pages, tree, num_waiting)
+        if reuse.following is None:  # Once is enough.
+            reuse.following = self._leaders.follow(req, reuse.pages, planned)
+            if reuse.following is not None:
+                reuse.is_planned = False
+                return ""
+        if isinstance(planned, str):
+            return planned
+        reuse.plan, reuse.is_optional = planned.plan, planned.is_optional
+        if not reuse.is_optional and self._site.settings.gate == "off":
             # An experiment's KV serves its own request only.
-            req.skip_radix_cache_insert |= block is not None and not plan.is_exact
-        reuse.pages, reuse.plan = pages, plan
+            req.skip_radix_cache_insert |= not reuse.plan.is_exact
+        reuse.own_pages = (
+            reuse.pages
+            if req.lora_id is None
+            else prefixes.own_pages_of(
+                req, len(reuse.pages) * self._site.page_size, self._site.page_size
+            )
+        )
         reuse.match_s = time.monotonic() - reuse.first_seen_s
-        self._stage(reuse)
+        reuse.staging = planned.pool_pages
+        if reuse.staging is None:
+            self._stage(reuse)
         return ""
 
     def _stage(self, reuse: Reuse) -> None:
         """Begin the fetch; where staging memory is used up, the next look tries again."""
         deadline = Deadline.after(self._site.settings.fetch_deadline_s)
         reuse.staging = self._cache.fetch(reuse.plan, reuse.pages, deadline)
-
-    def _demand(self, req: Req, controls: Controls, num_pages: int) -> Demand:
-        site, settings = self._site, self._site.settings
-        target_ms = controls.ttft_target_ms or settings.ttft_target_ms
-        return Demand(
-            receiver=self._model,
-            num_layers=site.identity.num_layers,
-            page_size=site.page_size,
-            num_pages=num_pages,
-            num_new_tokens=len(req.full_untruncated_fill_ids) - num_pages * site.page_size,
-            min_pages=-(-settings.min_tokens // site.page_size),
-            ttft_target_s=None if target_ms is None else target_ms / 1000,
-            gate=Gate(settings.gate),
-            is_lossy=self._cache.family.codec is not Codec.NONE,
-        )
-
-    def _costs(self, locations: Collection[Location]) -> Costs:
-        family = self._cache.family
-        most = self._meter.load_bytes_per_s
-        speeds = {location: self._cache.costs(location) for location in locations}
-        return Costs(
-            kv_page_bytes=family.kv_page_bytes,
-            e_page_bytes=family.e_page_bytes,
-            compute_s_per_token_layer=self._meter.s_per_token_layer,
-            bytes_per_s={it: min(speed, most) for it, speed in speeds.items() if speed},
-        )
 
     def _report(self, req: Req, outcome: str) -> None:
         self._metrics.count_outcome(outcome)

@@ -33,6 +33,8 @@ WEIGHTS_CHANGED = (
     "sglang.srt.managers.scheduler_components.weight_updater."
     "SchedulerWeightUpdaterManager.record_weight_version_after_update"
 )
+LOAD_LORA = "sglang.srt.lora.lora_manager.LoRAManager.load_lora_weights"
+UNLOAD_LORA = "sglang.srt.lora.lora_manager.LoRAManager.unload_lora_adapter"
 NATIVE_HASH = "sglang.srt.mem_cache.utils.get_native_hash"
 SCHEDULER_MODULE = "sglang.srt.managers.scheduler"
 
@@ -45,6 +47,8 @@ _SIGNATURES = {
     MATCH: ("self", "key", "req", "result"),
     CHECKPOINT: ("self", "req", "up_to"),
     REQUEST_LEVEL: ("self", "key"),
+    LOAD_LORA: ("self", "lora_ref"),
+    UNLOAD_LORA: ("self", "lora_ref"),
     "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new": (
         "batch",
         "model_runner",

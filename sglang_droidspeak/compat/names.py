@@ -4,6 +4,7 @@ Heavy to import: only the scheduler process does.
 """
 
 from sglang.srt.layers.layer_boundary.residual import batch as residual_batch
+from sglang.srt.lora.lora_registry import LoRARef
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.tp_worker import TpModelWorker
@@ -17,6 +18,7 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import (
     LayerWiseLoadCounter,
     UnifiedCacheLinker,
 )
+from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import NodeId
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.model_executor.forward_batch_info import (
@@ -42,9 +44,11 @@ __all__ = [
     "ForwardMode",
     "KVWriteLoc",
     "LayerWiseLoadCounter",
+    "LoRARef",
     "MHATokenToKVPool",
     "MatchPrefixParams",
     "ModelRunner",
+    "NodeId",
     "PoolName",
     "PoolTransfer",
     "RadixKey",

@@ -103,9 +103,11 @@ def prompt(num_tokens: int, seed: int) -> list[int]:
     return random_prompt(num_tokens, seed)
 
 
-def page_hashes(tokens: Sequence[int], salt: str | None = None) -> list[PageHash]:
+def page_hashes(
+    tokens: Sequence[int], salt: str | None = None, extra_key: str | None = None
+) -> list[PageHash]:
     """SGLang's page keys of a prompt, as any peer computes them."""
-    seed = storage_namespace_seed(None, salt)
+    seed = storage_namespace_seed(extra_key, salt)
     return hashing.page_hashes(tokens, PAGE, bytes.fromhex(seed) if seed else b"")
 
 

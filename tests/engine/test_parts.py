@@ -235,7 +235,7 @@ def test_report_keeps_what_others_reported() -> None:
 
 
 def test_meter_measures_large_forwards_only() -> None:
-    meter = Meter("cpu")
+    meter = Meter("cpu", num_layers=4)
     with meter.forward(10):
         pass
     assert meter.s_per_token_layer is None

@@ -75,10 +75,10 @@ def test_every_outcome_is_described() -> None:
     assert {reason.value for reason in Reason} <= described
     returned = {
         found
-        for file in ("prefixes.py", "waiting.py")
+        for file in ("planner.py", "prefixes.py", "waiting.py")
         for found in re.findall(r'(?:return|outcome =|planned =|_refusal =) "(\w+)"', source(file))
     }
-    assert {"lora", "bad_controls", "error"} <= returned
+    assert {"multimodal", "bad_controls", "error"} <= returned
     assert returned <= described
 
 

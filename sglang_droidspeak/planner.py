@@ -1,0 +1,161 @@
+"""From one request to a plan: which models it may read from, what they have, and at what cost."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
+
+from cachetree.codec import Codec
+from cachetree.entries import Match
+from cachetree.ids import Location, ModelId, PageHash, is_pool
+from cachetree.plan import Plan
+from cachetree.policy import (
+    Costs,
+    Demand,
+    Gate,
+    NoReuse,
+    Reason,
+    Requested,
+    choose,
+    index_profiles,
+)
+from sglang_droidspeak import prefixes
+from sglang_droidspeak.controls import Controls, parse_controls
+from sglang_droidspeak.pool import PoolIndex, PoolPages, pool_of
+
+if TYPE_CHECKING:
+    from cachetree.cache import Cache
+    from sglang_droidspeak.compat.names import Req, UnifiedRadixCache
+    from sglang_droidspeak.meter import Meter
+    from sglang_droidspeak.models import Models
+    from sglang_droidspeak.site import Site
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """A plan, and where its pages are if that is this server's own pool."""
+
+    plan: Plan
+    is_optional: bool
+    """Chosen by the server, which may think again; not asked for by name."""
+    pool_pages: PoolPages | None
+
+
+class Planner:
+    """Scheduler thread only."""
+
+    def __init__(
+        self, site: Site, cache: Cache, meter: Meter, models: Models, pool: PoolIndex
+    ) -> None:
+        self._site: Final = site
+        self._cache: Final = cache
+        self._meter: Final = meter
+        self._models: Final = models
+        self._pool: Final = pool
+        self._profiles = index_profiles(site.profiles)
+
+    def plan(
+        self, req: Req, pages: Sequence[PageHash], tree: UnifiedRadixCache, num_waiting: int
+    ) -> Planned | str:
+        """Or why there is none: an outcome as in `meta_info`."""
+        model = self._models.of(req.lora_id)
+        if model is None:
+            return "unknown_adapter"
+        try:
+            controls = parse_controls(req.sampling_params.custom_params)
+            requested = self._requested(controls)
+        except ValueError as exc:
+            log.warning("request %s: %s; it does a full prefill", req.rid, exc)
+            return "bad_controls"
+        if controls.mode == "off":
+            return Reason.OFF.value
+        matches = self._matches(req, pages)
+        if not matches:
+            return Reason.NO_MATCH.value
+        demand = self._demand(req, model, controls, requested, len(pages))
+        own = prefixes.slots_on_device(req, len(pages), tree)
+        demand = replace(
+            demand, first_page=len(own) // self._site.page_size, num_waiting=num_waiting
+        )
+        pool_pages = None
+        while True:
+            costs = self._costs({it.location for it in matches})
+            plan = choose(demand, matches, self._profiles, costs)
+            if isinstance(plan, NoReuse):
+                log.debug("request %s: %s: %s", req.rid, plan.reason.value, plan.detail)
+                return plan.reason.value
+            if not is_pool(plan.location):
+                break
+            pool_pages = self._pool.find(plan, pages, req, tree)
+            if pool_pages is not None:
+                break
+            matches = self._matches(req, pages)  # The note was wrong and is mended.
+        if len(plan.block) and len(plan.pages) * self._site.page_size > (
+            self._site.settings.max_recompute_tokens
+        ):
+            return "recompute_too_long"
+        if self._site.settings.gate == "off":
+            plan = replace(plan, strategy=controls.strategy)
+        return Planned(plan=plan, is_optional=requested.block is None, pool_pages=pool_pages)
+
+    def would_reuse(
+        self, req: Req, pages: Sequence[PageHash], sender: ModelId, location: Location
+    ) -> bool:
+        """Whether the request would take these pages if that model had them there, with all E."""
+        model = self._models.of(req.lora_id)
+        if model is None:
+            return False
+        controls = parse_controls(req.sampling_params.custom_params)
+        demand = self._demand(req, model, controls, self._requested(controls), len(pages))
+        e_pages = dict.fromkeys(self._site.transition_layers, len(pages))
+        match = Match(model=sender, location=location, num_pages=len(pages), e_pages=e_pages)
+        plan = choose(demand, [match], self._profiles, self._costs({location}))
+        return isinstance(plan, Plan)
+
+    def _matches(self, req: Req, pages: Sequence[PageHash]) -> list[Match]:
+        """What others have; what the device has of this model SGLang finds itself."""
+        mine = pool_of(req.lora_id)
+        return [it for it in self._cache.match(pages) if it.location != mine] if pages else []
+
+    def _requested(self, controls: Controls) -> Requested:
+        num_layers = self._site.identity.num_layers
+        return Requested(
+            sender=None if controls.sender is None else ModelId(controls.sender),
+            block=controls.span(num_layers),
+            refreshed=controls.refreshed(num_layers),
+        )
+
+    def _demand(
+        self, req: Req, model: ModelId, controls: Controls, requested: Requested, num_pages: int
+    ) -> Demand:
+        site, settings = self._site, self._site.settings
+        target_ms = controls.ttft_target_ms or settings.ttft_target_ms
+        return Demand(
+            receiver=model,
+            num_layers=site.identity.num_layers,
+            page_size=site.page_size,
+            num_pages=num_pages,
+            num_new_tokens=len(req.full_untruncated_fill_ids) - num_pages * site.page_size,
+            min_pages=-(-settings.min_tokens // site.page_size),
+            ttft_target_s=None if target_ms is None else target_ms / 1000,
+            requested=requested,
+            gate=Gate(settings.gate),
+            is_lossy=self._cache.family.codec is not Codec.NONE,
+            first_differences=self._models.first_differences(req.lora_id),
+        )
+
+    def _costs(self, locations: Collection[Location]) -> Costs:
+        """What comes from the pool is copied beside the recompute, and taken to cost nothing."""
+        family = self._cache.family
+        most = self._meter.load_bytes_per_s
+        speeds = {it: self._cache.costs(it) for it in locations if not is_pool(it)}
+        return Costs(
+            kv_page_bytes=family.kv_page_bytes,
+            e_page_bytes=family.e_page_bytes,
+            compute_s_per_token_layer=self._meter.s_per_token_layer,
+            bytes_per_s={it: min(speed, most) for it, speed in speeds.items() if speed},
+        )

@@ -1,0 +1,311 @@
+"""One server, many adapters: each reads what the others left in the pool, and answers the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from engine_parts import (
+    CPU,
+    ENV,
+    Answer,
+    answer,
+    eventually,
+    family_of,
+    oracle,
+    page_hashes,
+    prompt,
+    whole_pages,
+)
+
+from cachetree.cache import Cache
+from cachetree.clock import Deadline
+from cachetree.config import CacheConfig
+from cachetree.identity import read_model_identity
+from cachetree.ids import EMPTY_SPAN, Location, ModelId, PageHash, Span
+from cachetree.plan import Plan
+from profiles.adapters import merge_folder
+from profiles.oracle import Generated
+from profiles.random_models import shape, write_adapter, write_models
+from sglang_droidspeak.servers import Server, ServerSpec, free_port, running
+
+pytestmark = pytest.mark.server
+
+NUM_LAYERS = 6
+BASE = "base"
+ADAPTERS = {
+    "wide": {"rank": 8},
+    "narrow": {"rank": 4, "modules": ("q_proj", "v_proj"), "seed": 1},
+    "mlp": {"rank": 4, "modules": ("gate_proj", "up_proj", "down_proj"), "seed": 2},
+    "upper": {"rank": 8, "layers": (4, 5), "seed": 3},
+}
+
+
+@dataclass(frozen=True)
+class Team:
+    """A base and its adapters in one server, and each of them merged, for the oracle."""
+
+    server: Server
+    address: str
+    """Where its cache is served."""
+    adapters: Mapping[str, Path]
+    merged: Mapping[str, Path]
+
+    def model_id(self, name: str) -> str:
+        adapter = self.adapters.get(name)
+        return read_model_identity(self.merged[BASE], None, adapter).model_id
+
+    def ask(self, name: str, tokens: list[int], **options) -> Answer:
+        lora = {} if name == BASE else {"lora_path": name}
+        return answer(self.server, tokens, **lora, **options)
+
+    def receive(self, name: str, sender: str, tokens: list[int], block: Span) -> Answer:
+        controls = {
+            "sender": self.model_id(sender),
+            "block": f"{block.start}:{block.stop}" if len(block) else "none",
+        }
+        return self.ask(name, tokens, droidspeak=controls)
+
+    def expected(
+        self, name: str, sender: str, tokens: list[int], block: Span, num_reused: int | None = None
+    ) -> Generated:
+        return oracle(
+            self.merged[name],
+            self.merged[sender],
+            tokens,
+            block=block,
+            num_reused=whole_pages(len(tokens)) if num_reused is None else num_reused,
+            max_new=12,
+        )
+
+
+@pytest.fixture(scope="module", params=["overlap", "no overlap"])
+def team(request, tmp_path_factory) -> Iterator[Team]:
+    folder = tmp_path_factory.mktemp("lora")
+    config = shape("llama", layers=NUM_LAYERS, hidden=256, heads=4, kv_heads=2)
+    (base,) = write_models(folder, config, [BASE])
+    adapters = {name: write_adapter(folder / name, base, **made) for name, made in ADAPTERS.items()}
+    merged, address = {BASE: base}, f"tcp://127.0.0.1:{free_port()}"
+    for name, adapter in adapters.items():
+        merged[name] = folder / f"{name}-merged"
+        merge_folder(base, adapter, merged[name])
+    spec = ServerSpec(
+        model=base,
+        options={
+            **CPU,
+            "lora-backend": "torch_native",
+            "max-loras-per-batch": 5,
+            "max-lora-rank": 8,
+            "lora-target-modules": ["all"],
+            "disable-overlap-schedule": request.param == "no overlap",
+        },
+        adapters=adapters,
+        droidspeak={
+            "gate": "off",
+            "capture_layers": list(range(1, NUM_LAYERS)),
+            "host_gb": 0.25,
+            "listen": address,
+        },
+    )
+    with running(spec, folder=folder / "logs", env=ENV) as (server,):
+        yield Team(server, address, adapters, merged)
+
+
+@pytest.mark.parametrize(
+    ("sender", "receiver", "block"),
+    [
+        (BASE, "wide", Span(2, 5)),
+        ("wide", "narrow", Span(1, 4)),
+        ("narrow", BASE, Span(0, 3)),
+        ("mlp", "wide", Span(3, 4)),
+        (BASE, "mlp", EMPTY_SPAN),
+        ("wide", "mlp", Span(0, NUM_LAYERS)),
+    ],
+)
+def test_block_equals_the_oracle(team: Team, sender: str, receiver: str, block: Span) -> None:
+    tokens = prompt(200, seed=hash((sender, receiver)) % 1000)
+    team.ask(sender, tokens, max_new_tokens=1)
+    reply = team.receive(receiver, sender, tokens, block)
+    reply.assert_equals(team.expected(receiver, sender, tokens, block))
+    assert reply.provenance["outcome"] == "reused"
+    assert reply.provenance["location"] == "pool"
+    assert reply.provenance["reused_tokens"] == whole_pages(len(tokens))
+    assert reply.provenance["fetched_bytes"] == 0
+
+
+def test_decoded_tokens_are_part_of_the_shared_context(team: Team) -> None:
+    tokens = prompt(150, seed=9)
+    spoken = team.ask("wide", tokens, max_new_tokens=60)
+    longer = [*tokens, *spoken.ids, *prompt(20, seed=10)]
+    num_reused = (len(tokens) + len(spoken.ids) - 1) // 16 * 16
+    assert num_reused > len(tokens)
+    reply = team.receive("mlp", "wide", longer, Span(2, 5))
+    assert reply.provenance["reused_tokens"] == num_reused
+    reply.assert_equals(team.expected("mlp", "wide", longer, Span(2, 5), num_reused))
+
+
+def test_requests_of_one_batch_do_not_touch_each_other(team: Team) -> None:
+    """Different adapters, senders and blocks at once, and some that reuse nothing."""
+    names = [BASE, *ADAPTERS]
+    blocks = [Span(2, 5), Span(0, 3), EMPTY_SPAN, Span(4, 6)]
+    cases = [
+        (names[i % 5], names[(i + 1 + i // 5) % 5], prompt(130 + 17 * i, 200 + i), blocks[i % 4])
+        for i in range(10)
+    ]
+    for _name, sender, tokens, _block in cases:
+        team.ask(sender, tokens, max_new_tokens=1)
+    plain = [(names[i], prompt(90 + 31 * i, seed=300 + i)) for i in range(3)]
+    with ThreadPoolExecutor(len(cases) + len(plain)) as pool:
+        replies = [pool.submit(team.receive, *case) for case in cases]
+        others = [pool.submit(team.ask, *case) for case in plain]
+        for (name, sender, tokens, block), reply in zip(cases, replies, strict=True):
+            assert reply.result().provenance["location"] == "pool"
+            reply.result().assert_equals(team.expected(name, sender, tokens, block))
+        for (name, tokens), other in zip(plain, others, strict=True):
+            assert other.result().provenance["outcome"] != "reused"
+            other.result().assert_equals(team.expected(name, name, tokens, EMPTY_SPAN, 16))
+
+
+def test_an_adapter_on_upper_layers_reads_the_base_without_a_profile(team: Team) -> None:
+    """And the other way round: below its first layer the two are one model."""
+    for name, sender in (("upper", BASE), (BASE, "upper")):
+        tokens = prompt(200, seed=400 + len(name))
+        first = team.ask(sender, tokens, max_new_tokens=1)
+        assert first.provenance["outcome"] == "no_match"
+        reply = team.ask(name, tokens)
+        told = reply.provenance
+        assert (told["outcome"], told["location"], told["exact"]) == ("reused", "pool", True)
+        assert told["block"] == [4, 6]
+        reply.assert_equals(team.expected(name, name, tokens, EMPTY_SPAN))
+
+
+def test_no_profile_no_reuse(team: Team) -> None:
+    tokens = prompt(200, seed=500)
+    team.ask("wide", tokens, max_new_tokens=1)
+    reply = team.ask("narrow", tokens)
+    assert reply.provenance["outcome"] == "no_profile"
+    reply.assert_equals(team.expected("narrow", "narrow", tokens, EMPTY_SPAN))
+
+
+def test_approximate_pages_are_no_source(team: Team) -> None:
+    tokens = prompt(200, seed=501)
+    team.ask(BASE, tokens, max_new_tokens=1)
+    read = team.receive("wide", BASE, tokens, Span(2, 5))
+    assert not read.provenance["exact"]
+    second = team.receive("narrow", "wide", tokens, Span(2, 5))
+    assert second.provenance["outcome"] == "no_match"
+
+
+def test_tenants_share_nothing(team: Team) -> None:
+    tokens = prompt(200, seed=502)
+    team.ask(BASE, tokens, max_new_tokens=1, extra_key="one")
+    for key in ("two", None):
+        reply = team.ask("upper", tokens, max_new_tokens=1, extra_key=key)
+        assert reply.provenance["outcome"] == "no_match"
+    same = team.ask("upper", tokens, max_new_tokens=1, extra_key="one")
+    assert same.provenance["outcome"] == "reused"
+
+
+def test_the_first_of_a_burst_leads(team: Team) -> None:
+    """Sent at once, one request computes the document and the other reads what it left."""
+    tokens = prompt(300, seed=503)
+    names = [BASE, "upper"]
+    with ThreadPoolExecutor(2) as pool:
+        replies = [pool.submit(team.ask, name, tokens) for name in names]
+    outcomes = sorted(reply.result().provenance["outcome"] for reply in replies)
+    assert outcomes == ["no_match", "reused"]
+    for name, reply in zip(names, replies, strict=True):
+        reply.result().assert_equals(team.expected(name, name, tokens, EMPTY_SPAN))
+
+
+def test_other_weights_under_the_same_name_hit_nothing(team: Team, tmp_path: Path) -> None:
+    tokens = prompt(200, seed=504)
+
+    def load(seed: int) -> None:
+        folder = write_adapter(
+            tmp_path / str(seed), team.merged[BASE], rank=8, layers=(3, 4, 5), seed=seed
+        )
+        team.server.post("/load_lora_adapter", lora_name="late", lora_path=str(folder))
+        merge_folder(team.merged[BASE], folder, tmp_path / f"merged-{seed}")
+
+    def whole(seed: int) -> Generated:
+        merged = tmp_path / f"merged-{seed}"
+        return oracle(merged, merged, tokens, block=EMPTY_SPAN, num_reused=192, max_new=12)
+
+    load(60)
+    first = answer(team.server, tokens, lora_path="late")
+    assert first.provenance["outcome"] == "no_match"
+    first.assert_equals(whole(60))
+    team.server.post("/unload_lora_adapter", lora_name="late")
+    load(61)
+    second = answer(team.server, tokens, lora_path="late")
+    assert second.provenance["outcome"] in ("no_match", "no_profile")
+    second.assert_equals(whole(61))
+    # What the two have in common is found all the same: through the base.
+    team.ask(BASE, tokens, max_new_tokens=1)
+    team.server.post("/unload_lora_adapter", lora_name="late")
+    load(62)
+    third = answer(team.server, tokens, lora_path="late")
+    assert (third.provenance["outcome"], third.provenance["block"]) == ("reused", [3, 6])
+    third.assert_equals(whole(62))
+
+
+class Reader:
+    """A peer that fetches what a server has stored of its models."""
+
+    def __init__(self, team: Team) -> None:
+        self._address = Location(team.address)
+        config = CacheConfig(peers=(team.address,), serves=False)
+        self._cache = Cache(family_of(team.merged[BASE]), config)
+        assert self._cache.wait_ready(20)
+
+    def kv(self, model: str, tokens: list[int], extra_key: str) -> list[np.ndarray]:
+        """Per layer, as numbers; waits until all whole pages that can be reused are there."""
+        pages = page_hashes(tokens[: whole_pages(len(tokens))], extra_key=extra_key)
+        eventually(lambda: self._num_pages(model, pages) == len(pages))
+        plan = Plan(
+            sender=ModelId(model),
+            receiver=ModelId(model),
+            location=self._address,
+            pages=Span(0, len(pages)),
+            block=EMPTY_SPAN,
+            num_layers=NUM_LAYERS,
+        )
+        staging = self._cache.fetch(plan, pages, Deadline.after(20))
+        for step in plan.steps:
+            staging.wait(step)
+        layers = [np.frombuffer(staging.view(step), np.float32).copy() for step in plan.steps]
+        staging.release()
+        return layers
+
+    def _num_pages(self, model: str, pages: list[PageHash]) -> int:
+        found = (it.num_pages for it in self._cache.match(pages) if it.model == model)
+        return max(found, default=0)
+
+    def close(self) -> None:
+        self._cache.close()
+
+
+def test_what_is_lossless_is_so_to_the_last_bit(team: Team) -> None:
+    """KV and not only answers: of a model that read another's, and the same model's own."""
+    tokens = prompt(200, seed=505)
+    reader = Reader(team)
+    try:
+        for name, sender in (("upper", BASE), (BASE, "upper")):
+            team.ask(sender, tokens, max_new_tokens=1, extra_key=f"{name} reads")
+            read = team.ask(name, tokens, max_new_tokens=1, extra_key=f"{name} reads")
+            assert (read.provenance["outcome"], read.provenance["exact"]) == ("reused", True)
+            team.ask(name, tokens, max_new_tokens=1, extra_key=f"{name} computes")
+            reused = reader.kv(team.model_id(name), tokens, f"{name} reads")
+            own = reader.kv(team.model_id(name), tokens, f"{name} computes")
+            theirs = reader.kv(team.model_id(sender), tokens, f"{name} reads")
+            same = [bool((a == b).all()) for a, b in zip(reused, own, strict=True)]
+            assert same == [True] * NUM_LAYERS
+            shared = [bool((a == b).all()) for a, b in zip(own, theirs, strict=True)]
+            assert shared == [True] * 4 + [False] * 2, "the two models differ from layer 4 on"
+    finally:
+        reader.close()

@@ -1,0 +1,239 @@
+"""What is noted of the pool, and who waits for whom: without a server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from engine_parts import PAGE, family_of
+
+from cachetree.errors import ConfigError
+from cachetree.hashing import page_hashes
+from cachetree.ids import EMPTY_SPAN, ModelId, PageHash, Span
+from cachetree.plan import Plan
+from cachetree.tree import CacheTree
+from profiles.random_models import random_prompt, shape, write_adapter, write_models
+from sglang_droidspeak import pool as pool_module
+from sglang_droidspeak.capture import Provenance
+from sglang_droidspeak.leaders import Leaders
+from sglang_droidspeak.models import Models
+from sglang_droidspeak.pool import PoolIndex, pool_of
+
+BASE, ADAPTED = ModelId("base"), ModelId("adapted")
+NUM_SLOTS = 64 * PAGE
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    (path,) = write_models(folder, shape("llama", layers=4, hidden=64, heads=2, kv_heads=1), ["m"])
+    return path
+
+
+def pages_of(num_pages: int, seed: int = 0) -> list[PageHash]:
+    return page_hashes(random_prompt(num_pages * PAGE, seed), PAGE)
+
+
+@dataclass
+class FakeEPool:
+    """E everywhere but where a test takes it away."""
+
+    e: dict[int, None] = field(default_factory=lambda: {2: None})
+    lacking: int = 0
+
+    def num_pages_without(self, slots: torch.Tensor, page_size: int) -> int:
+        return self.lacking
+
+
+@dataclass
+class Shelf:
+    """An index over a tree, and what SGLang's own tree would say of it."""
+
+    index: PoolIndex
+    tree: CacheTree
+    e_pool: FakeEPool
+    provenance: Provenance
+    num_there: int = 100
+    """Pages that SGLang has not evicted."""
+
+    def plan(self, num_pages: int, block: Span = EMPTY_SPAN) -> Plan:
+        return Plan(
+            sender=BASE,
+            receiver=ADAPTED,
+            location=pool_of(None),
+            pages=Span(1, num_pages),
+            block=block,
+            num_layers=4,
+        )
+
+    def noted(self, pages: list[PageHash]) -> int:
+        return self.tree.reach(pool_of(None), BASE, pages)
+
+
+@pytest.fixture
+def shelf(model: Path, monkeypatch) -> Shelf:
+    tree = CacheTree(family_of(model), host_bytes=0)
+    e_pool, provenance = FakeEPool(), Provenance(NUM_SLOTS, "cpu")
+    made = Shelf(PoolIndex(tree, e_pool, provenance, PAGE, NUM_SLOTS), tree, e_pool, provenance)
+
+    def slots_of(_req, _lora_id, num_pages, _tree) -> tuple[int, torch.Tensor]:
+        return 7, torch.arange(min(num_pages, made.num_there) * PAGE)
+
+    monkeypatch.setattr(pool_module.prefixes, "slots_of", slots_of)
+    return made
+
+
+def test_what_is_noted_is_found(shelf: Shelf) -> None:
+    pages = pages_of(6)
+    shelf.index.note(None, BASE, pages[:4])
+    shelf.index.note(None, BASE, pages)
+    (match,) = shelf.tree.match(pages)
+    assert (match.location, match.num_pages, match.e_pages) == (pool_of(None), 6, {2: 6})
+    found = shelf.index.find(shelf.plan(5), pages, None, None)
+    assert found.slots.tolist() == list(range(PAGE, 5 * PAGE))
+
+
+def test_what_sglang_has_evicted_is_a_miss_and_is_forgotten(shelf: Shelf) -> None:
+    pages = pages_of(6)
+    shelf.index.note(None, BASE, pages)
+    shelf.num_there = 3
+    assert shelf.index.find(shelf.plan(6), pages, None, None) is None
+    assert shelf.noted(pages) == 3
+    shelf.num_there = 6
+    shelf.index.note(None, BASE, pages)
+    assert shelf.noted(pages) == 6
+
+
+def test_approximate_pages_are_a_miss_and_are_forgotten(shelf: Shelf) -> None:
+    pages = pages_of(6)
+    shelf.index.note(None, BASE, pages)
+    slots = torch.arange(2 * PAGE, 6 * PAGE)
+    shelf.provenance.loaded(slots, slots[:0], exact=False)
+    assert shelf.index.find(shelf.plan(6), pages, None, None) is None
+    assert shelf.noted(pages) == 2
+
+
+def test_pages_without_e_are_noted_so(shelf: Shelf) -> None:
+    pages = pages_of(6)
+    shelf.index.note(None, BASE, pages)
+    shelf.e_pool.lacking = 2
+    assert shelf.index.find(shelf.plan(6, Span(2, 4)), pages, None, None) is None
+    (match,) = shelf.tree.match(pages)
+    assert (match.num_pages, match.e_pages) == (6, {})
+    assert shelf.index.find(shelf.plan(6), pages, None, None) is not None
+
+
+def test_no_more_is_noted_than_the_pool_can_hold(shelf: Shelf) -> None:
+    """The oldest leaves go first, so that what stays can still be reached from the root."""
+    shared = pages_of(8)
+    shelf.index.note(None, BASE, shared)
+    for seed in range(1, 8):
+        shelf.index.note(None, BASE, pages_of(8, seed))
+    shelf.index.note(None, BASE, shared[:2])
+    shelf.index.note(None, BASE, pages_of(4, seed=9))
+    assert shelf.noted(shared) == 4
+    assert shelf.noted(pages_of(8, seed=7)) == 8
+
+
+def test_an_unloaded_adapter_and_a_flush_leave_nothing(shelf: Shelf) -> None:
+    pages = pages_of(3)
+    shelf.index.note(None, BASE, pages)
+    shelf.index.note("x", ADAPTED, pages)
+    shelf.index.forget("x")
+    assert [it.model for it in shelf.tree.match(pages)] == [BASE]
+    shelf.index.clear()
+    assert shelf.tree.match(pages) == []
+
+
+def test_models_are_known_by_content(model: Path, tmp_path: Path) -> None:
+    models = Models(BASE, 4, lambda folder: ModelId(folder.name))
+    upper = write_adapter(tmp_path / "upper", model, layers=[2, 3])
+    lower = write_adapter(tmp_path / "lower", model, layers=[1], seed=1)
+    models.add("u", upper)
+    models.add("l", lower)
+    assert models.first_differences(None) == {"upper": 2, "lower": 1}
+    assert models.first_differences("u") == {BASE: 2, "lower": 1}
+    models.drop("l")
+    assert (models.of("l"), models.first_differences(None)) == (None, {"upper": 2})
+
+
+def test_an_adapter_whose_files_change_while_they_are_read_is_unknown(
+    model: Path, tmp_path: Path
+) -> None:
+    models = Models(BASE, 4, lambda folder: ModelId(folder.name))
+    folder = write_adapter(tmp_path / "a", model)
+    models.load("same", folder, lambda: None)
+    assert models.of("same") == "a"
+    models.load("other", folder, lambda: (folder / "adapter_config.json").write_text("{}"))
+    assert models.of("other") is None
+    with pytest.raises(ConfigError):
+        models.add("other", folder)
+
+
+@dataclass
+class FakeReq:
+    rid: str
+    lora_id: str | None = None
+    is_finished: bool = False
+    full_untruncated_fill_ids: tuple[int, ...] = (0,) * 64
+
+    def finished(self) -> bool:
+        return self.is_finished
+
+
+@dataclass
+class Crowd:
+    leaders: Leaders
+    index: PoolIndex
+    asked: list[str] = field(default_factory=list)
+    meter: SimpleNamespace = field(default_factory=lambda: SimpleNamespace())
+
+
+@pytest.fixture
+def crowd(shelf: Shelf) -> Crowd:
+    models = Models(BASE, 4, lambda _folder: ADAPTED)
+    models._loaded["x"] = SimpleNamespace(model_id=ADAPTED, adapter=None)
+    made = Crowd(None, shelf.index)  # type: ignore[arg-type]
+    made.meter.full_prefill_s = lambda _num_tokens: 0.0
+    planner = SimpleNamespace(would_reuse=lambda *_args: True)
+    made.leaders = Leaders(shelf.tree, planner, models, made.meter)  # type: ignore[arg-type]
+    return made
+
+
+def test_the_first_leads_and_others_wait_until_its_pages_are_there(crowd: Crowd) -> None:
+    pages, longer = pages_of(4), [*pages_of(3), *pages_of(2, seed=5)]
+    first, second, same = FakeReq("1"), FakeReq("2", "x"), FakeReq("3")
+    assert crowd.leaders.follow(first, pages, "no_match") is None
+    assert crowd.leaders.follow(same, pages, "no_match") is None, "its own tree will have it"
+    following = crowd.leaders.follow(second, longer, "no_match")
+    assert (following.leader.req, following.num_pages) == (first, 3)
+    assert not crowd.leaders.is_over(following, waiting={"1", "2"})
+    crowd.index.note(None, BASE, pages[:2])
+    assert not crowd.leaders.is_over(following, waiting={"2"})
+    crowd.index.note(None, BASE, pages[:3])
+    assert crowd.leaders.is_over(following, waiting={"2"})
+
+
+def test_nobody_waits_for_one_that_is_gone(crowd: Crowd) -> None:
+    pages, first = pages_of(4), FakeReq("1")
+    crowd.leaders.follow(first, pages, "no_match")
+    following = crowd.leaders.follow(FakeReq("2", "x"), pages, "no_match")
+    first.is_finished = True
+    assert crowd.leaders.is_over(following, waiting={"2"})
+    assert crowd.leaders.follow(FakeReq("3", "x"), pages, "no_match") is None
+
+
+def test_patience_begins_when_the_leader_does(crowd: Crowd, monkeypatch) -> None:
+    now_s = [10.0]
+    monkeypatch.setattr("sglang_droidspeak.leaders.time.monotonic", lambda: now_s[0])
+    pages = pages_of(4)
+    crowd.leaders.follow(FakeReq("1"), pages, "no_match")
+    following = crowd.leaders.follow(FakeReq("2", "x"), pages, "no_match")
+    now_s[0] += 100
+    assert not crowd.leaders.is_over(following, waiting={"1", "2"})
+    assert not crowd.leaders.is_over(following, waiting={"2"})
+    now_s[0] += 2
+    assert crowd.leaders.is_over(following, waiting={"2"})
