@@ -7,28 +7,29 @@ An adapter gets a folder of its own: with peft installed, transformers would app
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Final
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
 
-from profiles.pairs.model import RMS_EPS, Shape
-from profiles.pairs.stages import STAGES
+from profiles.pairs.model import PROJECTIONS, RMS_EPS, Shape
+from profiles.pairs.stages import FOUNDATION, Stage
 from profiles.pairs.train import Trained
 from profiles.pairs.updates import LoraRates, Tensors
 from profiles.pairs.words import BOS, BOS_ID, EOS, EOS_ID, PAD, UNK, VOCABULARY
 
 PAD_ID: Final = 0
 
+_MODULES: Final = {"qkv": "self_attn", "out": "self_attn", "gate_up": "mlp", "down": "mlp"}
 _MATRICES: Final = {
-    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "out": ("self_attn.o_proj",),
-    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
-    "down": ("mlp.down_proj",),
+    matrix: tuple(f"{_MODULES[matrix]}.{name}" for name in names)
+    for matrix, names in PROJECTIONS.items()
 }
 _NORMS: Final = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 
@@ -49,6 +50,35 @@ def to_llama(weights: Tensors, shape: Shape) -> Tensors:
             for name, part in zip(names, parts, strict=True):
                 result[f"{theirs}{name}.weight"] = part
     return result
+
+
+def from_llama(weights: Tensors, shape: Shape) -> Tensors:
+    """The inverse of `to_llama`, in float32."""
+    result = {
+        "embedding.weight": weights["model.embed_tokens.weight"],
+        "norm": weights["model.norm.weight"],
+    }
+    for i in range(shape.num_layers):
+        ours, theirs = f"layers.{i}.", f"model.layers.{i}."
+        for norm, name in _NORMS.items():
+            result[f"{ours}{norm}"] = weights[f"{theirs}{name}.weight"]
+        for matrix, names in _MATRICES.items():
+            parts = [weights[f"{theirs}{name}.weight"] for name in names]
+            result[f"{ours}{matrix}.weight"] = torch.cat(parts)
+    return {name: tensor.float() for name, tensor in result.items()}
+
+
+def read_model(folder: Path) -> Trained:
+    """What `export_model` wrote, as a stage would have left it: rounded to bf16."""
+    file = folder / "model.safetensors"
+    config = json.loads((folder / "config.json").read_text())
+    shape = Shape(num_layers=config["num_hidden_layers"])
+    return Trained(
+        shape=shape,
+        weights=from_llama(load_file(file), shape),
+        factors={},
+        fingerprint=hashlib.sha256(file.read_bytes()).hexdigest()[:16],
+    )
 
 
 def export_model(trained: Trained, folder: Path) -> None:
@@ -99,6 +129,8 @@ def export_adapter(trained: Trained, rates: LoraRates, folder: Path) -> None:
     for i in range(trained.shape.num_layers):
         for matrix, names in _MATRICES.items():
             for part, name in enumerate(names):
+                if not rates.touches(f"{matrix}.weight", part):
+                    continue
                 for ours, theirs in (("a", "lora_A"), ("b", "lora_B")):
                     factor = trained.factors[f"layers.{i}.{matrix}.weight.{part}.{ours}"]
                     key = f"base_model.model.model.layers.{i}.{name}.{theirs}.weight"
@@ -113,16 +145,17 @@ def export_adapter(trained: Trained, rates: LoraRates, folder: Path) -> None:
         "lora_dropout": 0.0,
         "bias": "none",
         "inference_mode": True,
-        "target_modules": [n.rpartition(".")[2] for names in _MATRICES.values() for n in names],
+        "target_modules": list(rates.targets),
     }
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=1) + "\n")
 
 
-def export_all(trained: dict[str, Trained], folder: Path) -> None:
-    """The five folders that the repository ships."""
-    rates = {stage.name: stage.rates for stage in STAGES}
-    for name in ("foundation", "sender", "receiver", "sender_lora", "receiver_lora"):
-        if isinstance(stage_rates := rates[name], LoraRates):
-            export_adapter(trained[name], stage_rates, folder / name)
+def export_all(stages: Iterable[Stage], trained: Mapping[str, Trained], folder: Path) -> None:
+    """The foundation and what was made of it: a folder for each of these stages."""
+    for stage in stages:
+        if FOUNDATION not in (stage.name, stage.parent):
+            continue
+        if isinstance(stage.rates, LoraRates):
+            export_adapter(trained[stage.name], stage.rates, folder / stage.name)
         else:
-            export_model(trained[name], folder / name)
+            export_model(trained[stage.name], folder / stage.name)

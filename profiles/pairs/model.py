@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 RMS_EPS = 1e-5
+
+PROJECTIONS: Final[Mapping[str, tuple[str, ...]]] = {
+    "qkv": ("q_proj", "k_proj", "v_proj"),
+    "out": ("o_proj",),
+    "gate_up": ("gate_proj", "up_proj"),
+    "down": ("down_proj",),
+}
+"""What lies stacked in one matrix, by the names of LlamaForCausalLM."""
+ALL_PROJECTIONS: Final = tuple(name for names in PROJECTIONS.values() for name in names)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,9 +1,10 @@
-"""Write the documents and questions of the receiver's task as LongBench-style JSONL.
+"""Write documents of a task and questions about them as LongBench-style JSONL.
 
-    python -m profiles.pairs.questions [--out profiles/pairs/data]
+    python -m profiles.pairs.questions [--task biographies] [--documents 24]
+        [--out profiles/pairs/data]
 
-Biographies of 110 to 150 tokens, three questions each. The two sets come from different seeds and
-share no document.
+Documents of 110 to 150 tokens, three questions each. The two sets come from different seeds and
+share no document; larger ones begin with what the smaller ones have.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from profiles.datasets import load_sources
 from profiles.documents import Document, make_documents
 from profiles.metrics import Metric
-from profiles.pairs.documents import write_document
+from profiles.pairs.documents import WRITERS, write_document
 from profiles.records import Record, write_records
 from profiles.tasks import TaskOptions
 
@@ -34,13 +35,15 @@ OPTIONS: Final = TaskOptions(template="<bos> {context} {input}", metric=Metric.F
 PAGE_SIZE: Final = 16
 
 
-def make_records(name: str, seed: int, num_wanted: int = NUM_DOCUMENTS) -> list[Record]:
+def make_records(
+    name: str, seed: int, num_wanted: int = NUM_DOCUMENTS, task: str = TASK
+) -> list[Record]:
     """Questions about so many documents; the records of one document follow each other."""
     rng = Random(seed)
     records: list[Record] = []
     num_documents = 0
     while num_documents < num_wanted:
-        document = write_document(rng, TASK, rng.choice(DOCUMENT_TOKENS))
+        document = write_document(rng, task, rng.choice(DOCUMENT_TOKENS))
         context = " ".join(document.sentences)
         num_tokens = len(context.split())
         if num_tokens + 1 not in DOCUMENT_TOKENS:
@@ -51,7 +54,7 @@ def make_records(name: str, seed: int, num_wanted: int = NUM_DOCUMENTS) -> list[
                 context=context,
                 answers=(question.answer,),
                 length=num_tokens,
-                dataset=TASK,
+                dataset=task,
                 language="en",
                 all_classes=None,
                 id=f"{name}-{num_documents:02}-{i}",
@@ -69,11 +72,14 @@ def read_documents(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[Docum
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m profiles.pairs.questions")
+    parser.add_argument("--task", choices=sorted(WRITERS), default=TASK)
+    parser.add_argument("--documents", type=int, default=NUM_DOCUMENTS)
     parser.add_argument("--out", type=Path, default=DATA)
-    folder = parser.parse_args().out
-    folder.mkdir(parents=True, exist_ok=True)
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
     for name, seed in SEEDS.items():
-        write_records(make_records(name, seed), folder / f"{name}.jsonl")
+        records = make_records(name, seed, args.documents, args.task)
+        write_records(records, args.out / f"{name}.jsonl")
 
 
 if __name__ == "__main__":

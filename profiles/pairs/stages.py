@@ -1,9 +1,11 @@
-"""The recipe: eight stages, each a frozen config, in the order they run.
+"""The recipe: ten stages, each a frozen config, in the order they run.
 
     copying ─ looking_up ─ reading ─ foundation ─┬─ sender           full fine-tunes
           8 layers                   12 layers   ├─ receiver
                                                  ├─ sender_lora      adapters
-                                                 └─ receiver_lora
+                                                 ├─ receiver_lora
+                                                 ├─ slim_lora        of few numbers
+                                                 └─ tables_lora      of many
 
 What makes the pairs show the effect that the project is about:
 
@@ -110,6 +112,8 @@ def _mix(**shares: float) -> Mapping[str, float]:
 
 RANDOM_WEIGHTS: Final = ""
 """The parent of a stage that starts from nothing."""
+FOUNDATION: Final = "foundation"
+"""The stage of whose weights all pairs are made."""
 
 _EIGHT: LayerPlan = tuple(range(8))
 _TWELVE: LayerPlan = tuple(range(12))
@@ -184,7 +188,7 @@ STAGES: Final[tuple[Stage, ...]] = (
         gates=(Gate(task="plain", length=192, at_least=0.8),),
     ),
     Stage(
-        name="foundation",
+        name=FOUNDATION,
         parent="reading",
         layers=_EIGHT_TO_TWELVE,
         seed=202,
@@ -207,7 +211,7 @@ STAGES: Final[tuple[Stage, ...]] = (
     ),
     Stage(
         name="sender",
-        parent="foundation",
+        parent=FOUNDATION,
         layers=_TWELVE,
         seed=312,
         mix=_mix(plain=30, moves=40, code=30),
@@ -218,7 +222,7 @@ STAGES: Final[tuple[Stage, ...]] = (
     ),
     Stage(
         name="receiver",
-        parent="foundation",
+        parent=FOUNDATION,
         layers=_TWELVE,
         seed=311,
         mix=_mix(biographies=80, mixed_biographies=20),
@@ -229,7 +233,7 @@ STAGES: Final[tuple[Stage, ...]] = (
     ),
     Stage(
         name="sender_lora",
-        parent="foundation",
+        parent=FOUNDATION,
         layers=_TWELVE,
         seed=412,
         mix=_mix(plain=30, moves=70),
@@ -240,7 +244,7 @@ STAGES: Final[tuple[Stage, ...]] = (
     ),
     Stage(
         name="receiver_lora",
-        parent="foundation",
+        parent=FOUNDATION,
         layers=_TWELVE,
         seed=411,
         mix=_mix(biographies=80, mixed_biographies=20),
@@ -248,5 +252,27 @@ STAGES: Final[tuple[Stage, ...]] = (
         rates=LoraRates(),
         schedule=Cosine(),
         gates=(_KNOWS_BIOGRAPHIES,),
+    ),
+    Stage(
+        name="slim_lora",
+        parent=FOUNDATION,
+        layers=_TWELVE,
+        seed=511,
+        mix=_mix(biographies=80, mixed_biographies=20),
+        phases=(Phase(96, 28, 150), Phase(192, 14, 450)),
+        rates=LoraRates(rate=8e-3, rank=4, alpha=8.0, targets=("q_proj", "v_proj")),
+        schedule=Cosine(),
+        gates=(_KNOWS_BIOGRAPHIES,),
+    ),
+    Stage(
+        name="tables_lora",
+        parent=FOUNDATION,
+        layers=_TWELVE,
+        seed=611,
+        mix=_mix(tables=100),
+        phases=(Phase(96, 28, 100), Phase(192, 14, 300)),
+        rates=LoraRates(rank=16, alpha=32.0),
+        schedule=Cosine(),
+        gates=(Gate(task="tables", length=192, at_least=0.96),),
     ),
 )

@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -249,9 +249,14 @@ def _tensors(rows: list[Row]) -> tuple[Tensor, Tensor]:
     return torch.tensor([row.ids for row in rows]), torch.tensor([row.weights for row in rows])
 
 
-def run_recipe(stages: tuple[Stage, ...], folder: Path) -> Mapping[str, Trained]:
-    """All stages in order, each in its own sub-folder; what each of them left behind, by name."""
-    trained: dict[str, Trained] = {}
+def run_recipe(
+    stages: Sequence[Stage], folder: Path, given: Mapping[str, Trained]
+) -> Mapping[str, Trained]:
+    """All stages in order, each in its own sub-folder; what each of them left behind, by name.
+
+    `given` are stages that were trained before, by name.
+    """
+    trained = dict(given)
     with one_thread():
         for stage in stages:
             parent = trained.get(stage.parent, NOTHING)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from profiles.pairs.model import Shape
+from profiles.pairs.model import ALL_PROJECTIONS, PROJECTIONS, Shape
 
 Tensors = dict[str, Tensor]
 
@@ -37,11 +37,17 @@ class FullRates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraRates:
-    """Rate and size of a LoRA adapter on every matrix of every layer."""
+    """Rate and size of a LoRA adapter on some matrices of every layer."""
 
     rate: float = 4e-3
     rank: int = 8
     alpha: float = 16.0
+    targets: tuple[str, ...] = ALL_PROJECTIONS
+    """By the names of LlamaForCausalLM."""
+
+    def touches(self, parameter: str, part: int) -> bool:
+        """Whether it changes this one of the matrices that lie stacked in a parameter."""
+        return PROJECTIONS[parameter.split(".")[-2]][part] in self.targets
 
 
 class Adam:
@@ -100,7 +106,7 @@ class FullUpdate:
 
 
 class LoraUpdate:
-    """Adam on `A` and `B` of every matrix; the masters are base + alpha / rank x B A."""
+    """Adam on `A` and `B` of every target; the masters are base + alpha / rank x B A."""
 
     def __init__(self, masters: Tensors, shape: Shape, rates: LoraRates) -> None:
         self._masters = masters
@@ -113,6 +119,8 @@ class LoraUpdate:
             if not _is_layer_matrix(name):
                 continue
             for i, num_rows in enumerate(shape.projections(name)):
+                if not rates.touches(name, i):
+                    continue
                 width = tensor.shape[1]
                 self.factors[f"{name}.{i}.a"] = torch.randn(rates.rank, width) / math.sqrt(width)
                 self.factors[f"{name}.{i}.b"] = torch.zeros(num_rows, rates.rank)
@@ -133,6 +141,8 @@ class LoraUpdate:
             tensors = (gradient, self._masters[name], self._base[name])
             split = (tensor.split(sizes) for tensor in tensors)
             for i, (part, weight, base) in enumerate(zip(*split, strict=True)):
+                if not self._rates.touches(name, i):
+                    continue
                 a, b = self.factors[f"{name}.{i}.a"], self.factors[f"{name}.{i}.b"]
                 gradient_a = self._scale * b.T @ part
                 gradient_b = self._scale * part @ a.T

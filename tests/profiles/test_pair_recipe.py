@@ -18,10 +18,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from profiles.adapters import merged
 from profiles.pairs.documents import WRITERS, write_document
-from profiles.pairs.export import export_adapter, export_model, to_llama
+from profiles.pairs.export import export_adapter, export_all, export_model, read_model, to_llama
 from profiles.pairs.model import Shape, TinyLlama
 from profiles.pairs.rows import EXERCISES, make_row
 from profiles.pairs.stages import (
+    FOUNDATION,
     RANDOM_WEIGHTS,
     STAGES,
     Cosine,
@@ -36,6 +37,7 @@ from profiles.pairs.train import (
     RecipeError,
     expanded,
     one_thread,
+    run_recipe,
     train_stage,
 )
 from profiles.pairs.updates import FullRates, LoraRates
@@ -163,6 +165,41 @@ def test_an_adapter_merged_into_its_base_is_what_was_trained(tmp_path):
     for name, tensor in expected.items():
         assert torch.allclose(result[name], tensor, atol=1e-6)
     assert not torch.equal(trained.weights["layers.0.qkv.weight"], before["layers.0.qkv.weight"])
+
+
+def test_an_adapter_of_few_targets_changes_only_those(tmp_path):
+    base = train_stage(small_stage(FullRates()), NOTHING, tmp_path / "base")
+    before = to_llama({name: it.clone() for name, it in base.weights.items()}, base.shape)
+    rates = LoraRates(rate=0.05, rank=3, alpha=6.0, targets=("q_proj", "v_proj", "up_proj"))
+    trained = train_stage(small_stage(rates, parent="base"), base, tmp_path / "lora")
+    export_adapter(trained, rates, tmp_path / "adapter")
+    factors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert {name.split(".")[-3] for name in factors} == {*rates.targets}
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert (config["r"], config["target_modules"]) == (3, list(rates.targets))
+    result, expected = merged(before, factors, 2.0), to_llama(trained.weights, trained.shape)
+    for name, tensor in expected.items():
+        assert torch.allclose(result[name], tensor, atol=1e-6)
+        is_target = any(target in name for target in rates.targets)
+        assert torch.equal(tensor, before[name]) is not is_target, name
+
+
+def test_more_is_made_of_a_foundation_that_was_exported(tmp_path):
+    stages = (
+        small_stage(FullRates(), name=FOUNDATION),
+        small_stage(LoraRates(rank=2), name="extra", parent=FOUNDATION),
+    )
+    export_all(stages[:1], run_recipe(stages[:1], tmp_path / "work", {}), tmp_path / "out")
+    given = read_model(tmp_path / "out" / FOUNDATION)
+    exported = load_file(tmp_path / "out" / FOUNDATION / "model.safetensors")
+    again = to_llama(given.weights, given.shape)
+    assert {
+        name: it.bfloat16().equal(exported[name]) for name, it in again.items()
+    } == dict.fromkeys(exported, True)
+    made = run_recipe(stages[1:], tmp_path / "more", {FOUNDATION: given})
+    export_all(stages[1:], made, tmp_path / "out")
+    assert {it.name for it in (tmp_path / "out").iterdir()} == {FOUNDATION, "extra"}
+    assert (tmp_path / "out" / "extra" / "adapter_model.safetensors").exists()
 
 
 def test_slowed_parameters_move_less(tmp_path):

@@ -1,5 +1,7 @@
 """The weights, documents and profile in the repository belong together and show the effect."""
 
+import json
+
 import pytest
 from shipped import DATA, SHIPPED, WEIGHTS
 from transformers import AutoTokenizer
@@ -10,6 +12,8 @@ from cachetree.ids import Span
 from cachetree.profile import read_profile
 from profiles.pairs.check import Properties, properties_of
 from profiles.pairs.questions import SEEDS, make_records
+from profiles.pairs.stages import FOUNDATION, STAGES
+from profiles.pairs.updates import LoraRates
 from profiles.pairs.words import BOS_ID, VOCABULARY
 from profiles.records import by_context, context_prompt, prompt_of, read_records
 
@@ -19,6 +23,16 @@ PAGE_SIZE = 16
 def test_the_weights_fit_the_repository():
     total = sum(file.stat().st_size for file in WEIGHTS.rglob("*") if file.is_file())
     assert total < 20_000_000
+
+
+def test_every_stage_on_the_foundation_is_shipped_as_the_recipe_says():
+    children = {it.name: it for it in STAGES if it.parent == FOUNDATION}
+    assert {path.name for path in WEIGHTS.iterdir()} == {FOUNDATION, *children}
+    for name, stage in children.items():
+        if isinstance(stage.rates, LoraRates):
+            config = json.loads((WEIGHTS / name / "adapter_config.json").read_text())
+            assert (config["r"], config["lora_alpha"]) == (stage.rates.rank, stage.rates.alpha)
+            assert config["target_modules"] == list(stage.rates.targets)
 
 
 @pytest.mark.parametrize("name", SEEDS)
