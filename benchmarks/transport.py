@@ -85,7 +85,7 @@ BUFFER_BYTES = (0, 4 << 20)
 """Of raw sockets; 0 leaves them to the kernel."""
 MAX_FRAME_BYTES = 16 << 20
 RAW = [f"{kind}, {size >> 20} MiB" for kind in ("raw TCP", "Unix socket") for size in BUFFER_BYTES]
-KEYED = {f"transport, {bulk}": bulk for bulk in ("curve", "aes-gcm", "clear")}
+KEYED = {f"transport, {bulk}": bulk for bulk in ("aes-gcm", "clear")}
 
 
 def sizes_of(num_pages: int) -> dict[Step, int]:
@@ -211,7 +211,7 @@ class Receiver:
         with contextlib.ExitStack() as stack:
             frames = {
                 "frame_bytes": frame_bytes,
-                "window_bytes": max(4 << 20, 4 * frame_bytes),
+                "window_bytes": max(16 << 20, 4 * frame_bytes),
             }
             configs = {
                 "transport": (self._sender.workers[0], PeerConfig(shared_memory=False, **frames)),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Final
 
@@ -51,22 +51,23 @@ class Lease:
         """
         if self.is_over:
             raise StaleEntry(f"the lease of {self.owner} has ended")
+        return [segment.view(step, part) for segment, part in self._runs(pages)]
+
+    def slabs(self, pages: Span | None = None) -> list[Slab]:
+        """Of each of `views`."""
+        return [segment.slab for segment, _ in self._runs(pages)]
+
+    def _runs(self, pages: Span | None) -> Iterator[tuple[Segment, Span]]:
+        """The segments that `pages` lie in, and which of theirs."""
         wanted = pages or Span(0, self.num_pages)
         if wanted.stop > self.num_pages:
             raise ValueError(f"{wanted} exceeds the {self.num_pages} leased pages")
-        views: list[memoryview] = []
         start = 0
         for segment in self._segments:
             part = Span(start, start + len(segment.pages)).intersection(wanted)
             if len(part):
-                views.append(segment.view(step, Span(part.start - start, part.stop - start)))
+                yield segment, Span(part.start - start, part.stop - start)
             start += len(segment.pages)
-        return views
-
-    @property
-    def slabs(self) -> list[Slab]:
-        """Of each of `views`, where these are of all pages."""
-        return [segment.slab for segment in self._segments]
 
     def release(self) -> None:
         """End the lease; a second call does nothing."""

@@ -97,11 +97,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     peer_keys: dict[str, str] = {}
     """Address of a peer to its public key or the file with it; to others it talks in clear."""
     bulk: Bulk | None = None
-    """What protects KV and E between servers with keys, and the least that this one accepts: curve,
+    """What protects KV and E between servers with keys, and the least that this one accepts:
     aes-gcm or clear. None: aes-gcm."""
     bulk_port: int = 0
-    """Where peers go on after the handshake, on the host of `listen`, unless `bulk` is curve; 0
-    takes a free one."""
+    """Where KV and E go, over a connection that each peer opens beside its first one, on the host
+    of `listen`; 0 takes a free one."""
     insecure: bool = False
     """Allows a `listen` address other than loopback without keys."""
 
@@ -147,10 +147,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 f"bulk is {self.bulk}, and without key_file nothing is encrypted; set key_file, or "
                 "remove bulk"
             )
-        if self.bulk_port and (self.key_file is None or self.listen is None):
+        if self.bulk_port and self.listen is None:
             raise ConfigError(
-                f"bulk_port is {self.bulk_port}, and a server without listen or key_file has none; "
-                "set both, or remove bulk_port"
+                f"bulk_port is {self.bulk_port}, and nobody reads from a server without listen; "
+                "set listen, or remove bulk_port"
             )
 
 

@@ -7,8 +7,8 @@ from typing import Final
 import msgspec
 
 from cachetree.errors import ConfigError
+from cachetree.transport.frames import MAX_FRAME_BYTES, MIN_FRAME_BYTES
 from cachetree.transport.sealing import Bulk
-from cachetree.transport.wire import MAX_FRAME_BYTES, MIN_FRAME_BYTES
 
 DEFAULT_BULK: Final[Bulk] = "aes-gcm"
 
@@ -28,11 +28,10 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     of this server it is empty, and means everyone on this machine where `listen` is a loopback
     address. None: nobody."""
     bulk: Bulk | None = None
-    """What protects payloads, where this server has a key; None means aes-gcm. With curve a core
-    carries a third of that."""
+    """What protects payloads, where this server has a key; None means aes-gcm."""
     bulk_port: int = 0
-    """Where sessions go on after the handshake, on the host of `listen`, unless `bulk` is curve;
-    0 takes a free one."""
+    """Where payloads go, over a connection that each session opens beside its first one, on the
+    host of `listen`; 0 takes a free one."""
     insecure: bool = False
     """Allow an address that other machines can reach without a key. Nothing is encrypted or
     authenticated then."""
@@ -42,8 +41,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Cap on what all streams together send; None for no cap."""
     frame_bytes: int = 1 << 20
     """Largest payload frame."""
-    window_bytes: int = 4 << 20
-    """Most bytes of one stream that are sent and not yet placed by the receiver."""
+    window_bytes: int = 16 << 20
+    """Most bytes of one stream that are sent and not yet placed by the receiver. They wait where
+    they are, or in the kernel's buffers."""
     max_streams: int = 256
     """Fetches served at once; more are refused."""
     accepts: bool = False
@@ -57,8 +57,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_pending_changes: int = 4096
     """Changes kept for a peer that does not read; beyond it that peer gets a new snapshot."""
     shared_memory: bool = True
-    """Let peers on this host copy pages from this process's memory themselves; ZMQ then carries
-    only where they are. Others get frames."""
+    """Let peers on this host copy pages from this process's memory themselves, and tell them only
+    where they are. Others get frames."""
     silence_s: float = 10.0
     """A peer that says nothing for this long is gone. A closed connection is noticed at once."""
 
@@ -81,11 +81,10 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 f"key_file is {self.key_file} and allowed_peers is empty, so that nobody could "
                 "read from this server; list the public keys of those who may"
             )
-        _check_bulk(self.key_file, bulk=self.bulk, bulk_port=self.bulk_port or None)
-        if not 0 <= self.bulk_port <= 65535 or (self.bulk_port and self.bulk == "curve"):
+        _check_bulk(self.key_file, self.bulk)
+        if not 0 <= self.bulk_port <= 65535:
             raise ConfigError(
-                f"bulk_port is {self.bulk_port} and bulk {self.bulk}; give a port from 1 to 65535 "
-                "or 0 for a free one, and with curve, which needs no other port, remove it"
+                f"bulk_port is {self.bulk_port}; give a port from 1 to 65535 or 0 for a free one"
             )
         _check_positive(
             max_streams=self.max_streams,
@@ -113,15 +112,15 @@ class PeerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Secret key file made by `cachetree keygen`; its public key stands in the worker's
     `allowed_peers`."""
     bulk: Bulk | None = None
-    """The least protection of payloads that a worker with a key has to offer: clear, then aes-gcm,
-    then curve. None means aes-gcm."""
+    """The least protection of payloads that a worker with a key has to offer: clear, then aes-gcm.
+    None means aes-gcm."""
     server_key: str | None = None
     """Public key of the worker, or the file that holds it: traffic is encrypted, and with anyone
     else there is none. None encrypts nothing and believes whoever answers."""
     frame_bytes: int = 1 << 20
     """Largest payload frame accepted."""
-    window_bytes: int = 4 << 20
-    """Most bytes of one fetch that are under way at once; 2 to 4 MiB saturate loopback."""
+    window_bytes: int = 16 << 20
+    """Most bytes of one fetch that are under way at once."""
     connect_s: float = 2.0
     """Time for connection and handshake together."""
     reconnect_s: float = 0.1
@@ -149,7 +148,7 @@ class PeerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     def __post_init__(self) -> None:
         _check_frames(self.frame_bytes, self.window_bytes)
-        _check_bulk(self.key_file, bulk=self.bulk)
+        _check_bulk(self.key_file, self.bulk)
         if self.server_key is not None and self.key_file is None:
             raise ConfigError(
                 f"server_key is {self.server_key}, and a worker with a key asks for this server's "
@@ -197,13 +196,12 @@ def _check_frames(frame_bytes: int, window_bytes: int) -> None:
         )
 
 
-def _check_bulk(key_file: str | None, **fields: object) -> None:
-    for field, value in fields.items():
-        if value is not None and key_file is None:
-            raise ConfigError(
-                f"{field} is {value}, and without a key of this server nothing is encrypted; set "
-                f"key_file (`cachetree keygen` makes one), or remove {field}"
-            )
+def _check_bulk(key_file: str | None, bulk: Bulk | None) -> None:
+    if bulk is not None and key_file is None:
+        raise ConfigError(
+            f"bulk is {bulk}, and without a key of this server nothing is encrypted; set key_file "
+            "(`cachetree keygen` makes one), or remove bulk"
+        )
 
 
 def _check_positive(**fields: float) -> None:

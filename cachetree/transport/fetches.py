@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, Literal
 
 from cachetree.clock import Clock
 from cachetree.errors import (
@@ -20,8 +20,10 @@ from cachetree.ids import ModelId, PageHash
 from cachetree.staging import Staging
 from cachetree.transport import wire
 from cachetree.transport.breaker import Breaker
+from cachetree.transport.channel import Arrival
 from cachetree.transport.config import PeerConfig
 from cachetree.transport.connection import Connection
+from cachetree.transport.frames import Frame
 from cachetree.transport.landing import NOT_ASKED, Landing
 from cachetree.transport.pace import Bandwidth
 
@@ -92,35 +94,47 @@ class Fetches:
         self._counts["failed"] += 1
         staging.fail(error)
 
-    def place(
-        self, link: Connection, frame: wire.Frame | wire.Located, payload: memoryview
-    ) -> None:
-        landing = self._asked.get(frame.id)
-        if landing is None:
-            if frame.id > self.last_id:
-                raise ProtocolError(f"{self._who} sent a frame that nobody asked for")
-            return  # It crossed with our Cancel.
+    def room(self, link: Connection, frame: Frame) -> memoryview | None:
+        """Where its bytes go; None for nowhere."""
+        landing = self._landing_of(frame)
         try:
-            if isinstance(frame, wire.Frame):
-                landing.place(frame, payload)
-            elif link.arena is not None:
-                landing.read(frame, link.arena)
-            else:
-                raise ProtocolError(f"{self._who} sent places of a memory that is not read here")
-        except ProtocolError as exc:
-            self._break(link, landing, exc)
+            return None if landing is None else landing.room(frame)
         except FetchError as exc:
-            self._end(landing, exc)
-            link.send(wire.Cancel(id=frame.id))
+            self._stop(link, frame.id, exc)
+            return None
+
+    def wants(self, frame: Frame) -> bool:
+        """Whether somebody still waits for a frame that `room` was given for."""
+        landing = self._asked.get(frame.id)
+        return landing is not None and landing.staging.error is None
+
+    def placed(self, link: Connection, arrival: Arrival) -> None:
+        """A frame came whole into its room."""
+        landing = self._landing_of(arrival.frame)
+        if landing is None:
+            return
+        try:
+            landing.land(arrival.frame, is_sound=arrival.is_sound)
+        except FetchError as exc:
+            self._stop(link, landing.id, exc)
         else:
-            self._counts["landed_bytes"] += frame.size
-            if landing.is_complete:
-                if isinstance(frame, wire.Located):  # The worker waits for it.
-                    link.send(wire.Credit(id=frame.id, num_bytes=landing.placed_bytes))
-                self._end(landing, None)
-            elif num_bytes := landing.take_credit(self._config.window_bytes // 2):
-                # The worker goes on while what has arrived besides is placed.
-                link.send(wire.Credit(id=frame.id, num_bytes=num_bytes))
+            self._landed(link, landing, arrival.frame.size)
+
+    def read(self, link: Connection, located: wire.Located) -> None:
+        """Copy what lies in the worker's memory."""
+        landing = self._landing_of(located)
+        if landing is None:
+            return
+        try:
+            if link.arena is None:
+                raise ProtocolError(f"{self._who} sent places of a memory that is not read here")
+            landing.read(located, link.arena)
+        except FetchError as exc:
+            self._stop(link, landing.id, exc)
+        else:
+            self._landed(link, landing, located.size)
+            if landing.is_complete:  # The worker waits for it.
+                link.send(wire.Credit(id=located.id, num_bytes=landing.placed_bytes))
 
     def failed(self, link: Connection, message: wire.FetchFailed) -> None:
         landing = self._asked.get(message.id)
@@ -133,12 +147,19 @@ class Fetches:
         else:
             self._end(landing, error)
 
-    def compare(self, link: Connection, pong: wire.Pong) -> None:
-        """What the worker sends no more, and sent before the pong, should be here."""
+    def compare(
+        self, link: Connection, pong: wire.Pong, over: Literal["zmq", "data connection"]
+    ) -> None:
+        """What the worker sends no more, and sent before the pong, should be here.
+
+        Of the two connections neither knows what is still under way in the other.
+        """
         for landing in tuple(self._asked.values()):
             if landing.id <= pong.last_id and landing.id not in pong.streams:
-                error = ProtocolError(f"a request to {self._who}, or its last frames, were lost")
-                self._break(link, landing, error)
+                landing.over.add(over)
+                if len(landing.over) == 2:
+                    what = f"a request to {self._who}, or its last frames, were lost"
+                    self._break(link, landing, ProtocolError(what))
 
     def check(self, link: Connection | None) -> None:
         """Give up what its reader gave up, or what is late."""
@@ -156,15 +177,12 @@ class Fetches:
                 if link is not None and id != NOT_ASKED:
                     link.send(wire.Cancel(id=id))
 
-    def credit(self, link: Connection) -> None:
-        """Tell the worker what was placed."""
-        for landing in self._asked.values():
-            if num_bytes := landing.take_credit():
-                link.send(wire.Credit(id=landing.id, num_bytes=num_bytes))
-
-    def repeat_credit(self) -> None:
+    def repeat_credit(self, link: Connection) -> None:
+        """Tell the worker what was placed, also what it should know: it may have been lost."""
         for landing in self._asked.values():
             landing.repeat_credit()
+            if num_bytes := landing.take_credit():
+                link.send(wire.Credit(id=landing.id, num_bytes=num_bytes))
 
     def resume(self, link: Connection) -> None:
         """Ask for the rest of what was interrupted."""
@@ -200,6 +218,32 @@ class Fetches:
         except ProtocolError as exc:  # More pages than a header takes.
             self._withdraw(landing)
             self._end(landing, exc)
+
+    def _landing_of(self, frame: Frame | wire.Located) -> Landing | None:
+        """None where it crossed with our Cancel; raises ProtocolError."""
+        if frame.id > self.last_id:
+            raise ProtocolError(f"{self._who} sent a frame that nobody asked for")
+        return self._asked.get(frame.id)
+
+    def _landed(self, link: Connection, landing: Landing, num_bytes: int) -> None:
+        self._counts["landed_bytes"] += num_bytes
+        if landing.is_complete:
+            self._end(landing, None)
+            return
+        # Early enough that the worker goes on while the rest of the window is placed. A frame has
+        # room in the other half, whatever is not credited yet.
+        least_bytes = min(self._config.window_bytes, link.window_bytes) // 2
+        if placed_bytes := landing.take_credit(least_bytes):
+            link.send(wire.Credit(id=landing.id, num_bytes=placed_bytes))
+
+    def _stop(self, link: Connection, id: int, error: FetchError) -> None:
+        """What came for it could not be taken."""
+        landing = self._asked[id]
+        if isinstance(error, ProtocolError):
+            self._break(link, landing, error)
+        else:
+            self._end(landing, error)
+            link.send(wire.Cancel(id=id))
 
     def _break(self, link: Connection, landing: Landing, error: ProtocolError) -> None:
         """What came for it was wrong, or did not come."""

@@ -8,8 +8,8 @@
     initiate: this is my key          ──►   on the list? otherwise ──► 400
                                       ◄──   ready        now messages pass
 
-Nothing that a peer sends is seen by a worker's decoders before `ready`. Where a session then goes
-on elsewhere, as `sealing` draws it, its token is judged by the same `KeyGate`.
+Nothing that a peer sends is seen by a worker's decoders before `ready`. Its data connection needs
+no keys: the ticket that `sealing` draws comes over this one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from cachetree.transport import keys
 from cachetree.transport.address import parse_address, parse_listen, parse_remote
 from cachetree.transport.config import PeerConfig, WorkerConfig
 from cachetree.transport.keys import KeyPair, PublicKey
-from cachetree.transport.sealing import TAG_BYTES, Bulk, Ticket
+from cachetree.transport.sealing import Bulk, Ticket, TicketBulk
 
 FAILURES: Final = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -43,11 +43,9 @@ _HANDSHAKE_MS: Final = 5000
 """A connection that has not proved itself by then is closed."""
 _ZAP_ENDPOINT: Final = "inproc://zeromq.zap.01"
 _ZAP_VERSION: Final = b"1.0"
-_ZAP_FRAMES: Final = {b"CURVE": 7, b"PLAIN": 8}
+_ZAP_FRAMES: Final = 7
 _DOMAIN: Final = b"cachetree"
-_USER: Final = b"session"
-"""Of a ticket; the token is the password."""
-_STRENGTHS: Final[tuple[Bulk, ...]] = ("clear", "aes-gcm", "curve")
+_STRENGTHS: Final[tuple[TicketBulk, ...]] = ("open", "clear", "aes-gcm")
 _ADMIN: Final = b"admin"
 """What libzmq is told of an administrator, and notes on each of their messages."""
 _MAX_ANSWERS: Final = 64
@@ -86,9 +84,6 @@ class Gate(Protocol):
     def is_admin(self, message: zmq.Frame) -> bool:
         """Whether whoever sent it may give orders."""
 
-    def forget(self, token: bytes) -> None:
-        """A ticket is not valid any more."""
-
 
 class OpenGate:
     """Everyone who can reach the socket comes in."""
@@ -114,9 +109,6 @@ class OpenGate:
     def is_admin(self, message: zmq.Frame) -> bool:
         return self._obeys
 
-    def forget(self, token: bytes) -> None:
-        pass
-
 
 class KeyGate:
     """The holders of some keys come in.
@@ -134,8 +126,6 @@ class KeyGate:
         self._own = own
         self._allowed = frozenset(map(keys.to_bytes, allowed | admins))
         self._admins = frozenset(map(keys.to_bytes, admins))
-        self.tokens: Final[set[bytes]] = set()
-        """Of tickets that were given out and not used yet."""
 
     def guard(
         self,
@@ -149,15 +139,6 @@ class KeyGate:
         socket.set(zmq.MAXMSGSIZE, max_message_bytes + _CIPHER_BYTES)
         socket.set(zmq.CURVE_SERVER, 1)
         socket.set(zmq.CURVE_SECRETKEY, self._own.secret)
-        self._ask_about(socket)
-
-    def guard_sessions(self, socket: zmq.Socket[bytes], max_message_bytes: int) -> None:
-        """As `guard`, after it: a socket of the same context that only tokens open."""
-        socket.set(zmq.MAXMSGSIZE, max_message_bytes + TAG_BYTES)
-        socket.set(zmq.PLAIN_SERVER, 1)
-        self._ask_about(socket)
-
-    def _ask_about(self, socket: zmq.Socket[bytes]) -> None:
         socket.set(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
         # Without these two, libzmq lets everyone in when it finds nobody to ask.
         socket.set(zmq.ZAP_DOMAIN, _DOMAIN)
@@ -186,21 +167,11 @@ class KeyGate:
         except zmq.ZMQError:  # It has none.
             return False
 
-    def forget(self, token: bytes) -> None:
-        self.tokens.discard(token)
-
     def _judge(self, frames: list[bytes]) -> Refusal | None:
-        mechanism = frames[5] if len(frames) > 5 else b""
-        if len(frames) != _ZAP_FRAMES.get(mechanism) or frames[0] != _ZAP_VERSION:
+        if len(frames) != _ZAP_FRAMES or frames[0] != _ZAP_VERSION or frames[5] != b"CURVE":
             return Refusal("libzmq", "libzmq asked about a peer in a form that is not known")
-        _, _, domain, address, _, _, *proof = frames
+        _, _, domain, address, _, _, key = frames
         host = address.decode("ascii", "replace")
-        if domain == _DOMAIN and mechanism == b"PLAIN":
-            if proof[1] in self.tokens:
-                self.tokens.remove(proof[1])
-                return None
-            return Refusal(host, f"{host} came to bulk_port without a ticket")
-        (key,) = proof
         if domain == _DOMAIN and key in self._allowed:
             return None
         who = keys.to_public(key)
@@ -243,8 +214,8 @@ class Credentials(Protocol):
     def failure(self, event: int, value: int, who: str) -> CacheTreeError:
         """What a monitor's event says about a connection that was not made, or ended."""
 
-    def check(self, ticket: Ticket | None, who: str) -> None:
-        """Raise AuthenticationError where a session is to go on with too little protection."""
+    def check(self, ticket: Ticket, who: str) -> None:
+        """Raise AuthenticationError where payloads are to come with too little protection."""
 
 
 class Plain:
@@ -272,9 +243,9 @@ class Plain:
             )
         return _closed(who)
 
-    def check(self, ticket: Ticket | None, who: str) -> None:
-        if ticket is not None:
-            raise AuthenticationError(f"{who} gave a ticket to a peer that has no key")
+    def check(self, ticket: Ticket, who: str) -> None:
+        if ticket.bulk != "open":
+            raise AuthenticationError(f"{who} seals payloads for a peer that has no key")
 
 
 class Curve:
@@ -310,35 +281,12 @@ class Curve:
             )
         return _closed(who)
 
-    def check(self, ticket: Ticket | None, who: str) -> None:
-        bulk = ticket.bulk if ticket else "curve"
-        if _STRENGTHS.index(bulk) < _STRENGTHS.index(self._least):
+    def check(self, ticket: Ticket, who: str) -> None:
+        if _STRENGTHS.index(ticket.bulk) < _STRENGTHS.index(self._least):
             raise AuthenticationError(
-                f"{who} protects payloads by {bulk}, and this server asks for {self._least} at "
-                "least; make bulk the same on both sides"
+                f"{who} protects payloads by {ticket.bulk}, and this server asks for {self._least} "
+                "at least; make bulk the same on both sides"
             )
-
-
-class TicketHolder:
-    """Let in with a ticket. That the other side is who it was follows from what it can open."""
-
-    def __init__(self, ticket: Ticket) -> None:
-        self._ticket = ticket
-
-    def secure(self, socket: zmq.Socket[bytes], max_message_bytes: int) -> None:
-        socket.set(zmq.MAXMSGSIZE, max_message_bytes + TAG_BYTES)
-        socket.set(zmq.ROUTING_ID, self._ticket.token)
-        socket.set(zmq.PLAIN_USERNAME, _USER)
-        socket.set(zmq.PLAIN_PASSWORD, self._ticket.token)
-
-    def failure(self, event: int, value: int, who: str) -> CacheTreeError:
-        return FetchError(
-            f"{who} closed the connection to its bulk_port {self._ticket.port}, or it cannot be "
-            "reached there"
-        )
-
-    def check(self, ticket: Ticket | None, who: str) -> None:
-        raise AuthenticationError(f"{who} gave a second ticket")
 
 
 def credentials_of(

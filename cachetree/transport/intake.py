@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from typing import Final
 
@@ -12,7 +12,9 @@ from cachetree.ids import ModelId, PageHash
 from cachetree.lease import Reservation
 from cachetree.staging import Staging
 from cachetree.transport import wire
+from cachetree.transport.channel import Arrival
 from cachetree.transport.config import WorkerConfig
+from cachetree.transport.frames import Frame
 from cachetree.transport.landing import Landing
 from cachetree.transport.wire import Refused
 from cachetree.tree import CacheTree
@@ -37,6 +39,8 @@ class Intake:
         self._counts = counts
         self._clock = clock
         self._open: dict[tuple[bytes, int], tuple[Landing, Reservation]] = {}
+        self._refused: deque[tuple[bytes, wire.StoreRefused]] = deque()
+        """Who still has to be told."""
 
     def __len__(self) -> int:
         return len(self._open)
@@ -51,23 +55,36 @@ class Intake:
         except ProtocolError as exc:
             return self._refuse(store.id, Refused.PROTOCOL, wire.reason(exc))
 
-    def place(self, identity: bytes, frame: wire.Frame, payload: memoryview) -> Reply | None:
-        """Take one frame; None where its store has ended already."""
-        landing, reservation = self._open.get((identity, frame.id), (None, None))
+    def room(self, identity: bytes, frame: Frame) -> memoryview | None:
+        """Where its bytes go; None where its store has ended, or ends with it."""
+        landing, _ = self._open.get((identity, frame.id), (None, None))
+        try:
+            return None if landing is None else landing.room(frame)
+        except FetchError as exc:
+            self._refused.append((identity, self._break(identity, frame.id, exc)))
+            return None
+
+    def wants(self, identity: bytes, frame: Frame) -> bool:
+        """Whether the store still goes on that `room` was given for."""
+        return (identity, frame.id) in self._open
+
+    def placed(self, identity: bytes, arrival: Arrival) -> Reply | None:
+        """A frame came whole into its room; None where its store has ended already."""
+        id, size = arrival.frame.id, arrival.frame.size
+        landing, reservation = self._open.get((identity, id), (None, None))
         if landing is None or reservation is None:
             return None
         try:
-            landing.place(frame, payload)
+            landing.land(arrival.frame, is_sound=arrival.is_sound)
         except FetchError as exc:
-            self.cancel(identity, frame.id)
-            return self._refuse(frame.id, Refused.PROTOCOL, wire.reason(exc))
-        self._counts["received_bytes"] += payload.nbytes
+            return self._break(identity, id, exc)
+        self._counts["received_bytes"] += size
         if not landing.is_complete:
-            return wire.Credit(id=frame.id, num_bytes=landing.take_credit())
-        del self._open[identity, frame.id]
+            return wire.Credit(id=id, num_bytes=landing.take_credit())
+        del self._open[identity, id]
         reservation.commit()
         self._counts["store stored"] += 1
-        return wire.Stored(id=frame.id)
+        return wire.Stored(id=id)
 
     def cancel(self, identity: bytes, id: int) -> None:
         """The peer gives up a store; nothing where there is none."""
@@ -81,7 +98,9 @@ class Intake:
             self.cancel(*key)
 
     def expire(self) -> Iterator[tuple[bytes, wire.StoreRefused]]:
-        """End what is late, and whom to tell."""
+        """End what is late; whom to tell of that, and of frames that did not fit."""
+        while self._refused:
+            yield self._refused.popleft()
         for (identity, id), (landing, _) in tuple(self._open.items()):
             if landing.staging.deadline.has_passed:
                 self.cancel(identity, id)
@@ -119,6 +138,10 @@ class Intake:
             frame_bytes=self._config.frame_bytes,
             window_bytes=self._config.window_bytes,
         )
+
+    def _break(self, identity: bytes, id: int, error: FetchError) -> wire.StoreRefused:
+        self.cancel(identity, id)
+        return self._refuse(id, Refused.PROTOCOL, wire.reason(error))
 
     def _num_of(self, identity: bytes) -> int:
         return sum(key[0] == identity for key in self._open)

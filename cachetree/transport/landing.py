@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 from cachetree.arena import ArenaReader
@@ -10,12 +10,9 @@ from cachetree.checksum import checksum_of_parts
 from cachetree.errors import ProtocolError
 from cachetree.family import Family
 from cachetree.ids import ModelId, PageHash, Span
-from cachetree.plan import Kind
-from cachetree.staging import Staging, copy_in_pieces
-from cachetree.transport.wire import Fetch, Frame, Located, join_pages
-
-Fill = Callable[[memoryview], Iterator[memoryview]]
-"""Fills a buffer, and yields its parts in order as they are filled."""
+from cachetree.staging import Staging
+from cachetree.transport.frames import Frame
+from cachetree.transport.wire import Fetch, Located, join_pages
 
 NOT_ASKED: Final = 0
 """In place of a request's id."""
@@ -43,6 +40,8 @@ class Landing:
         self._step = 0
         self._offset = 0
         self._placed_bytes = self._credited_bytes = 0
+        self.over: Final[set[str]] = set()
+        """The connections that say that nothing more comes for the request."""
         self._skip_empty()
 
     @property
@@ -51,9 +50,8 @@ class Landing:
 
     def fits(self, family: Family) -> bool:
         """Whether every step has the size of all pages."""
-        page_bytes = {Kind.KV: family.kv_page_bytes, Kind.E: family.e_page_bytes}
         return self._sizes == [
-            len(self._pages) * page_bytes[step.kind] for step in self.staging.steps
+            len(self._pages) * family.page_bytes(step.kind) for step in self.staging.steps
         ]
 
     def request(
@@ -63,6 +61,7 @@ class Landing:
         self.id = id
         self.num_requests += 1
         self._placed_bytes = self._credited_bytes = 0
+        self.over.clear()
         return Fetch(
             id=id,
             model=self._model,
@@ -82,40 +81,44 @@ class Landing:
         return self._placed_bytes
 
     def read(self, located: Located, arena: ArenaReader) -> None:
-        """As `place`, from the worker's memory; the lease keeps it until the next credit."""
+        """Copy and verify; raises as `room` and `land` do.
+
+        The lease keeps the worker's memory until the next credit.
+        """
         places = [Span(*place) for place in located.places if 0 <= place[0] < place[1]]
         if sum(map(len, places)) != located.size or len(places) < len(located.places):
             raise ProtocolError(f"{located.places} are not places of {located.size} bytes")
+        room = self.room(located)
         try:
-            self._land(located, located.size, lambda room: arena.copy_in_pieces(room, places))
+            digest = checksum_of_parts(arena.copy_in_pieces(room, places))
         except OSError as exc:
             raise ProtocolError(f"the worker's memory cannot be read: {exc}") from exc
+        self.land(located, is_sound=digest == located.checksum)
 
-    def place(self, frame: Frame, payload: memoryview) -> None:
-        """Copy and verify one frame; raises ProtocolError, or what ended the staging."""
-        self._land(frame, payload.nbytes, lambda room: copy_in_pieces(room, payload))
-
-    def _land(self, frame: Frame | Located, size: int, fill: Fill) -> None:
-        """What `fill` puts there counts only once its checksum is right."""
+    def room(self, frame: Frame | Located) -> memoryview:
+        """Where the next frame goes; raises ProtocolError, or what ended the staging."""
         if self.is_complete or (frame.step, frame.offset) != (self._step, self._offset):
             raise ProtocolError(
                 f"a frame for step {frame.step} at {frame.offset} came where step {self._step} "
                 f"at {self._offset} was due"
             )
-        if not 0 < size <= self._sizes[self._step] - self._offset:
+        if not 0 < frame.size <= self._sizes[self._step] - self._offset:
             raise ProtocolError(
-                f"a frame of {size} bytes at {self._offset} does not fit step "
+                f"a frame of {frame.size} bytes at {self._offset} does not fit step "
                 f"{self._step} of {self._sizes[self._step]} bytes"
             )
-        step = self.staging.steps[self._step]
-        if checksum_of_parts(fill(self.staging.room(step, self._offset, size))) != frame.checksum:
+        return self.staging.room(self.staging.steps[self._step], self._offset, frame.size)
+
+    def land(self, frame: Frame | Located, *, is_sound: bool) -> None:
+        """Count what was put into the last `room`; raises ProtocolError where it is not sound."""
+        if not is_sound:
             raise ProtocolError(
                 f"the checksum of step {frame.step} at {frame.offset} is wrong; the bytes were "
                 "damaged on their way"
             )
-        self.staging.land(step, size)
-        self._offset += size
-        self._placed_bytes += size
+        self.staging.land(self.staging.steps[self._step], frame.size)
+        self._offset += frame.size
+        self._placed_bytes += frame.size
         self._skip_empty()
 
     def take_credit(self, least: int = 1) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from cachetree.clock import Clock
-from cachetree.transport.wire import MIN_FRAME_BYTES
+from cachetree.transport.frames import MIN_FRAME_BYTES
 
 MAX_LAG_S = 0.05
 """How far a busy link may catch up after its thread was not scheduled."""

@@ -9,6 +9,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Final
 
 import zmq
@@ -23,21 +24,28 @@ from cachetree.errors import (
 )
 from cachetree.ids import Location, ModelId, PageHash
 from cachetree.staging import Staging
-from cachetree.transport import wire
+from cachetree.transport import frames, wire
 from cachetree.transport.address import parse_remote
 from cachetree.transport.breaker import Breaker
+from cachetree.transport.channel import Arrival
 from cachetree.transport.config import PeerConfig
-from cachetree.transport.connection import Connection, keep_freed_frames
+from cachetree.transport.connection import Connection
 from cachetree.transport.fetches import Fetches
 from cachetree.transport.handshake import credentials_of
 from cachetree.transport.peer_status import PeerState, PeerStatus
 from cachetree.transport.remote_view import RemoteView
-from cachetree.transport.wakeup import Wakeup
+from cachetree.transport.wakeup import CLOSE_S, Wakeup
 from cachetree.tree import CacheTree
 
 log = logging.getLogger(__name__)
 
-CLOSE_S: Final = 5.0
+
+class _Rooms:
+    """Where the frames of one connection go."""
+
+    def __init__(self, fetches: Fetches, connection: Connection) -> None:
+        self.room = partial(fetches.room, connection)
+        self.wants = fetches.wants
 
 
 class Peer:
@@ -82,10 +90,12 @@ class Peer:
             f"worker {address}", tree.family, config, self._breaker, self._counts, clock
         )
         self._connection: Connection | None = None
-        self._attempt_at_s = self._heard_at_s = self._pinged_at_s = clock()
+        self._is_whole = False
+        """Whether the data connection works too."""
+        self._received_bytes = 0
+        self._attempt_at_s = self._heard_at_s = self._data_heard_at_s = self._pinged_at_s = clock()
         self._pause_s = config.reconnect_s
         self._is_closing = False
-        keep_freed_frames()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._wakeup = Wakeup()
         self._thread = threading.Thread(
@@ -202,11 +212,12 @@ class Peer:
         timeout_s = min(self._config.heartbeat_s, self._config.connect_s, self._fetches.timeout_s())
         connection.wait(round(timeout_s * 1000))
         self._wakeup.drain()
-        for message, payload in connection.receive():
+        self._take(connection)  # First: a word about a fetch mostly comes after its frames.
+        for message in connection.receive():
             # A pong says nothing about a snapshot that is due: its request may have been lost.
             if self._view.is_synced or not isinstance(message, wire.Pong):
                 self._heard_at_s = self._clock()
-            self._handle(connection, message, payload)
+            self._handle(connection, message)
         self._fetches.check(connection)
         self._accept()
         if self._breaker.is_open:
@@ -214,7 +225,6 @@ class Peer:
             raise FetchError(f"it failed too often, the last time: {self._breaker.error}")
         if self._state is PeerState.READY:
             self._fetches.resume(connection)
-        self._fetches.credit(connection)
         if (end := connection.end(f"worker {self.address}")) is not None:
             raise end
         self._beat(connection)
@@ -240,18 +250,41 @@ class Peer:
         with suppress(FetchError):  # One that has failed already says why at the next turn.
             self._connection.send(wire.hello(self._tree.family, self._config.model, epoch=0))
 
-    def _handle(self, connection: Connection, message: wire.ToPeer, payload: memoryview) -> None:
+    def _take(self, connection: Connection) -> None:
+        """What came over the data connection."""
+        for arrival in connection.receive_frames(_Rooms(self._fetches, connection)):
+            if arrival.frame.id == frames.MESSAGE:
+                self._hear(connection, arrival)
+            else:
+                self._fetches.placed(connection, arrival)
+        received_bytes = connection.channel.received_bytes if connection.channel else 0
+        if received_bytes != self._received_bytes:
+            self._received_bytes = received_bytes
+            self._data_heard_at_s = self._clock()
+
+    def _hear(self, connection: Connection, arrival: Arrival) -> None:
+        message = wire.decode_to_peer(arrival.message)
+        if not isinstance(message, wire.Pong):
+            raise ProtocolError(
+                f"worker {self.address} sent a {type(message).__name__} among payloads"
+            )
+        self._is_whole = True
+        self._fetches.compare(connection, message, "data connection")
+        self._rise()
+
+    def _handle(self, connection: Connection, message: wire.ToPeer) -> None:
         match message:
             case wire.Hello():
                 self._greet(connection, message)
+                self._data_heard_at_s = self._clock()
             case wire.Bye():
                 error = FetchError(f"worker {self.address} ended the session: {message.reason}")
                 self._fetches.interrupt(error)  # So that the loss breaks nothing off.
                 raise error
             case _ if not self._is_greeted:
                 raise ProtocolError(f"worker {self.address} did not say hello first")
-            case wire.Frame() | wire.Located():
-                self._fetches.place(connection, message, payload)
+            case wire.Located():
+                self._fetches.read(connection, message)
             case wire.FetchFailed():
                 self._fetches.failed(connection, message)
             case wire.Reset(epoch=epoch) | wire.Pong(epoch=epoch) if epoch != self._epoch:
@@ -283,14 +316,18 @@ class Peer:
         knew = not self._view.needs_snapshot
         if isinstance(message, wire.Pong):
             self._view.compare(message.seq)
-            self._fetches.compare(connection, message)
+            self._fetches.compare(connection, message, "zmq")
         else:
             self._view.apply(message)
         self._counts["resyncs"] += isinstance(message, wire.Reset)
         if knew and self._view.needs_snapshot:
             self._counts["gaps"] += 1
             connection.send(wire.Subscribe())
-        if self._view.is_synced and self._state is not PeerState.READY:
+        self._rise()
+
+    def _rise(self) -> None:
+        """Be ready once all is there that a fetch needs."""
+        if self._view.is_synced and self._is_whole and self._state is not PeerState.READY:
             self._pause_s = self._config.reconnect_s
             self._set_state(PeerState.READY)
 
@@ -310,11 +347,15 @@ class Peer:
         now_s = self._clock()
         patience_s = self._config.silence_s if self._is_greeted else self._config.connect_s
         if now_s - self._heard_at_s > patience_s:
-            where = f" at {connection.url}" if connection.url != self._remote.url else ""
-            raise FetchError(f"worker {self.address} was silent for {patience_s} s{where}")
+            raise FetchError(f"worker {self.address} was silent for {patience_s} s")
+        patience_s = self._config.silence_s if self._is_whole else self._config.connect_s
+        if self._is_greeted and now_s - self._data_heard_at_s > patience_s:
+            raise FetchError(
+                f"worker {self.address} was silent for {patience_s} s at {connection.bulk_url}"
+            )
         if self._is_greeted and now_s - self._pinged_at_s >= self._config.heartbeat_s:
             self._pinged_at_s = now_s
-            self._fetches.repeat_credit()
+            self._fetches.repeat_credit(connection)
             connection.send(wire.Ping(last_id=self._fetches.last_id))
 
     def _lose(self, error: CacheTreeError, state: PeerState) -> None:
@@ -327,7 +368,8 @@ class Peer:
             self._connection.close()
             self._connection = None
         if self._is_greeted:
-            self._is_greeted = False
+            self._is_greeted = self._is_whole = False
+            self._received_bytes = 0
             self._counts["losses"] += 1
             self._view.forget()
         self._error = error

@@ -27,17 +27,18 @@ from cachetree.errors import (
     ProtocolError,
     StaleEntry,
 )
-from cachetree.ids import Location
+from cachetree.ids import Location, Span
 from cachetree.lease import Lease
 from cachetree.slab import Layout
 from cachetree.transport import wire
 from cachetree.transport.address import parse_remote
 from cachetree.transport.config import PeerConfig
 from cachetree.transport.connection import Connection
+from cachetree.transport.frames import MIN_FRAME_BYTES, Frame
 from cachetree.transport.handshake import credentials_of
 from cachetree.transport.push_queue import PushQueue
 from cachetree.transport.stream import Stream
-from cachetree.transport.wakeup import Wakeup
+from cachetree.transport.wakeup import CLOSE_S, Wakeup
 from cachetree.transport.wire import Refused
 from cachetree.tree import CacheTree
 
@@ -48,15 +49,25 @@ _MAX_WAITING: Final = 4096
 _PART_BYTES: Final = 64 << 20
 """Larger entries go in several stores, each of which can be read when it is there."""
 _STORE_S: Final = 30.0
-_DRAIN_S: Final = 5.0
-"""How long the memory stays leased for frames that ZMQ still holds."""
-_DRAIN_TICK_S: Final = 0.001
 _IDLE_S: Final = 1.0
 """After so long without anything to push the connection is closed."""
 _MAX_CLOSE_S: Final = 5.0
 """How long what waits when it is closed may still take."""
 _NICENESS: Final = 10
 """Of the thread: whoever computes comes first."""
+
+
+class _Nowhere:
+    """A worker has no payloads for those who push to it."""
+
+    def room(self, frame: Frame) -> None:
+        raise ProtocolError("a frame came that nobody asked for")
+
+    def wants(self, frame: Frame) -> bool:
+        return False
+
+
+_NOWHERE: Final = _Nowhere()
 
 
 class PusherStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -139,7 +150,7 @@ class Pusher:
         self._queue.close()
         self._ends_at_s = min(self._ends_at_s, self._clock() + _MAX_CLOSE_S)
         self._wakeup.wake()
-        self._thread.join(_MAX_CLOSE_S + _DRAIN_S)
+        self._thread.join(_MAX_CLOSE_S + CLOSE_S)
 
     # Everything below runs in the pusher's thread.
 
@@ -207,23 +218,32 @@ class Pusher:
 
     def _receive(self, deadline: Deadline) -> wire.ToPeer:
         """The next message; raises what ends the wait."""
-        connection = self._connection
-        assert connection is not None
         while not self._inbox:
-            if self._clock() >= self._ends_at_s:
-                raise FetchError("closed here")
-            if deadline.has_passed:
-                raise DeadlineExceeded(f"worker {self.address} did not answer in time")
-            until = Deadline(min(deadline.at_s, self._ends_at_s), self._clock)
-            connection.wait(round(until.remaining_s() * 1000) + 1)
-            self._wakeup.drain()
-            self._inbox.extend(message for message, _ in connection.receive())
-            if not self._inbox and (end := connection.end(f"worker {self.address}")) is not None:
-                raise end
+            self._wait(deadline)
         message = self._inbox.popleft()
         if isinstance(message, wire.Bye):
             raise FetchError(f"worker {self.address} ended the session: {message.reason}")
         return message
+
+    def _wait(self, deadline: Deadline) -> None:
+        """Until a message is in the inbox, or the data connection has taken something.
+
+        Raises what ends the wait.
+        """
+        connection = self._connection
+        assert connection is not None
+        if self._clock() >= self._ends_at_s:
+            raise FetchError("closed here")
+        if deadline.has_passed:
+            raise DeadlineExceeded(f"worker {self.address} did not answer in time")
+        until = Deadline(min(deadline.at_s, self._ends_at_s), self._clock)
+        connection.wait(round(until.remaining_s() * 1000) + 1)
+        self._wakeup.drain()
+        self._inbox.extend(connection.receive())
+        for _ in connection.receive_frames(_NOWHERE):
+            pass
+        if not self._inbox and (end := connection.end(f"worker {self.address}")) is not None:
+            raise end
 
     def _push(self, change: Change) -> None:
         """Store an entry, with what comes before it where the worker has lost that."""
@@ -238,19 +258,18 @@ class Pusher:
         """None where the worker has it now, or it is gone here."""
         page_bytes = Layout.of(self._tree.family, 1, change.e_layers).page_bytes
         for part in _parts(change, page_bytes):
-            deadline = Deadline.after(_STORE_S + _DRAIN_S, self._clock)
+            deadline = Deadline.after(_STORE_S, self._clock)
             lease = self._tree.lease(part.model, part.pages, "a push", deadline, is_use=False)
             if lease is None:
                 self._counts["gone"] += 1
                 return None
             with lease:
-                refused = self._store_part(part)
+                refused = self._store_part(part, lease, deadline)
             if refused is not None:
                 return refused
         return None
 
-    def _store_part(self, part: Change) -> Refused | None:
-        deadline = Deadline.after(_STORE_S, self._clock)
+    def _store_part(self, part: Change, lease: Lease, deadline: Deadline) -> Refused | None:
         connection, id = self._connection, self._next_id
         assert connection is not None
         self._next_id += 1
@@ -274,31 +293,26 @@ class Pusher:
         if wanted.skipped == len(part.pages):
             self._counts["known"] += 1
             return None
-        lease_deadline = Deadline.after(_STORE_S + _DRAIN_S, self._clock)
-        pages = part.pages[wanted.skipped :]
-        lease = self._tree.lease(part.model, pages, "a push", lease_deadline, is_use=False)
-        if lease is None:
-            connection.send(wire.Cancel(id=id))
-            self._counts["gone"] += 1
-            return None
-        with lease:
-            return self._send(wanted, lease, part.e_layers, deadline)
+        return self._send(wanted, lease, part.e_layers, deadline)
 
     def _send(
         self, wanted: wire.Wanted, lease: Lease, e_layers: tuple[int, ...], deadline: Deadline
     ) -> Refused | None:
         window_bytes = min(wanted.window_bytes, self._config.window_bytes)
         frame_bytes = min(wanted.frame_bytes, self._config.frame_bytes, window_bytes // 2)
-        if frame_bytes < wire.MIN_FRAME_BYTES:
+        if frame_bytes < MIN_FRAME_BYTES:
             raise ProtocolError(f"worker {self.address} asks for frames of {frame_bytes} bytes")
         connection = self._connection
         assert connection is not None
+        assert connection.channel is not None
+        channel = connection.channel
         steps = wire.steps_of_store(self._tree.family.num_layers, e_layers)
         try:
             stream = Stream(
                 wanted.id,
                 lease,
                 steps,
+                pages=Span(wanted.skipped, lease.num_pages),
                 frame_bytes=frame_bytes,
                 window_bytes=window_bytes,
                 deadline=deadline,
@@ -309,11 +323,17 @@ class Pusher:
             return None
         try:
             while True:
-                while stream.is_ready(frame_bytes):
+                while channel.has_room and stream.is_ready(frame_bytes):
                     payload = stream.next_payload(frame_bytes)
-                    tracker = connection.send_frame(stream.header(payload), payload)
-                    stream.sent(payload.nbytes, tracker)
+                    channel.put(stream.header(payload), payload)
+                    stream.sent(payload.nbytes)
                     self._counts["pushed_bytes"] += payload.nbytes
+                    if not channel.has_room:
+                        channel.flush()
+                channel.flush()
+                if not self._inbox:
+                    self._wait(deadline)
+                    continue
                 match self._receive(deadline):
                     case wire.Credit(id=stream.id, num_bytes=num_bytes):
                         stream.credit(num_bytes)
@@ -326,10 +346,6 @@ class Pusher:
         except BaseException:
             self._disconnect()
             raise
-        finally:
-            give_up = Deadline.after(_DRAIN_S, self._clock)
-            while not stream.is_drained and not give_up.has_passed:
-                time.sleep(_DRAIN_TICK_S)
 
     def _note_refusal(self, error: str, reason: str) -> Refused:
         if error not in (it.value for it in Refused):

@@ -1,4 +1,4 @@
-"""The worker's sockets: bounded messages in, headers and zero-copy payloads out."""
+"""The worker's sockets: bounded messages in and out, and the data connection of each session."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Final, NamedTuple
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from cachetree.clock import Clock
 from cachetree.errors import ConfigError, ProtocolError
 from cachetree.ids import Location
 from cachetree.transport import verbs, wire
 from cachetree.transport.address import Address
+from cachetree.transport.channel import Channel
 from cachetree.transport.config import WorkerConfig
+from cachetree.transport.data_port import DataPort
 from cachetree.transport.handshake import FAILURES, Gate, KeyGate, Refusal, refusal_at_worker
-from cachetree.transport.sealing import UNSEALED, Ticket, Unsealed, new_ticket, seals_of
+from cachetree.transport.sealing import Ticket
 from cachetree.transport.wakeup import Wakeup
 
 _MAX_RECEIVED: Final = 64
 """Messages taken in one turn."""
 _KEEPALIVE_PROBES: Final = 3
-
-
-NOTHING: Final = memoryview(b"")
 
 
 class Received(NamedTuple):
@@ -31,8 +31,6 @@ class Received(NamedTuple):
     identity: bytes
     message: wire.ToWorker | ProtocolError
     """Or what is wrong with it."""
-    payload: memoryview
-    """Empty for all but a `Frame`."""
     is_admin: bool
     """Whether it is an order of someone who may give it."""
 
@@ -42,39 +40,43 @@ class PeerGone(Exception):
 
 
 class Router:
-    """A bound ROUTER socket, and another one for sessions that CURVE does not carry.
+    """A bound ROUTER socket, and the data connections of those who greeted there.
 
     Used by one thread after construction; never blocks but in `wait`.
     """
 
-    def __init__(self, listen: Address, wakeup: Wakeup, gate: Gate, config: WorkerConfig) -> None:
-        """What a peer may send at once: a header, or a frame of a store.
+    def __init__(
+        self, listen: Address, wakeup: Wakeup, gate: Gate, config: WorkerConfig, clock: Clock
+    ) -> None:
+        """The connection of a peer that vanishes from the network ends after `silence_s`.
 
-        The connection of one that vanishes from the network ends after `silence_s`.
+        Raises ConfigError where an address cannot be bound.
         """
         self._context = zmq.Context()
         self._gate = gate
         self._poller = zmq.Poller()
         self._poller.register(wakeup.fileno(), zmq.POLLIN)
-        self._monitors: list[zmq.Socket[bytes]] = []
-        payload_bytes = config.frame_bytes if config.accepts else 0
-        max_message_bytes = max(payload_bytes, wire.MAX_HEADER_BYTES)
         self._socket = self._new_socket(listen, config.silence_s)
-        gate.guard(self._context, self._socket, max_message_bytes)
-        self._bind(self._socket, listen, "listen")
-        self._sockets = [self._socket]
-        self.address: Final = Location(self._socket.get_string(zmq.LAST_ENDPOINT))
+        gate.guard(self._context, self._socket, wire.MAX_HEADER_BYTES)
+        try:
+            self.address: Final = self._bind(listen)
+            self._data_port = DataPort(
+                Address(listen.host, config.bulk_port),
+                config.bulk_in_use if isinstance(gate, KeyGate) else "open",
+                self._poller,
+                config,
+                clock,
+            )
+        except ConfigError:
+            self._context.destroy(linger=0)
+            raise
         gate.register(self._poller)
-        self._bulk = config.bulk_in_use
-        if isinstance(gate, KeyGate) and self._bulk != "curve":
-            there = Address(listen.host, config.bulk_port)
-            self._sockets.append(self._new_socket(there, config.silence_s))
-            gate.guard_sessions(self._sockets[-1], max_message_bytes)
-            self._bind(self._sockets[-1], there, "bulk_port")
-        self._seals: dict[bytes, Unsealed] = {}
-        """Of the sessions on the last socket."""
-        self._awaited: set[bytes] = set()
-        """Those of them that nothing has come from yet."""
+        self.channels: Final[dict[bytes, Channel]] = {}
+        """The data connections that are open, by the session."""
+        self._watched: dict[bytes, int] = {}
+        """What the poller looks for, of each of them."""
+        self._ready: set[int] = set()
+        """Descriptors of those with something to read."""
         self._refusals: list[Refusal] = []
         self._has_disconnects = False
 
@@ -83,90 +85,95 @@ class Router:
 
         Handshakes that wait are decided on the way.
         """
-        self._poller.poll(timeout_ms)
+        for identity, channel in self.channels.items():
+            events = zmq.POLLIN | (zmq.POLLOUT if channel.has_unsent else 0)
+            if self._watched[identity] != events:
+                self._watched[identity] = events
+                self._poller.register(channel.fileno(), events)
+        ready = self._poller.poll(timeout_ms)
+        self._ready = {source for source, _ in ready if isinstance(source, int)}
         self._refusals = list(self._gate.answer())
         self._has_disconnects = False
-        for monitor in self._monitors:
-            for _ in range(_MAX_RECEIVED):
-                if not monitor.poll(0):
-                    break
-                event = recv_monitor_message(monitor)
-                if event["event"] == zmq.EVENT_DISCONNECTED:
-                    self._has_disconnects = True
-                elif refusal := refusal_at_worker(event["event"], event["value"]):
-                    self._refusals.append(refusal)
+        for _ in range(_MAX_RECEIVED):
+            if not self._monitor.poll(0):
+                break
+            event = recv_monitor_message(self._monitor)
+            if event["event"] == zmq.EVENT_DISCONNECTED:
+                self._has_disconnects = True
+            elif refusal := refusal_at_worker(event["event"], event["value"]):
+                self._refusals.append(refusal)
 
     def receive(self) -> Iterator[Received]:
-        """What has arrived."""
-        for socket in self._sockets:
-            for _ in range(_MAX_RECEIVED):
-                try:
-                    identity = socket.recv(zmq.NOBLOCK)
-                except zmq.Again:
-                    break
-                header = socket.recv(copy=False)
-                payload, num_frames = NOTHING, 1
-                more = header.more
-                while more:
-                    frame = socket.recv(copy=False)
-                    more, payload = frame.more, frame.buffer
-                    num_frames += 1
-                if (identity in self._seals) is (socket is self._socket):
-                    continue  # Of a session that is over, or of another one than it says.
-                self._awaited.discard(identity)
-                seals = self._seals.get(identity, UNSEALED)
-                try:
-                    opened = seals.open(header.buffer)
-                    payload = seals.open_payload(payload) if num_frames > 1 else payload
-                    received: wire.ToWorker | ProtocolError = _read(opened, payload, num_frames)
-                except ProtocolError as exc:
-                    received = exc
-                is_admin = isinstance(received, verbs.Order) and self._gate.is_admin(header)
-                yield Received(identity, received, payload, is_admin)
+        """What has arrived over ZMQ."""
+        for _ in range(_MAX_RECEIVED):
+            try:
+                identity = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            header = self._socket.recv(copy=False)
+            is_whole, more = not header.more, header.more
+            while more:
+                more = self._socket.recv(copy=False).more
+            message: wire.ToWorker | ProtocolError
+            try:
+                if not is_whole:
+                    raise ProtocolError("a message has more than one frame")
+                message = wire.decode_to_worker(header.buffer)
+            except ProtocolError as exc:
+                message = exc
+            is_admin = isinstance(message, verbs.Order) and self._gate.is_admin(header)
+            yield Received(identity, message, is_admin)
 
-    def admit(self, identity: bytes) -> tuple[bytes, Ticket | None]:
-        """The identity under which messages of a new session come, and how its peer gets there."""
-        if not isinstance(self._gate, KeyGate) or self._bulk == "curve":
-            return identity, None
-        port = int(self._sockets[-1].get_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
-        ticket = new_ticket(self._bulk, port)
-        self._gate.tokens.add(ticket.token)
-        self._awaited.add(ticket.token)
-        self._seals[ticket.token] = seals_of(ticket, is_worker=True)
-        return ticket.token, ticket
+    def invite(self, identity: bytes) -> Ticket:
+        """To open a data connection for a new session."""
+        return self._data_port.invite(identity)
+
+    def arrivals(self) -> Iterator[Channel]:
+        """The data connections that were opened since."""
+        for arrival in self._data_port.arrivals():
+            if isinstance(arrival, Refusal):
+                self._refusals.append(arrival)
+                continue
+            identity, channel = arrival
+            self.channels[identity] = channel
+            self._watched[identity] = 0
+            self._ready.add(channel.fileno())
+            yield channel
+
+    def readable(self) -> Iterator[tuple[bytes, Channel]]:
+        """The data connections that something came over."""
+        for identity, channel in tuple(self.channels.items()):
+            if channel.fileno() in self._ready:
+                yield identity, channel
+
+    def flush(self) -> None:
+        """Send on what waits in data connections."""
+        for channel in self.channels.values():
+            if channel.has_unsent:
+                channel.flush()
 
     def forget(self, identity: bytes) -> None:
         """The session is over."""
-        if self._seals.pop(identity, None) is not None:
-            self._awaited.discard(identity)
-            self._gate.forget(identity)
+        self._data_port.forget(identity)
+        channel = self.channels.pop(identity, None)
+        if channel is not None:
+            if self._watched.pop(identity):
+                self._poller.unregister(channel.fileno())
+            channel.close()
 
     def send(self, identity: bytes, message: wire.ToPeer) -> bool:
-        """False where the peer's queue is full, or it is still on its way; raises PeerGone."""
+        """False where the peer's queue is full; raises PeerGone."""
         header = wire.encode(message)
-        socket = self._address(identity)
-        if socket is None:
+        try:
+            self._socket.send(identity, zmq.SNDMORE | zmq.NOBLOCK)
+        except zmq.Again:
             return False
-        socket.send(self._seals.get(identity, UNSEALED).seal(header))
+        except zmq.ZMQError as exc:
+            if exc.errno == zmq.EHOSTUNREACH:
+                raise PeerGone(identity.hex()) from exc
+            raise
+        self._socket.send(header)
         return True
-
-    def send_frame(
-        self, identity: bytes, frame: wire.Frame | wire.Located, payload: memoryview
-    ) -> zmq.MessageTracker | None:
-        """Hand `payload` over without a copy; it must stay until the tracker is done.
-
-        None where the peer's queue is full; raises PeerGone.
-        """
-        header = wire.encode(frame)
-        socket = self._address(identity)
-        if socket is None:
-            return None
-        seals = self._seals.get(identity, UNSEALED)
-        if not payload:
-            socket.send(seals.seal(header))
-            return zmq.MessageTracker()
-        socket.send(seals.seal(header), zmq.SNDMORE)
-        return socket.send(seals.seal_payload(payload), copy=False, track=True)
 
     def has_disconnects(self) -> bool:
         """Whether the last `wait` saw a connection close."""
@@ -177,9 +184,11 @@ class Router:
         return self._refusals
 
     def close(self) -> None:
-        for socket, monitor in zip(self._sockets, self._monitors, strict=True):
-            socket.disable_monitor()
-            monitor.close(linger=0)
+        for identity in tuple(self.channels):
+            self.forget(identity)
+        self._data_port.close()
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
         self._context.destroy(linger=0)
 
     def _new_socket(self, listen: Address, silence_s: float) -> zmq.Socket[bytes]:
@@ -190,46 +199,18 @@ class Router:
         _bound_silence(socket, silence_s)
         return socket
 
-    def _bind(self, socket: zmq.Socket[bytes], listen: Address, field: str) -> None:
+    def _bind(self, listen: Address) -> Location:
         try:
-            socket.bind(listen.url)
+            self._socket.bind(listen.url)
         except zmq.ZMQError as exc:
-            self._context.destroy(linger=0)
             raise ConfigError(
-                f"{field} is {listen.url!r}, which cannot be bound ({exc.strerror}); choose "
+                f"listen is {listen.url!r}, which cannot be bound ({exc.strerror}); choose "
                 "another port, or port 0 for a free one"
             ) from exc
-        monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | FAILURES)
-        self._monitors.append(monitor)
-        self._poller.register(socket, zmq.POLLIN)
-        self._poller.register(monitor, zmq.POLLIN)
-
-    def _address(self, identity: bytes) -> zmq.Socket[bytes] | None:
-        """Begin a message to a peer; seal none before, because none may be sealed in vain."""
-        if identity in self._awaited:
-            return None
-        socket = self._sockets[-1] if identity in self._seals else self._socket
-        try:
-            socket.send(identity, zmq.SNDMORE | zmq.NOBLOCK)
-        except zmq.Again:
-            return None
-        except zmq.ZMQError as exc:
-            if exc.errno == zmq.EHOSTUNREACH:
-                raise PeerGone(identity.hex()) from exc
-            raise
-        return socket
-
-
-def _read(header: memoryview, payload: memoryview, num_frames: int) -> wire.ToWorker:
-    message = wire.decode_to_worker(header)
-    size = message.size if isinstance(message, wire.Frame) else 0
-    expected = 2 if isinstance(message, wire.Frame) else 1
-    if num_frames != expected or payload.nbytes != size:
-        raise ProtocolError(
-            f"a {type(message).__name__} of {num_frames} frames brings {payload.nbytes} bytes of "
-            f"payload instead of {size}"
-        )
-    return message
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | FAILURES)
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._monitor, zmq.POLLIN)
+        return Location(self._socket.get_string(zmq.LAST_ENDPOINT))
 
 
 def _bound_silence(socket: zmq.Socket[bytes], silence_s: float) -> None:

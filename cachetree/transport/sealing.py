@@ -1,22 +1,22 @@
-"""Where a session goes on once CURVE has proved who is who, and how its messages are sealed.
+"""What lets a session open its data connection, and how that connection is sealed.
 
-    peer                              worker, `listen`: CURVE
+    peer                              worker, `listen`: CURVE where there are keys
     Hello                     ──►
                               ◄──     Hello with a Ticket: port, token and key of the session
-    leaves
                                       worker, `bulk_port`: TCP in clear
     token                     ──►     let in once, and only with one that was given out
-    Subscribe, Fetch, ...     ◄─►     every header sealed with the key, payloads too or not
+    Frame, payload            ◄─►     every header sealed with the key, payloads too or not
 
-The n-th message of a direction is sealed as the n-th, so that one that was changed, lost, repeated
-or put elsewhere cannot be opened; what is behind it cannot either, and the connection is over. A
-key serves one connection, and no number twice.
+The n-th thing of a direction, a header or a piece of a payload, is sealed as the n-th, so that one
+that was changed, lost, repeated or put elsewhere cannot be opened; what is behind it cannot either,
+and the connection is over. A key serves one connection, and no number twice.
 """
 
 from __future__ import annotations
 
 import secrets
 import struct
+from collections.abc import Iterator
 from typing import Annotated, Final, Literal
 
 import msgspec
@@ -25,64 +25,73 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from cachetree.errors import ProtocolError
 
-Bulk = Literal["curve", "aes-gcm", "clear"]
+Bulk = Literal["aes-gcm", "clear"]
 """What protects payloads between servers with keys. All else is encrypted in any case.
 
-    curve       CURVE: one connection for everything
     aes-gcm     AES-256-GCM
     clear       nothing: others can read them, and change them with skill
 """
 
+TicketBulk = Literal["aes-gcm", "clear", "open"]
+"""As `Bulk`; open where there are no keys, and headers are in clear too."""
+
 KEY_BYTES: Final = 32
 TAG_BYTES: Final = 16
-"""What a seal adds to a message."""
+"""What a seal adds."""
 
-_TOKEN_BYTES: Final = 32
+TOKEN_BYTES: Final = 32
+
+PIECE_BYTES: Final = 256 << 10
+"""Payloads are sealed, received and read again for their checksum in pieces of this size: far
+below a core's cache."""
 
 
 class Ticket(msgspec.Struct, frozen=True, kw_only=True):
-    """Lets its holder in at the worker's other port. Neither `str` nor `repr` shows the key."""
+    """Lets its holder in at the worker's `bulk_port`. Neither `str` nor `repr` shows the key."""
 
-    bulk: Literal["aes-gcm", "clear"]
+    bulk: TicketBulk
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
     """On the host of the worker's address."""
-    token: Annotated[bytes, msgspec.Meta(min_length=_TOKEN_BYTES, max_length=_TOKEN_BYTES)]
-    """Printable. Anyone on the way sees it: it opens a door, once, and no message."""
+    token: Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
+    """Anyone on the way sees it: it opens a door, once, and no message."""
     key: Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
+    window_bytes: Annotated[int, msgspec.Meta(ge=2)]
+    """Most bytes of one fetch that the worker has under way."""
 
     def __repr__(self) -> str:
         return f"Ticket(bulk={self.bulk!r}, port={self.port})"
 
 
-def new_ticket(bulk: Literal["aes-gcm", "clear"], port: int) -> Ticket:
-    token = secrets.token_hex(_TOKEN_BYTES // 2).encode()
-    return Ticket(bulk=bulk, port=port, token=token, key=secrets.token_bytes(KEY_BYTES))
+def new_ticket(bulk: TicketBulk, port: int, window_bytes: int) -> Ticket:
+    token, key = secrets.token_bytes(TOKEN_BYTES), secrets.token_bytes(KEY_BYTES)
+    return Ticket(bulk=bulk, port=port, token=token, key=key, window_bytes=window_bytes)
 
 
 class Unsealed:
-    """Messages go as they are: CURVE sees to them, or nothing does."""
+    """Headers and payloads go as they are: nothing protects them."""
+
+    header_tag_bytes = 0
+    piece_tag_bytes = 0
 
     def seal(self, header: bytes) -> bytes:
         return header
 
-    def seal_payload(self, payload: memoryview) -> memoryview:
-        """The payload of the header sealed last. What is returned may be `payload` itself."""
-        return payload
+    def seal_payload(self, payload: memoryview) -> Iterator[memoryview | bytes]:
+        """Of the header sealed last; what is yielded may be `payload` itself."""
+        yield payload
 
-    def open(self, header: memoryview) -> memoryview:
-        """Raises ProtocolError, as does `open_payload`; then the connection has to end."""
+    def open(self, header: memoryview) -> memoryview | bytes:
+        """Raises ProtocolError, as does `open_piece`; then the connection has to end."""
         return header
 
-    def open_payload(self, payload: memoryview) -> memoryview:
-        """The payload of the header opened last."""
-        return payload
-
-
-UNSEALED: Final = Unsealed()
+    def open_piece(self, sealed: memoryview, into: memoryview) -> None:
+        """The next piece of a payload; where pieces have no tags both are the same memory."""
 
 
 class HeaderSeals(Unsealed):
     """AES-256-GCM over headers. Payloads go in clear; their checksums are in the headers."""
+
+    header_tag_bytes = TAG_BYTES
 
     def __init__(self, key: bytes, *, is_worker: bool) -> None:
         self._cipher = AESGCM(key)
@@ -90,45 +99,56 @@ class HeaderSeals(Unsealed):
         self._num_sealed = self._num_opened = 0
 
     def seal(self, header: bytes) -> bytes:
-        self._num_sealed += 1
-        return self._cipher.encrypt(self._seal_nonce(), header, None)
+        return self._seal(header)
 
-    def open(self, header: memoryview) -> memoryview:
-        self._num_opened += 1
-        return self._open(header, self._open_nonce())
-
-    def _seal_nonce(self, *, is_payload: bool = False) -> bytes:
-        return _nonce(self._num_sealed, by_worker=self._is_worker, is_payload=is_payload)
-
-    def _open_nonce(self, *, is_payload: bool = False) -> bytes:
-        return _nonce(self._num_opened, by_worker=not self._is_worker, is_payload=is_payload)
-
-    def _open(self, sealed: memoryview, nonce: bytes) -> memoryview:
+    def open(self, header: memoryview) -> memoryview | bytes:
         try:
-            return memoryview(self._cipher.decrypt(nonce, sealed, None))
+            return self._cipher.decrypt(self._open_nonce(), header, None)
         except InvalidTag as exc:
-            raise ProtocolError(
-                "a message, or one before it, was changed, lost or repeated on its way"
-            ) from exc
+            raise _broken() from exc
+
+    def _seal(self, clear: bytes | memoryview) -> bytes:
+        self._num_sealed += 1
+        return self._cipher.encrypt(
+            _nonce(self._num_sealed, by_worker=self._is_worker), clear, None
+        )
+
+    def _open_nonce(self) -> bytes:
+        self._num_opened += 1
+        return _nonce(self._num_opened, by_worker=not self._is_worker)
 
 
 class Seals(HeaderSeals):
     """AES-256-GCM over headers and payloads."""
 
-    def seal_payload(self, payload: memoryview) -> memoryview:
-        sealed = self._cipher.encrypt(self._seal_nonce(is_payload=True), payload, None)
-        return memoryview(sealed)
+    piece_tag_bytes = TAG_BYTES
 
-    def open_payload(self, payload: memoryview) -> memoryview:
-        return self._open(payload, self._open_nonce(is_payload=True))
+    def seal_payload(self, payload: memoryview) -> Iterator[memoryview | bytes]:
+        for at in range(0, payload.nbytes, PIECE_BYTES):
+            yield self._seal(payload[at : at + PIECE_BYTES])
+
+    def open_piece(self, sealed: memoryview, into: memoryview) -> None:
+        try:
+            self._cipher.decrypt_into(self._open_nonce(), sealed, None, into)
+        except InvalidTag as exc:
+            raise _broken() from exc
 
 
-def seals_of(ticket: Ticket, *, is_worker: bool) -> HeaderSeals:
+def seals_of(ticket: Ticket, *, is_worker: bool) -> Unsealed:
     """For one connection: make them once on each side."""
-    kind = Seals if ticket.bulk == "aes-gcm" else HeaderSeals
-    return kind(ticket.key, is_worker=is_worker)
+    match ticket.bulk:
+        case "open":
+            return Unsealed()
+        case "clear":
+            return HeaderSeals(ticket.key, is_worker=is_worker)
+        case "aes-gcm":
+            return Seals(ticket.key, is_worker=is_worker)
 
 
-def _nonce(number: int, *, by_worker: bool, is_payload: bool) -> bytes:
-    """12 bytes, never the same twice under one key; a header and its payload share a number."""
-    return struct.pack(">??xxQ", by_worker, is_payload, number)
+def _broken() -> ProtocolError:
+    return ProtocolError("a message, or one before it, was changed, lost or repeated on its way")
+
+
+def _nonce(number: int, *, by_worker: bool) -> bytes:
+    """12 bytes, never the same twice under one key."""
+    return struct.pack(">?xxxQ", by_worker, number)

@@ -11,9 +11,9 @@ from cachetree.ids import ModelId, PageHash
 from cachetree.lease import Lease
 from cachetree.transport.advertiser import Advert, Advertiser
 from cachetree.transport.config import WorkerConfig
+from cachetree.transport.frames import MIN_FRAME_BYTES
 from cachetree.transport.stream import Stream
 from cachetree.transport.wire import (
-    MIN_FRAME_BYTES,
     NO_ADVERTS,
     Fetch,
     Pong,
@@ -23,8 +23,8 @@ from cachetree.transport.wire import (
 from cachetree.tree import CacheTree
 
 DRAIN_S: Final = 5.0
-"""A lease outlives its stream's deadline by this, for frames that ZMQ still holds. Later the tree
-may count the bytes as free; the memory itself stays until ZMQ lets go."""
+"""A lease outlives its stream's deadline by this, for frames that the kernel does not take yet.
+Later the tree may count the bytes as free; the memory itself stays until they are gone."""
 
 
 class Session:

@@ -8,31 +8,34 @@ from itertools import islice
 from typing import Final
 
 import numpy as np
-import zmq
 
 from cachetree.checksum import checksum, checksum_of_parts
 from cachetree.clock import Deadline
 from cachetree.errors import ProtocolError
+from cachetree.ids import Span
 from cachetree.lease import Lease
 from cachetree.memory import Memory
-from cachetree.plan import Kind, Step
-from cachetree.transport.wire import Frame, Located
+from cachetree.plan import Step
+from cachetree.transport.channel import Channel
+from cachetree.transport.frames import Frame
+from cachetree.transport.wire import Located
 
 COPY_BYTES: Final = 64 << 10
-"""Runs shorter than this are joined into one frame by a copy; ZMQ would copy them anyway."""
+"""Runs shorter than this are joined into one frame by a copy: a frame for each costs more."""
 
 LOCATED_BYTES: Final = 4 << 20
 """Most that one header locates."""
 _MAX_PLACES: Final = 256
 """Short runs that one header locates."""
-_MAX_REMEMBERED: Final = 256
-"""Checksums kept for one slab."""
+_REMEMBERED_BYTES: Final = 128 << 10
+"""A slab keeps a checksum for so many of its bytes; each takes about 250."""
+_LEAST_REMEMBERED: Final = 256
 
 
 class Stream:
     """Sends the steps of one lease in order. Used by the worker's thread only.
 
-    The lease is held until ZMQ has let go of the last frame, and until a receiver that reads the
+    The lease is held until the kernel has the last frame, and until a receiver that reads the
     arena has credited all of it: `end` stops the stream, and `is_drained` then says when
     `lease.release` is due.
     """
@@ -48,7 +51,9 @@ class Stream:
         deadline: Deadline,
         first: tuple[int, int] = (0, 0),
         arena: Memory | None = None,
+        pages: Span | None = None,
     ) -> None:
+        """Of the lease's `pages`; of all by default."""
         self.id: Final = id
         self.lease: Final = lease
         self.deadline: Final = deadline
@@ -64,19 +69,18 @@ class Stream:
         self._step, self._offset = first
         self._run = 0
         """Which of the lease's runs comes next."""
-        self._slabs = lease.slabs
+        self._slabs = lease.slabs(pages)
         self._payload_checksum = 0
         if not 0 <= self._step < len(steps):
             raise ProtocolError(f"a fetch begins with step {self._step} of {len(steps)}")
         # Raises StaleEntry here, before the first frame, where E is absent.
-        self._views = deque(
-            deque(lease.e(step.layer) if step.kind is Kind.E else lease.kv(step.layer))
-            for step in steps[self._step :]
-        )
+        self._views = deque(deque(lease.views(step, pages)) for step in steps[self._step :])
         if not 0 <= self._offset < sum(run.nbytes for run in self._views[0]):
             raise ProtocolError(f"a fetch begins at {self._offset} of step {self._step}")
         self._advance(self._offset)
-        self._trackers: deque[zmq.MessageTracker] = deque()
+        self._channel: Channel | None = None
+        """What carries the payloads, if any went that way."""
+        self._queued_bytes = 0
 
     def is_ready(self, limit: int) -> bool:
         """Whether a frame of at most `limit` bytes may go now. If not, credit is to come.
@@ -126,11 +130,18 @@ class Stream:
             checksum=self._payload_checksum,
         )
 
-    def sent(self, num_bytes: int, tracker: zmq.MessageTracker) -> None:
-        """So much was handed to ZMQ."""
-        self._trackers.append(tracker)
-        while self._trackers and self._trackers[0].done:
-            self._trackers.popleft()
+    @property
+    def reads_arena(self) -> bool:
+        """Whether the receiver does, as far as is known."""
+        return self._arena is not None
+
+    def queued(self, channel: Channel) -> None:
+        """The last payload was put there."""
+        self._channel = channel
+        self._queued_bytes = channel.queued_bytes
+
+    def sent(self, num_bytes: int) -> None:
+        """So much is on its way."""
         self._sent_bytes += num_bytes
         self.served_bytes += num_bytes
         self.in_flight_bytes += num_bytes
@@ -152,8 +163,10 @@ class Stream:
 
     @property
     def is_drained(self) -> bool:
+        """Whether nobody reads the pages any more."""
         is_read = self._arena is None or not self.in_flight_bytes or self.deadline.has_passed
-        return is_read and all(tracker.done for tracker in self._trackers)
+        is_sent = self._channel is None or self._channel.written_bytes >= self._queued_bytes
+        return is_read and is_sent
 
     def _next_runs(self, limit: int) -> list[memoryview]:
         """At most `limit` bytes: a long run by itself, or as many short ones as make a long one."""
@@ -174,11 +187,12 @@ class Stream:
         """Of a long run it is remembered: what is cached is mostly sent more than once."""
         if len(runs) > 1:
             return checksum_of_parts(runs)
-        known = self._slabs[self._run].checksums
+        slab = self._slabs[self._run]
+        known = slab.checksums
         key = (np.frombuffer(runs[0], np.uint8).ctypes.data, runs[0].nbytes)
         found = known.get(key)
         if found is None:
-            if len(known) >= _MAX_REMEMBERED:
+            if len(known) >= max(_LEAST_REMEMBERED, slab.num_bytes // _REMEMBERED_BYTES):
                 known.clear()
             found = known[key] = checksum(runs[0])
         return found

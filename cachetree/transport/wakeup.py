@@ -5,6 +5,10 @@ from __future__ import annotations
 import select
 import socket
 import threading
+from typing import Final
+
+CLOSE_S: Final = 5.0
+"""How long a thread that was woken to end may take."""
 
 
 class Wakeup:

@@ -1,7 +1,7 @@
-"""The messages of the transport: msgpack headers, raw payload frames, and every size limit.
+"""The messages of the transport: msgpack, and what bounds their sizes.
 
-A message is one ZMQ frame with a header; a `Frame` header is followed by one frame of payload.
-A header ends with a checksum of its own: without it a flipped bit could name another layer.
+A message is one ZMQ frame. It ends with a checksum: without it a flipped bit could name another
+layer. Payloads go over a connection of their own, in the frames of `frames`.
 
     peer (DEALER)                         worker (ROUTER)
     Hello                     ──►
@@ -10,19 +10,21 @@ A header ends with a checksum of its own: without it a flipped bit could name an
                               ◄──         Reset, Entries..., Synced   snapshot
                               ◄──         Entries...                  deltas, numbered
     Fetch                     ──►
-                              ◄──         Frame + payload ...         at most the window in flight
-                                          or Located ...              on the same host
+                              ◄══         Frame + payload ...         at most the window in flight
+                              ◄──         or Located ...              on the same host
     Credit                    ──►                                     as payloads are placed
     Cancel                    ──►                                     or FetchFailed ◄──
     Store                     ──►
                               ◄──         Wanted or StoreRefused
-    Frame + payload ...       ──►                                     at most the window in flight
+    Frame + payload ...       ══►                                     at most the window in flight
                               ◄──         Credit ..., Stored          or StoreRefused
-    Ping                      ──► Pong                                both notice silence, and
-                                                                      the peer what got lost
+    Ping                      ──►                                     both notice silence, and
+                              ◄── ◄══     Pong                        the peer what got lost
     one of `verbs.ToWorker`   ──►                                     also without a session
                               ◄──         one of `verbs.ToPeer`
     Bye                       ◄──►        Bye                         the session is over
+
+    ── ZMQ     ══ the data connection, which a Hello's ticket opens; a Pong comes there first
 
 Unknown fields are ignored, unknown tags are refused. Nothing here opens a socket.
 """
@@ -45,16 +47,10 @@ from cachetree.transport import verbs
 from cachetree.transport.sealing import Ticket
 from cachetree.unreadable import UNREADABLE
 
-PROTOCOL_VERSION: Final = 4
+PROTOCOL_VERSION: Final = 5
 
 MAX_HEADER_BYTES: Final = 1 << 20
-"""Largest header either side accepts; a fetch may name 60,000 pages."""
-
-MAX_FRAME_BYTES: Final = 64 << 20
-"""Largest payload that may be configured."""
-
-MIN_FRAME_BYTES: Final = 4096
-"""Smallest payload frame that either side may ask the other to keep to."""
+"""Largest message either side accepts; a fetch may name 60,000 pages."""
 
 MAX_REASON_CHARS: Final = 500
 
@@ -75,7 +71,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     arena: ArenaFile | None = None
     """From where a peer on the worker's host may copy; None from a peer."""
     ticket: Ticket | None = None
-    """Where the session goes on; None from a peer, and where that is here."""
+    """For the data connection; None from a peer, and to one that is refused."""
 
 
 class Subscribe(msgspec.Struct, frozen=True, tag="subscribe"):
@@ -172,19 +168,8 @@ class Stored(msgspec.Struct, frozen=True, kw_only=True, tag="stored"):
     id: int
 
 
-class Frame(msgspec.Struct, frozen=True, kw_only=True, tag="frame"):
-    """Describes the payload in the next ZMQ frame: `size` bytes of step number `step`."""
-
-    id: int
-    step: int
-    offset: int
-    size: int
-    checksum: int
-    """XXH3-64 of the payload."""
-
-
 class Located(msgspec.Struct, frozen=True, kw_only=True, tag="located"):
-    """In place of a `Frame`: the payload lies in the arena, and stays until it is credited."""
+    """In place of a frame: the payload lies in the arena, and stays until it is credited."""
 
     id: int
     step: int
@@ -228,7 +213,10 @@ class Ping(msgspec.Struct, frozen=True, kw_only=True, tag="ping"):
 
 
 class Pong(msgspec.Struct, frozen=True, kw_only=True, tag="pong"):
-    """What was sent before it, for a peer to see that all of it came."""
+    """What was sent before it, for a peer to see that all of it came.
+
+    It comes over ZMQ and over the data connection: what was lost is missing behind both.
+    """
 
     epoch: int
     seq: int = NO_ADVERTS
@@ -245,13 +233,12 @@ class Bye(msgspec.Struct, frozen=True, kw_only=True, tag="bye"):
     reason: str
 
 
-ToWorker = Hello | Subscribe | Fetch | Store | Frame | Credit | Cancel | Ping | Bye | verbs.ToWorker
+ToWorker = Hello | Subscribe | Fetch | Store | Credit | Cancel | Ping | Bye | verbs.ToWorker
 ToPeer = (
     Hello
     | Reset
     | Entries
     | Synced
-    | Frame
     | Located
     | FetchFailed
     | Wanted

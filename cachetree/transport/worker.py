@@ -1,4 +1,4 @@
-"""The serving side: one thread and one ROUTER socket over a tree."""
+"""The serving side: one thread that answers peers over ZMQ and sends pages beside it."""
 
 from __future__ import annotations
 
@@ -23,36 +23,47 @@ from cachetree.errors import (
 from cachetree.ids import Location
 from cachetree.transport import verbs, wire
 from cachetree.transport.address import parse_listen
+from cachetree.transport.channel import Channel
 from cachetree.transport.config import WorkerConfig
 from cachetree.transport.desk import Desk
+from cachetree.transport.frames import Frame
 from cachetree.transport.handshake import Sparingly, gate_of
 from cachetree.transport.intake import Intake
-from cachetree.transport.pace import pace
+from cachetree.transport.outflow import BURST, Outflow
 from cachetree.transport.recall import Recall
-from cachetree.transport.router import NOTHING, PeerGone, Received, Router
+from cachetree.transport.router import PeerGone, Received, Router
 from cachetree.transport.session import Session
-from cachetree.transport.stream import LOCATED_BYTES, Stream
-from cachetree.transport.wakeup import Wakeup
+from cachetree.transport.wakeup import CLOSE_S, Wakeup
 from cachetree.transport.worker_status import status_of
 from cachetree.tree import CacheTree
 
 log = logging.getLogger(__name__)
 
-CLOSE_S: Final = 5.0
 _IDLE_S: Final = 0.25
 _BUSY_S: Final = 0.005
-_BURST: Final = 16
-"""Frames sent before incoming messages are looked at again."""
 _PROBE_S: Final = 0.05
 """How long after a connection closed the sessions are probed for the one it was."""
+
+
+class _Rooms:
+    """Where the frames of one session go."""
+
+    def __init__(self, intake: Intake, identity: bytes) -> None:
+        self._intake = intake
+        self._identity = identity
+
+    def room(self, frame: Frame) -> memoryview | None:
+        return self._intake.room(self._identity, frame)
+
+    def wants(self, frame: Frame) -> bool:
+        return self._intake.wants(self._identity, frame)
 
 
 class Worker:
     """Serves the local entries of `tree` to peers, those on `disk` too, and tells them which.
 
-    The tree stays its owner's. Streams of all peers get equal bytes, whatever their frames, each
-    within its window. Raises ConfigError where the address cannot be bound or a key file not be
-    read.
+    The tree stays its owner's. Raises ConfigError where the address cannot be bound or a key file
+    not be read.
     """
 
     def __init__(
@@ -70,9 +81,6 @@ class Worker:
         self.epoch: Final = secrets.randbits(62) + 1
         """Random id of this worker's life."""
         self._sessions: dict[bytes, Session] = {}
-        self._turns: deque[tuple[Session, Stream]] = deque()
-        self._draining: list[tuple[Session, Stream]] = []
-        self._pace = pace(config.max_bytes_per_s, clock)
         self._counts: Counter[str] = Counter()
         self._desk = Desk(tree, disk, self.status, clock)
         self._recall = Recall(tree, disk, self._counts, self._soon, clock)
@@ -81,8 +89,6 @@ class Worker:
         self._intake = Intake(tree, config, self._counts, clock)
         self._turned_at_s = clock()
         self._probe_at_s: float | None = None
-        self._is_refused = False
-        """A peer's queue did not take a frame: wait before the next attempt."""
         self._closing = threading.Event()
         self._sparingly = Sparingly(clock)
         listen = parse_listen(
@@ -91,15 +97,13 @@ class Worker:
         gate = gate_of(config)
         self._wakeup = Wakeup()
         try:
-            self._router = Router(
-                listen,
-                self._wakeup,
-                gate,
-                config,
-            )
+            self._router = Router(listen, self._wakeup, gate, config, clock)
         except ConfigError:
             self._wakeup.close()
             raise
+        self._outflow = Outflow(
+            self._router, self._reply, self._counts, config.max_bytes_per_s, clock
+        )
         self.address: Final[Location] = self._router.address
         """The address bound, with the real port."""
         self._thread = threading.Thread(
@@ -122,7 +126,7 @@ class Worker:
             epoch=self.epoch,
             model=self._config.model,
             num_peers=len(self._sessions),
-            num_streams=len(self._turns),
+            num_streams=len(self._outflow),
             num_open_stores=len(self._intake),
         )
 
@@ -133,7 +137,7 @@ class Worker:
 
     def in_flight_bytes(self) -> list[int]:
         """Bytes sent and not yet placed, per stream; from any thread."""
-        return [stream.in_flight_bytes for _, stream in tuple(self._turns)]
+        return self._outflow.in_flight_bytes()
 
     # Everything below runs in the worker's thread.
 
@@ -147,22 +151,21 @@ class Worker:
                     log.exception("worker %s: internal error", self.address)
                     for session in tuple(self._sessions.values()):
                         self._end_session(session, "the worker failed; greet again")
-                    self._retire()
+                    self._outflow.retire()
                     self._closing.wait(_IDLE_S)
         finally:
             for session in tuple(self._sessions.values()):
                 self._end_session(session, "the worker is closing")
-            self._retire()
+            self._outflow.close()
             self._router.close()
             self._wakeup.close()
-            for _, stream in self._draining:
-                stream.lease.release()
-            self._draining.clear()
 
     def _turn(self) -> None:
         self._router.wait(self._timeout_ms())
         self._turned_at_s = self._clock()
         self._wakeup.drain()
+        for channel in self._router.arrivals():
+            channel.put_message(wire.encode(wire.Pong(epoch=self.epoch)))
         for refusal in self._router.refusals():
             self._counts["failed_handshakes"] += 1
             if self._sparingly.may(refusal.who):
@@ -171,26 +174,24 @@ class Worker:
             self._errands.popleft()()
         for received in self._router.receive():
             self._handle(received)
+        for identity, channel in self._router.readable():
+            self._take(identity, channel)
         for session in tuple(self._sessions.values()):
             self._advertise(session)
-        self._stream()
+        self._outflow.send()
+        for identity, channel in tuple(self._router.channels.items()):
+            if channel.error is not None:
+                self._turn_away(identity, str(channel.error))
         self._expire()
 
     def _timeout_ms(self) -> int:
-        is_busy = self._draining or self._is_refused or self._probe_at_s is not None
-        timeout_s = _BUSY_S if is_busy else _IDLE_S
-        for _, stream in self._turns:
-            timeout_s = min(timeout_s, stream.deadline.remaining_s())
-            if not self._is_refused and stream.is_ready(self._limit(stream)):
-                timeout_s = min(timeout_s, self._pace.delay_s())
-        return round(timeout_s * 1000)
-
-    def _limit(self, stream: Stream) -> int:
-        return self._pace.limit(stream.frame_bytes)
+        outflow = self._outflow
+        is_busy = outflow.is_draining or outflow.is_refused or self._probe_at_s is not None
+        return round(1000 * min(_BUSY_S if is_busy else _IDLE_S, outflow.timeout_s()))
 
     def _handle(self, received: Received) -> None:
         """Answer what needs no session; pass on the rest."""
-        identity, message, payload, is_admin = received
+        identity, message, is_admin = received
         session = self._sessions.get(identity)
         match message:
             case ProtocolError():
@@ -205,9 +206,9 @@ class Worker:
                 self._turn_away(identity, "there is no session; say hello first")
             case _:
                 session.heard_at_s = self._clock()
-                self._serve(session, message, payload)
+                self._serve(session, message)
 
-    def _serve(self, session: Session, message: wire.ToWorker, payload: memoryview) -> None:
+    def _serve(self, session: Session, message: wire.ToWorker) -> None:
         match message:
             case wire.Subscribe():
                 session.subscribe(
@@ -221,10 +222,6 @@ class Worker:
                 self._credit(session, message)
             case wire.Store():
                 self._store(session, message)
-            case wire.Frame():
-                answer = self._intake.place(session.identity, message, payload)
-                if answer is not None:
-                    self._reply(session.identity, answer)
             case wire.Cancel():
                 self._intake.cancel(session.identity, message.id)
                 session.recalls.discard(message.id)
@@ -234,7 +231,11 @@ class Worker:
                     stream.end()
             case wire.Ping():
                 session.pinged_id = message.last_id
-                self._reply(session.identity, session.pong(self.epoch))
+                pong = session.pong(self.epoch)
+                self._reply(session.identity, pong)
+                channel = self._router.channels.get(session.identity)
+                if channel is not None:
+                    channel.put_message(wire.encode(pong))
             case wire.Bye():
                 self._end_session(session, "goodbye")
 
@@ -254,9 +255,8 @@ class Worker:
             self._counts["refused"] += 1
             log.warning("worker %s: refused: %s", self.address, exc)
         else:
-            identity_there, ticket = self._router.admit(identity)
-            session = Session(identity_there, name, self._tree, self._clock)
-            self._sessions[identity_there] = session
+            ticket = self._router.invite(identity)
+            self._sessions[identity] = Session(identity, name, self._tree, self._clock)
             arena = self._tree.memory.file if self._config.shared_memory else None
         answer = wire.hello(self._tree.family, self._config.model, self.epoch, arena, ticket)
         self._reply(identity, answer)
@@ -282,17 +282,13 @@ class Worker:
 
     def _open(self, session: Session, fetch: wire.Fetch) -> None:
         try:
-            if len(self._turns) >= self._config.max_streams:
-                raise FetchError(f"the worker already serves {len(self._turns)} fetches")
+            if len(self._outflow) >= self._config.max_streams:
+                raise FetchError(f"the worker already serves {len(self._outflow)} fetches")
             stream = session.open(fetch, self._config)
         except FetchError as exc:
             self._fail(session, fetch.id, exc)
         else:
-            if not self._turns:
-                self._pace.idle()
-            served = (other.served_bytes for _, other in self._turns)
-            stream.served_bytes = min(served, default=0)
-            self._turns.append((session, stream))
+            self._outflow.add(session, stream)
 
     def _credit(self, session: Session, credit: wire.Credit) -> None:
         stream = session.streams.get(credit.id)
@@ -318,52 +314,27 @@ class Worker:
 
     def _advertise(self, session: Session) -> None:
         for num, advert in enumerate(session.adverts()):
-            if num == _BURST or not self._reply(session.identity, advert):
+            if num == BURST or not self._reply(session.identity, advert):
                 break
 
-    def _stream(self) -> None:
-        """Send up to `_BURST` frames, each of the ready stream that got the fewest bytes."""
-        self._is_refused = False
-        ready = [turn for turn in self._turns if turn[1].is_ready(self._limit(turn[1]))]
-        for _ in range(_BURST):
-            if not ready or self._pace.delay_s():
-                break
-            turn = min(ready, key=lambda turn: turn[1].served_bytes)
-            if not self._send(*turn) or not turn[1].is_ready(self._limit(turn[1])):
-                ready.remove(turn)
-
-    def _send(self, session: Session, stream: Stream) -> bool:
-        payload = NOTHING
-        header: wire.Frame | wire.Located | None
-        header = stream.next_located(self._pace.limit(LOCATED_BYTES))
-        if header is None:
-            payload = stream.next_payload(self._limit(stream))
-            header = stream.header(payload)
+    def _take(self, identity: bytes, channel: Channel) -> None:
+        """What came over a data connection."""
         try:
-            tracker = self._router.send_frame(session.identity, header, payload)
-        except PeerGone:
-            self._end_session(session, "it is gone")
-            return False
-        if tracker is None:
-            self._is_refused = True
-            return False
-        stream.sent(header.size, tracker)
-        self._pace.spend(header.size)
-        self._counts["sent_bytes"] += header.size
-        self._counts["fetch ok"] += stream.is_over
-        return True
-
-    def _retire(self) -> None:
-        for turn in [turn for turn in self._turns if turn[1].is_over]:
-            self._turns.remove(turn)
-            self._draining.append(turn)
+            for arrival in channel.receive(_Rooms(self._intake, identity)):
+                self._sessions[identity].heard_at_s = self._clock()
+                answer = self._intake.placed(identity, arrival)
+                if answer is not None:
+                    self._reply(identity, answer)
+        except ProtocolError as exc:
+            self._counts["protocol_errors"] += 1
+            log.warning("worker %s: a peer was cut off: %s", self.address, exc)
+            self._turn_away(identity, wire.reason(exc))
 
     def _expire(self) -> None:
         now_s = self._clock()
-        for session, stream in tuple(self._turns):
-            if stream.deadline.has_passed and not stream.is_over:
-                error = DeadlineExceeded("the worker stopped at the deadline")
-                self._fail(session, stream.id, error)
+        for session, stream in self._outflow.late():
+            error = DeadlineExceeded("the worker stopped at the deadline")
+            self._fail(session, stream.id, error)
         if self._router.has_disconnects():
             self._probe_at_s = now_s + _PROBE_S
         if self._probe_at_s is not None and now_s >= self._probe_at_s:
@@ -375,12 +346,7 @@ class Worker:
                 self._end_session(session, f"silent for {self._config.silence_s} s")
         for identity, refusal in tuple(self._intake.expire()):
             self._reply(identity, refusal)
-        self._retire()
-        for turn in [turn for turn in self._draining if turn[1].is_drained]:
-            session, stream = turn
-            self._draining.remove(turn)
-            session.streams.pop(stream.id, None)
-            stream.lease.release()
+        self._outflow.retire()
 
     def _reply(self, identity: bytes, message: wire.ToPeer) -> bool:
         """False where the peer does not take it now; one that is gone loses its session."""

@@ -1,4 +1,4 @@
-"""A TCP proxy between a peer and a worker that does harm at an exact frame of ZMTP 3.
+"""A TCP proxy between a peer and a worker that does harm at an exact frame of a connection.
 
     peer ──► proxy ──► worker      Towards.WORKER
     peer ◄── proxy ◄── worker      Towards.PEER
@@ -6,10 +6,15 @@
 ZMTP (RFC 37 of ZeroMQ): each side sends a greeting of 64 bytes, then frames: a byte
 of flags (1 more, 2 long, 4 command), the size in one byte or, if long, in eight, and the body.
 The parts of a greeting count as frames here, as do the commands of the handshake.
+
+The data connection has a proxy of its own, at the port that the worker's hello names: a token of
+the peer, then headers and payloads of `cachetree.transport.frames`. Where they are sealed nobody
+in between knows where one ends, and what comes together counts as a frame.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 import socket
 import struct
@@ -20,8 +25,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 
-from cachetree import Location
-from cachetree.transport.address import parse_remote
+from cachetree import Location, ProtocolError
+from cachetree.transport import frames, wire
+from cachetree.transport.address import Address, parse_remote
+from cachetree.transport.sealing import TOKEN_BYTES
 
 DELAY_S = 0.15
 BYTES_PER_S = 1e6
@@ -59,6 +66,16 @@ class Towards(Enum):
     PEER = "the peer"
 
 
+class Via(Enum):
+    ZMQ = "ZMQ"
+    DATA = "the data connection"
+    SEALED = "the sealed data connection"
+
+
+_hosts = itertools.count(2)
+"""Of the proxies of this process: they have the ports of their workers."""
+
+
 @dataclass(frozen=True)
 class Strike:
     """One fault at frame number `index` of one direction, counted from when it was armed."""
@@ -66,9 +83,11 @@ class Strike:
     fault: Fault
     towards: Towards
     index: int
+    via: Via = Via.ZMQ
 
     def __str__(self) -> str:
-        return f"{self.fault.name} at frame {self.index} towards {self.towards.value}"
+        where = f"{self.index} of {self.via.value} towards {self.towards.value}"
+        return f"{self.fault.name} at frame {where}"
 
 
 @dataclass(frozen=True)
@@ -82,17 +101,15 @@ class Deed:
     act: Callable[[], None]
     towards: Towards
     index: int
+    via: Via = Via.ZMQ
 
 
 @dataclass(frozen=True)
 class _Frame:
     head: bytes
     body: bytes
-
-    @property
-    def has_more(self) -> bool:
-        """Whether the next frame belongs to the same message."""
-        return bool(self.head) and bool(self.head[0] & _MORE)
+    has_more: bool = False
+    """Whether the next frame belongs to the same message."""
 
     @property
     def raw(self) -> bytes:
@@ -114,7 +131,8 @@ class _Over(Exception):
 class _Link:
     """The two sockets of one forwarded connection, closed when both directions have ended."""
 
-    def __init__(self, peer: socket.socket, worker: socket.socket) -> None:
+    def __init__(self, peer: socket.socket, worker: socket.socket, via: Via) -> None:
+        self.via = via
         self.over = threading.Event()
         self._sockets = {Towards.PEER: peer, Towards.WORKER: worker}
         self._open = set(Towards)
@@ -126,12 +144,24 @@ class _Link:
     def frames(self, towards: Towards) -> Iterator[_Frame]:
         """What comes in this direction; raises _Over."""
         (source,) = (side for to, side in self._sockets.items() if to is not towards)
-        for num_bytes in _GREETING:
-            yield _Frame(b"", self._read(source, num_bytes))
+        if self.via is Via.ZMQ:
+            for num_bytes in _GREETING:
+                yield _Frame(b"", self._read(source, num_bytes))
+        elif towards is Towards.WORKER:
+            yield _Frame(b"", self._read(source, TOKEN_BYTES))
         while True:
-            flags = self._read(source, 1)
-            size = self._read(source, 8 if flags[0] & _LONG else 1)
-            yield _Frame(flags + size, self._read(source, int.from_bytes(size, "big")))
+            match self.via:
+                case Via.ZMQ:
+                    flags = self._read(source, 1)
+                    size = self._read(source, 8 if flags[0] & _LONG else 1)
+                    body = self._read(source, int.from_bytes(size, "big"))
+                    yield _Frame(flags + size, body, bool(flags[0] & _MORE))
+                case Via.DATA:
+                    header = self._read(source, frames.HEADER_BYTES)
+                    yield _Frame(header, b"", has_more=True)
+                    yield _Frame(b"", self._read(source, frames.unpack(header).size))
+                case Via.SEALED:
+                    yield _Frame(b"", self._read(source, 1) + self._read_some(source))
 
     def send(self, towards: Towards, raw: bytes, bytes_per_s: float) -> None:
         """Raises _Over."""
@@ -162,6 +192,12 @@ class _Link:
                 for side in self._sockets.values():
                     side.close()
 
+    def _read_some(self, source: socket.socket) -> bytes:
+        """What is there now, and no more than the rest of 4 KiB."""
+        with suppress(BlockingIOError, TimeoutError):
+            return source.recv(4095, socket.MSG_DONTWAIT)
+        return b""
+
     def _read(self, source: socket.socket, num_bytes: int) -> bytes:
         parts = bytearray()
         while len(parts) < num_bytes:
@@ -177,27 +213,30 @@ class _Link:
 class FaultProxy:
     """Forwards every connection made to `address` to `target`, and strikes once when armed.
 
-    A stalled or throttled direction stays so until its connection ends; the next connection is
-    sound. Leaving the context closes all connections and ends the threads.
+    It is on a host of its own of this machine, so that the port which a worker names for the data
+    connection leads here too. A stalled or throttled direction stays so until its connection ends;
+    the next connection is sound. Leaving the context closes all connections and ends the threads.
     """
 
-    def __init__(self, target: Location, *, seed: int, host: str = "127.0.0.1") -> None:
-        """On another `host` of this machine it takes the target's port."""
+    def __init__(self, target: Location, *, seed: int, sealed_port: int | None = None) -> None:
+        """`sealed_port` is that of the data connections where a hello cannot be read here."""
         print(f"fault proxy before {target}: seed {seed}")
         self._target = parse_remote(target, field="target")
         self._random = random.Random(seed)
         self._lock = threading.Lock()
         self._strike: Strike | Deed | None = None
-        self._seen: Counter[Towards] = Counter()
+        self._seen: Counter[tuple[Via, Towards]] = Counter()
         self._links: list[_Link] = []
         self._pumps: list[threading.Thread] = []
         self._is_closing = self._is_shut = False
-        port = self._target.port if host != self._target.host else 0
-        self._listener = socket.create_server((host, port))
-        self._listener.settimeout(_POLL_S)
-        self.address = Location(f"tcp://{host}:{self._listener.getsockname()[1]}")
-        self._thread = threading.Thread(target=self._accept, name=f"fault proxy {self.address}")
-        self._thread.start()
+        number = next(_hosts)
+        self._host = f"127.{number >> 16}.{number >> 8 & 255}.{number & 255}"
+        self.address = Location(f"tcp://{self._host}:{self._target.port}")
+        self._threads: dict[int, threading.Thread] = {}
+        """By the port that they listen at."""
+        self._listen(self._target.port, Via.ZMQ)
+        if sealed_port is not None:
+            self._listen(sealed_port, Via.SEALED)
 
     def arm(self, strike: Strike | Deed | None) -> None:
         """Begin to count, and strike when it is due. None only counts."""
@@ -209,9 +248,9 @@ class FaultProxy:
     def has_struck(self) -> bool:
         return self._strike is None
 
-    def num_frames(self, towards: Towards) -> int:
+    def num_frames(self, towards: Towards, via: Via = Via.ZMQ) -> int:
         """Frames in one direction since the last `arm`."""
-        return self._seen[towards]
+        return self._seen[via, towards]
 
     def cut(self) -> None:
         """Close every connection; what is stalled or slow ends with it."""
@@ -231,29 +270,42 @@ class FaultProxy:
 
     def __exit__(self, *_: object) -> None:
         self._is_closing = True
-        self._thread.join()
+        for thread in self._threads.values():
+            thread.join()
         self.cut()
         for pump in self._pumps:
             pump.join()
 
     # Everything below runs in the proxy's threads.
 
-    def _accept(self) -> None:
-        with self._listener:
+    def _listen(self, port: int, via: Via) -> None:
+        with self._lock:
+            if port not in self._threads:
+                listener = socket.create_server((self._host, port))
+                listener.settimeout(_POLL_S)
+                name = f"fault proxy {self.address} {via.name}"
+                arguments = (listener, port, via)
+                self._threads[port] = threading.Thread(
+                    target=self._accept, args=arguments, name=name
+                )
+                self._threads[port].start()
+
+    def _accept(self, listener: socket.socket, port: int, via: Via) -> None:
+        with listener:
             while not self._is_closing:
                 with suppress(OSError):  # Nobody came, or there is no target now.
-                    self._connect(self._listener.accept()[0])
+                    self._connect(listener.accept()[0], Address(self._target.host, port), via)
 
-    def _connect(self, peer: socket.socket) -> None:
+    def _connect(self, peer: socket.socket, to: Address, via: Via) -> None:
         if self._is_shut:
             peer.close()
             return
         try:
-            worker = socket.create_connection((self._target.host, self._target.port))
+            worker = socket.create_connection((to.host, to.port))
         except OSError:
             peer.close()
             raise
-        link = _Link(peer, worker)
+        link = _Link(peer, worker, via)
         self._links = [each for each in self._links if not each.over.is_set()] + [link]
         self._pumps = [each for each in self._pumps if each.is_alive()]
         for towards in Towards:
@@ -274,18 +326,19 @@ class FaultProxy:
         """Returns where the connection is to be closed; raises ConnectionResetError for a RST."""
         bytes_per_s = float("inf")
         held, follows = b"", Fault.REORDER
-        frames = link.frames(towards)
-        for frame in frames:
+        passing = link.frames(towards)
+        for frame in passing:
             raw, rest = frame.raw, frame
-            due = self._due(towards)
+            self._look_for_data_port(link, frame)
+            due = self._due(link.via, towards)
             if isinstance(due, Deed):
                 due.act()
                 link.pause(0)
             fault = due.fault if isinstance(due, Strike) else None
             while fault in _OF_MESSAGES and rest.has_more:
-                rest = next(frames)
+                rest = next(passing)
                 raw += rest.raw
-                self._due(towards)
+                self._due(link.via, towards)
             match fault:
                 case Fault.DELAY:
                     link.pause(DELAY_S)
@@ -312,13 +365,25 @@ class FaultProxy:
                 link.send(towards, held, bytes_per_s)
                 held = b""
 
-    def _due(self, towards: Towards) -> Strike | Deed | None:
+    def _look_for_data_port(self, link: _Link, frame: _Frame) -> None:
+        """Stand before it too, once a worker has named it."""
+        if link.via is Via.ZMQ and b"ticket" in frame.body:
+            with suppress(ProtocolError):
+                hello = wire.decode_to_peer(memoryview(frame.body))
+                if isinstance(hello, wire.Hello) and hello.ticket is not None:
+                    self._listen(hello.ticket.port, Via.DATA)
+
+    def _due(self, via: Via, towards: Towards) -> Strike | Deed | None:
         """Counts a frame."""
         with self._lock:
-            index = self._seen[towards]
-            self._seen[towards] += 1
+            index = self._seen[via, towards]
+            self._seen[via, towards] += 1
             strike = self._strike
-            if strike is None or (strike.towards, strike.index) != (towards, index):
+            if strike is None or (strike.via, strike.towards, strike.index) != (
+                via,
+                towards,
+                index,
+            ):
                 return None
             self._strike = None
             return strike

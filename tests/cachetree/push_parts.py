@@ -14,6 +14,8 @@ from transport_parts import (
     MODEL,
     PAGE_BYTES,
     check_content,
+    data_connection,
+    flushed,
     pages_of,
     wait_all,
 )
@@ -31,6 +33,7 @@ from cachetree import (
 )
 from cachetree.checksum import checksum
 from cachetree.transport import wire
+from cachetree.transport.frames import Frame
 
 PAGES = pages_of(64)
 PAGE_TOTAL = (FAMILY.num_layers + 1) * PAGE_BYTES
@@ -82,29 +85,38 @@ class RawPeer:
         self._socket.set(zmq.LINGER, 0)
         self._socket.connect(worker.address)
         self.send(wire.hello(FAMILY, "", 0))
-        assert isinstance(self.receive(), wire.Hello)
+        self._channel = data_connection(self.receive())
 
-    def send(self, message: wire.ToWorker, *payload: bytes) -> None:
-        self._socket.send_multipart([wire.encode(message), *payload])
+    def send(self, message: wire.ToWorker) -> None:
+        self._socket.send(wire.encode(message))
+
+    def send_frame(self, frame: Frame, payload: bytes) -> None:
+        self._channel.put(frame, memoryview(payload))
+        flushed(self._channel)
 
     def receive(self) -> wire.ToPeer:
         assert self._socket.poll(5000), "no answer"
         return wire.decode_to_peer(memoryview(self._socket.recv()))
 
-    def ask(self, message: wire.ToWorker, *payload: bytes) -> wire.ToPeer:
-        self.send(message, *payload)
+    def ask(self, message: wire.ToWorker) -> wire.ToPeer:
+        self.send(message)
+        return self.receive()
+
+    def ask_frame(self, frame: Frame, payload: bytes) -> wire.ToPeer:
+        self.send_frame(frame, payload)
         return self.receive()
 
     def frame(self, step: int, payload: bytes, id: int = 1, offset: int = 0) -> wire.ToPeer:
-        header = wire.Frame(
+        header = Frame(
             id=id, step=step, offset=offset, size=len(payload), checksum=checksum(payload)
         )
-        return self.ask(header, payload)
+        return self.ask_frame(header, payload)
 
     def __enter__(self) -> RawPeer:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._channel.close()
         self._context.destroy(linger=0)
 
 

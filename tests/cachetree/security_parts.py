@@ -5,18 +5,18 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import zmq
-from transport_parts import FAMILY, FAST
+from transport_parts import FAMILY, FAST, Nowhere
 
 from cachetree import Location, PeerConfig
-from cachetree.transport import Credentials, credentials_of, keys, wire
-from cachetree.transport.handshake import TicketHolder
-from cachetree.transport.sealing import Ticket, seals_of
+from cachetree.transport import Credentials, channel, credentials_of, keys, wire
+from cachetree.transport.sealing import Ticket
 
 
 @dataclass(frozen=True)
@@ -125,26 +125,23 @@ def ticket_of(address: Location, config: PeerConfig) -> Ticket:
 
 
 class TicketUser:
-    """A peer by hand on a worker's bulk_port: what it sends it seals itself, or does not."""
+    """A peer by hand on a worker's bulk_port."""
 
     def __init__(self, ticket: Ticket) -> None:
-        self._dealer = dealer_to(f"tcp://127.0.0.1:{ticket.port}", TicketHolder(ticket))
-        self.seals = seals_of(ticket, is_worker=False)
+        self.channel = channel.connect("127.0.0.1", ticket, 1 << 20)
 
-    def send(self, *parts: bytes) -> None:
-        with contextlib.suppress(zmq.Again):  # Refused already.
-            self._socket.send_multipart(parts, zmq.NOBLOCK)
-
-    def receive(self, timeout_ms: int = 2000) -> wire.ToPeer | None:
-        """None where nothing comes."""
-        if not self._socket.poll(timeout_ms):
-            return None
-        header, *_ = self._socket.recv_multipart()
-        return wire.decode_to_peer(self.seals.open(memoryview(header)))
+    def is_let_in(self, seconds: float = 2.0) -> bool:
+        """Whether the worker says something that can be read, before it hangs up."""
+        give_up_at_s = time.monotonic() + seconds
+        while self.channel.error is None and time.monotonic() < give_up_at_s:
+            self.channel.flush()
+            for arrival in self.channel.receive(Nowhere()):
+                return isinstance(wire.decode_to_peer(arrival.message), wire.Pong)
+            time.sleep(0.002)
+        return False
 
     def __enter__(self) -> TicketUser:
-        self._socket = self._dealer.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._dealer.__exit__(None, None, None)
+        self.channel.close()

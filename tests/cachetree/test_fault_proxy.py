@@ -1,7 +1,7 @@
-"""Every fault at every frame of a connection: the right bytes or none, in time, and nothing stays.
+"""Every fault at every frame of a session: the right bytes or none, in time, and nothing stays.
 
-The frames are those of both directions of one connection, from its greeting to the last credit of
-a fetch. Every frame meets every fault by default; a flip takes one random bit of each frame, and
+The frames are those of both directions of its two connections, from the greeting to the last credit
+of a fetch. Every frame meets every fault by default; a flip takes one random bit of each frame, and
 the slow tests take many more.
 """
 
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from fault_proxy import Deed, Fault, FaultProxy, Strike, Towards
+from fault_proxy import Deed, Fault, FaultProxy, Strike, Towards, Via
 from transport_parts import (
     E_LAYER,
     FAMILY,
@@ -48,10 +48,12 @@ from cachetree import (
 )
 from cachetree.arena import Arena
 from cachetree.cache import Cache
+from cachetree.checksum import checksum
 from cachetree.config import CacheConfig
 from cachetree.memory import PAGEABLE, ArenaFile, Memory
 from cachetree.plan import Plan
 from cachetree.transport import wire
+from cachetree.transport.frames import Frame, pack, unpack
 from cachetree.transport.landing import Landing
 
 PAGES = pages_of(4)
@@ -135,14 +137,14 @@ def strike_at(worker: Location, strike: Strike, seed: int) -> Outcome:
 
 
 @pytest.fixture(scope="module")
-def frames() -> list[tuple[Towards, int]]:
-    """The frames of one connection with one undisturbed fetch."""
+def frames() -> list[tuple[Towards, int, Via]]:
+    """The frames of one session with one undisturbed fetch."""
     found = frames_of(new_tree(PAGES))
     assert len(found) >= 3 + 1 + 4 + 2 * FETCH_BYTES // FRAME_BYTES
     return found
 
 
-def frames_of(source: CacheTree) -> list[tuple[Towards, int]]:
+def frames_of(source: CacheTree) -> list[tuple[Towards, int, Via]]:
     with (
         worker_of(source) as worker,
         FaultProxy(worker.address, seed=0) as proxy,
@@ -150,8 +152,12 @@ def frames_of(source: CacheTree) -> list[tuple[Towards, int]]:
     ):
         assert cache.wait_ready(5)
         assert fetch(cache, proxy.address) is None
-        counts = {towards: proxy.num_frames(towards) for towards in Towards}
-    return [(towards, index) for towards in Towards for index in range(counts[towards])]
+        return [
+            (towards, index, via)
+            for via in (Via.ZMQ, Via.DATA)
+            for towards in Towards
+            for index in range(proxy.num_frames(towards, via))
+        ]
 
 
 def held() -> tuple[int, int]:
@@ -192,7 +198,7 @@ def strike_all(strikes: Sequence[Strike], first_seed: int, memory: Memory = PAGE
 
 @pytest.mark.parametrize("fault", Fault)
 def test_every_fault_at_every_frame(
-    fault: Fault, frames: list[tuple[Towards, int]], nothing_stays: None
+    fault: Fault, frames: list[tuple[Towards, int, Via]], nothing_stays: None
 ) -> None:
     strike_all([Strike(fault, *frame) for frame in frames], first_seed=0)
 
@@ -212,7 +218,7 @@ def test_every_fault_at_every_frame_while_pages_are_read_in_place(
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", [Fault.FLIP_FRAMING, Fault.FLIP_BODY, Fault.TRUNCATE])
 def test_many_bits_of_every_frame(
-    fault: Fault, frames: list[tuple[Towards, int]], nothing_stays: None
+    fault: Fault, frames: list[tuple[Towards, int, Via]], nothing_stays: None
 ) -> None:
     for number in range(NUM_ROUNDS):
         strikes = [Strike(fault, *frame) for frame in frames]
@@ -248,7 +254,7 @@ def test_a_deed_is_done_before_its_frame_goes_on() -> None:
             landed.append(cache.status().peers[0].num_landed_bytes)
             proxy.cut()
 
-        proxy.arm(Deed(cut, Towards.PEER, 4))
+        proxy.arm(Deed(cut, Towards.PEER, 4, Via.DATA))
         assert fetch(cache, proxy.address) is None
         assert proxy.has_struck
         (num_bytes,) = landed
@@ -289,12 +295,12 @@ TO_WORKER = (
     wire.Ping(last_id=3),
     wire.Bye(reason="closing"),
 )
+FRAME = Frame(id=3, step=1, offset=8192, size=4096, checksum=1 << 63)
 TO_PEER = (
     wire.hello(FAMILY, MODEL, 1 << 60),
     wire.Reset(epoch=1 << 60),
     wire.Entries(seq=9, entries=(ENTRY,)),
     wire.Synced(seq=9),
-    wire.Frame(id=3, step=1, offset=8192, size=4096, checksum=1 << 63),
     wire.hello(FAMILY, MODEL, 1, ArenaFile(pid=1 << 15, fd=9, num_bytes=1 << 40, nonce=bytes(16))),
     wire.Located(
         id=3, step=1, offset=8192, size=4096, checksum=1 << 63, places=((4096, 6144), (0, 2048))
@@ -316,6 +322,11 @@ def test_every_flipped_bit_of_a_header_is_detected() -> None:
                 with contextlib.suppress(ProtocolError):
                     decode(flipped)
                     undetected[type(message).__name__] += 1
+    for flipped in with_each_bit_flipped(pack(FRAME)):
+        num_flips += 1
+        with contextlib.suppress(ProtocolError):
+            unpack(flipped)
+            undetected["Frame"] += 1
     assert num_flips > 50_000
     assert not undetected
 
@@ -327,14 +338,14 @@ def test_every_flipped_bit_of_a_payload_is_detected() -> None:
         payload = content(page, step)
         staging = Staging({step: len(payload)}, Deadline.after(60))
         landing = Landing(MODEL, [page], staging)
-        frame = wire.Frame(
-            id=1, step=0, offset=0, size=len(payload), checksum=wire.checksum(payload)
-        )
+        frame = Frame(id=1, step=0, offset=0, size=len(payload), checksum=checksum(payload))
+        room = landing.room(frame)
         for flipped in with_each_bit_flipped(payload):
             num_flips += 1
             with pytest.raises(ProtocolError, match="checksum"):
-                landing.place(frame, flipped)
+                landing.land(frame, is_sound=checksum(flipped) == frame.checksum)
         assert staging.num_landed_bytes == 0
-        landing.place(frame, memoryview(payload))
+        room[:] = payload
+        landing.land(frame, is_sound=checksum(room) == frame.checksum)
         check_content(staging, [page])
     assert num_flips > 50_000

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from disk_parts import files_bytes
-from fault_proxy import Fault, FaultProxy, Strike, Towards
+from fault_proxy import Fault, FaultProxy, Strike, Towards, Via
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from push_parts import PAGE_TOTAL, at_worker, cache_of, fetched, num_pushed
@@ -112,7 +112,7 @@ def test_what_a_fetch_asks_for_again_is_counted() -> None:
         with cache_of(peers=(proxy.address,), peer=framed, serves=False) as cache:
             assert cache.wait_ready(5)
             assert scraped(cache)["cachetree:retries_total", proxy.address] == 0
-            proxy.arm(Strike(Fault.RESET, Towards.PEER, 5))
+            proxy.arm(Strike(Fault.RESET, Towards.PEER, 5, Via.DATA))
             fetched(cache, proxy.address, PAGES)
             assert scraped(cache)["cachetree:retries_total", proxy.address] == 1
 

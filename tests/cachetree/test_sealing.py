@@ -10,31 +10,59 @@ from transport_parts import FAMILY
 
 from cachetree import ProtocolError
 from cachetree.transport import sealing, wire
-from cachetree.transport.sealing import HeaderSeals, Ticket, new_ticket, seals_of
+from cachetree.transport.sealing import PIECE_BYTES, HeaderSeals, Ticket, new_ticket, seals_of
 
 HEADER, PAYLOAD = b"header" * 9, memoryview(bytes(range(256)) * 40)
 
 
 def pair_of(bulk: str = "aes-gcm") -> tuple[HeaderSeals, HeaderSeals]:
-    ticket = new_ticket(bulk, 1)  # type: ignore[arg-type]
-    return seals_of(ticket, is_worker=True), seals_of(ticket, is_worker=False)
+    ticket = new_ticket(bulk, 1, 2)  # type: ignore[arg-type]
+    return seals_of(ticket, is_worker=True), seals_of(ticket, is_worker=False)  # type: ignore[return-value]
 
 
-def opened(seals: HeaderSeals, *parts: bytes | memoryview) -> list[bytes]:
-    header, *payload = map(memoryview, parts)
-    return [bytes(seals.open(header)), *(bytes(seals.open_payload(it)) for it in payload)]
+def sealed(seals: HeaderSeals, payload: memoryview = PAYLOAD) -> tuple[bytes, ...]:
+    return (seals.seal(HEADER), *map(bytes, seals.seal_payload(payload)))
 
 
-@pytest.mark.parametrize("bulk", ["aes-gcm", "clear"])
-def test_messages_of_both_directions_are_opened_in_order(bulk: str) -> None:
-    worker, peer = pair_of(bulk)
+def opened(seals: HeaderSeals, *parts: bytes) -> list[bytes]:
+    header, *pieces = map(memoryview, parts)
+    found = [bytes(seals.open(header))]
+    for piece in pieces:
+        into = memoryview(bytearray(max(0, piece.nbytes - seals.piece_tag_bytes)))
+        seals.open_piece(piece, into)
+        found.append(bytes(into))
+    return found
+
+
+def test_messages_of_both_directions_are_opened_in_order() -> None:
+    worker, peer = pair_of()
     for _ in range(3):
         for here, there in ((worker, peer), (peer, worker)):
-            message = (here.seal(HEADER), here.seal_payload(PAYLOAD))
+            message = sealed(here)
             assert HEADER not in message[0]
-            assert (bytes(PAYLOAD[:64]) in bytes(message[1])) is (bulk == "clear")
+            assert bytes(PAYLOAD[:64]) not in message[1]
             assert opened(there, *message) == [HEADER, bytes(PAYLOAD)]
         assert opened(peer, worker.seal(b"")) == [b""]
+
+
+def test_in_clear_only_headers_are_sealed() -> None:
+    worker, peer = pair_of("clear")
+    header, payload = sealed(worker)
+    assert HEADER not in header
+    assert payload == PAYLOAD
+    assert opened(peer, header) == [HEADER]
+
+
+def test_a_long_payload_goes_in_pieces() -> None:
+    worker, peer = pair_of()
+    payload = memoryview(bytes(range(256)) * (3 * PIECE_BYTES // 256 - 1))
+    message = sealed(worker, payload)
+    assert len(message) == 1 + 3
+    assert b"".join(opened(peer, *message)[1:]) == payload
+    worker, peer = pair_of()
+    header, first, second, third = sealed(worker, payload)
+    with pytest.raises(ProtocolError):
+        opened(peer, header, second, first, third)
 
 
 def test_any_bit_that_changes_is_noticed() -> None:
@@ -42,7 +70,7 @@ def test_any_bit_that_changes_is_noticed() -> None:
     for part in range(2):
         for _ in range(500):
             worker, peer = pair_of()
-            message = [bytearray(worker.seal(HEADER)), bytearray(worker.seal_payload(PAYLOAD))]
+            message = [bytearray(part) for part in sealed(worker)]
             message[part][chance.randrange(len(message[part]))] ^= 1 << chance.randrange(8)
             with pytest.raises(ProtocolError):
                 opened(peer, *map(bytes, message))
@@ -50,7 +78,7 @@ def test_any_bit_that_changes_is_noticed() -> None:
 
 def test_each_message_is_opened_once_at_its_place_and_by_its_receiver() -> None:
     worker, peer = pair_of()
-    first, second = ((worker.seal(HEADER), worker.seal_payload(PAYLOAD)) for _ in range(2))
+    first, second = (sealed(worker) for _ in range(2))
     stranger, _ = pair_of()
     for name, seals, message in (
         ("another key", stranger, first),
@@ -79,24 +107,36 @@ def pair_like(seals: HeaderSeals) -> HeaderSeals:
 
 def test_no_nonce_comes_twice() -> None:
     nonces = {
-        sealing._nonce(number, by_worker=by_worker, is_payload=is_payload)
+        sealing._nonce(number, by_worker=by_worker)
         for number in (0, 1, 255, 256, 1 << 40)
         for by_worker in (False, True)
-        for is_payload in (False, True)
     }
-    assert len(nonces) == 5 * 2 * 2
+    assert len(nonces) == 5 * 2
     assert {len(it) for it in nonces} == {12}
 
 
+def test_every_seal_takes_a_number_of_its_own() -> None:
+    """The same text is never sealed to the same bytes, as header or as piece, by either side."""
+    worker, peer = pair_of()
+    text = memoryview(HEADER)
+    made = [
+        part
+        for _ in range(50)
+        for side in (worker, peer)
+        for part in (side.seal(HEADER), *side.seal_payload(text))
+    ]
+    assert len({bytes(it) for it in made}) == 200
+
+
 def test_a_ticket_does_not_show_its_key() -> None:
-    ticket = new_ticket("aes-gcm", 7)
+    ticket = new_ticket("aes-gcm", 7, 2)
     message = wire.hello(FAMILY, "m", 1, ticket=ticket)
     for shown in (repr(message), str(ticket), f"{ticket}"):
         assert repr(ticket.key)[2:-1] not in shown
         assert "port=7" in shown
     header = wire.encode(message)
     assert wire.decode_to_peer(memoryview(header)) == message
-    others = {new_ticket("aes-gcm", 7) for _ in range(9)} | {ticket}
+    others = {new_ticket("aes-gcm", 7, 2) for _ in range(9)} | {ticket}
     assert len({it.key for it in others}) == len({it.token for it in others}) == 10
 
 
@@ -105,7 +145,7 @@ def test_a_ticket_does_not_show_its_key() -> None:
     [{"key": bytes(31)}, {"key": bytes(33)}, {"token": b""}, {"port": 0}, {"bulk": "curve"}],
 )
 def test_a_ticket_that_cannot_be_is_refused(changed: dict[str, object]) -> None:
-    fields = msgspec.structs.asdict(new_ticket("clear", 7)) | changed
+    fields = msgspec.structs.asdict(new_ticket("clear", 7, 2)) | changed
     body = msgspec.structs.asdict(wire.hello(FAMILY, "m", 1)) | {"ticket": fields}
     header = wire.seal(msgspec.msgpack.encode({"type": "hello", **body}))
     with pytest.raises(ProtocolError):

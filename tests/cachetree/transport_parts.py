@@ -34,7 +34,11 @@ from cachetree import (
 )
 from cachetree.arena import Arena
 from cachetree.memory import PAGEABLE, ArenaFile, Memory
-from cachetree.transport import wire
+from cachetree.transport import channel, wire
+from cachetree.transport.address import Address
+from cachetree.transport.channel import Channel
+from cachetree.transport.data_port import DataPort
+from cachetree.transport.frames import Frame
 
 FAMILY = Family(
     architecture="LlamaForCausalLM",
@@ -163,6 +167,34 @@ def peer_of(
         peer.close()
 
 
+def data_connection(hello: wire.ToPeer) -> Channel:
+    """What a peer opens with the ticket in a worker's hello. The caller closes it."""
+    assert isinstance(hello, wire.Hello)
+    assert hello.ticket is not None
+    opened = channel.connect("127.0.0.1", hello.ticket, 1 << 20)
+    flushed(opened)
+    return opened
+
+
+def flushed(channel: Channel) -> None:
+    """Have all of it sent, to somebody who reads."""
+    eventually(lambda: channel.flush() or not channel.has_unsent)
+
+
+class Nowhere:
+    """A sink of everything; `frames` are those that came."""
+
+    def __init__(self) -> None:
+        self.frames: list[Frame] = []
+
+    def room(self, frame: Frame) -> memoryview | None:
+        self.frames.append(frame)
+        return None
+
+    def wants(self, frame: Frame) -> bool:
+        return False
+
+
 class ScriptedWorker:
     """A ROUTER that greets, sends an empty snapshot, and hands each fetch to `script`.
 
@@ -183,25 +215,55 @@ class ScriptedWorker:
         self.socket.set(zmq.LINGER, 0)
         self.socket.bind("tcp://127.0.0.1:0")
         self.address = Location(self.socket.get_string(zmq.LAST_ENDPOINT))
+        self._poller = zmq.Poller()
+        self._poller.register(self.socket, zmq.POLLIN)
+        self._data_port = DataPort(
+            Address("127.0.0.1", 0),
+            "open",
+            self._poller,
+            WorkerConfig(),
+            time.monotonic,
+        )
+        self.channels: dict[bytes, Channel] = {}
         self.received: list[wire.ToWorker] = []
         self.answers_pings = True
         self._is_closing = False
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
-    def send(self, identity: bytes, message: wire.ToPeer | bytes, *payload: bytes) -> None:
+    def send(self, identity: bytes, message: wire.ToPeer | Frame | bytes, *payload: bytes) -> None:
+        """Frames go over the data connection, pongs over both."""
+        if isinstance(message, Frame):
+            self.channels[identity].put(message, memoryview(b"".join(payload)))
+            flushed(self.channels[identity])
+            return
         header = message if isinstance(message, bytes) else wire.encode(message)
         self.socket.send_multipart([identity, header, *payload])
+        if isinstance(message, wire.Pong) and identity in self.channels:
+            self.channels[identity].put_message(header)
+            flushed(self.channels[identity])
+
+    def send_raw(self, identity: bytes, raw: bytes) -> None:
+        """Over the data connection, whatever it is."""
+        self.channels[identity]._queue(raw)
+        flushed(self.channels[identity])
 
     def _run(self) -> None:
         while not self._is_closing:
-            if not self.socket.poll(20):
+            ready = dict(self._poller.poll(20))
+            for arrival in self._data_port.arrivals():
+                assert isinstance(arrival, tuple)
+                self.channels[arrival[0]] = arrival[1]
+                arrival[1].put_message(wire.encode(wire.Pong(epoch=7)))
+                flushed(arrival[1])
+            if self.socket not in ready:
                 continue
             identity, header = self.socket.recv_multipart()
             message = wire.decode_to_worker(memoryview(header))
             self.received.append(message)
             if isinstance(message, wire.Hello):
-                self.send(identity, wire.hello(self._family, "", 7, self._arena))
+                ticket = self._data_port.invite(identity)
+                self.send(identity, wire.hello(self._family, "", 7, self._arena, ticket))
             elif isinstance(message, wire.Subscribe):
                 self.send(identity, wire.Reset(epoch=7))
                 self.send(identity, wire.Synced(seq=0))
@@ -216,6 +278,9 @@ class ScriptedWorker:
     def __exit__(self, *_: object) -> None:
         self._is_closing = True
         self._thread.join()
+        for opened in self.channels.values():
+            opened.close()
+        self._data_port.close()
         self._context.destroy()
 
 

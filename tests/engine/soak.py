@@ -36,7 +36,7 @@ import requests
 sys.path += [str(Path(__file__).parents[1] / name) for name in ("cachetree", "engine")]
 
 from engine_parts import CPU, ENV, PAGE, Answer, Watcher, answer, prompt
-from fault_proxy import Fault, FaultProxy, Strike, Towards
+from fault_proxy import Fault, FaultProxy, Strike, Towards, Via
 from processes import num_descriptors, num_threads, resident_bytes
 from shelf import Shelf
 
@@ -132,7 +132,8 @@ class Chaos(threading.Thread):
     def _strike(self) -> str:
         fault = self._random.choice(list(Fault))
         towards = self._random.choice(list(Towards))
-        self._proxy.arm(Strike(fault, towards, self._random.randrange(60)))
+        via = self._random.choice((Via.ZMQ, Via.DATA))
+        self._proxy.arm(Strike(fault, towards, self._random.randrange(60), via))
         return fault.name.lower()
 
 

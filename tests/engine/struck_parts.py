@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 import requests
 from engine_parts import CPU, ENV, PAGE, Answer, Watcher, answer, eventually, prompt, whole_pages
-from fault_proxy import Deed, FaultProxy, Strike, Towards
+from fault_proxy import Deed, FaultProxy, Strike, Towards, Via
 from processes import num_descriptors, num_threads, resident_bytes
 from prometheus_client.parser import text_string_to_metric_families
 from shelf import Shelf
@@ -128,17 +128,18 @@ class Rig:
     def recover(self) -> None:
         eventually(self.is_well, RECOVERY_S)
 
-    def frames(self, proxy: FaultProxy) -> list[tuple[Towards, int]]:
+    def frames(self, proxy: FaultProxy) -> list[tuple[Towards, int, Via]]:
         """Those that each of some fetches had; how many credits there are differs."""
         counts = []
         for _ in range(3):
             proxy.arm(None)
             assert self.is_well()
-            counts.append({towards: proxy.num_frames(towards) for towards in Towards})
+            ways = itertools.product(Towards, (Via.ZMQ, Via.DATA))
+            counts.append({way: proxy.num_frames(*way) for way in ways})
         return [
-            (towards, index)
-            for towards in Towards
-            for index in range(min(count[towards] for count in counts))
+            (towards, index, via)
+            for towards, via in counts[0]
+            for index in range(min(count[towards, via] for count in counts))
         ]
 
     def strike(self, harm: Strike | Deed, proxy: FaultProxy) -> Blow | None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 from engine_parts import eventually
-from fault_proxy import Deed, Fault, FaultProxy, Strike, Towards
+from fault_proxy import Deed, Fault, FaultProxy, Strike, Towards, Via
 from struck_parts import NUM_FRAMES, RECOVERY_S, Blow, Rig, rig_in
 
 from cachetree import Deadline
@@ -30,7 +30,7 @@ LOSSES = (Fault.DROP_MESSAGE, Fault.FLIP_BODY, Fault.TRUNCATE, Fault.RESET)
 GROWTH_BYTES = 24 << 20
 """Half of what one kind of harm would leave if each fetch kept its memory."""
 
-Frames = list[tuple[Towards, int]]
+Frames = list[tuple[Towards, int, Via]]
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,9 @@ def authors_proxy(rig: Rig) -> Iterator[FaultProxy]:
 
 def between(frames: Frames) -> list[int]:
     """Where a worker may end: before a message that it sends, not within one."""
-    return [index for towards, index in frames if towards is Towards.PEER][::2]
+    return [index for towards, index, via in frames if (towards, via) == (Towards.PEER, Via.DATA)][
+        ::2
+    ]
 
 
 def bring_back(rig: Rig) -> None:
@@ -133,7 +135,7 @@ def test_the_worker_is_killed_between_any_two_frames(rig: Rig, frames: Frames) -
         rig.shelf.kill()
         rig.proxy.cut()
 
-    harms = [Deed(kill, Towards.PEER, index) for index in between(frames)]
+    harms = [Deed(kill, Towards.PEER, index, Via.DATA) for index in between(frames)]
     blows = strike_all(rig, harms, rig.proxy, lambda: bring_back(rig))
     assert all(blow.outcome.startswith("fallback") for blow in blows), "nobody could go on"
 
@@ -146,7 +148,7 @@ def test_the_worker_is_restarted_between_any_two_frames(rig: Rig, frames: Frames
         rig.proxy.cut()
         rig.shelf.restart()
 
-    harms = [Deed(kill_and_restart, Towards.PEER, index) for index in between(frames)]
+    harms = [Deed(kill_and_restart, Towards.PEER, index, Via.DATA) for index in between(frames)]
     strike_all(rig, harms, rig.proxy, lambda: bring_back(rig))
 
 
@@ -154,7 +156,7 @@ def stops(pid: Callable[[], int], frames: Frames) -> list[Deed]:
     def stop() -> None:
         os.killpg(pid(), signal.SIGSTOP)
 
-    return [Deed(stop, Towards.PEER, index) for index in between(frames)]
+    return [Deed(stop, Towards.PEER, index, Via.DATA) for index in between(frames)]
 
 
 def test_the_worker_is_stopped_between_any_two_frames(rig: Rig, frames: Frames) -> None:
@@ -185,7 +187,7 @@ def test_an_engine_that_sends_is_killed(rig: Rig, authors_proxy: FaultProxy) -> 
         rig.author.kill()
         authors_proxy.cut()
 
-    blow = rig.strike(Deed(kill, Towards.PEER, NUM_FRAMES), authors_proxy)
+    blow = rig.strike(Deed(kill, Towards.PEER, NUM_FRAMES, Via.DATA), authors_proxy)
     assert blow is not None
     assert blow.outcome.startswith("fallback")
     print(blow)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import pytest
 from engine_parts import CPU, ENV, Answer, Watcher, answer, eventually, prompt, whole_pages
-from fault_proxy import Fault, FaultProxy, Strike, Towards
+from fault_proxy import Fault, FaultProxy, Strike, Towards, Via
 from processes import num_descriptors, num_threads
 
 from cachetree import Location
@@ -118,8 +118,11 @@ def is_reused(reply: Answer) -> bool:
     return reply.provenance["outcome"] == "reused"
 
 
+VIA = {Towards.PEER: Via.DATA, Towards.WORKER: Via.ZMQ}
+
+
 def strikes(counts: dict[Towards, int]) -> list[Strike]:
-    """Every fault once towards the peer, and some towards the worker, at frames of one fetch.
+    """Every fault once at payloads, and some at what the peer says, at frames of one fetch.
 
     Not at the last ones: how many credits there are differs from fetch to fetch.
     """
@@ -128,7 +131,7 @@ def strikes(counts: dict[Towards, int]) -> list[Strike]:
     harmful = (Fault.DROP, Fault.FLIP_BODY, Fault.STALL, Fault.RESET)
     chosen += [(fault, Towards.WORKER) for fault in chance.sample(harmful, 3)]
     return [
-        Strike(fault, towards, chance.randrange(max(1, counts[towards] // 2)))
+        Strike(fault, towards, chance.randrange(max(1, counts[towards] // 2)), VIA[towards])
         for fault, towards in chosen
     ]
 
@@ -141,7 +144,7 @@ def test_every_answer_is_full_prefills(pair: Pair) -> None:
         eventually(lambda: is_reused(pair.ask()))
     pair.proxy.arm(None)
     assert pair.ask().provenance["fetched_bytes"] == FETCH_BYTES
-    counts = {towards: pair.proxy.num_frames(towards) for towards in Towards}
+    counts = {towards: pair.proxy.num_frames(towards, VIA[towards]) for towards in Towards}
     assert counts[Towards.PEER] > 20
     before = pair.held()
     outcomes = {}

@@ -35,6 +35,7 @@ from cachetree.family import Family
 from cachetree.identity import read_model_identity
 from cachetree.ids import Span
 from cachetree.transport import wire
+from cachetree.transport.frames import Frame
 from profiles.random_models import shape, write_models
 from sglang_droidspeak.servers import Server, ServerSpec, free_port, running
 
@@ -77,7 +78,7 @@ class StallingWorker(ScriptedWorker):
             payload = bytes(self._sizes[kind])
             for offset in range(0, len(payload), fetch.frame_bytes):
                 part = payload[offset : offset + fetch.frame_bytes]
-                frame = wire.Frame(
+                frame = Frame(
                     id=fetch.id,
                     step=index,
                     offset=offset,

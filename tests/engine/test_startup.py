@@ -86,7 +86,7 @@ def refusal(model: Path, extra: dict[str, Any], *flags: str) -> str:
         ({"key_file": "missing.key"}, ["missing.key", "set peer_keys"]),
         ({"listen": HERE, "bulk": "clear"}, ["bulk is clear", "set key_file"]),
         ({"listen": HERE, "bulk": "none"}, ["bulk", "none"]),
-        ({"listen": HERE, "bulk_port": 7}, ["bulk_port is 7", "set both"]),
+        ({"bulk_port": 7}, ["bulk_port is 7", "set listen"]),
         ({"peer_keys": {HERE: KEY}}, ["peer_keys", HERE, "not in peers"]),
         ({"peers": [HERE], "peer_keys": {HERE: KEY}}, ["set key_file"]),
         (

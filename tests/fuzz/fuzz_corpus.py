@@ -7,6 +7,7 @@ python tests/fuzz/fuzz_corpus.py add T FILE... keep what a driver found for targ
 from __future__ import annotations
 
 import re
+import struct
 import sys
 import tempfile
 from pathlib import Path
@@ -20,6 +21,8 @@ from cachetree.disk.record import Chunks, Header, pack_checksums, trailer
 from cachetree.disk.segment import _MAGIC
 from cachetree.slab import Layout
 from cachetree.transport import verbs, wire, write_key_pair
+from cachetree.transport.frames import MESSAGE, Frame, pack
+from cachetree.transport.sealing import KEY_BYTES, new_ticket, seals_of
 
 CORPUS = Path(__file__).with_name("corpus.msgpack")
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,13 +77,11 @@ def _messages() -> tuple[list[bytes], list[bytes]]:
         wire.Entry(added=True, model=MODEL, parent=b"", pages=blob, e_layers=(E_LAYER,)),
         wire.Entry(added=False, model=MODEL, parent=PAGES[0], pages=blob[16:32], e_layers=()),
     )
-    payload = bytes(2048)
     to_peer = [
         wire.hello(FAMILY, MODEL, 1 << 60),
         wire.Reset(epoch=7),
         wire.Entries(seq=1, entries=entries),
         wire.Synced(seq=1),
-        wire.Frame(id=1, step=0, offset=0, size=2048, checksum=checksum(payload)),
         wire.FetchFailed(id=3, error="stale", reason="gone"),
         wire.Pong(epoch=7, seq=1, last_id=3, streams=(1, 3)),
         wire.Bye(reason="closing"),
@@ -115,6 +116,23 @@ def _segment() -> bytes:
     return _MAGIC + MARKER + head + bytes(size) + trailer(head)
 
 
+def _frames() -> list[bytes]:
+    """A message and a frame, in clear and sealed; then frames whose seal the target makes."""
+    message, payload = wire.encode(wire.Pong(epoch=7)), bytes(2048)
+    found = []
+    for number, bulk in enumerate(("open", "clear", "aes-gcm")):
+        ticket = msgspec.structs.replace(new_ticket(bulk, 1, 2), key=bytes(KEY_BYTES))  # type: ignore[arg-type]
+        seals = seals_of(ticket, is_worker=True)
+        parts = [bytes([number, 0])]
+        for id, body in ((MESSAGE, message), (1, payload), (1, payload)):
+            offset = 2048 * (len(parts) > 3)
+            frame = Frame(id=id, step=0, offset=offset, size=len(body), checksum=checksum(body))
+            parts += [seals.seal(pack(frame)), *map(bytes, seals.seal_payload(memoryview(body)))]
+        found.append(b"".join(parts))
+    fields = struct.pack("<QQQII", 1, 0, 0, 0, 4)
+    return [*found, *(bytes([number, 1]) + fields + b"body" for number in range(3))]
+
+
 def _sound() -> dict[str, list[bytes]]:
     to_worker, to_peer = _messages()
     with tempfile.TemporaryDirectory() as folder:
@@ -136,6 +154,7 @@ def _sound() -> dict[str, list[bytes]]:
     return {
         "to_worker": [*to_worker, b"\x91" * 5000],
         "to_peer": [*to_peer, b"\x91" * 5000],
+        "data_connection": _frames(),
         "family": [msgspec.msgpack.encode(FAMILY), b"\x81\xa1x" + b"\x91" * 5000],
         "adverts": [b"\4\0\7\0\1\1\0\0", bytes(range(64)), b"\0"],
         "pages": [wire.join_pages(PAGES), b"short"],

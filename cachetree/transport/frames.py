@@ -1,0 +1,62 @@
+"""The frames of a data connection: headers of one size, each followed by its payload.
+
+    bytes [0, 8)      id of the fetch or store; 0 where the payload is a message of `wire`
+    bytes [8, 16)     offset in the step
+    bytes [16, 24)    XXH3-64 of the payload
+    bytes [24, 28)    number of the step
+    bytes [28, 32)    size of the payload
+    bytes [32, 40)    XXH3-64 of the bytes before: a flipped bit could name another layer
+
+All numbers are little-endian. `sealing` may wrap each header, and each piece of a payload.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Final
+
+import msgspec
+
+from cachetree.checksum import checksum
+from cachetree.errors import ProtocolError
+
+MAX_FRAME_BYTES: Final = 64 << 20
+"""Largest payload that may be configured."""
+
+MIN_FRAME_BYTES: Final = 4096
+"""Smallest payload frame that either side may ask the other to keep to."""
+
+MESSAGE: Final = 0
+"""In place of a request's id, where the payload is a message."""
+
+_FIELDS: Final = struct.Struct("<QQQII")
+_CHECKSUM: Final = struct.Struct("<Q")
+
+HEADER_BYTES: Final = _FIELDS.size + _CHECKSUM.size
+
+
+class Frame(msgspec.Struct, frozen=True, kw_only=True):
+    """Describes the payload behind it: `size` bytes of step number `step`."""
+
+    id: int
+    step: int
+    offset: int
+    size: int
+    checksum: int
+    """XXH3-64 of the payload."""
+
+
+def pack(frame: Frame) -> bytes:
+    """The header of a frame."""
+    fields = _FIELDS.pack(frame.id, frame.offset, frame.checksum, frame.step, frame.size)
+    return fields + _CHECKSUM.pack(checksum(fields))
+
+
+def unpack(header: memoryview | bytes) -> Frame:
+    """Raises ProtocolError."""
+    if len(header) != HEADER_BYTES:
+        raise ProtocolError(f"a header of a frame has {len(header)} bytes, not {HEADER_BYTES}")
+    if checksum(header[: _FIELDS.size]) != _CHECKSUM.unpack_from(header, _FIELDS.size)[0]:
+        raise ProtocolError("the checksum of a header is wrong; it was damaged on its way")
+    id, offset, digest, step, size = _FIELDS.unpack_from(header)
+    return Frame(id=id, step=step, offset=offset, size=size, checksum=digest)

@@ -1,0 +1,274 @@
+"""The data connection by itself: what goes in comes out, whoever is slow, early, false or gone."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import msgspec
+import pytest
+import zmq
+from transport_parts import Nowhere, eventually, flushed
+
+from cachetree import ProtocolError, WorkerConfig
+from cachetree.checksum import checksum
+from cachetree.transport import channel
+from cachetree.transport.address import Address
+from cachetree.transport.channel import MAX_MESSAGE_BYTES, Arrival, Channel
+from cachetree.transport.data_port import _MAX_STRANGERS, DataPort
+from cachetree.transport.frames import MESSAGE, Frame
+from cachetree.transport.handshake import Refusal
+from cachetree.transport.sealing import PIECE_BYTES, TicketBulk, new_ticket, seals_of
+
+MAX_FRAME_BYTES = 4 << 20
+SIZES = (1, 4096, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES, MAX_FRAME_BYTES)
+
+
+class Memory:
+    """A sink that keeps what it is sent."""
+
+    def __init__(self) -> None:
+        self.rooms: list[memoryview] = []
+        self.is_open = True
+
+    def room(self, frame: Frame) -> memoryview | None:
+        self.rooms.append(memoryview(bytearray(frame.size)))
+        return self.rooms[-1]
+
+    def wants(self, frame: Frame) -> bool:
+        return self.is_open
+
+
+Pair = tuple[Channel, Channel]
+
+
+@pytest.fixture
+def connected() -> Iterator[Callable[[TicketBulk], Pair]]:
+    """A worker's end and a peer's."""
+    ends: list[Channel] = []
+
+    def connect(bulk: TicketBulk = "open") -> Pair:
+        ticket = new_ticket(bulk, 1, 2)
+        for is_worker, end in zip((True, False), socket.socketpair(), strict=True):
+            end.setblocking(False)
+            seals = seals_of(ticket, is_worker=is_worker)
+            ends.append(Channel(end, seals, MAX_FRAME_BYTES))
+        return ends[-2], ends[-1]
+
+    yield connect
+    for end in ends:
+        end.close()
+
+
+def frame_of(payload: bytes, **changed: int) -> Frame:
+    sound = Frame(id=1, step=2, offset=3, size=len(payload), checksum=checksum(payload))
+    return msgspec.structs.replace(sound, **changed)
+
+
+def payload_of(size: int, seed: int = 1) -> bytes:
+    return bytes((seed + at) % 251 for at in range(min(size, 251))) * (size // 251 + 1)
+
+
+def passed(sender: Channel, receiver: Channel, sink: Memory, num: int) -> list[Arrival]:
+    """What arrives while both sides take their turns."""
+    arrived: list[Arrival] = []
+
+    def turn() -> bool:
+        sender.flush()
+        arrived.extend(receiver.receive(sink))
+        return len(arrived) >= num
+
+    eventually(turn)
+    return arrived
+
+
+@pytest.mark.parametrize("bulk", ["open", "clear", "aes-gcm"])
+def test_frames_of_all_sizes_come_whole_in_both_directions(
+    connected: Callable[[TicketBulk], Pair], bulk: TicketBulk
+) -> None:
+    ends = connected(bulk)
+    for sender, receiver in (ends, ends[::-1]):
+        sink = Memory()
+        payloads = [payload_of(size, size)[:size] for size in SIZES]
+        frames = [frame_of(payload) for payload in payloads]
+        for frame, payload in zip(frames, payloads, strict=True):
+            sender.put(frame, memoryview(payload))
+        sender.put_message(b"and a word")
+        arrived = passed(sender, receiver, sink, len(SIZES) + 1)
+        assert [it.frame for it in arrived[:-1]] == frames
+        assert all(it.is_sound for it in arrived)
+        assert sink.rooms == payloads
+        assert arrived[-1].message == b"and a word"
+        assert sender.written_bytes == sender.queued_bytes
+        assert sender.queued_bytes == receiver.received_bytes
+
+
+@pytest.mark.parametrize("bulk", ["open", "aes-gcm"])
+def test_a_place_that_is_given_up_is_written_no_more(
+    connected: Callable[[TicketBulk], Pair], bulk: TicketBulk
+) -> None:
+    """The rest of its frame goes nowhere, and what follows comes as if nothing was."""
+    sender, receiver = connected(bulk)
+    sink, payload = Memory(), b"\xff" * MAX_FRAME_BYTES
+    sender.put(frame_of(payload), memoryview(payload))
+    sender.flush()  # A socket takes less than that.
+    eventually(lambda: list(receiver.receive(sink)) or receiver.received_bytes > 64 << 10)
+    before = bytes(sink.rooms[0])
+    assert before.count(b"\0")
+    sink.is_open = False
+    sender.put(frame_of(b"next"), memoryview(b"next"))
+    (arrival,) = passed(sender, receiver, sink, 1)
+    assert arrival.frame.size == 4
+    assert sink.rooms[1] == b"next"
+    assert sink.rooms[0] == before
+
+
+def test_a_wrong_payload_is_told_and_a_wrong_header_ends_it(
+    connected: Callable[[TicketBulk], Pair],
+) -> None:
+    sender, receiver = connected("open")
+    sender.put(frame_of(b"right"), memoryview(b"wrong"))
+    (arrival,) = passed(sender, receiver, Memory(), 1)
+    assert not arrival.is_sound
+    sender._queue(b"\1" * 40)
+    with pytest.raises(ProtocolError, match="checksum"):
+        passed(sender, receiver, Memory(), 1)
+
+
+@pytest.mark.parametrize(
+    ("id", "size"),
+    [(1, 0), (1, MAX_FRAME_BYTES + 1), (MESSAGE, MAX_MESSAGE_BYTES + 1), (1, (1 << 32) - 1)],
+)
+def test_a_size_above_the_cap_takes_no_memory(
+    connected: Callable[[TicketBulk], Pair], id: int, size: int
+) -> None:
+    sender, receiver = connected("open")
+    sink = Memory()
+    sender.put(frame_of(b"", id=id, size=size), memoryview(b""))
+    with pytest.raises(ProtocolError, match=f"{size} bytes of payload"):
+        passed(sender, receiver, sink, 1)
+    assert not sink.rooms
+
+
+def test_a_receiver_that_does_not_read_is_waited_for(
+    connected: Callable[[TicketBulk], Pair],
+) -> None:
+    """No more is put than a batch, and no byte of it is copied."""
+    sender, receiver = connected("open")
+    payload = payload_of(1 << 20)[: 1 << 20]
+    num_put = 0
+    while sender.has_room:
+        sender.put(frame_of(payload), memoryview(payload))
+        sender.flush()
+        num_put += 1
+        assert num_put < 100
+    for _ in range(3):
+        sender.flush()
+        assert not sender.has_room
+    arrived = passed(sender, receiver, Memory(), num_put)
+    assert all(it.is_sound for it in arrived)
+    assert sender.has_room
+
+
+def test_an_end_is_noticed_by_whoever_reads_or_writes(
+    connected: Callable[[TicketBulk], Pair],
+) -> None:
+    one, other = connected("open")
+    other.close()
+    assert not list(one.receive(Nowhere()))
+    assert one.error is not None
+    assert not one.has_room
+    one, other = connected("open")
+    one.put(frame_of(b"x"), memoryview(b"x"))
+    other.close()
+    one.flush()
+    assert one.error is not None
+    assert one.written_bytes == one.queued_bytes
+    assert not one.has_unsent
+
+
+class Door:
+    """A data port in a thread."""
+
+    def __init__(self) -> None:
+        self._poller = zmq.Poller()
+        config = WorkerConfig(silence_s=5.0)
+        self.port = DataPort(Address("127.0.0.1", 0), "open", self._poller, config, time.monotonic)
+        self.let_in: list[bytes] = []
+        self.refused: list[Refusal] = []
+        self._channels: list[Channel] = []
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.port._strangers)
+
+    def _run(self) -> None:
+        while not self._is_closing:
+            self._poller.poll(10)
+            for arrival in self.port.arrivals():
+                if isinstance(arrival, Refusal):
+                    self.refused.append(arrival)
+                else:
+                    self.let_in.append(arrival[0])
+                    self._channels.append(arrival[1])
+
+    def __enter__(self) -> Door:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_closing = True
+        self._thread.join()
+        self.port.close()
+        for opened in self._channels:
+            opened.close()
+
+
+def test_a_ticket_lets_its_owner_in_and_nobody_after() -> None:
+    with Door() as door:
+        tickets = {name: door.port.invite(name) for name in (b"one", b"two", b"gone")}
+        door.port.forget(b"gone")
+        opened = [channel.connect("127.0.0.1", tickets[name], 1) for name in (b"two", b"one")]
+        for each in opened:
+            flushed(each)
+        eventually(lambda: sorted(door.let_in) == [b"one", b"two"])
+        for name in (b"two", b"gone"):
+            opened.append(channel.connect("127.0.0.1", tickets[name], 1))
+            flushed(opened[-1])
+        eventually(lambda: len(door.refused) == 2)
+        eventually(lambda: list(opened[-1].receive(Nowhere())) or opened[-1].error)
+        assert len(door.let_in) == 2
+        assert all("127.0.0.1 came to bulk_port without a ticket" in it.why for it in door.refused)
+        for each in opened:
+            each.close()
+
+
+def test_a_token_may_come_in_parts() -> None:
+    with Door() as door:
+        ticket = door.port.invite(b"slow")
+        with socket.create_connection(("127.0.0.1", ticket.port)) as slow:
+            for at in range(0, 32, 8):
+                slow.sendall(ticket.token[at : at + 8])
+                eventually(lambda: door.num_waiting or door.let_in)
+            eventually(lambda: door.let_in == [b"slow"])
+            assert not door.refused
+
+
+def test_strangers_that_wait_are_few_and_not_for_long() -> None:
+    with Door() as door:
+        ticket = door.port.invite(b"owner")
+        crowd = [socket.create_connection(("127.0.0.1", ticket.port)) for _ in range(100)]
+        eventually(lambda: door.num_waiting == _MAX_STRANGERS)
+        owner = channel.connect("127.0.0.1", ticket, 1)  # Among them all.
+        flushed(owner)
+        eventually(lambda: door.let_in == [b"owner"])
+        assert door.num_waiting < _MAX_STRANGERS
+        eventually(lambda: not door.num_waiting)
+        for each in crowd:
+            assert each.recv(1) == b""
+            each.close()
+        owner.close()
