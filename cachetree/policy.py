@@ -57,6 +57,7 @@ class Reason(str, Enum):
     GATE_FAILED = "gate_failed"
     UNGATED_BLOCK = "ungated_block"
     NO_E = "no_e"
+    RECOMPUTE_TOO_LONG = "recompute_too_long"
     SLOWER = "slower"
 
 
@@ -93,6 +94,10 @@ class Demand:
     gate: Gate = Gate.ENFORCE
     is_lossy: bool = False
     """The family's entries are encoded, wherever they are but in the engine's own pool."""
+    max_recompute_tokens: int | None = None
+    """Of longer prefixes only so many tokens are reused where layers are recomputed."""
+    max_recompute_s: float | None = None
+    """The same as time, once the device's speed is known."""
     first_differences: Mapping[ModelId, int] = field(default_factory=dict)
     """By sender whose content was compared with the receiver's: the first layer that differs. Of
     others the profile tells."""
@@ -193,6 +198,10 @@ def _pick(demand: Demand, match: Match, profiles: Profiles, costs: Costs) -> _Ca
     same = _first_difference(demand, match.model, profile)
     possible = [it for recipe in recipes if (it := _candidate(demand, match, recipe, same, costs))]
     if not possible:
+        free = replace(demand, max_recompute_tokens=None, max_recompute_s=None)
+        if any(_candidate(free, match, each, same, costs) for each in recipes):
+            short = "what may be recomputed at a time is less than the fewest pages worth a fetch"
+            return NoReuse(reason=Reason.RECOMPUTE_TOO_LONG, detail=short)
         layers = sorted(
             {layer for recipe in recipes for layer in (recipe.start, *recipe.refreshed)}
         )
@@ -293,6 +302,7 @@ def _candidate(
         is_lossy=demand.is_lossy and not is_pool(match.location),
     )
     stop = min([stop, *(match.e_pages.get(layer, 0) for layer in plan.transition_layers)])
+    stop = min(stop, demand.first_page + _most_recomputed_pages(demand, plan, costs))
     if stop - demand.first_page < demand.min_pages:
         return None
     plan = replace(plan, pages=Span(demand.first_page, stop))
@@ -336,6 +346,22 @@ def _by_load(
 def _meets(it: _Candidate, demand: Demand) -> bool:
     target_s = demand.ttft_target_s
     return target_s is None or it.ttft_s is None or it.ttft_s <= target_s
+
+
+def _most_recomputed_pages(demand: Demand, plan: Plan, costs: Costs) -> int:
+    """How many pages one step may recompute; all of them where that costs nothing."""
+    most, work = [demand.num_pages], _layers_of_work(plan)
+    if work and demand.max_recompute_tokens is not None:
+        most.append(demand.max_recompute_tokens // demand.page_size)
+    if work and demand.max_recompute_s is not None and costs.compute_s_per_token_layer:
+        page_s = work * demand.page_size * costs.compute_s_per_token_layer
+        most.append(int(demand.max_recompute_s / page_s))
+    return min(most)
+
+
+def recompute_s(plan: Plan, num_tokens: int, s_per_token_layer: float) -> float:
+    """Predicted time of what a plan recomputes of so many tokens."""
+    return _layers_of_work(plan) * num_tokens * s_per_token_layer
 
 
 def _layers_of_work(plan: Plan) -> float:

@@ -75,7 +75,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     min_tokens: int = 64
     """Shorter reuse is not worth a fetch."""
     max_recompute_tokens: int = 32768
-    """Longer reuse would hold up every decoding request for too long."""
+    """Of longer prefixes only so many tokens are reused with layers recomputed."""
+    max_stall_ms: float | None = None
+    """Longest that recomputed layers may hold up decoding requests in one step: less of a prefix is
+    reused, and requests wait for the next step; None: no bound."""
     fetch_deadline_s: float = 10.0
     """After this a fetch is given up and its request does a full prefill."""
     peer_cooldown_s: float = 30.0
@@ -112,6 +115,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         for field in ("min_tokens", "max_recompute_tokens", "fetch_deadline_s", "peer_cooldown_s"):
             if getattr(self, field) <= 0:
                 raise ConfigError(f"{field} is {getattr(self, field)}; give a positive number")
+        if self.max_stall_ms is not None and self.max_stall_ms <= 0:
+            raise ConfigError(f"max_stall_ms is {self.max_stall_ms}; give a positive number")
         Retention(eviction=self.eviction, ttl_s=self.ttl_s, max_pinned_share=self.max_pinned_share)
         if (self.disk_path is None) != (self.disk_gb == 0):
             raise ConfigError(
@@ -152,6 +157,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 f"bulk_port is {self.bulk_port}, and nobody reads from a server without listen; "
                 "set listen, or remove bulk_port"
             )
+
+    @property
+    def max_stall_s(self) -> float | None:
+        return None if self.max_stall_ms is None else self.max_stall_ms / 1000
 
 
 def cache_config(settings: Settings, model: ModelId) -> CacheConfig:

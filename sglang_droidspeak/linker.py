@@ -50,7 +50,7 @@ from sglang_droidspeak.site import folder_of
 from sglang_droidspeak.waiting import WaitingRequests
 
 if TYPE_CHECKING:
-    from sglang_droidspeak.compat.names import LoRARef, Req, Scheduler, ServerArgs
+    from sglang_droidspeak.compat.names import LoRARef, Req, ScheduleBatch, Scheduler, ServerArgs
     from sglang_droidspeak.site import Site
 
 log = logging.getLogger(__name__)
@@ -162,15 +162,18 @@ class DroidSpeakLinker(UnifiedCacheLinker):
 
     # Waiting and admission.
 
-    def _new_prefill(self, original: Any, scheduler: Scheduler, *args: Any, **kwargs: Any) -> Any:
+    def _new_prefill(
+        self, original: Any, scheduler: Scheduler, *, running_batch: ScheduleBatch, **rest: Any
+    ) -> Any:
         """Hide held requests from SGLang while it builds a batch; outside it the queue is whole."""
         queue = scheduler.waiting_queue
-        held = self._waiting.look(queue, scheduler.tree_cache)
+        is_decoding = not running_batch.is_empty()
+        held = self._waiting.look(queue, scheduler.tree_cache, is_decoding=is_decoding)
         if not held:
-            return original(scheduler, *args, **kwargs)
+            return original(scheduler, running_batch=running_batch, **rest)
         scheduler.waiting_queue = [req for req in queue if req.rid not in held]
         try:
-            batch, running = original(scheduler, *args, **kwargs)
+            batch, running = original(scheduler, running_batch=running_batch, **rest)
         finally:
             left = {id(req) for req in scheduler.waiting_queue}
             known = {id(req) for req in queue}

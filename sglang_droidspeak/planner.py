@@ -94,10 +94,6 @@ class Planner:
             if pool_pages is not None:
                 break
             matches = self._matches(req, pages)  # The note was wrong and is mended.
-        if len(plan.block) and len(plan.pages) * self._site.page_size > (
-            self._site.settings.max_recompute_tokens
-        ):
-            return "recompute_too_long"
         if self._site.settings.gate == "off":
             plan = replace(plan, strategy=controls.strategy)
         return Planned(plan=plan, is_optional=requested.block is None, pool_pages=pool_pages)
@@ -144,6 +140,8 @@ class Planner:
             ttft_target_s=None if target_ms is None else target_ms / 1000,
             requested=requested,
             gate=Gate(settings.gate),
+            max_recompute_tokens=settings.max_recompute_tokens,
+            max_recompute_s=settings.max_stall_s,
             is_lossy=self._cache.family.codec is not Codec.NONE,
             first_differences=self._models.first_differences(req.lora_id),
         )

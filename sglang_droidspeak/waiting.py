@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from cachetree.clock import Deadline
 from cachetree.errors import DeadlineExceeded
 from cachetree.ids import PageHash, Span
 from cachetree.plan import Kind, Plan, Step
+from cachetree.policy import recompute_s
 from cachetree.schedule import Strategy
 from sglang_droidspeak import prefixes
 from sglang_droidspeak.controls import parse_controls
@@ -103,10 +105,11 @@ class WaitingRequests:
         self._refusal = ""
         self._asks = site.settings.hicache_backend is not None
 
-    def look(self, queue: Sequence[Req], tree: UnifiedRadixCache) -> set[str]:
+    def look(self, queue: Sequence[Req], tree: UnifiedRadixCache, *, is_decoding: bool) -> set[str]:
         """Plan new requests, forget those that have left, and return the rids to hold back."""
         self._tree = tree
         held = set()
+        budget = StepBudget(self._site.settings.max_stall_s if is_decoding else None)
         for req in queue:
             reuse = self._reuses.get(req.rid)
             if reuse is None:
@@ -121,7 +124,9 @@ class WaitingRequests:
                     continue
             if reuse.plan is not None and reuse.staging is None:
                 self._stage(reuse)
-            if reuse.staging is not None and self._must_hold(req, reuse):
+            if reuse.staging is not None and (
+                self._must_hold(req, reuse) or not budget.take(self._recompute_s(reuse.plan))
+            ):
                 held.add(req.rid)
         if len(self._reuses) > len(queue):
             for rid in self._reuses.keys() - {req.rid for req in queue}:
@@ -259,6 +264,10 @@ class WaitingRequests:
         self._metrics.count_outcome(outcome)
         report(req, RequestProvenance(outcome=outcome))
 
+    def _recompute_s(self, plan: Plan) -> float:
+        speed = self._meter.s_per_token_layer or 0.0
+        return recompute_s(plan, len(plan.pages) * self._site.page_size, speed)
+
     def _must_hold(self, req: Req, reuse: Reuse) -> bool:
         staging = reuse.staging
         if staging.is_complete:
@@ -270,20 +279,34 @@ class WaitingRequests:
             self._report(req, f"fallback: {type(staging.error).__name__}")
             reuse.give_up()
             return False
-        speed = self._meter.s_per_token_layer
-        if speed is None or not staging.num_landed_bytes:
+        if self._meter.s_per_token_layer is None or not staging.num_landed_bytes:
             return True
         plan = reuse.plan
         elapsed_s = time.monotonic() - staging.started_s
         num_left = staging.num_bytes - staging.num_landed_bytes
         rest_s = elapsed_s * num_left / staging.num_landed_bytes
-        layer_s = speed * len(plan.pages) * self._site.page_size
-        if reuse.is_optional and min(elapsed_s, rest_s - layer_s * plan.num_layers) > _PATIENCE_S:
+        full_s = self._meter.full_prefill_s(len(plan.pages) * self._site.page_size) or 0.0
+        if reuse.is_optional and min(elapsed_s, rest_s - full_s) > _PATIENCE_S:
             log.info("request %s: the link is slower than a full prefill", req.rid)
             self._report(req, "fallback: SlowLink")
             reuse.give_up()
             return False
         has_e = all(staging.has_landed(Step(Kind.E, layer)) for layer in plan.transition_layers)
-        recompute_s = layer_s * max(0, len(plan.block) - 1)
         may_overlap = plan.strategy is Strategy.PIPELINED and has_e
-        return not may_overlap or rest_s * _ARRIVAL_MARGIN > recompute_s
+        return not may_overlap or rest_s * _ARRIVAL_MARGIN > self._recompute_s(plan)
+
+
+class StepBudget:
+    """Seconds that the partial prefills of one step may take together, None for any number."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self._left_s = math.inf if seconds is None else seconds
+        self._is_unused = True
+
+    def take(self, seconds: float) -> bool:
+        """Whether one more fits; the first always does, for it has been cut to fit a step."""
+        if seconds and not self._is_unused and seconds > self._left_s:
+            return False
+        self._left_s -= seconds
+        self._is_unused = self._is_unused and not seconds
+        return True

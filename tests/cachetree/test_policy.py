@@ -31,6 +31,7 @@ from cachetree.policy import (
     full_prefill_s,
     index_profiles,
     predict_ttft_s,
+    recompute_s,
 )
 from cachetree.profile import VERSION, BlockQuality, PairProfile
 from cachetree.schedule import Request, Strategy, schedule
@@ -153,6 +154,20 @@ def test_refreshed_layers_cost_their_projections_and_e() -> None:
     assert reason_for(match(S), demand=asked, profiles=profiles) is Reason.UNGATED_BLOCK
     asked = replace(DEMAND, requested=Requested(block=Span(0, 0), refreshed=(10,)), gate=Gate.OFF)
     assert reason_for(match(S), demand=asked) is Reason.UNGATED_BLOCK
+
+
+def test_one_step_recomputes_only_so_much() -> None:
+    """[3, 6) of 160 tokens is 320 token-layers: at 1 ms each, 0.32 s."""
+    tokens = replace(DEMAND, max_recompute_tokens=50)
+    assert plan_for(match(S), demand=tokens).pages == Span(0, 3)
+    seconds = replace(DEMAND, max_recompute_s=0.2, first_page=2)
+    assert plan_for(match(S), demand=seconds, costs=MEASURED).pages == Span(2, 8)
+    assert plan_for(match(S), demand=seconds).pages == Span(2, 10), "no speed is known yet"
+    assert plan_for(match(R), demand=tokens).pages == Span(0, 10), "nothing is recomputed"
+    short = replace(tokens, min_pages=4)
+    assert reason_for(match(S), demand=short) is Reason.RECOMPUTE_TOO_LONG
+    plan = plan_for(match(S))
+    assert recompute_s(plan, 160, 1e-3) == pytest.approx(0.32)
 
 
 def test_another_model_needs_a_profile_that_passed() -> None:
@@ -331,6 +346,7 @@ def test_reasons_are_labels() -> None:
         "gate_failed",
         "ungated_block",
         "no_e",
+        "recompute_too_long",
         "slower",
     ]
 

@@ -18,7 +18,7 @@ from cachetree.cache import Cache
 from cachetree.config import CacheConfig
 from cachetree.family import Family, ModelIdentity
 from cachetree.identity import read_model_identity
-from cachetree.ids import PageHash, Span
+from cachetree.ids import ModelId, PageHash, Span
 from cachetree.profile import VERSION, BlockQuality, PairProfile
 from profiles.oracle import Generated, decode, partial_prefill
 from profiles.random_models import random_prompt
@@ -128,13 +128,21 @@ class Watcher:
 
     def num_pages(self, tokens: Sequence[int], model: Path, salt: str | None = None) -> int:
         """Longest advertised prefix of `tokens` by the server of `model`."""
-        wanted = read_model_identity(model).model_id
+        return self._num_pages(tokens, read_model_identity(model).model_id, salt)
+
+    def _num_pages(self, tokens: Sequence[int], model: ModelId, salt: str | None = None) -> int:
         found = self._cache.match(page_hashes(tokens, salt))
-        return max((match.num_pages for match in found if match.model == wanted), default=0)
+        return max((match.num_pages for match in found if match.model == model), default=0)
 
     def wait_for(self, tokens: Sequence[int], model: Path, salt: str | None = None) -> None:
         """Return once all whole pages of `tokens` are advertised, and peers have had time too."""
-        eventually(lambda: self.num_pages(tokens, model, salt) == len(tokens) // PAGE)
+        self.wait_for_model(tokens, read_model_identity(model).model_id, salt)
+
+    def wait_for_model(
+        self, tokens: Sequence[int], model: ModelId, salt: str | None = None
+    ) -> None:
+        """The same of a model by its id."""
+        eventually(lambda: self._num_pages(tokens, model, salt) == len(tokens) // PAGE)
         time.sleep(0.1)
 
     def close(self) -> None:

@@ -115,19 +115,19 @@ def team(request, tmp_path_factory) -> Iterator[Team]:
         yield Team(server, address, adapters, merged)
 
 
-@pytest.mark.parametrize(
-    ("sender", "receiver", "block"),
-    [
-        (BASE, "wide", Span(2, 5)),
-        ("wide", "narrow", Span(1, 4)),
-        ("narrow", BASE, Span(0, 3)),
-        ("mlp", "wide", Span(3, 4)),
-        (BASE, "mlp", EMPTY_SPAN),
-        ("wide", "mlp", Span(0, NUM_LAYERS)),
-    ],
-)
+CASES = [
+    (BASE, "wide", Span(2, 5)),
+    ("wide", "narrow", Span(1, 4)),
+    ("narrow", BASE, Span(0, 3)),
+    ("mlp", "wide", Span(3, 4)),
+    (BASE, "mlp", EMPTY_SPAN),
+    ("wide", "mlp", Span(0, NUM_LAYERS)),
+]
+
+
+@pytest.mark.parametrize(("sender", "receiver", "block"), CASES)
 def test_block_equals_the_oracle(team: Team, sender: str, receiver: str, block: Span) -> None:
-    tokens = prompt(200, seed=hash((sender, receiver)) % 1000)
+    tokens = prompt(200, seed=600 + CASES.index((sender, receiver, block)))
     team.ask(sender, tokens, max_new_tokens=1)
     reply = team.receive(receiver, sender, tokens, block)
     reply.assert_equals(team.expected(receiver, sender, tokens, block))

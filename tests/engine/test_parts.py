@@ -27,6 +27,7 @@ from sglang_droidspeak.meta_info import KEY, RequestProvenance, provenance_of, r
 from sglang_droidspeak.meter import Meter
 from sglang_droidspeak.metrics import CacheMetrics
 from sglang_droidspeak.partial_prefill import Prefix, pack
+from sglang_droidspeak.waiting import StepBudget
 
 MIDDLE = Span(2, 4)
 
@@ -286,3 +287,13 @@ def test_a_caches_metrics_are_copied_and_counters_only_rise() -> None:
             assert registry.get_sample_value("cachetree:pages", labels) == 0
             budget = registry.get_sample_value("cachetree:budget_bytes", labels)
             assert budget == cache.tree.host_bytes
+
+
+def test_a_step_takes_partial_prefills_up_to_its_budget() -> None:
+    budget = StepBudget(1.0)
+    taken = [budget.take(seconds) for seconds in (0.0, 1.5, 0.0, 0.1)]
+    assert taken == [True, True, True, False], "the first is never refused, nor what costs nothing"
+    budget = StepBudget(1.0)
+    assert [budget.take(0.4) for _ in range(3)] == [True, True, False]
+    unbounded = StepBudget(None)
+    assert all(unbounded.take(100.0) for _ in range(3))
