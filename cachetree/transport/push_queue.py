@@ -2,80 +2,53 @@
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable
 
 from cachetree.entries import Change
+from cachetree.transport.change_queue import ChangeQueue
 from cachetree.tree import CacheTree
+from cachetree.watch import Listener
 
 
 class PushQueue:
     """Everything that is in a tree, then what comes into it.
 
-    Changes come under the tree's lock from any thread; the rest belongs to the pusher's thread,
-    but for `len` and `close`. When more than `max_changes` wait, they give way to what is in the
-    tree by then.
+    It belongs to the pusher's thread, but for `len` and `close`. When more than `max_changes` come
+    while others are pushed, they give way to what is in the tree by then.
     """
 
     def __init__(self, tree: CacheTree, max_changes: int, wake: Callable[[], None]) -> None:
         self._tree = tree
-        self._max_changes = max_changes
-        self._wake = wake
-        self._lock = threading.Lock()
-        self._there: deque[Change] = deque()
-        self._changes: deque[Change] = deque()
-        self._has_overflowed = False
-        self._is_closed = False
+        self._new = ChangeQueue(self._subscribe, max_changes, wake)
+        self._next = deque(self._new.restart())
         self.num_restarts = 0
-        self._unsubscribe: Callable[[], None] = lambda: None
-        self._subscribe()
 
     def __len__(self) -> int:
-        return len(self._there) + len(self._changes)
+        return len(self._next) + len(self._new)
 
     def first(self) -> Change | None:
         """What is next, again and again until `drop`."""
-        if self._has_overflowed:
+        if self._new.has_overflowed:
             self.restart()
-        with self._lock:
-            waiting = self._there or self._changes
-            return waiting[0] if waiting else None
+        if not self._next:
+            self._next.extend(self._new.take())
+        return self._next[0] if self._next else None
 
     def drop(self, change: Change) -> None:
         """It has had its turn."""
-        with self._lock:
-            waiting = self._there or self._changes
-            if waiting and waiting[0] is change:
-                waiting.popleft()
+        if self._next and self._next[0] is change:
+            self._next.popleft()
 
     def restart(self) -> None:
         """Begin again with everything that is in the tree."""
         self.num_restarts += 1
-        self._subscribe()
+        self._next = deque(self._new.restart())
 
     def close(self) -> None:
         """Take in nothing that is new."""
-        self._is_closed = True
-        self._unsubscribe()
+        self._new.close()
 
-    def _subscribe(self) -> None:
-        self._unsubscribe()
-        with self._lock:
-            self._changes.clear()
-            self._has_overflowed = False
-        there, self._unsubscribe = self._tree.subscribe(self._note)
-        if self._is_closed:
-            self._unsubscribe()
-        self._there = deque(there)
-
-    def _note(self, change: Change) -> None:
-        if not change.added:
-            return
-        with self._lock:
-            if len(self._changes) >= self._max_changes:
-                self._changes.clear()
-                self._has_overflowed = True
-            if not self._has_overflowed:
-                self._changes.append(change)
-        self._wake()
+    def _subscribe(self, listener: Listener) -> tuple[list[Change], Callable[[], None]]:
+        """To what comes alone."""
+        return self._tree.subscribe(lambda change: listener(change) if change.added else None)
