@@ -105,7 +105,7 @@ class Writer:
             return False
         model, pages = change.model, change.pages
         deadline = Deadline.after(_MAX_WRITE_S, self._clock)
-        lease = self._tree.lease(model, pages, "the HiCache writer", deadline)
+        lease = self._tree.lease(model, pages, "the HiCache writer", deadline, is_use=False)
         if lease is None:
             return False
         e_steps = [(Step(Kind.E, layer),) for layer in change.e_layers]

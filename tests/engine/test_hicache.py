@@ -20,6 +20,7 @@ from hicache_parts import (
     search,
     store_and_wait,
 )
+from push_parts import PAGE_TOTAL
 from transport_parts import E_LAYER, FAMILY, MODEL, eventually, pages_of, store
 
 from cachetree import (
@@ -84,6 +85,27 @@ def test_closing_writes_what_waits(tmp_path: Path) -> None:
             store(cache.tree, prompt(number))
     with open_cache(tmp_path) as cache:
         assert [search(cache, prompt(number)) for number in range(4)] == [8] * 4
+
+
+def test_what_is_written_behind_is_not_used_by_it() -> None:
+    class Waiting(Shelf):
+        may_write = threading.Event()
+
+        def before(self, call: str) -> None:
+            if call == "write":
+                assert self.may_write.wait(10)
+
+    shelf = Waiting()
+    with cache_over(shelf, host_bytes=3 * 8 * PAGE_TOTAL) as cache:
+        for number in range(3):
+            store(cache.tree, prompt(number))
+        cache.match(prompt(1))  # 2 is now the older one, and the last that is written.
+        shelf.may_write.set()
+        eventually(lambda: objects_of(cache) == {"written": 3 * NUM_OBJECTS})
+        for number in range(3, 5):
+            store(cache.tree, prompt(number))
+        kept = [number for number in range(5) if cache.tree.has(MODEL, prompt(number)[-1])]
+        assert kept == [1, 3, 4]
 
 
 def test_a_long_prompt_that_grows(tmp_path: Path) -> None:
