@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from cachetree.background import give_way
 from cachetree.ids import ModelId, PageHash
 
 if TYPE_CHECKING:
@@ -23,9 +23,6 @@ log = logging.getLogger(__name__)
 
 MAX_IN_FLIGHT = 64
 """Nodes whose slots may be locked for a copy at once; more would starve the KV pool."""
-
-
-_NICENESS = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,8 +90,7 @@ class Offloader:
         self._thread.join(timeout=10)
 
     def _run(self) -> None:
-        # Storing can wait; where cores are few, computing and answering come first.
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        give_way()
         with torch.inference_mode():
             while (offload := self._todo.get()) is not None:
                 try:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -14,6 +12,7 @@ from typing import Final
 
 import msgspec
 
+from cachetree.background import give_way
 from cachetree.clock import Clock, Deadline
 from cachetree.disk.config import DiskConfig, DiskStatus
 from cachetree.disk.index import DiskEntry
@@ -35,8 +34,6 @@ _MAX_WRITE_S: Final = 60.0
 _MAX_CLOSE_S: Final = 5.0
 _NUM_READERS: Final = 2
 _MAX_RECALLS: Final = 64
-_NICENESS: Final = 10
-"""Of the writer's thread: whoever computes comes first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +160,7 @@ class DiskTier:
     # In the writer's thread.
 
     def _write_for_ever(self) -> None:
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        give_way()
         while (item := self._waiting.get()) is not None:
             try:
                 if isinstance(item, _Use):

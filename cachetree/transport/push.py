@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import os
 import random
 import threading
 import time
@@ -17,6 +16,7 @@ from typing import Final
 import msgspec
 import zmq
 
+from cachetree.background import give_way
 from cachetree.clock import Clock, Deadline
 from cachetree.entries import Change
 from cachetree.errors import (
@@ -53,8 +53,6 @@ _IDLE_S: Final = 1.0
 """After so long without anything to push the connection is closed."""
 _MAX_CLOSE_S: Final = 5.0
 """How long what waits when it is closed may still take."""
-_NICENESS: Final = 10
-"""Of the thread: whoever computes comes first."""
 
 
 class _Nowhere:
@@ -159,8 +157,7 @@ class Pusher:
         return self._ends_at_s < math.inf
 
     def _run(self) -> None:
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        give_way()
         try:
             while self._clock() < self._ends_at_s:
                 try:

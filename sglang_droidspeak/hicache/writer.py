@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import queue
 import threading
 from collections.abc import Callable, Collection, Sequence
 from typing import Final
 
+from cachetree.background import give_way
 from cachetree.clock import Clock, Deadline
 from cachetree.entries import Change
 from cachetree.ids import ModelId, PageHash, Span
@@ -24,8 +23,6 @@ MAX_WAITING: Final = 4096
 _MAX_WRITE_S: Final = 60.0
 _GRACE_S: Final = 0.5
 """To notice that it is time to end."""
-_NICENESS: Final = 10
-"""Whoever computes comes first."""
 
 Show = Callable[[ModelId, PageHash | None, Sequence[PageHash], Collection[int]], None]
 """Adds an entry of the backend to the tree."""
@@ -89,8 +86,7 @@ class Writer:
     # In the thread.
 
     def _write_for_ever(self) -> None:
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        give_way()
         while (change := self._waiting.get()) is not None:
             try:
                 is_written = self._clock() < self._closes_at_s and self._write(change)
