@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import yaml
 
 from cachetree.errors import CacheTreeError
 from cachetree.identity import read_model_identity
+from cachetree.yaml_file import read_yaml
 from profiles import cli as profiler
 
 PAIR = ("sender", "receiver", "profile", "data")
@@ -156,10 +156,7 @@ def _demo(args: argparse.Namespace) -> int:
 def _read_options(path: Path) -> dict[str, Any]:
     from sglang_droidspeak.demo import DemoFailed
 
-    try:
-        options = yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError) as exc:
-        raise DemoFailed(f"options {path}: {exc}") from exc
+    options = read_yaml(path, "options")
     if not isinstance(options, dict):
         raise DemoFailed(f"options {path} holds no keys; give SGLang's flags as `name: value`")
     return options

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
-import yaml
 
 from cachetree.codec import Codec
 from cachetree.config import CacheConfig
@@ -26,7 +25,7 @@ from cachetree.errors import ConfigError
 from cachetree.eviction import Retention
 from cachetree.ids import ModelId
 from cachetree.transport import Bulk, PeerConfig, WorkerConfig
-from cachetree.unreadable import UNREADABLE
+from cachetree.yaml_file import read_yaml
 
 LINKER_MODULE = "sglang_droidspeak.linker"
 MIN_PAGE_SIZE = 16
@@ -225,13 +224,7 @@ def parse_settings(extra: dict[str, Any]) -> Settings:
             "move them into that file"
         )
     path = Path(settings.config)
-    try:
-        loaded = yaml.safe_load(path.read_text())
-    except OSError as exc:
-        raise ConfigError(f"config {path} cannot be read: {exc.strerror}") from exc
-    except (yaml.YAMLError, *UNREADABLE) as exc:
-        raise ConfigError(f"config {path} is not YAML: {' '.join(str(exc).split())}") from exc
-    nested = _convert(loaded or {}, f"config {path}")
+    nested = _convert(read_yaml(path, "config") or {}, f"config {path}")
     if nested.config is not None:
         raise ConfigError(f"config {path} names another config {nested.config}; give one file")
     return nested

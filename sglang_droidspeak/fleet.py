@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import yaml
 
 from cachetree.errors import ConfigError
-from cachetree.unreadable import UNREADABLE
+from cachetree.yaml_file import read_yaml
 from sglang_droidspeak.config import parse_settings
 from sglang_droidspeak.servers import ServerSpec, Spec, WorkerSpec
 
@@ -54,12 +53,7 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 def read_fleet(path: Path) -> Fleet:
     """Raises ConfigError naming the file and the field."""
-    try:
-        loaded = yaml.safe_load(path.read_text())
-    except OSError as exc:
-        raise ConfigError(f"fleet {path} cannot be read: {exc.strerror}") from exc
-    except (yaml.YAMLError, *UNREADABLE) as exc:
-        raise ConfigError(f"fleet {path} is not YAML: {' '.join(str(exc).split())}") from exc
+    loaded = read_yaml(path, "fleet")
     if isinstance(loaded, dict):
         loaded = {key: value for key, value in loaded.items() if not str(key).startswith("x-")}
     try:

@@ -21,6 +21,7 @@ from cachetree.family import Family
 from cachetree.identity import read_model_identity
 from cachetree.monitor import StatusPage, parse_http
 from cachetree.unreadable import UNREADABLE
+from cachetree.yaml_file import read_yaml
 
 _SERVED: Final = {"accepts": True, "admin": ()}
 """What else than by default a worker does that runs alone: it is there to be given entries, and
@@ -66,11 +67,9 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 def read_config(path: Path) -> ServeConfig:
     """Read a YAML file; raises ConfigError naming the file and the field."""
+    given = read_yaml(path, "config")
     try:
-        given = msgspec.yaml.decode(path.read_bytes())
         config = msgspec.convert(_as_served(_with_family(given)), ServeConfig)
-    except OSError as exc:
-        raise ConfigError(f"config {path} cannot be read: {exc.strerror}") from exc
     except UNREADABLE as exc:
         raise ConfigError(f"config {path}: {exc}") from exc
     if not config.cache.serves:

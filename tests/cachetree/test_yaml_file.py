@@ -1,0 +1,35 @@
+"""Files that operators write: what they say, or which of them is wrong and where."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cachetree import ConfigError
+from cachetree.yaml_file import read_yaml
+
+
+def test_what_a_file_says(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("a: [1, x]\nb: 2.5\n")
+    assert read_yaml(file, "config") == {"a": [1, "x"], "b": 2.5}
+    file.write_text("")
+    assert read_yaml(file, "config") is None
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"a: [", b"\xff\xfe\x00", b"a: 2026-02-30", b"a: !!python/name:os.system", b"[" * 100_000],
+    ids=["unfinished", "not text", "no such day", "an object", "too deep"],
+)
+def test_what_is_not_yaml_is_named(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_bytes(content)
+    with pytest.raises(ConfigError, match=rf"fleet {file} is not YAML: "):
+        read_yaml(file, "fleet")
+
+
+def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"config .*a\.yaml cannot be read: No such file"):
+        read_yaml(tmp_path / "a.yaml", "config")
