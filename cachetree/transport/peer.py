@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
 import threading
 import time
 from collections import Counter, deque
@@ -33,6 +32,7 @@ from cachetree.transport.connection import Connection
 from cachetree.transport.fetches import Fetches
 from cachetree.transport.handshake import credentials_of
 from cachetree.transport.peer_status import PeerState, PeerStatus
+from cachetree.transport.reconnect import Pauses
 from cachetree.transport.remote_view import RemoteView
 from cachetree.transport.wakeup import CLOSE_S, Wakeup
 from cachetree.tree import CacheTree
@@ -94,7 +94,7 @@ class Peer:
         """Whether the data connection works too."""
         self._received_bytes = 0
         self._attempt_at_s = self._heard_at_s = self._data_heard_at_s = self._pinged_at_s = clock()
-        self._pause_s = config.reconnect_s
+        self._pauses = Pauses(config)
         self._is_closing = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._wakeup = Wakeup()
@@ -298,10 +298,7 @@ class Peer:
         if self._is_greeted:
             raise ProtocolError(f"worker {self.address} said hello twice")
         who = f"worker {self.address}"
-        try:
-            self._tree.family.require_equal(wire.family_of(hello), who=who)
-        except ProtocolError as exc:
-            raise FamilyMismatch(f"{who} cannot exchange caches with this server: {exc}") from exc
+        wire.require_family(hello, self._tree.family, who=who)
         self._epoch = hello.epoch
         self._model = hello.model
         self._is_greeted = True
@@ -328,7 +325,7 @@ class Peer:
     def _rise(self) -> None:
         """Be ready once all is there that a fetch needs."""
         if self._view.is_synced and self._is_whole and self._state is not PeerState.READY:
-            self._pause_s = self._config.reconnect_s
+            self._pauses.reset()
             self._set_state(PeerState.READY)
 
     def _accept(self) -> None:
@@ -379,9 +376,8 @@ class Peer:
             self._fetches.interrupt(failure)
         else:
             self._fetches.end(failure)
-        pause_s = random.uniform(0.0, self._pause_s)
-        self._attempt_at_s = self._clock() + max(pause_s, self._breaker.probe_in_s or 0.0)
-        self._pause_s = min(2 * self._pause_s, self._config.max_reconnect_s)
+        pause_s = max(self._pauses.next_s(), self._breaker.probe_in_s or 0.0)
+        self._attempt_at_s = self._clock() + pause_s
 
     def _set_state(self, state: PeerState) -> None:
         with self._changed:

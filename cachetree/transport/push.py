@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import random
 import threading
 import time
 from collections import Counter, deque
@@ -37,6 +36,7 @@ from cachetree.transport.connection import Connection
 from cachetree.transport.frames import MIN_FRAME_BYTES, Frame
 from cachetree.transport.handshake import credentials_of
 from cachetree.transport.push_queue import PushQueue
+from cachetree.transport.reconnect import Pauses
 from cachetree.transport.stream import Stream
 from cachetree.transport.wakeup import CLOSE_S, Wakeup
 from cachetree.transport.wire import Refused
@@ -115,7 +115,7 @@ class Pusher:
         self._error = ""
         self._epoch = 0
         self._next_id = 1
-        self._pause_s = config.reconnect_s
+        self._pauses = Pauses(config)
         self._connection: Connection | None = None
         self._inbox: deque[wire.ToPeer] = deque()
         self._ends_at_s = math.inf
@@ -203,15 +203,12 @@ class Pusher:
         if not isinstance(hello, wire.Hello):
             raise ProtocolError(f"worker {self.address} did not say hello first")
         who = f"worker {self.address}"
-        try:
-            self._tree.family.require_equal(wire.family_of(hello), who=who)
-        except ProtocolError as exc:
-            raise FamilyMismatch(f"{who} cannot exchange caches with this server: {exc}") from exc
+        wire.require_family(hello, self._tree.family, who=who)
         connection.go_on(hello.ticket, who)
         if self._epoch not in (0, hello.epoch):
             self._queue.restart()
         self._epoch = hello.epoch
-        self._pause_s = self._config.reconnect_s
+        self._pauses.reset()
 
     def _receive(self, deadline: Deadline) -> wire.ToPeer:
         """The next message; raises what ends the wait."""
@@ -366,8 +363,7 @@ class Pusher:
             self._ends_at_s = -math.inf
             self._queue.close()
             return
-        pause = Deadline.after(random.uniform(0.0, self._pause_s), self._clock)
-        self._pause_s = min(2 * self._pause_s, self._config.max_reconnect_s)
+        pause = Deadline.after(self._pauses.next_s(), self._clock)
         while not pause.has_passed and not self._is_closing:
             self._wakeup.wait(pause.remaining_s())
             self._wakeup.drain()

@@ -38,7 +38,7 @@ from typing import Final, TypeVar
 import msgspec
 
 from cachetree.checksum import checksum
-from cachetree.errors import DeadlineExceeded, FetchError, ProtocolError, StaleEntry
+from cachetree.errors import DeadlineExceeded, FamilyMismatch, FetchError, ProtocolError, StaleEntry
 from cachetree.family import Family
 from cachetree.ids import PAGE_HASH_BYTES, PageHash
 from cachetree.memory import ArenaFile
@@ -345,6 +345,14 @@ def family_of(message: Hello) -> Family:
         return _family.decode(message.family)
     except UNREADABLE as exc:
         raise ProtocolError(f"family cannot be read: {exc}") from exc
+
+
+def require_family(message: Hello, ours: Family, *, who: str) -> None:
+    """Raises FamilyMismatch where `who` said a Hello that `ours` cannot exchange caches with."""
+    try:
+        ours.require_equal(family_of(message), who=who)
+    except ProtocolError as exc:
+        raise FamilyMismatch(f"{who} cannot exchange caches with this server: {exc}") from exc
 
 
 def reason(error: Exception) -> str:

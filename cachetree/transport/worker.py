@@ -249,8 +249,8 @@ class Worker:
         name = f"peer {identity.hex()}"
         arena = ticket = None
         try:
-            self._tree.family.require_equal(wire.family_of(hello), who=name)
-        except (FamilyMismatch, ProtocolError) as exc:
+            wire.require_family(hello, self._tree.family, who=name)
+        except FamilyMismatch as exc:
             # Our hello tells the other side what differs; it refuses with its own words.
             self._counts["refused"] += 1
             log.warning("worker %s: refused: %s", self.address, exc)
