@@ -20,7 +20,7 @@ def test_what_a_file_says(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "content",
-    [b"a: [", b"\xff\xfe\x00", b"a: 2026-02-30", b"a: !!python/name:os.system", b"[" * 100_000],
+    [b"a: [", b"\xff\xfe\x00", b"a: 2026-02-30", b"a: !!python/name:os.system", b"[" * 5_000],
     ids=["unfinished", "not text", "no such day", "an object", "too deep"],
 )
 def test_what_is_not_yaml_is_named(tmp_path: Path, content: bytes) -> None:
