@@ -11,17 +11,16 @@ raw TCP       `sendall`, `recv_into`, without checksums; with default buffers an
 Unix socket   the same over one
 gloo          `torch.distributed` send and recv
 memcpy        within the receiver
-transport     a fetch over ZMQ into memory of an earlier fetch, as `Cache` does
+transport     a fetch over TCP into memory of an earlier fetch, as `Cache` does
 in place      a fetch that reads the worker's arena
 
-Physics: a socket moves every byte through the kernel twice. The transport adds a checksum on each
-side and a copy from ZMQ's buffer to the destination, and overlaps them: two threads a side. In
-place bytes are copied once; the worker's checksum runs beside it, the receiver's reads what is
-still in cache. On two cores what costs CPU costs time: compare CPU seconds too.
+Physics: a socket moves every byte through the kernel twice. The transport adds a checksum of what
+is still in the receiver's cache; the worker remembers its own. In place bytes are copied once; the
+worker's checksum runs beside it, the receiver's reads what is still in cache. On two cores what
+costs CPU costs time: compare CPU seconds too.
 
-With `--keys` fetches from workers with keys run beside them, one for each `bulk`. CURVE encrypts
-and decrypts in libzmq's I/O threads, one core on either side; AES-256-GCM, for which CPUs have
-instructions, seals and opens in the threads that send and receive.
+With `--keys` fetches from workers with keys run beside them, one for each `bulk`: AES-256-GCM, for
+which CPUs have instructions, seals and opens in the threads that send and receive.
 """
 
 from __future__ import annotations
