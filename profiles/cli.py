@@ -91,9 +91,12 @@ def add_commands(commands: Any) -> None:
     verify.set_defaults(run=_verify)
 
     report = commands.add_parser(
-        "report", help="pictures of a profile, and one page with all of them", allow_abbrev=False
+        "report",
+        help="pictures of a profile, and one page with all of them; of several profiles one table "
+        "and one picture",
+        allow_abbrev=False,
     )
-    report.add_argument("profile", type=Path, metavar="FILE")
+    report.add_argument("profiles", type=Path, nargs="+", metavar="FILE")
     report.add_argument("--out", type=Path, required=True, metavar="DIR")
     report.set_defaults(run=_report)
 
@@ -237,10 +240,14 @@ def _say(found: Verification) -> None:
 
 
 def _report(args: argparse.Namespace) -> int:
-    profile = read_measured(args.profile)
-    from profiles.report import write_report
+    profiles = {path.stem.replace("_to_", " to "): read_measured(path) for path in args.profiles}
+    from profiles.report import write_comparison, write_report
 
-    for path in write_report(profile, args.out):
+    if len(profiles) > 1:
+        written = write_comparison(profiles, args.out)
+    else:
+        written = write_report(*profiles.values(), args.out)
+    for path in written:
         _print(str(path))
     return 0
 

@@ -1,0 +1,96 @@
+"""Profile the adapters of the recipe on one another and on their base.
+
+    python -m profiles.pairs.adapter_profiles [--work build/pairs/data] [--out profiles/pairs]
+
+The receiver's task decides what is asked. With 48 documents to choose on and 48 to judge on, twice
+as many as are shipped: where one plan of many is chosen, luck has more to choose from. About two
+minutes a pair; the same command goes on where an earlier one was stopped, and a profile that is
+there is left alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Final
+
+import torch
+from rich.console import Console
+from transformers.utils import logging
+
+from profiles.costs import Repeats
+from profiles.models import ModelSource
+from profiles.pairs.questions import OPTIONS, PAGE_SIZE, SEEDS, make_records
+from profiles.pairs.stages import FOUNDATION
+from profiles.profiler import Settings, profile_pair
+from profiles.records import write_records
+
+FOLDER: Final = Path(__file__).parent
+WEIGHTS: Final = FOLDER / "weights"
+NUM_DOCUMENTS: Final = 48
+PAIRS: Final = (
+    (FOUNDATION, "slim_lora", "biographies"),
+    ("slim_lora", "receiver_lora", "biographies"),
+    ("slim_lora", FOUNDATION, "plain"),
+    (FOUNDATION, "tables_lora", "tables"),
+    ("receiver_lora", "slim_lora", "biographies"),
+    (FOUNDATION, "receiver_lora", "biographies"),
+    ("tables_lora", "receiver_lora", "biographies"),
+    ("receiver_lora", "tables_lora", "tables"),
+)
+"""Sender, receiver, and the receiver's task."""
+
+
+def profile_name(sender: str, receiver: str) -> str:
+    return f"{sender}_to_{receiver}.json"
+
+
+def source_of(name: str) -> ModelSource:
+    base = WEIGHTS / FOUNDATION
+    return ModelSource(path=base, adapter=None if name == FOUNDATION else WEIGHTS / name)
+
+
+def write_documents(task: str, folder: Path) -> tuple[str, str]:
+    """What a task's profiles are made with; the paths of both sets."""
+    (folder / task).mkdir(parents=True, exist_ok=True)
+    for name, seed in SEEDS.items():
+        records = make_records(name, seed, NUM_DOCUMENTS, task)
+        write_records(records, folder / task / f"{name}.jsonl")
+    train, held_out = (str(folder / task / f"{name}.jsonl") for name in SEEDS)
+    return train, held_out
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m profiles.pairs.adapter_profiles")
+    parser.add_argument("--work", type=Path, default=Path("build/pairs/data"))
+    parser.add_argument("--out", type=Path, default=FOLDER)
+    args = parser.parse_args()
+    logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    console = Console()
+    for sender, receiver, task in PAIRS:
+        out = args.out / profile_name(sender, receiver)
+        if out.exists():
+            continue
+        console.print(f"{sender} to {receiver}, {task}", highlight=False)
+        train, held_out = write_documents(task, args.work)
+        settings = Settings(
+            sender=source_of(sender),
+            receiver=source_of(receiver),
+            data=(train,),
+            held_out=(held_out,),
+            options=OPTIONS,
+            page_size=PAGE_SIZE,
+            out=out,
+            command="python -m profiles.pairs.adapter_profiles",
+            timing=Repeats(budget_s=10.0),
+        )
+        profile = profile_pair(settings, console)
+        verdict = "passed" if profile.passed else "failed"
+        console.print(f"{verdict}: {profile.reason}", highlight=False)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
