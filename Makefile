@@ -38,6 +38,7 @@ BENCH := OMP_NUM_THREADS=1 $(BIN)/python benchmarks
 
 bench: $(INSTALLED)
 	$(BENCH)/partial_prefill.py
+	$(BENCH)/lora.py
 	$(BENCH)/overhead.py
 	$(BENCH)/serving.py
 	$(BENCH)/transport.py --keys
