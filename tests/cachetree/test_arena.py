@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_tree import FAMILY, FAR, path
+from tree_parts import FAMILY, FAR, path
 
 from cachetree import Deadline, ModelId
 from cachetree.arena import Arena, memory_of

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -30,12 +27,10 @@ from disk_parts import (
 
 from cachetree.disk import DiskConfig, DiskEntry, DiskStore
 from cachetree.entries import Change
-from cachetree.errors import ConfigError, StaleEntry
+from cachetree.errors import StaleEntry
 from cachetree.family import Family
 from cachetree.ids import Span
 from cachetree.plan import Kind, Step
-
-PARTS = Path(__file__).with_name("disk_parts.py")
 
 
 def only(store: DiskStore, text: str) -> DiskEntry:
@@ -245,86 +240,6 @@ def test_the_listener_hears_of_all_that_comes_and_goes(tmp_path: Path) -> None:
     heard.clear()
     with DiskStore(FAMILY, config_of(tmp_path, 8 << 10), heard.append):
         assert there() == before
-
-
-def test_another_family_is_refused_by_the_name_of_the_field(tmp_path: Path) -> None:
-    with open_store(tmp_path) as store:
-        write(store, A, "abc")
-    other = Family(**(msgspec.structs.asdict(FAMILY) | {"kv_dtype": "bfloat16"}))
-    with pytest.raises(ConfigError, match=r"kv_dtype is 'float16' there and 'bfloat16' here; name"):
-        DiskStore(other, config_of(tmp_path))
-    with open_store(tmp_path) as store:
-        assert num_right(store, A, "abc") == 3
-
-
-@pytest.mark.parametrize(
-    ("manifest", "named"),
-    [
-        ({"format": 2}, "format is 2 there and 1 here"),
-        ({"marker": "00"}, "marker"),
-        ({"family": {"page_size": "many"}}, "family"),
-        ("nonsense", "cannot be read"),
-        ({"format": None}, "format"),
-    ],
-)
-def test_a_manifest_that_is_not_ours_is_refused(
-    tmp_path: Path, manifest: object, named: str
-) -> None:
-    open_store(tmp_path).close()
-    file = tmp_path / "manifest.json"
-    if isinstance(manifest, dict):
-        manifest = json.dumps(json.loads(file.read_text()) | manifest)
-    file.write_text(str(manifest))
-    with pytest.raises(ConfigError, match=named):
-        open_store(tmp_path)
-
-
-def test_a_directory_of_other_things_is_refused_and_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "letter.txt").write_text("dear")
-    with pytest.raises(ConfigError, match=r"letter\.txt"):
-        open_store(tmp_path)
-    file = tmp_path / "file"
-    file.write_text("")
-    for path in (file, file / "below"):
-        with pytest.raises(ConfigError, match="disk path is"):
-            open_store(path)
-    assert (tmp_path / "letter.txt").read_text() == "dear"
-    store = open_store(tmp_path / "new" / "one")
-    (tmp_path / "new" / "one" / "letter.txt").write_text("dear")
-    store.close()
-    open_store(tmp_path / "new" / "one").close()
-    assert (tmp_path / "new" / "one" / "letter.txt").read_text() == "dear"
-
-
-@pytest.mark.parametrize(
-    ("config", "named"),
-    [
-        ({"num_bytes": 0}, "num_bytes is 0"),
-        ({"num_bytes": 1 << 20, "segment_bytes": -1}, "segment_bytes is -1"),
-        ({"num_bytes": 1000}, "num_bytes is 1000.*at least"),
-        ({"num_bytes": 1 << 20, "segment_bytes": 100}, "segment_bytes 100.*at least"),
-    ],
-)
-def test_sizes_that_hold_nothing_are_refused(
-    tmp_path: Path, config: dict[str, int], named: str
-) -> None:
-    with pytest.raises(ConfigError, match=named):
-        open_store(tmp_path, **config)
-
-
-def test_one_process_at_a_time_has_the_directory(tmp_path: Path) -> None:
-    command = [sys.executable, str(PARTS), "write", str(tmp_path), str(1 << 20), "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
-        try:
-            assert writer.stdout
-            assert writer.stdout.readline() == "open\n"
-            with pytest.raises(ConfigError, match=f"process {writer.pid} is using"):
-                open_store(tmp_path)
-        finally:
-            writer.kill()
-    with open_store(tmp_path), pytest.raises(ConfigError, match="is using"):
-        open_store(tmp_path)
-    open_store(tmp_path).close()
 
 
 def test_after_close_reads_miss_and_writes_fail(tmp_path: Path) -> None:

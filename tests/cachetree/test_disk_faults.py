@@ -1,12 +1,10 @@
-"""The disk store when processes die, disks fill up and bits flip: right bytes, or a miss."""
+"""The disk store when processes die and bits flip: right bytes, or a miss."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import random
-import resource
 import shutil
 import subprocess
 import sys
@@ -26,18 +24,15 @@ from disk_parts import (
     open_store,
     page_bytes,
     path_of,
-    random_texts,
     segment_files,
     text_of,
     views_of,
     write,
 )
 
-from cachetree.disk import DiskStore
 from cachetree.disk import segment as segments
 from cachetree.disk.record import read_head
-from cachetree.errors import StaleEntry
-from cachetree.ids import ModelId, PageHash, Span
+from cachetree.ids import ModelId, Span
 from cachetree.plan import Kind, Step
 
 PARTS = Path(__file__).with_name("disk_parts.py")
@@ -322,153 +317,3 @@ def test_a_file_that_goes_is_a_miss_and_the_store_goes_on(
         assert num_right(store, A, "abc") == 0
         assert write(store, A, "abc")
         assert num_right(store, A, "abc") == 3
-
-
-def test_too_many_open_files_is_no_damage(tmp_path: Path) -> None:
-    with open_store(tmp_path) as store:
-        assert write(store, A, "abc")
-        ((entry, _),) = store.find(A, path_of("abc"))
-        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        with limited(resource.RLIMIT_NOFILE, 0), pytest.raises(StaleEntry, match="open files"):
-            check(store, entry)
-        assert hard
-        assert num_right(store, A, "abc") == 3
-        assert store.status().counts.num_damaged_entries == 0
-
-
-# Disks that are full.
-
-
-@contextlib.contextmanager
-def limited(what: int, soft: int) -> Iterator[None]:
-    """A limit of this process; Python ignores the signal of one on the size of files."""
-    before, hard = resource.getrlimit(what)
-    resource.setrlimit(what, (soft, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(what, (before, hard))
-
-
-def test_a_write_that_fails_at_any_byte_leaves_nothing_behind(tmp_path: Path) -> None:
-    with open_store(tmp_path) as store:
-        assert write(store, A, "abc")
-        (file,) = segment_files(tmp_path)
-        size = file.stat().st_size
-        for more in range(400):
-            with limited(resource.RLIMIT_FSIZE, size + more):
-                if write(store, A, "abcde"):
-                    break
-            assert file.stat().st_size == size
-            assert num_right(store, A, "abcde") == 3
-            assert store.status().num_bytes == files_bytes(tmp_path)
-            assert store.status().counts.num_failed_writes == more + 1
-        assert 100 < more < 399
-        assert num_right(store, A, "abcde") == 5
-    with open_store(tmp_path) as store:
-        assert num_right(store, A, "abcde") == 5
-        assert store.status().counts.num_torn_tails == 0
-
-
-def test_a_new_file_that_cannot_be_begun_is_tried_again(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with open_store(tmp_path) as store:
-        with limited(resource.RLIMIT_FSIZE, 10), caplog.at_level(logging.INFO):
-            assert not write(store, A, "abc")
-            assert not write(store, A, "abc")
-        assert segment_files(tmp_path) == []
-        assert store.status().num_bytes == files_bytes(tmp_path)
-        with caplog.at_level(logging.INFO):
-            assert write(store, A, "abc")
-        assert [it.message.split(str(tmp_path))[1][:19] for it in caplog.records] == [
-            " cannot be written,",
-            " can be written aga",
-        ]
-        assert num_right(store, A, "abc") == 3
-
-
-def test_a_full_file_system_is_a_miss_and_deletions_still_last(tmp_path: Path) -> None:
-    command = ["unshare", "--user", "--map-root-user", "--mount"]
-    try:
-        subprocess.run([*command, "true"], check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError):
-        pytest.skip("no file system can be mounted here")
-    command += [sys.executable, str(PARTS), "full", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "full\n"
-
-
-# Everything at once, against an oracle.
-
-
-class Oracle:
-    """What may be found: per model, the pages that were written and not removed since."""
-
-    def __init__(self) -> None:
-        self.pages: dict[ModelId, set[PageHash]] = {A: set(), B: set()}
-
-    def most(self, model: ModelId, text: str) -> int:
-        pages = path_of(text)
-        there = self.pages[model]
-        return next((i for i, page in enumerate(pages) if page not in there), len(pages))
-
-
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("num_bytes", [1 << 20, 16 << 10], ids=["roomy", "evicting"])
-def test_random_operations_agree_with_an_oracle_and_keep_the_budget(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, num_bytes: int
-) -> None:
-    real_write = segments._write
-    num_writes = 0
-
-    def write_within_budget(handle: int, parts: Sequence[memoryview], offset: int) -> None:
-        nonlocal num_writes
-        num_writes += 1
-        real_write(handle, parts, offset)
-        assert files_bytes(tmp_path) <= num_bytes
-
-    monkeypatch.setattr(segments, "_write", write_within_budget)
-    rng = random.Random(f"{seed} {num_bytes}")
-    draw = random_texts(rng.randrange(1 << 30))
-    oracle = Oracle()
-    texts = [(A, "a")]
-    store = open_store(tmp_path, num_bytes=num_bytes)
-    is_evicting = num_bytes < 1 << 20
-    for _ in range(400):
-        action = rng.random()
-        model, text = rng.choice(texts[-40:])
-        if action < 0.5:
-            model, text, start, e_layers = draw()
-            texts.append((model, text))
-            assert write(store, model, text, start, e_layers) or is_evicting
-            oracle.pages[model].update(path_of(text))
-        elif action < 0.6:
-            page = path_of(text)[rng.randrange(len(text))]
-            gone = removed_with(store, model, page)
-            assert store.remove(model, page) == bool(gone)
-            oracle.pages[model] -= gone
-        elif action < 0.65:
-            store.close()
-            store = open_store(tmp_path, num_bytes=num_bytes)
-        else:
-            most = oracle.most(model, text)
-            num = num_right(store, model, text)
-            assert num <= most if is_evicting else num == most
-        status = store.status()
-        assert status.num_bytes == files_bytes(tmp_path) <= num_bytes
-        assert status.num_live_bytes <= status.num_bytes
-    counts = store.status().counts
-    assert counts.num_damaged_entries == counts.num_torn_tails == 0
-    assert num_writes > 400
-    store.close()
-
-
-def removed_with(store: DiskStore, model: ModelId, page: PageHash) -> set[PageHash]:
-    """The pages of the entry that has `page`, and of those that stand on it."""
-    found = store.find(model, [page])
-    entries = [entry for entry, _ in found]
-    for entry in entries:
-        entries.extend(entry.children)
-    return {each for entry in entries for each in entry.record.pages}

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 import pytest
-from test_tree import (
+from tree_parts import (
     FAMILY,
     FAR,
     PAGE,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from test_tree import FAMILY, PAGE, A, B, FakeTime, make_tree, num_pages, path, store
+from tree_parts import FAMILY, PAGE, A, B, FakeTime, make_tree, num_pages, path, store
 
 from cachetree.cache import Cache
 from cachetree.clock import Deadline

@@ -2,95 +2,34 @@
 
 from __future__ import annotations
 
-import hashlib
 import threading
-from collections.abc import Collection, Sequence
 
 import pytest
+from tree_parts import (
+    FAMILY,
+    FAR,
+    FARTHER,
+    KV,
+    PAGE,
+    A,
+    B,
+    E,
+    content,
+    far_future,
+    make_tree,
+    num_pages,
+    path,
+    read_kv,
+    store,
+)
 
 from cachetree.clock import Deadline
 from cachetree.entries import Change, Match
 from cachetree.errors import StaleEntry
-from cachetree.family import Family
-from cachetree.ids import LOCAL, Location, ModelId, PageHash, Span
+from cachetree.ids import LOCAL, ModelId, PageHash, Span
 from cachetree.memory import Plain
 from cachetree.staging import pageable
 from cachetree.tree import CacheTree
-
-FAMILY = Family(
-    architecture="LlamaForCausalLM",
-    num_layers=3,
-    hidden_size=4,
-    num_kv_heads=1,
-    head_dim=2,
-    rope="{}",
-    tokenizer="t",
-    kv_dtype="float16",
-    page_size=1,
-)
-KV, E = FAMILY.kv_page_bytes, FAMILY.e_page_bytes
-PAGE = 3 * KV
-"""Bytes of one page without E."""
-A, B = ModelId("a"), ModelId("b")
-FAR, FARTHER = Location("tcp://far:1"), Location("tcp://farther:1")
-
-
-class FakeTime:
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-def path(text: str) -> list[PageHash]:
-    """One page per character; its hash covers the characters before it."""
-    return [
-        PageHash(hashlib.sha256(text[: i + 1].encode()).digest()[:16]) for i in range(len(text))
-    ]
-
-
-def content(model: ModelId, page: PageHash, layer: int, kind: str, size: int) -> bytes:
-    return hashlib.shake_128(f"{model}{layer}{kind}".encode() + page).digest(size)
-
-
-def store(
-    tree: CacheTree, model: ModelId, text: str, start: int = 0, e_layers: Collection[int] = ()
-) -> tuple[PageHash, ...]:
-    """Reserve, fill and commit the pages of `text` from page `start` on."""
-    pages = path(text)
-    parent = pages[start - 1] if start else None
-    reservation = tree.reserve(model, parent, pages[start:], e_layers)
-    assert reservation is not None
-    with reservation:
-        for layer in range(FAMILY.num_layers if reservation.pages else 0):
-            parts = [content(model, page, layer, "kv", KV) for page in reservation.pages]
-            reservation.kv(layer)[:] = b"".join(parts)
-        for layer in e_layers if reservation.pages else ():
-            parts = [content(model, page, layer, "e", E) for page in reservation.pages]
-            reservation.e(layer)[:] = b"".join(parts)
-        reservation.commit()
-    return reservation.pages
-
-
-def num_pages(tree: CacheTree, model: ModelId, text: str, location: Location = LOCAL) -> int:
-    found = [m for m in tree.match(path(text)) if (m.model, m.location) == (model, location)]
-    return found[0].num_pages if found else 0
-
-
-def read_kv(tree: CacheTree, model: ModelId, pages: Sequence[PageHash], layer: int) -> bytes:
-    lease = tree.lease(model, pages, "test", Deadline.after(60))
-    assert lease is not None
-    with lease:
-        return b"".join(lease.kv(layer))
-
-
-def make_tree(num_pages: int = 100, clock: FakeTime | None = None) -> CacheTree:
-    return CacheTree(FAMILY, host_bytes=num_pages * PAGE, clock=clock or FakeTime())
-
-
-def far_future() -> Deadline:
-    return Deadline(1e9)
 
 
 def test_match_reports_the_longest_prefix_per_model_and_location() -> None:
@@ -224,35 +163,6 @@ def test_a_split_keeps_every_byte_and_copies_none() -> None:
         after.e(1)
 
 
-def test_a_lease_reads_any_run_of_pages() -> None:
-    tree = make_tree()
-    store(tree, A, "abc")
-    store(tree, A, "abcde", start=3)
-    pages = path("abcde")[1:5]
-    lease = tree.lease(A, pages, "test", far_future())
-    assert lease is not None
-    assert lease.num_pages == 4
-    assert [len(view) for view in lease.kv(0)] == [2 * KV, 2 * KV]
-    assert b"".join(lease.kv(2, Span(1, 3))) == b"".join(
-        content(A, page, 2, "kv", KV) for page in pages[1:3]
-    )
-    with pytest.raises(ValueError, match="exceeds"):
-        lease.kv(0, Span(0, 5))
-
-
-def test_a_lease_of_pages_that_are_gone_is_none() -> None:
-    tree = make_tree()
-    store(tree, A, "abc")
-    store(tree, B, "abcd")
-    assert tree.lease(A, path("abcd"), "test", far_future()) is None
-    assert tree.lease(A, path("abx"), "test", far_future()) is None
-    assert tree.lease(A, path("x"), "test", far_future()) is None
-    # Consecutive means consecutive.
-    assert tree.lease(A, [path("abc")[0], path("abc")[2]], "test", far_future()) is None
-    tree.add_remote(FAR, A, path("z")[0], path("zz")[1:], [])
-    assert tree.lease(A, path("z"), "test", far_future()) is None
-
-
 def test_eviction_takes_the_least_recently_used_leaf_first() -> None:
     tree = make_tree(6)
     store(tree, A, "ab")
@@ -319,86 +229,6 @@ def test_bytes_come_back_when_the_last_page_of_an_allocation_goes() -> None:
     store(tree, A, "z")  # c, d alone would free nothing, so a, b go too
     assert num_pages(tree, A, "abcd") == 0
     assert tree.num_bytes == PAGE
-
-
-def test_what_cannot_fit_evicts_nothing() -> None:
-    tree = make_tree(4)
-    store(tree, A, "ab")
-    store(tree, A, "x")
-    assert tree.reserve(A, None, path("vwxyz"), []) is None
-    lease = tree.lease(A, path("ab"), "test", far_future())
-    assert lease is not None
-    assert tree.reserve(A, None, path("uvw"), []) is None
-    assert num_pages(tree, A, "x") == 1
-    # Pages that would hang below evictable ones need those to stay.
-    lease.release()
-    assert tree.reserve(A, path("ab")[1], path("abcde")[2:], []) is None
-    assert num_pages(tree, A, "ab") == 2
-
-
-def test_a_leased_page_and_all_before_it_stay() -> None:
-    tree = make_tree(4)
-    store(tree, A, "ab")
-    store(tree, A, "abcd", start=2)
-    lease = tree.lease(A, path("abc")[2:], "test", far_future())
-    assert lease is not None
-    assert tree.reserve(A, None, path("z"), []) is None
-    tree.clear()
-    assert num_pages(tree, A, "abcd") == 4
-    lease.release()
-    with pytest.raises(StaleEntry):
-        lease.kv(0)
-    store(tree, A, "z")
-    assert num_pages(tree, A, "abcd") == 2
-
-
-def test_a_lease_on_the_head_of_a_split_node_frees_the_tail() -> None:
-    tree = make_tree()
-    store(tree, A, "abcd")
-    assert tree.lease(A, path("ab"), "test", far_future()) is not None
-    store(tree, B, "ab")
-    tree.clear()
-    assert num_pages(tree, A, "abcd") == 2
-    assert num_pages(tree, B, "ab") == 0
-
-
-def test_a_lease_on_the_tail_of_a_split_node_keeps_the_head() -> None:
-    tree = make_tree()
-    store(tree, A, "abcd")
-    assert tree.lease(A, path("abcd")[2:], "test", far_future()) is not None
-    store(tree, B, "ab")
-    tree.clear()
-    assert num_pages(tree, A, "abcd") == 4
-
-
-def test_leases_end_at_their_deadline() -> None:
-    clock = FakeTime()
-    tree = make_tree(2, clock)
-    store(tree, A, "ab")
-    lease = tree.lease(A, path("ab"), "slow reader", Deadline.after(5, clock))
-    assert lease is not None
-    clock.now_s = 4.9
-    assert tree.reserve(A, None, path("z"), []) is None
-    clock.now_s = 5.0
-    view = lease.kv(0)[0]
-    held = bytes(view)
-    store(tree, A, "z")
-    with pytest.raises(StaleEntry, match="slow reader"):
-        lease.kv(0)
-    assert bytes(view) == held  # a view taken before is never overwritten
-
-
-def test_an_open_reservation_keeps_its_parent() -> None:
-    tree = make_tree()
-    store(tree, A, "ab")
-    reservation = tree.reserve(A, path("ab")[1], path("abc")[2:], [])
-    assert reservation is not None
-    tree.clear()
-    assert num_pages(tree, A, "ab") == 2
-    reservation.commit()
-    assert num_pages(tree, A, "abc") == 3
-    tree.clear()
-    assert (tree.num_bytes, tree.num_pages) == (0, 0)
 
 
 def test_remote_entries_hold_no_bytes_and_go_as_they_came() -> None:
@@ -514,6 +344,6 @@ def test_how_far_a_location_reaches_is_no_use() -> None:
     tree = CacheTree(FAMILY, host_bytes=100 * PAGE)
     store(tree, A, "abcde")
     tree.add_remote(FAR, B, None, path("abc"), [])
-    for text, num_pages in (("abc", 3), ("abcde", 3), ("ab", 2), ("axc", 1), ("x", 0), ("", 0)):
-        assert tree.reach(FAR, B, path(text)) == num_pages
+    for text, reach in (("abc", 3), ("abcde", 3), ("ab", 2), ("axc", 1), ("x", 0), ("", 0)):
+        assert tree.reach(FAR, B, path(text)) == reach
     assert tree.reach(FAR, A, path("abc")) == tree.reach(FARTHER, B, path("abc")) == 0

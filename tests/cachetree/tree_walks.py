@@ -10,8 +10,8 @@ import random
 import time
 
 import msgspec
-from test_tree import FAMILY, PAGE
 from tree_oracle import ALPHABETS, E_CHOICES, LOCATIONS, NAMES, Mirror, path
+from tree_parts import FAMILY, PAGE
 
 from cachetree.eviction import POLICIES, Retention
 

@@ -1,0 +1,100 @@
+"""The disk store when room or descriptors run out: nothing half written, and a miss."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from disk_parts import (
+    A,
+    check,
+    files_bytes,
+    num_right,
+    open_store,
+    path_of,
+    segment_files,
+    write,
+)
+
+from cachetree.errors import StaleEntry
+
+PARTS = Path(__file__).with_name("disk_parts.py")
+
+
+@contextlib.contextmanager
+def limited(what: int, soft: int) -> Iterator[None]:
+    """A limit of this process; Python ignores the signal of one on the size of files."""
+    before, hard = resource.getrlimit(what)
+    resource.setrlimit(what, (soft, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(what, (before, hard))
+
+
+def test_a_write_that_fails_at_any_byte_leaves_nothing_behind(tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        assert write(store, A, "abc")
+        (file,) = segment_files(tmp_path)
+        size = file.stat().st_size
+        for more in range(400):
+            with limited(resource.RLIMIT_FSIZE, size + more):
+                if write(store, A, "abcde"):
+                    break
+            assert file.stat().st_size == size
+            assert num_right(store, A, "abcde") == 3
+            assert store.status().num_bytes == files_bytes(tmp_path)
+            assert store.status().counts.num_failed_writes == more + 1
+        assert 100 < more < 399
+        assert num_right(store, A, "abcde") == 5
+    with open_store(tmp_path) as store:
+        assert num_right(store, A, "abcde") == 5
+        assert store.status().counts.num_torn_tails == 0
+
+
+def test_a_new_file_that_cannot_be_begun_is_tried_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with open_store(tmp_path) as store:
+        with limited(resource.RLIMIT_FSIZE, 10), caplog.at_level(logging.INFO):
+            assert not write(store, A, "abc")
+            assert not write(store, A, "abc")
+        assert segment_files(tmp_path) == []
+        assert store.status().num_bytes == files_bytes(tmp_path)
+        with caplog.at_level(logging.INFO):
+            assert write(store, A, "abc")
+        assert [it.message.split(str(tmp_path))[1][:19] for it in caplog.records] == [
+            " cannot be written,",
+            " can be written aga",
+        ]
+        assert num_right(store, A, "abc") == 3
+
+
+def test_a_full_file_system_is_a_miss_and_deletions_still_last(tmp_path: Path) -> None:
+    command = ["unshare", "--user", "--map-root-user", "--mount"]
+    try:
+        subprocess.run([*command, "true"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("no file system can be mounted here")
+    command += [sys.executable, str(PARTS), "full", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "full\n"
+
+
+def test_too_many_open_files_is_no_damage(tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        assert write(store, A, "abc")
+        ((entry, _),) = store.find(A, path_of("abc"))
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        with limited(resource.RLIMIT_NOFILE, 0), pytest.raises(StaleEntry, match="open files"):
+            check(store, entry)
+        assert hard
+        assert num_right(store, A, "abc") == 3
+        assert store.status().counts.num_damaged_entries == 0

@@ -1,0 +1,96 @@
+"""The disk store at random beside an oracle: what is there, and how many bytes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from disk_parts import (
+    A,
+    B,
+    files_bytes,
+    num_right,
+    open_store,
+    path_of,
+    random_texts,
+    write,
+)
+
+from cachetree.disk import DiskStore
+from cachetree.disk import segment as segments
+from cachetree.ids import ModelId, PageHash
+
+# Everything at once, against an oracle.
+
+
+class Oracle:
+    """What may be found: per model, the pages that were written and not removed since."""
+
+    def __init__(self) -> None:
+        self.pages: dict[ModelId, set[PageHash]] = {A: set(), B: set()}
+
+    def most(self, model: ModelId, text: str) -> int:
+        pages = path_of(text)
+        there = self.pages[model]
+        return next((i for i, page in enumerate(pages) if page not in there), len(pages))
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("num_bytes", [1 << 20, 16 << 10], ids=["roomy", "evicting"])
+def test_random_operations_agree_with_an_oracle_and_keep_the_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, num_bytes: int
+) -> None:
+    real_write = segments._write
+    num_writes = 0
+
+    def write_within_budget(handle: int, parts: Sequence[memoryview], offset: int) -> None:
+        nonlocal num_writes
+        num_writes += 1
+        real_write(handle, parts, offset)
+        assert files_bytes(tmp_path) <= num_bytes
+
+    monkeypatch.setattr(segments, "_write", write_within_budget)
+    rng = random.Random(f"{seed} {num_bytes}")
+    draw = random_texts(rng.randrange(1 << 30))
+    oracle = Oracle()
+    texts = [(A, "a")]
+    store = open_store(tmp_path, num_bytes=num_bytes)
+    is_evicting = num_bytes < 1 << 20
+    for _ in range(400):
+        action = rng.random()
+        model, text = rng.choice(texts[-40:])
+        if action < 0.5:
+            model, text, start, e_layers = draw()
+            texts.append((model, text))
+            assert write(store, model, text, start, e_layers) or is_evicting
+            oracle.pages[model].update(path_of(text))
+        elif action < 0.6:
+            page = path_of(text)[rng.randrange(len(text))]
+            gone = removed_with(store, model, page)
+            assert store.remove(model, page) == bool(gone)
+            oracle.pages[model] -= gone
+        elif action < 0.65:
+            store.close()
+            store = open_store(tmp_path, num_bytes=num_bytes)
+        else:
+            most = oracle.most(model, text)
+            num = num_right(store, model, text)
+            assert num <= most if is_evicting else num == most
+        status = store.status()
+        assert status.num_bytes == files_bytes(tmp_path) <= num_bytes
+        assert status.num_live_bytes <= status.num_bytes
+    counts = store.status().counts
+    assert counts.num_damaged_entries == counts.num_torn_tails == 0
+    assert num_writes > 400
+    store.close()
+
+
+def removed_with(store: DiskStore, model: ModelId, page: PageHash) -> set[PageHash]:
+    """The pages of the entry that has `page`, and of those that stand on it."""
+    found = store.find(model, [page])
+    entries = [entry for entry, _ in found]
+    for entry in entries:
+        entries.extend(entry.children)
+    return {each for entry in entries for each in entry.record.pages}

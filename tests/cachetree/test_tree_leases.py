@@ -1,0 +1,131 @@
+"""What leases and open reservations keep in the tree, and for how long."""
+
+from __future__ import annotations
+
+import pytest
+from tree_parts import (
+    FAR,
+    KV,
+    A,
+    B,
+    FakeTime,
+    content,
+    far_future,
+    make_tree,
+    num_pages,
+    path,
+    store,
+)
+
+from cachetree.clock import Deadline
+from cachetree.errors import StaleEntry
+from cachetree.ids import Span
+
+
+def test_a_lease_reads_any_run_of_pages() -> None:
+    tree = make_tree()
+    store(tree, A, "abc")
+    store(tree, A, "abcde", start=3)
+    pages = path("abcde")[1:5]
+    lease = tree.lease(A, pages, "test", far_future())
+    assert lease is not None
+    assert lease.num_pages == 4
+    assert [len(view) for view in lease.kv(0)] == [2 * KV, 2 * KV]
+    assert b"".join(lease.kv(2, Span(1, 3))) == b"".join(
+        content(A, page, 2, "kv", KV) for page in pages[1:3]
+    )
+    with pytest.raises(ValueError, match="exceeds"):
+        lease.kv(0, Span(0, 5))
+
+
+def test_a_lease_of_pages_that_are_gone_is_none() -> None:
+    tree = make_tree()
+    store(tree, A, "abc")
+    store(tree, B, "abcd")
+    assert tree.lease(A, path("abcd"), "test", far_future()) is None
+    assert tree.lease(A, path("abx"), "test", far_future()) is None
+    assert tree.lease(A, path("x"), "test", far_future()) is None
+    # Consecutive means consecutive.
+    assert tree.lease(A, [path("abc")[0], path("abc")[2]], "test", far_future()) is None
+    tree.add_remote(FAR, A, path("z")[0], path("zz")[1:], [])
+    assert tree.lease(A, path("z"), "test", far_future()) is None
+
+
+def test_what_cannot_fit_evicts_nothing() -> None:
+    tree = make_tree(4)
+    store(tree, A, "ab")
+    store(tree, A, "x")
+    assert tree.reserve(A, None, path("vwxyz"), []) is None
+    lease = tree.lease(A, path("ab"), "test", far_future())
+    assert lease is not None
+    assert tree.reserve(A, None, path("uvw"), []) is None
+    assert num_pages(tree, A, "x") == 1
+    # Pages that would hang below evictable ones need those to stay.
+    lease.release()
+    assert tree.reserve(A, path("ab")[1], path("abcde")[2:], []) is None
+    assert num_pages(tree, A, "ab") == 2
+
+
+def test_a_leased_page_and_all_before_it_stay() -> None:
+    tree = make_tree(4)
+    store(tree, A, "ab")
+    store(tree, A, "abcd", start=2)
+    lease = tree.lease(A, path("abc")[2:], "test", far_future())
+    assert lease is not None
+    assert tree.reserve(A, None, path("z"), []) is None
+    tree.clear()
+    assert num_pages(tree, A, "abcd") == 4
+    lease.release()
+    with pytest.raises(StaleEntry):
+        lease.kv(0)
+    store(tree, A, "z")
+    assert num_pages(tree, A, "abcd") == 2
+
+
+def test_a_lease_on_the_head_of_a_split_node_frees_the_tail() -> None:
+    tree = make_tree()
+    store(tree, A, "abcd")
+    assert tree.lease(A, path("ab"), "test", far_future()) is not None
+    store(tree, B, "ab")
+    tree.clear()
+    assert num_pages(tree, A, "abcd") == 2
+    assert num_pages(tree, B, "ab") == 0
+
+
+def test_a_lease_on_the_tail_of_a_split_node_keeps_the_head() -> None:
+    tree = make_tree()
+    store(tree, A, "abcd")
+    assert tree.lease(A, path("abcd")[2:], "test", far_future()) is not None
+    store(tree, B, "ab")
+    tree.clear()
+    assert num_pages(tree, A, "abcd") == 4
+
+
+def test_leases_end_at_their_deadline() -> None:
+    clock = FakeTime()
+    tree = make_tree(2, clock)
+    store(tree, A, "ab")
+    lease = tree.lease(A, path("ab"), "slow reader", Deadline.after(5, clock))
+    assert lease is not None
+    clock.now_s = 4.9
+    assert tree.reserve(A, None, path("z"), []) is None
+    clock.now_s = 5.0
+    view = lease.kv(0)[0]
+    held = bytes(view)
+    store(tree, A, "z")
+    with pytest.raises(StaleEntry, match="slow reader"):
+        lease.kv(0)
+    assert bytes(view) == held  # a view taken before is never overwritten
+
+
+def test_an_open_reservation_keeps_its_parent() -> None:
+    tree = make_tree()
+    store(tree, A, "ab")
+    reservation = tree.reserve(A, path("ab")[1], path("abc")[2:], [])
+    assert reservation is not None
+    tree.clear()
+    assert num_pages(tree, A, "ab") == 2
+    reservation.commit()
+    assert num_pages(tree, A, "abc") == 3
+    tree.clear()
+    assert (tree.num_bytes, tree.num_pages) == (0, 0)

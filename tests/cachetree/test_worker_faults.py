@@ -1,0 +1,239 @@
+"""What a peer may do wrong, and what it costs a worker: one fetch, never its thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import msgspec
+import pytest
+import zmq
+from transport_parts import (
+    MODEL,
+    ONCE,
+    PAGE_BYTES,
+    STEPS,
+    Nowhere,
+    check_content,
+    data_connection,
+    eventually,
+    new_staging,
+    new_tree,
+    pages_of,
+    peer_of,
+    wait_all,
+    worker_of,
+)
+
+from cachetree import (
+    FetchError,
+    Location,
+    Peer,
+)
+from cachetree.transport import wire
+from cachetree.transport.channel import Channel
+
+PAGES = pages_of(16)
+SIZE = 16 * PAGE_BYTES
+
+
+@pytest.fixture
+def raw() -> Iterator[Callable[[Location], zmq.Socket[bytes]]]:
+    """Plain DEALER sockets, for peers that misbehave."""
+    context = zmq.Context()
+    sockets: list[zmq.Socket[bytes]] = []
+
+    def connect(address: Location) -> zmq.Socket[bytes]:
+        sockets.append(context.socket(zmq.DEALER))
+        sockets[-1].connect(address)
+        return sockets[-1]
+
+    yield connect
+    context.destroy(linger=0)
+
+
+def ask(socket: zmq.Socket[bytes], message: wire.ToWorker | bytes) -> wire.ToPeer:
+    socket.send(message if isinstance(message, bytes) else wire.encode(message))
+    assert socket.poll(5000), f"no answer to {message!r}"
+    return wire.decode_to_peer(memoryview(socket.recv()))
+
+
+def greet(socket: zmq.Socket[bytes]) -> Channel:
+    """The data connection; keep it as long as the session is to last."""
+    return data_connection(ask(socket, wire.hello(new_tree().family, "", 0)))
+
+
+def a_fetch(**changed: object) -> wire.Fetch:
+    sound = wire.Fetch(
+        id=1,
+        model=MODEL,
+        pages=wire.join_pages(PAGES),
+        steps=tuple((step.kind.value, step.layer) for step in STEPS),
+        frame_bytes=1 << 20,
+        window_bytes=4 << 20,
+        timeout_ms=5000,
+    )
+    return msgspec.structs.replace(sound, **changed)
+
+
+def test_a_worker_survives_noise_and_keeps_serving(
+    raw: Callable[[Location], zmq.Socket[bytes]],
+) -> None:
+    with worker_of(new_tree(PAGES)) as worker, peer_of(worker.address, new_tree()) as peer:
+        stranger = raw(worker.address)
+        for noise in (b"", b"\xc1", b"\x80", msgspec.msgpack.encode({"type": "teleport"})):
+            assert isinstance(ask(stranger, wire.seal(noise)), wire.Bye)
+        assert isinstance(ask(stranger, b"noise without a checksum"), wire.Bye)
+        stranger.send_multipart([wire.encode(wire.Ping()), b"more"])
+        assert stranger.poll(5000)
+        assert "more than one frame" in stranger.recv().decode(errors="replace")
+        assert isinstance(ask(stranger, wire.Ping()), wire.Bye), "no session, no service"
+        oversize = raw(worker.address)
+        oversize.send(bytes(wire.MAX_HEADER_BYTES + 1))
+        assert not oversize.poll(200), "it was read, although the socket should have dropped it"
+        assert worker.status().num_protocol_errors == 6
+        staging = new_staging(16)
+        peer.fetch(MODEL, PAGES, staging)
+        wait_all(staging)
+        check_content(staging, PAGES)
+        assert peer.status.num_losses == 0
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"pages": b"short"},
+        {"pages": b""},
+        {"steps": ()},
+        {"steps": (("kv", 99),)},
+        {"steps": (("kv", 1), ("kv", 1))},
+        {"frame_bytes": 1},
+        {"window_bytes": -1},
+        {"first_step": 4},
+        {"first_step": -1},
+        {"first_offset": SIZE},
+        {"first_offset": -1},
+        {"id": 0},
+    ],
+)
+def test_a_fetch_that_makes_no_sense_is_answered(
+    changed: dict[str, object], raw: Callable[[Location], zmq.Socket[bytes]]
+) -> None:
+    source = new_tree(PAGES)
+    with worker_of(source) as worker:
+        socket = raw(worker.address)
+        _channel = greet(socket)
+        answer = ask(socket, a_fetch(**changed))
+        assert isinstance(answer, wire.FetchFailed)
+        assert answer.error == "protocol"
+        source.clear()
+        assert source.num_pages == 0, "the refused fetch kept its lease"
+
+
+def test_credit_for_what_was_not_sent_ends_the_stream(
+    raw: Callable[[Location], zmq.Socket[bytes]],
+) -> None:
+    with worker_of(new_tree(PAGES), max_bytes_per_s=1e5) as worker:
+        socket = raw(worker.address)
+        _channel = greet(socket)
+        socket.send(wire.encode(a_fetch()))
+        socket.send(wire.encode(wire.Credit(id=1, num_bytes=1 << 30)))
+        eventually(lambda: worker.status().num_protocol_errors == 1)
+        eventually(lambda: worker.status().num_streams == 0)
+
+
+def test_a_fetch_that_comes_twice_holds_nothing(
+    raw: Callable[[Location], zmq.Socket[bytes]],
+) -> None:
+    source = new_tree(PAGES)
+    with worker_of(source, max_bytes_per_s=1e5) as worker:
+        socket = raw(worker.address)
+        _channel = greet(socket)
+        for _ in range(2):
+            socket.send(wire.encode(a_fetch(timeout_ms=60_000)))
+        eventually(lambda: worker.status().num_protocol_errors == 1)
+        eventually(lambda: worker.status().num_streams == 0)
+
+
+def test_a_credit_that_is_late_or_comes_twice_does_no_harm(
+    raw: Callable[[Location], zmq.Socket[bytes]],
+) -> None:
+    with worker_of(new_tree(PAGES), frame_bytes=4096, window_bytes=8192) as worker:
+        socket = raw(worker.address)
+        _channel = greet(socket)
+        socket.send(wire.encode(a_fetch()))
+        eventually(lambda: worker.in_flight_bytes() == [8192])
+        for num_bytes in (4096, 4096, 1, 8192, 4096):
+            socket.send(wire.encode(wire.Credit(id=1, num_bytes=num_bytes)))
+        eventually(lambda: worker.status().num_sent_bytes == 2 * 8192)
+        assert isinstance(ask(socket, wire.Ping(last_id=1)), wire.Pong)
+        assert worker.in_flight_bytes() == [8192]
+        assert worker.status().num_protocol_errors == 0
+
+
+def test_a_worker_keeps_the_deadline_by_itself(
+    raw: Callable[[Location], zmq.Socket[bytes]],
+) -> None:
+    """This peer neither cancels nor credits."""
+    with worker_of(new_tree(PAGES), frame_bytes=4096, window_bytes=8192) as worker:
+        socket = raw(worker.address)
+        channel = greet(socket)
+        socket.send(wire.encode(a_fetch(timeout_ms=100)))
+        assert socket.poll(5000)
+        failure = wire.decode_to_peer(memoryview(socket.recv()))
+        assert isinstance(failure, wire.FetchFailed)
+        assert failure.error == "deadline"
+        came = Nowhere()
+        eventually(lambda: list(channel.receive(came)) or len(came.frames) == 2)
+
+
+def test_too_many_fetches_and_peers_are_turned_away(
+    raw: Callable[[Location], zmq.Socket[bytes]],
+) -> None:
+    with worker_of(new_tree(PAGES), max_bytes_per_s=1e5, max_streams=1, max_peers=1) as worker:
+        with peer_of(worker.address, new_tree()) as peer:
+            first, second = new_staging(16), new_staging(16)
+            peer.fetch(MODEL, PAGES, first)
+            peer.fetch(MODEL, PAGES, second)
+            with pytest.raises(FetchError, match="already serves 1 fetches"):
+                wait_all(second)
+            bye = ask(raw(worker.address), wire.hello(new_tree().family, "", 0))
+            assert isinstance(bye, wire.Bye)
+            assert "already serves 1 peers" in bye.reason
+        eventually(lambda: worker.status().num_peers == 0)
+
+
+def test_a_receiver_that_vanishes_or_stalls_frees_its_lease(
+    raw: Callable[[Location], zmq.Socket[bytes]],
+) -> None:
+    source = new_tree(PAGES)
+    with worker_of(source, frame_bytes=4096, window_bytes=8192, silence_s=1.0) as worker:
+        vanishing, stalling = raw(worker.address), raw(worker.address)
+        _channels = [greet(socket) for socket in (vanishing, stalling)]
+        for socket in (vanishing, stalling):
+            socket.send(wire.encode(a_fetch()))
+        eventually(lambda: worker.status().num_streams == 2)
+        vanishing.close(linger=0)
+        eventually(lambda: worker.status().num_streams == 1, 0.8)
+        eventually(lambda: worker.status().num_streams == 0)
+
+        def is_free() -> bool:
+            source.clear()
+            return source.num_pages == 0
+
+        eventually(is_free)
+
+
+def test_a_worker_that_closes_in_mid_stream_frees_its_leases() -> None:
+    source = new_tree(PAGES)
+    with worker_of(source, max_bytes_per_s=1e4) as worker:
+        peer = Peer(new_tree(), worker.address, ONCE)
+        assert peer.wait_ready(5)
+        staging = new_staging(16)
+        peer.fetch(MODEL, PAGES, staging)
+        eventually(lambda: worker.status().num_streams == 1)
+        worker.close()
+        with pytest.raises(FetchError, match="clos"):
+            wait_all(staging)
+        peer.close()
+    source.clear()
+    assert source.num_pages == 0

@@ -1,0 +1,86 @@
+"""A small tree whose pages are letters, for the tests of it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Sequence
+
+from cachetree.clock import Deadline
+from cachetree.family import Family
+from cachetree.ids import LOCAL, Location, ModelId, PageHash
+from cachetree.tree import CacheTree
+
+FAMILY = Family(
+    architecture="LlamaForCausalLM",
+    num_layers=3,
+    hidden_size=4,
+    num_kv_heads=1,
+    head_dim=2,
+    rope="{}",
+    tokenizer="t",
+    kv_dtype="float16",
+    page_size=1,
+)
+KV, E = FAMILY.kv_page_bytes, FAMILY.e_page_bytes
+PAGE = 3 * KV
+"""Bytes of one page without E."""
+A, B = ModelId("a"), ModelId("b")
+FAR, FARTHER = Location("tcp://far:1"), Location("tcp://farther:1")
+
+
+class FakeTime:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def path(text: str) -> list[PageHash]:
+    """One page per character; its hash covers the characters before it."""
+    return [
+        PageHash(hashlib.sha256(text[: i + 1].encode()).digest()[:16]) for i in range(len(text))
+    ]
+
+
+def content(model: ModelId, page: PageHash, layer: int, kind: str, size: int) -> bytes:
+    return hashlib.shake_128(f"{model}{layer}{kind}".encode() + page).digest(size)
+
+
+def store(
+    tree: CacheTree, model: ModelId, text: str, start: int = 0, e_layers: Collection[int] = ()
+) -> tuple[PageHash, ...]:
+    """Reserve, fill and commit the pages of `text` from page `start` on."""
+    pages = path(text)
+    parent = pages[start - 1] if start else None
+    reservation = tree.reserve(model, parent, pages[start:], e_layers)
+    assert reservation is not None
+    with reservation:
+        for layer in range(FAMILY.num_layers if reservation.pages else 0):
+            parts = [content(model, page, layer, "kv", KV) for page in reservation.pages]
+            reservation.kv(layer)[:] = b"".join(parts)
+        for layer in e_layers if reservation.pages else ():
+            parts = [content(model, page, layer, "e", E) for page in reservation.pages]
+            reservation.e(layer)[:] = b"".join(parts)
+        reservation.commit()
+    return reservation.pages
+
+
+def num_pages(tree: CacheTree, model: ModelId, text: str, location: Location = LOCAL) -> int:
+    found = [m for m in tree.match(path(text)) if (m.model, m.location) == (model, location)]
+    return found[0].num_pages if found else 0
+
+
+def read_kv(tree: CacheTree, model: ModelId, pages: Sequence[PageHash], layer: int) -> bytes:
+    lease = tree.lease(model, pages, "test", Deadline.after(60))
+    assert lease is not None
+    with lease:
+        return b"".join(lease.kv(layer))
+
+
+def make_tree(num_pages: int = 100, clock: FakeTime | None = None) -> CacheTree:
+    return CacheTree(FAMILY, host_bytes=num_pages * PAGE, clock=clock or FakeTime())
+
+
+def far_future() -> Deadline:
+    return Deadline(1e9)
