@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
+from cachetree.errors import ConfigError
 from cachetree.identity import adapter_tensors, applying
 from cachetree.safetensors_files import layer_of
 
@@ -24,6 +26,8 @@ class Adapter(msgspec.Struct, frozen=True, kw_only=True):
     """Digest of how the tensors are scaled and applied."""
     layers: Mapping[int, str]
     """Digest of all bytes that belong to a layer, for each layer that it touches."""
+    invocation: tuple[int, ...] = ()
+    """Tokens from whose last occurrence on an activated LoRA acts; others act from the start."""
 
     def first_difference(self, other: Adapter | None) -> int:
         """First layer at which this adapter and another one, or none, make two models of the base.
@@ -44,6 +48,7 @@ class Adapter(msgspec.Struct, frozen=True, kw_only=True):
 def read_adapter(path: Path, num_layers: int) -> Adapter:
     """Read the PEFT folder `path`, every byte of it; raises ConfigError as `first_difference` of
     `cachetree.identity` does."""
+    stated = applying(path)
     digests: dict[int, hashlib._Hash] = {}
     for name, tensor in sorted(adapter_tensors(path).items()):
         layer = min(layer_of(name, num_layers), num_layers)
@@ -55,6 +60,17 @@ def read_adapter(path: Path, num_layers: int) -> Adapter:
             digest.update(tensor.read(file, 0, tensor.num_bytes))
     return Adapter(
         num_layers=num_layers,
-        applied=hashlib.sha256(msgspec.json.encode(applying(path), order="sorted")).hexdigest(),
+        applied=hashlib.sha256(msgspec.json.encode(stated, order="sorted")).hexdigest(),
         layers={layer: digest.hexdigest() for layer, digest in digests.items()},
+        invocation=_invocation(stated, path),
     )
+
+
+def _invocation(stated: Mapping[str, Any], path: Path) -> tuple[int, ...]:
+    tokens = stated.get("alora_invocation_tokens", [])
+    if not isinstance(tokens, list) or not all(type(it) is int and it >= 0 for it in tokens):
+        raise ConfigError(
+            f"{path / 'adapter_config.json'} has alora_invocation_tokens = {tokens!r}; a list of "
+            "token ids is needed"
+        )
+    return tuple(tokens)

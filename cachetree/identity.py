@@ -84,6 +84,7 @@ _TOKENIZER_SETTINGS = (
     "legacy",
 )
 _ADAPTER_KEYS = (
+    "alora_invocation_tokens",
     "alpha_pattern",
     "bias",
     "fan_in_fan_out",

@@ -9,11 +9,12 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections.abc import Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from cachetree.ids import ModelId, PageHash
+from cachetree.ids import Location, ModelId, PageHash
 from sglang_droidspeak.pool import pool_of
+from sglang_droidspeak.prefixes import namespace_of
 
 if TYPE_CHECKING:
     from cachetree.tree import CacheTree
@@ -34,8 +35,12 @@ class Leader:
     req: Req
     model: ModelId
     pages: Sequence[PageHash]
+    place: Location = field(init=False)
     started_s: float | None = None
     """When it was first seen to have left the queue."""
+
+    def __post_init__(self) -> None:
+        self.place = pool_of(namespace_of(self.req))
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +53,10 @@ class Following:
 class Leaders:
     """Scheduler thread only."""
 
-    def __init__(self, tree: CacheTree, planner: Planner, models: Models, meter: Meter) -> None:
+    def __init__(
+        self, tree: CacheTree, planner: Planner, models: Models, meter: Meter, page_size: int
+    ) -> None:
+        self._page_size: Final = page_size
         self._tree: Final = tree
         self._planner: Final = planner
         self._models: Final = models
@@ -59,28 +67,28 @@ class Leaders:
         self, req: Req, pages: Sequence[PageHash], planned: Planned | str
     ) -> Following | None:
         """Whom to wait for rather than do as planned; else this request may lead from now on."""
-        model = self._models.of(req.lora_id)
-        if len(self._models) == 1 or model is None or not pages:
+        part = self._models.part_of(req)
+        if len(self._models) == 1 or part is None or not pages:
             return None
+        pages = part.of(pages, self._page_size)
         num_planned = 0 if isinstance(planned, str) else planned.plan.pages.stop
         following = [Following(it, _num_common(it.pages, pages)) for it in self._others(req)]
         for it in sorted(following, key=lambda it: -it.num_pages):
             leader, shared = it.leader, pages[: it.num_pages]
             if it.num_pages <= num_planned:
                 break
-            place = pool_of(leader.req.lora_id)
-            if self._planner.would_reuse(req, shared, leader.model, place):
+            if self._planner.would_reuse(req, shared, leader.model, leader.place):
                 return it
         if isinstance(planned, str):
-            self._leaders[req.rid] = Leader(req, model, pages)
+            self._leaders[req.rid] = Leader(req, part.model, pages)
         return None
 
     def is_over(self, following: Following, waiting: Container[str]) -> bool:
         """Whether the pages are there, or are no longer worth waiting for."""
         leader = following.leader
-        place = pool_of(leader.req.lora_id)
         wanted = leader.pages[: following.num_pages]
-        if leader.req.finished() or self._tree.reach(place, leader.model, wanted) == len(wanted):
+        reach = self._tree.reach(leader.place, leader.model, wanted)
+        if leader.req.finished() or reach == len(wanted):
             return True
         if leader.req.rid in waiting:
             return False
@@ -93,11 +101,11 @@ class Leaders:
     def _others(self, req: Req) -> list[Leader]:
         """Those of other adapters that are not done."""
         for rid, leader in list(self._leaders.items()):
-            place = pool_of(leader.req.lora_id)
-            is_there = self._tree.reach(place, leader.model, leader.pages) == len(leader.pages)
-            if is_there or leader.req.finished():
+            reach = self._tree.reach(leader.place, leader.model, leader.pages)
+            if reach == len(leader.pages) or leader.req.finished():
                 del self._leaders[rid]
-        return [it for it in self._leaders.values() if it.req.lora_id != req.lora_id]
+        mine = pool_of(namespace_of(req))
+        return [it for it in self._leaders.values() if it.place != mine]
 
     def _patience_s(self, leader: Leader) -> float:
         prefill_s = self._meter.full_prefill_s(len(leader.req.full_untruncated_fill_ids))

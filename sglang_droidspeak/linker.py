@@ -22,6 +22,7 @@ from cachetree.family import Family
 from cachetree.staging import pageable
 from cachetree.tier import MakeTier
 from sglang_droidspeak import compat, meta_info
+from sglang_droidspeak.activated import Activated
 from sglang_droidspeak.capture import Provenance, attachment_of
 from sglang_droidspeak.compat import HookType
 from sglang_droidspeak.compat.hashing import ensure_page_hashes
@@ -44,7 +45,7 @@ from sglang_droidspeak.metrics import CacheMetrics, Metrics
 from sglang_droidspeak.offloader import Offload, Offloader
 from sglang_droidspeak.planner import Planner
 from sglang_droidspeak.pool import PoolIndex
-from sglang_droidspeak.prefixes import own_pages_of, page_hash, pages_of, refusal
+from sglang_droidspeak.prefixes import namespace_of, own_pages_of, page_hash, pages_of, refusal
 from sglang_droidspeak.rows import Coding, rows_of
 from sglang_droidspeak.site import folder_of
 from sglang_droidspeak.waiting import WaitingRequests
@@ -112,6 +113,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         self.layer_done_counter = self._loader.counter
         self._offloader = Offloader(self._cache, rows, attachment.e_pool, coding, self._provenance)
         self._models = site.models()
+        self._activated = Activated(self._models)
         self._pool_index = PoolIndex(
             self._cache.tree, attachment.e_pool, self._provenance, params.page_size, num_slots
         )
@@ -124,7 +126,8 @@ class DroidSpeakLinker(UnifiedCacheLinker):
             self._metrics,
             planner,
             self._pool_index,
-            Leaders(self._cache.tree, planner, self._models, self._meter),
+            self._activated,
+            Leaders(self._cache.tree, planner, self._models, self._meter, params.page_size),
         )
         self._forward = ForwardPass(
             attachment, self._loader, coding, self._provenance, self._meter, self._metrics
@@ -145,6 +148,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         if runner.lora_manager is not None:
             for lora_id, ref in runner.lora_manager.lora_refs.items():
                 self._models.add(lora_id, folder_of(ref.lora_path))
+                self._activated.loaded(lora_id)
             compat.place_hooks(
                 {
                     compat.LOAD_LORA: (self._load_lora, HookType.AROUND),
@@ -243,17 +247,18 @@ class DroidSpeakLinker(UnifiedCacheLinker):
 
     def _note(self, req: Req, up_to: int) -> None:
         """What SGLang's tree now has of this request is there for the other models, too."""
-        model = self._models.of(req.lora_id)
-        if model is None or refusal(req) or not meta_info.is_exact(req):
+        part = self._models.part_of(req)
+        if part is None or refusal(req) or not meta_info.is_exact(req):
             return
-        self._pool_index.note(req.lora_id, model, pages_of(req, up_to, self._page_size))
+        pages = part.of(pages_of(req, up_to, self._page_size), self._page_size)
+        self._pool_index.note(namespace_of(req), part.model, pages)
 
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
         if self._inserting is None or not self._stores:
             return False
         req, up_to = self._inserting
-        model = self._models.of(req.lora_id)
-        if refusal(req) or model is None:
+        part = self._models.part_of(req)
+        if refusal(req) or part is None:
             return False
         (transfer,) = transfers
         first = page_hash(transfer.keys[0])
@@ -262,15 +267,18 @@ class DroidSpeakLinker(UnifiedCacheLinker):
             return False
         index = own_path.index(first)
         path = own_path if req.lora_id is None else pages_of(req, up_to, self._page_size)
-        slots = transfer.device_indices
+        pages = part.of(path, self._page_size)[index : index + len(transfer.keys)]
+        if not pages:
+            return False
+        slots = transfer.device_indices[: len(pages) * self._page_size]
         context = slots
         if self._provenance.any_approximate:
             context = self._req_to_token[req.kv.req_pool_idx, :up_to].long()
         return self._offloader.put(
             Offload(
-                model=model,
+                model=part.model,
                 parent=path[index - 1] if index else None,
-                pages=path[index : index + len(transfer.keys)],
+                pages=pages,
                 slots=slots,
                 context=context,
                 ready=self.record_offload_ready() if self._on_cuda else (),
@@ -310,6 +318,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
             folder_of(lora_ref.lora_path),
             lambda: original(manager, lora_ref),
         )
+        self._activated.loaded(lora_ref.lora_id)
 
     def _unload_lora(self, result: Any, _manager: object, lora_ref: LoRARef) -> None:
         if result.success:

@@ -3,20 +3,40 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from cachetree.adapters import Adapter, read_adapter
 from cachetree.errors import ConfigError
-from cachetree.ids import ModelId
+from cachetree.ids import ModelId, PageHash
+from sglang_droidspeak import prefixes
+
+if TYPE_CHECKING:
+    from sglang_droidspeak.compat.names import Req
 
 log = logging.getLogger(__name__)
 
 LoraId = str | None
 """SGLang's name for one loading of an adapter, never given out again; None is the base."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The beginning of one request, as far as the cache deals with it, and whose KV it is."""
+
+    model: ModelId
+    lora_id: LoraId
+    """Of that model: an activated LoRA reads what comes before its invocation as the base does."""
+    num_tokens: int | None
+    """None for all of the request."""
+
+    def of(self, pages: Sequence[PageHash], page_size: int) -> Sequence[PageHash]:
+        """Those of the request's pages that belong to it."""
+        return pages if self.num_tokens is None else pages[: self.num_tokens // page_size]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +69,19 @@ class Models:
         loaded = self._loaded.get(lora_id)
         return loaded.model_id if loaded is not None else None
 
+    def invocation(self, lora_id: LoraId) -> tuple[int, ...]:
+        """Tokens from which an adapter acts; empty where it acts from the start."""
+        loaded = self._loaded.get(lora_id)
+        adapter = loaded.adapter if loaded is not None else None
+        return adapter.invocation if adapter is not None else ()
+
+    def part_of(self, req: Req) -> Part | None:
+        """None where it is not known what the adapter is."""
+        at = prefixes.invoked_at(req)
+        lora_id = req.lora_id if at is None else None
+        model = self.of(lora_id)
+        return None if model is None else Part(model, lora_id, at)
+
     def first_differences(self, lora_id: LoraId) -> Mapping[ModelId, int]:
         """By other model that is loaded: the first layer at which it differs from this one."""
         if lora_id not in self._differences:
@@ -56,7 +89,7 @@ class Models:
             self._differences[lora_id] = {
                 it.model_id: it.first_difference(me, self._num_layers)
                 for it in self._loaded.values()
-                if it.model_id != me.model_id
+                if it.model_id != me.model_id and not (it.adapter and it.adapter.invocation)
             }
         return self._differences[lora_id]
 

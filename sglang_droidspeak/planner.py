@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from cachetree.cache import Cache
     from sglang_droidspeak.compat.names import Req, UnifiedRadixCache
     from sglang_droidspeak.meter import Meter
-    from sglang_droidspeak.models import Models
+    from sglang_droidspeak.models import Models, Part
     from sglang_droidspeak.site import Site
 
 log = logging.getLogger(__name__)
@@ -62,9 +62,10 @@ class Planner:
         self, req: Req, pages: Sequence[PageHash], tree: UnifiedRadixCache, num_waiting: int
     ) -> Planned | str:
         """Or why there is none: an outcome as in `meta_info`."""
-        model = self._models.of(req.lora_id)
-        if model is None:
+        part = self._models.part_of(req)
+        if part is None:
             return "unknown_adapter"
+        pages = part.of(pages, self._site.page_size)
         try:
             controls = parse_controls(req.sampling_params.custom_params)
             requested = self._requested(controls)
@@ -76,7 +77,7 @@ class Planner:
         matches = self._matches(req, pages)
         if not matches:
             return Reason.NO_MATCH.value
-        demand = self._demand(req, model, controls, requested, len(pages))
+        demand = self._demand(req, part, controls, requested, len(pages))
         own = prefixes.slots_on_device(req, len(pages), tree)
         demand = replace(
             demand, first_page=len(own) // self._site.page_size, num_waiting=num_waiting
@@ -102,11 +103,11 @@ class Planner:
         self, req: Req, pages: Sequence[PageHash], sender: ModelId, location: Location
     ) -> bool:
         """Whether the request would take these pages if that model had them there, with all E."""
-        model = self._models.of(req.lora_id)
-        if model is None:
+        part = self._models.part_of(req)
+        if part is None:
             return False
         controls = parse_controls(req.sampling_params.custom_params)
-        demand = self._demand(req, model, controls, self._requested(controls), len(pages))
+        demand = self._demand(req, part, controls, self._requested(controls), len(pages))
         e_pages = dict.fromkeys(self._site.transition_layers, len(pages))
         match = Match(model=sender, location=location, num_pages=len(pages), e_pages=e_pages)
         plan = choose(demand, [match], self._profiles, self._costs({location}))
@@ -114,7 +115,7 @@ class Planner:
 
     def _matches(self, req: Req, pages: Sequence[PageHash]) -> list[Match]:
         """What others have; what the device has of this model SGLang finds itself."""
-        mine = pool_of(req.lora_id)
+        mine = pool_of(prefixes.namespace_of(req))
         return [it for it in self._cache.match(pages) if it.location != mine] if pages else []
 
     def _requested(self, controls: Controls) -> Requested:
@@ -126,12 +127,12 @@ class Planner:
         )
 
     def _demand(
-        self, req: Req, model: ModelId, controls: Controls, requested: Requested, num_pages: int
+        self, req: Req, part: Part, controls: Controls, requested: Requested, num_pages: int
     ) -> Demand:
         site, settings = self._site, self._site.settings
         target_ms = controls.ttft_target_ms or settings.ttft_target_ms
         return Demand(
-            receiver=model,
+            receiver=part.model,
             num_layers=site.identity.num_layers,
             page_size=site.page_size,
             num_pages=num_pages,
@@ -143,7 +144,7 @@ class Planner:
             max_recompute_tokens=settings.max_recompute_tokens,
             max_recompute_s=settings.max_stall_s,
             is_lossy=self._cache.family.codec is not Codec.NONE,
-            first_differences=self._models.first_differences(req.lora_id),
+            first_differences=self._models.first_differences(part.lora_id),
         )
 
     def _costs(self, locations: Collection[Location]) -> Costs:

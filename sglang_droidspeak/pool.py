@@ -25,12 +25,11 @@ if TYPE_CHECKING:
     from cachetree.tree import CacheTree
     from sglang_droidspeak.capture import EPool, Provenance
     from sglang_droidspeak.compat.names import Req, UnifiedRadixCache
-    from sglang_droidspeak.models import LoraId
 
 
-def pool_of(lora_id: LoraId) -> Location:
-    """Where the KV lies that this server computed with that adapter, or with none."""
-    return Location(f"{POOL_PREFIX}{lora_id or ''}")
+def pool_of(namespace: str) -> Location:
+    """Where the KV lies that this server has for requests of that namespace."""
+    return Location(f"{POOL_PREFIX}{namespace}")
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -77,9 +76,9 @@ class PoolIndex:
         self._ages: OrderedDict[tuple[Location, ModelId, PageHash], None] = OrderedDict()
         """Pages noted, the one longest unused first, and each after those that stand on it."""
 
-    def note(self, lora_id: LoraId, model: ModelId, pages: Sequence[PageHash]) -> None:
-        """These pages, from the root, are now in SGLang's tree of that adapter."""
-        location = pool_of(lora_id)
+    def note(self, namespace: str, model: ModelId, pages: Sequence[PageHash]) -> None:
+        """These pages, from the root, are now in that namespace of SGLang's tree, as `model`'s."""
+        location = pool_of(namespace)
         num_known = self._tree.reach(location, model, pages)
         if num_known < len(pages):
             parent = pages[num_known - 1] if num_known else None
@@ -92,9 +91,11 @@ class PoolIndex:
             (location, model, page), _ = self._ages.popitem(last=False)
             self._tree.drop_remote(location, model, [page])
 
-    def forget(self, lora_id: LoraId) -> None:
+    def forget(self, lora_id: str) -> None:
         """The adapter is gone, and nobody can ask for its part of SGLang's tree any more."""
-        self._tree.forget(pool_of(lora_id))
+        mine = pool_of(lora_id)
+        for location in {it for it, _, _ in self._ages if it.partition("@")[0] == mine}:
+            self._tree.forget(location)
 
     def clear(self) -> None:
         """Nothing is in the pool any more."""
@@ -123,8 +124,8 @@ class PoolIndex:
         *,
         is_lock: bool,
     ) -> PoolPages | None:
-        lora_id = plan.location.removeprefix(POOL_PREFIX) or None
-        node, slots = prefixes.slots_of(req, lora_id, plan.pages.stop, tree)
+        namespace = plan.location.removeprefix(POOL_PREFIX)
+        node, slots = prefixes.slots_of(req, namespace, plan.pages.stop, tree)
         num_there = self._provenance.num_exact(slots) // self._page_size
         if num_there < plan.pages.stop:
             self._tree.drop_remote(plan.location, plan.sender, pages[num_there:])

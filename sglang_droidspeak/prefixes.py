@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from sglang_droidspeak.compat.names import NodeId, Req, UnifiedRadixCache
 
 
+_INVOKED_AT = "droidspeak_invoked_at"
+
+
 def page_hash(key: str) -> PageHash:
     """SGLang's hexadecimal page key, shortened."""
     return PageHash(bytes.fromhex(key[: 2 * PAGE_HASH_BYTES]))
@@ -35,19 +38,19 @@ def refusal(req: Req) -> str:
 
 def pages_of(req: Req, num_tokens: int, page_size: int) -> list[PageHash]:
     """Hashes of the whole pages among the request's first `num_tokens` tokens, for any model."""
-    return _pages(req, None, num_tokens, page_size)
+    return _pages(req, "", num_tokens, page_size)
 
 
 def own_pages_of(req: Req, num_tokens: int, page_size: int) -> list[PageHash]:
     """The same as SGLang names them for the request's adapter."""
-    return _pages(req, req.lora_id, num_tokens, page_size)
+    return _pages(req, namespace_of(req), num_tokens, page_size)
 
 
-def _pages(req: Req, lora_id: str | None, num_tokens: int, page_size: int) -> list[PageHash]:
+def _pages(req: Req, namespace: str, num_tokens: int, page_size: int) -> list[PageHash]:
     length = num_tokens // page_size * page_size
     if not length:
         return []
-    key = _key(req, lora_id, length)
+    key = _key(req, namespace, length)
     return [page_hash(page) for page in get_storage_hash_str(key, page_size=page_size)]
 
 
@@ -59,25 +62,45 @@ def reusable_pages(req: Req, page_size: int) -> list[PageHash]:
 
 def slots_on_device(req: Req, num_pages: int, tree: UnifiedRadixCache) -> torch.Tensor:
     """Slots of the request's first tokens that the device holds already, whole pages of them."""
-    _node, slots = slots_of(req, req.lora_id, num_pages, tree)
+    _node, slots = slots_of(req, namespace_of(req), num_pages, tree)
     return slots
 
 
 def slots_of(
-    req: Req, lora_id: str | None, num_pages: int, tree: UnifiedRadixCache
+    req: Req, namespace: str, num_pages: int, tree: UnifiedRadixCache
 ) -> tuple[NodeId, torch.Tensor]:
-    """What the device holds of the same tokens and tenant for another adapter: the last node of
-    SGLang's tree, which keeps all of it, and the slots."""
-    found = tree.match_prefix(MatchPrefixParams(key=_key(req, lora_id, num_pages * tree.page_size)))
+    """What the device holds of the same tokens and tenant in a namespace: the last node of SGLang's
+    tree, which keeps all of it, and the slots."""
+    found = tree.match_prefix(
+        MatchPrefixParams(key=_key(req, namespace, num_pages * tree.page_size))
+    )
     length = found.device_prefix_len // tree.page_size * tree.page_size
     return found.last_device_node, tree.path_device_indices(found.last_device_node)[:length]
 
 
-def _key(req: Req, lora_id: str | None, num_tokens: int) -> RadixKey:
-    """SGLang's key of the request's first tokens, in its tenant's namespace and an adapter's."""
+def namespace_of(req: Req) -> str:
+    """What stands behind the user's extra key: the adapter's id, and where an activated one begins
+    to act, because what it has computed from there on is no other request's."""
+    at = invoked_at(req)
+    return (req.lora_id or "") if at is None else f"{req.lora_id}@{at}"
+
+
+def invoked_at(req: Req) -> int | None:
+    """The token from which the request's activated LoRA acts; None for any other."""
+    return getattr(req, _INVOKED_AT, None)
+
+
+def invoke(req: Req, at: int) -> None:
+    """Have the request's adapter act from token `at` on; before SGLang looks for its prefix."""
+    tenant = req.extra_key.removesuffix(req.lora_id)
+    setattr(req, _INVOKED_AT, at)
+    req.extra_key = tenant + namespace_of(req)
+
+
+def _key(req: Req, namespace: str, num_tokens: int) -> RadixKey:
+    """SGLang's key of the request's first tokens, in its tenant's namespace and this one."""
     tokens = req.full_untruncated_fill_ids[:num_tokens]
-    extra_key = req.extra_key
-    if lora_id != req.lora_id:
-        tenant = (extra_key or "").removesuffix(req.lora_id or "")
-        extra_key = tenant + (lora_id or "") or None
+    extra_key, own = req.extra_key, namespace_of(req)
+    if namespace != own:
+        extra_key = (extra_key or "").removesuffix(own) + namespace or None
     return RadixKey(tokens, extra_key, cache_salt=req.cache_salt)

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from cachetree.budget import BudgetedStaging
     from cachetree.cache import Cache
     from cachetree.tier import Search
+    from sglang_droidspeak.activated import Activated
     from sglang_droidspeak.capture import Provenance
     from sglang_droidspeak.compat.names import Req, UnifiedRadixCache
     from sglang_droidspeak.leaders import Following, Leaders
@@ -91,11 +92,13 @@ class WaitingRequests:
         metrics: Metrics,
         planner: Planner,
         pool: PoolIndex,
+        activated: Activated,
         leaders: Leaders,
     ) -> None:
         self._site = site
         self._planner = planner
         self._pool = pool
+        self._activated = activated
         self._leaders = leaders
         self._cache = cache
         self._provenance = provenance
@@ -185,6 +188,7 @@ class WaitingRequests:
     def _begin(self, req: Req, tree: UnifiedRadixCache) -> Reuse:
         """Ask the tiers that do not advertise, where they could have enough to matter."""
         reuse = Reuse(req=req, first_seen_s=time.monotonic())
+        self._activated.meet(req)
         if not self._asks or self._refusal or prefixes.refusal(req):
             return reuse
         # What goes wrong here goes wrong again in planning, which reports it.

@@ -18,6 +18,8 @@ from cachetree.errors import ConfigError
 
 SUPPORTED = "0.5.23"
 
+SCHEDULER_MODULE = "sglang.srt.managers.scheduler"
+
 CHECK_SERVER_ARGS = "sglang.srt.server_args.ServerArgs.check_server_args"
 ALLOC_MEMORY_POOL = "sglang.srt.model_executor.model_runner.ModelRunner.alloc_memory_pool"
 CELL_SIZE = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size"
@@ -35,8 +37,9 @@ WEIGHTS_CHANGED = (
 )
 LOAD_LORA = "sglang.srt.lora.lora_manager.LoRAManager.load_lora_weights"
 UNLOAD_LORA = "sglang.srt.lora.lora_manager.LoRAManager.unload_lora_adapter"
+PREPARE_LORA = "sglang.srt.lora.lora_manager.LoRAManager.prepare_lora_batch"
+CAN_SCHEDULE_LORA = f"{SCHEDULER_MODULE}.Scheduler.can_schedule_lora_req"
 NATIVE_HASH = "sglang.srt.mem_cache.utils.get_native_hash"
-SCHEDULER_MODULE = "sglang.srt.managers.scheduler"
 
 _HICACHE = "sglang.srt.mem_cache.hicache_storage"
 _SIGNATURES = {
@@ -49,6 +52,8 @@ _SIGNATURES = {
     REQUEST_LEVEL: ("self", "key"),
     LOAD_LORA: ("self", "lora_ref"),
     UNLOAD_LORA: ("self", "lora_ref"),
+    PREPARE_LORA: ("self", "forward_batch"),
+    CAN_SCHEDULE_LORA: ("self", "req", "running_loras"),
     "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new": (
         "batch",
         "model_runner",
@@ -92,9 +97,15 @@ def resolved(server_args: Any) -> Any:
 
 
 def place_hooks(hooks: Mapping[str, tuple[Callable[..., object], HookType]]) -> None:
-    """Hook each target now; ConfigError where SGLang did not take one, which it only logs."""
+    """Hook each target now; ConfigError where SGLang did not take one, which it only logs.
+
+    What another plugin has hooked already SGLang would pass over in silence: it is hooked again.
+    """
     for target, (hook, kind) in hooks.items():
-        HookRegistry.register(target, hook, kind)
+        if target in HookRegistry._patched:
+            HookRegistry._apply_target(target, [(kind, hook, None)])
+        else:
+            HookRegistry.register(target, hook, kind)
     HookRegistry.apply_hooks()
     for target in hooks:
         if target not in HookRegistry._patched:

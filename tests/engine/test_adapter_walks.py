@@ -130,8 +130,8 @@ class Walk:
             ),
         )
 
-    def _slots_of(self, req, lora_id, num_pages, _tree):
-        held = self.engine.held(lora_id, req.pages[:num_pages])
+    def _slots_of(self, req, namespace, num_pages, _tree):
+        held = self.engine.held(namespace or None, req.pages[:num_pages])
         slots = [page * PAGE + i for page in held for i in range(PAGE)]
         return 0, torch.tensor(slots, dtype=torch.int64)
 
@@ -182,7 +182,7 @@ class Walk:
             before = torch.tensor([], dtype=torch.int64)
             self.provenance.loaded(slots.long(), before, exact=is_exact)
         if is_exact:
-            self.index.note(lora_id, self.models.of(lora_id), pages)
+            self.index.note(lora_id or "", self.models.of(lora_id), pages)
             self.store(weights, pages)
 
     def store(self, weights: str, pages: Sequence[PageHash]) -> None:
@@ -213,7 +213,7 @@ class Walk:
             if match.location == LOCAL:
                 self._check_local(match.model, pages[: match.num_pages])
                 continue
-            living = {pool_of(it) for it, _ in self.loaded.values()} | {pool_of(None)}
+            living = {pool_of(it) for it, _ in self.loaded.values()} | {pool_of("")}
             assert match.location in living
             found = self.index.find(plan, pages, prompt, None)
             if found is not None:

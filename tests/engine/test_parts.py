@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
+import types
 from types import SimpleNamespace
 
 import msgspec
@@ -20,6 +22,7 @@ from cachetree.ids import EMPTY_SPAN, Location, ModelId, PageHash, Span
 from cachetree.plan import Kind, Plan, Step
 from cachetree.staging import Staging
 from sglang_droidspeak.capture import Provenance
+from sglang_droidspeak.compat import HookType, place_hooks
 from sglang_droidspeak.compat.names import ForwardMode
 from sglang_droidspeak.controls import Controls, parse_controls
 from sglang_droidspeak.job import Job
@@ -297,3 +300,14 @@ def test_a_step_takes_partial_prefills_up_to_its_budget() -> None:
     assert [budget.take(0.4) for _ in range(3)] == [True, True, False]
     unbounded = StepBudget(None)
     assert all(unbounded.take(100.0) for _ in range(3))
+
+
+def test_a_hook_goes_on_top_of_another_plugins() -> None:
+    target = "sglang_droidspeak.hooked_in_tests.answer"
+    module = sys.modules.setdefault(
+        "sglang_droidspeak.hooked_in_tests", types.ModuleType("hooked_in_tests")
+    )
+    module.answer = lambda: 1
+    place_hooks({target: (lambda original: original() + 10, HookType.AROUND)})
+    place_hooks({target: (lambda original: original() * 2, HookType.AROUND)})
+    assert module.answer() == 22

@@ -63,14 +63,14 @@ class Shelf:
         return Plan(
             sender=BASE,
             receiver=ADAPTED,
-            location=pool_of(None),
+            location=pool_of(""),
             pages=Span(1, num_pages),
             block=block,
             num_layers=4,
         )
 
     def noted(self, pages: list[PageHash]) -> int:
-        return self.tree.reach(pool_of(None), BASE, pages)
+        return self.tree.reach(pool_of(""), BASE, pages)
 
 
 @pytest.fixture
@@ -88,28 +88,28 @@ def shelf(model: Path, monkeypatch) -> Shelf:
 
 def test_what_is_noted_is_found(shelf: Shelf) -> None:
     pages = pages_of(6)
-    shelf.index.note(None, BASE, pages[:4])
-    shelf.index.note(None, BASE, pages)
+    shelf.index.note("", BASE, pages[:4])
+    shelf.index.note("", BASE, pages)
     (match,) = shelf.tree.match(pages)
-    assert (match.location, match.num_pages, match.e_pages) == (pool_of(None), 6, {2: 6})
+    assert (match.location, match.num_pages, match.e_pages) == (pool_of(""), 6, {2: 6})
     found = shelf.index.find(shelf.plan(5), pages, None, None)
     assert found.slots.tolist() == list(range(PAGE, 5 * PAGE))
 
 
 def test_what_sglang_has_evicted_is_a_miss_and_is_forgotten(shelf: Shelf) -> None:
     pages = pages_of(6)
-    shelf.index.note(None, BASE, pages)
+    shelf.index.note("", BASE, pages)
     shelf.num_there = 3
     assert shelf.index.find(shelf.plan(6), pages, None, None) is None
     assert shelf.noted(pages) == 3
     shelf.num_there = 6
-    shelf.index.note(None, BASE, pages)
+    shelf.index.note("", BASE, pages)
     assert shelf.noted(pages) == 6
 
 
 def test_approximate_pages_are_a_miss_and_are_forgotten(shelf: Shelf) -> None:
     pages = pages_of(6)
-    shelf.index.note(None, BASE, pages)
+    shelf.index.note("", BASE, pages)
     slots = torch.arange(2 * PAGE, 6 * PAGE)
     shelf.provenance.loaded(slots, slots[:0], exact=False)
     assert shelf.index.find(shelf.plan(6), pages, None, None) is None
@@ -118,7 +118,7 @@ def test_approximate_pages_are_a_miss_and_are_forgotten(shelf: Shelf) -> None:
 
 def test_pages_without_e_are_noted_so(shelf: Shelf) -> None:
     pages = pages_of(6)
-    shelf.index.note(None, BASE, pages)
+    shelf.index.note("", BASE, pages)
     shelf.e_pool.lacking = 2
     assert shelf.index.find(shelf.plan(6, Span(2, 4)), pages, None, None) is None
     (match,) = shelf.tree.match(pages)
@@ -129,18 +129,18 @@ def test_pages_without_e_are_noted_so(shelf: Shelf) -> None:
 def test_no_more_is_noted_than_the_pool_can_hold(shelf: Shelf) -> None:
     """The oldest leaves go first, so that what stays can still be reached from the root."""
     shared = pages_of(8)
-    shelf.index.note(None, BASE, shared)
+    shelf.index.note("", BASE, shared)
     for seed in range(1, 8):
-        shelf.index.note(None, BASE, pages_of(8, seed))
-    shelf.index.note(None, BASE, shared[:2])
-    shelf.index.note(None, BASE, pages_of(4, seed=9))
+        shelf.index.note("", BASE, pages_of(8, seed))
+    shelf.index.note("", BASE, shared[:2])
+    shelf.index.note("", BASE, pages_of(4, seed=9))
     assert shelf.noted(shared) == 4
     assert shelf.noted(pages_of(8, seed=7)) == 8
 
 
 def test_an_unloaded_adapter_and_a_flush_leave_nothing(shelf: Shelf) -> None:
     pages = pages_of(3)
-    shelf.index.note(None, BASE, pages)
+    shelf.index.note("", BASE, pages)
     shelf.index.note("x", ADAPTED, pages)
     shelf.index.forget("x")
     assert [it.model for it in shelf.tree.match(pages)] == [BASE]
@@ -199,7 +199,7 @@ def crowd(shelf: Shelf) -> Crowd:
     made = Crowd(None, shelf.index)  # type: ignore[arg-type]
     made.meter.full_prefill_s = lambda _num_tokens: 0.0
     planner = SimpleNamespace(would_reuse=lambda *_args: True)
-    made.leaders = Leaders(shelf.tree, planner, models, made.meter)  # type: ignore[arg-type]
+    made.leaders = Leaders(shelf.tree, planner, models, made.meter, PAGE)  # type: ignore[arg-type]
     return made
 
 
@@ -211,9 +211,9 @@ def test_the_first_leads_and_others_wait_until_its_pages_are_there(crowd: Crowd)
     following = crowd.leaders.follow(second, longer, "no_match")
     assert (following.leader.req, following.num_pages) == (first, 3)
     assert not crowd.leaders.is_over(following, waiting={"1", "2"})
-    crowd.index.note(None, BASE, pages[:2])
+    crowd.index.note("", BASE, pages[:2])
     assert not crowd.leaders.is_over(following, waiting={"2"})
-    crowd.index.note(None, BASE, pages[:3])
+    crowd.index.note("", BASE, pages[:3])
     assert crowd.leaders.is_over(following, waiting={"2"})
 
 

@@ -1,0 +1,133 @@
+"""Adapters that act from their invocation on: exact, and without recomputing what comes before."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from engine_parts import CPU, ENV, Answer, answer, oracle, prompt
+
+from cachetree.ids import EMPTY_SPAN
+from profiles.adapters import merge_folder
+from profiles.oracle import Generated
+from profiles.random_models import shape, write_adapter, write_models
+from sglang_droidspeak.servers import Server, ServerSpec, running
+
+pytestmark = pytest.mark.server
+
+INVOCATION = [77, 78]
+"""Tokens that no prompt here has otherwise."""
+
+
+def plain_prompt(num_tokens: int, seed: int) -> list[int]:
+    return [token if token not in INVOCATION else 5 for token in prompt(num_tokens, seed)]
+
+
+@dataclass(frozen=True)
+class Pair:
+    server: Server
+    base: Path
+    merged: Path
+
+    def ask(self, tokens: list[int], **options) -> Answer:
+        return answer(self.server, tokens, lora_path="judge", **options)
+
+    def expected(self, tokens: list[int], invoked_at: int) -> Generated:
+        """The base's KV before, the adapter after."""
+        return oracle(
+            self.merged, self.base, tokens, block=EMPTY_SPAN, num_reused=invoked_at, max_new=12
+        )
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory) -> Iterator[Pair]:
+    folder = tmp_path_factory.mktemp("activated")
+    config = shape("llama", layers=6, hidden=256, heads=4, kv_heads=2)
+    (base,) = write_models(folder, config, ["base"])
+    judge = write_adapter(folder / "judge", base, rank=8)
+    merge_folder(base, judge, folder / "merged")
+    file = judge / "adapter_config.json"
+    stated = json.loads(file.read_text())
+    file.write_text(json.dumps({**stated, "alora_invocation_tokens": INVOCATION}))
+    other = write_adapter(folder / "other", base, rank=8, seed=5)
+    spec = ServerSpec(
+        model=base,
+        options={
+            **CPU,
+            "lora-backend": "torch_native",
+            "max-loras-per-batch": 3,
+            "max-lora-rank": 8,
+            "lora-target-modules": ["all"],
+        },
+        adapters={"judge": judge, "other": other},
+        droidspeak={"host_gb": 0.25},
+    )
+    with running(spec, folder=folder / "logs", env=ENV) as (server,):
+        yield Pair(server, base, folder / "merged")
+
+
+def test_it_acts_from_its_invocation_on(pair: Pair) -> None:
+    tokens = [*plain_prompt(150, 1), *INVOCATION, *plain_prompt(30, 2)]
+    reply = pair.ask(tokens)
+    assert reply.provenance["outcome"] == "no_match"
+    reply.assert_equals(pair.expected(tokens, 150))
+    whole = pair.expected(tokens, 16)
+    assert reply.ids != whole.ids or reply.logprobs != pytest.approx(whole.logprobs, abs=1e-3)
+
+
+def test_what_comes_before_is_read_from_the_base_without_a_profile(pair: Pair) -> None:
+    document = plain_prompt(150, 3)
+    answer(pair.server, [*document, 9], max_new_tokens=1)
+    tokens = [*document, *INVOCATION, *plain_prompt(30, 4)]
+    reply = pair.ask(tokens)
+    told = reply.provenance
+    assert (told["outcome"], told["location"], told["exact"]) == ("reused", "pool", True)
+    assert (told["reused_tokens"], told["recomputed_layers"]) == (144, 0)
+    reply.assert_equals(pair.expected(tokens, 150))
+
+
+def test_the_base_reads_what_came_before(pair: Pair) -> None:
+    document = plain_prompt(150, 5)
+    pair.ask([*document, *INVOCATION, *plain_prompt(30, 6)])
+    tokens = [*document, *plain_prompt(20, 7)]
+    reply = answer(pair.server, tokens)
+    assert reply.provenance["reused_tokens"] == 144
+    reply.assert_equals(
+        oracle(pair.base, pair.base, tokens, block=EMPTY_SPAN, num_reused=144, max_new=12)
+    )
+
+
+def test_a_later_invocation_makes_what_was_the_adapters_the_bases(pair: Pair) -> None:
+    first = [*plain_prompt(100, 8), *INVOCATION, *plain_prompt(40, 9)]
+    said = pair.ask(first)
+    second = [*first, *said.ids, *plain_prompt(40, 10), *INVOCATION, *plain_prompt(10, 11)]
+    at = len(second) - 12
+    reply = pair.ask(second)
+    assert reply.provenance["reused_tokens"] <= 96
+    reply.assert_equals(pair.expected(second, at))
+
+
+def test_without_an_invocation_it_is_the_base(pair: Pair) -> None:
+    tokens = plain_prompt(150, 12)
+    pair.ask(tokens).assert_equals(
+        oracle(pair.base, pair.base, tokens, block=EMPTY_SPAN, num_reused=16, max_new=12)
+    )
+
+
+def test_others_in_the_batch_are_not_touched(pair: Pair) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    invoked = [[*plain_prompt(90 + i, 20 + i), *INVOCATION, *plain_prompt(20, 30)] for i in (0, 40)]
+    plain = plain_prompt(120, 40)
+    with ThreadPoolExecutor(4) as pool:
+        replies = [pool.submit(pair.ask, tokens) for tokens in invoked]
+        base = pool.submit(answer, pair.server, plain)
+        other = pool.submit(answer, pair.server, plain, lora_path="other")
+        for tokens, at, reply in zip(invoked, (90, 130), replies, strict=True):
+            reply.result().assert_equals(pair.expected(tokens, at))
+        alone = oracle(pair.base, pair.base, plain, block=EMPTY_SPAN, num_reused=16, max_new=12)
+        base.result().assert_equals(alone)
+        assert other.result().ids != alone.ids
