@@ -47,6 +47,7 @@ bench: $(INSTALLED)
 	$(BIN)/cachetree simulate benchmarks/traces/multi_lora.jsonl
 	$(BENCH)/disk.py
 	$(BENCH)/compression.py
+	$(BENCH)/low_rank.py
 	$(BENCH)/profiler.py
 
 soak: $(INSTALLED)
