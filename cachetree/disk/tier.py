@@ -32,7 +32,7 @@ _MAX_WAITING: Final = 4096
 """Entries that wait to be written; they hold page hashes, no pages."""
 _MAX_WRITE_S: Final = 60.0
 _MAX_CLOSE_S: Final = 5.0
-_NUM_READERS: Final = 2
+NUM_READERS: Final = 2
 _MAX_RECALLS: Final = 64
 
 
@@ -70,7 +70,7 @@ class DiskTier:
         self._num_recalls = 0
         self._closes_at_s = float("inf")
         self._store: Final = DiskStore(tree.family, config, self._show)
-        self._readers = ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="cachetree-disk-read")
+        self._readers = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="cachetree-disk-read")
         self._writer = threading.Thread(
             target=self._write_for_ever, name="cachetree-disk-write", daemon=True
         )

@@ -46,6 +46,7 @@ from cachetree import (
     Span,
     Step,
 )
+from cachetree.budget import BudgetedStaging
 from cachetree.transport import ask_status
 from sglang_droidspeak.servers import WorkerSpec, free_port, running
 
@@ -104,6 +105,7 @@ def be_client(address: str, seed: int) -> None:
             put(cache, document(index))
             time.sleep(0.05)  # For the push of it.
             take(cache, document(index), chance)
+        fill_staging(cache, document(-1))
         begun_at_s, index = time.monotonic(), 0
         while True:
             put(cache, document(index))
@@ -117,6 +119,17 @@ def be_client(address: str, seed: int) -> None:
             time.sleep(max(0.0, begun_at_s + index / RATE - time.monotonic()))
 
 
+def fill_staging(cache: Cache, pages: list[PageHash]) -> None:
+    """As many fetches at once as the budget of staging allows: its blocks, too, are kept."""
+    stagings = []
+    while (staging := begin(cache, pages)) is not None:
+        stagings.append(staging)
+    for staging in stagings:
+        with staging:
+            for step in staging.steps:
+                staging.wait(step)
+
+
 def put(cache: Cache, pages: list[PageHash]) -> None:
     kv = [joined(pages, Step(Kind.KV, layer)) for layer in range(FAMILY.num_layers)]
     assert cache.store(MODEL, None, pages, kv, {E_LAYER: joined(pages, Step(Kind.E, E_LAYER))})
@@ -126,10 +139,9 @@ def joined(pages: list[PageHash], step: Step) -> memoryview:
     return memoryview(b"".join(content_of(FAMILY, page, step) for page in pages))
 
 
-def take(cache: Cache, pages: list[PageHash], chance: random.Random) -> str:
+def begin(cache: Cache, pages: list[PageHash]) -> BudgetedStaging | None:
+    """Raises IndexError where no worker has the pages."""
     found = [it.location for it in cache.match(pages) if it.location.startswith("tcp")]
-    if not found:
-        return "gone"
     plan = Plan(
         sender=MODEL,
         receiver=ModelId("receiver"),
@@ -138,7 +150,14 @@ def take(cache: Cache, pages: list[PageHash], chance: random.Random) -> str:
         block=Span(E_LAYER, 4),
         num_layers=FAMILY.num_layers,
     )
-    staging = cache.fetch(plan, pages, Deadline.after(5))
+    return cache.fetch(plan, pages, Deadline.after(5))
+
+
+def take(cache: Cache, pages: list[PageHash], chance: random.Random) -> str:
+    try:
+        staging = begin(cache, pages)
+    except IndexError:
+        return "gone"
     if staging is None:
         return "refused"
     with staging:
@@ -146,7 +165,7 @@ def take(cache: Cache, pages: list[PageHash], chance: random.Random) -> str:
             time.sleep(0.001)
             return "cancelled"
         try:
-            for step in plan.steps:
+            for step in staging.steps:
                 staging.wait(step)
                 assert staging.view(step) == joined(pages, step), "other bytes than were stored"
         except FetchError:
