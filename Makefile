@@ -71,3 +71,7 @@ profiles: $(INSTALLED)
 	$(PROFILE) --sender $(PAIRS)/weights/foundation --sender-lora $(PAIRS)/weights/sender_lora \
 		--receiver $(PAIRS)/weights/foundation --receiver-lora $(PAIRS)/weights/receiver_lora \
 		--out $(PAIRS)/sender_lora_to_receiver_lora.json
+	$(BIN)/python -m profiles.pairs.adapter_profiles --out build/pairs/profiles
+	cp build/pairs/profiles/*.json $(PAIRS)
+	$(BIN)/droidspeak report $(filter-out %/sender_to_receiver.json,$(wildcard $(PAIRS)/*_to_*.json)) \
+		--out $(PAIRS)/plans

@@ -1,11 +1,10 @@
 """Profile the adapters of the recipe on one another and on their base.
 
-    python -m profiles.pairs.adapter_profiles [--work build/pairs/data] [--out profiles/pairs]
+    python -m profiles.pairs.adapter_profiles [--out build/pairs/profiles]
 
 The receiver's task decides what is asked. With 48 documents to choose on and 48 to judge on, twice
 as many as are shipped: where one plan of many is chosen, luck has more to choose from. About two
-minutes a pair; the same command goes on where an earlier one was stopped, and a profile that is
-there is left alone.
+minutes a pair. One that did not pass has a profile, too: it teaches a server to refuse.
 """
 
 from __future__ import annotations
@@ -36,8 +35,6 @@ PAIRS: Final = (
     (FOUNDATION, "tables_lora", "tables"),
     ("receiver_lora", "slim_lora", "biographies"),
     (FOUNDATION, "receiver_lora", "biographies"),
-    ("tables_lora", "receiver_lora", "biographies"),
-    ("receiver_lora", "tables_lora", "tables"),
 )
 """Sender, receiver, and the receiver's task."""
 
@@ -63,18 +60,15 @@ def write_documents(task: str, folder: Path) -> tuple[str, str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m profiles.pairs.adapter_profiles")
-    parser.add_argument("--work", type=Path, default=Path("build/pairs/data"))
-    parser.add_argument("--out", type=Path, default=FOLDER)
-    args = parser.parse_args()
+    parser.add_argument("--out", type=Path, default=Path("build/pairs/profiles"))
+    folder = parser.parse_args().out
     logging.disable_progress_bar()
     torch.set_num_threads(1)
     console = Console()
     for sender, receiver, task in PAIRS:
-        out = args.out / profile_name(sender, receiver)
-        if out.exists():
-            continue
+        out = folder / profile_name(sender, receiver)
         console.print(f"{sender} to {receiver}, {task}", highlight=False)
-        train, held_out = write_documents(task, args.work)
+        train, held_out = write_documents(task, folder / "data")
         settings = Settings(
             sender=source_of(sender),
             receiver=source_of(receiver),

@@ -10,12 +10,16 @@ from cachetree.evidence import read_measured
 from cachetree.identity import read_model_identity
 from cachetree.ids import Span
 from cachetree.profile import read_profile
+from profiles.datasets import load_sources
+from profiles.documents import data_files, make_documents
+from profiles.pairs.adapter_profiles import PAIRS, profile_name, source_of, write_documents
 from profiles.pairs.check import Properties, properties_of
-from profiles.pairs.questions import SEEDS, make_records
+from profiles.pairs.questions import OPTIONS, SEEDS, make_records
 from profiles.pairs.stages import FOUNDATION, STAGES
 from profiles.pairs.updates import LoraRates
 from profiles.pairs.words import BOS_ID, VOCABULARY
 from profiles.records import by_context, context_prompt, prompt_of, read_records
+from profiles.report import plans
 
 PAGE_SIZE = 16
 
@@ -104,6 +108,37 @@ def test_the_profile_says_how_it_was_made(shipped):
     assert [file.name for file in made.train.files] == ["train.jsonl"]
     assert [file.name for file in made.held_out.files] == ["held_out.jsonl"]
     assert made.costs.error < 0.25
+
+
+@pytest.mark.parametrize(("sender", "receiver", "task"), PAIRS)
+def test_adapters_are_profiled_on_one_another(sender, receiver, task, tmp_path):
+    """Of these weights and of documents that anybody can write again; passed or not."""
+    profile = read_measured(DATA.parent / profile_name(sender, receiver))
+    for name, found in ((sender, profile.sender), (receiver, profile.receiver)):
+        source = source_of(name)
+        assert found == read_model_identity(source.path, tmp_path, source.adapter)
+    paths = write_documents(task, tmp_path)
+    for path, split in zip(paths, (profile.train, profile.held_out), strict=True):
+        sources = load_sources([path], OPTIONS)
+        tokenizer = AutoTokenizer.from_pretrained(WEIGHTS / "foundation")
+        documents = make_documents(sources, tokenizer, page_size=PAGE_SIZE, max_prompt_tokens=None)
+        assert data_files(sources, documents) == split.files
+    assert any(it.refreshed for it in profile.frontier)
+    if profile.passed:
+        lost = profile.full_prefill_quality - profile.recommended.quality
+        assert lost <= 0.05 * profile.full_prefill_quality
+
+
+def test_the_comparison_of_plans_is_of_the_shipped_profiles():
+    folder = DATA.parent
+    names = [profile_name(sender, receiver) for sender, receiver, _ in PAIRS]
+    names.append(SHIPPED[1].profile.name)
+    profiles = {
+        path.stem.replace("_to_", " to "): read_measured(path)
+        for path in sorted(folder / name for name in names)
+    }
+    assert (folder / "plans" / "plans.md").read_text() == plans.markdown(profiles)
+    assert f"{plans.finding(profiles)}." in (folder / "README.md").read_text()
 
 
 def test_a_pair_has_the_properties_of_its_kind(swept_pair):
