@@ -162,17 +162,31 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return None if self.max_stall_ms is None else self.max_stall_ms / 1000
 
 
-def cache_config(settings: Settings, model: ModelId) -> CacheConfig:
-    """What the settings mean for the cache of a server that runs `model`; raises ConfigError."""
+def at_rank(location: str, tp_rank: int) -> str:
+    """Where that rank of a server or worker is, whose first is there: so many ports further.
+
+    A free port stays one, and so does what is no address.
+
+    >>> at_rank("tcp://127.0.0.1:7001", 2), at_rank("tcp://127.0.0.1:0", 2), at_rank("disk", 2)
+    ('tcp://127.0.0.1:7003', 'tcp://127.0.0.1:0', 'disk')
+    """
+    host, _, port = location.rpartition(":")
+    if not tp_rank or not location.startswith("tcp:") or not port.isdecimal() or not int(port):
+        return location
+    return f"{host}:{int(port) + tp_rank}"
+
+
+def cache_config(settings: Settings, model: ModelId, tp_rank: int = 0) -> CacheConfig:
+    """What the settings mean for the cache of one rank that runs `model`; raises ConfigError."""
     worker = WorkerConfig()
     if settings.listen is not None:
         cap = None if settings.max_link_mb_s is None else int(settings.max_link_mb_s * 1e6)
         worker = WorkerConfig(
-            listen=settings.listen,
+            listen=at_rank(settings.listen, tp_rank),
             key_file=settings.key_file,
             allowed_peers=settings.allowed_peers,
             bulk=settings.bulk,
-            bulk_port=settings.bulk_port,
+            bulk_port=settings.bulk_port and settings.bulk_port + tp_rank,
             insecure=settings.insecure,
             model=model,
             max_bytes_per_s=cap,
@@ -188,9 +202,11 @@ def cache_config(settings: Settings, model: ModelId) -> CacheConfig:
         disk_bytes=int(settings.disk_gb * GIB),
         serves=settings.listen is not None,
         worker=worker,
-        peers=tuple(dict.fromkeys((*settings.peers, *settings.push_to))),
-        stores=settings.push_to,
-        peer_keys=settings.peer_keys,
+        peers=tuple(
+            at_rank(it, tp_rank) for it in dict.fromkeys((*settings.peers, *settings.push_to))
+        ),
+        stores=tuple(at_rank(it, tp_rank) for it in settings.push_to),
+        peer_keys={at_rank(it, tp_rank): key for it, key in settings.peer_keys.items()},
         peer=PeerConfig(
             key_file=settings.key_file,
             bulk=settings.bulk,

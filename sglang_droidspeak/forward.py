@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from sglang_droidspeak.loader import Loader
     from sglang_droidspeak.meter import Meter
     from sglang_droidspeak.metrics import Metrics
+    from sglang_droidspeak.ranks import Ranks
     from sglang_droidspeak.rows import Coding
 
 log = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ class ForwardPass:
         provenance: Provenance,
         meter: Meter,
         metrics: Metrics,
+        ranks: Ranks,
     ) -> None:
         site = attachment.site
         self._runner = attachment.runner
@@ -58,6 +60,7 @@ class ForwardPass:
         self._provenance = provenance
         self._meter = meter
         self._metrics = metrics
+        self._ranks = ranks
         self._prefill = PartialPrefill(
             attachment.runner, attachment.stack, _largest_forward(attachment.runner)
         )
@@ -108,7 +111,19 @@ class ForwardPass:
             for job in jobs:
                 self._loader.abandon(job, FetchError(f"the partial prefill failed: {exc}"))
         recompute = (started_s, time.monotonic())
-        return _Settled(recompute, [(it, self._settle(batch, it)) for it in places])
+        errors = self._wait_staged(jobs)
+        causes = [self._settle(batch, *it) for it in zip(places, errors, strict=True)]
+        return _Settled(recompute, list(zip(places, causes, strict=True)))
+
+    def _wait_staged(self, jobs: Sequence[Job]) -> list[FetchError | None]:
+        """Why each job has to be prefilled in full, if it has to: on all ranks or on none."""
+        deadline = Deadline.after(self._forward_wait_s)
+        errors = [_staging_error(job, deadline) for job in jobs]
+        have_landed = self._ranks.least([error is None for error in errors])
+        return [
+            error if landed or error is not None else FetchError("another rank has not all of it")
+            for error, landed in zip(errors, have_landed, strict=True)
+        ]
 
     def _place(self, batch: ScheduleBatch, row: int, job: Job) -> _Place:
         stop = batch.prefix_lens[row]
@@ -143,20 +158,17 @@ class ForwardPass:
             self._prefill.run(batch, prefixes)
         self._metrics.recompute_s.observe(time.monotonic() - started_s)
 
-    def _settle(self, batch: ScheduleBatch, it: _Place) -> str:
+    def _settle(self, batch: ScheduleBatch, it: _Place, error: FetchError | None) -> str:
         """Have every layer of the job in place; returns why it took a full prefill, if it did."""
         job, cause = it.job, ""
-        try:
-            job.wait_staged(Deadline.after(self._forward_wait_s))
-        except FetchError as exc:
-            cause = type(exc).__name__
-            log.warning("request %s: %s; it does a full prefill", job.rid, exc)
-            self._loader.abandon(job, exc)
+        if error is not None:
+            cause = type(error).__name__
+            log.warning("request %s: %s; it does a full prefill", job.rid, error)
+            self._loader.abandon(job, error)
             self._prefill_in_full(batch, it)
-        else:
-            if job.plan.is_exact and job.pool_slots is not None:
-                first_own = job.plan.block.start if len(job.plan.block) else self._num_layers
-                self._e_pool.adopt(job.pool_slots, job.slots, first_own)
+        elif job.plan.is_exact and job.pool_slots is not None:
+            first_own = job.plan.block.start if len(job.plan.block) else self._num_layers
+            self._e_pool.adopt(job.pool_slots, job.slots, first_own)
         is_exact = bool(cause) or job.plan.is_exact
         self._provenance.loaded(job.slots, it.slot_before, exact=is_exact)
         return cause
@@ -198,6 +210,14 @@ class _Settled:
     """Start and stop, on monotonic time."""
     causes: list[tuple[_Place, str]]
     """Why each took a full prefill, or empty."""
+
+
+def _staging_error(job: Job, deadline: Deadline) -> FetchError | None:
+    try:
+        job.wait_staged(deadline)
+    except FetchError as exc:
+        return exc
+    return None
 
 
 def _largest_forward(runner: ModelRunner) -> int:

@@ -19,6 +19,7 @@ import torch
 from cachetree.cache import Cache
 from cachetree.errors import ConfigError
 from cachetree.family import Family
+from cachetree.ids import ModelId
 from cachetree.staging import pageable
 from cachetree.tier import MakeTier
 from sglang_droidspeak import compat, meta_info
@@ -46,6 +47,7 @@ from sglang_droidspeak.offloader import Offload, Offloader
 from sglang_droidspeak.planner import Planner
 from sglang_droidspeak.pool import PoolIndex
 from sglang_droidspeak.prefixes import namespace_of, own_pages_of, page_hash, pages_of, refusal
+from sglang_droidspeak.ranks import Ranks
 from sglang_droidspeak.rows import Coding, rows_of
 from sglang_droidspeak.site import folder_of
 from sglang_droidspeak.waiting import WaitingRequests
@@ -89,8 +91,10 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         self._on_cuda = runner.device == "cuda"
         self._provenance = Provenance(num_slots, runner.device)
         self._meter = Meter(runner.device, pool.layer_num)
-        self._metrics = Metrics(enabled=get_observability().enable_metrics)
         parallel = get_parallel()
+        self._ranks = Ranks(params.tp_cache_group if parallel.tp_size > 1 else None)
+        has_metrics = get_observability().enable_metrics
+        self._metrics = Metrics(enabled=has_metrics and self._ranks.is_first)
         self._cache = Cache(
             Family.of(
                 site.identity,
@@ -100,13 +104,11 @@ class DroidSpeakLinker(UnifiedCacheLinker):
                 tp_size=parallel.tp_size,
                 tp_rank=parallel.tp_rank,
             ),
-            cache_config(settings, site.identity.model_id),
+            cache_config(settings, site.identity.model_id, parallel.tp_rank),
             tiers=_tiers(site, self._metrics),
             allocate=_page_locked if self._on_cuda else pageable,
         )
-        self._cache_metrics = (
-            CacheMetrics(self._cache.status) if get_observability().enable_metrics else None
-        )
+        self._cache_metrics = CacheMetrics(self._cache.status) if has_metrics else None
         coding = Coding(settings.codec, site.identity.head_dim)
         rows = rows_of(pool, coding)
         self._loader = Loader(pool.layer_num, rows, Copies(forward_stream, runner.device))
@@ -128,9 +130,16 @@ class DroidSpeakLinker(UnifiedCacheLinker):
             self._pool_index,
             self._activated,
             Leaders(self._cache.tree, planner, self._models, self._meter, params.page_size),
+            self._ranks,
         )
         self._forward = ForwardPass(
-            attachment, self._loader, coding, self._provenance, self._meter, self._metrics
+            attachment,
+            self._loader,
+            coding,
+            self._provenance,
+            self._meter,
+            self._metrics,
+            self._ranks,
         )
         self._queued: dict[str, Job] = {}
         self._inserting: tuple[Req, int] | None = None
@@ -242,7 +251,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
             original(tree, req, up_to=up_to, **rest)
         finally:
             self._inserting = None
-        if len(self._models) > 1 and not req.skip_radix_cache_insert:
+        if self._ranks.is_first and len(self._models) > 1 and not req.skip_radix_cache_insert:
             self._note(req, up_to)
 
     def _note(self, req: Req, up_to: int) -> None:
@@ -313,12 +322,17 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         self._waiting.retire()
 
     def _load_lora(self, original: Any, manager: Any, lora_ref: LoRARef) -> None:
-        self._models.load(
-            lora_ref.lora_id,
-            folder_of(lora_ref.lora_path),
-            lambda: original(manager, lora_ref),
-        )
-        self._activated.loaded(lora_ref.lora_id)
+        lora_id = lora_ref.lora_id
+        try:
+            self._models.load(
+                lora_id, folder_of(lora_ref.lora_path), lambda: original(manager, lora_ref)
+            )
+        finally:
+            model = self._models.of(lora_id)
+            is_agreed = self._ranks.share(model, ModelId | None) == model
+            if not all(self._ranks.least([is_agreed])):
+                self._models.drop(lora_id)
+        self._activated.loaded(lora_id)
 
     def _unload_lora(self, result: Any, _manager: object, lora_ref: LoRARef) -> None:
         if result.success:

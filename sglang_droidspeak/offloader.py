@@ -57,17 +57,16 @@ class Offloader:
         self._provenance = provenance
         self._todo: SimpleQueue[Offload | None] = SimpleQueue()
         self._results: SimpleQueue[bool] = SimpleQueue()
-        self._idle = threading.Condition()
         self._num_in_flight = 0
+        """Put, and their results not yet taken: SGLang takes as many on each rank of a server."""
         self._thread = threading.Thread(target=self._run, name="droidspeak-offload", daemon=True)
         self._thread.start()
 
     def put(self, offload: Offload) -> bool:
         """Queue one node; False where too many are in flight, and the node is offered again."""
-        with self._idle:
-            if self._num_in_flight >= MAX_IN_FLIGHT:
-                return False
-            self._num_in_flight += 1
+        if self._num_in_flight >= MAX_IN_FLIGHT:
+            return False
+        self._num_in_flight += 1
         self._todo.put(offload)
         return True
 
@@ -76,14 +75,14 @@ class Offloader:
         return self._results.qsize()
 
     def pop_result(self) -> bool:
+        self._num_in_flight -= 1
         return self._results.get_nowait()
 
     def reset(self) -> None:
         """Wait until nothing is in flight and forget the results."""
-        with self._idle:
-            self._idle.wait_for(lambda: self._num_in_flight == 0)
-        while self.num_results:
-            self.pop_result()
+        while self._num_in_flight:
+            self._results.get()
+            self._num_in_flight -= 1
 
     def close(self) -> None:
         self._todo.put(None)
@@ -100,9 +99,6 @@ class Offloader:
                     log.exception("storing %d pages failed", len(offload.pages))
                     stored = False
                 self._results.put(stored)
-                with self._idle:
-                    self._num_in_flight -= 1
-                    self._idle.notify_all()
 
     def _store(self, offload: Offload) -> None:
         for event in offload.ready:

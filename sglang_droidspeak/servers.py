@@ -42,18 +42,21 @@ def end_of(log: Path, num_lines: int = 30) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-num_lines:])
 
 
-def free_port() -> int:
-    """A port that nobody listens on, and that is given out once by this process.
+def free_port(num_ranks: int = 1) -> int:
+    """A port that nobody listens on, and that is given out once by this process; the first of as
+    many for the ranks of a server.
 
     Not one of those that the system hands to outgoing connections (32768 and above on Linux): such
     a connection could take it before the server binds it.
     """
     for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
-        if port in _given_out:
+        wanted = range(port, port + num_ranks)
+        if not _given_out.isdisjoint(wanted):
             continue
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            _given_out.add(port)
+        with contextlib.ExitStack() as probes, contextlib.suppress(OSError):
+            for each in wanted:
+                probes.enter_context(socket.socket()).bind(("127.0.0.1", each))
+            _given_out.update(wanted)
             return port
     raise ServerFailed(f"no port between {_PORTS.start} and {_PORTS.stop} is free")
 

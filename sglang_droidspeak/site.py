@@ -50,7 +50,7 @@ def _one_of(*accepted: object) -> Callable[[object], bool]:
 
 _ACCEPTED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     # server argument: (whether a value works, why the others do not)
-    "tp_size": (_one_of(1), "ranks do not yet agree on one plan"),
+    "nnodes": (_one_of(None, 1), "the ranks of a server share one host and its ports"),
     "pp_size": (_one_of(1), "a recompute block may span pipeline stages"),
     "attn_dp_size": (_one_of(None, 1), "a recompute on one rank enters collectives alone"),
     "attn_cp_size": (_one_of(None, 1), "context-parallel batches are transformed further"),
@@ -174,6 +174,7 @@ def load_site(server_args: ServerArgs) -> Site:
         args.model_path,
         args.revision,
         args.page_size,
+        args.tp_size,
         tuple(path for path in paths if path) if args.enable_lora else None,
     )
 
@@ -184,10 +185,11 @@ def _load(
     model_path: str,
     revision: str | None,
     page_size: int,
+    tp_size: int,
     lora_paths: tuple[str, ...] | None,
 ) -> Site:
     settings = parse_settings(msgspec.json.decode(extra_json))
-    _check_transport(settings)
+    _check_transport(settings, tp_size)
     if settings.hicache_backend is not None:
         from sglang_droidspeak.compat.hicache import check_backend
 
@@ -238,13 +240,20 @@ def _check_codec(codec: Codec, identity: ModelIdentity, page_size: int) -> None:
     Layout.of(family, 1, ())
 
 
-def _check_transport(settings: Settings) -> None:
-    """Addresses and keys, before a model is loaded for nothing; raises ConfigError."""
-    config = cache_config(settings, ModelId(""))
-    if config.serves:
-        check_worker(config.worker)
-    for peer in config.peers:
-        check_peer(peer, config.peer_at(peer))
+def _check_transport(settings: Settings, tp_size: int) -> None:
+    """Addresses and keys of all ranks, before a model is loaded for nothing; raises ConfigError."""
+    for rank in range(tp_size):
+        config = cache_config(settings, ModelId(""), rank)
+        if config.serves:
+            check_worker(config.worker)
+        for peer in config.peers:
+            check_peer(peer, config.peer_at(peer))
+    port = int((settings.listen or ":0").rpartition(":")[2])
+    if port and settings.bulk_port and abs(port - settings.bulk_port) < tp_size:
+        raise ConfigError(
+            f"bulk_port is {settings.bulk_port} and listen {settings.listen}, from each of which "
+            f"{tp_size} ranks take a port; leave {tp_size} between them"
+        )
 
 
 def _read_profiles(

@@ -15,19 +15,24 @@ import logging
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import IntEnum
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from cachetree.clock import Deadline
-from cachetree.errors import DeadlineExceeded
-from cachetree.ids import PageHash, Span
+from cachetree.errors import DeadlineExceeded, FetchError
+from cachetree.ids import Location, PageHash, Span, is_pool
 from cachetree.plan import Kind, Plan, Step
 from cachetree.policy import recompute_s
 from cachetree.schedule import Strategy
 from sglang_droidspeak import prefixes
+from sglang_droidspeak.config import at_rank
 from sglang_droidspeak.controls import parse_controls
 from sglang_droidspeak.job import Job
 from sglang_droidspeak.meta_info import RequestProvenance, report
+from sglang_droidspeak.planner import Planned
 from sglang_droidspeak.pool import PoolPages
 
 if TYPE_CHECKING:
@@ -44,6 +49,7 @@ if TYPE_CHECKING:
     from sglang_droidspeak.metrics import Metrics
     from sglang_droidspeak.planner import Planner
     from sglang_droidspeak.pool import PoolIndex
+    from sglang_droidspeak.ranks import Ranks
     from sglang_droidspeak.site import Site
 
 log = logging.getLogger(__name__)
@@ -52,6 +58,24 @@ _PATIENCE_S = 0.2
 """A fetch is not given up for being slow before this, nor for being slower by less."""
 _ARRIVAL_MARGIN = 1.05
 """How much longer than predicted the rest of a fetch may take without holding up a forward."""
+
+
+class Decision(msgspec.Struct, frozen=True, array_like=True):
+    """What the first rank tells the others of one request."""
+
+    rid: str
+    plan: Plan | None
+    is_optional: bool
+
+
+class Progress(IntEnum):
+    """How far a planned request is on one rank; on all, it is as far as the least of them."""
+
+    FAILED = 0
+    UNSTAGED = 1
+    """No staging memory: admitted as it is, it does a full prefill."""
+    WAITING = 2
+    READY = 3
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -73,11 +97,17 @@ class Reuse:
     """It waits to be planned until that request has left its pages in the pool."""
     is_optional: bool = True
     """Chosen by the server, which may think again; not asked for by name."""
+    failure: str = ""
+    """Why this rank cannot go on with the plan."""
 
-    def give_up(self) -> None:
+    def unstage(self) -> None:
         if self.staging is not None:
             self.staging.release()
-        self.plan = self.staging = None
+        self.staging = None
+
+    def give_up(self) -> None:
+        self.unstage()
+        self.plan = None
 
 
 class WaitingRequests:
@@ -94,43 +124,41 @@ class WaitingRequests:
         pool: PoolIndex,
         activated: Activated,
         leaders: Leaders,
+        ranks: Ranks,
     ) -> None:
         self._site = site
         self._planner = planner
         self._pool = pool
         self._activated = activated
         self._leaders = leaders
+        self._ranks = ranks
         self._cache = cache
         self._provenance = provenance
         self._meter = meter
         self._metrics = metrics
         self._reuses: dict[str, Reuse] = {}
         self._refusal = ""
-        self._asks = site.settings.hicache_backend is not None
+        self._asks = site.settings.hicache_backend is not None and ranks.is_first
 
     def look(self, queue: Sequence[Req], tree: UnifiedRadixCache, *, is_decoding: bool) -> set[str]:
         """Plan new requests, forget those that have left, and return the rids to hold back."""
         self._tree = tree
-        held = set()
+        reuses = [self._reuses.get(req.rid) or self._begin(req, tree) for req in queue]
+        new = [it for it in reuses if not it.is_planned]
+        if new:
+            self._decide_all(new, tree, num_waiting=len(queue) - 1)
+        held = {it.req.rid for it in new if not it.is_planned}
+        planned = [it for it in reuses if it.plan is not None]
         budget = StepBudget(self._site.settings.max_stall_s if is_decoding else None)
-        for req in queue:
-            reuse = self._reuses.get(req.rid)
-            if reuse is None:
-                reuse = self._reuses[req.rid] = self._begin(req, tree)
-            if not reuse.is_planned:
-                if not self._may_plan(reuse):
-                    held.add(req.rid)
-                    continue
-                self._decide(reuse, tree, num_waiting=len(queue) - 1)
-                if not reuse.is_planned:
-                    held.add(req.rid)
-                    continue
-            if reuse.plan is not None and reuse.staging is None:
-                self._stage(reuse)
-            if reuse.staging is not None and (
-                self._must_hold(req, reuse) or not budget.take(self._recompute_s(reuse.plan))
-            ):
-                held.add(req.rid)
+        progress = self._ranks.least([self._progress_within(budget, it) for it in planned])
+        for it, state in zip(planned, progress, strict=True):
+            if state == Progress.FAILED:
+                self._report(it.req, f"fallback: {it.failure or FetchError.__name__}")
+                it.give_up()
+            elif state == Progress.UNSTAGED:
+                it.unstage()
+            elif state == Progress.WAITING:
+                held.add(it.req.rid)
         if len(self._reuses) > len(queue):
             for rid in self._reuses.keys() - {req.rid for req in queue}:
                 self._reuses.pop(rid).give_up()
@@ -161,6 +189,9 @@ class WaitingRequests:
             if locked is None:
                 return None
             reuse.staging = locked
+        if not reuse.is_optional and self._site.settings.gate == "off":
+            # An experiment's KV serves its own request only.
+            reuse.req.skip_radix_cache_insert |= not reuse.plan.is_exact
         del self._reuses[rid]
         start = reuse.own_pages.index(prefixes.page_hash(keys[0]))
         return Job(
@@ -187,7 +218,7 @@ class WaitingRequests:
 
     def _begin(self, req: Req, tree: UnifiedRadixCache) -> Reuse:
         """Ask the tiers that do not advertise, where they could have enough to matter."""
-        reuse = Reuse(req=req, first_seen_s=time.monotonic())
+        reuse = self._reuses[req.rid] = Reuse(req=req, first_seen_s=time.monotonic())
         self._activated.meet(req)
         if not self._asks or self._refusal or prefixes.refusal(req):
             return reuse
@@ -201,6 +232,39 @@ class WaitingRequests:
                 if num_tokens >= self._site.settings.min_tokens:
                     reuse.searches = self._cache.search(reuse.pages)
         return reuse
+
+    def _decide_all(self, new: Sequence[Reuse], tree: UnifiedRadixCache, num_waiting: int) -> None:
+        """Plan what can be planned now, on the first rank; the others do as it did."""
+        if self._ranks.is_first:
+            for reuse in new:
+                if self._may_plan(reuse):
+                    self._decide(reuse, tree, num_waiting)
+        mine = [Decision(it.req.rid, it.plan, it.is_optional) for it in new if it.is_planned]
+        for decision in self._ranks.share(mine, list[Decision]):
+            if not self._ranks.is_first:
+                self._obey(decision, tree)
+
+    def _obey(self, decision: Decision, tree: UnifiedRadixCache) -> None:
+        """Plan a request as the first rank did, with this rank's shard of the same pages."""
+        reuse, plan = self._reuses[decision.rid], decision.plan
+        reuse.is_planned = True
+        if plan is None:
+            return
+        plan = replace(plan, location=Location(at_rank(plan.location, self._ranks.rank)))
+        # Kept even where this rank fails: all ranks count the same requests.
+        reuse.plan = plan
+        try:
+            reuse.pages = prefixes.reusable_pages(reuse.req, self._site.page_size)
+            pool_pages = None
+            if is_pool(plan.location):
+                pool_pages = self._pool.find(plan, reuse.pages, reuse.req, tree)
+            self._take_up(
+                reuse,
+                Planned(plan=plan, is_optional=decision.is_optional, pool_pages=pool_pages),
+            )
+        except Exception as exc:
+            log.exception("request %s: this rank cannot do as planned", decision.rid)
+            reuse.failure = type(exc).__name__
 
     def _may_plan(self, reuse: Reuse) -> bool:
         if reuse.following is not None:
@@ -242,22 +306,22 @@ class WaitingRequests:
                 return ""
         if isinstance(planned, str):
             return planned
+        self._take_up(reuse, planned)
+        return ""
+
+    def _take_up(self, reuse: Reuse, planned: Planned) -> None:
+        """Begin to bring together what the plan needs."""
         reuse.plan, reuse.is_optional = planned.plan, planned.is_optional
-        if not reuse.is_optional and self._site.settings.gate == "off":
-            # An experiment's KV serves its own request only.
-            req.skip_radix_cache_insert |= not reuse.plan.is_exact
+        req, page_size = reuse.req, self._site.page_size
         reuse.own_pages = (
             reuse.pages
             if req.lora_id is None
-            else prefixes.own_pages_of(
-                req, len(reuse.pages) * self._site.page_size, self._site.page_size
-            )
+            else prefixes.own_pages_of(req, len(reuse.pages) * page_size, page_size)
         )
         reuse.match_s = time.monotonic() - reuse.first_seen_s
         reuse.staging = planned.pool_pages
         if reuse.staging is None:
             self._stage(reuse)
-        return ""
 
     def _stage(self, reuse: Reuse) -> None:
         """Begin the fetch; where staging memory is used up, the next look tries again."""
@@ -272,19 +336,32 @@ class WaitingRequests:
         speed = self._meter.s_per_token_layer or 0.0
         return recompute_s(plan, len(plan.pages) * self._site.page_size, speed)
 
-    def _must_hold(self, req: Req, reuse: Reuse) -> bool:
+    def _progress_within(self, budget: StepBudget, reuse: Reuse) -> Progress:
+        """Ready only if its recompute fits this step, too."""
+        progress = self._progress(reuse)
+        if progress == Progress.READY and not budget.take(self._recompute_s(reuse.plan)):
+            return Progress.WAITING
+        return progress
+
+    def _progress(self, reuse: Reuse) -> Progress:
+        req = reuse.req
+        if reuse.failure:
+            return Progress.FAILED
+        if reuse.staging is None:
+            self._stage(reuse)
         staging = reuse.staging
+        if staging is None:
+            return Progress.UNSTAGED
         if staging.is_complete:
-            return False
+            return Progress.READY
         if staging.deadline.has_passed:
             staging.fail(DeadlineExceeded("the fetch did not end in time"))
         if staging.error is not None:
             log.warning("request %s: %s; it does a full prefill", req.rid, staging.error)
-            self._report(req, f"fallback: {type(staging.error).__name__}")
-            reuse.give_up()
-            return False
+            reuse.failure = type(staging.error).__name__
+            return Progress.FAILED
         if self._meter.s_per_token_layer is None or not staging.num_landed_bytes:
-            return True
+            return Progress.WAITING
         plan = reuse.plan
         elapsed_s = time.monotonic() - staging.started_s
         num_left = staging.num_bytes - staging.num_landed_bytes
@@ -292,12 +369,12 @@ class WaitingRequests:
         full_s = self._meter.full_prefill_s(len(plan.pages) * self._site.page_size) or 0.0
         if reuse.is_optional and min(elapsed_s, rest_s - full_s) > _PATIENCE_S:
             log.info("request %s: the link is slower than a full prefill", req.rid)
-            self._report(req, "fallback: SlowLink")
-            reuse.give_up()
-            return False
+            reuse.failure = "SlowLink"
+            return Progress.FAILED
         has_e = all(staging.has_landed(Step(Kind.E, layer)) for layer in plan.transition_layers)
         may_overlap = plan.strategy is Strategy.PIPELINED and has_e
-        return not may_overlap or rest_s * _ARRIVAL_MARGIN > self._recompute_s(plan)
+        is_in_time = may_overlap and rest_s * _ARRIVAL_MARGIN <= self._recompute_s(plan)
+        return Progress.READY if is_in_time else Progress.WAITING
 
 
 class StepBudget:

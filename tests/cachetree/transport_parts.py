@@ -206,6 +206,7 @@ class ScriptedWorker:
         script: Callable[[ScriptedWorker, bytes, wire.Fetch], None],
         family: Family = FAMILY,
         arena: ArenaFile | None = None,
+        listen: str = "tcp://127.0.0.1:0",
     ) -> None:
         self._script = script
         self._family = family
@@ -213,7 +214,7 @@ class ScriptedWorker:
         self._context = zmq.Context()
         self.socket = self._context.socket(zmq.ROUTER)
         self.socket.set(zmq.LINGER, 0)
-        self.socket.bind("tcp://127.0.0.1:0")
+        self.socket.bind(listen)
         self.address = Location(self.socket.get_string(zmq.LAST_ENDPOINT))
         self._poller = zmq.Poller()
         self._poller.register(self.socket, zmq.POLLIN)

@@ -111,10 +111,14 @@ def page_hashes(
     return hashing.page_hashes(tokens, PAGE, bytes.fromhex(seed) if seed else b"")
 
 
-def family_of(model: Path) -> Family:
+def family_of(model: Path, tp_size: int = 1, tp_rank: int = 0) -> Family:
     """The family of a model as these servers run it."""
     return Family.of(
-        read_model_identity(model), kv_dtype="float32", page_size=PAGE, tp_size=1, tp_rank=0
+        read_model_identity(model),
+        kv_dtype="float32",
+        page_size=PAGE,
+        tp_size=tp_size,
+        tp_rank=tp_rank,
     )
 
 

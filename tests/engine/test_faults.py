@@ -23,19 +23,15 @@ from engine_parts import (
     eventually,
     family_of,
     oracle,
-    page_hashes,
     prompt,
     whole_pages,
 )
-from transport_parts import ScriptedWorker
+from stalling import StallingWorker
 
 from cachetree.cache import Cache
 from cachetree.config import CacheConfig
-from cachetree.family import Family
 from cachetree.identity import read_model_identity
 from cachetree.ids import Span
-from cachetree.transport import wire
-from cachetree.transport.frames import Frame
 from profiles.random_models import shape, write_models
 from sglang_droidspeak.servers import Server, ServerSpec, free_port, running
 
@@ -45,47 +41,6 @@ LINK_MB_S = 2.0
 DEADLINE_S = 3.0
 BYTES_PER_TOKEN = 6 * 2 * 2 * 64 * 4
 """KV of six layers of two heads of 64 in float32."""
-
-
-class StallingWorker(ScriptedWorker):
-    """Offers one prompt of a model of its own; sends everything but the last step of a fetch."""
-
-    def __init__(self, family: Family, model: str, tokens: list[int]) -> None:
-        self.model = model
-        self.tokens = tokens
-        self._pages = page_hashes(tokens)
-        self._sizes = {
-            kind: len(self._pages) * size
-            for kind, size in (("kv", family.kv_page_bytes), ("e", family.e_page_bytes))
-        }
-        super().__init__(lambda _self, identity, fetch: self._stream(identity, fetch), family)
-
-    def send(self, identity: bytes, message: wire.ToPeer | bytes, *payload: bytes) -> None:
-        if isinstance(message, wire.Synced):
-            entry = wire.Entry(
-                added=True,
-                model=self.model,
-                parent=b"",
-                pages=b"".join(self._pages),
-                e_layers=(1,),
-            )
-            super().send(identity, wire.Entries(seq=1, entries=(entry,)))
-            message = wire.Synced(seq=1)
-        super().send(identity, message, *payload)
-
-    def _stream(self, identity: bytes, fetch: wire.Fetch) -> None:
-        for index, (kind, _layer) in enumerate(fetch.steps[:-1]):
-            payload = bytes(self._sizes[kind])
-            for offset in range(0, len(payload), fetch.frame_bytes):
-                part = payload[offset : offset + fetch.frame_bytes]
-                frame = Frame(
-                    id=fetch.id,
-                    step=index,
-                    offset=offset,
-                    size=len(part),
-                    checksum=wire.checksum(part),
-                )
-                super().send(identity, frame, part)
 
 
 @dataclass(frozen=True)

@@ -158,7 +158,7 @@ def test_keys_reach_the_cache(model: Path, tmp_path: Path) -> None:
     [
         (["--page-size", "8"], ["page_size", "8", "--page-size 64"]),
         (["--disaggregation-mode", "prefill"], ["disaggregation_mode", "prefill"]),
-        (["--tp-size", "2"], ["tp_size", "2"]),
+        (["--nnodes", "2", "--tp-size", "2"], ["nnodes", "2", "one host"]),
         (["--load-format", "dummy"], ["load_format", "dummy"]),
         (["--json-model-override-args", '{"rope_theta": 5}'], ["json_model_override_args"]),
         (["--enable-hierarchical-cache"], ["enable_hierarchical_cache", "both would own"]),
@@ -170,6 +170,25 @@ def test_server_arguments_that_do_not_go_together(
 ) -> None:
     line = refusal(model, {}, *flags)
     assert all(word in line for word in words), line
+
+
+def test_each_rank_has_ports_of_its_own(model: Path) -> None:
+    extra = {
+        "listen": "tcp://127.0.0.1:7001",
+        "bulk_port": 7003,
+        "peers": ["tcp://127.0.0.1:7101", "tcp://[::1]:7201"],
+        "push_to": ["tcp://127.0.0.1:7301"],
+    }
+    site = load_site(server_args(model, extra, "--tp-size", "2"))
+    config = cache_config(site.settings, site.identity.model_id, tp_rank=1)
+    assert (config.worker.listen, config.worker.bulk_port) == ("tcp://127.0.0.1:7002", 7004)
+    assert config.peers == ("tcp://127.0.0.1:7102", "tcp://[::1]:7202", "tcp://127.0.0.1:7302")
+    assert config.stores == ("tcp://127.0.0.1:7302",)
+    line = refusal(model, {**extra, "bulk_port": 7002}, "--tp-size", "2")
+    assert "bulk_port is 7002" in line
+    assert "leave 2 between them" in line
+    line = refusal(model, {"listen": "tcp://127.0.0.1:65535"}, "--tp-size", "2")
+    assert "listen is 'tcp://127.0.0.1:65536'" in line
 
 
 def test_settings_file_with_unknown_key(model: Path, tmp_path: Path) -> None:

@@ -1,0 +1,63 @@
+"""The tensor-parallel ranks of one server: what the first decides all do, and all or none can.
+
+Decisions depend on clocks, measured speeds and what has arrived, which differ between ranks, and
+every rank has to run the same forwards. So per round of scheduling with requests that wait:
+
+    first rank   plans what is new ─► broadcast ─► each rank stages its own shard
+    every rank   how far its staging is, and before a forward whether it landed ─► minimum ─► all
+
+SGLang's radix trees, and what is kept per slot, are the same on all ranks without being told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+import torch
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """One of them. Each makes the same calls in the same order, on its scheduler thread; a rank
+    that is alone sends nothing.
+
+    A call blocks until all ranks have made it.
+    """
+
+    def __init__(self, group: ProcessGroup | None) -> None:
+        """`group` carries host memory: the one over which SGLang's radix cache agrees."""
+        self._group = group
+        self._size = 1 if group is None else torch.distributed.get_world_size(group)
+        self.rank = 0 if self._size == 1 else torch.distributed.get_rank(group)
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def share(self, value: T, kind: type[T]) -> T:
+        """The first rank's `value`, of a type that msgspec knows; those of others are ignored."""
+        if self._size == 1:
+            return value
+        message = bytearray(msgspec.msgpack.encode(value)) if self.is_first else bytearray()
+        size = torch.tensor([len(message)])
+        torch.distributed.broadcast(size, group_src=0, group=self._group)
+        if not self.is_first:
+            message = bytearray(int(size))
+        torch.distributed.broadcast(
+            torch.frombuffer(message, dtype=torch.uint8), group_src=0, group=self._group
+        )
+        return value if self.is_first else msgspec.msgpack.decode(message, type=kind)
+
+    def least(self, values: Sequence[int]) -> Sequence[int]:
+        """The smallest of all ranks' values, one by one; each rank has as many."""
+        if self._size == 1 or not values:
+            return values
+        reduced = torch.tensor(values)
+        torch.distributed.all_reduce(reduced, op=torch.distributed.ReduceOp.MIN, group=self._group)
+        return reduced.tolist()

@@ -1,0 +1,91 @@
+"""Two processes that agree over gloo, as the ranks of a server do on the CPU and on CUDA."""
+
+from __future__ import annotations
+
+import multiprocessing
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import distributed
+
+from cachetree.ids import Location, ModelId, Span
+from cachetree.plan import Plan
+from sglang_droidspeak.ranks import Ranks
+
+NUM_RANKS = 2
+
+
+class Decision(msgspec.Struct, frozen=True, array_like=True):
+    """As the waiting requests' own, which would bring SGLang into each process."""
+
+    rid: str
+    plan: Plan | None
+    is_optional: bool
+
+
+PLAN = Plan(
+    sender=ModelId("s"),
+    receiver=ModelId("r"),
+    location=Location("tcp://127.0.0.1:7001"),
+    pages=Span(1, 40),
+    block=Span(2, 5),
+    refreshed=(7, 9),
+    num_layers=12,
+)
+DECISIONS = [
+    Decision("a", PLAN, True),
+    Decision("b", None, False),
+    Decision("c" * 100_000, PLAN, False),
+]
+
+
+def act(rank: int, store: str, results: Any) -> None:
+    distributed.init_process_group(
+        "gloo",
+        store=distributed.FileStore(store, NUM_RANKS),
+        rank=rank,
+        world_size=NUM_RANKS,
+        timeout=timedelta(seconds=60),
+    )
+    ranks = Ranks(distributed.group.WORLD)
+    told = [ranks.share(DECISIONS if rank == 0 else [], list[Decision]) for _ in range(2)]
+    nothing = ranks.share([] if rank == 0 else DECISIONS, list[Decision])
+    # The second has nothing to agree on, and no rank waits for another.
+    least = [ranks.least([3, rank, 2 - rank]), ranks.least([]), ranks.least([True, rank == 0])]
+    results.put((rank, ranks.is_first, told == [DECISIONS] * 2, nothing, least))
+    results.close()
+    results.join_thread()
+    distributed.destroy_process_group()
+
+
+def test_all_do_as_the_first_and_as_much_as_the_least(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    processes = [
+        context.Process(target=act, args=(rank, str(tmp_path / "store"), results))
+        for rank in range(NUM_RANKS)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        found = sorted(results.get(timeout=100) for _ in processes)
+    finally:
+        for process in processes:
+            process.join(10)
+            process.kill()
+    least = [[3, 0, 1], [], [1, 0]]
+    assert found == [(0, True, True, [], least), (1, False, True, [], least)]
+
+
+def test_one_rank_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    for call in ("broadcast", "all_reduce"):
+        monkeypatch.delattr(torch.distributed, call)
+    ranks = Ranks(None)
+    plans = [Decision("a", PLAN, True)]
+    assert ranks.is_first
+    assert ranks.share(plans, list[Decision]) is plans
+    assert ranks.least(plans) is plans

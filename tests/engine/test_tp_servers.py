@@ -1,0 +1,277 @@
+"""Two tensor-parallel ranks: both do as the first decided, or both prefill in full."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from engine_parts import (
+    CPU,
+    ENV,
+    Answer,
+    answer,
+    eventually,
+    family_of,
+    oracle,
+    page_hashes,
+    prompt,
+    whole_pages,
+)
+from stalling import StallingWorker
+
+from cachetree.cache import Cache
+from cachetree.config import CacheConfig
+from cachetree.identity import read_model_identity
+from cachetree.ids import EMPTY_SPAN, Span
+from profiles.adapters import merge_folder
+from profiles.oracle import Generated
+from profiles.random_models import shape, write_adapter, write_models
+from sglang_droidspeak.config import at_rank
+from sglang_droidspeak.servers import Server, ServerSpec, free_port, running
+
+pytestmark = pytest.mark.server
+
+NUM_RANKS = 2
+NUM_LAYERS = 6
+DEADLINE_S = 3.0
+BASE, READER = "base", "reader"
+LATE, NEVER = "late", "never"
+"""Models of workers whose second rank does not send the last layer, and does not send anything."""
+NUM_STALLED = 330
+ADAPTERS = {"wide": {"rank": 8}, "upper": {"rank": 4, "layers": (4, 5), "seed": 1}}
+TP = {**CPU, "tp-size": NUM_RANKS}
+ENV_OF_RANKS = {**ENV, "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+
+
+@dataclass(frozen=True)
+class Team:
+    """A base and its adapters in one server, a fine-tune that reads from it in another."""
+
+    server: Server
+    reader: Server
+    address: str
+    """Where the first rank of `server` serves its cache."""
+    adapters: Mapping[str, Path]
+    models: Mapping[str, Path]
+    """Adapters merged, for the oracle."""
+
+    def model_id(self, name: str) -> str:
+        return read_model_identity(self.models[BASE], None, self.adapters.get(name)).model_id
+
+    def ask(self, name: str, tokens: list[int], **options) -> Answer:
+        if name == READER:
+            return answer(self.reader, tokens, **options)
+        lora = {} if name == BASE else {"lora_path": name}
+        return answer(self.server, tokens, **lora, **options)
+
+    def receive(
+        self, name: str, sender: str, tokens: list[int], block: Span, *refreshed: int
+    ) -> Answer:
+        controls = {
+            "sender": self.model_id(sender),
+            "block": f"{block.start}:{block.stop}" if len(block) else "none",
+        }
+        if refreshed:
+            controls["refresh"] = ",".join(map(str, refreshed))
+        return self.ask(name, tokens, droidspeak=controls)
+
+    def expected(
+        self, name: str, sender: str, tokens: list[int], block: Span, *refreshed: int
+    ) -> Generated:
+        return oracle(
+            self.models[name],
+            self.models[sender],
+            tokens,
+            block=block,
+            num_reused=whole_pages(len(tokens)),
+            max_new=12,
+            refreshed=refreshed,
+        )
+
+    def is_advertised(self, tokens: list[int]) -> bool:
+        """Whether every rank offers to peers what it has of the prompt."""
+        pages = page_hashes(tokens)
+        for rank in range(NUM_RANKS):
+            peer = at_rank(self.address, rank)
+            family = family_of(self.models[BASE], NUM_RANKS, rank)
+            with Cache(family, CacheConfig(peers=(peer,), serves=False)) as cache:
+                assert cache.wait_ready(20)
+                eventually(lambda: any(it.num_pages == len(pages) for it in cache.match(pages)))
+        return True
+
+
+@contextlib.contextmanager
+def stalling(model: Path, name: str, num_unsent: int, seed: int) -> Iterator[str]:
+    """A worker of two ranks; yields its address."""
+    port, tokens = free_port(NUM_RANKS), prompt(NUM_STALLED, seed)
+    with contextlib.ExitStack() as stack:
+        for rank in range(NUM_RANKS):
+            worker = StallingWorker(
+                family_of(model, NUM_RANKS, rank),
+                name,
+                tokens,
+                num_unsent=num_unsent if rank else 0,
+                listen=f"tcp://127.0.0.1:{port + rank}",
+            )
+            stack.enter_context(worker)
+        yield f"tcp://127.0.0.1:{port}"
+
+
+@pytest.fixture(scope="module")
+def team(tmp_path_factory) -> Iterator[Team]:
+    folder = tmp_path_factory.mktemp("tp")
+    config = shape("llama", layers=NUM_LAYERS, hidden=256, heads=4, kv_heads=2)
+    base, reader = write_models(folder, config, [BASE, READER])
+    adapters = {name: write_adapter(folder / name, base, **made) for name, made in ADAPTERS.items()}
+    models = {BASE: base, READER: reader}
+    for name, adapter in adapters.items():
+        models[name] = folder / f"{name}-merged"
+        merge_folder(base, adapter, models[name])
+    address = f"tcp://127.0.0.1:{free_port(NUM_RANKS)}"
+    with contextlib.ExitStack() as stack:
+        stalls = [
+            stack.enter_context(stalling(base, LATE, 1, seed=600)),
+            stack.enter_context(stalling(base, NEVER, NUM_LAYERS, seed=601)),
+        ]
+        server = ServerSpec(
+            model=base,
+            options={
+                **TP,
+                "lora-backend": "torch_native",
+                "max-loras-per-batch": 3,
+                "max-lora-rank": 8,
+                "lora-target-modules": ["all"],
+            },
+            adapters=adapters,
+            droidspeak={
+                "gate": "off",
+                "capture_layers": list(range(1, NUM_LAYERS)),
+                "host_gb": 0.25,
+                "listen": address,
+            },
+        )
+        reading = ServerSpec(
+            model=reader,
+            name=READER,
+            options=TP,
+            droidspeak={
+                "gate": "off",
+                "host_gb": 0,
+                "peers": [address, *stalls],
+                "fetch_deadline_s": DEADLINE_S,
+            },
+        )
+        servers = running(server, reading, folder=folder / "logs", env=ENV_OF_RANKS)
+        server, reading = stack.enter_context(servers)
+        yield Team(server, reading, address, adapters, models)
+
+
+@pytest.mark.parametrize(
+    ("sender", "receiver", "block", "refreshed"),
+    [
+        (BASE, "wide", Span(2, 5), ()),
+        ("wide", "upper", Span(1, 4), ()),
+        ("wide", BASE, Span(0, 3), ()),
+        (BASE, "wide", Span(3, 4), (1, 5)),
+    ],
+)
+def test_block_equals_the_oracle(
+    team: Team, sender: str, receiver: str, block: Span, refreshed: tuple[int, ...]
+) -> None:
+    tokens = prompt(200, seed=hash((sender, receiver, refreshed)) % 1000)
+    team.ask(sender, tokens, max_new_tokens=1)
+    reply = team.receive(receiver, sender, tokens, block, *refreshed)
+    reply.assert_equals(team.expected(receiver, sender, tokens, block, *refreshed))
+    told = reply.provenance
+    assert (told["outcome"], told["location"]) == ("reused", "pool")
+    assert told["reused_tokens"] == whole_pages(len(tokens))
+
+
+def test_requests_of_one_batch_do_not_touch_each_other(team: Team) -> None:
+    """Different adapters, senders and blocks at once, and some that reuse nothing."""
+    names = [BASE, *ADAPTERS]
+    blocks = [Span(2, 5), Span(0, 3), EMPTY_SPAN]
+    cases = [
+        (names[i % 3], names[(i + 1 + i // 3) % 3], prompt(130 + 17 * i, 200 + i), blocks[i % 3])
+        for i in range(3)
+    ]
+    for _name, sender, tokens, _block in cases:
+        team.ask(sender, tokens, max_new_tokens=1)
+    plain = [(names[i], prompt(90 + 31 * i, seed=300 + i)) for i in range(2)]
+    with ThreadPoolExecutor(len(cases) + len(plain)) as pool:
+        replies = [pool.submit(team.receive, *case) for case in cases]
+        others = [pool.submit(team.ask, *case) for case in plain]
+        for (name, sender, tokens, block), reply in zip(cases, replies, strict=True):
+            assert reply.result().provenance["location"] == "pool"
+            reply.result().assert_equals(team.expected(name, sender, tokens, block))
+        for (name, tokens), other in zip(plain, others, strict=True):
+            assert other.result().provenance["outcome"] != "reused"
+            other.result().assert_equals(team.expected(name, name, tokens, EMPTY_SPAN))
+
+
+def test_the_first_of_a_burst_leads(team: Team) -> None:
+    tokens = prompt(300, seed=503)
+    names = [BASE, "upper"]
+    with ThreadPoolExecutor(2) as pool:
+        replies = [pool.submit(team.ask, name, tokens) for name in names]
+    outcomes = sorted(reply.result().provenance["outcome"] for reply in replies)
+    assert outcomes == ["no_match", "reused"]
+    for name, reply in zip(names, replies, strict=True):
+        reply.result().assert_equals(team.expected(name, name, tokens, EMPTY_SPAN))
+
+
+def test_an_adapter_that_is_loaded_later_joins(team: Team, tmp_path: Path) -> None:
+    tokens = prompt(200, seed=505)
+    team.ask(BASE, tokens, max_new_tokens=1)
+    folder = write_adapter(tmp_path / "new", team.models[BASE], rank=8, layers=(3, 4, 5), seed=2)
+    team.server.post("/load_lora_adapter", lora_name="new", lora_path=str(folder))
+    merge_folder(team.models[BASE], folder, tmp_path / "merged")
+    reply = answer(team.server, tokens, lora_path="new")
+    assert (reply.provenance["outcome"], reply.provenance["block"]) == ("reused", [3, 6])
+    reply.assert_equals(
+        oracle(
+            tmp_path / "merged",
+            tmp_path / "merged",
+            tokens,
+            block=EMPTY_SPAN,
+            num_reused=whole_pages(len(tokens)),
+            max_new=12,
+        )
+    )
+
+
+def test_each_rank_fetches_its_shard_from_its_own_peer(team: Team) -> None:
+    tokens = prompt(200, seed=504)
+    team.ask(BASE, tokens, max_new_tokens=1)
+    assert team.is_advertised(tokens)
+    # The reader's own peers are told at the same time as these were.
+    reply = eventually(lambda: found_by(team, tokens))
+    assert reply.provenance["location"] == team.address
+    reply.assert_equals(team.expected(READER, BASE, tokens, Span(2, 5)))
+
+
+def found_by(team: Team, tokens: list[int]) -> Answer | None:
+    reply = team.receive(READER, BASE, tokens, Span(2, 5))
+    team.reader.flush()
+    return reply if reply.provenance["outcome"] == "reused" else None
+
+
+@pytest.mark.parametrize(("name", "seed"), [(LATE, 600), (NEVER, 601)])
+def test_where_one_rank_lacks_its_part_all_prefill_in_full(
+    team: Team, name: str, seed: int
+) -> None:
+    """While the request waits, and after all ranks have admitted it."""
+    tokens = prompt(NUM_STALLED, seed)
+    alone = team.ask(READER, tokens, droidspeak={"mode": "off"})
+    team.reader.flush()
+    reply = team.ask(READER, tokens, droidspeak={"sender": name, "block": "1:5"})
+    assert reply.provenance["outcome"].startswith("fallback: ")
+    is_admitted = reply.meta["cached_tokens"] == whole_pages(NUM_STALLED)
+    assert is_admitted == (name == LATE)
+    assert reply.ids == alone.ids
+    assert reply.logprobs == pytest.approx(alone.logprobs, abs=2e-4)
+    assert team.ask(READER, prompt(100, seed=700)).provenance["outcome"] == "no_match"
