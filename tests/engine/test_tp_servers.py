@@ -244,6 +244,18 @@ def test_an_adapter_that_is_loaded_later_joins(team: Team, tmp_path: Path) -> No
     )
 
 
+def test_each_rank_has_its_shard_back_from_host_memory(team: Team) -> None:
+    tokens = prompt(200, seed=506)
+    first = team.ask(BASE, tokens)
+    assert team.is_advertised(tokens)
+    team.server.flush()
+    reply = team.ask(BASE, tokens)
+    told = reply.provenance
+    assert (told["outcome"], told["location"], told["exact"]) == ("reused", "local", True)
+    assert reply.ids == first.ids
+    assert reply.logprobs == pytest.approx(first.logprobs, abs=2e-4)
+
+
 def test_each_rank_fetches_its_shard_from_its_own_peer(team: Team) -> None:
     tokens = prompt(200, seed=504)
     team.ask(BASE, tokens, max_new_tokens=1)
