@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from cachetree.ids import Location, ModelId, PageHash
+from cachetree.policy import Reason
 from sglang_droidspeak.pool import pool_of
 from sglang_droidspeak.prefixes import namespace_of
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 _PATIENCE: Final = 2.0
 """A leader is followed for so many times the prefill that it is predicted to take, and a second."""
 _UNKNOWN_PREFILL_S: Final = 30.0
+_READS_NOBODY: Final = (Reason.OFF.value, "bad_controls")
+"""Outcomes of requests that compute all themselves, whatever others have."""
 
 
 @dataclass(slots=True, eq=False)
@@ -72,7 +75,8 @@ class Leaders:
             return None
         pages = part.of(pages, self._page_size)
         num_planned = 0 if isinstance(planned, str) else planned.plan.pages.stop
-        following = [Following(it, _num_common(it.pages, pages)) for it in self._others(req)]
+        others = [] if planned in _READS_NOBODY else self._others(req)
+        following = [Following(it, _num_common(it.pages, pages)) for it in others]
         for it in sorted(following, key=lambda it: -it.num_pages):
             leader, shared = it.leader, pages[: it.num_pages]
             if it.num_pages <= num_planned:

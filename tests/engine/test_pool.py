@@ -226,6 +226,15 @@ def test_nobody_waits_for_one_that_is_gone(crowd: Crowd) -> None:
     assert crowd.leaders.follow(FakeReq("3", "x"), pages, "no_match") is None
 
 
+@pytest.mark.parametrize("outcome", ["off", "bad_controls"])
+def test_who_reads_nobody_leads_and_does_not_follow(crowd: Crowd, outcome: str) -> None:
+    pages, first = pages_of(4), FakeReq("1")
+    assert crowd.leaders.follow(first, pages, outcome) is None
+    other = FakeReq("2", "x")
+    assert crowd.leaders.follow(other, pages, outcome) is None
+    assert crowd.leaders.follow(other, pages, "no_match").leader.req is first
+
+
 def test_patience_begins_when_the_leader_does(crowd: Crowd, monkeypatch) -> None:
     now_s = [10.0]
     monkeypatch.setattr("sglang_droidspeak.leaders.time.monotonic", lambda: now_s[0])
