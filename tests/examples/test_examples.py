@@ -1,14 +1,15 @@
-"""The examples, run by hand as the README shows: two servers, curl, OpenAI, a frontend program."""
+"""The examples, run by hand as the README shows: curl, the OpenAI client, frontend programs."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from sglang_droidspeak.servers import Server, free_port, running
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
+README = (ROOT / "README.md").read_text()
 PORTS = ("30000", "30001", "30010")
 CPU = "\ndevice: cpu\n"
 """What the README says to add where there is no accelerator."""
@@ -34,6 +36,7 @@ class ExampleSpec:
     name: str
     port: int
     text: str
+    adapters: Mapping[str, Path] = field(default_factory=dict)
 
     host: str = "127.0.0.1"
     wrapper: tuple[str, ...] = ()
@@ -45,37 +48,54 @@ class ExampleSpec:
         return Server(self, folder, env)
 
 
-@pytest.fixture(scope="module")
-def servers(tmp_path_factory) -> Iterator[tuple[Server, Server]]:
-    ports = {port: str(free_port()) for port in PORTS}
-    on_cpu = not torch.accelerator.is_available()
-    specs = []
-    for name in ("sender", "receiver"):
-        text = (EXAMPLES / f"{name}.yaml").read_text() + (CPU if on_cpu else "")
-        for shown, free in ports.items():
-            text = text.replace(shown, free)
-        port = ports["30000" if name == "sender" else "30001"]
-        specs.append(ExampleSpec(name, int(port), text))
+def started(tmp_path_factory, *specs: ExampleSpec) -> Iterator[list[Server]]:
+    """From the repository's root, to which the examples' paths are relative."""
     before = Path.cwd()
-    os.chdir(ROOT)  # the examples' paths are relative to the repository's root
+    os.chdir(ROOT)
     try:
-        with running(*specs, folder=tmp_path_factory.mktemp("examples"), env=ENV) as (
-            sender,
-            receiver,
-        ):
-            yield sender, receiver
+        with running(*specs, folder=tmp_path_factory.mktemp("examples"), env=ENV) as servers:
+            yield servers
     finally:
         os.chdir(before)
 
 
-def script(name: str, servers: tuple[Server, Server], *command: str) -> list[str]:
+def example_yaml(name: str, ports: Mapping[str, str]) -> str:
+    on_cpu = not torch.accelerator.is_available()
+    text = (EXAMPLES / f"{name}.yaml").read_text() + (CPU if on_cpu else "")
+    for shown, free in ports.items():
+        text = text.replace(shown, free)
+    return text
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory) -> Iterator[list[Server]]:
+    ports = {port: str(free_port()) for port in PORTS}
+    specs = [
+        ExampleSpec(name, int(ports[port]), example_yaml(name, ports))
+        for name, port in (("sender", "30000"), ("receiver", "30001"))
+    ]
+    yield from started(tmp_path_factory, *specs)
+
+
+@pytest.fixture(scope="module")
+def lora_server(tmp_path_factory) -> Iterator[list[Server]]:
+    """With the adapters that the README's command names."""
+    (command,) = re.findall(r"--enable-lora --lora-paths ([^`]+)```", README)
+    adapters = {name: Path(path) for name, path in re.findall(r"(\w+)=(\S+)", command)}
+    port = str(free_port())
+    yield from started(
+        tmp_path_factory,
+        ExampleSpec("lora", int(port), example_yaml("lora", {"30000": port}), adapters),
+    )
+
+
+def script(name: str, *flags: str, **variables: str) -> list[str]:
     """Run one example from the root, as its reader would; its output's lines."""
-    sender, receiver = servers
-    by_flag = ["--sender", sender.url, "--receiver", receiver.url]
+    interpreter = sys.executable if name.endswith(".py") else "bash"
     done = subprocess.run(
-        [*command, str(EXAMPLES / name), *(by_flag if name.endswith(".py") else [])],
+        [interpreter, str(EXAMPLES / name), *flags],
         cwd=ROOT,
-        env={**os.environ, "SENDER": sender.url, "RECEIVER": receiver.url},
+        env={**os.environ, **variables},
         capture_output=True,
         text=True,
         timeout=180,
@@ -85,9 +105,16 @@ def script(name: str, servers: tuple[Server, Server], *command: str) -> list[str
     return [line for line in done.stdout.splitlines() if line]
 
 
+def flags(servers: Sequence[Server]) -> list[str]:
+    sender, receiver = servers
+    return ["--sender", sender.url, "--receiver", receiver.url]
+
+
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 def test_curl(servers) -> None:
-    read, reused, full = (json.loads(line) for line in script("curl.sh", servers, "bash"))
+    sender, receiver = servers
+    lines = script("curl.sh", SENDER=sender.url, RECEIVER=receiver.url)
+    read, reused, full = (json.loads(line) for line in lines)
     assert read["meta_info"]["prompt_tokens"] == 127
     (provenance,) = reused["meta_info"]["droidspeak"]
     assert provenance["outcome"] == "reused"
@@ -102,16 +129,29 @@ def test_curl(servers) -> None:
 
 
 def test_openai_client(servers) -> None:
-    answered, cached = script("openai_client.py", servers, sys.executable)
+    answered, cached = script("openai_client.py", *flags(servers))
     assert answered.endswith("? doctor")
     assert cached == "cached tokens: 96"
 
 
 def test_frontend_program(servers) -> None:
-    planned, concluded, reported = script("frontend_program.py", servers, sys.executable)
+    planned, concluded, reported = script("frontend_program.py", *flags(servers))
     assert planned == "planner: question : what likes bamaz ?"
     assert concluded == "writer: pasta"
     (provenance,) = json.loads(reported)
     assert provenance["outcome"] == "reused"
     # 111 tokens of context; the seventh page ends with the planner's own first word.
     assert provenance["reused_tokens"] == 112
+
+
+def test_roles_read_one_another(lora_server) -> None:
+    """As the README shows, but for the times."""
+    (server,) = lora_server
+    (shown,) = re.findall(r"lora_roles\.py\n```\n\n```\n([^`]+)```", README)
+    lines = script("lora_roles.py", "--server", server.url)
+    assert without_times(lines) == without_times(shown.splitlines())
+    assert any(line.endswith(" reused") for line in lines)
+
+
+def without_times(lines: Sequence[str]) -> list[str]:
+    return [re.sub(r" +\d+ ms", "", line) for line in lines]

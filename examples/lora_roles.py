@@ -1,0 +1,98 @@
+"""One document and four roles on it, each an adapter of one base; with reuse and without.
+
+An SGLang frontend program: one function reads the document and forks into the roles. Needs the
+server of `lora.yaml`; see README. SGLang's frontend has no word for an adapter, so the backend here
+takes it from a variable of the state whose request it sends, which a fork inherits and may change.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+
+import requests
+import sglang as sgl
+
+DOCUMENT = (
+    "<bos> meet zurum . she works for punmo . she likes rice . she has a silver hen . she lives "
+    "in kalita . meet vitul . she likes pears . she has a pink swan . she works for motvo . "
+    "meet bamaz . she has a green hen . she lives in biraki . she likes pasta . she works for "
+    "nalvo . meet duvib . she likes honey . she has a purple crow . she lives in sakuga . she "
+    "works for segso . meet zarer . she likes olives . she lives in tuvivu . she works for "
+    "gupfo . she has a brown toad ."
+)
+READER = "reader"
+QUESTIONS = {
+    READER: "question : where lives duvib ?",
+    "expert": "question : what likes bamaz ?",
+    "trainee": "question : what firm has vitul ?",
+    "clerk": "question : what likes zarer ?",
+}
+
+
+class Adapters(sgl.RuntimeEndpoint):
+    """A server with LoRA adapters; a state's variable `adapter` says which of them answers."""
+
+    def __init__(self, url: str, mode: str) -> None:
+        super().__init__(url)
+        self._custom_params = {"droidspeak": {"mode": mode}}
+
+    def generate(self, s, sampling_params):
+        return self._ask(s, sampling_params.to_srt_kwargs())
+
+    def commit_lazy_operations(self, s):
+        """Before a fork, so that what its states have in common is read once."""
+        self._ask(s, {"max_new_tokens": 0})
+
+    def _ask(self, s, sampling_params):
+        body = {
+            "text": s.text_,
+            "lora_path": s.variables["adapter"],
+            "sampling_params": {**sampling_params, "custom_params": self._custom_params},
+            "stream": True,
+        }
+        started_s, ttft_s, reply = time.perf_counter(), None, {}
+        with requests.post(f"{self.base_url}/generate", json=body, stream=True, timeout=60) as got:
+            self._assert_success(got)
+            for line in got.iter_lines():
+                if line.startswith(b"data: {"):
+                    ttft_s = ttft_s or time.perf_counter() - started_s
+                    reply = json.loads(line.removeprefix(b"data: "))
+        return reply["text"], {**reply["meta_info"], "ttft_ms": 1000 * ttft_s}
+
+
+@sgl.function
+def discuss(s, document: str, questions: dict[str, str]):
+    s.set_var("adapter", READER)
+    s += document
+    s.sync()  # A fork has read what is there when it is made.
+    forks = s.fork(len(questions))
+    for fork, (role, question) in zip(forks, questions.items(), strict=True):
+        fork.set_var("adapter", role)
+        fork += " " + question
+        fork += sgl.gen("answer", max_tokens=8, temperature=0)
+    forks.join()
+    return [(fork["answer"].strip(), fork.get_meta_info("answer")) for fork in forks]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--server", default="http://127.0.0.1:30000")
+    url = parser.parse_args().server
+    print(f"{'reuse':6} {'role':8} {'answer':8} {'cached':>6} {'reused':>6} {'TTFT':>7}  outcome")
+    for mode in ("off", "auto"):
+        backend = Adapters(url, mode)
+        backend.flush_cache()
+        answers = discuss.run(document=DOCUMENT, questions=QUESTIONS, backend=backend).ret_value
+        for role, (answer, meta) in zip(QUESTIONS, answers, strict=True):
+            (told,) = meta["droidspeak"]
+            reused = told["reused_tokens"]
+            print(
+                f"{mode:6} {role:8} {answer:8} {meta['cached_tokens'] - reused:6} {reused:6} "
+                f"{meta['ttft_ms']:4.0f} ms  {told['outcome']}"
+            )
+
+
+if __name__ == "__main__":
+    main()
