@@ -51,7 +51,7 @@ class Clock:
     def left_s(self) -> float:
         elapsed_s = self._now() - self._begun_s
         left = max(0.0, self._total_s - self._skipped_s - self._done_s)
-        if self._done_s < SETTLED_SHARE * self._total_s:
+        if self._done_s <= SETTLED_SHARE * self._total_s:
             return left
         return left * elapsed_s / self._done_s
 

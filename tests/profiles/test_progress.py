@@ -60,6 +60,12 @@ def test_what_is_left_follows_the_speed_so_far():
     assert clock.share == 1.0 and clock.left_s == 0.0
 
 
+def test_of_what_should_take_no_time_nothing_is_left_however_long_it_takes():
+    clock = Clock(0.0)
+    clock.done(0.0, True)
+    assert (clock.share, clock.left_s) == (1.0, 0.0)
+
+
 def test_without_a_terminal_there_are_lines(monkeypatch):
     monkeypatch.setattr("profiles.progress.LINE_EVERY_S", 0.0)
     out = io.StringIO()
