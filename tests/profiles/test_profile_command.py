@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import signal
@@ -33,10 +35,11 @@ def command(*args: str) -> list[str]:
     return [sys.executable, "-m", "sglang_droidspeak.cli", "profile", *args]
 
 
-def run(*args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(*args), capture_output=True, text=True, check=False, timeout=300, env=ENVIRONMENT
-    )
+def run(*args: str) -> tuple[int, str]:
+    """The command in this process, which has imported all that it needs: status and output."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        return main(["profile", *args]), said.getvalue()
 
 
 @pytest.fixture(scope="module")
@@ -88,8 +91,8 @@ def measured(profile: MeasuredProfile) -> MeasuredProfile:
 
 def test_a_run_that_was_stopped_twice_ends_like_one_that_was_not(few, tmp_path):
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    result = run(*few, "--out", str(whole / "pair.json"))
-    assert result.returncode == 0, result.stdout + result.stderr
+    status, said = run(*few, "--out", str(whole / "pair.json"))
+    assert status == 0, said
     stopped.mkdir()
     args = [*few, "--out", str(stopped / "pair.json")]
     assert interrupted(args, stopped, 12, signal.SIGINT) == 130
@@ -98,9 +101,9 @@ def test_a_run_that_was_stopped_twice_ends_like_one_that_was_not(few, tmp_path):
     assert interrupted(args, stopped, 20, signal.SIGKILL) == -signal.SIGKILL
     assert num_lines(stopped) >= first + 20
     assert not (stopped / "pair.json").exists()
-    result = run(*args)
-    assert result.returncode == 0, result.stdout + result.stderr
-    begun = [line.partition(":")[0] for line in result.stdout.splitlines()]
+    status, said = run(*args)
+    assert status == 0, said
+    begun = [line.partition(":")[0] for line in said.splitlines()]
     assert "timing" not in begun, "the cost model was measured before the first stop"
 
     one, other = read_measured(whole / "pair.json"), read_measured(stopped / "pair.json")
@@ -113,14 +116,14 @@ def test_a_run_that_was_stopped_twice_ends_like_one_that_was_not(few, tmp_path):
 
 def test_the_summary_comes_first_and_the_verdict_last(few, tmp_path):
     small = ["--small", str(WEIGHTS / "foundation")]
-    result = run(*few, "--out", str(tmp_path / "pair.json"), "--no-prune", *small)
-    assert result.returncode == 0, result.stdout + result.stderr
-    lines = result.stdout.splitlines()
+    status, said = run(*few, "--out", str(tmp_path / "pair.json"), "--no-prune", *small)
+    assert status == 0, said
+    lines = said.splitlines()
     summary = next(i for i, line in enumerate(lines) if line.startswith("12 layers, 21 blocks"))
     training = next(i for i, line in enumerate(lines) if line.startswith("training"))
     assert "14 contexts, about" in lines[summary]
     assert summary < training
-    assert f"wrote {tmp_path / 'pair.json'}" in result.stdout
+    assert f"wrote {tmp_path / 'pair.json'}" in said
     profile = read_measured(tmp_path / "pair.json")
     assert [(it.start, it.stop) for it in profile.measured] == [
         (start, stop) for start in range(0, 12, 2) for stop in range(start + 2, 14, 2)
@@ -150,21 +153,23 @@ def test_a_pair_that_was_not_trained_together_fails_and_stays_failed(unseen, tmp
     """The stranger answers as well as the shipped sender, and nobody can read its cache."""
     write_stranger(WEIGHTS / "sender", tmp_path / "stranger", SEED)
     pair = ["--sender", str(tmp_path / "stranger"), "--receiver", str(WEIGHTS / "receiver")]
-    data = ["--data", str(DATA / "train.jsonl"), *ASKED, "--group", "2", "--timing-seconds", "0"]
+    train = tmp_path / "train.jsonl"
+    write_records(read_records(DATA / "train.jsonl")[:36], train)
+    data = ["--data", str(train), *ASKED, "--group", "2", "--timing-seconds", "0"]
     out = tmp_path / "pair.json"
-    result = run(*pair, *data, "--out", str(out))
-    assert result.returncode == FAILED_GATE, result.stdout + result.stderr
+    status, said = run(*pair, *data, "--out", str(out))
+    assert status == FAILED_GATE, said
     profile = read_measured(out)
     assert not profile.passed
     assert profile.recommended is None
     assert "no block smaller than all layers" in profile.reason
     assert {(it.start, it.stop) for it in profile.blocks} == {(0, 12)}
-    assert (profile.train.num_contexts, profile.held_out.num_contexts) == (12, 12)
+    assert (profile.train.num_contexts, profile.held_out.num_contexts) == (6, 6)
     some = tmp_path / "some.jsonl"
     write_records(read_records(unseen)[:72], some)
-    result = run("verify", str(out), *pair, "--data", str(some))
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "the profile's verdict holds" in result.stdout
+    status, said = run("verify", str(out), *pair, "--data", str(some))
+    assert status == 0, said
+    assert "the profile's verdict holds" in said
 
 
 def test_a_wrong_verdict_does_not_hold(unseen, tmp_path, capsys):
