@@ -38,7 +38,7 @@ class RequestProvenance(msgspec.Struct, frozen=True, kw_only=True):
     match_ms: float = 0.0
     """To hash the prompt, match it and plan."""
     queued_ms: float = 0.0
-    """From first sight to admission; the fetch runs meanwhile."""
+    """From first sight to admission, or to giving the plan up; the fetch runs meanwhile."""
     fetch_ms: float = 0.0
     load_ms: float = 0.0
     """Copying into KV slots, beside the recompute and the forward; on CUDA, issuing the copies."""
@@ -56,7 +56,10 @@ def provenance_of(
     """Of a request admitted with a load; `recompute` is (start, stop) on monotonic time."""
     plan, staging = job.plan, job.staging
     if cause:
-        return RequestProvenance(outcome=f"fallback: {cause}", sender=plan.sender)
+        queued_ms = _ms(job.queued_s)
+        return RequestProvenance(
+            outcome=f"fallback: {cause}", sender=plan.sender, queued_ms=queued_ms
+        )
     fetch = (staging.started_s, staging.completed_s or staging.started_s)
     return RequestProvenance(
         outcome="reused",

@@ -153,7 +153,7 @@ class WaitingRequests:
         progress = self._ranks.least([self._progress_within(budget, it) for it in planned])
         for it, state in zip(planned, progress, strict=True):
             if state == Progress.FAILED:
-                self._report(it.req, f"fallback: {it.failure or FetchError.__name__}")
+                self._report_fallback(it)
                 it.give_up()
             elif state == Progress.UNSTAGED:
                 it.unstage()
@@ -328,9 +328,11 @@ class WaitingRequests:
         deadline = Deadline.after(self._site.settings.fetch_deadline_s)
         reuse.staging = self._cache.fetch(reuse.plan, reuse.pages, deadline)
 
-    def _report(self, req: Req, outcome: str) -> None:
+    def _report_fallback(self, reuse: Reuse) -> None:
+        outcome = f"fallback: {reuse.failure or FetchError.__name__}"
         self._metrics.count_outcome(outcome)
-        report(req, RequestProvenance(outcome=outcome))
+        queued_s = time.monotonic() - reuse.first_seen_s
+        report(reuse.req, RequestProvenance(outcome=outcome, queued_ms=round(1000 * queued_s, 3)))
 
     def _recompute_s(self, plan: Plan) -> float:
         speed = self._meter.s_per_token_layer or 0.0

@@ -40,12 +40,16 @@ STEP_BYTES = whole_pages(NUM_TOKENS) * 256 * 4
 """E of 256, and KV of two heads of 64, in float32."""
 NUM_FRAMES = 1 + NUM_LAYERS - 2
 """E and the KV of the layers outside the block, each in one."""
+WINDOW_BYTES = 4 * STEP_BYTES
+"""So that a fetch has credits to lose."""
 LINK_MB_S = 20.0
 """A worker sends what takes 10 ms in one frame, so that one step is one; and is still sending when
 it is killed or stopped."""
 DEADLINE_S = 2.0
-NOISE_S = 1.0
-"""How much longer than the median a request takes now and then on a busy machine."""
+LOOK_S = 0.5
+"""How soon the reader's scheduler looks again, on a busy machine."""
+NOISE_S = 3.0
+"""How much longer than the median a full prefill takes now and then on a busy machine."""
 RECOVERY_S = 30.0
 NUM_DOCUMENTS = 40
 NUM_SLOTS = 2048
@@ -80,6 +84,11 @@ class Blow:
     @property
     def outcome(self) -> str:
         return self.provenance["outcome"]
+
+    @property
+    def queued_s(self) -> float:
+        """How long the reader held the request back."""
+        return self.provenance["queued_ms"] / 1000
 
 
 @dataclass
@@ -149,6 +158,7 @@ class Rig:
         has_struck = proxy.has_struck
         proxy.arm(None)
         blow = Blow(harm, provenance, seconds - self.alone_s)
+        assert blow.queued_s <= DEADLINE_S + LOOK_S, blow
         assert blow.added_s <= DEADLINE_S + NOISE_S, blow
         kind, _, cause = blow.outcome.partition(": ")
         assert kind == "reused" or (kind == "fallback" and cause in CAUSES), blow
@@ -206,7 +216,12 @@ def rig_in(folder: Path, *, seed: int) -> Iterator[Rig]:
                 "host_bytes": HOST_BYTES,
                 "disk_path": str(folder / "disk"),
                 "disk_bytes": 4 * HOST_BYTES,
-                "worker": {"listen": address, "max_bytes_per_s": LINK_MB_S * 1e6},
+                "worker": {
+                    "listen": address,
+                    "max_bytes_per_s": LINK_MB_S * 1e6,
+                    "frame_bytes": STEP_BYTES,
+                    "window_bytes": WINDOW_BYTES,
+                },
             },
         }
 

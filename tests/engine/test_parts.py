@@ -229,6 +229,13 @@ def test_overlap_is_the_share_of_the_shorter_that_ran_beside_the_other() -> None
     assert (told.recomputed_layers, told.loaded_layers) == (2, 2)
 
 
+def test_a_fallback_after_admission_says_how_long_it_was_held_back() -> None:
+    it = job()
+    it.queued_s = 1.25
+    told = provenance_of(it, (0.0, 0.0), 0.0, "DeadlineExceeded")
+    assert (told.outcome, told.queued_ms) == ("fallback: DeadlineExceeded", 1250.0)
+
+
 def test_report_keeps_what_others_reported() -> None:
     req = SimpleNamespace(customized_info={"other": [1]})
     report(req, RequestProvenance(outcome="off"))

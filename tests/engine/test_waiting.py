@@ -1,0 +1,102 @@
+"""Requests that wait for a fetch: held until its deadline, once, and told how long."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+from cachetree.budget import Budget, BudgetedStaging
+from cachetree.clock import Deadline
+from cachetree.ids import Location, ModelId, Span
+from cachetree.plan import Plan
+from cachetree.staging import pageable
+from sglang_droidspeak.meta_info import KEY
+from sglang_droidspeak.planner import Planned
+from sglang_droidspeak.ranks import Ranks
+from sglang_droidspeak.waiting import WaitingRequests
+
+PAGE = 16
+DEADLINE_S = 0.2
+PLAN = Plan(
+    sender=ModelId("s"),
+    receiver=ModelId("r"),
+    location=Location("tcp://127.0.0.1:1"),
+    pages=Span(0, 4),
+    block=Span(1, 3),
+    num_layers=4,
+)
+
+
+class SilentCache:
+    """Its worker takes every request, and sends nothing."""
+
+    def __init__(self) -> None:
+        self.budget = Budget(1 << 20)
+        self.deadlines: list[Deadline] = []
+
+    def fetch(self, plan: Plan, _pages: Any, deadline: Deadline) -> BudgetedStaging:
+        self.deadlines.append(deadline)
+        sizes = dict.fromkeys(plan.steps, 40)
+        assert self.budget.take(sum(sizes.values()))
+        return BudgetedStaging(sizes, deadline, pageable, self.budget, lambda _staging: None)
+
+
+def request() -> Any:
+    return SimpleNamespace(
+        rid="r1",
+        lora_id=None,
+        customized_info=None,
+        multimodal_inputs=None,
+        input_embeds=None,
+        positional_embed_overrides=None,
+        session=None,
+        extra_key=None,
+        cache_salt=None,
+        full_untruncated_fill_ids=list(range(4 * PAGE + 1)),
+        refresh_fill_ids=lambda: None,
+        _compute_max_prefix_len=lambda length: length - 1,
+    )
+
+
+def waiting_on(cache: SilentCache, outcomes: list[str]) -> WaitingRequests:
+    settings = SimpleNamespace(
+        hicache_backend=None, fetch_deadline_s=DEADLINE_S, max_stall_s=None, gate="off"
+    )
+    planned = Planned(plan=PLAN, is_optional=False, pool_pages=None)
+    parts: Any = {
+        "site": SimpleNamespace(settings=settings, page_size=PAGE),
+        "cache": cache,
+        "provenance": SimpleNamespace(any_approximate=False),
+        "meter": SimpleNamespace(s_per_token_layer=None),
+        "metrics": SimpleNamespace(count_outcome=outcomes.append),
+        "planner": SimpleNamespace(plan=lambda *_: planned),
+        "pool": None,
+        "activated": SimpleNamespace(meet=lambda _req: None),
+        "leaders": SimpleNamespace(follow=lambda *_: None),
+        "ranks": Ranks(None),
+    }
+    return WaitingRequests(**parts)
+
+
+def test_a_request_is_held_until_one_deadline_after_its_first_sight() -> None:
+    cache, outcomes, req = SilentCache(), [], request()
+    waiting = waiting_on(cache, outcomes)
+    tree: Any = None
+    before_s = time.monotonic()
+    assert waiting.look([req], tree, is_decoding=False) == {req.rid}
+    (deadline,) = cache.deadlines
+    assert before_s < deadline.at_s - DEADLINE_S < time.monotonic()
+    while waiting.look([req], tree, is_decoding=False):
+        assert not outcomes
+    assert deadline.has_passed
+    held_ms = 1000 * (time.monotonic() - before_s)
+    (told,) = req.customized_info[KEY]
+    assert told["outcome"] == "fallback: DeadlineExceeded"
+    assert 1000 * DEADLINE_S <= told["queued_ms"] <= held_ms
+
+    # It stays in the queue where there are no slots for it.
+    assert not waiting.look([req], tree, is_decoding=False)
+    assert len(cache.deadlines) == 1
+    assert outcomes == ["fallback: DeadlineExceeded"]
+    assert cache.budget.num_bytes == 0
