@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
-from engine_parts import CPU, ENV, Answer, answer, oracle, prompt
+from engine_parts import ENV, Answer, answer, prompt
+from lora_parts import BASE, WITH_LORA, Checkpoints
 
 from cachetree.ids import EMPTY_SPAN
-from profiles.adapters import merge_folder
 from profiles.oracle import Generated
-from profiles.random_models import shape, write_adapter, write_models
 from sglang_droidspeak.servers import Server, ServerSpec, running
 
 pytestmark = pytest.mark.server
@@ -29,44 +28,34 @@ def plain_prompt(num_tokens: int, seed: int) -> list[int]:
 @dataclass(frozen=True)
 class Pair:
     server: Server
-    base: Path
-    merged: Path
+    models: Checkpoints
 
     def ask(self, tokens: list[int], **options) -> Answer:
         return answer(self.server, tokens, lora_path="judge", **options)
 
     def expected(self, tokens: list[int], invoked_at: int) -> Generated:
         """The base's KV before, the adapter after."""
-        return oracle(
-            self.merged, self.base, tokens, block=EMPTY_SPAN, num_reused=invoked_at, max_new=12
-        )
+        return self.models.expected("judge", BASE, tokens, EMPTY_SPAN, num_reused=invoked_at)
+
+    def expected_of_base(self, tokens: list[int]) -> Generated:
+        return self.models.expected(BASE, BASE, tokens, EMPTY_SPAN)
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("activated")
-    config = shape("llama", layers=6, hidden=256, heads=4, kv_heads=2)
-    (base,) = write_models(folder, config, ["base"])
-    judge = write_adapter(folder / "judge", base, rank=8)
-    merge_folder(base, judge, folder / "merged")
-    file = judge / "adapter_config.json"
+    models = Checkpoints.write(folder, {"judge": {"rank": 8}, "other": {"rank": 8, "seed": 5}})
+    file = models.adapters["judge"] / "adapter_config.json"
     stated = json.loads(file.read_text())
     file.write_text(json.dumps({**stated, "alora_invocation_tokens": INVOCATION}))
-    other = write_adapter(folder / "other", base, rank=8, seed=5)
     spec = ServerSpec(
-        model=base,
-        options={
-            **CPU,
-            "lora-backend": "torch_native",
-            "max-loras-per-batch": 3,
-            "max-lora-rank": 8,
-            "lora-target-modules": ["all"],
-        },
-        adapters={"judge": judge, "other": other},
+        model=models.whole[BASE],
+        options=WITH_LORA | {"max-loras-per-batch": 3},
+        adapters=models.adapters,
         droidspeak={"host_gb": 0.25},
     )
     with running(spec, folder=folder / "logs", env=ENV) as (server,):
-        yield Pair(server, base, folder / "merged")
+        yield Pair(server, models)
 
 
 def test_it_acts_from_its_invocation_on(pair: Pair) -> None:
@@ -95,9 +84,7 @@ def test_the_base_reads_what_came_before(pair: Pair) -> None:
     tokens = [*document, *plain_prompt(20, 7)]
     reply = answer(pair.server, tokens)
     assert reply.provenance["reused_tokens"] == 144
-    reply.assert_equals(
-        oracle(pair.base, pair.base, tokens, block=EMPTY_SPAN, num_reused=144, max_new=12)
-    )
+    reply.assert_equals(pair.expected_of_base(tokens))
 
 
 def test_a_later_invocation_makes_what_was_the_adapters_the_bases(pair: Pair) -> None:
@@ -112,14 +99,10 @@ def test_a_later_invocation_makes_what_was_the_adapters_the_bases(pair: Pair) ->
 
 def test_without_an_invocation_it_is_the_base(pair: Pair) -> None:
     tokens = plain_prompt(150, 12)
-    pair.ask(tokens).assert_equals(
-        oracle(pair.base, pair.base, tokens, block=EMPTY_SPAN, num_reused=16, max_new=12)
-    )
+    pair.ask(tokens).assert_equals(pair.expected_of_base(tokens))
 
 
 def test_others_in_the_batch_are_not_touched(pair: Pair) -> None:
-    from concurrent.futures import ThreadPoolExecutor
-
     invoked = [[*plain_prompt(90 + i, 20 + i), *INVOCATION, *plain_prompt(20, 30)] for i in (0, 40)]
     plain = plain_prompt(120, 40)
     with ThreadPoolExecutor(4) as pool:
@@ -128,6 +111,6 @@ def test_others_in_the_batch_are_not_touched(pair: Pair) -> None:
         other = pool.submit(answer, pair.server, plain, lora_path="other")
         for tokens, at, reply in zip(invoked, (90, 130), replies, strict=True):
             reply.result().assert_equals(pair.expected(tokens, at))
-        alone = oracle(pair.base, pair.base, plain, block=EMPTY_SPAN, num_reused=16, max_new=12)
+        alone = pair.expected_of_base(plain)
         base.result().assert_equals(alone)
         assert other.result().ids != alone.ids

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 from engine_parts import (
-    CPU,
     ENV,
     Answer,
     answer,
@@ -21,22 +21,20 @@ from engine_parts import (
     prompt,
     whole_pages,
 )
+from lora_parts import BASE, NUM_LAYERS, WITH_LORA, Checkpoints
 
 from cachetree.cache import Cache
 from cachetree.clock import Deadline
 from cachetree.config import CacheConfig
-from cachetree.identity import read_model_identity
 from cachetree.ids import EMPTY_SPAN, Location, ModelId, PageHash, Span
 from cachetree.plan import Plan
 from profiles.adapters import merge_folder
 from profiles.oracle import Generated
-from profiles.random_models import shape, write_adapter, write_models
+from profiles.random_models import write_adapter
 from sglang_droidspeak.servers import Server, ServerSpec, free_port, running
 
 pytestmark = pytest.mark.server
 
-NUM_LAYERS = 6
-BASE = "base"
 ADAPTERS = {
     "wide": {"rank": 8},
     "narrow": {"rank": 4, "modules": ("q_proj", "v_proj"), "seed": 1},
@@ -47,63 +45,28 @@ ADAPTERS = {
 
 @dataclass(frozen=True)
 class Team:
-    """A base and its adapters in one server, and each of them merged, for the oracle."""
+    """A base and its adapters in one server."""
 
     server: Server
     address: str
     """Where its cache is served."""
-    adapters: Mapping[str, Path]
-    merged: Mapping[str, Path]
-
-    def model_id(self, name: str) -> str:
-        adapter = self.adapters.get(name)
-        return read_model_identity(self.merged[BASE], None, adapter).model_id
+    models: Checkpoints
 
     def ask(self, name: str, tokens: list[int], **options) -> Answer:
         lora = {} if name == BASE else {"lora_path": name}
         return answer(self.server, tokens, **lora, **options)
 
     def receive(self, name: str, sender: str, tokens: list[int], block: Span) -> Answer:
-        controls = {
-            "sender": self.model_id(sender),
-            "block": f"{block.start}:{block.stop}" if len(block) else "none",
-        }
-        return self.ask(name, tokens, droidspeak=controls)
-
-    def expected(
-        self, name: str, sender: str, tokens: list[int], block: Span, num_reused: int | None = None
-    ) -> Generated:
-        return oracle(
-            self.merged[name],
-            self.merged[sender],
-            tokens,
-            block=block,
-            num_reused=whole_pages(len(tokens)) if num_reused is None else num_reused,
-            max_new=12,
-        )
+        return self.ask(name, tokens, droidspeak=self.models.controls(sender, block))
 
 
-@pytest.fixture(scope="module", params=["overlap", "no overlap"])
-def team(request, tmp_path_factory) -> Iterator[Team]:
-    folder = tmp_path_factory.mktemp("lora")
-    config = shape("llama", layers=NUM_LAYERS, hidden=256, heads=4, kv_heads=2)
-    (base,) = write_models(folder, config, [BASE])
-    adapters = {name: write_adapter(folder / name, base, **made) for name, made in ADAPTERS.items()}
-    merged, address = {BASE: base}, f"tcp://127.0.0.1:{free_port()}"
-    for name, adapter in adapters.items():
-        merged[name] = folder / f"{name}-merged"
-        merge_folder(base, adapter, merged[name])
+@contextmanager
+def team_in(folder: Path, **options) -> Iterator[Team]:
+    models, address = Checkpoints.write(folder, ADAPTERS), f"tcp://127.0.0.1:{free_port()}"
     spec = ServerSpec(
-        model=base,
-        options={
-            **CPU,
-            "lora-backend": "torch_native",
-            "max-loras-per-batch": 5,
-            "max-lora-rank": 8,
-            "lora-target-modules": ["all"],
-            "disable-overlap-schedule": request.param == "no overlap",
-        },
-        adapters=adapters,
+        model=models.whole[BASE],
+        options=WITH_LORA | options,
+        adapters=models.adapters,
         droidspeak={
             "gate": "off",
             "capture_layers": list(range(1, NUM_LAYERS)),
@@ -112,7 +75,13 @@ def team(request, tmp_path_factory) -> Iterator[Team]:
         },
     )
     with running(spec, folder=folder / "logs", env=ENV) as (server,):
-        yield Team(server, address, adapters, merged)
+        yield Team(server, address, models)
+
+
+@pytest.fixture(scope="module")
+def team(tmp_path_factory) -> Iterator[Team]:
+    with team_in(tmp_path_factory.mktemp("lora")) as it:
+        yield it
 
 
 CASES = [
@@ -125,16 +94,26 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("sender", "receiver", "block"), CASES)
-def test_block_equals_the_oracle(team: Team, sender: str, receiver: str, block: Span) -> None:
+def assert_case_equals_the_oracle(team: Team, sender: str, receiver: str, block: Span) -> None:
     tokens = prompt(200, seed=600 + CASES.index((sender, receiver, block)))
     team.ask(sender, tokens, max_new_tokens=1)
     reply = team.receive(receiver, sender, tokens, block)
-    reply.assert_equals(team.expected(receiver, sender, tokens, block))
-    assert reply.provenance["outcome"] == "reused"
-    assert reply.provenance["location"] == "pool"
-    assert reply.provenance["reused_tokens"] == whole_pages(len(tokens))
-    assert reply.provenance["fetched_bytes"] == 0
+    reply.assert_equals(team.models.expected(receiver, sender, tokens, block))
+    told = reply.provenance
+    assert (told["outcome"], told["location"], told["fetched_bytes"]) == ("reused", "pool", 0)
+    assert told["reused_tokens"] == whole_pages(len(tokens))
+
+
+@pytest.mark.parametrize(("sender", "receiver", "block"), CASES)
+def test_block_equals_the_oracle(team: Team, sender: str, receiver: str, block: Span) -> None:
+    assert_case_equals_the_oracle(team, sender, receiver, block)
+
+
+def test_without_the_overlap_schedule(tmp_path: Path) -> None:
+    with team_in(tmp_path, **{"disable-overlap-schedule": True}) as team:
+        for case in CASES:
+            assert_case_equals_the_oracle(team, *case)
+        assert_batch_equals_the_oracle(team)
 
 
 def test_decoded_tokens_are_part_of_the_shared_context(team: Team) -> None:
@@ -145,10 +124,16 @@ def test_decoded_tokens_are_part_of_the_shared_context(team: Team) -> None:
     assert num_reused > len(tokens)
     reply = team.receive("mlp", "wide", longer, Span(2, 5))
     assert reply.provenance["reused_tokens"] == num_reused
-    reply.assert_equals(team.expected("mlp", "wide", longer, Span(2, 5), num_reused))
+    reply.assert_equals(
+        team.models.expected("mlp", "wide", longer, Span(2, 5), num_reused=num_reused)
+    )
 
 
 def test_requests_of_one_batch_do_not_touch_each_other(team: Team) -> None:
+    assert_batch_equals_the_oracle(team)
+
+
+def assert_batch_equals_the_oracle(team: Team) -> None:
     """Different adapters, senders and blocks at once, and some that reuse nothing."""
     names = [BASE, *ADAPTERS]
     blocks = [Span(2, 5), Span(0, 3), EMPTY_SPAN, Span(4, 6)]
@@ -164,10 +149,12 @@ def test_requests_of_one_batch_do_not_touch_each_other(team: Team) -> None:
         others = [pool.submit(team.ask, *case) for case in plain]
         for (name, sender, tokens, block), reply in zip(cases, replies, strict=True):
             assert reply.result().provenance["location"] == "pool"
-            reply.result().assert_equals(team.expected(name, sender, tokens, block))
+            reply.result().assert_equals(team.models.expected(name, sender, tokens, block))
         for (name, tokens), other in zip(plain, others, strict=True):
             assert other.result().provenance["outcome"] != "reused"
-            other.result().assert_equals(team.expected(name, name, tokens, EMPTY_SPAN, 16))
+            other.result().assert_equals(
+                team.models.expected(name, name, tokens, EMPTY_SPAN, num_reused=16)
+            )
 
 
 def test_an_adapter_on_upper_layers_reads_the_base_without_a_profile(team: Team) -> None:
@@ -180,7 +167,7 @@ def test_an_adapter_on_upper_layers_reads_the_base_without_a_profile(team: Team)
         told = reply.provenance
         assert (told["outcome"], told["location"], told["exact"]) == ("reused", "pool", True)
         assert told["block"] == [4, 6]
-        reply.assert_equals(team.expected(name, name, tokens, EMPTY_SPAN))
+        reply.assert_equals(team.models.expected(name, name, tokens, EMPTY_SPAN))
 
 
 def test_no_profile_no_reuse(team: Team) -> None:
@@ -188,7 +175,7 @@ def test_no_profile_no_reuse(team: Team) -> None:
     team.ask("wide", tokens, max_new_tokens=1)
     reply = team.ask("narrow", tokens)
     assert reply.provenance["outcome"] == "no_profile"
-    reply.assert_equals(team.expected("narrow", "narrow", tokens, EMPTY_SPAN))
+    reply.assert_equals(team.models.expected("narrow", "narrow", tokens, EMPTY_SPAN))
 
 
 def test_approximate_pages_are_no_source(team: Team) -> None:
@@ -219,7 +206,7 @@ def test_the_first_of_a_burst_leads(team: Team) -> None:
     outcomes = sorted(reply.result().provenance["outcome"] for reply in replies)
     assert outcomes == ["no_match", "reused"]
     for name, reply in zip(names, replies, strict=True):
-        reply.result().assert_equals(team.expected(name, name, tokens, EMPTY_SPAN))
+        reply.result().assert_equals(team.models.expected(name, name, tokens, EMPTY_SPAN))
 
 
 def test_other_weights_under_the_same_name_hit_nothing(team: Team, tmp_path: Path) -> None:
@@ -227,10 +214,10 @@ def test_other_weights_under_the_same_name_hit_nothing(team: Team, tmp_path: Pat
 
     def load(seed: int) -> None:
         folder = write_adapter(
-            tmp_path / str(seed), team.merged[BASE], rank=8, layers=(3, 4, 5), seed=seed
+            tmp_path / str(seed), team.models.whole[BASE], rank=8, layers=(3, 4, 5), seed=seed
         )
         team.server.post("/load_lora_adapter", lora_name="late", lora_path=str(folder))
-        merge_folder(team.merged[BASE], folder, tmp_path / f"merged-{seed}")
+        merge_folder(team.models.whole[BASE], folder, tmp_path / f"merged-{seed}")
 
     def whole(seed: int) -> Generated:
         merged = tmp_path / f"merged-{seed}"
@@ -260,7 +247,7 @@ class Reader:
     def __init__(self, team: Team) -> None:
         self._address = Location(team.address)
         config = CacheConfig(peers=(team.address,), serves=False)
-        self._cache = Cache(family_of(team.merged[BASE]), config)
+        self._cache = Cache(family_of(team.models.whole[BASE]), config)
         assert self._cache.wait_ready(20)
 
     def kv(self, model: str, tokens: list[int], extra_key: str) -> list[np.ndarray]:
@@ -300,9 +287,9 @@ def test_what_is_lossless_is_so_to_the_last_bit(team: Team) -> None:
             read = team.ask(name, tokens, max_new_tokens=1, extra_key=f"{name} reads")
             assert (read.provenance["outcome"], read.provenance["exact"]) == ("reused", True)
             team.ask(name, tokens, max_new_tokens=1, extra_key=f"{name} computes")
-            reused = reader.kv(team.model_id(name), tokens, f"{name} reads")
-            own = reader.kv(team.model_id(name), tokens, f"{name} computes")
-            theirs = reader.kv(team.model_id(sender), tokens, f"{name} reads")
+            reused = reader.kv(team.models.model_id(name), tokens, f"{name} reads")
+            own = reader.kv(team.models.model_id(name), tokens, f"{name} computes")
+            theirs = reader.kv(team.models.model_id(sender), tokens, f"{name} reads")
             same = [bool((a == b).all()) for a, b in zip(reused, own, strict=True)]
             assert same == [True] * NUM_LAYERS
             shared = [bool((a == b).all()) for a, b in zip(own, theirs, strict=True)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,24 +21,22 @@ from engine_parts import (
     prompt,
     whole_pages,
 )
+from lora_parts import BASE, NUM_LAYERS, WITH_LORA, Checkpoints
 from stalling import StallingWorker
 
 from cachetree.cache import Cache
 from cachetree.config import CacheConfig
-from cachetree.identity import read_model_identity
 from cachetree.ids import EMPTY_SPAN, Span
 from profiles.adapters import merge_folder
-from profiles.oracle import Generated
-from profiles.random_models import shape, write_adapter, write_models
+from profiles.random_models import write_adapter
 from sglang_droidspeak.config import at_rank
 from sglang_droidspeak.servers import Server, ServerSpec, free_port, running
 
 pytestmark = pytest.mark.server
 
 NUM_RANKS = 2
-NUM_LAYERS = 6
 DEADLINE_S = 3.0
-BASE, READER = "base", "reader"
+READER = "reader"
 LATE, NEVER = "late", "never"
 """Models of workers whose second rank does not send the last layer, and does not send anything."""
 NUM_STALLED = 330
@@ -55,12 +53,7 @@ class Team:
     reader: Server
     address: str
     """Where the first rank of `server` serves its cache."""
-    adapters: Mapping[str, Path]
-    models: Mapping[str, Path]
-    """Adapters merged, for the oracle."""
-
-    def model_id(self, name: str) -> str:
-        return read_model_identity(self.models[BASE], None, self.adapters.get(name)).model_id
+    models: Checkpoints
 
     def ask(self, name: str, tokens: list[int], **options) -> Answer:
         if name == READER:
@@ -71,33 +64,15 @@ class Team:
     def receive(
         self, name: str, sender: str, tokens: list[int], block: Span, *refreshed: int
     ) -> Answer:
-        controls = {
-            "sender": self.model_id(sender),
-            "block": f"{block.start}:{block.stop}" if len(block) else "none",
-        }
-        if refreshed:
-            controls["refresh"] = ",".join(map(str, refreshed))
+        controls = self.models.controls(sender, block, *refreshed)
         return self.ask(name, tokens, droidspeak=controls)
-
-    def expected(
-        self, name: str, sender: str, tokens: list[int], block: Span, *refreshed: int
-    ) -> Generated:
-        return oracle(
-            self.models[name],
-            self.models[sender],
-            tokens,
-            block=block,
-            num_reused=whole_pages(len(tokens)),
-            max_new=12,
-            refreshed=refreshed,
-        )
 
     def is_advertised(self, tokens: list[int]) -> bool:
         """Whether every rank offers to peers what it has of the prompt."""
         pages = page_hashes(tokens)
         for rank in range(NUM_RANKS):
             peer = at_rank(self.address, rank)
-            family = family_of(self.models[BASE], NUM_RANKS, rank)
+            family = family_of(self.models.whole[BASE], NUM_RANKS, rank)
             with Cache(family, CacheConfig(peers=(peer,), serves=False)) as cache:
                 assert cache.wait_ready(20)
                 eventually(lambda: any(it.num_pages == len(pages) for it in cache.match(pages)))
@@ -124,13 +99,8 @@ def stalling(model: Path, name: str, num_unsent: int, seed: int) -> Iterator[str
 @pytest.fixture(scope="module")
 def team(tmp_path_factory) -> Iterator[Team]:
     folder = tmp_path_factory.mktemp("tp")
-    config = shape("llama", layers=NUM_LAYERS, hidden=256, heads=4, kv_heads=2)
-    base, reader = write_models(folder, config, [BASE, READER])
-    adapters = {name: write_adapter(folder / name, base, **made) for name, made in ADAPTERS.items()}
-    models = {BASE: base, READER: reader}
-    for name, adapter in adapters.items():
-        models[name] = folder / f"{name}-merged"
-        merge_folder(base, adapter, models[name])
+    models = Checkpoints.write(folder, ADAPTERS, READER)
+    base, reader = models.whole[BASE], models.whole[READER]
     address = f"tcp://127.0.0.1:{free_port(NUM_RANKS)}"
     with contextlib.ExitStack() as stack:
         stalls = [
@@ -139,14 +109,8 @@ def team(tmp_path_factory) -> Iterator[Team]:
         ]
         server = ServerSpec(
             model=base,
-            options={
-                **TP,
-                "lora-backend": "torch_native",
-                "max-loras-per-batch": 3,
-                "max-lora-rank": 8,
-                "lora-target-modules": ["all"],
-            },
-            adapters=adapters,
+            options=TP | WITH_LORA | {"tp-size": NUM_RANKS},
+            adapters=models.adapters,
             droidspeak={
                 "gate": "off",
                 "capture_layers": list(range(1, NUM_LAYERS)),
@@ -167,25 +131,25 @@ def team(tmp_path_factory) -> Iterator[Team]:
         )
         servers = running(server, reading, folder=folder / "logs", env=ENV_OF_RANKS)
         server, reading = stack.enter_context(servers)
-        yield Team(server, reading, address, adapters, models)
+        yield Team(server, reading, address, models)
 
 
-@pytest.mark.parametrize(
-    ("sender", "receiver", "block", "refreshed"),
-    [
-        (BASE, "wide", Span(2, 5), ()),
-        ("wide", "upper", Span(1, 4), ()),
-        ("wide", BASE, Span(0, 3), ()),
-        (BASE, "wide", Span(3, 4), (1, 5)),
-    ],
-)
+CASES = [
+    (BASE, "wide", Span(2, 5), ()),
+    ("wide", "upper", Span(1, 4), ()),
+    ("wide", BASE, Span(0, 3), ()),
+    (BASE, "wide", Span(3, 4), (1, 5)),
+]
+
+
+@pytest.mark.parametrize(("sender", "receiver", "block", "refreshed"), CASES)
 def test_block_equals_the_oracle(
     team: Team, sender: str, receiver: str, block: Span, refreshed: tuple[int, ...]
 ) -> None:
-    tokens = prompt(200, seed=hash((sender, receiver, refreshed)) % 1000)
+    tokens = prompt(200, seed=CASES.index((sender, receiver, block, refreshed)))
     team.ask(sender, tokens, max_new_tokens=1)
     reply = team.receive(receiver, sender, tokens, block, *refreshed)
-    reply.assert_equals(team.expected(receiver, sender, tokens, block, *refreshed))
+    reply.assert_equals(team.models.expected(receiver, sender, tokens, block, *refreshed))
     told = reply.provenance
     assert (told["outcome"], told["location"]) == ("reused", "pool")
     assert told["reused_tokens"] == whole_pages(len(tokens))
@@ -207,10 +171,10 @@ def test_requests_of_one_batch_do_not_touch_each_other(team: Team) -> None:
         others = [pool.submit(team.ask, *case) for case in plain]
         for (name, sender, tokens, block), reply in zip(cases, replies, strict=True):
             assert reply.result().provenance["location"] == "pool"
-            reply.result().assert_equals(team.expected(name, sender, tokens, block))
+            reply.result().assert_equals(team.models.expected(name, sender, tokens, block))
         for (name, tokens), other in zip(plain, others, strict=True):
             assert other.result().provenance["outcome"] != "reused"
-            other.result().assert_equals(team.expected(name, name, tokens, EMPTY_SPAN))
+            other.result().assert_equals(team.models.expected(name, name, tokens, EMPTY_SPAN))
 
 
 def test_the_first_of_a_burst_leads(team: Team) -> None:
@@ -221,15 +185,17 @@ def test_the_first_of_a_burst_leads(team: Team) -> None:
     outcomes = sorted(reply.result().provenance["outcome"] for reply in replies)
     assert outcomes == ["no_match", "reused"]
     for name, reply in zip(names, replies, strict=True):
-        reply.result().assert_equals(team.expected(name, name, tokens, EMPTY_SPAN))
+        reply.result().assert_equals(team.models.expected(name, name, tokens, EMPTY_SPAN))
 
 
 def test_an_adapter_that_is_loaded_later_joins(team: Team, tmp_path: Path) -> None:
     tokens = prompt(200, seed=505)
     team.ask(BASE, tokens, max_new_tokens=1)
-    folder = write_adapter(tmp_path / "new", team.models[BASE], rank=8, layers=(3, 4, 5), seed=2)
+    folder = write_adapter(
+        tmp_path / "new", team.models.whole[BASE], rank=8, layers=(3, 4, 5), seed=2
+    )
     team.server.post("/load_lora_adapter", lora_name="new", lora_path=str(folder))
-    merge_folder(team.models[BASE], folder, tmp_path / "merged")
+    merge_folder(team.models.whole[BASE], folder, tmp_path / "merged")
     reply = answer(team.server, tokens, lora_path="new")
     assert (reply.provenance["outcome"], reply.provenance["block"]) == ("reused", [3, 6])
     reply.assert_equals(
@@ -263,7 +229,7 @@ def test_each_rank_fetches_its_shard_from_its_own_peer(team: Team) -> None:
     # The reader's own peers are told at the same time as these were.
     reply = eventually(lambda: found_by(team, tokens))
     assert reply.provenance["location"] == team.address
-    reply.assert_equals(team.expected(READER, BASE, tokens, Span(2, 5)))
+    reply.assert_equals(team.models.expected(READER, BASE, tokens, Span(2, 5)))
 
 
 def found_by(team: Team, tokens: list[int]) -> Answer | None:
