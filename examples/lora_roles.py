@@ -1,8 +1,8 @@
 """One document and four roles on it, each an adapter of one base; with reuse and without.
 
-An SGLang frontend program: one function reads the document and forks into the roles. Needs the
-server of `lora.yaml`; see README. SGLang's frontend has no word for an adapter, so the backend here
-takes it from a variable of the state whose request it sends, which a fork inherits and may change.
+An SGLang frontend program: the base reads the document, and the function forks into the roles.
+Needs the server of `lora.yaml`; see README. SGLang's frontend has no word for an adapter, so the
+backend here takes it from a variable of the state whose request it sends.
 """
 
 from __future__ import annotations
@@ -15,24 +15,23 @@ import requests
 import sglang as sgl
 
 DOCUMENT = (
-    "<bos> meet zurum . she works for punmo . she likes rice . she has a silver hen . she lives "
-    "in kalita . meet vitul . she likes pears . she has a pink swan . she works for motvo . "
-    "meet bamaz . she has a green hen . she lives in biraki . she likes pasta . she works for "
-    "nalvo . meet duvib . she likes honey . she has a purple crow . she lives in sakuga . she "
-    "works for segso . meet zarer . she likes olives . she lives in tuvivu . she works for "
+    "<bos> rain and snow . meet zurum . she works for punmo . she likes rice . she has a silver "
+    "hen . she lives in kalita . meet vitul . she likes pears . she has a pink swan . she works "
+    "for motvo . meet bamaz . she has a green hen . she lives in biraki . she likes pasta . she "
+    "works for nalvo . meet duvib . she likes honey . she has a purple crow . she lives in sakuga "
+    ". she works for segso . meet zarer . she likes olives . she lives in tuvivu . she works for "
     "gupfo . she has a brown toad ."
 )
-READER = "reader"
 QUESTIONS = {
-    READER: "question : where lives duvib ?",
     "expert": "question : what likes bamaz ?",
     "trainee": "question : what firm has vitul ?",
     "clerk": "question : what likes zarer ?",
+    "guide": "question : where lives duvib ?",
 }
 
 
 class Adapters(sgl.RuntimeEndpoint):
-    """A server with LoRA adapters; a state's variable `adapter` says which of them answers."""
+    """A server with LoRA adapters; a state's variable `adapter` says which answers, or the base."""
 
     def __init__(self, url: str, mode: str) -> None:
         super().__init__(url)
@@ -48,7 +47,7 @@ class Adapters(sgl.RuntimeEndpoint):
     def _ask(self, s, sampling_params):
         body = {
             "text": s.text_,
-            "lora_path": s.variables["adapter"],
+            "lora_path": s.variables.get("adapter"),
             "sampling_params": {**sampling_params, "custom_params": self._custom_params},
             "stream": True,
         }
@@ -64,9 +63,8 @@ class Adapters(sgl.RuntimeEndpoint):
 
 @sgl.function
 def discuss(s, document: str, questions: dict[str, str]):
-    s.set_var("adapter", READER)
     s += document
-    s.sync()  # A fork has read what is there when it is made.
+    s.sync()  # What is there when a fork is made, the base reads.
     forks = s.fork(len(questions))
     for fork, (role, question) in zip(forks, questions.items(), strict=True):
         fork.set_var("adapter", role)
