@@ -232,6 +232,7 @@ def test_a_peer_that_is_cut_off_again_and_again_holds_nothing_more(nothing_stays
         receiver(proxy.address) as cache,
     ):
         assert cache.wait_ready(5)
+        assert fetch(cache, proxy.address) is None  # Now both of its connections are there.
         before = held()
         for num_cuts in range(1, 21):
             proxy.cut()
