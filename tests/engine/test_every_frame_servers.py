@@ -86,10 +86,12 @@ def strike_all(
     held, resident, told, asked = rig.held(), rig.resident(), rig.told(), rig.outcomes.copy()
     blows = []
     for harm in harms:
-        blow = rig.strike(harm, proxy)
+        try:
+            blow = rig.strike(harm, proxy)
+        finally:
+            mend()
         if blow is not None:
             blows.append(blow)
-        mend()
         rig.recover()
     added_s, queued_s = (max(getattr(it, of) for it in blows) for of in ("added_s", "queued_s"))
     outcomes = dict(Counter(blow.outcome for blow in blows))
