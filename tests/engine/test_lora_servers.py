@@ -109,6 +109,7 @@ def test_block_equals_the_oracle(team: Team, sender: str, receiver: str, block: 
     assert_case_equals_the_oracle(team, sender, receiver, block)
 
 
+@pytest.mark.slow
 def test_without_the_overlap_schedule(tmp_path: Path) -> None:
     with team_in(tmp_path, **{"disable-overlap-schedule": True}) as team:
         for case in CASES:
