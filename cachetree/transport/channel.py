@@ -147,7 +147,8 @@ class Channel:
                 self._at += self._piece.nbytes
             if self._frame is not None and self._at == self._frame.size:
                 frame, into, self._frame, self._into = self._frame, self._into, None, None
-                self._unit, self._unit_at = self._header, 0
+                self._unit = self._piece = self._header
+                self._unit_at = 0
                 if into is not None:
                     message = into if frame.id == frames.MESSAGE else into[:0]
                     yield Arrival(frame, message, self._digest.intdigest() == frame.checksum)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 
 import msgspec
@@ -103,6 +104,28 @@ def test_frames_of_all_sizes_come_whole_in_both_directions(
         assert arrived[-1].message == b"and a word"
         assert sender.written_bytes == sender.queued_bytes
         assert sender.queued_bytes == receiver.received_bytes
+
+
+@pytest.mark.parametrize("bulk", ["open", "aes-gcm"])
+def test_a_place_is_let_go_once_its_frame_is_there(
+    connected: Callable[[TicketBulk], Pair], bulk: TicketBulk
+) -> None:
+    """What a fetch has filled can be lent anew, though nothing else ever comes."""
+
+    class Room(bytearray):
+        pass
+
+    sender, receiver = connected(bulk)
+    sink, place = Memory(), Room(PIECE_BYTES + 1)
+    sink.room = lambda _frame: memoryview(place)  # type: ignore[method-assign]
+    payload = payload_of(len(place))[: len(place)]
+    sender.put(frame_of(payload), memoryview(payload))
+    (arrival,) = passed(sender, receiver, sink, 1)
+    assert arrival.is_sound
+    living = weakref.ref(place)
+    del place, arrival
+    sink.room = Memory().room  # type: ignore[method-assign]
+    assert living() is None
 
 
 @pytest.mark.parametrize("bulk", ["open", "aes-gcm"])
