@@ -287,12 +287,17 @@ class Measured:
         return statistics.median(ours / max(theirs) for ours, *theirs in turns)
 
 
+_REST_S = 0.05
+"""In which a peer's thread lets go of the last fetch: else the next one is lent new memory."""
+
+
 def measure(receiver: Receiver, frame_bytes: int, repetitions: int) -> dict[str, Measured]:
     with receiver.contenders(frame_bytes) as runs:
         receiver.check(runs)
         measured = {name: Measured([], []) for name in runs}
         for _ in range(repetitions):
             for name, run in runs.items():
+                time.sleep(_REST_S)
                 begun_at_s, cpu_s = time.perf_counter(), receiver._sender.cpu_s()
                 run()
                 gigabytes = receiver.num_bytes / 1e9

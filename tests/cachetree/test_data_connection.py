@@ -116,15 +116,14 @@ def test_a_place_is_let_go_once_its_frame_is_there(
         pass
 
     sender, receiver = connected(bulk)
-    sink, place = Memory(), Room(PIECE_BYTES + 1)
-    sink.room = lambda _frame: memoryview(place)  # type: ignore[method-assign]
-    payload = payload_of(len(place))[: len(place)]
+    sink, places = Memory(), [Room(PIECE_BYTES + 1)]
+    sink.room = lambda _frame: memoryview(places[0])  # type: ignore[method-assign]
+    payload = payload_of(PIECE_BYTES + 1)[: PIECE_BYTES + 1]
     sender.put(frame_of(payload), memoryview(payload))
     (arrival,) = passed(sender, receiver, sink, 1)
     assert arrival.is_sound
-    living = weakref.ref(place)
-    del place, arrival
-    sink.room = Memory().room  # type: ignore[method-assign]
+    living = weakref.ref(places.pop())
+    del arrival
     assert living() is None
 
 
