@@ -45,7 +45,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Workers that also keep what this server stores, so that it outlives the server; each is a
     peer, named there or not."""
     profiles: tuple[str, ...] = ()
-    """Pair profiles, or folders of them. Each must name this server's model on one side."""
+    """Pair profiles, or folders of them. Each must name this server's model on one side,
+    or an adapter on it."""
     capture_layers: tuple[int, ...] | None = None
     """Layers whose E is kept; None takes them from the profiles in which this model sends."""
     gate: Literal["enforce", "off"] = "enforce"
