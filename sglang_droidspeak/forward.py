@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from sglang_droidspeak.compat.names import ModelRunner, Req, ScheduleBatch
     from sglang_droidspeak.job import Job
     from sglang_droidspeak.loader import Loader
+    from sglang_droidspeak.low_rank import LowRank
     from sglang_droidspeak.meter import Meter
     from sglang_droidspeak.metrics import Metrics
     from sglang_droidspeak.ranks import Ranks
@@ -44,6 +45,7 @@ class ForwardPass:
         self,
         attachment: Attachment,
         loader: Loader,
+        low_rank: LowRank,
         coding: Coding,
         provenance: Provenance,
         meter: Meter,
@@ -56,13 +58,14 @@ class ForwardPass:
         self._num_layers = site.identity.num_layers
         self._forward_wait_s = site.settings.forward_wait_s
         self._loader = loader
+        self._low_rank = low_rank
         self._coding = coding
         self._provenance = provenance
         self._meter = meter
         self._metrics = metrics
         self._ranks = ranks
         self._prefill = PartialPrefill(
-            attachment.runner, attachment.stack, _largest_forward(attachment.runner)
+            attachment.runner, attachment.stack, largest_forward(attachment.runner)
         )
         self._jobs: dict[int, Sequence[Job]] = {}
 
@@ -105,6 +108,8 @@ class ForwardPass:
         self._loader.counter.set_consumer(NO_CONSUMER)
         started_s = time.monotonic()
         try:
+            for it in places:
+                self._refresh(it)
             self._run(batch, [prefix for it in places for prefix in self._prefixes(it)])
         except Exception as exc:
             log.exception("a partial prefill failed")
@@ -137,8 +142,18 @@ class ForwardPass:
             slot_before=table[max(0, start - 1) : start].long(),
         )
 
+    def _refresh(self, it: _Place) -> None:
+        """Refresh in low rank what can be; the rest is projected anew."""
+        job, plan = it.job, it.job.plan
+        for layer in plan.refreshed if job.pool_slots is not None else ():
+            if self._low_rank.can_refresh(plan.sender, plan.receiver, layer):
+                self._low_rank.refresh(job, layer, it.tokens)
+                job.low_rank.append(layer)
+
     def _prefixes(self, it: _Place) -> Iterator[Prefix]:
         for span in it.job.plan.computed_spans:
+            if span.start in it.job.low_rank:
+                continue
             e = self._e_of(it.job, span.start) if span.start else None
             exact = it.job.plan.is_exact
             yield Prefix(row=it.row, tokens=it.tokens, block=span, e=e, is_exact=exact)
@@ -220,7 +235,7 @@ def _staging_error(job: Job, deadline: Deadline) -> FetchError | None:
     return None
 
 
-def _largest_forward(runner: ModelRunner) -> int:
+def largest_forward(runner: ModelRunner) -> int:
     """Tokens of one prefill; SGLang says -1 where it does not cut prefills into chunks."""
     args = compat.resolved(runner.server_args)
     chunk = args.chunked_prefill_size

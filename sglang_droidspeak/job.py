@@ -42,6 +42,8 @@ class Job:
     """Time that the loader has spent copying for this job, decoding included."""
     copied_bytes: int = 0
     """As they are stored."""
+    low_rank: list[int] = field(default_factory=list)
+    """Layers refreshed by what the adapters' factors change, without the model's own matrix."""
     copying: threading.Lock = field(default_factory=threading.Lock)
     abandoned: bool = False
     """The scheduler thread computes the slots itself; the loader writes nothing more."""

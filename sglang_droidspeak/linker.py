@@ -37,10 +37,11 @@ from sglang_droidspeak.compat.names import (
     get_parallel,
 )
 from sglang_droidspeak.config import cache_config
-from sglang_droidspeak.forward import ForwardPass
+from sglang_droidspeak.forward import ForwardPass, largest_forward
 from sglang_droidspeak.job import Job
 from sglang_droidspeak.leaders import Leaders
 from sglang_droidspeak.loader import Copies, Loader
+from sglang_droidspeak.low_rank import LowRank
 from sglang_droidspeak.meter import Meter
 from sglang_droidspeak.metrics import CacheMetrics, Metrics
 from sglang_droidspeak.offloader import Offload, Offloader
@@ -119,6 +120,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         self._pool_index = PoolIndex(
             self._cache.tree, attachment.e_pool, self._provenance, params.page_size, num_slots
         )
+        low_rank = LowRank(attachment, self._models, largest_forward(runner))
         planner = Planner(site, self._cache, self._meter, self._models, self._pool_index)
         self._waiting = WaitingRequests(
             site,
@@ -135,6 +137,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         self._forward = ForwardPass(
             attachment,
             self._loader,
+            low_rank,
             coding,
             self._provenance,
             self._meter,

@@ -32,6 +32,8 @@ class RequestProvenance(msgspec.Struct, frozen=True, kw_only=True):
     """Layers recomputed, half-open; None where none were."""
     refreshed: tuple[int, ...] = ()
     """Layers outside the block whose K and V were projected anew from the sender's E."""
+    low_rank: tuple[int, ...] = ()
+    """Those of them that took the adapters' factors alone, not the model's matrix."""
     recomputed_layers: int = 0
     loaded_layers: int = 0
     fetched_bytes: int = 0
@@ -69,6 +71,7 @@ def provenance_of(
         location="pool" if is_pool(plan.location) else plan.location,
         block=(plan.block.start, plan.block.stop) if len(plan.block) else None,
         refreshed=plan.refreshed,
+        low_rank=tuple(job.low_rank),
         recomputed_layers=len(plan.block),
         loaded_layers=len(plan.loaded_layers),
         fetched_bytes=staging.num_bytes,

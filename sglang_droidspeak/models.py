@@ -69,6 +69,13 @@ class Models:
         loaded = self._loaded.get(lora_id)
         return loaded.model_id if loaded is not None else None
 
+    def is_loaded(self, model: ModelId) -> bool:
+        return any(it.model_id == model for it in self._loaded.values())
+
+    def lora_id_of(self, model: ModelId) -> LoraId:
+        """Of one that is loaded."""
+        return next(lora_id for lora_id, it in self._loaded.items() if it.model_id == model)
+
     def invocation(self, lora_id: LoraId) -> tuple[int, ...]:
         """Tokens from which an adapter acts; empty where it acts from the start."""
         loaded = self._loaded.get(lora_id)

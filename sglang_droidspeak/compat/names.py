@@ -4,6 +4,7 @@ Heavy to import: only the scheduler process does.
 """
 
 from sglang.srt.layers.layer_boundary.residual import batch as residual_batch
+from sglang.srt.lora.lora import LoRAAdapter
 from sglang.srt.lora.lora_registry import LoRARef
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.managers.scheduler import Scheduler
@@ -44,6 +45,7 @@ __all__ = [
     "ForwardMode",
     "KVWriteLoc",
     "LayerWiseLoadCounter",
+    "LoRAAdapter",
     "LoRARef",
     "MHATokenToKVPool",
     "MatchPrefixParams",

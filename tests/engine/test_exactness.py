@@ -143,6 +143,7 @@ def test_refreshed_layers_equal_the_oracle(
     )
     reply.assert_equals(expected)
     assert reply.provenance["refreshed"] == list(refreshed)
+    assert reply.provenance["low_rank"] == [], "the sender's pages came over the link"
     assert reply.provenance["reused_tokens"] == num_reused
     plain = trio.expected("sender", tokens, block)
     assert max(abs(a - b) for a, b in zip(plain.logprobs, expected.logprobs, strict=True)) > 1e-3

@@ -152,6 +152,7 @@ def test_block_equals_the_oracle(
     reply.assert_equals(team.models.expected(receiver, sender, tokens, block, *refreshed))
     told = reply.provenance
     assert (told["outcome"], told["location"]) == ("reused", "pool")
+    assert told["low_rank"] == list(refreshed)
     assert told["reused_tokens"] == whole_pages(len(tokens))
 
 
