@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from cachetree.ids import Location, ModelId, PageHash, Span
@@ -24,6 +24,8 @@ class Match:
     num_pages: int
     e_pages: Mapping[int, int]
     """For each layer with E: how many pages from the start have it without a gap."""
+    reduced_pages: Mapping[int, int] = field(default_factory=dict)
+    """The same of layers with less than E, which does for a refresh and for no block."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -301,7 +301,7 @@ def _candidate(
         first_difference=first_difference,
         is_lossy=demand.is_lossy and not is_pool(match.location),
     )
-    stop = min([stop, *(match.e_pages.get(layer, 0) for layer in plan.transition_layers)])
+    stop = min([stop, *(_num_pages_with(match, recipe, it) for it in plan.transition_layers)])
     stop = min(stop, demand.first_page + _most_recomputed_pages(demand, plan, costs))
     if stop - demand.first_page < demand.min_pages:
         return None
@@ -317,6 +317,14 @@ def _candidate(
     return _Candidate(
         plan=plan, quality=recipe.quality, ttft_s=reuse_s + rest_s, saving=full_s - reuse_s
     )
+
+
+def _num_pages_with(match: Match, recipe: _Recipe, layer: int) -> int:
+    """How many pages have what the recipe begins with at this layer."""
+    num_pages = match.e_pages.get(layer, 0)
+    if layer in recipe.refreshed:
+        return max(num_pages, match.reduced_pages.get(layer, 0))
+    return num_pages
 
 
 def _by_load(

@@ -126,9 +126,14 @@ class PairProfile(msgspec.Struct, frozen=True, kw_only=True):
 
     def transition_layers(self) -> frozenset[int]:
         """Layers at which a sender of this pair should keep E."""
+        refreshed = self.recommended.refreshed if self.recommended and self.passed else ()
+        return self.block_starts() | (frozenset(refreshed) - {0})
+
+    def block_starts(self) -> frozenset[int]:
+        """Those of them at which a block begins."""
         starts = {(self.lossless or EMPTY_SPAN).start}
         if self.recommended and self.passed:
-            starts |= {self.recommended.start, *self.recommended.refreshed}
+            starts.add(self.recommended.start)
         return frozenset(starts - {0})
 
 

@@ -6,6 +6,8 @@ decoded tokens need no bookkeeping: whoever holds the slots of a prefix holds it
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,10 +16,13 @@ import torch
 from cachetree.errors import ConfigError
 from sglang_droidspeak.compat.names import ForwardMode, MHATokenToKVPool
 from sglang_droidspeak.layers import LayerStack, OnE
+from sglang_droidspeak.low_rank import SharedA, shared_a
 
 if TYPE_CHECKING:
     from sglang_droidspeak.compat.names import ForwardBatch, ModelRunner, ScheduleBatch
     from sglang_droidspeak.site import Site
+
+log = logging.getLogger(__name__)
 
 _ATTRIBUTE = "droidspeak"
 
@@ -37,15 +42,26 @@ class EPool:
 
     `e[layer]` is `[slots, hidden]` in the model's dtype; `valid` is `[slots]`. A slot's E is valid
     from SGLang's own forward over its token until the slot is loaded or partially prefilled.
+
+    Where all adapters share A of K and of V, and only refreshes begin, `reduced[layer]` has A x in
+    place of E: `[slots, rank of K + rank of V]`, with x what the projections read.
     """
 
     def __init__(
-        self, layers: tuple[int, ...], num_slots: int, hidden: int, runner: ModelRunner
+        self,
+        layers: tuple[int, ...],
+        shared: Mapping[int, SharedA],
+        num_slots: int,
+        hidden: int,
+        runner: ModelRunner,
     ) -> None:
-        self.e = {
-            layer: torch.zeros(num_slots, hidden, dtype=runner.dtype, device=runner.device)
-            for layer in layers
-        }
+        def rows(width: int) -> torch.Tensor:
+            return torch.zeros(num_slots, width, dtype=runner.dtype, device=runner.device)
+
+        self.layers = layers
+        self.shared = {layer: it.on(runner) for layer, it in shared.items()}
+        self.e = {layer: rows(hidden) for layer in layers if layer not in shared}
+        self.reduced = {layer: rows(it.rank) for layer, it in shared.items()}
         self.valid = torch.zeros(num_slots, dtype=torch.bool, device=runner.device)
         self.no_rows = torch.empty(0, hidden, dtype=runner.dtype)
         """Tells dtype and width where no layer is kept."""
@@ -54,8 +70,11 @@ class EPool:
         """Fill the pool in every forward from now on; call before CUDA graphs are captured."""
         for layer, rows in self.e.items():
             stack.on_e(layer, _writer(rows))
-        if self.e:
-            stack.on_e(max(self.e), _marker(self.valid))
+        for layer, rows in self.reduced.items():
+            a = torch.cat([self.shared[layer].k, self.shared[layer].v])
+            stack.on_e(layer, _reducer(rows, stack, layer, a))
+        if self.layers:
+            stack.on_e(max(self.layers), _marker(self.valid))
 
     def invalidate(self, slots: torch.Tensor) -> None:
         self.valid[slots] = False
@@ -63,7 +82,7 @@ class EPool:
     def adopt(self, source: torch.Tensor, slots: torch.Tensor, first_own: int) -> None:
         """`slots` are the same tokens of a model that is equal below layer `first_own`, and whose
         layers from there on have just run."""
-        for layer, rows in self.e.items():
+        for layer, rows in (self.e | self.reduced).items():
             if layer < first_own:
                 rows[slots] = rows[source]
         self.valid[slots] = self.valid[source]
@@ -140,6 +159,15 @@ def _writer(rows: torch.Tensor) -> OnE:
     return write
 
 
+def _reducer(rows: torch.Tensor, stack: LayerStack, layer: int, a: torch.Tensor) -> OnE:
+    write = _writer(rows)
+
+    def reduce(forward_batch: ForwardBatch, value: torch.Tensor) -> None:
+        write(forward_batch, stack.normed(layer, value) @ a.T)
+
+    return reduce
+
+
 def _marker(valid: torch.Tensor) -> OnE:
     def mark(forward_batch: ForwardBatch, _value: torch.Tensor) -> None:
         if not hasattr(forward_batch, "has_own_e"):
@@ -162,8 +190,22 @@ def attach(runner: ModelRunner, site: Site) -> None:
     if pool.post_capture_active:
         raise ConfigError("the KV pool is resized after graph capture; disable that option")
     stack = LayerStack(runner.model)
+    shared = shared_a(site, runner.model)
+    if shared:
+        num_bytes = [site.e_bytes_per_token(runner.dtype, it) for it in ({}, shared)]
+        log.info(
+            "droidspeak: all adapters have the same A at layers %s: A x is kept there in place of "
+            "E, %d bytes per token in place of %d",
+            sorted(shared),
+            num_bytes[1],
+            num_bytes[0],
+        )
     e_pool = EPool(
-        site.transition_layers, pool.size + pool.page_size, site.identity.hidden_size, runner
+        site.transition_layers,
+        shared,
+        pool.size + pool.page_size,
+        site.identity.hidden_size,
+        runner,
     )
     e_pool.capture_from(stack)
     setattr(pool, _ATTRIBUTE, Attachment(runner, stack, e_pool, site))

@@ -121,7 +121,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
             self._cache.tree, attachment.e_pool, self._provenance, params.page_size, num_slots
         )
         low_rank = LowRank(attachment, self._models, largest_forward(runner))
-        planner = Planner(site, self._cache, self._meter, self._models, self._pool_index)
+        planner = Planner(site, self._cache, self._meter, self._models, self._pool_index, low_rank)
         self._waiting = WaitingRequests(
             site,
             self._cache,

@@ -28,6 +28,7 @@ from sglang_droidspeak.pool import PoolIndex, PoolPages, pool_of
 if TYPE_CHECKING:
     from cachetree.cache import Cache
     from sglang_droidspeak.compat.names import Req, UnifiedRadixCache
+    from sglang_droidspeak.low_rank import LowRank
     from sglang_droidspeak.meter import Meter
     from sglang_droidspeak.models import Models, Part
     from sglang_droidspeak.site import Site
@@ -49,13 +50,20 @@ class Planner:
     """Scheduler thread only."""
 
     def __init__(
-        self, site: Site, cache: Cache, meter: Meter, models: Models, pool: PoolIndex
+        self,
+        site: Site,
+        cache: Cache,
+        meter: Meter,
+        models: Models,
+        pool: PoolIndex,
+        low_rank: LowRank,
     ) -> None:
         self._site: Final = site
         self._cache: Final = cache
         self._meter: Final = meter
         self._models: Final = models
         self._pool: Final = pool
+        self._low_rank: Final = low_rank
         self._profiles = index_profiles(site.profiles)
 
     def plan(
@@ -74,7 +82,7 @@ class Planner:
             return "bad_controls"
         if controls.mode == "off":
             return Reason.OFF.value
-        matches = self._matches(req, pages)
+        matches = self._matches(req, part, pages)
         if not matches:
             return Reason.NO_MATCH.value
         demand = self._demand(req, part, controls, requested, len(pages))
@@ -94,7 +102,7 @@ class Planner:
             pool_pages = self._pool.find(plan, pages, req, tree)
             if pool_pages is not None:
                 break
-            matches = self._matches(req, pages)  # The note was wrong and is mended.
+            matches = self._matches(req, part, pages)  # The note was wrong and is mended.
         if self._site.settings.gate == "off":
             plan = replace(plan, strategy=controls.strategy)
         return Planned(plan=plan, is_optional=requested.block is None, pool_pages=pool_pages)
@@ -110,13 +118,19 @@ class Planner:
         demand = self._demand(req, part, controls, self._requested(controls), len(pages))
         e_pages = dict.fromkeys(self._site.transition_layers, len(pages))
         match = Match(model=sender, location=location, num_pages=len(pages), e_pages=e_pages)
+        match = self._low_rank.of_pool(match, part.model)
         plan = choose(demand, [match], self._profiles, self._costs({location}))
         return isinstance(plan, Plan)
 
-    def _matches(self, req: Req, pages: Sequence[PageHash]) -> list[Match]:
+    def _matches(self, req: Req, part: Part, pages: Sequence[PageHash]) -> list[Match]:
         """What others have; what the device has of this model SGLang finds itself."""
         mine = pool_of(prefixes.namespace_of(req))
-        return [it for it in self._cache.match(pages) if it.location != mine] if pages else []
+        found = self._cache.match(pages) if pages else []
+        return [
+            self._low_rank.of_pool(it, part.model) if is_pool(it.location) else it
+            for it in found
+            if it.location != mine
+        ]
 
     def _requested(self, controls: Controls) -> Requested:
         num_layers = self._site.identity.num_layers

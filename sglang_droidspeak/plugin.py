@@ -45,9 +45,12 @@ def _check_server_args(_result: None, server_args: ServerArgs) -> None:
 def _count_e(cell_size: int, _configurator: object, kvc: Any, _num_layers: int) -> int:
     if not is_configured(compat.resolved(kvc.server_args)):
         return cell_size
+    from sglang_droidspeak.low_rank import shared_a
     from sglang_droidspeak.site import load_site
 
-    return cell_size + load_site(kvc.server_args).e_bytes_per_token(kvc.model_config.dtype)
+    site = load_site(kvc.server_args)
+    shared = shared_a(site, kvc.model)
+    return cell_size + site.e_bytes_per_token(kvc.model_config.dtype, shared)
 
 
 def _attach(_result: None, runner: ModelRunner, *_args: object, **_kwargs: object) -> None:

@@ -82,7 +82,7 @@ class PoolIndex:
         num_known = self._tree.reach(location, model, pages)
         if num_known < len(pages):
             parent = pages[num_known - 1] if num_known else None
-            e_layers = tuple(self._e_pool.e)
+            e_layers = self._e_pool.layers
             self._tree.add_remote(location, model, parent, pages[num_known:], e_layers)
         for page in reversed(pages):
             self._ages[location, model, page] = None

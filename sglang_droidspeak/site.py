@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     import torch
 
     from sglang_droidspeak.compat.names import ServerArgs
+    from sglang_droidspeak.low_rank import SharedA
 
 log = logging.getLogger(__name__)
 
@@ -102,6 +103,15 @@ class Site:
         return tuple(sorted(frozenset().union(self._first_differences, *sends)))
 
     @property
+    def refreshed_layers(self) -> frozenset[int]:
+        """Of `transition_layers` those where E would serve refreshes within this server and nothing
+        else: no block begins there, no setting names them, and what is computed stays here."""
+        if self.settings.capture_layers is not None or self.settings.host_gb > 0:
+            return frozenset()
+        starts = (p.block_starts() for p in self._profiles_of("sender"))
+        return frozenset(self.transition_layers).difference(self._first_differences, *starts)
+
+    @property
     def senders(self) -> dict[ModelId, frozenset[int]]:
         """Models whose caches this server may use, and the layers whose E it needs of each."""
         receives = self._profiles_of("receiver")
@@ -137,8 +147,11 @@ class Site:
             if is_ours and profile.is_usable:
                 yield profile
 
-    def e_bytes_per_token(self, dtype: torch.dtype) -> int:
-        return len(self.transition_layers) * self.identity.hidden_size * dtype.itemsize
+    def e_bytes_per_token(self, dtype: torch.dtype, shared: Mapping[int, SharedA]) -> int:
+        """With A x in place of E at the layers of `shared`."""
+        hidden = self.identity.hidden_size
+        widths = (shared[it].rank if it in shared else hidden for it in self.transition_layers)
+        return sum(widths) * dtype.itemsize
 
 
 def check_front_end(server_args: ServerArgs) -> None:

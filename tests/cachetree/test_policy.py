@@ -156,6 +156,18 @@ def test_refreshed_layers_cost_their_projections_and_e() -> None:
     assert reason_for(match(S), demand=asked) is Reason.UNGATED_BLOCK
 
 
+def test_less_than_e_does_for_a_refresh_and_for_no_block() -> None:
+    beside = BlockQuality(start=3, stop=5, refreshed=(7,), quality=0.99)
+    profile = msgspec.structs.replace(PROFILE, blocks=(beside,), recommended=None)
+    for e, reduced, found in (({3: 9}, {7: 6}, 6), ({3: 9, 7: 8}, {7: 6}, 8), ({7: 9}, {3: 9}, 0)):
+        there = replace(match(S, e=e), reduced_pages=reduced)
+        plan = choose(DEMAND, [there], index_profiles([profile]), UNKNOWN)
+        assert (len(plan.pages) if isinstance(plan, Plan) else 0) == found
+    upper = replace(DEMAND, first_differences={S: 6})
+    there = replace(match(S, e={}), reduced_pages={3: 10, 6: 10})
+    assert reason_for(there, demand=upper, profiles={}) is Reason.NO_E, "nor for a lossless one"
+
+
 def test_one_step_recomputes_only_so_much() -> None:
     """[3, 6) of 160 tokens is 320 token-layers: at 1 ms each, 0.32 s."""
     tokens = replace(DEMAND, max_recompute_tokens=50)

@@ -104,6 +104,9 @@ def test_what_follows_from_a_profile() -> None:
     assert profile(BLOCK).transition_layers() == {1}
     assert profile(BlockQuality(start=0, stop=3, quality=0.8)).transition_layers() == frozenset()
     assert profile(None).transition_layers() == frozenset()
+    beside = BlockQuality(start=2, stop=3, refreshed=(0, 1, 3), quality=0.8)
+    assert profile(beside).transition_layers() == {1, 2, 3}
+    assert profile(beside).block_starts() == {2}
 
 
 def test_models_that_are_equal_below_a_layer_need_no_gate() -> None:

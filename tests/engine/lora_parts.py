@@ -9,6 +9,7 @@ from typing import Any
 
 from engine_parts import CPU, oracle, whole_pages
 
+from cachetree.family import ModelIdentity
 from cachetree.identity import read_model_identity
 from cachetree.ids import ModelId, Span
 from profiles.adapters import merge_folder
@@ -49,10 +50,13 @@ class Checkpoints:
             merge_folder(base, paths[name], whole[name])
         return cls(paths, whole)
 
-    def model_id(self, name: str) -> ModelId:
+    def identity(self, name: str) -> ModelIdentity:
         adapter = self.adapters.get(name)
         folder = self.whole[name if adapter is None else BASE]
-        return read_model_identity(folder, None, adapter).model_id
+        return read_model_identity(folder, None, adapter)
+
+    def model_id(self, name: str) -> ModelId:
+        return self.identity(name).model_id
 
     def controls(self, sender: str, block: Span, *refreshed: int) -> dict[str, str]:
         """What a request says that wants just this."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,11 +16,14 @@ from sglang.srt.lora.layers import QKVParallelLinearWithLoRA
 from sglang.srt.lora.lora import LoRAAdapter
 from torch import Tensor, nn
 
+from cachetree.entries import Match
 from cachetree.ids import EMPTY_SPAN, ModelId, Span
 from cachetree.plan import Plan
+from profiles.random_models import shape, write_adapter, write_models
+from sglang_droidspeak.capture import EPool
 from sglang_droidspeak.job import Job
 from sglang_droidspeak.layers import LayerStack
-from sglang_droidspeak.low_rank import LowRank
+from sglang_droidspeak.low_rank import LowRank, SharedA, shared_a
 from sglang_droidspeak.models import LoadedModel, Models
 from sglang_droidspeak.pool import PoolPages, pool_of
 
@@ -53,11 +57,23 @@ class Adapter(nn.Module):
         LoRAAdapter.normalize_qkv_proj(self, list(weights), weights)
         self.layers = [SimpleNamespace(weights=weights) for _ in range(LAYER + 1)]
 
+    def share(self, other: Adapter) -> None:
+        """Take its A, as far as this one has any."""
+        rows, theirs = ROWS["k_proj"], other.layers[LAYER].weights["qkv_proj.lora_A.weight"]
+        mine = self.layers[LAYER].weights
+        is_kept = mine["qkv_proj.lora_A.weight"].any(1, keepdim=True)
+        mine["qkv_proj.lora_A.weight"] = torch.where(is_kept, theirs, 0.0)
+        matrices = zip(
+            ROWS,
+            mine["qkv_proj.lora_A.weight"].chunk(3),
+            mine["qkv_proj.lora_B.weight"].split([ROWS["q_proj"], rows, rows]),
+            strict=True,
+        )
+        self.products = {name: self.scaling * b @ a for name, a, b in matrices}
+
 
 class Layer(nn.Module):
     """One rank's part of a decoder layer, as far as it matters here."""
-
-    attn_boundary = None
 
     def __init__(self, tp_rank: int, tp_size: int) -> None:
         super().__init__()
@@ -80,6 +96,11 @@ class Layer(nn.Module):
         )
         rotary = RotaryEmbedding(HEAD, HEAD, 64, 10000, True, torch.float32)
         self.self_attn = SimpleNamespace(qkv_proj=projection, rotary_emb=rotary)
+        self.attn_boundary = SimpleNamespace(prepare=self._prepare)
+
+    def _prepare(self, hidden: Tensor, forward_batch: Any, *, capture: Any = None) -> None:
+        if capture is not None:
+            capture(hidden)
 
     def forward(self, positions, hidden_states, forward_batch) -> None:
         raise NotImplementedError
@@ -117,7 +138,8 @@ class Rig:
         source, target = slots.chunk(2)
         for buffer, rows in zip(self.buffers, self.kv(sender), strict=True):
             buffer[source] = rows
-        self.low_rank._e_pool.e[LAYER][source] = self.e
+        padded = torch.cat([self.e, torch.randn(3, HIDDEN)])
+        self.layer.attn_boundary.prepare(padded, SimpleNamespace(out_cache_loc=source))
         plan = Plan(
             sender=ModelId(sender),
             receiver=ModelId(receiver),
@@ -149,7 +171,9 @@ class Rig:
 
 
 @torch.no_grad()
-def rig(tp_rank: int = 0, tp_size: int = 1, **others: Adapter) -> Rig:
+def rig(
+    tp_rank: int = 0, tp_size: int = 1, shared: SharedA | None = None, **others: Adapter
+) -> Rig:
     torch.manual_seed(7)
     layers = nn.ModuleList(Layer(tp_rank, tp_size) for _ in range(LAYER + 1))
     stack = LayerStack(SimpleNamespace(model=SimpleNamespace(layers=layers)))
@@ -168,7 +192,8 @@ def rig(tp_rank: int = 0, tp_size: int = 1, **others: Adapter) -> Rig:
         token_to_kv_pool=pool,
         lora_manager=SimpleNamespace(loras=adapters),
     )
-    e_pool = SimpleNamespace(e={LAYER: torch.randn(NUM_SLOTS, HIDDEN)})
+    e_pool = EPool((LAYER,), {LAYER: shared} if shared else {}, NUM_SLOTS, HIDDEN, runner)
+    e_pool.capture_from(stack)
     attachment = SimpleNamespace(runner=runner, stack=stack, e_pool=e_pool)
     return Rig(
         low_rank=LowRank(attachment, models, CHUNK),
@@ -249,3 +274,96 @@ def test_factors_go_with_their_adapter() -> None:
     assert len(it.low_rank._known) == 1
     del it.adapters["wide"]  # type: ignore[attr-defined]
     assert len(it.low_rank._known) == 0
+
+
+def sharing() -> tuple[SharedA, dict[str, Adapter]]:
+    """Adapters with one A, and that."""
+    torch.manual_seed(8)
+    one, other, partly = Adapter(8), Adapter(8), Adapter(8, ("q_proj", "v_proj"))
+    for it in (other, partly):
+        it.share(one)
+    _, k, v = one.layers[LAYER].weights["qkv_proj.lora_A.weight"].chunk(3)
+    return SharedA(k, v), {"one": one, "other": other, "partly": partly}
+
+
+@pytest.mark.parametrize(
+    ("sender", "receiver"), [("one", "other"), (BASE, "one"), ("partly", BASE), ("one", "partly")]
+)
+@torch.no_grad()
+def test_what_is_kept_in_place_of_e_is_enough(sender: str, receiver: str) -> None:
+    shared, adapters = sharing()
+    it = rig(shared=shared, **adapters)
+    pool = it.low_rank._e_pool
+    assert (pool.e, pool.reduced[LAYER].shape) == ({}, (NUM_SLOTS, 16))
+    found = it.refreshed(sender, receiver)
+    for mine, expected in zip(found, it.kv(receiver), strict=True):
+        assert torch.allclose(mine, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_only_refreshes_begin_there_and_only_for_that_a() -> None:
+    shared, adapters = sharing()
+    it = rig(shared=shared, **adapters)
+
+    def told(sender: str, receiver: str) -> Match:
+        noted = Match(
+            model=ModelId(sender), location=pool_of(sender), num_pages=3, e_pages={LAYER: 3}
+        )
+        return it.low_rank.of_pool(noted, ModelId(receiver))
+
+    assert (told("one", "other").e_pages, told("one", "other").reduced_pages) == ({}, {LAYER: 3})
+    assert told(BASE, "mlp").reduced_pages == {LAYER: 3}, "it touches neither K nor V"
+    for pair in (("one", "wide"), ("narrow", "one"), (BASE, "gone")):
+        assert (told(*pair).e_pages, told(*pair).reduced_pages) == ({}, {})
+
+
+def test_what_is_adopted_goes_along() -> None:
+    shared, adapters = sharing()
+    pool = rig(shared=shared, **adapters).low_rank._e_pool
+    source, slots = torch.tensor([1, 2]), torch.tensor([7, 8])
+    pool.reduced[LAYER][source] = 5.0
+    pool.adopt(source, slots, first_own=LAYER)
+    assert not pool.reduced[LAYER][slots].any()
+    pool.adopt(source, slots, first_own=LAYER + 1)
+    assert bool((pool.reduced[LAYER][slots] == 5.0).all())
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    config = shape("llama", layers=2, hidden=HIDDEN, heads=HEADS, kv_heads=KV_HEADS)
+    (path,) = write_models(tmp_path_factory.mktemp("base"), config, ["base"])
+    return path
+
+
+@pytest.mark.parametrize(
+    ("made", "num_shared"),
+    [
+        ([{}], (4, 4)),
+        ([{}, {"a_of": 0}], (4, 4)),
+        ([{}, {"a_of": 0, "modules": ("q_proj", "v_proj")}], (4, 4)),
+        ([{"modules": ("q_proj", "v_proj")}], (0, 4)),
+        ([{}, {"a_of": 0}, {}], None),
+        ([{}, {"a_of": 0}, {"rank": 8, "modules": ("q_proj", "v_proj")}], None),
+        ([{"modules": ("up_proj",)}], None),
+        ([], None),
+    ],
+)
+def test_a_is_shared_where_all_have_the_same(
+    base: Path, tmp_path: Path, made: list[dict[str, Any]], num_shared: tuple[int, int] | None
+) -> None:
+    """By the bytes of the files. Nothing is where no adapter touches K or V."""
+    adapters: list[Path] = []
+    for seed, options in enumerate(made):
+        a_of = {"a_of": adapters[0]} if "a_of" in options else {}
+        folder = tmp_path / str(seed)
+        adapters.append(write_adapter(folder, base, **(options | a_of), seed=seed))
+    site = SimpleNamespace(
+        adapters=adapters,
+        refreshed_layers=frozenset({LAYER}),
+        identity=SimpleNamespace(hidden_size=HIDDEN),
+    )
+    layer = Layer(0, 1)
+    model = SimpleNamespace(model=SimpleNamespace(layers=[layer]))
+    found = {at: (len(it.k), len(it.v)) for at, it in shared_a(site, model).items()}
+    assert found == ({} if num_shared is None else {LAYER: num_shared})
+    layer.self_attn.k_norm = None
+    assert shared_a(site, model) == {}

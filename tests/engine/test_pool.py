@@ -41,7 +41,7 @@ def pages_of(num_pages: int, seed: int = 0) -> list[PageHash]:
 class FakeEPool:
     """E everywhere but where a test takes it away."""
 
-    e: dict[int, None] = field(default_factory=lambda: {2: None})
+    layers: tuple[int, ...] = (2,)
     lacking: int = 0
 
     def num_pages_without(self, slots: torch.Tensor, page_size: int) -> int:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from engine_parts import ENV, profile_of
+from msgspec.structs import replace
 
 from cachetree.eviction import Retention
 from cachetree.identity import read_model_identity
-from cachetree.profile import write_profile
+from cachetree.profile import BlockQuality, write_profile
 from cachetree.transport import write_key_pair
 from profiles.random_models import shape, write_models
 from sglang_droidspeak import compat
@@ -203,8 +204,8 @@ def test_settings_file_with_unknown_key(model: Path, tmp_path: Path) -> None:
 
 def test_profile_of_another_pair(model: Path, tmp_path: Path) -> None:
     own = read_model_identity(model)
-    other = msgspec.structs.replace(own, weights="other")
-    third = msgspec.structs.replace(own, weights="third")
+    other = replace(own, weights="other")
+    third = replace(own, weights="third")
     path = tmp_path / "pair.json"
     write_profile(profile_of(other, third), path)
     line = refusal(model, {"profiles": [str(path)]})
@@ -219,7 +220,7 @@ def test_profile_of_another_pair(model: Path, tmp_path: Path) -> None:
 
 def test_transition_layers_come_from_passed_profiles(model: Path, tmp_path: Path) -> None:
     own = read_model_identity(model)
-    other = msgspec.structs.replace(own, weights="other")
+    other = replace(own, weights="other")
     for passed, layers in ((True, (2,)), (False, ())):
         folder = tmp_path / f"{passed}"
         folder.mkdir()
@@ -228,11 +229,28 @@ def test_transition_layers_come_from_passed_profiles(model: Path, tmp_path: Path
         assert site.transition_layers == layers
 
 
+def test_some_layers_serve_refreshes_alone(model: Path, tmp_path: Path) -> None:
+    """Where no block begins, nothing leaves the server and nobody named layers."""
+    own = read_model_identity(model)
+    recipe = BlockQuality(start=2, stop=3, refreshed=(1, 3), quality=0.9)
+    for name, made in (("one", recipe), ("other", replace(recipe, start=3, stop=4, refreshed=()))):
+        profile = profile_of(own, replace(own, weights=name))
+        write_profile(replace(profile, recommended=made), tmp_path / f"{name}.json")
+
+    def refreshed(profiles: Path, **extra: Any) -> frozenset[int]:
+        found = load_site(server_args(model, {"profiles": [str(profiles)], "host_gb": 0} | extra))
+        return dataclasses.replace(found, adapters=()).refreshed_layers
+
+    assert refreshed(tmp_path / "one.json") == {1, 3}
+    assert refreshed(tmp_path) == {1}, "a block of the other begins at 3"
+    assert refreshed(tmp_path, host_gb=1) == refreshed(tmp_path, capture_layers=[1]) == frozenset()
+
+
 def test_senders_are_those_of_usable_profiles_and_the_model_itself(
     model: Path, tmp_path: Path
 ) -> None:
     own = read_model_identity(model)
-    good, bad = (msgspec.structs.replace(own, weights=it) for it in ("good", "bad"))
+    good, bad = (replace(own, weights=it) for it in ("good", "bad"))
     for sender, passed in ((good, True), (bad, False)):
         write_profile(profile_of(sender, own, passed=passed), tmp_path / f"{sender.weights}.json")
     write_profile(profile_of(own, bad), tmp_path / "sends.json")
@@ -243,7 +261,7 @@ def test_senders_are_those_of_usable_profiles_and_the_model_itself(
 def test_a_named_profile_has_to_have_passed(model: Path, tmp_path: Path) -> None:
     own = read_model_identity(model)
     path = tmp_path / "pair.json"
-    other = msgspec.structs.replace(own, weights="other")
+    other = replace(own, weights="other")
     write_profile(profile_of(own, other, passed=False), path)
     line = refusal(model, {"profiles": [str(path)]})
     assert f"{path} did not pass its gate: a test" in line
