@@ -26,8 +26,8 @@ _BATCH_BYTES: Final = 1 << 20
 _MAX_BUFFERS: Final = 64
 _MAX_READS: Final = 64
 """In one turn."""
-_WAKE_BYTES: Final = 128 << 10
-"""Within a frame the receiver is woken for no less."""
+_WAKE_BYTES: Final = 1 << 20
+"""Within a frame the receiver is woken for no less: a wakeup costs both sides."""
 _KEEPALIVE_PROBES: Final = 3
 
 

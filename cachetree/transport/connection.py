@@ -97,6 +97,8 @@ class Connection:
 
     def receive(self) -> Iterator[wire.ToPeer]:
         """What has arrived over ZMQ; raises ProtocolError for what cannot be a message."""
+        if self._socket not in self._ready:
+            return
         for _ in range(_MAX_RECEIVED):
             try:
                 header = self._socket.recv(zmq.NOBLOCK, copy=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hmac
 import socket
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import suppress
 from typing import Final
 
@@ -68,9 +68,13 @@ class DataPort:
         """Its ticket is not valid any more."""
         self._tickets.pop(identity, None)
 
-    def arrivals(self) -> Iterator[tuple[bytes, Channel] | Refusal]:
-        """The connections whose ticket was good, and those that were closed."""
-        self._accept()
+    def arrivals(self, ready: Container[object]) -> Iterator[tuple[bytes, Channel] | Refusal]:
+        """The connections whose ticket was good, and those that were closed.
+
+        `ready` are the descriptors that a poll found ready.
+        """
+        if self._listener.fileno() in ready:
+            self._accept()
         for stranger, (token, deadline) in tuple(self._strangers.items()):
             is_gone = deadline.has_passed
             with suppress(BlockingIOError):

@@ -75,8 +75,8 @@ class Router:
         """The data connections that are open, by the session."""
         self._watched: dict[bytes, int] = {}
         """What the poller looks for, of each of them."""
-        self._ready: set[int] = set()
-        """Descriptors of those with something to read."""
+        self._ready: set[object] = set()
+        """Sockets and descriptors that the last `wait` found ready."""
         self._refusals: list[Refusal] = []
         self._has_disconnects = False
 
@@ -90,11 +90,10 @@ class Router:
             if self._watched[identity] != events:
                 self._watched[identity] = events
                 self._poller.register(channel.fileno(), events)
-        ready = self._poller.poll(timeout_ms)
-        self._ready = {source for source, _ in ready if isinstance(source, int)}
+        self._ready = {source for source, _ in self._poller.poll(timeout_ms)}
         self._refusals = list(self._gate.answer())
         self._has_disconnects = False
-        for _ in range(_MAX_RECEIVED):
+        for _ in range(_MAX_RECEIVED if self._monitor in self._ready else 0):
             if not self._monitor.poll(0):
                 break
             event = recv_monitor_message(self._monitor)
@@ -105,6 +104,8 @@ class Router:
 
     def receive(self) -> Iterator[Received]:
         """What has arrived over ZMQ."""
+        if self._socket not in self._ready:
+            return
         for _ in range(_MAX_RECEIVED):
             try:
                 identity = self._socket.recv(zmq.NOBLOCK)
@@ -130,7 +131,7 @@ class Router:
 
     def arrivals(self) -> Iterator[Channel]:
         """The data connections that were opened since."""
-        for arrival in self._data_port.arrivals():
+        for arrival in self._data_port.arrivals(self._ready):
             if isinstance(arrival, Refusal):
                 self._refusals.append(arrival)
                 continue

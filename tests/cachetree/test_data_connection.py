@@ -230,8 +230,8 @@ class Door:
 
     def _run(self) -> None:
         while not self._is_closing:
-            self._poller.poll(10)
-            for arrival in self.port.arrivals():
+            ready = dict(self._poller.poll(10))
+            for arrival in self.port.arrivals(ready):
                 if isinstance(arrival, Refusal):
                     self.refused.append(arrival)
                 else:

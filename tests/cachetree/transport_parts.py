@@ -252,7 +252,7 @@ class ScriptedWorker:
     def _run(self) -> None:
         while not self._is_closing:
             ready = dict(self._poller.poll(20))
-            for arrival in self._data_port.arrivals():
+            for arrival in self._data_port.arrivals(ready):
                 assert isinstance(arrival, tuple)
                 self.channels[arrival[0]] = arrival[1]
                 arrival[1].put_message(wire.encode(wire.Pong(epoch=7)))
