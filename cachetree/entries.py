@@ -59,14 +59,17 @@ class Hold:
 
     def add(self, entry: LocalEntry) -> None:
         self.entries.add(entry)
-        entry.holds.add(self)
+        entry.holds |= {self}
 
     def clear(self) -> set[LocalEntry]:
         """Returns those that were kept; others may still keep them."""
         for entry in self.entries:
-            entry.holds.discard(self)
+            entry.holds -= {self}
         freed, self.entries = self.entries, set()
         return freed
+
+
+_NOBODY: Final[frozenset[Hold]] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +140,7 @@ class LocalEntry:
         )
         self.num_children = 0
         """Child nodes in which the same model has a local entry."""
-        self.holds: set[Hold] = set()
+        self.holds: frozenset[Hold] = _NOBODY
         # The eviction policy's: what it knows of walks that ended here, or below in what has since
         # been evicted, and where it keeps the entry.
         self.used = 0
@@ -237,6 +240,19 @@ class Node:
         return num_common_pages(
             self._hashes(index, index + most), b"".join(pages[offset : offset + most])
         )
+
+    def num_chained(self, index: int, pages: Sequence[PageHash], offset: int) -> int:
+        """As `num_common`, where a page that is the same says that all before it are."""
+        same, different = 0, min(self.num_pages - index, len(pages) - offset) + 1
+        first = self.first + index - 1
+        at = different - 1
+        while different - same > 1:
+            if self.run.has(pages[offset + at - 1], first + at):
+                same = at
+            else:
+                different = at
+            at = (same + different) // 2
+        return same
 
     def set_remote(self, key: tuple[Location, ModelId], e_layers: tuple[int, ...]) -> None:
         """Note a remote entry, after that of the node above."""

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cachetree.ids import PageHash
-from cachetree.runs import Run, join_hashes
+from cachetree.runs import NO_PAGES, Run, join_hashes
 
 if TYPE_CHECKING:
     from cachetree.entries import Node
@@ -50,14 +50,20 @@ class PageIndex:
 
     def find(self, page: PageHash) -> tuple[Node, int] | None:
         """The node that holds `page`, and which page of the node's run it is."""
-        low, high = _HALVES.unpack(page)
-        spread = (low + high) * _SPREAD & (2**64 - 1)
-        tag = spread >> 32
-        slots: list[int] = self._slots[spread >> 64 - self._bucket_bits].tolist()
-        for slot in slots:
-            if slot >> 32 == tag and (found := _place(self._runs[slot & 2**32 - 1], page)):
-                return found
-        return _place(self._spilled.get(page), page)
+        for run in self._runs_of(page):
+            index = run.index_of(page)
+            node = run.node_at(index)
+            if node is not None:
+                return node, index
+        return None
+
+    def find_at(self, page: PageHash, depth: int) -> Node | None:
+        """The node that holds `page` after `depth` others; None where it is elsewhere, too."""
+        for run in self._runs_of(page):
+            node = run.node_with(page, depth)
+            if node is not None:
+                return node
+        return None
 
     def add(self, pages: Sequence[PageHash]) -> Run | None:
         """Index a new run of `pages`, up to the first that is here already or comes twice."""
@@ -79,7 +85,7 @@ class PageIndex:
             return self.add(pages[:num_new]) if num_new else None
         run = self._new_run(hashes)
         # Twins would share a slot, and the first to go would take it.
-        run.spilled = set(pages) if has_twins else self._put(run, spread, slots)
+        run.spilled = frozenset(pages) if has_twins else self._put(run, spread, slots)
         self._spilled |= dict.fromkeys(run.spilled, run)
         self._num_pages += len(pages)
         return run
@@ -97,12 +103,31 @@ class PageIndex:
         self._num_pages -= len(spread)
         for run, start, stop in parts:
             for page in [it for it in run.spilled if start <= run.index_of(it) < stop]:
-                run.spilled.discard(page)
+                run.spilled -= {page}
                 del self._spilled[page]
             run.num_indexed_pages -= stop - start
             if not run.num_indexed_pages:
                 self._runs[run.id] = None
                 self._free_ids.append(run.id)
+
+    def _runs_of(self, page: PageHash) -> list[Run]:
+        """Those that may hold it."""
+        low, high = _HALVES.unpack(page)
+        spread = (low + high) * _SPREAD & (2**64 - 1)
+        tag = (spread >> 32).to_bytes(4, "little")
+        bucket = self._slots[spread >> 64 - self._bucket_bits].tobytes()
+        found: list[Run] = []
+        at = bucket.find(tag)
+        while at >= 0:
+            if at & 7 == 4:
+                run = self._runs[int.from_bytes(bucket[at - 4 : at], "little")]
+                if run is not None:  # A free slot looks like a tag of zeros.
+                    found.append(run)
+            at = bucket.find(tag, at + 1)
+        spilled = self._spilled.get(page)
+        if spilled is not None:
+            found.append(spilled)
+        return found
 
     def _new_run(self, hashes: bytes) -> Run:
         if not self._free_ids:
@@ -124,7 +149,7 @@ class PageIndex:
     def _buckets(self, spread: _Words) -> NDArray[np.int64]:
         return (spread >> np.uint64(64 - self._bucket_bits)).view(np.int64)
 
-    def _put(self, run: Run, spread: _Words, slots: _Words) -> set[PageHash]:
+    def _put(self, run: Run, spread: _Words, slots: _Words) -> frozenset[PageHash]:
         """Write the run's slots, given what its buckets hold; returns pages that found no room."""
         flat = self._slots.reshape(-1)
         buckets, values = self._buckets(spread), spread & _TAG_MASK | np.uint64(run.id)
@@ -141,7 +166,7 @@ class PageIndex:
             # Of several pages that took one slot the last has it; the others look again.
             lost = (flat[places] != values).nonzero()[0]
             if not len(lost):
-                return {run.page(index) for index in full}
+                return frozenset([run.page(index) for index in full]) if full else NO_PAGES
             waiting, buckets, values = waiting[lost], buckets[lost], values[lost]
             slots = self._slots.take(buckets, axis=0)
 
@@ -152,14 +177,6 @@ class PageIndex:
         goes_up = (old >> np.uint64(64 - self._bucket_bits) & np.uint64(1)).astype(bool)
         halves = (np.where(goes_up, np.uint64(0), old), np.where(goes_up, old, np.uint64(0)))
         self._slots = np.stack(halves, axis=1).reshape(-1, _BUCKET_SLOTS)
-
-
-def _place(run: Run | None, page: PageHash) -> tuple[Node, int] | None:
-    if run is None:
-        return None
-    index = run.index_of(page)
-    node = run.node_at(index)
-    return None if node is None else (node, index)
 
 
 def _spread(hashes: bytes) -> _Words:

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from cachetree.entries import Node
 
 
+NO_PAGES: Final[frozenset[PageHash]] = frozenset()
+
+
 class Run:
     """Pages that came into the trie together. Nodes cover parts of it and are cut by arithmetic.
 
@@ -25,7 +28,7 @@ class Run:
         self.hashes = hashes
         self.id: Final = id
         """Given by the index."""
-        self.spilled: set[PageHash] = set()
+        self.spilled: frozenset[PageHash] = NO_PAGES
         """The index's: pages for which its table had no room."""
         self.nodes: list[Node] = []
         """In the order of their pages."""
@@ -57,6 +60,19 @@ class Run:
         node = self.nodes[at]
         return node if index < node.first + node.num_pages else None
 
+    def node_with(self, page: PageHash, depth: int) -> Node | None:
+        """The node in which `page` stands after `depth` others; None where it does not."""
+        at = bisect_right(self.nodes, depth, key=_start) - 1
+        if at < 0:
+            return None
+        node = self.nodes[at]
+        index = depth - node.start
+        is_there = index < node.num_pages and self.has(page, node.first + index)
+        return node if is_there else None
+
+    def has(self, page: PageHash, index: int) -> bool:
+        return self.hashes.startswith(page, index * PAGE_HASH_BYTES)
+
     def add(self, node: Node) -> None:
         insort_right(self.nodes, node, key=_first)
 
@@ -77,6 +93,7 @@ class Run:
 
 
 _first = attrgetter("first")
+_start = attrgetter("start")
 
 
 def join_hashes(pages: Sequence[PageHash]) -> bytes:

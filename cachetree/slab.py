@@ -107,12 +107,14 @@ class Slab:
         """These are needed no more; returns the bytes given back."""
         self._num_kept_pages -= len(pages)
         unit, size = self._memory.unit_bytes, self._memory.size_of(self.layout.num_bytes)
-        if self._held is _NOTHING and (not self._num_kept_pages or unit <= size):
-            self._dropped, self._held = Ranges(), Ranges(Span(0, size))
+        if self._num_kept_pages and unit > size:
+            return 0
         parts: list[Span] = []
         if not self._num_kept_pages:
-            parts = self._held.take_out(Span(0, size))
-        elif unit <= size:
+            parts = [Span(0, size)] if self._held is _NOTHING else list(self._held)
+        else:
+            if self._held is _NOTHING:
+                self._dropped, self._held = Ranges(), Ranges(Span(0, size))
             self._dropped.add(pages)
             for run in self.layout.ranges_of(self._dropped.around(pages.start)):
                 first, last = -(-run.start // unit), run.stop // unit

@@ -416,8 +416,9 @@ class CacheTree:
     def _evict(self, entry: LocalEntry) -> None:
         """The caller prunes the node."""
         self._watch.evicted(entry)
-        if entry.parent is not None:
-            entry.parent.num_children -= 1
+        parent = entry.parent
+        if parent is not None:
+            parent.num_children -= 1
         self._eviction.remove(entry)
         self.num_evictions += 1
         del entry.node.local[entry.model]

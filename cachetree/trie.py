@@ -45,7 +45,8 @@ class PageTrie:
 
         A page lies at one place only, below all pages before it. So where one step to a child does
         not end the search, it goes on in the middle of what is left, and takes a number of steps
-        that grows with the logarithm of the number of nodes. `pages` are trusted to be a chain.
+        that grows with the logarithm of the number of nodes. For the same reason the last page that
+        a node shares speaks for those before it. `pages` are trusted to be a chain.
         """
         node, index = (self.root, 0) if parent is None else (parent.node, parent.stop)
         depth = node.start + index
@@ -57,7 +58,7 @@ class PageTrie:
                 if child is None:
                     return place
                 node, index = child, 0
-            num = node.num_common(index, pages, num_found)
+            num = node.num_chained(index, pages, num_found)
             if not num:
                 return place
             num_found += num
@@ -67,9 +68,9 @@ class PageTrie:
                 return place
             probe = stop - 1 if stop == len(pages) else (num_found + stop) // 2
             while probe > num_found:
-                found = self._index.find(pages[probe])
-                if found and found[0].start + found[1] - found[0].first == depth + probe:
-                    node, index = found[0], found[1] - found[0].first
+                found = self._index.find_at(pages[probe], depth + probe)
+                if found is not None:
+                    node, index = found, depth + probe - found.start
                     num_found = probe
                     break
                 stop = probe

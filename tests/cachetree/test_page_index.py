@@ -43,10 +43,12 @@ def test_it_finds_what_a_dict_finds(seed: int) -> None:
                 continue
             assert run is not None and len(run) == num_new
             cut = rng.randint(0, num_new - 1)
+            above = None
             for first, stop in ((0, cut), (cut, num_new)):
                 if first < stop:
-                    nodes.append(Node(None, run, first, stop - first))
-                    where |= {pages[i]: (nodes[-1], i) for i in range(first, stop)}
+                    above = Node(above, run, first, stop - first)
+                    nodes.append(above)
+                    where |= {pages[i]: (above, i) for i in range(first, stop)}
         else:
             gone = [nodes.pop(rng.randrange(len(nodes))) for _ in range(min(3, len(nodes)))]
             for node in gone:
@@ -60,8 +62,13 @@ def test_it_finds_what_a_dict_finds(seed: int) -> None:
                     pages_of_node = node.pages
                     where |= {it: (node, node.first + i) for i, it in enumerate(pages_of_node)}
         for page in rng.sample(list(where), min(50, len(where))):
-            assert index.find(page) == where[page]
-        assert index.find(some_page(rng)) is None
+            node, at = where[page]
+            depth = node.start + at - node.first
+            assert index.find(page) == (node, at)
+            assert index.find_at(page, depth) is node
+            assert index.find_at(page, depth + rng.choice((-1, 1))) is None
+        missing = some_page(rng)
+        assert index.find(missing) is None and index.find_at(missing, 0) is None
     assert all(index.find(page) == place for page, place in where.items())
     while nodes:
         node = nodes.pop()

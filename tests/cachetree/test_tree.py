@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import tracemalloc
 
 import pytest
 from tree_parts import (
@@ -306,6 +307,23 @@ def test_a_long_conversation_does_not_exhaust_the_stack() -> None:
     tree.forget(FAR)
     tree.clear()
     assert tree.num_bytes == 0
+
+
+def test_a_match_copies_no_hashes() -> None:
+    """Blocks as large as a prompt's hashes come from the heap at a price that has no bound."""
+    tree = make_tree(3000)
+    pages = [PageHash(i.to_bytes(16, "big")) for i in range(2000)]
+    reservation = tree.reserve(A, None, pages, [])
+    assert reservation is not None
+    reservation.commit()
+    question = [*pages[:1501], *path("x" * 499)]
+    tree.match(question)
+    tracemalloc.start()
+    try:
+        assert tree.match(question)[0].num_pages == 1501
+        assert tracemalloc.get_traced_memory()[1] < 4096
+    finally:
+        tracemalloc.stop()
 
 
 def test_threads_share_one_tree() -> None:
