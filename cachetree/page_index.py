@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -22,8 +21,6 @@ _BUCKET_SLOTS = 1 << _SLOT_BITS
 _MEAN_SLOTS_USED = 3
 """Above this the table doubles; below, two pages in a thousand or fewer find their bucket full."""
 _FIRST_BUCKET_BITS = 6
-_HALVES = struct.Struct("<QQ")
-_SPREAD = 0x9E3779B97F4A7C15
 _TAG_SHIFT = np.uint64(32)
 _TAG_MASK = np.uint64((2**32 - 1) << 32)
 
@@ -31,8 +28,9 @@ _TAG_MASK = np.uint64((2**32 - 1) << 32)
 class PageIndex:
     """Finds the run that holds a page. Takes no lock.
 
-    slot    = top 32 bits of the page's spread hash | id of its run (0: free)
-    bucket  = 8 slots, addressed by the top bits of the spread hash
+    word    = the first 8 bytes of a page's hash, which is as good as random as it is
+    slot    = the word's top 32 bits | id of the run that has the page (0: free)
+    bucket  = 8 slots, addressed by the top bits of the word
     spilled = the pages whose bucket was full
 
     A slot says only which run may hold the page; the run's own hashes decide, so that a collision
@@ -70,11 +68,11 @@ class PageIndex:
         hashes = join_hashes(pages)
         while self._num_pages + len(pages) > _MEAN_SLOTS_USED << self._bucket_bits:
             self._double()
-        spread = _spread(hashes)
-        tags = (spread >> _TAG_SHIFT).astype(np.uint32)
+        words = _words(hashes)
+        tags = (words >> _TAG_SHIFT).astype(np.uint32)
         ordered = np.sort(tags)
         has_twins = bool((ordered[1:] == ordered[:-1]).any())
-        slots = self._slots.take(self._buckets(spread), axis=0)
+        slots = self._slots.take(self._buckets(words), axis=0)
         if has_twins or not self._spilled.keys().isdisjoint(pages):
             suspects = list(range(len(pages)))
         else:
@@ -85,22 +83,24 @@ class PageIndex:
             return self.add(pages[:num_new]) if num_new else None
         run = self._new_run(hashes)
         # Twins would share a slot, and the first to go would take it.
-        run.spilled = frozenset(pages) if has_twins else self._put(run, spread, slots)
+        run.spilled = frozenset(pages) if has_twins else self._put(run, words, slots)
         self._spilled |= dict.fromkeys(run.spilled, run)
         self._num_pages += len(pages)
         return run
 
     def remove(self, parts: Sequence[tuple[Run, int, int]]) -> None:
         """Forget pages `[start, stop)` of each run, and runs with their last page."""
-        spread = _spread(b"".join([run.hashes_of(start, stop) for run, start, stop in parts]))
+        words = _words(b"".join([run.hashes_of(start, stop) for run, start, stop in parts]))
         sizes = [stop - start for _, start, stop in parts]
-        ids = np.repeat(np.array([run.id for run, _, _ in parts], np.uint64), sizes)
-        buckets, values = self._buckets(spread), spread & _TAG_MASK | ids
+        ids = np.array([run.id for run, _, _ in parts], np.uint64).repeat(sizes)
+        buckets, values = self._buckets(words), words & _TAG_MASK | ids
         slots = self._slots.take(buckets, axis=0)
-        same = (slots == values[:, None]).ravel().nonzero()[0]
-        places = (buckets[same >> _SLOT_BITS] << _SLOT_BITS) + (same & _BUCKET_SLOTS - 1)
-        self._slots.reshape(-1)[places] = 0
-        self._num_pages -= len(spread)
+        places = (buckets << _SLOT_BITS) + (slots == values[:, None]).argmax(axis=1)
+        flat = self._slots.reshape(-1)
+        if any(run.spilled for run, _, _ in parts):  # Not all of them are in the table.
+            places = places[flat[places] == values]
+        flat[places] = 0
+        self._num_pages -= len(words)
         for run, start, stop in parts:
             for page in [it for it in run.spilled if start <= run.index_of(it) < stop]:
                 run.spilled -= {page}
@@ -112,10 +112,8 @@ class PageIndex:
 
     def _runs_of(self, page: PageHash) -> list[Run]:
         """Those that may hold it."""
-        low, high = _HALVES.unpack(page)
-        spread = (low + high) * _SPREAD & (2**64 - 1)
-        tag = (spread >> 32).to_bytes(4, "little")
-        bucket = self._slots[spread >> 64 - self._bucket_bits].tobytes()
+        word, tag = int.from_bytes(page[:8], "little"), page[4:8]
+        bucket = self._slots[word >> 64 - self._bucket_bits].tobytes()
         found: list[Run] = []
         at = bucket.find(tag)
         while at >= 0:
@@ -146,14 +144,14 @@ class PageIndex:
             seen.add(pages[index])
         return len(pages)
 
-    def _buckets(self, spread: _Words) -> NDArray[np.int64]:
-        return (spread >> np.uint64(64 - self._bucket_bits)).view(np.int64)
+    def _buckets(self, words: _Words) -> NDArray[np.int64]:
+        return (words >> np.uint64(64 - self._bucket_bits)).view(np.int64)
 
-    def _put(self, run: Run, spread: _Words, slots: _Words) -> frozenset[PageHash]:
+    def _put(self, run: Run, words: _Words, slots: _Words) -> frozenset[PageHash]:
         """Write the run's slots, given what its buckets hold; returns pages that found no room."""
         flat = self._slots.reshape(-1)
-        buckets, values = self._buckets(spread), spread & _TAG_MASK | np.uint64(run.id)
-        waiting = np.arange(len(spread))
+        buckets, values = self._buckets(words), words & _TAG_MASK | np.uint64(run.id)
+        waiting = np.arange(len(words))
         full: list[int] = []
         while True:
             places = (buckets << _SLOT_BITS) + (slots == 0).argmax(axis=1)
@@ -179,8 +177,6 @@ class PageIndex:
         self._slots = np.stack(halves, axis=1).reshape(-1, _BUCKET_SLOTS)
 
 
-def _spread(hashes: bytes) -> _Words:
-    """64 well-mixed bits per page."""
-    words = np.frombuffer(hashes, "<u8")
-    spread: _Words = (words[::2] + words[1::2]) * np.uint64(_SPREAD)
-    return spread
+def _words(hashes: bytes) -> _Words:
+    """One per page."""
+    return np.frombuffer(hashes, "<u8")[::2]

@@ -326,7 +326,9 @@ class CacheTree:
             self._open.discard(reservation)
             num_kept = self._publish(reservation) if is_commit else 0
             self._let_go(reservation.hold)
-            self._drop_pages(reservation.slab, Span(0, len(reservation.pages) - num_kept))
+            num_left = len(reservation.pages) - num_kept
+            if num_left:
+                self._num_bytes -= reservation.slab.drop_pages(Span(0, num_left))
 
     def _end_lease(self, lease: Lease) -> None:
         with self._lock:
@@ -423,8 +425,4 @@ class CacheTree:
         self.num_evictions += 1
         del entry.node.local[entry.model]
         self._num_pages -= entry.node.num_pages
-        self._drop_pages(entry.slab, entry.pages)
-
-    def _drop_pages(self, slab: Slab, pages: Span) -> None:
-        if len(pages):
-            self._num_bytes -= slab.drop_pages(pages)
+        self._num_bytes -= entry.slab.drop_pages(entry.pages)

@@ -186,7 +186,7 @@ class PageTrie:
             del parent.children[node.first_page]
             node.run.drop(node)
         self._index.remove([(node.run, node.first, node.first + node.num_pages) for node in gone])
-        for run in {node.run for node in gone}:
+        for run in {node.run for node in gone if node.run.nodes}:
             run.compact()
 
 
