@@ -169,6 +169,15 @@ class LocalEntry:
     def num_bytes(self) -> int:
         return self.node.num_pages * self.slab.layout.page_bytes
 
+    def line(self) -> list[Change]:
+        """What the model has from the root to here, as additions in order."""
+        changes: list[Change] = []
+        entry: LocalEntry | None = self
+        while entry is not None:
+            changes.append(entry.change(added=True))
+            entry = entry.parent
+        return changes[::-1]
+
     def runs_above(self) -> Iterator[tuple[Slab, Span]]:
         """The memory of this entry and of all that have to stay while it does."""
         entry: LocalEntry | None = self

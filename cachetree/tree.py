@@ -14,12 +14,12 @@ from cachetree.entries import Change, Hold, LocalEntry, Match, Node
 from cachetree.eviction import Eviction, Expiry, Retention, make_policy
 from cachetree.family import Family
 from cachetree.ids import Location, ModelId, PageHash, Span
+from cachetree.keepers import Keepers
 from cachetree.lease import Lease, Reservation
 from cachetree.matching import find_matches
 from cachetree.memory import PAGEABLE, Memory, NoRoom
-from cachetree.pins import Pins
 from cachetree.remote_entries import RemoteEntries
-from cachetree.slab import Layout, Slab, kept_bytes
+from cachetree.slab import Layout, Slab
 from cachetree.trie import PageTrie, depth_of
 from cachetree.watch import Listener, Watch
 
@@ -55,9 +55,7 @@ class CacheTree:
         self._expiry = Expiry(policy, retention.ttl_s, clock) if retention.ttl_s else None
         self._eviction: Eviction = self._expiry or policy
         self._trie = PageTrie(self._eviction)
-        self._leases: set[Lease] = set()
-        self._open: set[Reservation] = set()
-        self._pins = Pins(self._trie, int(retention.max_pinned_share * host_bytes))
+        self._keepers = Keepers(self._trie, int(retention.max_pinned_share * host_bytes))
         self._watch = Watch()
         self._remote = RemoteEntries(self._trie, self._watch)
         self._num_bytes = 0
@@ -78,14 +76,14 @@ class CacheTree:
     @property
     def num_pinned_bytes(self) -> int:
         """Of `num_bytes`, what pins keep."""
-        return self._pins.num_bytes
+        return self._keepers.pins.num_bytes
 
     @property
     def held_bytes(self) -> int:
         """Of `num_bytes`, what cannot be evicted now: leased, pinned or being written."""
         with self._lock:
             self._sweep()
-            return self._unfreeable_bytes()
+            return self._keepers.num_bytes
 
     def pages_by_model(self) -> dict[str, int]:
         """How many local pages each model has."""
@@ -130,9 +128,9 @@ class CacheTree:
                 return reservation
             if last is not None:
                 hold.add(last.node.local[model])
-            self._open.add(reservation)
+            self._keepers.open.add(reservation)
             if not self._make_room(slab.num_bytes):
-                self._open.discard(reservation)
+                self._keepers.open.discard(reservation)
                 self._let_go(hold)
                 return None
             self._num_bytes += slab.num_bytes
@@ -177,7 +175,7 @@ class CacheTree:
                 for entry, piece in zip(entries, pieces, strict=True)
             ]
             lease = Lease(segments, hold, owner, deadline, self._end_lease)
-            self._leases.add(lease)
+            self._keepers.leases.add(lease)
             return lease
 
     def has(self, model: ModelId, page: PageHash) -> bool:
@@ -190,11 +188,7 @@ class CacheTree:
         with self._lock:
             place = self._trie.find_local(model, page)
             entry = place.node.local[model] if place else None
-            changes: list[Change] = []
-            while entry is not None:
-                changes.append(entry.change(added=True))
-                entry = entry.parent
-            return changes[::-1]
+            return entry.line() if entry else []
 
     def pin(
         self, model: ModelId | None, pages: Sequence[PageHash], deadline: Deadline | None = None
@@ -207,7 +201,7 @@ class CacheTree:
         """
         with self._lock:
             self._sweep()
-            depths, replaced = self._pins.pin(model, pages, deadline)
+            depths, replaced = self._keepers.pins.pin(model, pages, deadline)
             if replaced is not None:
                 self._let_go(replaced)
             return depths
@@ -215,7 +209,7 @@ class CacheTree:
     def unpin(self, model: ModelId | None, pages: Sequence[PageHash]) -> bool:
         """End the pin made with the same model and pages; False where there is none."""
         with self._lock:
-            hold = self._pins.unpin(model, pages)
+            hold = self._keepers.pins.unpin(model, pages)
             if hold is not None:
                 self._let_go(hold)
             return hold is not None
@@ -323,7 +317,7 @@ class CacheTree:
         with self._lock:
             if not reservation.pages:
                 return
-            self._open.discard(reservation)
+            self._keepers.open.discard(reservation)
             num_kept = self._publish(reservation) if is_commit else 0
             self._let_go(reservation.hold)
             num_left = len(reservation.pages) - num_kept
@@ -332,12 +326,7 @@ class CacheTree:
 
     def _end_lease(self, lease: Lease) -> None:
         with self._lock:
-            self._drop_lease(lease)
-
-    def _drop_lease(self, lease: Lease) -> None:
-        self._leases.discard(lease)
-        lease.is_over = True
-        self._let_go(lease.hold)
+            self._let_go(self._keepers.end(lease))
 
     def _let_go(self, hold: Hold) -> None:
         for entry in hold.clear():
@@ -345,9 +334,7 @@ class CacheTree:
                 self._eviction.free(entry)
 
     def _sweep(self) -> None:
-        for lease in [lease for lease in self._leases if lease.deadline.at_s <= self._clock()]:
-            self._drop_lease(lease)
-        for hold in self._pins.expired(self._clock()):
+        for hold in self._keepers.expired(self._clock()):
             self._let_go(hold)
         if self._expiry is not None:
             self._evict_until(lambda: False, self._expiry.expired())
@@ -385,28 +372,12 @@ class CacheTree:
         """Evict until the `num_bytes` of a new, open reservation fit; nothing where they cannot."""
         if self._num_bytes + num_bytes <= self.host_bytes:
             return True
-        # Pins are many and seldom change: looked at one by one only where their sum is too much.
-        most = self._pins.num_bytes + kept_bytes(self._held_runs())
-        if most > self.host_bytes and self._unfreeable_bytes() > self.host_bytes:
+        if not self._keepers.leave(self.host_bytes):
             return False
         self._evict_until(
             lambda: self._num_bytes + num_bytes <= self.host_bytes, self._eviction.victims()
         )
         return True
-
-    def _unfreeable_bytes(self) -> int:
-        """What open reservations take, and pages that are held or above a held one, at most."""
-        return kept_bytes(self._held_runs() | self._pins.runs)
-
-    def _held_runs(self) -> set[tuple[Slab, Span]]:
-        """Of open reservations and leases, and all that stands above."""
-        runs = {(it.slab, Span(0, len(it.pages))) for it in self._open}
-        holds = [lease.hold for lease in self._leases]
-        holds += [reservation.hold for reservation in self._open]
-        for hold in holds:
-            for entry in hold.entries:
-                runs.update(entry.runs_above())
-        return runs
 
     def _evict_until(self, is_enough: Callable[[], bool], victims: Iterator[LocalEntry]) -> None:
         evicted: list[Node] = []

@@ -43,6 +43,7 @@ from cachetree.family import Family
 from cachetree.ids import PAGE_HASH_BYTES, PageHash
 from cachetree.memory import ArenaFile
 from cachetree.plan import Kind, Step
+from cachetree.runs import split_hashes
 from cachetree.transport import verbs
 from cachetree.transport.sealing import Ticket
 from cachetree.unreadable import UNREADABLE
@@ -53,7 +54,6 @@ MAX_HEADER_BYTES: Final = 1 << 20
 """Largest message either side accepts; a fetch may name 60,000 pages."""
 
 MAX_REASON_CHARS: Final = 500
-
 
 NO_ADVERTS: Final = -1
 """In place of a sequence number, where there is no subscription."""
@@ -368,9 +368,7 @@ def split_pages(blob: bytes) -> tuple[PageHash, ...]:
     """Raises ProtocolError unless the blob is whole page hashes."""
     if len(blob) % PAGE_HASH_BYTES:
         raise ProtocolError(f"{len(blob)} bytes are not a whole number of page hashes")
-    return tuple(
-        PageHash(blob[at : at + PAGE_HASH_BYTES]) for at in range(0, len(blob), PAGE_HASH_BYTES)
-    )
+    return split_hashes(blob)
 
 
 def steps_of(message: Fetch, num_layers: int) -> tuple[Step, ...]:
