@@ -1,0 +1,123 @@
+"""How long a request that decodes waits while another one's layers are recomputed."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import requests
+from engine_parts import CPU, ENV
+
+from profiles.random_models import random_prompt, shape, write_adapter, write_models
+from sglang_droidspeak.servers import Server, ServerSpec, running
+
+pytestmark = [pytest.mark.server, pytest.mark.slow]
+
+NUM_SHARED = 1536
+BLOCK = "4:10"
+STALL_MS = 150
+STEP_TOKENS = 64
+"""Of a prompt's own prefill in one step, beside which SGLang decodes."""
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory) -> Iterator[dict[str, Server]]:
+    """With a limit and without one, each with a base and an adapter."""
+    folder: Path = tmp_path_factory.mktemp("stall")
+    (base,) = write_models(
+        folder, shape("llama", layers=12, hidden=512, heads=8, kv_heads=8), ["base"]
+    )
+    options = CPU | {
+        "lora-backend": "torch_native",
+        "max-lora-rank": 8,
+        "chunked-prefill-size": STEP_TOKENS,
+        "enable-mixed-chunk": True,
+        "max-total-tokens": 12288,
+    }
+    adapters = {"adapter": write_adapter(folder / "adapter", base, rank=8)}
+    droidspeak = {"gate": "off", "host_gb": 0, "capture_layers": [4]}
+    limits = {"unlimited": {}, "limited": {"max_stall_ms": STALL_MS}}
+    specs = [
+        ServerSpec(
+            name=name,
+            model=base,
+            options=options,
+            adapters=adapters,
+            droidspeak=droidspeak | limit,
+        )
+        for name, limit in limits.items()
+    ]
+    with running(*specs, folder=folder / "logs", env=ENV) as started:
+        yield dict(zip(limits, started, strict=True))
+
+
+class Decoding:
+    """A stream, and when each of its tokens came."""
+
+    def __init__(self, server: Server) -> None:
+        self.token_s: list[float] = []
+        self._server = server
+        self._is_under_way = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        body = {
+            "input_ids": random_prompt(32, 7),
+            "sampling_params": {"max_new_tokens": 400, "temperature": 0, "ignore_eos": True},
+            "stream": True,
+        }
+        with requests.post(f"{self._server.url}/generate", json=body, stream=True) as reply:
+            for line in reply.iter_lines():
+                if line.startswith(b"data: {"):
+                    self.token_s.append(time.monotonic())
+                if len(self.token_s) == 10:
+                    self._is_under_way.set()
+
+    def __enter__(self) -> Decoding:
+        self._thread.start()
+        assert self._is_under_way.wait(60)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        requests.post(f"{self._server.url}/abort_request", json={"rid": "", "abort_all": True})
+        self._thread.join()
+
+    def longest_gap_ms(self, start_s: float, stop_s: float) -> float:
+        inside = [it for it in self.token_s if start_s <= it <= stop_s]
+        return 1e3 * max(after - before for before, after in itertools.pairwise(inside))
+
+
+def stalled(server: Server, seed: int) -> tuple[float, dict]:
+    """The longest wait for a token while another request reuses what the base has read, in ms."""
+    shared = random_prompt(NUM_SHARED, seed)
+    server.generate(shared, max_new_tokens=1)
+    with Decoding(server) as decoding:
+        started_s = time.monotonic()
+        reply = server.generate(
+            [*shared, *random_prompt(20, seed + 1)],
+            max_new_tokens=4,
+            lora_path="adapter",
+            droidspeak={"block": BLOCK},
+        )
+        gap_ms = decoding.longest_gap_ms(started_s, time.monotonic())
+    (told,) = reply["meta_info"]["droidspeak"]
+    assert told["outcome"] == "reused", told
+    return gap_ms, told
+
+
+def test_decoding_waits_no_longer_than_configured(servers: dict[str, Server]) -> None:
+    for server in servers.values():  # The first reuse of a server tells it how fast it is.
+        stalled(server, 100)
+    gaps, told = zip(*(stalled(servers["limited"], seed) for seed in (200, 300, 400)), strict=True)
+    free_gap, free = stalled(servers["unlimited"], 200)
+    assert free["reused_tokens"] == NUM_SHARED
+    assert free_gap >= free["recompute_ms"] > 3 * STALL_MS, "there is nothing to limit"
+    for limited in told:
+        assert 0 < limited["reused_tokens"] < NUM_SHARED
+    # Beside the recompute stand the step's own tokens; noise may hit one of three.
+    assert sorted(it["recompute_ms"] for it in told)[1] <= 1.2 * STALL_MS, told
+    assert sorted(gaps)[1] < 0.6 * free_gap, (gaps, free_gap)
