@@ -40,6 +40,7 @@ class PageIndex:
 
     def __init__(self) -> None:
         self._bucket_bits = _FIRST_BUCKET_BITS
+        self._shift = np.uint64(64 - self._bucket_bits)
         self._slots: _Words = np.zeros((1 << self._bucket_bits, _BUCKET_SLOTS), np.uint64)
         self._runs: list[Run | None] = [None]
         self._free_ids: list[int] = []
@@ -145,7 +146,7 @@ class PageIndex:
         return len(pages)
 
     def _buckets(self, words: _Words) -> NDArray[np.int64]:
-        return (words >> np.uint64(64 - self._bucket_bits)).view(np.int64)
+        return (words >> self._shift).view(np.int64)
 
     def _put(self, run: Run, words: _Words, slots: _Words) -> frozenset[PageHash]:
         """Write the run's slots, given what its buckets hold; returns pages that found no room."""
@@ -171,8 +172,9 @@ class PageIndex:
     def _double(self) -> None:
         """Each bucket becomes two; the next bit of the tag says which of them a slot goes to."""
         self._bucket_bits += 1
+        self._shift = np.uint64(64 - self._bucket_bits)
         old = self._slots
-        goes_up = (old >> np.uint64(64 - self._bucket_bits) & np.uint64(1)).astype(bool)
+        goes_up = (old >> self._shift & np.uint64(1)).astype(bool)
         halves = (np.where(goes_up, np.uint64(0), old), np.where(goes_up, old, np.uint64(0)))
         self._slots = np.stack(halves, axis=1).reshape(-1, _BUCKET_SLOTS)
 

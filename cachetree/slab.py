@@ -84,6 +84,7 @@ class Slab:
         self.checksums: Final[dict[tuple[int, int], int]] = {}
         """Of parts that were sent, by address and size: pages do not change once they are there."""
         self._memory = memory
+        self._goes_whole = memory.unit_bytes > self.num_bytes
         self._loan = NO_MEMORY
         self._num_kept_pages = layout.num_pages
         self._dropped: Ranges = _NOTHING
@@ -106,19 +107,24 @@ class Slab:
     def drop_pages(self, pages: Span) -> int:
         """These are needed no more; returns the bytes given back."""
         self._num_kept_pages -= len(pages)
-        unit, size = self._memory.unit_bytes, self._memory.size_of(self.layout.num_bytes)
-        if self._num_kept_pages and unit > size:
-            return 0
-        parts: list[Span] = []
-        if not self._num_kept_pages:
-            parts = [Span(0, size)] if self._held is _NOTHING else list(self._held)
-        else:
-            if self._held is _NOTHING:
-                self._dropped, self._held = Ranges(), Ranges(Span(0, size))
-            self._dropped.add(pages)
-            for run in self.layout.ranges_of(self._dropped.around(pages.start)):
-                first, last = -(-run.start // unit), run.stop // unit
-                parts += self._held.take_out(Span(first * unit, max(first, last) * unit))
+        if self._num_kept_pages:
+            return 0 if self._goes_whole else self._give_back(self._needless_units(pages))
+        is_whole = self._held is _NOTHING
+        return self._give_back([Span(0, self.num_bytes)] if is_whole else list(self._held))
+
+    def _needless_units(self, pages: Span) -> list[Span]:
+        """What these pages, with others that were dropped, had to themselves."""
+        unit = self._memory.unit_bytes
+        if self._held is _NOTHING:
+            self._dropped, self._held = Ranges(), Ranges(Span(0, self.num_bytes))
+        self._dropped.add(pages)
+        units: list[Span] = []
+        for run in self.layout.ranges_of(self._dropped.around(pages.start)):
+            first, last = -(-run.start // unit), run.stop // unit
+            units += self._held.take_out(Span(first * unit, max(first, last) * unit))
+        return units
+
+    def _give_back(self, parts: Sequence[Span]) -> int:
         if parts and self._loan:
             rest = self._memory.give_back(self._loan, parts)
             self._loan = rest if self._num_kept_pages else NO_MEMORY
