@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import requests
 import yaml
@@ -26,10 +26,10 @@ from sglang_droidspeak.config import LINKER_MODULE
 START_TIMEOUT_S = 180.0
 _PORTS = range(20000, 32768)
 _given_out: set[int] = set()
+_LOOK_S = 0.1
 _SERVING = "serving at "
 """What `cachetree serve` says before its address."""
 STOP_TIMEOUT_S = 2.0
-"""SGLang takes the end of its scheduler for a crash and waits 5 s before it says so."""
 _FORKED_START = {"SGLANG_TORCH_CPU_START": "fork"}
 """Where the CPU platform serves, SGLang is imported once and not in each of its processes."""
 
@@ -134,13 +134,14 @@ class Process:
         self.name = name
         self.log = folder / f"{name}.log"
         with self.log.open("wb") as log:
-            self._process = subprocess.Popen(
-                command,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **env},
-                start_new_session=True,
-            )
+            self._process = self._launch(command, log, {**os.environ, **env})
+
+    def _launch(
+        self, command: Sequence[str], log: BinaryIO, env: Mapping[str, str]
+    ) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, env=env, start_new_session=True
+        )
 
     @property
     def pid(self) -> int:
@@ -222,9 +223,16 @@ class Server(Process):
     def address(self) -> str:
         return self.url
 
+    def stop(self) -> None:
+        """End it at once.
+
+        SIGTERM ends its scheduler as abruptly; the rest takes that for a crash and waits 5 s.
+        """
+        self.kill()
+
     def _answers(self) -> bool:
         with contextlib.suppress(requests.RequestException):
-            return requests.get(f"{self.url}/health", timeout=2).status_code == 200
+            return requests.get(f"{self.url}/ready", timeout=2).status_code == 200
         return False
 
     def generate(
@@ -313,7 +321,7 @@ def running(
 ) -> Iterator[list[Any]]:
     """Start servers side by side, yield them ready, and end them whatever happens.
 
-    `on_wait` is called about twice a second with the seconds waited so far. Raises ServerFailed.
+    `on_wait` is called several times a second with the seconds waited so far. Raises ServerFailed.
     """
     with contextlib.ExitStack() as stack:
         if folder is None:
@@ -334,7 +342,7 @@ def running(
                     f"{late.name} is not ready after {elapsed_s:.0f} s:\n{end_of(late.log)}"
                 )
             on_wait(elapsed_s)
-            time.sleep(0.5)
+            time.sleep(_LOOK_S)
         yield servers
 
 

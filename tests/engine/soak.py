@@ -37,13 +37,14 @@ sys.path += [str(Path(__file__).parents[1] / name) for name in ("cachetree", "en
 
 from engine_parts import CPU, ENV, PAGE, Answer, Watcher, answer, prompt
 from fault_proxy import Fault, FaultProxy, Strike, Towards, Via
+from forked import ServerSpec
 from processes import num_descriptors, num_threads, resident_bytes
 from shelf import Shelf
 
 from cachetree import Location
 from cachetree.identity import read_model_identity
 from profiles.random_models import shape, write_models
-from sglang_droidspeak.servers import Server, ServerSpec, free_port, running
+from sglang_droidspeak.servers import Server, free_port, running
 
 NUM_DOCUMENTS = 12
 NUM_TOKENS = 400

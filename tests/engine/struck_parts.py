@@ -24,6 +24,7 @@ import pytest
 import requests
 from engine_parts import CPU, ENV, PAGE, Answer, Watcher, answer, eventually, prompt, whole_pages
 from fault_proxy import Deed, FaultProxy, Strike, Towards, Via
+from forked import ServerSpec
 from processes import num_descriptors, num_threads, resident_bytes
 from prometheus_client.parser import text_string_to_metric_families
 from shelf import Shelf
@@ -31,7 +32,7 @@ from shelf import Shelf
 from cachetree import Location
 from cachetree.identity import read_model_identity
 from profiles.random_models import shape, write_models
-from sglang_droidspeak.servers import Server, ServerSpec, free_port, running
+from sglang_droidspeak.servers import Server, free_port, running
 
 NUM_LAYERS = 10
 NUM_TOKENS = 200

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 
 import pytest
 from engine_parts import ENV, Answer, answer, prompt
+from forked import ServerSpec
 from lora_parts import BASE, WITH_LORA, Checkpoints
 
 from cachetree.ids import EMPTY_SPAN
 from profiles.oracle import Generated
-from sglang_droidspeak.servers import Server, ServerSpec, running
+from sglang_droidspeak.servers import Server, running
 
 pytestmark = pytest.mark.server
 

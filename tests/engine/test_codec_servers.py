@@ -8,13 +8,14 @@ from statistics import fmean
 import msgspec
 import pytest
 from engine_parts import CPU, ENV, answer, eventually, family_of, whole_pages
+from forked import ServerSpec
 from shipped import DATA, SHIPPED
 
 from cachetree import Cache, CacheConfig
 from cachetree.codec import Codec
 from profiles.metrics import token_f1
 from profiles.records import by_context, context_prompt, prompt_of, read_records
-from sglang_droidspeak.servers import Server, ServerSpec, free_port, running
+from sglang_droidspeak.servers import Server, free_port, running
 
 pytestmark = pytest.mark.server
 

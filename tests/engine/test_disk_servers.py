@@ -16,9 +16,10 @@ from engine_parts import (
     prompt,
     whole_pages,
 )
+from forked import ServerSpec
 
 from profiles.random_models import shape, write_models
-from sglang_droidspeak.servers import ServerSpec, running
+from sglang_droidspeak.servers import running
 
 pytestmark = pytest.mark.server
 

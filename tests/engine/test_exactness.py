@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 from engine_parts import CPU, ENV, Answer, Watcher, answer, oracle, profile_of, prompt, whole_pages
+from forked import ServerSpec
 
 from cachetree.identity import read_model_identity
 from cachetree.ids import Span
 from cachetree.profile import write_profile
 from profiles.oracle import Generated
 from profiles.random_models import shape, write_models
-from sglang_droidspeak.servers import Server, ServerSpec, free_port, running
+from sglang_droidspeak.servers import Server, free_port, running
 
 pytestmark = pytest.mark.server
 

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 from engine_parts import CPU, ENV, Watcher, answer, oracle, prompt, whole_pages
+from forked import ServerSpec
 
 from cachetree.ids import Span
 from profiles.random_models import shape, write_models
-from sglang_droidspeak.servers import ServerSpec, free_port, running
+from sglang_droidspeak.servers import free_port, running
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 

@@ -14,13 +14,14 @@ from dataclasses import dataclass
 import pytest
 from engine_parts import CPU, ENV, Answer, Watcher, answer, eventually, prompt, whole_pages
 from fault_proxy import Fault, FaultProxy, Strike, Towards, Via
+from forked import ServerSpec
 from processes import num_descriptors, num_threads
 
 from cachetree import Location
 from cachetree.identity import read_model_identity
 from cachetree.transport import ask_status
 from profiles.random_models import shape, write_models
-from sglang_droidspeak.servers import Server, ServerSpec, free_port, running
+from sglang_droidspeak.servers import Server, free_port, running
 
 pytestmark = pytest.mark.server
 

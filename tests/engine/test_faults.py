@@ -26,6 +26,7 @@ from engine_parts import (
     prompt,
     whole_pages,
 )
+from forked import ServerSpec
 from stalling import StallingWorker
 
 from cachetree.cache import Cache
@@ -33,7 +34,7 @@ from cachetree.config import CacheConfig
 from cachetree.identity import read_model_identity
 from cachetree.ids import Span
 from profiles.random_models import shape, write_models
-from sglang_droidspeak.servers import Server, ServerSpec, free_port, running
+from sglang_droidspeak.servers import Server, free_port, running
 
 pytestmark = pytest.mark.server
 

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import pytest
 from engine_parts import CPU, ENV, Answer, Watcher, answer, prompt
+from forked import ServerSpec
 from lora_parts import BASE, NUM_LAYERS, WITH_LORA, Checkpoints
 
 from cachetree.ids import EMPTY_SPAN, Span
-from sglang_droidspeak.servers import Server, ServerSpec, free_port, running
+from sglang_droidspeak.servers import Server, free_port, running
 
 pytestmark = pytest.mark.server
 

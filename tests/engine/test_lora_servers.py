@@ -21,6 +21,7 @@ from engine_parts import (
     prompt,
     whole_pages,
 )
+from forked import ServerSpec
 from lora_parts import BASE, NUM_LAYERS, WITH_LORA, Checkpoints
 
 from cachetree.cache import Cache
@@ -31,7 +32,7 @@ from cachetree.plan import Plan
 from profiles.adapters import merge_folder
 from profiles.oracle import Generated
 from profiles.random_models import write_adapter
-from sglang_droidspeak.servers import Server, ServerSpec, free_port, running
+from sglang_droidspeak.servers import Server, free_port, running
 
 pytestmark = pytest.mark.server
 

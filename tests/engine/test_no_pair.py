@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 from engine_parts import CPU, ENV, answer, prompt
+from forked import ServerSpec
 
 from profiles.random_models import shape, write_models
-from sglang_droidspeak.servers import ServerSpec, running
+from sglang_droidspeak.servers import running
 
 pytestmark = pytest.mark.server
 

@@ -15,6 +15,7 @@ from random import Random
 import pytest
 import torch
 from engine_parts import CPU, ENV, PAGE, Watcher, answer, oracle
+from forked import ServerSpec
 from test_mixtures import oracle_logits
 
 from cachetree.ids import EMPTY_SPAN, Span
@@ -30,7 +31,7 @@ from profiles.passes import DocumentPasses
 from profiles.room import Room
 from profiles.study import FIRST_NEW, THEIRS, block_mixture
 from profiles.tasks import TaskOptions
-from sglang_droidspeak.servers import Server, ServerSpec, free_port, running
+from sglang_droidspeak.servers import Server, free_port, running
 
 pytestmark = pytest.mark.server
 

@@ -6,6 +6,7 @@ only the thread that calls it, so it is right only while the launcher has starte
 locks, which is so for `launch_server`, and not for an `Engine` inside somebody's program.
 """
 
+import gc
 import multiprocessing
 import os
 
@@ -27,3 +28,4 @@ def hook_start() -> None:
 
 def _fork(result: None, server_args: object) -> None:
     multiprocessing.set_start_method("fork", force=True)
+    gc.freeze()  # What is imported is never garbage, and a fork that looks at it copies it.
