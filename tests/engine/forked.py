@@ -143,6 +143,9 @@ def _serve(calls: socket.socket) -> None:
 
 
 def _become(call: Mapping[str, Any], log: int) -> None:
+    from sglang.srt.utils import kill_itself_when_parent_died
+
+    kill_itself_when_parent_died()
     os.setsid()
     os.dup2(log, 1)
     os.dup2(log, 2)
