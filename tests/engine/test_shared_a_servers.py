@@ -9,11 +9,12 @@ from itertools import permutations
 import msgspec
 import pytest
 from engine_parts import ENV, Answer, answer, profile_of, prompt
+from forked import ServerSpec
 from lora_parts import BASE, WITH_LORA, Checkpoints
 
 from cachetree.ids import EMPTY_SPAN
 from cachetree.profile import BlockQuality, write_profile
-from sglang_droidspeak.servers import Server, ServerSpec, running
+from sglang_droidspeak.servers import Server, running
 
 pytestmark = pytest.mark.server
 
