@@ -160,6 +160,8 @@ class ForwardPass:
 
     def _e_of(self, job: Job, layer: int) -> torch.Tensor:
         if job.pool_slots is not None:
+            if layer not in self._e_pool.e:
+                raise FetchError(f"{job.plan.sender} was unloaded, and layer {layer} has no E")
             return self._e_pool.e[layer][job.pool_slots]
         return self._coding.load(job.rows(Step(Kind.E, layer)), self._e_pool.no_rows)
 

@@ -155,9 +155,10 @@ class LowRank:
     def _factors(self, model: ModelId, layer: int) -> KVFactors | None:
         """None where they are not known, are not all that makes the difference, or have another A
         than what the pool keeps."""
-        if not self._is_linear or not self._models.is_loaded(model):
+        lora_ids = self._models.lora_ids
+        if not self._is_linear or model not in lora_ids:
             return None
-        lora_id = self._models.lora_id_of(model)
+        lora_id = lora_ids[model]
         if lora_id is None:
             return None, None
         adapter = self._runner.lora_manager.loras[lora_id]

@@ -60,6 +60,7 @@ class Models:
         self._identify = identify
         self._loaded: dict[LoraId, LoadedModel] = {None: LoadedModel(base, None)}
         self._differences: dict[LoraId, Mapping[ModelId, int]] = {}
+        self._lora_ids: Mapping[ModelId, LoraId] = {}
 
     def __len__(self) -> int:
         return len(self._loaded)
@@ -69,12 +70,12 @@ class Models:
         loaded = self._loaded.get(lora_id)
         return loaded.model_id if loaded is not None else None
 
-    def is_loaded(self, model: ModelId) -> bool:
-        return any(it.model_id == model for it in self._loaded.values())
-
-    def lora_id_of(self, model: ModelId) -> LoraId:
-        """Of one that is loaded."""
-        return next(lora_id for lora_id, it in self._loaded.items() if it.model_id == model)
+    @property
+    def lora_ids(self) -> Mapping[ModelId, LoraId]:
+        """One of each model that is loaded."""
+        if not self._lora_ids:
+            self._lora_ids = {it.model_id: lora_id for lora_id, it in self._loaded.items()}
+        return self._lora_ids
 
     def invocation(self, lora_id: LoraId) -> tuple[int, ...]:
         """Tokens from which an adapter acts; empty where it acts from the start."""
@@ -104,7 +105,7 @@ class Models:
         """Raises ConfigError where the folder's content cannot be read."""
         adapter = read_adapter(folder, self._num_layers)
         self._loaded[lora_id] = LoadedModel(self._identify(folder), adapter)
-        self._differences.clear()
+        self._forget()
 
     def load(self, lora_id: str, folder: Path, load: Callable[[], object]) -> None:
         """Note the adapter that `load` reads. Where its files change meanwhile it is not known."""
@@ -120,7 +121,12 @@ class Models:
 
     def drop(self, lora_id: str) -> None:
         self._loaded.pop(lora_id, None)
+        self._forget()
+
+    def _forget(self) -> None:
+        """What was found of the models that were loaded until now."""
         self._differences.clear()
+        self._lora_ids = {}
 
 
 def _stamp(folder: Path) -> bytes:
