@@ -115,7 +115,7 @@ class Walk:
         self.engine = Engine(self.rng)
         self.tree = CacheTree(family, host_bytes=40 * family.num_layers * family.kv_page_bytes)
         self.provenance = Provenance(NUM_PAGES * PAGE, "cpu")
-        e_pool = type("NoE", (), {"e": {}})()
+        e_pool = type("NoE", (), {"layers": ()})()
         self.index = PoolIndex(self.tree, e_pool, self.provenance, PAGE, NUM_PAGES * PAGE)
         self.models = Models(ModelId("base"), NUM_LAYERS, lambda folder: ModelId(folder.name))
         self.loaded: dict[str, tuple[str, str]] = {}
