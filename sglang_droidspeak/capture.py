@@ -7,7 +7,7 @@ decoded tokens need no bookkeeping: whoever holds the slots of a prefix holds it
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _ATTRIBUTE = "droidspeak"
+
+_Kept = Callable[[torch.Tensor], torch.Tensor]
+"""What is kept of E, `[tokens, hidden]`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +72,9 @@ class EPool:
     def capture_from(self, stack: LayerStack) -> None:
         """Fill the pool in every forward from now on; call before CUDA graphs are captured."""
         for layer, rows in self.e.items():
-            stack.on_e(layer, _writer(rows))
+            stack.on_e(layer, _writer(rows, lambda e: e))
         for layer, rows in self.reduced.items():
-            a = torch.cat([self.shared[layer].k, self.shared[layer].v])
-            stack.on_e(layer, _reducer(rows, stack, layer, a))
+            stack.on_e(layer, _writer(rows, _reduction(stack, layer, self.shared[layer])))
         if self.layers:
             stack.on_e(max(self.layers), _marker(self.valid))
 
@@ -149,23 +151,19 @@ class Provenance:
         self._any = False
 
 
-def _writer(rows: torch.Tensor) -> OnE:
+def _writer(rows: torch.Tensor, kept: _Kept) -> OnE:
     def write(forward_batch: ForwardBatch, value: torch.Tensor) -> None:
         # In most partial prefills the stream is the receiver's continuation of another model's E.
         if getattr(forward_batch, "has_own_e", True):
             slots = forward_batch.out_cache_loc
-            rows[slots] = value[: slots.shape[0]]
+            rows[slots] = kept(value[: slots.shape[0]])
 
     return write
 
 
-def _reducer(rows: torch.Tensor, stack: LayerStack, layer: int, a: torch.Tensor) -> OnE:
-    write = _writer(rows)
-
-    def reduce(forward_batch: ForwardBatch, value: torch.Tensor) -> None:
-        write(forward_batch, stack.normed(layer, value) @ a.T)
-
-    return reduce
+def _reduction(stack: LayerStack, layer: int, shared: SharedA) -> _Kept:
+    a = torch.cat([shared.k, shared.v])
+    return lambda e: stack.normed(layer, e) @ a.T
 
 
 def _marker(valid: torch.Tensor) -> OnE:

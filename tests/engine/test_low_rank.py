@@ -289,10 +289,13 @@ def sharing() -> tuple[SharedA, dict[str, Adapter]]:
 @pytest.mark.parametrize(
     ("sender", "receiver"), [("one", "other"), (BASE, "one"), ("partly", BASE), ("one", "partly")]
 )
+@pytest.mark.parametrize(("tp_rank", "tp_size"), [(0, 1), (1, 2)])
 @torch.no_grad()
-def test_what_is_kept_in_place_of_e_is_enough(sender: str, receiver: str) -> None:
+def test_what_is_kept_in_place_of_e_is_enough(
+    sender: str, receiver: str, tp_rank: int, tp_size: int
+) -> None:
     shared, adapters = sharing()
-    it = rig(shared=shared, **adapters)
+    it = rig(tp_rank, tp_size, shared, **adapters)
     pool = it.low_rank._e_pool
     assert (pool.e, pool.reduced[LAYER].shape) == ({}, (NUM_SLOTS, 16))
     found = it.refreshed(sender, receiver)
