@@ -34,7 +34,15 @@ class SweptPair:
     """Prefix passes of each step that was made."""
 
 
-@pytest.fixture(scope="session", params=SHIPPED, ids=lambda it: it.name)
+@pytest.fixture(
+    scope="session",
+    params=[
+        SHIPPED[0],
+        # Its shipped profile is checked, and verified on unseen documents, without this.
+        pytest.param(SHIPPED[1], marks=pytest.mark.slow),
+    ],
+    ids=lambda it: it.name,
+)
 def swept_pair(request) -> SweptPair:
     shipped: Shipped = request.param
     pair = load_pair(
