@@ -1,6 +1,6 @@
 """What do adapters of one server save when they read one another's context?
 
-    python benchmarks/lora.py [--adapters 1 2 4 8 16] [--rounds 3] [--plan refresh] [--shared-a]
+    python benchmarks/lora.py [--adapters 1 2 4 8 16] [--rounds 1] [--plan refresh] [--shared-a]
 
 One base of 12 layers × 768 and adapters of rank 8 on q, k, v and o, all random, and one document of
 2,000 tokens with a question of each adapter's own. SGLang alone keeps a tree per adapter, so each
@@ -369,7 +369,7 @@ def memory(sizes: Sizes, count: int, models: Models) -> dict[str, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--adapters", type=int, nargs="+", default=[1, 2, 4, 8, 16])
-    parser.add_argument("--rounds", type=int, default=3, help="measured, after one that warms up")
+    parser.add_argument("--rounds", type=int, default=1, help="measured, after one that warms up")
     parser.add_argument("--tokens", type=int, default=2000)
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--plan", choices=PLANS, default="block")

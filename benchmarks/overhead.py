@@ -1,6 +1,6 @@
 """What does the extension cost a server that finds nothing to reuse?
 
-    python benchmarks/overhead.py [--rounds 30] [--case peers] [--case ...]
+    python benchmarks/overhead.py [--rounds 20] [--case peers] [--case ...]
 
 Three servers of one randomly initialised model of 12 layers × 768: SGLang alone, SGLang alone once
 more as a control, and SGLang with the extension. The cases:
@@ -133,7 +133,7 @@ def specs(case: str, folder: Path) -> list[ServerSpec]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--case", action="append", choices=CASES)
     args = parser.parse_args()
     environment = result.here()

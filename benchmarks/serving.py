@@ -1,6 +1,6 @@
 """What does it cost an engine that decodes to serve its cache meanwhile?
 
-    python benchmarks/serving.py [--windows 40] [--mb-s 100 400 0]
+    python benchmarks/serving.py [--windows 16] [--mb-s 100 400 0]
 
 A server of a randomly initialised model of 12 layers × 768 decodes one long answer. Beside it, in
 windows of a second that alternate with quiet ones, a process fetches a document of 2,000 tokens
@@ -215,7 +215,7 @@ def main() -> None:
         fetch_for_ever(*sys.argv[2:5])
         return
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--windows", type=int, default=30)
+    parser.add_argument("--windows", type=int, default=16)
     parser.add_argument("--mb-s", type=float, nargs="*", default=[100, 400, 0])
     args = parser.parse_args()
     environment = result.here()
