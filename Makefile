@@ -1,6 +1,6 @@
 # make demo    two real servers share a prefix: quality and speed, as a table and a picture
 # make test    the tests;  make test-all   the slow ones too;  make check   ruff, mypy
-# make bench   the benchmarks, an hour on a quiet machine;  make soak   random operations, faults and inputs: an hour or more
+# make bench   the benchmarks, 45 minutes;  make soak   random operations, faults and inputs: an hour or more
 # make pairs   train the small model pairs again, from a seed;  make profiles   profile them
 PYTHON ?= python3
 VENV ?= .venv
