@@ -6,8 +6,8 @@ A server of a randomly initialised model of 12 layers × 768 decodes one long an
 windows of a second that alternate with quiet ones, a process fetches a document of 2,000 tokens
 (147 MB) from the server's cache again and again, at the given rate (0: as fast as it goes). The
 time between two tokens is the scheduler thread's step; what the worker's thread takes of it is the
-interpreter's lock (headers, checksums release it) and the processor's caches. The goal is at most 2
-%. The ratio is of the means of neighbouring windows: at the lower rates a fetch is a burst of a
+interpreter's lock (headers, checksums release it) and the processor's caches. The goal is 2 % at
+most. The ratio is of the means of neighbouring windows: at the lower rates a fetch is a burst of a
 tenth of a second, which a median would not see. The server computes with one thread, so that on two
 cores the other one moves the bytes. "no server" copies as many bytes in its own memory: what that
 costs is the machine's memory bandwidth, not the serving. Before that the answer is compared with
