@@ -9,9 +9,9 @@ time between two tokens is the scheduler thread's step; what the worker's thread
 interpreter's lock (headers, checksums release it) and the processor's caches. The goal is 2 % at
 most. The ratio is of the means of neighbouring windows: at the lower rates a fetch is a burst of a
 tenth of a second, which a median would not see. The server computes with one thread, so that on two
-cores the other one moves the bytes. "no server" copies as many bytes in its own memory: what that
-costs is the machine's memory bandwidth, not the serving. Before that the answer is compared with
-the answer of the same server while nobody fetches.
+cores the other one moves the bytes. "copy" and "raw tcp" move as many bytes without the server, in
+the reader's memory or from a third process: what that costs is the machine's, not the serving's.
+Before that the answer is compared with the answer of the same server while nobody fetches.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
@@ -51,13 +52,14 @@ DOCUMENT = random_prompt(2000, seed=1)
 QUESTION = random_prompt(64, seed=2)
 NUM_BYTES = NUM_LAYERS * 2 * 768 * 4 * len(DOCUMENT)
 PIECE_BYTES = 256 << 10
-WAYS = ("memory", "tcp", "no server")
+WAYS = ("memory", "tcp", "copy", "raw tcp")
 WINDOW_S = 1.0
 
 
 def fetch_for_ever(address: str, model: str, way: str) -> None:
     """The fetching process: reads a rate per line, answers what it has fetched until then."""
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # Not where the server computes.
+    strange_work = _strange_work(way)  # Before there are threads: it may fork.
     path = Path(model)
     family = Family.of(
         read_model_identity(path), kv_dtype="float32", page_size=PAGE, tp_size=1, tp_rank=0
@@ -68,7 +70,7 @@ def fetch_for_ever(address: str, model: str, way: str) -> None:
     with Cache(family, CacheConfig(peers=(address,), serves=False, peer=peer)) as cache:
         while not (matches := cache.match(pages)) or matches[0].num_pages < len(pages):
             time.sleep(0.02)
-        work = partial(_fetch, cache, pages) if way in ("memory", "tcp") else _copier()
+        work = strange_work or partial(_fetch, cache, pages)
         threading.Thread(target=_repeat, args=(work, rate, num_bytes), daemon=True).start()
         print("ready", flush=True)
         for line in sys.stdin:
@@ -76,8 +78,34 @@ def fetch_for_ever(address: str, model: str, way: str) -> None:
             print(num_bytes[0], flush=True)
 
 
+def _strange_work(way: str) -> Callable[[], int] | None:
+    """Moves as much as a fetch without the server; None for a fetch."""
+    return {"copy": _copier, "raw tcp": _receiver}.get(way, lambda: None)()
+
+
+def _receiver() -> Callable[[], int]:
+    """From another process, where the system puts it."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    if not os.fork():
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))
+        source, connection = np.ones(NUM_BYTES, np.uint8).data, listener.accept()[0]
+        while connection.recv(1):
+            connection.sendall(source)
+        os._exit(0)
+    target = np.ones(NUM_BYTES, np.uint8).data
+    connection = socket.create_connection(listener.getsockname())
+
+    def receive() -> int:
+        connection.sendall(b"!")
+        at = 0
+        while at < NUM_BYTES:
+            at += connection.recv_into(target[at : at + PIECE_BYTES])
+        return NUM_BYTES
+
+    return receive
+
+
 def _copier() -> Callable[[], int]:
-    """Copies as much as a fetch, without the server."""
     source, target = (np.ones(NUM_BYTES, np.uint8) for _ in range(2))
 
     def copy() -> int:
