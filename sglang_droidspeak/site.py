@@ -78,9 +78,12 @@ _ACCEPTED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Site:
-    """One server, as the extension sees it. Made once per process by `load_site`."""
+    """One server, as the extension sees it. Made once per process by `load_site`.
+
+    What takes reading the adapters' files is found once, when it is first asked for.
+    """
 
     settings: Settings
     folder: Path
@@ -90,7 +93,7 @@ class Site:
     adapters: tuple[Path, ...] | None
     """Those that it starts with; None where it serves none at all."""
 
-    @property
+    @functools.cached_property
     def transition_layers(self) -> tuple[int, ...]:
         """Layers whose E this server keeps: configured, or those that its profiles need, and those
         from which adapters differ. A profile of adapters may be needed as soon as they are loaded.
@@ -132,7 +135,7 @@ class Site:
     def _keeps_e(self) -> bool:
         return self.settings.host_gb > 0 or self.adapters is not None
 
-    @property
+    @functools.cached_property
     def _first_differences(self) -> frozenset[int]:
         """Of every two of the base and its adapters."""
         num_layers = self.identity.num_layers
