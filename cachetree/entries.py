@@ -171,18 +171,17 @@ class LocalEntry:
 
     def line(self) -> list[Change]:
         """What the model has from the root to here, as additions in order."""
-        changes: list[Change] = []
-        entry: LocalEntry | None = self
-        while entry is not None:
-            changes.append(entry.change(added=True))
-            entry = entry.parent
-        return changes[::-1]
+        return [entry.change(added=True) for entry in self._upwards()][::-1]
 
     def runs_above(self) -> Iterator[tuple[Slab, Span]]:
         """The memory of this entry and of all that have to stay while it does."""
+        return ((entry.slab, entry.pages) for entry in self._upwards())
+
+    def _upwards(self) -> Iterator[LocalEntry]:
+        """From here to the root."""
         entry: LocalEntry | None = self
         while entry is not None:
-            yield entry.slab, entry.pages
+            yield entry
             entry = entry.parent
 
     def part(self, start: int, stop: int) -> Segment:
