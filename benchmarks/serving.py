@@ -17,7 +17,6 @@ Before that the answer is compared with the answer of the same server while nobo
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import socket
 import statistics
@@ -157,20 +156,15 @@ class Answer:
     is_over: bool = False
 
     def read(self, server: Server, num_tokens: int) -> None:
-        body = {
-            "input_ids": QUESTION,
-            "stream": True,
-            "sampling_params": {
-                "temperature": 0,
-                "ignore_eos": True,
-                "max_new_tokens": num_tokens,
-            },
-        }
-        with requests.post(f"{server.url}/generate", json=body, timeout=600, stream=True) as reply:
-            for line in reply.iter_lines():
-                if line.startswith(b"data: {"):
-                    self.arrivals_s.append(time.perf_counter())
-                    self.text = json.loads(line[6:])["text"]
+        replies = server.replies(
+            QUESTION,
+            max_new_tokens=num_tokens,
+            timeout_s=600,
+            sampling_params={"ignore_eos": True},
+        )
+        for reply in replies:
+            self.arrivals_s.append(time.perf_counter())
+            self.text = reply["text"]
         self.is_over = True
 
     def steps_ms(self, begin_s: float, end_s: float) -> list[float]:

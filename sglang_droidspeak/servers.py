@@ -250,7 +250,7 @@ class Server(Process):
         reply.raise_for_status()
         return reply.json()
 
-    def stream(
+    def replies(
         self,
         prompt: str | Sequence[int],
         *,
@@ -258,22 +258,28 @@ class Server(Process):
         droidspeak: Mapping[str, Any] | None = None,
         timeout_s: float = 120.0,
         **payload: Any,
-    ) -> tuple[float, dict[str, Any]]:
-        """As `generate`, but also the seconds until the first token was here."""
+    ) -> Iterator[dict[str, Any]]:
+        """As `generate`, but what there is of the reply at each token, when it comes."""
         body = _body(prompt, max_new_tokens, droidspeak, {"stream": True, **payload})
-        ttft_s, last = None, b""
-        begun_s = time.perf_counter()
         with requests.post(
             f"{self.url}/generate", json=body, timeout=timeout_s, stream=True
         ) as reply:
             reply.raise_for_status()
             for line in reply.iter_lines():
                 if line.startswith(b"data: {"):
-                    ttft_s = ttft_s or time.perf_counter() - begun_s
-                    last = line
-        if ttft_s is None:
+                    yield json.loads(line.removeprefix(b"data: "))
+
+    def stream(self, prompt: str | Sequence[int], **asked: Any) -> tuple[float, dict[str, Any]]:
+        """The reply of `generate`, and the seconds until its first token was here."""
+        begun_s = time.perf_counter()
+        replies = self.replies(prompt, **asked)
+        last = next(replies, None)
+        ttft_s = time.perf_counter() - begun_s
+        if last is None:
             raise ServerFailed(f"{self.name} ended a stream without a token")
-        return ttft_s, json.loads(last.removeprefix(b"data: "))
+        for reply in replies:
+            last = reply
+        return ttft_s, last
 
     def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids as the server itself would make them of each text."""

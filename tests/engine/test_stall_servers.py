@@ -66,17 +66,13 @@ class Decoding:
         self._thread = threading.Thread(target=self._run)
 
     def _run(self) -> None:
-        body = {
-            "input_ids": random_prompt(32, 7),
-            "sampling_params": {"max_new_tokens": 400, "temperature": 0, "ignore_eos": True},
-            "stream": True,
-        }
-        with requests.post(f"{self._server.url}/generate", json=body, stream=True) as reply:
-            for line in reply.iter_lines():
-                if line.startswith(b"data: {"):
-                    self.token_s.append(time.monotonic())
-                if len(self.token_s) == 10:
-                    self._is_under_way.set()
+        replies = self._server.replies(
+            random_prompt(32, 7), max_new_tokens=400, sampling_params={"ignore_eos": True}
+        )
+        for _ in replies:
+            self.token_s.append(time.monotonic())
+            if len(self.token_s) == 10:
+                self._is_under_way.set()
 
     def __enter__(self) -> Decoding:
         self._thread.start()
