@@ -14,3 +14,4 @@ def give_way() -> None:
     """Have the calling thread run after others, where the system can tell threads apart."""
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        os.sched_setscheduler(threading.get_native_id(), os.SCHED_BATCH, os.sched_param(0))

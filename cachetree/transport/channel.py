@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import errno
 import socket
-from collections import deque
-from collections.abc import Iterator
-from itertools import islice
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final, NamedTuple, Protocol
 
 import xxhash
@@ -16,18 +14,18 @@ from cachetree.errors import FetchError, ProtocolError
 from cachetree.transport import frames, sealing
 from cachetree.transport.address import Address
 from cachetree.transport.frames import Frame
+from cachetree.transport.outbox import Outbox
 from cachetree.transport.sealing import Ticket, Unsealed, seals_of
 
 MAX_MESSAGE_BYTES: Final = 64 << 10
 """Largest message that comes among the frames."""
 
-_BATCH_BYTES: Final = 1 << 20
-"""So much goes to the kernel together; small frames apart wake the receiver for each."""
-_MAX_BUFFERS: Final = 64
 _MAX_READS: Final = 64
 """In one turn."""
 _WAKE_BYTES: Final = 1 << 20
 """Within a frame the receiver is woken for no less: a wakeup costs both sides."""
+_UNSENT_BYTES: Final = 256 << 10
+"""The kernel takes so much that it cannot send yet: more would leave the processor's caches."""
 _KEEPALIVE_PROBES: Final = 3
 
 
@@ -55,20 +53,23 @@ class Sink(Protocol):
 class Channel:
     """One TCP connection between the two sides of a session. Used by one thread; never blocks.
 
-    Once `error` is set nothing goes in or out any more. Payloads that are put must stay as they
-    are until `written_bytes` has come to what `queued_bytes` was then.
+    Once there is an `error` nothing goes in or out any more.
     """
 
-    def __init__(self, connection: socket.socket, seals: Unsealed, max_frame_bytes: int) -> None:
-        """Owns `connection`, which does not block."""
+    def __init__(
+        self,
+        connection: socket.socket,
+        seals: Unsealed,
+        max_frame_bytes: int,
+        wake: Callable[[], None],
+    ) -> None:
+        """Owns `connection`; `wake` as in `Outbox`."""
         self._socket = connection
         self._seals = seals
         self._max_frame_bytes = max_frame_bytes
-        self.error: FetchError | None = None
-        self.queued_bytes = 0
-        self.written_bytes = 0
+        self.outbox: Final = Outbox(connection, seals, wake)
         self.received_bytes = 0
-        self._unsent: deque[memoryview] = deque()
+        self._error: FetchError | None = None
         self._frame: Frame | None = None
         """The one that comes now; None where a header is next."""
         self._into: memoryview | None = None
@@ -88,47 +89,26 @@ class Channel:
         return self._socket.fileno()
 
     @property
-    def has_unsent(self) -> bool:
-        return bool(self._unsent)
+    def error(self) -> FetchError | None:
+        """Why it has ended."""
+        if self._error is None and self.outbox.error is not None:
+            self._fail(self.outbox.error)
+        return self._error
 
     @property
     def has_room(self) -> bool:
         """Whether more may be put."""
-        return self.error is None and self.queued_bytes - self.written_bytes < _BATCH_BYTES
+        return self.outbox.has_room and self.error is None
 
-    def put(self, frame: Frame, payload: memoryview) -> None:
-        """Send it at the next `flush`; sealed copies are made now."""
-        self._queue(self._seals.seal(frames.pack(frame)))
-        for piece in self._seals.seal_payload(payload):
-            self._queue(piece)
+    def put(self, frame: Frame, payload: Sequence[memoryview]) -> None:
+        """Send it soon; its runs must stay as they are until the outbox has written them."""
+        self.outbox.put(frame, payload)
 
     def put_message(self, message: bytes) -> None:
-        payload = memoryview(message)
-        self.put(
-            Frame(
-                id=frames.MESSAGE, step=0, offset=0, size=len(message), checksum=checksum(message)
-            ),
-            payload,
+        frame = Frame(
+            id=frames.MESSAGE, step=0, offset=0, size=len(message), checksum=checksum(message)
         )
-
-    def flush(self) -> None:
-        """Give the kernel what it takes."""
-        while self._unsent:
-            buffers = list(islice(self._unsent, _MAX_BUFFERS))
-            try:
-                num_bytes = self._socket.sendmsg(buffers)
-            except BlockingIOError:
-                return
-            except OSError as exc:
-                self._fail(exc)
-                return
-            self.written_bytes += num_bytes
-            while num_bytes:
-                first = self._unsent.popleft()
-                if num_bytes < first.nbytes:
-                    self._unsent.appendleft(first[num_bytes:])
-                    return
-                num_bytes -= first.nbytes
+        self.put(frame, [memoryview(message)])
 
     def receive(self, sink: Sink) -> Iterator[Arrival]:
         """Take what has come, some MiB at most; raises ProtocolError, and then it has to close."""
@@ -154,16 +134,13 @@ class Channel:
                     yield Arrival(frame, message, self._digest.intdigest() == frame.checksum)
             else:
                 self._await_piece()
+        self._sleep()
 
     def close(self) -> None:
+        self.outbox.close()
         self._socket.close()
-        self.error = self.error or FetchError("the data connection is closed here")
+        self._error = self._error or FetchError("the data connection is closed here")
         self._drop()
-
-    def _queue(self, part: bytes | memoryview) -> None:
-        if self.error is None and part:
-            self._unsent.append(memoryview(part))
-            self.queued_bytes += len(part)
 
     def _begin(self, sink: Sink) -> None:
         frame = frames.unpack(self._seals.open(self._header))
@@ -205,14 +182,13 @@ class Channel:
         return self._scrap[:size]
 
     def _read(self) -> bool:
-        """Whether something came; where nothing did, sleep until it is worth waking."""
+        """Whether something came; where nothing did, it is waited for."""
         if self.error is not None:
             return False
         try:
-            num_bytes = self._socket.recv_into(self._unit[self._unit_at :])
+            num_bytes = self._socket.recv_into(self._unit[self._unit_at :], 0, socket.MSG_DONTWAIT)
         except BlockingIOError:
-            rest = 1 if self._frame is None else self._frame.size - self._at - self._unit_at
-            self._wake_at(max(1, min(rest, _WAKE_BYTES)))
+            self._sleep()
             return False
         except OSError as exc:
             self._fail(exc)
@@ -223,24 +199,25 @@ class Channel:
         self.received_bytes += num_bytes
         return bool(num_bytes)
 
-    def _wake_at(self, num_bytes: int) -> None:
+    def _sleep(self) -> None:
+        """Have the socket found ready when it is worth it."""
+        rest = 1 if self._frame is None else self._frame.size - self._at - self._unit_at
+        num_bytes = max(1, min(rest, _WAKE_BYTES))
         if num_bytes != self._wake_bytes:
             self._wake_bytes = num_bytes
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
 
     def _fail(self, error: OSError) -> None:
-        self.error = FetchError(f"the data connection ended: {error.strerror}")
+        self._error = FetchError(f"the data connection ended: {error.strerror}")
         self._drop()
 
     def _drop(self) -> None:
-        """Let go of all memory of others."""
-        self._unsent.clear()
-        self.written_bytes = self.queued_bytes
+        """Write into the memory of others no more."""
         self._into = None
         self._unit = self._piece = self._header
 
 
-def connect(host: str, ticket: Ticket, max_frame_bytes: int) -> Channel:
+def connect(host: str, ticket: Ticket, max_frame_bytes: int, wake: Callable[[], None]) -> Channel:
     """Open the data connection of a session; it may still fail, as `error` says.
 
     Blocks only to look up a name. Raises FetchError.
@@ -253,13 +230,20 @@ def connect(host: str, ticket: Ticket, max_frame_bytes: int) -> Channel:
     except OSError as exc:
         raise FetchError(f"{to.url} cannot be reached: {exc.strerror}") from exc
     connection.setblocking(False)
-    channel = Channel(connection, seals_of(ticket, is_worker=False), max_frame_bytes)
-    channel._queue(ticket.token)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    tune(connection)
+    channel = Channel(connection, seals_of(ticket, is_worker=False), max_frame_bytes, wake)
     code = connection.connect_ex(where)
-    if code not in (0, errno.EINPROGRESS):
+    if code in (0, errno.EINPROGRESS):
+        channel.outbox.put_raw(ticket.token)
+    else:
         channel._fail(OSError(code, errno.errorcode.get(code, "?")))
     return channel
+
+
+def tune(connection: socket.socket) -> None:
+    """Before anything is sent."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
 
 
 def bound_silence(connection: socket.socket, silence_s: float) -> None:

@@ -39,9 +39,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Id of the model this server runs; empty where it runs none."""
     max_bytes_per_s: float | None = None
     """Cap on what all streams together send; None for no cap."""
-    frame_bytes: int = 1 << 20
+    frame_bytes: int = 4 << 20
     """Largest payload frame."""
-    window_bytes: int = 16 << 20
+    window_bytes: int = 64 << 20
     """Most bytes of one stream that are sent and not yet placed by the receiver. They wait where
     they are, or in the kernel's buffers."""
     max_streams: int = 256
@@ -117,9 +117,9 @@ class PeerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     server_key: str | None = None
     """Public key of the worker, or the file that holds it: traffic is encrypted, and with anyone
     else there is none. None encrypts nothing and believes whoever answers."""
-    frame_bytes: int = 1 << 20
+    frame_bytes: int = 4 << 20
     """Largest payload frame accepted."""
-    window_bytes: int = 16 << 20
+    window_bytes: int = 64 << 20
     """Most bytes of one fetch that are under way at once."""
     connect_s: float = 2.0
     """Time for connection and handshake together."""

@@ -42,6 +42,7 @@ class Connection:
         credentials: Credentials,
     ) -> None:
         self._to = to
+        self._wakeup = wakeup
         self._credentials = credentials
         self._max_frame_bytes = max_frame_bytes
         self.channel: Channel | None = None
@@ -50,7 +51,6 @@ class Connection:
         self.window_bytes = 0
         """Most bytes of one fetch that the worker has under way."""
         self._ready: set[object] = set()
-        self._watched = 0
         self.arena: ArenaReader | None = None
         """The worker's memory, where it is to be read."""
         self._socket = context.socket(zmq.DEALER)
@@ -79,21 +79,14 @@ class Connection:
             raise ProtocolError(f"{who} gave no ticket for a data connection")
         self._credentials.check(ticket, who)
         self._bulk_port, self.window_bytes = ticket.port, ticket.window_bytes
-        self.channel = channel.connect(self._to.host, ticket, self._max_frame_bytes)
+        self.channel = channel.connect(
+            self._to.host, ticket, self._max_frame_bytes, self._wakeup.wake
+        )
+        self._poller.register(self.channel.fileno(), zmq.POLLIN)
 
     def wait(self, timeout_ms: int) -> None:
-        """Until something arrives or ends, the wakeup is woken, or the time is over.
-
-        What waits in the data connection goes on its way.
-        """
-        if self.channel is not None and self.channel.error is None:
-            events = zmq.POLLIN | (zmq.POLLOUT if self.channel.has_unsent else 0)
-            if events != self._watched:
-                self._watched = events
-                self._poller.register(self.channel.fileno(), events)
+        """Until something arrives or ends, the wakeup is woken, or the time is over."""
         self._ready = {source for source, _ in self._poller.poll(timeout_ms)}
-        if self.channel is not None:
-            self.channel.flush()
 
     def receive(self) -> Iterator[wire.ToPeer]:
         """What has arrived over ZMQ; raises ProtocolError for what cannot be a message."""

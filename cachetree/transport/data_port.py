@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hmac
 import socket
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import suppress
 from typing import Final
 
@@ -13,7 +13,7 @@ import zmq
 from cachetree.clock import Clock, Deadline
 from cachetree.errors import ConfigError
 from cachetree.transport.address import Address
-from cachetree.transport.channel import Channel, bound_silence
+from cachetree.transport.channel import Channel, bound_silence, tune
 from cachetree.transport.config import WorkerConfig
 from cachetree.transport.handshake import Refusal
 from cachetree.transport.sealing import TOKEN_BYTES, Ticket, TicketBulk, new_ticket, seals_of
@@ -32,12 +32,16 @@ class DataPort:
         listen: Address,
         bulk: TicketBulk,
         poller: zmq.Poller,
+        wake: Callable[[], None],
         config: WorkerConfig,
         clock: Clock,
     ) -> None:
-        """Raises ConfigError where the address cannot be bound."""
+        """`wake` is called from other threads, as in `Outbox`.
+
+        Raises ConfigError where the address cannot be bound."""
         self._bulk = bulk
         self._poller = poller
+        self._wake = wake
         self._config = config
         self._clock = clock
         host = "" if listen.host == "*" else listen.host
@@ -95,10 +99,10 @@ class DataPort:
                 yield Refusal(host, f"{host} came to bulk_port without a ticket")
                 continue
             self._forget_stranger(stranger)
-            stranger.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            tune(stranger)
             bound_silence(stranger, self._config.silence_s)
             seals = seals_of(self._tickets.pop(identity), is_worker=True)
-            yield identity, Channel(stranger, seals, self._config.frame_bytes)
+            yield identity, Channel(stranger, seals, self._config.frame_bytes, self._wake)
 
     def close(self) -> None:
         self._listener.close()

@@ -47,10 +47,6 @@ class Outflow:
     def __len__(self) -> int:
         return len(self._turns)
 
-    @property
-    def is_draining(self) -> bool:
-        return bool(self._draining)
-
     def in_flight_bytes(self) -> list[int]:
         """Bytes sent and not yet placed, per stream; from any thread."""
         return [stream.in_flight_bytes for _, stream in tuple(self._turns)]
@@ -72,7 +68,6 @@ class Outflow:
     def send(self) -> None:
         """Up to `BURST` frames, each of the ready stream that got the fewest bytes."""
         self.is_refused = False
-        self._router.flush()
         ready = [turn for turn in self._turns if self._can_send(*turn)]
         for _ in range(BURST):
             if not ready or self._pace.delay_s():
@@ -80,7 +75,6 @@ class Outflow:
             turn = min(ready, key=lambda turn: turn[1].served_bytes)
             if not self._send(*turn) or not self._can_send(*turn):
                 ready.remove(turn)
-        self._router.flush()
 
     def late(self) -> Iterator[tuple[Session, Stream]]:
         """Those whose deadline has passed."""
@@ -116,7 +110,7 @@ class Outflow:
         return has_room and stream.is_ready(self._limit(stream))
 
     def _send(self, session: Session, stream: Stream) -> bool:
-        """Whether it went; a data connection takes it soon."""
+        """Whether it went."""
         located = stream.next_located(self._pace.limit(LOCATED_BYTES))
         if located is not None:
             if not self._reply(session.identity, located):
@@ -127,12 +121,10 @@ class Outflow:
             channel = self._router.channels.get(session.identity)
             if channel is None or not channel.has_room:
                 return False
-            payload = stream.next_payload(self._limit(stream))
-            size = payload.nbytes
-            channel.put(stream.header(payload), payload)
-            stream.queued(channel)
-            if not channel.has_room:
-                channel.flush()
+            frame, payload = stream.next_frame(self._limit(stream))
+            size = frame.size
+            channel.put(frame, payload)
+            stream.queued(channel.outbox)
         stream.sent(size)
         self._pace.spend(size)
         self._counts["sent_bytes"] += size

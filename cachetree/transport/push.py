@@ -318,13 +318,10 @@ class Pusher:
         try:
             while True:
                 while channel.has_room and stream.is_ready(frame_bytes):
-                    payload = stream.next_payload(frame_bytes)
-                    channel.put(stream.header(payload), payload)
-                    stream.sent(payload.nbytes)
-                    self._counts["pushed_bytes"] += payload.nbytes
-                    if not channel.has_room:
-                        channel.flush()
-                channel.flush()
+                    frame, payload = stream.next_frame(frame_bytes)
+                    channel.put(frame, payload)
+                    stream.sent(frame.size)
+                    self._counts["pushed_bytes"] += frame.size
                 if not self._inbox:
                     self._wait(deadline)
                     continue

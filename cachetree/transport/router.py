@@ -64,6 +64,7 @@ class Router:
                 Address(listen.host, config.bulk_port),
                 config.bulk_in_use if isinstance(gate, KeyGate) else "open",
                 self._poller,
+                wakeup.wake,
                 config,
                 clock,
             )
@@ -73,8 +74,6 @@ class Router:
         gate.register(self._poller)
         self.channels: Final[dict[bytes, Channel]] = {}
         """The data connections that are open, by the session."""
-        self._watched: dict[bytes, int] = {}
-        """What the poller looks for, of each of them."""
         self._ready: set[object] = set()
         """Sockets and descriptors that the last `wait` found ready."""
         self._refusals: list[Refusal] = []
@@ -85,11 +84,6 @@ class Router:
 
         Handshakes that wait are decided on the way.
         """
-        for identity, channel in self.channels.items():
-            events = zmq.POLLIN | (zmq.POLLOUT if channel.has_unsent else 0)
-            if self._watched[identity] != events:
-                self._watched[identity] = events
-                self._poller.register(channel.fileno(), events)
         self._ready = {source for source, _ in self._poller.poll(timeout_ms)}
         self._refusals = list(self._gate.answer())
         self._has_disconnects = False
@@ -137,7 +131,7 @@ class Router:
                 continue
             identity, channel = arrival
             self.channels[identity] = channel
-            self._watched[identity] = 0
+            self._poller.register(channel.fileno(), zmq.POLLIN)
             self._ready.add(channel.fileno())
             yield channel
 
@@ -147,19 +141,12 @@ class Router:
             if channel.fileno() in self._ready:
                 yield identity, channel
 
-    def flush(self) -> None:
-        """Send on what waits in data connections."""
-        for channel in self.channels.values():
-            if channel.has_unsent:
-                channel.flush()
-
     def forget(self, identity: bytes) -> None:
         """The session is over."""
         self._data_port.forget(identity)
         channel = self.channels.pop(identity, None)
         if channel is not None:
-            if self._watched.pop(identity):
-                self._poller.unregister(channel.fileno())
+            self._poller.unregister(channel.fileno())
             channel.close()
 
     def send(self, identity: bytes, message: wire.ToPeer) -> bool:

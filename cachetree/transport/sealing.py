@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import secrets
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Final, Literal
 
 import msgspec
@@ -76,9 +76,9 @@ class Unsealed:
     def seal(self, header: bytes) -> bytes:
         return header
 
-    def seal_payload(self, payload: memoryview) -> Iterator[memoryview | bytes]:
-        """Of the header sealed last; what is yielded may be `payload` itself."""
-        yield payload
+    def seal_payload(self, payload: Sequence[memoryview]) -> Iterator[memoryview | bytes]:
+        """Of the header sealed last; what is yielded may be the runs of `payload` themselves."""
+        yield from payload
 
     def open(self, header: memoryview) -> memoryview | bytes:
         """Raises ProtocolError, as does `open_piece`; then the connection has to end."""
@@ -123,9 +123,10 @@ class Seals(HeaderSeals):
 
     piece_tag_bytes = TAG_BYTES
 
-    def seal_payload(self, payload: memoryview) -> Iterator[memoryview | bytes]:
-        for at in range(0, payload.nbytes, PIECE_BYTES):
-            yield self._seal(payload[at : at + PIECE_BYTES])
+    def seal_payload(self, payload: Sequence[memoryview]) -> Iterator[memoryview | bytes]:
+        whole = payload[0] if len(payload) == 1 else memoryview(b"".join(payload))
+        for at in range(0, whole.nbytes, PIECE_BYTES):
+            yield self._seal(whole[at : at + PIECE_BYTES])
 
     def open_piece(self, sealed: memoryview, into: memoryview) -> None:
         try:

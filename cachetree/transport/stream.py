@@ -16,17 +16,17 @@ from cachetree.ids import Span
 from cachetree.lease import Lease
 from cachetree.memory import Memory
 from cachetree.plan import Step
-from cachetree.transport.channel import Channel
 from cachetree.transport.frames import Frame
+from cachetree.transport.outbox import Outbox
 from cachetree.transport.wire import Located
 
 COPY_BYTES: Final = 64 << 10
-"""Runs shorter than this are joined into one frame by a copy: a frame for each costs more."""
+"""Runs shorter than this are joined into one frame: a frame for each costs more."""
 
 LOCATED_BYTES: Final = 4 << 20
 """Most that one header locates."""
 _MAX_PLACES: Final = 256
-"""Short runs that one header locates."""
+"""Short runs of one header."""
 _REMEMBERED_BYTES: Final = 128 << 10
 """A slab keeps a checksum for so many of its bytes; each takes about 250."""
 _LEAST_REMEMBERED: Final = 256
@@ -70,7 +70,6 @@ class Stream:
         self._run = 0
         """Which of the lease's runs comes next."""
         self._slabs = lease.slabs(pages)
-        self._payload_checksum = 0
         if not 0 <= self._step < len(steps):
             raise ProtocolError(f"a fetch begins with step {self._step} of {len(steps)}")
         # Raises StaleEntry here, before the first frame, where E is absent.
@@ -78,7 +77,7 @@ class Stream:
         if not 0 <= self._offset < sum(run.nbytes for run in self._views[0]):
             raise ProtocolError(f"a fetch begins at {self._offset} of step {self._step}")
         self._advance(self._offset)
-        self._channel: Channel | None = None
+        self._outbox: Outbox | None = None
         """What carries the payloads, if any went that way."""
         self._queued_bytes = 0
 
@@ -92,7 +91,7 @@ class Stream:
         return fits and not self.is_over
 
     def next_located(self, limit: int) -> Located | None:
-        """Where the next bytes are, if the receiver can read them there. As `next_payload`."""
+        """Where the next bytes are, if the receiver can read them there. As `next_frame`."""
         if self._arena is None:
             return None
         runs = self._next_runs(limit)
@@ -114,31 +113,27 @@ class Stream:
             places=tuple(places),
         )
 
-    def next_payload(self, limit: int) -> memoryview:
+    def next_frame(self, limit: int) -> tuple[Frame, list[memoryview]]:
         """The next bytes to send, at most `limit`. Nothing changes until `sent`."""
         runs = self._next_runs(min(limit, self.frame_bytes))
-        self._payload_checksum = self._checksum(runs)
-        return runs[0] if len(runs) == 1 else memoryview(b"".join(runs))
-
-    def header(self, payload: memoryview) -> Frame:
-        """Of the last `next_payload`."""
-        return Frame(
+        frame = Frame(
             id=self.id,
             step=self._step,
             offset=self._offset,
-            size=payload.nbytes,
-            checksum=self._payload_checksum,
+            size=sum(run.nbytes for run in runs),
+            checksum=self._checksum(runs),
         )
+        return frame, runs
 
     @property
     def reads_arena(self) -> bool:
         """Whether the receiver does, as far as is known."""
         return self._arena is not None
 
-    def queued(self, channel: Channel) -> None:
+    def queued(self, outbox: Outbox) -> None:
         """The last payload was put there."""
-        self._channel = channel
-        self._queued_bytes = channel.queued_bytes
+        self._outbox = outbox
+        self._queued_bytes = outbox.queued_bytes
 
     def sent(self, num_bytes: int) -> None:
         """So much is on its way."""
@@ -165,7 +160,7 @@ class Stream:
     def is_drained(self) -> bool:
         """Whether nobody reads the pages any more."""
         is_read = self._arena is None or not self.in_flight_bytes or self.deadline.has_passed
-        is_sent = self._channel is None or self._channel.written_bytes >= self._queued_bytes
+        is_sent = self._outbox is None or self._outbox.has_written(self._queued_bytes)
         return is_read and is_sent
 
     def _next_runs(self, limit: int) -> list[memoryview]:
@@ -189,7 +184,7 @@ class Stream:
             return checksum_of_parts(runs)
         slab = self._slabs[self._run]
         known = slab.checksums
-        key = (np.frombuffer(runs[0], np.uint8).ctypes.data, runs[0].nbytes)
+        key = (np.frombuffer(runs[0], np.uint8).__array_interface__["data"][0], runs[0].nbytes)
         found = known.get(key)
         if found is None:
             if len(known) >= max(_LEAST_REMEMBERED, slab.num_bytes // _REMEMBERED_BYTES):

@@ -186,7 +186,7 @@ class Worker:
 
     def _timeout_ms(self) -> int:
         outflow = self._outflow
-        is_busy = outflow.is_draining or outflow.is_refused or self._probe_at_s is not None
+        is_busy = outflow.is_refused or self._probe_at_s is not None
         return round(1000 * min(_BUSY_S if is_busy else _IDLE_S, outflow.timeout_s()))
 
     def _handle(self, received: Received) -> None:

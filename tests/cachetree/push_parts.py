@@ -91,7 +91,7 @@ class RawPeer:
         self._socket.send(wire.encode(message))
 
     def send_frame(self, frame: Frame, payload: bytes) -> None:
-        self._channel.put(frame, memoryview(payload))
+        self._channel.put(frame, [memoryview(payload)])
         flushed(self._channel)
 
     def receive(self) -> wire.ToPeer:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 import zmq
-from transport_parts import FAMILY, FAST, Nowhere
+from transport_parts import FAMILY, FAST, Nowhere, unheard
 
 from cachetree import Location, PeerConfig
 from cachetree.transport import Credentials, channel, credentials_of, keys, wire
@@ -128,13 +128,12 @@ class TicketUser:
     """A peer by hand on a worker's bulk_port."""
 
     def __init__(self, ticket: Ticket) -> None:
-        self.channel = channel.connect("127.0.0.1", ticket, 1 << 20)
+        self.channel = channel.connect("127.0.0.1", ticket, 1 << 20, unheard)
 
     def is_let_in(self, seconds: float = 2.0) -> bool:
         """Whether the worker says something that can be read, before it hangs up."""
         give_up_at_s = time.monotonic() + seconds
         while self.channel.error is None and time.monotonic() < give_up_at_s:
-            self.channel.flush()
             for arrival in self.channel.receive(Nowhere()):
                 return isinstance(wire.decode_to_peer(arrival.message), wire.Pong)
             time.sleep(0.002)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import select
 import socket
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import closing
 
 import msgspec
 import pytest
 import zmq
-from transport_parts import Nowhere, eventually, flushed
+from transport_parts import Nowhere, eventually, flushed, unheard
 
 from cachetree import ProtocolError, WorkerConfig
 from cachetree.checksum import checksum
@@ -19,9 +21,10 @@ from cachetree.transport import channel
 from cachetree.transport.address import Address
 from cachetree.transport.channel import MAX_MESSAGE_BYTES, Arrival, Channel
 from cachetree.transport.data_port import _MAX_STRANGERS, DataPort
-from cachetree.transport.frames import MESSAGE, Frame
+from cachetree.transport.frames import MESSAGE, Frame, pack
 from cachetree.transport.handshake import Refusal
-from cachetree.transport.sealing import PIECE_BYTES, TicketBulk, new_ticket, seals_of
+from cachetree.transport.outbox import Outbox
+from cachetree.transport.sealing import PIECE_BYTES, TicketBulk, Unsealed, new_ticket, seals_of
 
 MAX_FRAME_BYTES = 4 << 20
 SIZES = (1, 4096, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES, MAX_FRAME_BYTES)
@@ -55,7 +58,7 @@ def connected() -> Iterator[Callable[[TicketBulk], Pair]]:
         for is_worker, end in zip((True, False), socket.socketpair(), strict=True):
             end.setblocking(False)
             seals = seals_of(ticket, is_worker=is_worker)
-            ends.append(Channel(end, seals, MAX_FRAME_BYTES))
+            ends.append(Channel(end, seals, MAX_FRAME_BYTES, unheard))
         return ends[-2], ends[-1]
 
     yield connect
@@ -63,7 +66,7 @@ def connected() -> Iterator[Callable[[TicketBulk], Pair]]:
         end.close()
 
 
-def frame_of(payload: bytes, **changed: int) -> Frame:
+def frame_of(payload: bytes | bytearray, **changed: int) -> Frame:
     sound = Frame(id=1, step=2, offset=3, size=len(payload), checksum=checksum(payload))
     return msgspec.structs.replace(sound, **changed)
 
@@ -77,7 +80,6 @@ def passed(sender: Channel, receiver: Channel, sink: Memory, num: int) -> list[A
     arrived: list[Arrival] = []
 
     def turn() -> bool:
-        sender.flush()
         arrived.extend(receiver.receive(sink))
         return len(arrived) >= num
 
@@ -95,15 +97,15 @@ def test_frames_of_all_sizes_come_whole_in_both_directions(
         payloads = [payload_of(size, size)[:size] for size in SIZES]
         frames = [frame_of(payload) for payload in payloads]
         for frame, payload in zip(frames, payloads, strict=True):
-            sender.put(frame, memoryview(payload))
+            sender.put(frame, [memoryview(payload)])
         sender.put_message(b"and a word")
         arrived = passed(sender, receiver, sink, len(SIZES) + 1)
         assert [it.frame for it in arrived[:-1]] == frames
         assert all(it.is_sound for it in arrived)
         assert sink.rooms == payloads
         assert arrived[-1].message == b"and a word"
-        assert sender.written_bytes == sender.queued_bytes
-        assert sender.queued_bytes == receiver.received_bytes
+        flushed(sender)
+        assert sender.outbox.queued_bytes <= receiver.received_bytes
 
 
 @pytest.mark.parametrize("bulk", ["open", "aes-gcm"])
@@ -119,7 +121,7 @@ def test_a_place_is_let_go_once_its_frame_is_there(
     sink, places = Memory(), [Room(PIECE_BYTES + 1)]
     sink.room = lambda _frame: memoryview(places[0])  # type: ignore[method-assign]
     payload = payload_of(PIECE_BYTES + 1)[: PIECE_BYTES + 1]
-    sender.put(frame_of(payload), memoryview(payload))
+    sender.put(frame_of(payload), [memoryview(payload)])
     (arrival,) = passed(sender, receiver, sink, 1)
     assert arrival.is_sound
     living = weakref.ref(places.pop())
@@ -134,13 +136,12 @@ def test_a_place_that_is_given_up_is_written_no_more(
     """The rest of its frame goes nowhere, and what follows comes as if nothing was."""
     sender, receiver = connected(bulk)
     sink, payload = Memory(), b"\xff" * MAX_FRAME_BYTES
-    sender.put(frame_of(payload), memoryview(payload))
-    sender.flush()  # A socket takes less than that.
+    sender.put(frame_of(payload), [memoryview(payload)])
     eventually(lambda: list(receiver.receive(sink)) or receiver.received_bytes > 64 << 10)
     before = bytes(sink.rooms[0])
     assert before.count(b"\0")
     sink.is_open = False
-    sender.put(frame_of(b"next"), memoryview(b"next"))
+    sender.put(frame_of(b"next"), [memoryview(b"next")])
     (arrival,) = passed(sender, receiver, sink, 1)
     assert arrival.frame.size == 4
     assert sink.rooms[1] == b"next"
@@ -151,10 +152,10 @@ def test_a_wrong_payload_is_told_and_a_wrong_header_ends_it(
     connected: Callable[[TicketBulk], Pair],
 ) -> None:
     sender, receiver = connected("open")
-    sender.put(frame_of(b"right"), memoryview(b"wrong"))
+    sender.put(frame_of(b"right"), [memoryview(b"wrong")])
     (arrival,) = passed(sender, receiver, Memory(), 1)
     assert not arrival.is_sound
-    sender._queue(b"\1" * 40)
+    sender.outbox.put_raw(b"\1" * 40)
     with pytest.raises(ProtocolError, match="checksum"):
         passed(sender, receiver, Memory(), 1)
 
@@ -168,7 +169,7 @@ def test_a_size_above_the_cap_takes_no_memory(
 ) -> None:
     sender, receiver = connected("open")
     sink = Memory()
-    sender.put(frame_of(b"", id=id, size=size), memoryview(b""))
+    sender.put(frame_of(b"", id=id, size=size), [memoryview(b"")])
     with pytest.raises(ProtocolError, match=f"{size} bytes of payload"):
         passed(sender, receiver, sink, 1)
     assert not sink.rooms
@@ -182,16 +183,81 @@ def test_a_receiver_that_does_not_read_is_waited_for(
     payload = payload_of(1 << 20)[: 1 << 20]
     num_put = 0
     while sender.has_room:
-        sender.put(frame_of(payload), memoryview(payload))
-        sender.flush()
+        sender.put(frame_of(payload), [memoryview(payload)])
         num_put += 1
         assert num_put < 100
     for _ in range(3):
-        sender.flush()
+        time.sleep(0.02)
         assert not sender.has_room
     arrived = passed(sender, receiver, Memory(), num_put)
     assert all(it.is_sound for it in arrived)
-    assert sender.has_room
+    eventually(lambda: sender.has_room)
+
+
+def test_a_connection_closed_while_nobody_reads_lets_go_at_once(
+    connected: Callable[[TicketBulk], Pair],
+) -> None:
+    """The kernel takes only a part of what was put, and no byte of it is read any more."""
+
+    class Page(bytearray):
+        pass
+
+    sender, _receiver = connected("open")
+    page = Page(MAX_FRAME_BYTES)
+    for _ in range(4):
+        sender.put(frame_of(page), [memoryview(page)])
+    living = weakref.ref(page)
+    del page
+    time.sleep(0.05)
+    assert living() is not None
+    begun_s = time.monotonic()
+    sender.close()
+    assert time.monotonic() - begun_s < 1.0
+    assert living() is None
+    assert sender.outbox.has_written(sender.outbox.queued_bytes)
+    assert not any(it.name == "cachetree-send" for it in threading.enumerate())
+
+
+def test_who_found_no_room_is_told_when_there_is_some() -> None:
+    woken = threading.Event()
+    near, far = socket.socketpair()
+    outbox = Outbox(near, Unsealed(), woken.set)
+    payload = payload_of(1 << 20)[: 1 << 20]
+    with near, far, closing(outbox):
+        while outbox.has_room:
+            outbox.put(frame_of(payload), [memoryview(payload)])
+        assert not woken.wait(0.05)
+        num_bytes = outbox.queued_bytes
+        while num_bytes:
+            num_bytes -= len(far.recv(min(1 << 20, num_bytes)))
+        assert woken.wait(5)
+        eventually(lambda: outbox.has_room)
+
+
+def test_what_is_left_after_a_turn_is_found_in_the_next_though_nothing_more_comes() -> None:
+    """A turn takes in so much and no more; the socket may still sleep until a MiB is there."""
+    ticket = new_ticket("open", 1, 2)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ends = [socket.create_connection(listener.getsockname()), listener.accept()[0]]
+    far, near = ends
+    near.setblocking(False)
+    with far, closing(Channel(near, seals_of(ticket, is_worker=False), 4 << 20, unheard)) as end:
+        large, small = payload_of(2 << 20)[: 2 << 20], b"a small one"
+        far.sendall(pack(frame_of(large)))
+        poller = select.poll()
+        poller.register(end.fileno(), select.POLLIN)
+        assert poller.poll(1000)
+        assert not list(end.receive(Memory()))
+        sending = threading.Thread(
+            target=far.sendall, args=(large + 50 * (pack(frame_of(small)) + small),)
+        )
+        sending.start()
+        sizes: list[int] = []
+        while len(sizes) < 51:
+            assert poller.poll(1000), f"it sleeps on after {len(sizes)} frames"
+            sizes += [arrival.frame.size for arrival in end.receive(Memory())]
+        sending.join()
+        assert sizes == [len(large), *[len(small)] * 50]
 
 
 def test_an_end_is_noticed_by_whoever_reads_or_writes(
@@ -203,12 +269,11 @@ def test_an_end_is_noticed_by_whoever_reads_or_writes(
     assert one.error is not None
     assert not one.has_room
     one, other = connected("open")
-    one.put(frame_of(b"x"), memoryview(b"x"))
+    one.put(frame_of(b"x"), [memoryview(b"x")])
     other.close()
-    one.flush()
-    assert one.error is not None
-    assert one.written_bytes == one.queued_bytes
-    assert not one.has_unsent
+    one.put(frame_of(b"y"), [memoryview(b"y")])
+    eventually(lambda: one.error is not None)
+    flushed(one)
 
 
 class Door:
@@ -217,7 +282,9 @@ class Door:
     def __init__(self) -> None:
         self._poller = zmq.Poller()
         config = WorkerConfig(silence_s=5.0)
-        self.port = DataPort(Address("127.0.0.1", 0), "open", self._poller, config, time.monotonic)
+        self.port = DataPort(
+            Address("127.0.0.1", 0), "open", self._poller, unheard, config, time.monotonic
+        )
         self.let_in: list[bytes] = []
         self.refused: list[Refusal] = []
         self._channels: list[Channel] = []
@@ -254,12 +321,14 @@ def test_a_ticket_lets_its_owner_in_and_nobody_after() -> None:
     with Door() as door:
         tickets = {name: door.port.invite(name) for name in (b"one", b"two", b"gone")}
         door.port.forget(b"gone")
-        opened = [channel.connect("127.0.0.1", tickets[name], 1) for name in (b"two", b"one")]
+        opened = [
+            channel.connect("127.0.0.1", tickets[name], 1, unheard) for name in (b"two", b"one")
+        ]
         for each in opened:
             flushed(each)
         eventually(lambda: sorted(door.let_in) == [b"one", b"two"])
         for name in (b"two", b"gone"):
-            opened.append(channel.connect("127.0.0.1", tickets[name], 1))
+            opened.append(channel.connect("127.0.0.1", tickets[name], 1, unheard))
             flushed(opened[-1])
         eventually(lambda: len(door.refused) == 2)
         eventually(lambda: list(opened[-1].receive(Nowhere())) or opened[-1].error)
@@ -285,7 +354,7 @@ def test_strangers_that_wait_are_few_and_not_for_long() -> None:
         ticket = door.port.invite(b"owner")
         crowd = [socket.create_connection(("127.0.0.1", ticket.port)) for _ in range(100)]
         eventually(lambda: door.num_waiting == _MAX_STRANGERS)
-        owner = channel.connect("127.0.0.1", ticket, 1)  # Among them all.
+        owner = channel.connect("127.0.0.1", ticket, 1, unheard)  # Among them all.
         flushed(owner)
         eventually(lambda: door.let_in == [b"owner"])
         assert door.num_waiting < _MAX_STRANGERS

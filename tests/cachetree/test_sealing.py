@@ -21,7 +21,7 @@ def pair_of(bulk: str = "aes-gcm") -> tuple[HeaderSeals, HeaderSeals]:
 
 
 def sealed(seals: HeaderSeals, payload: memoryview = PAYLOAD) -> tuple[bytes, ...]:
-    return (seals.seal(HEADER), *map(bytes, seals.seal_payload(payload)))
+    return (seals.seal(HEADER), *map(bytes, seals.seal_payload([payload])))
 
 
 def opened(seals: HeaderSeals, *parts: bytes) -> list[bytes]:
@@ -123,7 +123,7 @@ def test_every_seal_takes_a_number_of_its_own() -> None:
         part
         for _ in range(50)
         for side in (worker, peer)
-        for part in (side.seal(HEADER), *side.seal_payload(text))
+        for part in (side.seal(HEADER), *side.seal_payload([text]))
     ]
     assert len({bytes(it) for it in made}) == 200
 

@@ -52,8 +52,9 @@ from cachetree import (
     WorkerConfig,
 )
 from cachetree.arena import Arena
-from cachetree.transport import Pusher
+from cachetree.transport import Pusher, frames
 from cachetree.transport.frames import Frame
+from cachetree.transport.sealing import seals_of
 
 PAGES = pages_of(256)
 SEALED = ("aes-gcm", "clear")
@@ -214,11 +215,12 @@ def test_a_session_has_one_connection_and_ends_with_the_first_wrong_frame(
             with TicketUser(ticket) as thief:  # Who read the token on the way.
                 assert not thief.is_let_in()
             eventually(lambda: worker.status().num_failed_handshakes == 1)
-            peer.channel.put(FRAME, memoryview(b"once"))
-            again = b"".join(peer.channel._unsent)
+            peer.channel.put(FRAME, [memoryview(b"once")])
             flushed(peer.channel)
             assert worker.status().num_protocol_errors == 0
-            peer.channel._queue(again)  # Replayed.
+            seals = seals_of(ticket, is_worker=False)  # As it began.
+            again = [seals.seal(frames.pack(FRAME)), *seals.seal_payload([memoryview(b"once")])]
+            peer.channel.outbox.put_raw(b"".join(again))  # Replayed.
             flushed(peer.channel)
             eventually(lambda: worker.status().num_protocol_errors == 1)
             assert worker.status().num_peers == 0
@@ -228,7 +230,7 @@ def test_a_session_has_one_connection_and_ends_with_the_first_wrong_frame(
         with TicketUser(keyless) as thief:  # Before the peer itself.
             with pytest.raises(ProtocolError, match="changed, lost or repeated"):
                 thief.is_let_in()
-            thief.channel.put(FRAME, memoryview(b"mine"))
+            thief.channel.put(FRAME, [memoryview(b"mine")])
             flushed(thief.channel)
             eventually(lambda: worker.status().num_protocol_errors == 2)
         with peer_of(worker.address, new_tree(), friend.asking(us)) as honest:

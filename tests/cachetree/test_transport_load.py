@@ -11,7 +11,7 @@ import socket
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from subprocess import PIPE, Popen
 
@@ -45,16 +45,19 @@ NUM_BYTES = 4 * 256 * PAGE_BYTES
 
 
 def counting(worker: Worker) -> Counter[bytes]:
-    """Payload bytes sent to each peer; at the end of the first fetch the counting stops."""
+    """Payload bytes sent to each peer while both have something to come."""
+    total: Counter[bytes] = Counter()
     sent: Counter[bytes] = Counter()
 
     def count(identity: bytes, channel: Channel) -> None:
         put = channel.put
 
-        def counted(frame: Frame, payload: memoryview) -> None:
+        def counted(frame: Frame, payload: Sequence[memoryview]) -> None:
             put(frame, payload)
-            if frame.id != MESSAGE and NUM_BYTES not in sent.values():
-                sent[identity] += payload.nbytes
+            if frame.id != MESSAGE:
+                total[identity] += frame.size
+                if len(total) == 2 and NUM_BYTES not in total.values():
+                    sent[identity] += frame.size
 
         channel.put = counted  # type: ignore[method-assign]
 
@@ -80,12 +83,12 @@ def test_two_receivers_get_equal_shares_also_with_other_frames(frame_bytes: int)
             wait_all(staging)
             check_content(staging, PAGES)
     assert len(sent) == 2
-    assert max(sent.values()) == NUM_BYTES
-    assert min(sent.values()) >= 0.8 * NUM_BYTES
+    assert max(sent.values()) > NUM_BYTES // 4
+    assert min(sent.values()) >= 0.8 * max(sent.values())
 
 
-# Memory: every frame of this worker is a copy, joined from short runs, so that what waits in a
-# queue is held twice and shows.
+# Memory: every frame of this worker is joined from short runs, so that copies of what waits in a
+# queue would show.
 
 NUM_LARGE = 4096
 LARGE_BYTES = 4 * NUM_LARGE * PAGE_BYTES

@@ -171,14 +171,19 @@ def data_connection(hello: wire.ToPeer) -> Channel:
     """What a peer opens with the ticket in a worker's hello. The caller closes it."""
     assert isinstance(hello, wire.Hello)
     assert hello.ticket is not None
-    opened = channel.connect("127.0.0.1", hello.ticket, 1 << 20)
+    opened = channel.connect("127.0.0.1", hello.ticket, 1 << 20, unheard)
     flushed(opened)
     return opened
 
 
 def flushed(channel: Channel) -> None:
     """Have all of it sent, to somebody who reads."""
-    eventually(lambda: channel.flush() or not channel.has_unsent)
+    outbox = channel.outbox
+    eventually(lambda: outbox.has_written(outbox.queued_bytes))
+
+
+def unheard() -> None:
+    """A wake of nobody who waits."""
 
 
 class Nowhere:
@@ -222,6 +227,7 @@ class ScriptedWorker:
             Address("127.0.0.1", 0),
             "open",
             self._poller,
+            unheard,
             WorkerConfig(),
             time.monotonic,
         )
@@ -235,7 +241,7 @@ class ScriptedWorker:
     def send(self, identity: bytes, message: wire.ToPeer | Frame | bytes, *payload: bytes) -> None:
         """Frames go over the data connection, pongs over both."""
         if isinstance(message, Frame):
-            self.channels[identity].put(message, memoryview(b"".join(payload)))
+            self.channels[identity].put(message, [memoryview(b"".join(payload))])
             flushed(self.channels[identity])
             return
         header = message if isinstance(message, bytes) else wire.encode(message)
@@ -246,7 +252,7 @@ class ScriptedWorker:
 
     def send_raw(self, identity: bytes, raw: bytes) -> None:
         """Over the data connection, whatever it is."""
-        self.channels[identity]._queue(raw)
+        self.channels[identity].outbox.put_raw(raw)
         flushed(self.channels[identity])
 
     def _run(self) -> None:

@@ -127,7 +127,7 @@ def _frames() -> list[bytes]:
         for id, body in ((MESSAGE, message), (1, payload), (1, payload)):
             offset = 2048 * (len(parts) > 3)
             frame = Frame(id=id, step=0, offset=offset, size=len(body), checksum=checksum(body))
-            parts += [seals.seal(pack(frame)), *map(bytes, seals.seal_payload(memoryview(body)))]
+            parts += [seals.seal(pack(frame)), *map(bytes, seals.seal_payload([memoryview(body)]))]
         found.append(b"".join(parts))
     fields = struct.pack("<QQQII", 1, 0, 0, 0, 4)
     return [*found, *(bytes([number, 1]) + fields + b"body" for number in range(3))]

@@ -1,0 +1,180 @@
+"""What goes out over a data connection, given to the kernel by a thread that may wait."""
+
+from __future__ import annotations
+
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from itertools import islice
+from queue import Empty, SimpleQueue
+from typing import Final, NamedTuple
+
+from cachetree.background import give_way
+from cachetree.transport import frames, sealing
+from cachetree.transport.frames import Frame
+from cachetree.transport.sealing import Unsealed
+from cachetree.transport.wakeup import CLOSE_S
+
+_LEAST_BATCH_BYTES: Final = 1 << 20
+_MOST_BATCH_BYTES: Final = 32 << 20
+_FIRST_BATCH_BYTES: Final = 4 << 20
+_BATCH_S: Final = 0.02
+"""A batch takes about so long: what is put meanwhile waits for it."""
+_MAX_BUFFERS: Final = 1024
+"""The kernel takes no more in one call."""
+_MAX_SEALED: Final = (1 << 20) // sealing.PIECE_BYTES
+"""Sealed pieces that wait for the kernel."""
+
+
+class _Part(NamedTuple):
+    frame: Frame | None
+    """None where the payload goes as it is, without a header and in clear."""
+    payload: Sequence[memoryview]
+    """Its runs, of bytes."""
+    size: int
+    """In clear."""
+
+
+class Outbox:
+    """Frames in the order they were put. Used by one thread, which also closes the connection.
+
+    The kernel gets a batch of them in one call that blocks: after each call of the system the
+    interpreter's lock is taken anew, which whoever computes in this process then waits for.
+    Payloads must stay as they are until `has_written` what was put so far.
+    """
+
+    def __init__(
+        self, connection: socket.socket, seals: Unsealed, wake: Callable[[], None]
+    ) -> None:
+        """`wake` is called from another thread: when all is written, when there is room for who
+        found none, and at the end."""
+        self.queued_bytes = 0
+        """Put so far: headers and payloads, in clear."""
+        self.error: OSError | None = None
+        self._connection = connection
+        self._seals = seals
+        self._wake = wake
+        self._written_bytes = 0
+        self._is_awaited = False
+        """Whether somebody waits for room."""
+        self._is_over = False
+        self._batch_bytes = _FIRST_BATCH_BYTES
+        self._parts: SimpleQueue[_Part | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def has_room(self) -> bool:
+        """While a batch is on its way the next one is put together. If not, `wake` will tell."""
+        self._is_awaited = True  # Before looking, so that no wake is missed.
+        waiting_bytes = self.queued_bytes - self._written_bytes
+        self._is_awaited = waiting_bytes >= 2 * self._batch_bytes
+        return not self._is_awaited and not self._is_over
+
+    def has_written(self, num_bytes: int) -> bool:
+        """Whether the kernel has what was put until `queued_bytes` was that, or never will."""
+        return self._is_over or self._written_bytes >= num_bytes
+
+    def put(self, frame: Frame, payload: Sequence[memoryview]) -> None:
+        self._put(_Part(frame, payload, frames.HEADER_BYTES + frame.size))
+
+    def put_raw(self, payload: bytes) -> None:
+        """As it is."""
+        self._put(_Part(None, [memoryview(payload)], len(payload)))
+
+    def close(self) -> None:
+        """Drop what waits. No memory of others is read any more. Idempotent."""
+        self._is_over = True
+        if self._thread is not None:
+            with suppress(OSError):  # Nobody is connected; else a call under way ends.
+                self._connection.shutdown(socket.SHUT_RDWR)
+            self._parts.put(None)
+            self._thread.join(CLOSE_S)
+
+    def _put(self, part: _Part) -> None:
+        if self._is_over:
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="cachetree-send", daemon=True)
+            self._thread.start()
+        self.queued_bytes += part.size
+        self._parts.put(part)
+
+    # Everything below runs in a thread of its own.
+
+    def _run(self) -> None:
+        give_way()
+        try:
+            self._connect()
+            while not self._is_over and (part := self._parts.get()) is not None:
+                batch = [part, *self._more(part.size)]
+                begun_s = time.perf_counter()
+                self._send(batch)
+                num_bytes = sum(part.size for part in batch)
+                self._adapt(num_bytes, time.perf_counter() - begun_s)
+                self._written_bytes += num_bytes
+                del part, batch
+                if self._is_awaited or self._parts.empty():
+                    self._is_awaited = False
+                    self._wake()
+        except OSError as exc:
+            self.error = exc.with_traceback(None)  # Which knows the last batch.
+        finally:
+            self._is_over = True
+            with suppress(Empty):
+                while True:
+                    self._parts.get_nowait()
+            self._wake()
+
+    def _connect(self) -> None:
+        """Wait until the connection is there, and block from then on."""
+        poller = select.poll()
+        poller.register(self._connection, select.POLLOUT)
+        poller.poll()
+        self._connection.setblocking(True)
+
+    def _more(self, num_bytes: int) -> Iterator[_Part]:
+        """What waits, as far as a batch of which there are `num_bytes` takes it."""
+        with suppress(Empty):
+            while num_bytes < self._batch_bytes:
+                part = self._parts.get_nowait()
+                if part is None:  # Closed.
+                    return
+                yield part
+                num_bytes += part.size
+
+    def _send(self, batch: list[_Part]) -> None:
+        """In one call; what is sealed, in several: it is a copy until it is sent."""
+        buffers: deque[memoryview] = deque()
+        for part in batch:
+            for buffer in self._sealed(part):
+                buffers.append(buffer)
+                if self._seals.piece_tag_bytes and len(buffers) == _MAX_SEALED:
+                    self._give(buffers)
+        self._give(buffers)
+
+    def _sealed(self, part: _Part) -> Iterator[memoryview]:
+        if part.frame is None:
+            yield from part.payload
+        else:
+            yield memoryview(self._seals.seal(frames.pack(part.frame)))
+            for piece in self._seals.seal_payload(part.payload):
+                yield memoryview(piece)
+
+    def _give(self, buffers: deque[memoryview]) -> None:
+        """All of them to the kernel; none is left."""
+        while buffers:
+            num_bytes = self._connection.sendmsg(list(islice(buffers, _MAX_BUFFERS)))
+            while buffers and num_bytes >= len(buffers[0]):
+                num_bytes -= len(buffers.popleft())
+            if num_bytes:
+                buffers[0] = buffers[0][num_bytes:]
+
+    def _adapt(self, num_bytes: int, seconds: float) -> None:
+        if num_bytes >= self._batch_bytes and seconds < _BATCH_S / 2:
+            self._batch_bytes = min(2 * self._batch_bytes, _MOST_BATCH_BYTES)
+        elif seconds > 2 * _BATCH_S:
+            self._batch_bytes = max(self._batch_bytes // 2, _LEAST_BATCH_BYTES)
