@@ -1,6 +1,6 @@
 """What does it cost an engine that decodes to serve its cache meanwhile?
 
-    python benchmarks/serving.py [--windows 16] [--mb-s 100 400 0]
+    python benchmarks/serving.py [--windows 24] [--mb-s 100 400 0]
 
 A server of a randomly initialised model of 12 layers × 768 decodes one long answer. Beside it, in
 windows of a second that alternate with quiet ones, a process fetches a document of 2,000 tokens
@@ -8,10 +8,12 @@ windows of a second that alternate with quiet ones, a process fetches a document
 time between two tokens is the scheduler thread's step; what the worker's thread takes of it is the
 interpreter's lock (headers, checksums release it) and the processor's caches. The goal is 2 % at
 most. The ratio is of the means of neighbouring windows: at the lower rates a fetch is a burst of a
-tenth of a second, which a median would not see. The server computes with one thread, so that on two
-cores the other one moves the bytes. "copy" and "raw tcp" move as many bytes without the server, in
-the reader's memory or from a third process: what that costs is the machine's, not the serving's.
-Before that the answer is compared with the answer of the same server while nobody fetches.
+tenth of a second, which a median would not see. The server computes with one thread, which is
+kept on the first core, and the reader on the last one: a reader on another machine would not take
+the scheduler's core either. Where the server's other threads run is the system's choice. "copy" and
+"raw tcp" move as many bytes without the server, in the reader's memory or from a third process:
+what that costs is the machine's, not the serving's. Before that the answer is compared with the
+answer of the same server while nobody fetches.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import requests
 import result
 from rich.console import Console
@@ -57,7 +60,7 @@ WINDOW_S = 1.0
 
 def fetch_for_ever(address: str, model: str, way: str) -> None:
     """The fetching process: reads a rate per line, answers what it has fetched until then."""
-    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # Not where the server computes.
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     strange_work = _strange_work(way)  # Before there are threads: it may fork.
     path = Path(model)
     family = Family.of(
@@ -231,12 +234,19 @@ def measure(
     }
 
 
+def keep_scheduler(server: Server) -> None:
+    """Have the scheduler's thread compute on the first core."""
+    processes = psutil.Process(server.pid).children(recursive=True)
+    (scheduler,) = (it.pid for it in processes if it.cmdline()[:1] == ["sglang::scheduler"])
+    os.sched_setaffinity(scheduler, {min(os.sched_getaffinity(0))})
+
+
 def main() -> None:
     if sys.argv[1:2] == ["--fetch"]:
         fetch_for_ever(*sys.argv[2:5])
         return
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--windows", type=int, default=16)
+    parser.add_argument("--windows", type=int, default=24)
     parser.add_argument("--mb-s", type=float, nargs="*", default=[100, 400, 0])
     args = parser.parse_args()
     environment = result.here()
@@ -252,6 +262,7 @@ def main() -> None:
             droidspeak={"listen": address, "host_gb": 1, "capture_layers": [4]},
         )
         with running(spec, env={"OMP_NUM_THREADS": "1"}) as (server,):
+            keep_scheduler(server)
             server.generate(DOCUMENT, max_new_tokens=1)
             alone = Answer()
             alone.read(server, 300)

@@ -208,10 +208,7 @@ class Receiver:
     @contextlib.contextmanager
     def contenders(self, frame_bytes: int) -> Iterator[dict[str, Callable[[], list[memoryview]]]]:
         with contextlib.ExitStack() as stack:
-            frames = {
-                "frame_bytes": frame_bytes,
-                "window_bytes": max(16 << 20, 4 * frame_bytes),
-            }
+            frames = {"frame_bytes": frame_bytes}
             configs = {
                 "transport": (self._sender.workers[0], PeerConfig(shared_memory=False, **frames)),
                 "in place": (self._sender.workers[0], PeerConfig(**frames)),
