@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import logging
 import select
 import socket
 import threading
@@ -18,6 +20,8 @@ from cachetree.transport import frames, sealing
 from cachetree.transport.frames import Frame
 from cachetree.transport.sealing import Unsealed
 from cachetree.transport.wakeup import CLOSE_S
+
+log = logging.getLogger(__name__)
 
 _LEAST_BATCH_BYTES: Final = 1 << 20
 _MOST_BATCH_BYTES: Final = 32 << 20
@@ -62,6 +66,7 @@ class Outbox:
         self._is_awaited = False
         """Whether somebody waits for room."""
         self._is_over = False
+        """Nothing goes out any more."""
         self._batch_bytes = _FIRST_BATCH_BYTES
         self._parts: SimpleQueue[_Part | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -122,6 +127,9 @@ class Outbox:
                     self._wake()
         except OSError as exc:
             self.error = exc.with_traceback(None)  # Which knows the last batch.
+        except Exception:
+            log.exception("a data connection ends here")
+            self.error = OSError(errno.EIO, "an internal error of this side")
         finally:
             self._is_over = True
             with suppress(Empty):

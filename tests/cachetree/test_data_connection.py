@@ -218,6 +218,20 @@ def test_a_connection_closed_while_nobody_reads_lets_go_at_once(
     assert not any(it.name == "cachetree-send" for it in threading.enumerate())
 
 
+def test_a_fault_of_the_sending_thread_ends_the_connection(
+    connected: Callable[[TicketBulk], Pair], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever reads there would wait for ever; a new session begins with new seals."""
+    sender, receiver = connected("aes-gcm")
+    sender.put(frame_of(b"what cannot be sealed"), [None])  # type: ignore[list-item]
+    eventually(lambda: sender.error is not None)
+    assert "internal error" in str(sender.error)
+    assert "a data connection ends here" in caplog.text
+    sender.close()
+    assert not list(receiver.receive(Nowhere()))
+    assert receiver.error is not None
+
+
 def test_who_found_no_room_is_told_when_there_is_some() -> None:
     woken = threading.Event()
     near, far = socket.socketpair()
