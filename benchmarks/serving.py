@@ -5,12 +5,12 @@
 A server of a randomly initialised model of 12 layers × 768 decodes one long answer. Beside it, in
 windows of a second that alternate with quiet ones, a process fetches a document of 2,000 tokens
 (147 MB) from the server's cache again and again, at the given rate (0: as fast as it goes). The
-time between two tokens is the scheduler thread's step; what the worker's thread takes of it is the
-interpreter's lock (headers, checksums release it) and the processor's caches. The goal is 2 % at
-most. The ratio is of the means of neighbouring windows: at the lower rates a fetch is a burst of a
-tenth of a second, which a median would not see. The server computes with one thread, which is
-kept on the first core, and the reader on the last one: a reader on another machine would not take
-the scheduler's core either. Where the server's other threads run is the system's choice. "copy" and
+time between two tokens is the scheduler thread's step; what the worker's threads take of it is the
+interpreter's lock, the processor's caches and, where they wake, its core. The goal is 2 % at most.
+The ratio is of the means of neighbouring windows: at the lower rates a fetch is a burst of a tenth
+of a second, which a median would not see. The server computes with one thread, which is kept on the
+first core, and the reader on the last one: a reader on another machine would not take the
+scheduler's core either. Where the server's other threads run is the system's choice. "copy" and
 "raw tcp" move as many bytes without the server, in the reader's memory or from a third process:
 what that costs is the machine's, not the serving's. Before that the answer is compared with the
 answer of the same server while nobody fetches.

@@ -20,7 +20,7 @@ from cachetree.transport.frames import Frame
 from cachetree.transport.outbox import Outbox
 from cachetree.transport.wire import Located
 
-COPY_BYTES: Final = 64 << 10
+_JOIN_BYTES: Final = 64 << 10
 """Runs shorter than this are joined into one frame: a frame for each costs more."""
 
 LOCATED_BYTES: Final = 4 << 20
@@ -167,10 +167,10 @@ class Stream:
         """At most `limit` bytes: a long run by itself, or as many short ones as make a long one."""
         runs = self._views[0]
         first = runs[0]
-        if len(runs) == 1 or first.nbytes >= min(limit, COPY_BYTES):
+        if len(runs) == 1 or first.nbytes >= min(limit, _JOIN_BYTES):
             return [first[:limit]]
         parts: list[memoryview] = []
-        room = min(limit, COPY_BYTES)
+        room = min(limit, _JOIN_BYTES)
         for run in islice(runs, _MAX_PLACES):
             parts.append(run[:room])
             room -= parts[-1].nbytes
