@@ -13,7 +13,7 @@ from cachetree.clock import Clock, Deadline
 from cachetree.entries import Change, Hold, LocalEntry, Match, Node
 from cachetree.eviction import Eviction, Expiry, Retention, make_policy
 from cachetree.family import Family
-from cachetree.ids import Location, ModelId, PageHash, Span
+from cachetree.ids import EMPTY_SPAN, Location, ModelId, PageHash, Span
 from cachetree.keepers import Keepers
 from cachetree.lease import Lease, Reservation
 from cachetree.matching import find_matches
@@ -318,11 +318,11 @@ class CacheTree:
             if not reservation.pages:
                 return
             self._keepers.open.discard(reservation)
-            num_kept = self._publish(reservation) if is_commit else 0
+            kept = self._publish(reservation) if is_commit else EMPTY_SPAN
             self._let_go(reservation.hold)
-            num_left = len(reservation.pages) - num_kept
-            if num_left:
-                self._num_bytes -= reservation.slab.drop_pages(Span(0, num_left))
+            for start, stop in ((0, kept.start), (kept.stop, len(reservation.pages))):
+                if start < stop:
+                    self._num_bytes -= reservation.slab.drop_pages(Span(start, stop))
 
     def _end_lease(self, lease: Lease) -> None:
         with self._lock:
@@ -339,8 +339,8 @@ class CacheTree:
         if self._expiry is not None:
             self._evict_until(lambda: False, self._expiry.expired())
 
-    def _publish(self, reservation: Reservation) -> int:
-        """Make entries of the reserved pages; returns how many pages they keep."""
+    def _publish(self, reservation: Reservation) -> Span:
+        """Make entries of the reserved pages; returns which pages they keep."""
         model, slab = reservation.model, reservation.slab
         place = None if reservation.parent is None else self._trie.find(reservation.parent)
         last = self._trie.last_local(model, place, reservation.pages)
@@ -366,7 +366,7 @@ class CacheTree:
                 e_layers=slab.layout.e_layers,
             )
             self._watch.published(change)
-        return num_kept
+        return Span(first, offset)
 
     def _make_room(self, num_bytes: int) -> bool:
         """Evict until the `num_bytes` of a new, open reservation fit; nothing where they cannot."""

@@ -230,11 +230,34 @@ def test_a_tree_counts_what_its_arena_holds_page_by_page() -> None:
     assert tree.num_bytes == arena.held_bytes == 0
 
 
-def store(tree: CacheTree, text: str, start: int = 0) -> None:
+@pytest.mark.parametrize("blocker", ["an advert", "another model"])
+def test_pages_that_contradict_the_tree_give_back_their_own_memory_alone(blocker: str) -> None:
+    page_bytes = LARGE.num_layers * LARGE.kv_page_bytes
+    arena = Arena(8 * page_bytes)
+    tree = CacheTree(LARGE, host_bytes=8 * page_bytes, memory=arena)
+    wrong = path("ab")[1:]  # At the root, where it cannot be.
+    if blocker == "an advert":
+        tree.add_remote(FAR, MODEL, None, wrong, [])
+    else:
+        other = tree.reserve(ModelId("other"), None, wrong, [])
+        assert other is not None
+        other.commit()
+    store(tree, "abc", mark=7)
+    (match,) = tree.match(path("abc"))
+    kept = path("abc")[: match.num_pages]
+    lease = tree.lease(MODEL, kept, "test", Deadline.after(60))
+    assert lease is not None
+    for letter in "tuvwxyz":  # Take all that is free.
+        store(tree, letter, mark=9)
+    assert all(is_filled(view, 7) for layer in range(LARGE.num_layers) for view in lease.kv(layer))
+    assert tree.num_bytes == arena.held_bytes
+
+
+def store(tree: CacheTree, text: str, start: int = 0, mark: int = 1) -> None:
     pages = path(text)
     reservation = tree.reserve(MODEL, pages[start - 1] if start else None, pages[start:], [])
     assert reservation is not None
-    fill(reservation.whole(), 1)
+    fill(reservation.whole(), mark)
     reservation.commit()
 
 
