@@ -39,6 +39,7 @@ FAMILY = Family(
     head_dim=128,
     rope="{}",
     tokenizer="t",
+    model_dtype="bfloat16",
     kv_dtype="bfloat16",
     page_size=64,
 )

@@ -140,6 +140,7 @@ def bench(folder: Path, dtype: str, codec: str, num_documents: int) -> Iterator[
     )
     family = Family.of(
         read_model_identity(receiver_path),
+        model_dtype=dtype,
         kv_dtype=dtype,
         page_size=PAGE,
         codec=Codec(codec),

@@ -35,6 +35,7 @@ FAMILY = Family(
     head_dim=8,
     rope="{}",
     tokenizer="t",
+    model_dtype="bfloat16",
     kv_dtype="bfloat16",
     page_size=64,
 )

@@ -64,7 +64,12 @@ def fetch_for_ever(address: str, model: str, way: str) -> None:
     strange_work = _strange_work(way)  # Before there are threads: it may fork.
     path = Path(model)
     family = Family.of(
-        read_model_identity(path), kv_dtype="float32", page_size=PAGE, tp_size=1, tp_rank=0
+        read_model_identity(path),
+        model_dtype="float32",
+        kv_dtype="float32",
+        page_size=PAGE,
+        tp_size=1,
+        tp_rank=0,
     )
     pages = page_hashes(DOCUMENT, PAGE)
     rate, num_bytes = [-1.0], [0]

@@ -53,6 +53,8 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     head_dim: int
     rope: str
     tokenizer: str
+    model_dtype: str
+    """What the model computes in, and E's: KV may be kept in another one."""
     kv_dtype: str
     page_size: int
     quantization: str = "none"
@@ -66,6 +68,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
         cls,
         model: ModelIdentity,
         *,
+        model_dtype: str,
         kv_dtype: str,
         page_size: int,
         tp_size: int,
@@ -81,6 +84,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
             head_dim=model.head_dim,
             rope=model.rope,
             tokenizer=model.tokenizer,
+            model_dtype=model_dtype,
             kv_dtype=kv_dtype,
             page_size=page_size,
             codec=codec,
@@ -93,28 +97,28 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
         """Bytes of one page of one layer's KV: rows of `[token, (K, V), kv_head, head_dim]`, each
         vector of `head_dim` encoded."""
         heads = max(1, self.num_kv_heads // self.tp_size)
-        return self.page_size * 2 * heads * self._vector_bytes
+        return self.page_size * 2 * heads * self._vector_bytes(self.kv_dtype)
 
     @property
     def e_page_bytes(self) -> int:
         """Bytes of one page of E at one layer: rows of `[token, hidden]`, encoded in vectors of
         `head_dim`."""
         if self.codec is Codec.NONE:
-            return self.page_size * self.hidden_size * _DTYPE_BYTES[self.kv_dtype]
+            return self.page_size * self.hidden_size * _DTYPE_BYTES[self.model_dtype]
         if self.hidden_size % self.head_dim:
             raise ConfigError(
                 f"codec {self.codec.value} cuts E into pieces of head_dim {self.head_dim}, which "
                 f"does not divide hidden_size {self.hidden_size}; use codec none"
             )
-        return self.page_size * (self.hidden_size // self.head_dim) * self._vector_bytes
+        vectors = self.hidden_size // self.head_dim
+        return self.page_size * vectors * self._vector_bytes(self.model_dtype)
 
     def page_bytes(self, kind: Kind) -> int:
         """Bytes of one page of one kind at one layer."""
         return self.kv_page_bytes if kind is Kind.KV else self.e_page_bytes
 
-    @property
-    def _vector_bytes(self) -> int:
-        return vector_bytes(self.codec, self.head_dim, _DTYPE_BYTES[self.kv_dtype])
+    def _vector_bytes(self, dtype: str) -> int:
+        return vector_bytes(self.codec, self.head_dim, _DTYPE_BYTES[dtype])
 
     def require_equal(self, other: Family, *, who: str) -> None:
         """Raise FamilyMismatch naming the first field in which `other` differs from this one."""

@@ -99,6 +99,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         self._cache = Cache(
             Family.of(
                 site.identity,
+                model_dtype=str(runner.dtype).removeprefix("torch."),
                 kv_dtype=str(pool.dtype).removeprefix("torch."),
                 page_size=params.page_size,
                 codec=settings.codec,

@@ -251,7 +251,13 @@ def _cache_dir() -> Path:
 def _check_codec(codec: Codec, identity: ModelIdentity, page_size: int) -> None:
     """Whether it can encode this model's KV and E; raises ConfigError."""
     family = Family.of(
-        identity, kv_dtype="float32", page_size=page_size, codec=codec, tp_size=1, tp_rank=0
+        identity,
+        model_dtype="float32",
+        kv_dtype="float32",
+        page_size=page_size,
+        codec=codec,
+        tp_size=1,
+        tp_rank=0,
     )
     Layout.of(family, 1, ())
 

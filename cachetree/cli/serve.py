@@ -28,12 +28,17 @@ _SERVED: Final = {"accepts": True, "admin": ()}
 to be looked after."""
 
 
+DType = Literal["float32", "bfloat16", "float16"]
+
+
 class CheckpointFamily(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A family, told by one of its models and how engines run it."""
 
     model: str
     """Folder of a checkpoint."""
-    kv_dtype: Literal["float32", "bfloat16", "float16"]
+    kv_dtype: DType
+    model_dtype: DType | None = None
+    """The engines' `dtype`; None: as `kv_dtype`, which is how engines keep KV by default."""
     page_size: int
     codec: Codec = Codec.NONE
     tp_size: int = 1
@@ -42,6 +47,7 @@ class CheckpointFamily(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     def family(self) -> Family:
         return Family.of(
             read_model_identity(Path(self.model)),
+            model_dtype=self.model_dtype or self.kv_dtype,
             kv_dtype=self.kv_dtype,
             page_size=self.page_size,
             codec=self.codec,

@@ -15,7 +15,7 @@ from cachetree.errors import ConfigError
 from cachetree.family import Family
 from cachetree.unreadable import UNREADABLE
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 """Of everything in the directory; a release that changes any of it counts up."""
 
 MARKER_BYTES: Final = 16

@@ -20,6 +20,7 @@ _FAMILY: Final = Family(
     head_dim=128,
     rope="{}",
     tokenizer="llama-3",
+    model_dtype="bfloat16",
     kv_dtype="bfloat16",
     page_size=64,
 )

@@ -48,7 +48,7 @@ from cachetree.transport import verbs
 from cachetree.transport.sealing import Ticket
 from cachetree.unreadable import UNREADABLE
 
-PROTOCOL_VERSION: Final = 5
+PROTOCOL_VERSION: Final = 6
 
 MAX_HEADER_BYTES: Final = 1 << 20
 """Largest message either side accepts; a fetch may name 60,000 pages."""

@@ -61,6 +61,7 @@ class Subject:
     def family(self) -> Family:
         return Family.of(
             self.sender_identity,
+            model_dtype=self.dtype,
             kv_dtype=self.dtype,
             page_size=self.page_size,
             tp_size=1,

@@ -35,6 +35,7 @@ FAMILY = Family(
     head_dim=4,
     rope="{}",
     tokenizer="t",
+    model_dtype="float16",
     kv_dtype="float16",
     page_size=1,
 )

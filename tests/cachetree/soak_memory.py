@@ -58,6 +58,7 @@ FAMILY = Family(
     head_dim=64,
     rope="{}",
     tokenizer="t",
+    model_dtype="float16",
     kv_dtype="float16",
     page_size=16,
 )

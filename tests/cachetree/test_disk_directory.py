@@ -38,7 +38,7 @@ def test_another_family_is_refused_by_the_name_of_the_field(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("manifest", "named"),
     [
-        ({"format": 2}, "format is 2 there and 1 here"),
+        ({"format": 1}, "format is 1 there and 2 here"),
         ({"marker": "00"}, "marker"),
         ({"family": {"page_size": "many"}}, "family"),
         ("nonsense", "cannot be read"),

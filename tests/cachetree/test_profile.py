@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from cachetree.codec import Codec
 from cachetree.errors import FamilyMismatch, ProfileError
 from cachetree.family import Family, ModelIdentity
 from cachetree.ids import EMPTY_SPAN, Span
@@ -152,15 +153,51 @@ def test_a_model_is_all_of_its_identity() -> None:
 
 
 def test_page_sizes_in_bytes() -> None:
-    family = Family.of(identity("r"), kv_dtype="bfloat16", page_size=16, tp_size=1, tp_rank=0)
+    family = Family.of(
+        identity("r"),
+        model_dtype="bfloat16",
+        kv_dtype="bfloat16",
+        page_size=16,
+        tp_size=1,
+        tp_rank=0,
+    )
     assert family.kv_page_bytes == 16 * 2 * 2 * 2 * 2  # tokens, K and V, heads, head_dim, bytes
     assert family.e_page_bytes == 16 * 8 * 2
-    sharded = Family.of(identity("r"), kv_dtype="float32", page_size=16, tp_size=2, tp_rank=1)
+    sharded = Family.of(
+        identity("r"), model_dtype="float32", kv_dtype="float32", page_size=16, tp_size=2, tp_rank=1
+    )
     assert sharded.kv_page_bytes == 16 * 2 * 1 * 2 * 4
 
 
+@pytest.mark.parametrize("codec", [Codec.NONE, Codec.INT8])
+def test_e_has_the_models_dtype_and_kv_its_own(codec: Codec) -> None:
+    def of(model_dtype: str, kv_dtype: str) -> Family:
+        return Family.of(
+            identity("r"),
+            model_dtype=model_dtype,
+            kv_dtype=kv_dtype,
+            page_size=16,
+            codec=codec,
+            tp_size=1,
+            tp_rank=0,
+        )
+
+    mixed = of("float32", "bfloat16")
+    assert mixed.e_page_bytes == of("float32", "float32").e_page_bytes
+    assert mixed.kv_page_bytes == of("bfloat16", "bfloat16").kv_page_bytes
+    with pytest.raises(FamilyMismatch, match="model_dtype is 'float16' there and 'bfloat16' here"):
+        of("bfloat16", "bfloat16").require_equal(of("float16", "bfloat16"), who="peer")
+
+
 def test_a_family_mismatch_names_the_field() -> None:
-    family = Family.of(identity("r"), kv_dtype="bfloat16", page_size=16, tp_size=1, tp_rank=0)
+    family = Family.of(
+        identity("r"),
+        model_dtype="bfloat16",
+        kv_dtype="bfloat16",
+        page_size=16,
+        tp_size=1,
+        tp_rank=0,
+    )
     family.require_equal(family, who="peer")
     changes = {"page_size": 32, "tokenizer": "x", "rope": "x", "num_layers": 5, "tp_rank": 1}
     for field, value in changes.items():

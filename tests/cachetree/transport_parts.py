@@ -48,6 +48,7 @@ FAMILY = Family(
     head_dim=32,
     rope="{}",
     tokenizer="t",
+    model_dtype="float16",
     kv_dtype="float16",
     page_size=16,
 )

@@ -18,6 +18,7 @@ FAMILY = Family(
     head_dim=2,
     rope="{}",
     tokenizer="t",
+    model_dtype="float16",
     kv_dtype="float16",
     page_size=1,
 )

@@ -115,6 +115,7 @@ def family_of(model: Path, tp_size: int = 1, tp_rank: int = 0) -> Family:
     """The family of a model as these servers run it."""
     return Family.of(
         read_model_identity(model),
+        model_dtype="float32",
         kv_dtype="float32",
         page_size=PAGE,
         tp_size=tp_size,

@@ -216,7 +216,8 @@ def test_others_decode_while_a_fetch_runs(pair: Pair) -> None:
 
 def test_family_is_compared_at_the_handshake(pair: Pair) -> None:
     family = family_of(pair.models["receiver"])
-    for field, value in (("page_size", 32), ("kv_dtype", "bfloat16"), ("rope", "{}")):
+    dtypes = (("model_dtype", "bfloat16"), ("kv_dtype", "bfloat16"))
+    for field, value in (("page_size", 32), *dtypes, ("rope", "{}")):
         other = msgspec.structs.replace(family, **{field: value})
         cache = Cache(other, CacheConfig(peers=(pair.sender_address,), serves=False))
         try:

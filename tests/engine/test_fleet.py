@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 import yaml
 
@@ -80,9 +81,16 @@ def test_a_worker_reads_its_family_from_a_checkpoint(tmp_path):
     family = {"model": str(model), "kv_dtype": "bfloat16", "page_size": 32}
     path = written(tmp_path, {"family": family})
     expected = Family.of(
-        read_model_identity(model), kv_dtype="bfloat16", page_size=32, tp_size=1, tp_rank=0
+        read_model_identity(model),
+        model_dtype="bfloat16",
+        kv_dtype="bfloat16",
+        page_size=32,
+        tp_size=1,
+        tp_rank=0,
     )
     assert read_config(path).family == expected
+    path = written(tmp_path, {"family": {**family, "model_dtype": "float16"}})
+    assert read_config(path).family == msgspec.structs.replace(expected, model_dtype="float16")
     for wrong in ({**family, "kv_dtype": "int3"}, {**family, "model": "nowhere"}):
         with pytest.raises(ConfigError):
             read_config(written(tmp_path, {"family": wrong}))

@@ -279,6 +279,7 @@ def test_a_caches_metrics_are_copied_and_counters_only_rise() -> None:
         head_dim=4,
         rope="{}",
         tokenizer="t",
+        model_dtype="float16",
         kv_dtype="float16",
         page_size=1,
     )
