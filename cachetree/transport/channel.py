@@ -47,7 +47,7 @@ class Sink(Protocol):
         ends the connection."""
 
     def wants(self, frame: Frame) -> bool:
-        """Whether what `room` gave may still be written."""
+        """Whether what `room` gave may still be written. Not asked of messages."""
 
 
 class Channel:
@@ -112,8 +112,10 @@ class Channel:
 
     def receive(self, sink: Sink) -> Iterator[Arrival]:
         """Take what has come, some MiB at most; raises ProtocolError, and then it has to close."""
-        if self._into is not None and self._frame is not None and not sink.wants(self._frame):
-            self._divert()
+        if self._into is not None and self._frame is not None:
+            is_message = self._frame.id == frames.MESSAGE
+            if not is_message and not sink.wants(self._frame):
+                self._divert()
         for _ in range(_MAX_READS):
             if not self._read():
                 return

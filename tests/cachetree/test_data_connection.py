@@ -148,6 +148,31 @@ def test_a_place_that_is_given_up_is_written_no_more(
     assert sink.rooms[0] == before
 
 
+@pytest.mark.parametrize("bulk", ["open", "aes-gcm"])
+def test_a_message_that_comes_in_parts_is_heard(bulk: TicketBulk) -> None:
+    """It belongs to no fetch, and so nobody gives it up."""
+    ticket, sink, message = new_ticket(bulk, 1, 2), Memory(), b"a word that is cut in two"
+    sink.is_open = False
+    (sending, between), (onward, receiving) = socket.socketpair(), socket.socketpair()
+    receiving.setblocking(False)
+    with (
+        between,
+        onward,
+        closing(Channel(sending, seals_of(ticket, is_worker=True), 1, unheard)) as sender,
+        closing(Channel(receiving, seals_of(ticket, is_worker=False), 1, unheard)) as receiver,
+    ):
+        sender.put_message(message)
+        flushed(sender)
+        whole = between.recv(1 << 10)
+        onward.sendall(whole[:-8])
+        assert not list(receiver.receive(sink))
+        assert not list(receiver.receive(sink))
+        onward.sendall(whole[-8:])
+        (arrival,) = receiver.receive(sink)
+    assert arrival.message == message
+    assert arrival.is_sound
+
+
 def test_a_wrong_payload_is_told_and_a_wrong_header_ends_it(
     connected: Callable[[TicketBulk], Pair],
 ) -> None:
