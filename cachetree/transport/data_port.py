@@ -18,10 +18,13 @@ from cachetree.transport.config import WorkerConfig
 from cachetree.transport.handshake import Refusal
 from cachetree.transport.sealing import TOKEN_BYTES, Ticket, TicketBulk, new_ticket, seals_of
 
-_MAX_STRANGERS: Final = 64
-"""Connections that have not shown a ticket; for one more the oldest goes."""
-_TOKEN_S: Final = 2.0
-"""A connection that has not shown one by then is closed."""
+_BACKLOG: Final = 4096
+"""Connections that wait in the kernel; it keeps those that have said nothing for itself, and shows
+the others first."""
+_MAX_STRANGERS: Final = 256
+"""Connections that have shown a part of a ticket; for one more the oldest goes."""
+_TOKEN_S: Final = 2
+"""A connection that has not shown all of it by then is closed."""
 
 
 class DataPort:
@@ -47,13 +50,17 @@ class DataPort:
         host = "" if listen.host == "*" else listen.host
         family = socket.AF_INET6 if listen.is_ipv6 else socket.AF_INET
         try:
-            self._listener = socket.create_server((host, listen.port), family=family, backlog=256)
+            self._listener = socket.create_server(
+                (host, listen.port), family=family, backlog=_BACKLOG
+            )
         except OSError as exc:
             raise ConfigError(
                 f"bulk_port is {listen.url!r}, which cannot be bound ({exc.strerror}); choose "
                 "another port, or port 0 for a free one"
             ) from exc
         self._listener.setblocking(False)
+        # Who brings a ticket is met with it in hand, however many come with none.
+        self._listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _TOKEN_S)
         self._port: Final[int] = self._listener.getsockname()[1]
         self._tickets: dict[bytes, Ticket] = {}
         """Given out and not used yet, by whom they were given to."""
@@ -77,32 +84,14 @@ class DataPort:
 
         `ready` are the descriptors that a poll found ready.
         """
+        for stranger in [it for it in self._strangers if it.fileno() in ready]:
+            yield from self._hear(stranger)
         if self._listener.fileno() in ready:
-            self._accept()
-        for stranger, (token, deadline) in tuple(self._strangers.items()):
-            is_gone = deadline.has_passed
-            with suppress(BlockingIOError):
-                try:
-                    part = stranger.recv(TOKEN_BYTES - len(token))
-                except ConnectionError:
-                    part = b""
-                token += part
-                is_gone = is_gone or not part
-            if len(token) < TOKEN_BYTES:
-                if is_gone:
-                    self._dismiss(stranger)
-                continue
-            identity = self._owner(token)
-            if identity is None:
-                host = _host_of(stranger)
-                self._dismiss(stranger)
-                yield Refusal(host, f"{host} came to bulk_port without a ticket")
-                continue
-            self._forget_stranger(stranger)
-            tune(stranger)
-            bound_silence(stranger, self._config.silence_s)
-            seals = seals_of(self._tickets.pop(identity), is_worker=True)
-            yield identity, Channel(stranger, seals, self._config.frame_bytes, self._wake)
+            yield from self._accept()
+        for stranger, (_, deadline) in tuple(self._strangers.items()):
+            if not deadline.has_passed:
+                break
+            self._dismiss(stranger)
 
     def close(self) -> None:
         self._listener.close()
@@ -110,7 +99,7 @@ class DataPort:
             stranger.close()
         self._strangers.clear()
 
-    def _accept(self) -> None:
+    def _accept(self) -> Iterator[tuple[bytes, Channel] | Refusal]:
         for _ in range(_MAX_STRANGERS):
             try:
                 stranger, _ = self._listener.accept()
@@ -121,6 +110,34 @@ class DataPort:
             stranger.setblocking(False)
             self._strangers[stranger] = bytearray(), Deadline.after(_TOKEN_S, self._clock)
             self._poller.register(stranger, zmq.POLLIN)
+            yield from self._hear(stranger)
+
+    def _hear(self, stranger: socket.socket) -> Iterator[tuple[bytes, Channel] | Refusal]:
+        """What it has said by now, if anything."""
+        token, _ = self._strangers[stranger]
+        try:
+            part = stranger.recv(TOKEN_BYTES - len(token))
+        except BlockingIOError:
+            return
+        except OSError:
+            part = b""
+        token += part
+        if not part:
+            self._dismiss(stranger)
+        elif len(token) == TOKEN_BYTES:
+            yield self._admit(stranger, token)
+
+    def _admit(self, stranger: socket.socket, token: bytearray) -> tuple[bytes, Channel] | Refusal:
+        identity = self._owner(token)
+        if identity is None:
+            host = _host_of(stranger)
+            self._dismiss(stranger)
+            return Refusal(host, f"{host} came to bulk_port without a ticket")
+        self._forget_stranger(stranger)
+        tune(stranger)
+        bound_silence(stranger, self._config.silence_s)
+        seals = seals_of(self._tickets.pop(identity), is_worker=True)
+        return identity, Channel(stranger, seals, self._config.frame_bytes, self._wake)
 
     def _owner(self, token: bytearray) -> bytes | None:
         """Takes the same time for every token."""
