@@ -79,7 +79,7 @@ class EPool:
             stack.on_e(max(self.layers), _marker(self.valid))
 
     def invalidate(self, slots: torch.Tensor) -> None:
-        self.valid[slots] = False
+        self.valid.index_fill_(0, slots, False)
 
     def adopt(self, source: torch.Tensor, slots: torch.Tensor, first_own: int) -> None:
         """`slots` are the same tokens of a model that is equal below layer `first_own`, and whose
@@ -114,8 +114,10 @@ class Provenance:
     def loaded(self, slots: torch.Tensor, slot_before: torch.Tensor, *, exact: bool) -> None:
         """`slots` now hold loaded or recomputed KV, after the token in `slot_before` (`[0..1]`)."""
         self._any = self._any or not exact
-        if self._any:
-            self._approximate[slots] = self._approximate[slot_before].any() if exact else True
+        if self._any and exact:
+            self._approximate[slots] = self._approximate[slot_before].any()
+        elif self._any:
+            self._approximate.index_fill_(0, slots, True)
 
     def inherit(self, batch: ScheduleBatch, req_to_token: torch.Tensor) -> None:
         """Mark the slots that `batch` is about to write. On the device, without waiting for it."""
@@ -169,7 +171,8 @@ def _reduction(stack: LayerStack, layer: int, shared: SharedA) -> _Kept:
 def _marker(valid: torch.Tensor) -> OnE:
     def mark(forward_batch: ForwardBatch, _value: torch.Tensor) -> None:
         if not hasattr(forward_batch, "has_own_e"):
-            valid[forward_batch.out_cache_loc] = True
+            # Not `valid[...] = True`: that copies a scalar from the host, which no graph captures.
+            valid.index_fill_(0, forward_batch.out_cache_loc, True)
 
     return mark
 

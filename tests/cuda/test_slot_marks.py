@@ -1,0 +1,98 @@
+"""E and marks per slot on a device: what is written inside a CUDA graph can be captured, and what
+is written around a forward does not make the host wait."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from virtual_cuda import VirtualCuda
+
+from sglang_droidspeak.capture import EPool, Provenance
+from sglang_droidspeak.compat.names import ForwardMode
+
+HIDDEN, SLOTS = 32, 64
+NOWHERE = torch.empty(0, dtype=torch.int64)
+
+
+@pytest.fixture
+def cuda():
+    with VirtualCuda() as device:
+        yield device
+
+
+class Stack:
+    """Tells callbacks of E as a model's layers do."""
+
+    def __init__(self) -> None:
+        self.callbacks: dict[int, list] = {}
+
+    def on_e(self, layer: int, callback) -> None:
+        self.callbacks.setdefault(layer, []).append(callback)
+
+    def forward(self, slots: torch.Tensor, e: dict[int, torch.Tensor], **batch: bool) -> None:
+        forward_batch = SimpleNamespace(out_cache_loc=slots, **batch)
+        for layer, value in e.items():
+            for callback in self.callbacks.get(layer, ()):
+                callback(forward_batch, value)
+
+
+@pytest.fixture
+def pool(cuda: VirtualCuda) -> tuple[EPool, Stack]:
+    runner = SimpleNamespace(dtype=torch.float32, device="cuda")
+    pool, stack = EPool((1, 3), {}, SLOTS, HIDDEN, runner), Stack()
+    pool.capture_from(stack)
+    return pool, stack
+
+
+def test_e_is_written_inside_a_cuda_graph(cuda: VirtualCuda, pool) -> None:
+    e_pool, stack = pool
+    slots = torch.tensor([5, 6, 9], device="cuda")
+    e = {layer: torch.randn(8, HIDDEN).to("cuda") for layer in range(4)}
+    with cuda.capturing():
+        stack.forward(slots, e)
+    for layer in (1, 3):
+        assert torch.equal(e_pool.e[layer][slots].cpu(), e[layer][:3].cpu())
+    assert e_pool.valid.cpu().nonzero().flatten().tolist() == [5, 6, 9]
+
+
+def test_slots_lose_their_e_without_a_wait(cuda: VirtualCuda, pool) -> None:
+    e_pool, stack = pool
+    slots = torch.arange(16, device="cuda")
+    stack.forward(slots, {3: torch.zeros(16, HIDDEN, device="cuda")})
+    cuda.stalls.clear()
+    e_pool.invalidate(slots[4:8])
+    assert not cuda.stalls
+    assert e_pool.num_pages_without(slots, 4) == 2
+
+
+@pytest.mark.parametrize("is_exact", [False, True])
+def test_loaded_slots_are_marked_without_a_wait(cuda: VirtualCuda, is_exact: bool) -> None:
+    marks = Provenance(SLOTS, "cuda")
+    slots = torch.arange(8, device="cuda")
+    marks.loaded(slots[:4], NOWHERE.to("cuda"), exact=False)
+    cuda.stalls.clear()
+    marks.loaded(slots[4:], slots[3:4], exact=is_exact)
+    assert not cuda.stalls
+    assert not marks.is_exact(slots[4:]), "what stands on approximate KV is approximate"
+
+
+@pytest.mark.parametrize("mode", [ForwardMode.EXTEND, ForwardMode.DECODE])
+def test_new_slots_inherit_their_marks_without_a_wait(cuda: VirtualCuda, mode: ForwardMode) -> None:
+    marks = Provenance(SLOTS, "cuda")
+    table = torch.arange(32, device="cuda").view(2, 16)
+    marks.loaded(table[0, :4], NOWHERE.to("cuda"), exact=False)
+    new = [4, 5] if mode == ForwardMode.EXTEND else [4]
+    batch = SimpleNamespace(
+        forward_mode=mode,
+        req_pool_indices=torch.tensor([0], device="cuda"),
+        prefix_lens=[4],
+        extend_lens=[len(new)],
+        seq_lens=torch.tensor([5], device="cuda"),
+        out_cache_loc=torch.tensor(new, device="cuda"),
+    )
+    cuda.stalls.clear()
+    marks.inherit(batch, table)
+    assert not cuda.stalls
+    assert not marks.is_exact(table[0, 4:5])

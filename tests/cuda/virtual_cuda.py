@@ -1,0 +1,501 @@
+"""A CUDA device that is not there: it computes on the host, and what would go wrong is found.
+
+Inside `VirtualCuda()`, tensors on `cuda:0` have values, streams and events exist, and three kinds
+of faults are found:
+
+    races    two accesses to the same bytes that no fence orders. Each stream has a vector clock,
+             and so has each host thread: page-locked memory that the host touches while a copy of
+             it may still run is a race. The detector is torch's own (`torch.cuda._sanitizer`).
+    stalls   operations that make the host wait for the device, or copy pageable memory
+    capture  a stall while a CUDA graph is captured raises `NotCapturable`
+
+What the product calls to order streams, or to wait for one, is a fence, known by its line; with
+`drop` one of them does nothing, so that a test can see that it is needed.
+
+Not modelled: memory that the allocator gives away once a tensor is freed, and kernels' own errors.
+"""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import queue
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any, Final
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from accesses import INDEXING, accesses, address_of, aten, granules, is_view, keys_of
+from torch.cuda._sanitizer import EventHandler, SynchronizationError
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+ROOT: Final = Path(__file__).parents[2]
+PRODUCT: Final = ("sglang_droidspeak", "cachetree")
+_NOT_CALLERS: Final = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+_WAITING: Final = {
+    aten._local_scalar_dense.default,
+    aten.nonzero.default,
+    aten.masked_select.default,
+    aten.repeat_interleave.Tensor,
+    aten._unique2.default,
+    aten.equal.default,
+    aten.is_nonzero.default,
+}
+"""What the host waits for to know a value, or a shape."""
+_Clock = dict[int, int]
+
+
+class NotCapturable(RuntimeError):
+    """CUDA would end the capture of this graph with an error."""
+
+
+@dataclass(frozen=True, order=True)
+class Line:
+    """A line of the product that orders streams, or waits for the device."""
+
+    file: str
+    number: int
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.number} {self.what}"
+
+
+@dataclass(frozen=True)
+class Stall:
+    why: str
+    operation: str
+    line: Line | None
+    """Of the product; None where something else asked for it."""
+
+
+class VirtualTensor(torch.Tensor):
+    """A tensor on `cuda:0`; its values are those of `host`."""
+
+    host: torch.Tensor
+    cuda_: VirtualCuda
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, host: torch.Tensor, _cuda: VirtualCuda) -> VirtualTensor:
+        return torch.Tensor._make_wrapper_subclass(
+            cls,
+            host.shape,
+            strides=host.stride(),
+            storage_offset=host.storage_offset(),
+            dtype=host.dtype,
+            device="cuda:0",
+        )
+
+    def __init__(self, host: torch.Tensor, cuda: VirtualCuda) -> None:
+        self.host = host
+        self.cuda_ = cuda
+
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
+
+    def __repr__(self) -> str:
+        return f"VirtualTensor({self.host})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        leaves = pytree.tree_leaves((args, kwargs))
+        cuda = next(it for it in leaves if isinstance(it, VirtualTensor)).cuda_
+        return cuda.run(func, args, kwargs or {})
+
+
+class _OnDevice(TorchDispatchMode):
+    def __init__(self, cuda: VirtualCuda) -> None:
+        super().__init__()
+        self._cuda = cuda
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return self._cuda.run(func, args, kwargs or {})
+
+
+@dataclass
+class VirtualCuda:
+    """One device, and a context; threads that start inside it are on it, too."""
+
+    drop: Line | None = None
+    """A fence that does nothing."""
+    races: list[SynchronizationError] = field(default_factory=list)
+    stalls: list[Stall] = field(default_factory=list)
+    fences: set[Line] = field(default_factory=set)
+    is_capturing: bool = False
+    _detector: EventHandler = field(default_factory=EventHandler)
+    _guard: Any = field(default_factory=_thread.RLock)
+    _ids: Any = field(default_factory=lambda: count(1))
+    _pinned: list[range] = field(default_factory=list)
+    _kept: dict[int, object] = field(default_factory=dict)
+    """Memory seen so far, so that no address comes to mean something else."""
+    _local: threading.local = field(default_factory=threading.local)
+    _stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+
+    def __enter__(self) -> VirtualCuda:
+        if not torch.cuda.is_available():
+            torch._C._ensureCUDADeviceGuardSet()
+        self.default_stream = Stream(self, 0)
+        fakes = {
+            "Stream": lambda *_, **__: Stream(self, next(self._ids)),
+            "Event": lambda *_, **__: Event(self),
+            "stream": self.stream,
+            "current_stream": self.current_stream,
+            "default_stream": lambda *_: self.default_stream,
+            "synchronize": lambda *_: self.fence("synchronize", self._wait_for_all),
+            "is_current_stream_capturing": lambda: self.is_capturing,
+            "current_device": lambda: 0,
+            "_lazy_init": lambda: None,
+        }
+        enter = self._stack.enter_context
+        for name, fake in fakes.items():
+            enter(patch.object(torch.cuda, name, fake))
+        run = threading.Thread.run
+
+        def run_on_device(thread: threading.Thread) -> None:
+            with _OnDevice(self):
+                run(thread)
+
+        enter(patch.object(threading.Thread, "run", run_on_device))
+        # What one thread did before it released a lock is done for the next that takes it.
+        enter(patch.object(threading, "Lock", lambda: _Lock(self)))
+        enter(patch.object(threading, "_allocate_lock", lambda: _Lock(self)))
+        enter(patch.object(threading, "RLock", threading._PyRLock))
+        for name, module in list(sys.modules.items()):
+            if name.partition(".")[0] in PRODUCT:
+                for attribute, value in list(vars(module).items()):
+                    if value is queue.SimpleQueue:
+                        enter(patch.object(module, attribute, queue._PySimpleQueue))
+        enter(patch.object(np, "copyto", self._watched(np.copyto)))
+        enter(patch.object(torch, "tensor", _pinned_by_hand(torch.tensor)))
+        # A tensor made of Python's numbers goes to the device by a copy that the mode sees.
+        lifts = torch._C._only_lift_cpu_tensors()
+        self._stack.callback(torch._C._set_only_lift_cpu_tensors, lifts)
+        torch._C._set_only_lift_cpu_tensors(True)
+        enter(_OnDevice(self))
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self._stack.close()
+
+    # What tests ask of it.
+
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[None]:
+        """As `torch.cuda.graph`, but that the operations run at once, too."""
+        self.is_capturing = True
+        try:
+            yield
+        finally:
+            self.is_capturing = False
+
+    def page_locked(self, num_bytes: int) -> memoryview:
+        """Host memory that the device copies from and to while the host goes on."""
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).numpy().data
+
+    def on_host(self, reads: Any = (), writes: Any = ()) -> None:
+        """The calling thread reads and writes these buffers now."""
+        keys = []
+        for buffers in (reads, writes):
+            arrays = [np.asarray(it) for it in buffers]
+            found = [granules(it.ctypes.data, it.nbytes, 0) for it in arrays]
+            keys.append(self._pinned_of({key for of in found for key in of}))
+        self._access(self._host, *keys, "host")
+
+    # Streams.
+
+    def current_stream(self, *_device: object) -> Stream:
+        return getattr(self._local, "stream", self.default_stream)
+
+    @contextlib.contextmanager
+    def stream(self, stream: Stream | None) -> Iterator[None]:
+        before = self.current_stream()
+        self._local.stream = stream or before
+        try:
+            yield
+        finally:
+            self._local.stream = before
+
+    def fence(self, what: str, action: Callable[[], None]) -> None:
+        line = _caller(what)
+        if line is not None:
+            self.fences.add(line)
+        if line is None or line != self.drop:
+            action()
+
+    def new_stream(self, stream: int) -> _Clock:
+        with self._guard:
+            self._detector.syncs.create_stream(stream)
+            return self._clock(stream)
+
+    def clock_of(self, stream: int) -> _Clock:
+        with self._guard:
+            return dict(self._clock(stream))
+
+    def join(self, stream: int, clock: _Clock) -> None:
+        with self._guard:
+            self._detector.syncs._state_wait_for_other(self._clock(stream), clock)
+
+    def host_waits(self, clock: _Clock, what: str) -> None:
+        self._stall(what, what)
+        self.fence(what, lambda: self.join(self._host, clock))
+
+    def host_clock(self) -> _Clock:
+        return self.clock_of(self._host)
+
+    def host_joins(self, clock: _Clock) -> None:
+        self.join(self._host, clock)
+
+    def _clock(self, stream: int) -> _Clock:
+        self._detector.syncs._ensure_stream_exists(stream)
+        return self._detector.syncs.current_sync_states[stream]
+
+    def _wait_for_all(self) -> None:
+        for stream in list(self._detector.syncs.current_sync_states):
+            if stream >= 0:
+                self.join(self._host, self.clock_of(stream))
+
+    @property
+    def _host(self) -> int:
+        """The calling thread's clock; beside those of the streams, below zero."""
+        if not hasattr(self._local, "host"):
+            self._local.host = -next(self._ids)
+        return self._local.host
+
+    # Operations.
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func._can_decompose() and torch._C._dispatch_has_kernel_for_dispatch_key(
+            func.name(), "CompositeImplicitAutograd"
+        ):
+            with _OnDevice(self):
+                return func.decompose(*args, **kwargs)
+        tensors = [it for it in pytree.tree_leaves((args, kwargs)) if isinstance(it, torch.Tensor)]
+        there = [it for it in tensors if isinstance(it, VirtualTensor)]
+        here = [it for it in tensors if not isinstance(it, VirtualTensor)]
+        is_pinning = func is aten._pin_memory.default
+        if func is aten.is_pinned.default:
+            return not there and self._is_pinned(tensors[0].data_ptr())
+        kwargs = dict(kwargs)
+        makes_pinned = bool(kwargs.pop("pin_memory", False)) or is_pinning
+        is_there = bool(there)
+        if kwargs.get("device") is not None:
+            is_there = torch.device(kwargs["device"]).type == "cuda"
+            kwargs["device"] = "cpu"
+        args, kwargs = pytree.tree_map(_plain, (args, kwargs))
+        reads, writes = accesses(func, args, kwargs)
+        out = args[0].clone() if is_pinning else func(*args, **kwargs)
+        outs = [it for it in pytree.tree_leaves(out) if isinstance(it, torch.Tensor)]
+        for it in [*outs, *here]:
+            self._kept.setdefault(it.untyped_storage().data_ptr(), it)
+        if makes_pinned:
+            (made,) = outs
+            self._pinned.append(range(made.data_ptr(), made.data_ptr() + made.nbytes))
+        if not is_view(func):
+            known = [_plain(it) for it in tensors]
+            for it in outs:
+                if not any(it is other for other in known):
+                    writes = writes | keys_of(it)
+            if is_there or there:
+                self._launch(func, reads, writes)
+                self._check_host(func, args, kwargs, (here, there, is_there, outs))
+            else:
+                pinned = (
+                    {k for k in of if self._is_pinned(address_of(k))} for of in (reads, writes)
+                )
+                self._access(self._host, *pinned, func.name())
+        if not is_there:
+            return out
+        wrappers = {id(it.host): it for it in there}
+
+        def wrapped(it: Any) -> Any:
+            if not isinstance(it, torch.Tensor):
+                return it
+            return wrappers[id(it)] if id(it) in wrappers else VirtualTensor(it, self)
+
+        return pytree.tree_map(wrapped, out)
+
+    def _launch(self, func: Any, reads: set[int], writes: set[int]) -> None:
+        stream = self.current_stream().id
+        self.join(stream, self.host_clock())
+        self._access(stream, reads, writes, func.name())
+
+    def _check_host(self, func: Any, args: Any, kwargs: Any, where: Any) -> None:
+        """Refuse tensors that are not where they must be, and have the host wait where it would."""
+        here, there, is_there, outs = where
+        stream = self.current_stream().id
+        why = ""
+        if func in (aten._to_copy.default, aten.copy_.default) and (here or not is_there):
+            host = here[0] if here else outs[0]
+            is_async = kwargs.get("non_blocking", False) or any(it is True for it in args[2:])
+            if func is aten.copy_.default and not (here and there):
+                return
+            if not self._is_pinned(host.data_ptr()):
+                why = "pageable copy"
+            elif not is_async:
+                self._stall("blocking copy", func.name())
+                self.fence("blocking copy", lambda: self.join(self._host, self.clock_of(stream)))
+        elif here and func in INDEXING:
+            why = "copy of a CPU scalar or index"
+        elif any(it.dim() for it in here) and there:
+            placed = [(tuple(it.shape), str(it.device)) for it in (*there, *here)]
+            raise RuntimeError(f"{func.name()}: tensors on different devices: {placed}")
+        elif func in _WAITING and not (
+            func is aten.repeat_interleave.Tensor and kwargs.get("output_size") is not None
+        ):
+            why = "the host reads a result"
+        elif func in INDEXING and _has_mask(args[1]):
+            why = "the host reads a mask"
+        if why:
+            self._stall(why, func.name())
+            self.join(self._host, self.clock_of(stream))
+
+    def _stall(self, why: str, operation: str) -> None:
+        if self.is_capturing:
+            raise NotCapturable(f"{operation}: {why}")
+        self.stalls.append(Stall(why, operation, _caller(why)))
+
+    def _access(self, stream: int, reads: set[int], writes: set[int], name: str) -> None:
+        if not (reads or writes):
+            return
+        with self._guard:
+            self._clock(stream)
+            self.races += self._detector._handle_kernel_launch(
+                stream, reads - writes, writes, set(), name, {key: [] for key in reads | writes}
+            )
+
+    def _pinned_of(self, keys: set[int]) -> set[int]:
+        return {key for key in keys if self._is_pinned(address_of(key))}
+
+    def _is_pinned(self, address: int) -> bool:
+        return any(address in it for it in self._pinned)
+
+    def _watched(self, copyto: Callable[..., None]) -> Callable[..., None]:
+        def copy(into: np.ndarray, source: Any, *args: Any, **kwargs: Any) -> None:
+            self.on_host(reads=[source], writes=[into])
+            copyto(into, source, *args, **kwargs)
+
+        return copy
+
+
+class Stream:
+    def __init__(self, cuda: VirtualCuda, number: int) -> None:
+        self._cuda = cuda
+        self.id = self.cuda_stream = number
+        cuda.new_stream(number)
+
+    def wait_event(self, event: Event) -> None:
+        self._cuda.fence("wait_event", lambda: self._cuda.join(self.id, event.clock))
+
+    def wait_stream(self, stream: Stream) -> None:
+        clock = self._cuda.clock_of(stream.id)
+        self._cuda.fence("wait_stream", lambda: self._cuda.join(self.id, clock))
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event(self._cuda)
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        self._cuda.host_waits(self._cuda.clock_of(self.id), "synchronize")
+
+
+class Event:
+    """Not over until somebody has asked: a query answers yes, and then it is."""
+
+    def __init__(self, cuda: VirtualCuda) -> None:
+        self._cuda = cuda
+        self.clock: _Clock = {}
+        self._is_known_over = False
+
+    def record(self, stream: Stream | None = None) -> None:
+        self.clock = self._cuda.clock_of((stream or self._cuda.current_stream()).id)
+        self._is_known_over = False
+
+    def wait(self, stream: Stream | None = None) -> None:
+        of = stream or self._cuda.current_stream()
+        self._cuda.fence("wait", lambda: self._cuda.join(of.id, self.clock))
+
+    def synchronize(self) -> None:
+        self._cuda.host_waits(self.clock, "synchronize")
+        self._is_known_over = True
+
+    def query(self) -> bool:
+        self._cuda.fence("query", self._is_over)
+        return True
+
+    def elapsed_time(self, stop: Event) -> float:
+        if not stop._is_known_over:
+            raise RuntimeError("the event may not be over yet")
+        return 1.0
+
+    def _is_over(self) -> None:
+        self._is_known_over = True
+        self._cuda.host_joins(self.clock)
+
+
+class _Lock:
+    """A lock that carries the clock of whoever released it to whoever takes it."""
+
+    def __init__(self, cuda: VirtualCuda) -> None:
+        self._lock = _thread.allocate_lock()
+        self._cuda = cuda
+        self._clock: _Clock = {}
+        self.locked = self._lock.locked
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        is_mine = self._lock.acquire(blocking, timeout)
+        if is_mine:
+            self._cuda.host_joins(self._clock)
+        return is_mine
+
+    def release(self) -> None:
+        for stream, number in self._cuda.host_clock().items():
+            self._clock[stream] = max(number, self._clock.get(stream, -1))
+        self._lock.release()
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *_exc: object) -> None:
+        self.release()
+
+
+def _pinned_by_hand(tensor: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`torch.tensor` pins where no mode sees it."""
+
+    def make(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        made = tensor(*args, **kwargs)
+        return made.pin_memory() if pin_memory else made
+
+    return make
+
+
+def _plain(value: Any) -> Any:
+    return value.host if isinstance(value, VirtualTensor) else value
+
+
+def _has_mask(indices: Any) -> bool:
+    if isinstance(indices, torch.Tensor) or not isinstance(indices, (list, tuple)):
+        return False
+    return any(it is not None and it.dtype == torch.bool for it in indices)
+
+
+def _caller(what: str) -> Line | None:
+    """The line that asked for it, where that is the product's."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_NOT_CALLERS):
+        frame = frame.f_back
+    if frame is None:
+        return None
+    path = Path(frame.f_code.co_filename)
+    if not path.is_relative_to(ROOT) or path.relative_to(ROOT).parts[0] not in PRODUCT:
+        return None
+    return Line(str(path.relative_to(ROOT)), frame.f_lineno, what)
