@@ -39,6 +39,11 @@ FAILURES: Final = (
 _CIPHER_BYTES: Final = 33
 """What CURVE adds to a message on the wire (RFC 26), and so to the cap on its size."""
 
+_RECEIVED: Final = 64
+"""Messages of one other side that wait to be read; it then has to wait itself."""
+_SENT: Final = 256
+"""Messages that wait for one other side to take them; until it does no more can be sent."""
+
 _HANDSHAKE_MS: Final = 5000
 """A connection that has not proved itself by then is closed."""
 _ZAP_ENDPOINT: Final = "inproc://zeromq.zap.01"
@@ -97,7 +102,7 @@ class OpenGate:
         socket: zmq.Socket[bytes],
         max_message_bytes: int,
     ) -> None:
-        socket.set(zmq.MAXMSGSIZE, max_message_bytes)
+        _bound(socket, max_message_bytes)
         socket.set(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
 
     def register(self, poller: zmq.Poller) -> None:
@@ -136,7 +141,7 @@ class KeyGate:
         self._asked = context.socket(zmq.REP)
         self._asked.set(zmq.LINGER, 0)
         self._asked.bind(_ZAP_ENDPOINT)
-        socket.set(zmq.MAXMSGSIZE, max_message_bytes + _CIPHER_BYTES)
+        _bound(socket, max_message_bytes + _CIPHER_BYTES)
         socket.set(zmq.CURVE_SERVER, 1)
         socket.set(zmq.CURVE_SECRETKEY, self._own.secret)
         socket.set(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
@@ -225,7 +230,7 @@ class Plain:
         self._wants_key = False
 
     def secure(self, socket: zmq.Socket[bytes], max_message_bytes: int) -> None:
-        socket.set(zmq.MAXMSGSIZE, max_message_bytes)
+        _bound(socket, max_message_bytes)
 
     def failure(self, event: int, value: int, who: str) -> CacheTreeError:
         hung_up = event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -257,7 +262,7 @@ class Curve:
         self._least = least
 
     def secure(self, socket: zmq.Socket[bytes], max_message_bytes: int) -> None:
-        socket.set(zmq.MAXMSGSIZE, max_message_bytes + _CIPHER_BYTES)
+        _bound(socket, max_message_bytes + _CIPHER_BYTES)
         socket.set(zmq.CURVE_SERVERKEY, keys.to_bytes(self._server))
         socket.set(zmq.CURVE_PUBLICKEY, keys.to_bytes(self._own.public))
         socket.set(zmq.CURVE_SECRETKEY, self._own.secret)
@@ -312,6 +317,13 @@ def check_peer(address: str, config: PeerConfig) -> None:
     """Whether a peer could start; raises ConfigError."""
     parse_remote(address, field="peers")
     credentials_of(config.key_file, config.server_key)
+
+
+def _bound(socket: zmq.Socket[bytes], max_message_bytes: int) -> None:
+    """How much of another side's words is held here."""
+    socket.set(zmq.MAXMSGSIZE, max_message_bytes)
+    socket.set(zmq.RCVHWM, _RECEIVED)
+    socket.set(zmq.SNDHWM, _SENT)
 
 
 def _is_mismatch(event: int, value: int) -> bool:

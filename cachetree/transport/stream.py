@@ -18,15 +18,13 @@ from cachetree.memory import Memory
 from cachetree.plan import Step
 from cachetree.transport.frames import Frame
 from cachetree.transport.outbox import Outbox
-from cachetree.transport.wire import Located
+from cachetree.transport.wire import MAX_PLACES, Located
 
 _JOIN_BYTES: Final = 64 << 10
 """Runs shorter than this are joined into one frame: a frame for each costs more."""
 
 LOCATED_BYTES: Final = 4 << 20
 """Most that one header locates."""
-_MAX_PLACES: Final = 256
-"""Short runs of one header."""
 _REMEMBERED_BYTES: Final = 128 << 10
 """A slab keeps a checksum for so many of its bytes; each takes about 250."""
 _LEAST_REMEMBERED: Final = 256
@@ -171,7 +169,7 @@ class Stream:
             return [first[:limit]]
         parts: list[memoryview] = []
         room = min(limit, _JOIN_BYTES)
-        for run in islice(runs, _MAX_PLACES):
+        for run in islice(runs, MAX_PLACES):
             parts.append(run[:room])
             room -= parts[-1].nbytes
             if not room:

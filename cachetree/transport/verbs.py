@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Annotated, Final
+
 import msgspec
 
 from cachetree.disk import DiskStatus
 from cachetree.family import Family
+
+MAX_LAYERS: Final = 1024
+MAX_MODELS: Final = 1 << 16
+MAX_COUNTS: Final = 256
+
+ByModel = Annotated[dict[str, int], msgspec.Meta(max_length=MAX_MODELS)]
+ByLayer = Annotated[dict[int, int], msgspec.Meta(max_length=MAX_LAYERS)]
+ByName = Annotated[dict[str, int], msgspec.Meta(max_length=MAX_COUNTS)]
 
 
 class StatusRequest(msgspec.Struct, frozen=True, tag="status_request"):
@@ -21,7 +31,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
     num_bytes: int
     host_bytes: int
     num_pages: int
-    pages_by_model: dict[str, int]
+    pages_by_model: ByModel
     num_peers: int
     num_streams: int
     num_fetches: int
@@ -36,13 +46,13 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
     """Asked for, those of pages that are here already included."""
     num_refused_stores: int = 0
     num_received_bytes: int = 0
-    fetches_by_outcome: dict[str, int] = {}
+    fetches_by_outcome: ByName = {}
     """Those that ended: `ok`, a key of `FETCH_ERRORS`, `cancelled`, or `lost` with their peer."""
-    stores_by_outcome: dict[str, int] = {}
+    stores_by_outcome: ByName = {}
     """`stored`, `known`, or a value of `Refused`."""
-    hits: dict[str, int] = {}
+    hits: ByName = {}
     """Fetches whose pages were all there, by tier."""
-    misses: dict[str, int] = {}
+    misses: ByName = {}
     family: Family | None = None
     disk: DiskStatus | None = None
     """None where nothing is kept on disk."""
@@ -60,12 +70,12 @@ class Holding(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     location: str
     num_pages: int
-    e_pages: dict[int, int]
+    e_pages: ByLayer
     """For each layer with E: how many pages from the start have it."""
 
 
 class Found(msgspec.Struct, frozen=True, kw_only=True, tag="found"):
-    holdings: tuple[Holding, ...]
+    holdings: Annotated[tuple[Holding, ...], msgspec.Meta(max_length=MAX_MODELS)]
 
 
 class Evict(msgspec.Struct, frozen=True, kw_only=True, tag="evict"):
@@ -95,7 +105,7 @@ class Pin(msgspec.Struct, frozen=True, kw_only=True, tag="pin"):
 
 
 class Pinned(msgspec.Struct, frozen=True, kw_only=True, tag="pinned"):
-    pages_by_model: dict[str, int]
+    pages_by_model: ByModel
 
 
 class Unpin(msgspec.Struct, frozen=True, kw_only=True, tag="unpin"):

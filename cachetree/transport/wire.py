@@ -33,7 +33,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
-from typing import Final, TypeVar
+from typing import Annotated, Final, TypeVar
 
 import msgspec
 
@@ -54,6 +54,20 @@ MAX_HEADER_BYTES: Final = 1 << 20
 """Largest message either side accepts; a fetch may name 60,000 pages."""
 
 MAX_REASON_CHARS: Final = 500
+
+MAX_ENTRIES: Final = 256
+"""In one `Entries`."""
+
+MAX_PLACES: Final = 256
+"""In one `Located`."""
+
+MAX_STREAMS: Final = 1 << 16
+"""In one `Pong`."""
+
+Layers = Annotated[tuple[int, ...], msgspec.Meta(max_length=verbs.MAX_LAYERS)]
+Steps = Annotated[tuple[tuple[str, int], ...], msgspec.Meta(max_length=2 * verbs.MAX_LAYERS)]
+Places = Annotated[tuple[tuple[int, int], ...], msgspec.Meta(max_length=MAX_PLACES)]
+Ids = Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_STREAMS)]
 
 NO_ADVERTS: Final = -1
 """In place of a sequence number, where there is no subscription."""
@@ -91,14 +105,14 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     model: str
     parent: bytes
     pages: bytes
-    e_layers: tuple[int, ...]
+    e_layers: Layers
 
 
 class Entries(msgspec.Struct, frozen=True, kw_only=True, tag="entries"):
     """Part `seq` of the numbered stream of changes."""
 
     seq: int
-    entries: tuple[Entry, ...]
+    entries: Annotated[tuple[Entry, ...], msgspec.Meta(max_length=MAX_ENTRIES)]
 
 
 class Synced(msgspec.Struct, frozen=True, kw_only=True, tag="synced"):
@@ -114,7 +128,7 @@ class Fetch(msgspec.Struct, frozen=True, kw_only=True, tag="fetch"):
     """Rises with every fetch of one peer."""
     model: str
     pages: bytes
-    steps: tuple[tuple[str, int], ...]
+    steps: Steps
     """(kind, layer) in the order of need."""
     first_step: int = 0
     """Index of the step to begin with; those before it have landed already."""
@@ -137,7 +151,7 @@ class Store(msgspec.Struct, frozen=True, kw_only=True, tag="store"):
     model: str
     parent: bytes
     pages: bytes
-    e_layers: tuple[int, ...]
+    e_layers: Layers
     """Rising."""
     timeout_ms: int
 
@@ -177,7 +191,7 @@ class Located(msgspec.Struct, frozen=True, kw_only=True, tag="located"):
     size: int
     checksum: int
     """XXH3-64 of the payload; memory that was used anew meanwhile is noticed by it."""
-    places: tuple[tuple[int, int], ...]
+    places: Places
     """(start, stop) in the arena of each run, `size` bytes together."""
 
 
@@ -223,7 +237,7 @@ class Pong(msgspec.Struct, frozen=True, kw_only=True, tag="pong"):
     """Of the last part of the stream of changes; 0 right after a Reset."""
     last_id: int = 0
     """From the last Ping."""
-    streams: tuple[int, ...] = ()
+    streams: Ids = ()
     """Fetches that more frames are to come for."""
 
 

@@ -6,17 +6,19 @@ Run as a script it is a worker of many short runs, which tells its memory for ev
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import socket
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from subprocess import PIPE, Popen
 
 import msgspec
 import pytest
+import zmq
 from fault_proxy import Fault, FaultProxy, Strike, Towards, Via
 from transport_parts import (
     FAST,
@@ -33,12 +35,17 @@ from transport_parts import (
     worker_of,
 )
 
-from cachetree import CacheTree, Location, Worker, WorkerConfig
+from cachetree import CacheTree, FetchError, Location, Worker, WorkerConfig
 from cachetree.transport import wire
+from cachetree.transport.address import Address, parse_address
 from cachetree.transport.advertiser import Advertiser
 from cachetree.transport.channel import Channel
+from cachetree.transport.connection import Connection
 from cachetree.transport.frames import MESSAGE, Frame
+from cachetree.transport.handshake import OpenGate, Plain
 from cachetree.transport.remote_view import RemoteView
+from cachetree.transport.router import Router
+from cachetree.transport.wakeup import Wakeup
 
 PAGES = pages_of(256)
 NUM_BYTES = 4 * 256 * PAGE_BYTES
@@ -220,6 +227,44 @@ def test_a_peer_that_vanishes_from_the_network_is_bounded_by_the_kernel() -> Non
             for it in accepted_at(int(worker.address.rpartition(":")[2]))
         ]
         assert accepted == [(6000, 1, 3, 1, 3)]
+
+
+def num_taken(offer: Callable[[], bool]) -> int:
+    """How many messages go out to a side that reads none of them."""
+    num, refused_at_s = 0, math.inf
+    while time.monotonic() < refused_at_s + 0.2:
+        if offer():
+            num, refused_at_s = num + 1, math.inf
+        else:
+            refused_at_s = min(refused_at_s, time.monotonic())
+            time.sleep(0.005)
+    return num
+
+
+def test_messages_that_nobody_reads_are_few() -> None:
+    """In both directions; the kernel takes some MiB of them besides."""
+    message = wire.Bye(reason="x" * (64 << 10))
+    wakeup = Wakeup()
+    router = Router(
+        Address("127.0.0.1", 0), wakeup, OpenGate(obeys=False), WorkerConfig(), time.monotonic
+    )
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    link = Connection(context, parse_address(router.address, field=""), wakeup, 1, Plain())
+
+    def tell_worker() -> bool:
+        with contextlib.suppress(FetchError):
+            link.send(message)
+            return True
+        return False
+
+    assert num_taken(tell_worker) < 600
+    router.wait(1000)
+    identity = next(iter(router.receive())).identity
+    assert num_taken(lambda: router.send(identity, message)) < 600
+    link.close()
+    router.close()
+    context.destroy(linger=0)
+    wakeup.close()
 
 
 def _serve(window_bytes: int) -> None:

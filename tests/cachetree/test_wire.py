@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import inspect
 from transport_parts import FAMILY, pages_of
 
+from cachetree import Family
 from cachetree.errors import ConfigError, ProtocolError
 from cachetree.plan import Kind, Step
 from cachetree.transport import PeerConfig, WorkerConfig, adverts, verbs, wire
@@ -85,6 +88,45 @@ def test_headers_are_capped_both_ways() -> None:
         wire.decode_to_peer(memoryview(bytes(wire.MAX_HEADER_BYTES + 1)))
 
 
+def lists_without_a_cap(of: inspect.Type, path: str) -> Iterator[str]:
+    """Where in a message one side could make the other hold more than it ever means to."""
+    match of:
+        case inspect.UnionType(types=types):
+            for each in types:
+                yield from lists_without_a_cap(each, path)
+        case inspect.StructType(cls=kind, fields=fields):
+            for field in fields:
+                yield from lists_without_a_cap(field.type, f"{kind.__name__}.{field.encode_name}")
+        case inspect.TupleType(item_types=items):
+            for each in items:
+                yield from lists_without_a_cap(each, path)
+        case inspect.VarTupleType() | inspect.DictType() as many:
+            if many.max_length is None:
+                yield path
+            item = many.value_type if isinstance(many, inspect.DictType) else many.item_type
+            yield from lists_without_a_cap(item, path)
+        case inspect.CollectionType():
+            yield path
+
+
+def test_every_list_of_a_message_has_a_longest_form() -> None:
+    for kinds in (wire.ToWorker, wire.ToPeer, Family):
+        assert not list(lists_without_a_cap(inspect.type_info(kinds), ""))
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        (msgspec.structs.replace(FETCH, steps=(("kv", 0),) * 100_000), "steps"),
+        (wire.Pong(epoch=1, streams=(1,) * 100_000), "streams"),
+    ],
+)
+def test_a_list_that_is_too_long_is_not_read(message: wire.Fetch | wire.Pong, field: str) -> None:
+    decode = wire.decode_to_worker if isinstance(message, wire.Fetch) else wire.decode_to_peer
+    with pytest.raises(ProtocolError, match=rf"length <= \d+ - at `\$\.{field}`"):
+        decode(memoryview(wire.encode(message)))
+
+
 def test_pages_are_whole() -> None:
     pages = pages_of(3)
     assert list(wire.split_pages(wire.join_pages(pages))) == pages
@@ -127,6 +169,8 @@ def test_entries_are_packed_in_order_into_small_messages() -> None:
     sizes = [len(wire.encode(wire.Entries(seq=1, entries=group))) for group in groups]
     assert max(sizes) < 64 << 10
     assert len(groups) < 20
+    small = [msgspec.structs.replace(entry, pages=entry.pages[:16]) for entry in entries]
+    assert max(map(len, adverts.pack(small))) <= wire.MAX_ENTRIES
 
 
 @pytest.mark.parametrize(
