@@ -68,6 +68,19 @@ class RemoteEntries:
                 self._trie.prune(below)
                 return
 
+    def give_way(self, pages: Sequence[PageHash]) -> bool:
+        """Drop what hinders the first of `pages`, which is local, from its place; whether it did.
+
+        A page that was only advertised is at another place because of a wrong advert.
+        """
+        place = self._trie.find(pages[0]) if pages else None
+        if place is None or place.node.local:
+            return False
+        there = list(place.node.remote)
+        for location, model in there:
+            self.drop(location, model, pages[:1])
+        return bool(there)
+
     def forget(self, location: Location) -> None:
         nodes = list(self._trie.root.walk())
         for node in nodes:

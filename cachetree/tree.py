@@ -348,6 +348,8 @@ class CacheTree:
         pages = reservation.pages[first:]
         parent = reservation.pages[first - 1] if first else reservation.parent
         nodes = self._trie.cover(parent, pages)
+        while self._remote.give_way(pages[sum(node.num_pages for node in nodes) :]):
+            nodes = self._trie.cover(parent, pages)
         offset = first
         for node in nodes:
             entry = node.local[model] = LocalEntry(node, model, slab, offset)

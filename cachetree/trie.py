@@ -46,7 +46,8 @@ class PageTrie:
         A page lies at one place only, below all pages before it. So where one step to a child does
         not end the search, it goes on in the middle of what is left, and takes a number of steps
         that grows with the logarithm of the number of nodes. For the same reason the last page that
-        a node shares speaks for those before it. `pages` are trusted to be a chain.
+        a node shares speaks for those before it. `pages` are trusted to be a chain. What was
+        advertised is not: a page that lies below others than `pages` is none that was found.
         """
         node, index = (self.root, 0) if parent is None else (parent.node, parent.stop)
         depth = node.start + index
@@ -69,7 +70,7 @@ class PageTrie:
             probe = stop - 1 if stop == len(pages) else (num_found + stop) // 2
             while probe > num_found:
                 found = self._index.find_at(pages[probe], depth + probe)
-                if found is not None:
+                if found is not None and _leads_to(found, node, pages, depth):
                     node, index = found, depth + probe - found.start
                     num_found = probe
                     break
@@ -188,6 +189,20 @@ class PageTrie:
         self._index.remove([(node.run, node.first, node.first + node.num_pages) for node in gone])
         for run in {node.run for node in gone if node.run.nodes}:
             run.compact()
+
+
+def _leads_to(below: Node, above: Node, pages: Sequence[PageHash], depth: int) -> bool:
+    """Whether the nodes from `above`, which ends in `pages`, to `below` end in pages of it, too.
+
+    `depth` pages stand before the first.
+    """
+    node = below.parent
+    while node is not None and node.start > above.start:
+        last = node.num_pages - 1
+        if not node.run.has(pages[node.start + last - depth], node.first + last):
+            return False
+        node = node.parent
+    return node is above
 
 
 def depth_of(piece: Piece | None) -> int:

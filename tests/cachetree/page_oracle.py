@@ -5,10 +5,12 @@ A page is named by the text up to and including it, so "abc" is the page after "
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import sys
+from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from tree_parts import FAMILY, PAGE, FakeTime
+from tree_parts import FAMILY, PAGE, E, FakeTime
 
 from cachetree.eviction import Retention
 from cachetree.family import Family
@@ -21,16 +23,23 @@ def prefixes(text: str, start: int) -> list[str]:
     return [text[: i + 1] for i in range(start, len(text))]
 
 
-@dataclass
+@dataclass(eq=False)
 class Slab:
-    num_bytes: int
-    num_live: int
+    num_pages: int
+    e_layers: tuple[int, ...]
+
+    @property
+    def page_bytes(self) -> int:
+        return PAGE + len(self.e_layers) * E
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_pages * self.page_bytes
 
 
 @dataclass
 class Page:
     slab: Slab
-    e_layers: tuple[int, ...]
     used: int
     used_at_s: float = 0.0
 
@@ -48,7 +57,6 @@ class OpenReservation:
     parent: str
     pages: list[str]
     slab: Slab
-    e_layers: tuple[int, ...]
 
 
 @dataclass
@@ -67,8 +75,12 @@ class Oracle:
     budget: int = 16 * PAGE
     clock: FakeTime = field(default_factory=FakeTime)
     retention: Retention = field(default_factory=Retention)
+    unit_bytes: int = sys.maxsize
+    """What memory gives back: 1, every page of its own; else whole slabs."""
     local: dict[tuple[ModelId, str], Page] = field(default_factory=dict)
     remote: dict[tuple[Location, ModelId, str], tuple[int, ...]] = field(default_factory=dict)
+    above: dict[str, str] = field(default_factory=dict)
+    """Where each page hangs: `page[:-1]`, but for what was advertised elsewhere."""
     cuts: set[str] = field(default_factory=set)
     """Pages after which a node ends."""
     reservations: list[OpenReservation] = field(default_factory=list)
@@ -81,9 +93,8 @@ class Oracle:
 
     @property
     def num_bytes(self) -> int:
-        slabs = {id(page.slab): page.slab for page in self.local.values()}
-        slabs |= {id(it.slab): it.slab for it in self.reservations}
-        return sum(slab.num_bytes for slab in slabs.values())
+        num_open = sum(it.slab.num_bytes for it in self.reservations)
+        return num_open + self.bytes_of(self.local.keys())
 
     def held(self) -> set[tuple[ModelId, str]]:
         held = {(it.model, page) for it in self.leases for page in it.pages}
@@ -94,22 +105,26 @@ class Oracle:
         return set().union(*[it.pages for it in self.pins.values()])
 
     def bytes_of(self, pages: Collection[tuple[ModelId, str]]) -> int:
-        """Of all memory that has one of them."""
-        slabs = {id(self.local[page].slab): self.local[page].slab for page in pages}
-        return sum(slab.num_bytes for slab in slabs.values())
+        """What stays at most where all pages but these go."""
+        kept = Counter(self.local[page].slab for page in pages)
+        there = Counter(page.slab for page in self.local.values())
+        num_bytes = 0
+        for slab, num in kept.items():
+            borders = FAMILY.num_layers + len(slab.e_layers) + 1
+            least = min(there[slab] * slab.page_bytes, num * slab.page_bytes + borders)
+            num_bytes += least if self.unit_bytes == 1 else slab.num_bytes
+        return num_bytes
 
     def is_expired(self, page: Page) -> bool:
         ttl_s = self.retention.ttl_s
         return ttl_s is not None and page.used_at_s <= self.clock.now_s - ttl_s
 
-    def pinned_slabs(self, also: Collection[tuple[ModelId, str]]) -> list[Slab]:
-        slabs = {id(it.slab): it.slab for it in self.reservations}
-        for model, text in {*self.held(), *also}:
-            for page in prefixes(text, 0):
-                if (model, page) in self.local:
-                    slab = self.local[model, page].slab
-                    slabs[id(slab)] = slab
-        return list(slabs.values())
+    def held_bytes(self, also: Collection[tuple[ModelId, str]]) -> int:
+        """What is held stays, and all before it; `also` is about to be."""
+        ends = [it for it in {*self.held(), *also} if it in self.local]
+        pages = {(model, page) for model, text in ends for page in prefixes(text, 0)}
+        pages |= {(model, page) for model, text in ends for page in self.entry(model, text)}
+        return sum(it.slab.num_bytes for it in self.reservations) + self.bytes_of(pages)
 
     def entry(self, model: ModelId, page: str) -> list[str]:
         """All pages of the node that holds `page`."""
@@ -132,10 +147,39 @@ class Oracle:
             self.local[model, page].used = self.num_uses
             self.local[model, page].used_at_s = self.clock.now_s
 
-    def cover(self, pages: list[str]) -> None:
-        known = self.known()
-        self.cuts |= {pages[0][:-1], pages[-1]}
-        self.cuts |= set([page for page in pages if page in known][-1:])
+    def cover(self, parent: str, pages: Sequence[str]) -> list[str]:
+        """Have nodes of exactly these; ends before a page that is elsewhere, or comes twice."""
+        known, covered = self.known(), list[str]()
+        for page in pages:
+            before = covered[-1] if covered else parent
+            if page in covered or (page in known and self.above[page] != before):
+                break
+            self.above[page] = before
+            covered.append(page)
+        self.cuts |= {parent, *covered[-1:]}
+        self.cuts |= set([page for page in covered if page in known][-1:])
+        return covered
+
+    def cover_for_local(self, parent: str, pages: Sequence[str]) -> None:
+        """As `cover`; what was only advertised elsewhere goes."""
+        ends = set[str]()
+        while len(covered := self.cover(parent, pages)) < len(pages):
+            ends |= set(covered[-1:])
+            page = pages[len(covered)]
+            for location, model in {key[:2] for key in self.remote if key[2] == page}:
+                self.drop_below(location, model, page)
+        self.cuts |= ends
+
+    def drop_below(self, location: Location, model: ModelId, page: str) -> None:
+        """A remote entry goes, with all that hangs on it."""
+        self.cuts.add(self.above[page])
+        for key in [key for key in self.remote if key[:2] == (location, model)]:
+            end = key[2]
+            while end not in (page, ""):
+                end = self.above[end]
+            if end:
+                del self.remote[key]
+        self.forget_cuts()
 
     def known(self) -> set[str]:
         return {page for _, page in self.local} | {page for _, _, page in self.remote}

@@ -265,6 +265,34 @@ def test_adverts_that_could_never_match_are_left_out() -> None:
     assert tree.match(path("y") * 2)[0].num_pages == 1
 
 
+@pytest.mark.parametrize("head", ["abx", "xyz"])
+def test_an_advert_of_pages_after_others_is_no_way_to_them(head: str) -> None:
+    """Of page d it names a depth that is right, and pages before it that are not."""
+    tree = make_tree()
+    store(tree, A, "ab")
+    store(tree, A, "abx")
+    tree.add_remote(FAR, B, None, path(head), [])
+    tree.add_remote(FAR, B, path(head)[-1], path("abcd")[3:], [])
+    for text, num in (("abcd", 2), ("abcdef", 2), ("abxy", 3)):
+        assert num_pages(tree, A, text) == num
+
+
+def test_no_advert_keeps_a_page_out_that_is_here() -> None:
+    tree = make_tree()
+    store(tree, A, "ab")
+    tree.add_remote(FAR, B, None, path("x"), [])
+    tree.add_remote(FAR, B, path("x")[0], [path("abcd")[3], path("abc")[2]], [])
+    tree.add_remote(FARTHER, B, None, path("abcdef")[5:], [1])
+    store(tree, A, "abcdef")
+    assert num_pages(tree, A, "abcdef") == 6
+    for layer in range(FAMILY.num_layers):
+        expected = b"".join(content(A, page, layer, "kv", KV) for page in path("abcdef"))
+        assert read_kv(tree, A, path("abcdef"), layer) == expected
+    assert num_pages(tree, B, "x", FAR) == 1, "what is not contradicted stays"
+    tree.add_remote(FAR, B, None, path("abcdef")[4:], [])
+    assert num_pages(tree, A, "abcdef") == 6
+
+
 def test_subscribers_learn_of_every_change_in_order() -> None:
     tree = make_tree(4)
     store(tree, A, "ab", e_layers=[])

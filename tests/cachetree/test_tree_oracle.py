@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from tree_oracle import ALPHABETS, E_CHOICES, LOCATIONS, NAMES, Mirror
+from tree_oracle import ALPHABETS, E_CHOICES, LIAR, LOCATIONS, NAMES, Mirror
 from tree_walks import DEEP, SHALLOW, random_walk, retention_of
 
 from cachetree.eviction import POLICIES, Retention
@@ -33,9 +35,14 @@ class TreeMachine(RuleBasedStateMachine):
         super().__init__()
         self.mirror = Mirror()
 
-    @initialize(policy=st.sampled_from(POLICIES), ttl_s=st.sampled_from((None, 3.0)))
-    def choose(self, policy: str, ttl_s: float | None) -> None:
-        self.mirror = Mirror(retention=Retention(eviction=policy, ttl_s=ttl_s))
+    @initialize(
+        policy=st.sampled_from(POLICIES),
+        ttl_s=st.sampled_from((None, 3.0)),
+        unit_bytes=st.sampled_from((1, sys.maxsize)),
+    )
+    def choose(self, policy: str, ttl_s: float | None, unit_bytes: int) -> None:
+        retention = Retention(eviction=policy, ttl_s=ttl_s)
+        self.mirror = Mirror(retention=retention, unit_bytes=unit_bytes)
 
     @rule(name=names, text=texts, start=indices, e_layers=e_choices)
     def reserve(self, name: str, text: str, start: int, e_layers: tuple[int, ...]) -> None:
@@ -105,7 +112,16 @@ class TreeMachine(RuleBasedStateMachine):
     def drop_remote(self, location: Location, name: str, text: str, start: int) -> None:
         self.mirror.drop_remote(location, self.mirror.loaded[name], text, start % len(text))
 
-    @rule(location=locations)
+    @rule(
+        name=names, text=texts, order=st.permutations(range(SHALLOW)), num=indices, parent=indices
+    )
+    def lie(self, name: str, text: str, order: list[int], num: int, parent: int) -> None:
+        model = self.mirror.loaded[name]
+        had = [it[2] for it in self.mirror.remote if it[:2] == (LIAR, model)]
+        pages = [text[: at + 1] for at in order if at < len(text)][: num + 1]
+        self.mirror.lie(model, ["", *had][parent % (len(had) + 1)], pages)
+
+    @rule(location=st.sampled_from((*LOCATIONS, LIAR)))
     def forget(self, location: Location) -> None:
         self.mirror.forget(location)
 
@@ -128,7 +144,7 @@ class TreeMachine(RuleBasedStateMachine):
         self.mirror.unsubscribe()
         self.mirror.tree.clear()
         assert (self.mirror.tree.num_bytes, self.mirror.tree.num_pages) == (0, 0)
-        assert self.mirror.num_live_bytes == 0
+        assert self.mirror.memory.num_bytes == 0
 
 
 TestTreeMachine = TreeMachine.TestCase

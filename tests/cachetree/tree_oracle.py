@@ -11,23 +11,25 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
 
 import pytest
 from page_oracle import OpenLease, OpenPin, OpenReservation, Oracle, Page, Slab, leading_e, prefixes
-from tree_parts import FAMILY, KV, PAGE, E, content
+from tree_parts import FAMILY, KV, E, content
 
 from cachetree.clock import Deadline
 from cachetree.entries import Change
 from cachetree.errors import PinRefused, StaleEntry
 from cachetree.hashing import page_hashes
-from cachetree.ids import LOCAL, Location, ModelId, PageHash
-from cachetree.memory import Plain
+from cachetree.ids import LOCAL, Location, ModelId, PageHash, Span
 from cachetree.tree import CacheTree
 
 NAMES = ("base", "adapter")
 LOCATIONS = (Location("tcp://far:1"), Location("tcp://farther:1"))
+LIAR = Location("tcp://liar:1")
+"""Advertises pages where they cannot be; what is said of it in a match is not looked at."""
 E_CHOICES: tuple[tuple[int, ...], ...] = ((), (1,), (0, 2))
 ALPHABETS = ("abc", "ABC")
 """One per tenant."""
@@ -41,8 +43,45 @@ def path(text: str) -> list[PageHash]:
     return page_hashes([ALPHABETS[tenant].index(it) for it in text], 1, SALTS[tenant])
 
 
-class Memory(bytearray):
-    """What the tree allocates; it can be watched."""
+class Loan(bytearray):
+    """What the tree gets; it can be watched."""
+
+
+class Memory:
+    """Lends whole loans, or takes back single bytes, and writes over what it is given back."""
+
+    file = None
+
+    def __init__(self, unit_bytes: int) -> None:
+        self.unit_bytes = unit_bytes
+        self.num_bytes = 0
+
+    def size_of(self, num_bytes: int) -> int:
+        return num_bytes
+
+    def take(self, num_bytes: int) -> memoryview:
+        loan = Loan(num_bytes)
+        self.num_bytes += num_bytes
+        if self.unit_bytes > 1:
+            weakref.finalize(loan, self.on_free, num_bytes)
+        return memoryview(loan)
+
+    def on_free(self, num_bytes: int) -> None:
+        self.num_bytes -= num_bytes
+
+    def give_back(self, loan: memoryview, parts: Sequence[Span]) -> memoryview:
+        if self.unit_bytes > 1:
+            return memoryview(b"")
+        for part in parts:
+            loan[part.start : part.stop] = b"\xee" * len(part)
+            self.num_bytes -= len(part)
+        return loan
+
+    def place_of(self, view: memoryview) -> int | None:
+        return None
+
+    def close(self) -> None:
+        pass
 
 
 @dataclass
@@ -56,28 +95,19 @@ class Mirror(Oracle):
     """What a reservation asks for now; None while everything may go."""
 
     def __post_init__(self) -> None:
-        self.num_live_bytes = 0
+        self.memory = Memory(self.unit_bytes)
+        self.num_pinned_bytes = 0
         self.tree = CacheTree(
             self.family,
             host_bytes=self.budget,
             clock=self.clock,
-            memory=Plain(self.allocate),
+            memory=self.memory,
             retention=self.retention,
         )
         for name in NAMES:
             self.load(name)
         self.text_of: dict[PageHash, str] = {}
         _, self.unsubscribe = self.tree.subscribe(self.on_change)
-
-    def allocate(self, num_bytes: int) -> memoryview:
-        assert self.num_live_bytes + num_bytes <= self.tree.num_bytes <= self.budget
-        memory = Memory(num_bytes)
-        self.num_live_bytes += num_bytes
-        weakref.finalize(memory, self.on_free, num_bytes)
-        return memoryview(memory)
-
-    def on_free(self, num_bytes: int) -> None:
-        self.num_live_bytes -= num_bytes
 
     # Operations.
 
@@ -92,13 +122,14 @@ class Mirror(Oracle):
         pages, parent = prefixes(text, start), text[:start]
         present = [page for page in pages if (model, page) in self.local]
         new = pages[len(present) :]
-        num_bytes = len(new) * (PAGE + len(e_layers) * E)
+        slab = Slab(len(new), e_layers)
+        num_bytes = slab.num_bytes
         before = new[0][:-1] if new else ""
-        pinned = self.pinned_slabs([(model, before)] if new else [])
+        held_bytes = self.held_bytes([(model, before)] if new else [])
         is_orphan = bool(parent) and (model, parent) not in self.local
         self.wanted_bytes = num_bytes
         must_fit = not new or self.num_bytes + num_bytes <= self.budget
-        must_fit |= sum(slab.num_bytes for slab in pinned) + num_bytes <= self.budget
+        must_fit |= held_bytes + num_bytes <= self.budget
         self.keep = (model, before)
         handle = self.tree.reserve(model, self.hash(parent), self.hashes(text)[start:], e_layers)
         self.keep = None
@@ -110,23 +141,21 @@ class Mirror(Oracle):
         if not new:
             handle.commit()
             return
-        slab = Slab(num_bytes, len(new))
         for layer in range(FAMILY.num_layers):
             parts = [content(model, page, layer, "kv", KV) for page in handle.pages]
             handle.kv(layer)[:] = b"".join(parts)
         for layer in e_layers:
             handle.e(layer)[:] = b"".join(content(model, p, layer, "e", E) for p in handle.pages)
-        self.reservations.append(OpenReservation(handle, model, before, new, slab, e_layers))
+        self.reservations.append(OpenReservation(handle, model, before, new, slab))
 
     def commit(self, index: int) -> None:
         self.num_operations += 1
         it = self.reservations.pop(index)
         kept = [page for page in it.pages if (it.model, page) not in self.local]
         if kept:
-            self.cover(kept)
+            self.cover_for_local(kept[0][:-1], kept)
         for page in kept:
-            self.local[it.model, page] = Page(it.slab, it.e_layers, 0)
-        it.slab.num_live = len(kept)
+            self.local[it.model, page] = Page(it.slab, 0)
         if kept:
             self.num_uses += 1
             self.touch(it.model, kept[-1])
@@ -136,7 +165,7 @@ class Mirror(Oracle):
         if self.added:
             assert self.added.pages == tuple(self.hashes(kept[-1])[-len(kept) :])
             assert self.added.parent == self.hash(kept[0][:-1])
-            assert self.added.e_layers == it.e_layers
+            assert self.added.e_layers == it.slab.e_layers
 
     def release(self, index: int) -> None:
         self.num_operations += 1
@@ -188,16 +217,21 @@ class Mirror(Oracle):
         self.cuts |= {text[:num] for num in depths.values()}
         if pages:
             self.pins[model, text] = OpenPin(pages, at_s)
+            self.num_pinned_bytes = self.bytes_of(self.pinned_pages())
 
     def unpin(self, model: ModelId | None, text: str) -> None:
         self.num_operations += 1
         is_pinned = self.pins.pop((model, text), None) is not None
         assert self.tree.unpin(model, self.hashes(text)) == is_pinned
+        self.num_pinned_bytes = self.bytes_of(self.pinned_pages())
 
     def sweep(self) -> None:
         """What has to go does, and nothing else."""
         self.leases = [it for it in self.leases if it.at_s > self.clock.now_s]
-        self.pins = {key: it for key, it in self.pins.items() if it.at_s > self.clock.now_s}
+        pins = {key: it for key, it in self.pins.items() if it.at_s > self.clock.now_s}
+        if len(pins) < len(self.pins):
+            self.pins = pins
+            self.num_pinned_bytes = self.bytes_of(self.pinned_pages())
         self.is_sweeping = True
         self.tree.sweep()
         self.is_sweeping = False
@@ -225,21 +259,25 @@ class Mirror(Oracle):
             location, model, self.hash(text[:start]), self.hashes(text)[start:], e_layers
         )
         if start == 0 or (location, model, text[:start]) in self.remote:
-            self.cover(prefixes(text, start))
-            for page in prefixes(text, start):
+            for page in self.cover(text[:start], prefixes(text, start)):
                 self.remote[location, model, page] = e_layers
+
+    def lie(self, model: ModelId, parent: str, pages: Sequence[str]) -> None:
+        """Advertise pages in any order after a page that was advertised, or at the root."""
+        self.num_operations += 1
+        hashes = [self.hashes(page)[-1] for page in pages]
+        self.tree.add_remote(LIAR, model, self.hash(parent), hashes, ())
+        if not parent or (LIAR, model, parent) in self.remote:
+            for page in self.cover(parent, pages):
+                self.remote[LIAR, model, page] = ()
 
     def drop_remote(self, location: Location, model: ModelId, text: str, start: int) -> None:
         self.num_operations += 1
         self.tree.drop_remote(location, model, self.hashes(text)[start:])
         for page in prefixes(text, start):
             if (location, model, page) in self.remote:
-                self.cuts.add(page[:-1])
-                for key in [k for k in self.remote if k[:2] == (location, model)]:
-                    if key[2].startswith(page):
-                        del self.remote[key]
+                self.drop_below(location, model, page)
                 break
-        self.forget_cuts()
 
     def forget(self, location: Location) -> None:
         self.num_operations += 1
@@ -253,11 +291,12 @@ class Mirror(Oracle):
         found = {
             (m.location, m.model): (m.num_pages, dict(m.e_pages))
             for m in self.tree.match(self.hashes(text))
+            if m.location != LIAR
         }
         expected: dict[tuple[Location, ModelId], tuple[int, dict[int, int]]] = {}
         for model in {model for model, _ in self.local} | {model for _, model, _ in self.remote}:
             pages = [self.local.get((model, page)) for page in prefixes(text, 0)]
-            have = [page.e_layers for page in pages if page is not None]
+            have = [page.slab.e_layers for page in pages if page is not None]
             if have:
                 expected[LOCAL, model] = (len(have), leading_e(have))
                 self.touch(model, text[: len(have)])
@@ -271,16 +310,16 @@ class Mirror(Oracle):
     # What must hold after each of them.
 
     def check(self) -> None:
-        assert self.num_live_bytes == self.tree.num_bytes == self.num_bytes <= self.budget
+        assert self.memory.num_bytes == self.tree.num_bytes == self.num_bytes <= self.budget
         assert self.tree.num_pages == len(self.local)
-        assert self.tree.num_pinned_bytes == self.bytes_of(self.pinned_pages())
+        assert self.tree.num_pinned_bytes == self.num_pinned_bytes
 
     def check_content(self, it: OpenLease) -> None:
         hashes = self.hashes(it.pages[-1])[-len(it.pages) :]
         for layer in range(FAMILY.num_layers):
             expected = b"".join(content(it.model, page, layer, "kv", KV) for page in hashes)
             assert b"".join(it.handle.kv(layer)) == expected
-            if all(layer in self.local[it.model, page].e_layers for page in it.pages):
+            if all(layer in self.local[it.model, page].slab.e_layers for page in it.pages):
                 expected = b"".join(content(it.model, page, layer, "e", E) for page in hashes)
                 assert b"".join(it.handle.e(layer)) == expected
             else:
@@ -305,7 +344,7 @@ class Mirror(Oracle):
                 candidates = [p.used for (m, t), p in self.local.items() if self.is_evictable(m, t)]
                 assert self.local[model, pages[0]].used == min(candidates)
         for page in pages:
-            self.local.pop((model, page)).slab.num_live -= 1
+            del self.local[model, page]
         self.forget_cuts()
 
     def hashes(self, text: str) -> list[PageHash]:

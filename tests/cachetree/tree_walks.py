@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import argparse
 import random
+import sys
 import time
 
 import msgspec
-from tree_oracle import ALPHABETS, E_CHOICES, LOCATIONS, NAMES, Mirror, path
+from page_oracle import prefixes
+from tree_oracle import ALPHABETS, E_CHOICES, LIAR, LOCATIONS, NAMES, Mirror, path
 from tree_parts import FAMILY, PAGE
 
 from cachetree.eviction import POLICIES, Retention
+from cachetree.ids import ModelId
 
 SHALLOW, DEEP = 7, 30
 """Lengths of the longest texts."""
@@ -60,14 +63,27 @@ def one_random_operation(mirror: Mirror, rng: random.Random, text: str) -> None:
         mirror.unpin(*rng.choice([*mirror.pins, (model, text)]))
     elif choice < 0.805:
         mirror.load(rng.choice(NAMES))
-    elif choice < 0.86:
+    elif choice < 0.84:
         mirror.add_remote(location, model, text, start, e_layers)
+    elif choice < 0.86:
+        one_random_lie(mirror, rng, model, text)
     elif choice < 0.89:
         mirror.drop_remote(location, model, text, start)
     elif choice < 0.90:
-        mirror.forget(location)
+        mirror.forget(rng.choice((location, LIAR)))
     else:
         mirror.match(text)
+
+
+def one_random_lie(mirror: Mirror, rng: random.Random, model: ModelId, text: str) -> None:
+    """Pages of one text and then of another, or in another order, at the root or elsewhere."""
+    others = [page for _, page in mirror.local] or [text]
+    num_other = rng.randrange(len(text))
+    pages = prefixes(rng.choice(others)[:num_other], 0) + prefixes(text, num_other)
+    if rng.random() < 0.3:
+        pages = rng.sample(pages, rng.randint(1, len(pages)))
+    had = [page for location, of, page in mirror.remote if (location, of) == (LIAR, model)]
+    mirror.lie(model, rng.choice(("", *had)), pages)
 
 
 def retention_of(seed: int) -> Retention:
@@ -79,7 +95,11 @@ def retention_of(seed: int) -> Retention:
 def random_walk(seed: int, num_operations: int, longest: int, retention: Retention) -> int:
     """Random operations on two families at once; returns how many entries were evicted."""
     rng = random.Random(seed)
-    mirrors = [Mirror(it, (9 + longest) * PAGE, retention=retention) for it in FAMILIES]
+    budget = (9 + longest) * PAGE
+    mirrors = [
+        Mirror(family, budget, retention=retention, unit_bytes=unit_bytes)
+        for family, unit_bytes in zip(FAMILIES, (1, sys.maxsize), strict=True)
+    ]
     text = ""
     while sum(mirror.num_operations for mirror in mirrors) < num_operations:
         text = some_text(rng, longest, text)
