@@ -188,6 +188,11 @@ def attach(runner: ModelRunner, site: Site) -> None:
             f"KV pool {type(pool).__name__} with layout {layout} is not supported; use a model "
             "with full attention in every layer and the default layout"
         )
+    if pool.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ConfigError(
+            f"KV is kept in {pool.dtype}: scales of quantised KV belong to one model; start the "
+            "server with --kv-cache-dtype bfloat16"
+        )
     if pool.post_capture_active:
         raise ConfigError("the KV pool is resized after graph capture; disable that option")
     stack = LayerStack(runner.model)

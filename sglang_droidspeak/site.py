@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
+import torch
 from platformdirs import user_cache_path
 
 from cachetree.adapters import read_adapter
@@ -26,8 +27,6 @@ from sglang_droidspeak.config import MIN_PAGE_SIZE, Settings, cache_config, pars
 from sglang_droidspeak.models import Models
 
 if TYPE_CHECKING:
-    import torch
-
     from sglang_droidspeak.compat.names import ServerArgs
     from sglang_droidspeak.low_rank import SharedA
 
@@ -49,10 +48,15 @@ def _one_of(*accepted: object) -> Callable[[object], bool]:
     return lambda value: value in accepted
 
 
+_UNQUANTISED = "profiles are made with unquantised weights"
+_SCALED = "scales of quantised KV belong to one model"
+
 _ACCEPTED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     # server argument: (whether a value works, why the others do not)
+    "device": (_one_of("cpu", "cuda"), "copies and partial prefills know CPUs and CUDA alone"),
     "nnodes": (_one_of(None, 1), "the ranks of a server share one host and its ports"),
     "pp_size": (_one_of(1), "a recompute block may span pipeline stages"),
+    "dp_size": (_one_of(1), "its replicas would share one address and one folder on disk"),
     "attn_dp_size": (_one_of(None, 1), "a recompute on one rank enters collectives alone"),
     "attn_cp_size": (_one_of(None, 1), "context-parallel batches are transformed further"),
     "dcp_size": (_one_of(None, 1), "context-parallel batches are transformed further"),
@@ -60,11 +64,13 @@ _ACCEPTED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "disaggregation_mode": (_one_of(None, "null"), "prefill and decode are one server here"),
     "kv_cache_dtype": (
         _one_of(None, "auto", "bfloat16", "bf16", "float16", "float32"),
-        "scales of quantised KV belong to one model",
+        _SCALED,
     ),
-    "quantization": (_one_of(None), "profiles are made with unquantised weights"),
-    "modelopt_quant": (_one_of(None), "profiles are made with unquantised weights"),
-    "rl_quant_profile": (_one_of(None), "profiles are made with unquantised weights"),
+    "quantization_param_path": (_one_of(None), _SCALED),
+    "quantization": (_one_of(None), _UNQUANTISED),
+    "modelopt_quant": (_one_of(None), _UNQUANTISED),
+    "rl_quant_profile": (_one_of(None), _UNQUANTISED),
+    "rl_on_policy_target": (_one_of(None), "E would be float32 beside a model of another dtype"),
     "load_format": (lambda value: value != "dummy", "the weights are not the checkpoint's"),
     "json_model_override_args": (_one_of(None, "", "{}"), "the model is not the checkpoint's"),
     "is_embedding": (_one_of(None, False), "the model does not generate"),
@@ -72,6 +78,8 @@ _ACCEPTED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "enable_pdmux": (_one_of(None, False), "it splits the recompute's batch"),
     "enable_hisparse": (_one_of(None, False), "its KV pool is not per-layer rows"),
     "enable_torch_compile": (_one_of(None, False), "E is not captured in compiled layers"),
+    "enable_layernorm_sp": (_one_of(False), "a rank would have E of a share of the tokens alone"),
+    "enable_memory_saver": (_one_of(False), "it takes KV away that is being copied"),
     "enable_hierarchical_cache": (_one_of(None, False), "both would own what leaves the device"),
     "hicache_storage_backend": (_one_of(None), "both would own what leaves the device"),
     "dllm_algorithm": (_one_of(None), "its prefix KV is not causal"),
@@ -172,16 +180,12 @@ def load_site(server_args: ServerArgs) -> Site:
     """
     args = compat.resolved(server_args)
     compat.require_supported()
-    for field, (accepts, why) in _ACCEPTED.items():
-        value = getattr(args, field, None)
-        if not accepts(value):
-            raise ConfigError(
-                f"{field} is {value!r}: {why}; start the server without it or without droidspeak"
-            )
-    if (args.page_size or 1) < MIN_PAGE_SIZE:
+    check_arguments(args)
+    quantization = compat.model_config(server_args).quantization
+    if quantization is not None:
         raise ConfigError(
-            f"page_size is {args.page_size}: one key per page would be one per few tokens; "
-            "start the server with --page-size 64"
+            f"the checkpoint {args.model_path} is quantised ({quantization}): {_UNQUANTISED}; "
+            "serve an unquantised one, or start the server without droidspeak"
         )
     extra = args.unified_cache_external_linker_config.get("linker_extra_config") or {}
     paths = [getattr(it, "lora_path", None) for it in args.lora_paths or ()]
@@ -193,6 +197,23 @@ def load_site(server_args: ServerArgs) -> Site:
         args.tp_size,
         tuple(path for path in paths if path) if args.enable_lora else None,
     )
+
+
+def check_arguments(args: Any) -> None:
+    """Raise ConfigError naming the argument of SGLang, as it was resolved, that cannot work."""
+    for field, (accepts, why) in _ACCEPTED.items():
+        value = getattr(args, field)
+        if not accepts(value):
+            raise ConfigError(
+                f"{field} is {value!r}: {why}; start the server without it or without droidspeak"
+            )
+    if torch.version.hip is not None:
+        raise ConfigError("torch is built for ROCm; start the server without droidspeak there")
+    if (args.page_size or 1) < MIN_PAGE_SIZE:
+        raise ConfigError(
+            f"page_size is {args.page_size}: one key per page would be one per few tokens; "
+            "start the server with --page-size 64"
+        )
 
 
 @functools.cache

@@ -96,6 +96,19 @@ def resolved(server_args: Any) -> Any:
     return resolving_view(server_args)
 
 
+def model_config(server_args: Any) -> Any:
+    """What SGLang makes of the checkpoint and the arguments, before it reads any weight.
+
+    Raises ConfigError where it makes nothing of them.
+    """
+    from sglang.srt.arg_groups.model_override_base import model_config_of
+
+    try:
+        return model_config_of(server_args)
+    except ValueError as exc:
+        raise ConfigError(f"SGLang cannot serve this checkpoint: {exc}") from exc
+
+
 def place_hooks(hooks: Mapping[str, tuple[Callable[..., object], HookType]]) -> None:
     """Hook each target now; ConfigError where SGLang did not take one, which it only logs.
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from engine_parts import ENV, profile_of
 from msgspec.structs import replace
 
@@ -21,7 +23,7 @@ from profiles.random_models import shape, write_models
 from sglang_droidspeak import compat
 from sglang_droidspeak.config import LINKER_MODULE, cache_config
 from sglang_droidspeak.servers import ServerFailed, ServerSpec, running
-from sglang_droidspeak.site import check_front_end, load_site
+from sglang_droidspeak.site import check_arguments, check_front_end, load_site
 
 HERE = "tcp://127.0.0.1:7001"
 KEY = "ctpub-" + "0" * 64
@@ -164,6 +166,9 @@ def test_keys_reach_the_cache(model: Path, tmp_path: Path) -> None:
         (["--json-model-override-args", '{"rope_theta": 5}'], ["json_model_override_args"]),
         (["--enable-hierarchical-cache"], ["enable_hierarchical_cache", "both would own"]),
         (["--hicache-storage-backend", "file"], ["hicache_storage_backend", "both would own"]),
+        (["--dp-size", "2"], ["dp_size is 2", "one address"]),
+        (["--quantization", "fp8"], ["quantization is 'fp8'", "unquantised"]),
+        (["--kv-cache-dtype", "fp8_e4m3"], ["kv_cache_dtype is 'fp8_e4m3'", "scales"]),
     ],
 )
 def test_server_arguments_that_do_not_go_together(
@@ -171,6 +176,86 @@ def test_server_arguments_that_do_not_go_together(
 ) -> None:
     line = refusal(model, {}, *flags)
     assert all(word in line for word in words), line
+
+
+class Altered:
+    """Arguments of SGLang with one that this machine or model would not let it resolve."""
+
+    def __init__(self, args: Any, field: str, value: object) -> None:
+        self._args, self._altered = args, {field: value}
+
+    def __getattr__(self, name: str) -> Any:
+        return self._altered.get(name, getattr(self._args, name))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("device", "npu"),
+        ("device", "xpu"),
+        ("enable_layernorm_sp", True),
+        ("enable_memory_saver", True),
+        ("rl_on_policy_target", "fsdp"),
+        ("quantization_param_path", "scales.json"),
+        ("kv_cache_dtype", "nvfp4"),
+        ("attn_dp_size", 2),
+    ],
+)
+def test_what_sglang_resolved_is_refused_by_name(model: Path, field: str, value: object) -> None:
+    args = compat.resolved(server_args(model, {}))
+    check_arguments(args)
+    with pytest.raises(compat.ConfigError, match=f"^{field} is {value!r}: "):
+        check_arguments(Altered(args, field, value))
+
+
+def test_rocm_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "6.3")
+    assert "ROCm" in refusal(model, {})
+
+
+def quantised_as(config: dict[str, Any], model: Path, folder: Path) -> Path:
+    quantised = Path(shutil.copytree(model, folder / "quantised"))
+    told = json.loads((quantised / "config.json").read_text())
+    (quantised / "config.json").write_text(json.dumps(told | {"quantization_config": config}))
+    return quantised
+
+
+FP8 = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "quant_method": "modelopt"}
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        ({"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}, "awq"),
+        ({"quant_method": "gptq_marlin", "bits": 4, "group_size": 128}, "gptq_marlin"),
+        ({"quant_method": "fp8", "activation_scheme": "dynamic"}, "fp8"),
+        ({"quant_method": "compressed-tensors", "config_groups": {}}, "compressed-tensors"),
+        (FP8, "modelopt"),
+    ],
+)
+def test_a_checkpoint_that_says_it_is_quantised_is_refused(
+    model: Path, tmp_path: Path, config: dict[str, Any], name: str
+) -> None:
+    quantised = quantised_as(config, model, tmp_path)
+    line = refusal(quantised, {})
+    assert str(quantised) in line
+    assert f"is quantised ({name}" in line
+
+
+def test_a_checkpoint_that_sglang_does_not_take_is_one_line_too(
+    model: Path, tmp_path: Path
+) -> None:
+    quantised = quantised_as({"quant_method": "florp"}, model, tmp_path)
+    assert "Unknown quantization method: florp" in refusal(quantised, {})
+
+
+def test_a_checkpoint_that_is_quantised_in_a_file_beside_is_refused(
+    model: Path, tmp_path: Path
+) -> None:
+    quantised = Path(shutil.copytree(model, tmp_path / "quantised"))
+    told = {"producer": {"name": "modelopt"}, "quantization": FP8}
+    (quantised / "hf_quant_config.json").write_text(json.dumps(told))
+    assert "is quantised (modelopt" in refusal(quantised, {})
 
 
 def test_each_rank_has_ports_of_its_own(model: Path) -> None:
