@@ -19,8 +19,8 @@ is still in the receiver's cache; the worker remembers its own. In place bytes a
 worker's checksum runs beside it, the receiver's reads what is still in cache. On two cores what
 costs CPU costs time: compare CPU seconds too.
 
-With `--keys` fetches from workers with keys run beside them, one for each `bulk`: AES-256-GCM, for
-which CPUs have instructions, seals and opens in the threads that send and receive.
+With `--keys` a fetch from a worker with keys runs beside them: AES-256-GCM, for which CPUs have
+instructions, seals and opens in the threads that send and receive.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ BUFFER_BYTES = (0, 4 << 20)
 """Of raw sockets; 0 leaves them to the kernel."""
 MAX_FRAME_BYTES = 16 << 20
 RAW = [f"{kind}, {size >> 20} MiB" for kind in ("raw TCP", "Unix socket") for size in BUFFER_BYTES]
-KEYED = {f"transport, {bulk}": bulk for bulk in ("aes-gcm", "clear")}
+KEYED = "transport, keys"
 
 
 def sizes_of(num_pages: int) -> dict[Step, int]:
@@ -115,7 +115,7 @@ def serve(num_pages: int, directory: Path, has_keys: bool) -> None:
     if has_keys:
         allowed = (str(directory / "receiver.pub"),)
         keys = {"key_file": str(directory / "sender.key"), "allowed_peers": allowed}
-        workers += [Worker(tree, WorkerConfig(bulk=it, **keys, **most)) for it in KEYED.values()]
+        workers.append(Worker(tree, WorkerConfig(**keys, **most)))
     listeners = [socket.create_server(("127.0.0.1", 0)) for _ in BUFFER_BYTES]
     for size in BUFFER_BYTES:
         listeners.append(socket.socket(socket.AF_UNIX))
@@ -174,7 +174,7 @@ class Sender:
 
     pid: int
     workers: Sequence[str]
-    """Without keys, and those of `KEYED` if there are any."""
+    """Without keys, and with them if there are any."""
     sockets: Sequence[str | tuple[str, int]]
     directory: Path
 
@@ -216,9 +216,9 @@ class Receiver:
             }
             folder = self._sender.directory
             own, theirs = str(folder / "receiver.key"), str(folder / "sender.pub")
-            for (name, bulk), address in zip(KEYED.items(), self._sender.workers[1:], strict=False):
-                keys = {"key_file": own, "server_key": theirs, "bulk": bulk}
-                configs[name] = (address, PeerConfig(shared_memory=False, **keys, **frames))
+            for address in self._sender.workers[1:]:
+                keys = {"key_file": own, "server_key": theirs}
+                configs[KEYED] = (address, PeerConfig(shared_memory=False, **keys, **frames))
             runs: dict[str, Callable[[], list[memoryview]]] = {
                 "memcpy": lambda: self._copy(frame_bytes),
                 **{

@@ -24,7 +24,7 @@ from cachetree.config import CacheConfig
 from cachetree.errors import ConfigError
 from cachetree.eviction import Retention
 from cachetree.ids import ModelId
-from cachetree.transport import Bulk, PeerConfig, WorkerConfig
+from cachetree.transport import PeerConfig, WorkerConfig
 from cachetree.yaml_file import read_yaml
 
 LINKER_MODULE = "sglang_droidspeak.linker"
@@ -99,9 +99,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Who may read this server's cache: public keys, files of them, or folders of `.pub` files."""
     peer_keys: dict[str, str] = {}
     """Address of a peer to its public key or the file with it; to others it talks in clear."""
-    bulk: Bulk | None = None
-    """What protects KV and E between servers with keys, and the least that this one accepts:
-    aes-gcm or clear. None: aes-gcm."""
     bulk_port: int = 0
     """Where KV and E go, over a connection that each peer opens beside its first one, on the host
     of `listen`; 0 takes a free one."""
@@ -147,11 +144,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 f"key_file is {self.key_file}, and neither listen nor peer_keys gives it a use; "
                 "set peer_keys, or remove key_file"
             )
-        if self.bulk is not None and self.key_file is None:
-            raise ConfigError(
-                f"bulk is {self.bulk}, and without key_file nothing is encrypted; set key_file, or "
-                "remove bulk"
-            )
         if self.bulk_port and self.listen is None:
             raise ConfigError(
                 f"bulk_port is {self.bulk_port}, and nobody reads from a server without listen; "
@@ -186,7 +178,6 @@ def cache_config(settings: Settings, model: ModelId, tp_rank: int = 0) -> CacheC
             listen=at_rank(settings.listen, tp_rank),
             key_file=settings.key_file,
             allowed_peers=settings.allowed_peers,
-            bulk=settings.bulk,
             bulk_port=settings.bulk_port and settings.bulk_port + tp_rank,
             insecure=settings.insecure,
             model=model,
@@ -210,7 +201,6 @@ def cache_config(settings: Settings, model: ModelId, tp_rank: int = 0) -> CacheC
         peer_keys={at_rank(it, tp_rank): key for it, key in settings.peer_keys.items()},
         peer=PeerConfig(
             key_file=settings.key_file,
-            bulk=settings.bulk,
             cooldown_s=settings.peer_cooldown_s,
             max_cooldown_s=10 * settings.peer_cooldown_s,
             shared_memory=settings.shared_memory,

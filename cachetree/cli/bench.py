@@ -17,7 +17,7 @@ from cachetree.errors import ConfigError, DeadlineExceeded
 from cachetree.ids import PAGE_HASH_BYTES, Location, ModelId, PageHash
 from cachetree.plan import Kind, Step
 from cachetree.staging import Staging
-from cachetree.transport import Bulk, Peer, PeerConfig, Pusher, verbs
+from cachetree.transport import Peer, PeerConfig, Pusher, verbs
 from cachetree.tree import CacheTree
 
 SYNTHETIC = ModelId("bench")
@@ -93,8 +93,7 @@ def measure(args: argparse.Namespace) -> Result:
     most_bytes = int(args.mib * (1 << 20))
     num_pages = max(1, most_bytes // (family.num_layers * family.kv_page_bytes))
     tree = _Advertised(family, host_bytes=2 * most_bytes + (1 << 20))
-    bulk: Bulk | None = "clear" if args.key_file else None  # Measured as the worker has it.
-    config = PeerConfig(key_file=args.key_file, server_key=args.server_key, bulk=bulk)
+    config = PeerConfig(key_file=args.key_file, server_key=args.server_key)
     address = Location(args.address)
     if args.store:
         _store(tree, address, config, num_pages, args.timeout)

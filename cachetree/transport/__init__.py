@@ -12,12 +12,10 @@ from cachetree.transport.peer import Peer
 from cachetree.transport.peer_status import PeerState, PeerStatus
 from cachetree.transport.probe import ask, ask_status
 from cachetree.transport.push import Pusher, PusherStatus
-from cachetree.transport.sealing import Bulk
 from cachetree.transport.verbs import Status
 from cachetree.transport.worker import Worker
 
 __all__ = [
-    "Bulk",
     "Credentials",
     "Peer",
     "PeerConfig",

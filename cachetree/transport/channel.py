@@ -15,7 +15,7 @@ from cachetree.transport import frames, sealing
 from cachetree.transport.address import Address
 from cachetree.transport.frames import Frame
 from cachetree.transport.outbox import Outbox
-from cachetree.transport.sealing import Ticket, Unsealed, seals_of
+from cachetree.transport.sealing import Ticket, Unsealed
 
 MAX_MESSAGE_BYTES: Final = 64 << 10
 """Largest message that comes among the frames."""
@@ -219,7 +219,9 @@ class Channel:
         self._unit = self._piece = self._header
 
 
-def connect(host: str, ticket: Ticket, max_frame_bytes: int, wake: Callable[[], None]) -> Channel:
+def connect(
+    host: str, ticket: Ticket, seals: Unsealed, max_frame_bytes: int, wake: Callable[[], None]
+) -> Channel:
     """Open the data connection of a session; it may still fail, as `error` says.
 
     Blocks only to look up a name. Raises FetchError.
@@ -233,7 +235,7 @@ def connect(host: str, ticket: Ticket, max_frame_bytes: int, wake: Callable[[], 
         raise FetchError(f"{to.url} cannot be reached: {exc.strerror}") from exc
     connection.setblocking(False)
     tune(connection)
-    channel = Channel(connection, seals_of(ticket, is_worker=False), max_frame_bytes, wake)
+    channel = Channel(connection, seals, max_frame_bytes, wake)
     code = connection.connect_ex(where)
     if code in (0, errno.EINPROGRESS):
         channel.outbox.put_raw(ticket.token)

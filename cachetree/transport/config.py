@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 import msgspec
 
 from cachetree.errors import ConfigError
 from cachetree.transport.frames import MAX_FRAME_BYTES, MIN_FRAME_BYTES
-from cachetree.transport.sealing import Bulk
-
-DEFAULT_BULK: Final[Bulk] = "aes-gcm"
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -27,8 +22,6 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Who may evict and pin: public keys as in `allowed_peers`, who are let in too. Without a key
     of this server it is empty, and means everyone on this machine where `listen` is a loopback
     address. None: nobody."""
-    bulk: Bulk | None = None
-    """What protects payloads, where this server has a key; None means aes-gcm."""
     bulk_port: int = 0
     """Where payloads go, over a connection that each session opens beside its first one, on the
     host of `listen`; 0 takes a free one."""
@@ -81,7 +74,6 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 f"key_file is {self.key_file} and allowed_peers is empty, so that nobody could "
                 "read from this server; list the public keys of those who may"
             )
-        _check_bulk(self.key_file, self.bulk)
         if not 0 <= self.bulk_port <= 65535:
             raise ConfigError(
                 f"bulk_port is {self.bulk_port}; give a port from 1 to 65535 or 0 for a free one"
@@ -97,11 +89,6 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if self.max_bytes_per_s is not None:
             _check_positive(max_bytes_per_s=self.max_bytes_per_s)
 
-    @property
-    def bulk_in_use(self) -> Bulk:
-        """Where there is a key."""
-        return self.bulk or DEFAULT_BULK
-
 
 class PeerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How this server talks to one remote worker."""
@@ -111,9 +98,6 @@ class PeerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     key_file: str | None = None
     """Secret key file made by `cachetree keygen`; its public key stands in the worker's
     `allowed_peers`."""
-    bulk: Bulk | None = None
-    """The least protection of payloads that a worker with a key has to offer: clear, then aes-gcm.
-    None means aes-gcm."""
     server_key: str | None = None
     """Public key of the worker, or the file that holds it: traffic is encrypted, and with anyone
     else there is none. None encrypts nothing and believes whoever answers."""
@@ -148,7 +132,6 @@ class PeerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     def __post_init__(self) -> None:
         _check_frames(self.frame_bytes, self.window_bytes)
-        _check_bulk(self.key_file, self.bulk)
         if self.server_key is not None and self.key_file is None:
             raise ConfigError(
                 f"server_key is {self.server_key}, and a worker with a key asks for this server's "
@@ -178,11 +161,6 @@ class PeerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
                 "raise silence_s or lower heartbeat_s"
             )
 
-    @property
-    def least_bulk(self) -> Bulk:
-        """Where the worker has a key."""
-        return self.bulk or DEFAULT_BULK
-
 
 def _check_frames(frame_bytes: int, window_bytes: int) -> None:
     if not MIN_FRAME_BYTES <= frame_bytes <= MAX_FRAME_BYTES:
@@ -193,14 +171,6 @@ def _check_frames(frame_bytes: int, window_bytes: int) -> None:
         raise ConfigError(
             f"window_bytes is {window_bytes}, which does not hold two frames of {frame_bytes}; "
             "raise window_bytes or lower frame_bytes"
-        )
-
-
-def _check_bulk(key_file: str | None, bulk: Bulk | None) -> None:
-    if bulk is not None and key_file is None:
-        raise ConfigError(
-            f"bulk is {bulk}, and without a key of this server nothing is encrypted; set key_file "
-            "(`cachetree keygen` makes one), or remove bulk"
         )
 
 

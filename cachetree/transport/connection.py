@@ -71,16 +71,16 @@ class Connection:
         return f"bulk_port {self._bulk_port} of {self._to.host}"
 
     def go_on(self, ticket: Ticket | None, who: str) -> None:
-        """Open the data connection.
-
-        Raises AuthenticationError where it would be protected too little.
-        """
+        """Open the data connection."""
         if ticket is None:
             raise ProtocolError(f"{who} gave no ticket for a data connection")
-        self._credentials.check(ticket, who)
         self._bulk_port, self.window_bytes = ticket.port, ticket.window_bytes
         self.channel = channel.connect(
-            self._to.host, ticket, self._max_frame_bytes, self._wakeup.wake
+            self._to.host,
+            ticket,
+            self._credentials.seals(ticket.key),
+            self._max_frame_bytes,
+            self._wakeup.wake,
         )
         self._poller.register(self.channel.fileno(), zmq.POLLIN)
 

@@ -16,7 +16,7 @@ from cachetree.transport.address import Address
 from cachetree.transport.channel import Channel, bound_silence, tune
 from cachetree.transport.config import WorkerConfig
 from cachetree.transport.handshake import Refusal
-from cachetree.transport.sealing import TOKEN_BYTES, Ticket, TicketBulk, new_ticket, seals_of
+from cachetree.transport.sealing import TOKEN_BYTES, Ticket, Unsealed, new_ticket
 
 _BACKLOG: Final = 4096
 """Connections that wait in the kernel; it keeps those that have said nothing for itself, and shows
@@ -33,16 +33,16 @@ class DataPort:
     def __init__(
         self,
         listen: Address,
-        bulk: TicketBulk,
+        seals: Callable[[bytes], Unsealed],
         poller: zmq.Poller,
         wake: Callable[[], None],
         config: WorkerConfig,
         clock: Clock,
     ) -> None:
-        """`wake` is called from other threads, as in `Outbox`.
+        """`seals` makes those of a key; `wake` is called from other threads, as in `Outbox`.
 
         Raises ConfigError where the address cannot be bound."""
-        self._bulk = bulk
+        self._seals = seals
         self._poller = poller
         self._wake = wake
         self._config = config
@@ -70,9 +70,7 @@ class DataPort:
 
     def invite(self, identity: bytes) -> Ticket:
         """A ticket for a session that has no data connection yet."""
-        ticket = self._tickets[identity] = new_ticket(
-            self._bulk, self._port, self._config.window_bytes
-        )
+        ticket = self._tickets[identity] = new_ticket(self._port, self._config.window_bytes)
         return ticket
 
     def forget(self, identity: bytes) -> None:
@@ -136,7 +134,7 @@ class DataPort:
         self._forget_stranger(stranger)
         tune(stranger)
         bound_silence(stranger, self._config.silence_s)
-        seals = seals_of(self._tickets.pop(identity), is_worker=True)
+        seals = self._seals(self._tickets.pop(identity).key)
         return identity, Channel(stranger, seals, self._config.frame_bytes, self._wake)
 
     def _owner(self, token: bytearray) -> bytes | None:

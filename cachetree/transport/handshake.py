@@ -27,7 +27,7 @@ from cachetree.transport import keys
 from cachetree.transport.address import parse_address, parse_listen, parse_remote
 from cachetree.transport.config import PeerConfig, WorkerConfig
 from cachetree.transport.keys import KeyPair, PublicKey
-from cachetree.transport.sealing import Bulk, Ticket, TicketBulk
+from cachetree.transport.sealing import Seals, Unsealed
 
 FAILURES: Final = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -50,7 +50,6 @@ _ZAP_ENDPOINT: Final = "inproc://zeromq.zap.01"
 _ZAP_VERSION: Final = b"1.0"
 _ZAP_FRAMES: Final = 7
 _DOMAIN: Final = b"cachetree"
-_STRENGTHS: Final[tuple[TicketBulk, ...]] = ("open", "clear", "aes-gcm")
 _ADMIN: Final = b"admin"
 """What libzmq is told of an administrator, and notes on each of their messages."""
 _MAX_ANSWERS: Final = 64
@@ -89,6 +88,9 @@ class Gate(Protocol):
     def is_admin(self, message: zmq.Frame) -> bool:
         """Whether whoever sent it may give orders."""
 
+    def seals(self, key: bytes) -> Unsealed:
+        """What protects a data connection whose two sides drew that key."""
+
 
 class OpenGate:
     """Everyone who can reach the socket comes in."""
@@ -113,6 +115,9 @@ class OpenGate:
 
     def is_admin(self, message: zmq.Frame) -> bool:
         return self._obeys
+
+    def seals(self, key: bytes) -> Unsealed:
+        return Unsealed()
 
 
 class KeyGate:
@@ -172,6 +177,9 @@ class KeyGate:
         except zmq.ZMQError:  # It has none.
             return False
 
+    def seals(self, key: bytes) -> Unsealed:
+        return Seals(key, is_worker=True)
+
     def _judge(self, frames: list[bytes]) -> Refusal | None:
         if len(frames) != _ZAP_FRAMES or frames[0] != _ZAP_VERSION or frames[5] != b"CURVE":
             return Refusal("libzmq", "libzmq asked about a peer in a form that is not known")
@@ -219,8 +227,8 @@ class Credentials(Protocol):
     def failure(self, event: int, value: int, who: str) -> CacheTreeError:
         """What a monitor's event says about a connection that was not made, or ended."""
 
-    def check(self, ticket: Ticket, who: str) -> None:
-        """Raise AuthenticationError where payloads are to come with too little protection."""
+    def seals(self, key: bytes) -> Unsealed:
+        """What protects the data connection that the worker gave a ticket with that key for."""
 
 
 class Plain:
@@ -248,18 +256,16 @@ class Plain:
             )
         return _closed(who)
 
-    def check(self, ticket: Ticket, who: str) -> None:
-        if ticket.bulk != "open":
-            raise AuthenticationError(f"{who} seals payloads for a peer that has no key")
+    def seals(self, key: bytes) -> Unsealed:
+        return Unsealed()
 
 
 class Curve:
     """Encrypted, to the holder of one key."""
 
-    def __init__(self, own: KeyPair, server: PublicKey, least: Bulk) -> None:
+    def __init__(self, own: KeyPair, server: PublicKey) -> None:
         self._own = own
         self._server = server
-        self._least = least
 
     def secure(self, socket: zmq.Socket[bytes], max_message_bytes: int) -> None:
         _bound(socket, max_message_bytes + _CIPHER_BYTES)
@@ -286,25 +292,16 @@ class Curve:
             )
         return _closed(who)
 
-    def check(self, ticket: Ticket, who: str) -> None:
-        if _STRENGTHS.index(ticket.bulk) < _STRENGTHS.index(self._least):
-            raise AuthenticationError(
-                f"{who} protects payloads by {ticket.bulk}, and this server asks for {self._least} "
-                "at least; make bulk the same on both sides"
-            )
+    def seals(self, key: bytes) -> Unsealed:
+        return Seals(key, is_worker=False)
 
 
-def credentials_of(
-    key_file: str | None, server_key: str | None, least: Bulk = "clear"
-) -> Credentials:
-    """`least` is the weakest protection of payloads that will do.
-
-    Reads the key files; raises ConfigError.
-    """
+def credentials_of(key_file: str | None, server_key: str | None) -> Credentials:
+    """Reads the key files; raises ConfigError."""
     if server_key is None:
         return Plain()
     server = keys.read_public_key(server_key, field="the worker's key (server_key, peer_keys)")
-    return Curve(keys.read_key_pair(key_file or ""), server, least)
+    return Curve(keys.read_key_pair(key_file or ""), server)
 
 
 def check_worker(config: WorkerConfig) -> None:

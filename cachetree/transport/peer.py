@@ -67,7 +67,7 @@ class Peer:
         self.address: Final = address
         self._tree = tree
         self._remote = parse_remote(address, field="peer address")
-        self._credentials = credentials_of(config.key_file, config.server_key, config.least_bulk)
+        self._credentials = credentials_of(config.key_file, config.server_key)
         if config.server_key is None and not self._remote.is_loopback:
             log.warning(
                 "worker %s is another machine, and no key of it is set: what it sends is neither "

@@ -108,7 +108,7 @@ class Pusher:
         self.address: Final = address
         self._tree = tree
         self._remote = parse_remote(address, field="stores")
-        self._credentials = credentials_of(config.key_file, config.server_key, config.least_bulk)
+        self._credentials = credentials_of(config.key_file, config.server_key)
         self._config = config
         self._clock = clock
         self._counts: Counter[str] = Counter()

@@ -16,7 +16,7 @@ from cachetree.transport.address import Address
 from cachetree.transport.channel import Channel
 from cachetree.transport.config import WorkerConfig
 from cachetree.transport.data_port import DataPort
-from cachetree.transport.handshake import FAILURES, Gate, KeyGate, Refusal, refusal_at_worker
+from cachetree.transport.handshake import FAILURES, Gate, Refusal, refusal_at_worker
 from cachetree.transport.sealing import Ticket
 from cachetree.transport.wakeup import Wakeup
 
@@ -62,7 +62,7 @@ class Router:
             self.address: Final = self._bind(listen)
             self._data_port = DataPort(
                 Address(listen.host, config.bulk_port),
-                config.bulk_in_use if isinstance(gate, KeyGate) else "open",
+                gate.seals,
                 self._poller,
                 wakeup.wake,
                 config,

@@ -5,7 +5,8 @@
                               ◄──     Hello with a Ticket: port, token and key of the session
                                       worker, `bulk_port`: TCP in clear
     token                     ──►     let in once, and only with one that was given out
-    Frame, payload            ◄─►     every header sealed with the key, payloads too or not
+    Frame, payload            ◄─►     sealed with the key, header and payload; in clear where
+                                      there are no keys
 
 The n-th thing of a direction, a header or a piece of a payload, is sealed as the n-th, so that one
 that was changed, lost, repeated or put elsewhere cannot be opened; what is behind it cannot either,
@@ -17,23 +18,13 @@ from __future__ import annotations
 import secrets
 import struct
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final
 
 import msgspec
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from cachetree.errors import ProtocolError
-
-Bulk = Literal["aes-gcm", "clear"]
-"""What protects payloads between servers with keys. All else is encrypted in any case.
-
-    aes-gcm     AES-256-GCM
-    clear       nothing: others can read them, and change them with skill
-"""
-
-TicketBulk = Literal["aes-gcm", "clear", "open"]
-"""As `Bulk`; open where there are no keys, and headers are in clear too."""
 
 KEY_BYTES: Final = 32
 TAG_BYTES: Final = 16
@@ -49,22 +40,22 @@ below a core's cache."""
 class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     """Lets its holder in at the worker's `bulk_port`. Neither `str` nor `repr` shows the key."""
 
-    bulk: TicketBulk
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
     """On the host of the worker's address."""
     token: Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
     """Anyone on the way sees it: it opens a door, once, and no message."""
     key: Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
+    """Of the seals, where both sides have proved who they are; of no use where they have not."""
     window_bytes: Annotated[int, msgspec.Meta(ge=2)]
     """Most bytes of one fetch that the worker has under way."""
 
     def __repr__(self) -> str:
-        return f"Ticket(bulk={self.bulk!r}, port={self.port})"
+        return f"Ticket(port={self.port})"
 
 
-def new_ticket(bulk: TicketBulk, port: int, window_bytes: int) -> Ticket:
+def new_ticket(port: int, window_bytes: int) -> Ticket:
     token, key = secrets.token_bytes(TOKEN_BYTES), secrets.token_bytes(KEY_BYTES)
-    return Ticket(bulk=bulk, port=port, token=token, key=key, window_bytes=window_bytes)
+    return Ticket(port=port, token=token, key=key, window_bytes=window_bytes)
 
 
 class Unsealed:
@@ -88,10 +79,11 @@ class Unsealed:
         """The next piece of a payload; where pieces have no tags both are the same memory."""
 
 
-class HeaderSeals(Unsealed):
-    """AES-256-GCM over headers. Payloads go in clear; their checksums are in the headers."""
+class Seals(Unsealed):
+    """AES-256-GCM over headers and payloads. For one connection: make them once on each side."""
 
     header_tag_bytes = TAG_BYTES
+    piece_tag_bytes = TAG_BYTES
 
     def __init__(self, key: bytes, *, is_worker: bool) -> None:
         self._cipher = AESGCM(key)
@@ -101,9 +93,20 @@ class HeaderSeals(Unsealed):
     def seal(self, header: bytes) -> bytes:
         return self._seal(header)
 
+    def seal_payload(self, payload: Sequence[memoryview]) -> Iterator[memoryview | bytes]:
+        whole = payload[0] if len(payload) == 1 else memoryview(b"".join(payload))
+        for at in range(0, whole.nbytes, PIECE_BYTES):
+            yield self._seal(whole[at : at + PIECE_BYTES])
+
     def open(self, header: memoryview) -> memoryview | bytes:
         try:
             return self._cipher.decrypt(self._open_nonce(), header, None)
+        except InvalidTag as exc:
+            raise _broken() from exc
+
+    def open_piece(self, sealed: memoryview, into: memoryview) -> None:
+        try:
+            self._cipher.decrypt_into(self._open_nonce(), sealed, None, into)
         except InvalidTag as exc:
             raise _broken() from exc
 
@@ -116,34 +119,6 @@ class HeaderSeals(Unsealed):
     def _open_nonce(self) -> bytes:
         self._num_opened += 1
         return _nonce(self._num_opened, by_worker=not self._is_worker)
-
-
-class Seals(HeaderSeals):
-    """AES-256-GCM over headers and payloads."""
-
-    piece_tag_bytes = TAG_BYTES
-
-    def seal_payload(self, payload: Sequence[memoryview]) -> Iterator[memoryview | bytes]:
-        whole = payload[0] if len(payload) == 1 else memoryview(b"".join(payload))
-        for at in range(0, whole.nbytes, PIECE_BYTES):
-            yield self._seal(whole[at : at + PIECE_BYTES])
-
-    def open_piece(self, sealed: memoryview, into: memoryview) -> None:
-        try:
-            self._cipher.decrypt_into(self._open_nonce(), sealed, None, into)
-        except InvalidTag as exc:
-            raise _broken() from exc
-
-
-def seals_of(ticket: Ticket, *, is_worker: bool) -> Unsealed:
-    """For one connection: make them once on each side."""
-    match ticket.bulk:
-        case "open":
-            return Unsealed()
-        case "clear":
-            return HeaderSeals(ticket.key, is_worker=is_worker)
-        case "aes-gcm":
-            return Seals(ticket.key, is_worker=is_worker)
 
 
 def _broken() -> ProtocolError:

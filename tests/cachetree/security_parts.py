@@ -16,7 +16,7 @@ from transport_parts import FAMILY, FAST, Nowhere, unheard
 
 from cachetree import Location, PeerConfig
 from cachetree.transport import Credentials, channel, credentials_of, keys, wire
-from cachetree.transport.sealing import Ticket
+from cachetree.transport.sealing import Seals, Ticket
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,9 @@ class TicketUser:
     """A peer by hand on a worker's bulk_port."""
 
     def __init__(self, ticket: Ticket) -> None:
-        self.channel = channel.connect("127.0.0.1", ticket, 1 << 20, unheard)
+        self.channel = channel.connect(
+            "127.0.0.1", ticket, Seals(ticket.key, is_worker=False), 1 << 20, unheard
+        )
 
     def is_let_in(self, seconds: float = 2.0) -> bool:
         """Whether the worker says something that can be read, before it hangs up."""

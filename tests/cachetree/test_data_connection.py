@@ -24,7 +24,7 @@ from cachetree.transport.data_port import _MAX_STRANGERS, DataPort
 from cachetree.transport.frames import MESSAGE, Frame, pack
 from cachetree.transport.handshake import Refusal
 from cachetree.transport.outbox import Outbox
-from cachetree.transport.sealing import PIECE_BYTES, TicketBulk, Unsealed, new_ticket, seals_of
+from cachetree.transport.sealing import KEY_BYTES, PIECE_BYTES, Seals, Unsealed
 
 MAX_FRAME_BYTES = 4 << 20
 SIZES = (1, 4096, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES, MAX_FRAME_BYTES)
@@ -46,19 +46,27 @@ class Memory:
 
 
 Pair = tuple[Channel, Channel]
+SealsOf = Callable[[bool], Unsealed]
+"""Those of the worker, or of the peer."""
+
+
+def unsealed(is_worker: bool) -> Unsealed:
+    return Unsealed()
+
+
+def sealed(is_worker: bool) -> Unsealed:
+    return Seals(bytes(KEY_BYTES), is_worker=is_worker)
 
 
 @pytest.fixture
-def connected() -> Iterator[Callable[[TicketBulk], Pair]]:
+def connected() -> Iterator[Callable[[SealsOf], Pair]]:
     """A worker's end and a peer's."""
     ends: list[Channel] = []
 
-    def connect(bulk: TicketBulk = "open") -> Pair:
-        ticket = new_ticket(bulk, 1, 2)
+    def connect(seals_of: SealsOf = unsealed) -> Pair:
         for is_worker, end in zip((True, False), socket.socketpair(), strict=True):
             end.setblocking(False)
-            seals = seals_of(ticket, is_worker=is_worker)
-            ends.append(Channel(end, seals, MAX_FRAME_BYTES, unheard))
+            ends.append(Channel(end, seals_of(is_worker), MAX_FRAME_BYTES, unheard))
         return ends[-2], ends[-1]
 
     yield connect
@@ -87,11 +95,11 @@ def passed(sender: Channel, receiver: Channel, sink: Memory, num: int) -> list[A
     return arrived
 
 
-@pytest.mark.parametrize("bulk", ["open", "clear", "aes-gcm"])
+@pytest.mark.parametrize("seals_of", [unsealed, sealed])
 def test_frames_of_all_sizes_come_whole_in_both_directions(
-    connected: Callable[[TicketBulk], Pair], bulk: TicketBulk
+    connected: Callable[[SealsOf], Pair], seals_of: SealsOf
 ) -> None:
-    ends = connected(bulk)
+    ends = connected(seals_of)
     for sender, receiver in (ends, ends[::-1]):
         sink = Memory()
         payloads = [payload_of(size, size)[:size] for size in SIZES]
@@ -108,16 +116,16 @@ def test_frames_of_all_sizes_come_whole_in_both_directions(
         assert sender.outbox.queued_bytes <= receiver.received_bytes
 
 
-@pytest.mark.parametrize("bulk", ["open", "aes-gcm"])
+@pytest.mark.parametrize("seals_of", [unsealed, sealed])
 def test_a_place_is_let_go_once_its_frame_is_there(
-    connected: Callable[[TicketBulk], Pair], bulk: TicketBulk
+    connected: Callable[[SealsOf], Pair], seals_of: SealsOf
 ) -> None:
     """What a fetch has filled can be lent anew, though nothing else ever comes."""
 
     class Room(bytearray):
         pass
 
-    sender, receiver = connected(bulk)
+    sender, receiver = connected(seals_of)
     sink, places = Memory(), [Room(PIECE_BYTES + 1)]
     sink.room = lambda _frame: memoryview(places[0])  # type: ignore[method-assign]
     payload = payload_of(PIECE_BYTES + 1)[: PIECE_BYTES + 1]
@@ -129,12 +137,12 @@ def test_a_place_is_let_go_once_its_frame_is_there(
     assert living() is None
 
 
-@pytest.mark.parametrize("bulk", ["open", "aes-gcm"])
+@pytest.mark.parametrize("seals_of", [unsealed, sealed])
 def test_a_place_that_is_given_up_is_written_no_more(
-    connected: Callable[[TicketBulk], Pair], bulk: TicketBulk
+    connected: Callable[[SealsOf], Pair], seals_of: SealsOf
 ) -> None:
     """The rest of its frame goes nowhere, and what follows comes as if nothing was."""
-    sender, receiver = connected(bulk)
+    sender, receiver = connected(seals_of)
     sink, payload = Memory(), b"\xff" * MAX_FRAME_BYTES
     sender.put(frame_of(payload), [memoryview(payload)])
     eventually(lambda: list(receiver.receive(sink)) or receiver.received_bytes > 64 << 10)
@@ -148,18 +156,18 @@ def test_a_place_that_is_given_up_is_written_no_more(
     assert sink.rooms[0] == before
 
 
-@pytest.mark.parametrize("bulk", ["open", "aes-gcm"])
-def test_a_message_that_comes_in_parts_is_heard(bulk: TicketBulk) -> None:
+@pytest.mark.parametrize("seals_of", [unsealed, sealed])
+def test_a_message_that_comes_in_parts_is_heard(seals_of: SealsOf) -> None:
     """It belongs to no fetch, and so nobody gives it up."""
-    ticket, sink, message = new_ticket(bulk, 1, 2), Memory(), b"a word that is cut in two"
+    sink, message = Memory(), b"a word that is cut in two"
     sink.is_open = False
     (sending, between), (onward, receiving) = socket.socketpair(), socket.socketpair()
     receiving.setblocking(False)
     with (
         between,
         onward,
-        closing(Channel(sending, seals_of(ticket, is_worker=True), 1, unheard)) as sender,
-        closing(Channel(receiving, seals_of(ticket, is_worker=False), 1, unheard)) as receiver,
+        closing(Channel(sending, seals_of(True), 1, unheard)) as sender,
+        closing(Channel(receiving, seals_of(False), 1, unheard)) as receiver,
     ):
         sender.put_message(message)
         flushed(sender)
@@ -174,9 +182,9 @@ def test_a_message_that_comes_in_parts_is_heard(bulk: TicketBulk) -> None:
 
 
 def test_a_wrong_payload_is_told_and_a_wrong_header_ends_it(
-    connected: Callable[[TicketBulk], Pair],
+    connected: Callable[[SealsOf], Pair],
 ) -> None:
-    sender, receiver = connected("open")
+    sender, receiver = connected(unsealed)
     sender.put(frame_of(b"right"), [memoryview(b"wrong")])
     (arrival,) = passed(sender, receiver, Memory(), 1)
     assert not arrival.is_sound
@@ -190,9 +198,9 @@ def test_a_wrong_payload_is_told_and_a_wrong_header_ends_it(
     [(1, 0), (1, MAX_FRAME_BYTES + 1), (MESSAGE, MAX_MESSAGE_BYTES + 1), (1, (1 << 32) - 1)],
 )
 def test_a_size_above_the_cap_takes_no_memory(
-    connected: Callable[[TicketBulk], Pair], id: int, size: int
+    connected: Callable[[SealsOf], Pair], id: int, size: int
 ) -> None:
-    sender, receiver = connected("open")
+    sender, receiver = connected(unsealed)
     sink = Memory()
     sender.put(frame_of(b"", id=id, size=size), [memoryview(b"")])
     with pytest.raises(ProtocolError, match=f"{size} bytes of payload"):
@@ -201,10 +209,10 @@ def test_a_size_above_the_cap_takes_no_memory(
 
 
 def test_a_receiver_that_does_not_read_is_waited_for(
-    connected: Callable[[TicketBulk], Pair],
+    connected: Callable[[SealsOf], Pair],
 ) -> None:
     """No more is put than a batch, and no byte of it is copied."""
-    sender, receiver = connected("open")
+    sender, receiver = connected(unsealed)
     payload = payload_of(1 << 20)[: 1 << 20]
     num_put = 0
     while sender.has_room:
@@ -220,14 +228,14 @@ def test_a_receiver_that_does_not_read_is_waited_for(
 
 
 def test_a_connection_closed_while_nobody_reads_lets_go_at_once(
-    connected: Callable[[TicketBulk], Pair],
+    connected: Callable[[SealsOf], Pair],
 ) -> None:
     """The kernel takes only a part of what was put, and no byte of it is read any more."""
 
     class Page(bytearray):
         pass
 
-    sender, _receiver = connected("open")
+    sender, _receiver = connected(unsealed)
     page = Page(MAX_FRAME_BYTES)
     for _ in range(4):
         sender.put(frame_of(page), [memoryview(page)])
@@ -244,10 +252,10 @@ def test_a_connection_closed_while_nobody_reads_lets_go_at_once(
 
 
 def test_a_fault_of_the_sending_thread_ends_the_connection(
-    connected: Callable[[TicketBulk], Pair], caplog: pytest.LogCaptureFixture
+    connected: Callable[[SealsOf], Pair], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Whoever reads there would wait for ever; a new session begins with new seals."""
-    sender, receiver = connected("aes-gcm")
+    sender, receiver = connected(sealed)
     sender.put(frame_of(b"what cannot be sealed"), [None])  # type: ignore[list-item]
     eventually(lambda: sender.error is not None)
     assert "internal error" in str(sender.error)
@@ -275,12 +283,11 @@ def test_who_found_no_room_is_told_when_there_is_some() -> None:
 
 def test_what_is_left_after_a_turn_is_found_in_the_next_though_nothing_more_comes() -> None:
     """A turn takes in so much and no more; the socket may still sleep until a MiB is there."""
-    ticket = new_ticket("open", 1, 2)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         ends = [socket.create_connection(listener.getsockname()), listener.accept()[0]]
     far, near = ends
     near.setblocking(False)
-    with far, closing(Channel(near, seals_of(ticket, is_worker=False), 4 << 20, unheard)) as end:
+    with far, closing(Channel(near, Unsealed(), 4 << 20, unheard)) as end:
         large, small = payload_of(2 << 20)[: 2 << 20], b"a small one"
         far.sendall(pack(frame_of(large)))
         poller = select.poll()
@@ -300,14 +307,14 @@ def test_what_is_left_after_a_turn_is_found_in_the_next_though_nothing_more_come
 
 
 def test_an_end_is_noticed_by_whoever_reads_or_writes(
-    connected: Callable[[TicketBulk], Pair],
+    connected: Callable[[SealsOf], Pair],
 ) -> None:
-    one, other = connected("open")
+    one, other = connected(unsealed)
     other.close()
     assert not list(one.receive(Nowhere()))
     assert one.error is not None
     assert not one.has_room
-    one, other = connected("open")
+    one, other = connected(unsealed)
     one.put(frame_of(b"x"), [memoryview(b"x")])
     other.close()
     one.put(frame_of(b"y"), [memoryview(b"y")])
@@ -322,7 +329,12 @@ class Door:
         self._poller = zmq.Poller()
         config = WorkerConfig(silence_s=5.0)
         self.port = DataPort(
-            Address("127.0.0.1", 0), "open", self._poller, unheard, config, time.monotonic
+            Address("127.0.0.1", 0),
+            lambda _key: Unsealed(),
+            self._poller,
+            unheard,
+            config,
+            time.monotonic,
         )
         self.let_in: list[bytes] = []
         self.refused: list[Refusal] = []
@@ -361,13 +373,14 @@ def test_a_ticket_lets_its_owner_in_and_nobody_after() -> None:
         tickets = {name: door.port.invite(name) for name in (b"one", b"two", b"gone")}
         door.port.forget(b"gone")
         opened = [
-            channel.connect("127.0.0.1", tickets[name], 1, unheard) for name in (b"two", b"one")
+            channel.connect("127.0.0.1", tickets[name], Unsealed(), 1, unheard)
+            for name in (b"two", b"one")
         ]
         for each in opened:
             flushed(each)
         eventually(lambda: sorted(door.let_in) == [b"one", b"two"])
         for name in (b"two", b"gone"):
-            opened.append(channel.connect("127.0.0.1", tickets[name], 1, unheard))
+            opened.append(channel.connect("127.0.0.1", tickets[name], Unsealed(), 1, unheard))
             flushed(opened[-1])
         eventually(lambda: len(door.refused) == 2)
         eventually(lambda: list(opened[-1].receive(Nowhere())) or opened[-1].error)

@@ -103,17 +103,16 @@ def test_a_known_key_fetches_the_same_bytes(us: Party, friend: Party) -> None:
 
 
 @pytest.mark.parametrize("frame_bytes", [1 << 20, 4 << 20])
-@pytest.mark.parametrize("bulk", ["aes-gcm", "clear"])
 def test_frames_of_the_largest_size_come_through(
-    us: Party, friend: Party, frame_bytes: int, bulk: str
+    us: Party, friend: Party, frame_bytes: int
 ) -> None:
     """Encryption makes a message longer, and its cap does not cut it off."""
     pages = pages_of(4096)
     size = {"frame_bytes": frame_bytes, "window_bytes": 2 * frame_bytes}
-    own = {"key_file": friend.key_file, "bulk": bulk}
+    own = {"key_file": friend.key_file}
     config = PeerConfig(server_key=us.pair.public, **own, **size)
     with (
-        worker_of(new_tree(pages), **size, **us.serving(friend, bulk=bulk)) as worker,
+        worker_of(new_tree(pages), **size, **us.serving(friend)) as worker,
         peer_of(worker.address, new_tree(), config) as peer,
     ):
         staging = new_staging(4096)

@@ -39,6 +39,7 @@ from cachetree.transport.address import Address
 from cachetree.transport.channel import Channel
 from cachetree.transport.data_port import DataPort
 from cachetree.transport.frames import Frame
+from cachetree.transport.sealing import Unsealed
 
 FAMILY = Family(
     architecture="LlamaForCausalLM",
@@ -172,7 +173,7 @@ def data_connection(hello: wire.ToPeer) -> Channel:
     """What a peer opens with the ticket in a worker's hello. The caller closes it."""
     assert isinstance(hello, wire.Hello)
     assert hello.ticket is not None
-    opened = channel.connect("127.0.0.1", hello.ticket, 1 << 20, unheard)
+    opened = channel.connect("127.0.0.1", hello.ticket, Unsealed(), 1 << 20, unheard)
     flushed(opened)
     return opened
 
@@ -226,7 +227,7 @@ class ScriptedWorker:
         self._poller.register(self.socket, zmq.POLLIN)
         self._data_port = DataPort(
             Address("127.0.0.1", 0),
-            "open",
+            lambda _key: Unsealed(),
             self._poller,
             unheard,
             WorkerConfig(),

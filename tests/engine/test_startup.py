@@ -87,8 +87,6 @@ def refusal(model: Path, extra: dict[str, Any], *flags: str) -> str:
         ({"listen": HERE, "allowed_peers": [KEY]}, ["allowed_peers", "set key_file"]),
         ({"allowed_peers": [KEY]}, ["allowed_peers", "set listen"]),
         ({"key_file": "missing.key"}, ["missing.key", "set peer_keys"]),
-        ({"listen": HERE, "bulk": "clear"}, ["bulk is clear", "set key_file"]),
-        ({"listen": HERE, "bulk": "none"}, ["bulk", "none"]),
         ({"bulk_port": 7}, ["bulk_port is 7", "set listen"]),
         ({"peer_keys": {HERE: KEY}}, ["peer_keys", HERE, "not in peers"]),
         ({"peers": [HERE], "peer_keys": {HERE: KEY}}, ["set key_file"]),
@@ -140,15 +138,13 @@ def test_keys_reach_the_cache(model: Path, tmp_path: Path) -> None:
         "key_file": str(key_file),
         "allowed_peers": [KEY],
         "peer_keys": {HERE: str(public_file)},
-        "bulk": "clear",
         "bulk_port": 7003,
     }
     site = load_site(server_args(model, extra))
     config = cache_config(site.settings, site.identity.model_id)
     assert (config.worker.key_file, config.worker.allowed_peers) == (str(key_file), (KEY,))
-    assert (config.worker.bulk, config.worker.bulk_port) == ("clear", 7003)
+    assert config.worker.bulk_port == 7003
     peer = config.peer_at(HERE)
-    assert peer.bulk == "clear"
     assert (peer.key_file, peer.server_key) == (str(key_file), str(public_file))
     secret = key_file.read_text().split("ctsec-")[1].strip()
     assert secret not in f"{site} {config}"

@@ -38,7 +38,7 @@ from cachetree.transport.desk import Desk
 from cachetree.transport.frames import Frame
 from cachetree.transport.landing import Landing
 from cachetree.transport.remote_view import RemoteView
-from cachetree.transport.sealing import KEY_BYTES, new_ticket, seals_of
+from cachetree.transport.sealing import KEY_BYTES, Seals, Unsealed
 from cachetree.tree import CacheTree
 from cachetree.unreadable import UNREADABLE
 from sglang_droidspeak.config import parse_settings
@@ -154,14 +154,14 @@ class _Landings:
 
 def data_connection(data: bytes) -> None:
     """A stream of frames; the first byte says how it is sealed, and a sealed one starts soundly."""
-    bulk = ("open", "clear", "aes-gcm")[data[0] % 3 if data else 0]
-    ticket = msgspec.structs.replace(new_ticket(bulk, 1, 2), key=bytes(KEY_BYTES))  # type: ignore[arg-type]
     near, far = socket.socketpair()
     near.setblocking(False)
-    seals = seals_of(ticket, is_worker=False)
-    with far, closing(Channel(near, seals, 1 << 16, lambda: None)) as channel:
+    with (
+        far,
+        closing(Channel(near, _seals(data, is_worker=False), 1 << 16, lambda: None)) as channel,
+    ):
         if data[1:2] == b"\1":  # So that what comes is behind the checksum or the seal.
-            far.sendall(seals_of(ticket, is_worker=True).seal(frames.pack(_frame(data[2:34]))))
+            far.sendall(_seals(data, is_worker=True).seal(frames.pack(_frame(data[2:34]))))
             data = data[32:]
         far.sendall(data[2 : 1 << 16])
         far.shutdown(socket.SHUT_WR)
@@ -172,6 +172,11 @@ def data_connection(data: bytes) -> None:
                     wire.decode_to_peer(arrival.message)
                 else:
                     sink.landing.land(arrival.frame, is_sound=arrival.is_sound)
+
+
+def _seals(data: bytes, *, is_worker: bool) -> Unsealed:
+    is_sealed = bool(data) and data[0] % 2
+    return Seals(bytes(KEY_BYTES), is_worker=is_worker) if is_sealed else Unsealed()
 
 
 def _frame(fields: bytes) -> Frame:
