@@ -67,6 +67,8 @@ class Outbox:
         """Whether somebody waits for room."""
         self._is_over = False
         """Nothing goes out any more."""
+        self._dropped: dict[int, int] = {}
+        """Requests whose frames go nowhere, and what was queued when that was said."""
         self._batch_bytes = _FIRST_BATCH_BYTES
         self._parts: SimpleQueue[_Part | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -80,7 +82,7 @@ class Outbox:
         return not self._is_awaited and not self._is_over
 
     def has_written(self, num_bytes: int) -> bool:
-        """Whether the kernel has what was put until `queued_bytes` was that, or never will."""
+        """Whether the kernel has what was put until `queued_bytes` was that, or nobody sends it."""
         return self._is_over or self._written_bytes >= num_bytes
 
     def put(self, frame: Frame, payload: Sequence[memoryview]) -> None:
@@ -89,6 +91,12 @@ class Outbox:
     def put_raw(self, payload: bytes) -> None:
         """As it is."""
         self._put(_Part(None, [memoryview(payload)], len(payload)))
+
+    def drop(self, id: int) -> None:
+        """Send no more frames of a request for which nothing is put any more."""
+        written_bytes = self._written_bytes
+        waiting = {it: until for it, until in self._dropped.items() if until > written_bytes}
+        self._dropped = waiting | {id: self.queued_bytes}
 
     def close(self) -> None:
         """Drop what waits. No memory of others is read any more. Idempotent."""
@@ -167,7 +175,7 @@ class Outbox:
     def _sealed(self, part: _Part) -> Iterator[memoryview]:
         if part.frame is None:
             yield from part.payload
-        else:
+        elif part.frame.id not in self._dropped:
             yield memoryview(self._seals.seal(frames.pack(part.frame)))
             for piece in self._seals.seal_payload(part.payload):
                 yield memoryview(piece)

@@ -149,8 +149,10 @@ class Stream:
         self.in_flight_bytes = min(self.in_flight_bytes, self._sent_bytes - num_bytes)
 
     def end(self) -> None:
-        """Send no more."""
+        """Send no more, of what waits for the kernel neither."""
         self.is_over = True
+        if self._outbox is not None:
+            self._outbox.drop(self.id)
         self._views.clear()
         self._arena = None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 
 import msgspec
@@ -31,6 +32,7 @@ from cachetree import (
 )
 from cachetree.transport import wire
 from cachetree.transport.channel import Channel
+from cachetree.transport.frames import MESSAGE
 
 PAGES = pages_of(16)
 SIZE = 16 * PAGE_BYTES
@@ -152,6 +154,39 @@ def test_a_fetch_that_comes_twice_holds_nothing(
             socket.send(wire.encode(a_fetch(timeout_ms=60_000)))
         eventually(lambda: worker.status().num_protocol_errors == 1)
         eventually(lambda: worker.status().num_streams == 0)
+
+
+def settled(number: Callable[[], int]) -> int:
+    """What it is once it does not change any more."""
+    seen, since_s = number(), time.monotonic()
+    while time.monotonic() < since_s + 0.2:
+        if number() != seen:
+            seen, since_s = number(), time.monotonic()
+        time.sleep(0.01)
+    return seen
+
+
+def test_what_waits_for_a_reader_who_gives_up_is_not_sent(
+    raw: Callable[[Location], zmq.Socket[bytes]],
+) -> None:
+    """Beyond what the kernel has, and the batch that it is being given."""
+    pages = pages_of(4096)
+    fetch = a_fetch(pages=wire.join_pages(pages), window_bytes=64 << 20, timeout_ms=60_000)
+    with worker_of(new_tree(pages)) as worker:
+        socket = raw(worker.address)
+        channel, sink = greet(socket), Nowhere()
+        socket.send(wire.encode(fetch))
+        sent_bytes = settled(lambda: worker.status().num_sent_bytes)
+        socket.send(wire.encode(wire.Cancel(id=1)))
+        assert isinstance(ask(socket, wire.Ping(last_id=1)), wire.Pong)
+        num_pongs = 0
+        while num_pongs < 2:  # One is the first word, the other comes after all that was sent.
+            num_pongs += sum(it.frame.id == MESSAGE for it in channel.receive(sink))
+            assert channel.error is None
+        assert sum(frame.size for frame in sink.frames) < sent_bytes
+        eventually(lambda: worker.status().num_streams == 0)
+        socket.send(wire.encode(a_fetch(id=2)))
+        eventually(lambda: [*channel.receive(sink)] or sink.frames[-1].id == 2)
 
 
 def test_a_credit_that_is_late_or_comes_twice_does_no_harm(
