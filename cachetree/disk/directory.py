@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import secrets
 from pathlib import Path
@@ -19,6 +20,11 @@ FORMAT: Final = 2
 """Of everything in the directory; a release that changes any of it counts up."""
 
 MARKER_BYTES: Final = 16
+
+FILE_MODE: Final = 0o600
+FOLDER_MODE: Final = 0o700
+
+log = logging.getLogger(__name__)
 
 _MANIFEST: Final = "manifest.json"
 _LOCK: Final = "lock"
@@ -46,12 +52,14 @@ class Directory:
     def __init__(self, path: Path, family: Family) -> None:
         self.path: Final = path
         try:
-            path.mkdir(parents=True, exist_ok=True)
+            for folder in [it for it in (*reversed(path.parents), path) if not it.exists()]:
+                folder.mkdir(FOLDER_MODE, exist_ok=True)
             self._lock = _lock(path)
         except OSError as exc:
             raise ConfigError(f"disk path is {str(path)!r}: {exc}; {_REMEDY}") from exc
         try:
             manifest = self._manifest(family)
+            self._tighten()
             self.num_bytes: Final = sum((path / it).stat().st_size for it in (_MANIFEST, _LOCK))
         except OSError as exc:
             self.close()
@@ -83,6 +91,15 @@ class Directory:
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
+
+    def _tighten(self) -> None:
+        """Prompts can be read out of KV: what others may read of ours they may not any more."""
+        wide = [it for it in self.path.iterdir() if it.stat().st_mode & 0o077]
+        for file in wide:
+            file.chmod(FILE_MODE)
+        if self.path.stat().st_mode & 0o077:
+            self.path.chmod(FOLDER_MODE)
+            log.info("%s could be read by others; now only by this user", self.path)
 
     def _manifest(self, family: Family) -> _Manifest:
         path = self.path / _MANIFEST
@@ -124,7 +141,8 @@ class Directory:
     def _write(self, path: Path, text: bytes) -> None:
         """Whole or not at all, also after a power cut."""
         new = path.with_name(f"{path.name}.new")
-        with new.open("wb") as file:
+        handle = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, FILE_MODE)
+        with os.fdopen(handle, "wb") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
@@ -134,7 +152,7 @@ class Directory:
 
 def _lock(path: Path) -> int:
     """A handle that keeps others out while it is open."""
-    handle = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    handle = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -10,6 +10,7 @@ from typing import Final
 
 from cachetree.checksum import checksum, checksum_of_parts
 from cachetree.disk import record as records
+from cachetree.disk.directory import FILE_MODE
 from cachetree.disk.record import CHUNK_BYTES, Chunks, Record
 from cachetree.family import Family
 from cachetree.ids import Span
@@ -69,7 +70,7 @@ class Appender:
         self.segment: Final = segment
         self._is_synced = is_synced
         flags = os.O_WRONLY | os.O_CLOEXEC | (0 if segment.num_bytes else os.O_CREAT | os.O_EXCL)
-        self._handle = os.open(segment.path, flags, 0o644)
+        self._handle = os.open(segment.path, flags, FILE_MODE)
         if not segment.num_bytes:
             try:
                 _write(self._handle, [memoryview(_MAGIC + segment.marker)], 0)

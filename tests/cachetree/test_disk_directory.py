@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +25,39 @@ from cachetree.errors import ConfigError
 from cachetree.family import Family
 
 PARTS = Path(__file__).with_name("disk_parts.py")
+
+
+def modes_in(path: Path) -> set[int]:
+    return {stat.S_IMODE(it.stat().st_mode) for it in path.iterdir()}
+
+
+def test_others_can_read_neither_files_nor_folders(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        with open_store(tmp_path / "a" / "b") as store:
+            write(store, A, "abc")
+            assert modes_in(tmp_path) == modes_in(tmp_path / "a") == {0o700}
+            assert modes_in(tmp_path / "a" / "b") == {0o600}
+    finally:
+        os.umask(before)
+
+
+def test_what_others_could_read_is_closed_to_them(tmp_path: Path) -> None:
+    with open_store(tmp_path / "own") as store:
+        write(store, A, "abc")
+    for path in (tmp_path / "own", *(tmp_path / "own").iterdir()):
+        path.chmod(0o755)
+    with open_store(tmp_path / "own") as store:
+        assert num_right(store, A, "abc") == 3
+        assert modes_in(tmp_path) == {0o700}
+        assert modes_in(tmp_path / "own") == {0o600}
+    other = tmp_path / "of others"
+    other.mkdir()
+    other.chmod(0o755)
+    (other / "file").touch(0o644)
+    with pytest.raises(ConfigError):
+        open_store(other)
+    assert stat.S_IMODE(other.stat().st_mode) == 0o755
 
 
 def test_another_family_is_refused_by_the_name_of_the_field(tmp_path: Path) -> None:
