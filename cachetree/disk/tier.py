@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -32,6 +33,8 @@ _MAX_WAITING: Final = 4096
 """Entries that wait to be written; they hold page hashes, no pages."""
 _MAX_WRITE_S: Final = 60.0
 _MAX_CLOSE_S: Final = 5.0
+_GRACE_S: Final = 1.0
+"""For the call that was under way then."""
 NUM_READERS: Final = 2
 _MAX_RECALLS: Final = 64
 
@@ -70,21 +73,27 @@ class DiskTier:
         self._num_recalls = 0
         self._closes_at_s = float("inf")
         self._store: Final = DiskStore(tree.family, config, self._show)
-        self._readers = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="cachetree-disk-read")
-        self._writer = threading.Thread(
-            target=self._write_for_ever, name="cachetree-disk-write", daemon=True
+        self._reads: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._submitting = threading.Lock()
+        self._is_closed = False
+        # Nobody waits for a thread of a disk that hangs, not even the end of the process.
+        self._threads = [
+            threading.Thread(target=self._read_for_ever, name="cachetree-disk-read", daemon=True)
+            for _ in range(NUM_READERS)
+        ]
+        self._threads.append(
+            threading.Thread(target=self._write_for_ever, name="cachetree-disk-write", daemon=True)
         )
         there, self._unsubscribe = tree.subscribe(self._enqueue)
         for change in there:
             self._enqueue(change)
-        self._writer.start()
-        self._readers.submit(self._warm_up)
+        self._reads.put(self._warm_up)
+        for thread in self._threads:
+            thread.start()
 
     def fetch(self, model: ModelId, pages: Sequence[PageHash], staging: Staging) -> None:
         """Fill `staging` from disk in a thread; what goes wrong fails it."""
-        try:
-            self._readers.submit(self._fetch, model, pages, staging)
-        except RuntimeError:  # The pool is shut down.
+        if not self._submit(partial(self._fetch, model, pages, staging)):
             staging.fail(FetchError("this cache is closed"))
 
     def has(self, model: ModelId, page: PageHash) -> bool:
@@ -103,11 +112,7 @@ class DiskTier:
             if self._num_recalls >= _MAX_RECALLS:
                 return False
             self._num_recalls += 1
-        try:
-            self._readers.submit(self._recall_and_tell, model, page, deadline, done)
-        except RuntimeError:  # The pool is shut down.
-            return False
-        return True
+        return self._submit(partial(self._recall_and_tell, model, page, deadline, done))
 
     def note_use(self, model: ModelId, pages: Sequence[PageHash]) -> None:
         """These pages were read from memory: on disk too they are not the ones to go."""
@@ -122,9 +127,7 @@ class DiskTier:
         self, model: ModelId | None, pages: Sequence[PageHash], done: Callable[[int], None]
     ) -> None:
         """As `CacheTree.evict`, in a thread that then calls `done` with the bytes given up."""
-        try:
-            self._readers.submit(self._evict, model, pages, done)
-        except RuntimeError:  # The pool is shut down.
+        if not self._submit(partial(self._evict, model, pages, done)):
             done(0)
 
     def status(self) -> DiskStatus:
@@ -133,13 +136,31 @@ class DiskTier:
         )
 
     def close(self) -> None:
-        """Write what waits, for a few seconds at most; fetches then fail. Idempotent."""
+        """Write what waits, for a few seconds at most; fetches then fail. Idempotent.
+
+        A disk that does not answer in that time is left as it is; the directory stays locked.
+        """
         self._unsubscribe()
         self._closes_at_s = self._clock() + _MAX_CLOSE_S
         self._waiting.put(None)
-        self._readers.shutdown(cancel_futures=False)
-        self._writer.join()
-        self._store.close()
+        with self._submitting:
+            self._is_closed = True
+            for _ in range(NUM_READERS):
+                self._reads.put(None)
+        ends = Deadline.after(_MAX_CLOSE_S + _GRACE_S, time.monotonic)
+        for thread in self._threads:
+            thread.join(ends.remaining_s())
+        if any(thread.is_alive() for thread in self._threads):
+            log.warning("%s does not answer; it is left as it is", self._store.config.path)
+        else:
+            self._store.close()
+
+    def _submit(self, read: Callable[[], None]) -> bool:
+        """False where this tier is closed."""
+        with self._submitting:
+            if not self._is_closed:
+                self._reads.put(read)
+            return not self._is_closed
 
     # Called under the lock of the store, and of the tree.
 
@@ -191,6 +212,13 @@ class DiskTier:
                 self._num_late += 1
 
     # In a reader's thread.
+
+    def _read_for_ever(self) -> None:
+        while (read := self._reads.get()) is not None:
+            try:
+                read()
+            except Exception:
+                log.exception("reading from disk failed")
 
     def _fetch(self, model: ModelId, pages: Sequence[PageHash], staging: Staging) -> None:
         begun_at_s = self._clock()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import subprocess
 import sys
@@ -281,6 +282,31 @@ def test_a_closed_cache_leaves_no_thread(tmp_path: Path) -> None:
     assert "closed" in str(staging.error)
     names = {it.name for it in set(threading.enumerate()) - before}
     assert not {name for name in names if name.startswith("cachetree")}
+
+
+def test_a_disk_that_hangs_hinders_no_close(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("cachetree.disk.tier._MAX_CLOSE_S", 0.1)
+    monkeypatch.setattr("cachetree.disk.tier._GRACE_S", 0.1)
+    cache = open_cache(tmp_path)
+    store_and_wait(cache, prompt(0))
+    cache.tree.clear()
+    (file,) = tmp_path.glob("segment-*")
+    file.unlink()
+    os.mkfifo(file)  # Whoever opens it waits for somebody to write.
+    staging = cache.fetch(plan_of(Span(0, 8)), prompt(0), Deadline.after(60))
+    assert staging is not None
+    closing = threading.Thread(target=cache.close, daemon=True)
+    closing.start()
+    closing.join(20)
+    is_hanging = closing.is_alive()
+    handle = os.open(file, os.O_RDWR)  # The disk answers at last.
+    assert not is_hanging
+    assert "does not answer" in caplog.text
+    with pytest.raises(StaleEntry):
+        wait_all(staging)
+    os.close(handle)
 
 
 def test_many_threads_get_right_bytes_or_a_miss(tmp_path: Path) -> None:
