@@ -35,7 +35,10 @@ _PARTS_PER_SEGMENT: Final = 4
 """Larger entries are cut, so that eviction and copies stay fine-grained."""
 _MAX_WAIT_S: Final = 1.0
 """For readers of files that are to go, before a write is given up."""
-_SAYS_NOTHING_OF_THE_FILE: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+_SAYS_NOTHING_OF_THE_ENTRY: Final = (
+    *(errno.EMFILE, errno.ENFILE, errno.ENOMEM),
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS),  # Of a copy that cannot be written.
+)
 
 
 class DiskStore:
@@ -142,7 +145,7 @@ class DiskStore:
             try:
                 segments.read_pages(place, record, step, pages, into.cast("B"))
             except OSError as exc:
-                if exc.errno not in _SAYS_NOTHING_OF_THE_FILE:
+                if exc.errno not in _SAYS_NOTHING_OF_THE_ENTRY:
                     self._drop_damaged(entry, place, exc)
                 raise StaleEntry(f"{place.segment.path} cannot be read: {exc}") from exc
         with self._changed:
@@ -286,9 +289,7 @@ class DiskStore:
         except OSError as exc:
             with self._changed:
                 self._counts.num_failed_writes += 1
-            if not self._is_failing:
-                log.warning("%s cannot be written, so nothing is kept: %s", self.config.path, exc)
-            self._is_failing = True
+            self._note_failure(exc)
             return False
         if self._is_failing:
             log.info("%s can be written again", self.config.path)
@@ -303,6 +304,11 @@ class DiskStore:
         if not is_wanted:
             self._bury([place])
         return is_wanted
+
+    def _note_failure(self, error: OSError) -> None:
+        if not self._is_failing:
+            log.warning("%s cannot be written, so nothing is kept: %s", self.config.path, error)
+        self._is_failing = True
 
     def _publish(self, record: Record, place: Place) -> None:
         entry = self._index.add(record, place)
@@ -325,7 +331,8 @@ class DiskStore:
             if segment is None:
                 return False
             if is_dead or is_worth:
-                self._empty(segment)
+                if not self._empty(segment):
+                    return False
                 self._space.delete(segment)
             else:
                 self._evict_oldest()
@@ -337,24 +344,29 @@ class DiskStore:
             self._counts.num_evicted_entries += len(dropped)
         self._bury(dropped)
 
-    def _empty(self, segment: Segment) -> None:
-        """Copy what lives in a file to the newest one; what cannot be copied goes."""
+    def _empty(self, segment: Segment) -> bool:
+        """Copy what lives in a file to the newest one, what is damaged goes; False where it stays.
+
+        Then something is short, such as descriptors or the disk itself.
+        """
         with self._changed:
             entries = [it for it in self._index if it.place and it.place.segment is segment]
-        for entry in entries:
-            self._move(entry)
+        return all(self._move(entry) for entry in entries)
 
-    def _move(self, entry: DiskEntry) -> None:
+    def _move(self, entry: DiskEntry) -> bool:
         place = entry.place
         if place is None:
-            return
+            return True
         try:
             to = self._space.append(
                 place.num_bytes, lambda newest: newest.copy(entry.record, place)
             )
         except OSError as exc:
+            if exc.errno in _SAYS_NOTHING_OF_THE_ENTRY:
+                self._note_failure(exc)
+                return False
             self._drop_damaged(entry, place, exc)
-            return
+            return True
         with self._changed:
             self._counts.num_moved_bytes += to.num_bytes
             is_wanted = entry.place is not None
@@ -364,6 +376,7 @@ class DiskStore:
                 entry.place = to
         if not is_wanted:
             self._bury([to])
+        return True
 
     def _drop_damaged(self, entry: DiskEntry, place: Place, error: OSError) -> None:
         with self._changed:

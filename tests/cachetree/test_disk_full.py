@@ -13,12 +13,14 @@ from pathlib import Path
 import pytest
 from disk_parts import (
     A,
+    B,
     check,
     files_bytes,
     num_right,
     open_store,
     path_of,
     segment_files,
+    text_of,
     write,
 )
 
@@ -98,3 +100,25 @@ def test_too_many_open_files_is_no_damage(tmp_path: Path) -> None:
         assert hard
         assert num_right(store, A, "abc") == 3
         assert store.status().counts.num_damaged_entries == 0
+
+
+@pytest.mark.parametrize("what", [resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE])
+def test_what_cannot_be_moved_now_is_no_damage(tmp_path: Path, what: int) -> None:
+    """Files are emptied to make room: copies fail, and entries stay where they are."""
+    with open_store(tmp_path, num_bytes=64 << 10) as store:
+        assert write(store, A, "first")
+        num_failed = 0
+        for number in range(1000):
+            before = store.entries()
+            with limited(what, 0):
+                is_written = write(store, B, text_of(number, 4))
+            if not is_written:
+                num_failed += 1
+                assert {it for it in before if it.place} >= set(store.entries())
+                assert write(store, B, text_of(number, 4))
+            assert num_right(store, A, "first") == 5  # A use: it is moved, not evicted.
+            assert store.status().counts.num_damaged_entries == 0
+            if store.status().counts.num_moved_bytes > 2000:
+                break
+        assert number < 999
+        assert num_failed
