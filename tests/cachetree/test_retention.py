@@ -44,6 +44,19 @@ def test_a_pin_of_all_models_takes_what_each_has() -> None:
     assert num_pages(tree, B, "abx") == 2
 
 
+def test_a_pin_of_pages_that_are_no_prompt_keeps_what_begins_as_they_do() -> None:
+    tree = make_tree()
+    store(tree, A, "a")
+    store(tree, A, "ab")
+    store(tree, A, "abcde")
+    store(tree, B, "ab")
+    no_prompt = [path("a")[0], path("az")[1], *path("abcde")[2:]]
+    assert tree.pin(None, no_prompt) == {A: 1, B: 1}
+    assert tree.unpin(None, no_prompt)
+    assert tree.pin(None, path("unknown")) == {}, "the answer says that nothing is pinned"
+    assert not tree.unpin(None, path("unknown"))
+
+
 def test_a_pin_ends_at_its_deadline_and_the_same_pin_renews_it() -> None:
     clock = FakeTime()
     tree = make_tree(4, clock)
