@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
+from rounding import assert_differ_by_rounding
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -294,7 +295,7 @@ def test_a_saved_base_layer_replaces_the_bases_before_factors_are_added() -> Non
     a, b, saved = torch.randn(2, 8), torch.randn(8, 2), torch.randn(8, 8)
     factors = {"m.lora_A.weight": a, "m.lora_B.weight": b, "m.base_layer.weight": saved}
     result = merged({"m.weight": torch.zeros(8, 8)}, factors, 2.0)
-    assert torch.allclose(result["m.weight"], saved + 2 * b @ a)
+    assert_differ_by_rounding(result["m.weight"], saved + 2 * b @ a, terms=3)
 
 
 def test_the_command_merges_or_says_why_not(plain, tmp_path: Path) -> None:

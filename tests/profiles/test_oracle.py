@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from rounding import assert_differ_by_rounding, rounding
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -23,6 +24,8 @@ from profiles.oracle import decode, generate, partial_prefill, prefill, recomput
 
 NUM_LAYERS = 5
 PREFIX, SUFFIX, MAX_NEW = 48, 7, 6
+SUMS = {"terms": PREFIX + SUFFIX, "steps": NUM_LAYERS}
+"""What a token of these models goes through: no other sum is as long as the attention's."""
 SIZES = {
     "vocab_size": 97,
     "hidden_size": 32,
@@ -60,6 +63,8 @@ def pair(request):
     return make_model(request.param, 1), make_model(request.param, 2)
 
 
+LOGPROB = 8 * rounding(torch.float32, **SUMS)
+"""Of these models, whose logits are as large as 8."""
 PREFIX_IDS, SUFFIX_IDS = make_ids(PREFIX, 3), make_ids(SUFFIX, 4)
 
 
@@ -123,7 +128,8 @@ def test_the_first_layer_of_a_block_projects_the_senders_stream(pair):
         expected = attention.v_proj(normed)
     else:
         expected = attention.qkv_proj(normed)[..., -value.shape[1] * value.shape[3] :]
-    assert torch.allclose(value.transpose(1, 2).flatten(2), expected, atol=1e-5)
+    got = value.transpose(1, 2).flatten(2)
+    assert_differ_by_rounding(got, expected, terms=SIZES["hidden_size"])
 
 
 def test_a_block_from_the_first_layer_needs_nothing_of_the_sender(pair):
@@ -131,7 +137,7 @@ def test_a_block_from_the_first_layer_needs_nothing_of_the_sender(pair):
     kv = partial_prefill(receiver, sender, PREFIX_IDS, Span(0, 3))
     ours = prefill(receiver, PREFIX_IDS)
     for layer in range(3):
-        assert torch.allclose(kv[layer][0], ours.kv[layer][0], atol=1e-4)
+        assert_differ_by_rounding(kv[layer][0], ours.kv[layer][0], **SUMS)
 
 
 def test_recomputing_in_chunks_changes_nothing(pair):
@@ -146,8 +152,8 @@ def test_recomputing_in_chunks_changes_nothing(pair):
     ]
     chunked = recompute(receiver, e[:, 16:], block, past)
     for layer in block:
-        assert torch.allclose(chunked[layer][0], whole[layer][0], atol=1e-4)
-        assert torch.allclose(chunked[layer][1], whole[layer][1], atol=1e-4)
+        assert_differ_by_rounding(chunked[layer][0], whole[layer][0], **SUMS)
+        assert_differ_by_rounding(chunked[layer][1], whole[layer][1], **SUMS)
 
 
 def test_suffix_may_come_in_any_split(pair):
@@ -157,7 +163,7 @@ def test_suffix_may_come_in_any_split(pair):
     ids = torch.cat([PREFIX_IDS, SUFFIX_IDS], 1)
     cuts = [decode(receiver, prefill(receiver, ids[:, :n]).kv, ids[:, n:], 4) for n in (16, 40, 54)]
     assert cuts[0].ids == cuts[1].ids == cuts[2].ids
-    assert cuts[0].logprobs == pytest.approx(cuts[2].logprobs, abs=1e-4)
+    assert cuts[0].logprobs == pytest.approx(cuts[2].logprobs, abs=LOGPROB)
 
 
 @pytest.mark.parametrize("block", [EMPTY_SPAN, Span(0, 2), Span(1, 4)])
@@ -185,8 +191,8 @@ def test_own_tokens_and_all_layers_are_the_receivers_prefill(pair):
     kv = partial_prefill(receiver, sender, PREFIX_IDS, Span(0, NUM_LAYERS), 16)
     ours = prefill(receiver, PREFIX_IDS)
     for layer in range(NUM_LAYERS):
-        assert torch.allclose(kv[layer][0], ours.kv[layer][0], atol=1e-4)
-        assert torch.allclose(kv[layer][1], ours.kv[layer][1], atol=1e-4)
+        assert_differ_by_rounding(kv[layer][0], ours.kv[layer][0], **SUMS)
+        assert_differ_by_rounding(kv[layer][1], ours.kv[layer][1], **SUMS)
 
 
 def test_bf16_runs():
@@ -201,8 +207,8 @@ def test_logprobs_and_margins_are_those_of_the_tokens():
     ids = torch.cat([PREFIX_IDS, SUFFIX_IDS], 1)
     logprobs = model(ids).logits[0, -1].detach().log_softmax(-1).sort(descending=True).values
     result = decode(model, prefill(model, PREFIX_IDS).kv, SUFFIX_IDS, 1)
-    assert result.logprobs == pytest.approx([float(logprobs[0])], abs=1e-4)
-    assert result.margins == pytest.approx([float(logprobs[0] - logprobs[1])], abs=1e-4)
+    assert result.logprobs == pytest.approx([float(logprobs[0])], abs=LOGPROB)
+    assert result.margins == pytest.approx([float(logprobs[0] - logprobs[1])], abs=LOGPROB)
 
 
 def test_a_sliding_window_is_refused():
