@@ -34,6 +34,7 @@ from cachetree.transport import (
     PusherStatus,
     Status,
     Worker,
+    verbs,
 )
 from cachetree.transport.pace import Bandwidth
 from cachetree.tree import CacheTree
@@ -114,7 +115,9 @@ class Cache:
             for make in tiers:
                 self._add_tier(make)
             if config.serves:
-                self._worker = Worker(self.tree, config.worker, disk=self._disk, clock=clock)
+                self._worker = Worker(
+                    self.tree, config.worker, disk=self._disk, sources=self._sources, clock=clock
+                )
             for address in map(Location, config.peers):
                 self._peers[address] = Peer(
                     self.tree, address, config.peer_at(address), clock=clock
@@ -269,6 +272,9 @@ class Cache:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+    def _sources(self) -> tuple[verbs.Source, ...]:
+        return tuple(peer.status.source for peer in tuple(self._peers.values()))
 
     def _close_transport(self) -> None:
         for pusher in self._pushers:

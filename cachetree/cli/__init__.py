@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+from importlib.metadata import version
 
 from cachetree.cli import ask, bench, keygen, serve, simulate
 from cachetree.errors import CacheTreeError
@@ -13,6 +15,9 @@ __all__ = ["main"]
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="cachetree", description=__doc__)
+    parser.add_argument(
+        "--version", action="version", version=f"cachetree {version('sglang-droidspeak')}"
+    )
     commands = parser.add_subparsers(required=True)
     serve.add_parser(commands)
     keygen.add_parser(commands)
@@ -25,4 +30,6 @@ def main(argv: list[str] | None = None) -> int:
     except CacheTreeError as exc:
         print(f"cachetree: {exc}", file=sys.stderr)  # noqa: T201
         return 1
+    except BrokenPipeError:  # Whoever read this has what they wanted.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0

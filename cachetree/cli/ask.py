@@ -10,7 +10,7 @@ import msgspec
 
 from cachetree.cli.prefix import add_prefix, is_given, prefix_of
 from cachetree.cli.show import show, show_fields, show_json
-from cachetree.errors import ConfigError
+from cachetree.errors import ConfigError, OrderDenied
 from cachetree.transport import Credentials, ask, credentials_of, verbs
 
 _Answer = TypeVar("_Answer", bound=verbs.ToPeer)
@@ -103,7 +103,11 @@ def _evict(args: argparse.Namespace) -> None:
 
 def _pin(args: argparse.Namespace) -> None:
     order = verbs.Pin(model=args.model, pages=prefix_of(args), ttl_s=args.ttl)
-    _show(args, answer_to(args, order, verbs.Pinned))
+    pinned = answer_to(args, order, verbs.Pinned)
+    if not any(pinned.pages_by_model.values()):
+        whose = f"of model {args.model} " if args.model else ""
+        raise OrderDenied(f"{args.address} has no page {whose}that begins so; nothing is pinned")
+    _show(args, pinned)
 
 
 def _unpin(args: argparse.Namespace) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
 import msgspec
 
 
@@ -15,6 +18,47 @@ def show_json(value: object) -> None:
 
 
 def show_fields(value: msgspec.Struct) -> None:
-    """A line for each field."""
-    for field, content in msgspec.structs.asdict(value).items():
-        show(f"{field:22} {content}")
+    """A line for each field, and a table for what has several parts."""
+    for line in _lines(msgspec.to_builtins(value)):
+        show(line)
+
+
+def _lines(fields: Mapping[str, Any]) -> Iterator[str]:
+    for name, content in fields.items():
+        words = name.removeprefix("num_").replace("_", " ")
+        match content:
+            case dict() if content:
+                yield words
+                yield from (f"  {line}" for line in _lines(content))
+            case [dict(), *_] as rows:
+                yield words
+                yield from (f"  {line}" for line in _table(rows))
+            case _ if name != "type":
+                yield f"{words:22} {_text(name, content)}"
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    columns = list(rows[0])
+    cells = [columns, *([_text(name, row[name]) for name in columns] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for row in cells:
+        yield "  ".join(map(str.ljust, row, widths)).rstrip()
+
+
+def _text(name: str, content: Any) -> str:
+    match content:
+        case bool():
+            return "yes" if content else "no"
+        case None | "" | [] | {}:
+            return "none"
+        case [*parts]:
+            return ", ".join(map(str, parts))
+        case int() if name.endswith("bytes"):
+            return _size(content)
+    return str(content)
+
+
+def _size(num_bytes: int) -> str:
+    power = min(3, max(0, num_bytes.bit_length() - 1) // 10)
+    size = num_bytes / (1 << 10 * power)
+    return f"{size:.1f} {('bytes', 'KiB', 'MiB', 'GiB')[power]}" if power else f"{num_bytes} bytes"

@@ -6,6 +6,8 @@ from enum import Enum
 
 import msgspec
 
+from cachetree.transport import verbs
+
 
 class PeerState(str, Enum):
     CONNECTING = "connecting"
@@ -43,3 +45,12 @@ class PeerStatus(msgspec.Struct, frozen=True, kw_only=True):
     num_losses: int
     num_resyncs: int
     num_protocol_errors: int
+
+    @property
+    def source(self) -> verbs.Source:
+        """In a few words."""
+        is_ready = self.state == PeerState.READY.value
+        reason = "" if is_ready else self.error
+        if self.probe_in_s:
+            reason += f"; it is tried again in {self.probe_in_s:.0f} s"
+        return verbs.Source(address=self.address, state=self.state, reason=reason)

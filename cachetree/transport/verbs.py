@@ -12,10 +12,20 @@ from cachetree.family import Family
 MAX_LAYERS: Final = 1024
 MAX_MODELS: Final = 1 << 16
 MAX_COUNTS: Final = 256
+MAX_SOURCES: Final = 4096
 
 ByModel = Annotated[dict[str, int], msgspec.Meta(max_length=MAX_MODELS)]
 ByLayer = Annotated[dict[int, int], msgspec.Meta(max_length=MAX_LAYERS)]
 ByName = Annotated[dict[str, int], msgspec.Meta(max_length=MAX_COUNTS)]
+
+
+class Source(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker that the asked one's server reads from."""
+
+    address: str
+    state: str
+    reason: str
+    """Why it is not ready; empty where it is."""
 
 
 class StatusRequest(msgspec.Struct, frozen=True, tag="status_request"):
@@ -56,6 +66,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
     family: Family | None = None
     disk: DiskStatus | None = None
     """None where nothing is kept on disk."""
+    reads_from: Annotated[tuple[Source, ...], msgspec.Meta(max_length=MAX_SOURCES)] = ()
+    """The peers of this server."""
 
 
 class Find(msgspec.Struct, frozen=True, kw_only=True, tag="find"):

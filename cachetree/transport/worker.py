@@ -72,9 +72,12 @@ class Worker:
         config: WorkerConfig,
         *,
         disk: DiskTier | None = None,
+        sources: Callable[[], tuple[verbs.Source, ...]] = tuple,
         clock: Clock = time.monotonic,
     ) -> None:
+        """`sources` tells what this server reads from, and is called from any thread."""
         self._tree = tree
+        self._sources = sources
         self._config = config
         self._disk = disk
         self._clock = clock
@@ -128,6 +131,7 @@ class Worker:
             num_peers=len(self._sessions),
             num_streams=len(self._outflow),
             num_open_stores=len(self._intake),
+            reads_from=self._sources(),
         )
 
     @property

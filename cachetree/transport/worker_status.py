@@ -19,6 +19,7 @@ def status_of(
     num_peers: int,
     num_streams: int,
     num_open_stores: int,
+    reads_from: tuple[verbs.Source, ...],
 ) -> verbs.Status:
     """Read from any thread; not an atomic picture."""
     return verbs.Status(
@@ -27,6 +28,7 @@ def status_of(
         num_peers=num_peers,
         num_streams=num_streams,
         num_open_stores=num_open_stores,
+        reads_from=reads_from,
         version=wire.PROTOCOL_VERSION,
         num_bytes=tree.num_bytes,
         host_bytes=tree.host_bytes,

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from subprocess import PIPE, Popen
 
 import msgspec
 import pytest
@@ -63,6 +66,72 @@ def test_match_says_who_has_how_much(run: Run, tmp_path: Path) -> None:
         store(cache.tree, salted)
         (found,) = run("match", cache.address, *given, "--salt", "00" * 32)["holdings"]  # type: ignore[misc]
         assert found["num_pages"] == 6
+
+
+def said(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
+    """What a person reads."""
+    assert main([*map(str, argv), "--timeout", "5"]) == 0, capsys.readouterr().err
+    return capsys.readouterr().out
+
+
+def test_people_are_told_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as deaf, cache_of() as other:
+        deaf.bind(("127.0.0.1", 0))
+        nobody = f"tcp://127.0.0.1:{deaf.getsockname()[1]}"
+        with cache_of(peers=(other.address, nobody)) as cache:
+            store(cache.tree, PAGES)
+            eventually(lambda: cache.status().peers[0].state == "ready")
+            eventually(lambda: cache.status().peers[1].error)
+            text = said(capsys, "status", cache.address)
+    lines = [re.split(r"  +", line.strip()) for line in text.splitlines()]
+    for line in (
+        ["pages", "64"],
+        ["bytes", "640.0 KiB"],
+        ["host bytes", "64.0 MiB"],
+        ["pages by model"],
+        [MODEL, "64"],
+        ["failed handshakes", "0"],
+        ["architecture", "LlamaForCausalLM"],
+        ["disk", "none"],
+        ["reads from"],
+        ["address", "state", "reason"],
+        [other.address, "ready", "none"],
+        [nobody, "connecting", f"worker {nobody} closed the connection or cannot be reached"],
+    ):
+        assert line in lines, text
+    assert not set("[]()='").intersection(text)
+
+
+def test_nobody_reads_on_is_no_fault() -> None:
+    """As with `cachetree status | head -1`."""
+    with (
+        cache_of() as cache,
+        Popen(
+            [sys.executable, "-m", "cachetree.cli", "status", str(cache.address)],
+            stdout=PIPE,
+            stderr=PIPE,
+            text=True,
+        ) as command,
+    ):
+        assert command.stdout is not None
+        assert command.stderr is not None
+        command.stdout.close()
+        assert command.stderr.read() == ""
+        assert command.wait() == 0
+
+
+def test_a_command_says_its_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert re.fullmatch(r"cachetree \d+\.\d+\.\d+\n", capsys.readouterr().out)
+
+
+def test_a_pin_of_what_is_not_there_is_no_success(capsys: pytest.CaptureFixture[str]) -> None:
+    with cache_of(worker=OBEYS) as cache:
+        store(cache.tree, PAGES)
+        for unknown in (["--pages", "00" * 16], ["--pages", *hexes(PAGES), "--model", "another"]):
+            assert main(["pin", str(cache.address), *unknown, "--timeout", "5"]) == 1
+            assert "nothing is pinned" in capsys.readouterr().err
 
 
 def test_evict_takes_what_begins_so_and_what_nothing_else_stands_on(run: Run) -> None:
