@@ -40,7 +40,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     listen: str | None = None
     """Where this server's worker serves its cache, as `tcp://host:port`; None serves nobody."""
     peers: tuple[str, ...] = ()
-    """Workers whose caches this server may read, as `tcp://host:port`."""
+    """Workers whose caches this server may read, as `tcp://host:port`. Each is trusted to have
+    computed what it serves, for all tenants."""
     push_to: tuple[str, ...] = ()
     """Workers that also keep what this server stores, so that it outlives the server; each is a
     peer, named there or not."""
@@ -96,7 +97,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     key_file: str | None = None
     """Secret key file of this server, made by `cachetree keygen`; None encrypts nothing."""
     allowed_peers: tuple[str, ...] = ()
-    """Who may read this server's cache: public keys, files of them, or folders of `.pub` files."""
+    """Who may read this server's cache, the pages of all its tenants: public keys, files of them, or
+    folders of `.pub` files."""
     peer_keys: dict[str, str] = {}
     """Address of a peer to its public key or the file with it; to others it talks in clear."""
     bulk_port: int = 0

@@ -14,8 +14,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "keygen",
         help="make the key pair of a server",
         description="Write NAME.key, which the server itself reads (`key_file`), and NAME.pub, "
-        "which goes to the servers that it talks to (`allowed_peers`, `peer_keys`). Nothing is "
-        "overwritten.",
+        "which goes to the servers that it talks to (`allowed_peers`, `peer_keys`); one that lists "
+        "it there trusts its holder with the pages of all tenants. Nothing is overwritten.",
     )
     keygen.add_argument("--out", type=Path, required=True, metavar="DIR", help="made if needed")
     keygen.add_argument("--name", default="cachetree", help="of the files, and of the key's remark")
