@@ -26,7 +26,7 @@ from cachetree.safetensors_files import (
     sampled_digest,
     weight_files,
 )
-from cachetree.unreadable import UNREADABLE
+from cachetree.unreadable import UNREADABLE, written
 
 Config = Mapping[str, Any]
 """A config.json as it was parsed; which keys it has is up to the model."""
@@ -131,9 +131,13 @@ def read_model_identity(
     Raises ConfigError naming the file that is missing or wrong.
     """
     if not path.is_dir():
-        raise ConfigError(f"model folder {path} does not exist; give a local checkpoint folder")
+        raise ConfigError(
+            f"model folder {written(path)} does not exist; give a local checkpoint folder"
+        )
     if adapter is not None and not adapter.is_dir():
-        raise ConfigError(f"adapter folder {adapter} does not exist; give a local PEFT folder")
+        raise ConfigError(
+            f"adapter folder {written(adapter)} does not exist; give a local PEFT folder"
+        )
     if cache_dir is None:
         return _compute(path, adapter)
     cached = cache_dir / f"{_cache_key(path, adapter)}.json"

@@ -14,7 +14,7 @@ import msgspec
 from cachetree.errors import ProfileError
 from cachetree.family import ModelIdentity
 from cachetree.ids import EMPTY_SPAN, Span
-from cachetree.unreadable import UNREADABLE
+from cachetree.unreadable import UNREADABLE, written
 
 VERSION = 2
 
@@ -150,7 +150,7 @@ def read_profile_as(schema: type[Schema], path: Path) -> Schema:
     try:
         raw = path.read_bytes()
     except OSError as exc:
-        raise ProfileError(f"profile {path} cannot be read: {exc.strerror}") from exc
+        raise ProfileError(f"profile {written(path)} cannot be read: {exc.strerror}") from exc
     try:
         version = msgspec.json.decode(raw, type=_Versioned).version
         if version != VERSION:

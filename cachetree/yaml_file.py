@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from cachetree.errors import ConfigError
-from cachetree.unreadable import UNREADABLE
+from cachetree.unreadable import UNREADABLE, written
 
 
 def read_yaml(path: Path, what: str) -> Any:
@@ -16,6 +16,6 @@ def read_yaml(path: Path, what: str) -> Any:
     try:
         return yaml.safe_load(path.read_text())
     except OSError as exc:
-        raise ConfigError(f"{what} {path} cannot be read: {exc.strerror}") from exc
+        raise ConfigError(f"{what} {written(path)} cannot be read: {exc.strerror}") from exc
     except (yaml.YAMLError, *UNREADABLE) as exc:
         raise ConfigError(f"{what} {path} is not YAML: {' '.join(str(exc).split())}") from exc

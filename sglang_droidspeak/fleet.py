@@ -9,7 +9,11 @@ x-...: {...}          ignored; a place for YAML anchors
 
 from __future__ import annotations
 
+import difflib
+import functools
+import importlib.util
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,6 +45,7 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
                 raise ConfigError(f"{name!r} cannot be a name; use letters, digits, - and _")
         taken: dict[int, str] = {}
         for name, options in self.engines.items():
+            _check_flags(name, options)
             if not isinstance(options.get("model-path"), str):
                 raise ConfigError(f"engines.{name} has no model-path")
             port = options.get("port", _DEFAULT_PORT)
@@ -49,6 +54,34 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             taken[port] = name
             if "droidspeak" in options:
                 parse_settings(options["droidspeak"])
+
+
+def _check_flags(name: str, options: Mapping[str, Any]) -> None:
+    """Raise ConfigError for an option that SGLang would refuse a minute later."""
+    known = sglang_flags()
+    for option in options.keys() - {"droidspeak"}:
+        # SGLang takes the beginning of a flag for the flag.
+        if known and not any(flag.startswith(option) for flag in known):
+            close = difflib.get_close_matches(option, known, n=1)
+            meant = f"; did you mean {close[0]}?" if close else ""
+            raise ConfigError(f"engines.{name} has {option}, which SGLang does not know{meant}")
+
+
+@functools.cache
+def sglang_flags() -> frozenset[str]:
+    """Names of SGLang's options, read from its source: to import it takes many seconds.
+
+    A few are no options but stand beside them. Nothing where SGLang is built otherwise.
+    """
+    package = importlib.util.find_spec("sglang")
+    if package is None or package.origin is None:
+        return frozenset()
+    source = Path(package.origin).parent / "srt"
+    text = "".join(it.read_text() for it in (source / "arg_groups").rglob("*.py"))
+    text += "".join(it.read_text() for it in source.glob("server_args.py"))
+    fields = re.findall(r'^    "(\w+)",$', text, re.MULTILINE)
+    flags = {it.replace("_", "-") for it in fields} | set(re.findall(r'"--([\w-]+)"', text))
+    return frozenset(flags | {f"no-{it}" for it in flags})
 
 
 def read_fleet(path: Path) -> Fleet:

@@ -21,7 +21,7 @@ from cachetree.identity import read_model_identity
 from cachetree.ids import ModelId
 from cachetree.profile import PairProfile, read_profile
 from cachetree.slab import Layout
-from cachetree.transport import check_peer, check_worker
+from cachetree.transport import check_peer, check_ports, check_worker
 from sglang_droidspeak import compat
 from sglang_droidspeak.config import MIN_PAGE_SIZE, Settings, cache_config, parse_settings
 from sglang_droidspeak.models import Models
@@ -168,7 +168,11 @@ class Site:
 def check_front_end(server_args: ServerArgs) -> None:
     """Stop the server with one line where its configuration cannot work."""
     try:
-        load_site(server_args)
+        site = load_site(server_args)
+        for rank in range(compat.resolved(server_args).tp_size):
+            config = cache_config(site.settings, site.identity.model_id, rank)
+            if config.serves:
+                check_ports(config.worker)
     except CacheTreeError as exc:
         raise SystemExit(f"droidspeak: {exc}") from None
 
@@ -211,8 +215,8 @@ def check_arguments(args: Any) -> None:
         raise ConfigError("torch is built for ROCm; start the server without droidspeak there")
     if (args.page_size or 1) < MIN_PAGE_SIZE:
         raise ConfigError(
-            f"page_size is {args.page_size}: one key per page would be one per few tokens; "
-            "start the server with --page-size 64"
+            f"page_size is {args.page_size}: every page is found by a key, and so small ones cost "
+            "more to find than they save; start the server with --page-size 64"
         )
 
 
@@ -289,6 +293,10 @@ def _check_transport(settings: Settings, tp_size: int) -> None:
         config = cache_config(settings, ModelId(""), rank)
         if config.serves:
             check_worker(config.worker)
+        if config.serves and config.worker.listen in config.peers:
+            raise ConfigError(
+                f"peers has {config.worker.listen}, where this server itself listens; remove it"
+            )
         for peer in config.peers:
             check_peer(peer, config.peer_at(peer))
     port = int((settings.listen or ":0").rpartition(":")[2])

@@ -4,6 +4,7 @@ from cachetree.transport.config import PeerConfig, WorkerConfig
 from cachetree.transport.handshake import (
     Credentials,
     check_peer,
+    check_ports,
     check_worker,
     credentials_of,
 )
@@ -29,6 +30,7 @@ __all__ = [
     "ask",
     "ask_status",
     "check_peer",
+    "check_ports",
     "check_worker",
     "credentials_of",
     "write_key_pair",

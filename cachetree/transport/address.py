@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import socket
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -34,6 +35,19 @@ class Address:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return False
+
+
+def open_port(address: Address, *, field: str, backlog: int = 1) -> socket.socket:
+    """A socket that listens there; raises ConfigError where it cannot be bound."""
+    host = "" if address.host == "*" else address.host
+    family = socket.AF_INET6 if address.is_ipv6 else socket.AF_INET
+    try:
+        return socket.create_server((host, address.port), family=family, backlog=backlog)
+    except OSError as exc:
+        raise ConfigError(
+            f"{field} is {address.url!r}, which cannot be bound ({exc.strerror}); choose another "
+            "port, or port 0 for a free one"
+        ) from exc
 
 
 def parse_address(value: str, *, field: str) -> Address:

@@ -11,8 +11,7 @@ from typing import Final
 import zmq
 
 from cachetree.clock import Clock, Deadline
-from cachetree.errors import ConfigError
-from cachetree.transport.address import Address
+from cachetree.transport.address import Address, open_port
 from cachetree.transport.channel import Channel, bound_silence, tune
 from cachetree.transport.config import WorkerConfig
 from cachetree.transport.handshake import Refusal
@@ -47,17 +46,7 @@ class DataPort:
         self._wake = wake
         self._config = config
         self._clock = clock
-        host = "" if listen.host == "*" else listen.host
-        family = socket.AF_INET6 if listen.is_ipv6 else socket.AF_INET
-        try:
-            self._listener = socket.create_server(
-                (host, listen.port), family=family, backlog=_BACKLOG
-            )
-        except OSError as exc:
-            raise ConfigError(
-                f"bulk_port is {listen.url!r}, which cannot be bound ({exc.strerror}); choose "
-                "another port, or port 0 for a free one"
-            ) from exc
+        self._listener = open_port(listen, field="bulk_port", backlog=_BACKLOG)
         self._listener.setblocking(False)
         # Who brings a ticket is met with it in hand, however many come with none.
         self._listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _TOKEN_S)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
 import zmq
@@ -24,7 +24,7 @@ import zmq
 from cachetree.clock import Clock
 from cachetree.errors import AuthenticationError, CacheTreeError, FetchError
 from cachetree.transport import keys
-from cachetree.transport.address import parse_address, parse_listen, parse_remote
+from cachetree.transport.address import open_port, parse_address, parse_listen, parse_remote
 from cachetree.transport.config import PeerConfig, WorkerConfig
 from cachetree.transport.keys import KeyPair, PublicKey
 from cachetree.transport.sealing import Seals, Unsealed
@@ -308,6 +308,13 @@ def check_worker(config: WorkerConfig) -> None:
     """Whether a worker could start, but for binding its address; raises ConfigError."""
     parse_listen(config.listen, field="listen", insecure=config.insecure, key_file=config.key_file)
     gate_of(config)
+
+
+def check_ports(config: WorkerConfig) -> None:
+    """Whether the ports that a worker would take are free now; raises ConfigError."""
+    listen = parse_address(config.listen, field="listen")
+    for field, port in (("listen", listen.port), ("bulk_port", config.bulk_port)):
+        open_port(replace(listen, port=port), field=field).close()
 
 
 def check_peer(address: str, config: PeerConfig) -> None:

@@ -23,6 +23,7 @@ import zmq
 from zmq.utils import z85
 
 from cachetree.errors import ConfigError
+from cachetree.unreadable import written
 
 PublicKey = NewType("PublicKey", str)
 """`ctpub-` and 64 hexadecimal digits."""
@@ -185,7 +186,7 @@ def _lines(path: Path, *, field: str, is_secret: bool) -> Iterator[tuple[int, st
                 _require_private(path, status, field=field)
             blob = file.read(_MAX_FILE_BYTES + 1)
     except OSError as exc:
-        raise ConfigError(f"{field} {path} cannot be read: {exc.strerror}") from exc
+        raise ConfigError(f"{field} {written(path)} cannot be read: {exc.strerror}") from exc
     if len(blob) > _MAX_FILE_BYTES:
         raise ConfigError(f"{field} {path} is larger than {_MAX_FILE_BYTES} bytes: no key file")
     try:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from cachetree import ConfigError
+from cachetree.errors import ProfileError
+from cachetree.identity import read_model_identity
+from cachetree.profile import read_profile
+from cachetree.transport.keys import read_key_pair
 from cachetree.yaml_file import read_yaml
 
 
@@ -28,6 +33,21 @@ def test_what_is_not_yaml_is_named(tmp_path: Path, content: bytes) -> None:
     file.write_bytes(content)
     with pytest.raises(ConfigError, match=rf"fleet {file} is not YAML: "):
         read_yaml(file, "fleet")
+
+
+def test_a_relative_path_says_relative_to_what(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    here = re.escape(f"a.yaml (relative to {tmp_path})")
+    with pytest.raises(ConfigError, match=rf"^config {here} cannot be read: No such file"):
+        read_yaml(Path("a.yaml"), "config")
+    with pytest.raises(ProfileError, match=rf"^profile {here} cannot be read: No such file"):
+        read_profile(Path("a.yaml"))
+    with pytest.raises(ConfigError, match=rf"^model folder {here} does not exist"):
+        read_model_identity(Path("a.yaml"))
+    with pytest.raises(ConfigError, match=rf"^key_file {here} cannot be read: No such file"):
+        read_key_pair("a.yaml")
 
 
 def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 import msgspec
@@ -12,7 +13,7 @@ from cachetree.cli.serve import read_config
 from cachetree.errors import ConfigError
 from cachetree.family import Family
 from cachetree.identity import read_model_identity
-from sglang_droidspeak.fleet import Fleet, read_fleet, shared_cores, specs
+from sglang_droidspeak.fleet import Fleet, read_fleet, sglang_flags, shared_cores, specs
 from sglang_droidspeak.servers import ServerSpec, WorkerSpec
 
 ROOT = Path(__file__).parents[2]
@@ -52,6 +53,11 @@ def test_the_example_is_three_workers_and_four_engines_of_two_families(tmp_path,
         ({"engines": {"one": ENGINE}, "workers": {"one": {}}}, "one is a worker and an engine"),
         ({"engines": {"a/b": ENGINE}}, "'a/b' cannot be a name"),
         ({"engines": {"one": {**ENGINE, "droidspeak": {"hots_gb": 1}}}}, "hots_gb"),
+        (
+            {"engines": {"one": {**ENGINE, "mem-fraction-statc": 0.5}}},
+            "engines.one has mem-fraction-statc, .* did you mean mem-fraction-static?",
+        ),
+        ({"engines": {"one": {**ENGINE, "florp": 1}}}, "engines.one has florp, which SGLang does"),
         ({"servers": {}}, "servers"),
         (["x"], "fleet.yaml"),
     ],
@@ -59,6 +65,16 @@ def test_the_example_is_three_workers_and_four_engines_of_two_families(tmp_path,
 def test_mistakes_are_named(content, says, tmp_path):
     with pytest.raises(ConfigError, match=says):
         read_fleet(written(tmp_path, content))
+
+
+def test_every_option_of_sglang_is_known():
+    from sglang.srt.server_args import ServerArgs
+
+    parser = argparse.ArgumentParser(add_help=False)
+    ServerArgs.add_cli_args(parser)
+    options = {name[2:] for it in parser._actions for name in it.option_strings}
+    assert len(options) > 500
+    assert options <= sglang_flags()
 
 
 def test_engines_share_the_cores_unless_told_otherwise(monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -22,7 +23,7 @@ from cachetree.transport import write_key_pair
 from profiles.random_models import shape, write_models
 from sglang_droidspeak import compat
 from sglang_droidspeak.config import LINKER_MODULE, cache_config
-from sglang_droidspeak.servers import ServerFailed, ServerSpec, running
+from sglang_droidspeak.servers import ServerFailed, ServerSpec, free_port, running
 from sglang_droidspeak.site import check_arguments, check_front_end, load_site
 
 HERE = "tcp://127.0.0.1:7001"
@@ -95,6 +96,7 @@ def refusal(model: Path, extra: dict[str, Any], *flags: str) -> str:
             ["peer_keys", "64 hexadecimal digits"],
         ),
         ({"peers": ["tcp://nowhere"]}, ["peers", "tcp://nowhere"]),
+        ({"listen": HERE, "peers": [HERE]}, ["peers has tcp://127.0.0.1:7001", "remove it"]),
         ({"profiles": ["missing.json"]}, ["missing.json", "No such file"]),
         ({"disk_path": "cache"}, ["disk_path is cache and disk_gb 0.0", "give both"]),
         ({"disk_path": "c", "disk_gb": 1, "host_gb": 0}, ["disk_path is set and host_gb is 0"]),
@@ -271,6 +273,17 @@ def test_each_rank_has_ports_of_its_own(model: Path) -> None:
     assert "leave 2 between them" in line
     line = refusal(model, {"listen": "tcp://127.0.0.1:65535"}, "--tp-size", "2")
     assert "listen is 'tcp://127.0.0.1:65536'" in line
+
+
+@pytest.mark.parametrize("field", ["listen", "bulk_port"])
+def test_a_port_in_use_is_found_before_weights_are_loaded(model: Path, field: str) -> None:
+    free = free_port(4)
+    with socket.create_server(("127.0.0.1", free + 1)):
+        ports = {"listen": f"tcp://127.0.0.1:{free + 2}", "bulk_port": 0}
+        ports[field] = f"tcp://127.0.0.1:{free}" if field == "listen" else free
+        line = refusal(model, ports, "--tp-size", "2")
+        assert f"{field} is 'tcp://127.0.0.1:{free + 1}', which cannot be bound" in line
+        assert "choose another port" in line
 
 
 def test_settings_file_with_unknown_key(model: Path, tmp_path: Path) -> None:
