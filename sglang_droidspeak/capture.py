@@ -200,8 +200,8 @@ def attach(runner: ModelRunner, site: Site) -> None:
     if shared:
         num_bytes = [site.e_bytes_per_token(runner.dtype, it) for it in ({}, shared)]
         log.info(
-            "droidspeak: all adapters have the same A at layers %s: A x is kept there in place of "
-            "E, %d bytes per token in place of %d",
+            "droidspeak: all adapters have the same A at layers %s, so that what it makes of E is "
+            "kept there in place of E: %d bytes per token and not %d",
             sorted(shared),
             num_bytes[1],
             num_bytes[0],

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,11 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="droidspeak", description=__doc__, allow_abbrev=False)
+    parser.add_argument(
+        "--version",
+        action="version",
+        version=f"droidspeak {version('sglang-droidspeak')} for SGLang {version('sglang')}",
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     _add_demo(
         commands.add_parser(

@@ -55,11 +55,11 @@ class Controls(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         names = self.refresh.split(",")
         block = self.span(num_layers)
         if block is None or not all(name.isdigit() for name in names):
-            raise ValueError(f"refresh {self.refresh!r} is not layers beside a block: '7,9'")
+            raise ValueError(f"refresh is {self.refresh!r}; give a block, and layers as in '7,9'")
         layers = tuple(sorted({int(name) for name in names}))
         if layers[-1] >= num_layers or any(layer in block for layer in layers):
             raise ValueError(
-                f"refresh {self.refresh!r} is not outside the block, in 0:{num_layers}"
+                f"refresh is {self.refresh!r}; give layers below {num_layers} outside the block"
             )
         return layers
 

@@ -23,7 +23,9 @@ def ensure_page_hashes() -> None:
     try:
         get_native_hash(array("q", range(16)), None, 16)
     except RuntimeError as exc:
-        log.warning("no compiled page hashes (%s): hashing in Python", exc.__cause__ or exc)
+        log.warning(
+            "page hashes cannot be compiled (%s) and are computed in Python", exc.__cause__ or exc
+        )
         place_hooks({NATIVE_HASH: (hash_in_python, HookType.REPLACE)})
 
 

@@ -41,8 +41,8 @@ class Counts:
                 return
             self._quiet_until_s = self._clock() + QUIET_S
         log.warning(
-            "%s in the HiCache backend is damaged or foreign; for %.0f s more of them are only "
-            "counted",
+            "object %s of the HiCache backend is damaged or not ours; others that are found within "
+            "%.0f s are counted and not logged",
             key,
             QUIET_S,
         )

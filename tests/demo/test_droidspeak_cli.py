@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,15 @@ def test_identity_prints_the_id_that_profiles_use(capsys) -> None:
     code, out, _ = run(capsys, "identity", str(SHIPPED.sender))
     assert code == 0
     assert read_profile(SHIPPED.profile).sender.model_id in out
+
+
+def test_version_names_both(capsys) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert re.fullmatch(
+        r"droidspeak \d+\.\d+\.\d+ for SGLang \d+\.\d+\.\d+\S*\n", capsys.readouterr().out
+    )
 
 
 def test_identity_as_json(capsys) -> None:
