@@ -39,8 +39,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     disk_sync: bool = False
     """Whether each entry is flushed to the device, so that a power cut loses at most the last."""
     peers: tuple[str, ...] = ()
-    """Addresses of the workers to read from. Each is trusted to have computed what it serves, for all
-    tenants."""
+    """Addresses of the workers to read from. Each is trusted to have computed what it serves, for
+    all tenants."""
     peer_keys: dict[str, str] = {}
     """Address of a peer to its public key, or to the file that holds it. A peer that is named here
     is spoken to in cipher, with `peer.key_file` as own key; the others in clear."""

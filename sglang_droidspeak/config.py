@@ -97,8 +97,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     key_file: str | None = None
     """Secret key file of this server, made by `cachetree keygen`; None encrypts nothing."""
     allowed_peers: tuple[str, ...] = ()
-    """Who may read this server's cache, the pages of all its tenants: public keys, files of them, or
-    folders of `.pub` files."""
+    """Who may read this server's cache, the pages of all its tenants: public keys, files of them,
+    or folders of `.pub` files."""
     peer_keys: dict[str, str] = {}
     """Address of a peer to its public key or the file with it; to others it talks in clear."""
     bulk_port: int = 0

@@ -17,8 +17,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Secret key file made by `cachetree keygen`: traffic is encrypted, and only `allowed_peers`
     may read. None encrypts nothing and lets in everyone who can connect."""
     allowed_peers: tuple[str, ...] = ()
-    """Public keys, files of them, or folders of `.pub` files. They are read at start. Whoever is let
-    in is trusted with the pages of all tenants: there are no lists per namespace."""
+    """Public keys, files of them, or folders of `.pub` files. They are read at start. Whoever is
+    let in is trusted with the pages of all tenants: there are no lists per namespace."""
     admin: tuple[str, ...] | None = None
     """Who may evict and pin: public keys as in `allowed_peers`, who are let in too. Without a key
     of this server it is empty, and means everyone on this machine where `listen` is a loopback
