@@ -135,7 +135,8 @@ class Cache:
     @property
     def address(self) -> Location | None:
         """Where this cache serves others; None where it does not."""
-        return self._worker.address if self._worker else None
+        worker = self._worker
+        return worker.address if worker else None
 
     def store(
         self,
@@ -232,7 +233,17 @@ class Cache:
         deadline = Deadline.after(timeout_s, self._clock)
         return all(peer.wait_ready(deadline.remaining_s()) for peer in self._peers.values())
 
+    def stop_serving(self) -> None:
+        """Let nobody read from here any more; what is stored stays, and is fetched as before.
+
+        Fetches by others that are under way fail there.
+        """
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.close()
+
     def status(self) -> CacheStatus:
+        worker = self._worker
         return CacheStatus(
             num_bytes=self.tree.num_bytes,
             num_pinned_bytes=self.tree.num_pinned_bytes,
@@ -245,8 +256,8 @@ class Cache:
             fetches=self._fetch_log.counts(),
             peers=tuple(peer.status for peer in self._peers.values()),
             stores=tuple(pusher.status for pusher in self._pushers),
-            worker=self._worker.status() if self._worker else None,
-            worker_turn_age_s=self._worker.turn_age_s if self._worker else 0.0,
+            worker=worker.status() if worker else None,
+            worker_turn_age_s=worker.turn_age_s if worker else 0.0,
             disk=self._disk.status() if self._disk else None,
             tiers={location: tier.status() for location, tier in self._tiers.items()},
         )

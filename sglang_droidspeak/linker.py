@@ -148,6 +148,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         self._queued: dict[str, Job] = {}
         self._inserting: tuple[Req, int] | None = None
         self._stores = settings.host_gb > 0
+        self._is_retired = False
         compat.place_hooks(
             {
                 compat.NEW_PREFILL: (self._new_prefill, HookType.AROUND),
@@ -155,8 +156,10 @@ class DroidSpeakLinker(UnifiedCacheLinker):
                 compat.FORWARD: (self._forward.around, HookType.AROUND),
                 compat.CHECKPOINT: (self._checkpoint, HookType.AROUND),
                 compat.REQUEST_LEVEL: (_is_request_level, HookType.AFTER),
-                compat.WEIGHTS_CHANGED: (self._weights_changed, HookType.AFTER),
             }
+        )
+        compat.place_hooks(
+            dict.fromkeys(compat.WEIGHTS_WRITTEN, (self._weights_change, HookType.BEFORE))
         )
         if runner.lora_manager is not None:
             for lora_id, ref in runner.lora_manager.lora_refs.items():
@@ -316,14 +319,19 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         self._pool_index.clear()
         self._loader.counter.reset()
 
-    def _weights_changed(self, _result: None, *_args: object, **_kwargs: object) -> None:
-        """The loaded model is no longer the one whose content was read: share nothing more of it.
+    def _weights_change(self, *_args: object, **_kwargs: object) -> None:
+        """From here on the loaded model may not be the one whose content was read: store, serve
+        and reuse nothing more, whether the update works or not.
 
-        What is stored stays: it is the KV of the model that it names.
+        What is being stored was computed before, and what is stored is the KV of the model that it
+        names.
         """
-        log.warning("weights were updated in place: droidspeak is off until this server restarts")
-        self._stores = False
+        if self._is_retired:
+            return
+        log.warning("weights are updated in place: droidspeak is off until this server restarts")
+        self._is_retired, self._stores = True, False
         self._waiting.retire()
+        self._cache.stop_serving()
 
     def _load_lora(self, original: Any, manager: Any, lora_ref: LoRARef) -> None:
         lora_id = lora_ref.lora_id

@@ -31,10 +31,16 @@ REQUEST_LEVEL = (
     "sglang.srt.managers.scheduler_components.output_streamer."
     "SchedulerOutputStreamer.is_request_level_customized_info_key"
 )
-WEIGHTS_CHANGED = (
-    "sglang.srt.managers.scheduler_components.weight_updater."
-    "SchedulerWeightUpdaterManager.record_weight_version_after_update"
-)
+_WEIGHT_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
+WEIGHTS_WRITTEN = {
+    f"{_WEIGHT_UPDATER}.begin_weight_update": ("self",),
+    f"{_WEIGHT_UPDATER}.update_weights_from_disk": ("self", "model_path", "load_format"),
+    f"{_WEIGHT_UPDATER}.load_weights_from_distributed": ("self", "named_tensors"),
+    f"{_WEIGHT_UPDATER}.update_weights_from_tensor": ("self", "named_tensors", "load_format"),
+    f"{_WEIGHT_UPDATER}.update_weights_from_ipc": ("self", "recv_req"),
+}
+"""Each of them, and nothing else, goes before a write to weights that serve; what writes into
+memory from outside (RDMA) does so after the first. With the parameters."""
 LOAD_LORA = "sglang.srt.lora.lora_manager.LoRAManager.load_lora_weights"
 UNLOAD_LORA = "sglang.srt.lora.lora_manager.LoRAManager.unload_lora_adapter"
 PREPARE_LORA = "sglang.srt.lora.lora_manager.LoRAManager.prepare_lora_batch"
@@ -43,6 +49,9 @@ NATIVE_HASH = "sglang.srt.mem_cache.utils.get_native_hash"
 
 _HICACHE = "sglang.srt.mem_cache.hicache_storage"
 _SIGNATURES = {
+    **WEIGHTS_WRITTEN,
+    CHECK_SERVER_ARGS: ("self",),
+    NATIVE_HASH: ("token_ids", "prior_digest", "page_size"),
     ALLOC_MEMORY_POOL: ("self", "memory_pool_config"),
     CELL_SIZE: ("self", "kvc", "num_layers"),
     FORWARD: ("self", "batch", "forward_batch"),

@@ -1,0 +1,168 @@
+"""Weights that change in a running server: from the beginning on it shares nothing more.
+
+Whether the update works does not matter: what is loaded may no longer be what was identified.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import requests
+import torch
+from engine_parts import CPU, ENV, Watcher, answer, eventually, prompt
+from forked import ServerSpec
+from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+
+from profiles.random_models import shape, write_models
+from sglang_droidspeak import compat
+from sglang_droidspeak.compat import HookType, place_hooks
+from sglang_droidspeak.servers import Server, free_port, running
+
+HARMLESS = {
+    "init_weights_update_group",
+    "destroy_weights_update_group",
+    "receive_weights_from_distributed",
+    "end_weight_update",
+}
+"""They write no weights, or only after another one has been called."""
+
+
+class Weights(torch.nn.Module):
+    """A model that takes one tensor and breaks at the next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.zeros(1), requires_grad=False)
+
+    def load_weights(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
+        for name, value in tensors:
+            if name != "w":
+                raise KeyError(name)
+            self.w.copy_(value)
+
+
+def updater_of(model: Weights) -> WeightUpdater:
+    return WeightUpdater(
+        tp_rank=0,
+        device="cpu",
+        gpu_id=0,
+        model_config=SimpleNamespace(),
+        custom_weight_loaders={},
+        get_model=lambda: model,
+        update_model_fields=lambda *_, **__: None,
+        recapture_cuda_graph=lambda: None,
+        get_model_runner=lambda: SimpleNamespace(model=model),
+    )
+
+
+def test_every_way_to_write_weights_is_seen_before_it_writes() -> None:
+    model, seen = Weights(), []
+
+    def note(*_args: object, **_kwargs: object) -> None:
+        seen.append(float(model.w))
+
+    place_hooks(dict.fromkeys(compat.WEIGHTS_WRITTEN, (note, HookType.BEFORE)))
+    broken = [("w", torch.ones(1)), ("other", torch.ones(1))]
+    ways: dict[str, Callable[[WeightUpdater], Any]] = {
+        "begin_weight_update": lambda it: it.begin_weight_update(),
+        "update_weights_from_disk": lambda it: it.update_weights_from_disk("nowhere", "auto"),
+        "load_weights_from_distributed": lambda it: it.load_weights_from_distributed(broken),
+        "update_weights_from_tensor": lambda it: it.update_weights_from_tensor(broken),
+        "update_weights_from_ipc": lambda it: it.update_weights_from_ipc(SimpleNamespace()),
+    }
+    public = {name for name, _ in inspect.getmembers(WeightUpdater, inspect.isfunction)}
+    assert {it for it in public if not it.startswith("_")} == HARMLESS | ways.keys()
+    for name, update in ways.items():
+        with torch.no_grad():
+            model.w.zero_()
+        with contextlib.suppress(Exception):
+            update(updater_of(model))
+        assert seen == [0.0], name
+        seen.clear()
+
+
+def test_the_probe_names_every_hooked_function() -> None:
+    hooked = {
+        value
+        for name, value in vars(compat).items()
+        if name.isupper() and isinstance(value, str) and value.startswith("sglang.srt.")
+    }
+    hooked.remove(compat.SCHEDULER_MODULE)
+    hooked = {it for it in hooked if not it.endswith(("hicache_storage", "WeightUpdater"))}
+    assert hooked | compat.WEIGHTS_WRITTEN.keys() <= compat._SIGNATURES.keys()
+
+
+NAMES = ("missing", "whole", "begun")
+"""Updates that fail, that work, and that never come to an end."""
+
+
+@dataclass(frozen=True)
+class Updated:
+    """Servers of one model, and checkpoints to update them from."""
+
+    servers: dict[str, Server]
+    models: dict[str, Path]
+    watchers: dict[str, Watcher]
+
+    def update(self, name: str) -> bool:
+        """Whether SGLang says that it worked.
+
+        From files that break off it never does: it reads them again to undo it, and ends.
+        """
+        path, body = "update_weights_from_disk", {"model_path": str(self.models.get(name))}
+        if name == "begun":  # From now on weights may be written from outside.
+            path, body = "begin_weight_update", {}
+        reply = requests.post(f"{self.servers[name].url}/{path}", json=body, timeout=60)
+        return reply.json()["success"]
+
+
+@pytest.fixture(scope="module")
+def updated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Updated]:
+    folder = tmp_path_factory.mktemp("updates")
+    config = shape("llama", layers=4, hidden=128, heads=2, kv_heads=2)
+    model, whole = write_models(folder, config, ["model", "whole"], seed=9)
+    models = {"model": model, "whole": whole, "missing": folder / "missing"}
+    addresses = {name: f"tcp://127.0.0.1:{free_port()}" for name in NAMES}
+    specs = [
+        ServerSpec(
+            model=model,
+            name=name,
+            options=CPU,
+            droidspeak={"listen": addresses[name], "host_gb": 0.25},
+        )
+        for name in NAMES
+    ]
+    with running(*specs, folder=folder / "logs", env=ENV) as servers:
+        watchers = {name: Watcher(model, [addresses[name]]) for name in NAMES}
+        yield Updated(dict(zip(NAMES, servers, strict=True)), models, watchers)
+        for watcher in watchers.values():
+            watcher.close()
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_is_stored_served_or_reused_any_more(updated: Updated, name: str) -> None:
+    server, model, watcher = updated.servers[name], updated.models["model"], updated.watchers[name]
+    tokens = prompt(100, seed=1)
+    before = answer(server, tokens)
+    watcher.wait_for(tokens, model)
+    server.flush()
+    assert answer(server, tokens).provenance["location"] == "local"
+    assert updated.update(name) == (name != "missing")
+    eventually(lambda: watcher.num_pages(tokens, model) == 0)
+    server.flush()
+    after = answer(server, tokens)
+    assert (after.provenance["outcome"], after.provenance["reused_tokens"]) == (
+        "weights_updated",
+        0,
+    )
+    assert (after.logprobs == before.logprobs) == (name != "whole")
+    answer(server, prompt(100, seed=2))
+    assert watcher.num_pages(prompt(100, seed=2), model) == 0
