@@ -37,6 +37,7 @@ from cachetree.transport import (
     verbs,
 )
 from cachetree.transport.pace import Bandwidth
+from cachetree.transport.peer import NO_WORKER
 from cachetree.tree import CacheTree
 
 log = logging.getLogger(__name__)
@@ -118,9 +119,11 @@ class Cache:
                 self._worker = Worker(
                     self.tree, config.worker, disk=self._disk, sources=self._sources, clock=clock
                 )
+            own_epoch = self._worker.epoch if self._worker else NO_WORKER
             for address in map(Location, config.peers):
+                peer = config.peer_at(address)
                 self._peers[address] = Peer(
-                    self.tree, address, config.peer_at(address), clock=clock
+                    self.tree, address, peer, own_epoch=own_epoch, clock=clock
                 )
             for address in map(Location, config.stores):
                 peer = config.peer_at(address)

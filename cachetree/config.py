@@ -11,6 +11,7 @@ from cachetree.errors import ConfigError
 from cachetree.eviction import Retention
 from cachetree.family import Family
 from cachetree.transport import PeerConfig, WorkerConfig
+from cachetree.transport.address import parse_address, parse_remote
 
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -68,6 +69,12 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ConfigError(f"peers is {list(self.peers)!r}; name each worker once")
         if len(set(self.stores)) != len(self.stores):
             raise ConfigError(f"stores is {list(self.stores)!r}; name each worker once")
+        own = parse_address(self.worker.listen, field="listen")
+        for address in self.peers if self.serves and own.port else ():
+            if parse_remote(address, field="peers") == own:
+                raise ConfigError(
+                    f"peers has {address}, where this server itself listens; remove it"
+                )
         for address in set(self.stores) - set(self.peers):
             raise ConfigError(
                 f"stores has {address}, which is not in peers, so that nothing stored there would "

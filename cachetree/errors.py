@@ -1,7 +1,7 @@
 """Everything that cachetree raises.
 
     CacheTreeError
-    ├── ConfigError            a value given by the user is wrong; raised at start-up only
+    ├── ConfigError            a value given by the user is wrong; names the remedy
     ├── FamilyMismatch         two models (or servers) cannot exchange caches; names the field
     ├── AuthenticationError    the keys of two servers do not agree; names the side to change
     ├── ProfileError           a pair profile cannot be read or does not fit the models

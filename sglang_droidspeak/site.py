@@ -293,10 +293,6 @@ def _check_transport(settings: Settings, tp_size: int) -> None:
         config = cache_config(settings, ModelId(""), rank)
         if config.serves:
             check_worker(config.worker)
-        if config.serves and config.worker.listen in config.peers:
-            raise ConfigError(
-                f"peers has {config.worker.listen}, where this server itself listens; remove it"
-            )
         for peer in config.peers:
             check_peer(peer, config.peer_at(peer))
     port = int((settings.listen or ":0").rpartition(":")[2])

@@ -17,6 +17,7 @@ from cachetree.clock import Clock
 from cachetree.errors import (
     AuthenticationError,
     CacheTreeError,
+    ConfigError,
     FamilyMismatch,
     FetchError,
     ProtocolError,
@@ -31,13 +32,16 @@ from cachetree.transport.config import PeerConfig
 from cachetree.transport.connection import Connection
 from cachetree.transport.fetches import Fetches
 from cachetree.transport.handshake import credentials_of
-from cachetree.transport.peer_status import PeerState, PeerStatus
+from cachetree.transport.peer_status import PeerLog, PeerState, PeerStatus
 from cachetree.transport.reconnect import Pauses
 from cachetree.transport.remote_view import RemoteView
 from cachetree.transport.wakeup import CLOSE_S, Wakeup
 from cachetree.tree import CacheTree
 
 log = logging.getLogger(__name__)
+
+NO_WORKER: Final = 0
+"""In place of an epoch."""
 
 
 class _Rooms:
@@ -62,9 +66,12 @@ class Peer:
         address: Location,
         config: PeerConfig,
         *,
+        own_epoch: int = NO_WORKER,
         clock: Clock = time.monotonic,
     ) -> None:
+        """`own_epoch` is that of this server's own worker, which is nobody's peer here."""
         self.address: Final = address
+        self._own_epoch = own_epoch
         self._tree = tree
         self._remote = parse_remote(address, field="peer address")
         self._credentials = credentials_of(config.key_file, config.server_key)
@@ -83,6 +90,7 @@ class Peer:
         self._model = ""
         self._is_greeted = False
         self._view = RemoteView(tree, address)
+        self._log = PeerLog(address, clock)
         self._requests: deque[tuple[ModelId, Sequence[PageHash], Staging]] = deque()
         self._counts: Counter[str] = Counter()
         self._breaker = Breaker(config, clock)
@@ -176,11 +184,9 @@ class Peer:
             while not self._is_closing and self._state is not PeerState.REFUSED:
                 try:
                     self._turn()
-                except FamilyMismatch as exc:
+                except (FamilyMismatch, ConfigError) as exc:
                     self._lose(exc, PeerState.REFUSED)
                 except AuthenticationError as exc:
-                    if self._state is not PeerState.UNTRUSTED:
-                        log.warning("%s", exc)
                     self._lose(exc, PeerState.UNTRUSTED)
                 except FetchError as exc:
                     self._counts["protocol_errors"] += isinstance(exc, ProtocolError)
@@ -298,6 +304,8 @@ class Peer:
         if self._is_greeted:
             raise ProtocolError(f"worker {self.address} said hello twice")
         who = f"worker {self.address}"
+        if hello.epoch == self._own_epoch:
+            raise ConfigError(f"{who} is this server's own; remove it from peers")
         wire.require_family(hello, self._tree.family, who=who)
         self._epoch = hello.epoch
         self._model = hello.model
@@ -327,6 +335,7 @@ class Peer:
         if self._view.is_synced and self._is_whole and self._state is not PeerState.READY:
             self._pauses.reset()
             self._set_state(PeerState.READY)
+            self._log.rise()
 
     def _accept(self) -> None:
         """Begin what was asked for, or fail it at once."""
@@ -361,6 +370,7 @@ class Peer:
             self._breaker.failed(error)
         if state is PeerState.CONNECTING and self._breaker.is_open:
             state = PeerState.RESTING
+        self._log.lose(state, error, was_greeted=self._is_greeted)
         if self._connection is not None:
             self._connection.close()
             self._connection = None

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from enum import Enum
+from typing import Final
 
 import msgspec
 
+from cachetree.clock import Clock
+from cachetree.errors import CacheTreeError
+from cachetree.ids import Location
 from cachetree.transport import verbs
+from cachetree.transport.handshake import Sparingly
+
+log = logging.getLogger("cachetree.peer")
 
 
 class PeerState(str, Enum):
@@ -14,7 +22,7 @@ class PeerState(str, Enum):
     """No connection, or its snapshot is not complete; attempts go on."""
     READY = "ready"
     REFUSED = "refused"
-    """The worker serves another family or speaks another version. Final."""
+    """The worker serves another family, speaks another version, or is this server's own. Final."""
     UNTRUSTED = "untrusted"
     """The two sides' keys do not agree; attempts go on, and the error says what to change."""
     RESTING = "resting"
@@ -54,3 +62,31 @@ class PeerStatus(msgspec.Struct, frozen=True, kw_only=True):
         if self.probe_in_s:
             reason += f"; it is tried again in {self.probe_in_s:.0f} s"
         return verbs.Source(address=self.address, state=self.state, reason=reason)
+
+
+class PeerLog:
+    """Tells the reader's side why a peer is not ready, each cause once a minute.
+
+    Lines go to the logger `cachetree.peer`, for a server to mark as its own. Used by the peer's
+    thread.
+    """
+
+    def __init__(self, address: Location, clock: Clock) -> None:
+        self._address: Final = address
+        self._sparingly = Sparingly(clock)
+        self._has_told = False
+
+    def lose(self, state: PeerState, error: CacheTreeError, *, was_greeted: bool) -> None:
+        """It is in `state` now, because of `error`."""
+        cause = state.value
+        if state is PeerState.CONNECTING:
+            cause = "lost" if was_greeted else "not reached"
+        if state is not PeerState.CLOSED and self._sparingly.may(cause):
+            log.warning("peer %s is %s: %s", self._address, cause, error)
+            self._has_told = True
+
+    def rise(self) -> None:
+        """It is ready."""
+        if self._has_told:
+            log.info("peer %s is ready", self._address)
+            self._has_told = False

@@ -1,0 +1,146 @@
+"""What the reader's side says of peers that are not ready: every cause, and none too often."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from push_parts import cache_of
+from security_parts import new_party
+from transport_parts import (
+    FAMILY,
+    FAST,
+    MODEL,
+    ScriptedWorker,
+    eventually,
+    new_staging,
+    new_tree,
+    pages_of,
+    peer_of,
+    worker_of,
+)
+
+from cachetree import CacheConfig, ConfigError, FetchError, Location, PeerState, WorkerConfig
+from cachetree.transport import wire
+from cachetree.transport.peer_status import PeerLog
+
+HERE = Location("tcp://127.0.0.1:7")
+
+
+@pytest.fixture
+def told(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
+    """What the logger says that a server can mark as its own."""
+    caplog.set_level(logging.INFO, "cachetree.peer")
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("cachetree.peer").addHandler(handler)
+    yield lines
+    logging.getLogger("cachetree.peer").removeHandler(handler)
+
+
+def test_each_cause_is_told_once_a_minute(told: list[str]) -> None:
+    now_s = [0.0]
+    log = PeerLog(HERE, lambda: now_s[0])
+    error = FetchError("it went away")
+    for at_s in range(180):
+        now_s[0] = float(at_s)
+        log.lose(PeerState.CONNECTING, error, was_greeted=at_s % 2 == 0)
+        log.lose(PeerState.RESTING, error, was_greeted=True)
+        log.lose(PeerState.CLOSED, error, was_greeted=True)
+    assert sorted(told) == sorted(
+        3
+        * [f"peer {HERE} is {cause}: it went away" for cause in ("not reached", "lost", "resting")]
+    )
+    log.rise()
+    log.rise()
+    assert told[9:] == [f"peer {HERE} is ready"]
+
+
+def test_a_worker_that_is_not_there_yet_and_leaves(told: list[str]) -> None:
+    with socket.socket() as place:
+        place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        place.bind(("127.0.0.1", 0))
+        address = Location(f"tcp://127.0.0.1:{place.getsockname()[1]}")
+        with peer_of(address, new_tree(), is_ready=False) as peer:
+            eventually(lambda: told)
+            assert told == [
+                f"peer {address} is not reached: worker {address} closed the connection or cannot "
+                "be reached"
+            ]
+            place.close()
+            with worker_of(new_tree(), listen=address):
+                eventually(lambda: len(told) > 1)
+                assert told[1:] == [f"peer {address} is ready"]
+            eventually(lambda: len(told) > 2)
+            assert told[2].startswith(f"peer {address} is lost: worker {address} ")
+            eventually(lambda: peer.status.num_losses == 1)
+    assert len(told) == 3
+
+
+def test_a_worker_of_another_family(told: list[str]) -> None:
+    other = msgspec.structs.replace(FAMILY, head_dim=64)
+    with (
+        worker_of(new_tree(family=other)) as worker,
+        peer_of(worker.address, new_tree(), is_ready=False) as peer,
+    ):
+        eventually(lambda: peer.state is PeerState.REFUSED)
+    (line,) = told
+    assert line.startswith(f"peer {worker.address} is refused: ")
+    assert "head_dim" in line
+
+
+def test_a_worker_that_does_not_trust_us(told: list[str], tmp_path: Path) -> None:
+    us, them, friend = (new_party(tmp_path, name) for name in ("us", "them", "friend"))
+    with (
+        worker_of(new_tree(), **them.serving(friend)) as worker,
+        peer_of(worker.address, new_tree(), us.asking(them), is_ready=False),
+    ):
+        eventually(lambda: worker.status().num_failed_handshakes >= 3)
+    (line,) = told
+    assert line.startswith(f"peer {worker.address} is untrusted: ")
+    assert us.pair.public in line
+
+
+def test_a_worker_that_fails_too_often(told: list[str]) -> None:
+    def leave(worker: ScriptedWorker, identity: bytes, fetch: wire.Fetch) -> None:
+        worker.send(identity, b"what is no message")
+
+    config = msgspec.structs.replace(FAST, breaker_errors=1)
+    with (
+        ScriptedWorker(leave) as worker,
+        peer_of(worker.address, new_tree(), config) as peer,
+    ):
+        peer.fetch(MODEL, pages_of(1), new_staging(1))
+        eventually(lambda: peer.state is PeerState.RESTING)
+        source = peer.status.source
+        assert source.state == "resting"
+        assert "it is tried again in " in source.reason
+    assert [line.partition(": ")[0] for line in told] == [f"peer {worker.address} is resting"]
+
+
+def test_a_server_that_is_its_own_peer_is_told_before_it_starts() -> None:
+    for peer in (HERE, "tcp://localhost:7"):
+        with pytest.raises(
+            ConfigError, match=f"peers has {peer}, where this server itself listens"
+        ):
+            CacheConfig(worker=WorkerConfig(listen=HERE), peers=(peer,))
+    CacheConfig(worker=WorkerConfig(listen=HERE), peers=(HERE,), serves=False)
+
+
+def test_or_when_they_shake_hands(told: list[str]) -> None:
+    """By the worker's identity, under whichever address it was found."""
+    with socket.socket() as place:
+        place.bind(("127.0.0.1", 0))
+        port = place.getsockname()[1]
+    address = f"tcp://127.0.0.1:{port}"
+    worker = WorkerConfig(listen=f"tcp://0.0.0.0:{port}", insecure=True)
+    with cache_of(worker=worker, peers=(address,)) as cache:
+        eventually(lambda: cache.status().peers[0].state == "refused")
+    assert told == [
+        f"peer {address} is refused: worker {address} is this server's own; remove it from peers"
+    ]
