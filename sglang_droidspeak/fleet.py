@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from cachetree.cli.serve import parse_config
 from cachetree.errors import ConfigError
 from cachetree.yaml_file import read_yaml
 from sglang_droidspeak.config import parse_settings
@@ -43,6 +44,8 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         for name in (*self.workers, *self.engines):
             if not name.replace("-", "").replace("_", "").isalnum():
                 raise ConfigError(f"{name!r} cannot be a name; use letters, digits, - and _")
+        for name, config in self.workers.items():
+            parse_config(config, f"workers.{name}")
         taken: dict[int, str] = {}
         for name, options in self.engines.items():
             _check_flags(name, options)

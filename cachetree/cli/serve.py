@@ -73,13 +73,17 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 def read_config(path: Path) -> ServeConfig:
     """Read a YAML file; raises ConfigError naming the file and the field."""
-    given = read_yaml(path, "config")
+    return parse_config(read_yaml(path, "config"), f"config {path}")
+
+
+def parse_config(given: Any, where: str) -> ServeConfig:
+    """What such a file says; raises ConfigError naming `where` and the field."""
     try:
         config = msgspec.convert(_as_served(_with_family(given)), ServeConfig)
     except UNREADABLE as exc:
-        raise ConfigError(f"config {path}: {exc}") from exc
+        raise ConfigError(f"{where}: {exc}") from exc
     if not config.cache.serves:
-        raise ConfigError(f"config {path}: cache.serves is false; remove it to serve")
+        raise ConfigError(f"{where}: cache.serves is false; remove it to serve")
     return config
 
 

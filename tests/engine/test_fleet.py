@@ -19,6 +19,8 @@ from sglang_droidspeak.servers import ServerSpec, WorkerSpec
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "fleet.yaml"
 ENGINE = {"model-path": "m", "port": 1}
+MODEL = ROOT / "profiles" / "pairs" / "weights" / "sender"
+FAMILY = {"model": str(MODEL), "kv_dtype": "bfloat16", "page_size": 32}
 
 
 def written(tmp_path: Path, content: object) -> Path:
@@ -58,6 +60,8 @@ def test_the_example_is_three_workers_and_four_engines_of_two_families(tmp_path,
             "engines.one has mem-fraction-statc, .* did you mean mem-fraction-static?",
         ),
         ({"engines": {"one": {**ENGINE, "florp": 1}}}, "engines.one has florp, which SGLang does"),
+        ({"workers": {"one": {"familly": {}}}}, "workers.one: .*familly"),
+        ({"workers": {"one": {"family": {**FAMILY, "page_sise": 1}}}}, "workers.one: .*page_sise"),
         ({"servers": {}}, "servers"),
         (["x"], "fleet.yaml"),
     ],
@@ -93,11 +97,9 @@ def test_anchors_have_a_place(tmp_path):
 
 
 def test_a_worker_reads_its_family_from_a_checkpoint(tmp_path):
-    model = ROOT / "profiles" / "pairs" / "weights" / "sender"
-    family = {"model": str(model), "kv_dtype": "bfloat16", "page_size": 32}
-    path = written(tmp_path, {"family": family})
+    path = written(tmp_path, {"family": FAMILY})
     expected = Family.of(
-        read_model_identity(model),
+        read_model_identity(MODEL),
         model_dtype="bfloat16",
         kv_dtype="bfloat16",
         page_size=32,
@@ -105,8 +107,8 @@ def test_a_worker_reads_its_family_from_a_checkpoint(tmp_path):
         tp_rank=0,
     )
     assert read_config(path).family == expected
-    path = written(tmp_path, {"family": {**family, "model_dtype": "float16"}})
+    path = written(tmp_path, {"family": {**FAMILY, "model_dtype": "float16"}})
     assert read_config(path).family == msgspec.structs.replace(expected, model_dtype="float16")
-    for wrong in ({**family, "kv_dtype": "int3"}, {**family, "model": "nowhere"}):
+    for wrong in ({**FAMILY, "kv_dtype": "int3"}, {**FAMILY, "model": "nowhere"}):
         with pytest.raises(ConfigError):
             read_config(written(tmp_path, {"family": wrong}))
