@@ -20,8 +20,7 @@ from cachetree.errors import ConfigError
 from cachetree.family import Family
 from cachetree.identity import read_model_identity
 from cachetree.monitor import StatusPage, parse_http
-from cachetree.unreadable import UNREADABLE
-from cachetree.yaml_file import read_yaml
+from cachetree.yaml_file import read_yaml, settings_of
 
 _SERVED: Final = {"accepts": True, "admin": ()}
 """What else than by default a worker does that runs alone: it is there to be given entries, and
@@ -78,10 +77,7 @@ def read_config(path: Path) -> ServeConfig:
 
 def parse_config(given: Any, where: str) -> ServeConfig:
     """What such a file says; raises ConfigError naming `where` and the field."""
-    try:
-        config = msgspec.convert(_as_served(_with_family(given)), ServeConfig)
-    except UNREADABLE as exc:
-        raise ConfigError(f"{where}: {exc}") from exc
+    config = settings_of(_as_served(_with_family(given, where)), ServeConfig, where)
     if not config.cache.serves:
         raise ConfigError(f"{where}: cache.serves is false; remove it to serve")
     return config
@@ -106,10 +102,10 @@ def run(config: ServeConfig) -> None:
         stop.wait()
 
 
-def _with_family(given: Any) -> Any:
+def _with_family(given: Any, where: str) -> Any:
     match given:
         case {"family": {"model": _, **_rest} as told}:
-            family = msgspec.convert(told, CheckpointFamily).family()
+            family = settings_of(told, CheckpointFamily, f"{where}: family").family()
             return {**given, "family": msgspec.structs.asdict(family)}
     return given
 

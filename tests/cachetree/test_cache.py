@@ -322,11 +322,17 @@ def test_the_command_line_serves_and_asks(
     assert "no worker answered" in capsys.readouterr().err
 
 
+FAMILY_YAML = f"family: {json.dumps(msgspec.to_builtins(FAMILY))}"
+
+
 @pytest.mark.parametrize(
     ("text", "named"),
     [
         ("family: 3", "family"),
         ("nonsense: 1", "nonsense"),
+        ("family: {model: m, kv_type: float16, page_size: 16}", "did you mean kv_dtype?"),
+        (f"{FAMILY_YAML}\ncache: {{worker: {{lisen: x}}}}", "did you mean cache.worker.listen?"),
+        (f"{FAMILY_YAML}\ncache: {{host_bytes: -1}}", "host_bytes is -1"),
         ("{", "cache.yaml"),
     ],
 )

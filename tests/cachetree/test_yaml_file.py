@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from cachetree import ConfigError
@@ -12,7 +13,7 @@ from cachetree.errors import ProfileError
 from cachetree.identity import read_model_identity
 from cachetree.profile import read_profile
 from cachetree.transport.keys import read_key_pair
-from cachetree.yaml_file import read_yaml
+from cachetree.yaml_file import read_yaml, settings_of
 
 
 def test_what_a_file_says(tmp_path: Path) -> None:
@@ -48,6 +49,42 @@ def test_a_relative_path_says_relative_to_what(
         read_model_identity(Path("a.yaml"))
     with pytest.raises(ConfigError, match=rf"^key_file {here} cannot be read: No such file"):
         read_key_pair("a.yaml")
+
+
+class Inner(msgspec.Struct, forbid_unknown_fields=True):
+    listen: str = ""
+    port: int = 0
+
+    def __post_init__(self) -> None:
+        if self.port < 0:
+            raise ConfigError(f"port is {self.port}")
+
+
+class Outer(msgspec.Struct, forbid_unknown_fields=True):
+    worker: Inner = msgspec.field(default_factory=Inner)
+    host_bytes: int = 0
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"hostbytes": 1}, "there is no key hostbytes; did you mean host_bytes?"),
+        ({"worker": {"lisen": ""}}, "there is no key worker.lisen; did you mean worker.listen?"),
+        ({"listen": ""}, "there is no key listen; did you mean worker.listen?"),
+        (
+            {"worker": {"host_bytes": 1}},
+            "there is no key worker.host_bytes; did you mean host_bytes",
+        ),
+        ({"xyz": 1}, "there is no key xyz; known there: worker, host_bytes"),
+        ({"worker": {"xyz": 1}}, "there is no key worker.xyz; known there: listen, port"),
+        ({"worker": {"port": "a"}}, "Expected `int`, got `str` - at `$.worker.port`"),
+        ({"worker": {"port": -1}}, "port is -1"),
+        (["x"], "Expected `object`, got `array`"),
+    ],
+)
+def test_a_key_that_nobody_knows_is_held_against_those_there_are(given: object, said: str) -> None:
+    with pytest.raises(ConfigError, match=f"^config a.yaml: {re.escape(said)}"):
+        settings_of(given, Outer, "config a.yaml")
 
 
 def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
