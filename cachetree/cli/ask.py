@@ -21,7 +21,7 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         ("status", "what a worker holds", _status),
         ("ping", "whether a worker answers", _ping),
         ("match", "who has how much of a prompt, and where", _match),
-        ("evict", "drop a prefix with all that begins so, a model, or everything", _evict),
+        ("evict", "drop a prefix and what follows it, a model, or everything", _evict),
         ("pin", "keep a prefix in memory", _pin),
         ("unpin", "end a pin made with the same model and prefix", _unpin),
     ):
@@ -89,7 +89,7 @@ def _match(args: argparse.Namespace) -> None:
         e = " ".join(f"{layer}:{num}" for layer, num in holding.e_pages.items())
         show(f"{holding.model} {holding.num_pages} pages at {holding.location}, E {e or 'none'}")
     if not found.holdings:
-        show("nobody has its first page")
+        show("no model has its first page")
 
 
 def _evict(args: argparse.Namespace) -> None:
@@ -106,7 +106,7 @@ def _pin(args: argparse.Namespace) -> None:
     pinned = answer_to(args, order, verbs.Pinned)
     if not any(pinned.pages_by_model.values()):
         whose = f"of model {args.model} " if args.model else ""
-        raise OrderDenied(f"{args.address} has no page {whose}that begins so; nothing is pinned")
+        raise OrderDenied(f"{args.address} has nothing {whose}of this prefix; nothing is pinned")
     _show(args, pinned)
 
 

@@ -9,6 +9,7 @@ from cachetree.errors import ConfigError
 from cachetree.hashing import page_hashes
 from cachetree.ids import PAGE_HASH_BYTES, PageHash
 from cachetree.transport.wire import join_pages
+from cachetree.unreadable import written
 
 
 def add_prefix(command: argparse.ArgumentParser) -> None:
@@ -31,20 +32,26 @@ def is_given(args: argparse.Namespace) -> bool:
 def prefix_of(args: argparse.Namespace) -> bytes:
     """The pages side by side; raises ConfigError."""
     if (args.pages is None) == (args.tokens is None):
-        raise ConfigError("name a prefix by --pages or by --tokens with --page-size")
+        raise ConfigError("name a prefix, either by --pages, or by --tokens with --page-size")
     if args.pages is not None:
         return join_pages([_page(text) for text in args.pages])
     if args.page_size is None or args.page_size <= 0:
-        raise ConfigError(f"page-size is {args.page_size}; give that of the family, for example 64")
+        raise ConfigError("--tokens needs --page-size: give that of the family, for example 64")
     try:
         tokens = [int(word) for word in args.tokens.read_text().split()]
         pages = page_hashes(tokens, args.page_size, bytes.fromhex(args.salt))
     except OSError as exc:
-        raise ConfigError(f"tokens {args.tokens} cannot be read: {exc.strerror}") from exc
+        raise ConfigError(
+            f"--tokens {written(args.tokens)} cannot be read: {exc.strerror}"
+        ) from exc
     except (ValueError, OverflowError) as exc:
-        raise ConfigError(f"tokens {args.tokens}, or salt: {exc}; give integers, and hex") from exc
+        raise ConfigError(
+            f"--tokens {args.tokens}, or --salt: {exc}; give integers there, and hex here"
+        ) from exc
     if not pages:
-        raise ConfigError(f"tokens {args.tokens} has {len(tokens)}, less than a page; give more")
+        raise ConfigError(
+            f"--tokens {args.tokens} has {len(tokens)} tokens, which is less than a page"
+        )
     return join_pages(pages)
 
 
@@ -54,5 +61,5 @@ def _page(text: str) -> PageHash:
     except ValueError:
         page = b""
     if len(page) != PAGE_HASH_BYTES:
-        raise ConfigError(f"pages has {text!r}; a page hash is {2 * PAGE_HASH_BYTES} hex digits")
+        raise ConfigError(f"--pages has {text!r}; a page hash is {2 * PAGE_HASH_BYTES} hex digits")
     return PageHash(page)

@@ -83,7 +83,9 @@ class Fetches:
         if not landing.fits(self._family):
             self.refuse(staging, FetchError("the staging's sizes are not those of the pages"))
         elif not self._breaker.admits():
-            error = FetchError(f"{self._who} failed too often; another fetch tries it first")
+            error = FetchError(
+                f"{self._who} failed too often; another fetch tries now whether it is well again"
+            )
             self.refuse(staging, error)
         else:
             self._landings.append(landing)

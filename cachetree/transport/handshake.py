@@ -188,7 +188,7 @@ class KeyGate:
         if domain == _DOMAIN and key in self._allowed:
             return None
         who = keys.to_public(key)
-        return Refusal(f"{host} {who}", f"{host} came with key {who}, which allowed_peers lacks")
+        return Refusal(f"{host} {who}", f"{host} showed key {who}, which is not in allowed_peers")
 
 
 def gate_of(config: WorkerConfig) -> Gate:
@@ -210,7 +210,7 @@ def refusal_at_worker(event: int, value: int) -> Refusal | None:
         case zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             return None
         case zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL if value == zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC:
-            return Refusal("another key", "someone took this worker for one with another key")
+            return Refusal("another key", "someone expected this worker to have another key")
     return Refusal(
         "no agreement",
         "someone broke off the handshake, as happens when one side uses a key and the other does "

@@ -109,7 +109,9 @@ class Intake:
     def _begin(self, identity: bytes, store: wire.Store) -> Reply:
         family = self._tree.family
         if not self._config.accepts:
-            raise _Refusal(Refused.CLOSED, "this worker accepts no stores: set accepts there")
+            raise _Refusal(
+                Refused.CLOSED, "this worker accepts no stores; set worker.accepts to true there"
+            )
         if len(self._open) >= self._config.max_stores or self._num_of(identity) >= _MAX_OF_ONE_PEER:
             raise _Refusal(Refused.BUSY, f"{len(self._open)} stores are open")
         if (identity, store.id) in self._open:

@@ -354,7 +354,7 @@ class Pusher:
             self._ends_at_s = -math.inf
             return
         if str(error) != self._error:
-            log.warning("nothing is pushed: %s", error)
+            log.warning("pushing to %s has stopped: %s", self.address, error)
         self._error = str(error)
         if isinstance(error, FamilyMismatch):
             self._ends_at_s = -math.inf

@@ -274,10 +274,10 @@ def test_a_served_worker_obeys_unless_told_otherwise(tmp_path: Path) -> None:
     [
         (["evict"], "say what to evict"),
         (["evict", "--all", "--model", "m"], "not both"),
-        (["match"], "--pages or by --tokens"),
+        (["match"], "either by --pages, or by --tokens"),
         (["match", "--pages", "xy"], "32 hex digits"),
         (["match", "--tokens", "/nowhere", "--page-size", "16"], "cannot be read"),
-        (["match", "--tokens", "/nowhere"], "page-size is None"),
+        (["match", "--tokens", "/nowhere"], "--tokens needs --page-size"),
         (["pin", "--pages", "00" * 16, "--ttl", "-1"], "above 0"),
         (["bench"], "holds nothing to read"),
         (["bench", "--num", "0"], "above 0"),

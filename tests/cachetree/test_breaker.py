@@ -227,7 +227,8 @@ def test_a_worker_that_keeps_failing_is_not_offered_and_not_asked() -> None:
         assert num_asked == 3
 
         # Half open: entries are back, one fetch goes, and its failure doubles the cooldown.
-        eventually(lambda: tree.match(PAGES))
+        eventually(lambda: peer.state is PeerState.READY)
+        assert tree.match(PAGES)
         assert peer.status.probe_in_s == 0
         failed_fetch(peer.fetch)
         eventually(lambda: peer.state is PeerState.RESTING)
@@ -265,7 +266,7 @@ def test_a_probe_that_lands_closes_it() -> None:
             probe, other = new_staging(1), new_staging(16)
             peer.fetch(MODEL, PAGES[:1], probe)
             peer.fetch(MODEL, PAGES, other)
-            with pytest.raises(FetchError, match="another fetch tries it first"):
+            with pytest.raises(FetchError, match="another fetch tries now"):
                 wait_all(other)
             wait_all(probe)
             check_content(probe, PAGES[:1])
