@@ -7,6 +7,7 @@ from typing import Final
 
 from cachetree.clock import Clock
 from cachetree.errors import CacheTreeError
+from cachetree.transport.backoff import Backoff
 from cachetree.transport.config import PeerConfig
 
 
@@ -25,7 +26,7 @@ class Breaker:
         self._config: Final = config
         self._clock = clock
         self._errors_at_s: deque[float] = deque(maxlen=config.breaker_errors)
-        self._cooldown_s = config.cooldown_s
+        self._cooldowns = Backoff(config.cooldown_s, config.max_cooldown_s)
         self._probe_at_s: float | None = None
         """When the cooldown ends or ended; None while closed."""
         self._is_probing = False
@@ -56,7 +57,6 @@ class Breaker:
         self.error = error
         now_s = self._clock()
         if self._probe_at_s is not None:
-            self._cooldown_s = min(2 * self._cooldown_s, self._config.max_cooldown_s)
             self._open(now_s)
             return
         self._errors_at_s.append(now_s)
@@ -69,7 +69,7 @@ class Breaker:
         if self._is_probing:
             self._is_probing = False
             self._probe_at_s = None
-            self._cooldown_s = self._config.cooldown_s
+            self._cooldowns.reset()
 
     def released(self) -> None:
         """A fetch ended in a way that says nothing about the worker; another may be the probe."""
@@ -78,4 +78,4 @@ class Breaker:
     def _open(self, now_s: float) -> None:
         self._errors_at_s.clear()
         self._is_probing = False
-        self._probe_at_s = now_s + self._cooldown_s
+        self._probe_at_s = now_s + self._cooldowns.next_s()

@@ -26,6 +26,7 @@ from cachetree.ids import Location, ModelId, PageHash
 from cachetree.staging import Staging
 from cachetree.transport import frames, wire
 from cachetree.transport.address import parse_remote
+from cachetree.transport.backoff import Backoff
 from cachetree.transport.breaker import Breaker
 from cachetree.transport.channel import Arrival
 from cachetree.transport.config import PeerConfig
@@ -33,7 +34,6 @@ from cachetree.transport.connection import Connection
 from cachetree.transport.fetches import Fetches
 from cachetree.transport.handshake import credentials_of
 from cachetree.transport.peer_status import PeerLog, PeerState, PeerStatus
-from cachetree.transport.reconnect import Pauses
 from cachetree.transport.remote_view import RemoteView
 from cachetree.transport.wakeup import CLOSE_S, Wakeup
 from cachetree.tree import CacheTree
@@ -102,7 +102,7 @@ class Peer:
         """Whether the data connection works too."""
         self._received_bytes = 0
         self._attempt_at_s = self._heard_at_s = self._data_heard_at_s = self._pinged_at_s = clock()
-        self._pauses = Pauses(config)
+        self._pauses = Backoff(config.reconnect_s, config.max_reconnect_s)
         self._is_closing = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._wakeup = Wakeup()
@@ -386,7 +386,7 @@ class Peer:
             self._fetches.interrupt(failure)
         else:
             self._fetches.end(failure)
-        pause_s = max(self._pauses.next_s(), self._breaker.probe_in_s or 0.0)
+        pause_s = max(self._pauses.drawn_s(), self._breaker.probe_in_s or 0.0)
         self._attempt_at_s = self._clock() + pause_s
 
     def _set_state(self, state: PeerState) -> None:

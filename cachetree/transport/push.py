@@ -31,12 +31,12 @@ from cachetree.lease import Lease
 from cachetree.slab import Layout
 from cachetree.transport import wire
 from cachetree.transport.address import parse_remote
+from cachetree.transport.backoff import Backoff
 from cachetree.transport.config import PeerConfig
 from cachetree.transport.connection import Connection
 from cachetree.transport.frames import MIN_FRAME_BYTES, Frame
 from cachetree.transport.handshake import credentials_of
 from cachetree.transport.push_queue import PushQueue
-from cachetree.transport.reconnect import Pauses
 from cachetree.transport.stream import Stream
 from cachetree.transport.wakeup import CLOSE_S, Wakeup
 from cachetree.transport.wire import Refused
@@ -115,7 +115,7 @@ class Pusher:
         self._error = ""
         self._epoch = 0
         self._next_id = 1
-        self._pauses = Pauses(config)
+        self._pauses = Backoff(config.reconnect_s, config.max_reconnect_s)
         self._connection: Connection | None = None
         self._inbox: deque[wire.ToPeer] = deque()
         self._ends_at_s = math.inf
@@ -360,7 +360,7 @@ class Pusher:
             self._ends_at_s = -math.inf
             self._queue.close()
             return
-        pause = Deadline.after(self._pauses.next_s(), self._clock)
+        pause = Deadline.after(self._pauses.drawn_s(), self._clock)
         while not pause.has_passed and not self._is_closing:
             self._wakeup.wait(pause.remaining_s())
             self._wakeup.drain()
