@@ -1,0 +1,182 @@
+"""Memory that runs out inside a recompute, a copy or both: an answer, or an abort; never an end."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+from permissive import made
+from test_waiting import request
+
+from cachetree.clock import Deadline
+from cachetree.ids import Location, ModelId, Span
+from cachetree.plan import Plan
+from cachetree.staging import Staging
+from sglang_droidspeak import forward
+from sglang_droidspeak.capture import Provenance
+from sglang_droidspeak.compat.names import ForwardMode
+from sglang_droidspeak.forward import ForwardPass
+from sglang_droidspeak.job import Job
+from sglang_droidspeak.loader import Copies, Loader
+from sglang_droidspeak.ranks import Ranks
+
+PAGE, NUM_LAYERS, NUM_TOKENS = 16, 4, 64
+EVERYTHING = Span(0, NUM_LAYERS)
+SLOTS = torch.arange(100, 100 + NUM_TOKENS)
+PLAN = Plan(
+    sender=ModelId("s"),
+    receiver=ModelId("r"),
+    location=Location("tcp://127.0.0.1:1"),
+    pages=Span(0, NUM_TOKENS // PAGE),
+    block=Span(1, 3),
+    num_layers=NUM_LAYERS,
+)
+
+
+class Rows:
+    """The KV pool; out of memory in one layer, for as often as it is told."""
+
+    def __init__(self) -> None:
+        self.written: list[int] = []
+        self.failures = 0
+
+    def write_from(self, layer: int, _slots: torch.Tensor, _rows: memoryview) -> None:
+        if self.failures:
+            self.failures -= 1
+            raise torch.OutOfMemoryError("a test")
+        self.written.append(layer)
+
+
+class Prefills:
+    """Stands for the model: which blocks it computed; out of memory as often as it is told."""
+
+    def __init__(self) -> None:
+        self.blocks: list[Span] = []
+        self.failures = 0
+
+    def run(self, _batch: Any, prefixes: Any) -> None:
+        if self.failures:
+            self.failures -= 1
+            raise torch.OutOfMemoryError("a test")
+        self.blocks += [it.block for it in prefixes]
+
+
+class Rig:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rows, self.prefills = Rows(), Prefills()
+        monkeypatch.setattr(forward, "PartialPrefill", lambda *_: self.prefills)
+        monkeypatch.setattr(forward, "largest_forward", lambda _runner: NUM_TOKENS)
+        self.loader = Loader(NUM_LAYERS, self.rows, Copies(None, "cpu"))
+        self.provenance = Provenance(1024, "cpu")
+        site = SimpleNamespace(
+            identity=SimpleNamespace(num_layers=NUM_LAYERS),
+            settings=SimpleNamespace(forward_wait_s=10.0),
+        )
+        table = torch.zeros(1, 128, dtype=torch.int64)
+        table[0, :NUM_TOKENS] = SLOTS
+        runner = SimpleNamespace(req_to_token_pool=SimpleNamespace(req_to_token=table))
+        self.forward = made(
+            ForwardPass,
+            attachment=SimpleNamespace(site=site, runner=runner, e_pool=MagicMock(), stack=None),
+            loader=self.loader,
+            provenance=self.provenance,
+            ranks=Ranks(None),
+        )
+        self.req = request()
+
+    def job(self) -> Job:
+        staging = Staging(dict.fromkeys(PLAN.steps, 40), Deadline.after(60))
+        for step in PLAN.steps:
+            staging.write(step, 0, memoryview(bytes(40)))
+        staging.release = staging.cancel  # type: ignore[attr-defined]
+        return Job(
+            rid=self.req.rid,
+            plan=PLAN,
+            staging=staging,
+            pages=PLAN.pages,
+            slots=SLOTS,
+            page_size=PAGE,
+            match_s=0.0,
+            queued_s=0.0,
+        )
+
+    def run(self) -> bool:
+        """One batch of one request whose prefix is loaded; whether SGLang keeps its result."""
+        job = self.job()
+        index = self.loader.start([job])
+        self.forward.expect(index, [job])
+        batch = SimpleNamespace(
+            reqs=[self.req],
+            prefix_lens=[NUM_TOKENS],
+            extend_lens=[1],
+            extend_num_tokens=1,
+            req_pool_indices=torch.tensor([0]),
+            out_cache_loc=torch.tensor([900]),
+            forward_mode=ForwardMode.EXTEND,
+            hicache_consumer_index=index,
+        )
+        original = MagicMock(return_value="logits")
+        assert self.forward.around(original, None, batch) == "logits"
+        original.assert_called_once()
+        ends = threading.Thread(target=self.loader.finish, args=[index], daemon=True)
+        ends.start()
+        ends.join(20)
+        assert not ends.is_alive(), "the batch's loads do not end"
+        return self.forward.done(index)
+
+
+@pytest.fixture
+def rig(monkeypatch: pytest.MonkeyPatch):
+    it = Rig(monkeypatch)
+    yield it
+    it.loader.close()
+
+
+def assert_reuse_works(rig: Rig) -> None:
+    rig.prefills.blocks.clear()
+    rig.rows.written.clear()
+    assert rig.run()
+    assert rig.prefills.blocks == [PLAN.block]
+    assert rig.rows.written == [0, 3]
+
+
+def test_without_a_fault_the_block_is_computed_and_the_rest_copied(rig: Rig) -> None:
+    assert_reuse_works(rig)
+    assert not rig.provenance.is_exact(SLOTS)
+
+
+def test_a_recompute_without_memory_becomes_a_full_prefill(rig: Rig) -> None:
+    rig.prefills.failures = 1
+    assert rig.run()
+    assert rig.prefills.blocks == [EVERYTHING]
+    assert rig.provenance.is_exact(SLOTS)
+    assert_reuse_works(rig)
+
+
+def test_where_the_full_prefill_fails_too_only_its_batch_is_given_up(rig: Rig) -> None:
+    rig.prefills.failures = 2
+    assert not rig.run()
+    assert rig.prefills.blocks == []
+    assert_reuse_works(rig)
+
+
+def test_a_copy_without_memory_is_computed_or_its_batch_given_up(rig: Rig) -> None:
+    """Computed where it is known before the forward, and given up where it is not."""
+    rig.rows.failures = 1
+    is_kept = rig.run()
+    assert is_kept == (EVERYTHING in rig.prefills.blocks)
+    assert_reuse_works(rig)
+
+
+def test_a_copy_that_fails_under_the_forward_is_no_result(rig: Rig) -> None:
+    job = rig.job()
+    rig.rows.failures = 1
+    index = rig.loader.start([job])
+    rig.forward.expect(index, [job])
+    rig.loader.finish(index)
+    assert not rig.forward.done(index)
+    assert_reuse_works(rig)

@@ -1,0 +1,110 @@
+"""Requests whose KV is no function of their tokens, and prompts whose logprobs are wanted."""
+
+from __future__ import annotations
+
+from array import array
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+from engine_parts import PAGE, page_hashes
+from permissive import made
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from cachetree.ids import ModelId
+from sglang_droidspeak.linker import DroidSpeakLinker
+from sglang_droidspeak.models import Part
+from sglang_droidspeak.prefixes import refusal, reusable_pages
+from sglang_droidspeak.ranks import Ranks
+from sglang_droidspeak.waiting import WaitingRequests
+
+NUM_TOKENS = 4 * PAGE + 3
+TOKENS = list(range(NUM_TOKENS))
+NEVER = {
+    "multimodal": {"multimodal_inputs": object()},
+    "input_embeds": {"input_embeds": [[0.5]]},
+    "replaced_embeds": {"positional_embed_overrides": object()},
+    "session": {"session": object()},
+}
+
+
+def request(**fields: Any) -> Req:
+    options = {name: fields.pop(name) for name in ("return_logprob",) if name in fields}
+    params = SamplingParams(max_new_tokens=1)
+    req = Req("r1", "", array("q", TOKENS), params, vocab_size=1000, **options)
+    for name, value in fields.items():
+        setattr(req, name, value)
+    req.refresh_fill_ids()
+    return req
+
+
+def look(req: Req) -> tuple[set[str], MagicMock]:
+    """Which requests are held, and the planner, which finds nothing."""
+    planner = MagicMock()
+    planner.plan.side_effect = ValueError("a test: nothing is planned")
+    settings = SimpleNamespace(
+        hicache_backend=None, fetch_deadline_s=1.0, max_stall_s=None, gate="enforce", min_tokens=1
+    )
+    waiting = made(
+        WaitingRequests,
+        site=SimpleNamespace(settings=settings, page_size=PAGE),
+        planner=planner,
+        ranks=Ranks(None),
+    )
+    return waiting.look([req], MagicMock(), is_decoding=False), planner
+
+
+def offered(req: Req) -> MagicMock:
+    """The offloader, after SGLang has inserted the request's whole pages into its tree."""
+    linker = MagicMock()
+    linker._inserting = (req, NUM_TOKENS)
+    linker._page_size = PAGE
+    linker._models.part_of.return_value = Part(ModelId("m"), None, None)
+    linker._provenance.any_approximate = False
+    linker._on_cuda = False
+    keys = [page.hex() for page in page_hashes(TOKENS)]
+    transfer = SimpleNamespace(keys=keys, device_indices=torch.arange(NUM_TOKENS))
+    DroidSpeakLinker.offload(linker, [transfer])
+    return linker._offloader.put
+
+
+@pytest.mark.parametrize("fields", NEVER.values(), ids=NEVER)
+def test_it_is_neither_planned_nor_held_nor_stored(fields: dict[str, Any]) -> None:
+    req = request(**fields)
+    assert refusal(req)
+    held, planner = look(req)
+    assert not held
+    planner.plan.assert_not_called()
+    offered(req).assert_not_called()
+
+
+def test_any_other_request_is_planned_and_stored() -> None:
+    req = request()
+    assert not refusal(req)
+    look(req)[1].plan.assert_called_once()
+    (call,) = offered(req).call_args_list
+    assert call.args[0].pages == page_hashes(TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("fields", "num_pages"),
+    [
+        ({}, 4),
+        ({"return_logprob": True, "logprob_start_len": -1}, 4),
+        ({"return_logprob": True, "logprob_start_len": 0}, 0),
+        ({"return_logprob": True, "logprob_start_len": 2 * PAGE - 1}, 1),
+        ({"return_logprob": True, "logprob_start_len": 2 * PAGE}, 2),
+        ({"logprob_start_len": 0}, 4),
+    ],
+)
+def test_no_page_is_reused_after_a_wanted_logprob(fields: dict[str, Any], num_pages: int) -> None:
+    assert reusable_pages(request(**fields), PAGE) == page_hashes(TOKENS)[:num_pages]
+
+
+def test_the_last_token_is_always_computed() -> None:
+    req = request()
+    req.origin_input_ids = array("q", TOKENS[: 2 * PAGE])
+    assert reusable_pages(req, PAGE) == page_hashes(TOKENS)[:1]
