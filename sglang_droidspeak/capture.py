@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from cachetree.errors import ConfigError
-from sglang_droidspeak.compat.names import ForwardMode, MHATokenToKVPool
+from sglang_droidspeak.compat.names import ForwardMode, MHATokenToKVPool, async_h2d
 from sglang_droidspeak.layers import LayerStack, OnE
 from sglang_droidspeak.low_rank import SharedA, shared_a
 
@@ -128,17 +128,15 @@ class Provenance:
             before = req_to_token[rows, (batch.seq_lens - 2).clamp(min=0)]
             self._approximate[batch.out_cache_loc] = self._approximate[before]
         elif batch.forward_mode in (ForwardMode.EXTEND, ForwardMode.MIXED):
-            prefix, lengths = self._on_device(batch.prefix_lens), self._on_device(batch.extend_lens)
+            prefix, lengths = (
+                async_h2d(it, dtype=torch.int64, device=self._approximate.device)
+                for it in (batch.prefix_lens, batch.extend_lens)
+            )
             before = req_to_token[rows, (prefix - 1).clamp(min=0)]
             mark = self._approximate[before] & (prefix > 0)
             self._approximate[batch.out_cache_loc] = mark.repeat_interleave(
                 lengths, output_size=batch.out_cache_loc.shape[0]
             )
-
-    def _on_device(self, values: list[int]) -> torch.Tensor:
-        device = self._approximate.device
-        host = torch.tensor(values, pin_memory=device.type == "cuda")
-        return host.to(device, non_blocking=True)
 
     def is_exact(self, slots: torch.Tensor) -> bool:
         return not (self._any and bool(self._approximate[slots].any()))

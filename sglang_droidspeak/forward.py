@@ -17,7 +17,7 @@ from cachetree.plan import Kind, Step
 from sglang_droidspeak import compat
 from sglang_droidspeak.compat.names import ForwardMode
 from sglang_droidspeak.meta_info import provenance_of, report
-from sglang_droidspeak.partial_prefill import PartialPrefill, Prefix
+from sglang_droidspeak.partial_prefill import PartialPrefill, Prefix, SlotsE
 
 if TYPE_CHECKING:
     import torch
@@ -116,6 +116,7 @@ class ForwardPass:
             for job in jobs:
                 self._loader.abandon(job, FetchError(f"the partial prefill failed: {exc}"))
         recompute = (started_s, time.monotonic())
+        self._loader.read_by_current_stream(batch.hicache_consumer_index)
         errors = self._wait_staged(jobs)
         causes = [self._settle(batch, *it) for it in zip(places, errors, strict=True)]
         return _Settled(recompute, list(zip(places, causes, strict=True)))
@@ -133,7 +134,7 @@ class ForwardPass:
     def _place(self, batch: ScheduleBatch, row: int, job: Job) -> _Place:
         stop = batch.prefix_lens[row]
         start = stop - job.num_tokens
-        table = self._runner.req_to_token_pool.req_to_token[batch.req_pool_indices[row]]
+        table = self._runner.req_to_token_pool.req_to_token[int(batch.req_pool_indices_cpu[row])]
         return _Place(
             job=job,
             req=batch.reqs[row],
@@ -158,11 +159,11 @@ class ForwardPass:
             exact = it.job.plan.is_exact
             yield Prefix(row=it.row, tokens=it.tokens, block=span, e=e, is_exact=exact)
 
-    def _e_of(self, job: Job, layer: int) -> torch.Tensor:
+    def _e_of(self, job: Job, layer: int) -> torch.Tensor | SlotsE:
         if job.pool_slots is not None:
             if layer not in self._e_pool.e:
                 raise FetchError(f"{job.plan.sender} was unloaded, and layer {layer} has no E")
-            return self._e_pool.e[layer][job.pool_slots]
+            return SlotsE(self._e_pool.e[layer], job.pool_slots)
         return self._coding.load(job.rows(Step(Kind.E, layer)), self._e_pool.no_rows)
 
     def _run(self, batch: ScheduleBatch, prefixes: Sequence[Prefix]) -> None:
@@ -192,9 +193,8 @@ class ForwardPass:
 
     def _prefill_in_full(self, batch: ScheduleBatch, it: _Place) -> None:
         """The last resort; where it fails too, SGLang aborts the batch's loading requests."""
-        everything = Span(0, self._num_layers)
         try:
-            self._run(batch, [Prefix(row=it.row, tokens=it.tokens, block=everything, e=None)])
+            self._prefill.run_in_full(batch, it.row, it.tokens)
         except Exception:
             log.exception("request %s: the full prefill of its prefix failed", it.job.rid)
             it.job.is_lost = True

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_READS = -1
+"""In place of a layer: what the forward's stream reads of a batch's staging."""
+
 
 class Loader:
     """Loads whole batches of jobs, layer by layer in the order in which the forward reads them.
@@ -47,13 +50,17 @@ class Loader:
         self._queue.put((index, jobs))
         return index
 
+    def read_by_current_stream(self, index: int) -> None:
+        """What the current stream was given to do until now reads what that batch's jobs staged."""
+        self._copies.record_reads(index)
+
     def abandon(self, job: Job, error: FetchError) -> None:
         """Write nothing more of `job`: what the current stream writes from now on stays."""
         job.abandon(error)
         self._copies.current_stream_waits()
 
     def finish(self, index: int) -> None:
-        """Wait until nothing of that batch is being written any more."""
+        """Wait until nothing of that batch is being written, nor read from staging, any more."""
         self.counter.finish(index)
         self._copies.forget(index)
 
@@ -123,6 +130,12 @@ class Copies:
             self._events[index, layer] = event = torch.cuda.Event()
             event.record(self._stream)
 
+    def record_reads(self, index: int) -> None:
+        """The current stream copies out of host memory, too."""
+        if self._stream is not None:
+            self._events[index, _READS] = event = torch.cuda.Event()
+            event.record()
+
     def forward_waits(self, index: int, layer: int) -> None:
         """Called by the KV pool before a forward reads `layer`."""
         event = self._events.get((index, layer))
@@ -134,5 +147,5 @@ class Copies:
             torch.cuda.current_stream().wait_stream(self._stream)
 
     def forget(self, index: int) -> None:
-        for key in [key for key in self._events if key[0] == index]:
+        for key in [key for key in list(self._events) if key[0] == index]:
             self._events.pop(key).synchronize()

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,6 +21,7 @@ from sglang_droidspeak.compat.names import (
     ForwardBatch,
     ForwardContext,
     ForwardMode,
+    async_h2d,
     forward_context,
     get_model,
 )
@@ -30,6 +31,18 @@ if TYPE_CHECKING:
     from sglang_droidspeak.layers import LayerStack
 
 
+@dataclass(frozen=True, slots=True)
+class SlotsE:
+    """E of some slots of the pool: gathered where it is sliced, because all of it is large."""
+
+    rows: torch.Tensor
+    """`[slots of the pool, hidden]`."""
+    slots: torch.Tensor
+
+    def __getitem__(self, tokens: slice) -> torch.Tensor:
+        return self.rows[self.slots[tokens]]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefix:
     """One request's part: tokens `[tokens.start, tokens.stop)` of row `row` of the batch."""
@@ -37,7 +50,7 @@ class Prefix:
     row: int
     tokens: Span
     block: Span
-    e: torch.Tensor | None
+    e: torch.Tensor | SlotsE | None
     """E of these tokens at block.start, `[len(tokens), hidden]`; None where block.start is 0."""
     is_exact: bool = False
     """It is the receiver's own E, too, and so is what the block makes of it."""
@@ -101,9 +114,16 @@ class PartialPrefill:
         runner's device or in host memory; a host tensor is copied.
         """
         for pieces in pack(prefixes, self._max_tokens):
-            self._forward(batch, pieces)
+            self._forward(batch, pieces, self._backend)
 
-    def _forward(self, batch: ScheduleBatch, pieces: Sequence[Piece]) -> None:
+    def run_in_full(self, batch: ScheduleBatch, row: int, tokens: Span) -> None:
+        """The same for all layers of these tokens of a row, on the attention that SGLang's own
+        forwards run on: where the other one has failed, it would fail again."""
+        everything = Prefix(row=row, tokens=tokens, block=Span(0, len(self._stack)), e=None)
+        for pieces in pack([everything], self._max_tokens):
+            self._forward(batch, pieces, self._runner.attn_backend)
+
+    def _forward(self, batch: ScheduleBatch, pieces: Sequence[Piece], backend: Any) -> None:
         runner = self._runner
         forward_batch = ForwardBatch.init_new(
             _replay(batch, pieces, runner),
@@ -115,21 +135,17 @@ class PartialPrefill:
         rows = [piece.e for piece in pieces]
         e = None
         if rows[0] is not None:
-            host = rows[0] if len(rows) == 1 else torch.cat(rows)
-            e = host.to(runner.device, runner.dtype, non_blocking=True)
+            # Some lie in the pool, some in host memory.
+            there = [row.to(runner.device, runner.dtype, non_blocking=True) for row in rows]
+            e = there[0] if len(there) == 1 else torch.cat(there)
         with (
             torch.no_grad(),
             get_model().override(shared_experts=runner.model.shared_experts_config),
-            forward_context(
-                ForwardContext(attn_backend=self._backend), forward_batch=forward_batch
-            ),
+            forward_context(ForwardContext(attn_backend=backend), forward_batch=forward_batch),
         ):
             runner._prepare_eager_forward_batch(forward_batch)
-            self._backend.init_forward_metadata(forward_batch)
+            backend.init_forward_metadata(forward_batch)
             self._stack.run(pieces[0].prefix.block, e, forward_batch)
-        if runner.device == "cuda":
-            # FlashInfer plans through one pinned workspace that the next plan overwrites.
-            torch.cuda.current_stream().synchronize()
 
 
 def _replay(batch: ScheduleBatch, pieces: Sequence[Piece], runner: ModelRunner) -> ScheduleBatch:
@@ -139,35 +155,32 @@ def _replay(batch: ScheduleBatch, pieces: Sequence[Piece], runner: ModelRunner) 
     starts = [piece.tokens.start for piece in pieces]
     stops = [piece.tokens.stop for piece in pieces]
     lengths = [len(piece.tokens) for piece in pieces]
-    slots = batch.req_pool_indices[rows]
+    table_rows = batch.req_pool_indices_cpu[rows].tolist()
     req_to_token = runner.req_to_token_pool.req_to_token
 
     replay = copy(batch)
     replay.forward_mode = ForwardMode.EXTEND
     replay.reqs = [batch.reqs[row] for row in rows]
-    replay.input_ids = torch.tensor(
-        [
-            token
-            for req, piece in zip(replay.reqs, pieces, strict=True)
-            for token in req.full_untruncated_fill_ids[piece.tokens.start : piece.tokens.stop]
-        ],
-        dtype=torch.int64,
-        device=device,
-    )
+    tokens = [
+        token
+        for req, piece in zip(replay.reqs, pieces, strict=True)
+        for token in req.full_untruncated_fill_ids[piece.tokens.start : piece.tokens.stop]
+    ]
+    replay.input_ids = async_h2d(tokens, dtype=torch.int64, device=device)
     replay.prefill_input_ids_cpu = None
-    replay.req_pool_indices = slots
+    replay.req_pool_indices = async_h2d(table_rows, dtype=torch.int64, device=device)
     replay.req_pool_indices_cpu = batch.req_pool_indices_cpu[rows]
     replay.prefix_lens = starts
     replay.extend_lens = lengths
     replay.extend_num_tokens = sum(lengths)
-    replay.seq_lens = torch.tensor(stops, dtype=torch.int64, device=device)
+    replay.seq_lens = async_h2d(stops, dtype=torch.int64, device=device)
     replay.seq_lens_cpu = torch.tensor(stops, dtype=torch.int64)
     replay.seq_lens_sum = sum(stops)
     replay.orig_seq_lens = replay.seq_lens
     replay.out_cache_loc = torch.cat(
         [
-            req_to_token[slots[i], start:stop]
-            for i, (start, stop) in enumerate(zip(starts, stops, strict=True))
+            req_to_token[row, start:stop]
+            for row, start, stop in zip(table_rows, starts, stops, strict=True)
         ]
     ).long()
     replay.return_logprob = False

@@ -35,6 +35,7 @@ from sglang.srt.model_executor.forward_context import (
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.runtime_context import get_model, get_observability, get_parallel
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.common import async_h2d
 
 __all__ = [
     "CacheInitParams",
@@ -61,6 +62,7 @@ __all__ = [
     "TpModelWorker",
     "UnifiedCacheLinker",
     "UnifiedRadixCache",
+    "async_h2d",
     "forward_context",
     "get_model",
     "get_observability",

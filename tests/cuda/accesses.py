@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
@@ -10,8 +11,9 @@ from torch.utils import _pytree as pytree
 
 aten: Final = torch.ops.aten
 
-_GRANULE: Final = 64
-"""Bytes told apart in payloads; marks and indices are told apart one by one."""
+GRANULE: Final = 256
+"""Bytes told apart in payloads, from where their memory begins: no more than one row of a pool.
+Marks and indices are told apart one by one."""
 _ONE_BY_ONE: Final = (torch.bool, torch.int16, torch.int32, torch.int64)
 
 _GATHERS: Final = {
@@ -27,30 +29,27 @@ _SCATTERS: Final = {
 }
 INDEXING: Final = _GATHERS.keys() | _SCATTERS.keys()
 
+Keys = Callable[[torch.Tensor, torch.Tensor | None], set[int]]
+
 
 def keys_of(tensor: torch.Tensor, elements: torch.Tensor | None = None) -> set[int]:
     """The granules of memory under a host tensor, or under some elements of its storage."""
     if tensor.numel() == 0:
         return set()
     size = tensor.dtype.itemsize
+    grain = size if tensor.dtype in _ONE_BY_ONE else GRANULE
     base = tensor.untyped_storage().data_ptr()
     if elements is None and tensor.is_contiguous():
-        return granules(tensor.data_ptr(), tensor.nbytes, tensor.dtype in _ONE_BY_ONE and size)
+        return granules(base, tensor.storage_offset() * size, tensor.nbytes, grain)
     if elements is None:
         elements = elements_of(tensor)
-    grain = size if tensor.dtype in _ONE_BY_ONE else _GRANULE
-    at = np.unique((base + elements.numpy().reshape(-1).astype(np.int64) * size) // grain)
-    return set((at * 256 + grain).tolist())
+    at = np.unique(elements.numpy().reshape(-1).astype(np.int64) * size // grain)
+    return set(((base + at * grain) * 1024 + grain).tolist())
 
 
-def granules(address: int, num_bytes: int, grain: int) -> set[int]:
-    grain = grain or _GRANULE
-    stop = -(-(address + num_bytes) // grain)
-    return {at * 256 + grain for at in range(address // grain, stop)}
-
-
-def address_of(key: int) -> int:
-    return key // 256 * (key % 256)
+def granules(base: int, offset: int, num_bytes: int, grain: int = GRANULE) -> set[int]:
+    stop = -(-(offset + num_bytes) // grain)
+    return {(base + at * grain) * 1024 + grain for at in range(offset // grain, stop)}
 
 
 def elements_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -61,7 +60,7 @@ def elements_of(tensor: torch.Tensor) -> torch.Tensor:
     return at
 
 
-def accesses(func: Any, args: Any, kwargs: Any) -> tuple[set[int], set[int]]:
+def accesses(func: Any, args: Any, kwargs: Any, keys: Keys) -> tuple[set[int], set[int]]:
     """What the operation reads and writes of its arguments, host tensors all; the parameters of a
     model, which nobody writes, are left out."""
     reads: set[int] = set()
@@ -77,7 +76,7 @@ def accesses(func: Any, args: Any, kwargs: Any) -> tuple[set[int], set[int]]:
             some = None
             if rule is not None and declared is func._schema.arguments[0]:
                 some = rule(elements_of(tensor), args)
-            (writes if is_written else reads).update(keys_of(tensor, some))
+            (writes if is_written else reads).update(keys(tensor, some))
     return reads, writes
 
 

@@ -12,7 +12,7 @@ from virtual_cuda import VirtualCuda
 from sglang_droidspeak.capture import EPool, Provenance
 from sglang_droidspeak.compat.names import ForwardMode
 
-HIDDEN, SLOTS = 32, 64
+HIDDEN, SLOTS = 64, 64
 NOWHERE = torch.empty(0, dtype=torch.int64)
 
 

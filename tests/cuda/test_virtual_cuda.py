@@ -10,7 +10,7 @@ import pytest
 import torch
 from virtual_cuda import NotCapturable, VirtualCuda
 
-WIDTH = 32
+WIDTH = 64
 
 
 @pytest.fixture

@@ -19,10 +19,11 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import linecache
 import queue
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -31,8 +32,9 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from accesses import INDEXING, accesses, address_of, aten, granules, is_view, keys_of
-from torch.cuda._sanitizer import EventHandler, SynchronizationError
+from accesses import INDEXING, accesses, aten, granules, is_view, keys_of
+from sglang.srt.platforms import current_platform
+from torch.cuda._sanitizer import EventHandler, SynchronizationError, TensorInfo
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -175,6 +177,10 @@ class VirtualCuda:
                         enter(patch.object(module, attribute, queue._PySimpleQueue))
         enter(patch.object(np, "copyto", self._watched(np.copyto)))
         enter(patch.object(torch, "tensor", _pinned_by_hand(torch.tensor)))
+        pins = {"is_pin_memory_available": lambda device=None: "cuda" in str(device)}
+        enter(patch.multiple(current_platform, **pins))
+        # The detector keeps a stack of each operation, for which Python looks at all files anew.
+        enter(patch.object(linecache, "checkcache", lambda *_: None))
         # A tensor made of Python's numbers goes to the device by a copy that the mode sees.
         lifts = torch._C._only_lift_cpu_tensors()
         self._stack.callback(torch._C._set_only_lift_cpu_tensors, lifts)
@@ -200,13 +206,15 @@ class VirtualCuda:
         """Host memory that the device copies from and to while the host goes on."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).numpy().data
 
+    def all_page_locked(self) -> list[torch.Tensor]:
+        return [self._kept[it.start] for it in self._pinned]
+
     def on_host(self, reads: Any = (), writes: Any = ()) -> None:
         """The calling thread reads and writes these buffers now."""
         keys = []
         for buffers in (reads, writes):
-            arrays = [np.asarray(it) for it in buffers]
-            found = [granules(it.ctypes.data, it.nbytes, 0) for it in arrays]
-            keys.append(self._pinned_of({key for of in found for key in of}))
+            found = [self._keys_at(it.ctypes.data, it.nbytes) for it in map(np.asarray, buffers)]
+            keys.append({key for of in found for key in of})
         self._access(self._host, *keys, "host")
 
     # Streams.
@@ -277,84 +285,47 @@ class VirtualCuda:
         ):
             with _OnDevice(self):
                 return func.decompose(*args, **kwargs)
-        tensors = [it for it in pytree.tree_leaves((args, kwargs)) if isinstance(it, torch.Tensor)]
-        there = [it for it in tensors if isinstance(it, VirtualTensor)]
-        here = [it for it in tensors if not isinstance(it, VirtualTensor)]
-        is_pinning = func is aten._pin_memory.default
+        it = _Operation(func, args, kwargs)
         if func is aten.is_pinned.default:
-            return not there and self._is_pinned(tensors[0].data_ptr())
-        kwargs = dict(kwargs)
-        makes_pinned = bool(kwargs.pop("pin_memory", False)) or is_pinning
-        is_there = bool(there)
-        if kwargs.get("device") is not None:
-            is_there = torch.device(kwargs["device"]).type == "cuda"
-            kwargs["device"] = "cpu"
-        args, kwargs = pytree.tree_map(_plain, (args, kwargs))
-        reads, writes = accesses(func, args, kwargs)
-        out = args[0].clone() if is_pinning else func(*args, **kwargs)
-        outs = [it for it in pytree.tree_leaves(out) if isinstance(it, torch.Tensor)]
-        for it in [*outs, *here]:
-            self._kept.setdefault(it.untyped_storage().data_ptr(), it)
-        if makes_pinned:
-            (made,) = outs
-            self._pinned.append(range(made.data_ptr(), made.data_ptr() + made.nbytes))
-        if not is_view(func):
-            known = [_plain(it) for it in tensors]
-            for it in outs:
-                if not any(it is other for other in known):
-                    writes = writes | keys_of(it)
-            if is_there or there:
-                self._launch(func, reads, writes)
-                self._check_host(func, args, kwargs, (here, there, is_there, outs))
-            else:
-                pinned = (
-                    {k for k in of if self._is_pinned(address_of(k))} for of in (reads, writes)
-                )
-                self._access(self._host, *pinned, func.name())
-        if not is_there:
-            return out
-        wrappers = {id(it.host): it for it in there}
+            return not it.there and self._is_pinned(it.here[0].data_ptr())
+        is_on_device = {id(tensor.host) for tensor in it.there}
 
-        def wrapped(it: Any) -> Any:
-            if not isinstance(it, torch.Tensor):
-                return it
-            return wrappers[id(it)] if id(it) in wrappers else VirtualTensor(it, self)
+        def keys(tensor: torch.Tensor, elements: torch.Tensor | None = None) -> set[int]:
+            if id(tensor) in is_on_device:
+                return keys_of(tensor, elements)
+            return self._keys_at(tensor.data_ptr(), tensor.nbytes)
 
-        return pytree.tree_map(wrapped, out)
+        # What it reads is looked up before it runs: it may overwrite its own indices.
+        reads, writes = accesses(func, it.args, it.kwargs, keys)
+        made = it.execute()
+        for tensor in [*made, *it.here]:
+            self._kept.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+        if it.pins:
+            self._pinned += [range(of.data_ptr(), of.data_ptr() + of.nbytes) for of in made]
+        if it.is_there and not is_view(func):
+            writes = writes.union(*(keys_of(tensor) for tensor in made))
+        if not (it.there or it.is_there):
+            self._access(self._host, reads, writes, func.name())
+        elif not is_view(func):
+            stream = self.current_stream().id
+            self.join(stream, self.host_clock())
+            self._access(stream, reads, writes, func.name())
+            self._have_host_wait(it, made)
+        return it.result(self)
 
-    def _launch(self, func: Any, reads: set[int], writes: set[int]) -> None:
+    def _have_host_wait(self, it: _Operation, made: Sequence[torch.Tensor]) -> None:
+        """Where it would, for the current stream."""
         stream = self.current_stream().id
-        self.join(stream, self.host_clock())
-        self._access(stream, reads, writes, func.name())
-
-    def _check_host(self, func: Any, args: Any, kwargs: Any, where: Any) -> None:
-        """Refuse tensors that are not where they must be, and have the host wait where it would."""
-        here, there, is_there, outs = where
-        stream = self.current_stream().id
-        why = ""
-        if func in (aten._to_copy.default, aten.copy_.default) and (here or not is_there):
-            host = here[0] if here else outs[0]
-            is_async = kwargs.get("non_blocking", False) or any(it is True for it in args[2:])
-            if func is aten.copy_.default and not (here and there):
-                return
-            if not self._is_pinned(host.data_ptr()):
+        why = it.why_host_waits
+        if it.crosses:
+            memory = (it.here or made)[0]
+            if not self._is_pinned(memory.data_ptr()):
                 why = "pageable copy"
-            elif not is_async:
-                self._stall("blocking copy", func.name())
+            elif not it.is_async:
+                self._stall("blocking copy", it.func.name())
                 self.fence("blocking copy", lambda: self.join(self._host, self.clock_of(stream)))
-        elif here and func in INDEXING:
-            why = "copy of a CPU scalar or index"
-        elif any(it.dim() for it in here) and there:
-            placed = [(tuple(it.shape), str(it.device)) for it in (*there, *here)]
-            raise RuntimeError(f"{func.name()}: tensors on different devices: {placed}")
-        elif func in _WAITING and not (
-            func is aten.repeat_interleave.Tensor and kwargs.get("output_size") is not None
-        ):
-            why = "the host reads a result"
-        elif func in INDEXING and _has_mask(args[1]):
-            why = "the host reads a mask"
         if why:
-            self._stall(why, func.name())
+            self._stall(why, it.func.name())
             self.join(self._host, self.clock_of(stream))
 
     def _stall(self, why: str, operation: str) -> None:
@@ -365,14 +336,21 @@ class VirtualCuda:
     def _access(self, stream: int, reads: set[int], writes: set[int], name: str) -> None:
         if not (reads or writes):
             return
+        known = self._detector.tensors_accessed.accesses
         with self._guard:
             self._clock(stream)
+            for key in reads | writes:
+                if key not in known:
+                    known[key] = TensorInfo(None)
             self.races += self._detector._handle_kernel_launch(
                 stream, reads - writes, writes, set(), name, {key: [] for key in reads | writes}
             )
 
-    def _pinned_of(self, keys: set[int]) -> set[int]:
-        return {key for key in keys if self._is_pinned(address_of(key))}
+    def _keys_at(self, address: int, num_bytes: int) -> set[int]:
+        for memory in self._pinned:
+            if address in memory:
+                return granules(memory.start, address - memory.start, num_bytes)
+        return set()
 
     def _is_pinned(self, address: int) -> bool:
         return any(address in it for it in self._pinned)
@@ -466,6 +444,64 @@ class _Lock:
 
     def __exit__(self, *_exc: object) -> None:
         self.release()
+
+
+class _Operation:
+    """One call of an operator: on plain tensors, whose values are those of the device's."""
+
+    def __init__(self, func: Any, args: Any, kwargs: Any) -> None:
+        self.func = func
+        tensors = [it for it in pytree.tree_leaves((args, kwargs)) if isinstance(it, torch.Tensor)]
+        self.there = [it for it in tensors if isinstance(it, VirtualTensor)]
+        self.here = [it for it in tensors if not isinstance(it, VirtualTensor)]
+        self.is_there = bool(self.there)
+        """Where the result is."""
+        self.args, self.kwargs = pytree.tree_map(_plain, (args, dict(kwargs)))
+        self.pins = self.kwargs.pop("pin_memory", False) or func is aten._pin_memory.default
+        if self.kwargs.get("device") is not None:
+            self.is_there = torch.device(self.kwargs["device"]).type == "cuda"
+            self.kwargs["device"] = "cpu"
+        if func is aten._to_copy.default and self.there and not self.is_there and self.is_async:
+            self.pins = True  # as torch does for what comes to the host without waiting
+        placed = [(tuple(it.shape), str(it.device)) for it in tensors]
+        is_copy = func in (aten._to_copy.default, aten.copy_.default)
+        self.crosses = is_copy and bool(self.there and (self.here or not self.is_there))
+        self.crosses = self.crosses or (is_copy and bool(self.here) and self.is_there)
+        if self.there and not is_copy and func not in INDEXING and any(x.dim() for x in self.here):
+            raise RuntimeError(f"{func.name()}: tensors on different devices: {placed}")
+
+    @property
+    def is_async(self) -> bool:
+        return self.kwargs.get("non_blocking", False) or any(it is True for it in self.args[2:])
+
+    @property
+    def why_host_waits(self) -> str:
+        """For other reasons than a copy's."""
+        if self.func in INDEXING and self.there:
+            if self.here:
+                return "copy of a CPU scalar or index"
+            return "the host reads a mask" if _has_mask(self.args[1]) else ""
+        has_size = self.kwargs.get("output_size") is not None
+        return "the host reads a result" if self.func in _WAITING and not has_size else ""
+
+    def execute(self) -> list[torch.Tensor]:
+        """The tensors that are new."""
+        is_pinning = self.func is aten._pin_memory.default
+        self.out = self.args[0].clone() if is_pinning else self.func(*self.args, **self.kwargs)
+        known = {id(it) for it in (*self.here, *(it.host for it in self.there))}
+        outs = pytree.tree_leaves(self.out)
+        return [it for it in outs if isinstance(it, torch.Tensor) and id(it) not in known]
+
+    def result(self, cuda: VirtualCuda) -> Any:
+        wrappers = {id(it.host): it for it in self.there}
+
+        def wrapped(it: Any) -> Any:
+            if not (self.is_there and isinstance(it, torch.Tensor)):
+                return it
+            return wrappers[id(it)] if id(it) in wrappers else VirtualTensor(it, cuda)
+
+        with torch.inference_mode(False):
+            return pytree.tree_map(wrapped, self.out)
 
 
 def _pinned_by_hand(tensor: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -1,0 +1,419 @@
+"""One model of SGLang on a virtual device, with the extension's parts around it, in a fork.
+
+SGLang keeps much per process, so nothing of it is built in the process that runs the tests: `fork`
+calls a function in a child and brings back what it returns.
+"""
+
+from __future__ import annotations
+
+import array
+import itertools
+import logging
+import os
+import pickle
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, TypeVar
+from unittest.mock import patch
+
+import torch
+from sglang.srt.model_executor import forward_batch_info
+from sglang.srt.models import registry  # noqa: F401  (long to import: once for all forks)
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from virtual_cuda import Line, VirtualCuda, VirtualTensor
+
+from cachetree.budget import Budget, BudgetedStaging
+from cachetree.cache import Cache
+from cachetree.clock import Deadline
+from cachetree.codec import Codec
+from cachetree.config import CacheConfig
+from cachetree.family import Family
+from cachetree.identity import read_model_identity
+from cachetree.ids import Location, ModelId, PageHash, Span
+from cachetree.plan import Plan, Step
+from sglang_droidspeak import partial_prefill
+from sglang_droidspeak.capture import Attachment, EPool, Provenance
+from sglang_droidspeak.compat.names import (
+    ForwardBatch,
+    ForwardContext,
+    ForwardMode,
+    KVWriteLoc,
+    Req,
+    ScheduleBatch,
+    forward_context,
+)
+from sglang_droidspeak.forward import ForwardPass
+from sglang_droidspeak.job import Job
+from sglang_droidspeak.layers import LayerStack
+from sglang_droidspeak.loader import Copies, Loader
+from sglang_droidspeak.meter import Meter
+from sglang_droidspeak.metrics import Metrics
+from sglang_droidspeak.offloader import Offloader
+from sglang_droidspeak.pool import PoolPages
+from sglang_droidspeak.ranks import Ranks
+from sglang_droidspeak.rows import Coding, rows_of
+
+T = TypeVar("T")
+
+PAGE = 16
+NUM_SLOTS = 512
+CHUNK = 48
+"""Tokens of one prefill, so that what is recomputed is cut, too."""
+HERE, PEER = ModelId("here"), ModelId("peer")
+
+
+def fork(function: Callable[[], T]) -> T:
+    """What `function` returns in a child of this process; RuntimeError with what it raised."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(reader)
+        try:
+            told = (True, function())
+        except BaseException:  # noqa: BLE001
+            told = (False, traceback.format_exc())
+        with os.fdopen(writer, "wb") as pipe:
+            pickle.dump(told, pipe)
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as pipe:
+        data = pipe.read()
+    os.waitpid(pid, 0)
+    is_value, value = pickle.loads(data)
+    if not is_value:
+        raise RuntimeError(value)
+    return value
+
+
+def load(model: Path, dtype: str = "float32") -> Any:
+    """SGLang's model runner, on the host; in a fork."""
+    from sglang.srt.distributed import bootstrap
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.runtime_context import SpawnRanks, publish
+    from sglang.srt.server_args import PortArgs, ServerArgs
+
+    args = ServerArgs(
+        model_path=str(model),
+        device="cpu",
+        dtype=dtype,
+        page_size=PAGE,
+        context_length=256,
+        max_total_tokens=NUM_SLOTS,
+        max_running_requests=8,
+        chunked_prefill_size=CHUNK,
+        log_level="error",
+    )
+    args.resolve_once()
+    publish(args, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
+    port = PortArgs.init_new(args).nccl_port
+    config = ModelConfig.from_server_args(args)
+    bootstrap.init_parallel_runtime(server_args=args, device="cpu", dist_port=port)
+    bootstrap.init_layer_runtime(model_config=config)
+    runner = ModelRunner(config, 0.5, 0, port, args)
+    runner.alloc_memory_pool()
+    runner.init_attention_backends()
+    return runner
+
+
+@dataclass(frozen=True)
+class Part:
+    """One request of a batch; its first tokens are there, or about to be loaded."""
+
+    tokens: Sequence[int]
+    slots: torch.Tensor
+    prefix_len: int = 0
+    rid: str = "r"
+
+    @property
+    def stop(self) -> int:
+        return len(self.tokens)
+
+
+class Engine:
+    """A model runner that has been moved to the device; the product's own classes drive it.
+
+    SGLang's streams: `schedule`, on which the scheduler's thread prepares, and `forwards`.
+    """
+
+    def __init__(self, runner: Any, model: Path, e_layers: Sequence[int], cuda: VirtualCuda):
+        self.cuda, self.runner = cuda, runner
+        self._rows = itertools.count(1)
+        self.waits: list[Line] = []
+        self.schedule, self.forwards = torch.cuda.Stream(), torch.cuda.Stream()
+        _move(runner, cuda)
+        runner.attn_backend = _attention(runner)
+        identity = read_model_identity(model)
+        pool = runner.token_to_kv_pool
+        self.num_layers = identity.num_layers
+        self.stack = LayerStack(runner.model)
+        slots = pool.size + pool.page_size
+        self.e_pool = EPool(tuple(e_layers), {}, slots, identity.hidden_size, runner)
+        self.e_pool.capture_from(self.stack)
+        settings = SimpleNamespace(forward_wait_s=5.0)
+        site = SimpleNamespace(identity=identity, settings=settings)
+        self.provenance = Provenance(slots, "cuda")
+        self.coding = Coding(Codec.NONE, identity.head_dim)
+        rows = rows_of(pool, self.coding)
+        self.loader = Loader(pool.layer_num, rows, Copies(self.forwards, runner.device))
+        pool.register_layer_transfer_counter(self.loader.counter)
+        self.family = Family.of(
+            identity,
+            model_dtype=str(runner.dtype).removeprefix("torch."),
+            kv_dtype=str(pool.dtype).removeprefix("torch."),
+            page_size=PAGE,
+            tp_size=1,
+            tp_rank=0,
+        )
+        config = CacheConfig(serves=False, host_bytes=1 << 24)
+        self.cache = Cache(self.family, config, allocate=cuda.page_locked)
+        self.offloader = Offloader(self.cache, rows, self.e_pool, self.coding, self.provenance)
+        self.meter = Meter(runner.device, self.num_layers)
+        self.recompute_attention = _attention(runner)
+        made = {"recompute_backend": lambda _runner: self.recompute_attention}
+        with patch.multiple(partial_prefill, **made):
+            self.pass_ = ForwardPass(
+                Attachment(runner, self.stack, self.e_pool, site),
+                self.loader,
+                SimpleNamespace(can_refresh=lambda *_: False),
+                self.coding,
+                self.provenance,
+                self.meter,
+                Metrics(enabled=False),
+                Ranks(None),
+            )
+
+    # What SGLang's scheduler does.
+
+    def slots(self, first: int, num: int) -> torch.Tensor:
+        """Slots of whole pages, as the scheduler's thread hands them out."""
+        return torch.arange(first, first + num, device="cuda")
+
+    def batch(self, *parts: Part, index: int = -1) -> Any:
+        """Requests that were just admitted, each in a row of its own."""
+        runner = self.runner
+        rows = [next(self._rows) for _ in parts]
+        for row, it in zip(rows, parts, strict=True):
+            runner.req_to_token_pool.req_to_token[row, : it.stop] = it.slots[: it.stop].int()
+        batch = ScheduleBatch.init_new(
+            reqs=[_request(it) for it in parts],
+            req_to_token_pool=runner.req_to_token_pool,
+            token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator,
+            tree_cache=SimpleNamespace(page_size=PAGE),
+            model_config=runner.model_config,
+            enable_overlap=True,
+            spec_algorithm=SpeculativeAlgorithm.NONE,
+        )
+        batch.forward_mode = ForwardMode.EXTEND
+        new = [token for it in parts for token in it.tokens[it.prefix_len :]]
+        batch.input_ids = torch.tensor(new, device="cuda")
+        batch.req_pool_indices = torch.tensor(rows, device="cuda")
+        batch.req_pool_indices_cpu = torch.tensor(rows)
+        batch.prefix_lens = [it.prefix_len for it in parts]
+        batch.extend_lens = [it.stop - it.prefix_len for it in parts]
+        batch.extend_num_tokens = len(new)
+        batch.extend_logprob_start_lens = batch.extend_lens
+        batch.seq_lens_cpu = torch.tensor([it.stop for it in parts])
+        batch.seq_lens = batch.orig_seq_lens = batch.seq_lens_cpu.to("cuda")
+        batch.seq_lens_sum = sum(it.stop for it in parts)
+        batch.out_cache_loc = torch.cat([it.slots[it.prefix_len : it.stop] for it in parts])
+        batch.multimodal_inputs = [None for _ in parts]
+        batch.hicache_consumer_index = index
+        return batch
+
+    def run(self, batch: Any) -> torch.cuda.Event:
+        """One batch on the forward stream, through the product's hook; the event: it is over.
+
+        `waits` are the lines of the product that make the host wait meanwhile.
+        """
+        num_before = len(self.cuda.stalls)
+        with torch.cuda.stream(self.forwards):
+            self.forwards.wait_stream(self.schedule)
+            self.pass_.around(self._forward, None, batch)
+            done = torch.cuda.Event()
+            done.record()
+        self.waits += [it.line for it in self.cuda.stalls[num_before:] if it.line is not None]
+        return done
+
+    def _forward(self, _worker: None, batch: Any) -> None:
+        runner = self.runner
+        self.loader.counter.set_consumer(batch.hicache_consumer_index)
+        it = ForwardBatch.init_new(batch, runner, return_hidden_states_before_norm=False)
+        context = ForwardContext(attn_backend=runner.attn_backend)
+        with torch.no_grad(), forward_context(context, forward_batch=it):
+            runner._prepare_eager_forward_batch(it)
+            runner.attn_backend.init_forward_metadata(it)
+            runner.model.forward(it.input_ids, it.positions, it)
+
+    def ready(self) -> list[torch.cuda.Event]:
+        """As SGLang's linker records what an offload waits for."""
+        events = [torch.cuda.Event(), torch.cuda.Event()]
+        events[0].record()
+        events[1].record(self.forwards)
+        return events
+
+    # What the extension is given.
+
+    def job(
+        self,
+        slots: torch.Tensor,
+        block: Span,
+        pages_of: memoryview | PoolPages,
+        sender: ModelId = HERE,
+        rid: str = "r",
+    ) -> Job:
+        """A load of all pages of `slots`: staged in that memory, or from the pool. `HERE` is this
+        model: what it loads of its own is not approximate."""
+        pages = Span(0, len(slots) // PAGE)
+        plan = Plan(
+            sender=sender,
+            receiver=HERE,
+            location=Location("tcp://peer"),
+            pages=pages,
+            block=block,
+            num_layers=self.num_layers,
+        )
+        staging = pages_of
+        if isinstance(pages_of, memoryview):
+            sizes = {step: len(pages) * self.family.page_bytes(step.kind) for step in plan.steps}
+            staging = BudgetedStaging(
+                sizes,
+                Deadline.after(5),
+                lambda num: pages_of[:num],
+                Budget(1 << 30),
+                lambda _: None,
+            )
+        return Job(
+            rid=rid,
+            plan=plan,
+            staging=staging,
+            pages=pages,
+            slots=slots,
+            page_size=PAGE,
+            match_s=0.0,
+            queued_s=0.0,
+        )
+
+    def close(self) -> None:
+        self.loader.close()
+        self.offloader.close()
+        self.cache.close()
+
+
+def _request(part: Part) -> Req:
+    ids = array.array("q", part.tokens)
+    req = Req(
+        rid=part.rid,
+        origin_input_text="",
+        origin_input_ids=ids,
+        sampling_params=SamplingParams(),
+    )
+    req.full_untruncated_fill_ids, req.extend_end = ids, len(ids)
+    return req
+
+
+def land(staging: BudgetedStaging, values: Mapping[Step, torch.Tensor] | None = None) -> None:
+    """As a transport's thread fills it: with these, or with ones for all steps."""
+    if values is None:
+        values = {it: torch.ones(staging.view(it).nbytes // 4) for it in staging.steps}
+    for step, tensor in values.items():
+        staging.write(step, 0, memoryview(tensor.contiguous().numpy()).cast("B"))
+
+
+def page_hashes(num: int) -> list[PageHash]:
+    return [PageHash(bytes([at] * 16)) for at in range(num)]
+
+
+@contextmanager
+def on_device(
+    runner: Any, model: Path, e_layers: Sequence[int], cuda: VirtualCuda
+) -> Iterator[Engine]:
+    logging.getLogger("sglang_droidspeak").setLevel(logging.CRITICAL)
+    with cuda, patch.object(forward_batch_info, "compute_position", _positions):
+        engine = Engine(runner, model, e_layers, cuda)
+        with torch.cuda.stream(engine.schedule):
+            engine.schedule.wait_stream(cuda.default_stream)
+            engine.forwards.wait_stream(cuda.default_stream)
+            yield engine
+
+
+def _move(runner: Any, cuda: VirtualCuda) -> None:
+    """To the device, as if it had been loaded there. Nobody writes parameters."""
+
+    def there(tensor: torch.Tensor) -> VirtualTensor:
+        return VirtualTensor(tensor.detach().clone(), cuda)
+
+    for module in runner.model.modules():
+        for named in (module._parameters, module._buffers):
+            for name, tensor in named.items():
+                if tensor is not None:
+                    named[name] = there(tensor)
+                    named[name].host.is_constant = True
+    parts = ("token_to_kv_pool", "req_to_token_pool", "token_to_kv_pool_allocator")
+    for part in (getattr(runner, name) for name in parts):
+        for name, value in vars(part).items():
+            if isinstance(value, torch.Tensor):
+                setattr(part, name, there(value))
+            elif isinstance(value, list) and value and isinstance(value[0], torch.Tensor):
+                setattr(part, name, [there(it) for it in value])
+            elif str(value) == "cpu":
+                setattr(part, name, "cuda")
+    runner.device = "cuda"
+
+
+def _positions(_backend: str, prefix_lens: Any, lens: Any, total: int) -> tuple[Any, Any]:
+    """In place of SGLang's kernel, which does not make the host wait either."""
+    starts = lens.cumsum(0) - lens
+    shift = (prefix_lens - starts).repeat_interleave(lens, output_size=total)
+    return torch.arange(total, device="cuda") + shift, starts
+
+
+def _attention(runner: Any) -> Any:
+    """In place of SGLang's kernels: plain, on the device, and nothing in it makes the host wait."""
+    from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    class Attention(AttentionBackend):
+        def __init__(self) -> None:
+            self.fails = False
+            self.token_to_kv_pool = runner.token_to_kv_pool
+            self.req_to_token_pool = runner.req_to_token_pool
+
+        def init_forward_metadata(self, batch: ForwardBatch) -> None:
+            """Nothing to plan."""
+
+        def forward_extend(
+            self, q: Any, k: Any, v: Any, layer: RadixAttention, batch: ForwardBatch, save=True, **_
+        ) -> torch.Tensor:
+            if self.fails:
+                raise RuntimeError("no kernel for this device")
+            pool, heads = self.token_to_kv_pool, layer.tp_k_head_num
+            if save:
+                k, v = (it.view(-1, heads, layer.qk_head_dim) for it in (k, v))
+                pool.set_kv_buffer(layer, KVWriteLoc.for_batch(batch), k, v)
+            keys, values = (
+                pool.get_key_buffer(layer.layer_id),
+                pool.get_value_buffer(layer.layer_id),
+            )
+            table, outs, first = runner.req_to_token_pool.req_to_token, [], 0
+            rows, stops = batch.req_pool_indices_cpu.tolist(), batch.seq_lens_cpu.tolist()
+            for row, stop, num in zip(rows, stops, batch.extend_seq_lens_cpu, strict=True):
+                at = table[row, :stop]
+                query = q[first : first + num].view(num, heads, -1, layer.qk_head_dim)
+                scores = torch.einsum("thgd,shd->hgts", query, keys[at]) * layer.scaling
+                hidden = torch.ones(num, stop, dtype=torch.bool, device="cuda").triu(stop - num + 1)
+                weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+                out = torch.einsum("hgts,shd->thgd", weights, values[at])
+                outs.append(out.reshape(num, -1))
+                first += num
+            return torch.cat(outs)
+
+    return Attention()

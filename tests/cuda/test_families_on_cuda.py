@@ -1,0 +1,155 @@
+"""Every supported family on a virtual device, with SGLang's own model: what is captured, loaded,
+recomputed and stored there equals what plain transformers computes."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_on_cuda import HERE, PAGE, PEER, Engine, Part, fork, land, load, on_device, page_hashes
+from transformers import AutoModelForCausalLM
+from virtual_cuda import VirtualCuda
+
+from cachetree.clock import Deadline
+from cachetree.ids import Span
+from cachetree.plan import Kind, Step
+from profiles.oracle import KV, partial_prefill, prefill
+from profiles.random_models import random_prompt, shape, write_models
+from sglang_droidspeak.offloader import Offload
+from sglang_droidspeak.pool import PoolPages
+
+FAMILIES = ["llama", "mistral", "phi3", "qwen2", "qwen3", "mixtral"]
+BLOCK = Span(1, 3)
+NUM_PREFIX = 2 * PAGE
+TOKENS = random_prompt(NUM_PREFIX + 5, seed=1)
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def pair(request, tmp_path_factory) -> tuple[Path, Path]:
+    config = shape(request.param, layers=4, hidden=64, heads=2, kv_heads=1)
+    if hasattr(config, "sliding_window"):
+        config.sliding_window = None
+    sender, receiver = write_models(tmp_path_factory.mktemp("pair"), config, ["s", "r"])
+    return sender, receiver
+
+
+def model_of(path: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+def test_what_happens_on_the_device_equals_the_oracle(pair) -> None:
+    differences = fork(partial(play, *pair))
+    assert differences == pytest.approx(dict.fromkeys(differences, 0.0), abs=TOLERANCE)
+    assert len(differences) == 7
+
+
+def play(sender: Path, receiver: Path) -> dict[str, float]:
+    """How far each is from what it should be."""
+    ids = torch.tensor([TOKENS])
+    theirs = prefill(model_of(sender), ids[:, :NUM_PREFIX])
+    ours = prefill(model_of(receiver), ids)
+    expected = partial_prefill(model_of(receiver), model_of(sender), ids[:, :NUM_PREFIX], BLOCK)
+    values = {Step(Kind.E, at): e[0] for at, e in enumerate(theirs.e)}
+    values |= {Step(Kind.KV, at): _stored(kv) for at, kv in enumerate(theirs.kv)}
+    own = {Step(Kind.E, at): e[0, :NUM_PREFIX] for at, e in enumerate(ours.e)}
+    own |= {Step(Kind.KV, at): _stored(kv)[:NUM_PREFIX] for at, kv in enumerate(ours.kv)}
+    own_kv = [_stored(kv) for kv in ours.kv]
+    expected_kv = [_stored(kv) for kv in expected]
+    found = {}
+    cuda = VirtualCuda()
+    with on_device(load(receiver), receiver, (1,), cuda) as engine:
+        first = engine.slots(PAGE, 3 * PAGE)
+        engine.run(engine.batch(Part(TOKENS, first)))
+        found["own KV"] = _furthest(engine, first[: len(TOKENS)], own_kv)
+        e = engine.e_pool.e[1][first[: len(TOKENS)]].cpu()
+        found["E"] = float((e - ours.e[1][0]).abs().max())
+
+        slots = engine.slots(4 * PAGE, 3 * PAGE)
+        job = engine.job(slots[:NUM_PREFIX], BLOCK, cuda.page_locked(1 << 18), PEER)
+        land(job.staging, {step: values[step] for step in job.plan.steps})
+        _run(engine, [job], Part(TOKENS, slots, NUM_PREFIX))
+        found["loaded"] = _furthest(engine, slots[:NUM_PREFIX], expected_kv)
+
+        slots = engine.slots(7 * PAGE, 3 * PAGE)
+        pages = PoolPages(slots=first[:NUM_PREFIX])
+        _run(
+            engine,
+            [engine.job(slots[:NUM_PREFIX], BLOCK, pages)],
+            Part(TOKENS, slots, NUM_PREFIX),
+        )
+        found["of the pool"] = _furthest(engine, slots[:NUM_PREFIX], own_kv)
+
+        # One forward recomputes both: E of the one is on the host, of the other in the pool.
+        one, other = engine.slots(10 * PAGE, 3 * PAGE), engine.slots(13 * PAGE, 3 * PAGE)
+        staged = engine.job(one[:NUM_PREFIX], BLOCK, cuda.page_locked(1 << 18), rid="one")
+        land(staged.staging, {step: own[step] for step in staged.plan.steps})
+        pooled = engine.job(other[:NUM_PREFIX], BLOCK, PoolPages(slots=first[:NUM_PREFIX]))
+        parts = (Part(TOKENS, one, NUM_PREFIX, "one"), Part(TOKENS, other, NUM_PREFIX))
+        _run(engine, [staged, pooled], *parts)
+        both = torch.cat([one[:NUM_PREFIX], other[:NUM_PREFIX]])
+        twice = [kv[:NUM_PREFIX].repeat(2, 1, 1, 1) for kv in own_kv]
+        found["mixed"] = _furthest(engine, both, twice)
+
+        engine.recompute_attention.fails = True
+        slots = engine.slots(16 * PAGE, 3 * PAGE)
+        job = engine.job(slots[:NUM_PREFIX], BLOCK, cuda.page_locked(1 << 18), PEER)
+        land(job.staging, {step: values[step] for step in job.plan.steps})
+        _run(engine, [job], Part(TOKENS, slots, NUM_PREFIX), outcome="fallback: FetchError")
+        found["fallback"] = _furthest(engine, slots[:NUM_PREFIX], own_kv)
+
+        found["stored"] = _stored_difference(engine, first[:NUM_PREFIX], own)
+        engine.close()
+    assert not cuda.races, cuda.races[0]
+    return found
+
+
+def _run(engine: Engine, jobs: list[Any], *parts: Part, outcome: str = "reused") -> None:
+    index = engine.loader.start(jobs)
+    engine.pass_.expect(index, jobs)
+    batch = engine.batch(*parts, index=index)
+    engine.run(batch)
+    engine.loader.finish(index)
+    assert engine.pass_.done(index)
+    for req in batch.reqs:
+        (told,) = req.customized_info["droidspeak"]
+        assert told["outcome"] == outcome
+
+
+def _stored_difference(engine: Engine, slots: torch.Tensor, own: dict[Step, torch.Tensor]) -> float:
+    pages = page_hashes(NUM_PREFIX // PAGE)
+    engine.offloader.put(
+        Offload(
+            model=HERE, parent=None, pages=pages, slots=slots, context=slots, ready=engine.ready()
+        )
+    )
+    while not engine.offloader.num_results:
+        time.sleep(0.001)
+    assert engine.offloader.pop_result()
+    (match,) = engine.cache.match(pages)
+    assert (match.num_pages, match.e_pages) == (len(pages), {1: len(pages)})
+    found = 0.0
+    lease = engine.cache.tree.lease(HERE, pages, "test", Deadline.after(5))
+    for step in (Step(Kind.E, 1), *(Step(Kind.KV, at) for at in range(engine.num_layers))):
+        raw = b"".join(bytes(it) for it in lease.views(step))
+        stored = torch.frombuffer(bytearray(raw), dtype=torch.float32)
+        found = max(found, float((stored - own[step].reshape(-1)).abs().max()))
+    return found
+
+
+def _furthest(engine: Engine, slots: torch.Tensor, expected: list[torch.Tensor]) -> float:
+    torch.cuda.synchronize()
+    pool, found = engine.runner.token_to_kv_pool, 0.0
+    for layer, kv in enumerate(expected):
+        here = [buffer[layer][slots].cpu() for buffer in (pool.k_buffer, pool.v_buffer)]
+        found = max(found, float((torch.stack(here, 1) - kv[: len(slots)]).abs().max()))
+    return found
+
+
+def _stored(kv: KV) -> torch.Tensor:
+    """`[tokens, (K, V), heads, head_dim]`."""
+    return torch.stack([it[0].transpose(0, 1) for it in kv], dim=1)

@@ -1,0 +1,204 @@
+"""No access races with another, and every fence in the product is needed for that.
+
+What a server does on its streams is played on a virtual device: on SGLang's own model and pools,
+by the product's own classes. Then once more for every fence, without it. A fence that is lost is a
+race here; one that nothing here needs, or that nothing here passes, is an error too.
+"""
+
+from __future__ import annotations
+
+import ast
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_on_cuda import HERE, PAGE, Engine, Part, fork, land, load, on_device, page_hashes
+from virtual_cuda import ROOT, Line, VirtualCuda
+
+from cachetree.errors import FetchError
+from cachetree.ids import Span
+from cachetree.plan import Kind, Step
+from profiles.random_models import shape, write_models
+from sglang_droidspeak.offloader import Offload
+from sglang_droidspeak.pool import PoolPages
+
+TOKENS = list(range(4, 4 + 2 * PAGE + 4))
+BLOCK = Span(1, 3)
+STAGED_BYTES = 1 << 16
+ORDERING = {"wait_stream", "wait_event", "synchronize", "query"}
+
+
+def older_forward(engine: Engine, slots: torch.Tensor) -> None:
+    """A forward that was launched before, and may still run, writes these slots."""
+    pool = engine.runner.token_to_kv_pool
+    with torch.cuda.stream(engine.forwards):
+        engine.forwards.wait_stream(engine.schedule)
+        rows = [*pool.k_buffer, *pool.v_buffer, *engine.e_pool.e.values()]
+        for buffer in rows:
+            buffer[slots] = torch.ones(len(slots), *buffer.shape[1:], device="cuda")
+        engine.e_pool.valid.index_fill_(0, slots, True)
+
+
+def run_with(engine: Engine, job: Any, slots: torch.Tensor, before: Callable[[], None]) -> bool:
+    """As SGLang: the load starts with its batch, and ends once the batch has run."""
+    index = engine.loader.start([job])
+    engine.pass_.expect(index, [job])
+    before()
+    engine.run(engine.batch(Part(TOKENS, slots, 2 * PAGE), index=index))
+    engine.loader.finish(index)
+    return engine.pass_.done(index)
+
+
+def a_load_from_a_peer(engine: Engine) -> None:
+    memory = engine.cuda.page_locked(STAGED_BYTES)
+    slots = engine.slots(PAGE, 3 * PAGE)
+    older_forward(engine, slots)
+    job = engine.job(slots[: 2 * PAGE], BLOCK, memory)
+    land(job.staging)
+    assert run_with(engine, job, slots, lambda: None)
+    # The memory is another fetch's now.
+    land(engine.job(slots[: 2 * PAGE], BLOCK, memory).staging)
+
+
+def a_load_that_fails(engine: Engine) -> None:
+    memory = engine.cuda.page_locked(STAGED_BYTES)
+    slots = engine.slots(PAGE, 3 * PAGE)
+    job = engine.job(slots[: 2 * PAGE], BLOCK, memory)
+    values = {Step(Kind.E, 1): torch.ones(2 * PAGE, 64)}
+    values[Step(Kind.KV, 0)] = torch.ones(2 * PAGE, 2, 64)
+    land(job.staging, values)
+
+    def fail() -> None:
+        while not job.copied_bytes:
+            time.sleep(0.001)
+        job.staging.fail(FetchError("the peer is gone"))
+
+    assert run_with(engine, job, slots, fail)
+    land(engine.job(slots[: 2 * PAGE], BLOCK, memory).staging)
+
+
+def a_load_from_the_pool(engine: Engine) -> None:
+    source, slots = engine.slots(PAGE, 2 * PAGE), engine.slots(4 * PAGE, 3 * PAGE)
+    older_forward(engine, source)
+    older_forward(engine, slots)
+    job = engine.job(slots[: 2 * PAGE], BLOCK, PoolPages(slots=source))
+    assert run_with(engine, job, slots, lambda: None)
+    # SGLang may give the source's slots to another request now.
+    older_forward(engine, source)
+
+
+def an_offload(engine: Engine) -> None:
+    slots = engine.slots(PAGE, 2 * PAGE)
+    older_forward(engine, slots)
+    engine.offloader.put(
+        Offload(
+            model=HERE,
+            parent=None,
+            pages=page_hashes(2),
+            slots=slots,
+            context=slots,
+            ready=engine.ready(),
+        )
+    )
+    while not engine.offloader.num_results:
+        time.sleep(0.001)
+    assert engine.offloader.pop_result()
+    # A peer asks for what is stored, and SGLang gives the slots to another request.
+    engine.cuda.on_host(reads=engine.cuda.all_page_locked())
+    older_forward(engine, slots)
+
+
+def a_measured_forward(engine: Engine) -> None:
+    with engine.meter.forward(10_000):
+        older_forward(engine, engine.slots(PAGE, PAGE))
+    assert engine.meter.s_per_token_layer
+
+
+SCENARIOS = (
+    a_load_from_a_peer,
+    a_load_that_fails,
+    a_load_from_the_pool,
+    an_offload,
+    a_measured_forward,
+)
+
+
+@dataclass(frozen=True)
+class Seen:
+    races: list[str]
+    fences: set[Line]
+    waits: list[Line]
+    error: str = ""
+
+    @property
+    def is_bad(self) -> bool:
+        return bool(self.races or self.error)
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory) -> dict[tuple[str, Line | None], Seen]:
+    """Each scenario as it is, and without each of the fences that it passes, until one needs it."""
+    config = shape("llama", layers=4, hidden=64, heads=1, kv_heads=1)
+    (model,) = write_models(tmp_path_factory.mktemp("model"), config, ["model"])
+    return fork(partial(play_all, model))
+
+
+def play_all(model: Path) -> dict[tuple[str, Line | None], Seen]:
+    runner = load(model)
+    found, needed = {}, set()
+    for scenario in SCENARIOS:
+        name = scenario.__name__
+        found[name, None] = fork(partial(play, runner, model, scenario, None))
+        for fence in sorted(found[name, None].fences - needed):
+            found[name, fence] = fork(partial(play, runner, model, scenario, fence))
+            if found[name, fence].is_bad:
+                needed.add(fence)
+    return found
+
+
+def play(runner: Any, model: Path, scenario: Callable, drop: Line | None) -> Seen:
+    cuda, error = VirtualCuda(drop), ""
+    with on_device(runner, model, (1,), cuda) as engine:
+        try:
+            scenario(engine)
+        except Exception as exc:  # noqa: BLE001
+            error = repr(exc)
+        engine.close()
+    return Seen([str(it) for it in cuda.races[:3]], cuda.fences, engine.waits, error)
+
+
+@pytest.mark.parametrize("scenario", [it.__name__ for it in SCENARIOS])
+def test_nothing_races(seen, scenario: str) -> None:
+    found = seen[scenario, None]
+    assert not found.error
+    assert not found.races, found.races[0]
+
+
+@pytest.mark.parametrize("scenario", ["a_load_from_a_peer", "a_load_from_the_pool"])
+def test_the_host_waits_for_nothing_until_the_forward_is_launched(seen, scenario: str) -> None:
+    assert sorted(map(str, seen[scenario, None].waits)) == []
+
+
+def test_every_fence_is_needed(seen) -> None:
+    needed = {fence for (_, fence), it in seen.items() if fence and it.is_bad}
+    dropped = {fence for _, fence in seen if fence}
+    assert dropped
+    assert sorted(map(str, dropped - needed)) == []
+
+
+def test_every_fence_in_the_source_is_passed(seen) -> None:
+    passed = {(it.file, it.number) for _, it in seen if it}
+    assert sorted(set(fences_in_source()) - passed) == []
+
+
+def fences_in_source() -> Iterator[tuple[str, int]]:
+    """Calls that order streams or wait for the device; `cachetree` knows of none."""
+    for path in sorted((ROOT / "sglang_droidspeak").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ORDERING:
+                yield str(path.relative_to(ROOT)), node.lineno
