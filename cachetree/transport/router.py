@@ -33,6 +33,8 @@ class Received(NamedTuple):
     """Or what is wrong with it."""
     is_admin: bool
     """Whether it is an order of someone who may give it."""
+    host: str
+    """From where it came, for people."""
 
 
 class PeerGone(Exception):
@@ -117,7 +119,7 @@ class Router:
             except ProtocolError as exc:
                 message = exc
             is_admin = isinstance(message, verbs.Order) and self._gate.is_admin(header)
-            yield Received(identity, message, is_admin)
+            yield Received(identity, message, is_admin, str(header.get("Peer-Address")))
 
     def invite(self, identity: bytes) -> Ticket:
         """To open a data connection for a new session."""

@@ -172,8 +172,7 @@ class Worker:
             channel.put_message(wire.encode(wire.Pong(epoch=self.epoch)))
         for refusal in self._router.refusals():
             self._counts["failed_handshakes"] += 1
-            if self._sparingly.may(refusal.who):
-                log.warning("worker %s: not let in: %s", self.address, refusal.why)
+            self._warn(f"not let in: {refusal.why}", refusal.who)
         while self._errands:
             self._errands.popleft()()
         for received in self._router.receive():
@@ -195,15 +194,15 @@ class Worker:
 
     def _handle(self, received: Received) -> None:
         """Answer what needs no session; pass on the rest."""
-        identity, message, is_admin = received
+        identity, message, is_admin, host = received
         session = self._sessions.get(identity)
         match message:
             case ProtocolError():
                 self._counts["protocol_errors"] += 1
-                log.warning("worker %s: a peer was cut off: %s", self.address, message)
+                self._warn(f"a peer at {host} was cut off: {message}", f"cut off {host}")
                 self._turn_away(identity, wire.reason(message))
             case wire.Hello():
-                self._greet(identity, message)
+                self._greet(identity, message, host)
             case _ if isinstance(message, verbs.ToWorker):
                 self._desk.serve(message, partial(self._reply_soon, identity), is_admin=is_admin)
             case _ if session is None:
@@ -243,23 +242,23 @@ class Worker:
             case wire.Bye():
                 self._end_session(session, "goodbye")
 
-    def _greet(self, identity: bytes, hello: wire.Hello) -> None:
+    def _greet(self, identity: bytes, hello: wire.Hello, host: str) -> None:
         known = self._sessions.get(identity)
         if known is not None:
             self._end_session(known, "greeted again")
         if len(self._sessions) >= self._config.max_peers:
             self._turn_away(identity, f"the worker already serves {self._config.max_peers} peers")
             return
-        name = f"peer {identity.hex()}"
         arena = ticket = None
         try:
-            wire.require_family(hello, self._tree.family, who=name)
+            wire.require_family(hello, self._tree.family, who=f"the peer at {host}")
         except FamilyMismatch as exc:
             # Our hello tells the other side what differs; it refuses with its own words.
             self._counts["refused"] += 1
-            log.warning("worker %s: refused: %s", self.address, exc)
+            self._warn(f"refused: {exc}")
         else:
             ticket = self._router.invite(identity)
+            name = f"peer {identity.hex()} at {host}"
             self._sessions[identity] = Session(identity, name, self._tree, self._clock)
             arena = self._tree.memory.file if self._config.shared_memory else None
         answer = wire.hello(self._tree.family, self._config.model, self.epoch, arena, ticket)
@@ -331,7 +330,7 @@ class Worker:
                     self._reply(identity, answer)
         except ProtocolError as exc:
             self._counts["protocol_errors"] += 1
-            log.warning("worker %s: a peer was cut off: %s", self.address, exc)
+            self._warn(f"peer {identity.hex()} was cut off: {exc}", "cut off")
             self._turn_away(identity, wire.reason(exc))
 
     def _expire(self) -> None:
@@ -361,6 +360,11 @@ class Worker:
             if session is not None:
                 self._end_session(session, "it is gone")
             return False
+
+    def _warn(self, line: str, about: str = "") -> None:
+        """Once a minute, of each that it is about."""
+        if self._sparingly.may(about or line):
+            log.warning("worker %s: %s", self.address, line)
 
     def _reply_soon(self, identity: bytes, message: wire.ToPeer) -> None:
         """From any thread."""

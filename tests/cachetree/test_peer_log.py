@@ -82,15 +82,21 @@ def test_a_worker_that_is_not_there_yet_and_leaves(told: list[str]) -> None:
     assert len(told) == 3
 
 
-def test_a_worker_of_another_family(told: list[str]) -> None:
+def test_a_worker_of_another_family(told: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    """Each side says so; the worker, of all who come from one place, once."""
     other = msgspec.structs.replace(FAMILY, head_dim=64)
     with (
         worker_of(new_tree(family=other)) as worker,
         peer_of(worker.address, new_tree(), is_ready=False) as peer,
     ):
         eventually(lambda: peer.state is PeerState.REFUSED)
-    (line,) = told
-    assert line.startswith(f"peer {worker.address} is refused: ")
+        with peer_of(worker.address, new_tree(), is_ready=False):
+            eventually(lambda: worker.status().num_refused_peers == 2)
+    for line in told:
+        assert line.startswith(f"peer {worker.address} is refused: ")
+        assert "head_dim" in line
+    (line,) = (it for it in caplog.messages if it.startswith(f"worker {worker.address}: refused: "))
+    assert "the peer at 127.0.0.1 cannot exchange caches" in line
     assert "head_dim" in line
 
 
