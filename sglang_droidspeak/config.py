@@ -25,7 +25,7 @@ from cachetree.errors import ConfigError
 from cachetree.eviction import Retention
 from cachetree.ids import ModelId
 from cachetree.transport import PeerConfig, WorkerConfig
-from cachetree.yaml_file import read_yaml
+from cachetree.yaml_file import read_yaml, settings_of
 
 LINKER_MODULE = "sglang_droidspeak.linker"
 MIN_PAGE_SIZE = 16
@@ -221,27 +221,18 @@ def is_configured(args: Any) -> bool:
     )
 
 
-def parse_settings(extra: dict[str, Any]) -> Settings:
-    """Settings from `linker_extra_config`; raises ConfigError naming the key and the remedy."""
-    settings = _convert(extra, "linker_extra_config")
+def parse_settings(extra: dict[str, Any], where: str = "linker_extra_config") -> Settings:
+    """Settings as they stand in `where`; raises ConfigError naming it, the key and the remedy."""
+    settings = settings_of(extra, Settings, where)
     if settings.config is None:
         return settings
     if len(extra) > 1:
         others = ", ".join(sorted(extra.keys() - {"config"}))
         raise ConfigError(
-            f"linker_extra_config has config: {settings.config} and also {others}; "
-            "move them into that file"
+            f"{where} has config: {settings.config} and also {others}; move them into that file"
         )
     path = Path(settings.config)
-    nested = _convert(read_yaml(path, "config") or {}, f"config {path}")
+    nested = settings_of(read_yaml(path, "config") or {}, Settings, f"config {path}")
     if nested.config is not None:
         raise ConfigError(f"config {path} names another config {nested.config}; give one file")
     return nested
-
-
-def _convert(values: Any, where: str) -> Settings:
-    try:
-        return msgspec.convert(values, Settings)
-    except msgspec.ValidationError as exc:
-        known = ", ".join(Settings.__struct_fields__)
-        raise ConfigError(f"{where}: {exc} (known keys: {known})") from exc

@@ -22,7 +22,7 @@ import msgspec
 
 from cachetree.cli.serve import parse_config
 from cachetree.errors import ConfigError
-from cachetree.yaml_file import read_yaml
+from cachetree.yaml_file import read_yaml, settings_of
 from sglang_droidspeak.config import parse_settings
 from sglang_droidspeak.servers import ServerSpec, Spec, WorkerSpec
 
@@ -56,7 +56,7 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
                 raise ConfigError(f"engines.{name} and engines.{taken[port]} both have port {port}")
             taken[port] = name
             if "droidspeak" in options:
-                parse_settings(options["droidspeak"])
+                parse_settings(options["droidspeak"], f"engines.{name}.droidspeak")
 
 
 def _check_flags(name: str, options: Mapping[str, Any]) -> None:
@@ -92,10 +92,7 @@ def read_fleet(path: Path) -> Fleet:
     loaded = read_yaml(path, "fleet")
     if isinstance(loaded, dict):
         loaded = {key: value for key, value in loaded.items() if not str(key).startswith("x-")}
-    try:
-        return msgspec.convert(loaded, Fleet)
-    except (msgspec.ValidationError, ConfigError) as exc:
-        raise ConfigError(f"fleet {path}: {exc}") from exc
+    return settings_of(loaded, Fleet, f"fleet {path}")
 
 
 def specs(fleet: Fleet, options: Mapping[str, Any] | None = None) -> list[Spec]:

@@ -54,7 +54,11 @@ def test_the_example_is_three_workers_and_four_engines_of_two_families(tmp_path,
         ({"engines": {"one": ENGINE, "two": ENGINE}}, "both have port 1"),
         ({"engines": {"one": ENGINE}, "workers": {"one": {}}}, "one is a worker and an engine"),
         ({"engines": {"a/b": ENGINE}}, "'a/b' cannot be a name"),
-        ({"engines": {"one": {**ENGINE, "droidspeak": {"hots_gb": 1}}}}, "hots_gb"),
+        (
+            {"engines": {"one": {**ENGINE, "droidspeak": {"hots_gb": 1}}}},
+            "engines.one.droidspeak: there is no key hots_gb; did you mean host_gb?",
+        ),
+        ({"engins": {}}, "there is no key engins; did you mean engines?"),
         (
             {"engines": {"one": {**ENGINE, "mem-fraction-statc": 0.5}}},
             "engines.one has mem-fraction-statc, .* did you mean mem-fraction-static?",
