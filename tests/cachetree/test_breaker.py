@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import msgspec
@@ -219,9 +218,7 @@ def test_a_worker_that_keeps_failing_is_not_offered_and_not_asked() -> None:
         assert "moody" in status.error
         assert status.probe_in_s is not None
         assert 0 < status.probe_in_s <= 0.5
-        begun_at_s = time.monotonic()
         assert "resting" in str(failed_fetch(peer.fetch))
-        assert time.monotonic() - begun_at_s < 0.2
         assert worker.num_hellos == 1, "it was not left alone"
         num_asked = sum(isinstance(it, wire.Fetch) for it in worker.received)
         assert num_asked == 3

@@ -246,9 +246,7 @@ def test_cancel_stops_the_stream_and_frees_the_lease() -> None:
         peer.fetch(MODEL, PAGES, staging)
         eventually(lambda: staging.writes)
         staging.cancel()
-        begun_at_s = time.monotonic()
         eventually(lambda: worker.status().num_streams == 0)
-        assert time.monotonic() - begun_at_s < 0.5
         with pytest.raises(Cancelled):
             wait_all(staging)
 
@@ -268,10 +266,9 @@ def test_a_deadline_ends_both_sides() -> None:
     ):
         staging = new_staging(256, seconds=0.2)
         peer.fetch(MODEL, PAGES, staging)
-        begun_at_s = time.monotonic()
         with pytest.raises(DeadlineExceeded):
             wait_all(staging)
-        assert time.monotonic() - begun_at_s < 1.0
+        assert staging.num_landed_bytes < staging.num_bytes
         eventually(lambda: worker.status().num_streams == 0)
         eventually(lambda: peer.status.num_failed_fetches == 1)
         assert peer.bytes_per_s == pytest.approx(1e6, rel=0.5)

@@ -245,14 +245,17 @@ def test_report_keeps_what_others_reported() -> None:
     assert msgspec.convert(told, RequestProvenance).outcome == "no_match"
 
 
-def test_meter_measures_large_forwards_only() -> None:
+def test_meter_measures_large_forwards_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [7.0]
+    monkeypatch.setattr("sglang_droidspeak.meter.time.perf_counter", lambda: now_s[0])
     meter = Meter("cpu", num_layers=4)
     with meter.forward(10):
-        pass
+        now_s[0] += 5.0
     assert meter.s_per_token_layer is None
     with meter.forward(10_000):
-        time.sleep(0.02)
-    assert 0.02 / 10_000 <= meter.s_per_token_layer < 1 / 10_000
+        now_s[0] += 0.5
+    assert meter.s_per_token_layer == pytest.approx(0.5 / 10_000)
+    assert meter.full_prefill_s(100) == pytest.approx(4 * 100 * 0.5 / 10_000)
 
 
 def test_a_reuse_that_became_a_full_prefill_is_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -17,6 +17,7 @@ from fuzz_targets import MARKER, PAGES, TARGETS, _sealed
 from transport_parts import E_LAYER, FAMILY, MODEL
 
 from cachetree.checksum import checksum
+from cachetree.disk.directory import FORMAT
 from cachetree.disk.record import Chunks, Header, pack_checksums, trailer
 from cachetree.disk.segment import _MAGIC
 from cachetree.slab import Layout
@@ -163,7 +164,7 @@ def _sound() -> dict[str, list[bytes]]:
         ],
         "segment": [_segment()],
         "manifest": [
-            msgspec.json.encode({"format": 1, "marker": "00" * 16, "family": FAMILY}),
+            msgspec.json.encode({"format": FORMAT, "marker": "00" * 16, "family": FAMILY}),
             b'{"x":' + deep,
         ],
         "public_key": [public_text],
@@ -189,6 +190,7 @@ def _sound() -> dict[str, list[bytes]]:
             deep,
         ],
         "fleet": [
+            b"engines: {e: {model-path: x, port: 1}}\n",
             b"workers: {w: {}}\nengines: {e: {model-path: x, port: 1}}\n",
             nested,
             b"engines: {e: {model-path: x, port: []}}\n",
