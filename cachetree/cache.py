@@ -117,7 +117,7 @@ class Cache:
                 self._add_tier(make)
             if config.serves:
                 self._worker = Worker(
-                    self.tree, config.worker, disk=self._disk, sources=self._sources, clock=clock
+                    self.tree, config.worker, disk=self._disk, sources=self.sources, clock=clock
                 )
             own_epoch = self._worker.epoch if self._worker else NO_WORKER
             for address in map(Location, config.peers):
@@ -245,6 +245,10 @@ class Cache:
         if worker is not None:
             worker.close()
 
+    def sources(self) -> tuple[verbs.Source, ...]:
+        """The peers in a few words; from any thread, without waiting."""
+        return tuple(peer.status.source for peer in tuple(self._peers.values()))
+
     def status(self) -> CacheStatus:
         worker = self._worker
         return CacheStatus(
@@ -286,9 +290,6 @@ class Cache:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
-
-    def _sources(self) -> tuple[verbs.Source, ...]:
-        return tuple(peer.status.source for peer in tuple(self._peers.values()))
 
     def _close_transport(self) -> None:
         for pusher in self._pushers:

@@ -82,6 +82,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     up.add_argument("--device", help="of all engines, in place of what the file says")
     up.set_defaults(run=_up)
+    peers = commands.add_parser(
+        "peers",
+        help="show how the peers of a running server are doing",
+        description="Ask a running SGLang server which workers it reads from and how they are "
+        "doing. Exit status 1 where one of them is not ready.",
+        allow_abbrev=False,
+    )
+    peers.add_argument("url", metavar="URL", help="of SGLang, such as http://127.0.0.1:30000")
+    peers.add_argument("--api-key", metavar="KEY", help="where the server asks for one")
+    peers.set_defaults(run=_peers)
     profiler.add_commands(commands)
     return parser
 
@@ -188,6 +198,27 @@ def _up(args: argparse.Namespace) -> int:
     except ServerFailed as exc:
         _complain(str(exc))
     return 1
+
+
+def _peers(args: argparse.Namespace) -> int:
+    import requests
+
+    from sglang_droidspeak.peers import KEY
+
+    headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
+    try:
+        reply = requests.get(f"{args.url.rstrip('/')}/server_info", headers=headers, timeout=10)
+        reply.raise_for_status()
+        told = reply.json()["internal_states"][0].get(KEY)
+    except (requests.RequestException, LookupError, ValueError) as exc:
+        _complain(f"{args.url} does not answer as an SGLang server does: {exc}")
+        return 1
+    if told is None:
+        _complain(f"{args.url} runs without droidspeak")
+        return 1
+    for peer in told["peers"]:
+        _print(f"{peer['address']:30} {peer['state']:12} {peer['reason']}".rstrip())
+    return int(any(peer["state"] != "ready" for peer in told["peers"]))
 
 
 def _identity(args: argparse.Namespace) -> int:

@@ -22,7 +22,7 @@ from cachetree.family import Family
 from cachetree.ids import ModelId
 from cachetree.staging import pageable
 from cachetree.tier import MakeTier
-from sglang_droidspeak import compat, meta_info
+from sglang_droidspeak import compat, meta_info, peers
 from sglang_droidspeak.activated import Activated
 from sglang_droidspeak.capture import Provenance, attachment_of
 from sglang_droidspeak.compat import HookType
@@ -78,6 +78,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
             names = ", ".join(sorted(component.name for component in components))
             raise ConfigError(f"tree components {names} are not supported; only FULL is")
         ensure_page_hashes()
+        peers.mark_log()
         pool = params.token_to_kv_pool_allocator.get_kvcache()
         attachment = attachment_of(pool)
         site, runner = attachment.site, attachment.runner
@@ -156,6 +157,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
                 compat.FORWARD: (self._forward.around, HookType.AROUND),
                 compat.CHECKPOINT: (self._checkpoint, HookType.AROUND),
                 compat.REQUEST_LEVEL: (_is_request_level, HookType.AFTER),
+                compat.INTERNAL_STATE: (self._add_peers, HookType.AFTER),
             }
         )
         compat.place_hooks(
@@ -172,12 +174,12 @@ class DroidSpeakLinker(UnifiedCacheLinker):
                 }
             )
         log.info(
-            "droidspeak: model %s, E kept at layers %s, %d profiles, serving at %s, peers %s",
+            "droidspeak: model %s, E kept of layers %s, %d profiles, serves at %s, peers: %s",
             site.identity.model_id,
             list(site.transition_layers),
             len(site.profiles),
-            self._cache.address,
-            list(settings.peers),
+            self._cache.address or "no address",
+            ", ".join(settings.peers) or "no peers",
         )
 
     # Waiting and admission.
@@ -350,6 +352,10 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         if result.success:
             self._models.drop(lora_ref.lora_id)
             self._pool_index.forget(lora_ref.lora_id)
+
+    def _add_peers(self, output: Any, *_: object) -> None:
+        """To SGLang's answer about its scheduler's state."""
+        output.internal_state[peers.KEY] = peers.told(self._cache.sources())
 
     def close(self) -> None:
         self.reset()

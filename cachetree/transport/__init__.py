@@ -13,7 +13,7 @@ from cachetree.transport.peer import Peer
 from cachetree.transport.peer_status import PeerState, PeerStatus
 from cachetree.transport.probe import ask, ask_status
 from cachetree.transport.push import Pusher, PusherStatus
-from cachetree.transport.verbs import Status
+from cachetree.transport.verbs import Source, Status
 from cachetree.transport.worker import Worker
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "PeerStatus",
     "Pusher",
     "PusherStatus",
+    "Source",
     "Status",
     "Worker",
     "WorkerConfig",

@@ -41,6 +41,7 @@ WEIGHTS_WRITTEN = {
 }
 """Each of them, and nothing else, goes before a write to weights that serve; what writes into
 memory from outside (RDMA) does so after the first. With the parameters."""
+INTERNAL_STATE = f"{SCHEDULER_MODULE}.Scheduler.get_internal_state"
 LOAD_LORA = "sglang.srt.lora.lora_manager.LoRAManager.load_lora_weights"
 UNLOAD_LORA = "sglang.srt.lora.lora_manager.LoRAManager.unload_lora_adapter"
 PREPARE_LORA = "sglang.srt.lora.lora_manager.LoRAManager.prepare_lora_batch"
@@ -59,6 +60,7 @@ _SIGNATURES = {
     MATCH: ("self", "key", "req", "result"),
     CHECKPOINT: ("self", "req", "up_to"),
     REQUEST_LEVEL: ("self", "key"),
+    INTERNAL_STATE: ("self", "recv_req"),
     LOAD_LORA: ("self", "lora_ref"),
     UNLOAD_LORA: ("self", "lora_ref"),
     PREPARE_LORA: ("self", "forward_batch"),

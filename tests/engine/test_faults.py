@@ -34,6 +34,7 @@ from cachetree.config import CacheConfig
 from cachetree.identity import read_model_identity
 from cachetree.ids import Span
 from profiles.random_models import shape, write_models
+from sglang_droidspeak.cli import main
 from sglang_droidspeak.servers import Server, free_port, running
 
 pytestmark = pytest.mark.server
@@ -301,3 +302,10 @@ def test_sender_killed_in_mid_stream(pair: Pair) -> None:
     assert same(result, alone)
     again = answer(pair.receiver, prompt(200, seed=9))
     assert again.provenance["outcome"] == "no_match"
+
+
+def test_a_server_tells_how_its_peers_are_doing(pair: Pair, capsys: pytest.CaptureFixture) -> None:
+    eventually(lambda: main(["peers", pair.receiver.url]) == 0)
+    assert [pair.sender_address, "ready"] in [
+        line.split()[:2] for line in capsys.readouterr().out.splitlines()
+    ]

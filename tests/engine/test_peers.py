@@ -1,0 +1,101 @@
+"""What a server says of the workers that it reads from."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from cachetree.cache import Cache
+from cachetree.config import CacheConfig
+from cachetree.family import Family
+from cachetree.transport import WorkerConfig
+from sglang_droidspeak.cli import main
+from sglang_droidspeak.peers import KEY, mark_log, not_ready, told
+from sglang_droidspeak.servers import free_port
+
+FAMILY = Family(
+    architecture="LlamaForCausalLM",
+    num_layers=2,
+    hidden_size=8,
+    num_kv_heads=1,
+    head_dim=4,
+    rope="{}",
+    tokenizer="t",
+    model_dtype="float16",
+    kv_dtype="float16",
+    page_size=1,
+)
+
+
+def serving(address: str, family: Family = FAMILY) -> Cache:
+    return Cache(family, CacheConfig(worker=WorkerConfig(listen=address), host_bytes=1 << 20))
+
+
+def test_the_cache_log_is_marked_and_the_count_is_of_those_not_ready(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("cachetree.peer"), "filters", [])
+    there = [f"tcp://127.0.0.1:{free_port()}" for _ in range(2)]
+    other = msgspec.structs.replace(FAMILY, page_size=2)
+    config = CacheConfig(peers=tuple(there), serves=False, host_bytes=1 << 20)
+    mark_log()
+    with serving(there[0], other), serving(there[1]), Cache(FAMILY, config) as cache:
+        while [it.state for it in cache.sources()] != ["refused", "ready"]:
+            time.sleep(0.01)
+        assert not_ready(cache.sources()) == "1 of 2 peers not ready"
+        assert not_ready(cache.sources()[1:]) == ""
+    lines = [it.getMessage() for it in caplog.records if it.name == "cachetree.peer"]
+    assert lines
+    assert all(line.startswith("droidspeak: peer tcp://") for line in lines)
+    assert any("page_size is 2 there and 1 here" in line for line in lines)
+
+
+@pytest.fixture
+def info() -> Iterator[SimpleNamespace]:
+    """An HTTP server that answers as SGLang's `/server_info` does."""
+    found = SimpleNamespace(internal_state={}, url="")
+
+    class Info(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = json.dumps({"internal_states": [found.internal_state]}).encode()
+            self.send_response(200 if self.path == "/server_info" else 404)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None: ...
+
+    with HTTPServer(("127.0.0.1", 0), Info) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        found.url = f"http://127.0.0.1:{server.server_port}"
+        yield found
+        server.shutdown()
+
+
+def test_the_command_shows_states_and_errors(info: SimpleNamespace, capsys: Any) -> None:
+    there = f"tcp://127.0.0.1:{free_port()}"
+    with Cache(FAMILY, CacheConfig(peers=(there,), serves=False, host_bytes=1 << 20)) as cache:
+        info.internal_state[KEY] = told(cache.sources())
+        assert main(["peers", f"{info.url}/"]) == 1
+        assert capsys.readouterr().out.split()[:2] == [there, "connecting"]
+        with serving(there):
+            assert cache.wait_ready(20)
+            info.internal_state[KEY] = told(cache.sources())
+            assert main(["peers", info.url]) == 0
+        assert capsys.readouterr().out.split()[:2] == [there, "ready"]
+
+
+def test_the_command_says_what_is_not_such_a_server(info: SimpleNamespace, capsys: Any) -> None:
+    assert KEY not in info.internal_state
+    assert main(["peers", info.url]) == 1
+    assert capsys.readouterr().err == f"droidspeak: {info.url} runs without droidspeak\n"
+    assert main(["peers", f"http://127.0.0.1:{free_port()}"]) == 1
+    assert "does not answer as an SGLang server does" in capsys.readouterr().err
