@@ -36,6 +36,7 @@ from cachetree.family import Family
 from cachetree.identity import read_model_identity
 from cachetree.ids import Location, ModelId, PageHash, Span
 from cachetree.plan import Plan, Step
+from profiles.oracle import KV
 from sglang_droidspeak import partial_prefill
 from sglang_droidspeak.capture import Attachment, EPool, Provenance
 from sglang_droidspeak.compat.names import (
@@ -144,13 +145,20 @@ class Engine:
     SGLang's streams: `schedule`, on which the scheduler's thread prepares, and `forwards`.
     """
 
-    def __init__(self, runner: Any, model: Path, e_layers: Sequence[int], cuda: VirtualCuda):
+    def __init__(
+        self,
+        runner: Any,
+        model: Path,
+        e_layers: Sequence[int],
+        cuda: VirtualCuda,
+        recompute: Callable[[Any], Any],
+    ) -> None:
         self.cuda, self.runner = cuda, runner
         self._rows = itertools.count(1)
         self.waits: list[Line] = []
         self.schedule, self.forwards = torch.cuda.Stream(), torch.cuda.Stream()
         _move(runner, cuda)
-        runner.attn_backend = _attention(runner)
+        runner.attn_backend = plain_attention(runner)
         identity = read_model_identity(model)
         pool = runner.token_to_kv_pool
         self.num_layers = identity.num_layers
@@ -177,7 +185,7 @@ class Engine:
         self.cache = Cache(self.family, config, allocate=cuda.page_locked)
         self.offloader = Offloader(self.cache, rows, self.e_pool, self.coding, self.provenance)
         self.meter = Meter(runner.device, self.num_layers)
-        self.recompute_attention = _attention(runner)
+        self.recompute_attention = recompute(runner)
         made = {"recompute_backend": lambda _runner: self.recompute_attention}
         with patch.multiple(partial_prefill, **made):
             self.pass_ = ForwardPass(
@@ -252,6 +260,28 @@ class Engine:
             runner._prepare_eager_forward_batch(it)
             runner.attn_backend.init_forward_metadata(it)
             runner.model.forward(it.input_ids, it.positions, it)
+
+    def run_with(
+        self, jobs: Sequence[Job], *parts: Part, meanwhile: Callable[[], None] = lambda: None
+    ) -> list[str]:
+        """As SGLang: loads start with their batch and end once it has run. The outcomes."""
+        index = self.loader.start(jobs)
+        self.pass_.expect(index, jobs)
+        meanwhile()
+        batch = self.batch(*parts, index=index)
+        self.run(batch)
+        self.loader.finish(index)
+        assert self.pass_.done(index)
+        return [req.customized_info["droidspeak"][0]["outcome"] for req in batch.reqs]
+
+    def differences(self, slots: torch.Tensor, expected: Sequence[torch.Tensor]) -> list[float]:
+        """Per layer, how far the KV in these slots is from `[tokens, (K, V), heads, head_dim]`."""
+        torch.cuda.synchronize()
+        pool, found = self.runner.token_to_kv_pool, []
+        for layer, kv in enumerate(expected):
+            rows = [buffer[layer][slots].cpu() for buffer in (pool.k_buffer, pool.v_buffer)]
+            found.append(float((torch.stack(rows, 1) - kv[: len(slots)]).abs().max()))
+        return found
 
     def ready(self) -> list[torch.cuda.Event]:
         """As SGLang's linker records what an offload waits for."""
@@ -328,17 +358,27 @@ def land(staging: BudgetedStaging, values: Mapping[Step, torch.Tensor] | None = 
         staging.write(step, 0, memoryview(tensor.contiguous().numpy()).cast("B"))
 
 
+def stored(kv: KV) -> torch.Tensor:
+    """As cachetree keeps it: `[tokens, (K, V), heads, head_dim]`."""
+    return torch.stack([it[0].transpose(0, 1) for it in kv], dim=1)
+
+
 def page_hashes(num: int) -> list[PageHash]:
     return [PageHash(bytes([at] * 16)) for at in range(num)]
 
 
 @contextmanager
 def on_device(
-    runner: Any, model: Path, e_layers: Sequence[int], cuda: VirtualCuda
+    runner: Any,
+    model: Path,
+    e_layers: Sequence[int],
+    cuda: VirtualCuda,
+    recompute: Callable[[Any], Any] | None = None,
 ) -> Iterator[Engine]:
+    """`recompute` makes what a partial prefill runs on."""
     logging.getLogger("sglang_droidspeak").setLevel(logging.CRITICAL)
     with cuda, patch.object(forward_batch_info, "compute_position", _positions):
-        engine = Engine(runner, model, e_layers, cuda)
+        engine = Engine(runner, model, e_layers, cuda, recompute or plain_attention)
         with torch.cuda.stream(engine.schedule):
             engine.schedule.wait_stream(cuda.default_stream)
             engine.forwards.wait_stream(cuda.default_stream)
@@ -376,7 +416,7 @@ def _positions(_backend: str, prefix_lens: Any, lens: Any, total: int) -> tuple[
     return torch.arange(total, device="cuda") + shift, starts
 
 
-def _attention(runner: Any) -> Any:
+def plain_attention(runner: Any) -> Any:
     """In place of SGLang's kernels: plain, on the device, and nothing in it makes the host wait."""
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.layers.radix_attention import RadixAttention

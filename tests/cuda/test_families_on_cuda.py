@@ -10,14 +10,26 @@ from typing import Any
 
 import pytest
 import torch
-from engine_on_cuda import HERE, PAGE, PEER, Engine, Part, fork, land, load, on_device, page_hashes
+from engine_on_cuda import (
+    HERE,
+    PAGE,
+    PEER,
+    Engine,
+    Part,
+    fork,
+    land,
+    load,
+    on_device,
+    page_hashes,
+    stored,
+)
 from transformers import AutoModelForCausalLM
 from virtual_cuda import VirtualCuda
 
 from cachetree.clock import Deadline
 from cachetree.ids import Span
 from cachetree.plan import Kind, Step
-from profiles.oracle import KV, partial_prefill, prefill
+from profiles.oracle import partial_prefill, prefill
 from profiles.random_models import random_prompt, shape, write_models
 from sglang_droidspeak.offloader import Offload
 from sglang_droidspeak.pool import PoolPages
@@ -55,34 +67,31 @@ def play(sender: Path, receiver: Path) -> dict[str, float]:
     ours = prefill(model_of(receiver), ids)
     expected = partial_prefill(model_of(receiver), model_of(sender), ids[:, :NUM_PREFIX], BLOCK)
     values = {Step(Kind.E, at): e[0] for at, e in enumerate(theirs.e)}
-    values |= {Step(Kind.KV, at): _stored(kv) for at, kv in enumerate(theirs.kv)}
+    values |= {Step(Kind.KV, at): stored(kv) for at, kv in enumerate(theirs.kv)}
     own = {Step(Kind.E, at): e[0, :NUM_PREFIX] for at, e in enumerate(ours.e)}
-    own |= {Step(Kind.KV, at): _stored(kv)[:NUM_PREFIX] for at, kv in enumerate(ours.kv)}
-    own_kv = [_stored(kv) for kv in ours.kv]
-    expected_kv = [_stored(kv) for kv in expected]
+    own |= {Step(Kind.KV, at): stored(kv)[:NUM_PREFIX] for at, kv in enumerate(ours.kv)}
+    own_kv = [stored(kv) for kv in ours.kv]
+    expected_kv = [stored(kv) for kv in expected]
     found = {}
     cuda = VirtualCuda()
     with on_device(load(receiver), receiver, (1,), cuda) as engine:
         first = engine.slots(PAGE, 3 * PAGE)
         engine.run(engine.batch(Part(TOKENS, first)))
-        found["own KV"] = _furthest(engine, first[: len(TOKENS)], own_kv)
+        found["own KV"] = max(engine.differences(first[: len(TOKENS)], own_kv))
         e = engine.e_pool.e[1][first[: len(TOKENS)]].cpu()
         found["E"] = float((e - ours.e[1][0]).abs().max())
 
         slots = engine.slots(4 * PAGE, 3 * PAGE)
         job = engine.job(slots[:NUM_PREFIX], BLOCK, cuda.page_locked(1 << 18), PEER)
         land(job.staging, {step: values[step] for step in job.plan.steps})
-        _run(engine, [job], Part(TOKENS, slots, NUM_PREFIX))
-        found["loaded"] = _furthest(engine, slots[:NUM_PREFIX], expected_kv)
+        assert engine.run_with([job], Part(TOKENS, slots, NUM_PREFIX)) == ["reused"]
+        found["loaded"] = max(engine.differences(slots[:NUM_PREFIX], expected_kv))
 
         slots = engine.slots(7 * PAGE, 3 * PAGE)
         pages = PoolPages(slots=first[:NUM_PREFIX])
-        _run(
-            engine,
-            [engine.job(slots[:NUM_PREFIX], BLOCK, pages)],
-            Part(TOKENS, slots, NUM_PREFIX),
-        )
-        found["of the pool"] = _furthest(engine, slots[:NUM_PREFIX], own_kv)
+        job = engine.job(slots[:NUM_PREFIX], BLOCK, pages)
+        assert engine.run_with([job], Part(TOKENS, slots, NUM_PREFIX)) == ["reused"]
+        found["of the pool"] = max(engine.differences(slots[:NUM_PREFIX], own_kv))
 
         # One forward recomputes both: E of the one is on the host, of the other in the pool.
         one, other = engine.slots(10 * PAGE, 3 * PAGE), engine.slots(13 * PAGE, 3 * PAGE)
@@ -90,34 +99,23 @@ def play(sender: Path, receiver: Path) -> dict[str, float]:
         land(staged.staging, {step: own[step] for step in staged.plan.steps})
         pooled = engine.job(other[:NUM_PREFIX], BLOCK, PoolPages(slots=first[:NUM_PREFIX]))
         parts = (Part(TOKENS, one, NUM_PREFIX, "one"), Part(TOKENS, other, NUM_PREFIX))
-        _run(engine, [staged, pooled], *parts)
+        assert engine.run_with([staged, pooled], *parts) == ["reused", "reused"]
         both = torch.cat([one[:NUM_PREFIX], other[:NUM_PREFIX]])
         twice = [kv[:NUM_PREFIX].repeat(2, 1, 1, 1) for kv in own_kv]
-        found["mixed"] = _furthest(engine, both, twice)
+        found["mixed"] = max(engine.differences(both, twice))
 
         engine.recompute_attention.fails = True
         slots = engine.slots(16 * PAGE, 3 * PAGE)
         job = engine.job(slots[:NUM_PREFIX], BLOCK, cuda.page_locked(1 << 18), PEER)
         land(job.staging, {step: values[step] for step in job.plan.steps})
-        _run(engine, [job], Part(TOKENS, slots, NUM_PREFIX), outcome="fallback: FetchError")
-        found["fallback"] = _furthest(engine, slots[:NUM_PREFIX], own_kv)
+        told = engine.run_with([job], Part(TOKENS, slots, NUM_PREFIX))
+        assert told == ["fallback: FetchError"]
+        found["fallback"] = max(engine.differences(slots[:NUM_PREFIX], own_kv))
 
         found["stored"] = _stored_difference(engine, first[:NUM_PREFIX], own)
         engine.close()
     assert not cuda.races, cuda.races[0]
     return found
-
-
-def _run(engine: Engine, jobs: list[Any], *parts: Part, outcome: str = "reused") -> None:
-    index = engine.loader.start(jobs)
-    engine.pass_.expect(index, jobs)
-    batch = engine.batch(*parts, index=index)
-    engine.run(batch)
-    engine.loader.finish(index)
-    assert engine.pass_.done(index)
-    for req in batch.reqs:
-        (told,) = req.customized_info["droidspeak"]
-        assert told["outcome"] == outcome
 
 
 def _stored_difference(engine: Engine, slots: torch.Tensor, own: dict[Step, torch.Tensor]) -> float:
@@ -139,17 +137,3 @@ def _stored_difference(engine: Engine, slots: torch.Tensor, own: dict[Step, torc
         stored = torch.frombuffer(bytearray(raw), dtype=torch.float32)
         found = max(found, float((stored - own[step].reshape(-1)).abs().max()))
     return found
-
-
-def _furthest(engine: Engine, slots: torch.Tensor, expected: list[torch.Tensor]) -> float:
-    torch.cuda.synchronize()
-    pool, found = engine.runner.token_to_kv_pool, 0.0
-    for layer, kv in enumerate(expected):
-        here = [buffer[layer][slots].cpu() for buffer in (pool.k_buffer, pool.v_buffer)]
-        found = max(found, float((torch.stack(here, 1) - kv[: len(slots)]).abs().max()))
-    return found
-
-
-def _stored(kv: KV) -> torch.Tensor:
-    """`[tokens, (K, V), heads, head_dim]`."""
-    return torch.stack([it[0].transpose(0, 1) for it in kv], dim=1)

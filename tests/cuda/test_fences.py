@@ -44,23 +44,13 @@ def older_forward(engine: Engine, slots: torch.Tensor) -> None:
         engine.e_pool.valid.index_fill_(0, slots, True)
 
 
-def run_with(engine: Engine, job: Any, slots: torch.Tensor, before: Callable[[], None]) -> bool:
-    """As SGLang: the load starts with its batch, and ends once the batch has run."""
-    index = engine.loader.start([job])
-    engine.pass_.expect(index, [job])
-    before()
-    engine.run(engine.batch(Part(TOKENS, slots, 2 * PAGE), index=index))
-    engine.loader.finish(index)
-    return engine.pass_.done(index)
-
-
 def a_load_from_a_peer(engine: Engine) -> None:
     memory = engine.cuda.page_locked(STAGED_BYTES)
     slots = engine.slots(PAGE, 3 * PAGE)
     older_forward(engine, slots)
     job = engine.job(slots[: 2 * PAGE], BLOCK, memory)
     land(job.staging)
-    assert run_with(engine, job, slots, lambda: None)
+    engine.run_with([job], Part(TOKENS, slots, 2 * PAGE))
     # The memory is another fetch's now.
     land(engine.job(slots[: 2 * PAGE], BLOCK, memory).staging)
 
@@ -78,7 +68,7 @@ def a_load_that_fails(engine: Engine) -> None:
             time.sleep(0.001)
         job.staging.fail(FetchError("the peer is gone"))
 
-    assert run_with(engine, job, slots, fail)
+    engine.run_with([job], Part(TOKENS, slots, 2 * PAGE), meanwhile=fail)
     land(engine.job(slots[: 2 * PAGE], BLOCK, memory).staging)
 
 
@@ -87,7 +77,7 @@ def a_load_from_the_pool(engine: Engine) -> None:
     older_forward(engine, source)
     older_forward(engine, slots)
     job = engine.job(slots[: 2 * PAGE], BLOCK, PoolPages(slots=source))
-    assert run_with(engine, job, slots, lambda: None)
+    engine.run_with([job], Part(TOKENS, slots, 2 * PAGE))
     # SGLang may give the source's slots to another request now.
     older_forward(engine, source)
 
