@@ -64,6 +64,9 @@ class Prefills:
             raise torch.OutOfMemoryError("a test")
         self.blocks += [it.block for it in prefixes]
 
+    def run_in_full(self, batch: Any, _row: int, _tokens: Span) -> None:
+        self.run(batch, [SimpleNamespace(block=EVERYTHING)])
+
 
 class Rig:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,6 +118,7 @@ class Rig:
             extend_lens=[1],
             extend_num_tokens=1,
             req_pool_indices=torch.tensor([0]),
+            req_pool_indices_cpu=torch.tensor([0]),
             out_cache_loc=torch.tensor([900]),
             forward_mode=ForwardMode.EXTEND,
             hicache_consumer_index=index,
