@@ -166,7 +166,7 @@ class Engine:
         slots = pool.size + pool.page_size
         self.e_pool = EPool(tuple(e_layers), {}, slots, identity.hidden_size, runner)
         self.e_pool.capture_from(self.stack)
-        settings = SimpleNamespace(forward_wait_s=5.0)
+        settings = SimpleNamespace(forward_wait_s=300.0)
         site = SimpleNamespace(identity=identity, settings=settings)
         self.provenance = Provenance(slots, "cuda")
         self.coding = Coding(Codec.NONE, identity.head_dim)
@@ -316,7 +316,7 @@ class Engine:
             sizes = {step: len(pages) * self.family.page_bytes(step.kind) for step in plan.steps}
             staging = BudgetedStaging(
                 sizes,
-                Deadline.after(5),
+                Deadline.after(300),
                 lambda num: pages_of[:num],
                 Budget(1 << 30),
                 lambda _: None,

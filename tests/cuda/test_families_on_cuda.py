@@ -131,7 +131,7 @@ def _stored_difference(engine: Engine, slots: torch.Tensor, own: dict[Step, torc
     (match,) = engine.cache.match(pages)
     assert (match.num_pages, match.e_pages) == (len(pages), {1: len(pages)})
     found = 0.0
-    lease = engine.cache.tree.lease(HERE, pages, "test", Deadline.after(5))
+    lease = engine.cache.tree.lease(HERE, pages, "test", Deadline.after(300))
     for step in (Step(Kind.E, 1), *(Step(Kind.KV, at) for at in range(engine.num_layers))):
         raw = b"".join(bytes(it) for it in lease.views(step))
         stored = torch.frombuffer(bytearray(raw), dtype=torch.float32)
