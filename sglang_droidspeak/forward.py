@@ -65,7 +65,7 @@ class ForwardPass:
         self._metrics = metrics
         self._ranks = ranks
         self._prefill = PartialPrefill(
-            attachment.runner, attachment.stack, largest_forward(attachment.runner)
+            attachment.runner, attachment.stack, largest_forward(attachment.runner), ranks
         )
         self._jobs: dict[int, Sequence[Job]] = {}
 
@@ -108,9 +108,10 @@ class ForwardPass:
         self._loader.counter.set_consumer(NO_CONSUMER)
         started_s = time.monotonic()
         try:
-            for it in places:
-                self._refresh(it)
-            self._run(batch, [prefix for it in places for prefix in self._prefixes(it)])
+            with self._ranks.together():
+                for it in places:
+                    self._refresh(it)
+                self._run(batch, [prefix for it in places for prefix in self._prefixes(it)])
         except Exception as exc:
             log.exception("a partial prefill failed")
             for job in jobs:
@@ -127,7 +128,7 @@ class ForwardPass:
         errors = [_staging_error(job, deadline) for job in jobs]
         have_landed = self._ranks.least([error is None for error in errors])
         return [
-            error if landed or error is not None else FetchError("another rank has not all of it")
+            error if landed or error is not None else FetchError("another rank lacks a part of it")
             for error, landed in zip(errors, have_landed, strict=True)
         ]
 
@@ -194,7 +195,8 @@ class ForwardPass:
     def _prefill_in_full(self, batch: ScheduleBatch, it: _Place) -> None:
         """The last resort; where it fails too, SGLang aborts the batch's loading requests."""
         try:
-            self._prefill.run_in_full(batch, it.row, it.tokens)
+            with self._ranks.together():
+                self._prefill.run_in_full(batch, it.row, it.tokens)
         except Exception:
             log.exception("request %s: the full prefill of its prefix failed", it.job.rid)
             it.job.is_lost = True

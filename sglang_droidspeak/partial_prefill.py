@@ -29,6 +29,7 @@ from sglang_droidspeak.compat.names import (
 if TYPE_CHECKING:
     from sglang_droidspeak.compat.names import ModelRunner, ScheduleBatch
     from sglang_droidspeak.layers import LayerStack
+    from sglang_droidspeak.ranks import Ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +102,10 @@ def pack(prefixes: Iterable[Prefix], max_tokens: int) -> Iterator[list[Piece]]:
 class PartialPrefill:
     """Drives the block forwards of one model runner; scheduler thread only."""
 
-    def __init__(self, runner: ModelRunner, stack: LayerStack, max_tokens: int) -> None:
+    def __init__(
+        self, runner: ModelRunner, stack: LayerStack, max_tokens: int, ranks: Ranks
+    ) -> None:
+        self._ranks = ranks
         self._runner = runner
         self._stack = stack
         self._max_tokens = max_tokens
@@ -111,7 +115,8 @@ class PartialPrefill:
         """Write the KV of each prefix's block into the slots of its row.
 
         The rows' earlier tokens must hold their KV in those layers already. E must be on the
-        runner's device or in host memory; a host tensor is copied.
+        runner's device or in host memory; a host tensor is copied. Within `Ranks.together`: what
+        goes wrong on one rank before the layers of a forward, none of them computes.
         """
         for pieces in pack(prefixes, self._max_tokens):
             self._forward(batch, pieces, self._backend)
@@ -145,6 +150,7 @@ class PartialPrefill:
         ):
             runner._prepare_eager_forward_batch(forward_batch)
             backend.init_forward_metadata(forward_batch)
+            self._ranks.agree()
             self._stack.run(pieces[0].prefix.block, e, forward_batch)
 
 

@@ -5,13 +5,17 @@ every rank has to run the same forwards. So per round of scheduling with request
 
     first rank   plans what is new ─► broadcast ─► each rank stages its own shard
     every rank   how far its staging is, and before a forward whether it landed ─► minimum ─► all
+    every rank   whether it has what one forward of a partial prefill takes     ─► minimum ─► all
+
+Layers reduce over all ranks: a rank that fails has to say so before the others begin.
 
 SGLang's radix trees, and what is kept per slot, are the same on all ranks without being told.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
@@ -21,6 +25,10 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 T = TypeVar("T")
+
+
+class AnotherRankFailed(Exception):
+    """What this rank did in vain, too."""
 
 
 class Ranks:
@@ -53,6 +61,26 @@ class Ranks:
             torch.frombuffer(message, dtype=torch.uint8), group_src=0, group=self._group
         )
         return value if self.is_first else msgspec.msgpack.decode(message, type=kind)
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """All ranks leave the body, or all raise: what went wrong there, or AnotherRankFailed.
+
+        Whatever blocks until other ranks do it too comes right after `agree`.
+        """
+        try:
+            yield
+            self.agree()
+        except AnotherRankFailed:
+            raise
+        except BaseException:
+            self.least([False])  # The others agree no more, at their next point.
+            raise
+
+    def agree(self) -> None:
+        """Within `together`: go on, or raise AnotherRankFailed where another cannot."""
+        if not all(self.least([True])):
+            raise AnotherRankFailed("another rank failed")
 
     def least(self, values: Sequence[int]) -> Sequence[int]:
         """The smallest of all ranks' values, one by one; each rank has as many."""

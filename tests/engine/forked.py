@@ -25,6 +25,8 @@ from typing import Any, BinaryIO
 from sglang_droidspeak import servers
 
 MODULE = "sglang.launch_server"
+BEFORE = "FORKED_BEFORE"
+"""Names a script that breaks something in the server that runs it."""
 _ENV = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "SGLANG_TORCH_CPU_START": "fork"}
 """What the imports read; the same for every server here."""
 
@@ -153,6 +155,8 @@ def _become(call: Mapping[str, Any], log: int) -> None:
     os.chdir(call["folder"])
     os.environ.clear()
     os.environ.update(call["env"])
+    if BEFORE in os.environ:
+        runpy.run_path(os.environ[BEFORE], run_name="__main__")
     sys.argv = [MODULE, *call["arguments"]]
 
 

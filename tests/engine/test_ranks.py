@@ -14,9 +14,10 @@ from torch import distributed
 
 from cachetree.ids import Location, ModelId, Span
 from cachetree.plan import Plan
-from sglang_droidspeak.ranks import Ranks
+from sglang_droidspeak.ranks import AnotherRankFailed, Ranks
 
 NUM_RANKS = 2
+OTHER = "another rank failed"
 
 
 class Decision(msgspec.Struct, frozen=True, array_like=True):
@@ -56,10 +57,26 @@ def act(rank: int, store: str, results: Any) -> None:
     nothing = ranks.share([] if rank == 0 else DECISIONS, list[Decision])
     # The second has nothing to agree on, and no rank waits for another.
     least = [ranks.least([3, rank, 2 - rank]), ranks.least([]), ranks.least([True, rank == 0])]
-    results.put((rank, ranks.is_first, told == [DECISIONS] * 2, nothing, least))
+    raised = [raised_by(ranks, *broken) for broken in ((), (1,), (0, 1))]
+    # One that fails between two points holds up nobody at the second.
+    raised.append(raised_by(ranks, 0, num_points=2))
+    results.put((rank, ranks.is_first, told == [DECISIONS] * 2, nothing, least, raised))
     results.close()
     results.join_thread()
     distributed.destroy_process_group()
+
+
+def raised_by(ranks: Ranks, *broken: int, num_points: int = 0) -> str:
+    try:
+        with ranks.together():
+            for point in range(num_points):
+                if not point or ranks.rank not in broken:
+                    ranks.agree()
+            if ranks.rank in broken:
+                raise MemoryError(f"on rank {ranks.rank}")
+    except (MemoryError, AnotherRankFailed) as exc:
+        return str(exc)
+    return ""
 
 
 def test_all_do_as_the_first_and_as_much_as_the_least(tmp_path: Path) -> None:
@@ -78,7 +95,10 @@ def test_all_do_as_the_first_and_as_much_as_the_least(tmp_path: Path) -> None:
             process.join(10)
             process.kill()
     least = [[3, 0, 1], [], [1, 0]]
-    assert found == [(0, True, True, [], least), (1, False, True, [], least)]
+    assert found == [
+        (0, True, True, [], least, ["", OTHER, "on rank 0", "on rank 0"]),
+        (1, False, True, [], least, ["", "on rank 1", "on rank 1", OTHER]),
+    ]
 
 
 def test_one_rank_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

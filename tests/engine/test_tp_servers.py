@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from breaking import NUM_BROKEN
 from engine_parts import (
     CPU,
     ENV,
@@ -21,7 +22,7 @@ from engine_parts import (
     prompt,
     whole_pages,
 )
-from forked import ServerSpec
+from forked import BEFORE, ServerSpec
 from lora_parts import BASE, NUM_LAYERS, WITH_LORA, Checkpoints
 from stalling import StallingWorker
 
@@ -43,7 +44,11 @@ LATE, NEVER = "late", "never"
 NUM_STALLED = 330
 ADAPTERS = {"wide": {"rank": 8}, "upper": {"rank": 4, "layers": (4, 5), "seed": 1}}
 TP = {**CPU, "tp-size": NUM_RANKS}
-ENV_OF_RANKS = {**ENV, "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+ENV_OF_RANKS = {
+    **ENV,
+    "SGLANG_CPU_OMP_THREADS_BIND": "0|1",
+    BEFORE: str(Path(__file__).with_name("breaking.py")),
+}
 
 
 @dataclass(frozen=True)
@@ -234,10 +239,25 @@ def test_each_rank_fetches_its_shard_from_its_own_peer(team: Team) -> None:
     reply.assert_equals(team.models.expected(READER, BASE, tokens, Span(2, 5)))
 
 
-def found_by(team: Team, tokens: list[int]) -> Answer | None:
+def test_where_one_rank_cannot_begin_to_recompute_all_prefill_in_full(team: Team) -> None:
+    """None of them waits in a layer for one that will not come."""
+    tokens = prompt(NUM_BROKEN + 10, seed=507)
+    alone = team.ask(READER, tokens, droidspeak={"mode": "off"})
+    team.reader.flush()
+    team.ask(BASE, tokens, max_new_tokens=1)
+    assert team.is_advertised(tokens)
+    outcomes = ("fallback: FetchError", "reused")
+    reply = eventually(lambda: found_by(team, tokens, outcomes))
+    assert reply.provenance["outcome"] == "fallback: FetchError"
+    assert reply.ids == alone.ids
+    assert reply.logprobs == pytest.approx(alone.logprobs, abs=2e-4)
+    assert team.ask(READER, prompt(100, seed=701)).provenance["outcome"] == "no_match"
+
+
+def found_by(team: Team, tokens: list[int], outcomes: Sequence[str] = ("reused",)) -> Answer | None:
     reply = team.receive(READER, BASE, tokens, Span(2, 5))
     team.reader.flush()
-    return reply if reply.provenance["outcome"] == "reused" else None
+    return reply if reply.provenance["outcome"] in outcomes else None
 
 
 @pytest.mark.parametrize(("name", "seed"), [(LATE, 600), (NEVER, 601)])
