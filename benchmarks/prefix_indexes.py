@@ -86,7 +86,7 @@ class SGLangRadix:
     """A radix tree of SGLang over tokens; models are namespaces (`extra_key`), walked in turn."""
 
     def __init__(self, tree: type, core: str | None, num_models: int) -> None:
-        self._tree = tree(
+        self.tree = tree(
             CacheInitParams(
                 disable=False,
                 req_to_token_pool=None,
@@ -100,7 +100,7 @@ class SGLangRadix:
 
     def match(self, prompt: Prompt) -> list[Any]:
         return [
-            self._tree.match_prefix(MatchPrefixParams(key=RadixKey(prompt.tokens, name)))
+            self.tree.match_prefix(MatchPrefixParams(key=RadixKey(prompt.tokens, name)))
             for name in self._names
         ]
 
@@ -109,12 +109,12 @@ class SGLangRadix:
 
     def insert(self, model: int, prompt: Prompt) -> int:
         key = RadixKey(prompt.tokens, self._names[model])
-        found = self._tree.insert(InsertParams(key=key, value=prompt.slots))
+        found = self.tree.insert(InsertParams(key=key, value=prompt.slots))
         return found.prefix_len // FAMILY.page_size
 
     def evict(self, newcomer: list[PageHash]) -> int:
         num_tokens = len(newcomer) * FAMILY.page_size
-        found = self._tree.evict(EvictParams(num_tokens=num_tokens))
+        found = self.tree.evict(EvictParams(num_tokens=num_tokens))
         return found.num_tokens_evicted // FAMILY.page_size
 
     def settle(self) -> None:
@@ -182,7 +182,7 @@ class Ours:
 
     def __init__(self, num_models: int, num_pages: int, eviction: str) -> None:
         self.models = [ModelId(f"{i:032x}") for i in range(num_models)]
-        self._tree = CacheTree(
+        self.tree = CacheTree(
             FAMILY,
             host_bytes=num_models * num_pages * PAGE_BYTES,
             memory=Plain(lambda num_bytes: NO_MEMORY),
@@ -191,23 +191,23 @@ class Ours:
         self._newcomer: Reservation | None = None
 
     def match(self, prompt: Prompt) -> Any:
-        return self._tree.match(prompt.pages)
+        return self.tree.match(prompt.pages)
 
     def lengths(self, answer: Any) -> list[int]:
         found = {match.model: match.num_pages for match in answer}
         return [found.get(model, 0) for model in self.models]
 
     def insert(self, model: int, prompt: Prompt) -> int:
-        reservation = self._tree.reserve(self.models[model], None, prompt.pages, ())
+        reservation = self.tree.reserve(self.models[model], None, prompt.pages, ())
         assert reservation is not None
         reservation.commit()
         return reservation.skipped
 
     def evict(self, newcomer: list[PageHash]) -> int:
         """Through the front door: by a reservation that needs the room."""
-        num_before = self._tree.num_pages
-        self._newcomer = self._tree.reserve(self.models[0], None, newcomer, ())
-        return num_before - self._tree.num_pages
+        num_before = self.tree.num_pages
+        self._newcomer = self.tree.reserve(self.models[0], None, newcomer, ())
+        return num_before - self.tree.num_pages
 
     def settle(self) -> None:
         assert self._newcomer is not None

@@ -1,6 +1,7 @@
 """How fast and how small is the prefix tree, beside SGLang's two and beside a flat dict?
 
     python benchmarks/tree.py [--pages 10000 100000 1000000] [--models 1 8] [--memory-gib 6]
+    python benchmarks/tree.py --pages --stalls 1000000
 
 Prompts of 8K to 32K tokens, pages of 64, each prompt with the first 0 to 80 % of an earlier one.
 `--pages` distinct pages are cached for every model. Asked are cached prompts (full), a cached
@@ -18,6 +19,10 @@ what reading that clock costs. Page hashes are ready; making them is a row of it
 trees read tokens and need none. A contender that would need more than `--memory-gib` is left out.
 Memory is what a second process, whose every allocation goes through malloc, holds more after
 building the index than before.
+
+`--stalls` asks how long a match takes by the clock on the wall while another thread reads the
+tree's metrics, takes a snapshot for a peer, or forgets a peer with as many pages, beside a match
+that is alone. They share the interpreter as well as the tree's lock.
 """
 
 from __future__ import annotations
@@ -30,6 +35,7 @@ import os
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from array import array
 from collections.abc import Callable, Iterator
@@ -41,6 +47,7 @@ from prefix_indexes import (
     ESTIMATED_BYTES_PER_PAGE,
     FAMILY,
     NAMES,
+    Ours,
     PrefixIndex,
     Prompt,
     make,
@@ -49,9 +56,12 @@ from prefix_indexes import (
 from rich.console import Console
 from rich.table import Table
 
+from cachetree import CacheTree, ModelId
 from cachetree.hashing import page_hashes
+from cachetree.ids import Location
 
 PAGE = FAMILY.page_size
+FAR = Location("tcp://far:1")
 EVICTED_PAGES = 256
 """16K tokens."""
 
@@ -277,9 +287,65 @@ def run(
     }
 
 
+def snapshot(tree: CacheTree) -> None:
+    there, end = tree.subscribe_kept(lambda change: None)
+    for _ in there:
+        pass
+    end()
+
+
+WORKS: dict[str, Callable[[CacheTree], object]] = {
+    "alone": lambda tree: time.sleep(0.1),
+    "scrape": lambda tree: (tree.pages_by_model(), time.sleep(1e-3)),
+    "subscribe": snapshot,
+    "forget": lambda tree: tree.forget(FAR),
+}
+"""What another thread does, again and again."""
+
+
+def stalls(num_pages: int, num_samples: int) -> dict[str, Any]:
+    """Wall-clock microseconds of a match while something else goes on."""
+    workload = Workload(num_pages, num_samples)
+    index = Ours(1, workload.num_reserved_pages, "lru")
+    prompts = list(workload.cached())
+    for prompt in prompts:
+        index.insert(0, prompt)
+    questions = list(workload.questions("partial", num_samples))
+    found = {name: stall(index.tree, prompts, questions, name) for name in WORKS}
+    return {"pages": num_pages, "match_wall_us": found}
+
+
+def stall(
+    tree: CacheTree, prompts: list[Prompt], questions: list[Prompt], name: str
+) -> dict[str, float]:
+    is_on, is_over = threading.Event(), threading.Event()
+
+    def go_on() -> None:
+        while not is_over.is_set():
+            for prompt in prompts if name == "forget" else ():
+                tree.add_remote(FAR, ModelId("m"), None, prompt.pages, [])
+            is_on.set()
+            WORKS[name](tree)
+            is_on.clear()
+
+    thread = threading.Thread(target=go_on)
+    thread.start()
+    spent: list[float] = []
+    for question in questions:
+        is_on.wait()
+        begun_at_ns = time.perf_counter_ns()
+        tree.match(question.pages)
+        spent.append((time.perf_counter_ns() - begun_at_ns) / 1000)
+        time.sleep(1e-4)
+    is_over.set()
+    thread.join()
+    return {**summary(spent), "max_us": round(max(spent), 1)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--pages", type=int, nargs="+", default=[10_000, 100_000, 1_000_000])
+    parser.add_argument("--stalls", type=int, metavar="PAGES", help="ask for stalls too")
+    parser.add_argument("--pages", type=int, nargs="*", default=[10_000, 100_000, 1_000_000])
     parser.add_argument("--models", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--samples", type=int, default=400)
     parser.add_argument("--memory-gib", type=float, default=6)
@@ -289,6 +355,10 @@ def main() -> None:
         serve_memory()
         return
     environment = result.here()
+    if args.stalls:
+        result.write("tree, stalls", stalls(args.stalls, 10 * args.samples), environment)
+    if not args.pages:
+        return
     memory = MemoryProcess()
     runs = [run(pages, models, args, memory) for pages in args.pages for models in args.models]
     memory.close()

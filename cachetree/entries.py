@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
@@ -13,6 +14,9 @@ from cachetree.slab import Segment, Slab
 if TYPE_CHECKING:
     from cachetree.eviction.chain import Queue
     from cachetree.eviction.protocol import Eviction
+
+
+RemoteKey = tuple[Location, ModelId]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,12 +101,50 @@ class EReach:
         return {**self.ended, **dict.fromkeys(self.whole, num_pages)}
 
 
-@dataclass(frozen=True, slots=True)
 class RemoteEntry:
-    """What a worker has advertised of one model in one node."""
+    """What is said to be elsewhere of one model for all pages of one node."""
 
-    e_layers: tuple[int, ...]
-    e_reach: EReach
+    __slots__ = ("e_layers", "e_reach", "key", "node", "num_children", "order")
+
+    def __init__(
+        self,
+        node: Node,
+        key: RemoteKey,
+        e_layers: tuple[int, ...],
+        order: OrderedDict[RemoteEntry, None],
+    ) -> None:
+        self.node: Final = node
+        self.key: Final = key
+        self.order: Final = order
+        """Of one location, the coldest first; those with children need not be in it."""
+        self.num_children = 0
+        """Child nodes in which the same location has the same model."""
+        self.set_e(e_layers)
+
+    @property
+    def parent(self) -> RemoteEntry | None:
+        above = self.node.parent
+        return above.remote.get(self.key) if above else None
+
+    def set_e(self, e_layers: tuple[int, ...]) -> None:
+        """After that of the node above has its own."""
+        above = self.parent
+        self.e_layers = e_layers
+        self.e_reach: EReach = EReach.of(
+            e_layers, above.e_reach if above else None, self.node.start
+        )
+
+    def use(self) -> None:
+        self.order[self] = None
+        self.order.move_to_end(self)
+
+    def split(self, tail: Node) -> RemoteEntry:
+        """That of the node which is cut off this one's."""
+        entry = RemoteEntry(tail, self.key, self.e_layers, self.order)
+        entry.num_children, self.num_children = self.num_children, 1
+        if self in self.order:
+            entry.use()
+        return entry
 
 
 class LocalEntry:
@@ -216,7 +258,7 @@ class Node:
         """How many pages stand before this node."""
         self.children: dict[PageHash, Node] = {}
         self.local: dict[ModelId, LocalEntry] = {}
-        self.remote: dict[tuple[Location, ModelId], RemoteEntry] = {}
+        self.remote: dict[RemoteKey, RemoteEntry] = {}
         run.add(self)
 
     @property
@@ -236,7 +278,12 @@ class Node:
 
     @property
     def pages(self) -> tuple[PageHash, ...]:
-        return split_hashes(self._hashes(0, self.num_pages))
+        return split_hashes(self.hashes)
+
+    @property
+    def hashes(self) -> bytes:
+        """The pages side by side."""
+        return self._hashes(0, self.num_pages)
 
     @property
     def is_empty(self) -> bool:
@@ -262,12 +309,6 @@ class Node:
             at = (same + different) // 2
         return same
 
-    def set_remote(self, key: tuple[Location, ModelId], e_layers: tuple[int, ...]) -> None:
-        """Note a remote entry, after that of the node above."""
-        above = self.parent.remote.get(key) if self.parent else None
-        e_reach = EReach.of(e_layers, above.e_reach if above else None, self.start)
-        self.remote[key] = RemoteEntry(e_layers, e_reach)
-
     def walk(self) -> Iterator[Node]:
         """The nodes below this one, parents before children; any of them may be taken out."""
         pending = list(self.children.values())
@@ -287,7 +328,7 @@ class Node:
         tail.children, self.children = children, {tail.first_page: tail}
         for child in children.values():
             child.parent = tail
-        tail.remote = dict(self.remote)
+        tail.remote = {key: entry.split(tail) for key, entry in self.remote.items()}
         for head in self.local.values():
             entry = LocalEntry(tail, head.model, head.slab, head.first + index)
             tail.local[head.model] = entry

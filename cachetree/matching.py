@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from cachetree.entries import EReach, LocalEntry, Match
+from cachetree.entries import EReach, LocalEntry, Match, RemoteEntry, RemoteKey
 from cachetree.ids import LOCAL, Location, ModelId, PageHash
 from cachetree.trie import PageTrie, depth_of
 
 
 def find_matches(
     trie: PageTrie, pages: Sequence[PageHash]
-) -> tuple[list[Match], Collection[LocalEntry]]:
-    """The longest prefix of `pages` per (model, location), and the local entries where they end."""
+) -> tuple[list[Match], Collection[LocalEntry], Collection[RemoteEntry]]:
+    """The longest prefix of `pages` per (model, location), and the entries where they end."""
     found: list[Match] = []
     used: dict[ModelId, LocalEntry] = {}
-    known: set[tuple[Location, ModelId]] = set()
+    known: dict[RemoteKey, RemoteEntry] = {}
     place = trie.deepest(None, pages)
     if place is None:
-        return found, ()
+        return found, (), ()
     top = trie.root.children[pages[0]]
     node, num_pages = place.node, depth_of(place)
     # Upwards: whoever has an entry in a node has one in every node above it.
@@ -31,10 +31,10 @@ def find_matches(
         if len(node.remote) > len(known):
             for key, remote in node.remote.items():
                 if key not in known:
-                    known.add(key)
+                    known[key] = remote
                     found.append(_match(*key, num_pages, remote.e_reach))
         if len(used) == len(top.local) and len(known) == len(top.remote):
-            return found, used.values()
+            return found, used.values(), known.values()
         assert node.parent is not None
         node, num_pages = node.parent, node.start
 

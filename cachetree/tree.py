@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
+from itertools import islice
 from typing import Final
 
 from cachetree.clock import Clock, Deadline
@@ -21,9 +22,13 @@ from cachetree.memory import PAGEABLE, Memory, NoRoom
 from cachetree.remote_entries import RemoteEntries
 from cachetree.slab import Layout, Slab
 from cachetree.trie import PageTrie, depth_of
-from cachetree.watch import Listener, Watch
+from cachetree.watch import Listener, Sighting, Watch, addition
 
 _LRU: Final = Retention()
+SLICE: Final = 16
+"""Nodes that are looked at before others may have the lock."""
+_PAUSE_S: Final = 50e-6
+"""Between two slices. A lock is not fair: whoever waits for it gets it while nobody wants it."""
 
 
 class CacheTree:
@@ -33,7 +38,7 @@ class CacheTree:
     copied. Local bytes, reservations in flight included, never exceed `host_bytes`. Eviction is
     leaf first, in the order of the policy that `retention` names, and takes whole nodes of one
     model, E with its KV; leased and pinned pages and those under an open reservation stay. Remote
-    entries hold no bytes and are never evicted.
+    entries hold no bytes; where they are limited, the coldest go, the last pages of a prompt first.
     """
 
     def __init__(
@@ -59,7 +64,7 @@ class CacheTree:
         self._watch = Watch()
         self._remote = RemoteEntries(self._trie, self._watch)
         self._num_bytes = 0
-        self._num_pages = 0
+        self._num_pages: Counter[ModelId] = Counter()
         self.num_evictions = 0
         """Entries that left for others, or were told to."""
 
@@ -71,7 +76,7 @@ class CacheTree:
     @property
     def num_pages(self) -> int:
         """Local pages, counted once per model."""
-        return self._num_pages
+        return self._num_pages.total()
 
     @property
     def num_pinned_bytes(self) -> int:
@@ -87,12 +92,16 @@ class CacheTree:
 
     def pages_by_model(self) -> dict[str, int]:
         """How many local pages each model has."""
-        num_pages: Counter[str] = Counter()
         with self._lock:
-            for node in self._trie.root.walk():
-                for model in node.local:
-                    num_pages[model] += node.num_pages
-        return dict(num_pages)
+            return {str(model): num for model, num in self._num_pages.items() if num}
+
+    def num_remote_pages(self, location: Location) -> int:
+        """How many pages are noted at `location`, counted once per model."""
+        return self._remote.num_pages[location]
+
+    def num_dropped_pages(self, location: Location) -> int:
+        """How many were forgotten because of `limit_remote`."""
+        return self._remote.num_dropped[location]
 
     # Local entries: always the exact KV of their model.
 
@@ -252,8 +261,10 @@ class CacheTree:
         if not pages or pages[0] not in self._trie.root.children:
             return []  # A miss waits for nobody; one look into a dict is atomic.
         with self._lock:
-            found, used = find_matches(self._trie, pages)
+            found, used, noted = find_matches(self._trie, pages)
             self._eviction.use(used)
+            for entry in noted:
+                entry.use()
         return found
 
     # Remote entries: what workers have advertised.
@@ -269,10 +280,16 @@ class CacheTree:
         """Note that `location` has these consecutive pages after `parent`.
 
         Pages whose parent it has not advertised, or that contradict the tree, could never match
-        and are left out.
+        and are left out. Beyond its limit the coldest go, in slices.
         """
         with self._lock:
             self._remote.add(location, model, parent, pages, e_layers)
+        self._in_slices(partial(self._remote.trim, location))
+
+    def limit_remote(self, location: Location, max_pages: int) -> None:
+        """Note no more pages at `location` than these, counted once per model."""
+        with self._lock:
+            self._remote.limit(location, max_pages)
 
     def reach(self, location: Location, model: ModelId, pages: Sequence[PageHash]) -> int:
         """How many leading `pages` are noted at `location`. Not a use, unlike `match`."""
@@ -285,27 +302,50 @@ class CacheTree:
             self._remote.drop(location, model, pages)
 
     def forget(self, location: Location) -> None:
-        """Forget everything at `location`."""
-        with self._lock:
-            self._remote.forget(location)
+        """Forget everything at `location`, in slices; what is added meanwhile may stay."""
+        self._in_slices(partial(self._remote.forget, location))
 
     # Changes of local entries, for the advertiser.
 
-    def subscribe(self, listener: Listener) -> tuple[list[Change], Callable[[], None]]:
-        """What is there now, as additions, and a function that ends the subscription.
+    def subscribe(self, listener: Listener) -> tuple[Iterator[Change], Callable[[], None]]:
+        """What is there, as additions, and a function that ends the subscription.
 
-        `listener` gets every later change, none twice and none missed. It is called under the
+        `listener` gets every change from now on. What is there is looked up in slices as it is
+        asked for, so that nobody waits for long: an entry that comes meanwhile may be in both, and
+        one that goes meanwhile in neither but for its removal; whoever applies first what is there
+        and then the changes in their order has what the tree has. `listener` is called under the
         tree's lock by whichever thread made the change: it must not block, raise or call the tree.
         """
         with self._lock:
-            there = self._watch.join(listener, self._trie.root.walk())
-        return there, partial(self._unsubscribe, listener)
+            self._watch.join(listener)
+        return self._there(self._watch.in_memory), partial(self._unsubscribe, listener)
 
-    def subscribe_kept(self, listener: Listener) -> tuple[list[Change], Callable[[], None]]:
-        """As `subscribe`, of pages that are in memory or on disk; one may be added twice."""
+    def subscribe_kept(self, listener: Listener) -> tuple[Iterator[Change], Callable[[], None]]:
+        """As `subscribe`, of pages that are in memory or on disk."""
         with self._lock:
-            there = self._watch.join_kept(listener, self._trie.root.walk())
-        return there, partial(self._unsubscribe, listener)
+            self._watch.join_kept(listener)
+        return self._there(self._watch.kept), partial(self._unsubscribe, listener)
+
+    def _there(self, of_node: Callable[[Node], Iterator[Sighting]]) -> Iterator[Change]:
+        nodes = self._trie.root.walk()
+        is_more = True
+        while is_more:
+            with self._lock:
+                some = list(islice(nodes, SLICE))
+                seen = [each for node in some for each in of_node(node)]
+            is_more = len(some) == SLICE
+            if is_more:
+                time.sleep(_PAUSE_S)
+            yield from map(addition, seen)
+
+    def _in_slices(self, work: Callable[[int], bool]) -> None:
+        """Call it with how much it may do while others wait, until there is no more to do."""
+        while True:
+            with self._lock:
+                is_more = work(SLICE)
+            if not is_more:
+                return
+            time.sleep(_PAUSE_S)
 
     def _unsubscribe(self, listener: Listener) -> None:
         with self._lock:
@@ -357,7 +397,7 @@ class CacheTree:
                 entry.parent.num_children += 1
             offset += node.num_pages
         num_kept = offset - first
-        self._num_pages += num_kept
+        self._num_pages[model] += num_kept
         if nodes:
             self._eviction.add([node.local[model] for node in nodes])
             change = Change(
@@ -397,5 +437,5 @@ class CacheTree:
         self._eviction.remove(entry)
         self.num_evictions += 1
         del entry.node.local[entry.model]
-        self._num_pages -= entry.node.num_pages
+        self._num_pages[entry.model] -= entry.node.num_pages
         self._num_bytes -= entry.slab.drop_pages(entry.pages)

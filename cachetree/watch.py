@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from cachetree.entries import Change, LocalEntry, Node
-from cachetree.ids import DISK, Location, ModelId
+from cachetree.ids import DISK, Location, ModelId, PageHash
+from cachetree.runs import split_hashes
 
 Listener = Callable[[Change], None]
+Sighting = tuple[ModelId, PageHash | None, bytes, tuple[int, ...]]
+"""Of an entry that is there: its model, the page before, its pages side by side, layers with E."""
 
 
 class Watch:
@@ -21,23 +24,25 @@ class Watch:
         self._of_memory: list[Listener] = []
         self._of_kept: list[Listener] = []
 
-    def join(self, listener: Listener, nodes: Iterable[Node]) -> list[Change]:
-        """A listener of memory; what is there now."""
+    def join(self, listener: Listener) -> None:
+        """A listener of memory."""
         self._of_memory.append(listener)
-        return [entry.change(added=True) for node in nodes for entry in node.local.values()]
 
-    def join_kept(self, listener: Listener, nodes: Iterable[Node]) -> list[Change]:
-        """A listener of what is kept; what is there now."""
+    def join_kept(self, listener: Listener) -> None:
+        """A listener of what is kept."""
         self._of_kept.append(listener)
-        there: list[Change] = []
-        for node in nodes:
-            there += [entry.change(added=True) for entry in node.local.values()]
-            there += [
-                _change([node], model, entry.e_layers, added=True)
-                for (location, model), entry in node.remote.items()
-                if location == DISK and model not in node.local
-            ]
-        return there
+
+    @staticmethod
+    def in_memory(node: Node) -> Iterator[Sighting]:
+        for model, entry in node.local.items():
+            yield model, node.parent_page, node.hashes, entry.e_layers
+
+    @staticmethod
+    def kept(node: Node) -> Iterator[Sighting]:
+        yield from Watch.in_memory(node)
+        for (location, model), entry in node.remote.items():
+            if location == DISK and model not in node.local:
+                yield model, node.parent_page, node.hashes, entry.e_layers
 
     def leave(self, listener: Listener) -> None:
         for listeners in (self._of_memory, self._of_kept):
@@ -74,6 +79,12 @@ class Watch:
                 change = _change([node], model, (), added=False)
                 for listener in self._of_kept:
                     listener(change)
+
+
+def addition(seen: Sighting) -> Change:
+    model, parent, hashes, e_layers = seen
+    pages = split_hashes(hashes)
+    return Change(added=True, model=model, parent=parent, pages=pages, e_layers=e_layers)
 
 
 def _change(

@@ -63,6 +63,7 @@ class DiskTier:
         self, tree: CacheTree, config: DiskConfig, note_speed: NoteSpeed, clock: Clock
     ) -> None:
         """Raises ConfigError, as `DiskStore`."""
+        self.budget_bytes: Final = config.num_bytes
         self._tree = tree
         self._note_speed = note_speed
         self._clock = clock

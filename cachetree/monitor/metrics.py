@@ -254,6 +254,20 @@ METRICS: Final = (
         lambda status: [((peer.address,), peer.num_retries) for peer in status.peers],
     ),
     Metric(
+        "cachetree:noted_pages",
+        "gauge",
+        "Pages that a peer is known to have, counted once per model",
+        ("location",),
+        lambda status: [((peer.address,), peer.num_pages) for peer in status.peers],
+    ),
+    Metric(
+        "cachetree:dropped_adverts",
+        "counter",
+        "Pages of a peer that were given up because it has more than may be noted",
+        ("location",),
+        lambda status: [((peer.address,), peer.num_dropped_pages) for peer in status.peers],
+    ),
+    Metric(
         "cachetree:peer_ready", "gauge", "1 where a peer can be read", ("location",), _peer_ready
     ),
     Metric(

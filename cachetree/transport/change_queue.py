@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from cachetree.entries import Change
 from cachetree.watch import Listener
 
-Subscribe = Callable[[Listener], tuple[list[Change], Callable[[], None]]]
+Subscribe = Callable[[Listener], tuple[Iterator[Change], Callable[[], None]]]
 """As `CacheTree.subscribe`: what is there now, and a function that ends the subscription."""
 
 
@@ -34,7 +34,7 @@ class ChangeQueue:
     def __len__(self) -> int:
         return len(self._changes)
 
-    def restart(self) -> list[Change]:
+    def restart(self) -> Iterator[Change]:
         """What is in the tree now; what comes later is taken in from here on."""
         self._unsubscribe()
         with self._lock:

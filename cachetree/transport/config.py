@@ -102,6 +102,9 @@ class PeerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     server_key: str | None = None
     """Public key of the worker, or the file that holds it: traffic is encrypted, and with anyone
     else there is none. None encrypts nothing and believes whoever answers."""
+    max_pages: int | None = None
+    """Most pages of it that are noted here, each counted once per model; beyond it those go that
+    were matched least recently. None: as many as fit in what it keeps, and at most a million."""
     frame_bytes: int = 4 << 20
     """Largest payload frame accepted."""
     window_bytes: int = 64 << 20
@@ -149,6 +152,8 @@ class PeerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             heartbeat_s=self.heartbeat_s,
             silence_s=self.silence_s,
         )
+        if self.max_pages is not None:
+            _check_positive(max_pages=self.max_pages)
         if self.max_retries < 0:
             raise ConfigError(f"max_retries is {self.max_retries}; it must be 0 or more")
         if self.max_cooldown_s < self.cooldown_s:

@@ -23,6 +23,7 @@ from cachetree.errors import (
     ProtocolError,
 )
 from cachetree.ids import Location, ModelId, PageHash
+from cachetree.slab import Layout
 from cachetree.staging import Staging
 from cachetree.transport import frames, wire
 from cachetree.transport.address import parse_remote
@@ -42,6 +43,8 @@ log = logging.getLogger(__name__)
 
 NO_WORKER: Final = 0
 """In place of an epoch."""
+_MOST_PAGES: Final = 1_000_000
+"""Of one peer, where nobody has set more: some 60 MB of them, 1 GB if each were a node alone."""
 
 
 class _Rooms:
@@ -148,6 +151,8 @@ class Peer:
             num_landed_bytes=counts["landed_bytes"],
             num_losses=counts["losses"],
             num_resyncs=counts["resyncs"],
+            num_pages=self._tree.num_remote_pages(self.address),
+            num_dropped_pages=self._tree.num_dropped_pages(self.address),
             num_protocol_errors=counts["protocol_errors"],
         )
 
@@ -313,7 +318,15 @@ class Peer:
         connection.go_on(hello.ticket, who)
         if self._config.shared_memory and hello.arena is not None:
             connection.share(hello.arena)
+        self._tree.limit_remote(self.address, self._max_pages(hello))
         connection.send(wire.Subscribe())
+
+    def _max_pages(self, hello: wire.Hello) -> int:
+        """Of its adverts: a worker is believed what it keeps, up to a bound."""
+        if self._config.max_pages is not None:
+            return self._config.max_pages
+        page_bytes = Layout.of(self._tree.family, 1, ()).page_bytes
+        return min(hello.budget_bytes // page_bytes or _MOST_PAGES, _MOST_PAGES)
 
     def _learn(
         self, connection: Connection, message: wire.Reset | wire.Entries | wire.Synced | wire.Pong

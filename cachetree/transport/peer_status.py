@@ -52,6 +52,10 @@ class PeerStatus(msgspec.Struct, frozen=True, kw_only=True):
     num_landed_bytes: int
     num_losses: int
     num_resyncs: int
+    num_pages: int
+    """That it has and that are noted here, counted once per model."""
+    num_dropped_pages: int
+    """That were noted and given up, because it has more than `max_pages`."""
     num_protocol_errors: int
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from cachetree.entries import Change
 from cachetree.transport.change_queue import ChangeQueue
@@ -49,6 +49,6 @@ class PushQueue:
         """Take in nothing that is new."""
         self._new.close()
 
-    def _subscribe(self, listener: Listener) -> tuple[list[Change], Callable[[], None]]:
+    def _subscribe(self, listener: Listener) -> tuple[Iterator[Change], Callable[[], None]]:
         """To what comes alone."""
         return self._tree.subscribe(lambda change: listener(change) if change.added else None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Final
 
 from cachetree.clock import Clock, Deadline
@@ -22,6 +23,8 @@ from cachetree.transport.wire import (
 )
 from cachetree.tree import CacheTree
 
+_SNAPSHOT_S: Final = 0.1
+"""Between two snapshots for one peer."""
 DRAIN_S: Final = 5.0
 """A lease outlives its stream's deadline by this, for frames that the kernel does not take yet.
 Later the tree may count the bytes as free; the memory itself stays until they are gone."""
@@ -43,15 +46,24 @@ class Session:
         """Fetches and stores that wait for pages to be read from disk."""
         self._last_id = 0
         self._advertiser: Advertiser | None = None
+        self._advertise: Callable[[], Advertiser] | None = None
+        """Begins again with a snapshot, which the peer has asked for."""
+        self._snapshot_at_s = clock()
+        """No earlier."""
 
     def subscribe(self, *, epoch: int, max_pending: int, wake: Callable[[], None]) -> None:
-        """Begin, or begin again, with a snapshot."""
-        if self._advertiser is not None:
-            self._advertiser.close()
-        self._advertiser = Advertiser(self._tree, epoch=epoch, max_pending=max_pending, wake=wake)
+        """Begin, or begin again, with a snapshot; a peer that asks too often waits."""
+        self._advertise = partial(
+            Advertiser, self._tree, epoch=epoch, max_pending=max_pending, wake=wake
+        )
 
     def adverts(self) -> Iterator[Advert]:
         """What waits to be told; an item counts as sent once the next one is asked for."""
+        if self._advertise is not None and self._clock() >= self._snapshot_at_s:
+            if self._advertiser is not None:
+                self._advertiser.close()
+            self._advertiser, self._advertise = self._advertise(), None
+            self._snapshot_at_s = self._clock() + _SNAPSHOT_S
         while self._advertiser is not None and (advert := self._advertiser.peek()) is not None:
             yield advert
             self._advertiser.sent()
@@ -113,7 +125,7 @@ class Session:
             stream.end()
         if self._advertiser is not None:
             self._advertiser.close()
-            self._advertiser = None
+        self._advertiser = self._advertise = None
 
     def _lease(self, fetch: Fetch, pages: tuple[PageHash, ...], seconds: float) -> Lease:
         deadline = Deadline.after(seconds + DRAIN_S, self._clock)

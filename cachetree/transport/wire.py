@@ -86,6 +86,8 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     """From where a peer on the worker's host may copy; None from a peer."""
     ticket: Ticket | None = None
     """For the data connection; None from a peer, and to one that is refused."""
+    budget_bytes: int = 0
+    """What a worker keeps at most, in memory and on disk; 0 from a peer."""
 
 
 class Subscribe(msgspec.Struct, frozen=True, tag="subscribe"):
@@ -337,6 +339,7 @@ def hello(
     epoch: int,
     arena: ArenaFile | None = None,
     ticket: Ticket | None = None,
+    budget_bytes: int = 0,
 ) -> Hello:
     return Hello(
         version=PROTOCOL_VERSION,
@@ -345,6 +348,7 @@ def hello(
         epoch=epoch,
         arena=arena,
         ticket=ticket,
+        budget_bytes=budget_bytes,
     )
 
 

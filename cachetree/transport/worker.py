@@ -261,7 +261,15 @@ class Worker:
             name = f"peer {identity.hex()} at {host}"
             self._sessions[identity] = Session(identity, name, self._tree, self._clock)
             arena = self._tree.memory.file if self._config.shared_memory else None
-        answer = wire.hello(self._tree.family, self._config.model, self.epoch, arena, ticket)
+        disk_bytes = self._disk.budget_bytes if self._disk else 0
+        answer = wire.hello(
+            self._tree.family,
+            self._config.model,
+            self.epoch,
+            arena,
+            ticket,
+            budget_bytes=self._tree.host_bytes + disk_bytes,
+        )
         self._reply(identity, answer)
 
     def _accept(self, session: Session, fetch: wire.Fetch) -> None:

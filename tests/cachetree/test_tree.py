@@ -305,7 +305,7 @@ def test_subscribers_learn_of_every_change_in_order() -> None:
         return Change(added=added, model=model, parent=parent, pages=pages, e_layers=())
 
     # The first model's node was split by the second's.
-    assert now == [
+    assert list(now) == [
         change(True, A, None, *a),
         change(True, B, None, *a),
         change(True, A, a[0], ab[1]),
@@ -331,7 +331,7 @@ def test_a_long_conversation_does_not_exhaust_the_stack() -> None:
         assert reservation is not None
         reservation.commit()
     assert tree.match(pages)[0].num_pages == 2500
-    assert len(tree.subscribe(lambda change: None)[0]) == 2500
+    assert len(list(tree.subscribe(lambda change: None)[0])) == 2500
     tree.forget(FAR)
     tree.clear()
     assert tree.num_bytes == 0

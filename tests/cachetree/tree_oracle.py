@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
@@ -313,6 +314,9 @@ class Mirror(Oracle):
         assert self.memory.num_bytes == self.tree.num_bytes == self.num_bytes <= self.budget
         assert self.tree.num_pages == len(self.local)
         assert self.tree.num_pinned_bytes == self.num_pinned_bytes
+        assert self.tree.pages_by_model() == Counter(model for model, _ in self.local)
+        noted = Counter(location for location, _, _ in self.remote)
+        assert all(self.tree.num_remote_pages(it) == noted[it] for it in (*LOCATIONS, LIAR))
 
     def check_content(self, it: OpenLease) -> None:
         hashes = self.hashes(it.pages[-1])[-len(it.pages) :]

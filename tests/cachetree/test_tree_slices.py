@@ -1,0 +1,166 @@
+"""Long work on a tree is done in slices, between which others have the lock."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import deque
+from collections.abc import Callable
+from types import FrameType, TracebackType
+
+import pytest
+from tree_parts import FAMILY, FAR, FARTHER, PAGE, A, B, FakeTime, make_tree, num_pages, path, store
+
+from cachetree.entries import Change
+from cachetree.ids import LOCAL, Location
+from cachetree.transport.session import Session
+from cachetree.transport.wire import Reset
+from cachetree.tree import SLICE, CacheTree
+
+MOST_CALLS = 40 * SLICE
+"""Python functions called while the lock is held once, 40 for each node looked at."""
+
+
+class CountingLock:
+    """Counts the functions that are called while it is held."""
+
+    def __init__(self) -> None:
+        self.num_calls: list[int] = []
+
+    def __enter__(self) -> None:
+        self.num_calls.append(0)
+        sys.setprofile(self._count)
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        sys.setprofile(None)
+
+    def _count(self, frame: FrameType, event: str, arg: object) -> None:
+        self.num_calls[-1] += event == "call"
+
+
+def forked(tree: CacheTree, num: int, location: Location = LOCAL) -> None:
+    """So many prompts, each a node of its own below one that all share."""
+    for number in range(num):
+        text = f"s{chr(1000 + number)}t"
+        if location == LOCAL:
+            store(tree, A, text)
+        else:
+            tree.add_remote(location, A, None, path(text), [1])
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda tree: tree.pages_by_model(),
+        lambda tree: list(tree.subscribe(lambda change: None)[0]),
+        lambda tree: list(tree.subscribe_kept(lambda change: None)[0]),
+        lambda tree: tree.forget(FAR),
+        lambda tree: (tree.limit_remote(FAR, 10), tree.add_remote(FAR, A, None, path("x"), [])),
+    ],
+    ids=["scrape", "subscribe", "subscribe_kept", "forget", "trim"],
+)
+def test_what_one_hold_of_the_lock_does_has_a_bound(work: Callable[[CacheTree], object]) -> None:
+    tree = make_tree(3 * 900)
+    forked(tree, 900)
+    forked(tree, 900, FAR)
+    forked(tree, 900, FARTHER)
+    lock = CountingLock()
+    tree._lock = lock  # type: ignore[assignment]
+    work(tree)
+    assert max(lock.num_calls) <= MOST_CALLS
+    assert tree.match(path("st"))
+    assert num_pages(tree, A, f"s{chr(1000)}t", FARTHER) == 3
+
+
+def test_what_is_there_and_then_the_changes_are_what_the_tree_has() -> None:
+    """Asked for piece by piece while entries come and go."""
+    for seed in range(20):
+        rng = random.Random(seed)
+        tree = CacheTree(FAMILY, host_bytes=120 * PAGE, clock=FakeTime())
+
+        def some_text(rng: random.Random = rng) -> str:
+            return "".join(rng.choices("ab", k=rng.randint(1, 9)))
+
+        for _ in range(60):
+            store(tree, rng.choice((A, B)), some_text())
+        changes: deque[Change] = deque()
+        there, unsubscribe = tree.subscribe(changes.append)
+        seen: list[Change] = []
+        while (change := next(there, None)) is not None:
+            seen.append(change)
+            if rng.random() < 0.5:
+                store(tree, rng.choice((A, B)), some_text())
+            if rng.random() < 0.2:
+                tree.evict(rng.choice((A, B, None)), path(some_text()))
+        unsubscribe()
+        other = make_tree()
+        for change in (*seen, *changes):
+            if change.added:
+                other.add_remote(FAR, change.model, change.parent, change.pages, change.e_layers)
+            else:
+                other.drop_remote(FAR, change.model, change.pages)
+        for text in {some_text() for _ in range(200)}:
+            for model in (A, B):
+                ours, theirs = (num_pages(tree, model, text), num_pages(other, model, text, FAR))
+                assert ours == theirs, f"seed {seed}: {model} has {ours}, told were {theirs}"
+
+
+def test_a_location_is_noted_up_to_its_limit_and_the_coldest_go() -> None:
+    tree = make_tree()
+    tree.limit_remote(FAR, 12)
+    for text in ("abcdef", "abxyz", "mno"):
+        tree.add_remote(FAR, A, None, path(text), [])
+    assert (tree.num_remote_pages(FAR), tree.num_dropped_pages(FAR)) == (12, 0)
+    assert num_pages(tree, A, "abcdef", FAR) == 6  # A use.
+    tree.add_remote(FARTHER, A, None, path("abxyz"), [])
+    tree.add_remote(FAR, A, None, path("vw"), [])
+    assert num_pages(tree, A, "abxyz", FAR) == 2
+    assert num_pages(tree, A, "abcdef", FAR) == 6
+    assert num_pages(tree, A, "abxyz", FARTHER) == 5, "it has no limit"
+    assert (tree.num_remote_pages(FAR), tree.num_dropped_pages(FAR)) == (11, 3)
+    tree.forget(FAR)
+    assert (tree.num_remote_pages(FAR), tree.num_dropped_pages(FAR)) == (0, 3)
+    assert num_pages(tree, A, "abxyz", FARTHER) == 5
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_flood_of_adverts_exceeds_the_limit_or_keeps_a_store_out(seed: int) -> None:
+    rng = random.Random(seed)
+    tree = make_tree(40)
+    tree.limit_remote(FAR, 50)
+    texts: list[str] = []
+    for _ in range(400):
+        text = rng.choice(texts or ["a"])[: rng.randint(0, 6)] + "".join(rng.choices("abcd", k=5))
+        texts.append(text)
+        pages = path(text)
+        if rng.random() < 0.2:
+            rng.shuffle(pages)
+        tree.add_remote(FAR, rng.choice((A, B)), None, pages, [])
+        assert tree.num_remote_pages(FAR) <= 50
+        if rng.random() < 0.2:
+            stored = rng.choice(texts)
+            store(tree, A, stored)
+            assert num_pages(tree, A, stored) == len(stored)
+    tree.forget(FAR)
+    tree.clear()
+    assert (tree.num_remote_pages(FAR), tree.num_pages) == (0, 0)
+    assert not any(tree.match(path(text)) for text in texts)
+
+
+def test_a_peer_that_asks_again_and_again_gets_few_snapshots() -> None:
+    clock, tree = FakeTime(), make_tree()
+    store(tree, A, "abc")
+    session = Session(b"peer", "peer", tree, clock)
+
+    num_snapshots = 0
+    for _ in range(1000):
+        session.subscribe(epoch=1, max_pending=100, wake=lambda: None)
+        num_snapshots += sum(isinstance(advert, Reset) for advert in session.adverts())
+        clock.now_s += 0.001
+    session.close()
+    assert 9 <= num_snapshots <= 12, "some ten a second"
