@@ -20,7 +20,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     host_bytes: int = 4 << 30
     """Budget of the entries held here."""
     eviction: str = "lru"
-    """Which of them make room for new ones: lru, slru, s3fifo or value (`cachetree.eviction`). The
+    """Which of them make room for new ones: lru or value (`cachetree.eviction`). The
     disk keeps to LRU."""
     ttl_s: float | None = None
     """Entries in memory that nobody has used for so long go at the next sweep, which comes with

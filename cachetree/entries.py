@@ -12,7 +12,6 @@ from cachetree.runs import Run, num_common_pages, split_hashes
 from cachetree.slab import Segment, Slab
 
 if TYPE_CHECKING:
-    from cachetree.eviction.chain import Queue
     from cachetree.eviction.protocol import Eviction
 
 
@@ -164,7 +163,6 @@ class LocalEntry:
         "node",
         "num_children",
         "older",
-        "queue",
         "slab",
         "used",
         "used_at_s",
@@ -188,7 +186,6 @@ class LocalEntry:
         self.used = 0
         self.used_at_s = 0.0
         self.hits = 0.0
-        self.queue: Queue | None = None
         self.older: LocalEntry | None = None
         self.newer: LocalEntry | None = None
 

@@ -55,7 +55,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     host_gb: float = 2.0
     """Host memory for this server's own KV and E, in GiB; 0 stores nothing."""
     eviction: str = "lru"
-    """What leaves that memory first: lru, slru, s3fifo or value."""
+    """What leaves that memory first: lru or value."""
     ttl_s: float | None = None
     """What nobody has used for so long leaves it in any case; None: only when room is needed."""
     max_pinned_share: float = 0.5

@@ -10,8 +10,6 @@ from cachetree.eviction.config import POLICIES, Retention
 from cachetree.eviction.expiry import Expiry
 from cachetree.eviction.lru import Lru
 from cachetree.eviction.protocol import Eviction
-from cachetree.eviction.s3fifo import S3Fifo
-from cachetree.eviction.slru import SegmentedLru
 from cachetree.eviction.value import ByValue
 from cachetree.family import Family
 from cachetree.prefill_cost import PrefillCost
@@ -21,10 +19,6 @@ __all__ = ["POLICIES", "Eviction", "Expiry", "Retention", "make_policy"]
 
 def make_policy(name: str, family: Family, host_bytes: int) -> Eviction:
     """The policy of this name, one of `POLICIES`, for a budget of `host_bytes`."""
-    if name == "slru":
-        return SegmentedLru(host_bytes)
-    if name == "s3fifo":
-        return S3Fifo(host_bytes)
     if name == "value":
         return ByValue(PrefillCost.of(family), family.page_size, host_bytes)
     return Lru()

@@ -8,7 +8,7 @@ import msgspec
 
 from cachetree.errors import ConfigError
 
-POLICIES: Final = ("lru", "slru", "s3fifo", "value")
+POLICIES: Final = ("lru", "value")
 
 
 class Retention(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

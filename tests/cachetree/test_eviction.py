@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Protocol
 
@@ -53,67 +53,6 @@ class TextbookLru:
         return gone
 
 
-class TextbookSlru:
-    def __init__(self) -> None:
-        self.probation: OrderedDict[PageHash, None] = OrderedDict()
-        self.protected: OrderedDict[PageHash, None] = OrderedDict()
-
-    def hit(self, page: PageHash) -> None:
-        self.probation.pop(page, None)
-        self.protected[page] = None
-        self.protected.move_to_end(page)
-        if len(self.protected) > 16:
-            self.probation[self.protected.popitem(last=False)[0]] = None
-
-    def insert(self, page: PageHash) -> list[PageHash]:
-        gone = []
-        if len(self.probation) + len(self.protected) == SIZE:
-            gone = [(self.probation or self.protected).popitem(last=False)[0]]
-        self.probation[page] = None
-        return gone
-
-
-class TextbookS3Fifo:
-    """Algorithm 1 of the paper."""
-
-    def __init__(self) -> None:
-        self.small: deque[PageHash] = deque()
-        self.main: deque[PageHash] = deque()
-        self.ghosts: deque[PageHash] = deque(maxlen=18)
-        self.uses: dict[PageHash, int] = {}
-
-    def hit(self, page: PageHash) -> None:
-        self.uses[page] = min(self.uses[page] + 1, 3)
-
-    def insert(self, page: PageHash) -> list[PageHash]:
-        gone = []
-        if len(self.small) + len(self.main) == SIZE:
-            # The tree forgets a ghost before it makes room; a new one may push out an old one.
-            gone = [self.evict()]
-        if page in self.ghosts:
-            self.ghosts.remove(page)
-            self.main.append(page)
-        else:
-            self.small.append(page)
-        self.uses[page] = 0
-        return gone
-
-    def evict(self) -> PageHash:
-        while len(self.small) >= 2:
-            page = self.small.popleft()
-            if self.uses[page] < 2:
-                self.ghosts.append(page)
-                return page
-            self.main.append(page)
-            self.uses[page] = 0
-        while True:
-            page = self.main.popleft()
-            if not self.uses[page]:
-                return page
-            self.main.append(page)
-            self.uses[page] -= 1
-
-
 class TextbookValue:
     """All pages are as long and as deep, so the value is the sum of the uses, each faded."""
 
@@ -142,8 +81,6 @@ class TextbookValue:
     ("policy", "make"),
     [
         ("lru", TextbookLru),
-        ("slru", TextbookSlru),
-        ("s3fifo", TextbookS3Fifo),
         ("value", TextbookValue),
     ],
 )
@@ -185,9 +122,8 @@ def policy_tree(policy: str, num_pages: int, clock: FakeTime | None = None) -> C
     )
 
 
-@pytest.mark.parametrize("policy", ["slru", "s3fifo", "value"])
-def test_a_flood_of_new_prompts_leaves_what_is_used_again(policy: str) -> None:
-    tree = policy_tree(policy, 10)
+def test_a_flood_of_new_prompts_leaves_what_is_used_again() -> None:
+    tree = policy_tree("value", 10)
     store(tree, A, "ab")
     for _ in range(3):
         assert num_pages(tree, A, "ab") == 2
@@ -201,9 +137,8 @@ def test_a_flood_of_new_prompts_leaves_what_is_used_again(policy: str) -> None:
     assert num_pages(lru, A, "ab") == 0
 
 
-@pytest.mark.parametrize("policy", ["s3fifo", "value"])
-def test_uses_of_what_went_count_for_what_it_hung_on(policy: str) -> None:
-    tree = policy_tree(policy, 6)
+def test_uses_of_what_went_count_for_what_it_hung_on() -> None:
+    tree = policy_tree("value", 6)
     store(tree, A, "a")
     store(tree, A, "ab", start=1)
     store(tree, A, "ac", start=1)
@@ -214,9 +149,8 @@ def test_uses_of_what_went_count_for_what_it_hung_on(policy: str) -> None:
     assert num_pages(tree, A, "ab") >= 1
 
 
-@pytest.mark.parametrize("policy", ["s3fifo", "value"])
-def test_the_tail_of_a_split_node_has_its_uses(policy: str) -> None:
-    tree = policy_tree(policy, 10)
+def test_the_tail_of_a_split_node_has_its_uses() -> None:
+    tree = policy_tree("value", 10)
     store(tree, A, "abcd")
     for _ in range(3):
         assert num_pages(tree, A, "abcd") == 4
@@ -226,9 +160,8 @@ def test_the_tail_of_a_split_node_has_its_uses(policy: str) -> None:
     assert num_pages(tree, A, "abcd") == 4
 
 
-@pytest.mark.parametrize("policy", ["slru", "s3fifo"])
-def test_the_tail_of_a_split_node_keeps_its_place(policy: str) -> None:
-    tree = policy_tree(policy, 6)
+def test_the_tail_of_a_split_node_keeps_its_place() -> None:
+    tree = policy_tree("lru", 6)
     store(tree, A, "x")
     store(tree, A, "abcd")
     store(tree, A, "y")
@@ -237,9 +170,8 @@ def test_the_tail_of_a_split_node_keeps_its_place(policy: str) -> None:
     assert [num_pages(tree, A, text) for text in ("x", "abcd")] == [0, 4]
 
 
-@pytest.mark.parametrize("policy", ["slru", "s3fifo"])
-def test_what_was_passed_by_comes_back_to_its_turn(policy: str) -> None:
-    tree = policy_tree(policy, 4)
+def test_what_was_passed_by_comes_back_to_its_turn() -> None:
+    tree = policy_tree("lru", 4)
     store(tree, A, "a")
     store(tree, A, "b")
     lease = tree.lease(A, path("a"), "test", far_future(), is_use=False)
@@ -263,7 +195,7 @@ def test_value_keeps_the_deeper_of_two_that_are_used_alike() -> None:
 
 
 def test_a_bad_policy_is_refused_with_the_names() -> None:
-    with pytest.raises(ConfigError, match=r"'mru'.*lru, slru, s3fifo, value"):
+    with pytest.raises(ConfigError, match=r"'mru'.*lru, value"):
         Retention(eviction="mru")
     with pytest.raises(ConfigError, match="ttl_s is 0"):
         Retention(ttl_s=0)

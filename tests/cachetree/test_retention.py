@@ -98,7 +98,7 @@ def test_a_cache_hands_its_settings_on() -> None:
     with pytest.raises(ConfigError, match="eviction is 'mru'"):
         CacheConfig(eviction="mru")
     config = CacheConfig(
-        host_bytes=4 * PAGE, serves=False, eviction="slru", ttl_s=10, max_pinned_share=0.25
+        host_bytes=4 * PAGE, serves=False, eviction="value", ttl_s=10, max_pinned_share=0.25
     )
     clock = FakeTime()
     with Cache(FAMILY, config, allocate=bytes_of, clock=clock) as cache:

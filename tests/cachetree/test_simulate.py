@@ -144,11 +144,11 @@ def test_the_command_prints_a_row_or_a_field_for_each(
     assert [it["policy"] for it in printed["outcomes"]] == ["lru", "value"]
     assert {it["token_hit_rate"] for it in printed["outcomes"]} == {0.5}
     assert printed["attention_tokens"] == 24
-    flags = ["--seconds-per-token", "1", "--attention-tokens", "5", "--policy", "s3fifo"]
+    flags = ["--seconds-per-token", "1", "--attention-tokens", "5", "--policy", "value"]
     assert main(["simulate", str(path), *flags]) == 0
     head, row = capsys.readouterr().out.splitlines()
     assert head.split()[0] == "policy"
-    assert row.split()[:5] == ["s3fifo", "50.0%", "50.0%", "20.0", "50.0%"]
+    assert row.split()[:5] == ["value", "50.0%", "50.0%", "20.0", "50.0%"]
 
 
 @pytest.mark.parametrize(

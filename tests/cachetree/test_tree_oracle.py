@@ -16,7 +16,7 @@ from cachetree.ids import Location
 
 
 @pytest.mark.parametrize("longest", [SHALLOW, DEEP])
-@pytest.mark.parametrize("seed", range(2 * len(POLICIES)))
+@pytest.mark.parametrize("seed", range(4 * len(POLICIES)))
 def test_long_random_walks(seed: int, longest: int) -> None:
     assert random_walk(seed, 1250, longest, retention_of(seed)) > 100
 

@@ -76,7 +76,7 @@ def refusal(model: Path, extra: dict[str, Any], *flags: str) -> str:
     [
         ({"lisen": "tcp://127.0.0.1:1"}, ["no key lisen; did you mean listen?"]),
         ({"host_gb": "much"}, ["host_gb", "float"]),
-        ({"eviction": "fifo"}, ["eviction is 'fifo'", "lru, slru, s3fifo, value"]),
+        ({"eviction": "fifo"}, ["eviction is 'fifo'", "lru, value"]),
         ({"ttl_s": 0}, ["ttl_s is 0", "positive"]),
         ({"max_pinned_share": 2}, ["max_pinned_share is 2", "0 to 1"]),
         ({"host_gb": -1}, ["host_gb is -1", "0 or more"]),
