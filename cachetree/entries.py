@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
@@ -171,13 +171,7 @@ class LocalEntry:
     def __init__(self, node: Node, model: ModelId, slab: Slab, first: int) -> None:
         self.node = node
         self.model: Final = model
-        self.slab: Final = slab
-        self.first: Final = first
-        self.e_layers: Final = slab.layout.e_layers
-        above = self.parent
-        self.e_reach: EReach = EReach.of(
-            self.e_layers, above.e_reach if above else None, node.start
-        )
+        self.replace(slab, first)
         self.num_children = 0
         """Child nodes in which the same model has a local entry."""
         self.holds: frozenset[Hold] = _NOBODY
@@ -194,6 +188,35 @@ class LocalEntry:
         """The entry of the same model in the node above."""
         above = self.node.parent
         return above.local[self.model] if above and above.num_pages else None
+
+    def replace(self, slab: Slab, first: int) -> None:
+        """Take the same pages from another slab; the caller then sees to `reach` below."""
+        self.slab = slab
+        self.first = first
+        self.e_layers = slab.layout.e_layers
+        self.reach()
+
+    def reach(self) -> None:
+        """After the entry above has done so."""
+        above = self.parent
+        self.e_reach: EReach = EReach.of(
+            self.e_layers, above.e_reach if above else None, self.node.start
+        )
+
+    def gains(self, e_layers: Collection[int]) -> bool:
+        """Whether storing its pages again with E at these layers adds some and loses none."""
+        return set(self.e_layers) < set(e_layers)
+
+    def below(self) -> Iterator[LocalEntry]:
+        """What stands on it, parents before children."""
+        pending = [self]
+        while pending:
+            top = pending.pop()
+            if top is not self:
+                yield top
+            if top.num_children:
+                there = [child.local.get(self.model) for child in top.node.children.values()]
+                pending += [entry for entry in there if entry is not None]
 
     @property
     def pages(self) -> Span:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cachetree.entries import Hold
+from cachetree.entries import Hold, LocalEntry
 from cachetree.ids import Span
 from cachetree.lease import Lease, Reservation
 from cachetree.pins import Pins
@@ -25,6 +25,12 @@ class Keepers:
         self.leases.discard(lease)
         lease.is_over = True
         return lease.hold
+
+    def keep_for_readers(self, entry: LocalEntry) -> None:
+        """Its memory is about to be given back, though it stays: leases keep what they read."""
+        for lease in self.leases:
+            if lease.hold in entry.holds:
+                lease.keep(entry.slab)
 
     def expired(self, now_s: float) -> list[Hold]:
         """Ends the leases and pins whose time is over."""

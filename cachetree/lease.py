@@ -53,6 +53,10 @@ class Lease:
             raise StaleEntry(f"the lease of {self.owner} has ended")
         return [segment.view(step, part) for segment, part in self._runs(pages)]
 
+    def keep(self, slab: Slab) -> None:
+        """For the tree: these bytes give way to others, but not before this lease has gone."""
+        self._segments = [it.kept() if it.slab is slab else it for it in self._segments]
+
     def slabs(self, pages: Span | None = None) -> list[Slab]:
         """Of each of `views`."""
         return [segment.slab for segment, _ in self._runs(pages)]

@@ -24,10 +24,13 @@ class Pin:
     """One pinned prefix."""
 
     hold: Hold
-    runs: Set[Run]
-    """All memory that it keeps."""
     deadline: Deadline | None
     """None: until it is taken away."""
+
+    @property
+    def runs(self) -> set[Run]:
+        """All memory that it keeps."""
+        return {run for entry in self.hold.entries for run in entry.runs_above()}
 
 
 class Pins:
@@ -62,14 +65,14 @@ class Pins:
             self._trie.split(end.node, end.stop)  # What follows is not kept.
             hold.add(end.node.local[each])
         replaced = self.unpin(model, pages)
-        self._pins[name] = Pin(hold=hold, runs=runs, deadline=deadline)
-        self._count()
+        self._pins[name] = Pin(hold=hold, deadline=deadline)
+        self.count()
         return depths, replaced
 
     def unpin(self, model: ModelId | None, pages: Sequence[PageHash]) -> Hold | None:
         """Returns what the pin held; None where there is none."""
         pin = self._pins.pop((model, pages[-1]), None) if pages else None
-        self._count()
+        self.count()
         return pin.hold if pin else None
 
     def expired(self, now_s: float) -> list[Hold]:
@@ -78,7 +81,7 @@ class Pins:
             return []
         over = [name for name, pin in self._pins.items() if _at(pin) <= now_s]
         holds = [self._pins.pop(name).hold for name in over]
-        self._count()
+        self.count()
         return holds
 
     def _check(self, name: PinName, runs: Set[Run]) -> None:
@@ -92,7 +95,8 @@ class Pins:
                 "max_pinned_share or the budget"
             )
 
-    def _count(self) -> None:
+    def count(self) -> None:
+        """Look anew at the memory that they keep."""
         self.runs = {run for pin in self._pins.values() for run in pin.runs}
         self.num_bytes = kept_bytes(self.runs)
         self._next_s = min(map(_at, self._pins.values()), default=inf)

@@ -163,15 +163,19 @@ class Segment:
 
     slab: Slab
     pages: Span
+    loan: memoryview | None = None
+    """The slab's, if it is kept for this one though the slab gives it back."""
 
     def view(self, step: Step, pages: Span) -> memoryview:
         """The bytes of `pages`, counted from the first page of this segment."""
         start = self.pages.start
-        return self.slab.view(step, Span(start + pages.start, start + pages.stop))
+        where = self.slab.layout.range_of(step, Span(start + pages.start, start + pages.stop))
+        loan = self.slab.whole if self.loan is None else self.loan
+        return loan[where.start : where.stop]
 
-    def part(self, pages: Span) -> Segment:
-        start = self.pages.start
-        return Segment(self.slab, Span(start + pages.start, start + pages.stop))
+    def kept(self) -> Segment:
+        """The same, readable as long as it is there."""
+        return Segment(self.slab, self.pages, self.slab.whole)
 
 
 def join(segments: Sequence[Segment]) -> list[Segment]:

@@ -14,11 +14,12 @@ from cachetree.clock import Clock, Deadline
 from cachetree.entries import Change, Hold, LocalEntry, Match, Node
 from cachetree.eviction import Eviction, Expiry, Retention, make_policy
 from cachetree.family import Family
-from cachetree.ids import EMPTY_SPAN, Location, ModelId, PageHash, Span
+from cachetree.ids import Location, ModelId, PageHash, Span
 from cachetree.keepers import Keepers
 from cachetree.lease import Lease, Reservation
 from cachetree.matching import find_matches
 from cachetree.memory import PAGEABLE, Memory, NoRoom
+from cachetree.ranges import Ranges
 from cachetree.remote_entries import RemoteEntries
 from cachetree.slab import Layout, Slab
 from cachetree.trie import PageTrie, depth_of
@@ -114,9 +115,10 @@ class CacheTree:
     ) -> Reservation | None:
         """Room for KV of all layers and E at `e_layers` of consecutive pages after `parent`.
 
-        Pages that the model already has are skipped. None where the budget cannot take the rest
-        even after eviction, or where the model has no entry at `parent` (None is the root): such
-        pages could never match.
+        Leading pages that the model already has are skipped, up to the first that have E at some
+        of `e_layers` and at no others: these gain E when they are committed. None where the budget
+        cannot take the rest even after eviction, or where the model has no entry at `parent`
+        (None is the root): such pages could never match.
         """
         for layer in e_layers:
             if not 0 <= layer < self.family.num_layers:
@@ -126,7 +128,7 @@ class CacheTree:
             place = None if parent is None else self._trie.find_local(model, parent)
             if parent is not None and place is None:
                 return None
-            last = self._trie.last_local(model, place, pages)
+            last = self._trie.last_with(model, place, pages, e_layers)
             skipped = depth_of(last) - depth_of(place)
             new = tuple(pages[skipped:])
             slab = Slab(Layout.of(self.family, len(new), sorted(set(e_layers))), self.memory)
@@ -358,11 +360,12 @@ class CacheTree:
             if not reservation.pages:
                 return
             self._keepers.open.discard(reservation)
-            kept = self._publish(reservation) if is_commit else EMPTY_SPAN
+            left = Ranges(Span(0, len(reservation.pages)))
+            for kept in self._publish(reservation) if is_commit else ():
+                left.take_out(kept)
             self._let_go(reservation.hold)
-            for start, stop in ((0, kept.start), (kept.stop, len(reservation.pages))):
-                if start < stop:
-                    self._num_bytes -= reservation.slab.drop_pages(Span(start, stop))
+            for span in left:
+                self._num_bytes -= reservation.slab.drop_pages(span)
 
     def _end_lease(self, lease: Lease) -> None:
         with self._lock:
@@ -379,36 +382,71 @@ class CacheTree:
         if self._expiry is not None:
             self._evict_until(lambda: False, self._expiry.expired())
 
-    def _publish(self, reservation: Reservation) -> Span:
-        """Make entries of the reserved pages; returns which pages they keep."""
+    def _publish(self, reservation: Reservation) -> list[Span]:
+        """Make entries of the reserved pages; returns the runs of pages that they keep."""
         model, slab = reservation.model, reservation.slab
         place = None if reservation.parent is None else self._trie.find(reservation.parent)
-        last = self._trie.last_local(model, place, reservation.pages)
+        last = self._trie.last_with(model, place, reservation.pages, slab.layout.e_layers)
         first = depth_of(last) - depth_of(place)
         pages = reservation.pages[first:]
         parent = reservation.pages[first - 1] if first else reservation.parent
         nodes = self._trie.cover(parent, pages)
         while self._remote.give_way(pages[sum(node.num_pages for node in nodes) :]):
             nodes = self._trie.cover(parent, pages)
-        offset = first
-        for node in nodes:
-            entry = node.local[model] = LocalEntry(node, model, slab, offset)
-            if entry.parent is not None:
-                entry.parent.num_children += 1
-            offset += node.num_pages
-        num_kept = offset - first
-        self._num_pages[model] += num_kept
-        if nodes:
-            self._eviction.add([node.local[model] for node in nodes])
+        kept = self._put(nodes, model, slab, first)
+        for span in kept:
             change = Change(
                 added=True,
                 model=model,
-                parent=parent,
-                pages=pages[:num_kept],
+                parent=reservation.pages[span.start - 1] if span.start else reservation.parent,
+                pages=reservation.pages[span.start : span.stop],
                 e_layers=slab.layout.e_layers,
             )
             self._watch.published(change)
-        return Span(first, offset)
+        return kept
+
+    def _put(self, nodes: Sequence[Node], model: ModelId, slab: Slab, offset: int) -> list[Span]:
+        """Give consecutive nodes the pages of a slab from `offset` on, where they have no better.
+
+        Returns which of its pages they took.
+        """
+        kept = Ranges()
+        gained: list[LocalEntry] = []
+        added: list[LocalEntry] = []
+        for node in nodes:
+            entry = node.local.get(model)
+            span = Span(offset, offset + node.num_pages)
+            offset = span.stop
+            if entry is None:
+                entry = node.local[model] = LocalEntry(node, model, slab, span.start)
+                if entry.parent is not None:
+                    entry.parent.num_children += 1
+                self._num_pages[model] += node.num_pages
+                added.append(entry)
+            elif entry.gains(slab.layout.e_layers):
+                self._keepers.keep_for_readers(entry)
+                self._num_bytes -= entry.slab.drop_pages(entry.pages)
+                entry.replace(slab, span.start)
+                gained.append(entry)
+            else:
+                continue
+            kept.add(span)
+        if gained:
+            self._note_gain(gained)
+        if added:
+            self._eviction.add(added)
+        elif gained:
+            self._eviction.use(gained[-1:])
+        return list(kept)
+
+    def _note_gain(self, gained: Sequence[LocalEntry]) -> None:
+        """These, of one path, top first, have more E than before."""
+        for entry in gained[0].below():
+            entry.reach()
+        for entry in gained:
+            if entry.is_evictable:
+                self._eviction.free(entry)
+        self._keepers.pins.count()
 
     def _make_room(self, num_bytes: int) -> bool:
         """Evict until the `num_bytes` of a new, open reservation fit; nothing where they cannot."""

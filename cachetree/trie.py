@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Final, NamedTuple
 
 from cachetree.entries import Node
@@ -123,6 +123,25 @@ class PageTrie:
             node = node.parent
             stop = node.num_pages
         return Piece(node, 0, stop) if node.num_pages else None
+
+    def last_with(
+        self,
+        model: ModelId,
+        place: Piece | None,
+        pages: Sequence[PageHash],
+        e_layers: Collection[int],
+    ) -> Piece | None:
+        """As `last_local`, but what comes before the first that storing it again would add E to."""
+        last = above = self.last_local(model, place, pages)
+        stop = depth_of(place)
+        while above is not None and depth_of(above) > stop:
+            node = above.node
+            up = node.parent if node.start > stop else None
+            before = Piece(up, 0, up.num_pages) if up is not None else place
+            if node.local[model].gains(e_layers):
+                last = before
+            above = before
+        return last
 
     def upwards(self, pages: Sequence[PageHash]) -> list[Node]:
         """The nodes of all prompts that begin with `pages`, then those above; children first."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from itertools import takewhile
 from typing import Final
 
 from cachetree.disk.record import Record
@@ -13,24 +14,45 @@ from cachetree.ids import ModelId, PageHash, Span
 
 
 class DiskEntry:
-    """Consecutive pages of one model, and where they lie. The store's lock guards what changes."""
+    """Consecutive pages of one model, and where they lie. The store's lock guards what changes.
 
-    def __init__(self, record: Record, place: Place, parent: DiskEntry | None) -> None:
+    The first `start` pages of its record are those of other entries, which have more E.
+    """
+
+    def __init__(self, record: Record, place: Place, start: int) -> None:
         self.record: Final = record
-        self.parent: Final = parent
+        self.start = start
+        self.parent: DiskEntry | None = None
         """The entry with the page before the first."""
         self.children: set[DiskEntry] = set()
         self.place: Place | None = place
         """None when it has been dropped."""
 
+    @property
+    def pages(self) -> tuple[PageHash, ...]:
+        return self.record.pages[self.start :]
+
+    @property
+    def parent_page(self) -> PageHash | None:
+        return self.record.pages[self.start - 1] if self.start else self.record.parent
+
+    def gives_way(self, page: PageHash, e_layers: Collection[int]) -> bool:
+        """Whether `page` is its first, and storing it with this E adds some and loses none."""
+        return page == self.pages[0] and set(self.record.layout.e_layers) < set(e_layers)
+
+    def num_common(self, pages: Sequence[PageHash]) -> int:
+        """How many of `pages`, which begin in it, it has in a row."""
+        theirs = self.record.pages[self.record.pages.index(pages[0]) :]
+        pairs = zip(theirs, pages, strict=False)
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
     def change(self, *, added: bool) -> Change:
-        record = self.record
         return Change(
             added=added,
-            model=record.model,
-            parent=record.parent,
-            pages=record.pages,
-            e_layers=record.layout.e_layers,
+            model=self.record.model,
+            parent=self.parent_page,
+            pages=self.pages,
+            e_layers=self.record.layout.e_layers,
         )
 
 
@@ -71,35 +93,75 @@ class DiskIndex:
         """Who has the longest prefix of `pages`, and which of each entry's pages they are."""
         found: list[tuple[DiskEntry, Span]] = []
         at = 0
-        while at < len(pages):
-            entry = self.entry_of(model, pages[at])
-            if entry is None:
-                break
-            theirs = entry.record.pages
-            start = stop = theirs.index(pages[at])
-            while stop < len(theirs) and at < len(pages) and theirs[stop] == pages[at]:
-                stop += 1
-                at += 1
-            found.append((entry, Span(start, stop)))
+        while at < len(pages) and (entry := self.entry_of(model, pages[at])) is not None:
+            start = entry.record.pages.index(pages[at])
+            num = entry.num_common(pages[at:])
+            found.append((entry, Span(start, start + num)))
+            at += num
         return found
 
-    def accepts(self, model: ModelId, parent: PageHash | None, pages: Sequence[PageHash]) -> bool:
-        """Whether `parent` is here, None being the root, and each of `pages` is new."""
-        of_model = self._entry_of.get(model, {})
-        is_new = of_model.keys().isdisjoint(pages) and len(set(pages)) == len(pages)
-        return is_new and (parent is None or parent in of_model)
+    def wanted(self, model: ModelId, pages: Sequence[PageHash], e_layers: Collection[int]) -> Span:
+        """The first run of `pages` that are not here, or to which storing them again adds E."""
+        start, at = None, 0
+        for entry, span in self.find(model, pages):
+            gains = entry.gives_way(pages[at], e_layers)
+            if not gains and start is not None:
+                return Span(start, at)
+            if gains and start is None:
+                start = at
+            at += len(span)
+        return Span(at if start is None else start, len(pages))
 
-    def add(self, record: Record, place: Place) -> DiskEntry:
-        """Only what `accepts` would take."""
-        page = record.parent
-        parent = None if page is None else self.entry_of(record.model, page)
+    def start_of(self, record: Record) -> int | None:
+        """How many of its first pages others have that are as good; None for what cannot be here.
+
+        That is one whose parent is not here, that brings nothing, or a part of which is elsewhere.
+        """
+        of_model, pages = self._entry_of.get(record.model, {}), record.pages
+        has_parent = record.parent is None or record.parent in of_model
+        if not has_parent or len(set(pages)) < len(pages):
+            return None
+        start, at = 0, 0
+        for entry, span in self.find(record.model, pages):
+            gains = entry.gives_way(pages[at], record.layout.e_layers)
+            if not gains and at > start:
+                return None
+            at += len(span)
+            start = start if gains else at
+        is_new = of_model.keys().isdisjoint(pages[at:])
+        return start if is_new and start < len(pages) else None
+
+    def add(self, record: Record, place: Place, start: int) -> tuple[DiskEntry, list[DiskEntry]]:
+        """What `start_of` would have; also those whose last page it took, which are out."""
+        entry = DiskEntry(record, place, start)
         of_model = self._entry_of.setdefault(record.model, {})
-        entry = DiskEntry(record, place, parent)
-        of_model.update(dict.fromkeys(record.pages, entry))
+        page = entry.parent_page
+        self._hang(entry, None if page is None else of_model[page])
+        replaced: list[DiskEntry] = []
+        for old, span in self.find(record.model, entry.pages):
+            self._take(old, len(span), entry)
+            if not old.pages:
+                replaced.append(old)
+                self._hang(old, None)
+                del self._recency[old]
+        of_model.update(dict.fromkeys(entry.pages, entry))
+        self.touch(entry)
+        return entry, replaced
+
+    def _take(self, old: DiskEntry, num_pages: int, entry: DiskEntry) -> None:
+        """The first pages of `old` are those of `entry` from now on, which the rest hangs on."""
+        taken = set(old.pages[:num_pages])
+        old.start += num_pages
+        for child in [child for child in old.children if child.parent_page in taken]:
+            self._hang(child, entry)
+        self._hang(old, entry)
+
+    def _hang(self, entry: DiskEntry, parent: DiskEntry | None) -> None:
+        if entry.parent is not None:
+            entry.parent.children.discard(entry)
+        entry.parent = parent
         if parent is not None:
             parent.children.add(entry)
-        self.touch(entry)
-        return entry
 
     def touch(self, entry: DiskEntry) -> None:
         """Mark the entry and what it stands on as used now."""
@@ -117,7 +179,7 @@ class DiskIndex:
         for each in dropped:
             del self._recency[each]
             of_model = self._entry_of[each.record.model]
-            for page in each.record.pages:
+            for page in each.pages:
                 del of_model[page]
             if not of_model:
                 del self._entry_of[each.record.model]

@@ -163,18 +163,24 @@ class DiskStore:
     ) -> bool:
         """Write consecutive pages after `parent` (None is the root); blocks on the disk.
 
-        Leading pages that are there already are skipped. False where `parent` is not on disk (such
-        pages could never match), where the budget has no room, or where the disk is full or fails.
+        Pages that are there already are skipped, but for those that gain E: from the first page of
+        an entry on, with E where it has it and at more layers. False where `parent` is not on disk
+        (such pages could never match), where the budget has no room, or where the disk is full or
+        fails.
         `views` gives the bytes of all of `pages`; what it raises is passed on, and nothing of the
         part under way is kept.
         """
         layers = tuple(sorted(set(e_layers)))
         limit_bytes = self.config.max_segment_bytes // _PARTS_PER_SEGMENT
         with self._writing:
-            with self._changed:
-                start = sum(len(span) for _, span in self._index.find(model, pages))
-            while start < len(pages):
-                layout = Layout.of(self.family, len(pages) - start, layers)
+            start = 0
+            while True:
+                with self._changed:
+                    wanted = self._index.wanted(model, pages[start:], layers)
+                if not wanted:
+                    return True
+                start, limit = start + wanted.start, start + wanted.stop
+                layout = Layout.of(self.family, limit - start, layers)
                 layout = largest_fitting(model, layout, limit_bytes)
                 stop = start + layout.num_pages
                 part = Record(
@@ -187,7 +193,6 @@ class DiskStore:
                 if not self._append(part, segments.part_of(views, len(pages), Span(start, stop))):
                     return False
                 start = stop
-        return True
 
     def remove(self, model: ModelId, page: PageHash) -> bool:
         """Drop the entry that has `page` and all that stands on it; False where there is none."""
@@ -209,19 +214,19 @@ class DiskStore:
         if not pages:
             for root in roots:
                 if root.record.model in models:
-                    self.remove(root.record.model, root.record.pages[0])
+                    self.remove(root.record.model, root.pages[0])
         above = set(pages[:-1])
         for path in found:
             if pages and sum(len(span) for _, span in path) == len(pages):
                 # An entry goes whole or not at all: others may stand in its middle.
                 for child in tuple(path[-1][0].children):
-                    if child.record.parent not in above:
-                        self.remove(child.record.model, child.record.pages[0])
+                    if child.parent_page not in above:
+                        self.remove(child.record.model, child.pages[0])
                 for entry, span in reversed(path):
                     goes_on = entry is not path[-1][0] and span.stop < len(entry.record.pages)
                     if entry.children or goes_on:
                         break
-                    self.remove(entry.record.model, entry.record.pages[0])
+                    self.remove(entry.record.model, entry.pages[0])
 
     def status(self) -> DiskStatus:
         with self._changed:
@@ -267,17 +272,14 @@ class DiskStore:
             for segment in found.segments:
                 self._space.adopt(segment)
             for record, place in found.records:
-                if self._index.accepts(record.model, record.parent, record.pages):
-                    self._publish(record, place)
-                else:
-                    useless.append(place)
+                useless += self._publish(record, place)
         self._bury(useless)
         self._make_room(0)
 
     def _append(self, part: Record, views: Views) -> bool:
         num_bytes = most_bytes(part.model, part.layout)
         with self._changed:
-            if not self._is_open or not self._index.accepts(part.model, part.parent, part.pages):
+            if not self._is_open or self._index.start_of(part) is None:
                 return False
         is_too_large = num_bytes + SEGMENT_HEADER_BYTES > self.config.max_segment_bytes
         if is_too_large or not self._make_room(num_bytes + SEGMENT_HEADER_BYTES):
@@ -298,22 +300,30 @@ class DiskStore:
             self._counts.num_written_entries += 1
             self._counts.num_written_bytes += place.num_bytes
             # A reader may have found the parent damaged meanwhile.
-            is_wanted = self._index.accepts(part.model, part.parent, part.pages)
-            if is_wanted:
-                self._publish(record, place)
-        if not is_wanted:
-            self._bury([place])
-        return is_wanted
+            useless = self._publish(record, place)
+        self._bury(useless)
+        return place not in useless
 
     def _note_failure(self, error: OSError) -> None:
         if not self._is_failing:
             log.warning("%s cannot be written, so nothing is kept: %s", self.config.path, error)
         self._is_failing = True
 
-    def _publish(self, record: Record, place: Place) -> None:
-        entry = self._index.add(record, place)
+    def _publish(self, record: Record, place: Place) -> list[Place]:
+        """Returns what is of no use now: it, or what it takes the place of."""
+        start = self._index.start_of(record)
+        if start is None:
+            return [place]
+        entry, replaced = self._index.add(record, place, start)
         place.segment.num_live_bytes += place.num_bytes
         self._listener(entry.change(added=True))
+        return [gone for old in replaced if (gone := self._retire(old)) is not None]
+
+    def _retire(self, entry: DiskEntry) -> Place | None:
+        place, entry.place = entry.place, None
+        if place is not None:
+            place.segment.num_live_bytes -= place.num_bytes
+        return place
 
     def _make_room(self, num_bytes: int) -> bool:
         """Evict and delete until there is room; False where there will not be any in time."""
@@ -396,10 +406,9 @@ class DiskStore:
         """With the lock held: take out the entry and all that stands on it."""
         places: list[Place] = []
         for each in self._index.drop(entry):
-            if each.place is not None:
-                each.place.segment.num_live_bytes -= each.place.num_bytes
-                places.append(each.place)
-            each.place = None
+            place = self._retire(each)
+            if place is not None:
+                places.append(place)
             self._listener(each.change(added=False))
         return places
 

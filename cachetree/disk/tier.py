@@ -259,15 +259,16 @@ class DiskTier:
 
     def _promote(self, entry: DiskEntry) -> bool:
         """Have an entry in memory, whose parent is there; False where that cannot be."""
-        record = entry.record
+        record, start = entry.record, entry.start
+        parent = record.pages[start - 1] if start else record.parent
         reservation = self._tree.reserve(
-            record.model, record.parent, record.pages, record.layout.e_layers
+            record.model, parent, record.pages[start:], record.layout.e_layers
         )
         if reservation is None:
             return False
         with reservation:
             if reservation.pages:
-                missing = Span(reservation.skipped, len(record.pages))
+                missing = Span(start + reservation.skipped, len(record.pages))
                 try:
                     for step in Chunks(record.layout).steps:
                         self._store.read(entry, step, missing, reservation.view(step))

@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from tree_parts import FAMILY, PAGE, E, FakeTime
 
@@ -65,6 +66,8 @@ class OpenLease:
     model: ModelId
     pages: list[str]
     at_s: float
+    e_layers: set[int]
+    """Of which all of them had E when it was made."""
 
 
 @dataclass
@@ -114,6 +117,15 @@ class Oracle:
             least = min(there[slab] * slab.page_bytes, num * slab.page_bytes + borders)
             num_bytes += least if self.unit_bytes == 1 else slab.num_bytes
         return num_bytes
+
+    def is_taken(self, model: ModelId, page: str, e_layers: Collection[int]) -> bool:
+        """Whether storing it with this E adds to what is there, and takes nothing away."""
+        there = self.local.get((model, page))
+        return there is None or set(there.slab.e_layers) < set(e_layers)
+
+    def skipped(self, model: ModelId, pages: list[str], e_layers: Collection[int]) -> list[str]:
+        """The leading pages that need not be stored."""
+        return list(takewhile(lambda page: not self.is_taken(model, page, e_layers), pages))
 
     def is_expired(self, page: Page) -> bool:
         ttl_s = self.retention.ttl_s

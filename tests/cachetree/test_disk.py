@@ -331,3 +331,41 @@ def test_a_read_into_the_wrong_room_is_refused(tmp_path: Path) -> None:
         store.read(entry, step, Span(0, 3), halves.data)
         assert halves.tobytes() == content(A, path_of("abc"), step)
         assert num_right(store, A, "abc") == 3, "a wrong request dropped the entry"
+
+
+def e_found(store: DiskStore, text: str) -> list[tuple[int, ...]]:
+    """Of each page that is found, where it has E."""
+    found = store.find(A, path_of(text))
+    for entry, span in found:
+        check(store, entry, span)
+    return [entry.record.layout.e_layers for entry, span in found for _ in range(len(span))]
+
+
+def test_pages_that_are_written_again_with_more_e_have_it(tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        assert write(store, A, "abcdefgh", e_layers=[1])
+        assert write(store, A, "abcxyz", start=3, e_layers=[1])
+        assert write(store, A, "abcdefghij", start=8)
+        assert write(store, A, "abcde", e_layers=[0, 1])
+        # Of an entry that goes on, the rest stays as it was, and what stands on it.
+        assert e_found(store, "abcdefghij") == [(0, 1)] * 5 + [(1,)] * 3 + [()] * 2
+        assert e_found(store, "abcxyz") == [(0, 1)] * 3 + [(1,)] * 3
+        before = store.status().num_live_bytes
+        for text, e_layers in (
+            ("abcdefgh", []),
+            ("abcdefgh", [2]),
+            ("abcde", [0, 1]),
+            ("abc", [1]),
+        ):
+            assert write(store, A, text, e_layers=e_layers)
+        assert store.status().num_live_bytes == before, "it adds nothing, or loses something"
+        assert write(store, A, "abcdefghijk", e_layers=[0, 1])
+        assert e_found(store, "abcdefghijk") == [(0, 1)] * 11
+        assert e_found(store, "abcxyz") == [(0, 1)] * 3 + [(1,)] * 3
+        assert store.status().num_pages == 14
+    with open_store(tmp_path) as store:
+        assert e_found(store, "abcdefghijk") == [(0, 1)] * 11
+        assert e_found(store, "abcxyz") == [(0, 1)] * 3 + [(1,)] * 3
+        assert store.status().counts.num_damaged_entries == 0
+        store.evict(None, [])
+        assert store.status().num_live_bytes == store.status().num_pages == 0

@@ -93,4 +93,4 @@ def removed_with(store: DiskStore, model: ModelId, page: PageHash) -> set[PageHa
     entries = [entry for entry, _ in found]
     for entry in entries:
         entries.extend(entry.children)
-    return {each for entry in entries for each in entry.record.pages}
+    return {each for entry in entries for each in entry.pages}

@@ -15,7 +15,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
+from typing import Any
 
+import numpy as np
 import pytest
 from page_oracle import OpenLease, OpenPin, OpenReservation, Oracle, Page, Slab, leading_e, prefixes
 from tree_parts import FAMILY, KV, E, content
@@ -31,7 +33,7 @@ NAMES = ("base", "adapter")
 LOCATIONS = (Location("tcp://far:1"), Location("tcp://farther:1"))
 LIAR = Location("tcp://liar:1")
 """Advertises pages where they cannot be; what is said of it in a match is not looked at."""
-E_CHOICES: tuple[tuple[int, ...], ...] = ((), (1,), (0, 2))
+E_CHOICES: tuple[tuple[int, ...], ...] = ((), (1,), (0, 2), (0, 1, 2))
 ALPHABETS = ("abc", "ABC")
 """One per tenant."""
 SALTS = (b"", b"salt of the second tenant".ljust(32))
@@ -44,12 +46,11 @@ def path(text: str) -> list[PageHash]:
     return page_hashes([ALPHABETS[tenant].index(it) for it in text], 1, SALTS[tenant])
 
 
-class Loan(bytearray):
-    """What the tree gets; it can be watched."""
-
-
 class Memory:
-    """Lends whole loans, or takes back single bytes, and writes over what it is given back."""
+    """Lends whole loans, or takes back single bytes.
+
+    What is given back is written over as soon as nobody views the loan that it was a part of.
+    """
 
     file = None
 
@@ -61,22 +62,20 @@ class Memory:
         return num_bytes
 
     def take(self, num_bytes: int) -> memoryview:
-        loan = Loan(num_bytes)
         self.num_bytes += num_bytes
-        if self.unit_bytes > 1:
-            weakref.finalize(loan, self.on_free, num_bytes)
-        return memoryview(loan)
-
-    def on_free(self, num_bytes: int) -> None:
-        self.num_bytes -= num_bytes
+        return np.zeros(num_bytes, np.uint8)[:].data
 
     def give_back(self, loan: memoryview, parts: Sequence[Span]) -> memoryview:
-        if self.unit_bytes > 1:
-            return memoryview(b"")
+        old = loan.obj
+        assert isinstance(old, np.ndarray)
+        self.num_bytes -= sum(map(len, parts))
+        new = old.base[:]
+        weakref.finalize(old, self.write_over, old.base, parts).atexit = False
+        return new.data
+
+    def write_over(self, whole: np.ndarray[Any, Any], parts: Sequence[Span]) -> None:
         for part in parts:
-            loan[part.start : part.stop] = b"\xee" * len(part)
-            self.num_bytes -= len(part)
-        return loan
+            whole[part.start : part.stop] = 0xEE
 
     def place_of(self, view: memoryview) -> int | None:
         return None
@@ -121,7 +120,7 @@ class Mirror(Oracle):
         self.num_operations += 1
         self.sweep()
         pages, parent = prefixes(text, start), text[:start]
-        present = [page for page in pages if (model, page) in self.local]
+        present = self.skipped(model, pages, e_layers)
         new = pages[len(present) :]
         slab = Slab(len(new), e_layers)
         num_bytes = slab.num_bytes
@@ -152,21 +151,26 @@ class Mirror(Oracle):
     def commit(self, index: int) -> None:
         self.num_operations += 1
         it = self.reservations.pop(index)
-        kept = [page for page in it.pages if (it.model, page) not in self.local]
-        if kept:
-            self.cover_for_local(kept[0][:-1], kept)
+        rest = it.pages[len(self.skipped(it.model, it.pages, it.slab.e_layers)) :]
+        if rest:
+            self.cover_for_local(rest[0][:-1], rest)
+        kept = [page for page in rest if self.is_taken(it.model, page, it.slab.e_layers)]
+        is_gain = any((it.model, page) in self.local for page in kept)
         for page in kept:
             self.local[it.model, page] = Page(it.slab, 0)
         if kept:
             self.num_uses += 1
             self.touch(it.model, kept[-1])
-        self.added: Change | None = None
+        if is_gain:
+            self.num_pinned_bytes = self.bytes_of(self.pinned_pages())
+        self.added: list[Change] = []
         it.handle.commit()
-        assert (self.added is not None) == bool(kept)
-        if self.added:
-            assert self.added.pages == tuple(self.hashes(kept[-1])[-len(kept) :])
-            assert self.added.parent == self.hash(kept[0][:-1])
-            assert self.added.e_layers == it.slab.e_layers
+        assert [page for change in self.added for page in change.pages] == [
+            self.hashes(page)[-1] for page in kept
+        ]
+        for change in self.added:
+            assert change.parent == self.hash(self.text_of[change.pages[0]][:-1])
+            assert change.e_layers == it.slab.e_layers
 
     def release(self, index: int) -> None:
         self.num_operations += 1
@@ -179,7 +183,10 @@ class Mirror(Oracle):
         handle = self.tree.lease(model, self.hashes(text)[start:], "oracle", Deadline(at_s))
         assert (handle is not None) == all((model, page) in self.local for page in pages)
         if handle is not None:
-            self.leases.append(OpenLease(handle, model, pages, at_s))
+            e_layers = set.intersection(
+                *[set(self.local[model, page].slab.e_layers) for page in pages]
+            )
+            self.leases.append(OpenLease(handle, model, pages, at_s, e_layers))
             self.check_content(self.leases[-1])
             self.num_uses += 1
             self.touch(model, text)
@@ -323,7 +330,7 @@ class Mirror(Oracle):
         for layer in range(FAMILY.num_layers):
             expected = b"".join(content(it.model, page, layer, "kv", KV) for page in hashes)
             assert b"".join(it.handle.kv(layer)) == expected
-            if all(layer in self.local[it.model, page].slab.e_layers for page in it.pages):
+            if layer in it.e_layers:
                 expected = b"".join(content(it.model, page, layer, "e", E) for page in hashes)
                 assert b"".join(it.handle.e(layer)) == expected
             else:
@@ -333,7 +340,7 @@ class Mirror(Oracle):
     def on_change(self, change: Change) -> None:
         """Additions are checked by `commit`; a removal must be the entry that had to go."""
         if change.added:
-            self.added = change
+            self.added.append(change)
             return
         self.num_evictions += 1
         model, pages = change.model, [self.text_of[page] for page in change.pages]

@@ -1,0 +1,97 @@
+"""Pages that are stored again with E at more layers gain it; what reads them sees no change."""
+
+from __future__ import annotations
+
+from tree_parts import FAMILY, FAR, KV, PAGE, A, B, E, content, far_future, make_tree, path, store
+
+from cachetree.entries import Change
+from cachetree.ids import ModelId
+from cachetree.tree import CacheTree
+
+
+def e_pages(tree: CacheTree, model: ModelId, text: str) -> dict[int, int]:
+    (found,) = [match for match in tree.match(path(text)) if match.model == model]
+    return dict(found.e_pages)
+
+
+def is_right(tree: CacheTree, model: ModelId, text: str, e_layers: list[int]) -> bool:
+    """Of all pages, KV and the E that is said to be there."""
+    pages = path(text)
+    lease = tree.lease(model, pages, "test", far_future())
+    assert lease is not None
+    with lease:
+        kv = all(
+            b"".join(lease.kv(layer))
+            == b"".join(content(model, page, layer, "kv", KV) for page in pages)
+            for layer in range(FAMILY.num_layers)
+        )
+        return kv and all(
+            b"".join(lease.e(layer))
+            == b"".join(content(model, page, layer, "e", E) for page in pages)
+            for layer in e_layers
+        )
+
+
+def test_pages_that_are_stored_again_with_more_e_have_it() -> None:
+    tree = make_tree()
+    store(tree, A, "abcd", e_layers=[1])
+    store(tree, A, "abxy", start=2, e_layers=[1])
+    store(tree, B, "abcd")
+    changes: list[Change] = []
+    tree.subscribe(changes.append)
+    assert store(tree, A, "abcde", e_layers=[0, 1]) == tuple(path("abcde"))
+    assert e_pages(tree, A, "abcde") == {0: 5, 1: 5}
+    assert e_pages(tree, A, "abxy") == {0: 2, 1: 4}
+    assert e_pages(tree, B, "abcd") == {}
+    assert is_right(tree, A, "abcde", [0, 1])
+    assert is_right(tree, A, "abxy", [1])
+    assert [(it.added, it.pages, it.e_layers) for it in changes] == [
+        (True, tuple(path("abcde")), (0, 1))
+    ]
+    assert tree.num_pages == 5 + 2 + 4
+    tree.clear()
+    assert tree.num_bytes == tree.num_pages == 0
+
+
+def test_what_adds_no_e_or_would_lose_some_is_skipped() -> None:
+    tree = make_tree()
+    store(tree, A, "abcd", e_layers=[0, 1])
+    for e_layers in ([], [0], [1], [0, 1], [2], [1, 2]):
+        assert store(tree, A, "abcd", e_layers=e_layers) == ()
+    assert e_pages(tree, A, "abcd") == {0: 4, 1: 4}
+
+
+def test_readers_go_on_and_pins_stay_while_pages_gain() -> None:
+    tree = make_tree()
+    store(tree, A, "abcd", e_layers=[1])
+    lease = tree.lease(A, path("abcd"), "test", far_future())
+    assert lease is not None
+    assert tree.pin(A, path("abcd")) == {A: 4}
+    assert tree.num_pinned_bytes == 4 * (PAGE + E)
+    store(tree, A, "abcd", e_layers=[0, 1])
+    assert tree.num_pinned_bytes == tree.num_bytes == 4 * (PAGE + 2 * E)
+    for layer in range(FAMILY.num_layers):
+        expected = b"".join(content(A, page, layer, "kv", KV) for page in path("abcd"))
+        assert b"".join(lease.kv(layer)) == expected
+    lease.release()
+    assert is_right(tree, A, "abcd", [0, 1])
+    tree.clear()
+    assert is_right(tree, A, "abcd", [0, 1]), "it is pinned"
+
+
+def test_of_two_stores_of_the_same_pages_the_one_with_more_e_stays() -> None:
+    for first, second in (([1], [0, 1]), ([0, 1], [1])):
+        tree = make_tree()
+        stores = [tree.reserve(A, None, path("abc"), e_layers) for e_layers in (first, second)]
+        for reservation in stores:
+            assert reservation is not None
+            reservation.commit()
+        assert e_pages(tree, A, "abc") == {0: 3, 1: 3}
+        assert tree.num_bytes == 3 * (PAGE + 2 * E)
+
+
+def test_an_advert_with_more_e_is_noted() -> None:
+    tree = make_tree()
+    tree.add_remote(FAR, A, None, path("abcd"), [1])
+    tree.add_remote(FAR, A, None, path("ab"), [0, 1])
+    assert e_pages(tree, A, "abcd") == {0: 2, 1: 4}
