@@ -1,13 +1,14 @@
 # make demo    two real servers share a prefix: quality and speed, as a table and a picture
 # make test    the tests;  make test-all   the slow ones too;  make check   ruff, mypy
 # make bench   the benchmarks, 45 minutes;  make soak   random operations, faults and inputs: an hour or more
+# make gpu     what the CUDA path does on this device, where there is one
 # make pairs   train the small model pairs again, from a seed;  make profiles   profile them
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-all check bench soak pairs profiles install
+.PHONY: demo test test-all check bench gpu soak pairs profiles install
 .DEFAULT_GOAL := test
 
 install: $(INSTALLED)
@@ -49,6 +50,9 @@ bench: $(INSTALLED)
 	$(BENCH)/compression.py
 	$(BENCH)/low_rank.py
 	$(BENCH)/profiler.py
+
+gpu: $(INSTALLED)
+	$(BIN)/python benchmarks/gpu.py
 
 soak: $(INSTALLED)
 	$(BIN)/python tests/cachetree/tree_walks.py --operations 1000000

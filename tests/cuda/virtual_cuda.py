@@ -36,7 +36,7 @@ from accesses import INDEXING, accesses, aten, granules, is_view, keys_of
 from sglang.srt.platforms import current_platform
 from torch.cuda._sanitizer import EventHandler, SynchronizationError, TensorInfo
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 ROOT: Final = Path(__file__).parents[2]
 PRODUCT: Final = ("sglang_droidspeak", "cachetree")
@@ -132,6 +132,7 @@ class VirtualCuda:
     stalls: list[Stall] = field(default_factory=list)
     fences: set[Line] = field(default_factory=set)
     is_capturing: bool = False
+    _graph: Graph | None = None
     _detector: EventHandler = field(default_factory=EventHandler)
     _guard: Any = field(default_factory=_thread.RLock)
     _ids: Any = field(default_factory=lambda: count(1))
@@ -155,6 +156,8 @@ class VirtualCuda:
             "is_current_stream_capturing": lambda: self.is_capturing,
             "current_device": lambda: 0,
             "_lazy_init": lambda: None,
+            "CUDAGraph": Graph,
+            "graph": self.capturing,
         }
         enter = self._stack.enter_context
         for name, fake in fakes.items():
@@ -194,9 +197,10 @@ class VirtualCuda:
     # What tests ask of it.
 
     @contextlib.contextmanager
-    def capturing(self) -> Iterator[None]:
+    def capturing(self, graph: Graph | None = None) -> Iterator[None]:
         """As `torch.cuda.graph`, but that the operations run at once, too."""
         self.is_capturing = True
+        self._graph = graph
         try:
             yield
         finally:
@@ -298,6 +302,8 @@ class VirtualCuda:
         # What it reads is looked up before it runs: it may overwrite its own indices.
         reads, writes = accesses(func, it.args, it.kwargs, keys)
         made = it.execute()
+        if self.is_capturing and self._graph is not None:
+            self._graph.operations.append((it, made))
         for tensor in [*made, *it.here]:
             self._kept.setdefault(tensor.untyped_storage().data_ptr(), tensor)
         if it.pins:
@@ -383,6 +389,20 @@ class Stream:
 
     def synchronize(self) -> None:
         self._cuda.host_waits(self._cuda.clock_of(self.id), "synchronize")
+
+
+class Graph:
+    """Operations that are run again on the same memory; what orders them is not watched."""
+
+    def __init__(self) -> None:
+        self.operations: list[tuple[_Operation, list[torch.Tensor]]] = []
+
+    def replay(self) -> None:
+        with _disable_current_modes():
+            for it, made in self.operations:
+                for before, now in zip(made, it.execute(), strict=True):
+                    if before.data_ptr() != now.data_ptr():
+                        before.copy_(now)
 
 
 class Event:

@@ -1,0 +1,171 @@
+"""Does the CUDA path do on this device what it is written for? Under a minute; `make gpu`.
+
+    captured   E that a CUDA graph writes is the E of each replay, in the slots of that replay
+    pinned     a copy of staged KV into slots from page-locked memory against one from pageable
+    overlap    the same copies on the extension's copy stream beside a matrix product: the share of
+               the shorter that ran beside the other (1: all of it)
+
+A part that cannot run here says why. Each part checks what it copied before it tells a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import result
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from cachetree.codec import Codec
+from sglang_droidspeak.capture import EPool
+from sglang_droidspeak.loader import Copies
+from sglang_droidspeak.rows import Coding, DeviceRows
+
+HEADS, HEAD_DIM, HIDDEN, LAYERS = 8, 128, 4096, 4
+"""The KV of an 8B model, in bfloat16: 4 KiB per token and layer."""
+REPEATS = 5
+
+
+class Stack:
+    """Tells of E as a model's layers do."""
+
+    def on_e(self, _layer: int, callback: Callable[..., None]) -> None:
+        self.callbacks = [*getattr(self, "callbacks", ()), callback]
+
+    def tell(self, slots: torch.Tensor, e: torch.Tensor) -> None:
+        for callback in self.callbacks:
+            callback(SimpleNamespace(out_cache_loc=slots), e)
+
+
+def captured(num_tokens: int) -> dict[str, Any]:
+    runner = SimpleNamespace(dtype=torch.bfloat16, device="cuda")
+    pool, stack = EPool((1,), {}, 2 * num_tokens, HIDDEN, runner), Stack()
+    pool.capture_from(stack)
+    slots = torch.arange(num_tokens, device="cuda")
+    e = torch.zeros(num_tokens, HIDDEN, dtype=torch.bfloat16, device="cuda")
+    stack.tell(slots, e)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        stack.tell(slots, e)
+    num_wrong = 0
+    for shift in (0, num_tokens):
+        slots.copy_(torch.arange(num_tokens) + shift)
+        e.copy_(torch.randn(num_tokens, HIDDEN))
+        pool.invalidate(slots)
+        graph.replay()
+        num_wrong += int((pool.e[1][slots] != e).any(1).sum() + (~pool.valid[slots]).sum())
+    return {"wrong_rows": num_wrong}
+
+
+class Loads:
+    """Staged KV of some tokens, and the pool that it goes to."""
+
+    def __init__(self, num_tokens: int, *, pin: bool) -> None:
+        size = (LAYERS, 2 * num_tokens, HEADS, HEAD_DIM)
+        buffers = [torch.zeros(size, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
+        self.pool = SimpleNamespace(
+            k_buffer=list(buffers[0]), v_buffer=list(buffers[1]), dtype=torch.bfloat16
+        )
+        self.rows = DeviceRows(self.pool, Coding(Codec.NONE, HEAD_DIM))
+        self.slots = torch.arange(0, 2 * num_tokens, 2, device="cuda")
+        self.host = torch.empty(
+            num_tokens, 2, HEADS, HEAD_DIM, dtype=torch.bfloat16, pin_memory=pin
+        ).normal_()
+        self.num_bytes = LAYERS * self.host.nbytes
+
+    def run(self) -> None:
+        raw = self.host.view(torch.uint8).flatten().numpy().data
+        for layer in range(LAYERS):
+            self.rows.write_from(layer, self.slots, raw)
+
+    def check(self) -> None:
+        torch.cuda.synchronize()
+        there = torch.stack([self.pool.k_buffer[-1], self.pool.v_buffer[-1]], 1)[self.slots]
+        if not torch.equal(there.cpu(), self.host):
+            raise RuntimeError("the slots do not hold what was staged")
+
+
+def pinned(num_tokens: int) -> dict[str, Any]:
+    found = {}
+    for name, pin in (("pinned", True), ("pageable", False)):
+        loads = Loads(num_tokens, pin=pin)
+        ms = median_ms(loads.run)
+        loads.check()
+        found[f"{name}_gb_per_s"] = round(loads.num_bytes / ms / 1e6, 2)
+    return found
+
+
+def overlap(num_tokens: int) -> dict[str, Any]:
+    loads = Loads(num_tokens, pin=True)
+    matrix = torch.randn(num_tokens, num_tokens, dtype=torch.bfloat16, device="cuda")
+
+    def compute() -> None:
+        for _ in range(8):
+            matrix @ matrix
+
+    def both() -> None:
+        copies = Copies(None, "cuda")
+        copies.wait_for_forwards()
+        with copies.of(0, 0):
+            loads.run()
+        compute()
+        copies.forward_waits(0, 0)
+
+    alone_ms = [median_ms(loads.run), median_ms(compute)]
+    both_ms = median_ms(both)
+    loads.check()
+    share = (sum(alone_ms) - both_ms) / min(alone_ms)
+    names = ("copies_ms", "compute_ms", "both_ms", "overlap")
+    return dict(zip(names, (*alone_ms, both_ms, round(share, 3)), strict=True))
+
+
+PARTS = {"captured": captured, "pinned": pinned, "overlap": overlap}
+
+
+def median_ms(work: Callable[[], None]) -> float:
+    """On the current stream, by its events, after one run that is not counted."""
+    times = []
+    for _ in range(REPEATS + 1):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        work()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop))
+    return sorted(times[1:])[REPEATS // 2]
+
+
+def measure(num_tokens: int) -> dict[str, Mapping[str, Any]]:
+    return {name: attempt(part, num_tokens) for name, part in PARTS.items()}
+
+
+def attempt(part: Callable[[int], dict[str, Any]], num_tokens: int) -> Mapping[str, Any]:
+    try:
+        return part(num_tokens)
+    except (RuntimeError, AssertionError) as exc:  # CUDA's errors; torch that was built without it.
+        return {"not_run": str(exc).partition("\n")[0]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--json", type=Path, help="append the JSON line to this file too")
+    args = parser.parse_args()
+    environment = result.here()
+    found = measure(args.tokens)
+    table = Table("part", "what", "found")
+    for part, values in found.items():
+        for what, value in values.items():
+            table.add_row(part, what, str(value))
+    Console().print(table)
+    result.write("gpu", found, environment, args.json)
+
+
+if __name__ == "__main__":
+    main()
