@@ -6,7 +6,6 @@ leads: those after it, whose models may reuse its model's KV, wait until it is i
 
 from __future__ import annotations
 
-import time
 from bisect import bisect_left
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
@@ -20,13 +19,9 @@ from sglang_droidspeak.prefixes import namespace_of
 if TYPE_CHECKING:
     from cachetree.tree import CacheTree
     from sglang_droidspeak.compat.names import Req
-    from sglang_droidspeak.meter import Meter
     from sglang_droidspeak.models import Models
     from sglang_droidspeak.planner import Planned, Planner
 
-_PATIENCE: Final = 2.0
-"""A leader is followed for so many times the prefill that it is predicted to take, and a second."""
-_UNKNOWN_PREFILL_S: Final = 30.0
 _READS_NOBODY: Final = (Reason.OFF.value, "bad_controls")
 """Outcomes of requests that compute all themselves, whatever others have."""
 
@@ -39,8 +34,6 @@ class Leader:
     model: ModelId
     pages: Sequence[PageHash]
     place: Location = field(init=False)
-    started_s: float | None = None
-    """When it was first seen to have left the queue."""
 
     def __post_init__(self) -> None:
         self.place = pool_of(namespace_of(self.req))
@@ -56,14 +49,11 @@ class Following:
 class Leaders:
     """Scheduler thread only."""
 
-    def __init__(
-        self, tree: CacheTree, planner: Planner, models: Models, meter: Meter, page_size: int
-    ) -> None:
+    def __init__(self, tree: CacheTree, planner: Planner, models: Models, page_size: int) -> None:
         self._page_size: Final = page_size
         self._tree: Final = tree
         self._planner: Final = planner
         self._models: Final = models
-        self._meter: Final = meter
         self._leaders: dict[str, Leader] = {}
 
     def follow(
@@ -87,33 +77,35 @@ class Leaders:
             self._leaders[req.rid] = Leader(req, part.model, pages)
         return None
 
-    def is_over(self, following: Following, waiting: Container[str]) -> bool:
-        """Whether the pages are there, or are no longer worth waiting for."""
+    def is_over(self, following: Following) -> bool:
+        """Whether the pages are there, or will not come."""
         leader = following.leader
         wanted = leader.pages[: following.num_pages]
-        reach = self._tree.reach(leader.place, leader.model, wanted)
-        if leader.req.finished() or reach == len(wanted):
-            return True
-        if leader.req.rid in waiting:
-            return False
-        leader.started_s = leader.started_s or time.monotonic()
-        return time.monotonic() - leader.started_s > self._patience_s(leader)
+        return self._leaders.get(leader.req.rid) is not leader or self._has_left(leader, wanted)
+
+    def prune(self, waiting: Container[str]) -> None:
+        """Forget whom nobody needs to follow any more, given the requests that wait."""
+        for rid, leader in list(self._leaders.items()):
+            is_over = rid not in waiting and not _is_in_prefill(leader.req)
+            if is_over or self._has_left(leader, leader.pages):
+                del self._leaders[rid]
 
     def clear(self) -> None:
         self._leaders.clear()
 
     def _others(self, req: Req) -> list[Leader]:
-        """Those of other adapters that are not done."""
-        for rid, leader in list(self._leaders.items()):
-            reach = self._tree.reach(leader.place, leader.model, leader.pages)
-            if reach == len(leader.pages) or leader.req.finished():
-                del self._leaders[rid]
+        """Those of other adapters."""
         mine = pool_of(namespace_of(req))
         return [it for it in self._leaders.values() if it.place != mine]
 
-    def _patience_s(self, leader: Leader) -> float:
-        prefill_s = self._meter.full_prefill_s(len(leader.req.full_untruncated_fill_ids))
-        return _PATIENCE * (_UNKNOWN_PREFILL_S if prefill_s is None else prefill_s) + 1.0
+    def _has_left(self, leader: Leader, pages: Sequence[PageHash]) -> bool:
+        return self._tree.reach(leader.place, leader.model, pages) == len(pages)
+
+
+def _is_in_prefill(req: Req) -> bool:
+    """Whether one that has left the queue still computes its prompt: it has slots, which an aborted
+    one does not get, and no answer yet, before whose first token it leaves what others may read."""
+    return req.kv.holds_kv and not req.output_ids
 
 
 def _num_common(ours: Sequence[PageHash], theirs: Sequence[PageHash]) -> int:

@@ -133,7 +133,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
             planner,
             self._pool_index,
             self._activated,
-            Leaders(self._cache.tree, planner, self._models, self._meter, params.page_size),
+            Leaders(self._cache.tree, planner, self._models, params.page_size),
             self._ranks,
         )
         self._forward = ForwardPass(

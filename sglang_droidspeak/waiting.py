@@ -144,6 +144,10 @@ class WaitingRequests:
         """Plan new requests, forget those that have left, and return the rids to hold back."""
         self._tree = tree
         reuses = [self._reuses.get(req.rid) or self._begin(req, tree) for req in queue]
+        if len(self._reuses) > len(queue):
+            for rid in self._reuses.keys() - {req.rid for req in queue}:
+                self._reuses.pop(rid).give_up()
+        self._leaders.prune(self._reuses)
         new = [it for it in reuses if not it.is_planned]
         if new:
             self._decide_all(new, tree, num_waiting=len(queue) - 1)
@@ -159,9 +163,6 @@ class WaitingRequests:
                 it.unstage()
             elif state == Progress.WAITING:
                 held.add(it.req.rid)
-        if len(self._reuses) > len(queue):
-            for rid in self._reuses.keys() - {req.rid for req in queue}:
-                self._reuses.pop(rid).give_up()
         return held
 
     def has_staging(self, rid: str) -> bool:
@@ -268,7 +269,7 @@ class WaitingRequests:
 
     def _may_plan(self, reuse: Reuse) -> bool:
         if reuse.following is not None:
-            return self._leaders.is_over(reuse.following, self._reuses)
+            return self._leaders.is_over(reuse.following)
         return all(search.is_over for search in reuse.searches)
 
     def _decide(self, reuse: Reuse, tree: UnifiedRadixCache, num_waiting: int) -> None:

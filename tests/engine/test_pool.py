@@ -182,19 +182,14 @@ def test_an_adapter_whose_files_change_while_they_are_read_is_unknown(
 class FakeReq:
     rid: str
     lora_id: str | None = None
-    is_finished: bool = False
-    full_untruncated_fill_ids: tuple[int, ...] = (0,) * 64
-
-    def finished(self) -> bool:
-        return self.is_finished
+    kv: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(holds_kv=False))
+    output_ids: list[int] = field(default_factory=list)
 
 
 @dataclass
 class Crowd:
     leaders: Leaders
     index: PoolIndex
-    asked: list[str] = field(default_factory=list)
-    meter: SimpleNamespace = field(default_factory=lambda: SimpleNamespace())
 
 
 @pytest.fixture
@@ -202,9 +197,8 @@ def crowd(shelf: Shelf) -> Crowd:
     models = Models(BASE, 4, lambda _folder: ADAPTED)
     models._loaded["x"] = SimpleNamespace(model_id=ADAPTED, adapter=None)
     made = Crowd(None, shelf.index)  # type: ignore[arg-type]
-    made.meter.full_prefill_s = lambda _num_tokens: 0.0
     planner = SimpleNamespace(would_reuse=lambda *_args: True)
-    made.leaders = Leaders(shelf.tree, planner, models, made.meter, PAGE)  # type: ignore[arg-type]
+    made.leaders = Leaders(shelf.tree, planner, models, PAGE)  # type: ignore[arg-type]
     return made
 
 
@@ -215,20 +209,31 @@ def test_the_first_leads_and_others_wait_until_its_pages_are_there(crowd: Crowd)
     assert crowd.leaders.follow(same, pages, "no_match") is None, "its own tree will have it"
     following = crowd.leaders.follow(second, longer, "no_match")
     assert (following.leader.req, following.num_pages) == (first, 3)
-    assert not crowd.leaders.is_over(following, waiting={"1", "2"})
+    assert not crowd.leaders.is_over(following)
     crowd.index.note("", BASE, pages[:2])
-    assert not crowd.leaders.is_over(following, waiting={"2"})
+    assert not crowd.leaders.is_over(following)
     crowd.index.note("", BASE, pages[:3])
-    assert crowd.leaders.is_over(following, waiting={"2"})
+    assert crowd.leaders.is_over(following)
 
 
-def test_nobody_waits_for_one_that_is_gone(crowd: Crowd) -> None:
-    pages, first = pages_of(4), FakeReq("1")
-    crowd.leaders.follow(first, pages, "no_match")
-    following = crowd.leaders.follow(FakeReq("2", "x"), pages, "no_match")
-    first.is_finished = True
-    assert crowd.leaders.is_over(following, waiting={"2"})
-    assert crowd.leaders.follow(FakeReq("3", "x"), pages, "no_match") is None
+def test_one_that_leaves_nothing_is_followed_until_its_first_token(crowd: Crowd) -> None:
+    """Or until it has left the queue for good, as an aborted one does; then it is forgotten."""
+    pages = pages_of(4)
+    for rid in ("answers", "aborted"):
+        leader = FakeReq(rid)
+        crowd.leaders.follow(leader, pages, "no_match")
+        following = crowd.leaders.follow(FakeReq("2", "x"), pages, "no_match")
+        crowd.leaders.prune({rid, "2"})
+        assert not crowd.leaders.is_over(following)
+        if rid == "answers":
+            leader.kv.holds_kv = True
+            crowd.leaders.prune({"2"})
+            assert not crowd.leaders.is_over(following), "it computes"
+            leader.output_ids.append(1)
+        crowd.leaders.prune({"2"})
+        assert crowd.leaders.is_over(following)
+        assert crowd.leaders.follow(FakeReq("3", "x"), pages, "no_match") is None
+        crowd.leaders.clear()
 
 
 @pytest.mark.parametrize("outcome", ["off", "bad_controls"])
@@ -238,16 +243,3 @@ def test_who_reads_nobody_leads_and_does_not_follow(crowd: Crowd, outcome: str) 
     other = FakeReq("2", "x")
     assert crowd.leaders.follow(other, pages, outcome) is None
     assert crowd.leaders.follow(other, pages, "no_match").leader.req is first
-
-
-def test_patience_begins_when_the_leader_does(crowd: Crowd, monkeypatch) -> None:
-    now_s = [10.0]
-    monkeypatch.setattr("sglang_droidspeak.leaders.time.monotonic", lambda: now_s[0])
-    pages = pages_of(4)
-    crowd.leaders.follow(FakeReq("1"), pages, "no_match")
-    following = crowd.leaders.follow(FakeReq("2", "x"), pages, "no_match")
-    now_s[0] += 100
-    assert not crowd.leaders.is_over(following, waiting={"1", "2"})
-    assert not crowd.leaders.is_over(following, waiting={"2"})
-    now_s[0] += 2
-    assert crowd.leaders.is_over(following, waiting={"2"})

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +13,9 @@ from cachetree.clock import Deadline
 from cachetree.ids import Location, ModelId, Span
 from cachetree.plan import Plan
 from cachetree.staging import pageable
+from sglang_droidspeak.leaders import Leaders
 from sglang_droidspeak.meta_info import KEY
+from sglang_droidspeak.models import Part
 from sglang_droidspeak.planner import Planned
 from sglang_droidspeak.ranks import Ranks
 from sglang_droidspeak.waiting import WaitingRequests
@@ -42,16 +46,22 @@ class SilentCache:
         return BudgetedStaging(sizes, deadline, pageable, self.budget, lambda _staging: None)
 
 
-def request() -> Any:
-    return SimpleNamespace(
-        rid="r1",
-        lora_id=None,
+class Request(SimpleNamespace):
+    """Unlike its base it can be referred to weakly."""
+
+
+def request(rid: str = "r1", lora_id: str | None = None) -> Any:
+    return Request(
+        rid=rid,
+        lora_id=lora_id,
+        kv=SimpleNamespace(holds_kv=False),
+        output_ids=[],
         customized_info=None,
         multimodal_inputs=None,
         input_embeds=None,
         positional_embed_overrides=None,
         session=None,
-        extra_key=None,
+        extra_key=lora_id,
         cache_salt=None,
         full_untruncated_fill_ids=list(range(4 * PAGE + 1)),
         refresh_fill_ids=lambda: None,
@@ -59,7 +69,7 @@ def request() -> Any:
     )
 
 
-def waiting_on(cache: SilentCache, outcomes: list[str]) -> WaitingRequests:
+def waiting_on(cache: SilentCache, outcomes: list[str], **others: Any) -> WaitingRequests:
     settings = SimpleNamespace(
         hicache_backend=None, fetch_deadline_s=DEADLINE_S, max_stall_s=None, gate="off"
     )
@@ -73,10 +83,24 @@ def waiting_on(cache: SilentCache, outcomes: list[str]) -> WaitingRequests:
         "planner": SimpleNamespace(plan=lambda *_: planned),
         "pool": None,
         "activated": SimpleNamespace(meet=lambda _req: None),
-        "leaders": SimpleNamespace(follow=lambda *_: None),
+        "leaders": SimpleNamespace(follow=lambda *_: None, prune=lambda _waiting: None),
         "ranks": Ranks(None),
     }
-    return WaitingRequests(**parts)
+    return WaitingRequests(**parts | others)
+
+
+class Team:
+    """Two models that may read each other, and have nothing yet; stands for what leaders ask."""
+
+    plan = staticmethod(lambda *_: "no_match")
+    would_reuse = staticmethod(lambda *_: True)
+    reach = staticmethod(lambda *_: 0)
+
+    def part_of(self, req: Any) -> Part:
+        return Part(ModelId(f"model {req.lora_id}"), req.lora_id, None)
+
+    def __len__(self) -> int:
+        return 2
 
 
 def test_a_request_is_held_until_one_deadline_after_its_first_sight() -> None:
@@ -100,3 +124,29 @@ def test_a_request_is_held_until_one_deadline_after_its_first_sight() -> None:
     assert len(cache.deadlines) == 1
     assert outcomes == ["fallback: DeadlineExceeded"]
     assert cache.budget.num_bytes == 0
+
+
+def test_a_leader_that_is_aborted_in_the_queue_holds_nobody_up_and_is_forgotten() -> None:
+    team: Any = Team()
+    leaders = Leaders(team, team, team, PAGE)
+    waiting = waiting_on(SilentCache(), [], planner=team, leaders=leaders)
+    leader, follower, tree = request("leads"), request("follows", "x"), None
+    gone = weakref.ref(leader)
+    for _ in range(2):
+        assert waiting.look([leader, follower], tree, is_decoding=False) == {"follows"}
+    del leader
+    assert not waiting.look([follower], tree, is_decoding=False)
+    assert not waiting.look([], tree, is_decoding=False)
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_leader_that_left_nothing_holds_nobody_up_after_its_first_token() -> None:
+    team: Any = Team()
+    waiting = waiting_on(SilentCache(), [], planner=team, leaders=Leaders(team, team, team, PAGE))
+    leader, follower, tree = request("leads"), request("follows", "x"), None
+    assert waiting.look([leader, follower], tree, is_decoding=False) == {"follows"}
+    leader.kv.holds_kv = True
+    assert waiting.look([follower], tree, is_decoding=False) == {"follows"}, "it computes"
+    leader.output_ids.append(7)
+    assert not waiting.look([follower], tree, is_decoding=False)
