@@ -36,7 +36,8 @@ from accesses import INDEXING, accesses, aten, granules, is_view, keys_of
 from sglang.srt.platforms import current_platform
 from torch.cuda._sanitizer import EventHandler, SynchronizationError, TensorInfo
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
+from virtual_streams import Clock, Event, Graph, Lock, Stream
 
 ROOT: Final = Path(__file__).parents[2]
 PRODUCT: Final = ("sglang_droidspeak", "cachetree")
@@ -51,7 +52,6 @@ _WAITING: Final = {
     aten.is_nonzero.default,
 }
 """What the host waits for to know a value, or a shape."""
-_Clock = dict[int, int]
 
 
 class NotCapturable(RuntimeError):
@@ -170,8 +170,8 @@ class VirtualCuda:
 
         enter(patch.object(threading.Thread, "run", run_on_device))
         # What one thread did before it released a lock is done for the next that takes it.
-        enter(patch.object(threading, "Lock", lambda: _Lock(self)))
-        enter(patch.object(threading, "_allocate_lock", lambda: _Lock(self)))
+        enter(patch.object(threading, "Lock", lambda: Lock(self)))
+        enter(patch.object(threading, "_allocate_lock", lambda: Lock(self)))
         enter(patch.object(threading, "RLock", threading._PyRLock))
         for name, module in list(sys.modules.items()):
             if name.partition(".")[0] in PRODUCT:
@@ -242,30 +242,30 @@ class VirtualCuda:
         if line is None or line != self.drop:
             action()
 
-    def new_stream(self, stream: int) -> _Clock:
+    def new_stream(self, stream: int) -> Clock:
         with self._guard:
             self._detector.syncs.create_stream(stream)
             return self._clock(stream)
 
-    def clock_of(self, stream: int) -> _Clock:
+    def clock_of(self, stream: int) -> Clock:
         with self._guard:
             return dict(self._clock(stream))
 
-    def join(self, stream: int, clock: _Clock) -> None:
+    def join(self, stream: int, clock: Clock) -> None:
         with self._guard:
             self._detector.syncs._state_wait_for_other(self._clock(stream), clock)
 
-    def host_waits(self, clock: _Clock, what: str) -> None:
+    def host_waits(self, clock: Clock, what: str) -> None:
         self._stall(what, what)
         self.fence(what, lambda: self.join(self._host, clock))
 
-    def host_clock(self) -> _Clock:
+    def host_clock(self) -> Clock:
         return self.clock_of(self._host)
 
-    def host_joins(self, clock: _Clock) -> None:
+    def host_joins(self, clock: Clock) -> None:
         self.join(self._host, clock)
 
-    def _clock(self, stream: int) -> _Clock:
+    def _clock(self, stream: int) -> Clock:
         self._detector.syncs._ensure_stream_exists(stream)
         return self._detector.syncs.current_sync_states[stream]
 
@@ -367,103 +367,6 @@ class VirtualCuda:
             copyto(into, source, *args, **kwargs)
 
         return copy
-
-
-class Stream:
-    def __init__(self, cuda: VirtualCuda, number: int) -> None:
-        self._cuda = cuda
-        self.id = self.cuda_stream = number
-        cuda.new_stream(number)
-
-    def wait_event(self, event: Event) -> None:
-        self._cuda.fence("wait_event", lambda: self._cuda.join(self.id, event.clock))
-
-    def wait_stream(self, stream: Stream) -> None:
-        clock = self._cuda.clock_of(stream.id)
-        self._cuda.fence("wait_stream", lambda: self._cuda.join(self.id, clock))
-
-    def record_event(self, event: Event | None = None) -> Event:
-        event = event or Event(self._cuda)
-        event.record(self)
-        return event
-
-    def synchronize(self) -> None:
-        self._cuda.host_waits(self._cuda.clock_of(self.id), "synchronize")
-
-
-class Graph:
-    """Operations that are run again on the same memory; what orders them is not watched."""
-
-    def __init__(self) -> None:
-        self.operations: list[tuple[_Operation, list[torch.Tensor]]] = []
-
-    def replay(self) -> None:
-        with _disable_current_modes():
-            for it, made in self.operations:
-                for before, now in zip(made, it.execute(), strict=True):
-                    if before.data_ptr() != now.data_ptr():
-                        before.copy_(now)
-
-
-class Event:
-    """Not over until somebody has asked: a query answers yes, and then it is."""
-
-    def __init__(self, cuda: VirtualCuda) -> None:
-        self._cuda = cuda
-        self.clock: _Clock = {}
-        self._is_known_over = False
-
-    def record(self, stream: Stream | None = None) -> None:
-        self.clock = self._cuda.clock_of((stream or self._cuda.current_stream()).id)
-        self._is_known_over = False
-
-    def wait(self, stream: Stream | None = None) -> None:
-        of = stream or self._cuda.current_stream()
-        self._cuda.fence("wait", lambda: self._cuda.join(of.id, self.clock))
-
-    def synchronize(self) -> None:
-        self._cuda.host_waits(self.clock, "synchronize")
-        self._is_known_over = True
-
-    def query(self) -> bool:
-        self._cuda.fence("query", self._is_over)
-        return True
-
-    def elapsed_time(self, stop: Event) -> float:
-        if not stop._is_known_over:
-            raise RuntimeError("the event may not be over yet")
-        return 1.0
-
-    def _is_over(self) -> None:
-        self._is_known_over = True
-        self._cuda.host_joins(self.clock)
-
-
-class _Lock:
-    """A lock that carries the clock of whoever released it to whoever takes it."""
-
-    def __init__(self, cuda: VirtualCuda) -> None:
-        self._lock = _thread.allocate_lock()
-        self._cuda = cuda
-        self._clock: _Clock = {}
-        self.locked = self._lock.locked
-
-    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        is_mine = self._lock.acquire(blocking, timeout)
-        if is_mine:
-            self._cuda.host_joins(self._clock)
-        return is_mine
-
-    def release(self) -> None:
-        for stream, number in self._cuda.host_clock().items():
-            self._clock[stream] = max(number, self._clock.get(stream, -1))
-        self._lock.release()
-
-    def __enter__(self) -> bool:
-        return self.acquire()
-
-    def __exit__(self, *_exc: object) -> None:
-        self.release()
 
 
 class _Operation:
