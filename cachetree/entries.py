@@ -267,13 +267,24 @@ class Node:
     prefix-closed for each (model, location), so a node without entries has no children.
     """
 
-    __slots__ = ("children", "first", "local", "num_pages", "parent", "remote", "run", "start")
+    __slots__ = (
+        "children",
+        "first",
+        "last_page",
+        "local",
+        "num_pages",
+        "parent",
+        "remote",
+        "run",
+        "start",
+    )
 
     def __init__(self, parent: Node | None, run: Run, first: int, num_pages: int) -> None:
         self.parent = parent
         self.run = run
         self.first = first
         self.num_pages = num_pages
+        self.last_page = run.page(first + num_pages - 1) if num_pages else None
         self.start: int = parent.stop if parent else 0
         """How many pages stand before this node."""
         self.children: dict[PageHash, Node] = {}
@@ -291,10 +302,7 @@ class Node:
 
     @property
     def parent_page(self) -> PageHash | None:
-        above = self.parent
-        if above is None or not above.num_pages:
-            return None
-        return above.run.page(above.first + above.num_pages - 1)
+        return self.parent.last_page if self.parent else None
 
     @property
     def pages(self) -> tuple[PageHash, ...]:
@@ -345,6 +353,7 @@ class Node:
         children = self.children
         num_tail_pages, self.num_pages = self.num_pages - index, index
         tail = Node(self, self.run, self.first + index, num_tail_pages)
+        self.last_page = self.run.page(self.first + index - 1)
         tail.children, self.children = children, {tail.first_page: tail}
         for child in children.values():
             child.parent = tail

@@ -134,7 +134,7 @@ class PageTrie:
         """As `last_local`, but what comes before the first that storing it again would add E to."""
         last = above = self.last_local(model, place, pages)
         stop = depth_of(place)
-        while above is not None and depth_of(above) > stop:
+        while e_layers and above is not None and depth_of(above) > stop:
             node = above.node
             up = node.parent if node.start > stop else None
             before = Piece(up, 0, up.num_pages) if up is not None else place
@@ -217,8 +217,7 @@ def _leads_to(below: Node, above: Node, pages: Sequence[PageHash], depth: int) -
     """
     node = below.parent
     while node is not None and node.start > above.start:
-        last = node.num_pages - 1
-        if not node.run.has(pages[node.start + last - depth], node.first + last):
+        if node.last_page != pages[node.start + node.num_pages - 1 - depth]:
             return False
         node = node.parent
     return node is above
