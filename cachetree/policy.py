@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from cachetree.entries import Match
-from cachetree.ids import EMPTY_SPAN, Location, ModelId, Span, is_pool, nearness
+from cachetree.ids import EMPTY_SPAN, LOCAL, Location, ModelId, Span, is_pool, nearness
 from cachetree.plan import Plan
 from cachetree.profile import PROJECTION, BlockQuality, PairProfile
 
@@ -188,10 +188,12 @@ def _rank(it: _Candidate, demand: Demand) -> tuple[bool, float, bool, int, float
 
 def _pick(demand: Demand, match: Match, profiles: Profiles, costs: Costs) -> _Candidate | NoReuse:
     """The best plan that this match allows."""
+    recipes = _recipes(demand, match, profiles)
+    if isinstance(recipes, NoReuse) and recipes.reason is Reason.UNGATED_BLOCK:
+        return recipes
     if min(match.num_pages, demand.num_pages) - demand.first_page < demand.min_pages:
         have = f"{match.num_pages} pages of {match.model}, {demand.first_page} on the device"
         return NoReuse(reason=Reason.TOO_SHORT, detail=have)
-    recipes = _recipes(demand, match, profiles)
     if isinstance(recipes, NoReuse):
         return recipes
     profile = profiles.get((match.model, demand.receiver))
@@ -229,8 +231,12 @@ def _recipes(demand: Demand, match: Match, profiles: Profiles) -> list[_Recipe] 
         return NoReuse(reason=Reason.UNGATED_BLOCK, detail=too_large)
     if match.model == demand.receiver:
         # The own cache is exact whatever is recomputed; a block only where asked for by name.
-        own = block if block is not None and requested.sender == match.model else EMPTY_SPAN
-        return [_quality(own, 1.0)]
+        if block is None or requested.sender == match.model:
+            return [_quality(block or EMPTY_SPAN, 1.0)]
+        allowed = _allowed_of_others(demand, profiles)
+        if demand.gate is Gate.ENFORCE and _asked(requested) not in map(_what, allowed):
+            return _ungated(requested, allowed)
+        return [_quality(EMPTY_SPAN, 1.0)]
     profile = profiles.get((match.model, demand.receiver))
     is_free = demand.gate is Gate.OFF
     if block is not None and is_free:
@@ -245,14 +251,48 @@ def _recipes(demand: Demand, match: Match, profiles: Profiles) -> list[_Recipe] 
         return NoReuse(reason=Reason.GATE_FAILED, detail=reason)
     if block is None:
         return allowed
-    asked = [it for it in allowed if (it.block, it.refreshed) == (block, requested.refreshed)]
-    if not asked:
-        return NoReuse(
-            reason=Reason.UNGATED_BLOCK,
-            detail=f"block [{block.start}, {block.stop}) with layers {list(requested.refreshed)} "
-            "refreshed was not measured at or above the quality floor",
+    asked = [it for it in allowed if _what(it) == _asked(requested)]
+    return asked or _ungated(requested, allowed)
+
+
+def _allowed_of_others(demand: Demand, profiles: Profiles) -> list[_Recipe]:
+    """What the gate allows with one sender or another, of whom there is no match perhaps."""
+    known = {sender for sender, receiver in profiles if receiver == demand.receiver}
+    allowed: list[_Recipe] = []
+    for sender in known | demand.first_differences.keys():
+        everything = Match(
+            model=sender,
+            location=LOCAL,
+            num_pages=demand.num_pages,
+            e_pages=dict.fromkeys(range(demand.num_layers), demand.num_pages),
         )
-    return asked
+        free = replace(demand, requested=None)
+        recipes = _recipes(free, everything, profiles)
+        allowed += recipes if isinstance(recipes, list) else []
+    return allowed
+
+
+def _what(recipe: _Recipe) -> tuple[Span, tuple[int, ...]]:
+    return recipe.block, recipe.refreshed
+
+
+def _asked(requested: Requested) -> tuple[Span, tuple[int, ...]]:
+    return requested.block or EMPTY_SPAN, requested.refreshed
+
+
+def _ungated(requested: Requested, allowed: Sequence[_Recipe]) -> NoReuse:
+    names = sorted({_named(*_what(it)) for it in allowed}) or ["none"]
+    return NoReuse(
+        reason=Reason.UNGATED_BLOCK,
+        detail=f"block {_named(*_asked(requested))} was not measured at or above the quality "
+        f"floor; allowed: {', '.join(names)}",
+    )
+
+
+def _named(block: Span, refreshed: Sequence[int]) -> str:
+    """As a request names it."""
+    span = f"{block.start}:{block.stop}" if len(block) else "none"
+    return f"{span} refresh {','.join(map(str, refreshed))}" if refreshed else span
 
 
 def _last_layer(requested: Requested) -> int:

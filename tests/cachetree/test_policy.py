@@ -332,6 +332,21 @@ def test_a_named_block_on_the_own_cache_needs_the_own_name() -> None:
     assert plan_for(match(R), demand=by_block).block == Span(0, 0)
 
 
+def test_a_forbidden_block_is_refused_whoever_has_the_pages() -> None:
+    """Also where the own cache would answer, or the device has them all."""
+    asked = replace(DEMAND, requested=Requested(block=Span(4, 5)))
+    for held in (0, 10):
+        nothing = choose(replace(asked, first_page=held), [match(R)], PROFILES, UNKNOWN)
+        assert isinstance(nothing, NoReuse)
+        assert nothing.reason is Reason.UNGATED_BLOCK
+        assert nothing.detail.endswith("allowed: 0:8, 2:7, 3:6")
+    assert reason_for(match(R), demand=asked, profiles={}) is Reason.UNGATED_BLOCK
+    other = replace(asked, first_differences={S: 4})
+    assert reason_for(match(R), demand=other, profiles={}) is Reason.UNGATED_BLOCK
+    lossless = replace(other, requested=Requested(block=Span(3, 10)))
+    assert plan_for(match(R), demand=lossless, profiles={}).block == EMPTY_SPAN
+
+
 def test_without_the_gate_a_failed_profile_still_names_blocks() -> None:
     free = replace(DEMAND, gate=Gate.OFF)
     failed = index_profiles([FAILED])
