@@ -119,10 +119,14 @@ class Provenance:
         elif self._any:
             self._approximate.index_fill_(0, slots, True)
 
-    def inherit(self, batch: ScheduleBatch, req_to_token: torch.Tensor) -> None:
-        """Mark the slots that `batch` is about to write. On the device, without waiting for it."""
+    def inherit(self, batch: ScheduleBatch, req_to_token: torch.Tensor) -> torch.Tensor | None:
+        """Mark the slots that `batch` is about to write. On the device, without waiting for it.
+
+        Returns of each row of a prefill whether what it reads is approximate, on the host as soon
+        as the forward is over; None while nothing is.
+        """
         if not self._any:
-            return
+            return None
         rows = batch.req_pool_indices
         if batch.forward_mode == ForwardMode.DECODE:
             before = req_to_token[rows, (batch.seq_lens - 2).clamp(min=0)]
@@ -137,6 +141,8 @@ class Provenance:
             self._approximate[batch.out_cache_loc] = mark.repeat_interleave(
                 lengths, output_size=batch.out_cache_loc.shape[0]
             )
+            return mark.to("cpu", non_blocking=True)
+        return None
 
     def is_exact(self, slots: torch.Tensor) -> bool:
         return not (self._any and bool(self._approximate[slots].any()))

@@ -12,7 +12,7 @@ SGLang carries only scalars here, which is why layers are text.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -64,9 +64,16 @@ class Controls(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return layers
 
 
+_ACCEPTED: Final = (
+    "mode: 'auto' or 'off'; sender: a model id; block: 'start:stop', 'none' or 'all'; refresh: "
+    "layers beside a block, '7,9'; ttft_target_ms: a number; strategy: "
+    + " or ".join(repr(it.value) for it in Strategy)
+)
+
+
 def parse_controls(custom_params: Mapping[str, Any] | None) -> Controls:
     """Raises ValueError naming the field; the request then does a full prefill."""
     try:
         return msgspec.convert((custom_params or {}).get("droidspeak", {}), Controls)
     except msgspec.ValidationError as exc:
-        raise ValueError(f"custom_params['droidspeak']: {exc}") from exc
+        raise ValueError(f"custom_params['droidspeak']: {exc}; accepted: {_ACCEPTED}") from exc

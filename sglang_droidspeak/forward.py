@@ -8,15 +8,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from cachetree.clock import Deadline
 from cachetree.errors import FetchError
 from cachetree.ids import Span
 from cachetree.plan import Kind, Step
 from sglang_droidspeak import compat
 from sglang_droidspeak.compat.names import ForwardMode
-from sglang_droidspeak.meta_info import provenance_of, report
+from sglang_droidspeak.meta_info import provenance_of
 from sglang_droidspeak.partial_prefill import PartialPrefill, Prefix, SlotsE
 
 if TYPE_CHECKING:
@@ -25,6 +23,7 @@ if TYPE_CHECKING:
     from sglang_droidspeak.capture import Attachment, Provenance
     from sglang_droidspeak.compat.names import ModelRunner, Req, ScheduleBatch
     from sglang_droidspeak.job import Job
+    from sglang_droidspeak.labels import Labels
     from sglang_droidspeak.loader import Loader
     from sglang_droidspeak.low_rank import LowRank
     from sglang_droidspeak.meter import Meter
@@ -50,6 +49,7 @@ class ForwardPass:
         provenance: Provenance,
         meter: Meter,
         metrics: Metrics,
+        labels: Labels,
         ranks: Ranks,
     ) -> None:
         site = attachment.site
@@ -63,6 +63,7 @@ class ForwardPass:
         self._provenance = provenance
         self._meter = meter
         self._metrics = metrics
+        self._labels = labels
         self._ranks = ranks
         self._prefill = PartialPrefill(
             attachment.runner, attachment.stack, largest_forward(attachment.runner), ranks
@@ -88,7 +89,9 @@ class ForwardPass:
             return original(worker, batch, *args, **kw)
         jobs = self._jobs.get(batch.hicache_consumer_index, ())
         settled = self._before(batch, jobs) if jobs else None
-        self._provenance.inherit(batch, self._runner.req_to_token_pool.req_to_token)
+        marks = self._provenance.inherit(batch, self._runner.req_to_token_pool.req_to_token)
+        if marks is not None:
+            self._labels.read(batch.reqs, marks)
         is_plain_prefill = not jobs and batch.forward_mode == ForwardMode.EXTEND
         num_tokens = batch.extend_num_tokens if is_plain_prefill else 0
         started_s = time.monotonic()
@@ -203,12 +206,11 @@ class ForwardPass:
 
     def _report(self, settled: _Settled, forward_s: float) -> None:
         for it, cause in settled.causes:
-            self._metrics.count(it.job, cause)
+            self._metrics.count_load(it.job, cause)
             if it.job.pool_slots is None:
                 self._meter.loaded(it.job.copied_bytes, it.job.copied_s)
-            is_exact = self._provenance.is_exact(it.job.slots)
             told = provenance_of(it.job, settled.recompute, forward_s, cause)
-            report(it.req, msgspec.structs.replace(told, exact=is_exact))
+            self._labels.note(it.req, told)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

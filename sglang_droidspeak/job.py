@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from cachetree.clock import Deadline
-from cachetree.errors import FetchError
+from cachetree.errors import DeadlineExceeded, FetchError
 from cachetree.ids import Span
 from cachetree.plan import Plan, Step
 from sglang_droidspeak.pool import PoolPages
@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     import torch
 
     from cachetree.staging import Staging
+
+
+class ForwardWaitExceeded(FetchError):
+    """Layers predicted to have arrived had not when the forward had waited for them."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -77,8 +81,11 @@ class Job:
             raise FetchError("the load was given up")
         if isinstance(self.staging, PoolPages):
             return
-        for step in self.plan.steps:
-            self.staging.wait(step, deadline)
+        try:
+            for step in self.plan.steps:
+                self.staging.wait(step, deadline)
+        except DeadlineExceeded as exc:
+            raise self.staging.error or ForwardWaitExceeded(str(exc)) from exc
         if self.staging.error is not None:  # the loader has left layers out that came late
             raise self.staging.error
 

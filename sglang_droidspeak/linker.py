@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,6 +40,7 @@ from sglang_droidspeak.compat.names import (
 from sglang_droidspeak.config import cache_config
 from sglang_droidspeak.forward import ForwardPass, largest_forward
 from sglang_droidspeak.job import Job
+from sglang_droidspeak.labels import Labels
 from sglang_droidspeak.leaders import Leaders
 from sglang_droidspeak.loader import Copies, Loader
 from sglang_droidspeak.low_rank import LowRank
@@ -124,12 +126,12 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         )
         low_rank = LowRank(attachment, self._models, largest_forward(runner))
         planner = Planner(site, self._cache, self._meter, self._models, self._pool_index, low_rank)
+        self._labels = Labels(self._metrics)
         self._waiting = WaitingRequests(
             site,
             self._cache,
-            self._provenance,
             self._meter,
-            self._metrics,
+            self._labels,
             planner,
             self._pool_index,
             self._activated,
@@ -144,6 +146,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
             self._provenance,
             self._meter,
             self._metrics,
+            self._labels,
             self._ranks,
         )
         self._queued: dict[str, Job] = {}
@@ -156,6 +159,8 @@ class DroidSpeakLinker(UnifiedCacheLinker):
                 compat.MATCH: (self._match, HookType.AROUND),
                 compat.FORWARD: (self._forward.around, HookType.AROUND),
                 compat.CHECKPOINT: (self._checkpoint, HookType.AROUND),
+                compat.REPORT: (self._labels.report, HookType.BEFORE),
+                compat.REPORT_ABORT: (self._labels.aborted, HookType.BEFORE),
                 compat.REQUEST_LEVEL: (_is_request_level, HookType.AFTER),
                 compat.INTERNAL_STATE: (self._add_peers, HookType.AFTER),
             }
@@ -187,22 +192,26 @@ class DroidSpeakLinker(UnifiedCacheLinker):
     def _new_prefill(
         self, original: Any, scheduler: Scheduler, *, running_batch: ScheduleBatch, **rest: Any
     ) -> Any:
-        """Hide held requests from SGLang while it builds a batch; outside it the queue is whole."""
-        queue = scheduler.waiting_queue
+        """Hide held requests from SGLang while it builds a batch, and those whose grammar is being
+        compiled: it would admit them at sight. Outside it the queues are whole."""
+        grammars = scheduler.grammar_manager
+        if grammars.has_waiting_grammars():
+            for req in grammars.get_ready_grammar_requests():
+                scheduler._add_request_to_queue(req)
+        queue, compiling = scheduler.waiting_queue, grammars.grammar_queue
         is_decoding = not running_batch.is_empty()
         held = self._waiting.look(queue, scheduler.tree_cache, is_decoding=is_decoding)
-        if not held:
-            return original(scheduler, running_batch=running_batch, **rest)
-        scheduler.waiting_queue = [req for req in queue if req.rid not in held]
+        scheduler.waiting_queue = [req for req in queue if req.rid not in held] if held else queue
+        grammars.grammar_queue = []
         try:
             batch, running = original(scheduler, running_batch=running_batch, **rest)
         finally:
-            left = {id(req) for req in scheduler.waiting_queue}
-            known = {id(req) for req in queue}
-            scheduler.waiting_queue = [
-                req for req in queue if req.rid in held or id(req) in left
-            ] + [req for req in scheduler.waiting_queue if id(req) not in known]
-        if batch is None and running.is_empty():
+            grammars.grammar_queue = compiling
+            if held:
+                scheduler.waiting_queue = _rejoined(queue, held, scheduler.waiting_queue)
+        if batch is not None:
+            self._waiting.admitted(batch.reqs)
+        elif held and running.is_empty():
             # Nothing can run until a fetch gets on: leave the processor to the thread that fetches.
             time.sleep(IDLE_WAIT_S)
         return batch, running
@@ -364,6 +373,15 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         if self._cache_metrics is not None:
             self._cache_metrics.close()
         self._cache.close()
+
+
+def _rejoined(queue: Sequence[Req], held: set[str], left: Sequence[Req]) -> list[Req]:
+    """The queue in its order without what was admitted, and then what SGLang has put back."""
+    still, known = {id(req) for req in left}, {id(req) for req in queue}
+    return [
+        *(req for req in queue if req.rid in held or id(req) in still),
+        *(req for req in left if id(req) not in known),
+    ]
 
 
 def _tiers(site: Site, metrics: Metrics) -> list[MakeTier]:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from cachetree.ids import is_pool
+from cachetree.ids import DISK, LOCAL, is_pool
 
 if TYPE_CHECKING:
-    from sglang_droidspeak.compat.names import Req
     from sglang_droidspeak.job import Job
-
-log = logging.getLogger("droidspeak.request")
 
 KEY = "droidspeak"
 
@@ -22,7 +18,9 @@ class RequestProvenance(msgspec.Struct, frozen=True, kw_only=True):
     """Where the KV of one request's prompt came from."""
 
     outcome: str
-    """`reused`, `fallback: CAUSE`, or why nothing was reused."""
+    """`reused`, `own`, `fallback: CAUSE`, or why nothing was reused."""
+    detail: str | None = None
+    """The same for a person: what was wrong, and what would be right."""
     reused_tokens: int = 0
     exact: bool = True
     """False where prompt KV descends from another model's, also through this server's own cache."""
@@ -62,11 +60,11 @@ def provenance_of(
         return RequestProvenance(
             outcome=f"fallback: {cause}", sender=plan.sender, queued_ms=queued_ms
         )
+    is_own = plan.sender == plan.receiver and plan.location in (LOCAL, DISK)
     fetch = (staging.started_s, staging.completed_s or staging.started_s)
     return RequestProvenance(
-        outcome="reused",
+        outcome="own" if is_own else "reused",
         reused_tokens=job.num_tokens,
-        exact=plan.is_exact,
         sender=plan.sender,
         location="pool" if is_pool(plan.location) else plan.location,
         block=(plan.block.start, plan.block.stop) if len(plan.block) else None,
@@ -83,30 +81,6 @@ def provenance_of(
         forward_ms=_ms(forward_s),
         overlap=round(_overlap(fetch, recompute), 4),
     )
-
-
-def report(req: Req, provenance: RequestProvenance) -> None:
-    """Put it into the request's response, beside what others put there, and into the log.
-
-    A reuse that became a full prefill is worth a line at INFO; the others are one at DEBUG.
-    """
-    level = logging.INFO if provenance.outcome.startswith("fallback") else logging.DEBUG
-    if log.isEnabledFor(level):
-        told = msgspec.structs.asdict(provenance)
-        fields = " ".join(f"{name}={value}" for name, value in told.items() if value is not None)
-        log.log(level, "rid=%s %s", req.rid, fields.replace("fallback: ", "fallback:"))
-    info = req.customized_info or {}
-    req.customized_info = {**info, KEY: [_plain(provenance)]}
-
-
-def is_exact(req: Req) -> bool:
-    """As it was reported; true where nothing was."""
-    told = (req.customized_info or {}).get(KEY)
-    return told is None or told[0]["exact"]
-
-
-def _plain(provenance: RequestProvenance) -> dict[str, Any]:
-    return msgspec.to_builtins(provenance)
 
 
 def _ms(seconds: float) -> float:

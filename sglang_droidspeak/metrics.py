@@ -72,15 +72,14 @@ class Metrics:
         self.hicache_objects.labels(result).inc(num)
 
     def count_outcome(self, outcome: str) -> None:
-        """A request that was not admitted with a load; `outcome` as in its meta_info."""
+        """A request, once; `outcome` as in its meta_info."""
         kind, _, cause = outcome.partition(": ")
         self.requests.labels(kind).inc()
         if cause:
             self.fallbacks.labels(cause).inc()
 
-    def count(self, job: Job, cause: str) -> None:
+    def count_load(self, job: Job, cause: str) -> None:
         """One admitted reuse; `cause` is why it ended in a full prefill, or empty."""
-        self.count_outcome(f"fallback: {cause}" if cause else "reused")
         self.fetched_bytes.inc(job.staging.num_landed_bytes)
         self.queued_s.observe(job.queued_s)
         if not cause:

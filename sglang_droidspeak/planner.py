@@ -46,6 +46,14 @@ class Planned:
     pool_pages: PoolPages | None
 
 
+@dataclass(frozen=True, slots=True)
+class Declined:
+    """Why there is no plan: an outcome as in `meta_info`, and what a person wants to know."""
+
+    outcome: str
+    detail: str = ""
+
+
 class Planner:
     """Scheduler thread only."""
 
@@ -65,26 +73,29 @@ class Planner:
         self._pool: Final = pool
         self._low_rank: Final = low_rank
         self._profiles = index_profiles(site.profiles)
+        self._min_pages: Final = -(-site.settings.min_tokens // site.page_size)
 
     def plan(
         self, req: Req, pages: Sequence[PageHash], tree: UnifiedRadixCache, num_waiting: int
-    ) -> Planned | str:
-        """Or why there is none: an outcome as in `meta_info`."""
+    ) -> Planned | Declined:
         part = self._models.part_of(req)
         if part is None:
-            return "unknown_adapter"
-        pages = part.of(pages, self._site.page_size)
+            return Declined("unknown_adapter")
+        num_pages, page_size = len(pages), self._site.page_size
+        pages = part.of(pages, page_size)
         try:
             controls = parse_controls(req.sampling_params.custom_params)
             requested = self._requested(controls)
         except ValueError as exc:
             log.warning("request %s: %s; it does a full prefill", req.rid, exc)
-            return "bad_controls"
+            return Declined("bad_controls", str(exc))
         if controls.mode == "off":
-            return Reason.OFF.value
+            return Declined(Reason.OFF.value)
+        if num_pages < self._min_pages <= (len(req.full_untruncated_fill_ids) - 1) // page_size:
+            return Declined("logprobs", "a prompt's log-probabilities take its prefill")
         matches = self._matches(req, part, pages)
         if not matches:
-            return Reason.NO_MATCH.value
+            return Declined(Reason.NO_MATCH.value)
         demand = self._demand(req, part, controls, requested, len(pages))
         own = prefixes.slots_on_device(req, len(pages), tree)
         demand = replace(
@@ -96,7 +107,7 @@ class Planner:
             plan = choose(demand, matches, self._profiles, costs)
             if isinstance(plan, NoReuse):
                 log.debug("request %s: %s: %s", req.rid, plan.reason.value, plan.detail)
-                return plan.reason.value
+                return Declined(plan.reason.value, plan.detail)
             if not is_pool(plan.location):
                 break
             pool_pages = self._pool.find(plan, pages, req, tree)
@@ -151,7 +162,7 @@ class Planner:
             page_size=site.page_size,
             num_pages=num_pages,
             num_new_tokens=len(req.full_untruncated_fill_ids) - num_pages * site.page_size,
-            min_pages=-(-settings.min_tokens // site.page_size),
+            min_pages=self._min_pages,
             ttft_target_s=None if target_ms is None else target_ms / 1000,
             requested=requested,
             gate=Gate(settings.gate),

@@ -92,15 +92,17 @@ def invoked_at(req: Req) -> int | None:
 
 def invoke(req: Req, at: int) -> None:
     """Have the request's adapter act from token `at` on; before SGLang looks for its prefix."""
-    tenant = req.extra_key.removesuffix(req.lora_id)
+    tenant = tenant_of(req)
     setattr(req, _INVOKED_AT, at)
     req.extra_key = tenant + namespace_of(req)
+
+
+def tenant_of(req: Req) -> str:
+    """The extra key as the user gave it."""
+    return (req.extra_key or "").removesuffix(namespace_of(req))
 
 
 def _key(req: Req, namespace: str, num_tokens: int) -> RadixKey:
     """SGLang's key of the request's first tokens, in its tenant's namespace and this one."""
     tokens = req.full_untruncated_fill_ids[:num_tokens]
-    extra_key, own = req.extra_key, namespace_of(req)
-    if namespace != own:
-        extra_key = (extra_key or "").removesuffix(own) + namespace or None
-    return RadixKey(tokens, extra_key, cache_salt=req.cache_salt)
+    return RadixKey(tokens, tenant_of(req) + namespace or None, cache_salt=req.cache_salt)

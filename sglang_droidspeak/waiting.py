@@ -25,14 +25,14 @@ from cachetree.clock import Deadline
 from cachetree.errors import DeadlineExceeded, FetchError
 from cachetree.ids import Location, PageHash, Span, is_pool
 from cachetree.plan import Kind, Plan, Step
-from cachetree.policy import recompute_s
+from cachetree.policy import Reason, recompute_s
 from cachetree.schedule import Strategy
 from sglang_droidspeak import prefixes
 from sglang_droidspeak.config import at_rank
 from sglang_droidspeak.controls import parse_controls
 from sglang_droidspeak.job import Job
-from sglang_droidspeak.meta_info import RequestProvenance, report
-from sglang_droidspeak.planner import Planned
+from sglang_droidspeak.meta_info import RequestProvenance
+from sglang_droidspeak.planner import Declined, Planned
 from sglang_droidspeak.pool import PoolPages
 
 if TYPE_CHECKING:
@@ -42,11 +42,10 @@ if TYPE_CHECKING:
     from cachetree.cache import Cache
     from cachetree.tier import Search
     from sglang_droidspeak.activated import Activated
-    from sglang_droidspeak.capture import Provenance
     from sglang_droidspeak.compat.names import Req, UnifiedRadixCache
+    from sglang_droidspeak.labels import Labels
     from sglang_droidspeak.leaders import Following, Leaders
     from sglang_droidspeak.meter import Meter
-    from sglang_droidspeak.metrics import Metrics
     from sglang_droidspeak.planner import Planner
     from sglang_droidspeak.pool import PoolIndex
     from sglang_droidspeak.ranks import Ranks
@@ -117,9 +116,8 @@ class WaitingRequests:
         self,
         site: Site,
         cache: Cache,
-        provenance: Provenance,
         meter: Meter,
-        metrics: Metrics,
+        labels: Labels,
         planner: Planner,
         pool: PoolIndex,
         activated: Activated,
@@ -133,9 +131,8 @@ class WaitingRequests:
         self._leaders = leaders
         self._ranks = ranks
         self._cache = cache
-        self._provenance = provenance
         self._meter = meter
-        self._metrics = metrics
+        self._labels = labels
         self._reuses: dict[str, Reuse] = {}
         self._refusal = ""
         self._asks = site.settings.hicache_backend is not None and ranks.is_first
@@ -164,6 +161,17 @@ class WaitingRequests:
             elif state == Progress.WAITING:
                 held.add(it.req.rid)
         return held
+
+    def admitted(self, reqs: Sequence[Req]) -> None:
+        """SGLang has put these into a batch; those that had a plan and are still known here read
+        nothing by it."""
+        for reuse in filter(None, (self._reuses.pop(req.rid, None) for req in reqs)):
+            if reuse.plan is not None:
+                is_on_device = reuse.req.prefix_len >= reuse.plan.pages.stop * self._site.page_size
+                cause = "staging_full" if reuse.staging is None else "no_slots"
+                outcome = Reason.TOO_SHORT.value if is_on_device else cause
+                self._labels.note(reuse.req, RequestProvenance(outcome=outcome))
+            reuse.give_up()
 
     def has_staging(self, rid: str) -> bool:
         reuse = self._reuses.get(rid)
@@ -274,41 +282,36 @@ class WaitingRequests:
 
     def _decide(self, reuse: Reuse, tree: UnifiedRadixCache, num_waiting: int) -> None:
         reuse.is_planned, reuse.searches = True, ()
-        req, is_exact = reuse.req, True
+        req = reuse.req
         try:
-            outcome = self._refusal or prefixes.refusal(req)
-            if not outcome:
+            if outcome := self._refusal or prefixes.refusal(req):
+                declined: Declined | None = Declined(outcome)
+            else:
                 if not reuse.pages:
                     reuse.pages = prefixes.reusable_pages(req, self._site.page_size)
-                outcome = self._plan(reuse, tree, num_waiting)
-                if not reuse.is_planned:
-                    return
-                if self._provenance.any_approximate:
-                    on_device = prefixes.slots_on_device(req, len(reuse.pages), tree)
-                    is_exact = self._provenance.is_exact(on_device)
+                declined = self._plan(reuse, tree, num_waiting)
         except Exception:
             log.exception("request %s: planning failed; it does a full prefill", req.rid)
             reuse.give_up()
-            outcome = "error"
-        if outcome:
-            self._metrics.count_outcome(outcome)
-        # What a planned request keeps that is admitted without its load after all:
-        planned = "staging_full" if reuse.staging is None else "no_slots"
-        report(req, RequestProvenance(outcome=outcome or planned, exact=is_exact))
+            declined = Declined("error")
+        if declined is not None:
+            told = RequestProvenance(outcome=declined.outcome, detail=declined.detail or None)
+            self._labels.note(req, told)
 
-    def _plan(self, reuse: Reuse, tree: UnifiedRadixCache, num_waiting: int) -> str:
-        """Fill in the plan and begin to stage it; returns why there is none, or nothing."""
+    def _plan(self, reuse: Reuse, tree: UnifiedRadixCache, num_waiting: int) -> Declined | None:
+        """Fill in the plan and begin to stage it, or say why there is none."""
         req = reuse.req
         planned = self._planner.plan(req, reuse.pages, tree, num_waiting)
         if reuse.following is None:  # Once is enough.
-            reuse.following = self._leaders.follow(req, reuse.pages, planned)
+            outcome = planned.outcome if isinstance(planned, Declined) else planned
+            reuse.following = self._leaders.follow(req, reuse.pages, outcome)
             if reuse.following is not None:
                 reuse.is_planned = False
-                return ""
-        if isinstance(planned, str):
+                return None
+        if isinstance(planned, Declined):
             return planned
         self._take_up(reuse, planned)
-        return ""
+        return None
 
     def _take_up(self, reuse: Reuse, planned: Planned) -> None:
         """Begin to bring together what the plan needs."""
@@ -331,9 +334,8 @@ class WaitingRequests:
 
     def _report_fallback(self, reuse: Reuse) -> None:
         outcome = f"fallback: {reuse.failure or FetchError.__name__}"
-        self._metrics.count_outcome(outcome)
-        queued_s = time.monotonic() - reuse.first_seen_s
-        report(reuse.req, RequestProvenance(outcome=outcome, queued_ms=round(1000 * queued_s, 3)))
+        queued_ms = round(1000 * (time.monotonic() - reuse.first_seen_s), 3)
+        self._labels.note(reuse.req, RequestProvenance(outcome=outcome, queued_ms=queued_ms))
 
     def _recompute_s(self, plan: Plan) -> float:
         speed = self._meter.s_per_token_layer or 0.0

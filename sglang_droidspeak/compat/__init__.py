@@ -27,10 +27,10 @@ FORWARD = "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation"
 NEW_PREFILL = "sglang.srt.managers.scheduler.Scheduler._get_new_batch_prefill_raw"
 MATCH = "sglang.srt.mem_cache.unified_cache.unified_cache_linker.UnifiedCacheLinkerWrapper.match"
 CHECKPOINT = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.checkpoint"
-REQUEST_LEVEL = (
-    "sglang.srt.managers.scheduler_components.output_streamer."
-    "SchedulerOutputStreamer.is_request_level_customized_info_key"
-)
+_STREAMER = "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
+REPORT = f"{_STREAMER}.stream_output"
+REPORT_ABORT = f"{SCHEDULER_MODULE}.Scheduler.send_abort_output"
+REQUEST_LEVEL = f"{_STREAMER}.is_request_level_customized_info_key"
 _WEIGHT_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 WEIGHTS_WRITTEN = {
     f"{_WEIGHT_UPDATER}.begin_weight_update": ("self",),
@@ -59,6 +59,8 @@ _SIGNATURES = {
     NEW_PREFILL: ("self", "prefill_delayer_single_pass", "running_batch"),
     MATCH: ("self", "key", "req", "result"),
     CHECKPOINT: ("self", "req", "up_to"),
+    REPORT: ("self", "reqs", "return_logprob", "skip_req"),
+    REPORT_ABORT: ("self", "abort_req", "req"),
     REQUEST_LEVEL: ("self", "key"),
     INTERNAL_STATE: ("self", "recv_req"),
     LOAD_LORA: ("self", "lora_ref"),

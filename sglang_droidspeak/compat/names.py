@@ -6,9 +6,10 @@ Heavy to import: only the scheduler process does.
 from sglang.srt.layers.layer_boundary.residual import batch as residual_batch
 from sglang.srt.lora.lora import LoRAAdapter
 from sglang.srt.lora.lora_registry import LoRARef
-from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req, ScheduleBatch
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.managers.utils import is_health_check_generate_req
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
@@ -38,6 +39,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.common import async_h2d
 
 __all__ = [
+    "FINISH_ABORT",
     "CacheInitParams",
     "CaptureHiddenMode",
     "ComponentType",
@@ -69,5 +71,6 @@ __all__ = [
     "get_parallel",
     "get_storage_hash_str",
     "get_token_to_kv_pool",
+    "is_health_check_generate_req",
     "residual_batch",
 ]

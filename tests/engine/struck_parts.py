@@ -61,7 +61,14 @@ HOST_BYTES = 96 << 20
 STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
 """SGLang compares used and free slots after each step, and as ever when it is idle; a server that
 misses one ends."""
-CAUSES = ("DeadlineExceeded", "StaleEntry", "ProtocolError", "FetchError", "SlowLink")
+CAUSES = (
+    "DeadlineExceeded",
+    "ForwardWaitExceeded",
+    "StaleEntry",
+    "ProtocolError",
+    "FetchError",
+    "SlowLink",
+)
 
 Samples = dict[tuple[str, ...], float]
 """Name and label values to value."""

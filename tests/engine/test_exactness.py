@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from random import Random
 
 import pytest
+import requests
 from engine_parts import CPU, ENV, Answer, Watcher, answer, oracle, profile_of, prompt, whole_pages
 from forked import ServerSpec
+from struck_parts import scraped
 
 from cachetree.identity import read_model_identity
 from cachetree.ids import Span
@@ -88,7 +93,7 @@ def trio(request, tmp_path_factory) -> Iterator[Trio]:
         ServerSpec(
             model=models["receiver"],
             name="receiver",
-            options=CPU,
+            options={**CPU, "enable-metrics": True},
             droidspeak={
                 "listen": f"tcp://127.0.0.1:{ports['receiver']}",
                 "peers": [f"tcp://127.0.0.1:{ports[name]}" for name in names[:-1]],
@@ -176,7 +181,7 @@ def test_own_cache_comes_back_after_a_flush(trio: Trio) -> None:
     trio.watcher.wait_for(tokens, trio.models["receiver"])
     trio.receiver.flush()
     again = answer(trio.receiver, tokens)
-    assert again.provenance["outcome"] == "reused"
+    assert again.provenance["outcome"] == "own"
     assert again.provenance["exact"]
     assert again.provenance["location"] == "local"
     assert again.ids == first.ids
@@ -268,3 +273,143 @@ def test_an_experiment_stays_out_of_the_receivers_own_cache(trio: Trio) -> None:
     own = answer(trio.receiver, tokens, droidspeak={"mode": "off"})
     assert own.meta["cached_tokens"] == 0
     assert own.provenance["exact"]
+
+
+def told_of(reply: Answer) -> tuple[str, int, bool]:
+    told = reply.provenance
+    return told["outcome"], told["reused_tokens"], told["exact"]
+
+
+def test_a_new_grammar_costs_no_reuse(trio: Trio) -> None:
+    """SGLang compiles it while the request waits in a queue of its own."""
+    tokens = prompt(160, seed=16)
+    trio.send("sender", tokens)
+    for attempt in range(3):
+        trio.receiver.flush()
+        params = {"regex": f"(.|\\n)*|never {attempt}"}
+        reply = Answer(trio.receiver.generate(tokens, max_new_tokens=4, sampling_params=params))
+        assert told_of(reply) == ("reused", whole_pages(160), False)
+        assert reply.meta["cached_tokens"] == whole_pages(160)
+
+
+def test_samples_of_one_prompt_say_what_was_reused(trio: Trio) -> None:
+    tokens = prompt(160, seed=17)
+    trio.send("sender", tokens)
+    before = num_counted(trio.receiver)
+    params = {"n": 3, "temperature": 0.7}
+    replies = trio.receiver.generate(tokens, max_new_tokens=4, sampling_params=params)
+    assert [told_of(Answer(it)) for it in replies] == [("reused", whole_pages(160), False)] * 3
+    assert num_counted(trio.receiver) - before == 3
+
+
+def test_log_probabilities_of_a_prompt_are_the_reason(trio: Trio) -> None:
+    tokens = prompt(160, seed=18)
+    trio.send("sender", tokens)
+    reply = answer(trio.receiver, tokens, logprob_start_len=0)
+    assert told_of(reply) == ("logprobs", 0, True)
+    assert len(reply.meta["input_token_logprobs"]) == 160
+
+
+def test_health_probes_are_not_counted(trio: Trio) -> None:
+    before = num_counted(trio.receiver)
+    for _ in range(2):
+        requests.get(f"{trio.receiver.url}/health_generate", timeout=20).raise_for_status()
+    assert num_counted(trio.receiver) == before
+
+
+def num_counted(server: Server) -> float:
+    """Requests in all outcomes together."""
+    found = scraped(f"{server.url}/metrics").items()
+    return sum(value for (name, *_), value in found if name == "droidspeak:requests_total")
+
+
+@dataclass
+class Load:
+    """A random mixture of requests of all kinds about a few documents, many at a time."""
+
+    trio: Trio
+    documents: Sequence[list[int]]
+    num_sent: int = 0
+    read: list[tuple[int, Answer]] = field(default_factory=list)
+    """Document and answer of those that say how likely their tokens were."""
+
+    def send(self, random: Random, number: int) -> None:
+        document = random.randrange(len(self.documents))
+        kinds = [self.auto, self.auto, self.off, self.streamed, self.samples, self.grammar]
+        kinds += [self.logprobs, self.mistaken, self.refused, self.aborted]
+        kind = random.choice(kinds)
+        kind(document, f"load-{number}")
+
+    def ask(self, document: int, rid: str, **options) -> Answer:
+        self.num_sent += 1
+        return answer(self.trio.receiver, self.documents[document], rid=rid, **options)
+
+    def auto(self, document: int, rid: str) -> None:
+        self.read.append((document, self.ask(document, rid)))
+
+    def off(self, document: int, rid: str) -> None:
+        reply = self.ask(document, rid, droidspeak={"mode": "off"})
+        self.read.append((document, reply))
+
+    def streamed(self, document: int, rid: str) -> None:
+        self.num_sent += 1
+        pieces = self.trio.receiver.replies(
+            self.documents[document], max_new_tokens=12, return_logprob=True, rid=rid
+        )
+        metas = [piece["meta_info"] for piece in pieces]
+        assert any("droidspeak" in meta for meta in metas)
+
+    def samples(self, document: int, rid: str) -> None:
+        self.num_sent += 2
+        replies = self.trio.receiver.generate(
+            self.documents[document], max_new_tokens=3, sampling_params={"n": 2}
+        )
+        assert all(Answer(reply).provenance for reply in replies)
+
+    def grammar(self, document: int, rid: str) -> None:
+        self.num_sent += 1
+        reply = self.trio.receiver.generate(
+            self.documents[document], max_new_tokens=3, sampling_params={"regex": f"(.|\\n)*|{rid}"}
+        )
+        assert Answer(reply).provenance
+
+    def logprobs(self, document: int, rid: str) -> None:
+        self.read.append((document, self.ask(document, rid, logprob_start_len=0)))
+
+    def mistaken(self, document: int, rid: str) -> None:
+        reply = self.ask(document, rid, droidspeak={"blok": "1:2"})
+        assert reply.provenance["outcome"] == "bad_controls"
+
+    def refused(self, document: int, rid: str) -> None:
+        with pytest.raises(requests.HTTPError):
+            self.ask(document, rid, logprob_start_len=100_000)
+
+    def aborted(self, document: int, rid: str) -> None:
+        with ThreadPoolExecutor(1) as pool:
+            reply = pool.submit(self.ask, document, rid, max_new_tokens=40)
+            time.sleep(0.05)
+            requests.post(f"{self.trio.receiver.url}/abort_request", json={"rid": rid}, timeout=10)
+            reply.result()
+
+
+SEED = int(os.environ.get("DROIDSPEAK_TEST_SEED", "0")) or Random().randrange(1, 1 << 30)
+
+
+def test_every_request_is_counted_once_and_says_what_it_read(trio: Trio) -> None:
+    print(f"DROIDSPEAK_TEST_SEED={SEED}")
+    random = Random(SEED)
+    documents = [prompt(random.randrange(70, 220), SEED + number) for number in range(6)]
+    for tokens in documents[:4]:
+        trio.send("sender", tokens)
+    trio.receiver.flush()
+    load, before = Load(trio, documents), num_counted(trio.receiver)
+    seeds = [Random(random.randrange(1 << 30)) for _ in range(60)]
+    with ThreadPoolExecutor(10) as pool:
+        list(pool.map(load.send, seeds, range(len(seeds))))
+    assert num_counted(trio.receiver) - before == load.num_sent
+    trio.receiver.flush()
+    own = [answer(trio.receiver, tokens, droidspeak={"mode": "off"}) for tokens in documents]
+    for document, reply in load.read:
+        is_own = reply.logprobs == pytest.approx(own[document].logprobs, abs=2e-4)
+        assert reply.provenance["exact"] == is_own, reply.provenance
+    assert {reply.provenance["exact"] for _, reply in load.read} == {False, True}

@@ -134,6 +134,7 @@ def test_bad_controls_cost_the_reuse_only(pair: Pair) -> None:
         pair.receiver.flush()
         reply = answer(pair.receiver, tokens, droidspeak=controls)
         assert reply.provenance["outcome"] == "bad_controls"
+        assert next(iter(controls)) in reply.provenance["detail"]
         assert same(reply, alone)
 
 
@@ -159,7 +160,7 @@ def test_last_layer_never_comes_after_admission(pair: Pair) -> None:
             pair.stalling.tokens,
             droidspeak={"block": "1:5", "sender": pair.stalling.model},
         )
-        assert reply.provenance["outcome"] == "fallback: DeadlineExceeded"
+        assert reply.provenance["outcome"] == "fallback: ForwardWaitExceeded"
         assert reply.meta["cached_tokens"] == whole_pages(500), "it was admitted with the load"
         assert reply.provenance["exact"]
         assert same(reply, alone)

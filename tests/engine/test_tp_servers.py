@@ -224,7 +224,7 @@ def test_each_rank_has_its_shard_back_from_host_memory(team: Team) -> None:
     team.server.flush()
     reply = team.ask(BASE, tokens)
     told = reply.provenance
-    assert (told["outcome"], told["location"], told["exact"]) == ("reused", "local", True)
+    assert (told["outcome"], told["location"], told["exact"]) == ("own", "local", True)
     assert reply.ids == first.ids
     assert reply.logprobs == pytest.approx(first.logprobs, abs=2e-4)
 

@@ -8,15 +8,17 @@ import weakref
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from cachetree.budget import Budget, BudgetedStaging
 from cachetree.clock import Deadline
 from cachetree.ids import Location, ModelId, Span
 from cachetree.plan import Plan
 from cachetree.staging import pageable
 from sglang_droidspeak.leaders import Leaders
-from sglang_droidspeak.meta_info import KEY
+from sglang_droidspeak.meta_info import RequestProvenance
 from sglang_droidspeak.models import Part
-from sglang_droidspeak.planner import Planned
+from sglang_droidspeak.planner import Declined, Planned
 from sglang_droidspeak.ranks import Ranks
 from sglang_droidspeak.waiting import WaitingRequests
 
@@ -69,7 +71,9 @@ def request(rid: str = "r1", lora_id: str | None = None) -> Any:
     )
 
 
-def waiting_on(cache: SilentCache, outcomes: list[str], **others: Any) -> WaitingRequests:
+def waiting_on(
+    cache: SilentCache, notes: list[RequestProvenance], **others: Any
+) -> WaitingRequests:
     settings = SimpleNamespace(
         hicache_backend=None, fetch_deadline_s=DEADLINE_S, max_stall_s=None, gate="off"
     )
@@ -77,9 +81,8 @@ def waiting_on(cache: SilentCache, outcomes: list[str], **others: Any) -> Waitin
     parts: Any = {
         "site": SimpleNamespace(settings=settings, page_size=PAGE),
         "cache": cache,
-        "provenance": SimpleNamespace(any_approximate=False),
         "meter": SimpleNamespace(s_per_token_layer=None),
-        "metrics": SimpleNamespace(count_outcome=outcomes.append),
+        "labels": SimpleNamespace(note=lambda _req, told: notes.append(told)),
         "planner": SimpleNamespace(plan=lambda *_: planned),
         "pool": None,
         "activated": SimpleNamespace(meet=lambda _req: None),
@@ -92,7 +95,7 @@ def waiting_on(cache: SilentCache, outcomes: list[str], **others: Any) -> Waitin
 class Team:
     """Two models that may read each other, and have nothing yet; stands for what leaders ask."""
 
-    plan = staticmethod(lambda *_: "no_match")
+    plan = staticmethod(lambda *_: Declined("no_match"))
     would_reuse = staticmethod(lambda *_: True)
     reach = staticmethod(lambda *_: 0)
 
@@ -104,25 +107,26 @@ class Team:
 
 
 def test_a_request_is_held_until_one_deadline_after_its_first_sight() -> None:
-    cache, outcomes, req = SilentCache(), [], request()
-    waiting = waiting_on(cache, outcomes)
+    notes: list[RequestProvenance] = []
+    cache, req = SilentCache(), request()
+    waiting = waiting_on(cache, notes)
     tree: Any = None
     before_s = time.monotonic()
     assert waiting.look([req], tree, is_decoding=False) == {req.rid}
     (deadline,) = cache.deadlines
     assert before_s < deadline.at_s - DEADLINE_S < time.monotonic()
     while waiting.look([req], tree, is_decoding=False):
-        assert not outcomes
+        assert not notes
     assert deadline.has_passed
     held_ms = 1000 * (time.monotonic() - before_s)
-    (told,) = req.customized_info[KEY]
-    assert told["outcome"] == "fallback: DeadlineExceeded"
-    assert 1000 * DEADLINE_S <= told["queued_ms"] <= held_ms
+    (told,) = notes
+    assert told.outcome == "fallback: DeadlineExceeded"
+    assert 1000 * DEADLINE_S <= told.queued_ms <= held_ms
 
     # It stays in the queue where there are no slots for it.
     assert not waiting.look([req], tree, is_decoding=False)
     assert len(cache.deadlines) == 1
-    assert outcomes == ["fallback: DeadlineExceeded"]
+    assert len(notes) == 1
     assert cache.budget.num_bytes == 0
 
 
@@ -150,3 +154,26 @@ def test_a_leader_that_left_nothing_holds_nobody_up_after_its_first_token() -> N
     assert waiting.look([follower], tree, is_decoding=False) == {"follows"}, "it computes"
     leader.output_ids.append(7)
     assert not waiting.look([follower], tree, is_decoding=False)
+
+
+@pytest.mark.parametrize(
+    ("num_on_device", "has_memory", "outcome"),
+    [(4, True, "too_short"), (3, True, "no_slots"), (0, False, "staging_full")],
+)
+def test_a_plan_that_was_not_carried_out_says_why(
+    num_on_device: int, has_memory: bool, outcome: str
+) -> None:
+    """Known when SGLang has admitted the request: a twin may have left its pages there."""
+    notes: list[RequestProvenance] = []
+    cache, req = SilentCache(), request()
+    if not has_memory:
+        cache.fetch = lambda *_: None  # type: ignore[method-assign]
+    waiting = waiting_on(cache, notes)
+    waiting.look([req], None, is_decoding=False)  # type: ignore[arg-type]
+    assert not notes
+    req.prefix_len = num_on_device * PAGE
+    waiting.admitted([req])
+    assert [told.outcome for told in notes] == [outcome]
+    assert cache.budget.num_bytes == 0
+    waiting.admitted([req])
+    assert len(notes) == 1

@@ -75,11 +75,13 @@ def test_every_outcome_is_described() -> None:
     assert {reason.value for reason in Reason} <= described
     returned = {
         found
-        for file in ("planner.py", "prefixes.py", "waiting.py")
-        for found in re.findall(r'(?:return|outcome =|planned =|_refusal =) "(\w+)"', source(file))
+        for file in ("labels.py", "meta_info.py", "planner.py", "prefixes.py", "waiting.py")
+        for found in re.findall(
+            r'(?:return |outcome=|cause = |_refusal = |else |Declined\()"(\w+)"', source(file)
+        )
     }
-    assert {"multimodal", "bad_controls", "error"} <= returned
-    assert returned <= described
+    assert {"multimodal", "bad_controls", "error", "aborted", "no_slots", "own"} <= returned
+    assert returned - {"reused"} <= described
 
 
 def source(file: str) -> str:

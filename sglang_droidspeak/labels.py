@@ -1,0 +1,125 @@
+"""What each request is answered with, in `meta_info`, in the log and in the metrics: once."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from sglang_droidspeak.compat.names import FINISH_ABORT, is_health_check_generate_req
+from sglang_droidspeak.meta_info import KEY, RequestProvenance
+from sglang_droidspeak.prefixes import tenant_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from sglang_droidspeak.compat.names import Req
+    from sglang_droidspeak.metrics import Metrics
+
+log = logging.getLogger("droidspeak.request")
+
+_LABEL: Final = "droidspeak_label"
+_MAX_WARMED: Final = 256
+"""Prompts with `n` above 1 that are answered at the same time."""
+
+
+class Labels:
+    """What becomes of each request: noted as it goes, told and counted once.
+
+    A label is made of what the request has read, when SGLang first reports an answer of it. What
+    happens to the request later, its retraction too, changes nothing. Scheduler thread only.
+    """
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics: Final = metrics
+        self._warmed: Final[OrderedDict[Hashable, RequestProvenance]] = OrderedDict()
+        """By prompt: what SGLang's own request has read before the samples of `n` above 1."""
+
+    def note(self, req: Req, provenance: RequestProvenance) -> None:
+        """What is known so far; the last word counts, and none once the request has its label."""
+        label = _label_of(req)
+        if not label.is_told:
+            label.provenance = provenance
+
+    def read(self, reqs: Sequence[Req], marks: torch.Tensor) -> None:
+        """A prefill of these requests is about to run; `marks` says, on the host once it has, which
+        of them read approximate KV."""
+        for row, req in enumerate(reqs):
+            if not (label := _label_of(req)).is_told:
+                label.mark = marks[row]
+
+    def report(
+        self, _streamer: object, reqs: Sequence[Req], _logprob: object, skip: Req | None = None
+    ) -> None:
+        """Before SGLang sends what is new of these; hooks SchedulerOutputStreamer.stream_output.
+
+        `skip` has not been prefilled to its end; what was retracted meanwhile will be again.
+        """
+        for req in reqs:
+            if not (_label_of(req).is_told or req is skip or req.is_retracted):
+                ended = req.finished_reason or req.to_finish
+                self._tell(req, is_aborted=isinstance(ended, FINISH_ABORT))
+
+    def aborted(self, _scheduler: object, _abort: object, req: Req) -> None:
+        """Before SGLang says that a request is over which was in no batch, or not to its end; hooks
+        Scheduler.send_abort_output."""
+        self._tell(req, is_aborted=True)
+
+    def _tell(self, req: Req, *, is_aborted: bool) -> None:
+        label, params = _label_of(req), req.sampling_params
+        was_told, label.is_told = label.is_told, True
+        if was_told or is_health_check_generate_req(req):
+            return
+        told = label.provenance
+        if is_aborted and not told.reused_tokens:
+            told = RequestProvenance(outcome="aborted")
+        elif params.n > 1:
+            if params.max_new_tokens == 0:
+                self._warmed[_prompt(req)] = told
+                if len(self._warmed) > _MAX_WARMED:
+                    self._warmed.popitem(last=False)
+                return
+            told = told if told.reused_tokens else self._warmed.get(_prompt(req), told)
+        exact = label.mark is None or not bool(label.mark)
+        told = msgspec.structs.replace(told, exact=exact)
+        self._metrics.count_outcome(told.outcome)
+        _write(req.rid, told)
+        req.customized_info = {**(req.customized_info or {}), KEY: [msgspec.to_builtins(told)]}
+
+
+@dataclass(slots=True, eq=False)
+class _Label:
+    provenance: RequestProvenance
+    mark: torch.Tensor | None = None
+    """Whether its prompt's KV is approximate; None while none is."""
+    is_told: bool = False
+
+
+def _label_of(req: Req) -> _Label:
+    label: _Label | None = getattr(req, _LABEL, None)
+    if label is None:
+        label = _Label(RequestProvenance(outcome="error"))
+        setattr(req, _LABEL, label)
+    return label
+
+
+def is_told(req: Req) -> bool:
+    """Whether a client may know its label: it was reported before, and retracted since."""
+    return _label_of(req).is_told
+
+
+def _prompt(req: Req) -> Hashable:
+    return hash(req.origin_input_ids.tobytes()), req.lora_id, tenant_of(req), req.cache_salt
+
+
+def _write(rid: str, provenance: RequestProvenance) -> None:
+    """A reuse that became a full prefill is worth a line at INFO; the others are one at DEBUG."""
+    level = logging.INFO if provenance.outcome.startswith("fallback") else logging.DEBUG
+    if log.isEnabledFor(level):
+        told = msgspec.structs.asdict(provenance)
+        fields = " ".join(f"{name}={value}" for name, value in told.items() if value is not None)
+        log.log(level, "rid=%s %s", rid, fields.replace("fallback: ", "fallback:"))

@@ -1,0 +1,151 @@
+"""What a request is told of itself: once, of what it has read, and counted as often."""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH
+
+from sglang_droidspeak.labels import Labels
+from sglang_droidspeak.meta_info import KEY, RequestProvenance
+
+
+class Counts:
+    """Stands for the metrics."""
+
+    def __init__(self) -> None:
+        self.outcomes: Counter[str] = Counter()
+
+    def count_outcome(self, outcome: str) -> None:
+        self.outcomes[outcome] += 1
+
+
+def request(rid: str = "r1", *, n: int = 1, max_new_tokens: int = 8, **fields: Any) -> Any:
+    known: dict[str, Any] = {
+        "rid": rid,
+        "sampling_params": SimpleNamespace(n=n, max_new_tokens=max_new_tokens),
+        "origin_input_ids": array("q", [1, 2, 3]),
+        "lora_id": None,
+        "extra_key": None,
+        "cache_salt": None,
+        "customized_info": None,
+        "finished_reason": None,
+        "to_finish": None,
+        "is_retracted": False,
+    }
+    return SimpleNamespace(**{**known, **fields})
+
+
+def reused(**fields: Any) -> RequestProvenance:
+    return RequestProvenance(outcome="reused", reused_tokens=64, **fields)
+
+
+def told(req: Any) -> RequestProvenance | None:
+    entry = (req.customized_info or {}).get(KEY)
+    return None if entry is None else RequestProvenance(**entry[0])
+
+
+@pytest.fixture
+def counts() -> Counts:
+    return Counts()
+
+
+@pytest.fixture
+def labels(counts: Counts) -> Labels:
+    return Labels(counts)  # type: ignore[arg-type]
+
+
+def test_a_label_is_told_once_and_stays(labels: Labels, counts: Counts) -> None:
+    req = request(customized_info={"other": [1]})
+    labels.note(req, RequestProvenance(outcome="no_slots"))
+    labels.note(req, reused())
+    labels.report(None, [req], False)
+    labels.note(req, RequestProvenance(outcome="no_match"))
+    labels.read([req], torch.tensor([True]))
+    labels.report(None, [req], False)
+    assert told(req) == reused()
+    assert req.customized_info["other"] == [1]
+    assert counts.outcomes == {"reused": 1}
+
+
+def test_it_waits_for_the_end_of_the_prefill(labels: Labels, counts: Counts) -> None:
+    chunked, retracted = request(), request(is_retracted=True)
+    labels.report(None, [chunked, retracted], False, chunked)
+    assert (told(chunked), told(retracted), counts.outcomes) == (None, None, {})
+
+
+@pytest.mark.parametrize("is_approximate", [False, True])
+def test_it_is_exact_where_what_it_read_was(labels: Labels, is_approximate: bool) -> None:
+    """Whatever was planned: a twin may have left other KV on the device since."""
+    other, req = request("r0"), request()
+    labels.note(req, RequestProvenance(outcome="no_match"))
+    labels.read([other, req], torch.tensor([False, is_approximate]))
+    labels.report(None, [req], False)
+    assert told(req) == RequestProvenance(outcome="no_match", exact=not is_approximate)
+
+
+def test_whatever_ends_without_an_answer_is_counted_once(labels: Labels, counts: Counts) -> None:
+    queued, running = request(), request(finished_reason=FINISH_ABORT("too long"))
+    failed = request(to_finish=FINISH_ABORT("its grammar"))
+    labels.note(queued, RequestProvenance(outcome="no_match"))
+    for _ in range(2):
+        labels.aborted(None, None, queued)
+        labels.report(None, [running, failed], False)
+    assert counts.outcomes == {"aborted": 3}
+
+
+def test_what_was_read_before_the_end_is_what_it_says(labels: Labels, counts: Counts) -> None:
+    early, late = request(finished_reason=FINISH_ABORT()), request()
+    labels.note(early, reused())
+    labels.report(None, [early, late], False)
+    late.finished_reason = FINISH_LENGTH(length=8)
+    labels.report(None, [late], False)
+    assert counts.outcomes == {"reused": 1, "error": 1}, "nobody planned the second one"
+
+
+def test_health_probes_are_nobodys_requests(labels: Labels, counts: Counts) -> None:
+    probe = request("HEALTH_CHECK_17")
+    labels.note(probe, RequestProvenance(outcome="no_match"))
+    labels.report(None, [probe], False)
+    assert (told(probe), counts.outcomes) == (None, {})
+
+
+def test_samples_say_what_was_read_for_all_of_them(labels: Labels, counts: Counts) -> None:
+    """SGLang prefills the prompt of `n` above 1 in a request of its own, and answers with others
+    that find it on the device."""
+    warming, samples = request(n=2, max_new_tokens=0), [request(n=2), request(n=2)]
+    labels.note(warming, reused())
+    labels.report(None, [warming], False)
+    assert not counts.outcomes
+    for req in samples:
+        labels.note(req, RequestProvenance(outcome="too_short"))
+    labels.read(samples, torch.tensor([True, True]))
+    labels.report(None, samples, False)
+    assert [told(req) for req in samples] == [reused(exact=False)] * 2
+    other = request(n=2, cache_salt="bob")
+    labels.note(other, RequestProvenance(outcome="no_match"))
+    labels.report(None, [other], False)
+    assert counts.outcomes == {"reused": 2, "no_match": 1}
+
+
+def test_a_reuse_that_became_a_full_prefill_is_logged(
+    labels: Labels, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "droidspeak.request")
+    for outcome in ("reused", "no_match", "fallback: StaleEntry"):
+        req = request()
+        labels.note(req, RequestProvenance(outcome=outcome, overlap=0.5))
+        labels.report(None, [req], False)
+    (line,) = [record.getMessage() for record in caplog.records]
+    fields = dict(field.split("=", 1) for field in line.split())
+    assert (fields["rid"], fields["outcome"], fields["overlap"]) == (
+        "r1",
+        "fallback:StaleEntry",
+        "0.5",
+    )
