@@ -83,6 +83,8 @@ class Demand:
     """Pages of the prompt that may be reused at most, counted from its start."""
     first_page: int = 0
     """Pages that the device has already."""
+    first_approximate: int | None = None
+    """Those that it has as approximate KV, which approximate plans go on from; None: the others."""
     num_new_tokens: int = 0
     """Tokens after `num_pages`, which are computed in any case."""
     min_pages: int = 1
@@ -198,10 +200,14 @@ def _pick(demand: Demand, match: Match, profiles: Profiles, costs: Costs) -> _Ca
         return recipes
     profile = profiles.get((match.model, demand.receiver))
     same = _first_difference(demand, match.model, profile)
-    possible = [it for recipe in recipes if (it := _candidate(demand, match, recipe, same, costs))]
+    whole = [(it, _whole_plan(demand, match, it, same)) for it in recipes]
+    if max(len(plan.pages) for _, plan in whole) < demand.min_pages:
+        have = f"{match.num_pages} pages of {match.model}, {demand.first_approximate} approximate"
+        return NoReuse(reason=Reason.TOO_SHORT, detail=f"{have} on the device")
+    possible = [it for each in whole if (it := _candidate(demand, match, *each, costs))]
     if not possible:
         free = replace(demand, max_recompute_tokens=None, max_recompute_s=None)
-        if any(_candidate(free, match, each, same, costs) for each in recipes):
+        if any(_candidate(free, match, *each, costs) for each in whole):
             short = "what may be recomputed at a time is less than the fewest pages worth a fetch"
             return NoReuse(reason=Reason.RECOMPUTE_TOO_LONG, detail=short)
         layers = sorted(
@@ -325,10 +331,8 @@ def _above_floor(profile: PairProfile) -> list[_Recipe]:
     return list({(it.block, it.refreshed): it for it in [*measured, *recommended]}.values())
 
 
-def _candidate(
-    demand: Demand, match: Match, recipe: _Recipe, first_difference: int, costs: Costs
-) -> _Candidate | None:
-    """The plan with this recipe, None where E does not reach far enough."""
+def _whole_plan(demand: Demand, match: Match, recipe: _Recipe, first_difference: int) -> Plan:
+    """For all pages that there are, whether or not they have E."""
     stop = min(match.num_pages, demand.num_pages)
     plan = Plan(
         sender=match.model,
@@ -341,16 +345,30 @@ def _candidate(
         first_difference=first_difference,
         is_lossy=demand.is_lossy and not is_pool(match.location),
     )
+    if plan.is_exact or demand.first_approximate is None:
+        return plan
+    first = demand.first_approximate
+    return replace(plan, pages=Span(first, max(first, stop)))
+
+
+def _candidate(
+    demand: Demand, match: Match, recipe: _Recipe, plan: Plan, costs: Costs
+) -> _Candidate | None:
+    """The plan for as many pages as E and the device's time allow; None for too few."""
+    start, stop = plan.pages.start, plan.pages.stop
     stop = min([stop, *(_num_pages_with(match, recipe, it) for it in plan.transition_layers)])
-    stop = min(stop, demand.first_page + _most_recomputed_pages(demand, plan, costs))
-    if stop - demand.first_page < demand.min_pages:
+    stop = min(stop, start + _most_recomputed_pages(demand, plan, costs))
+    if stop - start < demand.min_pages:
         return None
-    plan = replace(plan, pages=Span(demand.first_page, stop))
-    num_tokens = len(plan.pages) * demand.page_size
+    plan = replace(plan, pages=Span(start, stop))
+    # Without the plan the request reads what the device has more of, exact or approximate.
+    num_held = max(demand.first_page, demand.first_approximate or 0)
     reuse_s = predict_ttft_s(plan, page_size=demand.page_size, costs=costs)
+    num_tokens = (stop - num_held) * demand.page_size
     full_s = full_prefill_s(num_tokens, num_layers=demand.num_layers, costs=costs)
     if reuse_s is None or full_s is None:
-        saved = demand.page_size * _saved_page_layers(plan)
+        in_vain = demand.num_layers * (num_held - start)
+        saved = demand.page_size * (_saved_page_layers(plan) - in_vain)
         return _Candidate(plan=plan, quality=recipe.quality, ttft_s=None, saving=saved)
     num_rest = (demand.num_pages - stop) * demand.page_size + demand.num_new_tokens
     rest_s = full_prefill_s(num_rest, num_layers=demand.num_layers, costs=costs) or 0.0

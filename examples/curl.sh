@@ -18,9 +18,7 @@ curl -sf "$receiver/generate" -H 'Content-Type: application/json' -d '{
 }'
 echo
 
-# What the receiver has loaded stays in its own cache; without this the next request would use it.
-curl -sf -X POST "$receiver/flush_cache" > /dev/null
-
+# A request that asks for no reuse reads none of what was loaded for others.
 curl -sf "$receiver/generate" -H 'Content-Type: application/json' -d '{
   "text": "<bos> '"$document"' question : what job has fefam ?",
   "sampling_params": {

@@ -12,7 +12,7 @@ from cachetree.clock import Deadline
 from cachetree.errors import FetchError
 from cachetree.ids import Span
 from cachetree.plan import Kind, Step
-from sglang_droidspeak import compat
+from sglang_droidspeak import compat, prefixes
 from sglang_droidspeak.compat.names import ForwardMode
 from sglang_droidspeak.meta_info import provenance_of
 from sglang_droidspeak.partial_prefill import PartialPrefill, Prefix, SlotsE
@@ -89,6 +89,10 @@ class ForwardPass:
             return original(worker, batch, *args, **kw)
         jobs = self._jobs.get(batch.hicache_consumer_index, ())
         settled = self._before(batch, jobs) if jobs else None
+        if batch.forward_mode.is_extend():
+            for req, num_read in zip(batch.reqs, batch.prefix_lens, strict=True):
+                if not num_read:
+                    prefixes.move(req, approximate=False)
         marks = self._provenance.inherit(batch, self._runner.req_to_token_pool.req_to_token)
         if marks is not None:
             self._labels.read(batch.reqs, marks)
@@ -188,6 +192,8 @@ class ForwardPass:
             log.warning("request %s: %s; it does a full prefill", job.rid, error)
             self._loader.abandon(job, error)
             self._prefill_in_full(batch, it)
+            if not it.tokens.start:
+                prefixes.move(it.req, approximate=False)
         elif job.plan.is_exact and job.pool_slots is not None:
             first_own = job.plan.block.start if len(job.plan.block) else self._num_layers
             self._e_pool.adopt(job.pool_slots, job.slots, first_own)

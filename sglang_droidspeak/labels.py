@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("droidspeak.request")
 
 _LABEL: Final = "droidspeak_label"
+_TOLD: Final = "droidspeak_told"
 _MAX_WARMED: Final = 256
 """Prompts with `n` above 1 that are answered at the same time."""
 
@@ -41,26 +42,30 @@ class Labels:
 
     def note(self, req: Req, provenance: RequestProvenance) -> None:
         """What is known so far; the last word counts, and none once the request has its label."""
-        label = _label_of(req)
-        if not label.is_told:
-            label.provenance = provenance
+        if not _is_told(req):
+            _label_of(req).provenance = provenance
 
     def read(self, reqs: Sequence[Req], marks: torch.Tensor) -> None:
         """A prefill of these requests is about to run; `marks` says, on the host once it has, which
         of them read approximate KV."""
         for row, req in enumerate(reqs):
-            if not (label := _label_of(req)).is_told:
-                label.mark = marks[row]
+            if not _is_told(req):
+                _label_of(req).mark = marks[row]
 
     def report(
-        self, _streamer: object, reqs: Sequence[Req], _logprob: object, skip: Req | None = None
+        self,
+        _streamer: object,
+        reqs: Sequence[Req],
+        return_logprob: bool,
+        skip_req: Req | None = None,
     ) -> None:
         """Before SGLang sends what is new of these; hooks SchedulerOutputStreamer.stream_output.
 
-        `skip` has not been prefilled to its end; what was retracted meanwhile will be again.
+        `skip_req` has not been prefilled to its end; what was retracted meanwhile will be again.
         """
-        for req in reqs:
-            if not (_label_of(req).is_told or req is skip or req.is_retracted):
+        # Of a batch that decodes all are told: this is all that it costs.
+        for req in [req for req in reqs if not getattr(req, _TOLD, False)]:
+            if not (req is skip_req or req.is_retracted):
                 ended = req.finished_reason or req.to_finish
                 self._tell(req, is_aborted=isinstance(ended, FINISH_ABORT))
 
@@ -71,8 +76,10 @@ class Labels:
 
     def _tell(self, req: Req, *, is_aborted: bool) -> None:
         label, params = _label_of(req), req.sampling_params
-        was_told, label.is_told = label.is_told, True
-        if was_told or is_health_check_generate_req(req):
+        if _is_told(req):
+            return
+        setattr(req, _TOLD, True)
+        if is_health_check_generate_req(req):
             return
         told = label.provenance
         if is_aborted and not told.reused_tokens:
@@ -84,8 +91,9 @@ class Labels:
                     self._warmed.popitem(last=False)
                 return
             told = told if told.reused_tokens else self._warmed.get(_prompt(req), told)
-        exact = label.mark is None or not bool(label.mark)
-        told = msgspec.structs.replace(told, exact=exact)
+        if label.mark is not None and not label.mark:
+            label.mark = None
+        told = msgspec.structs.replace(told, exact=label.mark is None)
         self._metrics.count_outcome(told.outcome)
         _write(req.rid, told)
         req.customized_info = {**(req.customized_info or {}), KEY: [msgspec.to_builtins(told)]}
@@ -96,7 +104,10 @@ class _Label:
     provenance: RequestProvenance
     mark: torch.Tensor | None = None
     """Whether its prompt's KV is approximate; None while none is."""
-    is_told: bool = False
+
+
+def _is_told(req: Req) -> bool:
+    return getattr(req, _TOLD, False)
 
 
 def _label_of(req: Req) -> _Label:
@@ -107,9 +118,9 @@ def _label_of(req: Req) -> _Label:
     return label
 
 
-def is_told(req: Req) -> bool:
-    """Whether a client may know its label: it was reported before, and retracted since."""
-    return _label_of(req).is_told
+def must_stay_exact(req: Req) -> bool:
+    """Whether it was told to be exact, and retracted since."""
+    return _is_told(req) and _label_of(req).mark is None
 
 
 def _prompt(req: Req) -> Hashable:

@@ -49,7 +49,15 @@ from sglang_droidspeak.metrics import CacheMetrics, Metrics
 from sglang_droidspeak.offloader import Offload, Offloader
 from sglang_droidspeak.planner import Planner
 from sglang_droidspeak.pool import PoolIndex
-from sglang_droidspeak.prefixes import namespace_of, own_pages_of, page_hash, pages_of, refusal
+from sglang_droidspeak.prefixes import (
+    is_approximate,
+    namespace_of,
+    own_pages_of,
+    page_hash,
+    pages_of,
+    place_of,
+    refusal,
+)
 from sglang_droidspeak.ranks import Ranks
 from sglang_droidspeak.rows import Coding, rows_of
 from sglang_droidspeak.site import folder_of
@@ -275,7 +283,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
     def _note(self, req: Req, up_to: int) -> None:
         """What SGLang's tree now has of this request is there for the other models, too."""
         part = self._models.part_of(req)
-        if part is None or refusal(req) or not meta_info.is_exact(req):
+        if part is None or refusal(req) or is_approximate(req):
             return
         pages = part.of(pages_of(req, up_to, self._page_size), self._page_size)
         self._pool_index.note(namespace_of(req), part.model, pages)
@@ -293,7 +301,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         if first not in own_path:
             return False
         index = own_path.index(first)
-        path = own_path if req.lora_id is None else pages_of(req, up_to, self._page_size)
+        path = pages_of(req, up_to, self._page_size) if place_of(req) else own_path
         pages = part.of(path, self._page_size)[index : index + len(transfer.keys)]
         if not pages:
             return False

@@ -19,8 +19,6 @@ class RequestProvenance(msgspec.Struct, frozen=True, kw_only=True):
 
     outcome: str
     """`reused`, `own`, `fallback: CAUSE`, or why nothing was reused."""
-    detail: str | None = None
-    """The same for a person: what was wrong, and what would be right."""
     reused_tokens: int = 0
     exact: bool = True
     """False where prompt KV descends from another model's, also through this server's own cache."""
@@ -48,6 +46,8 @@ class RequestProvenance(msgspec.Struct, frozen=True, kw_only=True):
     """The batch's own forward over new tokens; on CUDA, issuing it."""
     overlap: float = 0.0
     """Share of the shorter of fetch and recompute during which the other ran too."""
+    detail: str | None = None
+    """The outcome for a person: what was wrong, and what would be right."""
 
 
 def provenance_of(

@@ -36,6 +36,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+_TAKES_WHAT_IS_THERE: Final = frozenset(
+    it.value for it in Reason if it not in (Reason.OFF, Reason.UNGATED_BLOCK)
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
     """A plan, and where its pages are if that is this server's own pool."""
@@ -43,6 +48,8 @@ class Planned:
     plan: Plan
     is_optional: bool
     """Chosen by the server, which may think again; not asked for by name."""
+    is_experiment: bool
+    """Asked for by name where no gate decides: its KV serves its own request only."""
     pool_pages: PoolPages | None
 
 
@@ -52,6 +59,11 @@ class Declined:
 
     outcome: str
     detail: str = ""
+
+    @property
+    def may_be_approximate(self) -> bool:
+        """Whether the request takes what earlier reuse has left on the device all the same."""
+        return self.outcome in _TAKES_WHAT_IS_THERE
 
 
 class Planner:
@@ -97,9 +109,13 @@ class Planner:
         if not matches:
             return Declined(Reason.NO_MATCH.value)
         demand = self._demand(req, part, controls, requested, len(pages))
-        own = prefixes.slots_on_device(req, len(pages), tree)
+        held = self._pool.held(req, len(pages), tree)
         demand = replace(
-            demand, first_page=len(own) // self._site.page_size, num_waiting=num_waiting
+            demand,
+            first_page=held.exact,
+            # An experiment goes on from exact KV, and leaves nothing behind.
+            first_approximate=None if self._is_experiment(requested) else held.approximate,
+            num_waiting=num_waiting,
         )
         pool_pages = None
         while True:
@@ -116,7 +132,15 @@ class Planner:
             matches = self._matches(req, part, pages)  # The note was wrong and is mended.
         if self._site.settings.gate == "off":
             plan = replace(plan, strategy=controls.strategy)
-        return Planned(plan=plan, is_optional=requested.block is None, pool_pages=pool_pages)
+        return Planned(
+            plan=plan,
+            is_optional=requested.block is None,
+            is_experiment=self._is_experiment(requested),
+            pool_pages=pool_pages,
+        )
+
+    def _is_experiment(self, requested: Requested) -> bool:
+        return requested.block is not None and self._site.settings.gate == "off"
 
     def would_reuse(
         self, req: Req, pages: Sequence[PageHash], sender: ModelId, location: Location

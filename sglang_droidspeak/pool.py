@@ -62,6 +62,18 @@ class PoolPages:
         self.unlock = None
 
 
+@dataclass(frozen=True, slots=True)
+class Held:
+    """How many pages of a prompt the device has."""
+
+    exact: int
+    approximate: int
+
+    @property
+    def is_approximate_longer(self) -> bool:
+        return self.approximate > self.exact
+
+
 class PoolIndex:
     """Scheduler thread only."""
 
@@ -102,6 +114,24 @@ class PoolIndex:
         for location in {location for location, _, _ in self._ages}:
             self._tree.forget(location)
         self._ages.clear()
+
+    @property
+    def has_approximate(self) -> bool:
+        """Whether SGLang's tree can have approximate KV."""
+        return self._provenance.any_approximate
+
+    def held(self, req: Req, num_pages: int, tree: UnifiedRadixCache) -> Held:
+        """What SGLang would find of the request's first pages in either namespace."""
+        namespace = prefixes.namespace_of(req)
+        exact = self._num_held(req, namespace, num_pages, tree)
+        if not self.has_approximate:
+            return Held(exact, 0)
+        approximate = prefixes.APPROXIMATE + namespace
+        return Held(exact, self._num_held(req, approximate, num_pages, tree))
+
+    def _num_held(self, req: Req, namespace: str, num_pages: int, tree: UnifiedRadixCache) -> int:
+        _node, slots = prefixes.slots_of(req, namespace, num_pages, tree)
+        return len(slots) // self._page_size
 
     def find(
         self, plan: Plan, pages: Sequence[PageHash], req: Req, tree: UnifiedRadixCache

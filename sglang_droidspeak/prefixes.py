@@ -1,12 +1,17 @@
 """A request's prompt as page hashes: SGLang's own chain over tokens, salt and extra key.
 
 SGLang appends the adapter's id to the extra key, which gives each adapter a tree and hashes of its
-own. The cache's hashes leave it out: they say which tokens of which tenant, never which model.
+own. The cache's hashes leave it out: they say which tokens of which tenant, never which model. KV
+that descends from another model's lies in a namespace of its own, so that whoever wants exact KV
+finds no other, also when SGLang inserts a chunk and goes on with what the tree has of it:
+
+    extra key   tenant │ model's namespace                  exact KV of this model
+                tenant │ APPROXIMATE │ model's namespace    what was made with another's
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from cachetree.ids import PAGE_HASH_BYTES, PageHash
 from sglang_droidspeak.compat.names import MatchPrefixParams, RadixKey, get_storage_hash_str
@@ -17,7 +22,10 @@ if TYPE_CHECKING:
     from sglang_droidspeak.compat.names import NodeId, Req, UnifiedRadixCache
 
 
-_INVOKED_AT = "droidspeak_invoked_at"
+_INVOKED_AT: Final = "droidspeak_invoked_at"
+_APPROXIMATE: Final = "droidspeak_approximate"
+APPROXIMATE: Final = "~droidspeak-approximate~"
+"""Before the adapter's id, which SGLang's events take from the end of the key."""
 
 
 def page_hash(key: str) -> PageHash:
@@ -42,8 +50,8 @@ def pages_of(req: Req, num_tokens: int, page_size: int) -> list[PageHash]:
 
 
 def own_pages_of(req: Req, num_tokens: int, page_size: int) -> list[PageHash]:
-    """The same as SGLang names them for the request's adapter."""
-    return _pages(req, namespace_of(req), num_tokens, page_size)
+    """The same as SGLang names them where it looks for the request's prefix."""
+    return _pages(req, place_of(req), num_tokens, page_size)
 
 
 def _pages(req: Req, namespace: str, num_tokens: int, page_size: int) -> list[PageHash]:
@@ -60,12 +68,6 @@ def reusable_pages(req: Req, page_size: int) -> list[PageHash]:
     return pages_of(req, req._compute_max_prefix_len(len(req.full_untruncated_fill_ids)), page_size)
 
 
-def slots_on_device(req: Req, num_pages: int, tree: UnifiedRadixCache) -> torch.Tensor:
-    """Slots of the request's first tokens that the device holds already, whole pages of them."""
-    _node, slots = slots_of(req, namespace_of(req), num_pages, tree)
-    return slots
-
-
 def slots_of(
     req: Req, namespace: str, num_pages: int, tree: UnifiedRadixCache
 ) -> tuple[NodeId, torch.Tensor]:
@@ -79,10 +81,28 @@ def slots_of(
 
 
 def namespace_of(req: Req) -> str:
-    """What stands behind the user's extra key: the adapter's id, and where an activated one begins
-    to act, because what it has computed from there on is no other request's."""
+    """Of the model that answers: the adapter's id, and where an activated one begins to act,
+    because what it has computed from there on is no other request's."""
     at = invoked_at(req)
     return (req.lora_id or "") if at is None else f"{req.lora_id}@{at}"
+
+
+def is_approximate(req: Req) -> bool:
+    """Whether SGLang looks for the request's prefix among approximate KV, and inserts it there."""
+    return getattr(req, _APPROXIMATE, False)
+
+
+def move(req: Req, *, approximate: bool) -> None:
+    """Have SGLang look there from now on; while the request holds nothing of its tree."""
+    if is_approximate(req) != approximate:
+        tenant = tenant_of(req)
+        setattr(req, _APPROXIMATE, approximate)
+        req.extra_key = tenant + place_of(req) or None
+
+
+def place_of(req: Req) -> str:
+    """What stands behind the user's extra key now."""
+    return (APPROXIMATE if is_approximate(req) else "") + namespace_of(req)
 
 
 def invoked_at(req: Req) -> int | None:
@@ -94,12 +114,12 @@ def invoke(req: Req, at: int) -> None:
     """Have the request's adapter act from token `at` on; before SGLang looks for its prefix."""
     tenant = tenant_of(req)
     setattr(req, _INVOKED_AT, at)
-    req.extra_key = tenant + namespace_of(req)
+    req.extra_key = tenant + place_of(req)
 
 
 def tenant_of(req: Req) -> str:
     """The extra key as the user gave it."""
-    return (req.extra_key or "").removesuffix(namespace_of(req))
+    return (req.extra_key or "").removesuffix(place_of(req))
 
 
 def _key(req: Req, namespace: str, num_tokens: int) -> RadixKey:

@@ -31,6 +31,7 @@ from sglang_droidspeak import prefixes
 from sglang_droidspeak.config import at_rank
 from sglang_droidspeak.controls import parse_controls
 from sglang_droidspeak.job import Job
+from sglang_droidspeak.labels import must_stay_exact
 from sglang_droidspeak.meta_info import RequestProvenance
 from sglang_droidspeak.planner import Declined, Planned
 from sglang_droidspeak.pool import PoolPages
@@ -65,6 +66,8 @@ class Decision(msgspec.Struct, frozen=True, array_like=True):
     rid: str
     plan: Plan | None
     is_optional: bool
+    is_experiment: bool
+    is_approximate: bool
 
 
 class Progress(IntEnum):
@@ -96,8 +99,15 @@ class Reuse:
     """It waits to be planned until that request has left its pages in the pool."""
     is_optional: bool = True
     """Chosen by the server, which may think again; not asked for by name."""
+    is_experiment: bool = False
+    """Its KV serves this request only."""
     failure: str = ""
     """Why this rank cannot go on with the plan."""
+
+    @property
+    def is_approximate(self) -> bool:
+        """Whether it is to read and leave approximate KV where others find it."""
+        return self.plan is not None and not (self.plan.is_exact or self.is_experiment)
 
     def unstage(self) -> None:
         if self.staging is not None:
@@ -153,11 +163,14 @@ class WaitingRequests:
         budget = StepBudget(self._site.settings.max_stall_s if is_decoding else None)
         progress = self._ranks.least([self._progress_within(budget, it) for it in planned])
         for it, state in zip(planned, progress, strict=True):
+            prefixes.move(it.req, approximate=it.is_approximate)
             if state == Progress.FAILED:
                 self._report_fallback(it)
                 it.give_up()
+                self._take_what_is_there(it, tree)
             elif state == Progress.UNSTAGED:
                 it.unstage()
+                self._take_what_is_there(it, tree)
             elif state == Progress.WAITING:
                 held.add(it.req.rid)
         return held
@@ -198,9 +211,7 @@ class WaitingRequests:
             if locked is None:
                 return None
             reuse.staging = locked
-        if not reuse.is_optional and self._site.settings.gate == "off":
-            # An experiment's KV serves its own request only.
-            reuse.req.skip_radix_cache_insert |= not reuse.plan.is_exact
+        reuse.req.skip_radix_cache_insert |= reuse.is_experiment and not reuse.plan.is_exact
         del self._reuses[rid]
         start = reuse.own_pages.index(prefixes.page_hash(keys[0]))
         return Job(
@@ -237,7 +248,7 @@ class WaitingRequests:
                 page_size = self._site.page_size
                 reuse.pages = prefixes.reusable_pages(req, page_size)
                 num_tokens = len(reuse.pages) * page_size
-                num_tokens -= len(prefixes.slots_on_device(req, len(reuse.pages), tree))
+                num_tokens -= self._pool.held(req, len(reuse.pages), tree).exact * page_size
                 if num_tokens >= self._site.settings.min_tokens:
                     reuse.searches = self._cache.search(reuse.pages)
         return reuse
@@ -248,7 +259,17 @@ class WaitingRequests:
             for reuse in new:
                 if self._may_plan(reuse):
                     self._decide(reuse, tree, num_waiting)
-        mine = [Decision(it.req.rid, it.plan, it.is_optional) for it in new if it.is_planned]
+        mine = [
+            Decision(
+                rid=it.req.rid,
+                plan=it.plan,
+                is_optional=it.is_optional,
+                is_experiment=it.is_experiment,
+                is_approximate=prefixes.is_approximate(it.req),
+            )
+            for it in new
+            if it.is_planned
+        ]
         for decision in self._ranks.share(mine, list[Decision]):
             if not self._ranks.is_first:
                 self._obey(decision, tree)
@@ -257,6 +278,7 @@ class WaitingRequests:
         """Plan a request as the first rank did, with this rank's shard of the same pages."""
         reuse, plan = self._reuses[decision.rid], decision.plan
         reuse.is_planned = True
+        prefixes.move(reuse.req, approximate=decision.is_approximate)
         if plan is None:
             return
         plan = replace(plan, location=Location(at_rank(plan.location, self._ranks.rank)))
@@ -269,7 +291,12 @@ class WaitingRequests:
                 pool_pages = self._pool.find(plan, reuse.pages, reuse.req, tree)
             self._take_up(
                 reuse,
-                Planned(plan=plan, is_optional=decision.is_optional, pool_pages=pool_pages),
+                Planned(
+                    plan=plan,
+                    is_optional=decision.is_optional,
+                    is_experiment=decision.is_experiment,
+                    pool_pages=pool_pages,
+                ),
             )
         except Exception as exc:
             log.exception("request %s: this rank cannot do as planned", decision.rid)
@@ -295,6 +322,8 @@ class WaitingRequests:
             reuse.give_up()
             declined = Declined("error")
         if declined is not None:
+            if not declined.may_be_approximate:
+                prefixes.move(req, approximate=False)
             told = RequestProvenance(outcome=declined.outcome, detail=declined.detail or None)
             self._labels.note(req, told)
 
@@ -302,6 +331,12 @@ class WaitingRequests:
         """Fill in the plan and begin to stage it, or say why there is none."""
         req = reuse.req
         planned = self._planner.plan(req, reuse.pages, tree, num_waiting)
+        if isinstance(planned, Planned) and not planned.plan.is_exact and must_stay_exact(req):
+            planned = Declined(Reason.SLOWER.value, "it is exact so far")
+        if isinstance(planned, Declined) and planned.may_be_approximate:
+            self._take_what_is_there(reuse, tree)
+            if prefixes.is_approximate(req):
+                return planned  # Nobody can read what it will leave.
         if reuse.following is None:  # Once is enough.
             outcome = planned.outcome if isinstance(planned, Declined) else planned
             reuse.following = self._leaders.follow(req, reuse.pages, outcome)
@@ -313,14 +348,23 @@ class WaitingRequests:
         self._take_up(reuse, planned)
         return None
 
+    def _take_what_is_there(self, reuse: Reuse, tree: UnifiedRadixCache) -> None:
+        """Have a request without a load read the namespace of which the device has more."""
+        is_better = False
+        if self._pool.has_approximate and not must_stay_exact(reuse.req):
+            is_better = self._pool.held(reuse.req, len(reuse.pages), tree).is_approximate_longer
+        prefixes.move(reuse.req, approximate=is_better)
+
     def _take_up(self, reuse: Reuse, planned: Planned) -> None:
         """Begin to bring together what the plan needs."""
         reuse.plan, reuse.is_optional = planned.plan, planned.is_optional
+        reuse.is_experiment = planned.is_experiment
         req, page_size = reuse.req, self._site.page_size
+        prefixes.move(req, approximate=reuse.is_approximate)
         reuse.own_pages = (
-            reuse.pages
-            if req.lora_id is None
-            else prefixes.own_pages_of(req, len(reuse.pages) * page_size, page_size)
+            prefixes.own_pages_of(req, len(reuse.pages) * page_size, page_size)
+            if prefixes.place_of(req)
+            else reuse.pages
         )
         reuse.match_s = time.monotonic() - reuse.first_seen_s
         reuse.staging = planned.pool_pages

@@ -347,6 +347,35 @@ def test_a_forbidden_block_is_refused_whoever_has_the_pages() -> None:
     assert plan_for(match(R), demand=lossless, profiles={}).block == EMPTY_SPAN
 
 
+def test_an_approximate_plan_goes_on_from_approximate_kv() -> None:
+    """An exact one from exact KV; and both have to be worth more than what the device has."""
+    held = replace(DEMAND, first_page=2, first_approximate=4)
+    assert plan_for(match(S), demand=held).pages == Span(4, 10)
+    assert plan_for(match(R), demand=held).pages == Span(2, 10)
+    assert plan_for(match(S), demand=replace(DEMAND, first_page=2)).pages == Span(2, 10)
+    short = replace(held, first_approximate=9, min_pages=2)
+    assert reason_for(match(S), demand=short) is Reason.TOO_SHORT
+    assert reason_for(match(R), demand=replace(held, first_approximate=10)) is Reason.SLOWER
+
+
+@pytest.mark.parametrize("costs", [UNKNOWN, MEASURED])
+def test_a_long_exact_prefix_is_worth_more_than_approximate_pages_from_the_root(
+    costs: Costs,
+) -> None:
+    """A block of three layers costs two of ten, or three where nothing is measured: as much as two
+    or three of the ten pages in full."""
+    demand = replace(DEMAND, first_approximate=0)
+    most = 6 if costs is UNKNOWN else 7
+    for num_exact in range(10):
+        found = choose(replace(demand, first_page=num_exact), [match(S)], PROFILES, costs)
+        if num_exact <= most:
+            assert isinstance(found, Plan)
+            assert found.pages == Span(0, 10)
+        else:
+            assert isinstance(found, NoReuse)
+            assert found.reason is Reason.SLOWER
+
+
 def test_without_the_gate_a_failed_profile_still_names_blocks() -> None:
     free = replace(DEMAND, gate=Gate.OFF)
     failed = index_profiles([FAILED])

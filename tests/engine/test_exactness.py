@@ -275,6 +275,53 @@ def test_an_experiment_stays_out_of_the_receivers_own_cache(trio: Trio) -> None:
     assert own.provenance["exact"]
 
 
+def test_mode_off_reads_exact_kv_only(trio: Trio) -> None:
+    """Whatever earlier reuse has left on the device, also between the chunks of a prefill."""
+    tokens = prompt(300, seed=19)
+    trio.send("sender", tokens)
+    reused = answer(trio.receiver, tokens)
+    assert not reused.provenance["exact"]
+    reused.assert_equals(trio.expected("sender", tokens, Span(2, 3)))
+    own = trio.expected("receiver", tokens, Span(0, 0))
+    for num_cached in (0, whole_pages(300)):
+        alone = answer(trio.receiver, tokens, droidspeak={"mode": "off"})
+        assert (alone.meta["cached_tokens"], alone.provenance["exact"]) == (num_cached, True)
+        alone.assert_equals(own)
+    both = answer(trio.receiver, tokens)
+    assert both.provenance["exact"], "as many pages as there are approximate ones"
+    both.assert_equals(own)
+
+
+def test_what_is_longer_on_the_device_is_read(trio: Trio) -> None:
+    """Approximate pages of a prompt, or exact ones, by those who have no reason to want either."""
+    tokens, longer = prompt(160, seed=20), [*prompt(160, seed=20), *prompt(100, seed=21)]
+    trio.send("sender", tokens)
+    answer(trio.receiver, tokens)
+    first = answer(trio.receiver, longer)
+    assert (first.meta["cached_tokens"], first.provenance["exact"]) == (whole_pages(161), False)
+    exact = answer(trio.receiver, longer, droidspeak={"mode": "off"})
+    assert (exact.meta["cached_tokens"], exact.provenance["exact"]) == (0, True)
+    longest = [*longer, *exact.ids, *prompt(50, seed=22)]
+    answer(trio.receiver, longest[:-20], droidspeak={"mode": "off"})
+    second = answer(trio.receiver, longest)
+    assert second.provenance["exact"], "the exact pages are more by now"
+    second.assert_equals(trio.expected("receiver", longest, Span(0, 0)))
+
+
+def test_twins_say_what_they_read(trio: Trio) -> None:
+    """Sent at once for a document that only the sender has; one loads it, and the others find it on
+    the device."""
+    tokens = prompt(160, seed=23)
+    trio.send("sender", tokens)
+    before = num_counted(trio.receiver)
+    with ThreadPoolExecutor(3) as pool:
+        replies = list(pool.map(lambda _: answer(trio.receiver, tokens), range(3)))
+    for reply in replies:
+        reply.assert_equals(trio.expected("sender", tokens, Span(2, 3)))
+        assert not reply.provenance["exact"]
+    assert num_counted(trio.receiver) - before == 3
+
+
 def told_of(reply: Answer) -> tuple[str, int, bool]:
     told = reply.provenance
     return told["outcome"], told["reused_tokens"], told["exact"]

@@ -12,8 +12,13 @@ import pytest
 import torch
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH
 
+from sglang_droidspeak import forward, prefixes
+from sglang_droidspeak.capture import Provenance
+from sglang_droidspeak.compat.names import ForwardMode
 from sglang_droidspeak.labels import Labels
 from sglang_droidspeak.meta_info import KEY, RequestProvenance
+from sglang_droidspeak.meter import Meter
+from sglang_droidspeak.ranks import Ranks
 
 
 class Counts:
@@ -149,3 +154,35 @@ def test_a_reuse_that_became_a_full_prefill_is_logged(
         "fallback:StaleEntry",
         "0.5",
     )
+
+
+@pytest.mark.parametrize("num_before", [0, 32])
+def test_who_reads_nothing_approximate_leaves_exact_kv(monkeypatch, num_before: int) -> None:
+    """Without its load, for which there was no room in the end, a request computes all itself."""
+    monkeypatch.setattr(forward, "largest_forward", lambda _runner: 64)
+    runner = SimpleNamespace(
+        device="cpu",
+        attn_backend=None,
+        req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(1, 64)),
+    )
+    settings = SimpleNamespace(forward_wait_s=0.05)
+    site = SimpleNamespace(identity=SimpleNamespace(num_layers=4), settings=settings)
+    parts: dict[str, Any] = dict.fromkeys(("loader", "low_rank", "coding", "metrics", "labels"))
+    forwards = forward.ForwardPass(
+        attachment=SimpleNamespace(runner=runner, e_pool=None, stack=None, site=site),  # type: ignore[arg-type]
+        provenance=Provenance(64, "cpu"),
+        meter=Meter("cpu", 4),
+        ranks=Ranks(None),
+        **parts,
+    )
+    req = request()
+    prefixes.move(req, approximate=True)
+    batch = SimpleNamespace(
+        reqs=[req],
+        prefix_lens=[num_before],
+        forward_mode=ForwardMode.EXTEND,
+        hicache_consumer_index=-1,
+        extend_num_tokens=16,
+    )
+    assert forwards.around(lambda _worker, _batch: "done", None, batch) == "done"
+    assert prefixes.is_approximate(req) == bool(num_before)

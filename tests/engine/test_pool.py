@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,10 +19,11 @@ from cachetree.plan import Plan
 from cachetree.tree import CacheTree
 from profiles.random_models import random_prompt, shape, write_adapter, write_models
 from sglang_droidspeak import pool as pool_module
+from sglang_droidspeak import prefixes
 from sglang_droidspeak.capture import Provenance
 from sglang_droidspeak.leaders import Leaders
 from sglang_droidspeak.models import Models
-from sglang_droidspeak.pool import PoolIndex, pool_of
+from sglang_droidspeak.pool import Held, PoolIndex, pool_of
 
 BASE, ADAPTED = ModelId("base"), ModelId("adapted")
 NUM_SLOTS = 64 * PAGE
@@ -243,3 +246,43 @@ def test_who_reads_nobody_leads_and_does_not_follow(crowd: Crowd, outcome: str) 
     other = FakeReq("2", "x")
     assert crowd.leaders.follow(other, pages, outcome) is None
     assert crowd.leaders.follow(other, pages, "no_match").leader.req is first
+
+
+@pytest.mark.parametrize("tenant", [None, "tenant"])
+@pytest.mark.parametrize("lora_id", [None, "7" * 32])
+def test_approximate_kv_has_a_namespace_of_its_own(tenant: str | None, lora_id: str | None) -> None:
+    """Of the same tenant and adapter; and hashes that say the same to other servers."""
+    key = (tenant or "") + (lora_id or "") or None  # As SGLang makes it.
+    tokens = array("q", random_prompt(4 * PAGE, 1))
+    req: Any = SimpleNamespace(
+        lora_id=lora_id, extra_key=key, cache_salt="salt", full_untruncated_fill_ids=tokens
+    )
+    own, shared = (of(req, 4 * PAGE, PAGE) for of in (prefixes.own_pages_of, prefixes.pages_of))
+    prefixes.move(req, approximate=True)
+    assert req.extra_key == (tenant or "") + prefixes.APPROXIMATE + (lora_id or "")
+    assert prefixes.own_pages_of(req, 4 * PAGE, PAGE) != own
+    assert prefixes.pages_of(req, 4 * PAGE, PAGE) == shared
+    assert (prefixes.tenant_of(req), prefixes.namespace_of(req)) == (tenant or "", lora_id or "")
+    if lora_id is not None:
+        prefixes.invoke(req, 17)
+        assert req.extra_key.endswith(f"{prefixes.APPROXIMATE}{lora_id}@17")
+    prefixes.move(req, approximate=False)
+    at = "" if lora_id is None else "@17"
+    assert req.extra_key == ((key or "") + at or None)
+
+
+def test_what_the_device_has_of_either_kind(shelf: Shelf, monkeypatch) -> None:
+    monkeypatch.setattr(
+        pool_module.prefixes,
+        "slots_of",
+        lambda _req, place, most, _tree: (
+            0,
+            torch.arange(min(most, 5 if place.startswith(prefixes.APPROXIMATE) else 3) * PAGE),
+        ),
+    )
+    req: Any = SimpleNamespace(lora_id=None)
+    assert shelf.index.held(req, 8, None) == Held(3, 0), "none was ever loaded"
+    shelf.provenance.loaded(torch.arange(PAGE), torch.tensor([], dtype=torch.int64), exact=False)
+    held = shelf.index.held(req, 8, None)
+    assert (held, held.is_approximate_longer) == (Held(3, 5), True)
+    assert not shelf.index.held(req, 3, None).is_approximate_longer

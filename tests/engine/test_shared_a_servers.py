@@ -8,7 +8,7 @@ from itertools import permutations
 
 import msgspec
 import pytest
-from engine_parts import ENV, Answer, answer, profile_of, prompt
+from engine_parts import ENV, Answer, answer, profile_of, prompt, whole_pages
 from forked import ServerSpec
 from lora_parts import BASE, WITH_LORA, Checkpoints
 
@@ -111,6 +111,18 @@ def test_another_a_is_not_refreshed_from_it(team: Team) -> None:
     tokens = prompt(200, seed=22)
     team.ask("first", tokens, max_new_tokens=1)
     team.assert_refreshed("first", "second", tokens)
+
+
+@pytest.mark.parametrize("key", [None, "a tenant"])
+def test_an_adapters_approximate_kv_lies_apart(team: Team, key: str | None) -> None:
+    tokens = prompt(200, seed=30)
+    team.ask(BASE, tokens, max_new_tokens=1, extra_key=key)
+    read = team.ask("first", tokens, extra_key=key)
+    assert (read.provenance["outcome"], read.provenance["exact"]) == ("reused", False)
+    assert team.ask("first", tokens, extra_key=key).meta["cached_tokens"] == whole_pages(200)
+    alone = team.ask("first", tokens, extra_key=key, droidspeak={"mode": "off"})
+    assert (alone.meta["cached_tokens"], alone.provenance["exact"]) == (0, True)
+    alone.assert_equals(team.models.expected("first", "first", tokens, EMPTY_SPAN))
 
 
 def test_what_is_refreshed_matters(team: Team) -> None:

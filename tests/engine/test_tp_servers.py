@@ -19,6 +19,7 @@ from engine_parts import (
     family_of,
     oracle,
     page_hashes,
+    profile_of,
     prompt,
     whole_pages,
 )
@@ -29,6 +30,7 @@ from stalling import StallingWorker
 from cachetree.cache import Cache
 from cachetree.config import CacheConfig
 from cachetree.ids import EMPTY_SPAN, Span
+from cachetree.profile import write_profile
 from profiles.adapters import merge_folder
 from profiles.random_models import write_adapter
 from sglang_droidspeak.config import at_rank
@@ -108,6 +110,8 @@ def team(tmp_path_factory) -> Iterator[Team]:
     models = Checkpoints.write(folder, ADAPTERS, READER)
     base, reader = models.whole[BASE], models.whole[READER]
     address = f"tcp://127.0.0.1:{free_port(NUM_RANKS)}"
+    profile = folder / "pair.json"
+    write_profile(profile_of(models.identity(BASE), models.identity(READER)), profile)
     with contextlib.ExitStack() as stack:
         stalls = [
             stack.enter_context(stalling(base, LATE, 1, seed=600)),
@@ -132,6 +136,7 @@ def team(tmp_path_factory) -> Iterator[Team]:
                 "gate": "off",
                 "host_gb": 0,
                 "peers": [address, *stalls],
+                "profiles": [str(profile)],
                 "fetch_deadline_s": DEADLINE_S,
             },
         )
@@ -252,6 +257,27 @@ def test_where_one_rank_cannot_begin_to_recompute_all_prefill_in_full(team: Team
     assert reply.ids == alone.ids
     assert reply.logprobs == pytest.approx(alone.logprobs, abs=2e-4)
     assert team.ask(READER, prompt(100, seed=701)).provenance["outcome"] == "no_match"
+
+
+def test_all_ranks_keep_approximate_kv_apart(team: Team) -> None:
+    tokens = prompt(200, seed=508)
+    team.ask(BASE, tokens, max_new_tokens=1)
+    assert team.is_advertised(tokens)
+    read = eventually(lambda: approximate(team, tokens))
+    read.assert_equals(team.models.expected(READER, BASE, tokens, Span(2, 3)))
+    for _ in range(2):
+        alone = team.ask(READER, tokens, droidspeak={"mode": "off"})
+        assert alone.provenance["exact"]
+        alone.assert_equals(team.models.expected(READER, READER, tokens, EMPTY_SPAN))
+    team.reader.flush()
+
+
+def approximate(team: Team, tokens: list[int]) -> Answer | None:
+    reply = team.ask(READER, tokens)
+    if not reply.provenance["exact"]:
+        return reply
+    team.reader.flush()
+    return None
 
 
 def found_by(team: Team, tokens: list[int], outcomes: Sequence[str] = ("reused",)) -> Answer | None:

@@ -9,12 +9,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from cachetree.budget import Budget, BudgetedStaging
 from cachetree.clock import Deadline
 from cachetree.ids import Location, ModelId, Span
 from cachetree.plan import Plan
 from cachetree.staging import pageable
+from sglang_droidspeak import prefixes
+from sglang_droidspeak.labels import Labels
 from sglang_droidspeak.leaders import Leaders
 from sglang_droidspeak.meta_info import RequestProvenance
 from sglang_droidspeak.models import Part
@@ -65,6 +68,10 @@ def request(rid: str = "r1", lora_id: str | None = None) -> Any:
         session=None,
         extra_key=lora_id,
         cache_salt=None,
+        sampling_params=SimpleNamespace(n=1, max_new_tokens=8),
+        is_retracted=False,
+        finished_reason=None,
+        to_finish=None,
         full_untruncated_fill_ids=list(range(4 * PAGE + 1)),
         refresh_fill_ids=lambda: None,
         _compute_max_prefix_len=lambda length: length - 1,
@@ -72,21 +79,27 @@ def request(rid: str = "r1", lora_id: str | None = None) -> Any:
 
 
 def waiting_on(
-    cache: SilentCache, notes: list[RequestProvenance], **others: Any
+    cache: SilentCache,
+    notes: list[RequestProvenance],
+    *,
+    is_experiment: bool = True,
+    **others: Any,
 ) -> WaitingRequests:
     settings = SimpleNamespace(
         hicache_backend=None, fetch_deadline_s=DEADLINE_S, max_stall_s=None, gate="off"
     )
-    planned = Planned(plan=PLAN, is_optional=False, pool_pages=None)
+    planned = Planned(plan=PLAN, is_optional=False, is_experiment=is_experiment, pool_pages=None)
     parts: Any = {
         "site": SimpleNamespace(settings=settings, page_size=PAGE),
         "cache": cache,
         "meter": SimpleNamespace(s_per_token_layer=None),
         "labels": SimpleNamespace(note=lambda _req, told: notes.append(told)),
         "planner": SimpleNamespace(plan=lambda *_: planned),
-        "pool": None,
+        "pool": SimpleNamespace(has_approximate=False),
         "activated": SimpleNamespace(meet=lambda _req: None),
-        "leaders": SimpleNamespace(follow=lambda *_: None, prune=lambda _waiting: None),
+        "leaders": SimpleNamespace(
+            follow=lambda *_: None, prune=lambda _waiting: None, clear=lambda: None
+        ),
         "ranks": Ranks(None),
     }
     return WaitingRequests(**parts | others)
@@ -154,6 +167,32 @@ def test_a_leader_that_left_nothing_holds_nobody_up_after_its_first_token() -> N
     assert waiting.look([follower], tree, is_decoding=False) == {"follows"}, "it computes"
     leader.output_ids.append(7)
     assert not waiting.look([follower], tree, is_decoding=False)
+
+
+def test_a_request_reads_approximate_kv_only_by_its_plan() -> None:
+    """And goes back where the plan is given up, or is an experiment."""
+    for is_experiment in (True, False):
+        cache, req = SilentCache(), request()
+        waiting = waiting_on(cache, [], is_experiment=is_experiment)
+        tree: Any = None
+        while waiting.look([req], tree, is_decoding=False):
+            assert prefixes.is_approximate(req) != is_experiment
+            assert (req.extra_key is None) == is_experiment
+        assert not prefixes.is_approximate(req)
+        assert req.extra_key is None
+
+
+@pytest.mark.parametrize("is_approximate", [False, True])
+def test_what_was_told_to_be_exact_stays_so(is_approximate: bool) -> None:
+    """A request that was retracted after its first tokens were sent is planned again."""
+    cache, req, metrics = SilentCache(), request(), SimpleNamespace(count_outcome=lambda _: None)
+    labels = Labels(metrics)  # type: ignore[arg-type]
+    labels.read([req], torch.tensor([is_approximate]))
+    labels.report(None, [req], False)
+    waiting = waiting_on(cache, [], is_experiment=False)
+    held = waiting.look([req], None, is_decoding=False)  # type: ignore[arg-type]
+    assert bool(held) == prefixes.is_approximate(req) == is_approximate
+    waiting.clear()
 
 
 @pytest.mark.parametrize(
