@@ -106,12 +106,12 @@ def _add_demo(demo: argparse.ArgumentParser) -> None:
         "--data", type=Path, metavar="FILE", help="questions about documents, JSONL as LongBench v1"
     )
     pair.add_argument(
-        "--prompt-format",
+        "--template",
         metavar="TEXT",
         help="prompt with {context} and {input}; default for your own pair: "
         r"'{context}\n\n{input}', with the tokenizer's own special tokens",
     )
-    pair.add_argument("--max-new-tokens", type=int, metavar="N", help="longest answer")
+    pair.add_argument("--max-new", type=int, metavar="N", help="longest answer")
     measure = demo.add_argument_group("measurement")
     measure.add_argument("--num-questions", type=int, metavar="N", help="only the first N")
     measure.add_argument(
@@ -149,13 +149,13 @@ def _demo(args: argparse.Namespace) -> int:
     if given:
         config = replace(
             config,
-            prompt_format="{context}\n\n{input}",
-            max_new_tokens=32,
+            template="{context}\n\n{input}",
+            max_new=32,
             random_pair=None,
             options={},
             host_gb=4.0,
         )
-    names = (*PAIR, "prompt_format", "max_new_tokens", "num_questions", "num_documents")
+    names = (*PAIR, "template", "max_new", "num_questions", "num_documents")
     names += ("out", "device", "dtype", "host_gb")
     chosen = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     try:

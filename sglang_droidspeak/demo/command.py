@@ -112,10 +112,10 @@ def _started(config: DemoConfig, subject: Subject, title: str, steps: Steps):
 
 
 def _answer(config: DemoConfig, rig: Rig, steps: Steps) -> Measured:
-    documents = from_records(config.records(), config.prompt_format, rig.tokenize)
+    documents = from_records(config.records(), config.template, rig.tokenize)
     num_questions = sum(len(document.questions) for document in documents)
     with steps.counted("Answer questions, four ways", num_questions * len(Condition)) as advance:
-        samples = ask_all(rig, documents, config.max_new_tokens, advance)
+        samples = ask_all(rig, documents, config.max_new, advance)
     pair = f"{config.sender.name} → {config.receiver.name}"
     return Measured(on=_part(rig, documents, samples, pair), documents=documents, samples=samples)
 

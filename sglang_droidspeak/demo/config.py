@@ -64,8 +64,8 @@ class DemoConfig:
     receiver: Path = ROOT / "profiles/pairs/weights/receiver"
     profile: Path = ROOT / "profiles/pairs/sender_to_receiver.json"
     data: Path = ROOT / "profiles/pairs/data/held_out.jsonl"
-    prompt_format: str = "<bos> {context} {input}"
-    max_new_tokens: int = 8
+    template: str = "<bos> {context} {input}"
+    max_new: int = 8
     num_questions: int | None = None
     """Only the first of the data's questions; None: all."""
     num_documents: int = 6

@@ -31,7 +31,7 @@ class Document:
 
 def from_records(
     records: Sequence[Record],
-    prompt_format: str,
+    template: str,
     tokenize: Callable[[Sequence[str]], Sequence[Sequence[int]]],
 ) -> list[Document]:
     """One document per context.
@@ -41,8 +41,8 @@ def from_records(
     """
     documents = []
     for context, group in by_context(records):
-        texts = [prompt_format.format(context=context, input=record.input) for record in group]
-        alone, *prompts = tokenize([prompt_format.format(context=context, input=""), *texts])
+        texts = [template.format(context=context, input=record.input) for record in group]
+        alone, *prompts = tokenize([template.format(context=context, input=""), *texts])
         questions = tuple(
             Question(prompt=tuple(prompt), answers=record.answers)
             for prompt, record in zip(prompts, group, strict=True)

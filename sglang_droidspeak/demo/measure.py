@@ -14,16 +14,14 @@ TIMED_NEW_TOKENS = 4
 """Enough to compare answers; the time to the first does not depend on the others."""
 
 
-def ask_all(
-    rig: Rig, documents: Sequence[Document], max_new_tokens: int, advance: Advance
-) -> Samples:
+def ask_all(rig: Rig, documents: Sequence[Document], max_new: int, advance: Advance) -> Samples:
     """Every question of every document under every condition."""
     samples: dict[Condition, list[Sample]] = {condition: [] for condition in Condition}
     for index, document in enumerate(documents):
         rig.send(document)
         for condition in rotated(index):
             for question in document.questions:
-                sample = rig.ask(condition, document, question, max_new_tokens=max_new_tokens)
+                sample = rig.ask(condition, document, question, max_new_tokens=max_new)
                 samples[condition].append(sample)
                 advance()
     return samples

@@ -67,7 +67,7 @@ def assert_nothing_is_left(mark: str) -> None:
 
 
 def test_own_pair_is_answered_and_timed(tmp_path: Path) -> None:
-    flags = [*OWN_PAIR, "--prompt-format", SHIPPED.prompt_format, "--max-new-tokens", "8"]
+    flags = [*OWN_PAIR, "--template", SHIPPED.template, "--max-new", "8"]
     flags += ["--num-questions", "9", "--num-documents", "2"]
     with demo(tmp_path, *flags) as (process, mark):
         output, _ = process.communicate(timeout=300)
