@@ -18,7 +18,7 @@ from typing import Any, Final
 import msgspec
 
 from cachetree.errors import ConfigError
-from profiles.metrics import Metric, final_number
+from profiles.metrics import Metric, final_number, needs_spaces
 from profiles.records import Line, Record, RecordError, read_lines
 from profiles.tasks import TASKS, Task, TaskOptions
 
@@ -204,6 +204,11 @@ def _sourced(place: str, record: Record, options: TaskOptions) -> SourcedRecord:
     if task.metric is Metric.EXACT_NUMBER and None in map(final_number, record.answers):
         raise RecordError(
             f"{place} has an answer without a number, which {task.metric.value} needs"
+        )
+    if any(needs_spaces(task.metric, it) for it in record.answers):
+        raise RecordError(
+            f"{place} has an answer in a script without spaces, in which {task.metric.value} finds "
+            "no words; judge it by --metric edit_similarity or exact_number"
         )
     return SourcedRecord(record=record, task=task, place=place, name=record.id or place)
 

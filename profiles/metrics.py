@@ -25,6 +25,7 @@ from rapidfuzz.distance import LCSseq
 
 _ARTICLES: Final = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION: Final = str.maketrans("", "", string.punctuation)
+_UNSPACED: Final = re.compile("[\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]")
 _NUMBER: Final = re.compile(r"((?<!\w)-)?\$?(\d[\d,]*(?:\.\d+)?|\.\d+)")
 _ANSWER_MARK: Final = "####"
 
@@ -36,6 +37,12 @@ class Metric(str, Enum):
     ROUGE_L = "rouge_l"
     EDIT_SIMILARITY = "edit_similarity"
     EXACT_NUMBER = "exact_number"
+
+
+def needs_spaces(metric: Metric, text: str) -> bool:
+    """Whether a metric counts words in a text that does not space them, such as Chinese: a whole
+    sentence would be one word, and nearly every answer wrong."""
+    return metric in (Metric.F1, Metric.ROUGE_L) and bool(_UNSPACED.search(text))
 
 
 def quality(metric: Metric, prediction: str, answers: Sequence[str]) -> float:

@@ -59,6 +59,10 @@ def test_a_record_of_an_unknown_data_set_is_named(tmp_path):
     ("record", "message"),
     [
         (make_record(answers=()), "data.jsonl:2 has no answers"),
+        (
+            make_record(answers=("昨天下雨",)),
+            "data.jsonl:2 has an answer in a script without spaces",
+        ),
         (make_record("gsm8k", answers=("#### 3", "three")), "data.jsonl:2 has an answer without a"),
     ],
 )
