@@ -98,7 +98,7 @@ def baselines(profile: MeasuredProfile) -> Table:
     rows += [
         _alternative(
             profile,
-            words.BASELINES[it.kind],
+            words.baseline(it),
             f"{it.recomputed_layers:.3g}",
             words.runs(it.runs),
             it.quality,

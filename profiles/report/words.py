@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from cachetree.evidence import BaselineKind, Interval
+from cachetree.evidence import Baseline, BaselineKind, Interval
 from cachetree.ids import Span
 from cachetree.profile import Recipe
 
@@ -14,7 +14,7 @@ ABSENT: Final = "–"
 BASELINES: Final = {
     BaselineKind.CACHEBLEND: "tokens, CacheBlend-style",
     BaselineKind.CRITICAL_LAYERS: "critical layers alone",
-    BaselineKind.SPLIT_BLOCK: "block, E at every layer",
+    BaselineKind.SPLIT_BLOCK: "block in several runs",
     BaselineKind.SMALL_MODEL: "smaller model",
 }
 
@@ -26,6 +26,12 @@ _METRICS: Final = {
     "rouge_l": "Rouge-L",
     "edit_similarity": "edit similarity",
 }
+
+
+def baseline(it: Baseline) -> str:
+    """Its name, by which it is told from the others of its kind and size."""
+    is_split = it.kind is BaselineKind.SPLIT_BLOCK
+    return f"block in {len(it.runs)} runs" if is_split else BASELINES[it.kind]
 
 
 def metric_name(metric: str) -> str:

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from rich.console import Console
 from sample_profile import failed_profile, graded_profile, sample_profile
 
-from cachetree.evidence import MeasuredProfile
+from cachetree.evidence import Baseline, BaselineKind, MeasuredProfile
 from profiles.show import table_of
 
 PROFILE = sample_profile()
@@ -53,6 +53,22 @@ def test_baselines_stand_between_full_prefill_and_full_reuse() -> None:
     assert row(text, "critical", "layers", "alone")[-4:] == ["8.60", "ms", "62", "%"]
     assert "smaller model" in text
     assert "smaller model" not in shown(graded_profile())
+
+
+def test_no_row_is_there_twice() -> None:
+    whole = replace(PROFILE, baselines=PROFILE.baselines + split_in(2) + split_in(4))
+    rows = [" ".join(line.split()) for line in shown(whole, 120).splitlines()]
+    names = [
+        it[: it.index("[")] for it in rows if it.startswith(("block in", "tokens", "critical"))
+    ]
+    assert len(names) == len(set(names)) > 4
+
+
+def split_in(number: int) -> tuple[Baseline, ...]:
+    """The same result in so many runs of the same layers."""
+    (first,) = (it for it in PROFILE.baselines if it.kind is BaselineKind.SPLIT_BLOCK)
+    runs = tuple((layer, layer + 1) for layer in range(20, 20 + number))
+    return (replace(first, runs=runs),)
 
 
 def test_both_models_are_identified_and_differences_marked() -> None:
