@@ -14,7 +14,8 @@ STYLESHEET: Final = """
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--paper); color: var(--ink);
   font: 1rem/1.55 system-ui, sans-serif; -webkit-text-size-adjust: 100%; }
-main { max-width: 62rem; margin: 0 auto; padding: 1rem; }
+main { max-width: 80rem; margin: 0 auto; padding: 1rem; }
+p, header, figure { max-width: 62rem; }
 header { border: 1px solid var(--line); border-left: 0.5rem solid var(--failed);
   border-radius: 0.5rem; background: var(--card); padding: 1rem 1.25rem; }
 header.passed { border-left-color: var(--passed); }
@@ -33,10 +34,11 @@ table { border-collapse: collapse; font-size: 0.9rem; font-variant-numeric: tabu
 th, td { padding: 0.35rem 0.75rem 0.35rem 0; border-bottom: 1px solid var(--line);
   text-align: left; vertical-align: top; }
 thead th { color: var(--soft); font-weight: 600; }
-tbody th { font-weight: 500; white-space: nowrap; }
+tbody th { font-weight: 500; }
 .numbers { width: 100%; }
 .numbers td, .numbers thead th:not(:first-child) { text-align: right; white-space: nowrap;
   padding-right: 0; padding-left: 0.75rem; }
+.numbers thead th:not(:first-child) { white-space: normal; }
 .numbers .marked th, .numbers .marked td { background: var(--marked); font-weight: 700; }
 .prose { width: 100%; }
 .prose td { overflow-wrap: anywhere; min-width: 9rem; }
