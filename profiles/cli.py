@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
 import sys
 from dataclasses import replace
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 
 FAILED_GATE: Final = 3
 """Exit status: everything worked, and the verdict is that the pair may not be reused."""
+
+_LOCAL: Final = re.compile(r"(^|[=:])/(?:[^/]*/)*(?=[^/])")
+"""The folders of an absolute path, which say nothing on another machine."""
 
 _PAIR: Final = ("sender", "receiver", "data", "out")
 
@@ -295,7 +299,7 @@ def _settings(
             "options": options,
             "out": out,
             "small": None if small is None else ModelSource(path=small),
-            "command": shlex.join(["droidspeak", *sys.argv[1:]]),
+            "command": shlex.join(["droidspeak", *(_LOCAL.sub(r"\1", it) for it in sys.argv[1:])]),
         }
     )
 

@@ -114,9 +114,11 @@ def test_a_run_that_was_stopped_twice_ends_like_one_that_was_not(few, tmp_path):
     assert one.made.sweep_passes_per_context == 6 + 1
 
 
-def test_the_summary_comes_first_and_the_verdict_last(few, tmp_path):
-    small = ["--small", str(WEIGHTS / "foundation")]
-    status, said = run(*few, "--out", str(tmp_path / "pair.json"), "--no-prune", *small)
+def test_the_summary_comes_first_and_the_verdict_last(few, tmp_path, monkeypatch):
+    args = [*few, "--out", str(tmp_path / "pair.json"), "--no-prune"]
+    args += ["--small", str(WEIGHTS / "foundation")]
+    monkeypatch.setattr(sys, "argv", ["/bin/droidspeak", "profile", *args])
+    status, said = run(*args)
     assert status == 0, said
     lines = said.splitlines()
     summary = next(i for i, line in enumerate(lines) if line.startswith("12 layers, 21 blocks"))
@@ -129,6 +131,10 @@ def test_the_summary_comes_first_and_the_verdict_last(few, tmp_path):
         (start, stop) for start in range(0, 12, 2) for stop in range(start + 2, 14, 2)
     ]
     assert not profile.made.pruned
+    assert profile.made.command.startswith("droidspeak profile --sender sender --receiver receiver")
+    assert "--data train.jsonl --held-out held_out.jsonl " in profile.made.command
+    assert "'<bos> {context} {input}'" in profile.made.command
+    assert " /" not in profile.made.command, "folders of this machine say nothing elsewhere"
     (baseline,) = (it for it in profile.baselines if it.kind is BaselineKind.SMALL_MODEL)
     assert baseline.ttft_s > 0 and baseline.quality.mean < profile.full_prefill_quality
 
