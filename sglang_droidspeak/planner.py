@@ -23,6 +23,7 @@ from cachetree.policy import (
 )
 from sglang_droidspeak import prefixes
 from sglang_droidspeak.controls import Controls, parse_controls
+from sglang_droidspeak.peers import not_ready
 from sglang_droidspeak.pool import PoolIndex, PoolPages, pool_of
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ class Planner:
             return Declined("logprobs", "a prompt's log-probabilities take its prefill")
         matches = self._matches(req, part, pages)
         if not matches:
-            return Declined(Reason.NO_MATCH.value)
+            return Declined(Reason.NO_MATCH.value, not_ready(self._cache.sources()))
         demand = self._demand(req, part, controls, requested, len(pages))
         held = self._pool.held(req, len(pages), tree)
         demand = replace(

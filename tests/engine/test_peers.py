@@ -10,16 +10,21 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import msgspec
 import pytest
+from permissive import made
 
 from cachetree.cache import Cache
 from cachetree.config import CacheConfig
 from cachetree.family import Family
+from cachetree.ids import ModelId, PageHash
 from cachetree.transport import WorkerConfig
 from sglang_droidspeak.cli import main
+from sglang_droidspeak.models import Part
 from sglang_droidspeak.peers import KEY, mark_log, not_ready, told
+from sglang_droidspeak.planner import Planner
 from sglang_droidspeak.servers import free_port
 
 FAMILY = Family(
@@ -99,3 +104,20 @@ def test_the_command_says_what_is_not_such_a_server(info: SimpleNamespace, capsy
     assert capsys.readouterr().err == f"droidspeak: {info.url} runs without droidspeak\n"
     assert main(["peers", f"http://127.0.0.1:{free_port()}"]) == 1
     assert "does not answer as an SGLang server does" in capsys.readouterr().err
+
+
+def test_a_prefix_that_nobody_has_is_told_with_the_peers_that_are_not_ready() -> None:
+    there = [f"tcp://127.0.0.1:{free_port()}" for _ in range(2)]
+    config = CacheConfig(peers=tuple(there), serves=False, host_bytes=1 << 20)
+    with serving(there[0]), Cache(FAMILY, config) as cache:
+        site = SimpleNamespace(page_size=1, profiles=(), settings=SimpleNamespace(min_tokens=1))
+        site.identity = SimpleNamespace(num_layers=FAMILY.num_layers)
+        planner = made(Planner, cache=cache, site=site)
+        planner._models.part_of.return_value = Part(ModelId("m"), None, None)
+        req = MagicMock()
+        req.sampling_params.custom_params = None
+        req.full_untruncated_fill_ids = [1, 2, 3]
+        while cache.sources()[0].state != "ready":
+            time.sleep(0.01)
+        declined = planner.plan(req, [PageHash(bytes(16))] * 2, MagicMock(), num_waiting=0)
+        assert (declined.outcome, declined.detail) == ("no_match", "1 of 2 peers not ready")
