@@ -1,5 +1,7 @@
 # make demo    two real servers share a prefix: quality and speed, as a table and a picture
 # make test    the tests;  make test-all   the slow ones too;  make check   ruff, mypy
+# make quick   the tests of the cache and the engine that start no server, two files at a time
+# make mutants changes the modules that decide, and says what no test sees: tests/mutants.md
 # make bench   the benchmarks, 45 minutes;  make soak   random operations, faults and inputs: an hour or more
 # make gpu     what the CUDA path does on this device, where there is one
 # make pairs   train the small model pairs again, from a seed;  make profiles   profile them
@@ -8,7 +10,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-all check bench gpu soak pairs profiles install
+.PHONY: demo quick test test-all mutants check bench gpu soak pairs profiles install
 .DEFAULT_GOAL := test
 
 install: $(INSTALLED)
@@ -24,11 +26,22 @@ $(INSTALLED): pyproject.toml platforms/torch_cpu/pyproject.toml
 demo: $(INSTALLED)
 	$(BIN)/droidspeak demo --out out/demo
 
+# A file is one process's from start to end.
+BESIDE := -n 2 --dist loadfile
+
+quick: $(INSTALLED)
+	$(BIN)/python -m pytest $(BESIDE) -m 'not slow and not server' tests/cachetree tests/engine
+
 test: $(INSTALLED)
 	$(BIN)/python -m pytest
 
 test-all: $(INSTALLED)
 	$(BIN)/python -m pytest -m ''
+
+mutants: $(INSTALLED)
+	$(BIN)/python -m pip install -e '.[mutants]'
+	$(BIN)/mutmut run --max-children 2
+	$(BIN)/mutmut results
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .
