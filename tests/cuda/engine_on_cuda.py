@@ -10,7 +10,6 @@ import array
 import itertools
 import logging
 import os
-import pickle
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any, TypeVar
 from unittest.mock import patch
 
+import msgspec
 import torch
 from sglang.srt.model_executor import forward_batch_info
 from sglang.srt.models import registry  # noqa: F401  (long to import: once for all forks)
@@ -50,6 +50,7 @@ from sglang_droidspeak.compat.names import (
 )
 from sglang_droidspeak.forward import ForwardPass
 from sglang_droidspeak.job import Job
+from sglang_droidspeak.labels import Labels
 from sglang_droidspeak.layers import LayerStack
 from sglang_droidspeak.loader import Copies, Loader
 from sglang_droidspeak.meter import Meter
@@ -68,27 +69,29 @@ CHUNK = 48
 HERE, PEER = ModelId("here"), ModelId("peer")
 
 
-def fork(function: Callable[[], T]) -> T:
-    """What `function` returns in a child of this process; RuntimeError with what it raised."""
+def fork(function: Callable[[], T], kind: type[T]) -> T:
+    """What `function` returns in a child of this process, of a type that msgspec knows.
+
+    RuntimeError with the traceback of what it raised.
+    """
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
         os.close(reader)
+        status = 0
         try:
-            told = (True, function())
+            told = msgspec.msgpack.encode(function())
         except BaseException:  # noqa: BLE001
-            told = (False, traceback.format_exc())
+            told, status = traceback.format_exc().encode(), 1
         with os.fdopen(writer, "wb") as pipe:
-            pickle.dump(told, pipe)
-        os._exit(0)
+            pipe.write(told)
+        os._exit(status)
     os.close(writer)
     with os.fdopen(reader, "rb") as pipe:
-        data = pipe.read()
-    os.waitpid(pid, 0)
-    is_value, value = pickle.loads(data)
-    if not is_value:
-        raise RuntimeError(value)
-    return value
+        told = pipe.read()
+    if os.waitpid(pid, 0)[1]:
+        raise RuntimeError(told.decode())
+    return msgspec.msgpack.decode(told, type=kind)
 
 
 def load(model: Path, dtype: str = "float32") -> Any:
@@ -186,6 +189,8 @@ class Engine:
         self.offloader = Offloader(self.cache, rows, self.e_pool, self.coding, self.provenance)
         self.meter = Meter(runner.device, self.num_layers)
         self.recompute_attention = recompute(runner)
+        metrics = Metrics(enabled=False)
+        self.labels = Labels(metrics)
         made = {"recompute_backend": lambda _runner: self.recompute_attention}
         with patch.multiple(partial_prefill, **made):
             self.pass_ = ForwardPass(
@@ -195,7 +200,8 @@ class Engine:
                 self.coding,
                 self.provenance,
                 self.meter,
-                Metrics(enabled=False),
+                metrics,
+                self.labels,
                 Ranks(None),
             )
 
@@ -272,6 +278,7 @@ class Engine:
         self.run(batch)
         self.loader.finish(index)
         assert self.pass_.done(index)
+        self.labels.report(None, batch.reqs, return_logprob=False)
         return [req.customized_info["droidspeak"][0]["outcome"] for req in batch.reqs]
 
     def differences(self, slots: torch.Tensor, expected: Sequence[torch.Tensor]) -> list[float]:

@@ -120,6 +120,8 @@ SCENARIOS = (
 
 @dataclass(frozen=True)
 class Seen:
+    scenario: str
+    dropped: Line | None
     races: list[str]
     fences: set[Line]
     waits: list[Line]
@@ -135,18 +137,18 @@ def seen(tmp_path_factory) -> dict[tuple[str, Line | None], Seen]:
     """Each scenario as it is, and without each of the fences that it passes, until one needs it."""
     config = shape("llama", layers=4, hidden=64, heads=1, kv_heads=1)
     (model,) = write_models(tmp_path_factory.mktemp("model"), config, ["model"])
-    return fork(partial(play_all, model))
+    return {(it.scenario, it.dropped): it for it in fork(partial(play_all, model), list[Seen])}
 
 
-def play_all(model: Path) -> dict[tuple[str, Line | None], Seen]:
+def play_all(model: Path) -> list[Seen]:
     runner = load(model)
-    found, needed = {}, set()
+    found, needed = [], set()
     for scenario in SCENARIOS:
-        name = scenario.__name__
-        found[name, None] = fork(partial(play, runner, model, scenario, None))
-        for fence in sorted(found[name, None].fences - needed):
-            found[name, fence] = fork(partial(play, runner, model, scenario, fence))
-            if found[name, fence].is_bad:
+        whole = fork(partial(play, runner, model, scenario, None), Seen)
+        found.append(whole)
+        for fence in sorted(whole.fences - needed):
+            found.append(fork(partial(play, runner, model, scenario, fence), Seen))
+            if found[-1].is_bad:
                 needed.add(fence)
     return found
 
@@ -159,7 +161,8 @@ def play(runner: Any, model: Path, scenario: Callable, drop: Line | None) -> See
         except Exception as exc:  # noqa: BLE001
             error = repr(exc)
         engine.close()
-    return Seen([str(it) for it in cuda.races[:3]], cuda.fences, engine.waits, error)
+    races = [str(it) for it in cuda.races[:3]]
+    return Seen(scenario.__name__, drop, races, cuda.fences, engine.waits, error)
 
 
 @pytest.mark.parametrize("scenario", [it.__name__ for it in SCENARIOS])

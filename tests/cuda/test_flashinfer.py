@@ -141,7 +141,7 @@ def pair(tmp_path_factory) -> tuple[Path, Path]:
 
 
 def test_a_block_equals_the_oracle(pair) -> None:
-    differences = fork(partial(play, *pair))
+    differences = fork(partial(play, *pair), list[float])
     assert differences == pytest.approx([0.0] * 5, abs=BFLOAT16)
 
 
