@@ -33,7 +33,8 @@ quick: $(INSTALLED)
 	$(BIN)/python -m pytest $(BESIDE) -m 'not slow and not server' tests/cachetree tests/engine
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(BESIDE) -m 'not slow and not server'
+	$(BIN)/python -m pytest -m 'not slow and server'
 
 test-all: $(INSTALLED)
 	$(BIN)/python -m pytest -m ''
