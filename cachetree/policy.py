@@ -11,7 +11,8 @@ Pure: values in, one value out. Of every match at most one plan is made; the bes
 Which block (DroidSpeak, NSDI '26, appendix B): while requests wait, the one that recomputes the
 fewest layers; while none do, the one that recomputes the most within the TTFT target, or the
 recommended one where there is no target. A plan that is predicted to be no faster than full
-prefill is not used; costs that are not measured yet count as nothing.
+prefill is not used, nor, while no others wait, one that saves less than its request would wait for
+the link: that request would give it up. Costs that are not measured yet count as nothing.
 """
 
 from __future__ import annotations
@@ -132,6 +133,8 @@ class _Candidate:
     """Predicted for the whole prompt; None while the device's speed is unknown."""
     saving: float
     """Seconds, or token-layers while the device's speed is unknown."""
+    wait_s: float = 0.0
+    """Of these seconds, how many the device has nothing to do for it."""
 
 
 def index_profiles(profiles: Iterable[PairProfile]) -> Profiles:
@@ -163,6 +166,17 @@ def full_prefill_s(num_tokens: int, *, num_layers: int, costs: Costs) -> float |
     if costs.compute_s_per_token_layer is None:
         return None
     return num_tokens * num_layers * costs.compute_s_per_token_layer
+
+
+def saving_s(plan: Plan, demand: Demand, costs: Costs) -> float | None:
+    """Seconds that the plan is predicted to save; None while the device's speed is unknown.
+
+    Without it the request reads what the device has more of, exact or approximate.
+    """
+    reuse_s = predict_ttft_s(plan, page_size=demand.page_size, costs=costs)
+    num_tokens = (plan.pages.stop - _num_held(demand)) * demand.page_size
+    full_s = full_prefill_s(num_tokens, num_layers=demand.num_layers, costs=costs)
+    return None if reuse_s is None or full_s is None else full_s - reuse_s
 
 
 def choose(
@@ -219,11 +233,11 @@ def _pick(demand: Demand, match: Match, profiles: Profiles, costs: Costs) -> _Ca
             f"{demand.first_page}",
         )
     explicit = demand.requested is not None and demand.requested.block is not None
-    faster = possible if explicit else [it for it in possible if it.saving > 0]
+    faster = possible if explicit else [it for it in possible if _is_worth_it(it, demand)]
     if not faster:
         return NoReuse(
             reason=Reason.SLOWER,
-            detail=f"{match.model} at {match.location}: full prefill is faster",
+            detail=f"{match.model} at {match.location}: full prefill is faster, or nearly so",
         )
     return _by_load(demand, match, profiles, faster)
 
@@ -361,20 +375,26 @@ def _candidate(
     if stop - start < demand.min_pages:
         return None
     plan = replace(plan, pages=Span(start, stop))
-    # Without the plan the request reads what the device has more of, exact or approximate.
-    num_held = max(demand.first_page, demand.first_approximate or 0)
     reuse_s = predict_ttft_s(plan, page_size=demand.page_size, costs=costs)
-    num_tokens = (stop - num_held) * demand.page_size
-    full_s = full_prefill_s(num_tokens, num_layers=demand.num_layers, costs=costs)
-    if reuse_s is None or full_s is None:
-        in_vain = demand.num_layers * (num_held - start)
+    saving = saving_s(plan, demand, costs)
+    speed = costs.compute_s_per_token_layer
+    if reuse_s is None or saving is None or speed is None:
+        in_vain = demand.num_layers * (_num_held(demand) - start)
         saved = demand.page_size * (_saved_page_layers(plan) - in_vain)
         return _Candidate(plan=plan, quality=recipe.quality, ttft_s=None, saving=saved)
     num_rest = (demand.num_pages - stop) * demand.page_size + demand.num_new_tokens
     rest_s = full_prefill_s(num_rest, num_layers=demand.num_layers, costs=costs) or 0.0
     return _Candidate(
-        plan=plan, quality=recipe.quality, ttft_s=reuse_s + rest_s, saving=full_s - reuse_s
+        plan=plan,
+        quality=recipe.quality,
+        ttft_s=reuse_s + rest_s,
+        saving=saving,
+        wait_s=reuse_s - recompute_s(plan, len(plan.pages) * demand.page_size, speed),
     )
+
+
+def _num_held(demand: Demand) -> int:
+    return max(demand.first_page, demand.first_approximate or 0)
 
 
 def _num_pages_with(match: Match, recipe: _Recipe, layer: int) -> int:
@@ -407,6 +427,11 @@ def _by_load(
             if is_recommended and len(it.plan.pages) == longest:
                 return it
     return max(possible, key=lambda it: (_saved_page_layers(it.plan), it.quality))
+
+
+def _is_worth_it(it: _Candidate, demand: Demand) -> bool:
+    """The wait counts where no other request has the device meanwhile."""
+    return it.saving > 0 and (demand.num_waiting > 0 or it.wait_s <= it.saving)
 
 
 def _meets(it: _Candidate, demand: Demand) -> bool:

@@ -81,7 +81,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Longest that recomputed layers may hold up decoding requests in one step: less of a prefix is
     reused, and requests wait for the next step; None: no bound."""
     fetch_deadline_s: float = 10.0
-    """After this a fetch is given up and its request does a full prefill."""
+    """After this a fetch is given up and its request does a full prefill. One whose block was not
+    asked for by name gives up as soon as it has waited for what reuse would save."""
     peer_cooldown_s: float = 30.0
     """How long a worker is left alone after three errors within ten seconds; it doubles, up to ten
     times this, each time that the one fetch which then tries it fails."""

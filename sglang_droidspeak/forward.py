@@ -131,8 +131,12 @@ class ForwardPass:
 
     def _wait_staged(self, jobs: Sequence[Job]) -> list[FetchError | None]:
         """Why each job has to be prefilled in full, if it has to: on all ranks or on none."""
-        deadline = Deadline.after(self._forward_wait_s)
-        errors = [_staging_error(job, deadline) for job in jobs]
+        now_s = time.monotonic()
+        waits_s = [min(self._forward_wait_s, job.patience_s) for job in jobs]
+        errors = [
+            _staging_error(job, Deadline(now_s + wait_s))
+            for job, wait_s in zip(jobs, waits_s, strict=True)
+        ]
         have_landed = self._ranks.least([error is None for error in errors])
         return [
             error if landed or error is not None else FetchError("another rank lacks a part of it")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -42,6 +43,8 @@ class Job:
     """Time to hash, match and plan."""
     queued_s: float
     """Time from the request's first sight to its admission."""
+    patience_s: float = math.inf
+    """How long its forward may still wait for layers that are late."""
     copied_s: float = 0.0
     """Time that the loader has spent copying for this job, decoding included."""
     copied_bytes: int = 0

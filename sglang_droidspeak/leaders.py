@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Container, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 from cachetree.ids import Location, ModelId, PageHash
@@ -44,6 +44,8 @@ class Following:
     leader: Leader
     num_pages: int
     """Pages that the two prompts share."""
+    patience_s: float = 0.0
+    """What reading them is predicted to save, and the longest that the follower waits for them."""
 
 
 class Leaders:
@@ -71,8 +73,9 @@ class Leaders:
             leader, shared = it.leader, pages[: it.num_pages]
             if it.num_pages <= num_planned:
                 break
-            if self._planner.would_reuse(req, shared, leader.model, leader.place):
-                return it
+            saved_s = self._planner.would_save_s(req, shared, leader.model, leader.place)
+            if saved_s > 0:
+                return replace(it, patience_s=saved_s)
         if isinstance(planned, str):
             self._leaders[req.rid] = Leader(req, part.model, pages)
         return None

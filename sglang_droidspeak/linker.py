@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -211,12 +212,18 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         held = self._waiting.look(queue, scheduler.tree_cache, is_decoding=is_decoding)
         scheduler.waiting_queue = [req for req in queue if req.rid not in held] if held else queue
         grammars.grammar_queue = []
+        is_in_chunks = scheduler.chunked_req is not None
         try:
             batch, running = original(scheduler, running_batch=running_batch, **rest)
         finally:
             grammars.grammar_queue = compiling
+            left = {id(req) for req in scheduler.waiting_queue}
             if held:
                 scheduler.waiting_queue = _rejoined(queue, held, scheduler.waiting_queue)
+        if held and not is_in_chunks and (batch is not None or not running.batch_is_full):
+            # Nothing that came before these is being prefilled, and there was room for one.
+            ahead = takewhile(lambda req: req.rid in held or id(req) in left, queue)
+            self._waiting.pass_over(req.rid for req in ahead if req.rid in held)
         if batch is not None:
             self._waiting.admitted(batch.reqs)
         elif held and running.is_empty():

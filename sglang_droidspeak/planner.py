@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
@@ -20,6 +21,7 @@ from cachetree.policy import (
     Requested,
     choose,
     index_profiles,
+    saving_s,
 )
 from sglang_droidspeak import prefixes
 from sglang_droidspeak.controls import Controls, parse_controls
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+UNMEASURED_S: Final = 0.2
+"""What a reuse is taken to save before the device's speed was measured."""
 
 _TAKES_WHAT_IS_THERE: Final = frozenset(
     it.value for it in Reason if it not in (Reason.OFF, Reason.UNGATED_BLOCK)
@@ -51,6 +55,9 @@ class Planned:
     """Chosen by the server, which may think again; not asked for by name."""
     is_experiment: bool
     """Asked for by name where no gate decides: its KV serves its own request only."""
+    patience_s: float
+    """What it is predicted to save, and the longest that its request waits for it; of one asked for
+    by name infinite."""
     pool_pages: PoolPages | None
 
 
@@ -133,30 +140,34 @@ class Planner:
             matches = self._matches(req, part, pages)  # The note was wrong and is mended.
         if self._site.settings.gate == "off":
             plan = replace(plan, strategy=controls.strategy)
+        is_optional = requested.block is None
         return Planned(
             plan=plan,
-            is_optional=requested.block is None,
+            is_optional=is_optional,
             is_experiment=self._is_experiment(requested),
+            patience_s=_patience_s(plan, demand, costs) if is_optional else math.inf,
             pool_pages=pool_pages,
         )
 
     def _is_experiment(self, requested: Requested) -> bool:
         return requested.block is not None and self._site.settings.gate == "off"
 
-    def would_reuse(
+    def would_save_s(
         self, req: Req, pages: Sequence[PageHash], sender: ModelId, location: Location
-    ) -> bool:
-        """Whether the request would take these pages if that model had them there, with all E."""
+    ) -> float:
+        """What the request would save if that model had these pages there, with all E; 0 where it
+        would not take them."""
         part = self._models.part_of(req)
         if part is None:
-            return False
+            return 0.0
         controls = parse_controls(req.sampling_params.custom_params)
         demand = self._demand(req, part, controls, self._requested(controls), len(pages))
         e_pages = dict.fromkeys(self._site.transition_layers, len(pages))
         match = Match(model=sender, location=location, num_pages=len(pages), e_pages=e_pages)
         match = self._low_rank.of_pool(match, part.model)
-        plan = choose(demand, [match], self._profiles, self._costs({location}))
-        return isinstance(plan, Plan)
+        costs = self._costs({location})
+        plan = choose(demand, [match], self._profiles, costs)
+        return _patience_s(plan, demand, costs) if isinstance(plan, Plan) else 0.0
 
     def _matches(self, req: Req, part: Part, pages: Sequence[PageHash]) -> list[Match]:
         """What others have; what the device has of this model SGLang finds itself."""
@@ -208,3 +219,8 @@ class Planner:
             compute_s_per_token_layer=self._meter.s_per_token_layer,
             bytes_per_s={it: min(speed, most) for it, speed in speeds.items() if speed},
         )
+
+
+def _patience_s(plan: Plan, demand: Demand, costs: Costs) -> float:
+    saved_s = saving_s(plan, demand, costs)
+    return UNMEASURED_S if saved_s is None else saved_s

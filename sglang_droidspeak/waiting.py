@@ -6,6 +6,9 @@ what it needs has arrived, or is predicted to have arrived by the time its recom
 
     E of the transition layer ──► staged ─┐ admit when the rest will take no longer than the
     KV, layer after layer     ──► ........┘ recompute, at the rate seen so far
+
+It waits no longer than reuse is predicted to save, counted from the first step that could have
+taken it. So nothing that others do, or fail to do, makes it take more than twice a full prefill.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING
@@ -33,7 +36,7 @@ from sglang_droidspeak.controls import parse_controls
 from sglang_droidspeak.job import Job
 from sglang_droidspeak.labels import must_stay_exact
 from sglang_droidspeak.meta_info import RequestProvenance
-from sglang_droidspeak.planner import Declined, Planned
+from sglang_droidspeak.planner import UNMEASURED_S, Declined, Planned
 from sglang_droidspeak.pool import PoolPages
 
 if TYPE_CHECKING:
@@ -54,8 +57,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_PATIENCE_S = 0.2
-"""A fetch is not given up for being slow before this, nor for being slower by less."""
+_RATE_S = 0.2
+"""How long a fetch has to run before its rate tells when it will end."""
+_ANSWER_S = 0.1
+"""A worker that has sent nothing for so long counts as failing."""
 _ARRIVAL_MARGIN = 1.05
 """How much longer than predicted the rest of a fetch may take without holding up a forward."""
 
@@ -68,6 +73,7 @@ class Decision(msgspec.Struct, frozen=True, array_like=True):
     is_optional: bool
     is_experiment: bool
     is_approximate: bool
+    patience_s: float
 
 
 class Progress(IntEnum):
@@ -101,8 +107,16 @@ class Reuse:
     """Chosen by the server, which may think again; not asked for by name."""
     is_experiment: bool = False
     """Its KV serves this request only."""
+    runnable_s: float | None = None
+    """When a step first could have taken it, on monotonic time: its wait counts from then."""
+    patience_s: float = math.inf
+    """The longest that it may wait: what it is predicted to save."""
     failure: str = ""
     """Why this rank cannot go on with the plan."""
+
+    @property
+    def waited_s(self) -> float:
+        return 0.0 if self.runnable_s is None else time.monotonic() - self.runnable_s
 
     @property
     def is_approximate(self) -> bool:
@@ -186,6 +200,12 @@ class WaitingRequests:
                 self._labels.note(reuse.req, RequestProvenance(outcome=outcome))
             reuse.give_up()
 
+    def pass_over(self, rids: Iterable[str]) -> None:
+        """The step that was just made could have taken these, had they not been held back."""
+        now_s = time.monotonic()
+        for reuse in filter(None, map(self._reuses.get, rids)):
+            reuse.runnable_s = reuse.runnable_s or now_s
+
     def has_staging(self, rid: str) -> bool:
         reuse = self._reuses.get(rid)
         return reuse is not None and reuse.staging is not None
@@ -222,6 +242,7 @@ class WaitingRequests:
             slots=slots,
             page_size=self._site.page_size,
             match_s=reuse.match_s,
+            patience_s=max(0.0, reuse.patience_s - reuse.waited_s),
             queued_s=time.monotonic() - reuse.first_seen_s,
         )
 
@@ -251,6 +272,8 @@ class WaitingRequests:
                 num_tokens -= self._pool.held(req, len(reuse.pages), tree).exact * page_size
                 if num_tokens >= self._site.settings.min_tokens:
                     reuse.searches = self._cache.search(reuse.pages)
+                    most_s = self._meter.full_prefill_s(num_tokens)
+                    reuse.patience_s = UNMEASURED_S if most_s is None else most_s
         return reuse
 
     def _decide_all(self, new: Sequence[Reuse], tree: UnifiedRadixCache, num_waiting: int) -> None:
@@ -266,6 +289,7 @@ class WaitingRequests:
                 is_optional=it.is_optional,
                 is_experiment=it.is_experiment,
                 is_approximate=prefixes.is_approximate(it.req),
+                patience_s=it.patience_s,
             )
             for it in new
             if it.is_planned
@@ -295,6 +319,7 @@ class WaitingRequests:
                     plan=plan,
                     is_optional=decision.is_optional,
                     is_experiment=decision.is_experiment,
+                    patience_s=decision.patience_s,
                     pool_pages=pool_pages,
                 ),
             )
@@ -303,6 +328,8 @@ class WaitingRequests:
             reuse.failure = type(exc).__name__
 
     def _may_plan(self, reuse: Reuse) -> bool:
+        if reuse.waited_s > reuse.patience_s:
+            return True
         if reuse.following is not None:
             return self._leaders.is_over(reuse.following)
         return all(search.is_over for search in reuse.searches)
@@ -341,7 +368,7 @@ class WaitingRequests:
             outcome = planned.outcome if isinstance(planned, Declined) else planned
             reuse.following = self._leaders.follow(req, reuse.pages, outcome)
             if reuse.following is not None:
-                reuse.is_planned = False
+                reuse.is_planned, reuse.patience_s = False, reuse.following.patience_s
                 return None
         if isinstance(planned, Declined):
             return planned
@@ -359,6 +386,7 @@ class WaitingRequests:
         """Begin to bring together what the plan needs."""
         reuse.plan, reuse.is_optional = planned.plan, planned.is_optional
         reuse.is_experiment = planned.is_experiment
+        reuse.patience_s = planned.patience_s
         req, page_size = reuse.req, self._site.page_size
         prefixes.move(req, approximate=reuse.is_approximate)
         reuse.own_pages = (
@@ -409,21 +437,37 @@ class WaitingRequests:
             log.warning("request %s: %s; it does a full prefill", req.rid, staging.error)
             reuse.failure = type(staging.error).__name__
             return Progress.FAILED
+        if reuse.waited_s > reuse.patience_s:
+            return self._too_late(reuse, staging)
         if self._meter.s_per_token_layer is None or not staging.num_landed_bytes:
             return Progress.WAITING
         plan = reuse.plan
         elapsed_s = time.monotonic() - staging.started_s
         num_left = staging.num_bytes - staging.num_landed_bytes
-        rest_s = elapsed_s * num_left / staging.num_landed_bytes
-        full_s = self._meter.full_prefill_s(len(plan.pages) * self._site.page_size) or 0.0
-        if reuse.is_optional and min(elapsed_s, rest_s - full_s) > _PATIENCE_S:
-            log.info("request %s: the link is slower than a full prefill", req.rid)
-            reuse.failure = "SlowLink"
-            return Progress.FAILED
+        rest_s = elapsed_s * num_left / staging.num_landed_bytes * _ARRIVAL_MARGIN
         has_e = all(staging.has_landed(Step(Kind.E, layer)) for layer in plan.transition_layers)
-        may_overlap = plan.strategy is Strategy.PIPELINED and has_e
-        is_in_time = may_overlap and rest_s * _ARRIVAL_MARGIN <= self._recompute_s(plan)
-        return Progress.READY if is_in_time else Progress.WAITING
+        if plan.strategy is Strategy.PIPELINED and has_e:
+            rest_s -= self._recompute_s(plan)
+            if rest_s <= 0:
+                return Progress.READY
+        left_s = math.inf if reuse.runnable_s is None else reuse.patience_s - reuse.waited_s
+        if elapsed_s > _RATE_S and rest_s > left_s:
+            return self._too_late(reuse, staging)
+        return Progress.WAITING
+
+    def _too_late(self, reuse: Reuse, staging: BudgetedStaging) -> Progress:
+        """Reuse would save less than the request waits for it."""
+        log.info(
+            "request %s: %d of %d bytes came in the %.3f s that are worth waiting for",
+            reuse.req.rid,
+            staging.num_landed_bytes,
+            staging.num_bytes,
+            reuse.patience_s,
+        )
+        if not staging.num_landed_bytes and time.monotonic() - staging.started_s > _ANSWER_S:
+            staging.fail(DeadlineExceeded(f"no answer for {_ANSWER_S} s"))
+        reuse.failure = "SlowLink"
+        return Progress.FAILED
 
 
 class StepBudget:

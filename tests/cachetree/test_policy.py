@@ -32,6 +32,7 @@ from cachetree.policy import (
     index_profiles,
     predict_ttft_s,
     recompute_s,
+    saving_s,
 )
 from cachetree.profile import VERSION, BlockQuality, PairProfile
 from cachetree.schedule import Request, Strategy, schedule
@@ -440,3 +441,19 @@ def test_the_prediction_is_the_pipelined_schedule(one: int, two: int, bytes_per_
     )
     drawn = schedule([request], Strategy.PIPELINED).total_ttft
     assert predict_ttft_s(plan, page_size=16, costs=costs) == pytest.approx(drawn)
+
+
+def test_a_wait_that_is_longer_than_what_it_saves_pays_only_while_others_wait() -> None:
+    """Ten pages of ten layers: full prefill takes 1.6 s, and their KV is 100 MB."""
+    for mb_per_s in (126, 124):
+        waits_s = 100 / mb_per_s
+        costs = replace(MEASURED, bytes_per_s={FAR: mb_per_s * 1e6})
+        alone = choose(DEMAND, [match(R, location=FAR)], {}, costs)
+        busy = plan_for(
+            match(R, location=FAR), demand=replace(DEMAND, num_waiting=1), profiles={}, costs=costs
+        )
+        assert saving_s(busy, DEMAND, costs) == pytest.approx(1.6 - waits_s)
+        some = replace(DEMAND, first_approximate=2)  # Two of the ten, which it gives up.
+        assert saving_s(busy, some, costs) == pytest.approx(0.8 * 1.6 - waits_s)
+        assert isinstance(alone, Plan) == (waits_s < 0.8)
+    assert saving_s(busy, DEMAND, UNKNOWN) is None

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,16 +25,20 @@ from engine_parts import (
     eventually,
     family_of,
     oracle,
+    page_hashes,
     prompt,
     whole_pages,
 )
+from fault_proxy import Fault, FaultProxy, Strike, Towards, Via
 from forked import ServerSpec
+from shelf import Shelf
 from stalling import StallingWorker
 
 from cachetree.cache import Cache
 from cachetree.config import CacheConfig
+from cachetree.family import Family
 from cachetree.identity import read_model_identity
-from cachetree.ids import Span
+from cachetree.ids import Location, Span
 from profiles.random_models import shape, write_models
 from sglang_droidspeak.cli import main
 from sglang_droidspeak.servers import Server, free_port, running
@@ -45,6 +51,74 @@ BYTES_PER_TOKEN = 6 * 2 * 2 * 64 * 4
 """KV of six layers of two heads of 64 in float32."""
 
 
+@dataclass
+class Silent:
+    """A worker of its own with the receiver's KV of one prompt, and how it comes not to answer."""
+
+    tokens: list[int]
+    shelf: Shelf
+    proxy: FaultProxy
+    """In between."""
+
+    @contextmanager
+    def by(self, cause: str) -> Iterator[None]:
+        """It does not answer what is asked meanwhile."""
+        if cause == "black hole":
+            self.proxy.arm(Strike(Fault.STALL, Towards.PEER, 0, Via.DATA))
+            yield
+            assert self.proxy.has_struck
+            self.proxy.arm(None)
+            self.proxy.cut()
+            return
+        group = os.getpgid(self.shelf.process.pid)
+        os.killpg(group, signal.SIGSTOP)
+        if cause == "stopped":
+            yield
+            os.killpg(group, signal.SIGCONT)
+            return
+        end = threading.Timer(0.2, os.killpg, (group, signal.SIGKILL))
+        end.start()
+        yield
+        end.join()
+        self.shelf.kill()
+        self.shelf.restart()
+
+
+@contextmanager
+def silent_in(folder: Path, family: Family, model: Path, tokens: list[int]) -> Iterator[Silent]:
+    address = Location(f"tcp://127.0.0.1:{free_port()}")
+    told = {
+        "family": {"model": str(model), "kv_dtype": "float32", "page_size": PAGE},
+        "cache": {
+            "host_bytes": 64 << 20,
+            "disk_path": str(folder / "disk"),
+            "disk_bytes": 64 << 20,
+            "worker": {"listen": address, "shared_memory": False},
+        },
+    }
+    shelf = Shelf(lambda _life: told, folder)
+    try:
+        eventually(shelf.process.is_ready)
+        pages = page_hashes(tokens)
+        kv = [memoryview(bytes(len(pages) * family.kv_page_bytes))] * family.num_layers
+        author = CacheConfig(stores=(address,), peers=(address,), serves=False)
+        with Cache(family, author) as cache, FaultProxy(address, seed=1) as proxy:
+            assert cache.wait_ready(20)
+            cache.store(read_model_identity(model).model_id, None, pages, kv, {})
+            eventually(
+                lambda: (
+                    max(
+                        (it.num_pages for it in cache.match(pages) if it.location == address),
+                        default=0,
+                    )
+                    == len(pages)
+                )
+            )
+            yield Silent(tokens, shelf, proxy)
+    finally:
+        shelf.kill()
+
+
 @dataclass(frozen=True)
 class Pair:
     models: dict[str, Path]
@@ -55,10 +129,15 @@ class Pair:
     stalling: StallingWorker
     replica: StallingWorker
     """Offers the receiver's own KV."""
+    silent: Silent
 
     def send(self, tokens: list[int], salt: str | None = None) -> None:
         answer(self.sender, tokens, max_new_tokens=1, cache_salt=salt)
         self.watcher.wait_for(tokens, self.models["sender"], salt)
+
+    def ask(self, tokens: list[int]) -> Answer:
+        self.receiver.flush()
+        return answer(self.receiver, tokens)
 
     def alone(self, tokens: list[int]) -> Answer:
         """The receiver's own answer, from a server with nothing to reuse."""
@@ -91,12 +170,17 @@ def pair(tmp_path_factory) -> Iterator[Pair]:
     stalling = StallingWorker(family, "stalling", prompt(500, seed=77))
     own = read_model_identity(paths["receiver"]).model_id
     replica = StallingWorker(family, own, prompt(500, seed=78))
+    (folder / "silent").mkdir()
+    stack = ExitStack()
+    silent = stack.enter_context(
+        silent_in(folder / "silent", family, paths["receiver"], prompt(700, seed=79))
+    )
     receiver = ServerSpec(
         model=paths["receiver"],
         name="receiver",
         options={**CPU, "enable-metrics": True},
         droidspeak={
-            "peers": [address, stalling.address, replica.address],
+            "peers": [address, stalling.address, replica.address, silent.proxy.address],
             "gate": "off",
             "host_gb": 0,
             "fetch_deadline_s": DEADLINE_S,
@@ -105,10 +189,15 @@ def pair(tmp_path_factory) -> Iterator[Pair]:
             "staging_gb": 1.5 * 700 * BYTES_PER_TOKEN / (1 << 30),
         },
     )
-    with stalling, replica, running(sender, receiver, folder=folder / "logs", env=ENV) as (s, r):
+    with (
+        stack,
+        stalling,
+        replica,
+        running(sender, receiver, folder=folder / "logs", env=ENV) as (s, r),
+    ):
         watcher = Watcher(paths["receiver"], [address])
         try:
-            yield Pair(paths, s, r, watcher, address, stalling, replica)
+            yield Pair(paths, s, r, watcher, address, stalling, replica, silent)
         finally:
             watcher.close()
 
@@ -174,6 +263,35 @@ def test_a_link_that_is_slower_than_a_prefill_is_given_up(pair: Pair) -> None:
     assert reply.provenance["outcome"] == "fallback: SlowLink"
     assert time.monotonic() - started_s < DEADLINE_S
     assert same(reply, alone)
+
+
+@pytest.mark.parametrize("cause", ["stopped", "black hole", "killed"])
+def test_a_worker_that_does_not_answer_costs_no_more_than_reuse_saves(
+    pair: Pair, cause: str
+) -> None:
+    """A full prefill at most, as it would save no more, and after some such fetches nothing."""
+    tokens = pair.silent.tokens
+    by_name = {"block": "none", "sender": read_model_identity(pair.models["receiver"]).model_id}
+    alone = [pair.alone(tokens) for _ in range(3)]
+    alone_s = [it.meta["e2e_latency"] for it in alone]
+
+    def is_worth_it() -> bool:
+        """Whether the server, which measures the link by what it reads, chooses it by itself."""
+        pair.receiver.flush()
+        answer(pair.receiver, tokens, droidspeak=by_name)
+        return pair.ask(tokens).provenance["outcome"] == "reused"
+
+    eventually(is_worth_it)
+    with pair.silent.by(cause):
+        replies = [pair.ask(tokens) for _ in range(3)]
+        if cause != "black hole":  # Which lasts as long as the connection that is given up.
+            assert pair.ask(tokens).provenance["outcome"] == "no_match"
+    told = [(it.provenance["outcome"], it.provenance["queued_ms"]) for it in replies]
+    assert told[0][0].startswith("fallback"), told
+    assert max(queued_ms for _, queued_ms in told) <= 1.05 * 1000 * max(alone_s), told
+    late_s = min(it.meta["e2e_latency"] for it in replies if it.provenance["queued_ms"])
+    assert late_s <= 1.05 * 2 * max(alone_s), (late_s, alone_s)
+    assert all(same(it, alone[0]) for it in replies)
 
 
 def test_abort_while_the_fetch_runs(pair: Pair) -> None:

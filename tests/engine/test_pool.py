@@ -200,7 +200,7 @@ def crowd(shelf: Shelf) -> Crowd:
     models = Models(BASE, 4, lambda _folder: ADAPTED)
     models._loaded["x"] = SimpleNamespace(model_id=ADAPTED, adapter=None)
     made = Crowd(None, shelf.index)  # type: ignore[arg-type]
-    planner = SimpleNamespace(would_reuse=lambda *_args: True)
+    planner = SimpleNamespace(would_save_s=lambda *_args: 1.0)
     made.leaders = Leaders(shelf.tree, planner, models, PAGE)  # type: ignore[arg-type]
     return made
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import time
 import weakref
 from types import SimpleNamespace
@@ -12,13 +13,16 @@ import pytest
 import torch
 
 from cachetree.budget import Budget, BudgetedStaging
-from cachetree.clock import Deadline
+from cachetree.clock import Clock, Deadline
+from cachetree.errors import Cancelled, DeadlineExceeded
 from cachetree.ids import Location, ModelId, Span
 from cachetree.plan import Plan
 from cachetree.staging import pageable
+from cachetree.tier import Search
 from sglang_droidspeak import prefixes
 from sglang_droidspeak.labels import Labels
 from sglang_droidspeak.leaders import Leaders
+from sglang_droidspeak.linker import DroidSpeakLinker
 from sglang_droidspeak.meta_info import RequestProvenance
 from sglang_droidspeak.models import Part
 from sglang_droidspeak.planner import Declined, Planned
@@ -27,6 +31,7 @@ from sglang_droidspeak.waiting import WaitingRequests
 
 PAGE = 16
 DEADLINE_S = 0.2
+SAVING_S = 0.125
 PLAN = Plan(
     sender=ModelId("s"),
     receiver=ModelId("r"),
@@ -40,15 +45,23 @@ PLAN = Plan(
 class SilentCache:
     """Its worker takes every request, and sends nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock = time.monotonic) -> None:
         self.budget = Budget(1 << 20)
         self.deadlines: list[Deadline] = []
+        self.stagings: list[BudgetedStaging] = []
+        self._clock = clock
 
     def fetch(self, plan: Plan, _pages: Any, deadline: Deadline) -> BudgetedStaging:
         self.deadlines.append(deadline)
         sizes = dict.fromkeys(plan.steps, 40)
         assert self.budget.take(sum(sizes.values()))
-        return BudgetedStaging(sizes, deadline, pageable, self.budget, lambda _staging: None)
+        mine = Deadline(deadline.at_s, self._clock)
+        staging = BudgetedStaging(sizes, mine, pageable, self.budget, lambda _staging: None)
+        self.stagings.append(staging)
+        return staging
+
+    def search(self, _pages: Any) -> list[Search]:
+        return [Search(Deadline(math.inf, self._clock))]
 
 
 class Request(SimpleNamespace):
@@ -86,9 +99,19 @@ def waiting_on(
     **others: Any,
 ) -> WaitingRequests:
     settings = SimpleNamespace(
-        hicache_backend=None, fetch_deadline_s=DEADLINE_S, max_stall_s=None, gate="off"
+        hicache_backend=None,
+        fetch_deadline_s=DEADLINE_S,
+        max_stall_s=None,
+        gate="off",
+        min_tokens=1,
     )
-    planned = Planned(plan=PLAN, is_optional=False, is_experiment=is_experiment, pool_pages=None)
+    planned = Planned(
+        plan=PLAN,
+        is_optional=False,
+        is_experiment=is_experiment,
+        patience_s=math.inf,
+        pool_pages=None,
+    )
     parts: Any = {
         "site": SimpleNamespace(settings=settings, page_size=PAGE),
         "cache": cache,
@@ -109,7 +132,7 @@ class Team:
     """Two models that may read each other, and have nothing yet; stands for what leaders ask."""
 
     plan = staticmethod(lambda *_: Declined("no_match"))
-    would_reuse = staticmethod(lambda *_: True)
+    would_save_s = staticmethod(lambda *_: SAVING_S)
     reach = staticmethod(lambda *_: 0)
 
     def part_of(self, req: Any) -> Part:
@@ -216,3 +239,142 @@ def test_a_plan_that_was_not_carried_out_says_why(
     assert cache.budget.num_bytes == 0
     waiting.admitted([req])
     assert len(notes) == 1
+
+
+class Now:
+    """A clock that moves when it is told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 1000.0
+        monkeypatch.setattr(
+            "sglang_droidspeak.waiting.time", SimpleNamespace(monotonic=lambda: self.now_s)
+        )
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> Now:
+    return Now(monkeypatch)
+
+
+def planner_of(**planned: Any) -> Any:
+    value = Planned(plan=PLAN, is_experiment=False, pool_pages=None, **planned)
+    return SimpleNamespace(plan=lambda *_: value)
+
+
+OPTIONAL = planner_of(is_optional=True, patience_s=SAVING_S)
+"""Chosen by the server, which predicts that it saves so much."""
+METER: Any = SimpleNamespace(s_per_token_layer=1e-3, full_prefill_s=lambda n: SAVING_S)
+
+
+@pytest.mark.parametrize("num_landed", [0, 1])
+def test_a_request_waits_no_longer_than_reuse_saves(now: Now, num_landed: int) -> None:
+    """With the first byte and without it, from the step that could have taken it."""
+    notes: list[RequestProvenance] = []
+    cache, req = SilentCache(now), request()
+    waiting = waiting_on(cache, notes, planner=OPTIONAL)
+    tree: Any = None
+    for _ in range(3):
+        assert waiting.look([req], tree, is_decoding=False) == {req.rid}
+        now.now_s += SAVING_S  # Others compute, so that it could not have run.
+    if num_landed:
+        cache.stagings[0].land(PLAN.steps[0], 1)
+    waiting.pass_over([req.rid])
+    now.now_s += SAVING_S
+    waiting.pass_over([req.rid])
+    assert waiting.look([req], tree, is_decoding=False) == {req.rid}
+    now.now_s += 1e-3
+    assert not waiting.look([req], tree, is_decoding=False)
+    (told,) = notes
+    assert told.outcome == "fallback: SlowLink"
+    assert cache.budget.num_bytes == 0
+    assert told.queued_ms == pytest.approx(1e3 * (4 * SAVING_S + 1e-3))
+    # A worker that has not answered at all counts as failing, one that is slow does not.
+    assert isinstance(cache.stagings[0].error, Cancelled if num_landed else DeadlineExceeded)
+
+
+def test_one_that_comes_too_late_at_its_rate_is_given_up_before(now: Now) -> None:
+    saving_s = 10.0
+    notes: list[RequestProvenance] = []
+    cache, req = SilentCache(now), request()
+    planner = planner_of(is_optional=True, patience_s=saving_s)
+    waiting = waiting_on(cache, notes, planner=planner, meter=METER)
+    tree: Any = None
+    assert waiting.look([req], tree, is_decoding=False) == {req.rid}
+    cache.stagings[0].land(PLAN.steps[0], 1)  # One of 120 bytes.
+    now.now_s += 0.25
+    assert waiting.look([req], tree, is_decoding=False) == {req.rid}, "it waits its turn"
+    waiting.pass_over([req.rid])
+    assert not waiting.look([req], tree, is_decoding=False)
+    assert [told.outcome for told in notes] == ["fallback: SlowLink"]
+
+
+def test_the_wait_for_an_answer_of_a_store_counts_as_well(now: Now) -> None:
+    settings = SimpleNamespace(
+        hicache_backend="file", fetch_deadline_s=1e3, max_stall_s=None, gate="off", min_tokens=1
+    )
+    site = SimpleNamespace(settings=settings, page_size=PAGE)
+    pool = SimpleNamespace(held=lambda *_: SimpleNamespace(exact=0), has_approximate=False)
+    others: Any = {"site": site, "pool": pool, "planner": OPTIONAL, "meter": METER}
+    waiting = waiting_on(SilentCache(now), [], **others)
+    req, tree = request(), None
+    req.sampling_params = SimpleNamespace(custom_params=None)
+    assert waiting.look([req], tree, is_decoding=False) == {req.rid}
+    waiting.pass_over([req.rid])
+    now.now_s += SAVING_S + 1e-3
+    assert not waiting.look([req], tree, is_decoding=False), "and then it waits for no fetch"
+
+
+def test_a_follower_waits_no_longer_than_reading_saves(now: Now) -> None:
+    team: Any = Team()
+    waiting = waiting_on(
+        SilentCache(now), [], planner=team, leaders=Leaders(team, team, team, PAGE)
+    )
+    leader, follower, tree = request("leads"), request("follows", "x"), None
+    queue = [leader, follower]
+    for _ in range(2):
+        assert waiting.look(queue, tree, is_decoding=False) == {"follows"}
+        now.now_s += 100.0
+    waiting.pass_over(["follows"])
+    now.now_s += SAVING_S + 1e-3
+    assert not waiting.look(queue, tree, is_decoding=False)
+
+
+@pytest.mark.parametrize(
+    ("taken", "is_in_chunks", "is_full", "could_run"),
+    [
+        ("", False, False, "ac"),  # Nothing was to be done.
+        ("", False, True, ""),  # There was no room.
+        ("d", False, False, "ac"),
+        ("b", False, False, "a"),  # One that came before c is being prefilled,
+        ("b", True, False, ""),  # or before both.
+    ],
+)
+def test_which_held_requests_a_step_could_have_taken(
+    taken: str, is_in_chunks: bool, is_full: bool, could_run: str
+) -> None:
+    queue = [Request(rid=rid) for rid in "abcd"]
+    passed: list[str] = []
+    held = {"a", "c"}
+    waiting = SimpleNamespace(
+        look=lambda *_, **__: held, pass_over=passed.extend, admitted=lambda _reqs: None
+    )
+    linker: Any = SimpleNamespace(_waiting=waiting)
+    running = SimpleNamespace(is_empty=lambda: False, batch_is_full=is_full)
+    scheduler = SimpleNamespace(
+        waiting_queue=list(queue),
+        tree_cache=None,
+        grammar_manager=SimpleNamespace(has_waiting_grammars=lambda: False, grammar_queue=[]),
+        chunked_req=object() if is_in_chunks else None,
+    )
+
+    def step(it: Any, running_batch: Any) -> Any:
+        it.waiting_queue = [req for req in it.waiting_queue if req.rid not in taken]
+        batch = SimpleNamespace(reqs=[]) if taken or is_in_chunks else None
+        return batch, running_batch
+
+    DroidSpeakLinker._new_prefill(linker, step, scheduler, running_batch=running)
+    assert passed == list(could_run)
+    assert [req.rid for req in scheduler.waiting_queue] == [it for it in "abcd" if it not in taken]
