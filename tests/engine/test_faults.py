@@ -404,6 +404,13 @@ def is_offered(pair: Pair, tokens: list[int]) -> bool:
     return reply.provenance["outcome"] == "reused"
 
 
+def test_a_server_tells_how_its_peers_are_doing(pair: Pair, capsys: pytest.CaptureFixture) -> None:
+    eventually(lambda: main(["peers", pair.receiver.url]) == 0)
+    assert [pair.sender_address, "ready"] in [
+        line.split()[:2] for line in capsys.readouterr().out.splitlines()
+    ]
+
+
 def test_sender_killed_in_mid_stream(pair: Pair) -> None:
     """Last, because the sender does not come back, although the fetch waits for it."""
     tokens = prompt(600, seed=8)
@@ -421,10 +428,3 @@ def test_sender_killed_in_mid_stream(pair: Pair) -> None:
     assert same(result, alone)
     again = answer(pair.receiver, prompt(200, seed=9))
     assert again.provenance["outcome"] == "no_match"
-
-
-def test_a_server_tells_how_its_peers_are_doing(pair: Pair, capsys: pytest.CaptureFixture) -> None:
-    eventually(lambda: main(["peers", pair.receiver.url]) == 0)
-    assert [pair.sender_address, "ready"] in [
-        line.split()[:2] for line in capsys.readouterr().out.splitlines()
-    ]
