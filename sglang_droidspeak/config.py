@@ -79,7 +79,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Of longer prefixes only so many tokens are reused with layers recomputed."""
     max_stall_ms: float | None = None
     """Longest that recomputed layers may hold up decoding requests in one step: less of a prefix is
-    reused, and requests wait for the next step; None: no bound."""
+    reused, and requests wait for the next step; None: no longer than SGLang's own prefill, whose
+    tokens of one step (`chunked-prefill-size`) they share."""
     fetch_deadline_s: float = 10.0
     """After this a fetch is given up and its request does a full prefill. One whose block was not
     asked for by name gives up as soon as it has waited for what reuse would save."""

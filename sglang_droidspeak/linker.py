@@ -65,7 +65,14 @@ from sglang_droidspeak.site import folder_of
 from sglang_droidspeak.waiting import WaitingRequests
 
 if TYPE_CHECKING:
-    from sglang_droidspeak.compat.names import LoRARef, Req, ScheduleBatch, Scheduler, ServerArgs
+    from sglang_droidspeak.compat.names import (
+        LoRARef,
+        PrefillAdder,
+        Req,
+        ScheduleBatch,
+        Scheduler,
+        ServerArgs,
+    )
     from sglang_droidspeak.site import Site
 
 log = logging.getLogger(__name__)
@@ -103,7 +110,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         self._req_to_token = params.req_to_token_pool.req_to_token
         self._on_cuda = runner.device == "cuda"
         self._provenance = Provenance(num_slots, runner.device)
-        self._meter = Meter(runner.device, pool.layer_num)
+        self._meter = Meter(runner.device, pool.layer_num, largest_forward(runner))
         parallel = get_parallel()
         self._ranks = Ranks(params.tp_cache_group if parallel.tp_size > 1 else None)
         has_metrics = get_observability().enable_metrics
@@ -165,6 +172,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         compat.place_hooks(
             {
                 compat.NEW_PREFILL: (self._new_prefill, HookType.AROUND),
+                compat.REPLAY_LEN: (self._charge, HookType.AFTER),
                 compat.MATCH: (self._match, HookType.AROUND),
                 compat.FORWARD: (self._forward.around, HookType.AROUND),
                 compat.CHECKPOINT: (self._checkpoint, HookType.AROUND),
@@ -230,6 +238,20 @@ class DroidSpeakLinker(UnifiedCacheLinker):
             # Nothing can run until a fetch gets on: leave the processor to the thread that fetches.
             time.sleep(IDLE_WAIT_S)
         return batch, running
+
+    def _charge(self, replayed: int, adder: PrefillAdder, req: Req, prefix_len: int) -> int:
+        """Take recomputed layers off the tokens of a step, as SGLang does what it replays itself.
+
+        The first of a step is never refused: what remains is a page for it to go on with, or where
+        nobody decodes all of its new tokens.
+        """
+        charge = self._waiting.step_tokens(req.rid, prefix_len - req.prefix_len)
+        if adder.rem_chunk_tokens is not None and not adder.can_run_list:
+            num_new = len(req.full_untruncated_fill_ids) - prefix_len
+            is_decoding = not adder.running_batch.is_empty()
+            kept = self._page_size if is_decoding else adder.ceil_paged_tokens(num_new)
+            charge = min(charge, max(0, adder.rem_chunk_tokens - kept))
+        return replayed + charge
 
     def _match(self, original: Any, wrapper: Any, key: Any, req: Req, result: Any) -> Any:
         """Spare SGLang the hashing of a prompt for which nothing is staged."""

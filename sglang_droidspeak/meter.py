@@ -7,6 +7,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Iterator
+from typing import Final
 
 import torch
 
@@ -21,7 +22,9 @@ _MAX_OPEN = 64
 class Meter:
     """Moving average of forwards. On CUDA it times with events and never synchronises."""
 
-    def __init__(self, device: str, num_layers: int) -> None:
+    def __init__(self, device: str, num_layers: int, step_tokens: int) -> None:
+        """`step_tokens` are those of SGLang's largest prefill in one step."""
+        self.step_tokens: Final = step_tokens
         self._num_layers = num_layers
         self._on_cuda = device == "cuda"
         self._open: deque[tuple[torch.cuda.Event, torch.cuda.Event, int]] = deque(maxlen=_MAX_OPEN)

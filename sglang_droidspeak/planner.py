@@ -21,6 +21,7 @@ from cachetree.policy import (
     Requested,
     choose,
     index_profiles,
+    recompute_s,
     saving_s,
 )
 from sglang_droidspeak import prefixes
@@ -58,6 +59,8 @@ class Planned:
     patience_s: float
     """What it is predicted to save, and the longest that its request waits for it; of one asked for
     by name infinite."""
+    step_share: float
+    """How much of SGLang's tokens of one step a token takes whose layers are recomputed."""
     pool_pages: PoolPages | None
 
 
@@ -146,6 +149,7 @@ class Planner:
             is_optional=is_optional,
             is_experiment=self._is_experiment(requested),
             patience_s=_patience_s(plan, demand, costs) if is_optional else math.inf,
+            step_share=self._step_share(plan),
             pool_pages=pool_pages,
         )
 
@@ -168,6 +172,14 @@ class Planner:
         costs = self._costs({location})
         plan = choose(demand, [match], self._profiles, costs)
         return _patience_s(plan, demand, costs) if isinstance(plan, Plan) else 0.0
+
+    def _step_share(self, plan: Plan) -> float:
+        """By its layers, or such that `max_stall_ms` of recompute fill a step."""
+        share = recompute_s(plan, 1, 1.0) / plan.num_layers
+        most_s = self._site.settings.max_stall_s
+        if most_s is None:
+            return share
+        return share * (self._meter.full_prefill_s(self._meter.step_tokens) or 0.0) / most_s
 
     def _matches(self, req: Req, part: Part, pages: Sequence[PageHash]) -> list[Match]:
         """What others have; what the device has of this model SGLang finds itself."""

@@ -74,6 +74,7 @@ class Decision(msgspec.Struct, frozen=True, array_like=True):
     is_experiment: bool
     is_approximate: bool
     patience_s: float
+    step_share: float
 
 
 class Progress(IntEnum):
@@ -111,6 +112,8 @@ class Reuse:
     """When a step first could have taken it, on monotonic time: its wait counts from then."""
     patience_s: float = math.inf
     """The longest that it may wait: what it is predicted to save."""
+    step_share: float = 0.0
+    """How much of SGLang's tokens of one step a recomputed token takes."""
     failure: str = ""
     """Why this rank cannot go on with the plan."""
 
@@ -163,7 +166,7 @@ class WaitingRequests:
 
     def look(self, queue: Sequence[Req], tree: UnifiedRadixCache, *, is_decoding: bool) -> set[str]:
         """Plan new requests, forget those that have left, and return the rids to hold back."""
-        self._tree = tree
+        self._tree, self._is_decoding = tree, is_decoding
         reuses = [self._reuses.get(req.rid) or self._begin(req, tree) for req in queue]
         if len(self._reuses) > len(queue):
             for rid in self._reuses.keys() - {req.rid for req in queue}:
@@ -174,8 +177,7 @@ class WaitingRequests:
             self._decide_all(new, tree, num_waiting=len(queue) - 1)
         held = {it.req.rid for it in new if not it.is_planned}
         planned = [it for it in reuses if it.plan is not None]
-        budget = StepBudget(self._site.settings.max_stall_s if is_decoding else None)
-        progress = self._ranks.least([self._progress_within(budget, it) for it in planned])
+        progress = self._ranks.least([self._progress(it) for it in planned])
         for it, state in zip(planned, progress, strict=True):
             prefixes.move(it.req, approximate=it.is_approximate)
             if state == Progress.FAILED:
@@ -211,14 +213,28 @@ class WaitingRequests:
         return reuse is not None and reuse.staging is not None
 
     def num_restorable(self, rid: str, first_key: str) -> int:
-        """How many pages from SGLang's page `first_key` on can be loaded."""
+        """How many pages from SGLang's page `first_key` on can be loaded.
+
+        While others decode, so many at most that one step can recompute them.
+        """
         if not self.has_staging(rid):
             return 0
         reuse = self._reuses[rid]
         first, span = prefixes.page_hash(first_key), reuse.plan.pages
         if first not in reuse.own_pages[span.start : span.stop]:
             return 0
-        return span.stop - reuse.own_pages.index(first)
+        num_pages = span.stop - reuse.own_pages.index(first)
+        page_share = reuse.step_share * self._site.page_size
+        if self._is_decoding and page_share:
+            # A page stays for the request's own tokens.
+            most = (self._meter.step_tokens - self._site.page_size) / page_share
+            num_pages = min(num_pages, int(most))
+        return num_pages
+
+    def step_tokens(self, rid: str, num_tokens: int) -> int:
+        """What the recompute of so many loaded tokens takes of SGLang's tokens of one step."""
+        reuse = self._reuses.get(rid)
+        return 0 if reuse is None else math.ceil(num_tokens * reuse.step_share)
 
     def take(self, rid: str, keys: Sequence[str], slots: torch.Tensor) -> Job | None:
         """Turn a staged request into a job that loads the pages of `keys` into `slots`."""
@@ -290,6 +306,7 @@ class WaitingRequests:
                 is_experiment=it.is_experiment,
                 is_approximate=prefixes.is_approximate(it.req),
                 patience_s=it.patience_s,
+                step_share=it.step_share,
             )
             for it in new
             if it.is_planned
@@ -320,6 +337,7 @@ class WaitingRequests:
                     is_optional=decision.is_optional,
                     is_experiment=decision.is_experiment,
                     patience_s=decision.patience_s,
+                    step_share=decision.step_share,
                     pool_pages=pool_pages,
                 ),
             )
@@ -386,7 +404,7 @@ class WaitingRequests:
         """Begin to bring together what the plan needs."""
         reuse.plan, reuse.is_optional = planned.plan, planned.is_optional
         reuse.is_experiment = planned.is_experiment
-        reuse.patience_s = planned.patience_s
+        reuse.patience_s, reuse.step_share = planned.patience_s, planned.step_share
         req, page_size = reuse.req, self._site.page_size
         prefixes.move(req, approximate=reuse.is_approximate)
         reuse.own_pages = (
@@ -412,13 +430,6 @@ class WaitingRequests:
     def _recompute_s(self, plan: Plan) -> float:
         speed = self._meter.s_per_token_layer or 0.0
         return recompute_s(plan, len(plan.pages) * self._site.page_size, speed)
-
-    def _progress_within(self, budget: StepBudget, reuse: Reuse) -> Progress:
-        """Ready only if its recompute fits this step, too."""
-        progress = self._progress(reuse)
-        if progress == Progress.READY and not budget.take(self._recompute_s(reuse.plan)):
-            return Progress.WAITING
-        return progress
 
     def _progress(self, reuse: Reuse) -> Progress:
         req = reuse.req
@@ -468,19 +479,3 @@ class WaitingRequests:
             staging.fail(DeadlineExceeded(f"no answer for {_ANSWER_S} s"))
         reuse.failure = "SlowLink"
         return Progress.FAILED
-
-
-class StepBudget:
-    """Seconds that the partial prefills of one step may take together, None for any number."""
-
-    def __init__(self, seconds: float | None) -> None:
-        self._left_s = math.inf if seconds is None else seconds
-        self._is_unused = True
-
-    def take(self, seconds: float) -> bool:
-        """Whether one more fits; the first always does, for it has been cut to fit a step."""
-        if seconds and not self._is_unused and seconds > self._left_s:
-            return False
-        self._left_s -= seconds
-        self._is_unused = self._is_unused and not seconds
-        return True

@@ -25,6 +25,7 @@ ALLOC_MEMORY_POOL = "sglang.srt.model_executor.model_runner.ModelRunner.alloc_me
 CELL_SIZE = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size"
 FORWARD = "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation"
 NEW_PREFILL = "sglang.srt.managers.scheduler.Scheduler._get_new_batch_prefill_raw"
+REPLAY_LEN = "sglang.srt.managers.schedule_policy.PrefillAdder._replay_len"
 MATCH = "sglang.srt.mem_cache.unified_cache.unified_cache_linker.UnifiedCacheLinkerWrapper.match"
 CHECKPOINT = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.checkpoint"
 _STREAMER = "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
@@ -57,6 +58,7 @@ _SIGNATURES = {
     CELL_SIZE: ("self", "kvc", "num_layers"),
     FORWARD: ("self", "batch", "forward_batch"),
     NEW_PREFILL: ("self", "prefill_delayer_single_pass", "running_batch"),
+    REPLAY_LEN: ("self", "req", "prefix_len"),
     MATCH: ("self", "key", "req", "result"),
     CHECKPOINT: ("self", "req", "up_to"),
     REPORT: ("self", "reqs", "return_logprob", "skip_req"),

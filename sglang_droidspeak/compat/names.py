@@ -7,6 +7,7 @@ from sglang.srt.layers.layer_boundary.residual import batch as residual_batch
 from sglang.srt.lora.lora import LoRAAdapter
 from sglang.srt.lora.lora_registry import LoRARef
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req, ScheduleBatch
+from sglang.srt.managers.schedule_policy import PrefillAdder
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.managers.utils import is_health_check_generate_req
@@ -56,6 +57,7 @@ __all__ = [
     "NodeId",
     "PoolName",
     "PoolTransfer",
+    "PrefillAdder",
     "RadixKey",
     "Req",
     "ScheduleBatch",

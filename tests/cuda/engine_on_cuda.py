@@ -187,7 +187,7 @@ class Engine:
         config = CacheConfig(serves=False, host_bytes=1 << 24)
         self.cache = Cache(self.family, config, allocate=cuda.page_locked)
         self.offloader = Offloader(self.cache, rows, self.e_pool, self.coding, self.provenance)
-        self.meter = Meter(runner.device, self.num_layers)
+        self.meter = Meter(runner.device, self.num_layers, step_tokens=96)
         self.recompute_attention = recompute(runner)
         metrics = Metrics(enabled=False)
         self.labels = Labels(metrics)

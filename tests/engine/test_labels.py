@@ -171,7 +171,7 @@ def test_who_reads_nothing_approximate_leaves_exact_kv(monkeypatch, num_before: 
     forwards = forward.ForwardPass(
         attachment=SimpleNamespace(runner=runner, e_pool=None, stack=None, site=site),  # type: ignore[arg-type]
         provenance=Provenance(64, "cpu"),
-        meter=Meter("cpu", 4),
+        meter=Meter("cpu", 4, step_tokens=64),
         ranks=Ranks(None),
         **parts,
     )

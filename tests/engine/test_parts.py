@@ -28,7 +28,6 @@ from sglang_droidspeak.meta_info import provenance_of
 from sglang_droidspeak.meter import Meter
 from sglang_droidspeak.metrics import CacheMetrics
 from sglang_droidspeak.partial_prefill import Prefix, pack
-from sglang_droidspeak.waiting import StepBudget
 
 MIDDLE = Span(2, 4)
 
@@ -237,7 +236,7 @@ def test_a_fallback_after_admission_says_how_long_it_was_held_back() -> None:
 def test_meter_measures_large_forwards_only(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = [7.0]
     monkeypatch.setattr("sglang_droidspeak.meter.time.perf_counter", lambda: now_s[0])
-    meter = Meter("cpu", num_layers=4)
+    meter = Meter("cpu", num_layers=4, step_tokens=96)
     with meter.forward(10):
         now_s[0] += 5.0
     assert meter.s_per_token_layer is None
@@ -276,16 +275,6 @@ def test_a_caches_metrics_are_copied_and_counters_only_rise() -> None:
             assert registry.get_sample_value("cachetree:pages", labels) == 0
             budget = registry.get_sample_value("cachetree:budget_bytes", labels)
             assert budget == cache.tree.host_bytes
-
-
-def test_a_step_takes_partial_prefills_up_to_its_budget() -> None:
-    budget = StepBudget(1.0)
-    taken = [budget.take(seconds) for seconds in (0.0, 1.5, 0.0, 0.1)]
-    assert taken == [True, True, True, False], "the first is never refused, nor what costs nothing"
-    budget = StepBudget(1.0)
-    assert [budget.take(0.4) for _ in range(3)] == [True, True, False]
-    unbounded = StepBudget(None)
-    assert all(unbounded.take(100.0) for _ in range(3))
 
 
 def test_a_hook_goes_on_top_of_another_plugins() -> None:

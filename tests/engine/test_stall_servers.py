@@ -20,14 +20,15 @@ pytestmark = [pytest.mark.server, pytest.mark.slow]
 
 NUM_SHARED = 1536
 BLOCK = "4:10"
-STALL_MS = 150
 STEP_TOKENS = 64
 """Of a prompt's own prefill in one step, beside which SGLang decodes."""
+NUM_RUNS = 3
+"""Noise makes a gap longer, never shorter: the shortest of some tells what a server does."""
 
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory) -> Iterator[dict[str, Server]]:
-    """With a limit and without one, each with a base and an adapter."""
+    """As it comes, and as good as without a limit, each with a base and an adapter."""
     folder: Path = tmp_path_factory.mktemp("stall")
     (base,) = write_models(
         folder, shape("llama", layers=12, hidden=512, heads=8, kv_heads=8), ["base"]
@@ -41,7 +42,7 @@ def servers(tmp_path_factory) -> Iterator[dict[str, Server]]:
     }
     adapters = {"adapter": write_adapter(folder / "adapter", base, rank=8)}
     droidspeak = {"gate": "off", "host_gb": 0, "capture_layers": [4]}
-    limits = {"unlimited": {}, "limited": {"max_stall_ms": STALL_MS}}
+    limits = {"default": {}, "unlimited": {"max_stall_ms": 1e6}}
     specs = [
         ServerSpec(
             name=name,
@@ -88,8 +89,8 @@ class Decoding:
         return 1e3 * max(after - before for before, after in itertools.pairwise(inside))
 
 
-def stalled(server: Server, seed: int) -> tuple[float, dict]:
-    """The longest wait for a token while another request reuses what the base has read, in ms."""
+def stalled(server: Server, seed: int, **controls: str) -> tuple[float, dict]:
+    """The longest wait for a token while another request prefills what the base has read, in ms."""
     shared = random_prompt(NUM_SHARED, seed)
     server.generate(shared, max_new_tokens=1)
     with Decoding(server) as decoding:
@@ -98,23 +99,33 @@ def stalled(server: Server, seed: int) -> tuple[float, dict]:
             [*shared, *random_prompt(20, seed + 1)],
             max_new_tokens=4,
             lora_path="adapter",
-            droidspeak={"block": BLOCK},
+            droidspeak=controls,
         )
         gap_ms = decoding.longest_gap_ms(started_s, time.monotonic())
     (told,) = reply["meta_info"]["droidspeak"]
-    assert told["outcome"] == "reused", told
     return gap_ms, told
 
 
-def test_decoding_waits_no_longer_than_configured(servers: dict[str, Server]) -> None:
-    for server in servers.values():  # The first reuse of a server tells it how fast it is.
-        stalled(server, 100)
-    gaps, told = zip(*(stalled(servers["limited"], seed) for seed in (200, 300, 400)), strict=True)
-    free_gap, free = stalled(servers["unlimited"], 200)
-    assert free["reused_tokens"] == NUM_SHARED
-    assert free_gap >= free["recompute_ms"] > 3 * STALL_MS, "there is nothing to limit"
-    for limited in told:
-        assert 0 < limited["reused_tokens"] < NUM_SHARED
-    # Beside the recompute stand the step's own tokens; noise may hit one of three.
-    assert sorted(it["recompute_ms"] for it in told)[1] <= 1.2 * STALL_MS, told
-    assert sorted(gaps)[1] < 0.6 * free_gap, (gaps, free_gap)
+def test_decoding_waits_no_longer_than_twice_what_sglang_alone_has_it_wait(
+    servers: dict[str, Server],
+) -> None:
+    cases = {
+        "alone": (servers["default"], {"mode": "off"}),
+        "default": (servers["default"], {"block": BLOCK}),
+        "unlimited": (servers["unlimited"], {"block": BLOCK}),
+    }
+    gaps_ms: dict[str, list[float]] = {name: [] for name in cases}
+    reused: dict[str, set[int]] = {name: set() for name in cases}
+    for run in range(NUM_RUNS):
+        for index, (name, (server, controls)) in enumerate(cases.items()):
+            gap_ms, told = stalled(server, 100 * (1 + len(cases) * run + index), **controls)
+            gaps_ms[name].append(gap_ms)
+            reused[name].add(told["reused_tokens"])
+    alone_ms, default_ms, unlimited_ms = (min(it) for it in gaps_ms.values())
+    print(gaps_ms, reused)
+    assert reused["alone"] == {0}
+    assert reused["unlimited"] == {NUM_SHARED}
+    (num_default,) = reused["default"]
+    assert 0 < num_default < NUM_SHARED
+    assert default_ms <= 2 * alone_ms, gaps_ms
+    assert unlimited_ms > 3 * alone_ms, "there is nothing to limit"

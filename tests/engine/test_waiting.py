@@ -6,6 +6,7 @@ import gc
 import math
 import time
 import weakref
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +26,8 @@ from sglang_droidspeak.leaders import Leaders
 from sglang_droidspeak.linker import DroidSpeakLinker
 from sglang_droidspeak.meta_info import RequestProvenance
 from sglang_droidspeak.models import Part
-from sglang_droidspeak.planner import Declined, Planned
+from sglang_droidspeak.planner import Declined, Planned, Planner
+from sglang_droidspeak.prefixes import reusable_pages
 from sglang_droidspeak.ranks import Ranks
 from sglang_droidspeak.waiting import WaitingRequests
 
@@ -74,6 +76,7 @@ def request(rid: str = "r1", lora_id: str | None = None) -> Any:
         lora_id=lora_id,
         kv=SimpleNamespace(holds_kv=False),
         output_ids=[],
+        skip_radix_cache_insert=False,
         customized_info=None,
         multimodal_inputs=None,
         input_embeds=None,
@@ -110,6 +113,7 @@ def waiting_on(
         is_optional=False,
         is_experiment=is_experiment,
         patience_s=math.inf,
+        step_share=0.0,
         pool_pages=None,
     )
     parts: Any = {
@@ -260,7 +264,8 @@ def now(monkeypatch: pytest.MonkeyPatch) -> Now:
 
 
 def planner_of(**planned: Any) -> Any:
-    value = Planned(plan=PLAN, is_experiment=False, pool_pages=None, **planned)
+    fixed = {"plan": PLAN, "is_experiment": False, "step_share": 0.0, "pool_pages": None}
+    value = Planned(**fixed | planned)
     return SimpleNamespace(plan=lambda *_: value)
 
 
@@ -378,3 +383,100 @@ def test_which_held_requests_a_step_could_have_taken(
     DroidSpeakLinker._new_prefill(linker, step, scheduler, running_batch=running)
     assert passed == list(could_run)
     assert [req.rid for req in scheduler.waiting_queue] == [it for it in "abcd" if it not in taken]
+
+
+def staged(share: float, is_decoding: bool) -> tuple[WaitingRequests, Any]:
+    """A request whose four pages have come; a step has 56 tokens, and three and a half pages."""
+    cache, req = SilentCache(), request()
+    named = {"is_optional": False, "is_experiment": True, "patience_s": math.inf}
+    planner = planner_of(**named, step_share=share)
+    meter: Any = SimpleNamespace(s_per_token_layer=None, step_tokens=56)
+    waiting = waiting_on(cache, [], planner=planner, meter=meter)
+    tree: Any = None
+    assert waiting.look([req], tree, is_decoding=is_decoding) == {req.rid}
+    for step in PLAN.steps:
+        cache.stagings[0].land(step, 40)
+    assert not waiting.look([req], tree, is_decoding=is_decoding)
+    return waiting, req
+
+
+@pytest.mark.parametrize(
+    ("share", "is_decoding", "num_pages"),
+    [
+        (1.0, True, 2),
+        (1.0, False, 4),
+        (0.75, True, 3),
+        (0.5, True, 4),
+        (0.0, True, 4),
+        (9, True, 0),
+    ],
+)
+def test_beside_who_decodes_no_more_is_loaded_than_a_step_recomputes(
+    share: float, is_decoding: bool, num_pages: int
+) -> None:
+    """One page of the step stays for the request's own tokens."""
+    waiting, req = staged(share, is_decoding)
+    pages = [page.hex() for page in reusable_pages(req, PAGE)]
+    assert waiting.num_restorable(req.rid, pages[0]) == num_pages
+    assert waiting.step_tokens(req.rid, 3 * PAGE) == math.ceil(3 * PAGE * share)
+    if num_pages < 4:
+        assert waiting.take(req.rid, pages[: num_pages + 1], torch.arange(0)) is None
+    if num_pages:
+        job = waiting.take(req.rid, pages[:num_pages], torch.arange(0))
+        assert job is not None
+        assert job.pages == Span(0, num_pages)
+
+
+@dataclass
+class Adder:
+    """SGLang's, as far as one step's tokens go."""
+
+    rem_chunk_tokens: int | None
+    can_run_list: list[Any]
+    is_decoding: bool
+
+    @property
+    def running_batch(self) -> Any:
+        return SimpleNamespace(is_empty=lambda: not self.is_decoding)
+
+    def ceil_paged_tokens(self, num_tokens: int) -> int:
+        return -(-num_tokens // PAGE) * PAGE
+
+
+@pytest.mark.parametrize(
+    ("room", "others", "is_decoding", "charge"),
+    [
+        (96, [], True, 64),  # All of it,
+        (96, ["another"], True, 64),
+        (64, ["another"], True, 64),  # also where it does not fit any more;
+        (64, [], True, 48),  # but the first of a step always does,
+        (64, [], False, 32),  # and in one step, if that holds up nobody.
+        (16, [], False, 0),
+        (None, [], True, 64),
+    ],
+)
+def test_recomputed_layers_take_their_share_of_a_step(
+    room: int | None, others: list[Any], is_decoding: bool, charge: int
+) -> None:
+    """64 tokens' worth, of a request with 20 tokens of its own, on top of what SGLang replays."""
+    linker: Any = SimpleNamespace(
+        _page_size=PAGE,
+        _waiting=SimpleNamespace(step_tokens=lambda _rid, num_tokens: num_tokens // 2),
+    )
+    req: Any = SimpleNamespace(rid="r1", prefix_len=32, full_untruncated_fill_ids=range(180))
+    adder: Any = Adder(room, others, is_decoding)
+    assert DroidSpeakLinker._charge(linker, 5, adder, req, 160) == 5 + charge
+
+
+@pytest.mark.parametrize(("max_stall_s", "share"), [(None, 0.5), (0.048, 1.0), (0.192, 0.25)])
+def test_a_steps_tokens_are_filled_by_layers_or_by_time(
+    max_stall_s: float | None, share: float
+) -> None:
+    """Block [1, 4) computes two layers of four whole; a step of 96 tokens takes 96 ms."""
+    settings = SimpleNamespace(max_stall_s=max_stall_s)
+    meter = SimpleNamespace(step_tokens=96, full_prefill_s=lambda num_tokens: num_tokens / 1000)
+    planner: Any = SimpleNamespace(_site=SimpleNamespace(settings=settings), _meter=meter)
+    assert Planner._step_share(planner, replace(PLAN, block=Span(1, 4))) == pytest.approx(share)
+    meter.full_prefill_s = lambda _num_tokens: None
+    unmeasured = 0.0 if max_stall_s else share
+    assert Planner._step_share(planner, replace(PLAN, block=Span(1, 4))) == unmeasured

@@ -1,0 +1,92 @@
+"""Partial prefills in SGLang's own accounting of one step: its prefill adder, without a server."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
+
+from sglang_droidspeak.linker import DroidSpeakLinker
+
+PAGE = 16
+STEP_TOKENS = 96
+
+
+class Slots:
+    """Enough for everything: an allocator and its budget."""
+
+    page_size = PAGE
+    total_offset = 0
+    remaining_total = 1 << 20
+
+    def create_prefill_budget(self, *_args: Any, **_options: Any) -> Slots:
+        return self
+
+    def has_capacity(self) -> bool:
+        return True
+
+    def check_prefill(self, *, chunk_limit: int, **_asked: Any) -> tuple[bool, int]:
+        return True, chunk_limit
+
+    def reserve(self, *_args: Any, **_options: Any) -> None: ...
+
+
+class Adder(PrefillAdder):
+    """As the hook makes it; of each loaded token half of the layers are computed anew."""
+
+    def __init__(self, *, is_decoding: bool) -> None:
+        tree = SimpleNamespace(supports_mamba=lambda: False, supports_prefix_sharing=lambda: True)
+        running = SimpleNamespace(reqs=[], is_empty=lambda: not is_decoding)
+        super().__init__(PAGE, tree, Slots(), running, 1.0, 1 << 20, STEP_TOKENS)
+        waiting = SimpleNamespace(step_tokens=lambda _rid, num_tokens: num_tokens // 2)
+        self._linker: Any = SimpleNamespace(_page_size=PAGE, _waiting=waiting)
+
+    def _replay_len(self, req: Any, prefix_len: int) -> int:
+        return DroidSpeakLinker._charge(self._linker, 0, self, req, prefix_len)
+
+    def add(self, num_loaded: int, num_new: int) -> bool:
+        """Whether one more request goes into this step."""
+        req = SimpleNamespace(
+            rid="r1",
+            prefix_len=0,
+            full_untruncated_fill_ids=range(num_loaded + num_new),
+            output_ids=[],
+            sampling_params=SimpleNamespace(max_new_tokens=4),
+            auxiliary_swa_host_hit_length=0,
+        )
+        found = self._select_prefill_admission(
+            req,
+            total_tokens=0,
+            host_hit_length=num_loaded,
+            swa_host_hit_length=0,
+            truncation_align_size=None,
+        )
+        if isinstance(found, AddReqResult):
+            return False
+        self.can_run_list.append(req)
+        self._update_prefill_budget(
+            found.prefix_len, found.extend_len, 4, False, replay_len=found.replay_len
+        )
+        return True
+
+
+@pytest.mark.parametrize("is_decoding", [True, False])
+def test_a_step_takes_partial_prefills_up_to_its_tokens(is_decoding: bool) -> None:
+    """Of 32 tokens' worth and a page of their own each: twice that are 96."""
+    adder = Adder(is_decoding=is_decoding)
+    assert [adder.add(64, 10) for _ in range(4)] == [True, True, False, False]
+    assert adder.rem_chunk_tokens == 0
+
+
+@pytest.mark.parametrize("is_decoding", [True, False])
+def test_one_that_is_larger_than_a_step_has_it_for_itself(is_decoding: bool) -> None:
+    adder = Adder(is_decoding=is_decoding)
+    assert [adder.add(num_loaded, 10) for num_loaded in (640, 640, 0)] == [True, False, False]
+
+
+def test_what_is_only_loaded_takes_nothing_but_its_own_tokens() -> None:
+    adder = Adder(is_decoding=True)
+    adder._linker._waiting.step_tokens = lambda *_: 0
+    assert [adder.add(640, 10) for _ in range(7)] == [True] * 6 + [False]
