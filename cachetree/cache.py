@@ -179,6 +179,10 @@ class Cache:
             reservation.commit()
         return True
 
+    def knowing(self) -> Callable[[], bool]:
+        """Asks whether all who read from here know by now what is stored at this call."""
+        return self._worker.knowing() if self._worker is not None else lambda: True
+
     def match(self, pages: Sequence[PageHash]) -> list[Match]:
         """The longest prefix per model and location: a local walk, also for what peers have."""
         return self.tree.match(pages)

@@ -5,6 +5,7 @@
     {"droidspeak": {"block": "none", "sender": ID}}    load every layer from that model
     {"droidspeak": {"block": "2:5", "refresh": "7,9"}} and project K and V of two more anew
     {"droidspeak": {"ttft_target_ms": 300}}            recompute as much as fits that time
+    {"droidspeak": {"publish": "before_reply"}}        answer once others can read it
 
 SGLang carries only scalars here, which is why layers are text.
 """
@@ -29,6 +30,8 @@ class Controls(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     refresh: str | None = None
     """Layers outside the block, with commas between; for measurements, with a block."""
     ttft_target_ms: float | None = None
+    publish: Literal["before_reply"] | None = None
+    """The answer's end waits until all peers know what was read and written; None: it does not."""
     strategy: Strategy = Strategy.PIPELINED
     """How loads and recompute share time; for measurements."""
 
@@ -66,7 +69,7 @@ class Controls(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 _ACCEPTED: Final = (
     "mode: 'auto' or 'off'; sender: a model id; block: 'start:stop', 'none' or 'all'; refresh: "
-    "layers beside a block, '7,9'; ttft_target_ms: a number; strategy: "
+    "layers beside a block, '7,9'; ttft_target_ms: a number; publish: 'before_reply'; strategy: "
     + " or ".join(repr(it.value) for it in Strategy)
 )
 

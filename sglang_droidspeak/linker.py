@@ -60,6 +60,7 @@ from sglang_droidspeak.prefixes import (
     refusal,
 )
 from sglang_droidspeak.ranks import Ranks
+from sglang_droidspeak.replies import Replies
 from sglang_droidspeak.rows import Coding, rows_of
 from sglang_droidspeak.site import folder_of
 from sglang_droidspeak.waiting import WaitingRequests
@@ -135,6 +136,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         self._loader = Loader(pool.layer_num, rows, Copies(forward_stream, runner.device))
         self.layer_done_counter = self._loader.counter
         self._offloader = Offloader(self._cache, rows, attachment.e_pool, coding, self._provenance)
+        self._replies = Replies(self._cache, self._offloader, settings.fetch_deadline_s)
         self._models = site.models()
         self._activated = Activated(self._models)
         self._pool_index = PoolIndex(
@@ -182,6 +184,12 @@ class DroidSpeakLinker(UnifiedCacheLinker):
                 compat.INTERNAL_STATE: (self._add_peers, HookType.AFTER),
             }
         )
+        compat.place_hooks(  # Around the label, which is made of what is sent.
+            {
+                compat.REPORT: (self._replies.stream, HookType.AROUND),
+                compat.SLEEP_ON_IDLE: (self._replies.sleep, HookType.AROUND),
+            }
+        )
         compat.place_hooks(
             dict.fromkeys(compat.WEIGHTS_WRITTEN, (self._weights_change, HookType.BEFORE))
         )
@@ -211,6 +219,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
     ) -> Any:
         """Hide held requests from SGLang while it builds a batch, and those whose grammar is being
         compiled: it would admit them at sight. Outside it the queues are whole."""
+        self._replies.release()
         grammars = scheduler.grammar_manager
         if grammars.has_waiting_grammars():
             for req in grammars.get_ready_grammar_requests():

@@ -57,6 +57,10 @@ class Offloader:
         self._provenance = provenance
         self._todo: SimpleQueue[Offload | None] = SimpleQueue()
         self._results: SimpleQueue[bool] = SimpleQueue()
+        self.num_put = 0
+        """Nodes that were ever queued."""
+        self.num_done = 0
+        """Of these, how many are stored, or never will be."""
         self._num_in_flight = 0
         """Put, and their results not yet taken: SGLang takes as many on each rank of a server."""
         self._thread = threading.Thread(target=self._run, name="droidspeak-offload", daemon=True)
@@ -67,6 +71,7 @@ class Offloader:
         if self._num_in_flight >= MAX_IN_FLIGHT:
             return False
         self._num_in_flight += 1
+        self.num_put += 1
         self._todo.put(offload)
         return True
 
@@ -98,6 +103,7 @@ class Offloader:
                 except Exception:
                     log.exception("storing %d pages failed", len(offload.pages))
                     stored = False
+                self.num_done += 1
                 self._results.put(stored)
 
     def _store(self, offload: Offload) -> None:

@@ -26,6 +26,10 @@ class ChangeQueue:
         self._wake = wake
         self._lock = threading.Lock()
         self._changes: deque[Change] = deque()
+        self.num_noted = 0
+        """Changes that ever came; may be read from any thread."""
+        self.num_taken = 0
+        """Of these, how many the reader knows: taken, or in what `restart` gave."""
         self.has_overflowed = False
         """Something was dropped: begin again."""
         self._is_closed = False
@@ -39,6 +43,7 @@ class ChangeQueue:
         self._unsubscribe()
         with self._lock:
             self._changes.clear()
+            self.num_taken = self.num_noted
             self.has_overflowed = False
         there, self._unsubscribe = self._subscribe(self._note)
         if self._is_closed:
@@ -50,6 +55,7 @@ class ChangeQueue:
         with self._lock:
             changes = list(self._changes)
             self._changes.clear()
+            self.num_taken = self.num_noted
         return changes
 
     def close(self) -> None:
@@ -59,6 +65,7 @@ class ChangeQueue:
 
     def _note(self, change: Change) -> None:
         with self._lock:
+            self.num_noted += 1
             if len(self._changes) >= self._max_changes:
                 self._changes.clear()
                 self.has_overflowed = True

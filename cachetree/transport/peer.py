@@ -337,6 +337,8 @@ class Peer:
             self._fetches.compare(connection, message, "zmq")
         else:
             self._view.apply(message)
+            if not isinstance(message, wire.Reset) and not self._view.needs_snapshot:
+                connection.send(wire.Learned(snapshot=self._view.snapshot, seq=message.seq))
         self._counts["resyncs"] += isinstance(message, wire.Reset)
         if knew and self._view.needs_snapshot:
             self._counts["gaps"] += 1

@@ -27,12 +27,15 @@ class RemoteView:
         self.is_synced = False
         """A whole snapshot has been applied since the last `forget`."""
         self.needs_snapshot = True
+        self.snapshot = 0
+        """Which one it began with, as the worker calls it."""
 
     def apply(self, message: Reset | Entries | Synced) -> None:
         """Raises ProtocolError for entries that cannot exist."""
         if isinstance(message, Reset):
             self.forget()
             self.needs_snapshot = False
+            self.snapshot = message.snapshot
             self._seq = 0
         elif self._seq != _UNKNOWN:
             is_part = isinstance(message, Entries)

@@ -17,6 +17,7 @@ from cachetree.transport.stream import Stream
 from cachetree.transport.wire import (
     NO_ADVERTS,
     Fetch,
+    Learned,
     Pong,
     split_pages,
     steps_of,
@@ -67,6 +68,21 @@ class Session:
         while self._advertiser is not None and (advert := self._advertiser.peek()) is not None:
             yield advert
             self._advertiser.sent()
+
+    def learned(self, told: Learned) -> None:
+        if self._advertiser is not None:
+            self._advertiser.learned(told)
+
+    def knowing(self) -> Callable[[], bool]:
+        """Asks whether the peer knows by now what was in the tree at this call. Any thread."""
+        then = self._advertiser
+        num_changes = 0 if then is None else then.num_noted
+
+        def knows() -> bool:
+            now = self._advertiser
+            return now is None or now.num_learned >= (num_changes if now is then else 0)
+
+        return knows
 
     def pong(self, epoch: int) -> Pong:
         return Pong(

@@ -9,6 +9,7 @@ layer. Payloads go over a connection of their own, in the frames of `frames`.
     Subscribe                 ──►
                               ◄──         Reset, Entries..., Synced   snapshot
                               ◄──         Entries...                  deltas, numbered
+    Learned                   ──►                                     of each part, applied
     Fetch                     ──►
                               ◄══         Frame + payload ...         at most the window in flight
                               ◄──         or Located ...              on the same host
@@ -98,6 +99,8 @@ class Reset(msgspec.Struct, frozen=True, kw_only=True, tag="reset"):
     """A snapshot begins: forget all entries of this worker; numbering starts again at 1."""
 
     epoch: int
+    snapshot: int = 0
+    """Which one it is, for `Learned` to name it."""
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -120,6 +123,13 @@ class Entries(msgspec.Struct, frozen=True, kw_only=True, tag="entries"):
 class Synced(msgspec.Struct, frozen=True, kw_only=True, tag="synced"):
     """The snapshot is complete; it ended with part `seq`."""
 
+    seq: int
+
+
+class Learned(msgspec.Struct, frozen=True, kw_only=True, tag="learned"):
+    """The peer's own tree shows all changes up to part `seq` after that snapshot's Reset."""
+
+    snapshot: int
     seq: int
 
 
@@ -249,7 +259,9 @@ class Bye(msgspec.Struct, frozen=True, kw_only=True, tag="bye"):
     reason: str
 
 
-ToWorker = Hello | Subscribe | Fetch | Store | Credit | Cancel | Ping | Bye | verbs.ToWorker
+ToWorker = (
+    Hello | Subscribe | Learned | Fetch | Store | Credit | Cancel | Ping | Bye | verbs.ToWorker
+)
 ToPeer = (
     Hello
     | Reset

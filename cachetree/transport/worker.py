@@ -114,6 +114,11 @@ class Worker:
         )
         self._thread.start()
 
+    def knowing(self) -> Callable[[], bool]:
+        """Asks whether all peers know by now what was in the tree at this call. Any thread."""
+        each = [session.knowing() for session in tuple(self._sessions.values())]
+        return lambda: all(knows() for knows in each)
+
     def close(self) -> None:
         """Stop serving; streams under way end on the other side at once. Idempotent."""
         self._closing.set()
@@ -219,6 +224,8 @@ class Worker:
                     max_pending=self._config.max_pending_changes,
                     wake=self._wakeup.wake,
                 )
+            case wire.Learned():
+                session.learned(message)
             case wire.Fetch():
                 self._accept(session, message)
             case wire.Credit():

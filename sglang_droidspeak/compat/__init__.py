@@ -43,6 +43,7 @@ WEIGHTS_WRITTEN = {
 """Each of them, and nothing else, goes before a write to weights that serve; what writes into
 memory from outside (RDMA) does so after the first. With the parameters."""
 INTERNAL_STATE = f"{SCHEDULER_MODULE}.Scheduler.get_internal_state"
+SLEEP_ON_IDLE = f"{SCHEDULER_MODULE}.Scheduler.maybe_sleep_on_idle"
 LOAD_LORA = "sglang.srt.lora.lora_manager.LoRAManager.load_lora_weights"
 UNLOAD_LORA = "sglang.srt.lora.lora_manager.LoRAManager.unload_lora_adapter"
 PREPARE_LORA = "sglang.srt.lora.lora_manager.LoRAManager.prepare_lora_batch"
@@ -65,6 +66,7 @@ _SIGNATURES = {
     REPORT_ABORT: ("self", "abort_req", "req"),
     REQUEST_LEVEL: ("self", "key"),
     INTERNAL_STATE: ("self", "recv_req"),
+    SLEEP_ON_IDLE: ("self",),
     LOAD_LORA: ("self", "lora_ref"),
     UNLOAD_LORA: ("self", "lora_ref"),
     PREPARE_LORA: ("self", "forward_batch"),

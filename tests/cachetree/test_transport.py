@@ -123,6 +123,24 @@ def test_peers_learn_of_what_comes_and_what_goes() -> None:
         eventually(lambda: not tree.match(PAGES))
 
 
+@pytest.mark.parametrize("max_pending_changes", [4096, 1])
+def test_a_worker_can_be_asked_what_all_its_peers_know(max_pending_changes: int) -> None:
+    """Each time they do, though changes come in pairs, and a slow one gets a new snapshot."""
+    source, trees = new_tree(), [new_tree(), new_tree()]
+    with worker_of(source, max_pending_changes=max_pending_changes) as worker, ExitStack() as stack:
+        assert worker.knowing()(), "nobody is there"
+        for tree in trees:
+            stack.enter_context(peer_of(worker.address, tree))
+        for stop in range(2, 129, 2):
+            for page in (stop - 2, stop - 1):
+                store(source, PAGES[page : page + 1], PAGES[page - 1] if page else None)
+            eventually(worker.knowing())
+            assert [num_matched(tree) for tree in trees] == [stop, stop]
+        stack.close()
+        store(source, PAGES[128:129], PAGES[127])
+        eventually(worker.knowing())
+
+
 def test_only_local_entries_are_advertised() -> None:
     first, second, third = new_tree(PAGES), new_tree(), new_tree()
     with (

@@ -35,6 +35,7 @@ FETCH = wire.Fetch(
     [
         wire.hello(FAMILY, "m", 0),
         wire.Subscribe(),
+        wire.Learned(snapshot=1, seq=3),
         FETCH,
         wire.Credit(id=3, num_bytes=9),
         wire.Cancel(id=3),

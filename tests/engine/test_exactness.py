@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -223,6 +225,29 @@ def test_own_exact_prefix_comes_before_the_senders_pages(trio: Trio) -> None:
     reply = trio.receive("sender", tokens, Span(2, 4))
     assert reply.provenance["reused_tokens"] == whole_pages(240) - 96
     reply.assert_equals(trio.expected("sender", tokens, Span(2, 4), own=96))
+
+
+def test_after_an_answer_that_waits_to_be_published_the_next_server_hits(trio: Trio) -> None:
+    """Each time, while both servers have other things to do."""
+    is_over = threading.Event()
+
+    def keep_busy(server: Server, seed: int) -> None:
+        for number in itertools.takewhile(lambda _: not is_over.is_set(), itertools.count()):
+            answer(server, prompt(200, seed=10_000 * seed + number), droidspeak={"mode": "off"})
+
+    sender = trio.senders["sender"]
+    with ThreadPoolExecutor(4) as pool:
+        for seed in range(4):
+            pool.submit(keep_busy, (sender, trio.receiver)[seed % 2], 1 + seed)
+        try:
+            for seed in range(700, 710):
+                tokens = prompt(150, seed=seed)
+                controls = {"publish": "before_reply"}
+                answer(sender, tokens, max_new_tokens=1, droidspeak=controls)
+                outcome = trio.receive("sender", tokens, Span(2, 4)).provenance["outcome"]
+                assert outcome.startswith(("reused", "fallback")), outcome
+        finally:
+            is_over.set()
 
 
 def test_requests_of_one_batch_do_not_touch_each_other(trio: Trio) -> None:

@@ -366,7 +366,8 @@ def test_which_held_requests_a_step_could_have_taken(
     waiting = SimpleNamespace(
         look=lambda *_, **__: held, pass_over=passed.extend, admitted=lambda _reqs: None
     )
-    linker: Any = SimpleNamespace(_waiting=waiting)
+    replies = SimpleNamespace(release=lambda: None)
+    linker: Any = SimpleNamespace(_waiting=waiting, _replies=replies)
     running = SimpleNamespace(is_empty=lambda: False, batch_is_full=is_full)
     scheduler = SimpleNamespace(
         waiting_queue=list(queue),

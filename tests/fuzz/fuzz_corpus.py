@@ -67,6 +67,7 @@ def _messages() -> tuple[list[bytes], list[bytes]]:
         wire.Credit(id=3, num_bytes=4096),
         wire.Cancel(id=3),
         wire.Ping(last_id=3),
+        wire.Learned(snapshot=1, seq=3),
         wire.Bye(reason="closing"),
         verbs.StatusRequest(),
         verbs.Find(pages=blob),

@@ -1,0 +1,86 @@
+"""Answers that wait until others can read what was computed: without a server."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sglang_droidspeak.replies import Replies
+
+
+class Streamer:
+    """What went out, and a cache and an offloader that say how far publication is."""
+
+    def __init__(self, patience_s: float = 100.0) -> None:
+        self.sent: list[str] = []
+        self.num_put = 2
+        self.num_done = 1
+        self.is_known = False
+        stands_for: Any = self
+        self.replies = Replies(stands_for, stands_for, patience_s)
+
+    def knowing(self) -> Any:
+        assert self.num_done == self.num_put, "asked before there is something to know"
+        return lambda: self.is_known
+
+    def original(self, _streamer: Any, reqs: Any, _logprob: bool, skip_req: Any = None) -> None:
+        self.sent += [req.rid for req in reqs if req is not skip_req]
+
+    def stream(self, *reqs: Any, skip_req: Any = None) -> None:
+        self.replies.stream(self.original, None, reqs, False, skip_req)
+
+
+def request(rid: str, *, is_finished: bool = True, **controls: str) -> Any:
+    return SimpleNamespace(
+        rid=rid,
+        finished=lambda: is_finished,
+        finished_output=None,
+        sampling_params=SimpleNamespace(custom_params={"droidspeak": controls}),
+    )
+
+
+BEFORE = {"publish": "before_reply"}
+
+
+def test_an_answer_waits_until_its_pages_are_stored_and_known() -> None:
+    streamer = Streamer()
+    waits = request("waits", **BEFORE)
+    goes_on = request("goes on", is_finished=False, **BEFORE)
+    streamer.stream(waits, goes_on, request("plain"), request("bad", publish="never"))
+    assert streamer.sent == ["goes on", "plain", "bad"]
+    streamer.stream(waits)
+    streamer.num_put = 5  # Others' pages, which it does not wait for.
+    streamer.num_done = 1
+    streamer.replies.release()
+    assert "waits" not in streamer.sent
+    streamer.num_put = streamer.num_done = 2
+    streamer.replies.release()
+    assert "waits" not in streamer.sent
+    streamer.is_known = True
+    streamer.replies.release()
+    streamer.replies.release()
+    assert streamer.sent == ["goes on", "plain", "bad", "waits"]
+
+
+def test_what_is_published_already_waits_for_nothing() -> None:
+    streamer = Streamer()
+    streamer.num_done, streamer.is_known = 2, True
+    streamer.stream(request("waits", **BEFORE))
+    assert streamer.sent == ["waits"]
+
+
+def test_no_answer_waits_for_ever() -> None:
+    streamer = Streamer(patience_s=0.0)
+    streamer.stream(request("waits", **BEFORE))
+    assert streamer.sent == ["waits"]
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_an_idle_server_looks_again_soon(waits: bool) -> None:
+    streamer, slept = Streamer(), []
+    if waits:
+        streamer.stream(request("waits", **BEFORE))
+    streamer.replies.sleep(slept.append, "the scheduler")
+    assert slept == ([] if waits else ["the scheduler"])
