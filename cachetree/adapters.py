@@ -66,6 +66,11 @@ def read_adapter(path: Path, num_layers: int) -> Adapter:
     )
 
 
+def read_invocation(path: Path) -> tuple[int, ...]:
+    """`Adapter.invocation` of the PEFT folder `path`, of which only the configuration is read."""
+    return _invocation(applying(path), path)
+
+
 def _invocation(stated: Mapping[str, Any], path: Path) -> tuple[int, ...]:
     tokens = stated.get("alora_invocation_tokens", [])
     if not isinstance(tokens, list) or not all(type(it) is int and it >= 0 for it in tokens):

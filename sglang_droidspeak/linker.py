@@ -21,7 +21,6 @@ import torch
 from cachetree.cache import Cache
 from cachetree.errors import ConfigError
 from cachetree.family import Family
-from cachetree.ids import ModelId
 from cachetree.staging import pageable
 from cachetree.tier import MakeTier
 from sglang_droidspeak import compat, meta_info, peers
@@ -220,6 +219,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         """Hide held requests from SGLang while it builds a batch, and those whose grammar is being
         compiled: it would admit them at sight. Outside it the queues are whole."""
         self._replies.release()
+        self._models.settle(self._ranks)
         grammars = scheduler.grammar_manager
         if grammars.has_waiting_grammars():
             for req in grammars.get_ready_grammar_requests():
@@ -392,15 +392,8 @@ class DroidSpeakLinker(UnifiedCacheLinker):
 
     def _load_lora(self, original: Any, manager: Any, lora_ref: LoRARef) -> None:
         lora_id = lora_ref.lora_id
-        try:
-            self._models.load(
-                lora_id, folder_of(lora_ref.lora_path), lambda: original(manager, lora_ref)
-            )
-        finally:
-            model = self._models.of(lora_id)
-            is_agreed = self._ranks.share(model, ModelId | None) == model
-            if not all(self._ranks.least([is_agreed])):
-                self._models.drop(lora_id)
+        folder = folder_of(lora_ref.lora_path)
+        self._models.load(lora_id, folder, lambda: original(manager, lora_ref))
         self._activated.loaded(lora_id)
 
     def _unload_lora(self, result: Any, _manager: object, lora_ref: LoRARef) -> None:

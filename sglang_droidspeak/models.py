@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from cachetree.adapters import Adapter, read_adapter
+from cachetree.adapters import Adapter, read_adapter, read_invocation
 from cachetree.errors import ConfigError
 from cachetree.ids import ModelId, PageHash
 from sglang_droidspeak import prefixes
 
 if TYPE_CHECKING:
     from sglang_droidspeak.compat.names import Req
+    from sglang_droidspeak.ranks import Ranks
 
 log = logging.getLogger(__name__)
 
@@ -52,13 +54,40 @@ class LoadedModel:
         return self.adapter.first_difference(other.adapter)
 
 
+@dataclass(slots=True, eq=False)
+class _Reading:
+    """An adapter that was loaded, and whose files a thread reads."""
+
+    found: Future[tuple[LoadedModel, bytes]]
+    """And the stamp of the files after they were read."""
+    stamps: Sequence[bytes]
+    """Before and after they were loaded."""
+    is_loaded: bool = False
+
+    def result(self) -> LoadedModel:
+        """Raises ConfigError where it is not known what was loaded."""
+        found, stamp = self.found.result()
+        if not self.is_loaded:
+            raise ConfigError("it is not loaded any more")
+        if {*self.stamps, stamp} != {stamp}:
+            raise ConfigError("its files changed while they were loaded")
+        return found
+
+
 class Models:
-    """Which model an adapter's id stands for. Scheduler thread only."""
+    """Which model an adapter's id stands for. Scheduler thread only.
+
+    What is loaded while the server runs is read, every byte of it, by a thread beside: until
+    `settle` finds that done, the adapter serves and shares with nobody.
+    """
 
     def __init__(self, base: ModelId, num_layers: int, identify: Callable[[Path], ModelId]) -> None:
         self._num_layers = num_layers
         self._identify = identify
         self._loaded: dict[LoraId, LoadedModel] = {None: LoadedModel(base, None)}
+        self._invocations: dict[LoraId, tuple[int, ...]] = {}
+        self._reading: dict[str, _Reading] = {}
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="droidspeak-adapters")
         self._differences: dict[LoraId, Mapping[ModelId, int]] = {}
         self._lora_ids: Mapping[ModelId, LoraId] = {}
 
@@ -79,9 +108,11 @@ class Models:
 
     def invocation(self, lora_id: LoraId) -> tuple[int, ...]:
         """Tokens from which an adapter acts; empty where it acts from the start."""
-        loaded = self._loaded.get(lora_id)
-        adapter = loaded.adapter if loaded is not None else None
-        return adapter.invocation if adapter is not None else ()
+        return self._invocations.get(lora_id, ())
+
+    def is_reading(self, lora_id: LoraId) -> bool:
+        """Whether it will be known soon what this adapter is."""
+        return lora_id in self._reading
 
     def part_of(self, req: Req) -> Part | None:
         """None where it is not known what the adapter is."""
@@ -103,25 +134,52 @@ class Models:
 
     def add(self, lora_id: str, folder: Path) -> None:
         """Raises ConfigError where the folder's content cannot be read."""
-        adapter = read_adapter(folder, self._num_layers)
-        self._loaded[lora_id] = LoadedModel(self._identify(folder), adapter)
+        self._loaded[lora_id] = self._read(folder)
+        self._invocations[lora_id] = read_invocation(folder)
         self._forget()
 
     def load(self, lora_id: str, folder: Path, load: Callable[[], object]) -> None:
-        """Note the adapter that `load` reads. Where its files change meanwhile it is not known."""
+        """Have `load` read the adapter, and a thread find out which one it is."""
         before = _stamp(folder)
+        self._reading[lora_id] = reading = _Reading(
+            self._reader.submit(lambda: (self._read(folder), _stamp(folder))), [before]
+        )
         load()
         try:
-            self.add(lora_id, folder)
-            if _stamp(folder) != before:
-                raise ConfigError(f"the files of adapter {folder} changed while they were loaded")
+            reading.stamps = [before, _stamp(folder)]
+            self._invocations[lora_id] = read_invocation(folder)
+            reading.is_loaded = True
         except (ConfigError, OSError) as exc:
-            self.drop(lora_id)
-            log.warning("adapter %s shares with no other model: %s", lora_id, exc)
+            log.warning("adapter %s: %s", lora_id, exc)
+
+    def settle(self, ranks: Ranks) -> None:
+        """Know those that all ranks have read, and read alike; all ranks call it at once."""
+        if not self._reading:
+            return
+        are_done = ranks.least([it.found.done() for it in self._reading.values()])
+        for (lora_id, reading), is_done in zip(list(self._reading.items()), are_done, strict=True):
+            if not is_done:
+                continue
+            del self._reading[lora_id]
+            try:
+                found, model = reading.result(), reading.result().model_id
+            except (ConfigError, OSError) as exc:
+                found, model = None, None
+                log.warning("adapter %s shares with no other model: %s", lora_id, exc)
+            is_agreed = ranks.share(model, ModelId | None) == model
+            if all(ranks.least([is_agreed])) and found is not None:
+                self._loaded[lora_id] = found
+                self._forget()
 
     def drop(self, lora_id: str) -> None:
         self._loaded.pop(lora_id, None)
+        self._invocations.pop(lora_id, None)
+        if lora_id in self._reading:  # It stays there until all ranks have read it.
+            self._reading[lora_id].is_loaded = False
         self._forget()
+
+    def _read(self, folder: Path) -> LoadedModel:
+        return LoadedModel(self._identify(folder), read_adapter(folder, self._num_layers))
 
     def _forget(self) -> None:
         """What was found of the models that were loaded until now."""

@@ -103,7 +103,8 @@ class Planner:
     ) -> Planned | Declined:
         part = self._models.part_of(req)
         if part is None:
-            return Declined("unknown_adapter")
+            is_reading = self._models.is_reading(req.lora_id)
+            return Declined("reading_adapter" if is_reading else "unknown_adapter")
         num_pages, page_size = len(pages), self._site.page_size
         pages = part.of(pages, page_size)
         try:

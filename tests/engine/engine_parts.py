@@ -66,6 +66,17 @@ def answer(server: Server, prompt: Sequence[int], **options: Any) -> Answer:
     return Answer(server.generate(prompt, sampling_params={"ignore_eos": True}, **options))
 
 
+def load_adapter(server: Server, name: str, folder: Path) -> None:
+    """Returns once the server knows, too, what it has loaded."""
+    server.post("/load_lora_adapter", lora_name=name, lora_path=str(folder))
+
+    def outcome() -> str:
+        reply = answer(server, prompt(8, seed=99), lora_path=name, max_new_tokens=1)
+        return reply.provenance["outcome"]
+
+    eventually(lambda: outcome() != "reading_adapter")
+
+
 class Answer:
     """A `/generate` reply, unpacked."""
 

@@ -16,6 +16,7 @@ from engine_parts import (
     answer,
     eventually,
     family_of,
+    load_adapter,
     oracle,
     page_hashes,
     prompt,
@@ -250,7 +251,7 @@ def test_other_weights_under_the_same_name_hit_nothing(team: Team, tmp_path: Pat
         folder = write_adapter(
             tmp_path / str(seed), team.models.whole[BASE], rank=8, layers=(3, 4, 5), seed=seed
         )
-        team.server.post("/load_lora_adapter", lora_name="late", lora_path=str(folder))
+        load_adapter(team.server, "late", folder)
         merge_folder(team.models.whole[BASE], folder, tmp_path / f"merged-{seed}")
 
     def whole(seed: int) -> Generated:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import threading
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +27,7 @@ from sglang_droidspeak.capture import Provenance
 from sglang_droidspeak.leaders import Leaders
 from sglang_droidspeak.models import Models
 from sglang_droidspeak.pool import Held, PoolIndex, pool_of
+from sglang_droidspeak.ranks import Ranks
 
 BASE, ADAPTED = ModelId("base"), ModelId("adapted")
 NUM_SLOTS = 64 * PAGE
@@ -168,17 +172,56 @@ def test_models_are_known_by_content(model: Path, tmp_path: Path) -> None:
     assert (models.of("l"), models.first_differences(None)) == (None, {"upper": 2})
 
 
+def load(models: Models, lora_id: str, folder: Path, meanwhile: Callable[[], object]) -> None:
+    models.load(lora_id, folder, meanwhile)
+    while models.is_reading(lora_id):
+        models.settle(Ranks(None))
+
+
 def test_an_adapter_whose_files_change_while_they_are_read_is_unknown(
     model: Path, tmp_path: Path
 ) -> None:
     models = Models(BASE, 4, lambda folder: ModelId(folder.name))
     folder = write_adapter(tmp_path / "a", model)
-    models.load("same", folder, lambda: None)
+    load(models, "same", folder, lambda: None)
     assert models.of("same") == "a"
-    models.load("other", folder, lambda: (folder / "adapter_config.json").write_text("{}"))
+    load(models, "other", folder, lambda: (folder / "adapter_config.json").write_text("{}"))
     assert models.of("other") is None
     with pytest.raises(ConfigError):
         models.add("other", folder)
+
+
+def test_an_adapter_is_read_beside_the_scheduler(model: Path, tmp_path: Path) -> None:
+    """It serves at once, from its invocation on if it has one, and shares once it is known."""
+    may_read = threading.Event()
+
+    def identify(folder: Path) -> ModelId:
+        may_read.wait(10)
+        return ModelId(folder.name)
+
+    models = Models(BASE, 4, identify)
+    folder = write_adapter(tmp_path / "a", model)
+    config = folder / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"alora_invocation_tokens": [7]}))
+    for lora_id in ("kept", "dropped"):
+        models.load(lora_id, folder, lambda: None)
+        models.settle(Ranks(None))
+        assert (models.of(lora_id), models.is_reading(lora_id)) == (None, True)
+        assert models.invocation(lora_id) == (7,)
+    models.drop("dropped")
+    may_read.set()
+    while models.is_reading("kept") or models.is_reading("dropped"):
+        models.settle(Ranks(None))
+    assert (models.of("kept"), models.of("dropped")) == ("a", None)
+
+
+def test_an_adapter_that_two_ranks_read_differently_is_unknown(model: Path, tmp_path: Path) -> None:
+    models = Models(BASE, 4, lambda folder: ModelId(folder.name))
+    ranks: Any = SimpleNamespace(least=lambda values: values, share=lambda *_: "another")
+    models.load("a", write_adapter(tmp_path / "a", model), lambda: None)
+    while models.is_reading("a"):
+        models.settle(ranks)
+    assert models.of("a") is None
 
 
 @dataclass

@@ -8,7 +8,7 @@ from itertools import permutations
 
 import msgspec
 import pytest
-from engine_parts import ENV, Answer, answer, profile_of, prompt, whole_pages
+from engine_parts import ENV, Answer, answer, load_adapter, profile_of, prompt, whole_pages
 from forked import ServerSpec
 from lora_parts import BASE, WITH_LORA, Checkpoints
 
@@ -98,9 +98,7 @@ def test_what_is_lossless_hands_it_on(team: Team) -> None:
 
 def test_another_a_is_not_refreshed_from_it(team: Team) -> None:
     """And the others go on as before, though the profiles name its pairs."""
-    team.server.post(
-        "/load_lora_adapter", lora_name=STRANGER, lora_path=str(team.models.adapters[STRANGER])
-    )
+    load_adapter(team.server, STRANGER, team.models.adapters[STRANGER])
     for number, (sender, receiver) in enumerate(((BASE, STRANGER), (STRANGER, "first"))):
         tokens = prompt(200, seed=20 + number)
         team.ask(sender, tokens, max_new_tokens=1)

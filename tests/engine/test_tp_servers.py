@@ -17,6 +17,7 @@ from engine_parts import (
     answer,
     eventually,
     family_of,
+    load_adapter,
     oracle,
     page_hashes,
     profile_of,
@@ -210,7 +211,7 @@ def test_an_adapter_that_is_loaded_later_joins(team: Team, tmp_path: Path) -> No
     folder = write_adapter(
         tmp_path / "new", team.models.whole[BASE], rank=8, layers=(3, 4, 5), seed=2
     )
-    team.server.post("/load_lora_adapter", lora_name="new", lora_path=str(folder))
+    load_adapter(team.server, "new", folder)
     merge_folder(team.models.whole[BASE], folder, tmp_path / "merged")
     reply = answer(team.server, tokens, lora_path="new")
     assert (reply.provenance["outcome"], reply.provenance["block"]) == ("reused", [3, 6])

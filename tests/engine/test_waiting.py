@@ -366,8 +366,12 @@ def test_which_held_requests_a_step_could_have_taken(
     waiting = SimpleNamespace(
         look=lambda *_, **__: held, pass_over=passed.extend, admitted=lambda _reqs: None
     )
-    replies = SimpleNamespace(release=lambda: None)
-    linker: Any = SimpleNamespace(_waiting=waiting, _replies=replies)
+    linker: Any = SimpleNamespace(
+        _replies=SimpleNamespace(release=lambda: None),
+        _models=SimpleNamespace(settle=lambda _ranks: None),
+        _ranks=Ranks(None),
+        _waiting=waiting,
+    )
     running = SimpleNamespace(is_empty=lambda: False, batch_is_full=is_full)
     scheduler = SimpleNamespace(
         waiting_queue=list(queue),
