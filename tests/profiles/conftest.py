@@ -23,9 +23,12 @@ from profiles.training import Swept, sweep
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
 
 
+NUM_DOCUMENTS = 8
+
+
 @dataclass(frozen=True)
 class SweptPair:
-    """A shipped pair, and every block of it measured on the training questions, in bf16."""
+    """A shipped pair, and every block of it measured on some training questions, in bf16."""
 
     shipped: Shipped
     pair: Pair
@@ -53,7 +56,7 @@ def swept_pair(request) -> SweptPair:
         device=torch.device("cpu"),
         cache_dir=None,
     )
-    documents = read_documents(DATA / "train.jsonl", pair.tokenizer)
+    documents = read_documents(DATA / "train.jsonl", pair.tokenizer)[:NUM_DOCUMENTS]
     sender, receiver = answerers(pair, documents, 2.0)
     passes: list[int] = []
     with temporary_journal() as journal:

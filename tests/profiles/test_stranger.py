@@ -125,7 +125,7 @@ def test_a_tensor_that_is_not_understood_is_named():
 
 
 def test_the_pair_has_no_block_worth_recomputing(both, tmp_path):
-    """On a sixth of the questions; `test_verdicts` profiles the pair as a user would."""
+    """On a twelfth of the questions; `test_profile_command` profiles the pair as a user would."""
     pair = load_pair(
         ModelSource(path=both.paths[1]),
         ModelSource(path=RECEIVER),
@@ -133,12 +133,12 @@ def test_the_pair_has_no_block_worth_recomputing(both, tmp_path):
         device=torch.device("cpu"),
         cache_dir=None,
     )
-    documents = read_documents(TRAIN, pair.tokenizer)[:4]
+    documents = read_documents(TRAIN, pair.tokenizer)[:2]
     sender, receiver = answerers(pair, documents, 2.0)
     with temporary_journal() as journal:
         bench = Bench(sender=sender, receiver=receiver, journal=journal)
         swept = sweep(bench, documents, grid(pair.num_layers, 1), pruned=False)
-    assert choose(swept, 0.05).recommended is None
+    assert choose(swept, 0.05).expected is None
     full = fmean(value for context in swept.full_prefill for value in context)
     assert full > 0.9
     for block, scores in swept.blocks.items():
