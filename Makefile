@@ -80,10 +80,11 @@ pairs: $(INSTALLED)
 # The small pairs' prompts, answers and data; exit status 3 would say that a pair did not pass.
 PAIRS := profiles/pairs
 PROFILE := OMP_NUM_THREADS=1 $(BIN)/droidspeak profile --data $(PAIRS)/data/train.jsonl \
-	--held-out $(PAIRS)/data/held_out.jsonl \
+	--held-out build/pairs/data/held_out.jsonl \
 	--template '<bos> {context} {input}' --metric f1 --max-new 8
 
 profiles: $(INSTALLED)
+	$(BIN)/python -m profiles.pairs.questions --documents 96 --out build/pairs/data
 	$(PROFILE) --sender $(PAIRS)/weights/sender --receiver $(PAIRS)/weights/receiver \
 		--out $(PAIRS)/sender_to_receiver.json
 	$(PROFILE) --sender $(PAIRS)/weights/foundation --sender-lora $(PAIRS)/weights/sender_lora \

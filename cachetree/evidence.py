@@ -1,7 +1,7 @@
 """The evidence in a profile: everything that the profiler measured, for people and for reports.
 
     split "train"     chooses: every block fast, the promising ones by the metric -> frontier
-    split "held_out"  judges: the frontier, and what one could do instead (the baselines)
+    split "held_out"  judges: the frontier from most work to least, and what one could do instead
 
 Qualities are means of the profile's metric, 0 to 1, and losses are differences of them. Times are
 seconds. A layer's number is its place in the model, counted from 0; spans are half-open.
@@ -52,11 +52,25 @@ class DataFile(msgspec.Struct, frozen=True, kw_only=True):
     num_questions: int
 
 
+class TaskScores(msgspec.Struct, frozen=True, kw_only=True):
+    """One data set of a split, and how the models do on it by themselves."""
+
+    name: str
+    metric: str
+    num_contexts: int
+    num_questions: int
+    sender: float
+    full_prefill: float
+    full_reuse: float
+
+
 class Split(msgspec.Struct, frozen=True, kw_only=True):
     """One set of questions, and how the models do on it by themselves."""
 
     files: tuple[DataFile, ...]
-    num_contexts: int
+    contexts: tuple[str, ...]
+    """Digests of their texts, so that other data can be told to be other (`profiles.records`)."""
+    tasks: tuple[TaskScores, ...]
     num_questions: int
     mean_prefix_tokens: float
     """Tokens in whole pages of the shared context: what is reused."""
@@ -69,6 +83,10 @@ class Split(msgspec.Struct, frozen=True, kw_only=True):
     """The receiver alone."""
     full_reuse: Interval
     """The receiver with the sender's KV at all layers."""
+
+    @property
+    def num_contexts(self) -> int:
+        return len(self.contexts)
 
 
 class LayerSensitivity(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,8 +121,19 @@ class MeasuredBlock(msgspec.Struct, frozen=True, kw_only=True):
         return Recipe(block=self.block, refreshed=self.refreshed)
 
 
+class TaskLoss(msgspec.Struct, frozen=True, kw_only=True):
+    """What one plan keeps at one task of the held-out split."""
+
+    quality: float
+    bound: float
+    """Share of full prefill's quality that is lost at most, with the gate's confidence."""
+    needed: int | None
+    """Contexts like these that would show it to be within the tolerance; None where none would."""
+
+
 class FrontierPoint(msgspec.Struct, frozen=True, kw_only=True):
-    """No plan of its kind at as little work or less is as good on the training split.
+    """No plan of its kind at as little work or less is as good on the training split, or stays as
+    close to full prefill.
 
     Kinds are blocks, refreshed layers alone, and both together.
     """
@@ -114,8 +143,9 @@ class FrontierPoint(msgspec.Struct, frozen=True, kw_only=True):
     refreshed: tuple[int, ...] = ()
     train_quality: float
     held_out: Interval
-    loss: Interval
-    """Full prefill's quality minus this one's, paired by question, on the held-out split."""
+    tasks: tuple[TaskLoss, ...]
+    """In the order of the held-out split's; none where the gate does not ask about the plan, which
+    is then measured on some of the contexts."""
     fidelity: Fidelity
     """On the held-out split."""
     ttft_s: float
@@ -286,8 +316,9 @@ class MeasuredProfile(PairProfile, frozen=True, kw_only=True):
     refreshes: tuple[MeasuredBlock, ...] = ()
     """Plans with refreshed layers; none where the two models are not of one base."""
     frontier: tuple[FrontierPoint, ...]
-    """By work. Usable are the blocks, and what refreshes layers only where no plan of any kind at
-    as little work or less is as good on the training split."""
+    """By work."""
+    order: tuple[int, ...]
+    """Places in the frontier of what the gate tries, the first one first."""
     baselines: tuple[Baseline, ...]
     costs: CostModel
     made: Making

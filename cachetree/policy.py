@@ -5,8 +5,8 @@ Pure: values in, one value out. Of every match at most one plan is made; the bes
     own model      every layer loaded, exact, no profile needed
     another model  without a gate what is lossless: all layers from the first that differs, or from
                    one below it that has E; else only with a profile that passed its gate, one of
-                   its measured plans whose quality is at or above its floor; in both cases for as
-                   many pages as have E where the plan needs it
+                   its proven plans; in both cases for as many pages as have E where the plan needs
+                   it
 
 Which block (DroidSpeak, NSDI '26, appendix B): while requests wait, the one that recomputes the
 fewest layers; while none do, the one that recomputes the most within the TTFT target, or the
@@ -265,9 +265,9 @@ def _recipes(demand: Demand, match: Match, profiles: Profiles) -> list[_Recipe] 
     if profile is None and not lossless:
         return NoReuse(reason=Reason.NO_PROFILE, detail=f"no profile with sender {match.model}")
     passed = profile is not None and (profile.passed or is_free)
-    allowed = lossless + (_above_floor(profile) if profile is not None and passed else [])
+    allowed = lossless + list(profile.blocks if profile is not None and passed else ())
     if not allowed:
-        reason = profile.reason if profile and not passed else "no block reaches the quality floor"
+        reason = profile.reason if profile and not passed else "the profile has no proven block"
         return NoReuse(reason=Reason.GATE_FAILED, detail=reason)
     if block is None:
         return allowed
@@ -304,8 +304,8 @@ def _ungated(requested: Requested, allowed: Sequence[_Recipe]) -> NoReuse:
     names = sorted({_named(*_what(it)) for it in allowed}) or ["none"]
     return NoReuse(
         reason=Reason.UNGATED_BLOCK,
-        detail=f"block {_named(*_asked(requested))} was not measured at or above the quality "
-        f"floor; allowed: {', '.join(names)}",
+        detail=f"block {_named(*_asked(requested))} is none of those that a profile has "
+        f"proven; allowed: {', '.join(names)}",
     )
 
 
@@ -337,12 +337,6 @@ def _lossless(demand: Demand, match: Match, profile: PairProfile | None) -> list
 
 def _quality(block: Span, quality: float, refreshed: tuple[int, ...] = ()) -> _Recipe:
     return BlockQuality(start=block.start, stop=block.stop, refreshed=refreshed, quality=quality)
-
-
-def _above_floor(profile: PairProfile) -> list[_Recipe]:
-    measured = [it for it in profile.blocks if it.quality >= profile.quality_floor]
-    recommended = [profile.recommended] if profile.recommended else []
-    return list({(it.block, it.refreshed): it for it in [*measured, *recommended]}.values())
 
 
 def _whole_plan(demand: Demand, match: Match, recipe: _Recipe, first_difference: int) -> Plan:

@@ -16,7 +16,7 @@ from cachetree.family import ModelIdentity
 from cachetree.ids import EMPTY_SPAN, Span
 from cachetree.unreadable import UNREADABLE, written
 
-VERSION = 2
+VERSION = 3
 
 PROJECTION: Final = 0.2
 """Of a layer's time, what Q, K and V take: 3 of the 16 squares of the hidden size in a Llama layer
@@ -94,8 +94,10 @@ class PairProfile(msgspec.Struct, frozen=True, kw_only=True):
     tolerance: float
     """Largest accepted loss, relative to full prefill (0.05 = 5 %)."""
     blocks: tuple[BlockQuality, ...]
-    """Blocks whose held-out loss stays within the tolerance, so that a server may use them."""
+    """What a server may use: all layers, and the plans that were proven to be within the tolerance
+    at every task, one after the other (`profiles.gate`)."""
     recommended: BlockQuality | None
+    """Of those, the one that computes least; None where the pair did not pass."""
     passed: bool
     reason: str
     """Why the gate passed or failed, in one sentence for a person."""

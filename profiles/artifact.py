@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from cachetree.evidence import (
     Baseline,
@@ -20,6 +20,8 @@ from cachetree.evidence import (
     MeasuredBlock,
     MeasuredProfile,
     Split,
+    TaskLoss,
+    TaskScores,
 )
 from cachetree.family import ModelIdentity
 from cachetree.ids import Span
@@ -27,9 +29,12 @@ from cachetree.profile import VERSION, BlockQuality, Recipe
 from profiles.documents import Document
 from profiles.examination import Score
 from profiles.frontier import frontier
-from profiles.gate import interval, is_within, loss, verdict
-from profiles.judging import Candidate, Judged
+from profiles.gate import Qualities, contexts_needed, interval, loss_bound, proven, verdict
+from profiles.judging import Candidate, Judged, spread
+from profiles.tasks import Task
 from profiles.training import Scores, Swept
+
+MOST_CLOSER: Final = 3
 
 T = TypeVar("T")
 
@@ -40,10 +45,12 @@ class Choice:
 
     frontier: list[Recipe]
     """Of every kind: blocks, refreshed layers alone, and both together."""
-    worthwhile: frozenset[Recipe]
-    """Blocks of the frontier, and plans that no plan of any kind beats at as little work."""
-    recommended: Recipe | None
-    """What the gate will judge; None where nothing but a block of all layers would do."""
+    order: tuple[Recipe, ...]
+    """What the gate will try, from most work to least, all of it smaller than all layers: plans
+    that no plan of any kind beats at as little work, and before them some that take more work and
+    stay closer to full prefill. Where those were lucky, these are left to pass."""
+    expected: Recipe | None
+    """What it will recommend, if held-out data are like these."""
     best_blocks: list[Span]
     """Of each size, the smallest first."""
     ranking: list[int]
@@ -77,11 +84,7 @@ class Subject:
 
 
 def choose(swept: Swept, tolerance: float) -> Choice:
-    """Frontier and recommended plan, by the plans whose answers to all questions are known.
-
-    Recommended is the worthwhile plan that takes the least work and would pass the gate on these
-    data: with few questions a mean within the tolerance is luck too often.
-    """
+    """By the plans whose answers to all questions are known."""
     known = {
         recipe: scores
         for recipe, scores in _scores(swept).items()
@@ -94,17 +97,15 @@ def choose(swept: Swept, tolerance: float) -> Choice:
         kind = bool(len(recipe.block)), bool(recipe.refreshed)
         kinds.setdefault(kind, {})[recipe] = quality
     found = [it for kind in kinds.values() for it in frontier(kind, kl, _work)]
-    found.sort(key=_work)
-    worthwhile = {it for it in found if not it.refreshed} | {*frontier(qualities, kl, _work)}
     num_layers = len(swept.layers)
-    full = fmean(_flat(swept.full_prefill))
-    within = (
-        recipe
-        for recipe in found
-        if recipe in worthwhile
-        and len(recipe.block) < num_layers
-        and is_within(loss(swept.full_prefill, qualities_of(known[recipe])), full, tolerance)
+    smaller = {it: quality for it, quality in qualities.items() if len(it.block) < num_layers}
+    floor = (1 - tolerance) * fmean(_flat(swept.full_prefill))
+    order = frontier(smaller, kl, _work)
+    closer = frontier(
+        {it: -kl[it] for it, quality in smaller.items() if quality >= floor}, kl, _work
     )
+    order += spread([it for it in closer if it.work > order[-1].work], MOST_CLOSER)
+    found = sorted({*found, *order}, key=_work)
     blocks = sorted(
         (it for it in known if not it.refreshed),
         key=lambda it: (len(it.block), -qualities[it], kl[it]),
@@ -114,8 +115,8 @@ def choose(swept: Swept, tolerance: float) -> Choice:
         best.setdefault(len(it.block), it.block)
     return Choice(
         frontier=found,
-        worthwhile=frozenset(worthwhile),
-        recommended=next(within, None),
+        order=tuple(reversed(order)),
+        expected=next((it for it in order if qualities[it] >= floor), None),
         best_blocks=list(best.values()),
         ranking=sorted(
             range(num_layers),
@@ -137,23 +138,20 @@ def build(
     made: Making,
 ) -> MeasuredProfile:
     """The profile: what was measured, and the verdict that follows."""
-    split = _split(held_out, judged.sender, judged.full_prefill, judged.full_reuse)
+    split = split_of(held_out, judged.sender, judged.full_prefill, judged.full_reuse)
     full = split.full_prefill
     scores = _scores(swept)
-    points = [_point(it, scores[it], judged, subject.costs, split) for it in choice.frontier]
-    point = next((it for it in points if it.recipe == choice.recommended), None)
-    passed, reason = verdict(
-        choice.recommended, None if point is None else point.loss, full, tolerance
-    )
-    num_layers = subject.costs.num_layers
-    all_layers = BlockQuality(start=0, stop=num_layers, quality=full.mean)
-    usable = [
-        _as_usable(it)
-        for it in points
-        if it.recipe in choice.worthwhile
-        and len(it.block) < num_layers
-        and is_within(it.loss, full.mean, tolerance)
-    ]
+    points = {}
+    for it in choice.frontier:
+        plan = qualities_of(judged.candidates[Candidate(runs=it.runs)])
+        tasks: tuple[TaskLoss, ...] = ()
+        if it in choice.order:
+            tasks = losses_of(held_out.documents, judged.full_prefill, plan, tolerance)
+        points[it] = _point(it, scores[it], judged, subject.costs, split, tasks)
+    plans = [points[it] for it in choice.order]
+    passed, reason = verdict(plans, split, tolerance)
+    usable = [_as_usable(it) for it in reversed(proven(plans, tolerance))]
+    all_layers = BlockQuality(start=0, stop=subject.costs.num_layers, quality=full.mean)
     return MeasuredProfile(
         version=VERSION,
         sender=subject.sender,
@@ -166,18 +164,19 @@ def build(
         full_reuse_quality=split.full_reuse.mean,
         tolerance=tolerance,
         blocks=(*usable, all_layers),
-        recommended=None if point is None else _as_usable(point),
+        recommended=usable[0] if usable else None,
         passed=passed,
         reason=reason,
         first_difference=subject.first_difference,
-        train=_split(train, swept.sender, swept.full_prefill, swept.full_reuse),
+        train=split_of(train, swept.sender, swept.full_prefill, swept.full_reuse),
         held_out=split,
         layers=tuple(_layer(layer, scores) for layer, scores in enumerate(swept.layers)),
         measured=tuple(
             _measured(Recipe(block=block), swept.blocks[block]) for block in sorted(swept.blocks)
         ),
         refreshes=tuple(_measured(recipe, it) for recipe, it in swept.refreshed.items()),
-        frontier=tuple(points),
+        frontier=tuple(points.values()),
+        order=tuple(choice.frontier.index(it) for it in choice.order),
         baselines=tuple(_baselines(judged, small, subject.costs, split)),
         costs=subject.costs,
         made=made,
@@ -192,24 +191,66 @@ def _scores(swept: Swept) -> dict[Recipe, Scores]:
     return {**{Recipe(block=it): found for it, found in swept.blocks.items()}, **swept.refreshed}
 
 
-def _split(
-    data: Data,
-    sender: Sequence[Sequence[float]],
-    full_prefill: Sequence[Sequence[float]],
-    full_reuse: Scores,
-) -> Split:
+def split_of(data: Data, sender: Qualities, full_prefill: Qualities, full_reuse: Scores) -> Split:
+    """What the models do by themselves."""
+    reuse = qualities_of(full_reuse)
     questions = [question for it in data.documents for question in it.questions]
     return Split(
         files=data.files,
-        num_contexts=len(data.documents),
+        contexts=tuple(it.context for it in data.documents),
+        tasks=tuple(
+            TaskScores(
+                name=task.name,
+                metric=task.metric.value,
+                num_contexts=len(places),
+                num_questions=sum(len(data.documents[i].questions) for i in places),
+                sender=_mean(_at(places, sender)),
+                full_prefill=_mean(_at(places, full_prefill)),
+                full_reuse=_mean(_at(places, reuse)),
+            )
+            for task, places in _by_task(data.documents).items()
+        ),
         num_questions=len(questions),
         mean_prefix_tokens=round(fmean(len(it.prefix) for it in data.documents), 2),
         max_prefix_tokens=max(len(it.prefix) for it in data.documents),
         mean_suffix_tokens=round(fmean(len(it.suffix) for it in questions), 2),
         sender=interval(sender),
         full_prefill=interval(full_prefill),
-        full_reuse=interval(qualities_of(full_reuse)),
+        full_reuse=interval(reuse),
     )
+
+
+def losses_of(
+    documents: Sequence[Document], full: Qualities, plan: Qualities, tolerance: float
+) -> tuple[TaskLoss, ...]:
+    """What a plan loses at each task."""
+    found = []
+    for places in _by_task(documents).values():
+        ours, theirs = _at(places, full), _at(places, plan)
+        found.append(
+            TaskLoss(
+                quality=_mean(theirs),
+                bound=loss_bound(ours, theirs),
+                needed=contexts_needed(ours, theirs, tolerance),
+            )
+        )
+    return tuple(found)
+
+
+def _by_task(documents: Sequence[Document]) -> dict[Task, list[int]]:
+    """Places of the documents."""
+    found: dict[Task, list[int]] = {}
+    for place, document in enumerate(documents):
+        found.setdefault(document.task, []).append(place)
+    return found
+
+
+def _at(places: Iterable[int], values: Sequence[T]) -> list[T]:
+    return [values[place] for place in places]
+
+
+def _mean(values: Qualities) -> float:
+    return round(fmean(_flat(values)), 6)
 
 
 def _layer(layer: int, scores: Scores) -> LayerSensitivity:
@@ -236,7 +277,12 @@ def _measured(recipe: Recipe, scores: Scores) -> MeasuredBlock:
 
 
 def _point(
-    recipe: Recipe, trained: Scores, judged: Judged, costs: CostModel, split: Split
+    recipe: Recipe,
+    trained: Scores,
+    judged: Judged,
+    costs: CostModel,
+    split: Split,
+    tasks: tuple[TaskLoss, ...],
 ) -> FrontierPoint:
     candidate = Candidate(runs=recipe.runs)
     scores = judged.candidates[candidate]
@@ -246,7 +292,7 @@ def _point(
         refreshed=recipe.refreshed,
         train_quality=_quality(trained),
         held_out=interval(qualities_of(scores)),
-        loss=loss(judged.full_prefill, qualities_of(scores)),
+        tasks=tasks,
         fidelity=_fidelity(scores),
         ttft_s=_seconds(candidate, costs, split),
     )
@@ -308,7 +354,7 @@ def _fidelity(scores: Scores) -> Fidelity:
 
 
 def _quality(scores: Scores) -> float:
-    return round(fmean(_flat(qualities_of(scores))), 6)
+    return _mean(qualities_of(scores))
 
 
 def qualities_of(scores: Scores) -> list[list[float]]:

@@ -235,10 +235,13 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _say(found: Verification) -> None:
-    _print(f"{found.num_questions} questions about {found.num_contexts} contexts")
-    _print(f"full prefill {found.full_prefill.mean:.3f}, full reuse {found.full_reuse.mean:.3f}")
-    for recipe, lost in found.losses.items():
-        _print(f"{recipe:>8} loses {lost.mean:.3f} ({lost.low:.3f} to {lost.high:.3f})")
+    from profiles.gate import finding
+
+    split = found.split
+    _print(f"{split.num_questions} questions about {split.num_contexts} contexts")
+    _print(f"full prefill {split.full_prefill.mean:.3f}, full reuse {split.full_reuse.mean:.3f}")
+    for plan in found.plans:
+        _print(finding(plan, split))
     _print(f"{'passed' if found.passed else 'failed'}: {found.reason}")
     _print("the profile's verdict holds" if found.holds else "the profile's verdict does not hold")
 

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from cachetree.errors import ConfigError
 from cachetree.evidence import DataFile
 from profiles.datasets import Source, SourcedRecord
-from profiles.records import RecordError, records_sha256
+from profiles.records import RecordError, context_digest, records_sha256
 from profiles.tasks import Task, score
 
 __all__ = ["Document", "Question", "data_files", "make_documents", "score", "split_documents"]
@@ -49,6 +49,8 @@ class Question:
 class Document:
     """A context and all questions about it."""
 
+    context: str
+    """Digest of its text."""
     prefix: tuple[int, ...]
     """Whole pages with which all prompts begin; never empty."""
     questions: tuple[Question, ...]
@@ -176,7 +178,12 @@ def _document(
         )
         for it, text, ids, short in zip(records, texts, prompts, kept, strict=True)
     )
-    return Document(prefix=kept[0][:num_reused], questions=questions, task=task)
+    return Document(
+        context=context_digest(context),
+        prefix=kept[0][:num_reused],
+        questions=questions,
+        task=task,
+    )
 
 
 def _cut(longest: int, movable: range, max_prompt_tokens: int, place: str) -> range:

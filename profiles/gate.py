@@ -1,26 +1,51 @@
-"""The gate: may a pair be reused? Judged on data that had no part in choosing the block. Pure.
+"""The gate: may a pair be reused? Judged on data that had no part in choosing. Pure.
 
-Questions about one context share its KV, so the bootstrap draws contexts, not questions. A block is
-within the tolerance where even the upper end of the interval of its loss is: too few questions make
-a pair fail, never pass.
+Of a plan is asked, at every task: is the share of full prefill's quality that it loses within the
+tolerance? Questions about one context share its KV, so contexts are the draws.
+
+    a plan at a task   passes where a bet against "it loses more than the tolerance" multiplies the
+                       stake by 1 / ERROR_RATE. Where the loss is more, no stake grows on average,
+                       so by Markov's inequality that happens with at most ERROR_RATE: for any
+                       number of contexts, whatever the distribution within 0 and 1, rare losses
+                       and full prefill's own scatter included (Waudby-Smith and Ramdas, 2024)
+    a plan             passes where it does at every task. One that loses too much has a task at
+                       which it does, so each task gets the whole ERROR_RATE
+    a profile          tries plans in the training split's order, from most work to least, and stops
+                       at the first that fails: that any plan among those before it loses too much
+                       has at most ERROR_RATE, because the first such plan would have to pass
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from math import ceil, log
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
-from cachetree.evidence import Interval
-from cachetree.profile import Recipe
+from cachetree.evidence import FrontierPoint, Interval, Split, TaskLoss, TaskScores
 
+ERROR_RATE: Final = 0.05
+"""Of wrongly passed profiles, at most."""
 NUM_SAMPLES: Final = 10_000
 _SEED: Final = 0
 
+_BETS: Final = 0.5 ** np.arange(6)
+"""Of what may be bet at most; a context on which all is lost takes so much of it."""
+_STAKES: Final = _BETS / 2
+"""What is put on each at the start: no more than 1 together."""
+_STEPS: Final = 1_000_000
+"""Bounds are shares in so many steps."""
 
-def interval(values: Sequence[Sequence[float]]) -> Interval:
-    """Mean over all values, and its 95 % interval; `values` are by context, none of them empty."""
+Qualities = Sequence[Sequence[float]]
+"""By context, then by question; no context is empty."""
+
+
+def interval(values: Qualities) -> Interval:
+    """Mean over all values, and its 95 % interval by a bootstrap of contexts, to look at."""
     sums = np.array([sum(it) for it in values])
     counts = np.array([len(it) for it in values])
     mean = float(sums.sum() / counts.sum())
@@ -34,42 +59,101 @@ def interval(values: Sequence[Sequence[float]]) -> Interval:
     )
 
 
-def loss(full: Sequence[Sequence[float]], block: Sequence[Sequence[float]]) -> Interval:
-    """What a block loses against full prefill, question by question."""
-    return interval(
-        [
-            [a - b for a, b in zip(ours, theirs, strict=True)]
-            for ours, theirs in zip(full, block, strict=True)
-        ]
-    )
+def loss_bound(full: Qualities, plan: Qualities) -> float:
+    """The share of full prefill's quality that the plan loses at most, but for ERROR_RATE; the
+    smallest tolerance at which it passes, and 1 where full prefill has no quality to lose."""
+    sums = _Sums.of(full, plan)
+    if not sums.full.any():
+        return 1.0
+    failing, passing = -1, _STEPS
+    while passing - failing > 1:
+        middle = (failing + passing) // 2
+        won = np.logaddexp.reduce(np.log(_STAKES) + sums.gains(middle / _STEPS))
+        failing, passing = (middle, passing) if won < -log(ERROR_RATE) else (failing, middle)
+    return passing / _STEPS
 
 
-def is_within(lost: Interval, full_prefill: float, tolerance: float) -> bool:
+def contexts_needed(full: Qualities, plan: Qualities, tolerance: float) -> int | None:
+    """How many contexts like these would pass; None where no number of them does."""
+    gains = _Sums.of(full, plan).gains(tolerance) / len(full)
+    needed = [
+        -log(ERROR_RATE * it) / gain for it, gain in zip(_STAKES, gains, strict=True) if gain > 0
+    ]
+    return ceil(min(needed)) if needed else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Sums:
+    """Quality over each context's questions, in units of the context with the most of them."""
+
+    full: NDArray[np.float64]
+    plan: NDArray[np.float64]
+
+    @classmethod
+    def of(cls, full: Qualities, plan: Qualities) -> _Sums:
+        most = max(map(len, full))
+        return cls(*(np.array([sum(it) / most for it in values]) for values in (full, plan)))
+
+    def gains(self, tolerance: float) -> NDArray[np.float64]:
+        """Logarithm of what each bet multiplies its stake by.
+
+        Where the plan keeps less than 1 - tolerance of full prefill's quality, the mean of `lost`
+        is above 0; no context's is above 1.
+        """
+        lost = self.full - self.plan / (1 - tolerance)
+        with np.errstate(divide="ignore"):
+            return np.log1p(np.outer(_BETS, -lost)).sum(1)
+
+
+def is_within(plan: FrontierPoint, tolerance: float) -> bool:
     """A receiver that answers nothing right has nothing to lose, and proves nothing."""
-    return full_prefill > 0 and lost.high <= tolerance * full_prefill
+    return bool(plan.tasks) and all(it.bound <= tolerance for it in plan.tasks)
 
 
-def verdict(
-    recipe: Recipe | None, lost: Interval | None, full_prefill: Interval, tolerance: float
-) -> tuple[bool, str]:
-    """Whether the pair passes, and why, in one sentence."""
-    if full_prefill.mean <= 0:
-        return False, (
-            "the receiver alone answers nothing right on held-out questions, so no loss can be "
-            "judged; check data, template and metric"
-        )
-    if recipe is None or lost is None:
-        return False, (
-            "no block smaller than all layers keeps the training quality within "
-            f"{tolerance:.0%} of full prefill's with 95 % confidence"
-        )
-    share = f"{tolerance:.0%} of full prefill's {full_prefill.mean:.3f}"
-    found = (
-        f"layers {recipe} lose {lost.mean:.3f} on held-out questions "
-        f"(95 % interval {lost.low:.3f} to {lost.high:.3f})"
+def proven(plans: Iterable[FrontierPoint], tolerance: float) -> tuple[FrontierPoint, ...]:
+    """Of plans in the order in which they are tried, those before the first that fails."""
+    return tuple(takewhile(lambda it: is_within(it, tolerance), plans))
+
+
+def verdict(plans: Sequence[FrontierPoint], split: Split, tolerance: float) -> tuple[bool, str]:
+    """Whether the pair passes with these plans in their order, and why, in one sentence."""
+    for it in split.tasks:
+        if it.full_prefill <= 0:
+            return False, (
+                f"the receiver alone answers nothing right on held-out questions{_of(it, split)}, "
+                "so no loss can be judged; check data, template and metric"
+            )
+    if not plans:
+        return False, "no plan smaller than all layers was measured on all training questions"
+    passing = proven(plans, tolerance)
+    if passing:
+        return True, f"{finding(passing[-1], split)}; {tolerance:.0%} is accepted"
+    plan = plans[0]
+    task, lost = _worst(plan, split)
+    reason = (
+        "no plan smaller than all layers passed: "
+        f"{finding(plan, split)}; {tolerance:.0%} is accepted"
     )
-    if is_within(lost, full_prefill.mean, tolerance):
-        return True, f"{found}, within {share}"
-    if lost.mean <= tolerance * full_prefill.mean:
-        return False, f"{found}, which may exceed {share}; more held-out contexts may decide it"
-    return False, f"{found}, more than {share}"
+    if lost.needed is not None and lost.quality >= (1 - tolerance) * task.full_prefill:
+        reason += f"; about {lost.needed} such contexts could show it, not {task.num_contexts}"
+    return False, reason
+
+
+def finding(plan: FrontierPoint, split: Split) -> str:
+    """What a plan loses, in a sentence; where there are several tasks, at the one least sure."""
+    task, lost = _worst(plan, split)
+    return (
+        f"the plan {plan.recipe} has {lost.quality:.3f} where full prefill has "
+        f"{task.full_prefill:.3f} on held-out questions{_of(task, split)}, so that with "
+        f"{1 - ERROR_RATE:.0%} confidence it loses {lost.bound:.1%} of that at most"
+    )
+
+
+def _worst(plan: FrontierPoint, split: Split) -> tuple[TaskScores, TaskLoss]:
+    """The task at which least is sure."""
+    pairs = zip(split.tasks, plan.tasks, strict=True)
+    return max(pairs, key=lambda it: it[1].bound)
+
+
+def _of(task: TaskScores, split: Split) -> str:
+    return f" of {task.name}" if len(split.tasks) > 1 else ""

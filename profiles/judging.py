@@ -8,7 +8,8 @@ for each context
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
@@ -20,10 +21,13 @@ from profiles.layered import PrefixKV
 from profiles.mixtures import Mixture
 from profiles.passes import DocumentPasses
 from profiles.study import FIRST_NEW, THEIRS, Bench, Study
+from profiles.tasks import Task
 
 SPLIT: Final = "held_out"
 MOST_SIZES: Final = 6
 """What there is of every size is measured at so many of them at most."""
+NUM_SHOWN: Final = 48
+"""Contexts of each task on which is measured what the gate does not ask about."""
 
 T = TypeVar("T")
 
@@ -49,12 +53,13 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
-    """All of the held-out split, by context, then by question."""
+    """The held-out split, by context, then by question."""
 
     sender: list[Sequence[float]]
     full_prefill: list[Sequence[float]]
     full_reuse: list[Sequence[Score]]
     candidates: dict[Candidate, list[Sequence[Score]]]
+    """On all contexts, or on those that `places_shown` names."""
 
 
 def baselines(
@@ -76,12 +81,12 @@ def baselines(
     return found
 
 
-def spread(values: Sequence[T]) -> list[T]:
-    """At most MOST_SIZES of them, evenly, the first and the last among them."""
-    if len(values) <= MOST_SIZES:
+def spread(values: Sequence[T], most: int = MOST_SIZES) -> list[T]:
+    """At most so many of them, evenly, the first and the last among them."""
+    if len(values) <= most:
         return list(values)
-    step = (len(values) - 1) / (MOST_SIZES - 1)
-    return [values[round(i * step)] for i in range(MOST_SIZES)]
+    step = (len(values) - 1) / (most - 1)
+    return [values[round(i * step)] for i in range(most)]
 
 
 def critical_runs(layers: Iterable[int]) -> tuple[Span, ...]:
@@ -106,29 +111,56 @@ def split_runs(block: Span, parts: int) -> tuple[Span, ...]:
     return tuple(runs)
 
 
+def places_shown(documents: Sequence[Document]) -> list[int]:
+    """The first documents of each task."""
+    seen: Counter[Task] = Counter()
+    places = []
+    for place, document in enumerate(documents):
+        seen[document.task] += 1
+        if seen[document.task] <= NUM_SHOWN:
+            places.append(place)
+    return places
+
+
+def num_steps(
+    documents: Sequence[Document],
+    candidates: Sequence[Candidate],
+    others: Sequence[Candidate],
+    num_layers: int,
+) -> int:
+    """Calls of the bench's tick in all."""
+    alone, together = (len(_batches(it, num_layers)) for it in (candidates, [*candidates, *others]))
+    num_shown = len(places_shown(documents))
+    return len(documents) * (1 + alone) + num_shown * (together - alone)
+
+
 def judge(
     bench: Bench,
     documents: Sequence[Document],
     candidates: Sequence[Candidate],
     split: str = SPLIT,
+    others: Sequence[Candidate] = (),
 ) -> Judged:
-    """Measure document after document, every candidate by the metric."""
-    starts = {run.start for candidate in candidates for run in candidate.runs}
-    found: dict[Candidate, list[Sequence[Score]]] = {it: [] for it in candidates}
+    """Measure document after document, candidates by the metric; `others`, which the gate
+    does not ask about, on some of the documents."""
+    everything = [*candidates, *others]
+    starts = {run.start for candidate in everything for run in candidate.runs}
+    found: dict[Candidate, list[Sequence[Score]]] = {it: [] for it in everything}
+    places = set(places_shown(documents))
     references = []
     for index, document in enumerate(documents):
         study = Study(bench, split, index, document, starts)
         reuse: Mixture = (THEIRS,) * bench.num_layers
         references.append(study.references([reuse], [True]))
-        runs = _Runs(study.passes, bench.num_layers)
-        for candidate in candidates:
+        for batch in _batches(everything if index in places else candidates, bench.num_layers):
             entry = study.compare(
-                candidate.name,
-                lambda candidate=candidate, runs=runs: runs.sources(candidate),
-                [_mixture(candidate, bench.num_layers)],
-                [True],
+                batch.name,
+                lambda batch=batch, passes=study.passes: batch.sources(passes),
+                batch.mixtures(bench.num_layers),
+                [True] * len(batch.candidates),
             )
-            found[candidate].append(entry.scores[0])
+            for candidate, scores in zip(batch.candidates, entry.scores, strict=True):
+                found[candidate].append(scores)
     return Judged(
         sender=[entry.sender for entry in references],
         full_prefill=[entry.own for entry in references],
@@ -137,40 +169,56 @@ def judge(
     )
 
 
-class _Runs:
-    """Recomputed layers of one document, kept for the next candidates as far as memory allows:
-    no more of them at a time than the model has layers."""
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Candidates that are measured together."""
 
-    def __init__(self, passes: DocumentPasses, num_layers: int) -> None:
-        self._passes, self._num_layers = passes, num_layers
-        self._made: dict[Span, PrefixKV] = {}
+    candidates: tuple[Candidate, ...]
 
-    def sources(self, candidate: Candidate) -> list[PrefixKV]:
-        if candidate.share:
-            return [self._passes.blend(candidate.share)]
-        serving = {run: self._serving(run) for run in candidate.runs}
-        fresh = [run for run, made in serving.items() if made is None]
-        if sum(map(len, [*self._made, *fresh])) > self._num_layers:
-            kept = {made for made in serving.values() if made is not None}
-            if sum(map(len, [*kept, *fresh])) > self._num_layers:
-                kept, fresh = set(), list(candidate.runs)
-            self._made = {made: kv for made, kv in self._made.items() if made in kept}
-        for run in fresh:
-            self._made[run] = self._passes.new(run)
-        return [self._made[self._serving(run) or run] for run in candidate.runs]
+    @property
+    def name(self) -> str:
+        return ";".join(it.name for it in self.candidates)
 
-    def _serving(self, run: Span) -> Span | None:
-        """What was made from the same layer, and at least as far."""
-        return next(
-            (it for it in self._made if it.start == run.start and it.stop >= run.stop), None
-        )
+    @property
+    def made(self) -> list[Span]:
+        """Runs to recompute: what others begin with is taken from the longest."""
+        stops: dict[int, int] = {}
+        for run in (run for it in self.candidates for run in it.runs):
+            stops[run.start] = max(run.stop, stops.get(run.start, 0))
+        return [Span(start, stop) for start, stop in stops.items()]
+
+    @property
+    def is_blend(self) -> bool:
+        return bool(self.candidates[0].share)
+
+    def sources(self, passes: DocumentPasses) -> list[PrefixKV]:
+        if self.is_blend:
+            return [passes.blend(self.candidates[0].share)]
+        return [passes.new(run) for run in self.made]
+
+    def mixtures(self, num_layers: int) -> list[Mixture]:
+        if self.is_blend:
+            return [(FIRST_NEW,) * num_layers]
+        places = {run.start: FIRST_NEW + i for i, run in enumerate(self.made)}
+        return [_mixture(it.runs, places, num_layers) for it in self.candidates]
 
 
-def _mixture(candidate: Candidate, num_layers: int) -> Mixture:
-    if candidate.share:
-        return (FIRST_NEW,) * num_layers
+def _batches(candidates: Iterable[Candidate], num_layers: int) -> list[_Batch]:
+    """As many together as need no more recomputed layers than the model has, nor are more."""
+    batches: list[_Batch] = []
+    for it in candidates:
+        joined = _Batch((*batches[-1].candidates, it)) if batches else _Batch((it,))
+        fits = max(sum(map(len, joined.made)), len(joined.candidates)) <= num_layers
+        if batches and fits and not it.share and not batches[-1].is_blend:
+            batches[-1] = joined
+        else:
+            batches.append(_Batch((it,)))
+    return batches
+
+
+def _mixture(runs: Iterable[Span], places: Mapping[int, int], num_layers: int) -> Mixture:
     reads = [THEIRS] * num_layers
-    for i, run in enumerate(candidate.runs):
+    for run in runs:
         for layer in run:
-            reads[layer] = FIRST_NEW + i
+            reads[layer] = places[run.start]
     return tuple(reads)

@@ -42,7 +42,7 @@ from profiles.examination import Answerer
 from profiles.forecast import judging_s, training_s
 from profiles.frontier import grid
 from profiles.journal import Journal, Timed
-from profiles.judging import Candidate, Judged, baselines, judge
+from profiles.judging import Candidate, Judged, baselines, judge, num_steps
 from profiles.layered import LayeredModel, check_layers
 from profiles.models import ModelSource, Pair, load_model, load_pair, load_tokenizer
 from profiles.progress import Clock, duration, shown
@@ -143,15 +143,16 @@ def profile_pair(settings: Settings, console: Console) -> MeasuredProfile:
     if settings.sender.path.samefile(settings.receiver.path):
         swept = refresh(bench, train.documents, swept, pair.first_difference, console)
     choice = choose(swept, settings.tolerance)
-    candidates = [
-        *(Candidate(runs=recipe.runs) for recipe in choice.frontier),
+    others = [
+        *(Candidate(runs=it.runs) for it in choice.frontier if it not in choice.order),
         *baselines(
             [recipe.block for recipe in choice.frontier if not recipe.refreshed],
-            choice.recommended.block if choice.recommended else None,
+            choice.expected.block if choice.expected else None,
             choice.ranking,
         ),
     ]
-    judged = judge_all(bench, held_out.documents, candidates, judging, console)
+    asked = [Candidate(runs=it.runs) for it in choice.order]
+    judged = judge_all(bench, held_out.documents, asked, judging, console, others)
     small = None
     if settings.small is not None:
         small = measure_small(settings.small, settings, held_out, console)
@@ -203,26 +204,29 @@ def choose_device(name: str) -> torch.device:
 def load_splits(
     settings: Settings, tokenizer: PreTrainedTokenizerBase, positions: int
 ) -> tuple[Data, Data]:
-    """What the block is chosen on, and what it is judged on."""
-    sources, documents = load_documents(settings, settings.data, tokenizer, positions)
+    """What the plans are chosen on, and what they are judged on. They share no context."""
+    sources, train = load_documents(settings, settings.data, tokenizer, positions)
+    judged_sources = sources
     if settings.held_out:
-        judged_sources, judged = load_documents(settings, settings.held_out, tokenizer, positions)
-        shared = {it.prefix for it in documents} & {it.prefix for it in judged}
-        if shared:
-            raise ConfigError(
-                f"{len(shared)} contexts are both in --data and in --held-out; the block has to "
-                "be judged on others than it was chosen on"
-            )
-        return (
-            Data(files=data_files(sources, documents), documents=documents),
-            Data(files=data_files(judged_sources, judged), documents=judged),
+        judged_sources, held_out = load_documents(settings, settings.held_out, tokenizer, positions)
+    else:
+        train, held_out = split_documents(
+            train, held_out_share=settings.held_out_share, seed=settings.seed
         )
-    train, held_out = split_documents(
-        documents, held_out_share=settings.held_out_share, seed=settings.seed
-    )
+    shared = {it.context for it in train} & {it.context for it in held_out}
+    if shared:
+        raise ConfigError(
+            f"{len(shared)} contexts are both in --data and in --held-out; the block has to "
+            "be judged on others than it was chosen on"
+        )
+    unjudged = sorted({it.task.name for it in train} - {it.task.name for it in held_out})
+    if unjudged:
+        raise ConfigError(
+            f"no held-out context is of {', '.join(unjudged)}; give some of each task"
+        )
     return (
         Data(files=data_files(sources, train), documents=train),
-        Data(files=data_files(sources, held_out), documents=held_out),
+        Data(files=data_files(judged_sources, held_out), documents=held_out),
     )
 
 
@@ -292,11 +296,12 @@ def judge_all(
     candidates: Sequence[Candidate],
     forecast_s: float,
     console: Console,
+    others: Sequence[Candidate] = (),
 ) -> Judged:
-    step_s = forecast_s / (len(documents) * (1 + len(candidates)))
+    step_s = forecast_s / num_steps(documents, candidates, others, bench.num_layers)
     with shown(console, "judging", Clock(forecast_s)) as done:
         ticking = replace(bench, tick=lambda _, is_new: done(step_s, is_new))
-        return judge(ticking, documents, candidates)
+        return judge(ticking, documents, candidates, others=others)
 
 
 def measure_small(

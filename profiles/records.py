@@ -98,6 +98,11 @@ def by_context(records: Sequence[Record]) -> list[tuple[str, list[Record]]]:
     return [(context, list(group)) for context, group in groupby(records, lambda r: r.context)]
 
 
+def context_digest(context: str) -> str:
+    """Of its words, so that white space does not make it another: 16 hexadecimal digits."""
+    return hashlib.sha256(" ".join(context.split()).encode()).hexdigest()[:16]
+
+
 def prompt_of(record: Record) -> str:
     """The text that a server of the small pairs is sent: their tokenizer adds no `<bos>`."""
     return f"{context_prompt(record.context)} {record.input}"

@@ -19,7 +19,7 @@ from cachetree.ids import EMPTY_SPAN, Span
 from cachetree.profile import Recipe
 from profiles.artifact import choose
 from profiles.documents import Document
-from profiles.judging import Candidate, judge, spread
+from profiles.judging import Candidate, judge, num_steps, spread
 from profiles.progress import Clock, shown
 from profiles.study import Bench
 from profiles.training import Swept
@@ -42,9 +42,9 @@ def refresh(
     if not found:
         return swept
     with shown(console, "refreshing", Clock(len(documents))) as done:
-        step = 1 / (1 + len(found))
-        ticking = replace(bench, tick=lambda _, is_new: done(step, is_new))
         candidates = {it: Candidate(runs=it.runs) for it in found}
+        step = len(documents) / num_steps(documents, [*candidates.values()], (), bench.num_layers)
+        ticking = replace(bench, tick=lambda _, is_new: done(step, is_new))
         judged = judge(ticking, documents, list(candidates.values()), SPLIT)
     scores = {recipe: judged.candidates[it] for recipe, it in candidates.items()}
     return replace(swept, refreshed=scores)

@@ -31,9 +31,14 @@ def table_of(profile: MeasuredProfile) -> RenderableType:
                 "layers",
                 "train",
                 "held-out [95 %]",
-                "loss, points",
+                "at most",
                 "TTFT",
-                "of full",
+                "served",
+            )
+        ),
+        _drawn(
+            tables.tasks(profile).only(
+                "task", "contexts", "full reuse", "full prefill", "plan", "at most", "passed"
             )
         ),
         _drawn(

@@ -2,9 +2,9 @@
 
     python -m profiles.pairs.adapter_profiles [--out build/pairs/profiles]
 
-The receiver's task decides what is asked. With 48 documents to choose on and 48 to judge on, twice
-as many as are shipped: where one plan of many is chosen, luck has more to choose from. About two
-minutes a pair. One that did not pass has a profile, too: it teaches a server to refuse.
+The receiver's task decides what is asked. There are 24 documents to choose on and 96 to judge on,
+more than are shipped: the gate needs 72 that lose nothing. About five minutes a pair. One that did
+not pass has a profile, too: it teaches a server to refuse.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from profiles.records import write_records
 
 FOLDER: Final = Path(__file__).parent
 WEIGHTS: Final = FOLDER / "weights"
-NUM_DOCUMENTS: Final = 48
+NUM_DOCUMENTS: Final = {"train": 24, "held_out": 96}
 PAIRS: Final = (
     (FOUNDATION, "slim_lora", "biographies"),
     ("slim_lora", "receiver_lora", "biographies"),
@@ -52,7 +52,7 @@ def write_documents(task: str, folder: Path) -> tuple[str, str]:
     """What a task's profiles are made with; the paths of both sets."""
     (folder / task).mkdir(parents=True, exist_ok=True)
     for name, seed in SEEDS.items():
-        records = make_records(name, seed, NUM_DOCUMENTS, task)
+        records = make_records(name, seed, NUM_DOCUMENTS[name], task)
         write_records(records, folder / task / f"{name}.jsonl")
     train, held_out = (str(folder / task / f"{name}.jsonl") for name in SEEDS)
     return train, held_out

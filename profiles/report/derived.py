@@ -94,6 +94,13 @@ def point_of(profile: MeasuredProfile, recipe: Recipe) -> FrontierPoint | None:
     return next((it for it in profile.frontier if it.recipe == recipe), None)
 
 
+def judged(profile: MeasuredProfile) -> FrontierPoint | None:
+    """What the verdict is about: the recommended plan, or else the first that was tried."""
+    if profile.recommended is not None:
+        return point_of(profile, profile.recommended.recipe)
+    return next((profile.frontier[place] for place in profile.order), None)
+
+
 def saving(profile: MeasuredProfile) -> Saving | None:
     """None where nothing smaller than all layers is recommended."""
     recipe, measured = recommended(profile), profile.recommended

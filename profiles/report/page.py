@@ -56,6 +56,7 @@ def page(profile: MeasuredProfile, pictures: Sequence[Shown]) -> str:
                 ),
                 _table(tables.frontier(profile)),
             ),
+            _section("Tasks", _table(tables.tasks(profile))),
             _section("What one could do instead", _table(tables.baselines(profile))),
             _section("Pictures", *map(_picture, pictures)),
             _section("Data", _table(tables.data(profile))),
@@ -98,7 +99,7 @@ def _facts(profile: MeasuredProfile) -> str:
     else:
         facts = [
             (
-                "recommended plan" if profile.passed else "plan that was tried",
+                "recommended plan",
                 str(found.recipe),
             ),
             (

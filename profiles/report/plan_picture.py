@@ -68,7 +68,7 @@ def _draw(axes: Axes, name: str, profile: MeasuredProfile) -> None:
         markeredgecolor=style.VERMILLION,
         markeredgewidth=1.8,
         linestyle="none",
-        label="what the gate judged",
+        label="recommended",
         zorder=6,
     )
     axes.set_ylim(-0.03, 1.06)

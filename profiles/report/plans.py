@@ -8,7 +8,7 @@ from typing import Final
 from cachetree.evidence import FrontierPoint, Interval, MeasuredProfile
 from cachetree.ids import Span
 from cachetree.profile import Recipe
-from profiles.gate import is_within
+from profiles.gate import ERROR_RATE, is_within
 from profiles.report import derived, words
 from profiles.report.tables import Table
 
@@ -33,12 +33,12 @@ def points_of(profile: MeasuredProfile, kind: str) -> list[FrontierPoint]:
 
 
 def is_accepted(profile: MeasuredProfile, point: FrontierPoint) -> bool:
-    """Whether it loses no more than the tolerance on the held-out split, with confidence."""
-    return is_within(point.loss, profile.held_out.full_prefill.mean, profile.tolerance)
+    """Whether, judged for itself, it loses no more than the tolerance with confidence."""
+    return is_within(point, profile.tolerance)
 
 
 def representative(profile: MeasuredProfile, kind: str) -> FrontierPoint | None:
-    """What the gate judged if it is of this kind; else the accepted plan that takes the least work;
+    """What is recommended if it is of this kind; else the accepted plan that takes the least work;
     where there is none, the one that was best on the training split."""
     points = points_of(profile, kind)
     chosen = [it for it in points if it.recipe == derived.recommended(profile)]
@@ -71,7 +71,7 @@ def plans(profiles: Profiles) -> Table:
                     str(point.recipe),
                     *_cost(profile, point.recipe),
                     words.quality_interval(point.held_out),
-                    words.points_interval(point.loss),
+                    words.bound(point),
                     "yes" if is_accepted(profile, point) else "no",
                 )
             )
@@ -79,13 +79,14 @@ def plans(profiles: Profiles) -> Table:
         rows.append(("", "full prefill", work, words.percent(0.0), *_found(held_out.full_prefill)))
     return Table(
         title="Kinds of plans",
-        headers=("pair", "plan", "work", "moved", "held-out [95 %]", "loss, points", "accepted"),
+        headers=("pair", "plan", "work", "moved", "held-out [95 %]", "loss at most", "accepted"),
         rows=tuple(rows),
         marked=frozenset(marked),
         caption=(
             "work: compute in layers; moved: bytes of KV and E, of all KV, where sender and "
-            "receiver share no pool. Of each kind: what the gate judged, else the accepted plan "
-            "that takes the least work, else the best on the training split"
+            "receiver share no pool; loss at most: share of full prefill's quality, with "
+            f"{words.percent(1 - ERROR_RATE)} confidence. Of each kind: what is recommended, else "
+            "the accepted plan that takes the least work, else the best on the training split"
         ),
     )
 
@@ -107,7 +108,7 @@ def finding(profiles: Profiles) -> str:
     total = words.counted(len(profiles), "pair")
     worst = ""
     if lost:
-        worst = f"; the plan they recommend loses {words.percent_kept(max(lost))} at most"
+        worst = f"; the plans that they recommend lost up to {words.percent_kept(max(lost))}"
     return (
         f"{len(passed)} of {total} passed{worst}. Within the tolerance: a block in "
         f"{counts[BLOCK]}, a block with refreshed layers in {counts[BOTH]}, refreshed layers alone "
@@ -122,7 +123,7 @@ def markdown(profiles: Profiles) -> str:
     for place, row in enumerate(table.rows):
         cells = [f"**{it}**" if place in table.marked and it else it for it in row]
         lines.append(f"| {' | '.join(cells)} |")
-    caption = f"{table.caption}; bold: what the gate judged."
+    caption = f"{table.caption}; bold: what is recommended."
     return "\n".join([*lines, "", caption, "", f"{finding(profiles)}.", ""])
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Final
 
-from cachetree.evidence import CostModel, Interval, MeasuredProfile, Split
+from cachetree.evidence import CostModel, Interval, MeasuredProfile, Split, TaskLoss
+from profiles.gate import ERROR_RATE
 from profiles.report import derived, words
 
 DIGEST_CHARACTERS: Final = 64
@@ -46,7 +48,8 @@ def frontier(profile: MeasuredProfile) -> Table:
             "layers",
             "train",
             "held-out [95 %]",
-            "loss, points",
+            "loss",
+            "at most",
             "KL",
             "top-1",
             "work",
@@ -54,7 +57,7 @@ def frontier(profile: MeasuredProfile) -> Table:
             "in one pool",
             "TTFT",
             "of full",
-            "accepted",
+            "served",
         ),
         rows=tuple(
             (
@@ -62,7 +65,8 @@ def frontier(profile: MeasuredProfile) -> Table:
                 str(len(it.block)) + (f" + {len(it.refreshed)}" if it.refreshed else ""),
                 words.quality(it.train_quality),
                 words.quality_interval(it.held_out),
-                words.points_interval(it.loss),
+                words.points(profile.held_out.full_prefill.mean - it.held_out.mean),
+                words.bound(it),
                 words.small(it.fidelity.kl),
                 words.percent(it.fidelity.agreement),
                 f"{it.recipe.work:.1f}",
@@ -76,10 +80,59 @@ def frontier(profile: MeasuredProfile) -> Table:
         ),
         marked=marked,
         caption=(
-            "loss: of quality against full prefill, in hundredths, paired by question, with its "
-            "95 % interval" + ("; * recommended" if marked else "")
+            "loss: of quality against full prefill, in hundredths; at most: share of it that is "
+            f"lost with {words.percent(1 - ERROR_RATE)} confidence, at the task least sure, where "
+            "the gate may ask; served: what a server may use"
+            + ("; * recommended" if marked else "")
         ),
     )
+
+
+def tasks(profile: MeasuredProfile) -> Table:
+    """The gate asks every task: what is known about the recommended plan, or the one that came
+    closest."""
+    plan = derived.judged(profile)
+    losses = plan.tasks if plan else ()
+    return Table(
+        title="Tasks",
+        headers=(
+            "task",
+            "metric",
+            "contexts",
+            "questions",
+            "sender",
+            "full reuse",
+            "full prefill",
+            "plan",
+            "at most",
+            "passed",
+        ),
+        rows=tuple(
+            (
+                task.name or words.ABSENT,
+                words.metric_name(task.metric),
+                f"{task.num_contexts:,}",
+                f"{task.num_questions:,}",
+                words.quality(task.sender),
+                words.quality(task.full_reuse),
+                words.quality(task.full_prefill),
+                *_at_task(loss, profile.tolerance),
+            )
+            for task, loss in zip_longest(profile.held_out.tasks, losses)
+        ),
+        caption=(
+            f"held-out; plan: {plan.recipe if plan else 'none was judged'}; at most: share of full "
+            f"prefill's quality that it loses with {words.percent(1 - ERROR_RATE)} confidence at "
+            f"most; {words.percent(profile.tolerance)} is accepted at every task"
+        ),
+    )
+
+
+def _at_task(loss: TaskLoss | None, tolerance: float) -> tuple[str, str, str]:
+    if loss is None:
+        return words.ABSENT, words.ABSENT, "no"
+    passed = "yes" if loss.bound <= tolerance else "no"
+    return words.quality(loss.quality), words.percent_kept(loss.bound), passed
 
 
 def baselines(profile: MeasuredProfile) -> Table:

@@ -16,16 +16,11 @@ def recommendation(profile: MeasuredProfile) -> str:
     if found is None:
         return "No block smaller than all layers is recommended, so every prompt is a full prefill."
     anew = words.anew(found.recipe, derived.num_layers(profile))
-    start = (
-        f"{anew.capitalize()}: {found.recipe}."
-        if profile.passed
-        else f"The best plan on the training split was to {anew}, {found.recipe}; a server does "
-        "not use it."
-    )
     point = derived.point_of(profile, found.recipe)
     quality = words.quality_interval(point.held_out) if point else words.quality(found.quality)
     return (
-        f"{start} Held-out {words.metric_name(profile.metric)} is {quality} where full prefill has "
+        f"{anew.capitalize()}: {found.recipe}. Held-out {words.metric_name(profile.metric)} is "
+        f"{quality} where full prefill has "
         f"{words.quality(profile.full_prefill_quality)} and full reuse "
         f"{words.quality(profile.full_reuse_quality)}. {saved_time(profile)}"
     )

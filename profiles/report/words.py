@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from cachetree.evidence import Baseline, BaselineKind, Interval
+from cachetree.evidence import Baseline, BaselineKind, FrontierPoint, Interval
 from cachetree.ids import Span
 from cachetree.profile import Recipe
 
@@ -73,16 +73,17 @@ def num_points(difference: float) -> str:
     return "1 point" if text == "1.0" else f"{text} points"
 
 
-def points_interval(it: Interval) -> str:
-    return f"{points(it.mean)} [{points(it.low)}, {points(it.high)}]"
-
-
 def percent(share: float) -> str:
     """
     >>> percent(0.254), percent(0.0041)
     ('25 %', '0.4 %')
     """
     return f"{100 * share:.0f} %" if share == 0 or abs(share) >= 0.01 else f"{100 * share:.1g} %"
+
+
+def bound(plan: FrontierPoint) -> str:
+    """The share of quality that is lost at most, at the task least sure."""
+    return percent_kept(max(it.bound for it in plan.tasks)) if plan.tasks else ABSENT
 
 
 def percent_kept(share: float) -> str:

@@ -70,7 +70,6 @@ PROFILE = PairProfile(
     full_reuse_quality=0.4,
     tolerance=0.05,
     blocks=(
-        BlockQuality(start=4, stop=5, quality=0.5),
         RECOMMENDED,
         BlockQuality(start=2, stop=7, quality=0.97),
         BlockQuality(start=0, stop=8, quality=0.99),
@@ -223,12 +222,12 @@ def test_a_block_from_the_first_layer_needs_no_e() -> None:
     assert (plan.block, plan.pages, plan.transition_layers) == (Span(0, 8), Span(0, 10), ())
 
 
-def test_waiting_requests_get_the_fewest_layers_above_the_floor() -> None:
+def test_waiting_requests_get_the_fewest_layers_of_what_is_proven() -> None:
     quality = (BlockQuality(start=5, stop=7, quality=0.95), *PROFILE.blocks)
     profiles = index_profiles([msgspec.structs.replace(PROFILE, blocks=quality)])
     busy = replace(DEMAND, num_waiting=3, ttft_target_s=60)
     assert plan_for(match(S), demand=busy, profiles=profiles).block == Span(5, 7)
-    # [4, 5) is shorter still, but below the floor; idle and without a target: recommended.
+    # Idle and without a target: recommended.
     assert plan_for(match(S), profiles=profiles).block == Span(3, 6)
 
 
@@ -382,7 +381,7 @@ def test_without_the_gate_a_failed_profile_still_names_blocks() -> None:
     failed = index_profiles([FAILED])
     assert plan_for(match(S), demand=free, profiles=failed).block == Span(3, 6)
     assert reason_for(match(S), demand=free, profiles={}) is Reason.NO_PROFILE
-    hopeless = msgspec.structs.replace(FAILED, blocks=PROFILE.blocks[:1], recommended=None)
+    hopeless = msgspec.structs.replace(FAILED, blocks=(), recommended=None)
     assert (
         reason_for(match(S), demand=free, profiles=index_profiles([hopeless])) is Reason.GATE_FAILED
     )

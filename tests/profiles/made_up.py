@@ -10,9 +10,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Final
 
 import msgspec
+from msgspec.structs import replace
 
 from cachetree.evidence import (
     Baseline,
@@ -28,6 +30,8 @@ from cachetree.evidence import (
     MeasuredBlock,
     MeasuredProfile,
     Split,
+    TaskLoss,
+    TaskScores,
 )
 from cachetree.family import ModelIdentity
 from cachetree.ids import EMPTY_SPAN, Span
@@ -83,11 +87,9 @@ def profile_of(world: World) -> MeasuredProfile:
     measured = tuple(_measured(world, span) for span in spans)
     frontier = _frontier(world, measured)
     floor = world.full * 0.95
-    chosen = next(
-        (it for it in frontier if it.train_quality >= floor and len(it.block) < world.num_layers),
-        None,
-    )
-    passed = chosen is not None and chosen.held_out.mean >= floor
+    plans = [it for it in reversed(frontier) if len(it.block) < world.num_layers]
+    usable = [*takewhile(lambda it: it.tasks[0].bound <= 0.05, plans)]
+    chosen = usable[-1] if usable else None
     return MeasuredProfile(
         version=VERSION,
         sender=_identity(world, "51"),
@@ -99,9 +101,9 @@ def profile_of(world: World) -> MeasuredProfile:
         full_prefill_quality=world.full,
         full_reuse_quality=world.reuse,
         tolerance=0.05,
-        blocks=tuple(_block_quality(it) for it in frontier if it.held_out.mean >= floor),
+        blocks=tuple(_block_quality(it) for it in reversed(usable)),
         recommended=_block_quality(chosen) if chosen else None,
-        passed=passed,
+        passed=chosen is not None,
         reason=_reason(chosen, floor),
         first_difference=world.first_difference,
         train=_split(world, "train", 1),
@@ -109,6 +111,7 @@ def profile_of(world: World) -> MeasuredProfile:
         layers=tuple(_layer(world, layer) for layer in range(world.num_layers)),
         measured=measured,
         frontier=frontier,
+        order=tuple(frontier.index(it) for it in plans),
         baselines=_baselines(world, chosen.block if chosen else Span(0, world.num_layers)),
         costs=world.costs,
         made=_making(world),
@@ -198,17 +201,29 @@ def _frontier(world: World, measured: tuple[MeasuredBlock, ...]) -> tuple[Fronti
     return tuple(frontier)
 
 
-def _frontier_point(world: World, block: Span, train_quality: float) -> FrontierPoint:
-    damage = world.held_out_damage(block)
-    mean = world.quality(damage)
-    loss = round(world.full - mean, 4)
-    half = 0.4 * (abs(loss) * (1 - abs(loss)) + 0.002) ** 0.5 / world.num_contexts**0.5
+def point_of(
+    block: Span, bound: float, *, quality: float = 0.9, needed: int | None = None
+) -> FrontierPoint:
+    """A plan that the gate has judged at one task."""
     return FrontierPoint(
         start=block.start,
         stop=block.stop,
+        train_quality=quality,
+        held_out=Interval(mean=quality, low=quality, high=quality),
+        tasks=(TaskLoss(quality=quality, bound=bound, needed=needed),),
+        fidelity=_fidelity(0.5),
+        ttft_s=0.01,
+    )
+
+
+def _frontier_point(world: World, block: Span, train_quality: float) -> FrontierPoint:
+    damage = world.held_out_damage(block)
+    mean = world.quality(damage)
+    bound = round(max(0.0, 1 - mean / world.full) + 1 / world.num_contexts, 4)
+    return replace(
+        point_of(block, bound, quality=mean),
         train_quality=train_quality,
         held_out=world.interval(mean),
-        loss=Interval(mean=loss, low=round(loss - half, 4), high=round(loss + half, 4)),
         fidelity=_fidelity(damage),
         ttft_s=_ttft_s(world, (block,)),
     )
@@ -288,7 +303,18 @@ def _split(world: World, name: str, digit: int) -> Split:
         files=(
             DataFile(name=f"{name}.jsonl", sha256=f"{digit}e" * 32, num_questions=num_questions),
         ),
-        num_contexts=world.num_contexts,
+        contexts=tuple(f"{name}{place}" for place in range(world.num_contexts)),
+        tasks=(
+            TaskScores(
+                name="facts",
+                metric="f1",
+                num_contexts=world.num_contexts,
+                num_questions=num_questions,
+                sender=world.sender,
+                full_prefill=world.full,
+                full_reuse=world.reuse,
+            ),
+        ),
         num_questions=num_questions,
         mean_prefix_tokens=float(n),
         max_prefix_tokens=n + 16,

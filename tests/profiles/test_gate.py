@@ -1,15 +1,147 @@
-"""The gate: intervals over contexts, and who passes."""
+"""The gate: bounds that hold for any number of contexts, and who passes.
 
-import random
+Rates are of seeded simulations in which the truth is known.
+"""
 
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
 import pytest
+from made_up import point_of
+from msgspec.structs import replace
 
-from cachetree.evidence import Interval
+from cachetree.evidence import Interval, Split, TaskLoss, TaskScores
 from cachetree.ids import Span
-from cachetree.profile import Recipe
-from profiles.gate import interval, is_within, loss, verdict
+from profiles.gate import (
+    ERROR_RATE,
+    contexts_needed,
+    interval,
+    is_within,
+    loss_bound,
+    proven,
+    verdict,
+)
 
-FULL = Interval(mean=0.8, low=0.75, high=0.85)
+SIZES = (6, 12, 24, 60, 200)
+NUM_RUNS = 200
+TOLERANCE = 0.05
+NUM_QUESTIONS = 3
+
+Sample = tuple[list[list[float]], list[list[float]]]
+"""Full prefill's qualities and a plan's."""
+World = Callable[[np.random.Generator, int], Sample]
+
+
+def rare(share: float) -> World:
+    """On a share of the contexts everything is lost, on the others nothing."""
+
+    def draw(rng: np.random.Generator, size: int) -> Sample:
+        kept = np.repeat(rng.random(size)[:, None] >= share, NUM_QUESTIONS, 1)
+        return [[1.0] * NUM_QUESTIONS] * size, kept.astype(float).tolist()
+
+    return draw
+
+
+def dense(share: float) -> World:
+    """Something is lost or won at every question, and full prefill scatters too."""
+
+    def draw(rng: np.random.Generator, size: int) -> Sample:
+        full = rng.choice([0.0, 0.5, 0.8], (size, NUM_QUESTIONS), p=[0.2, 0.3, 0.5])
+        factors = rng.uniform(0.8 - share, 1.2 - share, full.shape)
+        return full.tolist(), (full * factors).tolist()
+
+    return draw
+
+
+def uneven(share: float) -> World:
+    """Some contexts have six times the questions of others; only those lose."""
+
+    def draw(rng: np.random.Generator, size: int) -> Sample:
+        counts = rng.choice([1, 6], size)
+        lost = (counts == 6) & (rng.random(size) < share * 7 / 6)
+        full = [[1.0] * int(it) for it in counts]
+        plan = [[float(not it)] * len(ours) for it, ours in zip(lost, full, strict=True)]
+        return full, plan
+
+    return draw
+
+
+def rate(world: World, size: int, happens: Callable[[Sample], bool]) -> float:
+    rng = np.random.default_rng(7)
+    return sum(happens(world(rng, size)) for _ in range(NUM_RUNS)) / NUM_RUNS
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    ("world", "truth"),
+    [(rare(0.08), 0.08), (rare(0.051), 0.051), (dense(0.06), 0.06), (uneven(0.06), 0.06)],
+    ids=["rare", "just too rare", "dense", "uneven"],
+)
+def test_the_bound_covers_the_true_loss_as_often_as_it_says(world, truth, size):
+    """So a pair that loses more than the tolerance passes no more often than the error rate."""
+    assert rate(world, size, lambda it: loss_bound(*it) < truth) <= ERROR_RATE
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_where_nothing_is_lost_a_pair_passes_from_some_number_of_contexts_on(size):
+    found = loss_bound([[1.0] * NUM_QUESTIONS] * size, [[1.0] * NUM_QUESTIONS] * size)
+    assert (found <= TOLERANCE) is (size >= 69)
+
+
+def test_the_bound_is_of_use():
+    """It comes down to the loss, and a good pair passes with a number of contexts one can have."""
+    for size, most in ((60, 0.07), (120, 0.035), (200, 0.02)):
+        assert loss_bound(*rare(0.0)(np.random.default_rng(0), size)) <= most
+    assert rate(rare(0.01), 400, lambda it: loss_bound(*it) <= TOLERANCE) >= 0.9
+    assert rate(dense(0.01), 200, lambda it: loss_bound(*it) <= TOLERANCE) >= 0.85
+
+
+def many(rng: np.random.Generator, losses: list[float], size: int) -> list[float]:
+    """Bounds of plans on the same contexts, each with the true loss that is given."""
+    full = [[1.0] * NUM_QUESTIONS] * size
+    return [loss_bound(full, rare(it)(rng, size)[1]) for it in losses]
+
+
+@pytest.mark.parametrize("num_good", [0, 3])
+def test_of_many_plans_that_lose_too_much_any_passes_no_more_often_than_the_error_rate(num_good):
+    """However many there are, and whatever passes before them. With so few contexts each passes
+    alone where none of them shows the loss."""
+    losses = [0.0] * num_good + [0.0505] * 20
+    rng = np.random.default_rng(11)
+    wrong = alone = 0
+    for _ in range(100):
+        plans = [point_of(Span(0, 11), it) for it in many(rng, losses, 75)]
+        wrong += len(proven(plans, TOLERANCE)) > num_good
+        alone += any(is_within(it, TOLERANCE) for it in plans[num_good:])
+    assert wrong / 100 <= ERROR_RATE
+    assert alone / 100 > 4 * ERROR_RATE, "each judged for itself: luck has twenty chances"
+
+
+def test_the_number_of_contexts_that_a_pair_needs_is_enough_and_not_far_from_it():
+    for world in (rare(0.0), rare(0.01), dense(0.01)):
+        full, plan = world(np.random.default_rng(3), 100)
+        needed = contexts_needed(full, plan, TOLERANCE)
+        assert needed is not None
+
+        def passes(size: int, full=full, plan=plan) -> bool:
+            places = [i % 100 for i in range(size)]
+            return loss_bound([full[i] for i in places], [plan[i] for i in places]) <= TOLERANCE
+
+        assert passes(-(-needed // 100) * 100)
+        assert not passes(int(0.8 * needed))
+    assert contexts_needed(*rare(0.0)(np.random.default_rng(3), 5), TOLERANCE) == 72
+    assert contexts_needed(*rare(1.0)(np.random.default_rng(3), 5), TOLERANCE) is None
+
+
+@pytest.mark.parametrize("tolerance", [0.01, 0.05, 0.2, 0.5])
+def test_one_context_never_passes(tolerance):
+    assert loss_bound([[1.0] * 50], [[1.0] * 50]) > tolerance
+
+
+def test_a_plan_that_is_better_than_full_prefill_may_be_shown_to_lose_nothing():
+    assert loss_bound([[0.5]] * 200, [[0.9]] * 200) == 0.0
 
 
 def test_an_interval_is_around_the_mean_of_all_questions():
@@ -23,57 +155,87 @@ def test_equal_contexts_leave_nothing_open():
 
 
 def test_questions_of_one_context_count_as_one_draw():
-    rng = random.Random(1)
-    contexts = [float(rng.random() < 0.5) for _ in range(20)]
-    alone = interval([[it] for it in contexts])
-    together = interval([[it] * 10 for it in contexts])
-    assert together.high - together.low == pytest.approx(alone.high - alone.low, abs=0.05)
+    contexts = np.random.default_rng(1).random(20) < 0.5
+    alone = interval([[float(it)] for it in contexts])
+    together = interval([[float(it)] * 10 for it in contexts])
+    assert together == alone
 
 
 def test_the_interval_covers_the_truth_about_as_often_as_it_says():
     """95 % of 300 runs, give or take their scatter and what a bootstrap falls short by."""
-    rng = random.Random(2)
+    rng = np.random.default_rng(2)
     covered = 0
     for _ in range(300):
-        found = interval([[float(rng.random() < 0.7) for _ in range(3)] for _ in range(40)])
+        found = interval((rng.random((40, 3)) < 0.7).astype(float).tolist())
         covered += found.low <= 0.7 <= found.high
     assert 0.91 <= covered / 300 <= 0.98
 
 
-def test_a_loss_is_paired_by_question():
-    full = [[1.0, 0.0], [0.0, 1.0]]
-    assert loss(full, full) == Interval(mean=0.0, low=0.0, high=0.0)
-    assert loss(full, [[0.0, 0.0], [0.0, 1.0]]).mean == 0.25
+def split_of(*tasks: TaskScores) -> Split:
+    whole = Interval(mean=0.8, low=0.7, high=0.9)
+    return Split(
+        files=(),
+        contexts=("00",) * sum(it.num_contexts for it in tasks),
+        tasks=tasks,
+        num_questions=1,
+        mean_prefix_tokens=1.0,
+        max_prefix_tokens=1,
+        mean_suffix_tokens=1.0,
+        sender=whole,
+        full_prefill=whole,
+        full_reuse=whole,
+    )
 
 
-def test_the_whole_interval_has_to_be_within_the_tolerance():
-    assert is_within(Interval(mean=0.01, low=0.0, high=0.04), 0.8, 0.05)
-    assert not is_within(Interval(mean=0.01, low=0.0, high=0.041), 0.8, 0.05)
-
-
-@pytest.mark.parametrize(
-    ("lost", "passes", "says"),
-    [
-        (Interval(mean=0.0, low=-0.01, high=0.03), True, "lose 0.000 on held-out"),
-        (Interval(mean=0.02, low=0.0, high=0.06), False, "may exceed 5% of full prefill's 0.800"),
-        (Interval(mean=0.3, low=0.2, high=0.4), False, "more than 5% of full prefill's 0.800"),
-    ],
+TASK = TaskScores(
+    name="facts",
+    metric="f1",
+    num_contexts=90,
+    num_questions=90,
+    sender=0.1,
+    full_prefill=0.8,
+    full_reuse=0.2,
 )
-def test_the_verdict_names_block_interval_and_bound(lost, passes, says):
-    passed, reason = verdict(Recipe(block=Span(2, 5)), lost, FULL, 0.05)
-    assert passed is passes
-    assert says in reason and "layers [2, 5)" in reason and f"{lost.high:.3f}" in reason
+GOOD = point_of(Span(2, 5), 0.034, quality=0.79)
+SHORT = point_of(Span(2, 5), 0.061, quality=0.79, needed=120)
+BAD = point_of(Span(2, 5), 0.4, quality=0.6)
 
 
-def test_without_a_block_there_is_nothing_to_pass():
-    passed, reason = verdict(None, None, FULL, 0.05)
+def test_the_verdict_names_the_plan_its_loss_and_what_is_accepted():
+    passed, reason = verdict([GOOD, BAD], split_of(TASK), TOLERANCE)
+    assert passed
+    for said in ("[2, 5)", "0.790", "0.800", "95% confidence", "3.4%", "5% is accepted"):
+        assert said in reason
+
+
+def test_the_verdict_says_how_many_contexts_are_needed():
+    passed, reason = verdict([SHORT], split_of(TASK), TOLERANCE)
     assert not passed
-    assert "no block smaller than all layers" in reason
+    assert "about 120 such contexts could show it, not 90" in reason
+    passed, reason = verdict([BAD, GOOD], split_of(TASK), TOLERANCE)
+    assert not passed, "what comes after a failure is not tried"
+    assert "40.0%" in reason and "such contexts" not in reason
+
+
+def test_every_task_is_asked():
+    other = replace(TASK, name="code", full_prefill=0.5)
+    split = split_of(TASK, other)
+    assert verdict([replace(GOOD, tasks=GOOD.tasks * 2)], split, TOLERANCE)[0]
+    mixed = replace(GOOD, tasks=(*GOOD.tasks, TaskLoss(quality=0.3, bound=0.5, needed=None)))
+    passed, reason = verdict([mixed], split, TOLERANCE)
+    assert not passed
+    assert "of code" in reason and "0.300" in reason
+
+
+def test_without_a_plan_there_is_nothing_to_pass():
+    passed, reason = verdict([], split_of(TASK), TOLERANCE)
+    assert not passed
+    assert "no plan smaller than all layers" in reason
 
 
 def test_a_receiver_that_answers_nothing_right_never_passes():
-    zero = Interval(mean=0.0, low=0.0, high=0.0)
-    assert not is_within(zero, 0.0, 0.05)
-    for recipe in (Recipe(block=Span(2, 5)), None):
-        passed, reason = verdict(recipe, zero, zero, 0.05)
-        assert not passed and "answers nothing right" in reason
+    assert loss_bound([[0.0]] * 200, [[0.0]] * 200) == loss_bound([[0.0]], [[1.0]]) == 1.0
+    split = split_of(TASK, replace(TASK, name="code", full_prefill=0.0))
+    for plans in ([], [GOOD]):
+        passed, reason = verdict(plans, split, TOLERANCE)
+        assert not passed and "answers nothing right on held-out questions of code" in reason

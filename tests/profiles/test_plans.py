@@ -9,7 +9,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from msgspec.structs import replace
 from sample_profile import bare, failed_profile, graded_profile, sample_profile
 
-from cachetree.evidence import FrontierPoint, Interval, MeasuredProfile
+from cachetree.evidence import FrontierPoint, Interval, MeasuredProfile, TaskLoss
 from cachetree.ids import Span
 from cachetree.profile import BlockQuality
 from profiles.report import plans, write_comparison
@@ -19,14 +19,14 @@ from profiles.report.plan_picture import draw_plans
 def point(
     block: Span, refreshed: tuple[int, ...], quality: float, profile: MeasuredProfile
 ) -> FrontierPoint:
-    lost = round(profile.held_out.full_prefill.mean - quality, 4)
+    lost = round(1 - quality / profile.held_out.full_prefill.mean, 4)
     return replace(
         profile.frontier[0],
         start=block.start,
         stop=block.stop,
         refreshed=refreshed,
         held_out=Interval(mean=quality, low=quality, high=quality),
-        loss=Interval(mean=lost, low=lost, high=lost),
+        tasks=(TaskLoss(quality=quality, bound=lost, needed=None),),
     )
 
 
@@ -74,8 +74,8 @@ def test_the_sentence_counts_pairs_and_names_the_largest_loss() -> None:
     said = plans.finding(PROFILES)
     passed = [it for it in PROFILES.values() if it.passed]
     lost = max(1 - it.recommended.quality / it.full_prefill_quality for it in passed)
-    assert said.startswith(f"{len(passed)} of 3 pairs passed; the plan they recommend loses ")
-    assert f"loses {100 * lost:.1f} % at most" in said
+    assert said.startswith(f"{len(passed)} of 3 pairs passed; the plans that they recommend lost ")
+    assert f"lost up to {100 * lost:.1f} %" in said
     assert "refreshed layers in 1, refreshed layers alone in 0 of 3 pairs" in said
     failed = plans.finding({"b to a": PROFILES["b to a"]})
     assert failed.startswith("0 of 1 pair passed. Within")
@@ -102,4 +102,4 @@ def test_a_panel_for_each_pair_and_all_of_its_points(number: int) -> None:
         drawn = by_label["a block"].lines[0].get_xydata().tolist()
         assert drawn == [[it.recipe.work, it.held_out.mean] for it in blocks if len(it.block) < 12]
         assert len(by_label["refreshed layers alone"].lines[0].get_xdata()) == 2
-        assert by_label["what the gate judged"].get_xydata().tolist() == [[1.6, 0.98]]
+        assert by_label["recommended"].get_xydata().tolist() == [[1.6, 0.98]]

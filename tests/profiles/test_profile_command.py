@@ -27,7 +27,7 @@ FINE_TUNES = SHIPPED[0]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 UNSEEN_SEED = 3003
 UNSEEN_DOCUMENTS = 96
-"""With a quarter of them the interval of a loss of 2 points reaches beyond the tolerance of 5."""
+"""With fewer than 72 of them no plan is proven, whatever it loses."""
 FAILED_GATE = 3
 
 
@@ -44,13 +44,15 @@ def run(*args: str) -> tuple[int, str]:
 
 @pytest.fixture(scope="module")
 def few(tmp_path_factory) -> list[str]:
-    """Flags for a small profile: four training contexts, three held out, blocks of even ends."""
+    """Flags for a small profile: three training contexts, three held out, blocks of three layers
+    or more; and the tolerance that so few contexts can prove."""
     folder = tmp_path_factory.mktemp("few")
     found = []
-    for flag, name, number in (("--data", "train", 12), ("--held-out", "held_out", 9)):
+    for flag, name, number in (("--data", "train", 9), ("--held-out", "held_out", 9)):
         write_records(read_records(DATA / f"{name}.jsonl")[:number], folder / f"{name}.jsonl")
         found += [flag, str(folder / f"{name}.jsonl")]
-    return [*flags(FINE_TUNES), *found, *ASKED, "--group", "2", "--timing-seconds", "0"]
+    few = ["--group", "3", "--timing-seconds", "0", "--tolerance", "0.9"]
+    return [*flags(FINE_TUNES), *found, *ASKED, *few]
 
 
 def journals(folder: Path) -> list[Path]:
@@ -95,11 +97,11 @@ def test_a_run_that_was_stopped_twice_ends_like_one_that_was_not(few, tmp_path):
     assert status == 0, said
     stopped.mkdir()
     args = [*few, "--out", str(stopped / "pair.json")]
-    assert interrupted(args, stopped, 6, signal.SIGINT) == 130
+    assert interrupted(args, stopped, 4, signal.SIGINT) == 130
     first = num_lines(stopped)
-    assert first >= 6
-    assert interrupted(args, stopped, 10, signal.SIGKILL) == -signal.SIGKILL
-    assert num_lines(stopped) >= first + 10
+    assert first >= 4
+    assert interrupted(args, stopped, 6, signal.SIGKILL) == -signal.SIGKILL
+    assert num_lines(stopped) >= first + 6
     assert not (stopped / "pair.json").exists()
     status, said = run(*args)
     assert status == 0, said
@@ -111,7 +113,7 @@ def test_a_run_that_was_stopped_twice_ends_like_one_that_was_not(few, tmp_path):
     # Each time one pass is lost, and the two that the others are compared with are made again.
     assert 0 <= other.made.prefix_passes - one.made.prefix_passes <= 2 * 2
     assert journals(whole) == journals(stopped) == []
-    assert one.made.sweep_passes_per_context == 6 + 1
+    assert one.made.sweep_passes_per_context == 4 + 1
 
 
 def test_the_summary_comes_first_and_the_verdict_last(few, tmp_path, monkeypatch):
@@ -121,14 +123,14 @@ def test_the_summary_comes_first_and_the_verdict_last(few, tmp_path, monkeypatch
     status, said = run(*args)
     assert status == 0, said
     lines = said.splitlines()
-    summary = next(i for i, line in enumerate(lines) if line.startswith("12 layers, 21 blocks"))
+    summary = next(i for i, line in enumerate(lines) if line.startswith("12 layers, 10 blocks"))
     training = next(i for i, line in enumerate(lines) if line.startswith("training"))
-    assert "7 contexts, about" in lines[summary]
+    assert "6 contexts, about" in lines[summary]
     assert summary < training
     assert f"wrote {tmp_path / 'pair.json'}" in said
     profile = read_measured(tmp_path / "pair.json")
     assert [(it.start, it.stop) for it in profile.measured] == [
-        (start, stop) for start in range(0, 12, 2) for stop in range(start + 2, 14, 2)
+        (start, stop) for start in range(0, 12, 3) for stop in range(start + 3, 15, 3)
     ]
     assert not profile.made.pruned
     assert profile.made.command.startswith("droidspeak profile --sender sender --receiver receiver")
@@ -150,15 +152,15 @@ def unseen(tmp_path_factory) -> Path:
 def test_the_verdict_of_a_shipped_pair_holds_on_unseen_data(shipped, unseen, tmp_path, capsys):
     """Of its plans only the recommended one, which decides; the others would be measured too."""
     profile, path = read_measured(shipped.profile), tmp_path / "pair.json"
-    recipe = profile.recommended.recipe
-    points = tuple(it for it in profile.frontier if it.recipe == recipe)
+    chosen = profile.recommended
+    points = tuple(it for it in profile.frontier if it.recipe == chosen.recipe)
     write_profile(msgspec.structs.replace(profile, frontier=points), path)
     args = [*flags(shipped), "--data", str(unseen), "--json"]
     assert main(["profile", "verify", str(path), *args]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["passed"] and found["holds"]
-    assert list(found["losses"]) == [str(recipe)]
-    assert found["num_questions"] == 3 * UNSEEN_DOCUMENTS
+    assert [(it["start"], it["stop"]) for it in found["plans"]] == [(chosen.start, chosen.stop)]
+    assert found["split"]["num_questions"] == 3 * UNSEEN_DOCUMENTS
 
 
 def test_a_pair_that_was_not_trained_together_fails_and_stays_failed(unseen, tmp_path):
@@ -166,19 +168,19 @@ def test_a_pair_that_was_not_trained_together_fails_and_stays_failed(unseen, tmp
     write_stranger(WEIGHTS / "sender", tmp_path / "stranger", SEED)
     pair = ["--sender", str(tmp_path / "stranger"), "--receiver", str(WEIGHTS / "receiver")]
     train = tmp_path / "train.jsonl"
-    write_records(read_records(DATA / "train.jsonl")[:18], train)
-    data = ["--data", str(train), *ASKED, "--group", "2", "--timing-seconds", "0"]
+    write_records(read_records(DATA / "train.jsonl")[:12], train)
+    data = ["--data", str(train), *ASKED, "--group", "3", "--timing-seconds", "0"]
     out = tmp_path / "pair.json"
     status, said = run(*pair, *data, "--out", str(out))
     assert status == FAILED_GATE, said
     profile = read_measured(out)
     assert not profile.passed
     assert profile.recommended is None
-    assert "no block smaller than all layers" in profile.reason
+    assert "no plan smaller than all layers passed" in profile.reason
     assert {(it.start, it.stop) for it in profile.blocks} == {(0, 12)}
-    assert (profile.train.num_contexts, profile.held_out.num_contexts) == (3, 3)
+    assert (profile.train.num_contexts, profile.held_out.num_contexts) == (2, 2)
     some = tmp_path / "some.jsonl"
-    write_records(read_records(unseen)[:36], some)
+    write_records(read_records(unseen)[:12], some)
     status, said = run("verify", str(out), *pair, "--data", str(some))
     assert status == 0, said
     assert "the profile's verdict holds" in said
@@ -191,12 +193,35 @@ def test_a_wrong_verdict_does_not_hold(unseen, tmp_path, capsys):
     claimed = msgspec.structs.replace(
         profile.recommended, start=small.start, stop=small.stop, quality=0.99
     )
-    write_profile(msgspec.structs.replace(profile, recommended=claimed), tmp_path / "pair.json")
+    wrong = msgspec.structs.replace(profile, recommended=claimed, frontier=(small,))
+    write_profile(wrong, tmp_path / "pair.json")
     some = tmp_path / "some.jsonl"
-    write_records(read_records(unseen)[:72], some)
+    write_records(read_records(unseen)[:24], some)
     args = [*flags(FINE_TUNES), "--data", str(some)]
     assert main(["profile", "verify", str(tmp_path / "pair.json"), *args]) == FAILED_GATE
     assert "does not hold" in capsys.readouterr().out
+
+
+def test_data_that_have_some_of_the_profiles_contexts_are_refused(unseen, tmp_path, capsys):
+    """A superset of the profile's data, or all of them but one record, has none or few others."""
+    own, some = read_records(DATA / "held_out.jsonl"), tmp_path / "some.jsonl"
+    args = ["verify", str(FINE_TUNES.profile), *flags(FINE_TUNES), "--data", str(some)]
+    for records, says in (
+        ([*read_records(unseen)[:9], *own[:3]], "1 of 4 contexts (25%)"),
+        (own[:-1], "24 of 24 contexts (100%)"),
+    ):
+        write_records(records, some)
+        assert main(["profile", *args]) == 1
+        assert f"{says} are the profile's own" in capsys.readouterr().err
+
+
+def test_every_task_has_to_be_judged(unseen, tmp_path, capsys):
+    """One that only chose would be a task at which a pair may fail and nobody asks."""
+    moves = tmp_path / "moves.jsonl"
+    write_records(make_records("moves", 1, 2, "moves"), moves)
+    data = ["--data", str(moves), "--data", TRAIN, "--held-out", str(unseen), *ASKED]
+    assert main(["profile", *flags(FINE_TUNES), *data, "--out", str(tmp_path / "o")]) == 1
+    assert "no held-out context is of moves; give some of each task" in capsys.readouterr().err
 
 
 def test_show_and_report(tmp_path, capsys):
@@ -221,7 +246,7 @@ TRAIN = str(DATA / "train.jsonl")
     [
         (["--sender", "x", "--receiver", "y"], 2, "profile needs --data, --out"),
         (["verify", str(FINE_TUNES.profile)], 2, "verify needs --sender, --receiver, --data"),
-        (["show", "none.json"], 1, "none.json cannot be read"),
+        (["show", "none.json"], 1, "none.json (relative to "),
         (["--sender", "none", *OTHER, "--data", TRAIN, "--out", "o", *ASKED], 1, "none"),
         ([*flags(FINE_TUNES), "--data", "none.jsonl", "--out", "o", *ASKED], 1, "'none.jsonl'"),
         ([*flags(FINE_TUNES), "--data", TRAIN, "--out", "o"], 1, "--template and --metric"),
@@ -248,7 +273,7 @@ TRAIN = str(DATA / "train.jsonl")
         (
             ["verify", str(FINE_TUNES.profile), *flags(FINE_TUNES), "--data", TRAIN],
             1,
-            "data train.jsonl are the profile's own",
+            "24 of 24 contexts (100%) are the profile's own; verify on others",
         ),
         (
             ["verify", str(FINE_TUNES.profile), *flags(SHIPPED[1]), "--data", TRAIN],

@@ -12,10 +12,10 @@ import pytest
 from msgspec.structs import replace
 from sample_profile import all_dropped, bare, failed_profile, sample_profile, whole_model
 
-from cachetree.evidence import BaselineKind, MeasuredProfile, read_measured
+from cachetree.evidence import BaselineKind, MeasuredProfile, TaskLoss, read_measured
 from cachetree.ids import Span
 from cachetree.profile import Recipe, write_profile
-from profiles.report import derived, findings, style, words, write_report
+from profiles.report import derived, findings, style, tables, words, write_report
 from profiles.report.files import PICTURES, Picture
 from profiles.report.verdict import cost_error, free, recommendation
 
@@ -160,10 +160,28 @@ def test_a_pair_without_a_smaller_block_is_said_to_save_nothing(profile: Measure
     assert findings.quality_by_layers(profile).title.startswith("No smaller block keeps")
 
 
-def test_a_block_of_a_failed_pair_is_not_recommended() -> None:
-    failed = replace(PROFILE, passed=False, reason="too little")
-    assert "a server does not use it" in recommendation(failed)
-    assert "is not used, because the pair failed" in findings.quality_by_time(failed).sentence
+def test_a_row_for_each_task_says_what_is_known_there(tmp_path: Path) -> None:
+    (facts,) = PROFILE.held_out.tasks
+    code = replace(facts, name="code", metric="edit_similarity", num_contexts=7, full_prefill=0.8)
+    place = next(i for i, it in enumerate(PROFILE.frontier) if it.block == Span(2, 5))
+    point = PROFILE.frontier[place]
+    lossy = TaskLoss(quality=0.75, bound=0.3142, needed=None)
+    point = replace(point, tasks=(*point.tasks, lossy))
+    two = replace(
+        PROFILE,
+        held_out=replace(PROFILE.held_out, tasks=(facts, code)),
+        frontier=(*PROFILE.frontier[:place], point, *PROFILE.frontier[place + 1 :]),
+    )
+    rows = [(row[0], row[1], row[2], *row[-4:]) for row in tables.tasks(two).rows]
+    assert rows == [
+        ("facts", "token F1", "24", "0.993", "0.986", "4.9 %", "yes"),
+        ("code", "edit similarity", "7", "0.800", "0.750", "31.4 %", "no"),
+    ]
+    text = Page(write_report(two, tmp_path)[0].read_text()).text
+    assert "Tasks" in text and "edit similarity" in text and "31.4 %" in text
+    failed = failed_profile()
+    first_tried = failed.frontier[failed.order[0]]
+    assert f"plan: {first_tried.recipe};" in tables.tasks(failed).caption
 
 
 @pytest.mark.parametrize(

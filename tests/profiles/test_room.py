@@ -50,6 +50,7 @@ def make_document(num_prefix: int, num_questions: int) -> Document:
         return tuple(random.choices(range(4, VOCAB_SIZE), k=num_tokens))
 
     return Document(
+        context="00",
         prefix=tokens(num_prefix),
         questions=tuple(
             Question(suffix=tokens(9), reference=tokens(MAX_NEW), answers=("w5",), name=f"q{i}")

@@ -1,12 +1,13 @@
 """The weights, documents and profile in the repository belong together and show the effect."""
 
 import json
+from pathlib import Path
 
 import pytest
 from shipped import DATA, SHIPPED, WEIGHTS
 from transformers import AutoTokenizer
 
-from cachetree.evidence import read_measured
+from cachetree.evidence import DataFile, read_measured
 from cachetree.identity import read_model_identity
 from cachetree.ids import Span
 from cachetree.profile import read_profile
@@ -18,7 +19,7 @@ from profiles.pairs.questions import OPTIONS, SEEDS, make_records
 from profiles.pairs.stages import FOUNDATION, STAGES
 from profiles.pairs.updates import LoraRates
 from profiles.pairs.words import BOS_ID, VOCABULARY
-from profiles.records import by_context, context_prompt, prompt_of, read_records
+from profiles.records import by_context, context_prompt, prompt_of, read_records, write_records
 from profiles.report import plans
 
 PAGE_SIZE = 16
@@ -104,10 +105,26 @@ def test_the_profile_says_how_it_was_made(shipped):
     made = read_measured(shipped.profile)
     assert made.made.sweep_passes_per_context == made.receiver.num_layers + 1
     assert made.made.dtype == "bfloat16"
-    assert made.train.num_questions == made.held_out.num_questions == 72
+    assert (made.train.num_contexts, made.held_out.num_contexts) == (24, 96)
     assert [file.name for file in made.train.files] == ["train.jsonl"]
     assert [file.name for file in made.held_out.files] == ["held_out.jsonl"]
     assert made.costs.error < 0.25
+
+
+@pytest.mark.parametrize("shipped", SHIPPED, ids=lambda it: it.name)
+def test_the_profile_is_judged_on_documents_that_anybody_can_write_again(shipped, tmp_path):
+    path = tmp_path / "held_out.jsonl"
+    write_records(make_records("held_out", SEEDS["held_out"], 96), path)
+    assert read_measured(shipped.profile).held_out.files == files_of(path)
+    assert read_measured(shipped.profile).train.files == files_of(DATA / "train.jsonl")
+
+
+def files_of(path: Path) -> tuple[DataFile, ...]:
+    """As a profile names what it was made with."""
+    sources = load_sources([str(path)], OPTIONS)
+    tokenizer = AutoTokenizer.from_pretrained(WEIGHTS / "foundation")
+    documents = make_documents(sources, tokenizer, page_size=PAGE_SIZE, max_prompt_tokens=None)
+    return data_files(sources, documents)
 
 
 @pytest.mark.parametrize(("sender", "receiver", "task"), PAIRS)
@@ -119,10 +136,7 @@ def test_adapters_are_profiled_on_one_another(sender, receiver, task, tmp_path):
         assert found == read_model_identity(source.path, tmp_path, source.adapter)
     paths = write_documents(task, tmp_path)
     for path, split in zip(paths, (profile.train, profile.held_out), strict=True):
-        sources = load_sources([path], OPTIONS)
-        tokenizer = AutoTokenizer.from_pretrained(WEIGHTS / "foundation")
-        documents = make_documents(sources, tokenizer, page_size=PAGE_SIZE, max_prompt_tokens=None)
-        assert data_files(sources, documents) == split.files
+        assert files_of(Path(path)) == split.files
     assert any(it.refreshed for it in profile.frontier)
     if profile.passed:
         lost = profile.full_prefill_quality - profile.recommended.quality
