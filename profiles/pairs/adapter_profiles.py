@@ -29,11 +29,7 @@ FOLDER: Final = Path(__file__).parent
 WEIGHTS: Final = FOLDER / "weights"
 NUM_DOCUMENTS: Final = {"train": 24, "held_out": 96}
 PAIRS: Final = (
-    (FOUNDATION, "slim_lora", "biographies"),
-    ("slim_lora", "receiver_lora", "biographies"),
-    ("slim_lora", FOUNDATION, "plain"),
     (FOUNDATION, "tables_lora", "tables"),
-    ("receiver_lora", "slim_lora", "biographies"),
     (FOUNDATION, "receiver_lora", "biographies"),
 )
 """Sender, receiver, and the receiver's task."""
