@@ -74,7 +74,7 @@ def test_it_says_what_it_keeps(team: Team) -> None:
     """In float32 a hidden size of 256 takes 1024 bytes, two A of rank 8 take 64."""
     said = team.server.log.read_text()
     assert "the same A at layers [1, 5]" in said
-    assert "2176 bytes per token in place of 4096" in said
+    assert "2176 bytes per token and not 4096" in said
 
 
 CASES = [(BASE, "first"), ("first", "second"), ("partly", BASE), ("second", "partly")]
