@@ -180,7 +180,7 @@ def _profile(args: argparse.Namespace) -> int:
         _complain("interrupted; the same command goes on from here")
         return 130
     console.print(table_of(profile))
-    console.print(f"wrote {args.out}", highlight=False)
+    console.print(f"wrote {args.out}", highlight=False, soft_wrap=True)
     return 0 if profile.passed else FAILED_GATE
 
 

@@ -134,8 +134,8 @@ class Models:
 
     def add(self, lora_id: str, folder: Path) -> None:
         """Raises ConfigError where the folder's content cannot be read."""
-        self._loaded[lora_id] = self._read(folder)
-        self._invocations[lora_id] = read_invocation(folder)
+        self._loaded[lora_id] = loaded = self._read(folder)
+        self._invocations[lora_id] = loaded.adapter.invocation if loaded.adapter else ()
         self._forget()
 
     def load(self, lora_id: str, folder: Path, load: Callable[[], object]) -> None:
