@@ -161,10 +161,11 @@ class Models:
             if not is_done:
                 continue
             del self._reading[lora_id]
+            found = model = None
             try:
-                found, model = reading.result(), reading.result().model_id
+                found = reading.result()
+                model = found.model_id
             except (ConfigError, OSError) as exc:
-                found, model = None, None
                 log.warning("adapter %s shares with no other model: %s", lora_id, exc)
             is_agreed = ranks.share(model, ModelId | None) == model
             if all(ranks.least([is_agreed])) and found is not None:

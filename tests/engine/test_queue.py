@@ -10,28 +10,18 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 from permissive import made
-from test_waiting import request
+from test_waiting import PAGE, PLAN, request
 
 from cachetree.budget import Budget, BudgetedStaging
 from cachetree.clock import Deadline
 from cachetree.errors import Cancelled
-from cachetree.ids import Location, ModelId, Span
-from cachetree.plan import Kind, Plan, Step
+from cachetree.plan import Kind, Step
 from cachetree.staging import pageable
 from sglang_droidspeak.job import Job
 from sglang_droidspeak.linker import DroidSpeakLinker
 from sglang_droidspeak.ranks import Ranks
 from sglang_droidspeak.waiting import WaitingRequests
 
-PAGE = 16
-PLAN = Plan(
-    sender=ModelId("s"),
-    receiver=ModelId("r"),
-    location=Location("tcp://127.0.0.1:1"),
-    pages=Span(0, 4),
-    block=Span(1, 3),
-    num_layers=4,
-)
 STEP_BYTES = 40
 
 
