@@ -28,8 +28,8 @@ from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
-from cachetree.codec import Codec, vector_bytes
-from cachetree.codecs import decode, encode
+from cachetree.checkpoint.codec import Codec, vector_bytes
+from cachetree.checkpoint.codecs import decode, encode
 from cachetree.evidence import MeasuredProfile, read_measured
 from cachetree.ids import Span
 from profiles.documents import Document

@@ -21,10 +21,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from cachetree.codec import Codec
-from sglang_droidspeak.capture import EPool
-from sglang_droidspeak.loader import Copies
-from sglang_droidspeak.rows import Coding, DeviceRows
+from cachetree.checkpoint.codec import Codec
+from sglang_droidspeak.request.loader import Copies
+from sglang_droidspeak.store.capture import EPool
+from sglang_droidspeak.store.rows import Coding, DeviceRows
 
 HEADS, HEAD_DIM, HIDDEN, LAYERS = 8, 128, 4096, 4
 """The KV of an 8B model, in bfloat16: 4 KiB per token and layer."""

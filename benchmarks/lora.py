@@ -40,13 +40,13 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from cachetree.family import ModelIdentity
-from cachetree.identity import read_model_identity
-from cachetree.profile import VERSION, BlockQuality, PairProfile, Recipe, write_profile
+from cachetree.checkpoint.family import ModelIdentity
+from cachetree.checkpoint.identity import read_model_identity
+from cachetree.planning.profile import VERSION, BlockQuality, PairProfile, Recipe, write_profile
 from profiles.adapters import merge_folder
 from profiles.oracle import Generated, decode, partial_prefill
 from profiles.random_models import random_prompt, shape, write_adapter, write_models
-from sglang_droidspeak.servers import Server, ServerSpec, running
+from sglang_droidspeak.fleet.servers import Server, ServerSpec, running
 
 NUM_LAYERS = 12
 HIDDEN = 768

@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.table import Table
 
 from profiles.random_models import random_prompt, shape, write_adapter, write_models
-from sglang_droidspeak.servers import Server, ServerSpec, free_port, running
+from sglang_droidspeak.fleet.servers import Server, ServerSpec, free_port, running
 
 OPTIONS = {
     "dtype": "float32",

@@ -43,10 +43,10 @@ from rich.console import Console
 from rich.table import Table
 
 from cachetree import Cache, CacheConfig, Deadline, Family, PeerConfig, Plan, Span
-from cachetree.hashing import page_hashes
-from cachetree.identity import read_model_identity
+from cachetree.checkpoint.identity import read_model_identity
+from cachetree.tree.hashing import page_hashes
 from profiles.random_models import random_prompt, shape, write_models
-from sglang_droidspeak.servers import Server, ServerSpec, free_port, running
+from sglang_droidspeak.fleet.servers import Server, ServerSpec, free_port, running
 
 NUM_LAYERS = 12
 PAGE = 16

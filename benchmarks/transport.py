@@ -62,8 +62,8 @@ from cachetree import (
     WorkerConfig,
     pageable,
 )
-from cachetree.arena import Arena
-from cachetree.staging_pool import StagingPool
+from cachetree.memory.arena import Arena
+from cachetree.memory.staging_pool import StagingPool
 from cachetree.transport import write_key_pair
 
 MODEL = ModelId("sender")

@@ -57,8 +57,8 @@ from rich.console import Console
 from rich.table import Table
 
 from cachetree import CacheTree, ModelId
-from cachetree.hashing import page_hashes
 from cachetree.ids import Location
+from cachetree.tree.hashing import page_hashes
 
 PAGE = FAMILY.page_size
 FAR = Location("tcp://far:1")

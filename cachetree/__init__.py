@@ -4,12 +4,11 @@
 SGLang.
 """
 
-from cachetree.budget import BudgetedStaging
 from cachetree.cache import Cache, CacheStatus
+from cachetree.checkpoint.family import Family, ModelIdentity
 from cachetree.clock import Deadline
 from cachetree.config import CacheConfig
 from cachetree.disk import DiskStatus
-from cachetree.entries import Match
 from cachetree.errors import (
     AuthenticationError,
     CacheTreeError,
@@ -24,8 +23,6 @@ from cachetree.errors import (
     ProtocolError,
     StaleEntry,
 )
-from cachetree.eviction import Retention
-from cachetree.family import Family, ModelIdentity
 from cachetree.ids import (
     DISK,
     EMPTY_SPAN,
@@ -36,10 +33,10 @@ from cachetree.ids import (
     PageHash,
     Span,
 )
-from cachetree.lease import Lease, Reservation
-from cachetree.plan import Kind, Plan, Step
-from cachetree.profile import PairProfile, read_profile, write_profile
-from cachetree.staging import Allocate, Staging, pageable
+from cachetree.memory.budget import BudgetedStaging
+from cachetree.memory.staging import Allocate, Staging, pageable
+from cachetree.planning.plan import Kind, Plan, Step
+from cachetree.planning.profile import PairProfile, read_profile, write_profile
 from cachetree.tier import MakeTier, NoteSpeed, Search, Tier
 from cachetree.transport import (
     Peer,
@@ -50,7 +47,10 @@ from cachetree.transport import (
     Worker,
     WorkerConfig,
 )
-from cachetree.tree import CacheTree
+from cachetree.tree.entries import Match
+from cachetree.tree.eviction import Retention
+from cachetree.tree.lease import Lease, Reservation
+from cachetree.tree.tree import CacheTree
 
 __all__ = [
     "DISK",

@@ -12,20 +12,18 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from cachetree.arena import memory_of
-from cachetree.budget import Budget, BudgetedStaging
+from cachetree.checkpoint.family import Family
 from cachetree.clock import Clock, Deadline
 from cachetree.config import CacheConfig
 from cachetree.disk import DiskStatus, DiskTier
-from cachetree.entries import Match
 from cachetree.errors import ConfigError, DeadlineExceeded, FetchError, StaleEntry
-from cachetree.family import Family
 from cachetree.fetch_log import FetchCounts, FetchLog
 from cachetree.ids import LOCAL, Location, ModelId, PageHash
-from cachetree.lease import Lease
-from cachetree.plan import Kind, Plan, Step
-from cachetree.staging import Allocate, Staging, pageable
-from cachetree.staging_pool import StagingPool
+from cachetree.memory.arena import memory_of
+from cachetree.memory.budget import Budget, BudgetedStaging
+from cachetree.memory.staging import Allocate, Staging, pageable
+from cachetree.memory.staging_pool import StagingPool
+from cachetree.planning.plan import Kind, Plan, Step
 from cachetree.tier import MakeTier, NoteSpeed, Search, Tier
 from cachetree.transport import (
     Peer,
@@ -38,7 +36,9 @@ from cachetree.transport import (
 )
 from cachetree.transport.pace import Bandwidth
 from cachetree.transport.peer import NO_WORKER
-from cachetree.tree import CacheTree
+from cachetree.tree.entries import Match
+from cachetree.tree.lease import Lease
+from cachetree.tree.tree import CacheTree
 
 log = logging.getLogger(__name__)
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import msgspec
 
+from cachetree.checkpoint.family import Family
 from cachetree.disk import DiskConfig
 from cachetree.errors import ConfigError
-from cachetree.eviction import Retention
-from cachetree.family import Family
 from cachetree.transport import PeerConfig, WorkerConfig
 from cachetree.transport.address import parse_address, parse_remote
+from cachetree.tree.eviction import Retention
 
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -20,7 +20,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     host_bytes: int = 4 << 30
     """Budget of the entries held here."""
     eviction: str = "lru"
-    """Which of them make room for new ones: lru or value (`cachetree.eviction`). The
+    """Which of them make room for new ones: lru or value (`cachetree.tree.eviction`). The
     disk keeps to LRU."""
     ttl_s: float | None = None
     """Entries in memory that nobody has used for so long go at the next sweep, which comes with

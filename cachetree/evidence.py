@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from cachetree.ids import Span
-from cachetree.profile import PairProfile, Recipe, read_profile_as
+from cachetree.planning.profile import PairProfile, Recipe, read_profile_as
 
 
 class Interval(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,8 +12,8 @@ import msgspec
 
 from cachetree.errors import Cancelled
 from cachetree.ids import Location
-from cachetree.plan import Plan
-from cachetree.staging import Staging
+from cachetree.memory.staging import Staging
+from cachetree.planning.plan import Plan
 
 log = logging.getLogger("cachetree.fetch")
 

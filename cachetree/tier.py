@@ -10,8 +10,8 @@ import msgspec
 
 from cachetree.clock import Deadline
 from cachetree.ids import Location, ModelId, PageHash
-from cachetree.staging import Staging
-from cachetree.tree import CacheTree
+from cachetree.memory.staging import Staging
+from cachetree.tree.tree import CacheTree
 
 NoteSpeed = Callable[[int, float], None]
 """Takes bytes read and the seconds that they took."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Final, TypeVar
 
+from cachetree.checkpoint.family import ModelIdentity
 from cachetree.evidence import (
     Baseline,
     BaselineKind,
@@ -23,9 +24,8 @@ from cachetree.evidence import (
     TaskLoss,
     TaskScores,
 )
-from cachetree.family import ModelIdentity
 from cachetree.ids import Span
-from cachetree.profile import VERSION, BlockQuality, Recipe
+from cachetree.planning.profile import VERSION, BlockQuality, Recipe
 from profiles.documents import Document
 from profiles.examination import Score
 from profiles.frontier import frontier

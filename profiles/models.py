@@ -32,9 +32,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from cachetree.checkpoint.family import Family, ModelIdentity
+from cachetree.checkpoint.identity import first_difference, read_model_identity
 from cachetree.errors import ConfigError
-from cachetree.family import Family, ModelIdentity
-from cachetree.identity import first_difference, read_model_identity
 from profiles.adapters import ADAPTER_CONFIG, read_scale, read_weights, with_adapter
 
 ARCHITECTURES: Final[Mapping[str, type[PreTrainedModel]]] = {
@@ -78,7 +78,7 @@ class Pair:
     sender_identity: ModelIdentity
     receiver_identity: ModelIdentity
     first_difference: int
-    """First layer at which the models' tensors differ, see `cachetree.identity`."""
+    """First layer at which the models' tensors differ, see `cachetree.checkpoint.identity`."""
 
     @property
     def num_layers(self) -> int:

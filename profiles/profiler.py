@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerBase
 
 from cachetree.errors import ConfigError
 from cachetree.evidence import CostModel, Making, MeasuredProfile
-from cachetree.profile import VERSION, write_profile
+from cachetree.planning.profile import VERSION, write_profile
 from profiles.artifact import Data, SmallModel, Subject, build, choose
 from profiles.costs import (
     DEFAULT_REPEATS,

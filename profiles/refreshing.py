@@ -16,7 +16,7 @@ from typing import Final
 from rich.console import Console
 
 from cachetree.ids import EMPTY_SPAN, Span
-from cachetree.profile import Recipe
+from cachetree.planning.profile import Recipe
 from profiles.artifact import choose
 from profiles.documents import Document
 from profiles.judging import Candidate, judge, num_steps, spread

@@ -16,7 +16,7 @@ from statistics import fmean
 from typing import Final
 
 from cachetree.ids import Span
-from cachetree.profile import Recipe
+from cachetree.planning.profile import Recipe
 from profiles.documents import Document
 from profiles.examination import Score
 from profiles.frontier import Standing, survivors

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 import msgspec
 from rich.console import Console
 
+from cachetree.checkpoint.family import ModelIdentity
 from cachetree.errors import ProfileError
 from cachetree.evidence import FrontierPoint, MeasuredProfile, Split
-from cachetree.family import ModelIdentity
-from cachetree.profile import Recipe
+from cachetree.planning.profile import Recipe
 from profiles.artifact import Data, losses_of, qualities_of, split_of
 from profiles.documents import Document, data_files
 from profiles.forecast import judging_s

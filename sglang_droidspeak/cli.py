@@ -15,8 +15,8 @@ from typing import Any
 
 import msgspec
 
+from cachetree.checkpoint.identity import read_model_identity
 from cachetree.errors import CacheTreeError
-from cachetree.identity import read_model_identity
 from cachetree.yaml_file import read_yaml
 from profiles import cli as profiler
 
@@ -179,8 +179,8 @@ def _read_options(path: Path) -> dict[str, Any]:
 
 
 def _up(args: argparse.Namespace) -> int:
-    from sglang_droidspeak.fleet import read_fleet, shared_cores, specs
-    from sglang_droidspeak.servers import ServerFailed, running
+    from sglang_droidspeak.fleet.fleet import read_fleet, shared_cores, specs
+    from sglang_droidspeak.fleet.servers import ServerFailed, running
 
     options = {} if args.device is None else {"device": args.device}
     wanted = specs(read_fleet(args.file), options)
@@ -203,7 +203,7 @@ def _up(args: argparse.Namespace) -> int:
 def _peers(args: argparse.Namespace) -> int:
     import requests
 
-    from sglang_droidspeak.peers import KEY
+    from sglang_droidspeak.start.peers import KEY
 
     headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
     try:

@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cachetree.cache import Cache
+from cachetree.checkpoint.family import Family
 from cachetree.errors import ConfigError
-from cachetree.family import Family
-from cachetree.staging import pageable
+from cachetree.memory.staging import pageable
 from cachetree.tier import MakeTier
-from sglang_droidspeak import compat, meta_info, peers
-from sglang_droidspeak.activated import Activated
-from sglang_droidspeak.capture import Provenance, attachment_of
+from sglang_droidspeak import compat
+from sglang_droidspeak.adapters.activated import Activated
+from sglang_droidspeak.adapters.leaders import Leaders
+from sglang_droidspeak.adapters.low_rank import LowRank
 from sglang_droidspeak.compat import HookType
 from sglang_droidspeak.compat.hashing import ensure_page_hashes
 from sglang_droidspeak.compat.names import (
@@ -37,19 +38,16 @@ from sglang_droidspeak.compat.names import (
     get_observability,
     get_parallel,
 )
-from sglang_droidspeak.config import cache_config
-from sglang_droidspeak.forward import ForwardPass, largest_forward
-from sglang_droidspeak.job import Job
-from sglang_droidspeak.labels import Labels
-from sglang_droidspeak.leaders import Leaders
-from sglang_droidspeak.loader import Copies, Loader
-from sglang_droidspeak.low_rank import LowRank
 from sglang_droidspeak.meter import Meter
 from sglang_droidspeak.metrics import CacheMetrics, Metrics
-from sglang_droidspeak.offloader import Offload, Offloader
-from sglang_droidspeak.planner import Planner
-from sglang_droidspeak.pool import PoolIndex
-from sglang_droidspeak.prefixes import (
+from sglang_droidspeak.ranks import Ranks
+from sglang_droidspeak.request import meta_info
+from sglang_droidspeak.request.forward import ForwardPass, largest_forward
+from sglang_droidspeak.request.job import Job
+from sglang_droidspeak.request.labels import Labels
+from sglang_droidspeak.request.loader import Copies, Loader
+from sglang_droidspeak.request.planner import Planner
+from sglang_droidspeak.request.prefixes import (
     is_approximate,
     namespace_of,
     own_pages_of,
@@ -58,11 +56,15 @@ from sglang_droidspeak.prefixes import (
     place_of,
     refusal,
 )
-from sglang_droidspeak.ranks import Ranks
-from sglang_droidspeak.replies import Replies
-from sglang_droidspeak.rows import Coding, rows_of
-from sglang_droidspeak.site import folder_of
-from sglang_droidspeak.waiting import WaitingRequests
+from sglang_droidspeak.request.replies import Replies
+from sglang_droidspeak.request.waiting import WaitingRequests
+from sglang_droidspeak.start import peers
+from sglang_droidspeak.start.config import cache_config
+from sglang_droidspeak.start.site import folder_of
+from sglang_droidspeak.store.capture import Provenance, attachment_of
+from sglang_droidspeak.store.offloader import Offload, Offloader
+from sglang_droidspeak.store.pool import PoolIndex
+from sglang_droidspeak.store.rows import Coding, rows_of
 
 if TYPE_CHECKING:
     from sglang_droidspeak.compat.names import (
@@ -73,7 +75,7 @@ if TYPE_CHECKING:
         Scheduler,
         ServerArgs,
     )
-    from sglang_droidspeak.site import Site
+    from sglang_droidspeak.start.site import Site
 
 log = logging.getLogger(__name__)
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Final
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
-from cachetree.monitor import METRICS
+from cachetree.metrics import METRICS
 
 if TYPE_CHECKING:
     from cachetree.cache import CacheStatus
-    from sglang_droidspeak.job import Job
+    from sglang_droidspeak.request.job import Job
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_droidspeak import compat
 from sglang_droidspeak.compat import HookRegistry, HookType
-from sglang_droidspeak.config import is_configured
+from sglang_droidspeak.start.config import is_configured
 
 if TYPE_CHECKING:
     from sglang_droidspeak.compat.names import ModelRunner, ServerArgs
@@ -34,7 +34,7 @@ def register() -> None:
 
 def _check_server_args(_result: None, server_args: ServerArgs) -> None:
     if is_configured(compat.resolved(server_args)):
-        from sglang_droidspeak.site import check_front_end
+        from sglang_droidspeak.start.site import check_front_end
 
         check_front_end(server_args)
         # A scheduler that is forked, not spawned, has only the hooks of this process.
@@ -45,8 +45,8 @@ def _check_server_args(_result: None, server_args: ServerArgs) -> None:
 def _count_e(cell_size: int, _configurator: object, kvc: Any, _num_layers: int) -> int:
     if not is_configured(compat.resolved(kvc.server_args)):
         return cell_size
-    from sglang_droidspeak.low_rank import shared_a
-    from sglang_droidspeak.site import load_site
+    from sglang_droidspeak.adapters.low_rank import shared_a
+    from sglang_droidspeak.start.site import load_site
 
     site = load_site(kvc.server_args)
     shared = shared_a(site, kvc.model)
@@ -55,8 +55,8 @@ def _count_e(cell_size: int, _configurator: object, kvc: Any, _num_layers: int) 
 
 def _attach(_result: None, runner: ModelRunner, *_args: object, **_kwargs: object) -> None:
     if is_configured(compat.resolved(runner.server_args)):
-        from sglang_droidspeak.capture import attach
-        from sglang_droidspeak.site import load_site
+        from sglang_droidspeak.start.site import load_site
+        from sglang_droidspeak.store.capture import attach
 
         attach(runner, load_site(runner.server_args))
 

@@ -30,7 +30,9 @@ RULES = (
     Rule(where=("cachetree",), never=("sglang", "sglang_droidspeak", "profiles", "transformers")),
     # Codecs compute on tensors, the transport wraps an engine's; nothing else knows of torch.
     Rule(
-        where=("cachetree",), unless=("cachetree/transport", "cachetree/codecs"), never=("torch",)
+        where=("cachetree",),
+        unless=("cachetree/transport", "cachetree/checkpoint/codecs"),
+        never=("torch",),
     ),
     Rule(where=("cachetree",), unless=("cachetree/transport",), never=("zmq",)),
     # Only the public face and its command put the transport and the core together.
@@ -42,7 +44,7 @@ RULES = (
             "cachetree/cache",
             "cachetree/config",
             "cachetree/cli",
-            "cachetree/monitor",
+            "cachetree/metrics",
         ),
         never=("cachetree.transport", "cachetree.cache", "cachetree.config", "cachetree.cli"),
     ),
@@ -55,9 +57,13 @@ RULES = (
     Rule(where=("sglang_droidspeak",), unless=("sglang_droidspeak/compat*",), never=("sglang",)),
     # Decisions are pure: values in, a value out.
     Rule(
-        where=tuple(
-            f"cachetree/{name}"
-            for name in ("errors", "family", "hashing", "ids", "plan", "policy", "rope", "schedule")
+        where=(
+            "cachetree/errors",
+            "cachetree/ids",
+            "cachetree/checkpoint/family",
+            "cachetree/checkpoint/rope",
+            "cachetree/planning",
+            "cachetree/tree/hashing",
         ),
         never=("threading", "time", "socket", "asyncio", "random", "os"),
     ),
@@ -170,16 +176,16 @@ def test_the_extension_uses_only_public_names_of_the_cache() -> None:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("cachetree/tree.py", "import torch"),
-        ("cachetree/tree.py", "def f():\n    import zmq"),
-        ("cachetree/tree.py", "from cachetree.transport import Worker"),
-        ("cachetree/tree.py", "from .transport import Worker"),
-        ("cachetree/tree.py", "from . import transport"),
+        ("cachetree/tree/tree.py", "import torch"),
+        ("cachetree/tree/tree.py", "def f():\n    import zmq"),
+        ("cachetree/tree/tree.py", "from cachetree.transport import Worker"),
+        ("cachetree/tree/tree.py", "from ..transport import Worker"),
+        ("cachetree/tree/tree.py", "from .. import transport"),
         ("cachetree/__init__.py", "import zmq.asyncio"),
         ("cachetree/transport/worker.py", "import sglang.srt"),
         ("cachetree/transport/worker.py", "from transformers import AutoModel"),
         ("cachetree/transport/worker.py", "import pickle"),
-        ("cachetree/policy.py", "import time"),
+        ("cachetree/planning/policy.py", "import time"),
         ("cachetree/cache.py", "import zmq"),
         ("profiles/sweep.py", "from sglang_droidspeak.plugin import register"),
         ("profiles/sweep.py", "__import__('sglang')"),

@@ -15,10 +15,10 @@ from cachetree.cli.show import show, show_json
 from cachetree.clock import Deadline
 from cachetree.errors import ConfigError, DeadlineExceeded
 from cachetree.ids import PAGE_HASH_BYTES, Location, ModelId, PageHash
-from cachetree.plan import Kind, Step
-from cachetree.staging import Staging
+from cachetree.memory.staging import Staging
+from cachetree.planning.plan import Kind, Step
 from cachetree.transport import Peer, PeerConfig, Pusher, verbs
-from cachetree.tree import CacheTree
+from cachetree.tree.tree import CacheTree
 
 SYNTHETIC = ModelId("bench")
 

@@ -6,9 +6,9 @@ import argparse
 from pathlib import Path
 
 from cachetree.errors import ConfigError
-from cachetree.hashing import page_hashes
 from cachetree.ids import PAGE_HASH_BYTES, PageHash
 from cachetree.transport.wire import join_pages
+from cachetree.tree.hashing import page_hashes
 from cachetree.unreadable import written
 
 

@@ -13,13 +13,13 @@ from typing import Any, Final, Literal
 import msgspec
 
 from cachetree.cache import Cache
+from cachetree.checkpoint.codec import Codec
+from cachetree.checkpoint.family import Family
+from cachetree.checkpoint.identity import read_model_identity
 from cachetree.cli.show import show
-from cachetree.codec import Codec
 from cachetree.config import CacheConfig
 from cachetree.errors import ConfigError
-from cachetree.family import Family
-from cachetree.identity import read_model_identity
-from cachetree.monitor import StatusPage, parse_http
+from cachetree.metrics import StatusPage, parse_http
 from cachetree.yaml_file import read_yaml, settings_of
 
 _SERVED: Final = {"accepts": True, "admin": ()}

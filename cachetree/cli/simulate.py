@@ -9,8 +9,7 @@ import msgspec
 
 from cachetree.cli.show import show, show_json
 from cachetree.errors import ConfigError
-from cachetree.eviction import POLICIES, Retention
-from cachetree.prefill_cost import SECONDS_PER_TOKEN, PrefillCost
+from cachetree.planning.prefill_cost import SECONDS_PER_TOKEN, PrefillCost
 from cachetree.simulate import (
     GENERATORS,
     Outcome,
@@ -20,6 +19,7 @@ from cachetree.simulate import (
     replay,
     write_trace,
 )
+from cachetree.tree.eviction import POLICIES, Retention
 
 _GIB = 1 << 30
 _ROW = "{:10} {:>10} {:>12} {:>10} {:>8} {:>10} {:>8} {:>8} {:>7}"

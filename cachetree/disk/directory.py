@@ -12,8 +12,8 @@ from typing import Final
 
 import msgspec
 
+from cachetree.checkpoint.family import Family
 from cachetree.errors import ConfigError
-from cachetree.family import Family
 from cachetree.unreadable import UNREADABLE
 
 FORMAT: Final = 2

@@ -9,8 +9,8 @@ from typing import Final
 
 from cachetree.disk.record import Record
 from cachetree.disk.segment import Place
-from cachetree.entries import Change
 from cachetree.ids import ModelId, PageHash, Span
+from cachetree.tree.entries import Change
 
 
 class DiskEntry:

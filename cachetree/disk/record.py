@@ -22,12 +22,12 @@ from typing import Final
 
 import msgspec
 
-from cachetree.checksum import checksum
+from cachetree.checkpoint.family import Family
 from cachetree.disk.directory import FORMAT
-from cachetree.family import Family
 from cachetree.ids import PAGE_HASH_BYTES, ModelId, PageHash, Span
-from cachetree.plan import Kind, Step
-from cachetree.slab import Layout
+from cachetree.memory.checksum import checksum
+from cachetree.memory.slab import Layout
+from cachetree.planning.plan import Kind, Step
 from cachetree.unreadable import UNREADABLE
 
 CHUNK_BYTES: Final = 256 << 10

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from cachetree.checksum import checksum, checksum_of_parts
+from cachetree.checkpoint.family import Family
 from cachetree.disk import record as records
 from cachetree.disk.directory import FILE_MODE
 from cachetree.disk.record import CHUNK_BYTES, Chunks, Record
-from cachetree.family import Family
 from cachetree.ids import Span
-from cachetree.plan import Step
+from cachetree.memory.checksum import checksum, checksum_of_parts
+from cachetree.planning.plan import Step
 
 Views = Callable[[Step], Sequence[memoryview]]
 """All pages of a step, in order, in as many runs of bytes as they lie in.

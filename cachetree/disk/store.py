@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final
 
+from cachetree.checkpoint.family import Family
 from cachetree.disk import segment as segments
 from cachetree.disk.config import DiskConfig, DiskCounts, DiskStatus
 from cachetree.disk.directory import Directory
@@ -20,12 +21,11 @@ from cachetree.disk.record import Record, largest_fitting, most_bytes
 from cachetree.disk.recovery import recover
 from cachetree.disk.segment import SEGMENT_HEADER_BYTES, Place, Segment, Views
 from cachetree.disk.space import Space
-from cachetree.entries import Change
 from cachetree.errors import ConfigError, StaleEntry
-from cachetree.family import Family
 from cachetree.ids import ModelId, PageHash, Span
-from cachetree.plan import Step
-from cachetree.slab import Layout
+from cachetree.memory.slab import Layout
+from cachetree.planning.plan import Step
+from cachetree.tree.entries import Change
 
 log = logging.getLogger(__name__)
 

@@ -19,13 +19,13 @@ from cachetree.disk.config import DiskConfig, DiskStatus
 from cachetree.disk.index import DiskEntry
 from cachetree.disk.record import Chunks
 from cachetree.disk.store import DiskStore
-from cachetree.entries import Change
 from cachetree.errors import DeadlineExceeded, FetchError, StaleEntry
 from cachetree.ids import DISK, Location, ModelId, PageHash, Span
-from cachetree.plan import Step
-from cachetree.staging import Staging
+from cachetree.memory.staging import Staging
+from cachetree.planning.plan import Step
 from cachetree.tier import NoteSpeed, Search
-from cachetree.tree import CacheTree
+from cachetree.tree.entries import Change
+from cachetree.tree.tree import CacheTree
 
 log = logging.getLogger(__name__)
 

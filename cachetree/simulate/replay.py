@@ -8,13 +8,13 @@ from typing import Final
 
 import msgspec
 
-from cachetree.entries import Change
-from cachetree.eviction import Retention
 from cachetree.ids import LOCAL, ModelId, Span
-from cachetree.memory import NO_MEMORY
-from cachetree.prefill_cost import PrefillCost
+from cachetree.memory.memory import NO_MEMORY
+from cachetree.planning.prefill_cost import PrefillCost
 from cachetree.simulate.trace import PageNames, Trace
-from cachetree.tree import CacheTree
+from cachetree.tree.entries import Change
+from cachetree.tree.eviction import Retention
+from cachetree.tree.tree import CacheTree
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,8 +19,8 @@ from typing import Annotated, Final, Literal
 import msgspec
 from msgspec import Meta
 
+from cachetree.checkpoint.family import Family
 from cachetree.errors import ConfigError
-from cachetree.family import Family
 from cachetree.ids import PAGE_HASH_BYTES, PageHash
 from cachetree.unreadable import UNREADABLE
 

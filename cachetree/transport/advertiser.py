@@ -6,11 +6,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 
-from cachetree.entries import Change
 from cachetree.transport.adverts import entries_of, pack
 from cachetree.transport.change_queue import ChangeQueue
 from cachetree.transport.wire import NO_ADVERTS, Entries, Entry, Learned, Reset, Synced
-from cachetree.tree import CacheTree
+from cachetree.tree.entries import Change
+from cachetree.tree.tree import CacheTree
 
 Advert = Reset | Entries | Synced
 

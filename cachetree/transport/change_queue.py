@@ -6,8 +6,8 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from cachetree.entries import Change
-from cachetree.watch import Listener
+from cachetree.tree.entries import Change
+from cachetree.tree.watch import Listener
 
 Subscribe = Callable[[Listener], tuple[Iterator[Change], Callable[[], None]]]
 """As `CacheTree.subscribe`: what is there now, and a function that ends the subscription."""

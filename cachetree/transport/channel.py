@@ -9,8 +9,8 @@ from typing import Final, NamedTuple, Protocol
 
 import xxhash
 
-from cachetree.checksum import checksum
 from cachetree.errors import FetchError, ProtocolError
+from cachetree.memory.checksum import checksum
 from cachetree.transport import frames, sealing
 from cachetree.transport.address import Address
 from cachetree.transport.frames import Frame

@@ -11,7 +11,7 @@ from cachetree.disk import DiskTier
 from cachetree.errors import PinRefused, ProtocolError
 from cachetree.ids import ModelId, PageHash
 from cachetree.transport import verbs, wire
-from cachetree.tree import CacheTree
+from cachetree.tree.tree import CacheTree
 
 Answer = Callable[[verbs.ToPeer], None]
 """Called once, from whichever thread has the answer."""

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Final, Literal
 
+from cachetree.checkpoint.family import Family
 from cachetree.clock import Clock
 from cachetree.errors import (
     Cancelled,
@@ -15,9 +16,8 @@ from cachetree.errors import (
     ProtocolError,
     StaleEntry,
 )
-from cachetree.family import Family
 from cachetree.ids import ModelId, PageHash
-from cachetree.staging import Staging
+from cachetree.memory.staging import Staging
 from cachetree.transport import wire
 from cachetree.transport.breaker import Breaker
 from cachetree.transport.channel import Arrival

@@ -17,8 +17,8 @@ from typing import Final
 
 import msgspec
 
-from cachetree.checksum import checksum
 from cachetree.errors import ProtocolError
+from cachetree.memory.checksum import checksum
 
 MAX_FRAME_BYTES: Final = 64 << 20
 """Largest payload that may be configured."""

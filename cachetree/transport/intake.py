@@ -9,15 +9,15 @@ from typing import Final
 from cachetree.clock import Clock, Deadline
 from cachetree.errors import FetchError, ProtocolError
 from cachetree.ids import ModelId, PageHash
-from cachetree.lease import Reservation
-from cachetree.staging import Staging
+from cachetree.memory.staging import Staging
 from cachetree.transport import wire
 from cachetree.transport.channel import Arrival
 from cachetree.transport.config import WorkerConfig
 from cachetree.transport.frames import Frame
 from cachetree.transport.landing import Landing
 from cachetree.transport.wire import Refused
-from cachetree.tree import CacheTree
+from cachetree.tree.lease import Reservation
+from cachetree.tree.tree import CacheTree
 
 Reply = wire.Wanted | wire.StoreRefused | wire.Stored | wire.Credit
 

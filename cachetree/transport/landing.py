@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from cachetree.arena import ArenaReader
-from cachetree.checksum import checksum_of_parts
+from cachetree.checkpoint.family import Family
 from cachetree.errors import ProtocolError
-from cachetree.family import Family
 from cachetree.ids import ModelId, PageHash, Span
-from cachetree.staging import Staging
+from cachetree.memory.arena import ArenaReader
+from cachetree.memory.checksum import checksum_of_parts
+from cachetree.memory.staging import Staging
 from cachetree.transport.frames import Frame
 from cachetree.transport.wire import Fetch, Located, join_pages
 

@@ -23,8 +23,8 @@ from cachetree.errors import (
     ProtocolError,
 )
 from cachetree.ids import Location, ModelId, PageHash
-from cachetree.slab import Layout
-from cachetree.staging import Staging
+from cachetree.memory.slab import Layout
+from cachetree.memory.staging import Staging
 from cachetree.transport import frames, wire
 from cachetree.transport.address import parse_remote
 from cachetree.transport.backoff import Backoff
@@ -37,7 +37,7 @@ from cachetree.transport.handshake import credentials_of
 from cachetree.transport.peer_status import PeerLog, PeerState, PeerStatus
 from cachetree.transport.remote_view import RemoteView
 from cachetree.transport.wakeup import CLOSE_S, Wakeup
-from cachetree.tree import CacheTree
+from cachetree.tree.tree import CacheTree
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,6 @@ import zmq
 
 from cachetree.background import give_way
 from cachetree.clock import Clock, Deadline
-from cachetree.entries import Change
 from cachetree.errors import (
     CacheTreeError,
     DeadlineExceeded,
@@ -27,8 +26,7 @@ from cachetree.errors import (
     StaleEntry,
 )
 from cachetree.ids import Location, Span
-from cachetree.lease import Lease
-from cachetree.slab import Layout
+from cachetree.memory.slab import Layout
 from cachetree.transport import wire
 from cachetree.transport.address import parse_remote
 from cachetree.transport.backoff import Backoff
@@ -40,7 +38,9 @@ from cachetree.transport.push_queue import PushQueue
 from cachetree.transport.stream import Stream
 from cachetree.transport.wakeup import CLOSE_S, Wakeup
 from cachetree.transport.wire import Refused
-from cachetree.tree import CacheTree
+from cachetree.tree.entries import Change
+from cachetree.tree.lease import Lease
+from cachetree.tree.tree import CacheTree
 
 log = logging.getLogger(__name__)
 

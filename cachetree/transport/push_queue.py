@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from cachetree.entries import Change
 from cachetree.transport.change_queue import ChangeQueue
-from cachetree.tree import CacheTree
-from cachetree.watch import Listener
+from cachetree.tree.entries import Change
+from cachetree.tree.tree import CacheTree
+from cachetree.tree.watch import Listener
 
 
 class PushQueue:

@@ -7,7 +7,7 @@ from typing import Final
 from cachetree.errors import ProtocolError
 from cachetree.ids import Location, ModelId
 from cachetree.transport.wire import NO_ADVERTS, Entries, Entry, Reset, Synced, split_pages
-from cachetree.tree import CacheTree
+from cachetree.tree.tree import CacheTree
 
 _UNKNOWN: Final = -1
 """In place of a sequence number: nothing counts until the next snapshot."""

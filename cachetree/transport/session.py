@@ -9,7 +9,6 @@ from typing import Final
 from cachetree.clock import Clock, Deadline
 from cachetree.errors import FetchError, ProtocolError, StaleEntry
 from cachetree.ids import ModelId, PageHash
-from cachetree.lease import Lease
 from cachetree.transport.advertiser import Advert, Advertiser
 from cachetree.transport.config import WorkerConfig
 from cachetree.transport.frames import MIN_FRAME_BYTES
@@ -22,7 +21,8 @@ from cachetree.transport.wire import (
     split_pages,
     steps_of,
 )
-from cachetree.tree import CacheTree
+from cachetree.tree.lease import Lease
+from cachetree.tree.tree import CacheTree
 
 _SNAPSHOT_S: Final = 0.1
 """Between two snapshots for one peer."""

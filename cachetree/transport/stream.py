@@ -9,16 +9,16 @@ from typing import Final
 
 import numpy as np
 
-from cachetree.checksum import checksum, checksum_of_parts
 from cachetree.clock import Deadline
 from cachetree.errors import ProtocolError
 from cachetree.ids import Span
-from cachetree.lease import Lease
-from cachetree.memory import Memory
-from cachetree.plan import Step
+from cachetree.memory.checksum import checksum, checksum_of_parts
+from cachetree.memory.memory import Memory
+from cachetree.planning.plan import Step
 from cachetree.transport.frames import Frame
 from cachetree.transport.outbox import Outbox
 from cachetree.transport.wire import MAX_PLACES, Located
+from cachetree.tree.lease import Lease
 
 _JOIN_BYTES: Final = 64 << 10
 """Runs shorter than this are joined into one frame: a frame for each costs more."""

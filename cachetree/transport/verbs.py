@@ -6,8 +6,8 @@ from typing import Annotated, Final
 
 import msgspec
 
+from cachetree.checkpoint.family import Family
 from cachetree.disk import DiskStatus
-from cachetree.family import Family
 
 MAX_LAYERS: Final = 1024
 MAX_MODELS: Final = 1 << 16

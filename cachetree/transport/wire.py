@@ -38,15 +38,15 @@ from typing import Annotated, Final, TypeVar
 
 import msgspec
 
-from cachetree.checksum import checksum
+from cachetree.checkpoint.family import Family
 from cachetree.errors import DeadlineExceeded, FamilyMismatch, FetchError, ProtocolError, StaleEntry
-from cachetree.family import Family
 from cachetree.ids import PAGE_HASH_BYTES, PageHash
-from cachetree.memory import ArenaFile
-from cachetree.plan import Kind, Step
-from cachetree.runs import split_hashes
+from cachetree.memory.checksum import checksum
+from cachetree.memory.memory import ArenaFile
+from cachetree.planning.plan import Kind, Step
 from cachetree.transport import verbs
 from cachetree.transport.sealing import Ticket
+from cachetree.tree.runs import split_hashes
 from cachetree.unreadable import UNREADABLE
 
 PROTOCOL_VERSION: Final = 6

@@ -35,7 +35,7 @@ from cachetree.transport.router import PeerGone, Received, Router
 from cachetree.transport.session import Session
 from cachetree.transport.wakeup import CLOSE_S, Wakeup
 from cachetree.transport.worker_status import status_of
-from cachetree.tree import CacheTree
+from cachetree.tree.tree import CacheTree
 
 log = logging.getLogger(__name__)
 

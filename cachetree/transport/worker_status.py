@@ -6,7 +6,7 @@ from collections import Counter
 
 from cachetree.disk import DiskTier
 from cachetree.transport import verbs, wire
-from cachetree.tree import CacheTree
+from cachetree.tree.tree import CacheTree
 
 
 def status_of(

@@ -16,7 +16,7 @@ from cachetree.evidence import (
     MeasuredProfile,
 )
 from cachetree.ids import Span
-from cachetree.profile import PROJECTION, Recipe
+from cachetree.planning.profile import PROJECTION, Recipe
 
 CRITICAL_SHARE: Final = 0.25
 CRITICAL_LOSS: Final = 0.01

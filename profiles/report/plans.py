@@ -7,7 +7,7 @@ from typing import Final
 
 from cachetree.evidence import FrontierPoint, Interval, MeasuredProfile
 from cachetree.ids import Span
-from cachetree.profile import Recipe
+from cachetree.planning.profile import Recipe
 from profiles.gate import ERROR_RATE, is_within
 from profiles.report import derived, words
 from profiles.report.tables import Table

@@ -7,7 +7,7 @@ from typing import Final
 
 from cachetree.evidence import Baseline, BaselineKind, FrontierPoint, Interval
 from cachetree.ids import Span
-from cachetree.profile import Recipe
+from cachetree.planning.profile import Recipe
 
 ABSENT: Final = "–"
 

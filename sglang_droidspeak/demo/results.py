@@ -9,7 +9,7 @@ import msgspec
 
 from profiles.metrics import token_f1
 from sglang_droidspeak.demo.conditions import Condition
-from sglang_droidspeak.meta_info import RequestProvenance
+from sglang_droidspeak.request.meta_info import RequestProvenance
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,12 +13,11 @@ import msgspec
 import requests
 
 from cachetree import Cache, CacheConfig, Family, ModelIdentity, Span
-from cachetree.hashing import page_hashes
+from cachetree.tree.hashing import page_hashes
 from sglang_droidspeak.demo.conditions import Condition
 from sglang_droidspeak.demo.documents import Document, Question
 from sglang_droidspeak.demo.results import Sample
-from sglang_droidspeak.meta_info import KEY, RequestProvenance
-from sglang_droidspeak.servers import (
+from sglang_droidspeak.fleet.servers import (
     Server,
     ServerFailed,
     ServerSpec,
@@ -26,6 +25,7 @@ from sglang_droidspeak.servers import (
     free_port,
     running,
 )
+from sglang_droidspeak.request.meta_info import KEY, RequestProvenance
 
 PUBLISH_S = 60.0
 SETTLE_S = 0.05

@@ -23,10 +23,10 @@ from typing import Final, Protocol
 
 import msgspec
 
-from cachetree.checksum import checksum_of_parts
-from cachetree.family import Family
+from cachetree.checkpoint.family import Family
 from cachetree.ids import ModelId, PageHash
-from cachetree.plan import Kind, Step
+from cachetree.memory.checksum import checksum_of_parts
+from cachetree.planning.plan import Kind, Step
 
 _MAGIC: Final = b"droidkv1"
 _HEADER: Final = struct.Struct("<8sQQ")

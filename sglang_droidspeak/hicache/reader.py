@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from cachetree.clock import Clock
 from cachetree.errors import DeadlineExceeded, FetchError, StaleEntry
 from cachetree.ids import ModelId, PageHash
-from cachetree.staging import Staging
+from cachetree.memory.staging import Staging
 from cachetree.tier import NoteSpeed
 from sglang_droidspeak.hicache.counts import Counts
 from sglang_droidspeak.hicache.guard import Guard

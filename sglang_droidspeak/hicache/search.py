@@ -17,9 +17,9 @@ from typing import Final
 
 from cachetree.clock import Clock, Deadline
 from cachetree.ids import Location, ModelId, PageHash
-from cachetree.plan import Kind, Step
+from cachetree.planning.plan import Kind, Step
 from cachetree.tier import Search
-from cachetree.tree import CacheTree
+from cachetree.tree.tree import CacheTree
 from sglang_droidspeak.hicache.guard import Guard
 from sglang_droidspeak.hicache.objects import ObjectBackend, Objects
 from sglang_droidspeak.hicache.writer import Show

@@ -22,9 +22,9 @@ import msgspec
 
 from cachetree.clock import Clock, Deadline
 from cachetree.ids import Location, ModelId, PageHash
-from cachetree.staging import Staging
+from cachetree.memory.staging import Staging
 from cachetree.tier import NoteSpeed, Search
-from cachetree.tree import CacheTree
+from cachetree.tree.tree import CacheTree
 from sglang_droidspeak.hicache.counts import Count, Counts
 from sglang_droidspeak.hicache.guard import Guard
 from sglang_droidspeak.hicache.objects import ObjectBackend, Objects

@@ -9,11 +9,11 @@ from typing import Final
 
 from cachetree.background import give_way
 from cachetree.clock import Clock, Deadline
-from cachetree.entries import Change
 from cachetree.ids import ModelId, PageHash, Span
-from cachetree.lease import Lease
-from cachetree.plan import Kind, Step
-from cachetree.tree import CacheTree
+from cachetree.planning.plan import Kind, Step
+from cachetree.tree.entries import Change
+from cachetree.tree.lease import Lease
+from cachetree.tree.tree import CacheTree
 from sglang_droidspeak.hicache.counts import Counts
 from sglang_droidspeak.hicache.guard import Guard
 from sglang_droidspeak.hicache.objects import ObjectBackend, Objects

@@ -21,11 +21,11 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from cachetree.checkpoint.family import Family
 from cachetree.disk import DiskConfig, DiskEntry, DiskStore
 from cachetree.errors import StaleEntry
-from cachetree.family import Family
 from cachetree.ids import ModelId, PageHash, Span
-from cachetree.plan import Kind, Step
+from cachetree.planning.plan import Kind, Step
 
 FAMILY = Family(
     architecture="LlamaForCausalLM",

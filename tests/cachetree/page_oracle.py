@@ -13,10 +13,10 @@ from itertools import takewhile
 
 from tree_parts import FAMILY, PAGE, E, FakeTime
 
-from cachetree.eviction import Retention
-from cachetree.family import Family
+from cachetree.checkpoint.family import Family
 from cachetree.ids import Location, ModelId
-from cachetree.lease import Lease, Reservation
+from cachetree.tree.eviction import Retention
+from cachetree.tree.lease import Lease, Reservation
 
 
 def prefixes(text: str, start: int) -> list[str]:

@@ -46,9 +46,9 @@ from cachetree import (
     Span,
     Step,
 )
-from cachetree.budget import BudgetedStaging
+from cachetree.memory.budget import BudgetedStaging
 from cachetree.transport import ask_status
-from sglang_droidspeak.servers import WorkerSpec, free_port, running
+from sglang_droidspeak.fleet.servers import WorkerSpec, free_port, running
 
 FAMILY = Family(
     architecture="LlamaForCausalLM",

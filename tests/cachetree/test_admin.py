@@ -20,8 +20,8 @@ from transport_parts import E_LAYER, FAMILY, MODEL, eventually, new_tree, pages_
 from cachetree import Cache, ConfigError, Deadline, PageHash, WorkerConfig
 from cachetree.cli import main
 from cachetree.cli.serve import read_config
-from cachetree.hashing import page_hashes
 from cachetree.transport import ask, verbs, wire
+from cachetree.tree.hashing import page_hashes
 
 PAGES = pages_of(64)
 OTHER = [*PAGES[:32], *pages_of(32, "other")]

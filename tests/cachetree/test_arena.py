@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from tree_parts import FAMILY, FAR, path
 
 from cachetree import Deadline, ModelId
-from cachetree.arena import Arena, memory_of
-from cachetree.family import Family
+from cachetree.checkpoint.family import Family
 from cachetree.ids import Span
-from cachetree.memory import NoRoom, Plain
-from cachetree.ranges import Ranges
-from cachetree.slab import Layout, Slab
-from cachetree.staging import pageable
-from cachetree.tree import CacheTree
+from cachetree.memory.arena import Arena, memory_of
+from cachetree.memory.memory import NoRoom, Plain
+from cachetree.memory.ranges import Ranges
+from cachetree.memory.slab import Layout, Slab
+from cachetree.memory.staging import pageable
+from cachetree.tree.tree import CacheTree
 
 UNIT = mmap.PAGESIZE
 MODEL = ModelId("m")
@@ -132,7 +132,7 @@ def test_many_parts_given_back_under_one_view_come_back_without_recursion() -> N
 
 
 def test_no_run_of_free_places_long_enough_is_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cachetree.arena._TIMES", 1)
+    monkeypatch.setattr("cachetree.memory.arena._TIMES", 1)
     arena = Arena(8 * UNIT)
     first, middle, last = (arena.take(size * UNIT) for size in (3, 2, 3))
     first = arena.give_back(first, [Span(0, 3 * UNIT)])

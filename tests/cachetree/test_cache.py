@@ -49,7 +49,7 @@ from cachetree import (
     WorkerConfig,
 )
 from cachetree.cli import main
-from cachetree.staging_pool import StagingPool
+from cachetree.memory.staging_pool import StagingPool
 
 PAGES = pages_of(64)
 FETCH_BYTES = 64 * 4 * PAGE_BYTES

@@ -7,8 +7,8 @@ import pytest
 import torch
 from transport_parts import FAMILY
 
-from cachetree.codec import Codec, vector_bytes
-from cachetree.codecs import decode, encode
+from cachetree.checkpoint.codec import Codec, vector_bytes
+from cachetree.checkpoint.codecs import decode, encode
 from cachetree.errors import ConfigError
 
 LOSSY = (Codec.INT8, Codec.FP8, Codec.INT4)

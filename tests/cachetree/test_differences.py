@@ -12,9 +12,9 @@ import pytest
 from checkpoint_parts import CONFIG, NUM_LAYERS, weights, write
 from safetensors.numpy import save_file
 
-from cachetree.adapters import read_adapter
+from cachetree.checkpoint.adapters import read_adapter
+from cachetree.checkpoint.identity import first_difference
 from cachetree.errors import ConfigError
-from cachetree.identity import first_difference
 
 
 @pytest.mark.parametrize(

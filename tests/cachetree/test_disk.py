@@ -25,12 +25,12 @@ from disk_parts import (
     write,
 )
 
+from cachetree.checkpoint.family import Family
 from cachetree.disk import DiskConfig, DiskEntry, DiskStore
-from cachetree.entries import Change
 from cachetree.errors import StaleEntry
-from cachetree.family import Family
 from cachetree.ids import Span
-from cachetree.plan import Kind, Step
+from cachetree.planning.plan import Kind, Step
+from cachetree.tree.entries import Change
 
 
 def only(store: DiskStore, text: str) -> DiskEntry:

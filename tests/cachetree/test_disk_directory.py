@@ -20,9 +20,9 @@ from disk_parts import (
     write,
 )
 
+from cachetree.checkpoint.family import Family
 from cachetree.disk import DiskStore
 from cachetree.errors import ConfigError
-from cachetree.family import Family
 
 PARTS = Path(__file__).with_name("disk_parts.py")
 

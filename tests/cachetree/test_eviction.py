@@ -21,13 +21,13 @@ from tree_parts import (
     store,
 )
 
-from cachetree.entries import Change
 from cachetree.errors import ConfigError
-from cachetree.eviction import POLICIES, Retention
-from cachetree.eviction.leaf_heap import LeafHeap
-from cachetree.eviction.value import HALF_LIFE
 from cachetree.ids import PageHash
-from cachetree.tree import CacheTree
+from cachetree.tree.entries import Change
+from cachetree.tree.eviction import POLICIES, Retention
+from cachetree.tree.eviction.leaf_heap import LeafHeap
+from cachetree.tree.eviction.value import HALF_LIFE
+from cachetree.tree.tree import CacheTree
 
 SIZE = 20
 """Pages in the budget."""
@@ -219,7 +219,7 @@ def test_a_search_meets_the_same_obstacle_once(policy: str) -> None:
         return not (entry.num_children or entry.holds)  # type: ignore[attr-defined]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cachetree.entries.LocalEntry.is_evictable", property(count))
+        patch.setattr("cachetree.tree.entries.LocalEntry.is_evictable", property(count))
         for i in range(100):
             store(tree, A, chr(0x200 + i))
     assert looks < 30 + 3 * 100

@@ -7,7 +7,7 @@ import pytest
 
 from cachetree.evidence import CostModel, HeldOutTime
 from cachetree.ids import EMPTY_SPAN, Span
-from cachetree.profile import Recipe
+from cachetree.planning.profile import Recipe
 
 COSTS = CostModel(
     layer_s=1.0,

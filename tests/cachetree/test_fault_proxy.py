@@ -46,12 +46,12 @@ from cachetree import (
     Staging,
     Step,
 )
-from cachetree.arena import Arena
 from cachetree.cache import Cache
-from cachetree.checksum import checksum
 from cachetree.config import CacheConfig
-from cachetree.memory import PAGEABLE, ArenaFile, Memory
-from cachetree.plan import Plan
+from cachetree.memory.arena import Arena
+from cachetree.memory.checksum import checksum
+from cachetree.memory.memory import PAGEABLE, ArenaFile, Memory
+from cachetree.planning.plan import Plan
 from cachetree.transport import wire
 from cachetree.transport.frames import Frame, pack, unpack
 from cachetree.transport.landing import Landing

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from cachetree.hashing import page_hashes
+from cachetree.tree.hashing import page_hashes
 
 
 def test_known_values() -> None:

@@ -13,10 +13,10 @@ import pytest
 from checkpoint_parts import CONFIG, NUM_LAYERS, TOKENIZER, weights, write
 from safetensors.numpy import save_file
 
+from cachetree.checkpoint.family import Family
+from cachetree.checkpoint.identity import read_model_identity
+from cachetree.checkpoint.rope import canonical_rope
 from cachetree.errors import ConfigError
-from cachetree.family import Family
-from cachetree.identity import read_model_identity
-from cachetree.rope import canonical_rope
 
 
 def test_what_an_identity_says(tmp_path: Path) -> None:

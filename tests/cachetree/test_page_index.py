@@ -7,10 +7,10 @@ import struct
 
 import pytest
 
-from cachetree.entries import Node
 from cachetree.ids import PageHash
-from cachetree.page_index import PageIndex
-from cachetree.runs import Run
+from cachetree.tree.entries import Node
+from cachetree.tree.page_index import PageIndex
+from cachetree.tree.runs import Run
 
 NUM_CROWDED = 64
 

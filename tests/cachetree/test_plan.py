@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cachetree.ids import LOCAL, ModelId, Span
-from cachetree.plan import Kind, Plan, Step
+from cachetree.planning.plan import Kind, Plan, Step
 
 S, R = ModelId("s"), ModelId("r")
 

@@ -14,11 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachetree.entries import Match
-from cachetree.family import ModelIdentity
+from cachetree.checkpoint.family import ModelIdentity
 from cachetree.ids import EMPTY_SPAN, LOCAL, Location, Span
-from cachetree.plan import Plan
-from cachetree.policy import (
+from cachetree.planning.plan import Plan
+from cachetree.planning.policy import (
     Costs,
     Demand,
     Gate,
@@ -34,8 +33,9 @@ from cachetree.policy import (
     recompute_s,
     saving_s,
 )
-from cachetree.profile import VERSION, BlockQuality, PairProfile
-from cachetree.schedule import Request, Strategy, schedule
+from cachetree.planning.profile import VERSION, BlockQuality, PairProfile
+from cachetree.planning.schedule import Request, Strategy, schedule
+from cachetree.tree.entries import Match
 
 MB = 1_000_000
 FAR = Location("tcp://far:1")

@@ -19,9 +19,9 @@ from test_policy import (
 )
 
 from cachetree.ids import Span
-from cachetree.plan import Plan
-from cachetree.policy import Gate, NoReuse, Requested, index_profiles, predict_ttft_s
-from cachetree.profile import BlockQuality, PairProfile
+from cachetree.planning.plan import Plan
+from cachetree.planning.policy import Gate, NoReuse, Requested, index_profiles, predict_ttft_s
+from cachetree.planning.profile import BlockQuality, PairProfile
 
 BUSY = replace(DEMAND, num_waiting=1)
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from cachetree.codec import Codec
+from cachetree.checkpoint.codec import Codec
+from cachetree.checkpoint.family import Family, ModelIdentity
 from cachetree.errors import FamilyMismatch, ProfileError
-from cachetree.family import Family, ModelIdentity
 from cachetree.ids import EMPTY_SPAN, Span
-from cachetree.profile import (
+from cachetree.planning.profile import (
     PROJECTION,
     VERSION,
     BlockQuality,

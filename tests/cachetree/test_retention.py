@@ -9,9 +9,9 @@ from cachetree.cache import Cache
 from cachetree.clock import Deadline
 from cachetree.config import CacheConfig
 from cachetree.errors import ConfigError, PinRefused
-from cachetree.eviction import POLICIES, Retention
-from cachetree.staging import pageable
-from cachetree.tree import CacheTree
+from cachetree.memory.staging import pageable
+from cachetree.tree.eviction import POLICIES, Retention
+from cachetree.tree.tree import CacheTree
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cachetree.ids import Span
-from cachetree.schedule import Request, Resource, Strategy, Timeline, Work, schedule
+from cachetree.planning.schedule import Request, Resource, Strategy, Timeline, Work, schedule
 
 ONES = (1.0,) * 10
 PAPER = (

@@ -36,8 +36,8 @@ from transport_parts import (
 )
 
 from cachetree import Deadline, FetchError, PeerState, ProtocolError, Step
-from cachetree.arena import Arena
-from cachetree.checksum import checksum
+from cachetree.memory.arena import Arena
+from cachetree.memory.checksum import checksum
 from cachetree.transport import wire
 
 PAGES = pages_of(16)

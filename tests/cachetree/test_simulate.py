@@ -11,8 +11,7 @@ import pytest
 
 from cachetree.cli import main
 from cachetree.errors import ConfigError
-from cachetree.eviction import POLICIES, Retention
-from cachetree.prefill_cost import PrefillCost
+from cachetree.planning.prefill_cost import PrefillCost
 from cachetree.simulate import (
     GENERATORS,
     Header,
@@ -25,6 +24,7 @@ from cachetree.simulate import (
     replay,
     write_trace,
 )
+from cachetree.tree.eviction import POLICIES, Retention
 
 ROOT = Path(__file__).resolve().parents[2]
 TRACES = ROOT / "benchmarks/traces"

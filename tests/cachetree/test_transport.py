@@ -47,7 +47,7 @@ from cachetree import (
     Worker,
     WorkerConfig,
 )
-from cachetree.arena import Arena
+from cachetree.memory.arena import Arena
 from cachetree.transport import ask_status
 from cachetree.transport.stream import LOCATED_BYTES
 

@@ -50,7 +50,7 @@ from cachetree import (
     Worker,
     WorkerConfig,
 )
-from cachetree.arena import Arena
+from cachetree.memory.arena import Arena
 from cachetree.transport import Pusher, frames
 from cachetree.transport.frames import Frame
 from cachetree.transport.sealing import Seals

@@ -25,12 +25,12 @@ from tree_parts import (
 )
 
 from cachetree.clock import Deadline
-from cachetree.entries import Change, Match
 from cachetree.errors import StaleEntry
 from cachetree.ids import LOCAL, ModelId, PageHash, Span
-from cachetree.memory import Plain
-from cachetree.staging import pageable
-from cachetree.tree import CacheTree
+from cachetree.memory.memory import Plain
+from cachetree.memory.staging import pageable
+from cachetree.tree.entries import Change, Match
+from cachetree.tree.tree import CacheTree
 
 
 def test_match_reports_the_longest_prefix_per_model_and_location() -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from tree_parts import FAMILY, FAR, KV, PAGE, A, B, E, content, far_future, make_tree, path, store
 
-from cachetree.entries import Change
 from cachetree.ids import ModelId
-from cachetree.tree import CacheTree
+from cachetree.tree.entries import Change
+from cachetree.tree.tree import CacheTree
 
 
 def e_pages(tree: CacheTree, model: ModelId, text: str) -> dict[int, int]:

@@ -11,8 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tree_oracle import ALPHABETS, E_CHOICES, LIAR, LOCATIONS, NAMES, Mirror
 from tree_walks import DEEP, SHALLOW, random_walk, retention_of
 
-from cachetree.eviction import POLICIES, Retention
 from cachetree.ids import Location
+from cachetree.tree.eviction import POLICIES, Retention
 
 
 @pytest.mark.parametrize("longest", [SHALLOW, DEEP])

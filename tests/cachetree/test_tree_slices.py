@@ -11,11 +11,11 @@ from types import FrameType, TracebackType
 import pytest
 from tree_parts import FAMILY, FAR, FARTHER, PAGE, A, B, FakeTime, make_tree, num_pages, path, store
 
-from cachetree.entries import Change
 from cachetree.ids import LOCAL, Location
 from cachetree.transport.session import Session
 from cachetree.transport.wire import Reset
-from cachetree.tree import SLICE, CacheTree
+from cachetree.tree.entries import Change
+from cachetree.tree.tree import SLICE, CacheTree
 
 MOST_CALLS = 40 * SLICE
 """Python functions called while the lock is held once, 40 for each node looked at."""

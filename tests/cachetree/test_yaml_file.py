@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from cachetree import ConfigError
+from cachetree.checkpoint.identity import read_model_identity
 from cachetree.errors import ProfileError
-from cachetree.identity import read_model_identity
-from cachetree.profile import read_profile
+from cachetree.planning.profile import read_profile
 from cachetree.transport.keys import read_key_pair
 from cachetree.yaml_file import read_yaml, settings_of
 

@@ -32,8 +32,8 @@ from cachetree import (
     Worker,
     WorkerConfig,
 )
-from cachetree.arena import Arena
-from cachetree.memory import PAGEABLE, ArenaFile, Memory
+from cachetree.memory.arena import Arena
+from cachetree.memory.memory import PAGEABLE, ArenaFile, Memory
 from cachetree.transport import channel, wire
 from cachetree.transport.address import Address
 from cachetree.transport.channel import Channel

@@ -23,11 +23,11 @@ from page_oracle import OpenLease, OpenPin, OpenReservation, Oracle, Page, Slab,
 from tree_parts import FAMILY, KV, E, content
 
 from cachetree.clock import Deadline
-from cachetree.entries import Change
 from cachetree.errors import PinRefused, StaleEntry
-from cachetree.hashing import page_hashes
 from cachetree.ids import LOCAL, Location, ModelId, PageHash, Span
-from cachetree.tree import CacheTree
+from cachetree.tree.entries import Change
+from cachetree.tree.hashing import page_hashes
+from cachetree.tree.tree import CacheTree
 
 NAMES = ("base", "adapter")
 LOCATIONS = (Location("tcp://far:1"), Location("tcp://farther:1"))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Sequence
 
+from cachetree.checkpoint.family import Family
 from cachetree.clock import Deadline
-from cachetree.family import Family
 from cachetree.ids import LOCAL, Location, ModelId, PageHash
-from cachetree.tree import CacheTree
+from cachetree.tree.tree import CacheTree
 
 FAMILY = Family(
     architecture="LlamaForCausalLM",

@@ -15,8 +15,8 @@ from page_oracle import prefixes
 from tree_oracle import ALPHABETS, E_CHOICES, LIAR, LOCATIONS, NAMES, Mirror, path
 from tree_parts import FAMILY, PAGE
 
-from cachetree.eviction import POLICIES, Retention
 from cachetree.ids import ModelId
+from cachetree.tree.eviction import POLICIES, Retention
 
 SHALLOW, DEEP = 7, 30
 """Lengths of the longest texts."""

@@ -27,18 +27,16 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from virtual_cuda import Line, VirtualCuda, VirtualTensor
 
-from cachetree.budget import Budget, BudgetedStaging
 from cachetree.cache import Cache
+from cachetree.checkpoint.codec import Codec
+from cachetree.checkpoint.family import Family
+from cachetree.checkpoint.identity import read_model_identity
 from cachetree.clock import Deadline
-from cachetree.codec import Codec
 from cachetree.config import CacheConfig
-from cachetree.family import Family
-from cachetree.identity import read_model_identity
 from cachetree.ids import Location, ModelId, PageHash, Span
-from cachetree.plan import Plan, Step
+from cachetree.memory.budget import Budget, BudgetedStaging
+from cachetree.planning.plan import Plan, Step
 from profiles.oracle import KV
-from sglang_droidspeak import partial_prefill
-from sglang_droidspeak.capture import Attachment, EPool, Provenance
 from sglang_droidspeak.compat.names import (
     ForwardBatch,
     ForwardContext,
@@ -48,17 +46,19 @@ from sglang_droidspeak.compat.names import (
     ScheduleBatch,
     forward_context,
 )
-from sglang_droidspeak.forward import ForwardPass
-from sglang_droidspeak.job import Job
-from sglang_droidspeak.labels import Labels
 from sglang_droidspeak.layers import LayerStack
-from sglang_droidspeak.loader import Copies, Loader
 from sglang_droidspeak.meter import Meter
 from sglang_droidspeak.metrics import Metrics
-from sglang_droidspeak.offloader import Offloader
-from sglang_droidspeak.pool import PoolPages
 from sglang_droidspeak.ranks import Ranks
-from sglang_droidspeak.rows import Coding, rows_of
+from sglang_droidspeak.request import partial_prefill
+from sglang_droidspeak.request.forward import ForwardPass
+from sglang_droidspeak.request.job import Job
+from sglang_droidspeak.request.labels import Labels
+from sglang_droidspeak.request.loader import Copies, Loader
+from sglang_droidspeak.store.capture import Attachment, EPool, Provenance
+from sglang_droidspeak.store.offloader import Offloader
+from sglang_droidspeak.store.pool import PoolPages
+from sglang_droidspeak.store.rows import Coding, rows_of
 
 T = TypeVar("T")
 

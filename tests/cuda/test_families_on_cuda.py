@@ -28,11 +28,11 @@ from virtual_cuda import VirtualCuda
 
 from cachetree.clock import Deadline
 from cachetree.ids import Span
-from cachetree.plan import Kind, Step
+from cachetree.planning.plan import Kind, Step
 from profiles.oracle import partial_prefill, prefill
 from profiles.random_models import random_prompt, shape, write_models
-from sglang_droidspeak.offloader import Offload
-from sglang_droidspeak.pool import PoolPages
+from sglang_droidspeak.store.offloader import Offload
+from sglang_droidspeak.store.pool import PoolPages
 
 FAMILIES = ["llama", "mistral", "phi3", "qwen2", "qwen3", "mixtral"]
 BLOCK = Span(1, 3)

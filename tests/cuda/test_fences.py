@@ -22,10 +22,10 @@ from virtual_cuda import ROOT, Line, VirtualCuda
 
 from cachetree.errors import FetchError
 from cachetree.ids import Span
-from cachetree.plan import Kind, Step
+from cachetree.planning.plan import Kind, Step
 from profiles.random_models import shape, write_models
-from sglang_droidspeak.offloader import Offload
-from sglang_droidspeak.pool import PoolPages
+from sglang_droidspeak.store.offloader import Offload
+from sglang_droidspeak.store.pool import PoolPages
 
 TOKENS = list(range(4, 4 + 2 * PAGE + 4))
 BLOCK = Span(1, 3)

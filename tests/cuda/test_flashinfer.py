@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from virtual_cuda import VirtualCuda
 
 from cachetree.ids import Span
-from cachetree.plan import Kind, Step
+from cachetree.planning.plan import Kind, Step
 from profiles.oracle import partial_prefill, prefill
 from profiles.random_models import random_prompt, shape, write_models
 

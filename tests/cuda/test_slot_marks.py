@@ -9,8 +9,8 @@ import pytest
 import torch
 from virtual_cuda import VirtualCuda
 
-from sglang_droidspeak.capture import EPool, Provenance
 from sglang_droidspeak.compat.names import ForwardMode
+from sglang_droidspeak.store.capture import EPool, Provenance
 
 HIDDEN, SLOTS = 64, 64
 NOWHERE = torch.empty(0, dtype=torch.int64)

@@ -158,7 +158,7 @@ def test_an_event_has_to_be_over_before_its_time_is_asked(cuda: VirtualCuda) -> 
 
 
 def test_queues_of_the_product_carry_clocks() -> None:
-    import sglang_droidspeak.loader as loader
+    import sglang_droidspeak.request.loader as loader
 
     assert loader.SimpleQueue is SimpleQueue
     with VirtualCuda():

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cachetree import ModelIdentity, PairProfile
-from cachetree.profile import VERSION, BlockQuality
+from cachetree.planning.profile import VERSION, BlockQuality
 from sglang_droidspeak.demo.checks import equality_failures, quality_failures, reuse_failures
 from sglang_droidspeak.demo.conditions import Condition
 from sglang_droidspeak.demo.results import (
@@ -17,7 +17,7 @@ from sglang_droidspeak.demo.results import (
     quality_of,
     speed_of,
 )
-from sglang_droidspeak.meta_info import RequestProvenance
+from sglang_droidspeak.request.meta_info import RequestProvenance
 
 REUSED = RequestProvenance(
     outcome="reused", reused_tokens=128, recomputed_layers=3, loaded_layers=9, fetched_bytes=1000

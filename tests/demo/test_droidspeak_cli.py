@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from cachetree.identity import read_model_identity
-from cachetree.profile import read_profile, write_profile
+from cachetree.checkpoint.identity import read_model_identity
+from cachetree.planning.profile import read_profile, write_profile
 from sglang_droidspeak.cli import main
 from sglang_droidspeak.demo import DemoConfig
 

@@ -10,7 +10,7 @@ NUM_BROKEN = 240
 
 
 def place() -> None:
-    from sglang_droidspeak.rows import Coding
+    from sglang_droidspeak.store.rows import Coding
 
     load = Coding.load
 

@@ -13,16 +13,16 @@ import torch
 from sglang.srt.mem_cache.utils import storage_namespace_seed
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from cachetree import hashing
 from cachetree.cache import Cache
+from cachetree.checkpoint.family import Family, ModelIdentity
+from cachetree.checkpoint.identity import read_model_identity
 from cachetree.config import CacheConfig
-from cachetree.family import Family, ModelIdentity
-from cachetree.identity import read_model_identity
 from cachetree.ids import ModelId, PageHash, Span
-from cachetree.profile import VERSION, BlockQuality, PairProfile
+from cachetree.planning.profile import VERSION, BlockQuality, PairProfile
+from cachetree.tree import hashing
 from profiles.oracle import Generated, decode, partial_prefill
 from profiles.random_models import random_prompt
-from sglang_droidspeak.servers import Server
+from sglang_droidspeak.fleet.servers import Server
 
 PAGE = 16
 CPU = {

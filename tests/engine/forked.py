@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from sglang_droidspeak import servers
+from sglang_droidspeak.fleet import servers
 
 MODULE = "sglang.launch_server"
 BEFORE = "FORKED_BEFORE"

@@ -9,8 +9,8 @@ from typing import Any
 
 from engine_parts import CPU, oracle, whole_pages
 
-from cachetree.family import ModelIdentity
-from cachetree.identity import read_model_identity
+from cachetree.checkpoint.family import ModelIdentity
+from cachetree.checkpoint.identity import read_model_identity
 from cachetree.ids import ModelId, Span
 from profiles.adapters import merge_folder
 from profiles.oracle import Generated

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sglang_droidspeak.servers import Worker, WorkerSpec
+from sglang_droidspeak.fleet.servers import Worker, WorkerSpec
 
 
 class Shelf:

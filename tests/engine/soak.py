@@ -42,9 +42,9 @@ from processes import num_descriptors, num_threads, resident_bytes
 from shelf import Shelf
 
 from cachetree import Location
-from cachetree.identity import read_model_identity
+from cachetree.checkpoint.identity import read_model_identity
 from profiles.random_models import shape, write_models
-from sglang_droidspeak.servers import Server, free_port, running
+from sglang_droidspeak.fleet.servers import Server, free_port, running
 
 NUM_DOCUMENTS = 12
 NUM_TOKENS = 400

@@ -5,7 +5,7 @@ from __future__ import annotations
 from engine_parts import page_hashes
 from transport_parts import ScriptedWorker
 
-from cachetree.family import Family
+from cachetree.checkpoint.family import Family
 from cachetree.transport import wire
 from cachetree.transport.frames import Frame
 

@@ -30,9 +30,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from shelf import Shelf
 
 from cachetree import Location
-from cachetree.identity import read_model_identity
+from cachetree.checkpoint.identity import read_model_identity
 from profiles.random_models import shape, write_models
-from sglang_droidspeak.servers import Server, free_port, running
+from sglang_droidspeak.fleet.servers import Server, free_port, running
 
 NUM_LAYERS = 10
 NUM_TOKENS = 200

@@ -14,7 +14,7 @@ from lora_parts import BASE, WITH_LORA, Checkpoints
 
 from cachetree.ids import EMPTY_SPAN
 from profiles.oracle import Generated
-from sglang_droidspeak.servers import Server, running
+from sglang_droidspeak.fleet.servers import Server, running
 
 pytestmark = pytest.mark.server
 

@@ -16,18 +16,18 @@ import pytest
 import torch
 from engine_parts import PAGE, family_of
 
-from cachetree.adapters import Adapter
+from cachetree.checkpoint.adapters import Adapter
 from cachetree.clock import Deadline
-from cachetree.hashing import page_hashes
 from cachetree.ids import EMPTY_SPAN, LOCAL, ModelId, PageHash, Span, is_pool
-from cachetree.plan import Kind, Plan, Step
-from cachetree.tree import CacheTree
+from cachetree.planning.plan import Kind, Plan, Step
+from cachetree.tree.hashing import page_hashes
+from cachetree.tree.tree import CacheTree
 from profiles.random_models import shape, write_models
-from sglang_droidspeak import models as models_module
-from sglang_droidspeak import pool as pool_module
-from sglang_droidspeak.capture import Provenance
-from sglang_droidspeak.models import Models
-from sglang_droidspeak.pool import PoolIndex, pool_of
+from sglang_droidspeak.adapters import models as models_module
+from sglang_droidspeak.adapters.models import Models
+from sglang_droidspeak.store import pool as pool_module
+from sglang_droidspeak.store.capture import Provenance
+from sglang_droidspeak.store.pool import PoolIndex, pool_of
 
 NUM_PAGES = 96
 """Of the pool: small, so that slots are used again and again."""

@@ -12,10 +12,10 @@ from forked import ServerSpec
 from shipped import DATA, SHIPPED
 
 from cachetree import Cache, CacheConfig
-from cachetree.codec import Codec
+from cachetree.checkpoint.codec import Codec
 from profiles.metrics import token_f1
 from profiles.records import by_context, context_prompt, prompt_of, read_records
-from sglang_droidspeak.servers import Server, free_port, running
+from sglang_droidspeak.fleet.servers import Server, free_port, running
 
 pytestmark = pytest.mark.server
 

@@ -19,7 +19,7 @@ from engine_parts import (
 from forked import ServerSpec
 
 from profiles.random_models import shape, write_models
-from sglang_droidspeak.servers import running
+from sglang_droidspeak.fleet.servers import running
 
 pytestmark = pytest.mark.server
 

@@ -18,12 +18,12 @@ from engine_parts import CPU, ENV, Answer, Watcher, answer, oracle, profile_of, 
 from forked import ServerSpec
 from struck_parts import scraped
 
-from cachetree.identity import read_model_identity
+from cachetree.checkpoint.identity import read_model_identity
 from cachetree.ids import Span
-from cachetree.profile import write_profile
+from cachetree.planning.profile import write_profile
 from profiles.oracle import Generated
 from profiles.random_models import shape, write_models
-from sglang_droidspeak.servers import Server, free_port, running
+from sglang_droidspeak.fleet.servers import Server, free_port, running
 
 pytestmark = pytest.mark.server
 

@@ -10,7 +10,7 @@ from forked import ServerSpec
 
 from cachetree.ids import Span
 from profiles.random_models import shape, write_models
-from sglang_droidspeak.servers import free_port, running
+from sglang_droidspeak.fleet.servers import free_port, running
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 

@@ -18,10 +18,10 @@ from forked import ServerSpec
 from processes import num_descriptors, num_threads
 
 from cachetree import Location
-from cachetree.identity import read_model_identity
+from cachetree.checkpoint.identity import read_model_identity
 from cachetree.transport import ask_status
 from profiles.random_models import shape, write_models
-from sglang_droidspeak.servers import Server, free_port, running
+from sglang_droidspeak.fleet.servers import Server, free_port, running
 
 pytestmark = pytest.mark.server
 

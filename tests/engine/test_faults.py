@@ -35,13 +35,13 @@ from shelf import Shelf
 from stalling import StallingWorker
 
 from cachetree.cache import Cache
+from cachetree.checkpoint.family import Family
+from cachetree.checkpoint.identity import read_model_identity
 from cachetree.config import CacheConfig
-from cachetree.family import Family
-from cachetree.identity import read_model_identity
 from cachetree.ids import Location, Span
 from profiles.random_models import shape, write_models
 from sglang_droidspeak.cli import main
-from sglang_droidspeak.servers import Server, free_port, running
+from sglang_droidspeak.fleet.servers import Server, free_port, running
 
 pytestmark = pytest.mark.server
 

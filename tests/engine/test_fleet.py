@@ -9,12 +9,12 @@ import msgspec
 import pytest
 import yaml
 
+from cachetree.checkpoint.family import Family
+from cachetree.checkpoint.identity import read_model_identity
 from cachetree.cli.serve import read_config
 from cachetree.errors import ConfigError
-from cachetree.family import Family
-from cachetree.identity import read_model_identity
-from sglang_droidspeak.fleet import Fleet, read_fleet, sglang_flags, shared_cores, specs
-from sglang_droidspeak.servers import ServerSpec, WorkerSpec
+from sglang_droidspeak.fleet.fleet import Fleet, read_fleet, sglang_flags, shared_cores, specs
+from sglang_droidspeak.fleet.servers import ServerSpec, WorkerSpec
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "fleet.yaml"

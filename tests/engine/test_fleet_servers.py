@@ -16,8 +16,8 @@ from security_parts import Party, new_party
 from cachetree.transport import Credentials, ask_status, credentials_of
 from profiles.pairs.questions import DATA
 from profiles.records import prompt_of, read_records
-from sglang_droidspeak.fleet import read_fleet, specs
-from sglang_droidspeak.servers import Process, Server, ServerSpec, WorkerSpec, running
+from sglang_droidspeak.fleet.fleet import read_fleet, specs
+from sglang_droidspeak.fleet.servers import Process, Server, ServerSpec, WorkerSpec, running
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH
 
-from sglang_droidspeak import forward, prefixes
-from sglang_droidspeak.capture import Provenance
 from sglang_droidspeak.compat.names import ForwardMode
-from sglang_droidspeak.labels import Labels
-from sglang_droidspeak.meta_info import KEY, RequestProvenance
 from sglang_droidspeak.meter import Meter
 from sglang_droidspeak.ranks import Ranks
+from sglang_droidspeak.request import forward, prefixes
+from sglang_droidspeak.request.labels import Labels
+from sglang_droidspeak.request.meta_info import KEY, RequestProvenance
+from sglang_droidspeak.store.capture import Provenance
 
 
 class Counts:

@@ -14,15 +14,15 @@ from test_waiting import request
 
 from cachetree.clock import Deadline
 from cachetree.ids import Location, ModelId, Span
-from cachetree.plan import Plan
-from cachetree.staging import Staging
-from sglang_droidspeak import forward
-from sglang_droidspeak.capture import Provenance
+from cachetree.memory.staging import Staging
+from cachetree.planning.plan import Plan
 from sglang_droidspeak.compat.names import ForwardMode
-from sglang_droidspeak.forward import ForwardPass
-from sglang_droidspeak.job import Job
-from sglang_droidspeak.loader import Copies, Loader
 from sglang_droidspeak.ranks import Ranks
+from sglang_droidspeak.request import forward
+from sglang_droidspeak.request.forward import ForwardPass
+from sglang_droidspeak.request.job import Job
+from sglang_droidspeak.request.loader import Copies, Loader
+from sglang_droidspeak.store.capture import Provenance
 
 PAGE, NUM_LAYERS, NUM_TOKENS = 16, 4, 64
 EVERYTHING = Span(0, NUM_LAYERS)

@@ -11,7 +11,7 @@ from forked import ServerSpec
 from lora_parts import BASE, NUM_LAYERS, WITH_LORA, Checkpoints
 
 from cachetree.ids import EMPTY_SPAN, Span
-from sglang_droidspeak.servers import Server, free_port, running
+from sglang_droidspeak.fleet.servers import Server, free_port, running
 
 pytestmark = pytest.mark.server
 

@@ -29,11 +29,11 @@ from cachetree.cache import Cache
 from cachetree.clock import Deadline
 from cachetree.config import CacheConfig
 from cachetree.ids import EMPTY_SPAN, Location, ModelId, PageHash, Span
-from cachetree.plan import Plan
+from cachetree.planning.plan import Plan
 from profiles.adapters import merge_folder
 from profiles.oracle import Generated
 from profiles.random_models import write_adapter
-from sglang_droidspeak.servers import Server, free_port, running
+from sglang_droidspeak.fleet.servers import Server, free_port, running
 
 pytestmark = pytest.mark.server
 

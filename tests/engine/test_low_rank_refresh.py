@@ -17,16 +17,16 @@ from sglang.srt.lora.layers import QKVParallelLinearWithLoRA
 from sglang.srt.lora.lora import LoRAAdapter
 from torch import Tensor, nn
 
-from cachetree.entries import Match
 from cachetree.ids import EMPTY_SPAN, ModelId, Span
-from cachetree.plan import Plan
+from cachetree.planning.plan import Plan
+from cachetree.tree.entries import Match
 from profiles.random_models import shape, write_adapter, write_models
-from sglang_droidspeak.capture import EPool
-from sglang_droidspeak.job import Job
+from sglang_droidspeak.adapters.low_rank import LowRank, SharedA, shared_a
+from sglang_droidspeak.adapters.models import LoadedModel, Models
 from sglang_droidspeak.layers import LayerStack
-from sglang_droidspeak.low_rank import LowRank, SharedA, shared_a
-from sglang_droidspeak.models import LoadedModel, Models
-from sglang_droidspeak.pool import PoolPages, pool_of
+from sglang_droidspeak.request.job import Job
+from sglang_droidspeak.store.capture import EPool
+from sglang_droidspeak.store.pool import PoolPages, pool_of
 
 HIDDEN, HEADS, KV_HEADS, HEAD = 64, 4, 2, 16
 PAGE, PAGES = 4, Span(1, 4)

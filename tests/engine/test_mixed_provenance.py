@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang_droidspeak.capture import Provenance
 from sglang_droidspeak.compat.names import ForwardMode
+from sglang_droidspeak.store.capture import Provenance
 
 NUM_REQUESTS, NUM_SLOTS, LENGTH = 5, 400, 64
 NOWHERE = torch.tensor([], dtype=torch.int64)

@@ -12,22 +12,22 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from cachetree.cache import Cache
+from cachetree.checkpoint.family import Family
 from cachetree.clock import Deadline
 from cachetree.config import CacheConfig
 from cachetree.errors import DeadlineExceeded
-from cachetree.family import Family
 from cachetree.ids import EMPTY_SPAN, Location, ModelId, PageHash, Span
-from cachetree.plan import Kind, Plan, Step
-from cachetree.staging import Staging
-from sglang_droidspeak.capture import Provenance
+from cachetree.memory.staging import Staging
+from cachetree.planning.plan import Kind, Plan, Step
 from sglang_droidspeak.compat import HookType, place_hooks
 from sglang_droidspeak.compat.names import ForwardMode
-from sglang_droidspeak.controls import Controls, parse_controls
-from sglang_droidspeak.job import ForwardWaitExceeded, Job
-from sglang_droidspeak.meta_info import provenance_of
 from sglang_droidspeak.meter import Meter
 from sglang_droidspeak.metrics import CacheMetrics
-from sglang_droidspeak.partial_prefill import Prefix, pack
+from sglang_droidspeak.request.controls import Controls, parse_controls
+from sglang_droidspeak.request.job import ForwardWaitExceeded, Job
+from sglang_droidspeak.request.meta_info import provenance_of
+from sglang_droidspeak.request.partial_prefill import Prefix, pack
+from sglang_droidspeak.store.capture import Provenance
 
 MIDDLE = Span(2, 4)
 

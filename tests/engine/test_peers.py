@@ -17,15 +17,15 @@ import pytest
 from permissive import made
 
 from cachetree.cache import Cache
+from cachetree.checkpoint.family import Family
 from cachetree.config import CacheConfig
-from cachetree.family import Family
 from cachetree.ids import ModelId, PageHash
 from cachetree.transport import WorkerConfig
+from sglang_droidspeak.adapters.models import Part
 from sglang_droidspeak.cli import main
-from sglang_droidspeak.models import Part
-from sglang_droidspeak.peers import KEY, mark_log, not_ready, told
-from sglang_droidspeak.planner import Planner
-from sglang_droidspeak.servers import free_port
+from sglang_droidspeak.fleet.servers import free_port
+from sglang_droidspeak.request.planner import Planner
+from sglang_droidspeak.start.peers import KEY, mark_log, not_ready, told
 
 FAMILY = Family(
     architecture="LlamaForCausalLM",

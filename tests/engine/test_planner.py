@@ -11,10 +11,10 @@ import torch
 from permissive import made
 from test_policy import ALL_E, FAR, MEASURED, PROFILE, R, S, match
 
-from cachetree.codec import Codec
+from cachetree.checkpoint.codec import Codec
 from cachetree.ids import PageHash, Span
-from sglang_droidspeak.models import Part
-from sglang_droidspeak.planner import Planner
+from sglang_droidspeak.adapters.models import Part
+from sglang_droidspeak.request.planner import Planner
 
 PAGE = 16
 TREE = SimpleNamespace(

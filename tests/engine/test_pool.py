@@ -16,18 +16,18 @@ import torch
 from engine_parts import PAGE, family_of
 
 from cachetree.errors import ConfigError
-from cachetree.hashing import page_hashes
 from cachetree.ids import EMPTY_SPAN, ModelId, PageHash, Span
-from cachetree.plan import Plan
-from cachetree.tree import CacheTree
+from cachetree.planning.plan import Plan
+from cachetree.tree.hashing import page_hashes
+from cachetree.tree.tree import CacheTree
 from profiles.random_models import random_prompt, shape, write_adapter, write_models
-from sglang_droidspeak import pool as pool_module
-from sglang_droidspeak import prefixes
-from sglang_droidspeak.capture import Provenance
-from sglang_droidspeak.leaders import Leaders
-from sglang_droidspeak.models import Models
-from sglang_droidspeak.pool import Held, PoolIndex, pool_of
+from sglang_droidspeak.adapters.leaders import Leaders
+from sglang_droidspeak.adapters.models import Models
 from sglang_droidspeak.ranks import Ranks
+from sglang_droidspeak.request import prefixes
+from sglang_droidspeak.store import pool as pool_module
+from sglang_droidspeak.store.capture import Provenance
+from sglang_droidspeak.store.pool import Held, PoolIndex, pool_of
 
 BASE, ADAPTED = ModelId("base"), ModelId("adapted")
 NUM_SLOTS = 64 * PAGE

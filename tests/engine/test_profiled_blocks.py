@@ -31,7 +31,7 @@ from profiles.passes import DocumentPasses
 from profiles.room import Room
 from profiles.study import FIRST_NEW, THEIRS, block_mixture
 from profiles.tasks import TaskOptions
-from sglang_droidspeak.servers import Server, free_port, running
+from sglang_droidspeak.fleet.servers import Server, free_port, running
 
 pytestmark = pytest.mark.server
 

@@ -12,15 +12,15 @@ import torch
 from permissive import made
 from test_waiting import PAGE, PLAN, request
 
-from cachetree.budget import Budget, BudgetedStaging
 from cachetree.clock import Deadline
 from cachetree.errors import Cancelled
-from cachetree.plan import Kind, Step
-from cachetree.staging import pageable
-from sglang_droidspeak.job import Job
+from cachetree.memory.budget import Budget, BudgetedStaging
+from cachetree.memory.staging import pageable
+from cachetree.planning.plan import Kind, Step
 from sglang_droidspeak.linker import DroidSpeakLinker
 from sglang_droidspeak.ranks import Ranks
-from sglang_droidspeak.waiting import WaitingRequests
+from sglang_droidspeak.request.job import Job
+from sglang_droidspeak.request.waiting import WaitingRequests
 
 STEP_BYTES = 40
 

@@ -13,7 +13,7 @@ import torch
 from torch import distributed
 
 from cachetree.ids import Location, ModelId, Span
-from cachetree.plan import Plan
+from cachetree.planning.plan import Plan
 from sglang_droidspeak.ranks import AnotherRankFailed, Ranks
 
 NUM_RANKS = 2

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sglang_droidspeak.replies import Replies
+from sglang_droidspeak.request.replies import Replies
 
 
 class Streamer:

@@ -13,8 +13,8 @@ from forked import ServerSpec
 from lora_parts import BASE, WITH_LORA, Checkpoints
 
 from cachetree.ids import EMPTY_SPAN
-from cachetree.profile import BlockQuality, write_profile
-from sglang_droidspeak.servers import Server, running
+from cachetree.planning.profile import BlockQuality, write_profile
+from sglang_droidspeak.fleet.servers import Server, running
 
 pytestmark = pytest.mark.server
 

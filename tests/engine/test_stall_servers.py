@@ -14,7 +14,7 @@ from engine_parts import CPU, ENV
 from forked import ServerSpec
 
 from profiles.random_models import random_prompt, shape, write_adapter, write_models
-from sglang_droidspeak.servers import Server, running
+from sglang_droidspeak.fleet.servers import Server, running
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 

@@ -16,15 +16,15 @@ import torch
 from engine_parts import ENV, profile_of
 from msgspec.structs import replace
 
-from cachetree.eviction import Retention
-from cachetree.identity import read_model_identity
-from cachetree.profile import BlockQuality, write_profile
+from cachetree.checkpoint.identity import read_model_identity
+from cachetree.planning.profile import BlockQuality, write_profile
 from cachetree.transport import write_key_pair
+from cachetree.tree.eviction import Retention
 from profiles.random_models import shape, write_models
 from sglang_droidspeak import compat
-from sglang_droidspeak.config import LINKER_MODULE, cache_config
-from sglang_droidspeak.servers import ServerFailed, ServerSpec, free_port, running
-from sglang_droidspeak.site import check_arguments, check_front_end, load_site
+from sglang_droidspeak.fleet.servers import ServerFailed, ServerSpec, free_port, running
+from sglang_droidspeak.start.config import LINKER_MODULE, cache_config
+from sglang_droidspeak.start.site import check_arguments, check_front_end, load_site
 
 HERE = "tcp://127.0.0.1:7001"
 KEY = "ctpub-" + "0" * 64

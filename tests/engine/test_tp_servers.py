@@ -31,11 +31,11 @@ from stalling import StallingWorker
 from cachetree.cache import Cache
 from cachetree.config import CacheConfig
 from cachetree.ids import EMPTY_SPAN, Span
-from cachetree.profile import write_profile
+from cachetree.planning.profile import write_profile
 from profiles.adapters import merge_folder
 from profiles.random_models import write_adapter
-from sglang_droidspeak.config import at_rank
-from sglang_droidspeak.servers import Server, free_port, running
+from sglang_droidspeak.fleet.servers import Server, free_port, running
+from sglang_droidspeak.start.config import at_rank
 
 pytestmark = pytest.mark.server
 

@@ -13,23 +13,23 @@ from typing import Any
 import pytest
 import torch
 
-from cachetree.budget import Budget, BudgetedStaging
 from cachetree.clock import Clock, Deadline
 from cachetree.errors import Cancelled, DeadlineExceeded
 from cachetree.ids import Location, ModelId, Span
-from cachetree.plan import Plan
-from cachetree.staging import pageable
+from cachetree.memory.budget import Budget, BudgetedStaging
+from cachetree.memory.staging import pageable
+from cachetree.planning.plan import Plan
 from cachetree.tier import Search
-from sglang_droidspeak import prefixes
-from sglang_droidspeak.labels import Labels
-from sglang_droidspeak.leaders import Leaders
+from sglang_droidspeak.adapters.leaders import Leaders
+from sglang_droidspeak.adapters.models import Part
 from sglang_droidspeak.linker import DroidSpeakLinker
-from sglang_droidspeak.meta_info import RequestProvenance
-from sglang_droidspeak.models import Part
-from sglang_droidspeak.planner import Declined, Planned, Planner
-from sglang_droidspeak.prefixes import reusable_pages
 from sglang_droidspeak.ranks import Ranks
-from sglang_droidspeak.waiting import WaitingRequests
+from sglang_droidspeak.request import prefixes
+from sglang_droidspeak.request.labels import Labels
+from sglang_droidspeak.request.meta_info import RequestProvenance
+from sglang_droidspeak.request.planner import Declined, Planned, Planner
+from sglang_droidspeak.request.prefixes import reusable_pages
+from sglang_droidspeak.request.waiting import WaitingRequests
 
 PAGE = 16
 DEADLINE_S = 0.2
@@ -251,7 +251,7 @@ class Now:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 1000.0
         monkeypatch.setattr(
-            "sglang_droidspeak.waiting.time", SimpleNamespace(monotonic=lambda: self.now_s)
+            "sglang_droidspeak.request.waiting.time", SimpleNamespace(monotonic=lambda: self.now_s)
         )
 
     def __call__(self) -> float:

@@ -23,7 +23,7 @@ from sglang.srt.model_executor.model_runner_components.weight_updater import Wei
 from profiles.random_models import shape, write_models
 from sglang_droidspeak import compat
 from sglang_droidspeak.compat import HookType, place_hooks
-from sglang_droidspeak.servers import Server, free_port, running
+from sglang_droidspeak.fleet.servers import Server, free_port, running
 
 HARMLESS = {
     "init_weights_update_group",

@@ -11,13 +11,13 @@ import yaml
 from prometheus_client import Counter, Histogram
 
 from cachetree.cli.serve import read_config
-from cachetree.monitor import METRICS
-from cachetree.policy import Reason
-from sglang_droidspeak.config import Settings, parse_settings
-from sglang_droidspeak.controls import Controls
-from sglang_droidspeak.meta_info import RequestProvenance
+from cachetree.metrics import METRICS
+from cachetree.planning.policy import Reason
 from sglang_droidspeak.metrics import Metrics
-from sglang_droidspeak.site import ARCHITECTURES
+from sglang_droidspeak.request.controls import Controls
+from sglang_droidspeak.request.meta_info import RequestProvenance
+from sglang_droidspeak.start.config import Settings, parse_settings
+from sglang_droidspeak.start.site import ARCHITECTURES
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()

@@ -16,11 +16,11 @@ import msgspec
 from fuzz_targets import MARKER, PAGES, TARGETS, _sealed
 from transport_parts import E_LAYER, FAMILY, MODEL
 
-from cachetree.checksum import checksum
 from cachetree.disk.directory import FORMAT
 from cachetree.disk.record import Chunks, Header, pack_checksums, trailer
 from cachetree.disk.segment import _MAGIC
-from cachetree.slab import Layout
+from cachetree.memory.checksum import checksum
+from cachetree.memory.slab import Layout
 from cachetree.transport import verbs, wire, write_key_pair
 from cachetree.transport.frames import MESSAGE, Frame, pack
 from cachetree.transport.sealing import KEY_BYTES, Seals, Unsealed

@@ -20,7 +20,7 @@ import msgspec
 from transport_parts import E_LAYER, FAMILY, MODEL, new_tree, pages_of
 
 from cachetree import Deadline, Kind, Location, Staging, Step
-from cachetree.checksum import checksum
+from cachetree.checkpoint.safetensors_files import read_tensors
 from cachetree.cli.serve import read_config
 from cachetree.disk import record as records
 from cachetree.disk.directory import Directory
@@ -28,8 +28,8 @@ from cachetree.disk.record import PREFIX_BYTES, read_head
 from cachetree.disk.segment import Segment, scan
 from cachetree.errors import CacheTreeError, ConfigError, ProfileError, ProtocolError
 from cachetree.evidence import read_measured
-from cachetree.profile import read_profile
-from cachetree.safetensors_files import read_tensors
+from cachetree.memory.checksum import checksum
+from cachetree.planning.profile import read_profile
 from cachetree.simulate.trace import PageNames, read_trace
 from cachetree.transport import frames, keys, verbs, wire
 from cachetree.transport.address import parse_listen, parse_remote
@@ -39,11 +39,11 @@ from cachetree.transport.frames import Frame
 from cachetree.transport.landing import Landing
 from cachetree.transport.remote_view import RemoteView
 from cachetree.transport.sealing import KEY_BYTES, Seals, Unsealed
-from cachetree.tree import CacheTree
+from cachetree.tree.tree import CacheTree
 from cachetree.unreadable import UNREADABLE
-from sglang_droidspeak.config import parse_settings
-from sglang_droidspeak.controls import parse_controls
-from sglang_droidspeak.fleet import read_fleet
+from sglang_droidspeak.fleet.fleet import read_fleet
+from sglang_droidspeak.request.controls import parse_controls
+from sglang_droidspeak.start.config import parse_settings
 
 MARKER = b"fuzz-marker-16by"
 WORKER = Location("tcp://127.0.0.1:1")

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from cachetree.ids import Span
 from profiles.oracle import generate
 from profiles.random_models import shape, write_models
-from sglang_droidspeak.servers import Server, ServerSpec, free_port, running
+from sglang_droidspeak.fleet.servers import Server, ServerSpec, free_port, running
 
 pytestmark = [
     pytest.mark.gpu,

@@ -16,6 +16,7 @@ from typing import Final
 import msgspec
 from msgspec.structs import replace
 
+from cachetree.checkpoint.family import ModelIdentity
 from cachetree.evidence import (
     Baseline,
     BaselineKind,
@@ -33,9 +34,8 @@ from cachetree.evidence import (
     TaskLoss,
     TaskScores,
 )
-from cachetree.family import ModelIdentity
 from cachetree.ids import EMPTY_SPAN, Span
-from cachetree.profile import VERSION, BlockQuality
+from cachetree.planning.profile import VERSION, BlockQuality
 
 PREFIX_TOKENS: Final = 128
 SUFFIX_TOKENS: Final = 24

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from cachetree.evidence import MeasuredProfile
 from cachetree.ids import Span
-from cachetree.profile import BlockQuality
+from cachetree.planning.profile import BlockQuality
 
 
 def sample_profile() -> MeasuredProfile:

@@ -12,8 +12,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from cachetree.checkpoint.identity import read_model_identity
 from cachetree.errors import ConfigError
-from cachetree.identity import read_model_identity
 from profiles.adapters import merge_folder
 from profiles.models import ARCHITECTURES, ModelSource, Pair, load_model, load_pair, load_tokenizer
 from profiles.random_models import shape, write_models

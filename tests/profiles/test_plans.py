@@ -11,7 +11,7 @@ from sample_profile import bare, failed_profile, graded_profile, sample_profile
 
 from cachetree.evidence import FrontierPoint, Interval, MeasuredProfile, TaskLoss
 from cachetree.ids import Span
-from cachetree.profile import BlockQuality
+from cachetree.planning.profile import BlockQuality
 from profiles.report import plans, write_comparison
 from profiles.report.plan_picture import draw_plans
 

@@ -17,7 +17,7 @@ import pytest
 from shipped import ASKED, DATA, SHIPPED, WEIGHTS, flags
 
 from cachetree.evidence import BaselineKind, MeasuredProfile, read_measured
-from cachetree.profile import write_profile
+from cachetree.planning.profile import write_profile
 from profiles.pairs.questions import make_records
 from profiles.pairs.stranger import SEED, write_stranger
 from profiles.records import read_records, write_records

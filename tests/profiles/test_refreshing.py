@@ -10,7 +10,7 @@ from rich.console import Console
 from shipped import DATA, SHIPPED
 
 from cachetree.ids import EMPTY_SPAN, Span
-from cachetree.profile import Recipe
+from cachetree.planning.profile import Recipe
 from profiles.artifact import choose
 from profiles.costs import Repeats
 from profiles.examination import Score

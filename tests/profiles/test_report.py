@@ -14,7 +14,7 @@ from sample_profile import all_dropped, bare, failed_profile, sample_profile, wh
 
 from cachetree.evidence import BaselineKind, MeasuredProfile, TaskLoss, read_measured
 from cachetree.ids import Span
-from cachetree.profile import Recipe, write_profile
+from cachetree.planning.profile import Recipe, write_profile
 from profiles.report import derived, findings, style, tables, words, write_report
 from profiles.report.files import PICTURES, Picture
 from profiles.report.verdict import cost_error, free, recommendation

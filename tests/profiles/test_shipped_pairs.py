@@ -7,10 +7,10 @@ import pytest
 from shipped import DATA, SHIPPED, WEIGHTS
 from transformers import AutoTokenizer
 
+from cachetree.checkpoint.identity import read_model_identity
 from cachetree.evidence import DataFile, read_measured
-from cachetree.identity import read_model_identity
 from cachetree.ids import Span
-from cachetree.profile import read_profile
+from cachetree.planning.profile import read_profile
 from profiles.datasets import load_sources
 from profiles.documents import data_files, make_documents
 from profiles.pairs.adapter_profiles import PAIRS, profile_name, source_of, write_documents

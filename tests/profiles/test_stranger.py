@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-from cachetree.identity import first_difference, read_model_identity
+from cachetree.checkpoint.identity import first_difference, read_model_identity
 from profiles.artifact import choose
 from profiles.frontier import grid
 from profiles.journal import temporary_journal

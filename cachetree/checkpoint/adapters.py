@@ -1,0 +1,81 @@
+"""What a LoRA adapter changes, layer by layer: where two models on one base begin to differ."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from cachetree.checkpoint.identity import adapter_tensors, applying
+from cachetree.checkpoint.safetensors_files import layer_of
+from cachetree.errors import ConfigError
+
+
+class Adapter(msgspec.Struct, frozen=True, kw_only=True):
+    """The content of one adapter on a base of `num_layers` layers.
+
+    A tensor in q_proj, o_proj or the MLP counts at its own layer, like one in k_proj or v_proj:
+    the KV of that layer is still the base's, but no later one is.
+    """
+
+    num_layers: int
+    applied: str
+    """Digest of how the tensors are scaled and applied."""
+    layers: Mapping[int, str]
+    """Digest of all bytes that belong to a layer, for each layer that it touches."""
+    invocation: tuple[int, ...] = ()
+    """Tokens from whose last occurrence on an activated LoRA acts; others act from the start."""
+
+    def first_difference(self, other: Adapter | None) -> int:
+        """First layer at which this adapter and another one, or none, make two models of the base.
+
+        `num_layers` where they do not. It is not asked whether the products are the same: factors
+        of zeros are a difference too.
+        """
+        theirs = other.layers if other is not None else {}
+        if other is not None and other.applied == self.applied:
+            touched = {
+                it for it in {*self.layers, *theirs} if self.layers.get(it) != theirs.get(it)
+            }
+        else:
+            touched = {*self.layers, *theirs}
+        return min(touched, default=self.num_layers)
+
+
+def read_adapter(path: Path, num_layers: int) -> Adapter:
+    """Read the PEFT folder `path`, every byte of it; raises ConfigError as `first_difference` of
+    `cachetree.checkpoint.identity` does."""
+    stated = applying(path)
+    digests: dict[int, hashlib._Hash] = {}
+    for name, tensor in sorted(adapter_tensors(path).items()):
+        layer = min(layer_of(name, num_layers), num_layers)
+        if layer == num_layers:
+            continue  # What follows the layers leaves no trace in KV.
+        digest = digests.setdefault(layer, hashlib.sha256())
+        digest.update(f"{name}\0{tensor.dtype}\0{tensor.shape}\0".encode())
+        with tensor.path.open("rb") as file:
+            digest.update(tensor.read(file, 0, tensor.num_bytes))
+    return Adapter(
+        num_layers=num_layers,
+        applied=hashlib.sha256(msgspec.json.encode(stated, order="sorted")).hexdigest(),
+        layers={layer: digest.hexdigest() for layer, digest in digests.items()},
+        invocation=_invocation(stated, path),
+    )
+
+
+def read_invocation(path: Path) -> tuple[int, ...]:
+    """`Adapter.invocation` of the PEFT folder `path`, of which only the configuration is read."""
+    return _invocation(applying(path), path)
+
+
+def _invocation(stated: Mapping[str, Any], path: Path) -> tuple[int, ...]:
+    tokens = stated.get("alora_invocation_tokens", [])
+    if not isinstance(tokens, list) or not all(type(it) is int and it >= 0 for it in tokens):
+        raise ConfigError(
+            f"{path / 'adapter_config.json'} has alora_invocation_tokens = {tokens!r}; a list of "
+            "token ids is needed"
+        )
+    return tuple(tokens)

@@ -1,0 +1,118 @@
+"""KV and E in fewer bytes: lossy codecs of fixed size, for the wire and for disk.
+
+A codec works on vectors: one head of one token's K or V, or as long a piece of one token's E. Every
+vector becomes as many bytes as every other, so pages keep known sizes and may be cut anywhere
+between two vectors:
+
+    bytes [0, payload)            the values
+    bytes [payload, payload + 2)  their scale, bfloat16, little-endian
+
+    codec   payload of n values   values
+    int8    n                     scale × -127 … 127
+    fp8     n                     scale × e4m3
+    int4    n / 2                 scale × -7 … 7, of the vector after a Hadamard rotation
+
+The rotation spreads a large channel over all of them (QuaRot, NeurIPS '24; K has such channels), so
+that one scale serves the vector. It is orthogonal, and undone after decoding.
+
+Values have to be finite: a NaN or an infinity spoils its own vector, no other.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from cachetree.checkpoint.codec import SCALE_BYTES, Codec, vector_bytes
+
+BLOCK_VECTORS: Final = 512
+_INT8_MAX: Final = 127.0
+_INT4_MAX: Final = 7.0
+_FP8: Final = torch.float8_e4m3fn
+_FP8_MAX: Final = float(torch.finfo(_FP8).max)
+
+
+def encode(codec: Codec, vectors: Tensor) -> Tensor:
+    """`[vectors, length]` of a floating type -> `[vectors, vector_bytes]` uint8."""
+    length = vectors.shape[1]
+    if codec is Codec.NONE:
+        return vectors.contiguous().view(torch.uint8)
+    size = vector_bytes(codec, length, vectors.dtype.itemsize)
+    encoded = torch.empty((vectors.shape[0], size), dtype=torch.uint8, device=vectors.device)
+    for part, into in zip(_blocks(vectors), _blocks(encoded), strict=True):
+        _encode(codec, part, into)
+    return encoded
+
+
+def decode(codec: Codec, encoded: Tensor, dtype: torch.dtype) -> Tensor:
+    """The reverse of `encode`: `[vectors, vector_bytes]` uint8 -> `[vectors, length]`."""
+    if codec is Codec.NONE:
+        return encoded.view(dtype)
+    payload = encoded.shape[1] - SCALE_BYTES
+    length = 2 * payload if codec is Codec.INT4 else payload
+    decoded = torch.empty((encoded.shape[0], length), dtype=dtype, device=encoded.device)
+    for part, into in zip(_blocks(encoded), _blocks(decoded), strict=True):
+        _decode(codec, part, into)
+    return decoded
+
+
+def _blocks(vectors: Tensor) -> list[Tensor]:
+    """Few enough vectors that what is computed of them stays in a core's cache."""
+    num = BLOCK_VECTORS if vectors.device.type == "cpu" else max(1, len(vectors))
+    return [vectors[first : first + num] for first in range(0, len(vectors), num)]
+
+
+def _encode(codec: Codec, vectors: Tensor, into: Tensor) -> None:
+    values = vectors.float()
+    if codec is Codec.INT4:
+        values = values @ _hadamard(values.shape[1], values.device)
+    scale = _scale(values, codec)
+    into[:, -SCALE_BYTES:] = scale.view(torch.uint8)
+    values = values * _inverse(scale.float())
+    payload = into[:, :-SCALE_BYTES]
+    if codec is Codec.INT8:
+        payload.view(torch.int8).copy_(values.round_().clamp_(-_INT8_MAX, _INT8_MAX))
+    elif codec is Codec.FP8:
+        payload.copy_(values.clamp_(-_FP8_MAX, _FP8_MAX).to(_FP8).view(torch.uint8))
+    else:
+        whole = values.round_().clamp_(-_INT4_MAX, _INT4_MAX).add_(8).to(torch.uint8)
+        half = whole.shape[1] // 2
+        torch.bitwise_or(whole[:, :half], whole[:, half:] << 4, out=payload)
+
+
+def _decode(codec: Codec, encoded: Tensor, into: Tensor) -> None:
+    scale = encoded[:, -SCALE_BYTES:].contiguous().view(torch.bfloat16).float()
+    payload = encoded[:, :-SCALE_BYTES]
+    if codec is Codec.INT8:
+        torch.mul(payload.view(torch.int8), scale, out=into)
+    elif codec is Codec.FP8:
+        torch.mul(payload.contiguous().view(_FP8).float(), scale, out=into)
+    else:
+        values = torch.cat([payload & 15, payload >> 4], 1).float().sub_(8).mul_(scale)
+        into.copy_(values @ _hadamard(values.shape[1], values.device))
+
+
+def _scale(values: Tensor, codec: Codec) -> Tensor:
+    """bfloat16 `[vectors, 1]`: what the largest representable value stands for."""
+    largest = values.abs().amax(1, keepdim=True)
+    steps = {Codec.INT8: _INT8_MAX, Codec.FP8: _FP8_MAX, Codec.INT4: _INT4_MAX}[codec]
+    return (largest / steps).to(torch.bfloat16)
+
+
+def _inverse(scale: Tensor) -> Tensor:
+    """1 / scale; 0 for a vector of zeros."""
+    return torch.where(scale > 0, 1.0 / scale, 0.0)
+
+
+@cache
+def _hadamard(length: int, device: torch.device) -> Tensor:
+    """Orthogonal and symmetric, so that it is its own inverse (Sylvester's construction)."""
+    matrix = torch.ones(1, 1, device=device)
+    while matrix.shape[0] < length:
+        top = torch.cat([matrix, matrix], 1)
+        matrix = torch.cat([top, torch.cat([matrix, -matrix], 1)])
+    return matrix / math.sqrt(length)

@@ -1,0 +1,131 @@
+"""Which models may exchange caches, and how large a page of each kind is."""
+
+from __future__ import annotations
+
+import hashlib
+
+import msgspec
+
+from cachetree.checkpoint.codec import Codec, vector_bytes
+from cachetree.errors import ConfigError, FamilyMismatch
+from cachetree.ids import ModelId
+from cachetree.planning.plan import Kind
+
+_DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
+    """What a checkpoint is, by content. See `identity.read_model_identity`.
+
+    The fields before `weights` decide the family; all of them together are the model.
+    """
+
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: str
+    """Canonical JSON of every config field that changes the rotary embedding. K is stored after
+    the rotation, so two models that rotate differently cannot share it."""
+    tokenizer: str
+    """Hex digest of the tokenizer's vocabulary and rules."""
+    weights: str
+    """Hex digest of the safetensors headers and sampled content, adapter included."""
+
+    @property
+    def model_id(self) -> ModelId:
+        return ModelId(hashlib.sha256(msgspec.json.encode(self, order="sorted")).hexdigest()[:32])
+
+
+class Family(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that must be equal before one server may read another's KV.
+
+    Two workers compare it field by field in their handshake; `tp_rank` is part of it because each
+    tensor-parallel rank exchanges its own shard of the heads with the same rank elsewhere.
+    """
+
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    num_kv_heads: int
+    head_dim: int
+    rope: str
+    tokenizer: str
+    model_dtype: str
+    """What the model computes in, and E's: KV may be kept in another one."""
+    kv_dtype: str
+    page_size: int
+    quantization: str = "none"
+    codec: Codec = Codec.NONE
+    """How KV and E are kept and sent. All but `none` are lossy: what comes back is not exact."""
+    tp_size: int = 1
+    tp_rank: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        model: ModelIdentity,
+        *,
+        model_dtype: str,
+        kv_dtype: str,
+        page_size: int,
+        tp_size: int,
+        tp_rank: int,
+        codec: Codec = Codec.NONE,
+    ) -> Family:
+        """The family of a model as one server runs it."""
+        return cls(
+            architecture=model.architecture,
+            num_layers=model.num_layers,
+            hidden_size=model.hidden_size,
+            num_kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            rope=model.rope,
+            tokenizer=model.tokenizer,
+            model_dtype=model_dtype,
+            kv_dtype=kv_dtype,
+            page_size=page_size,
+            codec=codec,
+            tp_size=tp_size,
+            tp_rank=tp_rank,
+        )
+
+    @property
+    def kv_page_bytes(self) -> int:
+        """Bytes of one page of one layer's KV: rows of `[token, (K, V), kv_head, head_dim]`, each
+        vector of `head_dim` encoded."""
+        heads = max(1, self.num_kv_heads // self.tp_size)
+        return self.page_size * 2 * heads * self._vector_bytes(self.kv_dtype)
+
+    @property
+    def e_page_bytes(self) -> int:
+        """Bytes of one page of E at one layer: rows of `[token, hidden]`, encoded in vectors of
+        `head_dim`."""
+        if self.codec is Codec.NONE:
+            return self.page_size * self.hidden_size * _DTYPE_BYTES[self.model_dtype]
+        if self.hidden_size % self.head_dim:
+            raise ConfigError(
+                f"codec {self.codec.value} cuts E into pieces of head_dim {self.head_dim}, which "
+                f"does not divide hidden_size {self.hidden_size}; use codec none"
+            )
+        vectors = self.hidden_size // self.head_dim
+        return self.page_size * vectors * self._vector_bytes(self.model_dtype)
+
+    def page_bytes(self, kind: Kind) -> int:
+        """Bytes of one page of one kind at one layer."""
+        return self.kv_page_bytes if kind is Kind.KV else self.e_page_bytes
+
+    def _vector_bytes(self, dtype: str) -> int:
+        return vector_bytes(self.codec, self.head_dim, _DTYPE_BYTES[dtype])
+
+    def require_equal(self, other: Family, *, who: str) -> None:
+        """Raise FamilyMismatch naming the first field in which `other` differs from this one."""
+        for field in self.__struct_fields__:
+            ours, theirs = getattr(self, field), getattr(other, field)
+            if ours != theirs:
+                raise FamilyMismatch(
+                    f"{who} cannot exchange caches with this server: {field} is {theirs!r} there "
+                    f"and {ours!r} here; use models of one family with equal server settings"
+                )

@@ -1,0 +1,346 @@
+"""Who a checkpoint is, by content: read from its folder without loading it.
+
+Neither a path nor a name says anything here; a checkpoint that was renamed, moved or sharded anew
+is the same model, and one that was trained further under the same name is not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from cachetree.checkpoint.family import ModelIdentity
+from cachetree.checkpoint.rope import canonical_rope
+from cachetree.checkpoint.safetensors_files import (
+    Tensor,
+    have_equal_content,
+    layer_of,
+    read_tensors,
+    sampled_digest,
+    weight_files,
+)
+from cachetree.errors import ConfigError
+from cachetree.unreadable import UNREADABLE, written
+
+Config = Mapping[str, Any]
+"""A config.json as it was parsed; which keys it has is up to the model."""
+
+_CACHE_VERSION = "1"
+"""Part of every cache key; changes when the meaning of an identity does."""
+
+_COMPUTING_KEYS = (
+    "attention_bias",
+    "attention_multiplier",
+    "attn_logit_softcapping",
+    "clip_qkv",
+    "embedding_multiplier",
+    "final_logit_softcapping",
+    "hidden_act",
+    "hidden_activation",
+    "intermediate_size",
+    "layer_types",
+    "logits_scaling",
+    "max_window_layers",
+    "mlp_bias",
+    "moe_intermediate_size",
+    "norm_topk_prob",
+    "num_experts",
+    "num_experts_per_tok",
+    "num_local_experts",
+    "quantization_config",
+    "query_pre_attn_scalar",
+    "residual_multiplier",
+    "rms_norm_eps",
+    "sliding_window",
+    "tie_word_embeddings",
+    "use_qk_norm",
+    "use_sliding_window",
+    "vocab_size",
+)
+"""What a config says about the computation beside sizes and rope. Named one by one, because
+everything else (versions, paths, generation defaults) differs between saves of one model."""
+
+_TOKENIZER_RULES = ("normalizer", "pre_tokenizer", "post_processor", "model", "added_tokens")
+_TOKENIZER_FILES = (
+    "tokenizer.model",
+    "tiktoken.model",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "added_tokens.json",
+)
+_TOKENIZER_SETTINGS = (
+    "add_bos_token",
+    "add_eos_token",
+    "add_prefix_space",
+    "added_tokens_decoder",
+    "do_lower_case",
+    "legacy",
+)
+_ADAPTER_KEYS = (
+    "alora_invocation_tokens",
+    "alpha_pattern",
+    "bias",
+    "fan_in_fan_out",
+    "layers_pattern",
+    "layers_to_transform",
+    "lora_alpha",
+    "lora_bias",
+    "modules_to_save",
+    "peft_type",
+    "r",
+    "rank_pattern",
+    "target_modules",
+    "use_dora",
+    "use_rslora",
+)
+_ADAPTER_NOTES = frozenset(
+    {
+        "auto_mapping",
+        "base_model_name_or_path",
+        "bias",
+        "exclude_modules",
+        "inference_mode",
+        "layers_pattern",
+        "layers_to_transform",
+        "lora_dropout",
+        "modules_to_save",
+        "peft_version",
+        "revision",
+        "target_modules",
+        "task_type",
+    }
+)
+"""What an adapter's config says about where it came from and which tensors it has. Everything else
+in it decides what the tensors do."""
+
+
+def read_model_identity(
+    path: Path, cache_dir: Path | None = None, adapter: Path | None = None
+) -> ModelIdentity:
+    """The identity of the Hugging Face checkpoint in folder `path`, with a PEFT adapter's if given.
+
+    Weights are sampled, about 12 KiB of each tensor. Under `cache_dir` the result is kept by the
+    path, size and modification time of every file that was read; a broken cache is made anew.
+    Raises ConfigError naming the file that is missing or wrong.
+    """
+    if not path.is_dir():
+        raise ConfigError(
+            f"model folder {written(path)} does not exist; give a local checkpoint folder"
+        )
+    if adapter is not None and not adapter.is_dir():
+        raise ConfigError(
+            f"adapter folder {written(adapter)} does not exist; give a local PEFT folder"
+        )
+    if cache_dir is None:
+        return _compute(path, adapter)
+    cached = cache_dir / f"{_cache_key(path, adapter)}.json"
+    with contextlib.suppress(OSError, *UNREADABLE):
+        return msgspec.json.decode(cached.read_bytes(), type=ModelIdentity)
+    identity = _compute(path, adapter)
+    with contextlib.suppress(OSError):  # a cache that cannot be written costs a second next time
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        fresh = cached.with_suffix(f".{os.getpid()}.tmp")
+        fresh.write_bytes(msgspec.json.encode(identity))
+        fresh.replace(cached)
+    return identity
+
+
+def first_difference(
+    a: Path, b: Path, adapter_a: Path | None = None, adapter_b: Path | None = None
+) -> int:
+    """The first layer at which two models differ in any byte; the number of layers if in none.
+
+    Below it their KV is bit-identical, and so is the residual stream that enters it: a block from
+    there to the last layer is lossless. That is why a difference in q_proj, o_proj or the MLP
+    counts at its own layer, though the KV of that layer is still the same.
+
+    0 also where embeddings or what the config says about the computation differ. What comes after
+    the layers (final norm, output head) does not count, but for a head tied to the embeddings.
+
+    An adapter touches the layers that its tensors are of, whatever its config says about targets.
+    Two adapters differ at a layer where their tensors there are not the same bytes, and at all that
+    they touch if they are scaled or applied differently. It is not asked whether that changes the
+    product: factors of zeros, or others with an equal product, are a difference.
+
+    Raises ConfigError where the models have different numbers of layers, or an adapter is not a
+    LoRA on the base's own layers.
+    """
+    ours, theirs = _text_config(_read_config(a)), _text_config(_read_config(b))
+    num_layers = _number(ours, "num_hidden_layers", a)
+    if _number(theirs, "num_hidden_layers", b) != num_layers:
+        raise ConfigError(f"{a} and {b} have different num_hidden_layers; they are no pair")
+    if canonical_rope(ours) != canonical_rope(theirs) or _computing(ours) != _computing(theirs):
+        return 0
+    our_tensors, their_tensors = read_tensors(weight_files(a)), read_tensors(weight_files(b))
+    has_head = "lm_head.weight" in our_tensors or "lm_head.weight" in their_tensors
+    is_tied = bool(ours.get("tie_word_embeddings")) or not has_head
+    layer = _first_difference(our_tensors, their_tensors, num_layers, is_tied)
+    for one, other in _unequal_adapters(adapter_a, adapter_b):
+        layer = min(layer, _first_difference(one, other, num_layers, is_tied))
+    return layer
+
+
+def _first_difference(
+    ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], num_layers: int, is_tied: bool
+) -> int:
+    def layer(name: str) -> int:
+        is_embedding = is_tied and "lm_head" in name.split(".")
+        return 0 if is_embedding else min(layer_of(name, num_layers), num_layers)
+
+    for name in sorted({*ours, *theirs}, key=layer):
+        if layer(name) == num_layers:
+            break
+        one, other = ours.get(name), theirs.get(name)
+        if one is None or other is None or not have_equal_content(one, other):
+            return layer(name)
+    return num_layers
+
+
+def _unequal_adapters(
+    a: Path | None, b: Path | None
+) -> list[tuple[Mapping[str, Tensor], Mapping[str, Tensor]]]:
+    """The comparisons of tensors that decide where two adapters, or one and none, differ."""
+    ours, theirs = ({} if it is None else adapter_tensors(it) for it in (a, b))
+    one, other = (None if it is None else applying(it) for it in (a, b))
+    return [(ours, theirs)] if one == other else [(ours, {}), ({}, theirs)]
+
+
+def _compute(path: Path, adapter: Path | None) -> ModelIdentity:
+    whole = _read_config(path)
+    config = _text_config(whole)
+    architectures = whole.get("architectures") or config.get("architectures")
+    if not architectures:
+        raise ConfigError(f"{path / 'config.json'} names no architectures; add the model class")
+    num_heads = _number(config, "num_attention_heads", path)
+    hidden_size = _number(config, "hidden_size", path)
+    weights = hashlib.sha256(sampled_digest(read_tensors(weight_files(path))).encode())
+    weights.update(_canonical(_computing(config)))
+    if adapter is not None:
+        weights.update(_adapter_digest(adapter))
+    return ModelIdentity(
+        architecture=str(architectures[0]),
+        num_layers=_number(config, "num_hidden_layers", path),
+        hidden_size=hidden_size,
+        num_attention_heads=num_heads,
+        num_kv_heads=config.get("num_key_value_heads") or num_heads,
+        head_dim=config.get("head_dim") or hidden_size // num_heads,
+        rope=canonical_rope(config),
+        tokenizer=_tokenizer_digest(path),
+        weights=weights.hexdigest(),
+    )
+
+
+def _tokenizer_digest(path: Path) -> str:
+    """Of what decides which ids a text becomes; how ids become text again does not matter."""
+    if (path / "tokenizer.json").is_file():
+        stated = _read_json(path / "tokenizer.json")
+        rules = {key: stated.get(key) for key in _TOKENIZER_RULES}
+        rules["model"] = _tokenizer_model(stated.get("model") or {})
+        return hashlib.sha256(_canonical(rules)).hexdigest()
+    files = [path / name for name in _TOKENIZER_FILES if (path / name).is_file()]
+    if not files:
+        raise ConfigError(
+            f"{path} has no tokenizer.json, tokenizer.model or vocabulary file; save the tokenizer "
+            "beside the model"
+        )
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(file.name.encode() + b"\0" + hashlib.sha256(file.read_bytes()).digest())
+    settings = path / "tokenizer_config.json"
+    stated = _read_json(settings) if settings.is_file() else {}
+    digest.update(_canonical({k: stated[k] for k in _TOKENIZER_SETTINGS if k in stated}))
+    return digest.hexdigest()
+
+
+def _tokenizer_model(stated: Mapping[str, Any]) -> dict[str, Any]:
+    """The same for what different releases write: options at their default, merges as pairs."""
+    model = {key: value for key, value in stated.items() if value not in (None, False, "")}
+    merges = stated.get("merges") or []
+    model["merges"] = [it if isinstance(it, str) else " ".join(it) for it in merges]
+    return model
+
+
+def _adapter_digest(adapter: Path) -> bytes:
+    tensors, config = adapter_tensors(adapter), _read_adapter_config(adapter)
+    stated = {key: config[key] for key in _ADAPTER_KEYS if config.get(key) is not None}
+    if isinstance(stated.get("target_modules"), list):
+        stated["target_modules"] = sorted(stated["target_modules"])
+    return _canonical(stated) + sampled_digest(tensors).encode()
+
+
+def adapter_tensors(adapter: Path) -> dict[str, Tensor]:
+    weights = adapter / "adapter_model.safetensors"
+    if not weights.is_file():
+        raise ConfigError(f"adapter weights {weights} are missing; save them as safetensors")
+    return read_tensors([weights])
+
+
+def applying(adapter: Path) -> dict[str, Any]:
+    """What an adapter's config says about what its tensors do."""
+    config = _read_adapter_config(adapter)
+    for key, accepted in (("peft_type", "LORA"), ("layer_replication", None)):
+        if config.get(key) != accepted:
+            raise ConfigError(
+                f"{adapter / 'adapter_config.json'} has {key} = {config.get(key)!r}; which layers "
+                "differ is known only of LoRA on the base's own layers, so merge it into its base"
+            )
+    return {key: value for key, value in config.items() if key not in _ADAPTER_NOTES and value}
+
+
+def _cache_key(path: Path, adapter: Path | None) -> str:
+    """Of the path, size and time of every file that an identity may be read from."""
+    digest = hashlib.sha256(_CACHE_VERSION.encode())
+    for folder in (path, adapter):
+        digest.update(b"\0" if folder is None else str(folder.resolve()).encode())
+        for file in sorted(folder.iterdir()) if folder else ():
+            if file.is_file():
+                stat = file.stat()
+                digest.update(f"{file.name}\0{stat.st_size}\0{stat.st_mtime_ns}\0".encode())
+    return digest.hexdigest()
+
+
+def _computing(config: Config) -> dict[str, Any]:
+    return {key: config[key] for key in _COMPUTING_KEYS if config.get(key) is not None}
+
+
+def _text_config(config: Config) -> Config:
+    """The language model's part, where a model has several."""
+    text = config.get("text_config")
+    return text if isinstance(text, dict) else config
+
+
+def _read_config(path: Path) -> Config:
+    return _read_json(path / "config.json")
+
+
+def _read_adapter_config(adapter: Path) -> Config:
+    return _read_json(adapter / "adapter_config.json")
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
+    except OSError as exc:
+        raise ConfigError(f"{file} cannot be read ({exc.strerror}); it must be there") from exc
+    except UNREADABLE as exc:
+        raise ConfigError(f"{file} is not a JSON object: {exc}; save it again") from exc
+
+
+def _number(config: Config, key: str, path: Path) -> int:
+    value = config.get(key)
+    if not isinstance(value, int) or value <= 0:
+        raise ConfigError(
+            f"{path / 'config.json'} has {key} = {value!r}; a positive whole number is needed"
+        )
+    return value
+
+
+def _canonical(value: Any) -> bytes:
+    return msgspec.json.encode(value, order="sorted")

@@ -1,0 +1,1 @@
+"""Host memory: where pages lie, and where fetched layers arrive."""

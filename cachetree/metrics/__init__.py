@@ -1,0 +1,15 @@
+"""How a cache tells an operator how it does: metrics, health, and the page that serves both."""
+
+from cachetree.metrics.health import Health, health_of
+from cachetree.metrics.http import StatusPage, parse_http
+from cachetree.metrics.metrics import METRICS, Metric, StatusCollector
+
+__all__ = [
+    "METRICS",
+    "Health",
+    "Metric",
+    "StatusCollector",
+    "StatusPage",
+    "health_of",
+    "parse_http",
+]

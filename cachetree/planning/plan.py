@@ -1,0 +1,90 @@
+"""What one request will do: whose cache, which pages, which layers loaded, which recomputed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from cachetree.ids import Location, ModelId, Span
+from cachetree.planning.schedule import Strategy
+
+
+class Kind(str, Enum):
+    """The two kinds of state kept per layer."""
+
+    KV = "kv"
+    E = "e"
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One unit of a fetch: the whole page range of one kind at one layer."""
+
+    kind: Kind
+    layer: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """For one request: how the KV of `pages` comes to be.
+
+        layers [0, block.start)           loaded      sender's KV
+        layers [block.start, block.stop)  recomputed  our KV, from the sender's E at block.start
+        layers [block.stop, num_layers)   loaded      sender's KV
+
+        layers in refreshed               projected   our K and V, from the sender's E there
+
+    An empty block loads every layer. A block that starts at 0 begins with the receiver's own
+    embeddings and needs no E. A refreshed layer stands outside the block and costs no attention:
+    its K and V are what the receiver makes of the residual stream that the sender had there.
+    """
+
+    sender: ModelId
+    receiver: ModelId
+    location: Location
+    pages: Span
+    block: Span
+    refreshed: tuple[int, ...] = ()
+    num_layers: int
+    first_difference: int = 0
+    """First layer at which sender and receiver differ: below it their KV is bit-identical, and so
+    is E at it. 0 promises nothing."""
+    is_lossy: bool = False
+    """What is loaded was encoded: even the receiver's own KV comes back approximate."""
+    strategy: Strategy = Strategy.PIPELINED
+    """How loads and recompute share time; the others are there to be compared with."""
+
+    @property
+    def transition_layers(self) -> tuple[int, ...]:
+        """The layers whose E is fetched, ascending: where what is computed anew begins."""
+        begins = self.block.start if len(self.block) else 0
+        return tuple(sorted({begins, *self.refreshed} - {0}))
+
+    @property
+    def loaded_layers(self) -> tuple[int, ...]:
+        computed = {*self.block, *self.refreshed}
+        return tuple(layer for layer in range(self.num_layers) if layer not in computed)
+
+    @property
+    def computed_spans(self) -> tuple[Span, ...]:
+        """The runs of layers that are computed anew, each from E at its first layer."""
+        alone = (Span(layer, layer + 1) for layer in self.refreshed)
+        return (*((self.block,) if len(self.block) else ()), *alone)
+
+    @property
+    def is_exact(self) -> bool:
+        """True where the result is the receiver's own KV: its own cache, every layer anew, or all
+        layers from the first that differs."""
+        if self.is_lossy or self.sender != self.receiver:
+            same = 0 if self.is_lossy else self.first_difference
+            is_rest_anew = self.block.start <= same and self.block.stop == self.num_layers
+            return is_rest_anew or same == self.num_layers
+        return True
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """What to fetch, in the order of need: E first, then KV in layer order."""
+        e = (Step(Kind.E, layer) for layer in self.transition_layers)
+        is_everything = self.strategy is Strategy.EVERYTHING_FIRST
+        layers = range(self.num_layers) if is_everything else self.loaded_layers
+        return (*e, *(Step(Kind.KV, layer) for layer in layers))

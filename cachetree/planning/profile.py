@@ -1,0 +1,176 @@
+"""The pair profile: the verdict of an offline run about one (sender, receiver) pair.
+
+A file holds this and the evidence for it (`cachetree.evidence`). Servers read this part.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, TypeVar
+
+import msgspec
+
+from cachetree.checkpoint.family import ModelIdentity
+from cachetree.errors import ProfileError
+from cachetree.ids import EMPTY_SPAN, Span
+from cachetree.unreadable import UNREADABLE, written
+
+VERSION = 3
+
+PROJECTION: Final = 0.2
+"""Of a layer's time, what Q, K and V take: 3 of the 16 squares of the hidden size in a Llama layer
+with an MLP of four times its width. With fewer KV heads it is less."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """Which layers a plan computes anew: a block, layers refreshed one by one outside it, or both.
+
+    str() is for people: `[2, 5) with [0, 2), [7, 8) refreshed`.
+    """
+
+    block: Span = EMPTY_SPAN
+    refreshed: tuple[int, ...] = ()
+    """Ascending."""
+
+    @property
+    def runs(self) -> tuple[Span, ...]:
+        """Each begins with the sender's E at its first layer and ends in K and V alone."""
+        alone = (Span(layer, layer + 1) for layer in self.refreshed)
+        return (*((self.block,) if len(self.block) else ()), *alone)
+
+    @property
+    def work(self) -> float:
+        """Compute in layers."""
+        return round(sum(len(run) - 1 + PROJECTION for run in self.runs), 6)
+
+    def __str__(self) -> str:
+        spans: list[Span] = []
+        for layer in self.refreshed:
+            joins = spans and spans[-1].stop == layer
+            spans.append(Span(spans.pop().start if joins else layer, layer + 1))
+        block = f"[{self.block.start}, {self.block.stop})"
+        refreshed = ", ".join(f"[{it.start}, {it.stop})" for it in spans) + " refreshed"
+        if not spans:
+            return block
+        return f"{block} with {refreshed}" if len(self.block) else refreshed
+
+
+class BlockQuality(msgspec.Struct, frozen=True, kw_only=True):
+    """Quality of the receiver's answers when only layers `[start, stop)` are its own, and the K and
+    V of the `refreshed` ones outside are projected from the sender's residual stream there."""
+
+    start: int
+    stop: int
+    refreshed: tuple[int, ...] = ()
+    quality: float
+    """Mean of the profile's metric over its held-out questions, 0 to 1."""
+
+    @property
+    def block(self) -> Span:
+        return Span(self.start, self.stop)
+
+    @property
+    def recipe(self) -> Recipe:
+        return Recipe(block=self.block, refreshed=self.refreshed)
+
+
+class PairProfile(msgspec.Struct, frozen=True, kw_only=True):
+    """Written by the profiler, read by servers. Unknown fields are ignored, unknown versions not.
+
+    `passed` is the gate: a server reuses a pair only if its profile passed.
+    """
+
+    version: int
+    sender: ModelIdentity
+    receiver: ModelIdentity
+    metric: str
+    data_sha256: str
+    num_questions: int
+    sender_quality: float
+    full_prefill_quality: float
+    full_reuse_quality: float
+    tolerance: float
+    """Largest accepted loss, relative to full prefill (0.05 = 5 %)."""
+    blocks: tuple[BlockQuality, ...]
+    """What a server may use: all layers, and the plans that were proven to be within the tolerance
+    at every task, one after the other (`profiles.gate`)."""
+    recommended: BlockQuality | None
+    """Of those, the one that computes least; None where the pair did not pass."""
+    passed: bool
+    reason: str
+    """Why the gate passed or failed, in one sentence for a person."""
+    first_difference: int = 0
+    """First layer at which the two models' tensors differ; the profiler compares them byte by byte.
+    Below it their KV is bit-identical; 0 says nothing is."""
+
+    @property
+    def quality_floor(self) -> float:
+        return self.full_prefill_quality * (1.0 - self.tolerance)
+
+    @property
+    def lossless(self) -> Span | None:
+        """The block that leaves nothing to judge: from the first layer that differs to the last.
+
+        Empty where no layer differs, so that everything may be loaded; None where layer 0 does.
+        """
+        if not self.first_difference:
+            return None
+        num_layers = self.receiver.num_layers
+        differs = self.first_difference < num_layers
+        return Span(self.first_difference, num_layers) if differs else EMPTY_SPAN
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether a server may reuse the pair: it passed its gate, or needs none."""
+        return self.passed or self.lossless is not None
+
+    def transition_layers(self) -> frozenset[int]:
+        """Layers at which a sender of this pair should keep E."""
+        refreshed = self.recommended.refreshed if self.recommended and self.passed else ()
+        return self.block_starts() | (frozenset(refreshed) - {0})
+
+    def block_starts(self) -> frozenset[int]:
+        """Those of them at which a block begins."""
+        starts = {(self.lossless or EMPTY_SPAN).start}
+        if self.recommended and self.passed:
+            starts.add(self.recommended.start)
+        return frozenset(starts - {0})
+
+
+Schema = TypeVar("Schema", bound=PairProfile)
+
+
+def read_profile(path: Path) -> PairProfile:
+    """Read a profile's verdict; raises ProfileError naming the file and what is wrong with it."""
+    return read_profile_as(PairProfile, path)
+
+
+def read_profile_as(schema: type[Schema], path: Path) -> Schema:
+    """Read as much of a profile as `schema` has; raises ProfileError as `read_profile` does."""
+    try:
+        raw = path.read_bytes()
+    except OSError as exc:
+        raise ProfileError(f"profile {written(path)} cannot be read: {exc.strerror}") from exc
+    try:
+        version = msgspec.json.decode(raw, type=_Versioned).version
+        if version != VERSION:
+            raise ProfileError(
+                f"profile {path} has version {version}; this release reads version {VERSION}, "
+                "so make the profile again with `droidspeak profile`"
+            )
+        return msgspec.json.decode(raw, type=schema)
+    except UNREADABLE as exc:
+        raise ProfileError(f"profile {path} is not a pair profile: {exc}") from exc
+
+
+def write_profile(profile: PairProfile, path: Path) -> None:
+    """Replace the file as a whole, so that a reader sees the old or the new one."""
+    fresh = path.with_name(f".{path.name}.tmp")
+    fresh.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=0))
+    fresh.replace(path)
+
+
+class _Versioned(msgspec.Struct):
+    version: int

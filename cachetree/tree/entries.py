@@ -1,0 +1,374 @@
+"""What the tree consists of: nodes, and the entries that models have in them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from cachetree.ids import Location, ModelId, PageHash, Span
+from cachetree.memory.slab import Segment, Slab
+from cachetree.tree.runs import Run, num_common_pages, split_hashes
+
+if TYPE_CHECKING:
+    from cachetree.tree.eviction.protocol import Eviction
+
+
+RemoteKey = tuple[Location, ModelId]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Match:
+    """The longest prefix that one model has at one location."""
+
+    model: ModelId
+    location: Location
+    num_pages: int
+    e_pages: Mapping[int, int]
+    """For each layer with E: how many pages from the start have it without a gap."""
+    reduced_pages: Mapping[int, int] = field(default_factory=dict)
+    """The same of layers with less than E, which does for a refresh and for no block."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """Local pages that came or went; what a worker advertises.
+
+    Additions name the parent before its children do, removals children before their parent, so
+    a reader that applies them in order always sees whole prefixes.
+    """
+
+    added: bool
+    model: ModelId
+    parent: PageHash | None
+    """The page before the first of `pages`; None at the root."""
+    pages: tuple[PageHash, ...]
+    e_layers: tuple[int, ...]
+
+
+class Hold:
+    """Keeps the local entries of a run of pages; a lease or a reservation owns each one.
+
+    Page `stop`, counted from the root, is the first one after the run: where a held node is split
+    there, the tail goes free. What stands before the run stays anyway, as eviction is leaf first.
+    """
+
+    __slots__ = ("entries", "stop")
+
+    def __init__(self, stop: int) -> None:
+        self.stop: Final = stop
+        self.entries: set[LocalEntry] = set()
+
+    def add(self, entry: LocalEntry) -> None:
+        self.entries.add(entry)
+        entry.holds |= {self}
+
+    def clear(self) -> set[LocalEntry]:
+        """Returns those that were kept; others may still keep them."""
+        for entry in self.entries:
+            entry.holds -= {self}
+        freed, self.entries = self.entries, set()
+        return freed
+
+
+_NOBODY: Final[frozenset[Hold]] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class EReach:
+    """How far E reaches from the root along a path, whose last node it belongs to."""
+
+    whole: tuple[int, ...]
+    """Layers with E of every page."""
+    ended: Mapping[int, int]
+    """Layers that have it for the first pages only, and for how many."""
+
+    @classmethod
+    def of(cls, e_layers: tuple[int, ...], above: EReach | None, start: int) -> EReach:
+        """The reach of a node that has E of `e_layers`, stands after `start` pages and `above`."""
+        if above is None:
+            return cls(e_layers, {})
+        if set(e_layers).issuperset(above.whole):
+            return above
+        whole = tuple([layer for layer in above.whole if layer in e_layers])
+        ended = {layer: start for layer in above.whole if layer not in whole}
+        return cls(whole, {**above.ended, **ended})
+
+    def pages(self, num_pages: int) -> dict[int, int]:
+        """For each layer, how many of the first `num_pages` have E; they end in this node."""
+        return {**self.ended, **dict.fromkeys(self.whole, num_pages)}
+
+
+class RemoteEntry:
+    """What is said to be elsewhere of one model for all pages of one node."""
+
+    __slots__ = ("e_layers", "e_reach", "key", "node", "num_children", "order")
+
+    def __init__(
+        self,
+        node: Node,
+        key: RemoteKey,
+        e_layers: tuple[int, ...],
+        order: OrderedDict[RemoteEntry, None],
+    ) -> None:
+        self.node: Final = node
+        self.key: Final = key
+        self.order: Final = order
+        """Of one location, the coldest first; those with children need not be in it."""
+        self.num_children = 0
+        """Child nodes in which the same location has the same model."""
+        self.set_e(e_layers)
+
+    @property
+    def parent(self) -> RemoteEntry | None:
+        above = self.node.parent
+        return above.remote.get(self.key) if above else None
+
+    def set_e(self, e_layers: tuple[int, ...]) -> None:
+        """After that of the node above has its own."""
+        above = self.parent
+        self.e_layers = e_layers
+        self.e_reach: EReach = EReach.of(
+            e_layers, above.e_reach if above else None, self.node.start
+        )
+
+    def use(self) -> None:
+        self.order[self] = None
+        self.order.move_to_end(self)
+
+    def split(self, tail: Node) -> RemoteEntry:
+        """That of the node which is cut off this one's."""
+        entry = RemoteEntry(tail, self.key, self.e_layers, self.order)
+        entry.num_children, self.num_children = self.num_children, 1
+        if self in self.order:
+            entry.use()
+        return entry
+
+
+class LocalEntry:
+    """One model's KV and E for all pages of one node, in this process's memory.
+
+    They are pages `[first, first + node.num_pages)` of the slab.
+    """
+
+    __slots__ = (
+        "e_layers",
+        "e_reach",
+        "first",
+        "hits",
+        "holds",
+        "model",
+        "newer",
+        "node",
+        "num_children",
+        "older",
+        "slab",
+        "used",
+        "used_at_s",
+    )
+
+    def __init__(self, node: Node, model: ModelId, slab: Slab, first: int) -> None:
+        self.node = node
+        self.model: Final = model
+        self.replace(slab, first)
+        self.num_children = 0
+        """Child nodes in which the same model has a local entry."""
+        self.holds: frozenset[Hold] = _NOBODY
+        # The eviction policy's: what it knows of walks that ended here, or below in what has since
+        # been evicted, and where it keeps the entry.
+        self.used = 0
+        self.used_at_s = 0.0
+        self.hits = 0.0
+        self.older: LocalEntry | None = None
+        self.newer: LocalEntry | None = None
+
+    @property
+    def parent(self) -> LocalEntry | None:
+        """The entry of the same model in the node above."""
+        above = self.node.parent
+        return above.local[self.model] if above and above.num_pages else None
+
+    def replace(self, slab: Slab, first: int) -> None:
+        """Take the same pages from another slab; the caller then sees to `reach` below."""
+        self.slab = slab
+        self.first = first
+        self.e_layers = slab.layout.e_layers
+        self.reach()
+
+    def reach(self) -> None:
+        """After the entry above has done so."""
+        above = self.parent
+        self.e_reach: EReach = EReach.of(
+            self.e_layers, above.e_reach if above else None, self.node.start
+        )
+
+    def gains(self, e_layers: Collection[int]) -> bool:
+        """Whether storing its pages again with E at these layers adds some and loses none."""
+        return set(self.e_layers) < set(e_layers)
+
+    def below(self) -> Iterator[LocalEntry]:
+        """What stands on it, parents before children."""
+        pending = [self]
+        while pending:
+            top = pending.pop()
+            if top is not self:
+                yield top
+            if top.num_children:
+                there = [child.local.get(self.model) for child in top.node.children.values()]
+                pending += [entry for entry in there if entry is not None]
+
+    @property
+    def pages(self) -> Span:
+        """Which pages of the slab they are."""
+        return Span(self.first, self.first + self.node.num_pages)
+
+    @property
+    def is_evictable(self) -> bool:
+        return not (self.num_children or self.holds)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.node.num_pages * self.slab.layout.page_bytes
+
+    def line(self) -> list[Change]:
+        """What the model has from the root to here, as additions in order."""
+        return [entry.change(added=True) for entry in self._upwards()][::-1]
+
+    def runs_above(self) -> Iterator[tuple[Slab, Span]]:
+        """The memory of this entry and of all that have to stay while it does."""
+        return ((entry.slab, entry.pages) for entry in self._upwards())
+
+    def _upwards(self) -> Iterator[LocalEntry]:
+        """From here to the root."""
+        entry: LocalEntry | None = self
+        while entry is not None:
+            yield entry
+            entry = entry.parent
+
+    def part(self, start: int, stop: int) -> Segment:
+        """Storage of pages `[start, stop)` of the node."""
+        return Segment(self.slab, Span(self.first + start, self.first + stop))
+
+    def change(self, *, added: bool) -> Change:
+        return Change(
+            added=added,
+            model=self.model,
+            parent=self.node.parent_page,
+            pages=self.node.pages,
+            e_layers=self.e_layers,
+        )
+
+
+class Node:
+    """A part of a run of pages: `num_pages` from the run's page `first` on.
+
+    Every entry covers all of them. The entries of a child are a subset of its parent's: a match is
+    prefix-closed for each (model, location), so a node without entries has no children.
+    """
+
+    __slots__ = (
+        "children",
+        "first",
+        "last_page",
+        "local",
+        "num_pages",
+        "parent",
+        "remote",
+        "run",
+        "start",
+    )
+
+    def __init__(self, parent: Node | None, run: Run, first: int, num_pages: int) -> None:
+        self.parent = parent
+        self.run = run
+        self.first = first
+        self.num_pages = num_pages
+        self.last_page = run.page(first + num_pages - 1) if num_pages else None
+        self.start: int = parent.stop if parent else 0
+        """How many pages stand before this node."""
+        self.children: dict[PageHash, Node] = {}
+        self.local: dict[ModelId, LocalEntry] = {}
+        self.remote: dict[RemoteKey, RemoteEntry] = {}
+        run.add(self)
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.num_pages
+
+    @property
+    def first_page(self) -> PageHash:
+        return self.run.page(self.first)
+
+    @property
+    def parent_page(self) -> PageHash | None:
+        return self.parent.last_page if self.parent else None
+
+    @property
+    def pages(self) -> tuple[PageHash, ...]:
+        return split_hashes(self.hashes)
+
+    @property
+    def hashes(self) -> bytes:
+        """The pages side by side."""
+        return self._hashes(0, self.num_pages)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.local and not self.remote
+
+    def num_common(self, index: int, pages: Sequence[PageHash], offset: int) -> int:
+        """How many leading pages this node from page `index` on and `pages[offset:]` share."""
+        most = min(self.num_pages - index, len(pages) - offset)
+        return num_common_pages(
+            self._hashes(index, index + most), b"".join(pages[offset : offset + most])
+        )
+
+    def num_chained(self, index: int, pages: Sequence[PageHash], offset: int) -> int:
+        """As `num_common`, where a page that is the same says that all before it are."""
+        same, different = 0, min(self.num_pages - index, len(pages) - offset) + 1
+        first = self.first + index - 1
+        at = different - 1
+        while different - same > 1:
+            if self.run.has(pages[offset + at - 1], first + at):
+                same = at
+            else:
+                different = at
+            at = (same + different) // 2
+        return same
+
+    def walk(self) -> Iterator[Node]:
+        """The nodes below this one, parents before children; any of them may be taken out."""
+        pending = list(self.children.values())
+        while pending:
+            node = pending.pop()
+            pending.extend(node.children.values())
+            yield node
+
+    def split(self, index: int, eviction: Eviction) -> Node:
+        """Cut before page `index`; this node keeps the head, the tail is returned.
+
+        Storage and hashes are divided by arithmetic, nothing is copied.
+        """
+        children = self.children
+        num_tail_pages, self.num_pages = self.num_pages - index, index
+        tail = Node(self, self.run, self.first + index, num_tail_pages)
+        self.last_page = self.run.page(self.first + index - 1)
+        tail.children, self.children = children, {tail.first_page: tail}
+        for child in children.values():
+            child.parent = tail
+        tail.remote = {key: entry.split(tail) for key, entry in self.remote.items()}
+        for head in self.local.values():
+            entry = LocalEntry(tail, head.model, head.slab, head.first + index)
+            tail.local[head.model] = entry
+            entry.num_children, head.num_children = head.num_children, 1
+            eviction.split(head, entry)
+            for hold in head.holds:
+                if hold.stop > tail.start:
+                    hold.add(entry)
+            if entry.is_evictable:
+                eviction.free(entry)
+        return tail
+
+    def _hashes(self, start: int, stop: int) -> bytes:
+        return self.run.hashes_of(self.first + start, self.first + stop)

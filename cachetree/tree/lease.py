@@ -1,0 +1,166 @@
+"""Handles on the tree's storage: a lease reads pages that exist, a reservation writes new ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import Final
+
+from cachetree.clock import Deadline
+from cachetree.errors import StaleEntry
+from cachetree.ids import ModelId, PageHash, Span
+from cachetree.memory.slab import Segment, Slab, join
+from cachetree.planning.plan import Kind, Step
+from cachetree.tree.entries import Hold
+
+
+class Lease:
+    """Keeps pages of one local model from eviction while `owner` reads them.
+
+    It ends by `release`, or when the tree sweeps it after its deadline; from then on `views` raises
+    StaleEntry. Views taken before stay readable. Safe to use from one thread at a time.
+    """
+
+    def __init__(
+        self,
+        segments: Sequence[Segment],
+        hold: Hold,
+        owner: str,
+        deadline: Deadline,
+        end: Callable[[Lease], None],
+    ) -> None:
+        self.owner: Final = owner
+        self.deadline: Final = deadline
+        self.num_pages: Final = sum(len(segment.pages) for segment in segments)
+        self.hold: Final = hold
+        self._segments = join(segments)
+        self._end = end
+        self.is_over = False
+        """Set by the tree."""
+
+    def kv(self, layer: int, pages: Span | None = None) -> list[memoryview]:
+        return self.views(Step(Kind.KV, layer), pages)
+
+    def e(self, layer: int, pages: Span | None = None) -> list[memoryview]:
+        return self.views(Step(Kind.E, layer), pages)
+
+    def views(self, step: Step, pages: Span | None = None) -> list[memoryview]:
+        """KV or E of `pages` (counted from the lease's first; all by default), one view per run.
+
+        Raises StaleEntry where any of `pages` lacks E of that layer.
+        """
+        if self.is_over:
+            raise StaleEntry(f"the lease of {self.owner} has ended")
+        return [segment.view(step, part) for segment, part in self._runs(pages)]
+
+    def keep(self, slab: Slab) -> None:
+        """For the tree: these bytes give way to others, but not before this lease has gone."""
+        self._segments = [it.kept() if it.slab is slab else it for it in self._segments]
+
+    def slabs(self, pages: Span | None = None) -> list[Slab]:
+        """Of each of `views`."""
+        return [segment.slab for segment, _ in self._runs(pages)]
+
+    def _runs(self, pages: Span | None) -> Iterator[tuple[Segment, Span]]:
+        """The segments that `pages` lie in, and which of theirs."""
+        wanted = pages or Span(0, self.num_pages)
+        if wanted.stop > self.num_pages:
+            raise ValueError(f"{wanted} exceeds the {self.num_pages} leased pages")
+        start = 0
+        for segment in self._segments:
+            part = Span(start, start + len(segment.pages)).intersection(wanted)
+            if len(part):
+                yield segment, Span(part.start - start, part.stop - start)
+            start += len(segment.pages)
+
+    def release(self) -> None:
+        """End the lease; a second call does nothing."""
+        self._end(self)
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.release()
+
+
+class Reservation:
+    """Room for new pages of one model, invisible to `match` until `commit`.
+
+    The owner fills the view of every step, then calls `commit`; `release` gives the room back.
+    Leaving the context without a commit releases. While it is open the page before the first one
+    stays in the tree. Safe to use from one thread at a time.
+    """
+
+    def __init__(
+        self,
+        model: ModelId,
+        parent: PageHash | None,
+        pages: tuple[PageHash, ...],
+        skipped: int,
+        slab: Slab,
+        hold: Hold,
+        end: Callable[[Reservation, bool], None],
+    ) -> None:
+        self.model: Final = model
+        self.parent: Final = parent
+        """The page before the first of `pages`."""
+        self.pages: Final = pages
+        """The pages that are really new; empty where the model has all of them."""
+        self.skipped: Final = skipped
+        """How many leading pages the model already had."""
+        self.slab: Final = slab
+        self.hold: Final = hold
+        self._end = end
+        self._is_open = True
+
+    def kv(self, layer: int) -> memoryview:
+        return self.view(Step(Kind.KV, layer))
+
+    def e(self, layer: int) -> memoryview:
+        return self.view(Step(Kind.E, layer))
+
+    def view(self, step: Step) -> memoryview:
+        """Writable, `len(pages) * family.page_bytes(kind)` bytes.
+
+        Raises StaleEntry for E of a layer for which no room was asked.
+        """
+        self._require_open()
+        return self.slab.view(step, Span(0, len(self.pages)))
+
+    def whole(self) -> memoryview:
+        """Writable: KV layer by layer, then E in rising order of layers, as `Layout` says."""
+        self._require_open()
+        return self.slab.whole
+
+    def commit(self) -> None:
+        """Publish the pages. Those that another reservation published meanwhile are dropped."""
+        self._require_open()
+        self._is_open = False
+        self._end(self, True)
+
+    def release(self) -> None:
+        """Give the room back; does nothing after `commit` or a first `release`."""
+        if self._is_open:
+            self._is_open = False
+            self._end(self, False)
+
+    def _require_open(self) -> None:
+        if not self._is_open:
+            raise RuntimeError("this reservation has been committed or released")
+
+    def __enter__(self) -> Reservation:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.release()

@@ -1,0 +1,159 @@
+"""Entries that are elsewhere: what workers and tiers have said that they hold."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Iterator, Sequence
+from math import inf
+from typing import Final
+
+from cachetree.ids import LOCAL, Location, ModelId, PageHash
+from cachetree.tree.entries import Node, RemoteEntry, RemoteKey
+from cachetree.tree.trie import PageTrie, depth_of
+from cachetree.tree.watch import Watch
+
+
+class RemoteEntries:
+    """Puts them into the nodes of a tree and takes them out. Takes no lock."""
+
+    def __init__(self, trie: PageTrie, watch: Watch) -> None:
+        self._trie: Final = trie
+        self._watch: Final = watch
+        self._orders: dict[Location, OrderedDict[RemoteEntry, None]] = {}
+        self._limits: dict[Location, int] = {}
+        self.num_pages: Counter[Location] = Counter()
+        """Counted once per model."""
+        self.num_dropped: Counter[Location] = Counter()
+        """Pages that were forgotten because there were too many."""
+
+    def limit(self, location: Location, max_pages: int) -> None:
+        self._limits[location] = max_pages
+
+    def add(
+        self,
+        location: Location,
+        model: ModelId,
+        parent: PageHash | None,
+        pages: Sequence[PageHash],
+        e_layers: Collection[int],
+    ) -> None:
+        if location == LOCAL:
+            raise ValueError("local pages are reserved and committed, not advertised")
+        key = (location, model)
+        if parent is not None:
+            place = self._trie.find(parent)
+            if place is None or key not in place.node.remote:
+                return
+        layers = tuple(sorted(set(e_layers)))
+        nodes = self._trie.cover(parent, pages)
+        had = [node.remote[key].e_layers for node in nodes if key in node.remote]
+        for node in nodes:
+            self._put(node, key, layers)
+        if had.count(layers) < len(had):  # What hangs below may have E without a gap, or not.
+            for entry in _below(nodes[0].remote[key]):
+                entry.set_e(entry.e_layers)
+        self._watch.shown(location, model, nodes)
+
+    def reach(self, location: Location, model: ModelId, pages: Sequence[PageHash]) -> int:
+        """How many of `pages` it has, from the root."""
+        place = self._trie.deepest(None, pages)
+        if place is None:
+            return 0
+        node, num_pages = place.node, depth_of(place)
+        while (location, model) not in node.remote:
+            if node.parent is None:
+                return 0
+            node, num_pages = node.parent, node.start
+        return num_pages
+
+    def drop(self, location: Location, model: ModelId, pages: Sequence[PageHash]) -> None:
+        key = (location, model)
+        for page in pages:
+            place = self._trie.find(page)
+            if place is not None and key in place.node.remote:
+                first = self._trie.split(place.node, place.start).remote[key]
+                below = [first, *_below(first)][::-1]
+                self._watch.hidden(location, model, [entry.node for entry in below])
+                self._take_out(below)
+                return
+
+    def give_way(self, pages: Sequence[PageHash]) -> bool:
+        """Drop what hinders the first of `pages`, which is local, from its place; whether it did.
+
+        A page that was only advertised is at another place because of a wrong advert.
+        """
+        place = self._trie.find(pages[0]) if pages else None
+        if place is None or place.node.local:
+            return False
+        there = list(place.node.remote)
+        for location, model in there:
+            self.drop(location, model, pages[:1])
+        return bool(there)
+
+    def forget(self, location: Location, most: int) -> bool:
+        """Take out so many entries; whether there may be more."""
+        return self._shrink(location, 0, most)
+
+    def trim(self, location: Location, most: int) -> bool:
+        """As `forget`, the coldest where there are too many; they are counted."""
+        before = self.num_pages[location]
+        is_more = self._shrink(location, self._limits.get(location, inf), most)
+        self.num_dropped[location] += before - self.num_pages[location]
+        return is_more
+
+    def _shrink(self, location: Location, max_pages: float, most: int) -> bool:
+        order = self._orders.get(location)
+        gone: list[RemoteEntry] = []
+        num_pages = self.num_pages[location]
+        for _ in range(most):
+            if not order or num_pages <= max_pages:
+                break
+            entry, _ = order.popitem(last=False)
+            if not entry.num_children:  # Others come back with the last of their children.
+                num_pages -= entry.node.num_pages
+                self._remove(entry)
+                gone.append(entry)
+        self._trie.prune([entry.node for entry in gone])
+        return bool(order) and num_pages > max_pages
+
+    def _put(self, node: Node, key: RemoteKey, e_layers: tuple[int, ...]) -> None:
+        entry = node.remote.get(key)
+        if entry is None:
+            order = self._orders.setdefault(key[0], OrderedDict())
+            entry = node.remote[key] = RemoteEntry(node, key, e_layers, order)
+            self.num_pages[key[0]] += node.num_pages
+            above = entry.parent
+            if above is not None:
+                above.num_children += 1
+        else:
+            entry.set_e(e_layers)
+        entry.use()
+
+    def _take_out(self, entries: Sequence[RemoteEntry]) -> None:
+        """Children first."""
+        for entry in entries:
+            self._remove(entry)
+        self._trie.prune([entry.node for entry in entries])
+
+    def _remove(self, entry: RemoteEntry) -> None:
+        above = entry.parent
+        del entry.node.remote[entry.key]
+        entry.order.pop(entry, None)
+        self.num_pages[entry.key[0]] -= entry.node.num_pages
+        if above is not None:
+            above.num_children -= 1
+            if not above.num_children and above not in above.order:
+                above.use()
+                above.order.move_to_end(above, last=False)
+
+
+def _below(entry: RemoteEntry) -> Iterator[RemoteEntry]:
+    """What hangs below, parents before children."""
+    pending = [entry]
+    while pending:
+        top = pending.pop()
+        if top is not entry:
+            yield top
+        if top.num_children:
+            there = [child.remote.get(top.key) for child in top.node.children.values()]
+            pending += [child for child in there if child is not None]

@@ -1,0 +1,479 @@
+"""The prefix tree of one family: which model has the KV and E of which pages, and where."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
+from itertools import islice
+from typing import Final
+
+from cachetree.checkpoint.family import Family
+from cachetree.clock import Clock, Deadline
+from cachetree.ids import Location, ModelId, PageHash, Span
+from cachetree.memory.memory import PAGEABLE, Memory, NoRoom
+from cachetree.memory.ranges import Ranges
+from cachetree.memory.slab import Layout, Slab
+from cachetree.tree.entries import Change, Hold, LocalEntry, Match, Node
+from cachetree.tree.eviction import Eviction, Expiry, Retention, make_policy
+from cachetree.tree.keepers import Keepers
+from cachetree.tree.lease import Lease, Reservation
+from cachetree.tree.matching import find_matches
+from cachetree.tree.remote_entries import RemoteEntries
+from cachetree.tree.trie import PageTrie, depth_of
+from cachetree.tree.watch import Listener, Sighting, Watch, addition
+
+_LRU: Final = Retention()
+SLICE: Final = 16
+"""Nodes that are looked at before others may have the lock."""
+_PAUSE_S: Final = 50e-6
+"""Between two slices. A lock is not fair: whoever waits for it gets it while nobody wants it."""
+
+
+class CacheTree:
+    """Radix tree over page hashes, with the entries of all models of one family in its nodes.
+
+    Thread-safe: one lock, held for walks and bookkeeping, never while memory is allocated or
+    copied. Local bytes, reservations in flight included, never exceed `host_bytes`. Eviction is
+    leaf first, in the order of the policy that `retention` names, and takes whole nodes of one
+    model, E with its KV; leased and pinned pages and those under an open reservation stay. Remote
+    entries hold no bytes; where they are limited, the coldest go, the last pages of a prompt first.
+    """
+
+    def __init__(
+        self,
+        family: Family,
+        *,
+        host_bytes: int,
+        memory: Memory = PAGEABLE,
+        clock: Clock = time.monotonic,
+        retention: Retention = _LRU,
+    ) -> None:
+        Layout.of(family, 1, ())  # Raises ConfigError where the codec does not fit the model.
+        self.family: Final = family
+        self.host_bytes: Final = host_bytes
+        self.memory: Final = memory
+        self._clock = clock
+        self._lock = threading.Lock()
+        policy = make_policy(retention.eviction, family, host_bytes)
+        self._expiry = Expiry(policy, retention.ttl_s, clock) if retention.ttl_s else None
+        self._eviction: Eviction = self._expiry or policy
+        self._trie = PageTrie(self._eviction)
+        self._keepers = Keepers(self._trie, int(retention.max_pinned_share * host_bytes))
+        self._watch = Watch()
+        self._remote = RemoteEntries(self._trie, self._watch)
+        self._num_bytes = 0
+        self._num_pages: Counter[ModelId] = Counter()
+        self.num_evictions = 0
+        """Entries that left for others, or were told to."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes held now, reservations in flight included."""
+        return self._num_bytes
+
+    @property
+    def num_pages(self) -> int:
+        """Local pages, counted once per model."""
+        return self._num_pages.total()
+
+    @property
+    def num_pinned_bytes(self) -> int:
+        """Of `num_bytes`, what pins keep."""
+        return self._keepers.pins.num_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        """Of `num_bytes`, what cannot be evicted now: leased, pinned or being written."""
+        with self._lock:
+            self._sweep()
+            return self._keepers.num_bytes
+
+    def pages_by_model(self) -> dict[str, int]:
+        """How many local pages each model has."""
+        with self._lock:
+            return {str(model): num for model, num in self._num_pages.items() if num}
+
+    def num_remote_pages(self, location: Location) -> int:
+        """How many pages are noted at `location`, counted once per model."""
+        return self._remote.num_pages[location]
+
+    def num_dropped_pages(self, location: Location) -> int:
+        """How many were forgotten because of `limit_remote`."""
+        return self._remote.num_dropped[location]
+
+    # Local entries: always the exact KV of their model.
+
+    def reserve(
+        self,
+        model: ModelId,
+        parent: PageHash | None,
+        pages: Sequence[PageHash],
+        e_layers: Collection[int],
+    ) -> Reservation | None:
+        """Room for KV of all layers and E at `e_layers` of consecutive pages after `parent`.
+
+        Leading pages that the model already has are skipped, up to the first that have E at some
+        of `e_layers` and at no others: these gain E when they are committed. None where the budget
+        cannot take the rest even after eviction, or where the model has no entry at `parent`
+        (None is the root): such pages could never match.
+        """
+        for layer in e_layers:
+            if not 0 <= layer < self.family.num_layers:
+                raise ValueError(f"E at layer {layer} of a model of {self.family.num_layers}")
+        with self._lock:
+            self._sweep()
+            place = None if parent is None else self._trie.find_local(model, parent)
+            if parent is not None and place is None:
+                return None
+            last = self._trie.last_with(model, place, pages, e_layers)
+            skipped = depth_of(last) - depth_of(place)
+            new = tuple(pages[skipped:])
+            slab = Slab(Layout.of(self.family, len(new), sorted(set(e_layers))), self.memory)
+            hold = Hold(depth_of(last))
+            before = pages[skipped - 1] if skipped else parent
+            reservation = Reservation(model, before, new, skipped, slab, hold, self._end)
+            if not new:
+                return reservation
+            if last is not None:
+                hold.add(last.node.local[model])
+            self._keepers.open.add(reservation)
+            if not self._make_room(slab.num_bytes):
+                self._keepers.open.discard(reservation)
+                self._let_go(hold)
+                return None
+            self._num_bytes += slab.num_bytes
+        try:
+            slab.fill()
+        except NoRoom:
+            reservation.release()
+            return None
+        except BaseException:
+            reservation.release()
+            raise
+        return reservation
+
+    def lease(
+        self,
+        model: ModelId,
+        pages: Sequence[PageHash],
+        owner: str,
+        deadline: Deadline,
+        *,
+        is_use: bool = True,
+    ) -> Lease | None:
+        """Keep consecutive local pages of `model` for a reader; None when any of them is gone.
+
+        `pages` may start anywhere in the tree. The lease ends at `deadline` at the latest. It is no
+        use of its own where `match` noted one, or where nobody needs the pages now.
+        """
+        with self._lock:
+            pieces = self._trie.path_anywhere(pages)
+            if sum(piece.stop - piece.start for piece in pieces) < len(pages):
+                return None
+            if pieces and model not in pieces[-1].node.local:
+                return None
+            entries = [piece.node.local[model] for piece in pieces]
+            hold = Hold(depth_of(pieces[-1]) if pieces else 0)
+            for entry in entries:
+                hold.add(entry)
+            if is_use:
+                self._eviction.use(entries[-1:])
+            segments = [
+                entry.part(piece.start, piece.stop)
+                for entry, piece in zip(entries, pieces, strict=True)
+            ]
+            lease = Lease(segments, hold, owner, deadline, self._end_lease)
+            self._keepers.leases.add(lease)
+            return lease
+
+    def has(self, model: ModelId, page: PageHash) -> bool:
+        """Whether the model has this page here."""
+        with self._lock:
+            return self._trie.find_local(model, page) is not None
+
+    def line(self, model: ModelId, page: PageHash) -> list[Change]:
+        """What the model has from the root to the entry with `page`, as additions in order."""
+        with self._lock:
+            place = self._trie.find_local(model, page)
+            entry = place.node.local[model] if place else None
+            return entry.line() if entry else []
+
+    def pin(
+        self, model: ModelId | None, pages: Sequence[PageHash], deadline: Deadline | None = None
+    ) -> dict[ModelId, int]:
+        """Keep what `model`, None for all of them, has here of the prefix `pages`.
+
+        Until `unpin` or `deadline`; the same pin once more takes the place of the first. Returns
+        how many pages of each model those are, none where it has none; what comes later is not
+        pinned. Raises PinRefused where pins would keep more than their share of the budget.
+        """
+        with self._lock:
+            self._sweep()
+            depths, replaced = self._keepers.pins.pin(model, pages, deadline)
+            if replaced is not None:
+                self._let_go(replaced)
+            return depths
+
+    def unpin(self, model: ModelId | None, pages: Sequence[PageHash]) -> bool:
+        """End the pin made with the same model and pages; False where there is none."""
+        with self._lock:
+            hold = self._keepers.pins.unpin(model, pages)
+            if hold is not None:
+                self._let_go(hold)
+            return hold is not None
+
+    def sweep(self) -> None:
+        """Drop leases and pins past their deadline, and entries past their time to live."""
+        with self._lock:
+            self._sweep()
+
+    def clear(self) -> None:
+        """Drop all local entries but those that a lease, a pin or an open reservation keeps."""
+        with self._lock:
+            self._evict_until(lambda: False, self._eviction.victims())
+
+    def evict(self, model: ModelId | None = None, pages: Sequence[PageHash] = ()) -> int:
+        """Drop the local entries that begin with `pages`, and of these what no others stand on.
+
+        Of one model, or of all; everything where `pages` is empty. What a lease, a pin or an open
+        reservation keeps stays. Returns the bytes freed.
+        """
+        with self._lock:
+            self._sweep()
+            before = self._num_bytes
+            entries = (
+                entry
+                for node in self._trie.upwards(pages)
+                for entry in tuple(node.local.values())
+                if model in (None, entry.model) and entry.is_evictable
+            )
+            self._evict_until(lambda: False, entries)
+            return before - self._num_bytes
+
+    # All entries.
+
+    def match(self, pages: Sequence[PageHash]) -> list[Match]:
+        """The longest prefix of `pages` per (model, location), found in one walk.
+
+        A page hash covers all pages before it, so one that is found speaks for those.
+        """
+        if not pages or pages[0] not in self._trie.root.children:
+            return []  # A miss waits for nobody; one look into a dict is atomic.
+        with self._lock:
+            found, used, noted = find_matches(self._trie, pages)
+            self._eviction.use(used)
+            for entry in noted:
+                entry.use()
+        return found
+
+    # Remote entries: what workers have advertised.
+
+    def add_remote(
+        self,
+        location: Location,
+        model: ModelId,
+        parent: PageHash | None,
+        pages: Sequence[PageHash],
+        e_layers: Collection[int],
+    ) -> None:
+        """Note that `location` has these consecutive pages after `parent`.
+
+        Pages whose parent it has not advertised, or that contradict the tree, could never match
+        and are left out. Beyond its limit the coldest go, in slices.
+        """
+        with self._lock:
+            self._remote.add(location, model, parent, pages, e_layers)
+        self._in_slices(partial(self._remote.trim, location))
+
+    def limit_remote(self, location: Location, max_pages: int) -> None:
+        """Note no more pages at `location` than these, counted once per model."""
+        with self._lock:
+            self._remote.limit(location, max_pages)
+
+    def reach(self, location: Location, model: ModelId, pages: Sequence[PageHash]) -> int:
+        """How many leading `pages` are noted at `location`. Not a use, unlike `match`."""
+        with self._lock:
+            return self._remote.reach(location, model, pages)
+
+    def drop_remote(self, location: Location, model: ModelId, pages: Sequence[PageHash]) -> None:
+        """Forget these pages at `location` and, so that matches stay prefixes, all after them."""
+        with self._lock:
+            self._remote.drop(location, model, pages)
+
+    def forget(self, location: Location) -> None:
+        """Forget everything at `location`, in slices; what is added meanwhile may stay."""
+        self._in_slices(partial(self._remote.forget, location))
+
+    # Changes of local entries, for the advertiser.
+
+    def subscribe(self, listener: Listener) -> tuple[Iterator[Change], Callable[[], None]]:
+        """What is there, as additions, and a function that ends the subscription.
+
+        `listener` gets every change from now on. What is there is looked up in slices as it is
+        asked for, so that nobody waits for long: an entry that comes meanwhile may be in both, and
+        one that goes meanwhile in neither but for its removal; whoever applies first what is there
+        and then the changes in their order has what the tree has. `listener` is called under the
+        tree's lock by whichever thread made the change: it must not block, raise or call the tree.
+        """
+        with self._lock:
+            self._watch.join(listener)
+        return self._there(self._watch.in_memory), partial(self._unsubscribe, listener)
+
+    def subscribe_kept(self, listener: Listener) -> tuple[Iterator[Change], Callable[[], None]]:
+        """As `subscribe`, of pages that are in memory or on disk."""
+        with self._lock:
+            self._watch.join_kept(listener)
+        return self._there(self._watch.kept), partial(self._unsubscribe, listener)
+
+    def _there(self, of_node: Callable[[Node], Iterator[Sighting]]) -> Iterator[Change]:
+        nodes = self._trie.root.walk()
+        is_more = True
+        while is_more:
+            with self._lock:
+                some = list(islice(nodes, SLICE))
+                seen = [each for node in some for each in of_node(node)]
+            is_more = len(some) == SLICE
+            if is_more:
+                time.sleep(_PAUSE_S)
+            yield from map(addition, seen)
+
+    def _in_slices(self, work: Callable[[int], bool]) -> None:
+        """Call it with how much it may do while others wait, until there is no more to do."""
+        while True:
+            with self._lock:
+                is_more = work(SLICE)
+            if not is_more:
+                return
+            time.sleep(_PAUSE_S)
+
+    def _unsubscribe(self, listener: Listener) -> None:
+        with self._lock:
+            self._watch.leave(listener)
+
+    # Everything below is called with the lock held, but for the two `_end` functions.
+
+    def _end(self, reservation: Reservation, is_commit: bool) -> None:
+        with self._lock:
+            if not reservation.pages:
+                return
+            self._keepers.open.discard(reservation)
+            left = Ranges(Span(0, len(reservation.pages)))
+            for kept in self._publish(reservation) if is_commit else ():
+                left.take_out(kept)
+            self._let_go(reservation.hold)
+            for span in left:
+                self._num_bytes -= reservation.slab.drop_pages(span)
+
+    def _end_lease(self, lease: Lease) -> None:
+        with self._lock:
+            self._let_go(self._keepers.end(lease))
+
+    def _let_go(self, hold: Hold) -> None:
+        for entry in hold.clear():
+            if entry.is_evictable:
+                self._eviction.free(entry)
+
+    def _sweep(self) -> None:
+        for hold in self._keepers.expired(self._clock()):
+            self._let_go(hold)
+        if self._expiry is not None:
+            self._evict_until(lambda: False, self._expiry.expired())
+
+    def _publish(self, reservation: Reservation) -> list[Span]:
+        """Make entries of the reserved pages; returns the runs of pages that they keep."""
+        model, slab = reservation.model, reservation.slab
+        place = None if reservation.parent is None else self._trie.find(reservation.parent)
+        last = self._trie.last_with(model, place, reservation.pages, slab.layout.e_layers)
+        first = depth_of(last) - depth_of(place)
+        pages = reservation.pages[first:]
+        parent = reservation.pages[first - 1] if first else reservation.parent
+        nodes = self._trie.cover(parent, pages)
+        while self._remote.give_way(pages[sum(node.num_pages for node in nodes) :]):
+            nodes = self._trie.cover(parent, pages)
+        kept = self._put(nodes, model, slab, first)
+        for span in kept:
+            change = Change(
+                added=True,
+                model=model,
+                parent=reservation.pages[span.start - 1] if span.start else reservation.parent,
+                pages=reservation.pages[span.start : span.stop],
+                e_layers=slab.layout.e_layers,
+            )
+            self._watch.published(change)
+        return kept
+
+    def _put(self, nodes: Sequence[Node], model: ModelId, slab: Slab, offset: int) -> list[Span]:
+        """Give consecutive nodes the pages of a slab from `offset` on, where they have no better.
+
+        Returns which of its pages they took.
+        """
+        kept = Ranges()
+        gained: list[LocalEntry] = []
+        added: list[LocalEntry] = []
+        for node in nodes:
+            entry = node.local.get(model)
+            span = Span(offset, offset + node.num_pages)
+            offset = span.stop
+            if entry is None:
+                entry = node.local[model] = LocalEntry(node, model, slab, span.start)
+                if entry.parent is not None:
+                    entry.parent.num_children += 1
+                self._num_pages[model] += node.num_pages
+                added.append(entry)
+            elif entry.gains(slab.layout.e_layers):
+                self._keepers.keep_for_readers(entry)
+                self._num_bytes -= entry.slab.drop_pages(entry.pages)
+                entry.replace(slab, span.start)
+                gained.append(entry)
+            else:
+                continue
+            kept.add(span)
+        if gained:
+            self._note_gain(gained)
+        if added:
+            self._eviction.add(added)
+        elif gained:
+            self._eviction.use(gained[-1:])
+        return list(kept)
+
+    def _note_gain(self, gained: Sequence[LocalEntry]) -> None:
+        """These, of one path, top first, have more E than before."""
+        for entry in gained[0].below():
+            entry.reach()
+        for entry in gained:
+            if entry.is_evictable:
+                self._eviction.free(entry)
+        self._keepers.pins.count()
+
+    def _make_room(self, num_bytes: int) -> bool:
+        """Evict until the `num_bytes` of a new, open reservation fit; nothing where they cannot."""
+        if self._num_bytes + num_bytes <= self.host_bytes:
+            return True
+        if not self._keepers.leave(self.host_bytes):
+            return False
+        self._evict_until(
+            lambda: self._num_bytes + num_bytes <= self.host_bytes, self._eviction.victims()
+        )
+        return True
+
+    def _evict_until(self, is_enough: Callable[[], bool], victims: Iterator[LocalEntry]) -> None:
+        evicted: list[Node] = []
+        while not is_enough() and (entry := next(victims, None)) is not None:
+            evicted.append(entry.node)
+            self._evict(entry)
+        self._trie.prune(evicted)
+
+    def _evict(self, entry: LocalEntry) -> None:
+        """The caller prunes the node."""
+        self._watch.evicted(entry)
+        parent = entry.parent
+        if parent is not None:
+            parent.num_children -= 1
+        self._eviction.remove(entry)
+        self.num_evictions += 1
+        del entry.node.local[entry.model]
+        self._num_pages[entry.model] -= entry.node.num_pages
+        self._num_bytes -= entry.slab.drop_pages(entry.pages)

@@ -1,0 +1,228 @@
+"""The structure of the tree: nodes, the index of their pages, and how they split and go."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Final, NamedTuple
+
+from cachetree.ids import ModelId, PageHash
+from cachetree.tree.entries import Node
+from cachetree.tree.eviction.protocol import Eviction
+from cachetree.tree.page_index import PageIndex
+from cachetree.tree.runs import Run
+
+
+class Piece(NamedTuple):
+    """Pages `[start, stop)` of one node, counted from the node's first."""
+
+    node: Node
+    start: int
+    stop: int
+
+
+class PageTrie:
+    """A path-compressed trie over page hashes. It knows nothing of budgets and takes no lock.
+
+    A page hash covers every page before it, so a page lies at one place only, and an index finds
+    it without a walk. Pages that contradict this (a broken advert) are never put in.
+    """
+
+    def __init__(self, eviction: Eviction) -> None:
+        self.root: Final = Node(None, Run(b"", 0), 0, 0)
+        self._eviction = eviction
+        self._index = PageIndex()
+
+    def find(self, page: PageHash) -> Piece | None:
+        """Where `page` is."""
+        found = self._index.find(page)
+        if found is None:
+            return None
+        node, index = found
+        return Piece(node, index - node.first, index - node.first + 1)
+
+    def deepest(self, parent: Piece | None, pages: Sequence[PageHash]) -> Piece | None:
+        """The end of the longest prefix of `pages` found right after `parent`; None if it is empty.
+
+        A page lies at one place only, below all pages before it. So where one step to a child does
+        not end the search, it goes on in the middle of what is left, and takes a number of steps
+        that grows with the logarithm of the number of nodes. For the same reason the last page that
+        a node shares speaks for those before it. `pages` are trusted to be a chain. What was
+        advertised is not: a page that lies below others than `pages` is none that was found.
+        """
+        node, index = (self.root, 0) if parent is None else (parent.node, parent.stop)
+        depth = node.start + index
+        num_found, stop = 0, len(pages)
+        place: Piece | None = None
+        while num_found < stop:
+            if index == node.num_pages:
+                child = node.children.get(pages[num_found])
+                if child is None:
+                    return place
+                node, index = child, 0
+            num = node.num_chained(index, pages, num_found)
+            if not num:
+                return place
+            num_found += num
+            index += num
+            place = Piece(node, index - num, index)
+            if index < node.num_pages:
+                return place
+            probe = stop - 1 if stop == len(pages) else (num_found + stop) // 2
+            while probe > num_found:
+                found = self._index.find_at(pages[probe], depth + probe)
+                if found is not None and _leads_to(found, node, pages, depth):
+                    node, index = found, depth + probe - found.start
+                    num_found = probe
+                    break
+                stop = probe
+                probe = (num_found + stop) // 2
+        return place
+
+    def path(self, parent: Piece | None, pages: Sequence[PageHash]) -> list[Piece]:
+        """The pieces that hold the longest prefix of `pages` found right after `parent`.
+
+        Every page is compared, so it holds for any `pages`.
+        """
+        node, index = (self.root, 0) if parent is None else (parent.node, parent.stop)
+        pieces: list[Piece] = []
+        offset, num_pages = 0, len(pages)
+        while offset < num_pages:
+            if index == node.num_pages:
+                child = node.children.get(pages[offset])
+                if child is None:
+                    break
+                node, index = child, 0
+            num = node.num_common(index, pages, offset)
+            if not num:
+                break
+            pieces.append(Piece(node, index, index + num))
+            offset += num
+            index += num
+        return pieces
+
+    def path_anywhere(self, pages: Sequence[PageHash]) -> list[Piece]:
+        """As `path`, wherever the first page is."""
+        first = self.find(pages[0]) if pages else None
+        return [] if first is None else self.path(first._replace(stop=first.start), pages)
+
+    def find_local(self, model: ModelId, page: PageHash) -> Piece | None:
+        place = self.find(page)
+        return place if place is not None and model in place.node.local else None
+
+    def last_local(
+        self, model: ModelId, place: Piece | None, pages: Sequence[PageHash]
+    ) -> Piece | None:
+        """The end of the leading `pages` after `place` that the model has; `place` where none."""
+        last = self.deepest(place, pages)
+        if last is None:
+            return place
+        node, stop = last.node, last.stop
+        while model not in node.local:
+            if node.parent is None:
+                return None
+            node = node.parent
+            stop = node.num_pages
+        return Piece(node, 0, stop) if node.num_pages else None
+
+    def last_with(
+        self,
+        model: ModelId,
+        place: Piece | None,
+        pages: Sequence[PageHash],
+        e_layers: Collection[int],
+    ) -> Piece | None:
+        """As `last_local`, but what comes before the first that storing it again would add E to."""
+        last = above = self.last_local(model, place, pages)
+        stop = depth_of(place)
+        while e_layers and above is not None and depth_of(above) > stop:
+            node = above.node
+            up = node.parent if node.start > stop else None
+            before = Piece(up, 0, up.num_pages) if up is not None else place
+            if node.local[model].gains(e_layers):
+                last = before
+            above = before
+        return last
+
+    def upwards(self, pages: Sequence[PageHash]) -> list[Node]:
+        """The nodes of all prompts that begin with `pages`, then those above; children first."""
+        place = self.deepest(None, pages)
+        if depth_of(place) < len(pages):
+            return []
+        node = self.root if place is None else place.node
+        nodes = list(node.walk())[::-1]
+        while node.parent is not None:
+            nodes.append(node)
+            node = node.parent
+        return nodes
+
+    def cover(self, parent: PageHash | None, pages: Sequence[PageHash]) -> list[Node]:
+        """Nodes that hold exactly `pages` after `parent`, split off or made as needed.
+
+        Ends early before a page that is already elsewhere in the trie or comes twice. `parent`
+        must be in the trie.
+        """
+        if not pages:
+            return []
+        node = self.root
+        if parent is not None:
+            place = self.find(parent)
+            assert place is not None
+            node = place.node
+            self.split(node, place.stop)
+        nodes: list[Node] = []
+        offset = 0
+        while offset < len(pages):
+            child = node.children.get(pages[offset])
+            if child is None:
+                return nodes + self._grow(node, pages[offset:])
+            num = child.num_common(0, pages, offset)
+            self.split(child, num)
+            nodes.append(child)
+            node = child
+            offset += num
+        return nodes
+
+    def _grow(self, parent: Node, pages: Sequence[PageHash]) -> list[Node]:
+        run = self._index.add(pages)
+        if run is None:
+            return []
+        node = Node(parent, run, 0, len(run))
+        parent.children[pages[0]] = node
+        return [node]
+
+    def split(self, node: Node, index: int) -> Node:
+        """The node that starts at page `index` of `node`, which is cut there where it must be."""
+        if index in (0, node.num_pages):
+            return node
+        return node.split(index, self._eviction)
+
+    def prune(self, nodes: Iterable[Node]) -> None:
+        """Take out those of `nodes` in which nobody has an entry."""
+        gone = {node: node.parent for node in nodes if node.is_empty}
+        if not gone:
+            return
+        for node, parent in gone.items():
+            assert parent is not None
+            del parent.children[node.first_page]
+            node.run.drop(node)
+        self._index.remove([(node.run, node.first, node.first + node.num_pages) for node in gone])
+        for run in {node.run for node in gone if node.run.nodes}:
+            run.compact()
+
+
+def _leads_to(below: Node, above: Node, pages: Sequence[PageHash], depth: int) -> bool:
+    """Whether the nodes from `above`, which ends in `pages`, to `below` end in pages of it, too.
+
+    `depth` pages stand before the first.
+    """
+    node = below.parent
+    while node is not None and node.start > above.start:
+        if node.last_page != pages[node.start + node.num_pages - 1 - depth]:
+            return False
+        node = node.parent
+    return node is above
+
+
+def depth_of(piece: Piece | None) -> int:
+    """How many pages there are from the root to the end of `piece`."""
+    return 0 if piece is None else piece.node.start + piece.stop

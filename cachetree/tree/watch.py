@@ -1,0 +1,99 @@
+"""Who hears of what comes into a tree and goes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from cachetree.ids import DISK, Location, ModelId, PageHash
+from cachetree.tree.entries import Change, LocalEntry, Node
+from cachetree.tree.runs import split_hashes
+
+Listener = Callable[[Change], None]
+Sighting = tuple[ModelId, PageHash | None, bytes, tuple[int, ...]]
+"""Of an entry that is there: its model, the page before, its pages side by side, layers with E."""
+
+
+class Watch:
+    """Two kinds of listeners. Everything is called with the tree's lock held.
+
+    Those of memory hear of each local entry. Those of what is kept hear of pages that are in
+    memory or on disk: that they came, perhaps twice, and that they went from both.
+    """
+
+    def __init__(self) -> None:
+        self._of_memory: list[Listener] = []
+        self._of_kept: list[Listener] = []
+
+    def join(self, listener: Listener) -> None:
+        """A listener of memory."""
+        self._of_memory.append(listener)
+
+    def join_kept(self, listener: Listener) -> None:
+        """A listener of what is kept."""
+        self._of_kept.append(listener)
+
+    @staticmethod
+    def in_memory(node: Node) -> Iterator[Sighting]:
+        for model, entry in node.local.items():
+            yield model, node.parent_page, node.hashes, entry.e_layers
+
+    @staticmethod
+    def kept(node: Node) -> Iterator[Sighting]:
+        yield from Watch.in_memory(node)
+        for (location, model), entry in node.remote.items():
+            if location == DISK and model not in node.local:
+                yield model, node.parent_page, node.hashes, entry.e_layers
+
+    def leave(self, listener: Listener) -> None:
+        for listeners in (self._of_memory, self._of_kept):
+            if listener in listeners:
+                listeners.remove(listener)
+
+    def published(self, change: Change) -> None:
+        for listener in (*self._of_memory, *self._of_kept):
+            listener(change)
+
+    def evicted(self, entry: LocalEntry) -> None:
+        """Called while it is still in its node."""
+        if not (self._of_memory or self._of_kept):
+            return
+        is_on_disk = (DISK, entry.model) in entry.node.remote
+        change = entry.change(added=False)
+        for listener in (*self._of_memory, *(() if is_on_disk else self._of_kept)):
+            listener(change)
+
+    def shown(self, location: Location, model: ModelId, nodes: Sequence[Node]) -> None:
+        """A remote entry was noted in these nodes, which follow each other."""
+        if location != DISK or not self._of_kept or all(model in node.local for node in nodes):
+            return
+        change = _change(nodes, model, nodes[0].remote[location, model].e_layers, added=True)
+        for listener in self._of_kept:
+            listener(change)
+
+    def hidden(self, location: Location, model: ModelId, nodes: Iterable[Node]) -> None:
+        """A remote entry goes from these nodes, children first. Called while it is there."""
+        if location != DISK or not self._of_kept:
+            return
+        for node in nodes:
+            if (location, model) in node.remote and model not in node.local:
+                change = _change([node], model, (), added=False)
+                for listener in self._of_kept:
+                    listener(change)
+
+
+def addition(seen: Sighting) -> Change:
+    model, parent, hashes, e_layers = seen
+    pages = split_hashes(hashes)
+    return Change(added=True, model=model, parent=parent, pages=pages, e_layers=e_layers)
+
+
+def _change(
+    nodes: Sequence[Node], model: ModelId, e_layers: tuple[int, ...], *, added: bool
+) -> Change:
+    return Change(
+        added=added,
+        model=model,
+        parent=nodes[0].parent_page,
+        pages=tuple([page for node in nodes for page in node.pages]),
+        e_layers=e_layers,
+    )

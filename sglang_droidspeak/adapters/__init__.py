@@ -1,0 +1,1 @@
+"""LoRA: the models of one server, factors, low-rank refresh, activated LoRA."""

@@ -1,0 +1,111 @@
+"""Activated LoRA: an adapter that acts from its invocation tokens on; the rest stays the base's.
+
+SGLang would apply it to the whole prompt. Here the tokens before the last invocation run without
+it, so that their KV is the base's, which others may have computed already: nothing is recomputed.
+
+    prompt   document … question …   <invocation> … answer …
+             base                   │ adapter
+    KV       the base's, shared     │ this request's, in a namespace of its own
+"""
+
+from __future__ import annotations
+
+from copy import copy
+from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakValueDictionary
+
+import torch
+
+from sglang_droidspeak import compat
+from sglang_droidspeak.compat import HookType
+from sglang_droidspeak.request import prefixes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from sglang_droidspeak.adapters.models import Models
+    from sglang_droidspeak.compat.names import ForwardBatch, Req, Scheduler
+
+
+class Activated:
+    """Its hooks are placed when the first such adapter is loaded. Scheduler thread only."""
+
+    def __init__(self, models: Models) -> None:
+        self._models: Final = models
+        self._reqs: WeakValueDictionary[str, Req] = WeakValueDictionary()
+        """Requests whose adapter acts from somewhere on, by rid."""
+        self._has_hooks = False
+
+    def loaded(self, lora_id: str) -> None:
+        """An adapter was loaded."""
+        if self._has_hooks or not self._models.invocation(lora_id):
+            return
+        self._has_hooks = True
+        compat.place_hooks(
+            {
+                compat.PREPARE_LORA: (self._prepare, HookType.AROUND),
+                compat.CAN_SCHEDULE_LORA: (_count_the_base, HookType.AROUND),
+            }
+        )
+
+    def meet(self, req: Req) -> None:
+        """Find where the adapter acts, before SGLang first looks for the request's prefix."""
+        invocation = self._models.invocation(req.lora_id)
+        if not invocation or prefixes.invoked_at(req) is not None:
+            return
+        prompt = req.origin_input_ids
+        at = _last(list(invocation), list(prompt))
+        # Never invoked, it does not act, nor in what is generated.
+        prefixes.invoke(req, len(prompt) + req.sampling_params.max_new_tokens if at is None else at)
+        self._reqs[req.rid] = req
+
+    def _prepare(self, original: Any, manager: Any, batch: ForwardBatch) -> None:
+        """Tell SGLang of two requests where one is before its invocation first, and then after."""
+        starts = [self._invoked_at(rid) for rid in batch.rids or ()]
+        if not any(starts):
+            original(manager, batch)
+            return
+        lora_ids, lengths = _segments(batch, starts)
+        manager.fetch_new_loras({*lora_ids, None})
+        told = copy(batch)
+        told.lora_ids, told.batch_size = lora_ids, len(lora_ids)
+        if batch.forward_mode.is_extend():
+            told.extend_seq_lens_cpu = lengths
+            told.extend_seq_lens = torch.tensor(
+                lengths, dtype=batch.extend_seq_lens.dtype, device=batch.extend_seq_lens.device
+            )
+        original(manager, told)
+
+    def _invoked_at(self, rid: str) -> int | None:
+        req = self._reqs.get(rid)
+        return prefixes.invoked_at(req) if req is not None else None
+
+
+def _segments(
+    batch: ForwardBatch, starts: Sequence[int | None]
+) -> tuple[list[str | None], list[int]]:
+    """Adapter and number of tokens of each part of the batch's rows that has tokens."""
+    parts: list[tuple[str | None, int]] = []
+    is_extend = batch.forward_mode.is_extend()
+    for row, (lora_id, start) in enumerate(zip(batch.lora_ids, starts, strict=True)):
+        length = batch.extend_seq_lens_cpu[row] if is_extend else 1
+        stop = int(batch.seq_lens_cpu[row])
+        num_before = 0 if start is None else min(length, max(0, start - (stop - length)))
+        parts += [(None, num_before), (lora_id, length - num_before)]
+    kept = [part for part in parts if part[1]]
+    return [lora_id for lora_id, _ in kept], [length for _, length in kept]
+
+
+def _count_the_base(
+    original: Any, scheduler: Scheduler, req: Req, running_loras: set[str | None]
+) -> bool:
+    """Every batch may need the base as one of the adapters that it can hold."""
+    return original(scheduler, req, {*running_loras, None})
+
+
+def _last(wanted: list[int], tokens: list[int]) -> int | None:
+    """Where the last occurrence of `wanted` begins."""
+    for at in range(len(tokens) - len(wanted), -1, -1):
+        if tokens[at : at + len(wanted)] == wanted:
+            return at
+    return None

@@ -1,0 +1,1 @@
+"""Workers and engines of one machine, as processes."""

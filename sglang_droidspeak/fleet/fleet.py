@@ -1,0 +1,126 @@
+"""Workers and engines of one machine, described in one file: what `droidspeak up` starts.
+
+workers:
+  shelf: {...}        as `cachetree serve --config` takes it
+engines:
+  reader: {...}       SGLang's options by their flag names, and `droidspeak:` for the extension
+x-...: {...}          ignored; a place for YAML anchors
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib.util
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from cachetree.cli.serve import parse_config
+from cachetree.errors import ConfigError
+from cachetree.yaml_file import read_yaml, settings_of
+from sglang_droidspeak.fleet.servers import ServerSpec, Spec, WorkerSpec
+from sglang_droidspeak.start.config import parse_settings
+
+_DEFAULT_PORT = 30000
+"""SGLang's."""
+
+
+class Fleet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Configurations by name; a name is a log file's too."""
+
+    workers: dict[str, dict[str, Any]] = {}
+    engines: dict[str, dict[str, Any]] = {}
+
+    def __post_init__(self) -> None:
+        if not self.workers and not self.engines:
+            raise ConfigError("there are no workers and no engines; describe at least one")
+        for name in self.workers.keys() & self.engines.keys():
+            raise ConfigError(f"{name} is a worker and an engine; give every one its own name")
+        for name in (*self.workers, *self.engines):
+            if not name.replace("-", "").replace("_", "").isalnum():
+                raise ConfigError(f"{name!r} cannot be a name; use letters, digits, - and _")
+        for name, config in self.workers.items():
+            parse_config(config, f"workers.{name}")
+        taken: dict[int, str] = {}
+        for name, options in self.engines.items():
+            _check_flags(name, options)
+            if not isinstance(options.get("model-path"), str):
+                raise ConfigError(f"engines.{name} has no model-path")
+            port = options.get("port", _DEFAULT_PORT)
+            if port in taken:
+                raise ConfigError(f"engines.{name} and engines.{taken[port]} both have port {port}")
+            taken[port] = name
+            if "droidspeak" in options:
+                parse_settings(options["droidspeak"], f"engines.{name}.droidspeak")
+
+
+def _check_flags(name: str, options: Mapping[str, Any]) -> None:
+    """Raise ConfigError for an option that SGLang would refuse a minute later."""
+    known = sglang_flags()
+    for option in options.keys() - {"droidspeak"}:
+        # SGLang takes the beginning of a flag for the flag.
+        if known and not any(flag.startswith(option) for flag in known):
+            close = difflib.get_close_matches(option, known, n=1)
+            meant = f"; did you mean {close[0]}?" if close else ""
+            raise ConfigError(f"engines.{name} has {option}, which SGLang does not know{meant}")
+
+
+@functools.cache
+def sglang_flags() -> frozenset[str]:
+    """Names of SGLang's options, read from its source: to import it takes many seconds.
+
+    A few are no options but stand beside them. Nothing where SGLang is built otherwise.
+    """
+    package = importlib.util.find_spec("sglang")
+    if package is None or package.origin is None:
+        return frozenset()
+    source = Path(package.origin).parent / "srt"
+    text = "".join(it.read_text() for it in (source / "arg_groups").rglob("*.py"))
+    text += "".join(it.read_text() for it in source.glob("server_args.py"))
+    fields = re.findall(r'^    "(\w+)",$', text, re.MULTILINE)
+    flags = {it.replace("_", "-") for it in fields} | set(re.findall(r'"--([\w-]+)"', text))
+    return frozenset(flags | {f"no-{it}" for it in flags})
+
+
+def read_fleet(path: Path) -> Fleet:
+    """Raises ConfigError naming the file and the field."""
+    loaded = read_yaml(path, "fleet")
+    if isinstance(loaded, dict):
+        loaded = {key: value for key, value in loaded.items() if not str(key).startswith("x-")}
+    return settings_of(loaded, Fleet, f"fleet {path}")
+
+
+def specs(fleet: Fleet, options: Mapping[str, Any] | None = None) -> list[Spec]:
+    """What to start, workers first; `options` go over those of every engine."""
+    workers = [WorkerSpec(name=name, config=it) for name, it in fleet.workers.items()]
+    return [
+        *workers,
+        *(_engine(name, it | {**(options or {})}) for name, it in fleet.engines.items()),
+    ]
+
+
+def shared_cores(started: Sequence[Spec]) -> dict[str, str]:
+    """Environment in which engines that compute on the CPU do not fight for its cores.
+
+    Every engine takes all cores by default, and waits spinning for those that others have.
+    """
+    num_engines = sum(isinstance(spec, ServerSpec) for spec in started)
+    num_cores = len(os.sched_getaffinity(0)) // max(1, num_engines)
+    return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, num_cores)))}
+
+
+def _engine(name: str, options: Mapping[str, Any]) -> ServerSpec:
+    rest = dict(options)
+    return ServerSpec(
+        name=name,
+        model=Path(rest.pop("model-path")),
+        host=rest.pop("host", "127.0.0.1"),
+        port=rest.pop("port", _DEFAULT_PORT),
+        droidspeak=rest.pop("droidspeak", None),
+        options=rest,
+    )

@@ -1,0 +1,384 @@
+"""Real servers and workers as context managers: for the demo, fleets, benchmarks and tests."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+import requests
+import yaml
+
+from sglang_droidspeak.start.config import LINKER_MODULE
+
+START_TIMEOUT_S = 180.0
+_PORTS = range(20000, 32768)
+_given_out: set[int] = set()
+_LOOK_S = 0.1
+_SERVING = "serving at "
+"""What `cachetree serve` says before its address."""
+STOP_TIMEOUT_S = 2.0
+_FORKED_START = {"SGLANG_TORCH_CPU_START": "fork"}
+"""Where the CPU platform serves, SGLang is imported once and not in each of its processes."""
+
+
+class ServerFailed(RuntimeError):
+    """A server ended before it was ready; the message holds the end of its log."""
+
+
+def end_of(log: Path, num_lines: int = 30) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-num_lines:])
+
+
+def free_port(num_ranks: int = 1) -> int:
+    """A port that nobody listens on, and that is given out once by this process; the first of as
+    many for the ranks of a server.
+
+    Not one of those that the system hands to outgoing connections (32768 and above on Linux): such
+    a connection could take it before the server binds it.
+    """
+    for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
+        wanted = range(port, port + num_ranks)
+        if not _given_out.isdisjoint(wanted):
+            continue
+        with contextlib.ExitStack() as probes, contextlib.suppress(OSError):
+            for each in wanted:
+                probes.enter_context(socket.socket()).bind(("127.0.0.1", each))
+            _given_out.update(wanted)
+            return port
+    raise ServerFailed(f"no port between {_PORTS.start} and {_PORTS.stop} is free")
+
+
+class Spec(Protocol):
+    """What can be started."""
+
+    def start(self, folder: Path, env: Mapping[str, str]) -> Process: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSpec:
+    """One `python -m sglang.launch_server --config FILE`."""
+
+    model: Path
+    name: str = "server"
+    droidspeak: Mapping[str, Any] | None = None
+    """`linker_extra_config`; None starts SGLang without the extension."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """SGLang's own options by their flag names without dashes."""
+    adapters: Mapping[str, Path] = field(default_factory=dict)
+    """LoRA adapters by the names that requests call them; SGLang takes them as flags alone."""
+    port: int = field(default_factory=free_port)
+    host: str = "127.0.0.1"
+    wrapper: Sequence[str] = ()
+    """As `WorkerSpec`'s."""
+
+    def start(self, folder: Path, env: Mapping[str, str]) -> Server:
+        return Server(self, folder, env)
+
+    def yaml(self) -> str:
+        options: dict[str, Any] = {
+            "model-path": str(self.model),
+            "host": self.host,
+            "port": self.port,
+            "page-size": 16,
+            "skip-server-warmup": True,
+            **self.options,
+        }
+        if self.droidspeak is not None:
+            options |= {
+                "enable-unified-cache-external-linker": True,
+                "unified-cache-external-linker-backend": "dynamic",
+                "unified-cache-external-linker-config": {
+                    "linker": "DroidSpeakLinker",
+                    "linker_module_path": LINKER_MODULE,
+                    "linker_extra_config": dict(self.droidspeak),
+                },
+            }
+        return yaml.safe_dump(options, sort_keys=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSpec:
+    """One `cachetree serve --config FILE`."""
+
+    config: Mapping[str, Any]
+    name: str = "worker"
+    wrapper: Sequence[str] = ()
+    """Words before the command, such as those that run it elsewhere."""
+
+    def start(self, folder: Path, env: Mapping[str, str]) -> Worker:
+        return Worker(self, folder, env)
+
+
+class Process:
+    """One process of a fleet, in a session of its own, with a log file.
+
+    `stop` ends every process of that session; leaving `running` does too.
+    """
+
+    def __init__(
+        self, name: str, command: Sequence[str], folder: Path, env: Mapping[str, str]
+    ) -> None:
+        self.name = name
+        self.log = folder / f"{name}.log"
+        with self.log.open("wb") as log:
+            self._process = self._launch(command, log, {**os.environ, **env})
+
+    def _launch(
+        self, command: Sequence[str], log: BinaryIO, env: Mapping[str, str]
+    ) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, env=env, start_new_session=True
+        )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def address(self) -> str:
+        """Where it is reached."""
+        raise NotImplementedError
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def is_ready(self) -> bool:
+        """True once it answers; raises ServerFailed where it has ended instead."""
+        if not self.is_alive:
+            code = self._process.returncode
+            raise ServerFailed(f"{self.name} ended with {code}:\n{end_of(self.log)}")
+        return self._answers()
+
+    def _answers(self) -> bool:
+        raise NotImplementedError
+
+    def kill(self) -> None:
+        """SIGKILL every process of the server at once."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def terminate(self) -> None:
+        """Ask it to end; returns at once."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGTERM)
+
+    def stop(self) -> None:
+        """End it gently, then surely."""
+        self.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=STOP_TIMEOUT_S)
+        self.kill()
+
+
+class Worker(Process):
+    """A started `cachetree serve`."""
+
+    def __init__(self, spec: WorkerSpec, folder: Path, env: Mapping[str, str]) -> None:
+        config = folder / f"{spec.name}.yaml"
+        config.write_text(yaml.safe_dump(dict(spec.config), sort_keys=False))
+        command = (*spec.wrapper, sys.executable, "-m", "cachetree.cli", "serve", "--config")
+        super().__init__(spec.name, (*command, str(config)), folder, env)
+        self.spec = spec
+
+    @property
+    def address(self) -> str:
+        """As it says itself, with the real port; empty until it is ready."""
+        said = self.log.read_text(errors="replace")
+        return said.partition(_SERVING)[2].partition("\n")[0].strip()
+
+    def _answers(self) -> bool:
+        return bool(self.address)
+
+
+class Server(Process):
+    """A started SGLang server."""
+
+    def __init__(self, spec: ServerSpec, folder: Path, env: Mapping[str, str]) -> None:
+        config = folder / f"{spec.name}.yaml"
+        config.write_text(spec.yaml())
+        command = (*spec.wrapper, sys.executable, "-m", "sglang.launch_server", "--config")
+        loras = [f"{name}={path}" for name, path in spec.adapters.items()]
+        flags = ("--enable-lora", "--lora-paths", *loras) if loras else ()
+        command = (*command, str(config), *flags)
+        super().__init__(spec.name, command, folder, {**_FORKED_START, **env})
+        self.spec = spec
+        self.url = f"http://{spec.host}:{spec.port}"
+
+    @property
+    def address(self) -> str:
+        return self.url
+
+    def stop(self) -> None:
+        """End it at once.
+
+        SIGTERM ends its scheduler as abruptly; the rest takes that for a crash and waits 5 s.
+        """
+        self.kill()
+
+    def _answers(self) -> bool:
+        with contextlib.suppress(requests.RequestException):
+            return requests.get(f"{self.url}/ready", timeout=2).status_code == 200
+        return False
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        max_new_tokens: int = 16,
+        droidspeak: Mapping[str, Any] | None = None,
+        timeout_s: float = 120.0,
+        **payload: Any,
+    ) -> dict[str, Any]:
+        """Greedy completion through `/generate`; raises requests.HTTPError on an error status."""
+        body = _body(prompt, max_new_tokens, droidspeak, payload)
+        reply = requests.post(f"{self.url}/generate", json=body, timeout=timeout_s)
+        reply.raise_for_status()
+        return reply.json()
+
+    def replies(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        max_new_tokens: int = 16,
+        droidspeak: Mapping[str, Any] | None = None,
+        timeout_s: float = 120.0,
+        **payload: Any,
+    ) -> Iterator[dict[str, Any]]:
+        """As `generate`, but what there is of the reply at each token, when it comes."""
+        body = _body(prompt, max_new_tokens, droidspeak, {"stream": True, **payload})
+        with requests.post(
+            f"{self.url}/generate", json=body, timeout=timeout_s, stream=True
+        ) as reply:
+            reply.raise_for_status()
+            for line in reply.iter_lines():
+                if line.startswith(b"data: {"):
+                    yield json.loads(line.removeprefix(b"data: "))
+
+    def stream(self, prompt: str | Sequence[int], **asked: Any) -> tuple[float, dict[str, Any]]:
+        """The reply of `generate`, and the seconds until its first token was here."""
+        begun_s = time.perf_counter()
+        replies = self.replies(prompt, **asked)
+        last = next(replies, None)
+        ttft_s = time.perf_counter() - begun_s
+        if last is None:
+            raise ServerFailed(f"{self.name} ended a stream without a token")
+        for reply in replies:
+            last = reply
+        return ttft_s, last
+
+    def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids as the server itself would make them of each text."""
+        reply = requests.post(f"{self.url}/tokenize", json={"prompt": list(texts)}, timeout=60)
+        reply.raise_for_status()
+        return reply.json()["tokens"]
+
+    def post(self, path: str, **body: Any) -> dict[str, Any]:
+        """Any other JSON endpoint; raises requests.HTTPError on an error status."""
+        reply = requests.post(f"{self.url}{path}", json=body, timeout=60)
+        reply.raise_for_status()
+        return reply.json()
+
+    def flush(self) -> None:
+        """Empty the server's own radix cache; retried while it is busy."""
+        for _ in range(100):
+            if requests.post(f"{self.url}/flush_cache", timeout=10).status_code == 200:
+                return
+            time.sleep(0.05)
+        raise ServerFailed(f"{self.name} did not flush its cache within 5 s")
+
+
+def _body(
+    prompt: str | Sequence[int],
+    max_new_tokens: int,
+    droidspeak: Mapping[str, Any] | None,
+    payload: Mapping[str, Any],
+) -> dict[str, Any]:
+    params: dict[str, Any] = {"temperature": 0, "max_new_tokens": max_new_tokens}
+    if droidspeak is not None:
+        params["custom_params"] = {"droidspeak": dict(droidspeak)}
+    return {
+        "text" if isinstance(prompt, str) else "input_ids": prompt,
+        **payload,
+        "sampling_params": params | payload.get("sampling_params", {}),
+    }
+
+
+@contextlib.contextmanager
+def running(
+    *specs: Spec,
+    folder: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    on_wait: Callable[[float], None] = lambda _seconds: None,
+) -> Iterator[list[Any]]:
+    """Start servers side by side, yield them ready, and end them whatever happens.
+
+    `on_wait` is called several times a second with the seconds waited so far. Raises ServerFailed.
+    """
+    with contextlib.ExitStack() as stack:
+        if folder is None:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="droidspeak-")))
+        folder.mkdir(parents=True, exist_ok=True)
+        servers: list[Process] = []
+        stack.callback(_stop_all, servers)
+        for spec in specs:
+            with _uninterrupted():
+                servers.append(spec.start(folder, env or {}))
+        started_s = time.monotonic()
+        waiting = list(servers)
+        while waiting := [server for server in waiting if not server.is_ready()]:
+            elapsed_s = time.monotonic() - started_s
+            if elapsed_s > START_TIMEOUT_S:
+                late = waiting[0]
+                raise ServerFailed(
+                    f"{late.name} is not ready after {elapsed_s:.0f} s:\n{end_of(late.log)}"
+                )
+            on_wait(elapsed_s)
+            time.sleep(_LOOK_S)
+        yield servers
+
+
+def _stop_all(servers: Sequence[Process]) -> None:
+    """All at once; each of them ends even where another one's end fails."""
+    with _uninterrupted(), contextlib.ExitStack() as stack:
+        for server in servers:
+            server.terminate()
+        for server in servers:
+            stack.callback(server.stop)
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Hold back Ctrl-C and SIGTERM, so that no process is started or ended by halves.
+
+    Python's handlers are not inherited by a new process, which a signal mask would be.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    arrived: list[int] = []
+    before = {
+        number: signal.signal(number, lambda number, _frame: arrived.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
+        for number in arrived[:1]:
+            signal.raise_signal(number)

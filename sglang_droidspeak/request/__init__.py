@@ -1,0 +1,1 @@
+"""One request, from the moment it is seen to the answer."""

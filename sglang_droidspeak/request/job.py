@@ -1,0 +1,99 @@
+"""One admitted request's load: from staged host memory into its KV slots."""
+
+from __future__ import annotations
+
+import math
+import threading
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from cachetree.clock import Deadline
+from cachetree.errors import DeadlineExceeded, FetchError
+from cachetree.ids import Span
+from cachetree.planning.plan import Plan, Step
+from sglang_droidspeak.store.pool import PoolPages
+
+if TYPE_CHECKING:
+    import torch
+
+    from cachetree.memory.staging import Staging
+
+
+class ForwardWaitExceeded(FetchError):
+    """Layers predicted to have arrived had not when the forward had waited for them."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Job:
+    """Made by `linker.load`, started with its batch, over when the batch's forward is.
+
+    The loader thread copies; the scheduler thread may abandon the job, after which the loader
+    writes nothing more into the slots.
+    """
+
+    rid: str
+    plan: Plan
+    staging: Staging | PoolPages
+    pages: Span
+    """The pages loaded, within plan.pages; SGLang may have promised fewer."""
+    slots: torch.Tensor
+    """KV slots of these pages' tokens, on the device, int64."""
+    page_size: int
+    match_s: float
+    """Time to hash, match and plan."""
+    queued_s: float
+    """Time from the request's first sight to its admission."""
+    patience_s: float = math.inf
+    """How long its forward may still wait for layers that are late."""
+    copied_s: float = 0.0
+    """Time that the loader has spent copying for this job, decoding included."""
+    copied_bytes: int = 0
+    """As they are stored."""
+    low_rank: list[int] = field(default_factory=list)
+    """Layers refreshed by what the adapters' factors change, without the model's own matrix."""
+    copying: threading.Lock = field(default_factory=threading.Lock)
+    abandoned: bool = False
+    """The scheduler thread computes the slots itself; the loader writes nothing more."""
+    is_broken: bool = False
+    """The loader could not copy a layer."""
+    is_lost: bool = False
+    """Nor could its slots be computed: the request must be aborted."""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.pages) * self.page_size
+
+    @property
+    def pool_slots(self) -> torch.Tensor | None:
+        """Where this job's pages lie in the same pool; None where they are staged."""
+        if not isinstance(self.staging, PoolPages):
+            return None
+        first = (self.pages.start - self.plan.pages.start) * self.page_size
+        return self.staging.slots[first : first + self.num_tokens]
+
+    def rows(self, step: Step) -> memoryview:
+        """The staged bytes of this job's pages; they must have landed."""
+        view = self.staging.view(step)
+        page_bytes = view.nbytes // len(self.plan.pages)
+        first = self.pages.start - self.plan.pages.start
+        return view[first * page_bytes : (first + len(self.pages)) * page_bytes]
+
+    def wait_staged(self, deadline: Deadline) -> None:
+        """Block until every layer is in host memory; raises FetchError where it is not by then."""
+        if self.abandoned or self.is_broken:
+            raise FetchError("the load was given up")
+        if isinstance(self.staging, PoolPages):
+            return
+        try:
+            for step in self.plan.steps:
+                self.staging.wait(step, deadline)
+        except DeadlineExceeded as exc:
+            raise self.staging.error or ForwardWaitExceeded(str(exc)) from exc
+        if self.staging.error is not None:  # the loader has left layers out that came late
+            raise self.staging.error
+
+    def abandon(self, error: FetchError) -> None:
+        """Stop the loader for this job; returns once no copy of it is running."""
+        self.staging.fail(error)
+        with self.copying:
+            self.abandoned = True

@@ -1,0 +1,136 @@
+"""What each request is answered with, in `meta_info`, in the log and in the metrics: once."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from sglang_droidspeak.compat.names import FINISH_ABORT, is_health_check_generate_req
+from sglang_droidspeak.request.meta_info import KEY, RequestProvenance
+from sglang_droidspeak.request.prefixes import tenant_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from sglang_droidspeak.compat.names import Req
+    from sglang_droidspeak.metrics import Metrics
+
+log = logging.getLogger("droidspeak.request")
+
+_LABEL: Final = "droidspeak_label"
+_TOLD: Final = "droidspeak_told"
+_MAX_WARMED: Final = 256
+"""Prompts with `n` above 1 that are answered at the same time."""
+
+
+class Labels:
+    """What becomes of each request: noted as it goes, told and counted once.
+
+    A label is made of what the request has read, when SGLang first reports an answer of it. What
+    happens to the request later, its retraction too, changes nothing. Scheduler thread only.
+    """
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics: Final = metrics
+        self._warmed: Final[OrderedDict[Hashable, RequestProvenance]] = OrderedDict()
+        """By prompt: what SGLang's own request has read before the samples of `n` above 1."""
+
+    def note(self, req: Req, provenance: RequestProvenance) -> None:
+        """What is known so far; the last word counts, and none once the request has its label."""
+        if not _is_told(req):
+            _label_of(req).provenance = provenance
+
+    def read(self, reqs: Sequence[Req], marks: torch.Tensor) -> None:
+        """A prefill of these requests is about to run; `marks` says, on the host once it has, which
+        of them read approximate KV."""
+        for row, req in enumerate(reqs):
+            if not _is_told(req):
+                _label_of(req).mark = marks[row]
+
+    def report(
+        self,
+        _streamer: object,
+        reqs: Sequence[Req],
+        return_logprob: bool,
+        skip_req: Req | None = None,
+    ) -> None:
+        """Before SGLang sends what is new of these; hooks SchedulerOutputStreamer.stream_output.
+
+        `skip_req` has not been prefilled to its end; what was retracted meanwhile will be again.
+        """
+        # Of a batch that decodes all are told: this is all that it costs.
+        for req in [req for req in reqs if not getattr(req, _TOLD, False)]:
+            if not (req is skip_req or req.is_retracted):
+                ended = req.finished_reason or req.to_finish
+                self._tell(req, is_aborted=isinstance(ended, FINISH_ABORT))
+
+    def aborted(self, _scheduler: object, _abort: object, req: Req) -> None:
+        """Before SGLang says that a request is over which was in no batch, or not to its end; hooks
+        Scheduler.send_abort_output."""
+        self._tell(req, is_aborted=True)
+
+    def _tell(self, req: Req, *, is_aborted: bool) -> None:
+        label, params = _label_of(req), req.sampling_params
+        if _is_told(req):
+            return
+        setattr(req, _TOLD, True)
+        if is_health_check_generate_req(req):
+            return
+        told = label.provenance
+        if is_aborted and not told.reused_tokens:
+            told = RequestProvenance(outcome="aborted")
+        elif params.n > 1:
+            if params.max_new_tokens == 0:
+                self._warmed[_prompt(req)] = told
+                if len(self._warmed) > _MAX_WARMED:
+                    self._warmed.popitem(last=False)
+                return
+            told = told if told.reused_tokens else self._warmed.get(_prompt(req), told)
+        if label.mark is not None and not label.mark:
+            label.mark = None
+        told = msgspec.structs.replace(told, exact=label.mark is None)
+        self._metrics.count_outcome(told.outcome)
+        _write(req.rid, told)
+        req.customized_info = {**(req.customized_info or {}), KEY: [msgspec.to_builtins(told)]}
+
+
+@dataclass(slots=True, eq=False)
+class _Label:
+    provenance: RequestProvenance
+    mark: torch.Tensor | None = None
+    """Whether its prompt's KV is approximate; None while none is."""
+
+
+def _is_told(req: Req) -> bool:
+    return getattr(req, _TOLD, False)
+
+
+def _label_of(req: Req) -> _Label:
+    label: _Label | None = getattr(req, _LABEL, None)
+    if label is None:
+        label = _Label(RequestProvenance(outcome="error"))
+        setattr(req, _LABEL, label)
+    return label
+
+
+def must_stay_exact(req: Req) -> bool:
+    """Whether it was told to be exact, and retracted since."""
+    return _is_told(req) and _label_of(req).mark is None
+
+
+def _prompt(req: Req) -> Hashable:
+    return hash(req.origin_input_ids.tobytes()), req.lora_id, tenant_of(req), req.cache_salt
+
+
+def _write(rid: str, provenance: RequestProvenance) -> None:
+    """A reuse that became a full prefill is worth a line at INFO; the others are one at DEBUG."""
+    level = logging.INFO if provenance.outcome.startswith("fallback") else logging.DEBUG
+    if log.isEnabledFor(level):
+        told = msgspec.structs.asdict(provenance)
+        fields = " ".join(f"{name}={value}" for name, value in told.items() if value is not None)
+        log.log(level, "rid=%s %s", rid, fields.replace("fallback: ", "fallback:"))

@@ -1,0 +1,151 @@
+"""The thread that copies staged layers into KV slots while the scheduler thread computes."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from queue import SimpleQueue
+from typing import TYPE_CHECKING
+
+import torch
+
+from cachetree.errors import FetchError
+from cachetree.planning.plan import Kind, Step
+from sglang_droidspeak.compat.names import LayerWiseLoadCounter
+from sglang_droidspeak.request.job import Job
+
+if TYPE_CHECKING:
+    from sglang_droidspeak.store.rows import PoolRows
+
+log = logging.getLogger(__name__)
+
+_READS = -1
+"""In place of a layer: what the forward's stream reads of a batch's staging."""
+
+
+class Loader:
+    """Loads whole batches of jobs, layer by layer in the order in which the forward reads them.
+
+    `counter` is what SGLang's KV pool waits on before each layer. A job whose layers do not come
+    is left out: the scheduler thread has noticed it in `Job.wait_staged`, recomputes the slots
+    itself, and the layer counts as done.
+    """
+
+    def __init__(self, num_layers: int, rows: PoolRows, copies: Copies) -> None:
+        self._rows = rows
+        self._num_layers = num_layers
+        self._copies = copies
+        self.counter = LayerWiseLoadCounter(num_layers, self._copies.forward_waits)
+        self._queue: SimpleQueue[tuple[int, Sequence[Job]] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="droidspeak-loader", daemon=True)
+        self._thread.start()
+
+    def start(self, jobs: Sequence[Job]) -> int:
+        """Begin loading; returns the index that the batch's forward waits on."""
+        index = self.counter.update_producer()
+        self._copies.wait_for_forwards()
+        self._queue.put((index, jobs))
+        return index
+
+    def read_by_current_stream(self, index: int) -> None:
+        """What the current stream was given to do until now reads what that batch's jobs staged."""
+        self._copies.record_reads(index)
+
+    def abandon(self, job: Job, error: FetchError) -> None:
+        """Write nothing more of `job`: what the current stream writes from now on stays."""
+        job.abandon(error)
+        self._copies.current_stream_waits()
+
+    def finish(self, index: int) -> None:
+        """Wait until nothing of that batch is being written, nor read from staging, any more."""
+        self.counter.finish(index)
+        self._copies.forget(index)
+
+    def close(self) -> None:
+        self._queue.put(None)
+        self._thread.join(timeout=10)
+
+    def _run(self) -> None:
+        with torch.inference_mode():
+            while (item := self._queue.get()) is not None:
+                index, jobs = item
+                for layer in range(self._num_layers):
+                    try:
+                        with self._copies.of(index, layer):
+                            for job in jobs:
+                                self._load(job, layer)
+                    except Exception:
+                        log.exception("loading layer %d failed", layer)
+                        for job in jobs:
+                            job.is_broken = True
+                    self.counter.complete(index, layer)
+
+    def _load(self, job: Job, layer: int) -> None:
+        if layer in job.plan.block or layer in job.plan.refreshed:
+            return
+        step, source = Step(Kind.KV, layer), job.pool_slots
+        try:
+            if source is None:
+                job.staging.wait(step)
+        except FetchError:
+            return
+        with job.copying:
+            if not job.abandoned:
+                started_s = time.monotonic()
+                if source is None:
+                    rows = job.rows(step)
+                    self._rows.write_from(layer, job.slots, rows)
+                    job.copied_bytes += rows.nbytes
+                else:
+                    job.copied_bytes += self._rows.copy(layer, source, job.slots)
+                job.copied_s += time.monotonic() - started_s
+
+
+class Copies:
+    """Order between the copy stream and the forward stream on CUDA; nothing to order elsewhere."""
+
+    def __init__(self, forward_stream: torch.cuda.Stream | None, device: str) -> None:
+        self._forwards = forward_stream
+        self._stream = torch.cuda.Stream() if device == "cuda" else None
+        self._events: dict[tuple[int, int], torch.cuda.Event] = {}
+
+    def wait_for_forwards(self) -> None:
+        """Slots may have been freed by a forward that still runs and writes them."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
+            if self._forwards is not None:
+                self._stream.wait_stream(self._forwards)
+
+    @contextlib.contextmanager
+    def of(self, index: int, layer: int) -> Iterator[None]:
+        """Run the copies of one layer of one batch."""
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            yield
+            self._events[index, layer] = event = torch.cuda.Event()
+            event.record(self._stream)
+
+    def record_reads(self, index: int) -> None:
+        """The current stream copies out of host memory, too."""
+        if self._stream is not None:
+            self._events[index, _READS] = event = torch.cuda.Event()
+            event.record()
+
+    def forward_waits(self, index: int, layer: int) -> None:
+        """Called by the KV pool before a forward reads `layer`."""
+        event = self._events.get((index, layer))
+        if event is not None:
+            torch.cuda.current_stream().wait_event(event)
+
+    def current_stream_waits(self) -> None:
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+
+    def forget(self, index: int) -> None:
+        for key in [key for key in list(self._events) if key[0] == index]:
+            self._events.pop(key).synchronize()

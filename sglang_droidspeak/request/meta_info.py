@@ -1,0 +1,93 @@
+"""What a response says under `meta_info["droidspeak"]`: a list with one entry."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from cachetree.ids import DISK, LOCAL, is_pool
+
+if TYPE_CHECKING:
+    from sglang_droidspeak.request.job import Job
+
+KEY = "droidspeak"
+
+
+class RequestProvenance(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the KV of one request's prompt came from."""
+
+    outcome: str
+    """`reused`, `own`, `fallback: CAUSE`, or why nothing was reused."""
+    reused_tokens: int = 0
+    exact: bool = True
+    """False where prompt KV descends from another model's, also through this server's own cache."""
+    sender: str | None = None
+    location: str | None = None
+    block: tuple[int, int] | None = None
+    """Layers recomputed, half-open; None where none were."""
+    refreshed: tuple[int, ...] = ()
+    """Layers outside the block whose K and V were projected anew from the sender's E."""
+    low_rank: tuple[int, ...] = ()
+    """Those of them that took the adapters' factors alone, not the model's matrix."""
+    recomputed_layers: int = 0
+    loaded_layers: int = 0
+    fetched_bytes: int = 0
+    match_ms: float = 0.0
+    """To hash the prompt, match it and plan."""
+    queued_ms: float = 0.0
+    """From first sight to admission, or to giving the plan up; the fetch runs meanwhile."""
+    fetch_ms: float = 0.0
+    load_ms: float = 0.0
+    """Copying into KV slots, beside the recompute and the forward; on CUDA, issuing the copies."""
+    recompute_ms: float = 0.0
+    """Partial prefill of the batch; on CUDA, issuing it."""
+    forward_ms: float = 0.0
+    """The batch's own forward over new tokens; on CUDA, issuing it."""
+    overlap: float = 0.0
+    """Share of the shorter of fetch and recompute during which the other ran too."""
+    detail: str | None = None
+    """The outcome for a person: what was wrong, and what would be right."""
+
+
+def provenance_of(
+    job: Job, recompute: tuple[float, float], forward_s: float, cause: str
+) -> RequestProvenance:
+    """Of a request admitted with a load; `recompute` is (start, stop) on monotonic time."""
+    plan, staging = job.plan, job.staging
+    if cause:
+        queued_ms = _ms(job.queued_s)
+        return RequestProvenance(
+            outcome=f"fallback: {cause}", sender=plan.sender, queued_ms=queued_ms
+        )
+    is_own = plan.sender == plan.receiver and plan.location in (LOCAL, DISK)
+    fetch = (staging.started_s, staging.completed_s or staging.started_s)
+    return RequestProvenance(
+        outcome="own" if is_own else "reused",
+        reused_tokens=job.num_tokens,
+        sender=plan.sender,
+        location="pool" if is_pool(plan.location) else plan.location,
+        block=(plan.block.start, plan.block.stop) if len(plan.block) else None,
+        refreshed=plan.refreshed,
+        low_rank=tuple(job.low_rank),
+        recomputed_layers=len(plan.block),
+        loaded_layers=len(plan.loaded_layers),
+        fetched_bytes=staging.num_bytes,
+        match_ms=_ms(job.match_s),
+        queued_ms=_ms(job.queued_s),
+        fetch_ms=_ms(fetch[1] - fetch[0]),
+        load_ms=_ms(job.copied_s),
+        recompute_ms=_ms(recompute[1] - recompute[0]),
+        forward_ms=_ms(forward_s),
+        overlap=round(_overlap(fetch, recompute), 4),
+    )
+
+
+def _ms(seconds: float) -> float:
+    return round(1000 * seconds, 3)
+
+
+def _overlap(a: tuple[float, float], b: tuple[float, float]) -> float:
+    shorter = min(a[1] - a[0], b[1] - b[0])
+    common = min(a[1], b[1]) - max(a[0], b[0])
+    return max(0.0, common / shorter) if shorter > 0 else 0.0

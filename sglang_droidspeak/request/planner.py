@@ -1,0 +1,239 @@
+"""From one request to a plan: which models it may read from, what they have, and at what cost."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
+
+from cachetree.checkpoint.codec import Codec
+from cachetree.ids import Location, ModelId, PageHash, is_pool
+from cachetree.planning.plan import Plan
+from cachetree.planning.policy import (
+    Costs,
+    Demand,
+    Gate,
+    NoReuse,
+    Reason,
+    Requested,
+    choose,
+    index_profiles,
+    recompute_s,
+    saving_s,
+)
+from cachetree.tree.entries import Match
+from sglang_droidspeak.request import prefixes
+from sglang_droidspeak.request.controls import Controls, parse_controls
+from sglang_droidspeak.start.peers import not_ready
+from sglang_droidspeak.store.pool import PoolIndex, PoolPages, pool_of
+
+if TYPE_CHECKING:
+    from cachetree.cache import Cache
+    from sglang_droidspeak.adapters.low_rank import LowRank
+    from sglang_droidspeak.adapters.models import Models, Part
+    from sglang_droidspeak.compat.names import Req, UnifiedRadixCache
+    from sglang_droidspeak.meter import Meter
+    from sglang_droidspeak.start.site import Site
+
+log = logging.getLogger(__name__)
+
+UNMEASURED_S: Final = 0.2
+"""What a reuse is taken to save before the device's speed was measured."""
+
+_TAKES_WHAT_IS_THERE: Final = frozenset(
+    it.value for it in Reason if it not in (Reason.OFF, Reason.UNGATED_BLOCK)
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """A plan, and where its pages are if that is this server's own pool."""
+
+    plan: Plan
+    is_optional: bool
+    """Chosen by the server, which may think again; not asked for by name."""
+    is_experiment: bool
+    """Asked for by name where no gate decides: its KV serves its own request only."""
+    patience_s: float
+    """What it is predicted to save, and the longest that its request waits for it; of one asked for
+    by name infinite."""
+    step_share: float
+    """How much of SGLang's tokens of one step a token takes whose layers are recomputed."""
+    pool_pages: PoolPages | None
+
+
+@dataclass(frozen=True, slots=True)
+class Declined:
+    """Why there is no plan: an outcome as in `meta_info`, and what a person wants to know."""
+
+    outcome: str
+    detail: str = ""
+
+    @property
+    def may_be_approximate(self) -> bool:
+        """Whether the request takes what earlier reuse has left on the device all the same."""
+        return self.outcome in _TAKES_WHAT_IS_THERE
+
+
+class Planner:
+    """Scheduler thread only."""
+
+    def __init__(
+        self,
+        site: Site,
+        cache: Cache,
+        meter: Meter,
+        models: Models,
+        pool: PoolIndex,
+        low_rank: LowRank,
+    ) -> None:
+        self._site: Final = site
+        self._cache: Final = cache
+        self._meter: Final = meter
+        self._models: Final = models
+        self._pool: Final = pool
+        self._low_rank: Final = low_rank
+        self._profiles = index_profiles(site.profiles)
+        self._min_pages: Final = -(-site.settings.min_tokens // site.page_size)
+
+    def plan(
+        self, req: Req, pages: Sequence[PageHash], tree: UnifiedRadixCache, num_waiting: int
+    ) -> Planned | Declined:
+        part = self._models.part_of(req)
+        if part is None:
+            is_reading = self._models.is_reading(req.lora_id)
+            return Declined("reading_adapter" if is_reading else "unknown_adapter")
+        num_pages, page_size = len(pages), self._site.page_size
+        pages = part.of(pages, page_size)
+        try:
+            controls = parse_controls(req.sampling_params.custom_params)
+            requested = self._requested(controls)
+        except ValueError as exc:
+            log.warning("request %s: %s; it does a full prefill", req.rid, exc)
+            return Declined("bad_controls", str(exc))
+        if controls.mode == "off":
+            return Declined(Reason.OFF.value)
+        if num_pages < self._min_pages <= (len(req.full_untruncated_fill_ids) - 1) // page_size:
+            return Declined("logprobs", "a prompt's log-probabilities take its prefill")
+        matches = self._matches(req, part, pages)
+        if not matches:
+            return Declined(Reason.NO_MATCH.value, not_ready(self._cache.sources()))
+        demand = self._demand(req, part, controls, requested, len(pages))
+        held = self._pool.held(req, len(pages), tree)
+        demand = replace(
+            demand,
+            first_page=held.exact,
+            # An experiment goes on from exact KV, and leaves nothing behind.
+            first_approximate=None if self._is_experiment(requested) else held.approximate,
+            num_waiting=num_waiting,
+        )
+        pool_pages = None
+        while True:
+            costs = self._costs({it.location for it in matches})
+            plan = choose(demand, matches, self._profiles, costs)
+            if isinstance(plan, NoReuse):
+                log.debug("request %s: %s: %s", req.rid, plan.reason.value, plan.detail)
+                return Declined(plan.reason.value, plan.detail)
+            if not is_pool(plan.location):
+                break
+            pool_pages = self._pool.find(plan, pages, req, tree)
+            if pool_pages is not None:
+                break
+            matches = self._matches(req, part, pages)  # The note was wrong and is mended.
+        if self._site.settings.gate == "off":
+            plan = replace(plan, strategy=controls.strategy)
+        is_optional = requested.block is None
+        return Planned(
+            plan=plan,
+            is_optional=is_optional,
+            is_experiment=self._is_experiment(requested),
+            patience_s=_patience_s(plan, demand, costs) if is_optional else math.inf,
+            step_share=self._step_share(plan),
+            pool_pages=pool_pages,
+        )
+
+    def _is_experiment(self, requested: Requested) -> bool:
+        return requested.block is not None and self._site.settings.gate == "off"
+
+    def would_save_s(
+        self, req: Req, pages: Sequence[PageHash], sender: ModelId, location: Location
+    ) -> float:
+        """What the request would save if that model had these pages there, with all E; 0 where it
+        would not take them."""
+        part = self._models.part_of(req)
+        if part is None:
+            return 0.0
+        controls = parse_controls(req.sampling_params.custom_params)
+        demand = self._demand(req, part, controls, self._requested(controls), len(pages))
+        e_pages = dict.fromkeys(self._site.transition_layers, len(pages))
+        match = Match(model=sender, location=location, num_pages=len(pages), e_pages=e_pages)
+        match = self._low_rank.of_pool(match, part.model)
+        costs = self._costs({location})
+        plan = choose(demand, [match], self._profiles, costs)
+        return _patience_s(plan, demand, costs) if isinstance(plan, Plan) else 0.0
+
+    def _step_share(self, plan: Plan) -> float:
+        """By its layers, or such that `max_stall_ms` of recompute fill a step."""
+        share = recompute_s(plan, 1, 1.0) / plan.num_layers
+        most_s = self._site.settings.max_stall_s
+        if most_s is None:
+            return share
+        return share * (self._meter.full_prefill_s(self._meter.step_tokens) or 0.0) / most_s
+
+    def _matches(self, req: Req, part: Part, pages: Sequence[PageHash]) -> list[Match]:
+        """What others have; what the device has of this model SGLang finds itself."""
+        mine = pool_of(prefixes.namespace_of(req))
+        found = self._cache.match(pages) if pages else []
+        return [
+            self._low_rank.of_pool(it, part.model) if is_pool(it.location) else it
+            for it in found
+            if it.location != mine
+        ]
+
+    def _requested(self, controls: Controls) -> Requested:
+        num_layers = self._site.identity.num_layers
+        return Requested(
+            sender=None if controls.sender is None else ModelId(controls.sender),
+            block=controls.span(num_layers),
+            refreshed=controls.refreshed(num_layers),
+        )
+
+    def _demand(
+        self, req: Req, part: Part, controls: Controls, requested: Requested, num_pages: int
+    ) -> Demand:
+        site, settings = self._site, self._site.settings
+        target_ms = controls.ttft_target_ms or settings.ttft_target_ms
+        return Demand(
+            receiver=part.model,
+            num_layers=site.identity.num_layers,
+            page_size=site.page_size,
+            num_pages=num_pages,
+            num_new_tokens=len(req.full_untruncated_fill_ids) - num_pages * site.page_size,
+            min_pages=self._min_pages,
+            ttft_target_s=None if target_ms is None else target_ms / 1000,
+            requested=requested,
+            gate=Gate(settings.gate),
+            max_recompute_tokens=settings.max_recompute_tokens,
+            max_recompute_s=settings.max_stall_s,
+            is_lossy=self._cache.family.codec is not Codec.NONE,
+            first_differences=self._models.first_differences(part.lora_id),
+        )
+
+    def _costs(self, locations: Collection[Location]) -> Costs:
+        """What comes from the pool is copied beside the recompute, and taken to cost nothing."""
+        family = self._cache.family
+        most = self._meter.load_bytes_per_s
+        speeds = {it: self._cache.costs(it) for it in locations if not is_pool(it)}
+        return Costs(
+            kv_page_bytes=family.kv_page_bytes,
+            e_page_bytes=family.e_page_bytes,
+            compute_s_per_token_layer=self._meter.s_per_token_layer,
+            bytes_per_s={it: min(speed, most) for it, speed in speeds.items() if speed},
+        )
+
+
+def _patience_s(plan: Plan, demand: Demand, costs: Costs) -> float:
+    saved_s = saving_s(plan, demand, costs)
+    return UNMEASURED_S if saved_s is None else saved_s

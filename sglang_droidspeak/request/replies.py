@@ -1,0 +1,100 @@
+"""Ends of answers that wait until others can read what was computed for them.
+
+SGLang inserts a request's KV when the request is finished, and then answers. Meanwhile a thread
+copies it out, and peers are told of it. A client whose next request, to another server, builds on
+this one may ask for the answer to come last:
+
+    inserted ──► copied out ──► advertised ──► every peer says that it knows ──► answered
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from cachetree.clock import Deadline
+from sglang_droidspeak.request.controls import parse_controls
+
+if TYPE_CHECKING:
+    from cachetree.cache import Cache
+    from sglang_droidspeak.compat.names import Req
+    from sglang_droidspeak.store.offloader import Offloader
+
+_LOOK_S: Final = 0.001
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Held:
+    answer: Callable[[], None]
+    num_put: int
+    """Nodes that have to be copied out first."""
+    deadline: Deadline
+    knows: Callable[[], bool] | None = None
+    """Whether all peers know of them; None until they are copied out."""
+
+
+class Replies:
+    """Scheduler thread only."""
+
+    def __init__(self, cache: Cache, offloader: Offloader, patience_s: float) -> None:
+        """No answer waits longer than `patience_s`: a peer may be gone."""
+        self._patience_s: Final = patience_s
+        self._cache: Final = cache
+        self._offloader: Final = offloader
+        self._held: dict[str, _Held] = {}
+
+    def stream(
+        self,
+        original: Any,
+        streamer: Any,
+        reqs: Sequence[Req],
+        return_logprob: bool,
+        skip_req: Req | None = None,
+    ) -> None:
+        """Hooks SchedulerOutputStreamer.stream_output: leave out what has to wait."""
+        for req in reqs:
+            if req is not skip_req and _waits(req) and req.rid not in self._held:
+                self._held[req.rid] = _Held(
+                    answer=_answering(original, streamer, req, return_logprob),
+                    num_put=self._offloader.num_put,
+                    deadline=Deadline.after(self._patience_s),
+                )
+        original(
+            streamer, [it for it in reqs if it.rid not in self._held], return_logprob, skip_req
+        )
+        self.release()
+
+    def sleep(self, original: Any, scheduler: Any) -> None:
+        """Hooks Scheduler.maybe_sleep_on_idle: look again soon while something waits."""
+        self.release()
+        if self._held:
+            time.sleep(_LOOK_S)
+        else:
+            original(scheduler)
+
+    def release(self) -> None:
+        """Answer what has waited; called in every step."""
+        for rid, held in list(self._held.items()):
+            if self._is_published(held) or held.deadline.has_passed:
+                del self._held[rid]
+                held.answer()
+
+    def _is_published(self, held: _Held) -> bool:
+        if held.knows is None and self._offloader.num_done >= held.num_put:
+            held.knows = self._cache.knowing()
+        return held.knows is not None and held.knows()
+
+
+def _waits(req: Req) -> bool:
+    if not req.finished() or req.finished_output:
+        return False
+    try:
+        return parse_controls(req.sampling_params.custom_params).publish is not None
+    except ValueError:
+        return False
+
+
+def _answering(original: Any, streamer: Any, req: Req, return_logprob: bool) -> Callable[[], None]:
+    return lambda: original(streamer, [req], return_logprob, None)

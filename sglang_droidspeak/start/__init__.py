@@ -1,0 +1,1 @@
+"""What is known and checked when a server starts."""

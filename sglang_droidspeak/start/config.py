@@ -1,0 +1,240 @@
+"""The configuration of one server: what stands under `linker_extra_config`, or in a file it names.
+
+In SGLang's own `--config server.yaml`:
+
+    enable-unified-cache-external-linker: true
+    unified-cache-external-linker-backend: dynamic
+    unified-cache-external-linker-config:
+      linker: DroidSpeakLinker
+      linker_module_path: sglang_droidspeak.linker
+      linker_extra_config:
+        listen: tcp://127.0.0.1:7001
+        profiles: [pair.json]
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from cachetree.checkpoint.codec import Codec
+from cachetree.config import CacheConfig
+from cachetree.errors import ConfigError
+from cachetree.ids import ModelId
+from cachetree.transport import PeerConfig, WorkerConfig
+from cachetree.tree.eviction import Retention
+from cachetree.yaml_file import read_yaml, settings_of
+
+LINKER_MODULE = "sglang_droidspeak.linker"
+MIN_PAGE_SIZE = 16
+GIB = 1 << 30
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything a server can be told. Relative paths are relative to the working directory."""
+
+    config: str | None = None
+    """A YAML file with these same keys; then no other key may stand beside it."""
+    listen: str | None = None
+    """Where this server's worker serves its cache, as `tcp://host:port`; None serves nobody."""
+    peers: tuple[str, ...] = ()
+    """Workers whose caches this server may read, as `tcp://host:port`. Each is trusted to have
+    computed what it serves, for all tenants."""
+    push_to: tuple[str, ...] = ()
+    """Workers that also keep what this server stores, so that it outlives the server; each is a
+    peer, named there or not."""
+    profiles: tuple[str, ...] = ()
+    """Pair profiles, or folders of them. Each must name this server's model on one side,
+    or an adapter on it."""
+    capture_layers: tuple[int, ...] | None = None
+    """Layers whose E is kept; None takes them from the profiles in which this model sends."""
+    gate: Literal["enforce", "off"] = "enforce"
+    """`off` lets a request name any block of any sender, profile or not. For measurements."""
+    host_gb: float = 2.0
+    """Host memory for this server's own KV and E, in GiB; 0 stores nothing."""
+    eviction: str = "lru"
+    """What leaves that memory first: lru or value."""
+    ttl_s: float | None = None
+    """What nobody has used for so long leaves it in any case; None: only when room is needed."""
+    max_pinned_share: float = 0.5
+    """Of `host_gb`, how much pinned prefixes may keep."""
+    disk_path: str | None = None
+    """Folder that keeps the same also when it leaves memory or the server ends; None for none."""
+    disk_gb: float = 0.0
+    """Budget of all files in it, in GiB."""
+    hicache_backend: str | None = None
+    """A storage backend of SGLang's HiCache that keeps the same for a whole cluster; None: none."""
+    hicache_config: dict[str, Any] = {}
+    """What the backend is made with, as in SGLang's `hicache-storage-backend-extra-config`."""
+    codec: Codec = Codec.NONE
+    """How KV and E are kept and sent; int8, fp8 and int4 take fewer bytes and are not exact. One
+    for all servers and workers that share."""
+    staging_gb: float = 1.0
+    """Host memory for fetches in flight, in GiB; a fetch that does not fit is not made."""
+    min_tokens: int = 64
+    """Shorter reuse is not worth a fetch."""
+    max_recompute_tokens: int = 32768
+    """Of longer prefixes only so many tokens are reused with layers recomputed."""
+    max_stall_ms: float | None = None
+    """Longest that recomputed layers may hold up decoding requests in one step: less of a prefix is
+    reused, and requests wait for the next step; None: no longer than SGLang's own prefill, whose
+    tokens of one step (`chunked-prefill-size`) they share."""
+    fetch_deadline_s: float = 10.0
+    """After this a fetch is given up and its request does a full prefill. One whose block was not
+    asked for by name gives up as soon as it has waited for what reuse would save."""
+    peer_cooldown_s: float = 30.0
+    """How long a worker is left alone after three errors within ten seconds; it doubles, up to ten
+    times this, each time that the one fetch which then tries it fails."""
+    forward_wait_s: float = 0.05
+    """Longest that a forward waits for layers predicted to have arrived; then full prefill."""
+    ttft_target_ms: float | None = None
+    """With no request waiting, recompute as many layers as meet this; None: as few as allowed."""
+    max_link_mb_s: float | None = None
+    """Bandwidth cap of this server's worker, in 10^6 bytes per second; None: no cap."""
+    shared_memory: bool = True
+    """Between servers of one host, copy pages from memory to memory; elsewhere there is no such way
+    and they come over the connection."""
+    key_file: str | None = None
+    """Secret key file of this server, made by `cachetree keygen`; None encrypts nothing."""
+    allowed_peers: tuple[str, ...] = ()
+    """Who may read this server's cache, the pages of all its tenants: public keys, files of them,
+    or folders of `.pub` files."""
+    peer_keys: dict[str, str] = {}
+    """Address of a peer to its public key or the file with it; to others it talks in clear."""
+    bulk_port: int = 0
+    """Where KV and E go, over a connection that each peer opens beside its first one, on the host
+    of `listen`; 0 takes a free one."""
+    insecure: bool = False
+    """Allows a `listen` address other than loopback without keys."""
+
+    def __post_init__(self) -> None:
+        for field in ("host_gb", "disk_gb", "staging_gb", "forward_wait_s"):
+            if getattr(self, field) < 0:
+                raise ConfigError(f"{field} is {getattr(self, field)}; give 0 or more")
+        for field in ("min_tokens", "max_recompute_tokens", "fetch_deadline_s", "peer_cooldown_s"):
+            if getattr(self, field) <= 0:
+                raise ConfigError(f"{field} is {getattr(self, field)}; give a positive number")
+        if self.max_stall_ms is not None and self.max_stall_ms <= 0:
+            raise ConfigError(f"max_stall_ms is {self.max_stall_ms}; give a positive number")
+        Retention(eviction=self.eviction, ttl_s=self.ttl_s, max_pinned_share=self.max_pinned_share)
+        if (self.disk_path is None) != (self.disk_gb == 0):
+            raise ConfigError(
+                f"disk_path is {self.disk_path} and disk_gb {self.disk_gb}; give both, or neither"
+            )
+        if self.disk_path is not None and self.host_gb == 0:
+            raise ConfigError(
+                "disk_path is set and host_gb is 0, so nothing is ever stored; set host_gb, or "
+                "remove disk_path"
+            )
+        if self.push_to and self.host_gb == 0:
+            raise ConfigError(
+                "push_to is set and host_gb is 0, so nothing is ever stored; set host_gb, or "
+                "remove push_to"
+            )
+        if self.hicache_config and self.hicache_backend is None:
+            raise ConfigError(
+                f"hicache_config is {self.hicache_config} and hicache_backend is not set; set it, "
+                "or remove hicache_config"
+            )
+        if self.allowed_peers and self.listen is None:
+            raise ConfigError(
+                "allowed_peers is set and listen is not: nobody reads from this server; set "
+                "listen, or remove allowed_peers"
+            )
+        if self.key_file is not None and self.listen is None and not self.peer_keys:
+            raise ConfigError(
+                f"key_file is {self.key_file}, and neither listen nor peer_keys gives it a use; "
+                "set peer_keys, or remove key_file"
+            )
+        if self.bulk_port and self.listen is None:
+            raise ConfigError(
+                f"bulk_port is {self.bulk_port}, and nobody reads from a server without listen; "
+                "set listen, or remove bulk_port"
+            )
+
+    @property
+    def max_stall_s(self) -> float | None:
+        return None if self.max_stall_ms is None else self.max_stall_ms / 1000
+
+
+def at_rank(location: str, tp_rank: int) -> str:
+    """Where that rank of a server or worker is, whose first is there: so many ports further.
+
+    A free port stays one, and so does what is no address.
+
+    >>> at_rank("tcp://127.0.0.1:7001", 2), at_rank("tcp://127.0.0.1:0", 2), at_rank("disk", 2)
+    ('tcp://127.0.0.1:7003', 'tcp://127.0.0.1:0', 'disk')
+    """
+    host, _, port = location.rpartition(":")
+    if not tp_rank or not location.startswith("tcp:") or not port.isdecimal() or not int(port):
+        return location
+    return f"{host}:{int(port) + tp_rank}"
+
+
+def cache_config(settings: Settings, model: ModelId, tp_rank: int = 0) -> CacheConfig:
+    """What the settings mean for the cache of one rank that runs `model`; raises ConfigError."""
+    worker = WorkerConfig()
+    if settings.listen is not None:
+        cap = None if settings.max_link_mb_s is None else int(settings.max_link_mb_s * 1e6)
+        worker = WorkerConfig(
+            listen=at_rank(settings.listen, tp_rank),
+            key_file=settings.key_file,
+            allowed_peers=settings.allowed_peers,
+            bulk_port=settings.bulk_port and settings.bulk_port + tp_rank,
+            insecure=settings.insecure,
+            model=model,
+            max_bytes_per_s=cap,
+            shared_memory=settings.shared_memory,
+        )
+    return CacheConfig(
+        host_bytes=int(settings.host_gb * GIB),
+        eviction=settings.eviction,
+        ttl_s=settings.ttl_s,
+        max_pinned_share=settings.max_pinned_share,
+        staging_bytes=int(settings.staging_gb * GIB),
+        disk_path=settings.disk_path or "",
+        disk_bytes=int(settings.disk_gb * GIB),
+        serves=settings.listen is not None,
+        worker=worker,
+        peers=tuple(
+            at_rank(it, tp_rank) for it in dict.fromkeys((*settings.peers, *settings.push_to))
+        ),
+        stores=tuple(at_rank(it, tp_rank) for it in settings.push_to),
+        peer_keys={at_rank(it, tp_rank): key for it, key in settings.peer_keys.items()},
+        peer=PeerConfig(
+            key_file=settings.key_file,
+            cooldown_s=settings.peer_cooldown_s,
+            max_cooldown_s=10 * settings.peer_cooldown_s,
+            shared_memory=settings.shared_memory,
+        ),
+    )
+
+
+def is_configured(args: Any) -> bool:
+    """Whether a server with these resolved arguments uses this package's linker."""
+    config = args.unified_cache_external_linker_config
+    return (
+        args.enable_unified_cache_external_linker
+        and args.unified_cache_external_linker_backend == "dynamic"
+        and isinstance(config, dict)
+        and config.get("linker_module_path") == LINKER_MODULE
+    )
+
+
+def parse_settings(extra: dict[str, Any], where: str = "linker_extra_config") -> Settings:
+    """Settings as they stand in `where`; raises ConfigError naming it, the key and the remedy."""
+    settings = settings_of(extra, Settings, where)
+    if settings.config is None:
+        return settings
+    if len(extra) > 1:
+        others = ", ".join(sorted(extra.keys() - {"config"}))
+        raise ConfigError(
+            f"{where} has config: {settings.config} and also {others}; move them into that file"
+        )
+    path = Path(settings.config)
+    nested = settings_of(read_yaml(path, "config") or {}, Settings, f"config {path}")
+    if nested.config is not None:
+        raise ConfigError(f"config {path} names another config {nested.config}; give one file")
+    return nested

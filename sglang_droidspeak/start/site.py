@@ -1,0 +1,351 @@
+"""What this server is: its model by content, its settings, its profiles. Checked at start-up."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+import torch
+from platformdirs import user_cache_path
+
+from cachetree.checkpoint.adapters import read_adapter
+from cachetree.checkpoint.codec import Codec
+from cachetree.checkpoint.family import Family, ModelIdentity
+from cachetree.checkpoint.identity import read_model_identity
+from cachetree.errors import CacheTreeError, ConfigError, ProfileError
+from cachetree.ids import ModelId
+from cachetree.memory.slab import Layout
+from cachetree.planning.profile import PairProfile, read_profile
+from cachetree.transport import check_peer, check_ports, check_worker
+from sglang_droidspeak import compat
+from sglang_droidspeak.adapters.models import Models
+from sglang_droidspeak.start.config import MIN_PAGE_SIZE, Settings, cache_config, parse_settings
+
+if TYPE_CHECKING:
+    from sglang_droidspeak.adapters.low_rank import SharedA
+    from sglang_droidspeak.compat.names import ServerArgs
+
+log = logging.getLogger(__name__)
+
+ARCHITECTURES = frozenset(
+    {
+        "LlamaForCausalLM",
+        "MistralForCausalLM",
+        "Phi3ForCausalLM",
+        "Qwen2ForCausalLM",
+        "Qwen3ForCausalLM",
+        "MixtralForCausalLM",
+    }
+)
+
+
+def _one_of(*accepted: object) -> Callable[[object], bool]:
+    return lambda value: value in accepted
+
+
+_UNQUANTISED = "profiles are made with unquantised weights"
+_SCALED = "scales of quantised KV belong to one model"
+
+_ACCEPTED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    # server argument: (whether a value works, why the others do not)
+    "device": (_one_of("cpu", "cuda"), "copies and partial prefills know CPUs and CUDA alone"),
+    "nnodes": (_one_of(None, 1), "the ranks of a server share one host and its ports"),
+    "pp_size": (_one_of(1), "a recompute block may span pipeline stages"),
+    "dp_size": (_one_of(1), "its replicas would share one address and one folder on disk"),
+    "attn_dp_size": (_one_of(None, 1), "a recompute on one rank enters collectives alone"),
+    "attn_cp_size": (_one_of(None, 1), "context-parallel batches are transformed further"),
+    "dcp_size": (_one_of(None, 1), "context-parallel batches are transformed further"),
+    "speculative_algorithm": (_one_of(None), "drafted tokens move between slots"),
+    "disaggregation_mode": (_one_of(None, "null"), "prefill and decode are one server here"),
+    "kv_cache_dtype": (
+        _one_of(None, "auto", "bfloat16", "bf16", "float16", "float32"),
+        _SCALED,
+    ),
+    "quantization_param_path": (_one_of(None), _SCALED),
+    "quantization": (_one_of(None), _UNQUANTISED),
+    "modelopt_quant": (_one_of(None), _UNQUANTISED),
+    "rl_quant_profile": (_one_of(None), _UNQUANTISED),
+    "rl_on_policy_target": (_one_of(None), "E would be float32 beside a model of another dtype"),
+    "load_format": (lambda value: value != "dummy", "the weights are not the checkpoint's"),
+    "json_model_override_args": (_one_of(None, "", "{}"), "the model is not the checkpoint's"),
+    "is_embedding": (_one_of(None, False), "the model does not generate"),
+    "enable_two_batch_overlap": (_one_of(None, False), "it splits the recompute's batch"),
+    "enable_pdmux": (_one_of(None, False), "it splits the recompute's batch"),
+    "enable_hisparse": (_one_of(None, False), "its KV pool is not per-layer rows"),
+    "enable_torch_compile": (_one_of(None, False), "E is not captured in compiled layers"),
+    "enable_layernorm_sp": (_one_of(False), "a rank would have E of a share of the tokens alone"),
+    "enable_memory_saver": (_one_of(False), "it takes KV away that is being copied"),
+    "enable_hierarchical_cache": (_one_of(None, False), "both would own what leaves the device"),
+    "hicache_storage_backend": (_one_of(None), "both would own what leaves the device"),
+    "dllm_algorithm": (_one_of(None), "its prefix KV is not causal"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """One server, as the extension sees it. Made once per process by `load_site`.
+
+    What takes reading the adapters' files is found once, when it is first asked for.
+    """
+
+    settings: Settings
+    folder: Path
+    identity: ModelIdentity
+    profiles: tuple[PairProfile, ...]
+    page_size: int
+    adapters: tuple[Path, ...] | None
+    """Those that it starts with; None where it serves none at all."""
+
+    @functools.cached_property
+    def transition_layers(self) -> tuple[int, ...]:
+        """Layers whose E this server keeps: configured, or those that its profiles need, and those
+        from which adapters differ. A profile of adapters may be needed as soon as they are loaded.
+        """
+        if self.settings.capture_layers is not None:
+            return self.settings.capture_layers if self._keeps_e else ()
+        if not self._keeps_e:
+            return ()
+        sends = (p.transition_layers() for p in self._profiles_of("sender"))
+        return tuple(sorted(frozenset().union(self._first_differences, *sends)))
+
+    @property
+    def refreshed_layers(self) -> frozenset[int]:
+        """Of `transition_layers` those where E would serve refreshes within this server and nothing
+        else: no block begins there, no setting names them, and what is computed stays here."""
+        if self.settings.capture_layers is not None or self.settings.host_gb > 0:
+            return frozenset()
+        starts = (p.block_starts() for p in self._profiles_of("sender"))
+        return frozenset(self.transition_layers).difference(self._first_differences, *starts)
+
+    @property
+    def senders(self) -> dict[ModelId, frozenset[int]]:
+        """Models whose caches this server may use, and the layers whose E it needs of each."""
+        receives = self._profiles_of("receiver")
+        own = {self.identity.model_id, *(self.identify(it) for it in self.adapters or ())}
+        return dict.fromkeys(own, self._first_differences) | {
+            p.sender.model_id: p.transition_layers() | self._first_differences for p in receives
+        }
+
+    def identify(self, adapter: Path) -> ModelId:
+        """What an adapter makes of this server's model; raises ConfigError."""
+        return read_model_identity(self.folder, _cache_dir(), adapter).model_id
+
+    def models(self) -> Models:
+        """What it answers as before any adapter is loaded."""
+        return Models(self.identity.model_id, self.identity.num_layers, self.identify)
+
+    @property
+    def _keeps_e(self) -> bool:
+        return self.settings.host_gb > 0 or self.adapters is not None
+
+    @functools.cached_property
+    def _first_differences(self) -> frozenset[int]:
+        """Of every two of the base and its adapters."""
+        num_layers = self.identity.num_layers
+        read = [read_adapter(it, num_layers) for it in self.adapters or ()]
+        found = {one.first_difference(other) for one in read for other in (None, *read)}
+        return frozenset(found - {0, num_layers})
+
+    def _profiles_of(self, role: Literal["sender", "receiver"]) -> Iterator[PairProfile]:
+        """Usable ones of pairs in which this server's model, or an adapter on it, has that role."""
+        for profile in self.profiles:
+            is_ours = getattr(profile, role) == self.identity or self.adapters is not None
+            if is_ours and profile.is_usable:
+                yield profile
+
+    def e_bytes_per_token(self, dtype: torch.dtype, shared: Mapping[int, SharedA]) -> int:
+        """With A x in place of E at the layers of `shared`."""
+        hidden = self.identity.hidden_size
+        widths = (shared[it].rank if it in shared else hidden for it in self.transition_layers)
+        return sum(widths) * dtype.itemsize
+
+
+def check_front_end(server_args: ServerArgs) -> None:
+    """Stop the server with one line where its configuration cannot work."""
+    try:
+        site = load_site(server_args)
+        for rank in range(compat.resolved(server_args).tp_size):
+            config = cache_config(site.settings, site.identity.model_id, rank)
+            if config.serves:
+                check_ports(config.worker)
+    except CacheTreeError as exc:
+        raise SystemExit(f"droidspeak: {exc}") from None
+
+
+def load_site(server_args: ServerArgs) -> Site:
+    """The Site of a server that is configured to use the extension.
+
+    Raises ConfigError or ProfileError naming the field, the value and the remedy.
+    """
+    args = compat.resolved(server_args)
+    compat.require_supported()
+    check_arguments(args)
+    quantization = compat.model_config(server_args).quantization
+    if quantization is not None:
+        raise ConfigError(
+            f"the checkpoint {args.model_path} is quantised ({quantization}): {_UNQUANTISED}; "
+            "serve an unquantised one, or start the server without droidspeak"
+        )
+    extra = args.unified_cache_external_linker_config.get("linker_extra_config") or {}
+    paths = [getattr(it, "lora_path", None) for it in args.lora_paths or ()]
+    return _load(
+        msgspec.json.encode(extra, order="sorted"),
+        args.model_path,
+        args.revision,
+        args.page_size,
+        args.tp_size,
+        tuple(path for path in paths if path) if args.enable_lora else None,
+    )
+
+
+def check_arguments(args: Any) -> None:
+    """Raise ConfigError naming the argument of SGLang, as it was resolved, that cannot work."""
+    for field, (accepts, why) in _ACCEPTED.items():
+        value = getattr(args, field)
+        if not accepts(value):
+            raise ConfigError(
+                f"{field} is {value!r}: {why}; start the server without it or without droidspeak"
+            )
+    if torch.version.hip is not None:
+        raise ConfigError("torch is built for ROCm; start the server without droidspeak there")
+    if (args.page_size or 1) < MIN_PAGE_SIZE:
+        raise ConfigError(
+            f"page_size is {args.page_size}: every page is found by a key, and so small ones cost "
+            "more to find than they save; start the server with --page-size 64"
+        )
+
+
+@functools.cache
+def _load(
+    extra_json: bytes,
+    model_path: str,
+    revision: str | None,
+    page_size: int,
+    tp_size: int,
+    lora_paths: tuple[str, ...] | None,
+) -> Site:
+    settings = parse_settings(msgspec.json.decode(extra_json))
+    _check_transport(settings, tp_size)
+    if settings.hicache_backend is not None:
+        from sglang_droidspeak.compat.hicache import check_backend
+
+        check_backend(settings.hicache_backend, settings.hicache_config)
+    path = folder_of(model_path, revision)
+    identity = read_model_identity(path, _cache_dir())
+    if identity.architecture not in ARCHITECTURES:
+        raise ConfigError(
+            f"model class {identity.architecture} of {model_path} is not supported; "
+            f"supported are {', '.join(sorted(ARCHITECTURES))}"
+        )
+    for layer in settings.capture_layers or ():
+        if not 0 < layer < identity.num_layers:
+            raise ConfigError(
+                f"capture_layers has {layer}; give layers from 1 to {identity.num_layers - 1}"
+            )
+    _check_codec(settings.codec, identity, page_size)
+    adapters = None if lora_paths is None else tuple(folder_of(it) for it in lora_paths)
+    has_adapters = adapters is not None
+    return Site(
+        settings=settings,
+        folder=path,
+        identity=identity,
+        profiles=tuple(_read_profiles(settings, identity, has_adapters=has_adapters)),
+        page_size=page_size,
+        adapters=adapters,
+    )
+
+
+def folder_of(path: str, revision: str | None = None) -> Path:
+    """Where a model or an adapter lies that SGLang was given by path or by repository."""
+    if Path(path).is_dir():
+        return Path(path)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(path, revision=revision))
+
+
+def _cache_dir() -> Path:
+    return user_cache_path("sglang-droidspeak")
+
+
+def _check_codec(codec: Codec, identity: ModelIdentity, page_size: int) -> None:
+    """Whether it can encode this model's KV and E; raises ConfigError."""
+    family = Family.of(
+        identity,
+        model_dtype="float32",
+        kv_dtype="float32",
+        page_size=page_size,
+        codec=codec,
+        tp_size=1,
+        tp_rank=0,
+    )
+    Layout.of(family, 1, ())
+
+
+def _check_transport(settings: Settings, tp_size: int) -> None:
+    """Addresses and keys of all ranks, before a model is loaded for nothing; raises ConfigError."""
+    for rank in range(tp_size):
+        config = cache_config(settings, ModelId(""), rank)
+        if config.serves:
+            check_worker(config.worker)
+        for peer in config.peers:
+            check_peer(peer, config.peer_at(peer))
+    port = int((settings.listen or ":0").rpartition(":")[2])
+    if port and settings.bulk_port and abs(port - settings.bulk_port) < tp_size:
+        raise ConfigError(
+            f"bulk_port is {settings.bulk_port} and listen {settings.listen}, from each of which "
+            f"{tp_size} ranks take a port; leave {tp_size} between them"
+        )
+
+
+def _read_profiles(
+    settings: Settings, identity: ModelIdentity, *, has_adapters: bool
+) -> Iterable[PairProfile]:
+    """A profile that is named has to be usable; a folder may hold those of a whole fleet.
+
+    Where there are adapters, those of its family may be of pairs that are loaded later.
+    """
+    for name in settings.profiles:
+        path = Path(name)
+        files = sorted(path.glob("*.json")) if path.is_dir() else [path]
+        for file in files:
+            profile, is_named = read_profile(file), file == path
+            sides = (profile.sender, profile.receiver)
+            if has_adapters:
+                sides = tuple(msgspec.structs.replace(it, weights=identity.weights) for it in sides)
+            if identity not in sides:
+                if is_named:
+                    raise ProfileError(_of_another_pair(file, profile, identity))
+                continue
+            if not profile.is_usable:
+                failed = f"profile {file} did not pass its gate: {profile.reason}"
+                if is_named and settings.gate == "enforce":
+                    raise ProfileError(
+                        f"{failed}; remove the file from `profiles`, or profile the pair on more "
+                        "data"
+                    )
+                log.warning("%s; it is not used", failed)
+            yield profile
+
+
+def _of_another_pair(file: Path, profile: PairProfile, identity: ModelIdentity) -> str:
+    """Names the first field in which the side that is more like this model differs from it."""
+    differing = {
+        role: [
+            it for it in identity.__struct_fields__ if getattr(side, it) != getattr(identity, it)
+        ]
+        for role, side in (("sender", profile.sender), ("receiver", profile.receiver))
+    }
+    role = min(differing, key=lambda it: len(differing[it]))
+    field = differing[role][0]
+    return (
+        f"profile {file} is of the pair {profile.sender.model_id} → {profile.receiver.model_id}, "
+        f"and this server's model is {identity.model_id} by content: {field} is "
+        f"{getattr(identity, field)!r}, and {getattr(getattr(profile, role), field)!r} in the "
+        f"profile's {role}; profile this pair, or remove the file from `profiles`"
+    )

@@ -1,0 +1,232 @@
+"""E and provenance, kept per KV slot.
+
+Because both are indexed by KV slot, chunked prefill, batch mixing, radix sharing, node splits and
+decoded tokens need no bookkeeping: whoever holds the slots of a prefix holds its E.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from cachetree.errors import ConfigError
+from sglang_droidspeak.adapters.low_rank import SharedA, shared_a
+from sglang_droidspeak.compat.names import ForwardMode, MHATokenToKVPool, async_h2d
+from sglang_droidspeak.layers import LayerStack, OnE
+
+if TYPE_CHECKING:
+    from sglang_droidspeak.compat.names import ForwardBatch, ModelRunner, ScheduleBatch
+    from sglang_droidspeak.start.site import Site
+
+log = logging.getLogger(__name__)
+
+_ATTRIBUTE = "droidspeak"
+
+_Kept = Callable[[torch.Tensor], torch.Tensor]
+"""What is kept of E, `[tokens, hidden]`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attachment:
+    """What the linker needs of the model worker, found on its KV pool."""
+
+    runner: ModelRunner
+    stack: LayerStack
+    e_pool: EPool
+    site: Site
+
+
+class EPool:
+    """E of the transition layers for every KV slot, and whether it is there.
+
+    `e[layer]` is `[slots, hidden]` in the model's dtype; `valid` is `[slots]`. A slot's E is valid
+    from SGLang's own forward over its token until the slot is loaded or partially prefilled.
+
+    Where all adapters share A of K and of V, and only refreshes begin, `reduced[layer]` has A x in
+    place of E: `[slots, rank of K + rank of V]`, with x what the projections read.
+    """
+
+    def __init__(
+        self,
+        layers: tuple[int, ...],
+        shared: Mapping[int, SharedA],
+        num_slots: int,
+        hidden: int,
+        runner: ModelRunner,
+    ) -> None:
+        def rows(width: int) -> torch.Tensor:
+            return torch.zeros(num_slots, width, dtype=runner.dtype, device=runner.device)
+
+        self.layers = layers
+        self.shared = {layer: it.on(runner) for layer, it in shared.items()}
+        self.e = {layer: rows(hidden) for layer in layers if layer not in shared}
+        self.reduced = {layer: rows(it.rank) for layer, it in shared.items()}
+        self.valid = torch.zeros(num_slots, dtype=torch.bool, device=runner.device)
+        self.no_rows = torch.empty(0, hidden, dtype=runner.dtype)
+        """Tells dtype and width where no layer is kept."""
+
+    def capture_from(self, stack: LayerStack) -> None:
+        """Fill the pool in every forward from now on; call before CUDA graphs are captured."""
+        for layer, rows in self.e.items():
+            stack.on_e(layer, _writer(rows, lambda e: e))
+        for layer, rows in self.reduced.items():
+            stack.on_e(layer, _writer(rows, _reduction(stack, layer, self.shared[layer])))
+        if self.layers:
+            stack.on_e(max(self.layers), _marker(self.valid))
+
+    def invalidate(self, slots: torch.Tensor) -> None:
+        self.valid.index_fill_(0, slots, False)
+
+    def adopt(self, source: torch.Tensor, slots: torch.Tensor, first_own: int) -> None:
+        """`slots` are the same tokens of a model that is equal below layer `first_own`, and whose
+        layers from there on have just run."""
+        for layer, rows in (self.e | self.reduced).items():
+            if layer < first_own:
+                rows[slots] = rows[source]
+        self.valid[slots] = self.valid[source]
+
+    def num_pages_without(self, slots: torch.Tensor, page_size: int) -> int:
+        """How many leading pages end with the last one that lacks E somewhere; 0: all have it."""
+        lacks = (~self.valid[slots].view(-1, page_size).all(1)).nonzero()
+        return int(lacks[-1]) + 1 if len(lacks) else 0
+
+
+class Provenance:
+    """Which KV slots descend from another model's KV.
+
+    Every token attends to all tokens before it, so approximate KV makes the KV of everything after
+    it approximate: a new slot inherits the mark of the slot of the token before it. Costs nothing
+    until the first approximate load.
+    """
+
+    def __init__(self, num_slots: int, device: torch.device | str) -> None:
+        self._approximate = torch.zeros(num_slots, dtype=torch.bool, device=device)
+        self._any = False
+
+    @property
+    def any_approximate(self) -> bool:
+        return self._any
+
+    def loaded(self, slots: torch.Tensor, slot_before: torch.Tensor, *, exact: bool) -> None:
+        """`slots` now hold loaded or recomputed KV, after the token in `slot_before` (`[0..1]`)."""
+        self._any = self._any or not exact
+        if self._any and exact:
+            self._approximate[slots] = self._approximate[slot_before].any()
+        elif self._any:
+            self._approximate.index_fill_(0, slots, True)
+
+    def inherit(self, batch: ScheduleBatch, req_to_token: torch.Tensor) -> torch.Tensor | None:
+        """Mark the slots that `batch` is about to write. On the device, without waiting for it.
+
+        Returns of each row of a prefill whether what it reads is approximate, on the host as soon
+        as the forward is over; None while nothing is.
+        """
+        if not self._any:
+            return None
+        rows = batch.req_pool_indices
+        if batch.forward_mode == ForwardMode.DECODE:
+            before = req_to_token[rows, (batch.seq_lens - 2).clamp(min=0)]
+            self._approximate[batch.out_cache_loc] = self._approximate[before]
+        elif batch.forward_mode in (ForwardMode.EXTEND, ForwardMode.MIXED):
+            prefix, lengths = (
+                async_h2d(it, dtype=torch.int64, device=self._approximate.device)
+                for it in (batch.prefix_lens, batch.extend_lens)
+            )
+            before = req_to_token[rows, (prefix - 1).clamp(min=0)]
+            mark = self._approximate[before] & (prefix > 0)
+            self._approximate[batch.out_cache_loc] = mark.repeat_interleave(
+                lengths, output_size=batch.out_cache_loc.shape[0]
+            )
+            return mark.to("cpu", non_blocking=True)
+        return None
+
+    def is_exact(self, slots: torch.Tensor) -> bool:
+        return not (self._any and bool(self._approximate[slots].any()))
+
+    def num_exact(self, slots: torch.Tensor) -> int:
+        """How many leading slots are exact; waits for the device."""
+        marked = self._approximate[slots].nonzero() if self._any else ()
+        return int(marked[0]) if len(marked) else slots.shape[0]
+
+    def reset(self) -> None:
+        self._approximate.zero_()
+        self._any = False
+
+
+def _writer(rows: torch.Tensor, kept: _Kept) -> OnE:
+    def write(forward_batch: ForwardBatch, value: torch.Tensor) -> None:
+        # In most partial prefills the stream is the receiver's continuation of another model's E.
+        if getattr(forward_batch, "has_own_e", True):
+            slots = forward_batch.out_cache_loc
+            rows[slots] = kept(value[: slots.shape[0]])
+
+    return write
+
+
+def _reduction(stack: LayerStack, layer: int, shared: SharedA) -> _Kept:
+    a = torch.cat([shared.k, shared.v])
+    return lambda e: stack.normed(layer, e) @ a.T
+
+
+def _marker(valid: torch.Tensor) -> OnE:
+    def mark(forward_batch: ForwardBatch, _value: torch.Tensor) -> None:
+        if not hasattr(forward_batch, "has_own_e"):
+            # Not `valid[...] = True`: that copies a scalar from the host, which no graph captures.
+            valid.index_fill_(0, forward_batch.out_cache_loc, True)
+
+    return mark
+
+
+def attach(runner: ModelRunner, site: Site) -> None:
+    """Allocate E and start capturing; runs after the KV pool exists and before CUDA graphs do."""
+    if runner.is_draft_worker:
+        return
+    pool = runner.token_to_kv_pool
+    if type(pool) is not MHATokenToKVPool or pool.kv_cache_layout != "nhd":
+        layout = getattr(pool, "kv_cache_layout", "none")
+        raise ConfigError(
+            f"KV pool {type(pool).__name__} with layout {layout} is not supported; use a model "
+            "with full attention in every layer and the default layout"
+        )
+    if pool.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ConfigError(
+            f"KV is kept in {pool.dtype}: scales of quantised KV belong to one model; start the "
+            "server with --kv-cache-dtype bfloat16"
+        )
+    if pool.post_capture_active:
+        raise ConfigError("the KV pool is resized after graph capture; disable that option")
+    stack = LayerStack(runner.model)
+    shared = shared_a(site, runner.model)
+    if shared:
+        num_bytes = [site.e_bytes_per_token(runner.dtype, it) for it in ({}, shared)]
+        log.info(
+            "droidspeak: all adapters have the same A at layers %s, so that what it makes of E is "
+            "kept there in place of E: %d bytes per token and not %d",
+            sorted(shared),
+            num_bytes[1],
+            num_bytes[0],
+        )
+    e_pool = EPool(
+        site.transition_layers,
+        shared,
+        pool.size + pool.page_size,
+        site.identity.hidden_size,
+        runner,
+    )
+    e_pool.capture_from(stack)
+    setattr(pool, _ATTRIBUTE, Attachment(runner, stack, e_pool, site))
+
+
+def attachment_of(pool: MHATokenToKVPool) -> Attachment:
+    """Raises ConfigError where the plugin's hooks did not run in this process."""
+    found = getattr(pool, _ATTRIBUTE, None)
+    if found is None:
+        raise ConfigError(
+            "the droidspeak plugin did not run in the scheduler process; check that SGLANG_PLUGINS "
+            "does not exclude it and that `pip show sglang-droidspeak` finds it"
+        )
+    return found

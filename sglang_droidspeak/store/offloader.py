@@ -1,0 +1,148 @@
+"""The thread that copies new KV and E out of the pool into the cache, for others to read."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import TYPE_CHECKING
+
+import torch
+
+from cachetree.background import give_way
+from cachetree.ids import ModelId, PageHash
+
+if TYPE_CHECKING:
+    from cachetree.cache import Cache
+    from sglang_droidspeak.store.capture import EPool, Provenance
+    from sglang_droidspeak.store.rows import Coding, PoolRows
+
+log = logging.getLogger(__name__)
+
+MAX_IN_FLIGHT = 64
+"""Nodes whose slots may be locked for a copy at once; more would starve the KV pool."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offload:
+    """One new radix node: `slots` hold the KV of `pages`, which follow `parent`."""
+
+    model: ModelId
+    parent: PageHash | None
+    pages: Sequence[PageHash]
+    slots: torch.Tensor
+    context: torch.Tensor
+    """Slots of every token that the request had read: what the node's KV was computed from."""
+    ready: Sequence[torch.cuda.Event]
+    """What the copy waits for: the forward that writes the slots. Empty off CUDA."""
+
+
+class Offloader:
+    """Stores exact KV only; approximate nodes are let go, since they never become exact."""
+
+    def __init__(
+        self,
+        cache: Cache,
+        rows: PoolRows,
+        e_pool: EPool,
+        coding: Coding,
+        provenance: Provenance,
+    ) -> None:
+        self._cache = cache
+        self._rows = rows
+        self._e_pool = e_pool
+        self._coding = coding
+        self._provenance = provenance
+        self._todo: SimpleQueue[Offload | None] = SimpleQueue()
+        self._results: SimpleQueue[bool] = SimpleQueue()
+        self.num_put = 0
+        """Nodes that were ever queued."""
+        self.num_done = 0
+        """Of these, how many are stored, or never will be."""
+        self._num_in_flight = 0
+        """Put, and their results not yet taken: SGLang takes as many on each rank of a server."""
+        self._thread = threading.Thread(target=self._run, name="droidspeak-offload", daemon=True)
+        self._thread.start()
+
+    def put(self, offload: Offload) -> bool:
+        """Queue one node; False where too many are in flight, and the node is offered again."""
+        if self._num_in_flight >= MAX_IN_FLIGHT:
+            return False
+        self._num_in_flight += 1
+        self.num_put += 1
+        self._todo.put(offload)
+        return True
+
+    @property
+    def num_results(self) -> int:
+        return self._results.qsize()
+
+    def pop_result(self) -> bool:
+        self._num_in_flight -= 1
+        return self._results.get_nowait()
+
+    def reset(self) -> None:
+        """Wait until nothing is in flight and forget the results."""
+        while self._num_in_flight:
+            self._results.get()
+            self._num_in_flight -= 1
+
+    def close(self) -> None:
+        self._todo.put(None)
+        self._thread.join(timeout=10)
+
+    def _run(self) -> None:
+        give_way()
+        with torch.inference_mode():
+            while (offload := self._todo.get()) is not None:
+                try:
+                    self._store(offload)
+                    stored = True
+                except Exception:
+                    log.exception("storing %d pages failed", len(offload.pages))
+                    stored = False
+                self.num_done += 1
+                self._results.put(stored)
+
+    def _store(self, offload: Offload) -> None:
+        for event in offload.ready:
+            event.synchronize()
+        if not self._provenance.is_exact(offload.context):
+            return
+        pages, slots, parent = offload.pages, offload.slots, offload.parent
+        if not self._e_pool.e:
+            self._store_pages(offload.model, parent, pages, slots, ())
+            return
+        # Loaded pages hold no E of their own; what was computed after them does.
+        page_size = slots.shape[0] // len(pages)
+        cut = self._e_pool.num_pages_without(slots, page_size)
+        if cut:
+            self._store_pages(offload.model, parent, pages[:cut], slots[: cut * page_size], ())
+            parent = pages[cut - 1]
+        if cut < len(pages):
+            e_layers, rest = tuple(self._e_pool.e), slots[cut * page_size :]
+            self._store_pages(offload.model, parent, pages[cut:], rest, e_layers)
+
+    def _store_pages(
+        self,
+        model: ModelId,
+        parent: PageHash | None,
+        pages: Sequence[PageHash],
+        slots: torch.Tensor,
+        e_layers: Sequence[int],
+    ) -> None:
+        tree = self._cache.tree
+        reservation = tree.reserve(model, parent, pages, e_layers)
+        if reservation is None:
+            return
+        with reservation:
+            if not reservation.pages:
+                return
+            new = slots[reservation.skipped * (slots.shape[0] // len(pages)) :]
+            for layer in range(tree.family.num_layers):
+                self._rows.read_into(layer, new, reservation.kv(layer))
+            for layer in e_layers:
+                self._coding.store(self._e_pool.e[layer][new], reservation.e(layer))
+            reservation.commit()

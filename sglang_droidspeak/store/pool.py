@@ -1,0 +1,172 @@
+"""What every model of this server has in its KV pool, and one model's part of it as a source.
+
+SGLang gives each adapter a radix tree of its own. What is inserted there is noted in the cache's
+tree too, at a location per adapter, so that one walk finds it for all others. SGLang does not tell
+what it evicts: a note is a hint, looked up in SGLang's tree before anything is planned on it, and
+corrected where it was wrong.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from cachetree.errors import FetchError
+from cachetree.ids import POOL_PREFIX, Location, ModelId, PageHash
+from cachetree.planning.plan import Plan
+from sglang_droidspeak.request import prefixes
+
+if TYPE_CHECKING:
+    import torch
+
+    from cachetree.tree.tree import CacheTree
+    from sglang_droidspeak.compat.names import Req, UnifiedRadixCache
+    from sglang_droidspeak.store.capture import EPool, Provenance
+
+
+def pool_of(namespace: str) -> Location:
+    """Where the KV lies that this server has for requests of that namespace."""
+    return Location(f"{POOL_PREFIX}{namespace}")
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class PoolPages:
+    """Pages of another model's prefix in the same pool: there is nothing to fetch.
+
+    Stands where a fetch's staging stands otherwise. SGLang keeps the pages from `lock` to
+    `release`; before, while the request waits, it may evict them.
+    """
+
+    slots: torch.Tensor
+    """KV slots of the plan's pages, int64."""
+    num_bytes: int = 0
+    num_landed_bytes: int = 0
+    is_complete: bool = True
+    error: FetchError | None = None
+    started_s: float = field(default_factory=time.monotonic)
+    unlock: object = None
+
+    @property
+    def completed_s(self) -> float:
+        return self.started_s
+
+    def fail(self, error: FetchError) -> None:
+        self.error = self.error or error
+
+    def release(self) -> None:
+        if callable(self.unlock):
+            self.unlock()
+        self.unlock = None
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """How many pages of a prompt the device has."""
+
+    exact: int
+    approximate: int
+
+    @property
+    def is_approximate_longer(self) -> bool:
+        return self.approximate > self.exact
+
+
+class PoolIndex:
+    """Scheduler thread only."""
+
+    def __init__(
+        self, tree: CacheTree, e_pool: EPool, provenance: Provenance, page_size: int, num_slots: int
+    ) -> None:
+        self._tree: Final = tree
+        self._e_pool: Final = e_pool
+        self._provenance: Final = provenance
+        self._page_size: Final = page_size
+        self._most_pages: Final = num_slots // page_size
+        self._ages: OrderedDict[tuple[Location, ModelId, PageHash], None] = OrderedDict()
+        """Pages noted, the one longest unused first, and each after those that stand on it."""
+
+    def note(self, namespace: str, model: ModelId, pages: Sequence[PageHash]) -> None:
+        """These pages, from the root, are now in that namespace of SGLang's tree, as `model`'s."""
+        location = pool_of(namespace)
+        num_known = self._tree.reach(location, model, pages)
+        if num_known < len(pages):
+            parent = pages[num_known - 1] if num_known else None
+            e_layers = self._e_pool.layers
+            self._tree.add_remote(location, model, parent, pages[num_known:], e_layers)
+        for page in reversed(pages):
+            self._ages[location, model, page] = None
+            self._ages.move_to_end((location, model, page))
+        while len(self._ages) > self._most_pages:
+            (location, model, page), _ = self._ages.popitem(last=False)
+            self._tree.drop_remote(location, model, [page])
+
+    def forget(self, lora_id: str) -> None:
+        """The adapter is gone, and nobody can ask for its part of SGLang's tree any more."""
+        mine = pool_of(lora_id)
+        for location in {it for it, _, _ in self._ages if it.partition("@")[0] == mine}:
+            self._tree.forget(location)
+
+    def clear(self) -> None:
+        """Nothing is in the pool any more."""
+        for location in {location for location, _, _ in self._ages}:
+            self._tree.forget(location)
+        self._ages.clear()
+
+    @property
+    def has_approximate(self) -> bool:
+        """Whether SGLang's tree can have approximate KV."""
+        return self._provenance.any_approximate
+
+    def held(self, req: Req, num_pages: int, tree: UnifiedRadixCache) -> Held:
+        """What SGLang would find of the request's first pages in either namespace."""
+        namespace = prefixes.namespace_of(req)
+        exact = self._num_held(req, namespace, num_pages, tree)
+        if not self.has_approximate:
+            return Held(exact, 0)
+        approximate = prefixes.APPROXIMATE + namespace
+        return Held(exact, self._num_held(req, approximate, num_pages, tree))
+
+    def _num_held(self, req: Req, namespace: str, num_pages: int, tree: UnifiedRadixCache) -> int:
+        _node, slots = prefixes.slots_of(req, namespace, num_pages, tree)
+        return len(slots) // self._page_size
+
+    def find(
+        self, plan: Plan, pages: Sequence[PageHash], req: Req, tree: UnifiedRadixCache
+    ) -> PoolPages | None:
+        """The slots of the plan's pages; None where the note was wrong, which it is no more."""
+        return self._look(plan, pages, req, tree, is_lock=False)
+
+    def lock(
+        self, plan: Plan, pages: Sequence[PageHash], req: Req, tree: UnifiedRadixCache
+    ) -> PoolPages | None:
+        """As `find`, and SGLang evicts none of them before they are released."""
+        return self._look(plan, pages, req, tree, is_lock=True)
+
+    def _look(
+        self,
+        plan: Plan,
+        pages: Sequence[PageHash],
+        req: Req,
+        tree: UnifiedRadixCache,
+        *,
+        is_lock: bool,
+    ) -> PoolPages | None:
+        namespace = plan.location.removeprefix(POOL_PREFIX)
+        node, slots = prefixes.slots_of(req, namespace, plan.pages.stop, tree)
+        num_there = self._provenance.num_exact(slots) // self._page_size
+        if num_there < plan.pages.stop:
+            self._tree.drop_remote(plan.location, plan.sender, pages[num_there:])
+            return None
+        wanted = slots[plan.pages.start * self._page_size :]
+        if plan.transition_layers and self._e_pool.num_pages_without(wanted, self._page_size):
+            known = pages[: plan.pages.stop]
+            self._tree.add_remote(plan.location, plan.sender, None, known, ())
+            return None
+        found = PoolPages(slots=wanted)
+        if is_lock:
+            lock = tree.lock(node)
+            found.unlock = lambda: tree.unlock(lock)
+        return found

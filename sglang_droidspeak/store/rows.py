@@ -1,0 +1,158 @@
+"""Rows of KV and E between the KV pool's layout and the bytes that cachetree stores.
+
+stored, per layer   KV  [token, (K, V), head, head_dim]     E  [token, hidden]
+pool, per layer     K   [slot, head, head_dim]   V  the same
+
+Where the family has a codec, every stored vector of `head_dim` is encoded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+
+from cachetree.checkpoint.codec import Codec, vector_bytes
+from cachetree.checkpoint.codecs import decode, encode
+
+if TYPE_CHECKING:
+    from sglang_droidspeak.compat.names import MHATokenToKVPool
+
+
+class PoolRows(Protocol):
+    """Reads and writes whole layers of chosen slots of one KV pool."""
+
+    def read_into(self, layer: int, slots: torch.Tensor, target: memoryview) -> None:
+        """Copy the KV of `slots` to host bytes; returns when it is there."""
+
+    def write_from(self, layer: int, slots: torch.Tensor, source: memoryview) -> None:
+        """Copy host bytes into `slots`; on CUDA on the current stream, without waiting for it."""
+
+    def copy(self, layer: int, source: torch.Tensor, slots: torch.Tensor) -> int:
+        """Copy the KV of slots `source` to as many others, as above; returns the bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Coding:
+    """A family's codec, between tensors on any device and stored bytes."""
+
+    codec: Codec
+    length: int
+    """Values of one vector."""
+
+    def store(self, values: torch.Tensor, target: memoryview) -> None:
+        """Write `values`, whose elements fill whole vectors; returns when they are there."""
+        encoded = encode(self.codec, values.reshape(-1, self.length))
+        torch.frombuffer(target, dtype=torch.uint8).view(encoded.shape).copy_(encoded)
+
+    def load(self, raw: memoryview, like: torch.Tensor) -> torch.Tensor:
+        """As rows of the dtype and width of `like`; on the host, without a copy if not encoded."""
+        if self.codec is Codec.NONE:
+            return torch.frombuffer(raw, dtype=like.dtype).view(-1, like.shape[-1])
+        return self.load_onto("cpu", raw, like.dtype).view(-1, like.shape[-1])
+
+    def load_onto(
+        self, device: torch.device | str, raw: memoryview, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """`[vectors, length]`, decoded there; on CUDA on the current stream."""
+        size = vector_bytes(self.codec, self.length, dtype.itemsize)
+        encoded = torch.frombuffer(raw, dtype=torch.uint8).view(-1, size)
+        return decode(self.codec, encoded.to(device, non_blocking=True), dtype)
+
+
+def rows_of(pool: MHATokenToKVPool, coding: Coding) -> PoolRows:
+    is_plain = pool.k_buffer[0].device.type == "cpu" and coding.codec is Codec.NONE
+    return HostRows(pool) if is_plain else DeviceRows(pool, coding)
+
+
+class DeviceRows:
+    """A pool on an accelerator: gathered, encoded, decoded and scattered there."""
+
+    def __init__(self, pool: MHATokenToKVPool, coding: Coding) -> None:
+        self._pool = pool
+        self._coding = coding
+
+    def read_into(self, layer: int, slots: torch.Tensor, target: memoryview) -> None:
+        rows = torch.stack([buffer[slots] for buffer in self._buffers(layer)], dim=1)
+        self._coding.store(rows, target)
+
+    def write_from(self, layer: int, slots: torch.Tensor, source: memoryview) -> None:
+        heads, width = self._pool.k_buffer[0].shape[1:]
+        loaded = self._coding.load_onto(slots.device, source, self._pool.dtype)
+        rows = loaded.view(-1, 2, heads, width)
+        for part, buffer in enumerate(self._buffers(layer)):
+            buffer[slots] = rows[:, part]
+
+    def copy(self, layer: int, source: torch.Tensor, slots: torch.Tensor) -> int:
+        num_bytes = 0
+        for buffer in self._buffers(layer):
+            rows = buffer[source]
+            buffer[slots] = rows
+            num_bytes += rows.nbytes
+        return num_bytes
+
+    def _buffers(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._pool.k_buffer[layer], self._pool.v_buffer[layer]
+
+
+class HostRows:
+    """A pool in host memory: copied by the calling thread alone.
+
+    torch would copy with a team of threads, which competes with the team that computes.
+    """
+
+    def __init__(self, pool: MHATokenToKVPool) -> None:
+        self._buffers = [
+            (_bytes_of(key), _bytes_of(value))
+            for key, value in zip(pool.k_buffer, pool.v_buffer, strict=True)
+        ]
+
+    def read_into(self, layer: int, slots: torch.Tensor, target: memoryview) -> None:
+        rows = self._rows(target)
+        for here, there in runs(slots):
+            for part, buffer in enumerate(self._buffers[layer]):
+                rows[here, part] = buffer[there]
+
+    def write_from(self, layer: int, slots: torch.Tensor, source: memoryview) -> None:
+        rows = self._rows(source)
+        for here, there in runs(slots):
+            for part, buffer in enumerate(self._buffers[layer]):
+                buffer[there] = rows[here, part]
+
+    def copy(self, layer: int, source: torch.Tensor, slots: torch.Tensor) -> int:
+        for there, here in runs_of_both(source, slots):
+            for buffer in self._buffers[layer]:
+                buffer[here] = buffer[there]
+        return sum(buffer[0].nbytes for buffer in self._buffers[layer]) * slots.shape[0]
+
+    def _rows(self, raw: memoryview) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        width = self._buffers[0][0].shape[1]
+        return np.frombuffer(raw, dtype=np.uint8).reshape(-1, 2, width)
+
+
+def runs(slots: torch.Tensor) -> list[tuple[slice, slice]]:
+    """Ascending runs of host `slots`: where each stands among them, and which slots it is.
+
+    Slots come in pages, mostly many pages in a row.
+    """
+    return runs_of_both(torch.arange(len(slots)), slots)
+
+
+def runs_of_both(one: torch.Tensor, other: torch.Tensor) -> list[tuple[slice, slice]]:
+    """The same for two tensors of equal length: runs along which both ascend."""
+    is_break = (one[1:] != one[:-1] + 1) | (other[1:] != other[:-1] + 1)
+    breaks = is_break.nonzero().flatten() + 1
+    edges = [0, *breaks.tolist(), len(one)]
+    return [
+        (slice(a, a + stop - start), slice(b, b + stop - start))
+        for start, stop, a, b in zip(
+            edges[:-1], edges[1:], one[edges[:-1]].tolist(), other[edges[:-1]].tolist(), strict=True
+        )
+    ]
+
+
+def _bytes_of(buffer: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """A KV buffer as `[slot, bytes of a row]`, sharing its memory."""
+    return buffer.view(torch.uint8).view(buffer.shape[0], -1).numpy()
