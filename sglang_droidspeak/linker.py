@@ -227,6 +227,9 @@ class DroidSpeakLinker(UnifiedCacheLinker):
             for req in grammars.get_ready_grammar_requests():
                 scheduler._add_request_to_queue(req)
         queue, compiling = scheduler.waiting_queue, grammars.grammar_queue
+        if scheduler.enable_priority_scheduling:
+            # SGLang would sort who is not held alone; planning and waiting go by the same order.
+            scheduler.policy.calc_priority(queue, running_batch)
         is_decoding = not running_batch.is_empty()
         held = self._waiting.look(queue, scheduler.tree_cache, is_decoding=is_decoding)
         scheduler.waiting_queue = [req for req in queue if req.rid not in held] if held else queue

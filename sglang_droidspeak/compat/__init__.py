@@ -60,6 +60,11 @@ _SIGNATURES = {
     FORWARD: ("self", "batch", "forward_batch"),
     NEW_PREFILL: ("self", "prefill_delayer_single_pass", "running_batch"),
     REPLAY_LEN: ("self", "req", "prefix_len"),
+    "sglang.srt.managers.schedule_policy.SchedulePolicy.calc_priority": (
+        "self",
+        "waiting_queue",
+        "running_batch",
+    ),
     MATCH: ("self", "key", "req", "result"),
     CHECKPOINT: ("self", "req", "up_to"),
     REPORT: ("self", "reqs", "return_logprob", "skip_req"),

@@ -71,6 +71,7 @@ class Prefills:
 class Rig:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rows, self.prefills = Rows(), Prefills()
+        self.released: list[Staging] = []
         monkeypatch.setattr(forward, "PartialPrefill", lambda *_: self.prefills)
         monkeypatch.setattr(forward, "largest_forward", lambda _runner: NUM_TOKENS)
         self.loader = Loader(NUM_LAYERS, self.rows, Copies(None, "cpu"))
@@ -95,7 +96,7 @@ class Rig:
         staging = Staging(dict.fromkeys(PLAN.steps, 40), Deadline.after(60))
         for step in PLAN.steps:
             staging.write(step, 0, memoryview(bytes(40)))
-        staging.release = staging.cancel  # type: ignore[attr-defined]
+        staging.release = lambda: self.released.append(staging)  # type: ignore[attr-defined]
         return Job(
             rid=self.req.rid,
             plan=PLAN,
@@ -109,7 +110,10 @@ class Rig:
 
     def run(self) -> bool:
         """One batch of one request whose prefix is loaded; whether SGLang keeps its result."""
-        job = self.job()
+        return self.end(self.launch(self.job()))
+
+    def launch(self, job: Job) -> int:
+        """Run the batch of this load; the index by which SGLang ends it."""
         index = self.loader.start([job])
         self.forward.expect(index, [job])
         batch = SimpleNamespace(
@@ -126,6 +130,9 @@ class Rig:
         original = MagicMock(return_value="logits")
         assert self.forward.around(original, None, batch) == "logits"
         original.assert_called_once()
+        return index
+
+    def end(self, index: int) -> bool:
         ends = threading.Thread(target=self.loader.finish, args=[index], daemon=True)
         ends.start()
         ends.join(20)
@@ -173,6 +180,22 @@ def test_a_copy_without_memory_is_computed_or_its_batch_given_up(rig: Rig) -> No
     rig.rows.failures = 1
     is_kept = rig.run()
     assert is_kept == (EVERYTHING in rig.prefills.blocks)
+    assert_reuse_works(rig)
+
+
+@pytest.mark.parametrize("failing", [0, 1, None])
+def test_a_batch_that_is_launched_before_the_last_one_ended_shares_nothing_with_it(
+    rig: Rig, failing: int | None
+) -> None:
+    """As SGLang's overlap schedule has it, with memory that runs out in one of the two."""
+    jobs, indices = [rig.job(), rig.job()], []
+    for number, job in enumerate(jobs):
+        rig.prefills.failures = 2 if number == failing else 0
+        indices.append(rig.launch(job))
+    for number, (job, index) in enumerate(zip(jobs, indices, strict=True)):
+        assert job.staging not in rig.released
+        assert rig.end(index) == (number != failing)
+        assert rig.released[-1] is job.staging
     assert_reuse_works(rig)
 
 

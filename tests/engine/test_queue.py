@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -10,30 +11,37 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 from permissive import made
-from test_waiting import PAGE, PLAN, request
+from sglang.srt.managers.schedule_policy import SchedulePolicy
+from test_waiting import PAGE, PLAN, SilentCache, request, waiting_on
 
 from cachetree.clock import Deadline
-from cachetree.errors import Cancelled
+from cachetree.errors import Cancelled, FetchError
 from cachetree.memory.budget import Budget, BudgetedStaging
 from cachetree.memory.staging import pageable
 from cachetree.planning.plan import Kind, Step
 from sglang_droidspeak.linker import DroidSpeakLinker
 from sglang_droidspeak.ranks import Ranks
+from sglang_droidspeak.request import prefixes
 from sglang_droidspeak.request.job import Job
+from sglang_droidspeak.request.labels import Labels
+from sglang_droidspeak.request.meta_info import KEY, RequestProvenance
 from sglang_droidspeak.request.waiting import WaitingRequests
 
 STEP_BYTES = 40
 
 
 class Round:
-    """One round of SGLang's scheduler, with some requests held back."""
+    """A round of SGLang's scheduler, with some requests held back."""
 
-    def __init__(self, queue: str, held: str) -> None:
-        self.queue = [SimpleNamespace(rid=rid) for rid in queue]
+    def __init__(self, queue: str, held: str, priorities: str = "") -> None:
+        """Requests by their letters as they came, with a digit each where they have priorities."""
+        self._num_queued, self._priorities = 0, iter(priorities)
         self.scheduler = SimpleNamespace(
-            waiting_queue=list(self.queue),
+            waiting_queue=[self.queued(rid) for rid in queue],
             tree_cache=None,
             chunked_req=None,
+            enable_priority_scheduling=bool(priorities),
+            policy=SimpleNamespace(calc_priority=sort_by_priority),
             grammar_manager=SimpleNamespace(
                 has_waiting_grammars=lambda: False,
                 get_ready_grammar_requests=list,
@@ -41,25 +49,44 @@ class Round:
             ),
         )
         self.linker = MagicMock()
-        self.linker._waiting.look.return_value = set(held)
-        self.seen = ""
+        self.linker._waiting.look.side_effect = self._look
+        self.linker._waiting.pass_over.side_effect = lambda rids: self.passed_over.extend(rids)
+        self.held, self.planned, self.seen = held, "", ""
+        self.passed_over: list[str] = []
+
+    def queued(self, rid: str) -> SimpleNamespace:
+        """A request that comes after all others."""
+        self._num_queued += 1
+        time_stats = SimpleNamespace(wait_queue_entry_time=self._num_queued)
+        priority = next(self._priorities, None)
+        return SimpleNamespace(rid=rid, priority=priority and int(priority), time_stats=time_stats)
+
+    def _look(self, queue: list[Any], _tree: object, *, is_decoding: bool) -> set[str]:
+        self.planned = names(queue)
+        return set(self.held)
 
     def run(self, admitted: str = "", retracted: str = "", fails: bool = False) -> str:
         """The queue afterwards. `retracted` is put where SGLang puts what it takes back."""
 
         def original(scheduler: Any, **_: Any) -> Any:
+            if scheduler.enable_priority_scheduling:
+                sort_by_priority(scheduler.waiting_queue)
             self.seen = names(scheduler.waiting_queue)
             scheduler.waiting_queue = [
                 req for req in scheduler.waiting_queue if req.rid not in admitted
             ]
-            scheduler.waiting_queue += [SimpleNamespace(rid=rid) for rid in retracted]
+            scheduler.waiting_queue += [self.queued(rid) for rid in retracted]
             if fails:
                 raise RuntimeError("a test")
-            return MagicMock(), MagicMock()
+            return MagicMock() if admitted else None, running
 
-        running = MagicMock()
+        running = MagicMock(batch_is_full=False)
         DroidSpeakLinker._new_prefill(self.linker, original, self.scheduler, running_batch=running)
         return names(self.scheduler.waiting_queue)
+
+
+def sort_by_priority(queue: list[Any], _running: object = None) -> None:
+    SchedulePolicy._sort_by_priority_and_fcfs(queue, priority_sign=-1)
 
 
 def names(queue: list[Any]) -> str:
@@ -86,11 +113,72 @@ def test_who_is_held_back_keeps_the_place(
     assert step.seen == seen
 
 
+@pytest.mark.parametrize(
+    ("held", "admitted", "preempted", "seen", "left", "could_run"),
+    [
+        ("", "d", "", "dbac", "bac", ""),
+        ("d", "b", "", "bac", "dac", "d"),  # It comes first, though it came last.
+        ("a", "d", "", "dbc", "bac", ""),  # One of a higher priority is being prefilled.
+        ("da", "bc", "", "bc", "da", "d"),
+        ("dbac", "", "", "", "dbac", "dbac"),
+        ("b", "d", "x", "dac", "bacx", ""),
+    ],
+)
+def test_priorities_decide_who_is_planned_and_who_could_have_run(
+    held: str, admitted: str, preempted: str, seen: str, left: str, could_run: str
+) -> None:
+    step = Round("abcd", held, priorities="13197")
+    assert step.run(admitted, preempted) == left
+    assert (step.planned, step.seen) == ("dbac", seen)
+    assert "".join(step.passed_over) == could_run
+    if preempted:
+        step.run()
+        assert step.planned == "xbac", "who was preempted goes by its priority again"
+
+
 def test_nobody_is_lost_where_a_step_fails() -> None:
     step = Round("abcd", "ac")
     with pytest.raises(RuntimeError, match="a test"):
         step.run("b", fails=True)
     assert names(step.scheduler.waiting_queue) == "acd"
+
+
+def test_a_retracted_request_waits_again_beside_another_and_is_told_once() -> None:
+    """Of its second reading: its first answer was on its way, as with SGLang's overlap schedule."""
+    outcomes: Counter[str] = Counter()
+    labels = Labels(SimpleNamespace(count_outcome=lambda it: outcomes.update([it])))  # type: ignore[arg-type]
+    cache, taken, other = SilentCache(lambda: 0.0), request("taken"), request("other")
+    taken.prefix_len = 0
+    waiting, tree = waiting_on(cache, [], labels=labels, is_experiment=False), None
+    assert waiting.look([taken], tree, is_decoding=False) == {"taken"}
+    for step in PLAN.steps:
+        cache.stagings[0].land(step, 40)
+    assert waiting.look([taken, other], tree, is_decoding=False) == {"other"}
+    keys = [page.hex() for page in prefixes.own_pages_of(taken, 4 * PAGE, PAGE)]
+    job = waiting.take("taken", keys, torch.arange(4 * PAGE))
+    assert job is not None
+    waiting.admitted([taken])
+    labels.note(taken, RequestProvenance(outcome="reused", reused_tokens=4 * PAGE))
+    labels.read([taken], torch.tensor([True]))
+
+    taken.is_retracted = True
+    labels.report(None, [taken], False)
+    job.staging.release()
+    assert waiting.look([other, taken], tree, is_decoding=False) == {"other", "taken"}
+    assert len(cache.stagings) == 3
+    cache.stagings[2].fail(FetchError("a test"))
+    assert waiting.look([other, taken], tree, is_decoding=False) == {"other"}
+    assert not prefixes.is_approximate(taken)
+    waiting.admitted([taken])
+    labels.read([taken], torch.tensor([False]))
+    taken.is_retracted = False
+    for _ in range(2):
+        labels.report(None, [taken], False)
+    assert outcomes == {"fallback: FetchError": 1}
+    (told,) = taken.customized_info[KEY]
+    assert told["exact"]
+    waiting.clear()
+    assert cache.budget.num_bytes == 0
 
 
 def staging_of(budget: Budget) -> BudgetedStaging:

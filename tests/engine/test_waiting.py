@@ -378,6 +378,7 @@ def test_which_held_requests_a_step_could_have_taken(
         tree_cache=None,
         grammar_manager=SimpleNamespace(has_waiting_grammars=lambda: False, grammar_queue=[]),
         chunked_req=object() if is_in_chunks else None,
+        enable_priority_scheduling=False,
     )
 
     def step(it: Any, running_batch: Any) -> Any:
