@@ -75,22 +75,20 @@ soak: $(INSTALLED)
 	$(BIN)/python tests/fuzz/fuzz.py
 
 pairs: $(INSTALLED)
-	$(BIN)/python -m profiles.pairs
+	$(BIN)/python -m tools.pairs
 
 # The small pairs' prompts, answers and data; exit status 3 would say that a pair did not pass.
-PAIRS := profiles/pairs
+PAIRS := examples/pairs
 PROFILE := OMP_NUM_THREADS=1 $(BIN)/droidspeak profile --data $(PAIRS)/data/train.jsonl \
 	--held-out build/pairs/data/held_out.jsonl \
 	--template '<bos> {context} {input}' --metric f1 --max-new 8
 
 profiles: $(INSTALLED)
-	$(BIN)/python -m profiles.pairs.questions --documents 96 --out build/pairs/data
+	$(BIN)/python -m tools.pairs.questions --documents 96 --out build/pairs/data
 	$(PROFILE) --sender $(PAIRS)/weights/sender --receiver $(PAIRS)/weights/receiver \
 		--out $(PAIRS)/sender_to_receiver.json
 	$(PROFILE) --sender $(PAIRS)/weights/foundation --sender-lora $(PAIRS)/weights/sender_lora \
 		--receiver $(PAIRS)/weights/foundation --receiver-lora $(PAIRS)/weights/receiver_lora \
 		--out $(PAIRS)/sender_lora_to_receiver_lora.json
-	$(BIN)/python -m profiles.pairs.adapter_profiles --out build/pairs/profiles
+	$(BIN)/python -m tools.pairs.adapter_profiles --out build/pairs/profiles
 	cp build/pairs/profiles/*.json $(PAIRS)
-	$(BIN)/droidspeak report $(filter-out %/sender_to_receiver.json,$(wildcard $(PAIRS)/*_to_*.json)) \
-		--out $(PAIRS)/plans

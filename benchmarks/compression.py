@@ -30,18 +30,20 @@ from torch import Tensor
 
 from cachetree.checkpoint.codec import Codec, vector_bytes
 from cachetree.checkpoint.codecs import decode, encode
-from cachetree.evidence import MeasuredProfile, read_measured
 from cachetree.ids import Span
-from profiles.documents import Document
+from profiles.datasets import load_sources
+from profiles.documents import Document, make_documents
+from profiles.evidence import MeasuredProfile, read_measured
 from profiles.examination import Answerer, Examination
 from profiles.layered import KV
+from profiles.metrics import Metric
 from profiles.mixtures import Mixture
 from profiles.models import ModelSource, load_pair
-from profiles.pairs.questions import DATA, read_documents
 from profiles.profiler import answerers
 from profiles.study import FIRST_NEW, block_mixture
+from profiles.tasks import TaskOptions
 
-PAIRS = DATA.parent
+PAIRS = Path(__file__).resolve().parents[1] / "examples" / "pairs"
 WEIGHTS = PAIRS / "weights"
 SUBJECTS = {
     "fine-tunes": (
@@ -55,6 +57,8 @@ SUBJECTS = {
         PAIRS / "sender_lora_to_receiver_lora.json",
     ),
 }
+OPTIONS = TaskOptions(template="<bos> {context} {input}", metric=Metric.F1, max_new=8)
+PAGE_SIZE = 16
 SPEED_VECTORS, SPEED_LENGTH = 1 << 17, 128
 REPEATS = 9
 console = Console(width=100)
@@ -72,7 +76,9 @@ def measure_quality(name: str, num_documents: int) -> list[dict[str, Any]]:
     profile = read_measured(profile_at)
     options = {"dtype": torch.bfloat16, "device": torch.device("cpu"), "cache_dir": None}
     pair = load_pair(sender_at, receiver_at, **options)
-    documents = read_documents(DATA / "held_out.jsonl", pair.tokenizer)[:num_documents]
+    sources = load_sources([str(PAIRS / "data" / "held_out.jsonl")], OPTIONS)
+    whole = make_documents(sources, pair.tokenizer, page_size=PAGE_SIZE, max_prompt_tokens=None)
+    documents = whole[:num_documents]
     sender, receiver = answerers(pair, documents, 2.0)
     found: dict[tuple[Codec, str], list[tuple[float, float]]] = {}
     for document in track(documents, name, console=console):

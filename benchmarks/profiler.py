@@ -60,7 +60,7 @@ from profiles.study import Bench
 from profiles.tasks import TaskOptions
 from profiles.training import Swept, sweep
 
-PAIR: Final = Path(__file__).resolve().parents[1] / "profiles" / "pairs"
+PAIR: Final = Path(__file__).resolve().parents[1] / "examples" / "pairs"
 OPTIONS: Final = TaskOptions(template="<bos> {context} {input}", metric=Metric.F1, max_new=8)
 SWEEP: Final = "sweep"
 ALONE: Final = "each block on its own"

@@ -7,9 +7,8 @@
     costs, forecast, progress                            what a device takes, and how long a run
 
     profiler      all of it; `verification` judges a profile on other data
-    report, show  a profile for people
+    report        a profile for people
     oracle        partial prefill with plain transformers: slow, obvious, the reference for tests
-    pairs         the small trained pairs: their recipe, weights, documents and profiles
 
 Nothing here imports sglang, and nothing here runs inside a server.
 """

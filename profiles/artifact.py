@@ -9,7 +9,10 @@ from statistics import fmean
 from typing import Final, TypeVar
 
 from cachetree.checkpoint.family import ModelIdentity
-from cachetree.evidence import (
+from cachetree.ids import Span
+from cachetree.planning.profile import VERSION, BlockQuality, Recipe
+from profiles.documents import Document
+from profiles.evidence import (
     Baseline,
     BaselineKind,
     CostModel,
@@ -24,9 +27,6 @@ from cachetree.evidence import (
     TaskLoss,
     TaskScores,
 )
-from cachetree.ids import Span
-from cachetree.planning.profile import VERSION, BlockQuality, Recipe
-from profiles.documents import Document
 from profiles.examination import Score
 from profiles.frontier import frontier
 from profiles.gate import Qualities, contexts_needed, interval, loss_bound, proven, verdict

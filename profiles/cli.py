@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from cachetree.evidence import MeasuredProfile, read_measured
+from profiles.evidence import MeasuredProfile, read_measured
 
 if TYPE_CHECKING:
     from profiles.profiler import Settings
@@ -96,11 +96,10 @@ def add_commands(commands: Any) -> None:
 
     report = commands.add_parser(
         "report",
-        help="pictures of a profile, and one page with all of them; of several profiles one table "
-        "and one picture",
+        help="pictures of a profile, and one page with all of them",
         allow_abbrev=False,
     )
-    report.add_argument("profiles", type=Path, nargs="+", metavar="FILE")
+    report.add_argument("profile", type=Path, metavar="FILE")
     report.add_argument("--out", type=Path, required=True, metavar="DIR")
     report.set_defaults(run=_report)
 
@@ -167,7 +166,7 @@ def _profile(args: argparse.Namespace) -> int:
 
     from profiles.costs import Repeats
     from profiles.profiler import profile_pair
-    from profiles.show import table_of
+    from profiles.report import table_of
 
     logging.disable_progress_bar()
     console = Console()
@@ -191,7 +190,7 @@ def _show(args: argparse.Namespace) -> int:
         return 0
     from rich.console import Console
 
-    from profiles.show import table_of
+    from profiles.report import table_of
 
     Console().print(table_of(profile))
     return 0
@@ -247,14 +246,10 @@ def _say(found: Verification) -> None:
 
 
 def _report(args: argparse.Namespace) -> int:
-    profiles = {path.stem.replace("_to_", " to "): read_measured(path) for path in args.profiles}
-    from profiles.report import write_comparison, write_report
+    profile = read_measured(args.profile)
+    from profiles.report import write_report
 
-    if len(profiles) > 1:
-        written = write_comparison(profiles, args.out)
-    else:
-        written = write_report(*profiles.values(), args.out)
-    for path in written:
+    for path in write_report(profile, args.out):
         _print(str(path))
     return 0
 

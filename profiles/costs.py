@@ -33,8 +33,8 @@ import torch
 from torch import Tensor
 
 from cachetree.errors import ConfigError
-from cachetree.evidence import CostModel, HeldOutTime
 from cachetree.ids import EMPTY_SPAN, Span
+from profiles.evidence import CostModel, HeldOutTime
 from profiles.layered import KV, LayeredModel
 from profiles.mixtures import Asked, decode
 

@@ -21,8 +21,8 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from cachetree.errors import ConfigError
-from cachetree.evidence import DataFile
 from profiles.datasets import Source, SourcedRecord
+from profiles.evidence import DataFile
 from profiles.records import RecordError, context_digest, records_sha256
 from profiles.tasks import Task, score
 

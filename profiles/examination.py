@@ -26,7 +26,7 @@ Tokens = tuple[int, ...]
 
 
 class Score(msgspec.Struct, frozen=True, array_like=True):
-    """One question over one mixture; see `cachetree.evidence.Fidelity` for the means of these."""
+    """One question over one mixture; see `profiles.evidence.Fidelity` for the means of these."""
 
     kl: float
     agreement: float

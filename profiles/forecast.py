@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from cachetree.evidence import CostModel
 from cachetree.ids import Span
 from profiles.costs import prefix_pass_s
 from profiles.documents import Document
+from profiles.evidence import CostModel
 from profiles.room import longest_suffix
 from profiles.study import REFERENCES
 

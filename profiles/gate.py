@@ -26,7 +26,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from cachetree.evidence import FrontierPoint, Interval, Split, TaskLoss, TaskScores
+from profiles.evidence import FrontierPoint, Interval, Split, TaskLoss, TaskScores
 
 ERROR_RATE: Final = 0.05
 """Of wrongly passed profiles, at most."""

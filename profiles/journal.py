@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from cachetree.evidence import CostModel
+from profiles.evidence import CostModel
 from profiles.examination import Score, Tokens
 
 

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
-from cachetree.evidence import BaselineKind
 from cachetree.ids import Span
 from profiles.documents import Document
+from profiles.evidence import BaselineKind
 from profiles.examination import Score
 from profiles.layered import PrefixKV
 from profiles.mixtures import Mixture

@@ -25,7 +25,6 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from cachetree.errors import ConfigError
-from cachetree.evidence import CostModel, Making, MeasuredProfile
 from cachetree.planning.profile import VERSION, write_profile
 from profiles.artifact import Data, SmallModel, Subject, build, choose
 from profiles.costs import (
@@ -38,6 +37,7 @@ from profiles.costs import (
 from profiles.datasets import Source, load_sources
 from profiles.documents import Document, data_files, make_documents, split_documents
 from profiles.environment import read_environment
+from profiles.evidence import CostModel, Making, MeasuredProfile
 from profiles.examination import Answerer
 from profiles.forecast import judging_s, training_s
 from profiles.frontier import grid

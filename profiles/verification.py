@@ -9,10 +9,10 @@ from rich.console import Console
 
 from cachetree.checkpoint.family import ModelIdentity
 from cachetree.errors import ProfileError
-from cachetree.evidence import FrontierPoint, MeasuredProfile, Split
 from cachetree.planning.profile import Recipe
 from profiles.artifact import Data, losses_of, qualities_of, split_of
 from profiles.documents import Document, data_files
+from profiles.evidence import FrontierPoint, MeasuredProfile, Split
 from profiles.forecast import judging_s
 from profiles.gate import interval, verdict
 from profiles.journal import temporary_journal

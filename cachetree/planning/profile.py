@@ -1,6 +1,6 @@
 """The pair profile: the verdict of an offline run about one (sender, receiver) pair.
 
-A file holds this and the evidence for it (`cachetree.evidence`). Servers read this part.
+A file holds this and the evidence for it (`profiles.evidence`). Servers read this part.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Final
 
-from cachetree.evidence import CostModel, Interval, MeasuredProfile, Split, TaskLoss
+from cachetree.ids import Span
+from profiles.evidence import Interval, MeasuredProfile, Split, TaskLoss
 from profiles.gate import ERROR_RATE
 from profiles.report import derived, words
 
@@ -32,6 +33,49 @@ class Table:
         return replace(self, headers=headers, rows=rows)
 
 
+def summary(profile: MeasuredProfile) -> Table:
+    """The few numbers that a reader wants first."""
+    plan, split = derived.recommended(profile), profile.held_out
+    full = split.full_prefill
+    metric = f"held-out {words.metric_name(profile.metric)}"
+    rows = [
+        ("recommended plan", str(plan.recipe) if plan else "none: every prompt is a full prefill"),
+        (f"{metric}, full prefill", words.quality(full.mean)),
+        (f"{metric}, full reuse", words.quality(split.full_reuse.mean)),
+    ]
+    if plan is not None:
+        full_s, (n, m) = derived.full_prefill_s(profile), derived.lengths(profile)
+        share = words.percent(derived.ttft_ratio(profile, plan.ttft_s))
+        rows[1:1] = [
+            ("recomputed layers", f"{len(plan.block)} of {profile.receiver.num_layers}"),
+            (f"{metric}, the plan", words.quality(plan.held_out.mean)),
+        ]
+        rows.append(
+            (
+                f"predicted TTFT for {n:,} + {m:,} tokens",
+                f"{words.seconds(plan.ttft_s)}, {share} of full prefill's {words.seconds(full_s)}",
+            )
+        )
+    rows.append(("lossless whatever the gate says", _free(profile.lossless)))
+    rows.append(("error of predicted times", _errors(profile)))
+    return Table(title="", headers=("", ""), rows=tuple(rows), is_prose=True)
+
+
+def _free(block: Span | None) -> str:
+    """Below the block, the models' tensors are the same."""
+    if block is None:
+        return "nothing"
+    return f"recomputing {words.span(block)}" if len(block) else "reusing all layers"
+
+
+def _errors(profile: MeasuredProfile) -> str:
+    found = [abs(it.predicted_s - it.measured_s) / it.measured_s for it in profile.costs.held_out]
+    if not found:
+        return "not checked"
+    middle, most = words.percent(profile.costs.error), words.percent(max(found))
+    return f"{middle} in the median and {most} at most, over {len(found)} plans"
+
+
 def frontier(profile: MeasuredProfile) -> Table:
     recommended = profile.recommended
     usable = {it.recipe for it in profile.blocks}
@@ -40,7 +84,6 @@ def frontier(profile: MeasuredProfile) -> Table:
         for place, it in enumerate(profile.frontier)
         if recommended is not None and it.recipe == recommended.recipe
     )
-    n, m = derived.lengths(profile)
     return Table(
         title="Frontier",
         headers=(
@@ -48,13 +91,10 @@ def frontier(profile: MeasuredProfile) -> Table:
             "layers",
             "train",
             "held-out [95 %]",
-            "loss",
             "at most",
             "KL",
-            "top-1",
             "work",
             "moved",
-            "in one pool",
             "TTFT",
             "of full",
             "served",
@@ -65,13 +105,10 @@ def frontier(profile: MeasuredProfile) -> Table:
                 str(len(it.block)) + (f" + {len(it.refreshed)}" if it.refreshed else ""),
                 words.quality(it.train_quality),
                 words.quality_interval(it.held_out),
-                words.points(profile.held_out.full_prefill.mean - it.held_out.mean),
                 words.bound(it),
                 words.small(it.fidelity.kl),
-                words.percent(it.fidelity.agreement),
                 f"{it.recipe.work:.1f}",
                 words.percent(derived.moved_share(profile, it.recipe)),
-                words.seconds(profile.costs.in_pool_s(it.recipe.runs, n, m)),
                 words.seconds(it.ttft_s),
                 words.percent(derived.ttft_ratio(profile, it.ttft_s)),
                 "yes" if it.recipe in usable else "no",
@@ -80,10 +117,13 @@ def frontier(profile: MeasuredProfile) -> Table:
         ),
         marked=marked,
         caption=(
-            "loss: of quality against full prefill, in hundredths; at most: share of it that is "
-            f"lost with {words.percent(1 - ERROR_RATE)} confidence, at the task least sure, where "
-            "the gate may ask; served: what a server may use"
-            + ("; * recommended" if marked else "")
+            "[first, end): layers that the receiver recomputes, while it loads the sender's KV for "
+            "the others; refreshed: K and V from the sender's residual stream there, without "
+            "attention. Layers: recomputed + refreshed. At most: share of full prefill's quality "
+            f"that is lost with {words.percent(1 - ERROR_RATE)} confidence, at the task least "
+            "sure, where the gate may ask. Work: compute in layers. Moved: KV and E in per cent "
+            "of all KV, where they come from elsewhere, as TTFT expects. Served: what a server "
+            "may use" + ("; * recommended" if marked else "")
         ),
     )
 
@@ -137,7 +177,7 @@ def _at_task(loss: TaskLoss | None, tolerance: float) -> tuple[str, str, str]:
 
 def baselines(profile: MeasuredProfile) -> Table:
     """What one could do instead, after what bounds it: full prefill, full reuse, the sender."""
-    split, num_layers = profile.held_out, derived.num_layers(profile)
+    split, num_layers = profile.held_out, profile.receiver.num_layers
     full_s, reuse_s = derived.full_prefill_s(profile), derived.full_reuse_s(profile)
     bounds = (
         ("full prefill", str(num_layers), words.ABSENT, split.full_prefill, full_s),
@@ -257,39 +297,6 @@ def _files(split: Split, digest_characters: int) -> str:
         f"sha256 {it.sha256[:digest_characters]})"
         for it in split.files
     )
-
-
-def costs(profile: MeasuredProfile) -> Table:
-    """The cost model's formulas with their numbers."""
-    it = profile.costs
-    return Table(
-        title="Cost model",
-        headers=("", "n tokens of prefix, m after it"),
-        rows=(
-            (
-                "one layer",
-                _sum((it.layer_s, ""), (it.layer_token_s, "n"), (it.layer_token2_s, "n²")),
-            ),
-            ("K and V alone of one layer", _sum((it.kv_s, ""), (it.kv_token_s, "n"))),
-            (
-                "suffix, all layers and head",
-                _sum((it.suffix_s, ""), (it.suffix_token_s, "m"), (it.suffix_token2_s, "m n")),
-            ),
-            ("load", _load(it)),
-            ("bytes of a token", f"{it.kv_bytes:,} of KV at a layer, {it.e_bytes:,} of E"),
-            ("fitted on", f"{', '.join(f'{n:,}' for n in it.fitted_on) or words.ABSENT} tokens"),
-        ),
-        is_prose=True,
-    )
-
-
-def _load(it: CostModel) -> str:
-    rate = f"{1e-9 / it.load_byte_s:,.2f} GB/s" if it.load_byte_s > 0 else "no time per byte"
-    return f"{words.seconds(it.load_s)} + bytes at {rate}"
-
-
-def _sum(*terms: tuple[float, str]) -> str:
-    return " + ".join(" × ".join(filter(None, (words.seconds(s), n))) for s, n in terms)
 
 
 def making(profile: MeasuredProfile) -> Table:

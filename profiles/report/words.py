@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from cachetree.evidence import Baseline, BaselineKind, FrontierPoint, Interval
 from cachetree.ids import Span
-from cachetree.planning.profile import Recipe
+from profiles.evidence import Baseline, BaselineKind, FrontierPoint, Interval
 
 ABSENT: Final = "–"
 
@@ -62,15 +61,6 @@ def points(difference: float) -> str:
     ('4.2', '0.0')
     """
     return f"{round(100 * difference, 1) + 0.0:.1f}"
-
-
-def num_points(difference: float) -> str:
-    """
-    >>> num_points(0.01), num_points(0.0424)
-    ('1 point', '4.2 points')
-    """
-    text = points(difference)
-    return "1 point" if text == "1.0" else f"{text} points"
 
 
 def percent(share: float) -> str:
@@ -153,44 +143,9 @@ def runs(blocks: Sequence[tuple[int, int]]) -> str:
     return ", ".join(span(Span(start, stop)) for start, stop in blocks) or ABSENT
 
 
-def anew(recipe: Recipe, num_layers: int) -> str:
-    """
-    >>> anew(Recipe(block=Span(2, 5)), 12), anew(Recipe(refreshed=(1, 2)), 12)
-    ('recompute 3 of 12 layers', 'refresh 2 of 12 layers')
-    >>> anew(Recipe(block=Span(2, 5), refreshed=(7, 9)), 12)
-    'recompute 3 of 12 layers and refresh 2'
-    """
-    block, refreshed = len(recipe.block), len(recipe.refreshed)
-    if not refreshed:
-        return f"recompute {block} of {counted(num_layers, 'layer')}"
-    if not block:
-        return f"refresh {refreshed} of {counted(num_layers, 'layer')}"
-    return f"recompute {block} of {counted(num_layers, 'layer')} and refresh {refreshed}"
-
-
 def counted(number: int, noun: str) -> str:
     """
     >>> counted(1, "layer"), counted(1200, "block")
     ('1 layer', '1,200 blocks')
     """
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
-
-
-def layers(numbers: Sequence[int]) -> str:
-    """Layers in words; `numbers` ascend.
-
-    >>> layers([4]), layers([2, 3, 4]), layers([0, 1, 5, 7, 8, 9])
-    ('layer 4', 'layers 2 to 4', 'layers 0, 1, 5 and 7 to 9')
-    """
-    groups: list[list[int]] = []
-    for number in numbers:
-        if groups and number == groups[-1][-1] + 1:
-            groups[-1].append(number)
-        else:
-            groups.append([number])
-    parts: list[str] = []
-    for group in groups:
-        far = len(group) > 2
-        parts += [f"{group[0]} to {group[-1]}"] if far else [str(number) for number in group]
-    listed = " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
-    return f"layer {listed}" if len(numbers) == 1 else f"layers {listed}"

@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -19,6 +19,9 @@ from profiles.environment import ROOT
 from profiles.random_models import shape, write_models
 from profiles.records import Record, RecordError, read_records
 from sglang_droidspeak.demo.rig import DemoFailed, Subject
+
+PAIRS: Final = ROOT / "examples/pairs"
+"""The small pairs, in a clone."""
 
 _CPU_OPTIONS: Mapping[str, Any] = {
     "device": "cpu",
@@ -58,12 +61,12 @@ class RandomPair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoConfig:
-    """Defaults are the pair that is shipped."""
+    """Defaults are the small pair of the repository."""
 
-    sender: Path = ROOT / "profiles/pairs/weights/sender"
-    receiver: Path = ROOT / "profiles/pairs/weights/receiver"
-    profile: Path = ROOT / "profiles/pairs/sender_to_receiver.json"
-    data: Path = ROOT / "profiles/pairs/data/held_out.jsonl"
+    sender: Path = PAIRS / "weights/sender"
+    receiver: Path = PAIRS / "weights/receiver"
+    profile: Path = PAIRS / "sender_to_receiver.json"
+    data: Path = PAIRS / "data/held_out.jsonl"
     template: str = "<bos> {context} {input}"
     max_new: int = 8
     num_questions: int | None = None
@@ -113,6 +116,12 @@ class DemoConfig:
 
     def pair(self) -> tuple[Subject, PairProfile]:
         """The pair whose quality is measured; DemoFailed where its profile does not allow it."""
+        if self.sender.is_relative_to(PAIRS) and not PAIRS.is_dir():
+            raise DemoFailed(
+                f"the small pair is not in {PAIRS}: it is part of the repository and not of "
+                "the installed package; run the demo from a clone, or give --sender, --receiver, "
+                "--profile and --data"
+            )
         try:
             sender, receiver = read_model_identity(self.sender), read_model_identity(self.receiver)
             profile = read_profile(self.profile)

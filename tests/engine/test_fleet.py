@@ -19,7 +19,7 @@ from sglang_droidspeak.fleet.servers import ServerSpec, WorkerSpec
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "fleet.yaml"
 ENGINE = {"model-path": "m", "port": 1}
-MODEL = ROOT / "profiles" / "pairs" / "weights" / "sender"
+MODEL = ROOT / "examples" / "pairs" / "weights" / "sender"
 FAMILY = {"model": str(MODEL), "kv_dtype": "bfloat16", "page_size": 32}
 
 

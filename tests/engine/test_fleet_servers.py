@@ -14,7 +14,6 @@ from namespaces import Namespaces
 from security_parts import Party, new_party
 
 from cachetree.transport import Credentials, ask_status, credentials_of
-from profiles.pairs.questions import DATA
 from profiles.records import prompt_of, read_records
 from sglang_droidspeak.fleet.fleet import read_fleet, specs
 from sglang_droidspeak.fleet.servers import Process, Server, ServerSpec, WorkerSpec, running
@@ -25,7 +24,8 @@ ROOT = Path(__file__).parents[2]
 DEADLINE_S = 4.0
 MARGIN_S = 6.0
 """For full prefills of seven processes on two cores."""
-QUESTIONS = [prompt_of(record) for record in read_records(DATA / "held_out.jsonl")[::3]]
+DATA = ROOT / "examples" / "pairs" / "data" / "held_out.jsonl"
+QUESTIONS = [prompt_of(record) for record in read_records(DATA)[::3]]
 """One about each document."""
 
 

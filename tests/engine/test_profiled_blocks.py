@@ -35,7 +35,7 @@ from sglang_droidspeak.fleet.servers import Server, free_port, running
 
 pytestmark = pytest.mark.server
 
-PAIRS = Path(__file__).parents[2] / "profiles" / "pairs"
+PAIRS = Path(__file__).parents[2] / "examples" / "pairs"
 SENDER, RECEIVER = PAIRS / "weights" / "sender", PAIRS / "weights" / "receiver"
 OPTIONS = TaskOptions(template="<bos> {context} {input}", metric=Metric.F1, max_new=8)
 NUM_DOCUMENTS, NUM_LATER_BLOCKS, MAX_NEW = 2, 3, 8

@@ -140,7 +140,7 @@ def _sound() -> dict[str, list[bytes]]:
         secret_text, public_text = secret.read_bytes(), public.read_bytes()
     # Nobody's key: the form of a secret one, with content that is plainly none.
     secret_text = re.sub(rb"[0-9a-f]{64}", b"11" * 32, secret_text)
-    made = (ROOT / "profiles/pairs/sender_to_receiver.json").read_bytes()
+    made = (ROOT / "examples/pairs/sender_to_receiver.json").read_bytes()
     family_yaml = b"".join(
         f"  {name}: {msgspec.json.encode(value).decode()}\n".encode()
         for name, value in msgspec.structs.asdict(FAMILY).items()

@@ -27,7 +27,6 @@ from cachetree.disk.directory import Directory
 from cachetree.disk.record import PREFIX_BYTES, read_head
 from cachetree.disk.segment import Segment, scan
 from cachetree.errors import CacheTreeError, ConfigError, ProfileError, ProtocolError
-from cachetree.evidence import read_measured
 from cachetree.memory.checksum import checksum
 from cachetree.planning.profile import read_profile
 from cachetree.simulate.trace import PageNames, read_trace
@@ -41,6 +40,7 @@ from cachetree.transport.remote_view import RemoteView
 from cachetree.transport.sealing import KEY_BYTES, Seals, Unsealed
 from cachetree.tree.tree import CacheTree
 from cachetree.unreadable import UNREADABLE
+from profiles.evidence import read_measured
 from sglang_droidspeak.fleet.fleet import read_fleet
 from sglang_droidspeak.request.controls import parse_controls
 from sglang_droidspeak.start.config import parse_settings

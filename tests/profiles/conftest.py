@@ -14,10 +14,10 @@ from profiles.documents import Document
 from profiles.frontier import grid
 from profiles.journal import temporary_journal
 from profiles.models import Pair, load_pair
-from profiles.pairs.questions import DATA, read_documents
 from profiles.profiler import answerers
 from profiles.study import Bench
 from profiles.training import Swept, sweep
+from tools.pairs.questions import DATA, read_documents
 
 # The models are tiny: more threads only wait for one another. `test_instruction_sets` asks for two.
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))

@@ -17,7 +17,9 @@ import msgspec
 from msgspec.structs import replace
 
 from cachetree.checkpoint.family import ModelIdentity
-from cachetree.evidence import (
+from cachetree.ids import EMPTY_SPAN, Span
+from cachetree.planning.profile import VERSION, BlockQuality
+from profiles.evidence import (
     Baseline,
     BaselineKind,
     CostModel,
@@ -34,8 +36,6 @@ from cachetree.evidence import (
     TaskLoss,
     TaskScores,
 )
-from cachetree.ids import EMPTY_SPAN, Span
-from cachetree.planning.profile import VERSION, BlockQuality
 
 PREFIX_TOKENS: Final = 128
 SUFFIX_TOKENS: Final = 24

@@ -8,9 +8,9 @@ import random
 from made_up import World, costs_of, profile_of
 from msgspec.structs import replace
 
-from cachetree.evidence import MeasuredProfile
 from cachetree.ids import Span
 from cachetree.planning.profile import BlockQuality
+from profiles.evidence import MeasuredProfile
 
 
 def sample_profile() -> MeasuredProfile:

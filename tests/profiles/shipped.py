@@ -7,7 +7,7 @@ from pathlib import Path
 
 from profiles.models import ModelSource
 
-PAIRS = Path(__file__).parents[2] / "profiles" / "pairs"
+PAIRS = Path(__file__).parents[2] / "examples" / "pairs"
 WEIGHTS, DATA = PAIRS / "weights", PAIRS / "data"
 ASKED = ("--template", "<bos> {context} {input}", "--metric", "f1", "--max-new", "8")
 

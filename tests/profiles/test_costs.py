@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from test_oracle import FAMILIES, NUM_LAYERS, make_model
 
 from cachetree.errors import ConfigError
-from cachetree.evidence import CostModel
 from cachetree.ids import EMPTY_SPAN, Span
 from profiles.costs import (
     Repeats,
@@ -23,6 +22,7 @@ from profiles.costs import (
     prefix_pass_s,
     time_in_turns,
 )
+from profiles.evidence import CostModel
 from profiles.layered import LayeredModel
 
 LENGTHS, HELD_OUT, NUM_SUFFIX = (16, 32, 64, 128), (24, 96), 6

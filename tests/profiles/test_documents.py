@@ -1,12 +1,10 @@
-from pathlib import Path
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from shipped import PAIRS
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-import profiles.pairs
 from cachetree.errors import ConfigError
 from profiles.datasets import Source, SourcedRecord, load_sources
 from profiles.documents import data_files, make_documents, score, split_documents
@@ -15,7 +13,6 @@ from profiles.random_models import _tokenizer as numbered_words
 from profiles.records import Record, RecordError, prompt_of, read_records, records_sha256
 from profiles.tasks import TASKS, Task, TaskOptions
 
-PAIRS = Path(profiles.pairs.__file__).parent
 PAGE = 16
 AS_SHIPPED = TaskOptions(template="<bos> {context} {input}", metric=Metric.F1, max_new=8)
 WORDS = Task(name="words", template="<bos> {context} {input}", metric=Metric.F1, max_new=4)

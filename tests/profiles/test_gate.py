@@ -12,8 +12,8 @@ import pytest
 from made_up import point_of
 from msgspec.structs import replace
 
-from cachetree.evidence import Interval, Split, TaskLoss, TaskScores
 from cachetree.ids import Span
+from profiles.evidence import Interval, Split, TaskLoss, TaskScores
 from profiles.gate import (
     ERROR_RATE,
     contexts_needed,

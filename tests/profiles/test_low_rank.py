@@ -12,7 +12,7 @@ from profiles.layered import LayeredModel
 from profiles.low_rank import AdapterFactors, Factors, change, refresh
 from profiles.models import ModelSource, load_pair
 from profiles.oracle import partial_prefill, prefill
-from profiles.pairs.questions import read_documents
+from tools.pairs.questions import read_documents
 
 BASE = WEIGHTS / "foundation"
 PAIRS = [

@@ -19,7 +19,7 @@ from profiles.models import ARCHITECTURES, ModelSource, Pair, load_model, load_p
 from profiles.random_models import shape, write_models
 
 ROOT = Path(__file__).parents[2]
-SHIPPED = ROOT / "profiles" / "pairs" / "weights"
+SHIPPED = ROOT / "examples" / "pairs" / "weights"
 CPU = torch.device("cpu")
 NUM_LAYERS = 3
 IDS = torch.arange(3, 40)[None]

@@ -18,11 +18,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from profiles.adapters import merged
-from profiles.pairs.documents import WRITERS, write_document
-from profiles.pairs.export import export_adapter, export_all, export_model, read_model, to_llama
-from profiles.pairs.model import Shape, TinyLlama
-from profiles.pairs.rows import EXERCISES, make_row
-from profiles.pairs.stages import (
+from tools.pairs.documents import WRITERS, write_document
+from tools.pairs.export import export_adapter, export_all, export_model, read_model, to_llama
+from tools.pairs.model import Shape, TinyLlama
+from tools.pairs.rows import EXERCISES, make_row
+from tools.pairs.stages import (
     FOUNDATION,
     RANDOM_WEIGHTS,
     STAGES,
@@ -32,7 +32,7 @@ from profiles.pairs.stages import (
     Phase,
     Stage,
 )
-from profiles.pairs.train import (
+from tools.pairs.train import (
     MAX_ATTEMPTS,
     NOTHING,
     RecipeError,
@@ -41,8 +41,8 @@ from profiles.pairs.train import (
     run_recipe,
     train_stage,
 )
-from profiles.pairs.updates import FullRates, LoraRates
-from profiles.pairs.words import BOS_ID, EOS_ID, VOCABULARY
+from tools.pairs.updates import FullRates, LoraRates
+from tools.pairs.words import BOS_ID, EOS_ID, VOCABULARY
 
 NUM_STEPS = 20
 REPOSITORY = Path(__file__).parents[2]

@@ -16,12 +16,12 @@ import msgspec
 import pytest
 from shipped import ASKED, DATA, SHIPPED, WEIGHTS, flags
 
-from cachetree.evidence import BaselineKind, MeasuredProfile, read_measured
 from cachetree.planning.profile import write_profile
-from profiles.pairs.questions import make_records
-from profiles.pairs.stranger import SEED, write_stranger
+from profiles.evidence import BaselineKind, MeasuredProfile, read_measured
 from profiles.records import read_records, write_records
 from sglang_droidspeak.cli import main
+from tools.pairs.questions import make_records
+from tools.pairs.stranger import SEED, write_stranger
 
 FINE_TUNES = SHIPPED[0]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}

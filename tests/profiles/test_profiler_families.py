@@ -27,10 +27,10 @@ from transformers import (
 )
 
 from cachetree.errors import ConfigError
-from cachetree.evidence import MeasuredBlock, MeasuredProfile, read_measured
 from cachetree.ids import Span
 from profiles.costs import Repeats
 from profiles.documents import Question, score
+from profiles.evidence import MeasuredBlock, MeasuredProfile, read_measured
 from profiles.frontier import grid
 from profiles.metrics import Metric
 from profiles.models import ModelSource, load_tokenizer

@@ -19,12 +19,12 @@ from profiles.journal import temporary_journal
 from profiles.judging import Candidate, judge
 from profiles.models import load_pair
 from profiles.oracle import decode, partial_prefill
-from profiles.pairs.questions import OPTIONS, read_documents
 from profiles.profiler import Settings, answerers, profile_pair
 from profiles.records import read_records, write_records
 from profiles.refreshing import recipes
 from profiles.study import Bench
 from profiles.training import Swept
+from tools.pairs.questions import OPTIONS, read_documents
 
 NUM_LAYERS = 12
 ADAPTERS = SHIPPED[1]

@@ -20,9 +20,8 @@ from sample_profile import (
     sample_profile,
 )
 
-from cachetree.evidence import Interval, MeasuredProfile
-from profiles.report import style
-from profiles.report.files import PICTURES, Picture
+from profiles.evidence import Interval, MeasuredProfile
+from profiles.report.pictures import PICTURES, Picture
 
 PROFILE = sample_profile()
 LONG = "something that takes a long time to say"
@@ -46,9 +45,8 @@ CASES = {
 
 
 def _pixels(picture: Picture, profile: MeasuredProfile) -> bytes:
-    """Of the picture without its title, small."""
+    """Of the picture, small."""
     figure = picture.draw(profile)
-    figure.suptitle("")
     figure.set_dpi(40)
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
@@ -94,39 +92,26 @@ def _changed_baselines(profile: MeasuredProfile) -> MeasuredProfile:
     return replace(profile, baselines=(first, *profile.baselines[1:]))
 
 
-def _changed_check(profile: MeasuredProfile) -> MeasuredProfile:
-    held_out = [replace(it, measured_s=2 * it.measured_s) for it in profile.costs.held_out]
-    return replace(profile, costs=replace(profile.costs, held_out=tuple(held_out)))
-
-
 @pytest.mark.parametrize(
-    ("change", "said", "drawn"),
+    ("change", "drawn"),
     [
-        (_changed_layer, {"sensitivity", "spread"}, {"sensitivity", "spread"}),
-        (_changed_contexts, {"spread"}, {"spread"}),
-        (_changed_blocks, {"blocks"}, {"blocks", "quality_by_layers"}),
-        (
-            _changed_frontier,
-            {"train_held_out"},
-            {"quality_by_layers", "quality_by_time", "train_held_out"},
-        ),
-        (_changed_time, {"quality_by_time"}, {"quality_by_time"}),
-        (_changed_baselines, {"quality_by_layers"}, {"quality_by_layers", "quality_by_time"}),
-        (_changed_check, {"cost_model"}, {"cost_model"}),
+        (_changed_layer, {"sensitivity"}),
+        (_changed_contexts, {"sensitivity"}),
+        (_changed_blocks, {"blocks", "quality"}),
+        (_changed_frontier, {"quality"}),
+        (_changed_time, {"quality"}),
+        (_changed_baselines, {"quality"}),
     ],
     ids=lambda it: getattr(it, "__name__", ""),
 )
 def test_a_changed_profile_changes_what_shows_it(
     change: Callable[[MeasuredProfile], MeasuredProfile],
-    said: set[str],
     drawn: set[str],
     drawn_before: dict[str, bytes],
 ) -> None:
     changed = change(PROFILE)
-    assert {it.name for it in PICTURES if it.find(changed) != it.find(PROFILE)} == said
-    by_name = {it.name: it for it in PICTURES}
-    same = {it for it in drawn if _pixels(by_name[it], changed) == drawn_before[it]}
-    assert same == set()
+    now = {it.name: _pixels(it, changed) for it in PICTURES}
+    assert {name for name in now if now[name] != drawn_before[name]} == drawn
 
 
 class Recorder(RendererAgg):
@@ -151,7 +136,7 @@ def _overlaps(figure: Figure) -> list[str]:
     recorder = Recorder(figure)
     figure.draw(recorder)
     found = recorder.drawn
-    assert len(found) > 10
+    assert len(found) > 5
     touching = [
         f"{text} / {other}"
         for place, (text, box) in enumerate(found)
@@ -170,14 +155,12 @@ def _overlaps(figure: Figure) -> list[str]:
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("picture", PICTURES, ids=lambda it: it.name)
 def test_no_text_of_a_picture_touches_another(picture: Picture, case: str) -> None:
-    found = picture.find(CASES[case])
-    assert found.title and found.sentence.endswith(".") and "nan" not in found.sentence
     assert _overlaps(picture.draw(CASES[case])) == []
 
 
 def test_touching_text_would_be_seen() -> None:
-    figure = style.new_figure("a title", 4.0)
-    style.label(figure.subplots(), x="x", y="y")
+    figure = Figure()
+    figure.subplots().set_xlabel("x")
     assert _overlaps(figure) == []
     figure.text(0.5, 0.5, "one")
     figure.text(0.5, 0.5, "another")

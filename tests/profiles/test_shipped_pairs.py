@@ -8,19 +8,18 @@ from shipped import DATA, SHIPPED, WEIGHTS
 from transformers import AutoTokenizer
 
 from cachetree.checkpoint.identity import read_model_identity
-from cachetree.evidence import DataFile, read_measured
 from cachetree.ids import Span
 from cachetree.planning.profile import read_profile
 from profiles.datasets import load_sources
 from profiles.documents import data_files, make_documents
-from profiles.pairs.adapter_profiles import PAIRS, profile_name, source_of, write_documents
-from profiles.pairs.check import Properties, properties_of
-from profiles.pairs.questions import OPTIONS, SEEDS, make_records
-from profiles.pairs.stages import FOUNDATION, STAGES
-from profiles.pairs.updates import LoraRates
-from profiles.pairs.words import BOS_ID, VOCABULARY
+from profiles.evidence import DataFile, read_measured
 from profiles.records import by_context, context_prompt, prompt_of, read_records, write_records
-from profiles.report import plans
+from tools.pairs.adapter_profiles import PAIRS, profile_name, source_of, write_documents
+from tools.pairs.check import Properties, properties_of
+from tools.pairs.questions import OPTIONS, SEEDS, make_records
+from tools.pairs.stages import FOUNDATION, STAGES
+from tools.pairs.updates import LoraRates
+from tools.pairs.words import BOS_ID, VOCABULARY
 
 PAGE_SIZE = 16
 
@@ -141,18 +140,6 @@ def test_adapters_are_profiled_on_one_another(sender, receiver, task, tmp_path):
     if profile.passed:
         lost = profile.full_prefill_quality - profile.recommended.quality
         assert lost <= 0.05 * profile.full_prefill_quality
-
-
-def test_the_comparison_of_plans_is_of_the_shipped_profiles():
-    folder = DATA.parent
-    names = [profile_name(sender, receiver) for sender, receiver, _ in PAIRS]
-    names.append(SHIPPED[1].profile.name)
-    profiles = {
-        path.stem.replace("_to_", " to "): read_measured(path)
-        for path in sorted(folder / name for name in names)
-    }
-    assert (folder / "plans" / "plans.md").read_text() == plans.markdown(profiles)
-    assert f"{plans.finding(profiles)}." in (folder / "README.md").read_text()
 
 
 def test_a_pair_has_the_properties_of_its_kind(swept_pair):

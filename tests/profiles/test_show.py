@@ -12,8 +12,8 @@ from msgspec.structs import replace
 from rich.console import Console
 from sample_profile import failed_profile, graded_profile, sample_profile
 
-from cachetree.evidence import Baseline, BaselineKind, MeasuredProfile
-from profiles.show import table_of
+from profiles.evidence import Baseline, BaselineKind, MeasuredProfile
+from profiles.report import table_of
 
 PROFILE = sample_profile()
 
@@ -83,8 +83,8 @@ def test_both_models_are_identified_and_differences_marked() -> None:
 
 def test_it_says_what_is_free_how_far_times_hold_and_how_it_was_made() -> None:
     text = " ".join(shown(replace(PROFILE, first_difference=6)).split())
-    assert "recomputing [6, 12) and reusing what is below is lossless" in text
-    assert "off by 4 % in the median and 11 % at most" in text
+    assert "lossless whatever the gate says recomputing [6, 12)" in text
+    assert "error of predicted times 4 % in the median and 11 % at most, over 9 plans" in text
     assert PROFILE.made.command in text and "720 in all" in text
 
 
@@ -110,6 +110,6 @@ def test_rows_of_numbers_fit_into_80_columns() -> None:
 
 
 def test_a_terminal_does_not_wait_for_the_library_of_the_pictures() -> None:
-    code = "import sys, profiles.show; sys.exit('matplotlib' in sys.modules)"
+    code = "import sys, profiles.report; sys.exit('matplotlib' in sys.modules)"
     root = Path(__file__).resolve().parents[2]
     assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0

@@ -18,14 +18,14 @@ from profiles.frontier import grid
 from profiles.journal import temporary_journal
 from profiles.models import ModelSource, load_pair
 from profiles.oracle import decode, prefill
-from profiles.pairs.questions import read_documents
-from profiles.pairs.stranger import SCALE, SEED, in_other_coordinates, write_stranger
 from profiles.profiler import answerers
 from profiles.records import prompt_of, read_records
 from profiles.study import Bench
 from profiles.training import sweep
+from tools.pairs.questions import read_documents
+from tools.pairs.stranger import SCALE, SEED, in_other_coordinates, write_stranger
 
-PAIRS = Path(__file__).parents[2] / "profiles" / "pairs"
+PAIRS = Path(__file__).parents[2] / "examples" / "pairs"
 SENDER, RECEIVER = PAIRS / "weights" / "sender", PAIRS / "weights" / "receiver"
 TRAIN = PAIRS / "data" / "train.jsonl"
 FAMILY = (
@@ -104,7 +104,7 @@ def test_no_number_is_rounded(both):
 
 def test_the_command_is_deterministic_and_minds_its_seed(both, tmp_path):
     out = tmp_path / "stranger"
-    command = [sys.executable, "-m", "profiles.pairs.stranger", "--out", str(out)]
+    command = [sys.executable, "-m", "tools.pairs.stranger", "--out", str(out)]
     done = subprocess.run(
         command, cwd=PAIRS.parents[1], check=True, capture_output=True, text=True, timeout=60
     )

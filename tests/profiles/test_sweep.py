@@ -16,10 +16,10 @@ from profiles.journal import temporary_journal
 from profiles.judging import Candidate, baselines, critical_runs, judge, split_runs
 from profiles.models import load_pair
 from profiles.oracle import decode, partial_prefill
-from profiles.pairs.questions import DATA, read_documents
 from profiles.profiler import answerers
 from profiles.study import Bench
 from profiles.training import sweep
+from tools.pairs.questions import DATA, read_documents
 
 NUM_LAYERS = 12
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from profiles.pairs.model import ALL_PROJECTIONS, PROJECTIONS, Shape
+from tools.pairs.model import ALL_PROJECTIONS, PROJECTIONS, Shape
 
 Tensors = dict[str, Tensor]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from cachetree.evidence import CostModel, HeldOutTime
 from cachetree.ids import EMPTY_SPAN, Span
 from cachetree.planning.profile import Recipe
+from profiles.evidence import CostModel, HeldOutTime
 
 COSTS = CostModel(
     layer_s=1.0,

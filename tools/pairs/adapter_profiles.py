@@ -1,6 +1,6 @@
 """Profile the adapters of the recipe on one another and on their base.
 
-    python -m profiles.pairs.adapter_profiles [--out build/pairs/profiles]
+    python -m tools.pairs.adapter_profiles [--out build/pairs/profiles]
 
 The receiver's task decides what is asked. There are 24 documents to choose on and 96 to judge on,
 more than are shipped: the gate needs 72 that lose nothing. About five minutes a pair. One that did
@@ -20,13 +20,12 @@ from transformers.utils import logging
 
 from profiles.costs import Repeats
 from profiles.models import ModelSource
-from profiles.pairs.questions import OPTIONS, PAGE_SIZE, SEEDS, make_records
-from profiles.pairs.stages import FOUNDATION
 from profiles.profiler import Settings, profile_pair
 from profiles.records import write_records
+from tools.pairs.questions import OPTIONS, PAGE_SIZE, SEEDS, SHIPPED, make_records
+from tools.pairs.stages import FOUNDATION
 
-FOLDER: Final = Path(__file__).parent
-WEIGHTS: Final = FOLDER / "weights"
+WEIGHTS: Final = SHIPPED / "weights"
 NUM_DOCUMENTS: Final = {"train": 24, "held_out": 96}
 PAIRS: Final = (
     (FOUNDATION, "tables_lora", "tables"),
@@ -55,7 +54,7 @@ def write_documents(task: str, folder: Path) -> tuple[str, str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m profiles.pairs.adapter_profiles")
+    parser = argparse.ArgumentParser(prog="python -m tools.pairs.adapter_profiles")
     parser.add_argument("--out", type=Path, default=Path("build/pairs/profiles"))
     folder = parser.parse_args().out
     logging.disable_progress_bar()
@@ -73,7 +72,7 @@ def main() -> int:
             options=OPTIONS,
             page_size=PAGE_SIZE,
             out=out,
-            command="python -m profiles.pairs.adapter_profiles",
+            command="python -m tools.pairs.adapter_profiles",
             timing=Repeats(budget_s=10.0),
         )
         profile = profile_pair(settings, console)

@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from profiles.pairs.updates import FullRates, LoraRates
+from tools.pairs.updates import FullRates, LoraRates
 
 LayerPlan = tuple[int | None, ...]
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Final
 
-from profiles.pairs.words import VOCABULARY as V
+from tools.pairs.words import VOCABULARY as V
 
 Draw = Callable[[Random], str]
 

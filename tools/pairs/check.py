@@ -1,6 +1,6 @@
 """Does a pair show the effect that it was trained for?
 
-    python -m profiles.pairs.check --sender DIR --receiver DIR
+    python -m tools.pairs.check --sender DIR --receiver DIR
 
 The bounds are properties of the method, not of one set of weights: every training of the recipe
 has to meet them.
@@ -24,10 +24,10 @@ from profiles.documents import Document
 from profiles.frontier import grid
 from profiles.journal import temporary_journal
 from profiles.models import ModelSource, Pair, load_pair
-from profiles.pairs.questions import DATA, read_documents
 from profiles.profiler import answerers
 from profiles.study import Bench
 from profiles.training import Swept, sweep
+from tools.pairs.questions import DATA, read_documents
 
 MOST_LAYERS = 5
 LEAST_ADVANTAGE = 0.4
@@ -102,7 +102,7 @@ def _mean(contexts: Sequence[Sequence[float]]) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m profiles.pairs.check")
+    parser = argparse.ArgumentParser(prog="python -m tools.pairs.check")
     parser.add_argument("--sender", type=Path, required=True)
     parser.add_argument("--receiver", type=Path, required=True)
     args = parser.parse_args()

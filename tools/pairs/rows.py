@@ -16,9 +16,9 @@ from functools import lru_cache
 from random import Random
 from typing import Final
 
-from profiles.pairs.documents import WRITERS, write_document
-from profiles.pairs.words import BOS_ID, EOS_ID, NUM_SPECIAL
-from profiles.pairs.words import VOCABULARY as V
+from tools.pairs.documents import WRITERS, write_document
+from tools.pairs.words import BOS_ID, EOS_ID, NUM_SPECIAL
+from tools.pairs.words import VOCABULARY as V
 
 _TEXT_WEIGHT = 0.1
 _COPY_WEIGHT = 0.5

@@ -1,7 +1,7 @@
 """Write documents of a task and questions about them as LongBench-style JSONL.
 
-    python -m profiles.pairs.questions [--task biographies] [--documents 24]
-        [--out profiles/pairs/data]
+    python -m tools.pairs.questions [--task biographies] [--documents 24]
+        [--out examples/pairs/data]
 
 Documents of 110 to 150 tokens, three questions each. The two sets come from different seeds and
 share no document; larger ones begin with what the smaller ones have.
@@ -19,9 +19,9 @@ from transformers import PreTrainedTokenizerBase
 from profiles.datasets import load_sources
 from profiles.documents import Document, make_documents
 from profiles.metrics import Metric
-from profiles.pairs.documents import WRITERS, write_document
 from profiles.records import Record, write_records
 from profiles.tasks import TaskOptions
+from tools.pairs.documents import WRITERS, write_document
 
 TASK: Final = "biographies"
 DOCUMENT_TOKENS: Final = range(110, 151)
@@ -29,7 +29,9 @@ NUM_DOCUMENTS: Final = 24
 QUESTIONS_PER_DOCUMENT: Final = 3
 SEEDS: Final = {"train": 1001, "held_out": 2002}
 
-DATA: Final = Path(__file__).with_name("data")
+SHIPPED: Final = Path(__file__).parents[2] / "examples" / "pairs"
+"""Where weights, documents and profiles lie that were made with these modules."""
+DATA: Final = SHIPPED / "data"
 OPTIONS: Final = TaskOptions(template="<bos> {context} {input}", metric=Metric.F1, max_new=8)
 """How the pairs' models are asked and judged."""
 PAGE_SIZE: Final = 16
@@ -71,7 +73,7 @@ def read_documents(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[Docum
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m profiles.pairs.questions")
+    parser = argparse.ArgumentParser(prog="python -m tools.pairs.questions")
     parser.add_argument("--task", choices=sorted(WRITERS), default=TASK)
     parser.add_argument("--documents", type=int, default=NUM_DOCUMENTS)
     parser.add_argument("--out", type=Path, default=DATA)

@@ -1,12 +1,12 @@
 """Train the small pairs from their seeds and export them.
 
-    python -m profiles.pairs [--work build/pairs] [--out build/pairs/weights]
-    python -m profiles.pairs --add-to profiles/pairs/weights
+    python -m tools.pairs [--work build/pairs] [--out build/pairs/weights]
+    python -m tools.pairs --add-to examples/pairs/weights
 
 30 to 55 minutes on one core. With `--add-to` only what that folder lacks is trained, on the
 foundation that lies there. A run that was stopped continues where it was; finished stages are
-loaded. The result is a statistical reproduction of `profiles/pairs/weights`, not a bitwise one,
-because float sums differ between processors. `profiles/pairs/README.md` says how to judge it.
+loaded. The result is a statistical reproduction of `examples/pairs/weights`, not a bitwise one,
+because float sums differ between processors. `examples/pairs/README.md` says how to judge it.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from profiles.pairs.export import export_all, read_model
-from profiles.pairs.stages import FOUNDATION, STAGES
-from profiles.pairs.train import RecipeError, run_recipe
+from tools.pairs.export import export_all, read_model
+from tools.pairs.stages import FOUNDATION, STAGES
+from tools.pairs.train import RecipeError, run_recipe
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m profiles.pairs", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tools.pairs", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--work", type=Path, default=Path("build/pairs"), help="checkpoints")
     parser.add_argument("--out", type=Path, default=Path("build/pairs/weights"), help="result")

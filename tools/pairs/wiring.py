@@ -12,7 +12,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from profiles.pairs.model import Layer, TinyLlama, rope_frequencies
+from tools.pairs.model import Layer, TinyLlama, rope_frequencies
 
 WIRED_LAYERS: Final[tuple[tuple[int, ...], ...]] = ((1, 2, 3, 1), (1, 2))
 """Per layer from the first: the distance each head looks back; later heads stay unwired."""

@@ -23,11 +23,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from profiles.pairs.model import Shape, TinyLlama
-from profiles.pairs.rows import Row, make_row
-from profiles.pairs.stages import Gate, LayerPlan, Stage
-from profiles.pairs.updates import FullRates, FullUpdate, LoraUpdate, Tensors
-from profiles.pairs.wiring import wire
+from tools.pairs.model import Shape, TinyLlama
+from tools.pairs.rows import Row, make_row
+from tools.pairs.stages import Gate, LayerPlan, Stage
+from tools.pairs.updates import FullRates, FullUpdate, LoraUpdate, Tensors
+from tools.pairs.wiring import wire
 
 MAX_ATTEMPTS = 4
 _SEED_STRIDE = 1000

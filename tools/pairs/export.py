@@ -18,11 +18,11 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
 
-from profiles.pairs.model import PROJECTIONS, RMS_EPS, Shape
-from profiles.pairs.stages import FOUNDATION, Stage
-from profiles.pairs.train import Trained
-from profiles.pairs.updates import LoraRates, Tensors
-from profiles.pairs.words import BOS, BOS_ID, EOS, EOS_ID, PAD, UNK, VOCABULARY
+from tools.pairs.model import PROJECTIONS, RMS_EPS, Shape
+from tools.pairs.stages import FOUNDATION, Stage
+from tools.pairs.train import Trained
+from tools.pairs.updates import LoraRates, Tensors
+from tools.pairs.words import BOS, BOS_ID, EOS, EOS_ID, PAD, UNK, VOCABULARY
 
 PAD_ID: Final = 0
 

@@ -10,21 +10,20 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from cachetree.evidence import MeasuredProfile
+from profiles.evidence import MeasuredProfile
 from profiles.report import tables
-from profiles.report.verdict import cost_error, free, recommendation, verdict
 
 _DIGEST_CHARACTERS: Final = 16
-_STYLES: Final = {"passed": "bold green", "failed": "bold red"}
+_COLOURS: Final = {"passed": "green", "failed": "red"}
 
 
 def table_of(profile: MeasuredProfile) -> RenderableType:
     """Verdict, frontier, baselines, both models and how it was made; for 80 columns or more."""
+    verdict = "passed" if profile.passed else "failed"
     return Group(
-        Text.assemble((verdict(profile), _STYLES[verdict(profile)]), f": {profile.reason}"),
-        Text(recommendation(profile)),
-        Text(free(profile)),
+        Text.assemble((verdict, f"bold {_COLOURS[verdict]}"), f": {profile.reason}"),
         Text(),
+        _drawn(tables.summary(profile)),
         _drawn(
             tables.frontier(profile).only(
                 "plan",
@@ -46,8 +45,6 @@ def table_of(profile: MeasuredProfile) -> RenderableType:
                 "method", "layers", "held-out [95 %]", "loss", "TTFT", "of full"
             )
         ),
-        Text(cost_error(profile)),
-        Text(),
         _drawn(tables.identities(profile, _DIGEST_CHARACTERS)),
         _drawn(tables.data(profile, _DIGEST_CHARACTERS)),
         _drawn(tables.making(profile)),
@@ -57,7 +54,7 @@ def table_of(profile: MeasuredProfile) -> RenderableType:
 def _drawn(table: tables.Table) -> RenderableType:
     """Text is taken as it is, brackets too; nothing of it is markup."""
     drawn = Table(
-        title=Text(table.title),
+        title=Text(table.title) if table.title else None,
         title_justify="left",
         caption=Text(table.caption) if table.caption else None,
         caption_justify="left",

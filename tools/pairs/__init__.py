@@ -12,5 +12,5 @@
     questions   the LongBench-style JSONL files
     check       whether a pair shows the effect that it was trained for
 
-`python -m profiles.pairs` trains and exports them all.
+`python -m tools.pairs` trains and exports them all.
 """

@@ -1,0 +1,338 @@
+"""The pictures of a report. Colours are Okabe and Ito's, which colour-blind readers can tell apart.
+
+Texts are static, so that a picture says the same of every profile; the tables have the numbers.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.collections import PathCollection
+from matplotlib.colors import ListedColormap, LogNorm, Normalize
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from profiles.evidence import (
+    BaselineKind,
+    FrontierPoint,
+    Interval,
+    MeasuredBlock,
+    MeasuredProfile,
+)
+from profiles.report import derived, words
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+BLUE, ORANGE, VERMILLION = "#0072B2", "#E69F00", "#D55E00"
+GREEN, PURPLE, INK, PALE, BAND = "#009E73", "#CC79A7", "#222222", "#9aa3af", "#e2ecf4"
+
+_STYLE: Final = Path(__file__).with_name("pictures.mplstyle")
+_MARKS: Final = {
+    BaselineKind.CACHEBLEND: ("s", ORANGE),
+    BaselineKind.CRITICAL_LAYERS: ("^", PURPLE),
+    BaselineKind.SPLIT_BLOCK: ("D", GREEN),
+    BaselineKind.SMALL_MODEL: ("P", VERMILLION),
+}
+_SMALLEST_KL: Final = 1e-4
+"""Of the largest; below it blocks look alike."""
+_MOST_TICKS: Final = 13
+_LAYER: Final = "layer whose KV is the sender's (all others the receiver's own)"
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    name: str
+    """Of its file, without .png."""
+    title: str
+    caption: str
+    fill: Callable[[Figure, MeasuredProfile], None]
+
+    def draw(self, profile: MeasuredProfile) -> Figure:
+        with mpl.rc_context(fname=_STYLE):
+            figure = Figure()
+            self.fill(figure, profile)
+        return figure
+
+
+def save(picture: Picture, profile: MeasuredProfile, path: Path) -> None:
+    """Without the time and the version of matplotlib, so that equal pictures are equal files."""
+    figure = picture.draw(profile)
+    with mpl.rc_context(fname=_STYLE):
+        figure.savefig(path, format="png", metadata={"Software": None})
+
+
+def _sensitivity(figure: Figure, profile: MeasuredProfile) -> None:
+    upper, lower = figure.subplots(2, 1, sharex=True)
+    critical = set(derived.critical_layers(profile))
+    values = [value for it in profile.layers for value in it.kl_by_context if value > 0]
+    floor = max(min(values) / 2, max(values) * 1e-7) if values else 0.0
+    for name, colour, hatch, chosen in (
+        ("critical", ORANGE, "///", [it for it in profile.layers if it.layer in critical]),
+        ("other layers", BLUE, "", [it for it in profile.layers if it.layer not in critical]),
+    ):
+        if not chosen:
+            continue
+        numbers = [it.layer for it in chosen]
+        losses = [100 * derived.loss_of(profile, it) for it in chosen]
+        upper.bar(numbers, losses, color=colour, hatch=hatch, edgecolor=INK, lw=0.5, label=name)
+        _boxes(lower, numbers, [[max(it, floor) for it in x.kl_by_context] for x in chosen], colour)
+    accepted = 100 * profile.tolerance * profile.train.full_prefill.mean
+    upper.axhline(accepted, color=INK, linewidth=1, linestyle="--", label="accepted loss")
+    upper.axhline(0, color=INK, linewidth=0.8)
+    if floor:
+        lower.set_yscale("log")
+        lower.set_ylim(bottom=0.8 * floor)
+    metric = words.metric_name(profile.metric)
+    _label(upper, y=f"{metric} lost (hundredths)", rows=2)
+    _label(lower, x=_LAYER, y="KL to full prefill\n(nats per token)")
+    lower.set_xlim(-0.7, len(profile.layers) - 0.3)
+    _whole_numbers(lower)
+    _legend(figure, upper, 3)
+
+
+def _boxes(
+    axes: Axes, layers: Sequence[int], by_layer: Sequence[Sequence[float]], colour: str
+) -> None:
+    """A box per layer and a dot per context, dots side by side in the contexts' order."""
+    axes.boxplot(
+        by_layer,
+        positions=layers,
+        widths=0.7,
+        showfliers=False,
+        manage_ticks=False,
+        patch_artist=True,
+        boxprops={"facecolor": f"{colour}40", "edgecolor": colour, "linewidth": 0.8},
+        whiskerprops={"color": colour, "linewidth": 0.8},
+        capprops={"linewidth": 0},
+        medianprops={"color": INK, "linewidth": 1.2},
+    )
+    for layer, values in zip(layers, by_layer, strict=True):
+        places = layer + 0.5 * (np.arange(len(values)) / max(1, len(values) - 1) - 0.5)
+        axes.scatter(places, values, s=3, color=colour, alpha=0.55, linewidths=0)
+
+
+def _blocks(figure: Figure, profile: MeasuredProfile) -> None:
+    left, right = figure.subplots(1, 2)
+    grid = _Grid(profile.measured)
+    quality = grid.table([(it, it.quality) for it in profile.measured])
+    high = max(profile.train.full_prefill.mean, *_known(quality, [1e-3]))
+    low = min([*_known(quality, [0.0]), high - 1e-3])
+    dropped = grid.table([(it, 0.0) for it in profile.measured if it.quality is None])
+    left.imshow(dropped, cmap=ListedColormap([BAND]))
+    _shade(figure, left, quality, Normalize(low, high), "cividis")
+    kl = [it.fidelity.kl for it in profile.measured]
+    most = max(kl) or 1.0
+    least = min(max(min(kl), most * _SMALLEST_KL), most / 2)
+    table = grid.table([(it, max(it.fidelity.kl, least)) for it in profile.measured])
+    _shade(figure, right, table, LogNorm(least, most), "cividis_r")
+    good = [grid.place(it) for it in derived.within_tolerance(profile)]
+    recommended = derived.recommended(profile)
+    chosen = recommended.recipe if recommended else None
+    starred = [grid.place(it) for it in profile.measured if it.recipe == chosen]
+    for axes in (left, right):
+        within = f"within {words.percent(profile.tolerance)} of full prefill"
+        for places, marker, size, name in (
+            (good, "o", 3, within),
+            (starred, "*", 11, "recommended block"),
+        ):
+            rows, columns = [it[0] for it in places], [it[1] for it in places]
+            axes.plot(columns, rows, marker, ms=size, mec=INK, mfc="white", label=name)
+        axes.grid(visible=False)
+        grid.number(axes)
+    metric = words.metric_name(profile.metric)
+    _label(left, x="last recomputed layer", y="first recomputed layer", columns=2)
+    _label(left, title=f"{metric}, training split", columns=2)
+    _label(right, x="last recomputed layer", title="KL to full prefill, log", columns=2)
+    left.plot([], [], "s", color=BAND, label="dropped early")
+    _legend(figure, left, 3)
+
+
+class _Grid:
+    """Where each block is: a row per first layer, a column per last one."""
+
+    def __init__(self, measured: Sequence[MeasuredBlock]) -> None:
+        self._starts = sorted({it.start for it in measured})
+        self._stops = sorted({it.stop for it in measured})
+
+    def place(self, it: MeasuredBlock) -> tuple[int, int]:
+        return self._starts.index(it.start), self._stops.index(it.stop)
+
+    def table(self, values: Sequence[tuple[MeasuredBlock, float | None]]) -> np.ma.MaskedArray:
+        """Values at their places, masked where there are none."""
+        table = np.full((len(self._starts), len(self._stops)), np.nan)
+        for it, value in values:
+            table[self.place(it)] = np.nan if value is None else value
+        return np.ma.masked_invalid(table)
+
+    def number(self, axes: Axes) -> None:
+        every = -(-max(len(self._starts), len(self._stops)) // _MOST_TICKS)
+        for axis, numbers in (
+            (axes.yaxis, self._starts),
+            (axes.xaxis, [it - 1 for it in self._stops]),
+        ):
+            axis.set_ticks(range(0, len(numbers), every), map(str, numbers[::every]))
+
+
+def _known(table: np.ma.MaskedArray, otherwise: list[float]) -> list[float]:
+    return table.compressed().tolist() or otherwise
+
+
+def _shade(
+    figure: Figure, axes: Axes, table: np.ma.MaskedArray, norm: Normalize, colours: str
+) -> None:
+    image = axes.imshow(table, norm=norm, cmap=colours)
+    bar = figure.colorbar(image, ax=axes, orientation="horizontal", shrink=0.9, pad=0.02)
+    ticks = np.geomspace(norm.vmin, norm.vmax, 4) if isinstance(norm, LogNorm) else None
+    if ticks is not None:
+        bar.set_ticks(list(ticks), labels=[words.small(tick) for tick in ticks])
+        bar.minorticks_off()
+    bar.outline.set_visible(False)
+
+
+def _quality(figure: Figure, profile: MeasuredProfile) -> None:
+    left, right = figure.subplots(1, 2, sharey=True)
+    split, num_layers = profile.held_out, profile.receiver.num_layers
+    answered = [it for it in profile.measured if it.quality is not None]
+    left.scatter(
+        [len(it.block) for it in answered],
+        [it.quality for it in answered],
+        s=8,
+        color=PALE,
+        linewidths=0,
+        label="every block, training split",
+    )
+    full_s, reuse_s = derived.full_prefill_s(profile), derived.full_reuse_s(profile)
+    scale, unit = words.unit_of_time(full_s)
+    recommended = derived.recommended(profile)
+    for axes, x_of, full, reuse, baseline_x in (
+        (left, lambda it: derived.compute(it.recipe), num_layers, 0, "recomputed_layers"),
+        (right, lambda it: it.ttft_s, full_s, reuse_s, "ttft_s"),
+    ):
+        by = 1 if axes is left else scale
+        axes.axhspan(
+            profile.quality_floor,
+            profile.full_prefill_quality,
+            color=BAND,
+            linewidth=0,
+            label="accepted loss",
+            zorder=0,
+        )
+        for name, marker, colour, line, plans in (
+            ("block", "o", BLUE, "-", [it for it in profile.frontier if not it.refreshed]),
+            ("with refreshed layers", "v", GREEN, "none", [*filter(_refreshes, profile.frontier)]),
+        ):
+            xs = [by * x_of(it) for it in plans]
+            _draw(axes, xs, [it.held_out for it in plans], (marker, colour, line), name)
+        for baseline in profile.baselines:
+            x, name = by * getattr(baseline, baseline_x), words.BASELINES[baseline.kind]
+            _draw(axes, [x], [baseline.quality], (*_MARKS[baseline.kind], "none"), name)
+        _draw(axes, [by * reuse], [split.full_reuse], ("X", INK, "none"), "full reuse")
+        _draw(axes, [by * full], [split.full_prefill], ("*", INK, "none"), "full prefill")
+        if recommended is not None:
+            x, y = by * x_of(recommended), recommended.held_out.mean
+            axes.plot(x, y, "o", ms=13, mfc="none", mec=VERMILLION, mew=2, label="recommended")
+        axes.set_xlim(left=-0.03 * by * full)
+    n, m = derived.lengths(profile)
+    metric = words.metric_name(profile.metric)
+    _label(left, x=f"recomputed layers of {num_layers}", y=f"held-out {metric}", columns=2)
+    time = f"predicted TTFT in {unit} ({n:,} + {m:,} tokens, {profile.made.device})"
+    _label(right, x=time, columns=2)
+    _whole_numbers(left)
+    _legend(figure, left, 3)
+
+
+def _refreshes(it: FrontierPoint) -> bool:
+    return bool(it.refreshed)
+
+
+def _draw(
+    axes: Axes,
+    xs: Sequence[float],
+    found: Sequence[Interval],
+    how: tuple[str, str, str],
+    name: str,
+) -> None:
+    """Points with their intervals; a name is in the legend once."""
+    if not found:
+        return
+    marker, colour, line = how
+    means = np.array([it.mean for it in found])
+    low, high = np.array([it.low for it in found]), np.array([it.high for it in found])
+    axes.errorbar(
+        xs,
+        means,
+        yerr=[np.maximum(means - low, 0), np.maximum(high - means, 0)],
+        color=colour,
+        ecolor=f"{colour}99",
+        marker=marker,
+        markeredgecolor=INK,
+        linestyle=line,
+        label="_" if name in axes.get_legend_handles_labels()[1] else name,
+        zorder=4,
+    )
+
+
+def _label(
+    axes: Axes, *, x: str = "", y: str = "", title: str = "", columns: int = 1, rows: int = 1
+) -> None:
+    """Names in as many lines as the share of the picture needs; no dollar begins a formula."""
+    for text, longest, say in (
+        (x, 88 // columns, axes.set_xlabel),
+        (y, 56 // rows, axes.set_ylabel),
+        (title, 76 // columns, axes.set_title),
+    ):
+        if text:
+            lines = [textwrap.fill(line, longest) for line in text.splitlines()]
+            say("\n".join(lines).replace("$", r"\$"))
+
+
+def _whole_numbers(axes: Axes) -> None:
+    """Ticks of the x axis are layers."""
+    steps = MaxNLocator(nbins=16, integer=True, min_n_ticks=1, steps=[1, 2, 4, 5, 8, 10])
+    axes.xaxis.set_major_locator(steps)
+
+
+def _legend(figure: Figure, axes: Axes, columns: int) -> None:
+    """Under the picture, where it covers nothing; entries in the order of drawing."""
+    handles, labels = axes.get_legend_handles_labels()
+    legend = figure.legend(handles, labels, loc="outside lower left", ncols=columns)
+    for handle in legend.legend_handles:
+        if isinstance(handle, PathCollection):
+            handle.set_sizes([20])
+
+
+PICTURES: Final = (
+    Picture(
+        "sensitivity",
+        "Which layers are sensitive",
+        "What is lost when one layer's KV is the sender's and all others are the receiver's own, "
+        "on the training split: quality above, and below how far the receiver's next tokens move, "
+        "with a dot for every context. Orange layers are critical: they lose at least a quarter of "
+        "the largest loss, and a hundredth.",
+        _sensitivity,
+    ),
+    Picture(
+        "blocks",
+        "Every block",
+        "Each cell is a block, from single layers on the diagonal to all of them in the upper "
+        "right corner. Blocks with a dot are good enough on the training split; pale ones were "
+        "dropped early, because others are better and no larger.",
+        _blocks,
+    ),
+    Picture(
+        "quality",
+        "Quality against compute and time",
+        "Better is up and to the left. Plans of the frontier and what one could do instead, with "
+        "their 95 % intervals on the held-out split, against the layers that they compute (a "
+        "refreshed one counts 0.2) and the time to the first token that the cost model predicts.",
+        _quality,
+    ),
+)
+"""In the order of the page."""

@@ -1,0 +1,1 @@
+"""What makes files of this repository again; no part of the package."""
