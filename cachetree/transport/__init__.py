@@ -1,5 +1,6 @@
 """Moves pages between servers over ZMQ: a worker serves a tree, a peer fetches from a worker."""
 
+from cachetree.transport.admin import ask, ask_status
 from cachetree.transport.config import PeerConfig, WorkerConfig
 from cachetree.transport.handshake import (
     Credentials,
@@ -10,9 +11,8 @@ from cachetree.transport.handshake import (
 )
 from cachetree.transport.keys import write_key_pair
 from cachetree.transport.peer import Peer
-from cachetree.transport.peer_status import PeerState, PeerStatus
-from cachetree.transport.probe import ask, ask_status
 from cachetree.transport.push import Pusher, PusherStatus
+from cachetree.transport.status import PeerState, PeerStatus
 from cachetree.transport.verbs import Source, Status
 from cachetree.transport.worker import Worker
 

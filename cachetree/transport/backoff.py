@@ -1,8 +1,15 @@
-"""How long to wait before the next attempt."""
+"""What becomes of those who fail: longer pauses, a rest, and few lines in the log."""
 
 from __future__ import annotations
 
 import random
+import time
+from collections import deque
+from typing import Final
+
+from cachetree.clock import Clock
+from cachetree.errors import CacheTreeError
+from cachetree.transport.config import PeerConfig
 
 
 class Backoff:
@@ -24,3 +31,95 @@ class Backoff:
     def reset(self) -> None:
         """It went well."""
         self._next_s = self._first_s
+
+
+class Breaker:
+    """Opens when errors come too fast; tries again by one probe at a time.
+
+        closed ── breaker_errors within breaker_window_s ──► open
+        open ── the cooldown is over ──► half open: `admits` one fetch, the probe
+        half open ── `succeeded` ──► closed, the cooldown is cooldown_s again
+        half open ── `failed` ──► open, the cooldown doubled up to max_cooldown_s
+
+    Used by one thread; the properties may be read from any.
+    """
+
+    def __init__(self, config: PeerConfig, clock: Clock) -> None:
+        self._config: Final = config
+        self._clock = clock
+        self._errors_at_s: deque[float] = deque(maxlen=config.breaker_errors)
+        self._cooldowns = Backoff(config.cooldown_s, config.max_cooldown_s)
+        self._probe_at_s: float | None = None
+        """When the cooldown ends or ended; None while closed."""
+        self._is_probing = False
+        self.error: CacheTreeError | None = None
+        """The last one counted."""
+
+    @property
+    def probe_in_s(self) -> float | None:
+        """Seconds until a probe may go: 0 while half open, None while closed."""
+        probe_at_s = self._probe_at_s
+        return None if probe_at_s is None else max(0.0, probe_at_s - self._clock())
+
+    @property
+    def is_open(self) -> bool:
+        return bool(self.probe_in_s)
+
+    def admits(self) -> bool:
+        """Whether a fetch may go now; while half open the first one may, until it has ended."""
+        if self.is_open or self._is_probing:
+            return False
+        self._is_probing = self._probe_at_s is not None
+        return True
+
+    def failed(self, error: CacheTreeError) -> None:
+        """Count an error of the worker or of the link. While open it is an old story."""
+        if self.is_open:
+            return
+        self.error = error
+        now_s = self._clock()
+        if self._probe_at_s is not None:
+            self._open(now_s)
+            return
+        self._errors_at_s.append(now_s)
+        is_full = len(self._errors_at_s) == self._errors_at_s.maxlen
+        if is_full and now_s - self._errors_at_s[0] <= self._config.breaker_window_s:
+            self._open(now_s)
+
+    def succeeded(self) -> None:
+        """A fetch landed whole."""
+        if self._is_probing:
+            self._is_probing = False
+            self._probe_at_s = None
+            self._cooldowns.reset()
+
+    def released(self) -> None:
+        """A fetch ended in a way that says nothing about the worker; another may be the probe."""
+        self._is_probing = False
+
+    def _open(self, now_s: float) -> None:
+        self._errors_at_s.clear()
+        self._is_probing = False
+        self._probe_at_s = now_s + self._cooldowns.next_s()
+
+
+class LogLimiter:
+    """Says whether a line about someone may be logged: one a minute each, and not of too many."""
+
+    EVERY_S: Final = 60.0
+    MAX_NAMES: Final = 256
+
+    def __init__(self, clock: Clock = time.monotonic) -> None:
+        self._clock = clock
+        self._said_at_s: dict[str, float] = {}
+
+    def may(self, who: str) -> bool:
+        now_s = self._clock()
+        for name, said_at_s in tuple(self._said_at_s.items()):  # Oldest first.
+            if now_s - said_at_s < self.EVERY_S:
+                break
+            del self._said_at_s[name]
+        if who in self._said_at_s or len(self._said_at_s) >= self.MAX_NAMES:
+            return False
+        self._said_at_s[who] = now_s
+        return True

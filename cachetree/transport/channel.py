@@ -14,8 +14,8 @@ from cachetree.memory.checksum import checksum
 from cachetree.transport import frames, sealing
 from cachetree.transport.address import Address
 from cachetree.transport.frames import Frame
-from cachetree.transport.outbox import Outbox
 from cachetree.transport.sealing import Ticket, Unsealed
+from cachetree.transport.send_queue import SendQueue
 
 MAX_MESSAGE_BYTES: Final = 64 << 10
 """Largest message that comes among the frames."""
@@ -42,12 +42,12 @@ class Arrival(NamedTuple):
 class Sink(Protocol):
     """Where payloads go."""
 
-    def room(self, frame: Frame) -> memoryview | None:
+    def buffer_for(self, frame: Frame) -> memoryview | None:
         """`frame.size` writable bytes, or None for nowhere. Raises ProtocolError for a frame that
         ends the connection."""
 
-    def wants(self, frame: Frame) -> bool:
-        """Whether what `room` gave may still be written. Not asked of messages."""
+    def is_pending(self, frame: Frame) -> bool:
+        """Whether what `buffer_for` gave may still be written. Not asked of messages."""
 
 
 class Channel:
@@ -63,11 +63,11 @@ class Channel:
         max_frame_bytes: int,
         wake: Callable[[], None],
     ) -> None:
-        """Owns `connection`; `wake` as in `Outbox`."""
+        """Owns `connection`; `wake` as in `SendQueue`."""
         self._socket = connection
         self._seals = seals
         self._max_frame_bytes = max_frame_bytes
-        self.outbox: Final = Outbox(connection, seals, wake)
+        self.send_queue: Final = SendQueue(connection, seals, wake)
         self.received_bytes = 0
         self._error: FetchError | None = None
         self._frame: Frame | None = None
@@ -91,18 +91,18 @@ class Channel:
     @property
     def error(self) -> FetchError | None:
         """Why it has ended."""
-        if self._error is None and self.outbox.error is not None:
-            self._fail(self.outbox.error)
+        if self._error is None and self.send_queue.error is not None:
+            self._fail(self.send_queue.error)
         return self._error
 
     @property
     def has_room(self) -> bool:
         """Whether more may be put."""
-        return self.outbox.has_room and self.error is None
+        return self.send_queue.has_room and self.error is None
 
     def put(self, frame: Frame, payload: Sequence[memoryview]) -> None:
-        """Send it soon; its runs must stay as they are until the outbox has written them."""
-        self.outbox.put(frame, payload)
+        """Send it soon; its runs must stay as they are until the queue has written them."""
+        self.send_queue.put(frame, payload)
 
     def put_message(self, message: bytes) -> None:
         frame = Frame(
@@ -114,7 +114,7 @@ class Channel:
         """Take what has come, some MiB at most; raises ProtocolError, and then it has to close."""
         if self._into is not None and self._frame is not None:
             is_message = self._frame.id == frames.MESSAGE
-            if not is_message and not sink.wants(self._frame):
+            if not is_message and not sink.is_pending(self._frame):
                 self._divert()
         for _ in range(_MAX_READS):
             if not self._read():
@@ -139,7 +139,7 @@ class Channel:
         self._sleep()
 
     def close(self) -> None:
-        self.outbox.close()
+        self.send_queue.close()
         self._socket.close()
         self._error = self._error or FetchError("the data connection is closed here")
         self._drop()
@@ -152,7 +152,7 @@ class Channel:
         if frame.id == frames.MESSAGE:
             self._into = memoryview(bytearray(frame.size))
         else:
-            self._into = sink.room(frame)
+            self._into = sink.buffer_for(frame)
         self._frame, self._at = frame, 0
         self._digest.reset()
 
@@ -238,7 +238,7 @@ def connect(
     channel = Channel(connection, seals, max_frame_bytes, wake)
     code = connection.connect_ex(where)
     if code in (0, errno.EINPROGRESS):
-        channel.outbox.put_raw(ticket.token)
+        channel.send_queue.put_raw(ticket.token)
     else:
         channel._fail(OSError(code, errno.errorcode.get(code, "?")))
     return channel

@@ -14,14 +14,12 @@ no keys: the ticket that `sealing` draws comes over this one.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
 import zmq
 
-from cachetree.clock import Clock
 from cachetree.errors import AuthenticationError, CacheTreeError, FetchError
 from cachetree.transport import keys
 from cachetree.transport.address import open_port, parse_address, parse_listen, parse_remote
@@ -339,25 +337,3 @@ def _is_mismatch(event: int, value: int) -> bool:
 
 def _closed(who: str) -> FetchError:
     return FetchError(f"{who} closed the connection or cannot be reached")
-
-
-class Sparingly:
-    """Says whether a line about someone may be logged: one a minute each, and not of too many."""
-
-    EVERY_S: Final = 60.0
-    MAX_NAMES: Final = 256
-
-    def __init__(self, clock: Clock = time.monotonic) -> None:
-        self._clock = clock
-        self._said_at_s: dict[str, float] = {}
-
-    def may(self, who: str) -> bool:
-        now_s = self._clock()
-        for name, said_at_s in tuple(self._said_at_s.items()):  # Oldest first.
-            if now_s - said_at_s < self.EVERY_S:
-                break
-            del self._said_at_s[name]
-        if who in self._said_at_s or len(self._said_at_s) >= self.MAX_NAMES:
-            return False
-        self._said_at_s[who] = now_s
-        return True

@@ -27,15 +27,14 @@ from cachetree.memory.slab import Layout
 from cachetree.memory.staging import Staging
 from cachetree.transport import frames, wire
 from cachetree.transport.address import parse_remote
-from cachetree.transport.backoff import Backoff
-from cachetree.transport.breaker import Breaker
+from cachetree.transport.advertise import RemoteView
+from cachetree.transport.backoff import Backoff, Breaker
 from cachetree.transport.channel import Arrival
 from cachetree.transport.config import PeerConfig
 from cachetree.transport.connection import Connection
-from cachetree.transport.fetches import Fetches
 from cachetree.transport.handshake import credentials_of
-from cachetree.transport.peer_status import PeerLog, PeerState, PeerStatus
-from cachetree.transport.remote_view import RemoteView
+from cachetree.transport.pending_fetches import PendingFetches
+from cachetree.transport.status import PeerLog, PeerState, PeerStatus
 from cachetree.transport.wakeup import CLOSE_S, Wakeup
 from cachetree.tree.tree import CacheTree
 
@@ -47,12 +46,12 @@ _MOST_PAGES: Final = 1_000_000
 """Of one peer, where nobody has set more: some 60 MB of them, 1 GB if each were a node alone."""
 
 
-class _Rooms:
+class _Sink:
     """Where the frames of one connection go."""
 
-    def __init__(self, fetches: Fetches, connection: Connection) -> None:
-        self.room = partial(fetches.room, connection)
-        self.wants = fetches.wants
+    def __init__(self, fetches: PendingFetches, connection: Connection) -> None:
+        self.buffer_for = partial(fetches.buffer_for, connection)
+        self.is_pending = fetches.is_pending
 
 
 class Peer:
@@ -97,7 +96,7 @@ class Peer:
         self._requests: deque[tuple[ModelId, Sequence[PageHash], Staging]] = deque()
         self._counts: Counter[str] = Counter()
         self._breaker = Breaker(config, clock)
-        self._fetches = Fetches(
+        self._fetches = PendingFetches(
             f"worker {address}", tree.family, config, self._breaker, self._counts, clock
         )
         self._connection: Connection | None = None
@@ -105,7 +104,7 @@ class Peer:
         """Whether the data connection works too."""
         self._received_bytes = 0
         self._attempt_at_s = self._heard_at_s = self._data_heard_at_s = self._pinged_at_s = clock()
-        self._pauses = Backoff(config.reconnect_s, config.max_reconnect_s)
+        self._backoff = Backoff(config.reconnect_s, config.max_reconnect_s)
         self._is_closing = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._wakeup = Wakeup()
@@ -263,11 +262,11 @@ class Peer:
 
     def _take(self, connection: Connection) -> None:
         """What came over the data connection."""
-        for arrival in connection.receive_frames(_Rooms(self._fetches, connection)):
+        for arrival in connection.receive_frames(_Sink(self._fetches, connection)):
             if arrival.frame.id == frames.MESSAGE:
                 self._hear(connection, arrival)
             else:
-                self._fetches.placed(connection, arrival)
+                self._fetches.mark_received(connection, arrival)
         received_bytes = connection.channel.received_bytes if connection.channel else 0
         if received_bytes != self._received_bytes:
             self._received_bytes = received_bytes
@@ -348,7 +347,7 @@ class Peer:
     def _rise(self) -> None:
         """Be ready once all is there that a fetch needs."""
         if self._view.is_synced and self._is_whole and self._state is not PeerState.READY:
-            self._pauses.reset()
+            self._backoff.reset()
             self._set_state(PeerState.READY)
             self._log.rise()
 
@@ -401,7 +400,7 @@ class Peer:
             self._fetches.interrupt(failure)
         else:
             self._fetches.end(failure)
-        pause_s = max(self._pauses.drawn_s(), self._breaker.probe_in_s or 0.0)
+        pause_s = max(self._backoff.drawn_s(), self._breaker.probe_in_s or 0.0)
         self._attempt_at_s = self._clock() + pause_s
 
     def _set_state(self, state: PeerState) -> None:

@@ -35,7 +35,7 @@ from cachetree.transport.connection import Connection
 from cachetree.transport.frames import MIN_FRAME_BYTES, Frame
 from cachetree.transport.handshake import credentials_of
 from cachetree.transport.push_queue import PushQueue
-from cachetree.transport.stream import Stream
+from cachetree.transport.sender import Stream
 from cachetree.transport.wakeup import CLOSE_S, Wakeup
 from cachetree.transport.wire import Refused
 from cachetree.tree.entries import Change
@@ -58,10 +58,10 @@ _MAX_CLOSE_S: Final = 5.0
 class _Nowhere:
     """A worker has no payloads for those who push to it."""
 
-    def room(self, frame: Frame) -> None:
+    def buffer_for(self, frame: Frame) -> None:
         raise ProtocolError("a frame came that nobody asked for")
 
-    def wants(self, frame: Frame) -> bool:
+    def is_pending(self, frame: Frame) -> bool:
         return False
 
 
@@ -115,7 +115,7 @@ class Pusher:
         self._error = ""
         self._epoch = 0
         self._next_id = 1
-        self._pauses = Backoff(config.reconnect_s, config.max_reconnect_s)
+        self._backoff = Backoff(config.reconnect_s, config.max_reconnect_s)
         self._connection: Connection | None = None
         self._inbox: deque[wire.ToPeer] = deque()
         self._ends_at_s = math.inf
@@ -208,7 +208,7 @@ class Pusher:
         if self._epoch not in (0, hello.epoch):
             self._queue.restart()
         self._epoch = hello.epoch
-        self._pauses.reset()
+        self._backoff.reset()
 
     def _receive(self, deadline: Deadline) -> wire.ToPeer:
         """The next message; raises what ends the wait."""
@@ -360,7 +360,7 @@ class Pusher:
             self._ends_at_s = -math.inf
             self._queue.close()
             return
-        pause = Deadline.after(self._pauses.drawn_s(), self._clock)
+        pause = Deadline.after(self._backoff.drawn_s(), self._clock)
         while not pause.has_passed and not self._is_closing:
             self._wakeup.wait(pause.remaining_s())
             self._wakeup.drain()

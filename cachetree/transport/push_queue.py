@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from cachetree.transport.change_queue import ChangeQueue
+from cachetree.transport.advertise import ChangeQueue
 from cachetree.tree.entries import Change
 from cachetree.tree.tree import CacheTree
 from cachetree.tree.watch import Listener

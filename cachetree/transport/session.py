@@ -9,10 +9,10 @@ from typing import Final
 from cachetree.clock import Clock, Deadline
 from cachetree.errors import FetchError, ProtocolError, StaleEntry
 from cachetree.ids import ModelId, PageHash
-from cachetree.transport.advertiser import Advert, Advertiser
+from cachetree.transport.advertise import Advert, Advertiser
 from cachetree.transport.config import WorkerConfig
 from cachetree.transport.frames import MIN_FRAME_BYTES
-from cachetree.transport.stream import Stream
+from cachetree.transport.sender import Stream
 from cachetree.transport.wire import (
     NO_ADVERTS,
     Fetch,
@@ -43,7 +43,7 @@ class Session:
         self._clock = clock
         self.pinged_id = 0
         """`last_id` of the last Ping."""
-        self.recalls: set[int] = set()
+        self.promotions: set[int] = set()
         """Fetches and stores that wait for pages to be read from disk."""
         self._last_id = 0
         self._advertiser: Advertiser | None = None
@@ -91,7 +91,7 @@ class Session:
             last_id=self.pinged_id,
             streams=(
                 *(stream.id for stream in self.streams.values() if not stream.is_over),
-                *self.recalls,
+                *self.promotions,
             ),
         )
 
@@ -136,7 +136,7 @@ class Session:
 
     def close(self) -> None:
         """End everything; the streams still have to drain."""
-        self.recalls.clear()
+        self.promotions.clear()
         for stream in self.streams.values():
             stream.end()
         if self._advertiser is not None:

@@ -310,7 +310,7 @@ _Message = TypeVar("_Message")
 
 def encode(message: ToWorker | ToPeer) -> bytes:
     """The header frame of a message; raises ProtocolError where it exceeds the cap."""
-    header = seal(_encoder.encode(message))
+    header = with_checksum(_encoder.encode(message))
     if len(header) > MAX_HEADER_BYTES:
         raise ProtocolError(
             f"a {type(message).__name__} of {len(header)} bytes exceeds {MAX_HEADER_BYTES}"
@@ -318,7 +318,7 @@ def encode(message: ToWorker | ToPeer) -> bytes:
     return header
 
 
-def seal(body: bytes) -> bytes:
+def with_checksum(body: bytes) -> bytes:
     """A header of an encoded message: the body, then its checksum."""
     return body + checksum(body).to_bytes(_CHECKSUM_BYTES, "little")
 

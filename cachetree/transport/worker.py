@@ -23,18 +23,19 @@ from cachetree.errors import (
 from cachetree.ids import Location
 from cachetree.transport import verbs, wire
 from cachetree.transport.address import parse_listen
+from cachetree.transport.admin import AdminService
+from cachetree.transport.backoff import LogLimiter
 from cachetree.transport.channel import Channel
 from cachetree.transport.config import WorkerConfig
-from cachetree.transport.desk import Desk
+from cachetree.transport.disk_promotion import DiskPromotion
 from cachetree.transport.frames import Frame
-from cachetree.transport.handshake import Sparingly, gate_of
-from cachetree.transport.intake import Intake
-from cachetree.transport.outflow import BURST, Outflow
-from cachetree.transport.recall import Recall
-from cachetree.transport.router import PeerGone, Received, Router
+from cachetree.transport.handshake import gate_of
+from cachetree.transport.receiver import StoreReceiver
+from cachetree.transport.sender import BURST, SendScheduler
+from cachetree.transport.server import PeerGone, Received, Router
 from cachetree.transport.session import Session
+from cachetree.transport.status import status_of
 from cachetree.transport.wakeup import CLOSE_S, Wakeup
-from cachetree.transport.worker_status import status_of
 from cachetree.tree.tree import CacheTree
 
 log = logging.getLogger(__name__)
@@ -45,18 +46,18 @@ _PROBE_S: Final = 0.05
 """How long after a connection closed the sessions are probed for the one it was."""
 
 
-class _Rooms:
+class _Sink:
     """Where the frames of one session go."""
 
-    def __init__(self, intake: Intake, identity: bytes) -> None:
-        self._intake = intake
+    def __init__(self, stores: StoreReceiver, identity: bytes) -> None:
+        self._stores = stores
         self._identity = identity
 
-    def room(self, frame: Frame) -> memoryview | None:
-        return self._intake.room(self._identity, frame)
+    def buffer_for(self, frame: Frame) -> memoryview | None:
+        return self._stores.buffer_for(self._identity, frame)
 
-    def wants(self, frame: Frame) -> bool:
-        return self._intake.wants(self._identity, frame)
+    def is_pending(self, frame: Frame) -> bool:
+        return self._stores.is_pending(self._identity, frame)
 
 
 class Worker:
@@ -85,15 +86,15 @@ class Worker:
         """Random id of this worker's life."""
         self._sessions: dict[bytes, Session] = {}
         self._counts: Counter[str] = Counter()
-        self._desk = Desk(tree, disk, self.status, clock)
-        self._recall = Recall(tree, disk, self._counts, self._soon, clock)
-        self._errands: deque[Callable[[], object]] = deque()
+        self._admin = AdminService(tree, disk, self.status, clock)
+        self._promotion = DiskPromotion(tree, disk, self._counts, self.call_soon_threadsafe, clock)
+        self._callbacks: deque[Callable[[], object]] = deque()
         """What other threads want done in the worker's."""
-        self._intake = Intake(tree, config, self._counts, clock)
+        self._stores = StoreReceiver(tree, config, self._counts, clock)
         self._turned_at_s = clock()
         self._probe_at_s: float | None = None
         self._closing = threading.Event()
-        self._sparingly = Sparingly(clock)
+        self._log_limiter = LogLimiter(clock)
         listen = parse_listen(
             config.listen, field="listen", insecure=config.insecure, key_file=config.key_file
         )
@@ -104,8 +105,8 @@ class Worker:
         except ConfigError:
             self._wakeup.close()
             raise
-        self._outflow = Outflow(
-            self._router, self._reply, self._counts, config.max_bytes_per_s, clock
+        self._scheduler = SendScheduler(
+            self._router.channels, self._reply, self._counts, config.max_bytes_per_s, clock
         )
         self.address: Final[Location] = self._router.address
         """The address bound, with the real port."""
@@ -134,8 +135,8 @@ class Worker:
             epoch=self.epoch,
             model=self._config.model,
             num_peers=len(self._sessions),
-            num_streams=len(self._outflow),
-            num_open_stores=len(self._intake),
+            num_streams=len(self._scheduler),
+            num_open_stores=len(self._stores),
             reads_from=self._sources(),
         )
 
@@ -146,7 +147,7 @@ class Worker:
 
     def in_flight_bytes(self) -> list[int]:
         """Bytes sent and not yet placed, per stream; from any thread."""
-        return self._outflow.in_flight_bytes()
+        return self._scheduler.in_flight_bytes()
 
     # Everything below runs in the worker's thread.
 
@@ -160,12 +161,12 @@ class Worker:
                     log.exception("worker %s: internal error", self.address)
                     for session in tuple(self._sessions.values()):
                         self._end_session(session, "the worker failed; greet again")
-                    self._outflow.retire()
+                    self._scheduler.retire()
                     self._closing.wait(_IDLE_S)
         finally:
             for session in tuple(self._sessions.values()):
                 self._end_session(session, "the worker is closing")
-            self._outflow.close()
+            self._scheduler.close()
             self._router.close()
             self._wakeup.close()
 
@@ -178,24 +179,24 @@ class Worker:
         for refusal in self._router.refusals():
             self._counts["failed_handshakes"] += 1
             self._warn(f"not let in: {refusal.why}", refusal.who)
-        while self._errands:
-            self._errands.popleft()()
+        while self._callbacks:
+            self._callbacks.popleft()()
         for received in self._router.receive():
             self._handle(received)
         for identity, channel in self._router.readable():
             self._take(identity, channel)
         for session in tuple(self._sessions.values()):
             self._advertise(session)
-        self._outflow.send()
+        self._scheduler.send()
         for identity, channel in tuple(self._router.channels.items()):
             if channel.error is not None:
                 self._turn_away(identity, str(channel.error))
         self._expire()
 
     def _timeout_ms(self) -> int:
-        outflow = self._outflow
-        is_busy = outflow.is_refused or self._probe_at_s is not None
-        return round(1000 * min(_BUSY_S if is_busy else _IDLE_S, outflow.timeout_s()))
+        scheduler = self._scheduler
+        is_busy = scheduler.is_refused or self._probe_at_s is not None
+        return round(1000 * min(_BUSY_S if is_busy else _IDLE_S, scheduler.timeout_s()))
 
     def _handle(self, received: Received) -> None:
         """Answer what needs no session; pass on the rest."""
@@ -209,7 +210,9 @@ class Worker:
             case wire.Hello():
                 self._greet(identity, message, host)
             case _ if isinstance(message, verbs.ToWorker):
-                self._desk.serve(message, partial(self._reply_soon, identity), is_admin=is_admin)
+                self._admin.serve(
+                    message, partial(self._reply_threadsafe, identity), is_admin=is_admin
+                )
             case _ if session is None:
                 self._turn_away(identity, "there is no session; say hello first")
             case _:
@@ -233,8 +236,8 @@ class Worker:
             case wire.Store():
                 self._store(session, message)
             case wire.Cancel():
-                self._intake.cancel(session.identity, message.id)
-                session.recalls.discard(message.id)
+                self._stores.cancel(session.identity, message.id)
+                session.promotions.discard(message.id)
                 stream = session.streams.get(message.id)
                 if stream is not None:
                     self._counts["fetch cancelled"] += 1
@@ -264,7 +267,7 @@ class Worker:
             self._counts["refused"] += 1
             self._warn(f"refused: {exc}")
         else:
-            ticket = self._router.invite(identity)
+            ticket = self._router.issue_ticket(identity)
             name = f"peer {identity.hex()} at {host}"
             self._sessions[identity] = Session(identity, name, self._tree, self._clock)
             arena = self._tree.memory.file if self._config.shared_memory else None
@@ -287,26 +290,29 @@ class Worker:
         except ProtocolError as exc:
             self._fail(session, fetch.id, exc)
             return
-        self._recall.bring(session, fetch, self._config.max_fetch_s, partial(self._open, session))
+        self._promotion.promote(
+            session, fetch, self._config.max_fetch_s, partial(self._open, session)
+        )
 
     def _store(self, session: Session, store: wire.Store) -> None:
         def begin() -> None:
-            self._reply(session.identity, self._intake.begin(session.identity, store))
+            self._reply(session.identity, self._stores.begin(session.identity, store))
 
         if self._config.accepts:
-            self._recall.bring_parent(session, store, self._config.max_fetch_s, begin)
+            self._promotion.promote_parent(session, store, self._config.max_fetch_s, begin)
         else:
             begin()
 
     def _open(self, session: Session, fetch: wire.Fetch) -> None:
         try:
-            if len(self._outflow) >= self._config.max_streams:
-                raise FetchError(f"the worker already serves {len(self._outflow)} fetches")
+            if len(self._scheduler) >= self._config.max_streams:
+                raise FetchError(f"the worker already serves {len(self._scheduler)} fetches")
             stream = session.open(fetch, self._config)
         except FetchError as exc:
             self._fail(session, fetch.id, exc)
         else:
-            self._outflow.add(session, stream)
+            on_drained = partial(session.streams.pop, stream.id, None)
+            self._scheduler.add(session.identity, stream, on_drained)
 
     def _credit(self, session: Session, credit: wire.Credit) -> None:
         stream = session.streams.get(credit.id)
@@ -338,9 +344,9 @@ class Worker:
     def _take(self, identity: bytes, channel: Channel) -> None:
         """What came over a data connection."""
         try:
-            for arrival in channel.receive(_Rooms(self._intake, identity)):
+            for arrival in channel.receive(_Sink(self._stores, identity)):
                 self._sessions[identity].heard_at_s = self._clock()
-                answer = self._intake.placed(identity, arrival)
+                answer = self._stores.mark_received(identity, arrival)
                 if answer is not None:
                     self._reply(identity, answer)
         except ProtocolError as exc:
@@ -350,9 +356,10 @@ class Worker:
 
     def _expire(self) -> None:
         now_s = self._clock()
-        for session, stream in self._outflow.late():
+        for identity, stream in self._scheduler.late():
             error = DeadlineExceeded("the worker stopped at the deadline")
-            self._fail(session, stream.id, error)
+            if (owner := self._sessions.get(identity)) is not None:
+                self._fail(owner, stream.id, error)
         if self._router.has_disconnects():
             self._probe_at_s = now_s + _PROBE_S
         if self._probe_at_s is not None and now_s >= self._probe_at_s:
@@ -362,9 +369,9 @@ class Worker:
         for session in tuple(self._sessions.values()):
             if now_s - session.heard_at_s > self._config.silence_s:
                 self._end_session(session, f"silent for {self._config.silence_s} s")
-        for identity, refusal in tuple(self._intake.expire()):
+        for identity, refusal in tuple(self._stores.expire()):
             self._reply(identity, refusal)
-        self._outflow.retire()
+        self._scheduler.retire()
 
     def _reply(self, identity: bytes, message: wire.ToPeer) -> bool:
         """False where the peer does not take it now; one that is gone loses its session."""
@@ -378,16 +385,16 @@ class Worker:
 
     def _warn(self, line: str, about: str = "") -> None:
         """Once a minute, of each that it is about."""
-        if self._sparingly.may(about or line):
+        if self._log_limiter.may(about or line):
             log.warning("worker %s: %s", self.address, line)
 
-    def _reply_soon(self, identity: bytes, message: wire.ToPeer) -> None:
+    def _reply_threadsafe(self, identity: bytes, message: wire.ToPeer) -> None:
         """From any thread."""
-        self._soon(lambda: self._reply(identity, message))
+        self.call_soon_threadsafe(lambda: self._reply(identity, message))
 
-    def _soon(self, errand: Callable[[], object]) -> None:
+    def call_soon_threadsafe(self, callback: Callable[[], object]) -> None:
         """From any thread: have it done in this one."""
-        self._errands.append(errand)
+        self._callbacks.append(callback)
         self._wakeup.wake()
 
     def _turn_away(self, identity: bytes, reason: str) -> None:
@@ -403,6 +410,6 @@ class Worker:
             lost = sum(not stream.is_over for stream in session.streams.values())
             self._counts["fetch lost"] += lost
             session.close()
-            self._intake.forget(session.identity)
+            self._stores.forget(session.identity)
             self._reply(session.identity, wire.Bye(reason=reason))
             self._router.forget(session.identity)

@@ -24,7 +24,7 @@ from transport_parts import (
 
 from cachetree import ConfigError, FetchError, PeerConfig, PeerState, Staging, StaleEntry
 from cachetree.transport import wire
-from cachetree.transport.breaker import Breaker
+from cachetree.transport.backoff import Breaker
 
 PAGES = pages_of(16)
 CONFIG = PeerConfig()
@@ -243,7 +243,7 @@ def test_stale_entries_and_what_the_reader_gives_up_are_no_errors() -> None:
             staging = new_staging(16)
             staging.cancel()
             peer.fetch(MODEL, PAGES, staging)
-            eventually(lambda: not peer._fetches._landings)
+            eventually(lambda: not peer._fetches._receivers)
         assert peer.status.probe_in_s is None
 
 
@@ -257,7 +257,7 @@ def test_a_probe_that_lands_closes_it() -> None:
                 peer.fetch(MODEL, PAGES, late)
                 with pytest.raises(FetchError):
                     wait_all(late)
-                eventually(lambda: not peer._fetches._landings)
+                eventually(lambda: not peer._fetches._receivers)
             eventually(lambda: peer.state is PeerState.RESTING)
             eventually(lambda: peer.state is PeerState.READY)
             probe, other = new_staging(1), new_staging(16)

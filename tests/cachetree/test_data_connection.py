@@ -20,11 +20,11 @@ from cachetree.memory.checksum import checksum
 from cachetree.transport import channel
 from cachetree.transport.address import Address
 from cachetree.transport.channel import MAX_MESSAGE_BYTES, Arrival, Channel
-from cachetree.transport.data_port import _MAX_STRANGERS, DataPort
 from cachetree.transport.frames import MESSAGE, Frame, pack
 from cachetree.transport.handshake import Refusal
-from cachetree.transport.outbox import Outbox
 from cachetree.transport.sealing import KEY_BYTES, PIECE_BYTES, Seals, Unsealed
+from cachetree.transport.send_queue import SendQueue
+from cachetree.transport.server import _MAX_PENDING, DataPort
 
 MAX_FRAME_BYTES = 4 << 20
 SIZES = (1, 4096, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES, MAX_FRAME_BYTES)
@@ -37,11 +37,11 @@ class Memory:
         self.rooms: list[memoryview] = []
         self.is_open = True
 
-    def room(self, frame: Frame) -> memoryview | None:
+    def buffer_for(self, frame: Frame) -> memoryview | None:
         self.rooms.append(memoryview(bytearray(frame.size)))
         return self.rooms[-1]
 
-    def wants(self, frame: Frame) -> bool:
+    def is_pending(self, frame: Frame) -> bool:
         return self.is_open
 
 
@@ -113,7 +113,7 @@ def test_frames_of_all_sizes_come_whole_in_both_directions(
         assert sink.rooms == payloads
         assert arrived[-1].message == b"and a word"
         flushed(sender)
-        assert sender.outbox.queued_bytes <= receiver.received_bytes
+        assert sender.send_queue.queued_bytes <= receiver.received_bytes
 
 
 @pytest.mark.parametrize("seals_of", [unsealed, sealed])
@@ -188,7 +188,7 @@ def test_a_wrong_payload_is_told_and_a_wrong_header_ends_it(
     sender.put(frame_of(b"right"), [memoryview(b"wrong")])
     (arrival,) = passed(sender, receiver, Memory(), 1)
     assert not arrival.is_sound
-    sender.outbox.put_raw(b"\1" * 40)
+    sender.send_queue.put_raw(b"\1" * 40)
     with pytest.raises(ProtocolError, match="checksum"):
         passed(sender, receiver, Memory(), 1)
 
@@ -248,7 +248,7 @@ def test_a_connection_closed_while_nobody_reads_lets_go_at_once(
     sender.close()
     assert time.monotonic() - begun_s < 1.0
     assert living() is None
-    assert sender.outbox.has_written(sender.outbox.queued_bytes)
+    assert sender.send_queue.has_written(sender.send_queue.queued_bytes)
     assert not any(it.name == "cachetree-send" for it in {*threading.enumerate()} - others)
 
 
@@ -269,17 +269,17 @@ def test_a_fault_of_the_sending_thread_ends_the_connection(
 def test_who_found_no_room_is_told_when_there_is_some() -> None:
     woken = threading.Event()
     near, far = socket.socketpair()
-    outbox = Outbox(near, Unsealed(), woken.set)
+    send_queue = SendQueue(near, Unsealed(), woken.set)
     payload = payload_of(1 << 20)[: 1 << 20]
-    with near, far, closing(outbox):
-        while outbox.has_room:
-            outbox.put(frame_of(payload), [memoryview(payload)])
+    with near, far, closing(send_queue):
+        while send_queue.has_room:
+            send_queue.put(frame_of(payload), [memoryview(payload)])
         assert not woken.wait(0.05)
-        num_bytes = outbox.queued_bytes
+        num_bytes = send_queue.queued_bytes
         while num_bytes:
             num_bytes -= len(far.recv(min(1 << 20, num_bytes)))
         assert woken.wait(5)
-        eventually(lambda: outbox.has_room)
+        eventually(lambda: send_queue.has_room)
 
 
 def test_what_is_left_after_a_turn_is_found_in_the_next_though_nothing_more_comes() -> None:
@@ -345,7 +345,7 @@ class Door:
 
     @property
     def num_waiting(self) -> int:
-        return len(self.port._strangers)
+        return len(self.port._pending)
 
     def _run(self) -> None:
         while not self._is_closing:
@@ -371,7 +371,7 @@ class Door:
 
 def test_a_ticket_lets_its_owner_in_and_nobody_after() -> None:
     with Door() as door:
-        tickets = {name: door.port.invite(name) for name in (b"one", b"two", b"gone")}
+        tickets = {name: door.port.issue_ticket(name) for name in (b"one", b"two", b"gone")}
         door.port.forget(b"gone")
         opened = [
             channel.connect("127.0.0.1", tickets[name], Unsealed(), 1, unheard)
@@ -393,7 +393,7 @@ def test_a_ticket_lets_its_owner_in_and_nobody_after() -> None:
 
 def test_a_token_may_come_in_parts() -> None:
     with Door() as door:
-        ticket = door.port.invite(b"slow")
+        ticket = door.port.issue_ticket(b"slow")
         with socket.create_connection(("127.0.0.1", ticket.port)) as slow:
             for at in range(0, 32, 8):
                 slow.sendall(ticket.token[at : at + 8])
@@ -405,24 +405,24 @@ def test_a_token_may_come_in_parts() -> None:
 def test_a_crowd_between_a_connection_and_its_token_does_not_keep_it_out() -> None:
     """Whether the others say nothing or a part of something, and however many they are."""
     with Door() as door:
-        ticket = door.port.invite(b"owner")
+        ticket = door.port.issue_ticket(b"owner")
         where = ("127.0.0.1", ticket.port)
         with socket.create_connection(where) as owner, ExitStack() as stack:
             crowd = [stack.enter_context(socket.create_connection(where)) for _ in range(400)]
             for talker in crowd[100:]:
                 talker.sendall(b"?")
-            eventually(lambda: door.num_waiting == _MAX_STRANGERS)
+            eventually(lambda: door.num_waiting == _MAX_PENDING)
             owner.sendall(ticket.token)
             eventually(lambda: door.let_in == [b"owner"])
 
 
 def test_strangers_that_wait_are_few_and_not_for_long() -> None:
     with Door() as door, ExitStack() as stack:
-        where = ("127.0.0.1", door.port.invite(b"owner").port)
+        where = ("127.0.0.1", door.port.issue_ticket(b"owner").port)
         crowd = [stack.enter_context(socket.create_connection(where)) for _ in range(300)]
         for talker in crowd:
             talker.sendall(b"?")
-        eventually(lambda: door.num_waiting == _MAX_STRANGERS)
+        eventually(lambda: door.num_waiting == _MAX_PENDING)
         eventually(lambda: not door.num_waiting)
         for talker in crowd:
             assert talker.recv(1) == b""

@@ -54,7 +54,7 @@ from cachetree.memory.memory import PAGEABLE, ArenaFile, Memory
 from cachetree.planning.plan import Plan
 from cachetree.transport import wire
 from cachetree.transport.frames import Frame, pack, unpack
-from cachetree.transport.landing import Landing
+from cachetree.transport.receiver import FetchReceiver
 
 PAGES = pages_of(4)
 FRAME_BYTES = 4096
@@ -338,15 +338,15 @@ def test_every_flipped_bit_of_a_payload_is_detected() -> None:
     for page in PAGES:
         payload = content(page, step)
         staging = Staging({step: len(payload)}, Deadline.after(60))
-        landing = Landing(MODEL, [page], staging)
+        receiver = FetchReceiver(MODEL, [page], staging)
         frame = Frame(id=1, step=0, offset=0, size=len(payload), checksum=checksum(payload))
-        room = landing.room(frame)
+        room = receiver.buffer_for(frame)
         for flipped in with_each_bit_flipped(payload):
             num_flips += 1
             with pytest.raises(ProtocolError, match="checksum"):
-                landing.land(frame, is_sound=checksum(flipped) == frame.checksum)
+                receiver.mark_received(frame, is_sound=checksum(flipped) == frame.checksum)
         assert staging.num_landed_bytes == 0
         room[:] = payload
-        landing.land(frame, is_sound=checksum(room) == frame.checksum)
+        receiver.mark_received(frame, is_sound=checksum(room) == frame.checksum)
         check_content(staging, [page])
     assert num_flips > 50_000

@@ -26,7 +26,7 @@ from transport_parts import (
 
 from cachetree import CacheConfig, ConfigError, FetchError, Location, PeerState, WorkerConfig
 from cachetree.transport import wire
-from cachetree.transport.peer_status import PeerLog
+from cachetree.transport.status import PeerLog
 
 HERE = Location("tcp://127.0.0.1:7")
 

@@ -264,7 +264,7 @@ def test_a_fetch_that_is_given_up_between_connections_is_forgotten() -> None:
         worker.close()
         eventually(lambda: peer.state is PeerState.CONNECTING)
         staging.cancel()
-        eventually(lambda: not peer._fetches._landings)
+        eventually(lambda: not peer._fetches._receivers)
         assert peer.status.num_failed_fetches == 0
 
 

@@ -140,7 +140,7 @@ def test_a_ticket_does_not_show_its_key() -> None:
 def test_a_ticket_that_cannot_be_is_refused(changed: dict[str, object]) -> None:
     fields = msgspec.structs.asdict(new_ticket(7, 2)) | changed
     body = msgspec.structs.asdict(wire.hello(FAMILY, "m", 1)) | {"ticket": fields}
-    header = wire.seal(msgspec.msgpack.encode({"type": "hello", **body}))
+    header = wire.with_checksum(msgspec.msgpack.encode({"type": "hello", **body}))
     with pytest.raises(ProtocolError):
         wire.decode_to_peer(memoryview(header))
     assert Ticket(**fields)  # type: ignore[arg-type]  # Only what comes from elsewhere is checked.

@@ -49,7 +49,7 @@ from cachetree import (
 )
 from cachetree.memory.arena import Arena
 from cachetree.transport import ask_status
-from cachetree.transport.stream import LOCATED_BYTES
+from cachetree.transport.sender import LOCATED_BYTES
 
 PAGES = pages_of(256)
 

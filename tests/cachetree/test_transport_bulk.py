@@ -208,7 +208,7 @@ def test_a_session_has_one_connection_and_ends_with_the_first_wrong_frame(
             assert worker.status().num_protocol_errors == 0
             seals = Seals(ticket.key, is_worker=False)  # As it began.
             again = [seals.seal(frames.pack(FRAME)), *seals.seal_payload([memoryview(b"once")])]
-            peer.channel.outbox.put_raw(b"".join(again))  # Replayed.
+            peer.channel.send_queue.put_raw(b"".join(again))  # Replayed.
             flushed(peer.channel)
             eventually(lambda: worker.status().num_protocol_errors == 1)
             assert worker.status().num_peers == 0

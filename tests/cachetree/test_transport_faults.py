@@ -99,7 +99,7 @@ def two_frames(worker: ScriptedWorker, identity: bytes, fetch: wire.Fetch) -> No
 
 
 def unknown_tag(worker: ScriptedWorker, identity: bytes, fetch: wire.Fetch) -> None:
-    worker.send(identity, wire.seal(msgspec.msgpack.encode({"type": "teleport"})))
+    worker.send(identity, wire.with_checksum(msgspec.msgpack.encode({"type": "teleport"})))
 
 
 def unasked_fetch(worker: ScriptedWorker, identity: bytes, fetch: wire.Fetch) -> None:

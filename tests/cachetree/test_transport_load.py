@@ -38,13 +38,12 @@ from transport_parts import (
 from cachetree import CacheTree, FetchError, Location, Worker, WorkerConfig
 from cachetree.transport import wire
 from cachetree.transport.address import Address, parse_address
-from cachetree.transport.advertiser import Advertiser
+from cachetree.transport.advertise import Advertiser, RemoteView
 from cachetree.transport.channel import Channel
 from cachetree.transport.connection import Connection
 from cachetree.transport.frames import MESSAGE, Frame
 from cachetree.transport.handshake import OpenGate, Plain
-from cachetree.transport.remote_view import RemoteView
-from cachetree.transport.router import Router
+from cachetree.transport.server import Router
 from cachetree.transport.wakeup import Wakeup
 
 PAGES = pages_of(256)

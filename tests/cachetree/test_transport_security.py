@@ -37,7 +37,8 @@ from cachetree import (
     Worker,
 )
 from cachetree.transport import keys, wire
-from cachetree.transport.handshake import KeyGate, Sparingly
+from cachetree.transport.backoff import LogLimiter
+from cachetree.transport.handshake import KeyGate
 
 PAGES = pages_of(256)
 
@@ -306,7 +307,7 @@ def test_a_crowd_of_unknown_keys_does_not_keep_a_friend_out(us: Party, friend: P
 def test_an_old_worker_status_without_the_count_is_read() -> None:
     status = ask_plain_fields()
     del status["num_failed_handshakes"]
-    header = wire.seal(msgspec.msgpack.encode(status))
+    header = wire.with_checksum(msgspec.msgpack.encode(status))
     assert wire.decode_to_peer(memoryview(header)) is not None
 
 
@@ -319,15 +320,15 @@ def ask_plain_fields() -> dict[str, object]:
 
 def test_lines_are_few_whoever_comes() -> None:
     now_s = [0.0]
-    sparingly = Sparingly(lambda: now_s[0])
-    assert [sparingly.may("a"), sparingly.may("a"), sparingly.may("b")] == [True, False, True]
+    limiter = LogLimiter(lambda: now_s[0])
+    assert [limiter.may("a"), limiter.may("a"), limiter.may("b")] == [True, False, True]
     now_s[0] = 59.9
-    assert not sparingly.may("a")
+    assert not limiter.may("a")
     now_s[0] = 60.0
-    assert sparingly.may("a")
-    assert sum(sparingly.may(f"{i}") for i in range(10_000)) == Sparingly.MAX_NAMES - 1
+    assert limiter.may("a")
+    assert sum(limiter.may(f"{i}") for i in range(10_000)) == LogLimiter.MAX_NAMES - 1
     now_s[0] = 200.0
-    assert sparingly.may("a")
+    assert limiter.may("a")
 
 
 def test_the_scripted_worker_is_no_worker_with_keys(us: Party, friend: Party) -> None:

@@ -15,7 +15,7 @@ from transport_parts import FAMILY, pages_of
 from cachetree import Family
 from cachetree.errors import ConfigError, ProtocolError
 from cachetree.planning.plan import Kind, Step
-from cachetree.transport import PeerConfig, WorkerConfig, adverts, verbs, wire
+from cachetree.transport import PeerConfig, WorkerConfig, advertise, verbs, wire
 from cachetree.transport.address import parse_listen, parse_remote
 from cachetree.transport.pace import Bandwidth, Cap
 
@@ -63,10 +63,14 @@ def test_another_version_is_refused_before_its_family_is_read() -> None:
 
 
 def test_unknown_fields_are_ignored_and_unknown_tags_are_not() -> None:
-    newer = wire.seal(msgspec.msgpack.encode({"type": "cancel", "id": 4, "since": "version 9"}))
+    newer = wire.with_checksum(
+        msgspec.msgpack.encode({"type": "cancel", "id": 4, "since": "version 9"})
+    )
     assert wire.decode_to_worker(memoryview(newer)) == wire.Cancel(id=4)
     with pytest.raises(ProtocolError, match="teleport"):
-        wire.decode_to_worker(memoryview(wire.seal(msgspec.msgpack.encode({"type": "teleport"}))))
+        wire.decode_to_worker(
+            memoryview(wire.with_checksum(msgspec.msgpack.encode({"type": "teleport"})))
+        )
 
 
 def test_a_worker_does_not_accept_what_only_a_worker_says() -> None:
@@ -77,7 +81,7 @@ def test_a_worker_does_not_accept_what_only_a_worker_says() -> None:
 @given(st.binary(max_size=200))
 def test_noise_raises_nothing_but_protocol_errors(noise: bytes) -> None:
     for decode in (wire.decode_to_worker, wire.decode_to_peer):
-        for header in (noise, wire.seal(noise)):
+        for header in (noise, wire.with_checksum(noise)):
             with contextlib.suppress(ProtocolError):
                 decode(memoryview(header))
 
@@ -143,19 +147,19 @@ def test_steps_are_checked() -> None:
 
 
 def test_a_long_change_is_cut_into_entries_that_follow_each_other() -> None:
-    pages = pages_of(2 * adverts.ENTRY_PAGES + 5)
+    pages = pages_of(2 * advertise.ENTRY_PAGES + 5)
     parent = pages_of(1, "root")[0]
     entries = list(
-        adverts.entries_of(added=True, model="m", parent=parent, pages=pages, e_layers=[1])
+        advertise.entries_of(added=True, model="m", parent=parent, pages=pages, e_layers=[1])
     )
     assert b"".join(entry.pages for entry in entries) == b"".join(pages)
     assert [entry.parent for entry in entries] == [
         parent,
-        pages[adverts.ENTRY_PAGES - 1],
-        pages[2 * adverts.ENTRY_PAGES - 1],
+        pages[advertise.ENTRY_PAGES - 1],
+        pages[2 * advertise.ENTRY_PAGES - 1],
     ]
     removed = list(
-        adverts.entries_of(added=False, model="m", parent=parent, pages=pages, e_layers=[])
+        advertise.entries_of(added=False, model="m", parent=parent, pages=pages, e_layers=[])
     )
     assert [entry.pages for entry in removed] == [entry.pages for entry in reversed(entries)]
 
@@ -165,13 +169,13 @@ def test_entries_are_packed_in_order_into_small_messages() -> None:
         wire.Entry(added=True, model="m" * 32, parent=b"", pages=page * 40, e_layers=())
         for page in pages_of(500)
     ]
-    groups = list(adverts.pack(entries))
+    groups = list(advertise.pack(entries))
     assert [entry for group in groups for entry in group] == entries
     sizes = [len(wire.encode(wire.Entries(seq=1, entries=group))) for group in groups]
     assert max(sizes) < 64 << 10
     assert len(groups) < 20
     small = [msgspec.structs.replace(entry, pages=entry.pages[:16]) for entry in entries]
-    assert max(map(len, adverts.pack(small))) <= wire.MAX_ENTRIES
+    assert max(map(len, advertise.pack(small))) <= wire.MAX_ENTRIES
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ def test_a_worker_survives_noise_and_keeps_serving(
     with worker_of(new_tree(PAGES)) as worker, peer_of(worker.address, new_tree()) as peer:
         stranger = raw(worker.address)
         for noise in (b"", b"\xc1", b"\x80", msgspec.msgpack.encode({"type": "teleport"})):
-            assert isinstance(ask(stranger, wire.seal(noise)), wire.Bye)
+            assert isinstance(ask(stranger, wire.with_checksum(noise)), wire.Bye)
         assert isinstance(ask(stranger, b"noise without a checksum"), wire.Bye)
         stranger.send_multipart([wire.encode(wire.Ping()), b"more"])
         assert stranger.poll(5000)

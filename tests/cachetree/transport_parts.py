@@ -37,9 +37,9 @@ from cachetree.memory.memory import PAGEABLE, ArenaFile, Memory
 from cachetree.transport import channel, wire
 from cachetree.transport.address import Address
 from cachetree.transport.channel import Channel
-from cachetree.transport.data_port import DataPort
 from cachetree.transport.frames import Frame
 from cachetree.transport.sealing import Unsealed
+from cachetree.transport.server import DataPort
 
 FAMILY = Family(
     architecture="LlamaForCausalLM",
@@ -180,8 +180,8 @@ def data_connection(hello: wire.ToPeer) -> Channel:
 
 def flushed(channel: Channel) -> None:
     """Have all of it sent, to somebody who reads."""
-    outbox = channel.outbox
-    eventually(lambda: outbox.has_written(outbox.queued_bytes))
+    send_queue = channel.send_queue
+    eventually(lambda: send_queue.has_written(send_queue.queued_bytes))
 
 
 def unheard() -> None:
@@ -194,11 +194,11 @@ class Nowhere:
     def __init__(self) -> None:
         self.frames: list[Frame] = []
 
-    def room(self, frame: Frame) -> memoryview | None:
+    def buffer_for(self, frame: Frame) -> memoryview | None:
         self.frames.append(frame)
         return None
 
-    def wants(self, frame: Frame) -> bool:
+    def is_pending(self, frame: Frame) -> bool:
         return False
 
 
@@ -254,7 +254,7 @@ class ScriptedWorker:
 
     def send_raw(self, identity: bytes, raw: bytes) -> None:
         """Over the data connection, whatever it is."""
-        self.channels[identity].outbox.put_raw(raw)
+        self.channels[identity].send_queue.put_raw(raw)
         flushed(self.channels[identity])
 
     def _run(self) -> None:
@@ -271,7 +271,7 @@ class ScriptedWorker:
             message = wire.decode_to_worker(memoryview(header))
             self.received.append(message)
             if isinstance(message, wire.Hello):
-                ticket = self._data_port.invite(identity)
+                ticket = self._data_port.issue_ticket(identity)
                 self.send(identity, wire.hello(self._family, "", 7, self._arena, ticket))
             elif isinstance(message, wire.Subscribe):
                 self.send(identity, wire.Reset(epoch=7))

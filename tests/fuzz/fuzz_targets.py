@@ -32,11 +32,11 @@ from cachetree.planning.profile import read_profile
 from cachetree.simulate.trace import PageNames, read_trace
 from cachetree.transport import frames, keys, verbs, wire
 from cachetree.transport.address import parse_listen, parse_remote
+from cachetree.transport.admin import AdminService
+from cachetree.transport.advertise import RemoteView
 from cachetree.transport.channel import Channel
-from cachetree.transport.desk import Desk
 from cachetree.transport.frames import Frame
-from cachetree.transport.landing import Landing
-from cachetree.transport.remote_view import RemoteView
+from cachetree.transport.receiver import FetchReceiver
 from cachetree.transport.sealing import KEY_BYTES, Seals, Unsealed
 from cachetree.tree.tree import CacheTree
 from cachetree.unreadable import UNREADABLE
@@ -78,7 +78,7 @@ def _file(data: bytes, name: str = "input") -> Path:
 
 def _header(data: bytes) -> memoryview:
     """Mostly with a sound checksum, behind which the decoder is."""
-    return memoryview(data[1:] if data[:1] == b"\xff" else wire.seal(data))
+    return memoryview(data[1:] if data[:1] == b"\xff" else wire.with_checksum(data))
 
 
 def to_worker(data: bytes) -> None:
@@ -95,7 +95,7 @@ def to_worker(data: bytes) -> None:
             wire.split_pages(message.parent)
         case verbs.Find() | verbs.Evict() | verbs.Pin() | verbs.Unpin():
             answers: list[verbs.ToPeer] = []
-            Desk(new_tree(PAGES[:4]), None, _no_status).serve(
+            AdminService(new_tree(PAGES[:4]), None, _no_status).serve(
                 message, answers.append, is_admin=True
             )
             assert len(answers) == 1
@@ -138,17 +138,17 @@ def _see(message: wire.Reset | wire.Entries | wire.Synced) -> None:
     assert not _tree()._trie.root.children, "something stayed in the tree"
 
 
-class _Landings:
+class _Receivers:
     """Where frames go that are of request 1."""
 
     def __init__(self) -> None:
         steps = dict.fromkeys((Step(Kind.E, E_LAYER), Step(Kind.KV, 0)), 4096)
-        self.landing = Landing(MODEL, PAGES[:2], Staging(steps, Deadline.after(60)))
+        self.receiver = FetchReceiver(MODEL, PAGES[:2], Staging(steps, Deadline.after(60)))
 
-    def room(self, frame: Frame) -> memoryview | None:
-        return self.landing.room(frame) if frame.id == 1 else None
+    def buffer_for(self, frame: Frame) -> memoryview | None:
+        return self.receiver.buffer_for(frame) if frame.id == 1 else None
 
-    def wants(self, frame: Frame) -> bool:
+    def is_pending(self, frame: Frame) -> bool:
         return len(PAGES) > frame.step
 
 
@@ -165,13 +165,13 @@ def data_connection(data: bytes) -> None:
             data = data[32:]
         far.sendall(data[2 : 1 << 16])
         far.shutdown(socket.SHUT_WR)
-        sink = _Landings()
+        sink = _Receivers()
         while channel.error is None:
             for arrival in channel.receive(sink):
                 if arrival.frame.id == frames.MESSAGE:
                     wire.decode_to_peer(arrival.message)
                 else:
-                    sink.landing.land(arrival.frame, is_sound=arrival.is_sound)
+                    sink.receiver.mark_received(arrival.frame, is_sound=arrival.is_sound)
 
 
 def _seals(data: bytes, *, is_worker: bool) -> Unsealed:

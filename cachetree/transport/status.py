@@ -1,18 +1,21 @@
-"""How a peer is doing."""
+"""How a worker, and how a peer of one, is doing."""
 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from enum import Enum
 from typing import Final
 
 import msgspec
 
 from cachetree.clock import Clock
+from cachetree.disk import DiskTier
 from cachetree.errors import CacheTreeError
 from cachetree.ids import Location
-from cachetree.transport import verbs
-from cachetree.transport.handshake import Sparingly
+from cachetree.transport import verbs, wire
+from cachetree.transport.backoff import LogLimiter
+from cachetree.tree.tree import CacheTree
 
 log = logging.getLogger("cachetree.peer")
 
@@ -77,7 +80,7 @@ class PeerLog:
 
     def __init__(self, address: Location, clock: Clock) -> None:
         self._address: Final = address
-        self._sparingly = Sparingly(clock)
+        self._log_limiter = LogLimiter(clock)
         self._has_told = False
 
     def lose(self, state: PeerState, error: CacheTreeError, *, was_greeted: bool) -> None:
@@ -85,7 +88,7 @@ class PeerLog:
         cause = state.value
         if state is PeerState.CONNECTING:
             cause = "lost" if was_greeted else "not reached"
-        if state is not PeerState.CLOSED and self._sparingly.may(cause):
+        if state is not PeerState.CLOSED and self._log_limiter.may(cause):
             log.warning("peer %s is %s: %s", self._address, cause, error)
             self._has_told = True
 
@@ -94,3 +97,52 @@ class PeerLog:
         if self._has_told:
             log.info("peer %s is ready", self._address)
             self._has_told = False
+
+
+def status_of(
+    tree: CacheTree,
+    disk: DiskTier | None,
+    counts: Counter[str],
+    *,
+    epoch: int,
+    model: str,
+    num_peers: int,
+    num_streams: int,
+    num_open_stores: int,
+    reads_from: tuple[verbs.Source, ...],
+) -> verbs.Status:
+    """Read from any thread; not an atomic picture."""
+    return verbs.Status(
+        epoch=epoch,
+        model=model,
+        num_peers=num_peers,
+        num_streams=num_streams,
+        num_open_stores=num_open_stores,
+        reads_from=reads_from,
+        version=wire.PROTOCOL_VERSION,
+        num_bytes=tree.num_bytes,
+        host_bytes=tree.host_bytes,
+        num_pages=tree.num_pages,
+        pages_by_model=tree.pages_by_model(),
+        num_fetches=counts["fetches"],
+        num_failed_fetches=counts["failed"],
+        num_sent_bytes=counts["sent_bytes"],
+        num_protocol_errors=counts["protocol_errors"],
+        num_refused_peers=counts["refused"],
+        num_failed_handshakes=counts["failed_handshakes"],
+        num_stores=counts["stores"],
+        num_refused_stores=counts["refused_stores"],
+        num_received_bytes=counts["received_bytes"],
+        fetches_by_outcome=_by(counts, "fetch "),
+        stores_by_outcome=_by(counts, "store "),
+        hits=_by(counts, "hit "),
+        misses=_by(counts, "miss "),
+        family=tree.family,
+        disk=disk.status() if disk else None,
+    )
+
+
+def _by(counts: Counter[str], prefix: str) -> dict[str, int]:
+    """Counts whose names begin so, by the rest of their names."""
+    there = tuple(counts.items())
+    return {name.removeprefix(prefix): num for name, num in there if name.startswith(prefix)}

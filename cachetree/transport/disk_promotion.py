@@ -14,11 +14,11 @@ from cachetree.transport.session import Session
 from cachetree.transport.wire import Fetch, Store
 from cachetree.tree.tree import CacheTree
 
-Soon = Callable[[Callable[[], None]], None]
+CallSoon = Callable[[Callable[[], None]], None]
 """Has something done in the worker's thread; called from any."""
 
 
-class Recall:
+class DiskPromotion:
     """Looks where a fetch's pages are. Used by the worker's thread only; never blocks."""
 
     def __init__(
@@ -26,16 +26,16 @@ class Recall:
         tree: CacheTree,
         disk: DiskTier | None,
         counts: Counter[str],
-        soon: Soon,
+        call_soon_threadsafe: CallSoon,
         clock: Clock,
     ) -> None:
         self._tree = tree
         self._disk = disk
         self._counts = counts
-        self._soon = soon
+        self._call_soon_threadsafe = call_soon_threadsafe
         self._clock = clock
 
-    def bring(
+    def promote(
         self, session: Session, fetch: Fetch, most_s: float, go_on: Callable[[Fetch], None]
     ) -> None:
         """Call `go_on` when the pages are in memory, or will not be; never after a cancel.
@@ -65,10 +65,10 @@ class Recall:
 
         self._read(session, fetch.id, model, page, deadline, resume)
 
-    def bring_parent(
+    def promote_parent(
         self, session: Session, store: Store, most_s: float, go_on: Callable[[], None]
     ) -> None:
-        """As `bring`, of what a store's pages come after."""
+        """As `promote`, of what a store's pages come after."""
         model, page = ModelId(store.model), PageHash(store.parent)
         is_page = len(page) == PAGE_HASH_BYTES
         disk = self._disk
@@ -88,11 +88,11 @@ class Recall:
         go_on: Callable[[], None],
     ) -> None:
         def resume() -> None:
-            if id in session.recalls:
-                session.recalls.discard(id)
+            if id in session.promotions:
+                session.promotions.discard(id)
                 go_on()
 
         assert self._disk is not None
-        session.recalls.add(id)
-        if not self._disk.recall(model, page, deadline, lambda: self._soon(resume)):
+        session.promotions.add(id)
+        if not self._disk.recall(model, page, deadline, lambda: self._call_soon_threadsafe(resume)):
             resume()

@@ -1,23 +1,101 @@
-"""Answers what an operator asks of a worker, and does what an administrator orders."""
+"""What an operator asks of a worker, or orders: how it is asked, and how it is answered."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Final
+from contextlib import suppress
+from typing import Final, TypeVar
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from cachetree.clock import Clock, Deadline
 from cachetree.disk import DiskTier
-from cachetree.errors import PinRefused, ProtocolError
+from cachetree.errors import (
+    AuthenticationError,
+    DeadlineExceeded,
+    OrderDenied,
+    PinRefused,
+    ProtocolError,
+)
 from cachetree.ids import ModelId, PageHash
 from cachetree.transport import verbs, wire
+from cachetree.transport.address import parse_remote
+from cachetree.transport.handshake import FAILURES, Credentials, Plain
 from cachetree.tree.tree import CacheTree
+
+_RETRY_MS: Final = 10
+"""A worker that wants a key and sees first that there is none just hangs up: try until we do."""
+
+_Answer = TypeVar("_Answer", bound=verbs.ToPeer)
+
+
+def ask(
+    address: str,
+    question: verbs.ToWorker,
+    kind: type[_Answer],
+    *,
+    timeout_s: float,
+    credentials: Credentials | None = None,
+) -> _Answer:
+    """Ask the worker at `address`, until one comes up or the time is over.
+
+    Raises ConfigError, AuthenticationError, DeadlineExceeded, ProtocolError, or OrderDenied.
+    """
+    remote = parse_remote(address, field="address")
+    credentials = credentials or Plain()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        socket = context.socket(zmq.DEALER)
+        socket.set(zmq.LINGER, 0)
+        socket.set(zmq.RECONNECT_IVL, _RETRY_MS)
+        socket.set(zmq.IPV6, int(remote.is_ipv6))
+        credentials.secure(socket, wire.MAX_HEADER_BYTES)
+        monitor = socket.get_monitor_socket(FAILURES)
+        socket.connect(remote.url)
+        with suppress(zmq.Again):  # A handshake that has failed already; the monitor says why.
+            socket.send(wire.encode(question), zmq.NOBLOCK)
+        poller = zmq.Poller()
+        poller.register(socket, zmq.POLLIN)
+        poller.register(monitor, zmq.POLLIN)
+        deadline = Deadline.after(timeout_s)
+        while not socket.poll(0):
+            if not poller.poll(round(deadline.remaining_s() * 1000)):
+                raise DeadlineExceeded(f"no worker answered at {address} within {timeout_s} s")
+            if monitor.poll(0):
+                event = recv_monitor_message(monitor)
+                failure = credentials.failure(event["event"], event["value"], f"worker {address}")
+                if isinstance(failure, AuthenticationError):
+                    raise failure
+        answer = wire.decode_to_peer(socket.recv(copy=False).buffer)
+    finally:
+        context.destroy(linger=0)
+    if isinstance(answer, verbs.Denied):
+        raise OrderDenied(f"{address}: {answer.reason}")
+    if not isinstance(answer, kind):
+        raise ProtocolError(f"{address} answered with a {type(answer).__name__}")
+    return answer
+
+
+def ask_status(
+    address: str, *, timeout_s: float, credentials: Credentials | None = None
+) -> verbs.Status:
+    """As `ask`: how are you?"""
+    return ask(
+        address,
+        verbs.StatusRequest(),
+        verbs.Status,
+        timeout_s=timeout_s,
+        credentials=credentials,
+    )
+
 
 Answer = Callable[[verbs.ToPeer], None]
 """Called once, from whichever thread has the answer."""
 
 
-class Desk:
+class AdminService:
     """Used by the worker's thread; never blocks. What waits for the disk is answered later."""
 
     def __init__(

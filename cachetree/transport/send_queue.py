@@ -43,7 +43,7 @@ class _Part(NamedTuple):
     """In clear."""
 
 
-class Outbox:
+class SendQueue:
     """Frames in the order they were put. Used by one thread, which also closes the connection.
 
     The kernel gets a batch of them in one call that blocks: after each call of the system the

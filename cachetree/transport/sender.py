@@ -1,22 +1,26 @@
-"""One fetch as the worker serves it: leased views cut into frames, or where they are found."""
+"""Sending pages: one stream per fetch or store, and who sends next."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
-from cachetree.clock import Deadline
+from cachetree.clock import Clock, Deadline
 from cachetree.errors import ProtocolError
 from cachetree.ids import Span
 from cachetree.memory.checksum import checksum, checksum_of_parts
 from cachetree.memory.memory import Memory
 from cachetree.planning.plan import Step
+from cachetree.transport import wire
+from cachetree.transport.channel import Channel
 from cachetree.transport.frames import Frame
-from cachetree.transport.outbox import Outbox
+from cachetree.transport.pace import pace
+from cachetree.transport.send_queue import SendQueue
 from cachetree.transport.wire import MAX_PLACES, Located
 from cachetree.tree.lease import Lease
 
@@ -75,7 +79,7 @@ class Stream:
         if not 0 <= self._offset < sum(run.nbytes for run in self._views[0]):
             raise ProtocolError(f"a fetch begins at {self._offset} of step {self._step}")
         self._advance(self._offset)
-        self._outbox: Outbox | None = None
+        self._send_queue: SendQueue | None = None
         """What carries the payloads, if any went that way."""
         self._queued_bytes = 0
 
@@ -128,10 +132,10 @@ class Stream:
         """Whether the receiver does, as far as is known."""
         return self._arena is not None
 
-    def queued(self, outbox: Outbox) -> None:
+    def queued(self, send_queue: SendQueue) -> None:
         """The last payload was put there."""
-        self._outbox = outbox
-        self._queued_bytes = outbox.queued_bytes
+        self._send_queue = send_queue
+        self._queued_bytes = send_queue.queued_bytes
 
     def sent(self, num_bytes: int) -> None:
         """So much is on its way."""
@@ -151,8 +155,8 @@ class Stream:
     def end(self) -> None:
         """Send no more, of what waits for the kernel neither."""
         self.is_over = True
-        if self._outbox is not None:
-            self._outbox.drop(self.id)
+        if self._send_queue is not None:
+            self._send_queue.drop(self.id)
         self._views.clear()
         self._arena = None
 
@@ -160,7 +164,7 @@ class Stream:
     def is_drained(self) -> bool:
         """Whether nobody reads the pages any more."""
         is_read = self._arena is None or not self.in_flight_bytes or self.deadline.has_passed
-        is_sent = self._outbox is None or self._outbox.has_written(self._queued_bytes)
+        is_sent = self._send_queue is None or self._send_queue.has_written(self._queued_bytes)
         return is_read and is_sent
 
     def _next_runs(self, limit: int) -> list[memoryview]:
@@ -205,3 +209,129 @@ class Stream:
             self._views.popleft()
             self._step += 1
             self._offset = self._run = 0
+
+
+BURST: Final = 16
+"""Frames sent before incoming messages are looked at again."""
+
+Reply = Callable[[bytes, wire.ToPeer], bool]
+"""Sends over ZMQ; False where the peer does not take it now."""
+
+
+class _Turn(NamedTuple):
+    identity: bytes
+    """Of the session it is sent to."""
+    stream: Stream
+    on_drained: Callable[[], object]
+
+
+class SendScheduler:
+    """Streams of all peers get equal bytes, whatever their frames, each within its window.
+
+    Used by the worker's thread only.
+    """
+
+    def __init__(
+        self,
+        channels: Mapping[bytes, Channel],
+        reply: Reply,
+        counts: Counter[str],
+        max_bytes_per_s: float | None,
+        clock: Clock,
+    ) -> None:
+        self._channels = channels
+        self._reply = reply
+        self._counts = counts
+        self._pace = pace(max_bytes_per_s, clock)
+        self._turns: deque[_Turn] = deque()
+        self._draining: list[_Turn] = []
+        self.is_refused = False
+        """A peer's queue did not take a message: wait before the next attempt."""
+
+    def __len__(self) -> int:
+        return len(self._turns)
+
+    def in_flight_bytes(self) -> list[int]:
+        """Bytes sent and not yet placed, per stream; from any thread."""
+        return [turn.stream.in_flight_bytes for turn in tuple(self._turns)]
+
+    def timeout_s(self) -> float:
+        """How long nobody has to look."""
+        remaining_s = (turn.stream.deadline.remaining_s() for turn in self._turns)
+        timeout_s = min(remaining_s, default=math.inf)
+        if not self.is_refused and any(map(self._can_send, self._turns)):
+            timeout_s = min(timeout_s, self._pace.delay_s())
+        return timeout_s
+
+    def add(self, identity: bytes, stream: Stream, on_drained: Callable[[], object]) -> None:
+        """Send it to that peer; call `on_drained` once its pages are given back."""
+        if not self._turns:
+            self._pace.idle()
+        stream.served_bytes = min((other.stream.served_bytes for other in self._turns), default=0)
+        self._turns.append(_Turn(identity, stream, on_drained))
+
+    def send(self) -> None:
+        """Up to `BURST` frames, each of the ready stream that got the fewest bytes."""
+        self.is_refused = False
+        ready = [turn for turn in self._turns if self._can_send(turn)]
+        for _ in range(BURST):
+            if not ready or self._pace.delay_s():
+                break
+            turn = min(ready, key=lambda turn: turn.stream.served_bytes)
+            if not self._send(turn) or not self._can_send(turn):
+                ready.remove(turn)
+
+    def late(self) -> Iterator[tuple[bytes, Stream]]:
+        """Those whose deadline has passed, and whose they are."""
+        for identity, stream, _ in tuple(self._turns):
+            if stream.deadline.has_passed and not stream.is_over:
+                yield identity, stream
+
+    def retire(self) -> None:
+        """Give back the pages of streams that are over, once nobody reads them any more."""
+        for turn in [turn for turn in self._turns if turn.stream.is_over]:
+            self._turns.remove(turn)
+            self._draining.append(turn)
+        for turn in tuple(self._draining):
+            if turn.stream.is_drained:
+                self._draining.remove(turn)
+                turn.on_drained()
+                turn.stream.lease.release()
+
+    def close(self) -> None:
+        """Nobody is served any more."""
+        self.retire()
+        for turn in self._draining:
+            turn.stream.lease.release()
+        self._draining.clear()
+
+    def _limit(self, stream: Stream) -> int:
+        return self._pace.limit(stream.frame_bytes)
+
+    def _can_send(self, turn: _Turn) -> bool:
+        stream, channel = turn.stream, self._channels.get(turn.identity)
+        has_room = stream.reads_arena or (channel is not None and channel.has_room)
+        return has_room and stream.is_ready(self._limit(stream))
+
+    def _send(self, turn: _Turn) -> bool:
+        """Whether it went."""
+        stream = turn.stream
+        located = stream.next_located(self._pace.limit(LOCATED_BYTES))
+        if located is not None:
+            if not self._reply(turn.identity, located):
+                self.is_refused = True
+                return False
+            size = located.size
+        else:
+            channel = self._channels.get(turn.identity)
+            if channel is None or not channel.has_room:
+                return False
+            frame, payload = stream.next_frame(self._limit(stream))
+            size = frame.size
+            channel.put(frame, payload)
+            stream.queued(channel.send_queue)
+        stream.sent(size)
+        self._pace.spend(size)
+        self._counts["sent_bytes"] += size
+        self._counts["fetch ok"] += stream.is_over
+        return True

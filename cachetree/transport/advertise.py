@@ -1,0 +1,296 @@
+"""What a worker holds, as its peers learn it: a snapshot, then numbered changes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Final
+
+from cachetree.errors import ProtocolError
+from cachetree.ids import PAGE_HASH_BYTES, Location, ModelId, PageHash
+from cachetree.transport.wire import (
+    NO_ADVERTS,
+    Entries,
+    Entry,
+    Learned,
+    Reset,
+    Synced,
+    join_pages,
+    split_pages,
+)
+from cachetree.tree.entries import Change
+from cachetree.tree.tree import CacheTree
+from cachetree.tree.watch import Listener
+
+Subscribe = Callable[[Listener], tuple[Iterator[Change], Callable[[], None]]]
+"""As `CacheTree.subscribe`: what is there now, and a function that ends the subscription."""
+
+
+class ChangeQueue:
+    """Bounded: when more than `max_changes` wait, all of them are dropped until `restart`.
+
+    Changes come under the tree's lock from any thread; the rest belongs to the reader's thread,
+    but for `len` and `close`.
+    """
+
+    def __init__(self, subscribe: Subscribe, max_changes: int, wake: Callable[[], None]) -> None:
+        self._subscribe = subscribe
+        self._max_changes = max_changes
+        self._wake = wake
+        self._lock = threading.Lock()
+        self._changes: deque[Change] = deque()
+        self.num_noted = 0
+        """Changes that ever came; may be read from any thread."""
+        self.num_taken = 0
+        """Of these, how many the reader knows: taken, or in what `restart` gave."""
+        self.has_overflowed = False
+        """Something was dropped: begin again."""
+        self._is_closed = False
+        self._unsubscribe: Callable[[], None] = lambda: None
+
+    def __len__(self) -> int:
+        return len(self._changes)
+
+    def restart(self) -> Iterator[Change]:
+        """What is in the tree now; what comes later is taken in from here on."""
+        self._unsubscribe()
+        with self._lock:
+            self._changes.clear()
+            self.num_taken = self.num_noted
+            self.has_overflowed = False
+        there, self._unsubscribe = self._subscribe(self._note)
+        if self._is_closed:
+            self._unsubscribe()
+        return there
+
+    def take(self) -> list[Change]:
+        """All that waits, in order."""
+        with self._lock:
+            changes = list(self._changes)
+            self._changes.clear()
+            self.num_taken = self.num_noted
+        return changes
+
+    def close(self) -> None:
+        """Take in nothing that is new. Idempotent."""
+        self._is_closed = True
+        self._unsubscribe()
+
+    def _note(self, change: Change) -> None:
+        with self._lock:
+            self.num_noted += 1
+            if len(self._changes) >= self._max_changes:
+                self._changes.clear()
+                self.has_overflowed = True
+            if not self.has_overflowed:
+                self._changes.append(change)
+        self._wake()
+
+
+ENTRY_PAGES: Final = 2048
+"""Pages per `Entries` message: 32 KiB of hashes, so that adverts never delay a frame for long."""
+
+_ENTRY_WEIGHT: Final = 8
+"""What an entry costs besides its pages, in page hashes."""
+
+
+def entries_of(
+    *,
+    added: bool,
+    model: str,
+    parent: PageHash | None,
+    pages: Sequence[PageHash],
+    e_layers: Sequence[int],
+) -> Iterator[Entry]:
+    """One change as entries of at most `ENTRY_PAGES` pages, each the parent of the next.
+
+    Removals come last part first, so that a page is never left without its parent.
+    """
+    starts = range(0, len(pages), ENTRY_PAGES)
+    for start in starts if added else reversed(starts):
+        before = pages[start - 1] if start else parent
+        yield Entry(
+            added=added,
+            model=model,
+            parent=before or b"",
+            pages=join_pages(pages[start : start + ENTRY_PAGES]),
+            e_layers=tuple(e_layers),
+        )
+
+
+def pack(entries: Iterable[Entry]) -> Iterator[tuple[Entry, ...]]:
+    """Group entries into messages of about `ENTRY_PAGES` pages, in order."""
+    group: list[Entry] = []
+    weight = 0
+    for entry in entries:
+        entry_weight = len(entry.pages) // PAGE_HASH_BYTES + _ENTRY_WEIGHT
+        if group and weight + entry_weight > ENTRY_PAGES + _ENTRY_WEIGHT:
+            yield tuple(group)
+            group, weight = [], 0
+        group.append(entry)
+        weight += entry_weight
+    if group:
+        yield tuple(group)
+
+
+Advert = Reset | Entries | Synced
+
+
+class Advertiser:
+    """A bounded queue between the tree's writers and one peer.
+
+    `peek` and `sent` belong to the worker's thread. When the peer is too slow for the queue, the
+    queue is dropped and a new snapshot begins: what the peer knows may be late, never wrong.
+    """
+
+    def __init__(
+        self, tree: CacheTree, *, epoch: int, max_pending: int, wake: Callable[[], None]
+    ) -> None:
+        self._epoch = epoch
+        self._changes = ChangeQueue(tree.subscribe_kept, max_pending, wake)
+        self._seq = 0
+        self.sent_seq = NO_ADVERTS
+        """Of the last part that was sent; 0 after a Reset."""
+        self.num_learned = -1
+        """Changes that the peer has told it knows; may be read from any thread."""
+        self._learned_seq = NO_ADVERTS
+        self._told: deque[tuple[int, int]] = deque()
+        """Up to which part, and which number of changes, each lot goes that was sent."""
+        self._unsent: Advert | None = None
+        self._adverts: Iterator[Advert] = iter(())
+        self._restart()
+
+    def peek(self) -> Advert | None:
+        """The next message for the peer, again and again until `sent`."""
+        if self._changes.has_overflowed:
+            self._restart()
+        if self._unsent is None:
+            self._unsent = next(self._adverts, None)
+        if self._unsent is None and (changes := self._changes.take()):
+            self._adverts = self._numbered(changes)
+            self._unsent = next(self._adverts, None)
+        return self._unsent
+
+    def sent(self) -> None:
+        if self._unsent is not None:
+            self.sent_seq = 0 if isinstance(self._unsent, Reset) else self._unsent.seq
+        self._unsent = None
+
+    @property
+    def num_noted(self) -> int:
+        """Changes up to now; may be read from any thread."""
+        return self._changes.num_noted
+
+    def learned(self, told: Learned) -> None:
+        """The peer knows all up to that part."""
+        if told.snapshot == self._snapshot_id:
+            self._learned_seq = told.seq
+            self._settle()
+
+    def close(self) -> None:
+        self._changes.close()
+
+    def _restart(self) -> None:
+        self._unsent = None
+        self._told.clear()
+        self._learned_seq = NO_ADVERTS
+        self._snapshot_id = time.monotonic_ns()
+        self._adverts = self._snapshot(self._changes.restart())
+
+    def _snapshot(self, changes: Iterable[Change]) -> Iterator[Advert]:
+        self._seq = 0
+        yield Reset(epoch=self._epoch, snapshot=self._snapshot_id)
+        yield from self._numbered(changes)
+        yield Synced(seq=self._seq)
+
+    def _numbered(self, changes: Iterable[Change]) -> Iterator[Advert]:
+        num_taken = self._changes.num_taken
+        for entries in pack(_entries(changes)):
+            self._seq += 1
+            yield Entries(seq=self._seq, entries=entries)
+        self._told.append((self._seq, num_taken))
+        self._settle()
+
+    def _settle(self) -> None:
+        while self._told and self._told[0][0] <= self._learned_seq:
+            self.num_learned = self._told.popleft()[1]
+
+
+def _entries(changes: Iterable[Change]) -> Iterator[Entry]:
+    for change in changes:
+        yield from entries_of(
+            added=change.added,
+            model=change.model,
+            parent=change.parent,
+            pages=change.pages,
+            e_layers=change.e_layers,
+        )
+
+
+_UNKNOWN: Final = -1
+"""In place of a sequence number: nothing counts until the next snapshot."""
+
+
+class RemoteView:
+    """The part of `tree` that belongs to one worker.
+
+    A part that does not follow the one before it empties the view: `needs_snapshot` is then true
+    until the next Reset. Used by the peer's thread only.
+    """
+
+    def __init__(self, tree: CacheTree, location: Location) -> None:
+        self._tree = tree
+        self._location = location
+        self._seq = _UNKNOWN
+        self.is_synced = False
+        """A whole snapshot has been applied since the last `forget`."""
+        self.needs_snapshot = True
+        self.snapshot = 0
+        """Which one it began with, as the worker calls it."""
+
+    def apply(self, message: Reset | Entries | Synced) -> None:
+        """Raises ProtocolError for entries that cannot exist."""
+        if isinstance(message, Reset):
+            self.forget()
+            self.needs_snapshot = False
+            self.snapshot = message.snapshot
+            self._seq = 0
+        elif self._seq != _UNKNOWN:
+            is_part = isinstance(message, Entries)
+            if message.seq != self._seq + is_part:
+                self.forget()
+                return
+            self._seq = message.seq
+            if isinstance(message, Entries):
+                for entry in message.entries:
+                    self._apply(entry)
+            else:
+                self.is_synced = True
+
+    def compare(self, seq: int) -> None:
+        """The worker has sent every part up to `seq`: forget all where one did not come."""
+        if self._seq != _UNKNOWN and seq not in (NO_ADVERTS, self._seq):
+            self.forget()
+
+    def forget(self) -> None:
+        """Drop everything; only a Reset begins anew."""
+        if self._seq != _UNKNOWN:
+            self._tree.forget(self._location)
+        self._seq = _UNKNOWN
+        self.is_synced = False
+        self.needs_snapshot = True
+
+    def _apply(self, entry: Entry) -> None:
+        pages = split_pages(entry.pages)
+        parents = split_pages(entry.parent)
+        num_layers = self._tree.family.num_layers
+        if len(parents) > 1 or not all(0 <= layer < num_layers for layer in entry.e_layers):
+            raise ProtocolError(f"worker {self._location} advertises entries that cannot exist")
+        model = ModelId(entry.model)
+        if entry.added:
+            parent = parents[0] if parents else None
+            self._tree.add_remote(self._location, model, parent, pages, entry.e_layers)
+        else:
+            self._tree.drop_remote(self._location, model, pages)

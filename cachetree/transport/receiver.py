@@ -1,0 +1,294 @@
+"""Receiving pages: frames checked and placed straight where they stay."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from cachetree.checkpoint.family import Family
+from cachetree.clock import Clock, Deadline
+from cachetree.errors import FetchError, ProtocolError
+from cachetree.ids import ModelId, PageHash, Span
+from cachetree.memory.arena import ArenaReader
+from cachetree.memory.checksum import checksum_of_parts
+from cachetree.memory.staging import Staging
+from cachetree.transport import wire
+from cachetree.transport.channel import Arrival
+from cachetree.transport.config import WorkerConfig
+from cachetree.transport.frames import Frame
+from cachetree.transport.wire import Fetch, Located, Refused, join_pages
+from cachetree.tree.lease import Reservation
+from cachetree.tree.tree import CacheTree
+
+NOT_ASKED: Final = 0
+"""In place of a request's id."""
+
+
+class FetchReceiver:
+    """Places the frames of one fetch, over one request or several. For the peer's thread only.
+
+    What has been placed was verified and stays; the next request begins behind it.
+    """
+
+    def __init__(self, model: ModelId, pages: Sequence[PageHash], staging: Staging) -> None:
+        self.staging: Final = staging
+        self.id = NOT_ASKED
+        """Of the request under way."""
+        self.num_requests = 0
+        self.asked_at_s = 0.0
+        self.broken_at_s = 0.0
+        """When the last request broke off."""
+        self.asked_at_bytes = 0
+        """What the link had carried when the request was sent."""
+        self._model = model
+        self._pages = pages
+        self._sizes = [staging.view(step).nbytes for step in staging.steps]
+        self._step = 0
+        self._offset = 0
+        self._placed_bytes = self._credited_bytes = 0
+        self.over: Final[set[str]] = set()
+        """The connections that say that nothing more comes for the request."""
+        self._skip_empty()
+
+    @property
+    def is_complete(self) -> bool:
+        return self._step == len(self._sizes)
+
+    def fits(self, family: Family) -> bool:
+        """Whether every step has the size of all pages."""
+        return self._sizes == [
+            len(self._pages) * family.page_bytes(step.kind) for step in self.staging.steps
+        ]
+
+    def request(
+        self, id: int, *, frame_bytes: int, window_bytes: int, reads_arena: bool = False
+    ) -> Fetch:
+        """Ask for what has not been placed yet."""
+        self.id = id
+        self.num_requests += 1
+        self._placed_bytes = self._credited_bytes = 0
+        self.over.clear()
+        return Fetch(
+            id=id,
+            model=self._model,
+            pages=join_pages(self._pages),
+            steps=tuple((step.kind.value, step.layer) for step in self.staging.steps),
+            first_step=self._step,
+            first_offset=self._offset,
+            frame_bytes=frame_bytes,
+            window_bytes=window_bytes,
+            reads_arena=reads_arena,
+            timeout_ms=int(self.staging.deadline.remaining_s() * 1000),
+        )
+
+    @property
+    def placed_bytes(self) -> int:
+        """Since the request."""
+        return self._placed_bytes
+
+    def read(self, located: Located, arena: ArenaReader) -> None:
+        """Copy and verify; raises as `buffer_for` and `mark_received` do.
+
+        The lease keeps the worker's memory until the next credit.
+        """
+        places = [Span(*place) for place in located.places if 0 <= place[0] < place[1]]
+        if sum(map(len, places)) != located.size or len(places) < len(located.places):
+            raise ProtocolError(f"{located.places} are not places of {located.size} bytes")
+        buffer = self.buffer_for(located)
+        try:
+            digest = checksum_of_parts(arena.copy_in_pieces(buffer, places))
+        except OSError as exc:
+            raise ProtocolError(f"the worker's memory cannot be read: {exc}") from exc
+        self.mark_received(located, is_sound=digest == located.checksum)
+
+    def buffer_for(self, frame: Frame | Located) -> memoryview:
+        """Where the next frame goes; raises ProtocolError, or what ended the staging."""
+        if self.is_complete or (frame.step, frame.offset) != (self._step, self._offset):
+            raise ProtocolError(
+                f"a frame for step {frame.step} at {frame.offset} came where step {self._step} "
+                f"at {self._offset} was due"
+            )
+        if not 0 < frame.size <= self._sizes[self._step] - self._offset:
+            raise ProtocolError(
+                f"a frame of {frame.size} bytes at {self._offset} does not fit step "
+                f"{self._step} of {self._sizes[self._step]} bytes"
+            )
+        return self.staging.room(self.staging.steps[self._step], self._offset, frame.size)
+
+    def mark_received(self, frame: Frame | Located, *, is_sound: bool) -> None:
+        """Count what was put into the last buffer; raises ProtocolError where it is not sound."""
+        if not is_sound:
+            raise ProtocolError(
+                f"the checksum of step {frame.step} at {frame.offset} is wrong; the bytes were "
+                "damaged on their way"
+            )
+        self.staging.land(self.staging.steps[self._step], frame.size)
+        self._offset += frame.size
+        self._placed_bytes += frame.size
+        self._skip_empty()
+
+    def take_credit(self, least: int = 1) -> int:
+        """Bytes placed since the request, where that many are news; 0 where they are not."""
+        if self.is_complete or self._placed_bytes - self._credited_bytes < least:
+            return 0
+        self._credited_bytes = self._placed_bytes
+        return self._placed_bytes
+
+    def repeat_credit(self) -> None:
+        """The last one may have been lost: let `take_credit` give it again."""
+        self._credited_bytes = 0
+
+    def _skip_empty(self) -> None:
+        while not self.is_complete and self._offset == self._sizes[self._step]:
+            self._step += 1
+            self._offset = 0
+
+
+Reply = wire.Wanted | wire.StoreRefused | wire.Stored | wire.Credit
+
+_MAX_OF_ONE_PEER: Final = 4
+
+
+class StoreReceiver:
+    """Stores under way, of all peers. Used by the worker's thread only.
+
+    A store takes its room from the tree's budget before its first byte is sent; only whole ones
+    are ever seen. Where one ends early, for whatever reason, its room goes back at once.
+    """
+
+    def __init__(
+        self, tree: CacheTree, config: WorkerConfig, counts: Counter[str], clock: Clock
+    ) -> None:
+        self._tree = tree
+        self._config = config
+        self._counts = counts
+        self._clock = clock
+        self._open: dict[tuple[bytes, int], tuple[FetchReceiver, Reservation]] = {}
+        self._refused: deque[tuple[bytes, wire.StoreRefused]] = deque()
+        """Who still has to be told."""
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def begin(self, identity: bytes, store: wire.Store) -> Reply:
+        """Reserve room for a store, or say why not."""
+        self._counts["stores"] += 1
+        try:
+            return self._begin(identity, store)
+        except _Refusal as exc:
+            return self._refuse(store.id, exc.why, str(exc))
+        except ProtocolError as exc:
+            return self._refuse(store.id, Refused.PROTOCOL, wire.reason(exc))
+
+    def buffer_for(self, identity: bytes, frame: Frame) -> memoryview | None:
+        """Where its bytes go; None where its store has ended, or ends with it."""
+        receiver, _ = self._open.get((identity, frame.id), (None, None))
+        try:
+            return None if receiver is None else receiver.buffer_for(frame)
+        except FetchError as exc:
+            self._refused.append((identity, self._break(identity, frame.id, exc)))
+            return None
+
+    def is_pending(self, identity: bytes, frame: Frame) -> bool:
+        """Whether the store still goes on that `buffer_for` was asked for."""
+        return (identity, frame.id) in self._open
+
+    def mark_received(self, identity: bytes, arrival: Arrival) -> Reply | None:
+        """A frame came whole into its buffer; None where its store has ended already."""
+        id, size = arrival.frame.id, arrival.frame.size
+        receiver, reservation = self._open.get((identity, id), (None, None))
+        if receiver is None or reservation is None:
+            return None
+        try:
+            receiver.mark_received(arrival.frame, is_sound=arrival.is_sound)
+        except FetchError as exc:
+            return self._break(identity, id, exc)
+        self._counts["received_bytes"] += size
+        if not receiver.is_complete:
+            return wire.Credit(id=id, num_bytes=receiver.take_credit())
+        del self._open[identity, id]
+        reservation.commit()
+        self._counts["store stored"] += 1
+        return wire.Stored(id=id)
+
+    def cancel(self, identity: bytes, id: int) -> None:
+        """The peer gives up a store; nothing where there is none."""
+        _, reservation = self._open.pop((identity, id), (None, None))
+        if reservation is not None:
+            reservation.release()
+
+    def forget(self, identity: bytes) -> None:
+        """The peer is gone."""
+        for key in [key for key in self._open if key[0] == identity]:
+            self.cancel(*key)
+
+    def expire(self) -> Iterator[tuple[bytes, wire.StoreRefused]]:
+        """End what is late; whom to tell of that, and of frames that did not fit."""
+        while self._refused:
+            yield self._refused.popleft()
+        for (identity, id), (receiver, _) in tuple(self._open.items()):
+            if receiver.staging.deadline.has_passed:
+                self.cancel(identity, id)
+                yield identity, self._refuse(id, Refused.DEADLINE, "the store's time is over")
+
+    def _begin(self, identity: bytes, store: wire.Store) -> Reply:
+        family = self._tree.family
+        if not self._config.accepts:
+            raise _Refusal(
+                Refused.CLOSED, "this worker accepts no stores; set worker.accepts to true there"
+            )
+        if len(self._open) >= self._config.max_stores or self._num_of(identity) >= _MAX_OF_ONE_PEER:
+            raise _Refusal(Refused.BUSY, f"{len(self._open)} stores are open")
+        if (identity, store.id) in self._open:
+            raise ProtocolError(f"store {store.id} is open already")
+        pages, parents = wire.split_pages(store.pages), wire.split_pages(store.parent)
+        steps = wire.steps_of_store(family.num_layers, store.e_layers)
+        if not pages or len(set(pages)) < len(pages) or len(parents) > 1 or not store.model:
+            raise ProtocolError("a store names no model, no pages, a page twice, or two parents")
+        model, parent = ModelId(store.model), parents[0] if parents else None
+        reservation = self._tree.reserve(model, parent, pages, store.e_layers)
+        if reservation is None:
+            raise self._why_not(model, parent, len(pages))
+        if not reservation.pages:
+            self._counts["store known"] += 1
+        else:
+            seconds = min(max(store.timeout_ms, 0) / 1000, self._config.max_fetch_s)
+            num_pages = len(reservation.pages)
+            sizes = {step: num_pages * family.page_bytes(step.kind) for step in steps}
+            deadline = Deadline.after(seconds, self._clock)
+            staging = Staging(sizes, deadline, lambda num_bytes: reservation.whole())
+            receiver = FetchReceiver(model, reservation.pages, staging)
+            self._open[identity, store.id] = (receiver, reservation)
+        return wire.Wanted(
+            id=store.id,
+            skipped=reservation.skipped,
+            frame_bytes=self._config.frame_bytes,
+            window_bytes=self._config.window_bytes,
+        )
+
+    def _break(self, identity: bytes, id: int, error: FetchError) -> wire.StoreRefused:
+        self.cancel(identity, id)
+        return self._refuse(id, Refused.PROTOCOL, wire.reason(error))
+
+    def _num_of(self, identity: bytes) -> int:
+        return sum(key[0] == identity for key in self._open)
+
+    def _why_not(self, model: ModelId, parent: PageHash | None, num_pages: int) -> _Refusal:
+        if parent is not None and not self._tree.has(model, parent):
+            return _Refusal(Refused.UNKNOWN_PARENT, f"model {model} has no page before these")
+        return _Refusal(Refused.NO_ROOM, f"there is no room for {num_pages} pages")
+
+    def _refuse(self, id: int, why: Refused, reason: str) -> wire.StoreRefused:
+        self._counts["refused_stores"] += 1
+        self._counts[f"store {why.value}"] += 1
+        self._counts["protocol_errors"] += why is Refused.PROTOCOL
+        return wire.StoreRefused(id=id, error=why.value, reason=reason)
+
+
+class _Refusal(Exception):
+    """A store that is allowed, but cannot be taken now."""
+
+    def __init__(self, why: Refused, reason: str) -> None:
+        super().__init__(reason)
+        self.why = why
