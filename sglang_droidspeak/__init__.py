@@ -4,7 +4,7 @@
                            └→ capture → offloader
 
 `plugin` is what SGLang's entry point calls. Everything SGLang-specific is imported through
-`compat`, so that an unsupported version is refused in one place.
+`engine`, so that an unsupported version is refused in one place.
 """
 
 __version__ = "0.1.0"

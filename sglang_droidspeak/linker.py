@@ -23,13 +23,12 @@ from cachetree.checkpoint.family import Family
 from cachetree.errors import ConfigError
 from cachetree.memory.staging import pageable
 from cachetree.tier import MakeTier
-from sglang_droidspeak import compat
+from sglang_droidspeak import engine
 from sglang_droidspeak.adapters.activated import Activated
-from sglang_droidspeak.adapters.leaders import Leaders
-from sglang_droidspeak.adapters.low_rank import LowRank
-from sglang_droidspeak.compat import HookType
-from sglang_droidspeak.compat.hashing import ensure_page_hashes
-from sglang_droidspeak.compat.names import (
+from sglang_droidspeak.adapters.models import Models
+from sglang_droidspeak.engine import HookType
+from sglang_droidspeak.engine.hashing import ensure_page_hashes
+from sglang_droidspeak.engine.names import (
     CacheInitParams,
     ComponentType,
     PoolName,
@@ -38,16 +37,7 @@ from sglang_droidspeak.compat.names import (
     get_observability,
     get_parallel,
 )
-from sglang_droidspeak.meter import Meter
-from sglang_droidspeak.metrics import CacheMetrics, Metrics
-from sglang_droidspeak.ranks import Ranks
-from sglang_droidspeak.request import meta_info
-from sglang_droidspeak.request.forward import ForwardPass, largest_forward
-from sglang_droidspeak.request.job import Job
-from sglang_droidspeak.request.labels import Labels
-from sglang_droidspeak.request.loader import Copies, Loader
-from sglang_droidspeak.request.planner import Planner
-from sglang_droidspeak.request.prefixes import (
+from sglang_droidspeak.engine.prefixes import (
     is_approximate,
     namespace_of,
     own_pages_of,
@@ -56,6 +46,17 @@ from sglang_droidspeak.request.prefixes import (
     place_of,
     refusal,
 )
+from sglang_droidspeak.meter import Meter
+from sglang_droidspeak.metrics import CacheMetrics, Metrics
+from sglang_droidspeak.ranks import Ranks
+from sglang_droidspeak.request import meta_info
+from sglang_droidspeak.request.forward import ForwardPass, largest_forward
+from sglang_droidspeak.request.job import Job
+from sglang_droidspeak.request.labels import Labels
+from sglang_droidspeak.request.leaders import Leaders
+from sglang_droidspeak.request.loader import Copies, Loader
+from sglang_droidspeak.request.low_rank import LowRank
+from sglang_droidspeak.request.planner import Planner
 from sglang_droidspeak.request.replies import Replies
 from sglang_droidspeak.request.waiting import WaitingRequests
 from sglang_droidspeak.start import peers
@@ -67,7 +68,7 @@ from sglang_droidspeak.store.pool import PoolIndex
 from sglang_droidspeak.store.rows import Coding, rows_of
 
 if TYPE_CHECKING:
-    from sglang_droidspeak.compat.names import (
+    from sglang_droidspeak.engine.names import (
         LoRARef,
         PrefillAdder,
         Req,
@@ -138,7 +139,8 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         self.layer_done_counter = self._loader.counter
         self._offloader = Offloader(self._cache, rows, attachment.e_pool, coding, self._provenance)
         self._replies = Replies(self._cache, self._offloader, settings.fetch_deadline_s)
-        self._models = site.models()
+        identity = site.identity
+        self._models = Models(identity.model_id, identity.num_layers, site.identify)
         self._activated = Activated(self._models)
         self._pool_index = PoolIndex(
             self._cache.tree, attachment.e_pool, self._provenance, params.page_size, num_slots
@@ -172,36 +174,36 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         self._inserting: tuple[Req, int] | None = None
         self._stores = settings.host_gb > 0
         self._is_retired = False
-        compat.place_hooks(
+        engine.place_hooks(
             {
-                compat.NEW_PREFILL: (self._new_prefill, HookType.AROUND),
-                compat.REPLAY_LEN: (self._charge, HookType.AFTER),
-                compat.MATCH: (self._match, HookType.AROUND),
-                compat.FORWARD: (self._forward.around, HookType.AROUND),
-                compat.CHECKPOINT: (self._checkpoint, HookType.AROUND),
-                compat.REPORT: (self._labels.report, HookType.BEFORE),
-                compat.REPORT_ABORT: (self._labels.aborted, HookType.BEFORE),
-                compat.REQUEST_LEVEL: (_is_request_level, HookType.AFTER),
-                compat.INTERNAL_STATE: (self._add_peers, HookType.AFTER),
+                engine.NEW_PREFILL: (self._new_prefill, HookType.AROUND),
+                engine.REPLAY_LEN: (self._charge, HookType.AFTER),
+                engine.MATCH: (self._match, HookType.AROUND),
+                engine.FORWARD: (self._forward.around, HookType.AROUND),
+                engine.CHECKPOINT: (self._checkpoint, HookType.AROUND),
+                engine.REPORT: (self._labels.report, HookType.BEFORE),
+                engine.REPORT_ABORT: (self._labels.aborted, HookType.BEFORE),
+                engine.REQUEST_LEVEL: (_is_request_level, HookType.AFTER),
+                engine.INTERNAL_STATE: (self._add_peers, HookType.AFTER),
             }
         )
-        compat.place_hooks(  # Around the label, which is made of what is sent.
+        engine.place_hooks(  # Around the label, which is made of what is sent.
             {
-                compat.REPORT: (self._replies.stream, HookType.AROUND),
-                compat.SLEEP_ON_IDLE: (self._replies.sleep, HookType.AROUND),
+                engine.REPORT: (self._replies.stream, HookType.AROUND),
+                engine.SLEEP_ON_IDLE: (self._replies.sleep, HookType.AROUND),
             }
         )
-        compat.place_hooks(
-            dict.fromkeys(compat.WEIGHTS_WRITTEN, (self._weights_change, HookType.BEFORE))
+        engine.place_hooks(
+            dict.fromkeys(engine.WEIGHTS_WRITTEN, (self._weights_change, HookType.BEFORE))
         )
         if runner.lora_manager is not None:
             for lora_id, ref in runner.lora_manager.lora_refs.items():
                 self._models.add(lora_id, folder_of(ref.lora_path))
                 self._activated.loaded(lora_id)
-            compat.place_hooks(
+            engine.place_hooks(
                 {
-                    compat.LOAD_LORA: (self._load_lora, HookType.AROUND),
-                    compat.UNLOAD_LORA: (self._unload_lora, HookType.AFTER),
+                    engine.LOAD_LORA: (self._load_lora, HookType.AROUND),
+                    engine.UNLOAD_LORA: (self._unload_lora, HookType.AFTER),
                 }
             )
         log.info(

@@ -14,47 +14,48 @@ import multiprocessing
 import sys
 from typing import TYPE_CHECKING, Any
 
-from sglang_droidspeak import compat
-from sglang_droidspeak.compat import HookRegistry, HookType
+from sglang_droidspeak import engine
+from sglang_droidspeak.engine import HookRegistry, HookType
 from sglang_droidspeak.start.config import is_configured
 
 if TYPE_CHECKING:
-    from sglang_droidspeak.compat.names import ModelRunner, ServerArgs
+    from sglang_droidspeak.engine.names import ModelRunner, ServerArgs
 
 
 def register() -> None:
     """Place the cold hooks that this process needs."""
-    HookRegistry.register(compat.CHECK_SERVER_ARGS, _check_server_args, HookType.AFTER)
+    HookRegistry.register(engine.CHECK_SERVER_ARGS, _check_server_args, HookType.AFTER)
     # The front end and the detokenizer load plugins too, before (or without ever) importing the
     # scheduler; hooking its parts there would only slow their start.
-    if compat.SCHEDULER_MODULE in sys.modules:
+    if engine.SCHEDULER_MODULE in sys.modules:
         for target, (hook, kind) in _SCHEDULER_HOOKS.items():
             HookRegistry.register(target, hook, kind)
 
 
 def _check_server_args(_result: None, server_args: ServerArgs) -> None:
-    if is_configured(compat.resolved(server_args)):
+    if is_configured(engine.resolved(server_args)):
         from sglang_droidspeak.start.site import check_front_end
 
         check_front_end(server_args)
         # A scheduler that is forked, not spawned, has only the hooks of this process.
         if multiprocessing.get_start_method(allow_none=True) == "fork":
-            compat.place_hooks(_SCHEDULER_HOOKS)
+            engine.place_hooks(_SCHEDULER_HOOKS)
 
 
 def _count_e(cell_size: int, _configurator: object, kvc: Any, _num_layers: int) -> int:
-    if not is_configured(compat.resolved(kvc.server_args)):
+    if not is_configured(engine.resolved(kvc.server_args)):
         return cell_size
-    from sglang_droidspeak.adapters.low_rank import shared_a
+    from sglang_droidspeak.adapters.factors import shared_a
     from sglang_droidspeak.start.site import load_site
+    from sglang_droidspeak.store.capture import e_bytes_per_token
 
     site = load_site(kvc.server_args)
     shared = shared_a(site, kvc.model)
-    return cell_size + site.e_bytes_per_token(kvc.model_config.dtype, shared)
+    return cell_size + e_bytes_per_token(site, kvc.model_config.dtype, shared)
 
 
 def _attach(_result: None, runner: ModelRunner, *_args: object, **_kwargs: object) -> None:
-    if is_configured(compat.resolved(runner.server_args)):
+    if is_configured(engine.resolved(runner.server_args)):
         from sglang_droidspeak.start.site import load_site
         from sglang_droidspeak.store.capture import attach
 
@@ -62,6 +63,6 @@ def _attach(_result: None, runner: ModelRunner, *_args: object, **_kwargs: objec
 
 
 _SCHEDULER_HOOKS = {
-    compat.CELL_SIZE: (_count_e, HookType.AFTER),
-    compat.ALLOC_MEMORY_POOL: (_attach, HookType.AFTER),
+    engine.CELL_SIZE: (_count_e, HookType.AFTER),
+    engine.ALLOC_MEMORY_POOL: (_attach, HookType.AFTER),
 }

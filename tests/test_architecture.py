@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path, PurePosixPath
 
 import pytest
@@ -54,7 +55,7 @@ RULES = (
     ),
     Rule(where=("profiles",), never=("sglang", "sglang_droidspeak", "zmq")),
     Rule(where=("sglang_droidspeak",), never=("transformers", "zmq")),
-    Rule(where=("sglang_droidspeak",), unless=("sglang_droidspeak/compat*",), never=("sglang",)),
+    Rule(where=("sglang_droidspeak",), unless=("sglang_droidspeak/engine",), never=("sglang",)),
     # Decisions are pure: values in, a value out.
     Rule(
         where=(
@@ -173,6 +174,58 @@ def test_the_extension_uses_only_public_names_of_the_cache() -> None:
     assert private == []
 
 
+def circle(sources: dict[str, str]) -> list[str]:
+    """Modules that import each other in a circle, in functions and for types too; empty if none."""
+    packages = {name: name.rpartition(".")[0] for name in sources}
+    known = {
+        name: {it for it in imports(source, packages[name]) if it != name}
+        for name, source in sources.items()
+    }
+    # A name out of a module is that module's; a package is imported with each of its modules.
+    modules = {
+        name: {
+            part
+            for it in found
+            for part in (it, it.rpartition(".")[0])
+            if part in sources and part != name
+        }
+        for name, found in known.items()
+    }
+    try:
+        TopologicalSorter(modules).prepare()
+    except CycleError as exc:
+        return list(exc.args[1])
+    return []
+
+
+def test_the_extension_imports_nothing_in_a_circle() -> None:
+    paths = [it for it in _modules() if it.parts[0] == "sglang_droidspeak"]
+    names = {it: ".".join(it.with_suffix("").parts).removesuffix(".__init__") for it in paths}
+    assert circle({name: (ROOT / it).read_text() for it, name in names.items()}) == []
+
+
+def test_a_circle_is_seen() -> None:
+    a, b = "from p.b import x", "def f():\n    from p import a"
+    assert set(circle({"p.a": a, "p.b": b})) == {"p.a", "p.b"}
+    assert circle({"p.a": a, "p.b": "import torch"}) == []
+
+
+# Who is further down imports nobody who is further up.
+ROOMS = ("engine", "start", "adapters", "store", "request")
+
+
+def test_rooms_of_the_extension_know_only_those_below() -> None:
+    offences = [
+        f"{module} imports {name}"
+        for module in _modules()
+        if module.parts[0] == "sglang_droidspeak" and module.parts[1] in ROOMS
+        for name in imports((ROOT / module).read_text(), ".".join(module.parent.parts))
+        if name.startswith("sglang_droidspeak.")
+        and name.split(".")[1] in ROOMS[ROOMS.index(module.parts[1]) + 1 :]
+    ]
+    assert offences == []
+
+
 @pytest.mark.parametrize(
     ("module", "source"),
     [
@@ -191,7 +244,7 @@ def test_the_extension_uses_only_public_names_of_the_cache() -> None:
         ("profiles/sweep.py", "__import__('sglang')"),
         ("sglang_droidspeak/plugin.py", "from sglang.srt import server_args"),
         ("sglang_droidspeak/linker/load.py", "import importlib\nimportlib.import_module('sglang')"),
-        ("sglang_droidspeak/compat.py", "import transformers"),
+        ("sglang_droidspeak/engine.py", "import transformers"),
     ],
 )
 def test_a_forbidden_import_is_seen(module: str, source: str) -> None:
@@ -207,10 +260,10 @@ def test_a_forbidden_import_is_seen(module: str, source: str) -> None:
         ("cachetree/cli.py", "from cachetree.cache import Cache\nprint(1)"),
         ("cachetree/timely.py", "import time"),
         ("profiles/sweep.py", "import transformers, torch"),
-        ("sglang_droidspeak/compat.py", "import sglang"),
-        ("sglang_droidspeak/compat/hooks.py", "from sglang.srt import server_args"),
-        ("sglang_droidspeak/compat_v1.py", "import sglang"),
-        ("sglang_droidspeak/plugin.py", "from sglang_droidspeak.compat import hooks"),
+        ("sglang_droidspeak/engine.py", "import sglang"),
+        ("sglang_droidspeak/engine/hooks.py", "from sglang.srt import server_args"),
+        ("sglang_droidspeak/engine/v0_5_23.py", "import sglang"),
+        ("sglang_droidspeak/plugin.py", "from sglang_droidspeak.engine import hooks"),
         ("sglang_droidspeak/demo/table.py", "print(1)"),
         ("profiles/sweep.py", "model.eval()\nfile.load()\nyaml.safe_load(file)"),
     ],

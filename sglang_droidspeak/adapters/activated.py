@@ -16,15 +16,14 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from sglang_droidspeak import compat
-from sglang_droidspeak.compat import HookType
-from sglang_droidspeak.request import prefixes
+from sglang_droidspeak import engine
+from sglang_droidspeak.engine import HookType, prefixes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from sglang_droidspeak.adapters.models import Models
-    from sglang_droidspeak.compat.names import ForwardBatch, Req, Scheduler
+    from sglang_droidspeak.engine.names import ForwardBatch, Req, Scheduler
 
 
 class Activated:
@@ -41,10 +40,10 @@ class Activated:
         if self._has_hooks or not self._models.invocation(lora_id):
             return
         self._has_hooks = True
-        compat.place_hooks(
+        engine.place_hooks(
             {
-                compat.PREPARE_LORA: (self._prepare, HookType.AROUND),
-                compat.CAN_SCHEDULE_LORA: (_count_the_base, HookType.AROUND),
+                engine.PREPARE_LORA: (self._prepare, HookType.AROUND),
+                engine.CAN_SCHEDULE_LORA: (_count_the_base, HookType.AROUND),
             }
         )
 

@@ -14,10 +14,10 @@ import msgspec
 from cachetree.checkpoint.adapters import Adapter, read_adapter, read_invocation
 from cachetree.errors import ConfigError
 from cachetree.ids import ModelId, PageHash
-from sglang_droidspeak.request import prefixes
+from sglang_droidspeak.engine import prefixes
 
 if TYPE_CHECKING:
-    from sglang_droidspeak.compat.names import Req
+    from sglang_droidspeak.engine.names import Req
     from sglang_droidspeak.ranks import Ranks
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from typing import Any
 from cachetree.ids import ModelId
 from cachetree.tier import MakeTier, NoteSpeed
 from cachetree.tree.tree import CacheTree
-from sglang_droidspeak.compat.hicache import Backend
+from sglang_droidspeak.engine.hicache import Backend
 from sglang_droidspeak.hicache.counts import Count
 from sglang_droidspeak.hicache.objects import Objects
 from sglang_droidspeak.hicache.tier import HICACHE, HiCacheStatus, HiCacheTier, num_slots

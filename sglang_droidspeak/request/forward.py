@@ -12,23 +12,23 @@ from cachetree.clock import Deadline
 from cachetree.errors import FetchError
 from cachetree.ids import Span
 from cachetree.planning.plan import Kind, Step
-from sglang_droidspeak import compat
-from sglang_droidspeak.compat.names import ForwardMode
-from sglang_droidspeak.request import prefixes
+from sglang_droidspeak import engine
+from sglang_droidspeak.engine import prefixes
+from sglang_droidspeak.engine.names import ForwardMode
 from sglang_droidspeak.request.meta_info import provenance_of
 from sglang_droidspeak.request.partial_prefill import PartialPrefill, Prefix, SlotsE
 
 if TYPE_CHECKING:
     import torch
 
-    from sglang_droidspeak.adapters.low_rank import LowRank
-    from sglang_droidspeak.compat.names import ModelRunner, Req, ScheduleBatch
+    from sglang_droidspeak.engine.names import ModelRunner, Req, ScheduleBatch
     from sglang_droidspeak.meter import Meter
     from sglang_droidspeak.metrics import Metrics
     from sglang_droidspeak.ranks import Ranks
     from sglang_droidspeak.request.job import Job
     from sglang_droidspeak.request.labels import Labels
     from sglang_droidspeak.request.loader import Loader
+    from sglang_droidspeak.request.low_rank import LowRank
     from sglang_droidspeak.store.capture import Attachment, Provenance
     from sglang_droidspeak.store.rows import Coding
 
@@ -254,6 +254,6 @@ def _staging_error(job: Job, deadline: Deadline) -> FetchError | None:
 
 def largest_forward(runner: ModelRunner) -> int:
     """Tokens of one prefill; SGLang says -1 where it does not cut prefills into chunks."""
-    args = compat.resolved(runner.server_args)
+    args = engine.resolved(runner.server_args)
     chunk = args.chunked_prefill_size
     return chunk if chunk is not None and chunk > 0 else args.max_prefill_tokens

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from sglang_droidspeak.compat.names import FINISH_ABORT, is_health_check_generate_req
+from sglang_droidspeak.engine.names import FINISH_ABORT, is_health_check_generate_req
+from sglang_droidspeak.engine.prefixes import tenant_of
 from sglang_droidspeak.request.meta_info import KEY, RequestProvenance
-from sglang_droidspeak.request.prefixes import tenant_of
 
 if TYPE_CHECKING:
     import torch
 
-    from sglang_droidspeak.compat.names import Req
+    from sglang_droidspeak.engine.names import Req
     from sglang_droidspeak.metrics import Metrics
 
 log = logging.getLogger("droidspeak.request")

@@ -14,7 +14,7 @@ import torch
 
 from cachetree.errors import FetchError
 from cachetree.planning.plan import Kind, Step
-from sglang_droidspeak.compat.names import LayerWiseLoadCounter
+from sglang_droidspeak.engine.names import LayerWiseLoadCounter
 from sglang_droidspeak.request.job import Job
 
 if TYPE_CHECKING:

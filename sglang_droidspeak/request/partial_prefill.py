@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cachetree.ids import Span
-from sglang_droidspeak.compat.attention import recompute_backend
-from sglang_droidspeak.compat.names import (
+from sglang_droidspeak.engine.attention import recompute_backend
+from sglang_droidspeak.engine.names import (
     CaptureHiddenMode,
     ForwardBatch,
     ForwardContext,
@@ -27,8 +27,8 @@ from sglang_droidspeak.compat.names import (
 )
 
 if TYPE_CHECKING:
-    from sglang_droidspeak.compat.names import ModelRunner, ScheduleBatch
-    from sglang_droidspeak.layers import LayerStack
+    from sglang_droidspeak.engine.layers import LayerStack
+    from sglang_droidspeak.engine.names import ModelRunner, ScheduleBatch
     from sglang_droidspeak.ranks import Ranks
 
 

@@ -24,17 +24,17 @@ from cachetree.planning.policy import (
     saving_s,
 )
 from cachetree.tree.entries import Match
-from sglang_droidspeak.request import prefixes
+from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.request.controls import Controls, parse_controls
 from sglang_droidspeak.start.peers import not_ready
 from sglang_droidspeak.store.pool import PoolIndex, PoolPages, pool_of
 
 if TYPE_CHECKING:
     from cachetree.cache import Cache
-    from sglang_droidspeak.adapters.low_rank import LowRank
     from sglang_droidspeak.adapters.models import Models, Part
-    from sglang_droidspeak.compat.names import Req, UnifiedRadixCache
+    from sglang_droidspeak.engine.names import Req, UnifiedRadixCache
     from sglang_droidspeak.meter import Meter
+    from sglang_droidspeak.request.low_rank import LowRank
     from sglang_droidspeak.start.site import Site
 
 log = logging.getLogger(__name__)

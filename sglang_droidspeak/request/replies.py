@@ -19,7 +19,7 @@ from sglang_droidspeak.request.controls import parse_controls
 
 if TYPE_CHECKING:
     from cachetree.cache import Cache
-    from sglang_droidspeak.compat.names import Req
+    from sglang_droidspeak.engine.names import Req
     from sglang_droidspeak.store.offloader import Offloader
 
 _LOOK_S: Final = 0.001

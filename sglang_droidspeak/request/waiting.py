@@ -30,7 +30,7 @@ from cachetree.ids import Location, PageHash, Span, is_pool
 from cachetree.planning.plan import Kind, Plan, Step
 from cachetree.planning.policy import Reason, recompute_s
 from cachetree.planning.schedule import Strategy
-from sglang_droidspeak.request import prefixes
+from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.request.controls import parse_controls
 from sglang_droidspeak.request.job import Job
 from sglang_droidspeak.request.labels import must_stay_exact
@@ -46,11 +46,11 @@ if TYPE_CHECKING:
     from cachetree.memory.budget import BudgetedStaging
     from cachetree.tier import Search
     from sglang_droidspeak.adapters.activated import Activated
-    from sglang_droidspeak.adapters.leaders import Following, Leaders
-    from sglang_droidspeak.compat.names import Req, UnifiedRadixCache
+    from sglang_droidspeak.engine.names import Req, UnifiedRadixCache
     from sglang_droidspeak.meter import Meter
     from sglang_droidspeak.ranks import Ranks
     from sglang_droidspeak.request.labels import Labels
+    from sglang_droidspeak.request.leaders import Following, Leaders
     from sglang_droidspeak.request.planner import Planner
     from sglang_droidspeak.start.site import Site
     from sglang_droidspeak.store.pool import PoolIndex

@@ -22,13 +22,11 @@ from cachetree.ids import ModelId
 from cachetree.memory.slab import Layout
 from cachetree.planning.profile import PairProfile, read_profile
 from cachetree.transport import check_peer, check_ports, check_worker
-from sglang_droidspeak import compat
-from sglang_droidspeak.adapters.models import Models
+from sglang_droidspeak import engine
 from sglang_droidspeak.start.config import MIN_PAGE_SIZE, Settings, cache_config, parse_settings
 
 if TYPE_CHECKING:
-    from sglang_droidspeak.adapters.low_rank import SharedA
-    from sglang_droidspeak.compat.names import ServerArgs
+    from sglang_droidspeak.engine.names import ServerArgs
 
 log = logging.getLogger(__name__)
 
@@ -135,10 +133,6 @@ class Site:
         """What an adapter makes of this server's model; raises ConfigError."""
         return read_model_identity(self.folder, _cache_dir(), adapter).model_id
 
-    def models(self) -> Models:
-        """What it answers as before any adapter is loaded."""
-        return Models(self.identity.model_id, self.identity.num_layers, self.identify)
-
     @property
     def _keeps_e(self) -> bool:
         return self.settings.host_gb > 0 or self.adapters is not None
@@ -158,18 +152,12 @@ class Site:
             if is_ours and profile.is_usable:
                 yield profile
 
-    def e_bytes_per_token(self, dtype: torch.dtype, shared: Mapping[int, SharedA]) -> int:
-        """With A x in place of E at the layers of `shared`."""
-        hidden = self.identity.hidden_size
-        widths = (shared[it].rank if it in shared else hidden for it in self.transition_layers)
-        return sum(widths) * dtype.itemsize
-
 
 def check_front_end(server_args: ServerArgs) -> None:
     """Stop the server with one line where its configuration cannot work."""
     try:
         site = load_site(server_args)
-        for rank in range(compat.resolved(server_args).tp_size):
+        for rank in range(engine.resolved(server_args).tp_size):
             config = cache_config(site.settings, site.identity.model_id, rank)
             if config.serves:
                 check_ports(config.worker)
@@ -182,10 +170,10 @@ def load_site(server_args: ServerArgs) -> Site:
 
     Raises ConfigError or ProfileError naming the field, the value and the remedy.
     """
-    args = compat.resolved(server_args)
-    compat.require_supported()
+    args = engine.resolved(server_args)
+    engine.require_supported()
     check_arguments(args)
-    quantization = compat.model_config(server_args).quantization
+    quantization = engine.model_config(server_args).quantization
     if quantization is not None:
         raise ConfigError(
             f"the checkpoint {args.model_path} is quantised ({quantization}): {_UNQUANTISED}; "
@@ -232,7 +220,7 @@ def _load(
     settings = parse_settings(msgspec.json.decode(extra_json))
     _check_transport(settings, tp_size)
     if settings.hicache_backend is not None:
-        from sglang_droidspeak.compat.hicache import check_backend
+        from sglang_droidspeak.engine.hicache import check_backend
 
         check_backend(settings.hicache_backend, settings.hicache_config)
     path = folder_of(model_path, revision)

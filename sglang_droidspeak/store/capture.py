@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from cachetree.errors import ConfigError
-from sglang_droidspeak.adapters.low_rank import SharedA, shared_a
-from sglang_droidspeak.compat.names import ForwardMode, MHATokenToKVPool, async_h2d
-from sglang_droidspeak.layers import LayerStack, OnE
+from sglang_droidspeak.adapters.factors import SharedA, shared_a
+from sglang_droidspeak.engine.layers import LayerStack, OnE
+from sglang_droidspeak.engine.names import ForwardMode, MHATokenToKVPool, async_h2d
 
 if TYPE_CHECKING:
-    from sglang_droidspeak.compat.names import ForwardBatch, ModelRunner, ScheduleBatch
+    from sglang_droidspeak.engine.names import ForwardBatch, ModelRunner, ScheduleBatch
     from sglang_droidspeak.start.site import Site
 
 log = logging.getLogger(__name__)
@@ -181,6 +181,13 @@ def _marker(valid: torch.Tensor) -> OnE:
     return mark
 
 
+def e_bytes_per_token(site: Site, dtype: torch.dtype, shared: Mapping[int, SharedA]) -> int:
+    """With A x in place of E at the layers of `shared`."""
+    hidden = site.identity.hidden_size
+    widths = (shared[it].rank if it in shared else hidden for it in site.transition_layers)
+    return sum(widths) * dtype.itemsize
+
+
 def attach(runner: ModelRunner, site: Site) -> None:
     """Allocate E and start capturing; runs after the KV pool exists and before CUDA graphs do."""
     if runner.is_draft_worker:
@@ -202,7 +209,7 @@ def attach(runner: ModelRunner, site: Site) -> None:
     stack = LayerStack(runner.model)
     shared = shared_a(site, runner.model)
     if shared:
-        num_bytes = [site.e_bytes_per_token(runner.dtype, it) for it in ({}, shared)]
+        num_bytes = [e_bytes_per_token(site, runner.dtype, it) for it in ({}, shared)]
         log.info(
             "droidspeak: all adapters have the same A at layers %s, so that what it makes of E is "
             "kept there in place of E: %d bytes per token and not %d",

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Final
 from cachetree.errors import FetchError
 from cachetree.ids import POOL_PREFIX, Location, ModelId, PageHash
 from cachetree.planning.plan import Plan
-from sglang_droidspeak.request import prefixes
+from sglang_droidspeak.engine import prefixes
 
 if TYPE_CHECKING:
     import torch
 
     from cachetree.tree.tree import CacheTree
-    from sglang_droidspeak.compat.names import Req, UnifiedRadixCache
+    from sglang_droidspeak.engine.names import Req, UnifiedRadixCache
     from sglang_droidspeak.store.capture import EPool, Provenance
 
 

@@ -18,7 +18,7 @@ from cachetree.checkpoint.codec import Codec, vector_bytes
 from cachetree.checkpoint.codecs import decode, encode
 
 if TYPE_CHECKING:
-    from sglang_droidspeak.compat.names import MHATokenToKVPool
+    from sglang_droidspeak.engine.names import MHATokenToKVPool
 
 
 class PoolRows(Protocol):

@@ -37,7 +37,8 @@ from cachetree.ids import Location, ModelId, PageHash, Span
 from cachetree.memory.budget import Budget, BudgetedStaging
 from cachetree.planning.plan import Plan, Step
 from profiles.oracle import KV
-from sglang_droidspeak.compat.names import (
+from sglang_droidspeak.engine.layers import LayerStack
+from sglang_droidspeak.engine.names import (
     ForwardBatch,
     ForwardContext,
     ForwardMode,
@@ -46,7 +47,6 @@ from sglang_droidspeak.compat.names import (
     ScheduleBatch,
     forward_context,
 )
-from sglang_droidspeak.layers import LayerStack
 from sglang_droidspeak.meter import Meter
 from sglang_droidspeak.metrics import Metrics
 from sglang_droidspeak.ranks import Ranks

@@ -9,7 +9,7 @@ import pytest
 import torch
 from virtual_cuda import VirtualCuda
 
-from sglang_droidspeak.compat.names import ForwardMode
+from sglang_droidspeak.engine.names import ForwardMode
 from sglang_droidspeak.store.capture import EPool, Provenance
 
 HIDDEN, SLOTS = 64, 64

@@ -8,7 +8,7 @@ import pytest
 from sglang.srt.mem_cache.cpp_utils.native_hash import get_native_hash
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from sglang_droidspeak.compat.hashing import hash_in_python
+from sglang_droidspeak.engine.hashing import hash_in_python
 
 
 @pytest.mark.parametrize("prior", [None, bytes(range(32))])

@@ -34,7 +34,7 @@ from cachetree import (
     StaleEntry,
     Step,
 )
-from sglang_droidspeak.compat.hicache import check_backend
+from sglang_droidspeak.engine.hicache import check_backend
 from sglang_droidspeak.hicache import HICACHE, Objects, hicache_tier, tier
 from sglang_droidspeak.hicache.search import AbsentPages
 

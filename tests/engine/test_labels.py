@@ -12,10 +12,11 @@ import pytest
 import torch
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH
 
-from sglang_droidspeak.compat.names import ForwardMode
+from sglang_droidspeak.engine import prefixes
+from sglang_droidspeak.engine.names import ForwardMode
 from sglang_droidspeak.meter import Meter
 from sglang_droidspeak.ranks import Ranks
-from sglang_droidspeak.request import forward, prefixes
+from sglang_droidspeak.request import forward
 from sglang_droidspeak.request.labels import Labels
 from sglang_droidspeak.request.meta_info import KEY, RequestProvenance
 from sglang_droidspeak.store.capture import Provenance

@@ -16,7 +16,7 @@ from cachetree.clock import Deadline
 from cachetree.ids import Location, ModelId, Span
 from cachetree.memory.staging import Staging
 from cachetree.planning.plan import Plan
-from sglang_droidspeak.compat.names import ForwardMode
+from sglang_droidspeak.engine.names import ForwardMode
 from sglang_droidspeak.ranks import Ranks
 from sglang_droidspeak.request import forward
 from sglang_droidspeak.request.forward import ForwardPass

@@ -21,10 +21,11 @@ from cachetree.ids import EMPTY_SPAN, ModelId, Span
 from cachetree.planning.plan import Plan
 from cachetree.tree.entries import Match
 from profiles.random_models import shape, write_adapter, write_models
-from sglang_droidspeak.adapters.low_rank import LowRank, SharedA, shared_a
+from sglang_droidspeak.adapters.factors import SharedA, shared_a
 from sglang_droidspeak.adapters.models import LoadedModel, Models
-from sglang_droidspeak.layers import LayerStack
+from sglang_droidspeak.engine.layers import LayerStack
 from sglang_droidspeak.request.job import Job
+from sglang_droidspeak.request.low_rank import LowRank
 from sglang_droidspeak.store.capture import EPool
 from sglang_droidspeak.store.pool import PoolPages, pool_of
 

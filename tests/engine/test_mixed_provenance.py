@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang_droidspeak.compat.names import ForwardMode
+from sglang_droidspeak.engine.names import ForwardMode
 from sglang_droidspeak.store.capture import Provenance
 
 NUM_REQUESTS, NUM_SLOTS, LENGTH = 5, 400, 64

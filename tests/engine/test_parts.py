@@ -19,8 +19,8 @@ from cachetree.errors import DeadlineExceeded
 from cachetree.ids import EMPTY_SPAN, Location, ModelId, PageHash, Span
 from cachetree.memory.staging import Staging
 from cachetree.planning.plan import Kind, Plan, Step
-from sglang_droidspeak.compat import HookType, place_hooks
-from sglang_droidspeak.compat.names import ForwardMode
+from sglang_droidspeak.engine import HookType, place_hooks
+from sglang_droidspeak.engine.names import ForwardMode
 from sglang_droidspeak.meter import Meter
 from sglang_droidspeak.metrics import CacheMetrics
 from sglang_droidspeak.request.controls import Controls, parse_controls

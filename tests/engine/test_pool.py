@@ -21,10 +21,10 @@ from cachetree.planning.plan import Plan
 from cachetree.tree.hashing import page_hashes
 from cachetree.tree.tree import CacheTree
 from profiles.random_models import random_prompt, shape, write_adapter, write_models
-from sglang_droidspeak.adapters.leaders import Leaders
 from sglang_droidspeak.adapters.models import Models
+from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.ranks import Ranks
-from sglang_droidspeak.request import prefixes
+from sglang_droidspeak.request.leaders import Leaders
 from sglang_droidspeak.store import pool as pool_module
 from sglang_droidspeak.store.capture import Provenance
 from sglang_droidspeak.store.pool import Held, PoolIndex, pool_of

@@ -16,9 +16,9 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from cachetree.ids import ModelId
 from sglang_droidspeak.adapters.models import Part
+from sglang_droidspeak.engine.prefixes import refusal, reusable_pages
 from sglang_droidspeak.linker import DroidSpeakLinker
 from sglang_droidspeak.ranks import Ranks
-from sglang_droidspeak.request.prefixes import refusal, reusable_pages
 from sglang_droidspeak.request.waiting import WaitingRequests
 
 NUM_TOKENS = 4 * PAGE + 3

@@ -20,15 +20,15 @@ from cachetree.memory.budget import Budget, BudgetedStaging
 from cachetree.memory.staging import pageable
 from cachetree.planning.plan import Plan
 from cachetree.tier import Search
-from sglang_droidspeak.adapters.leaders import Leaders
 from sglang_droidspeak.adapters.models import Part
+from sglang_droidspeak.engine import prefixes
+from sglang_droidspeak.engine.prefixes import reusable_pages
 from sglang_droidspeak.linker import DroidSpeakLinker
 from sglang_droidspeak.ranks import Ranks
-from sglang_droidspeak.request import prefixes
 from sglang_droidspeak.request.labels import Labels
+from sglang_droidspeak.request.leaders import Leaders
 from sglang_droidspeak.request.meta_info import RequestProvenance
 from sglang_droidspeak.request.planner import Declined, Planned, Planner
-from sglang_droidspeak.request.prefixes import reusable_pages
 from sglang_droidspeak.request.waiting import WaitingRequests
 
 PAGE = 16

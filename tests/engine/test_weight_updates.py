@@ -21,8 +21,8 @@ from forked import ServerSpec
 from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 
 from profiles.random_models import shape, write_models
-from sglang_droidspeak import compat
-from sglang_droidspeak.compat import HookType, place_hooks
+from sglang_droidspeak import engine
+from sglang_droidspeak.engine import HookType, place_hooks
 from sglang_droidspeak.fleet.servers import Server, free_port, running
 
 HARMLESS = {
@@ -68,7 +68,7 @@ def test_every_way_to_write_weights_is_seen_before_it_writes() -> None:
     def note(*_args: object, **_kwargs: object) -> None:
         seen.append(float(model.w))
 
-    place_hooks(dict.fromkeys(compat.WEIGHTS_WRITTEN, (note, HookType.BEFORE)))
+    place_hooks(dict.fromkeys(engine.WEIGHTS_WRITTEN, (note, HookType.BEFORE)))
     broken = [("w", torch.ones(1)), ("other", torch.ones(1))]
     ways: dict[str, Callable[[WeightUpdater], Any]] = {
         "begin_weight_update": lambda it: it.begin_weight_update(),
@@ -91,13 +91,13 @@ def test_every_way_to_write_weights_is_seen_before_it_writes() -> None:
 def test_the_probe_names_every_hooked_function() -> None:
     hooked = {
         value
-        for name, value in vars(compat).items()
+        for name, value in vars(engine).items()
         if name.isupper() and not name.startswith("_")
         if isinstance(value, str) and value.startswith("sglang.srt.")
     }
-    hooked.remove(compat.SCHEDULER_MODULE)
+    hooked.remove(engine.SCHEDULER_MODULE)
     hooked = {it for it in hooked if not it.endswith(("hicache_storage", "WeightUpdater"))}
-    assert hooked | compat.WEIGHTS_WRITTEN.keys() <= compat._SIGNATURES.keys()
+    assert hooked | engine.WEIGHTS_WRITTEN.keys() <= engine._SIGNATURES.keys()
 
 
 NAMES = ("missing", "whole", "begun")

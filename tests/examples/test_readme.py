@@ -75,13 +75,17 @@ def test_every_outcome_is_described() -> None:
     assert {reason.value for reason in Reason} <= described
     returned = {
         found
-        for file in ("labels.py", "meta_info.py", "planner.py", "prefixes.py", "waiting.py")
+        for file in ("engine/prefixes.py", *_request_files())
         for found in re.findall(
             r'(?:return |outcome=|cause = |_refusal = |else |Declined\()"(\w+)"', source(file)
         )
     }
     assert {"multimodal", "bad_controls", "error", "aborted", "no_slots", "own"} <= returned
     assert returned - {"reused"} <= described
+
+
+def _request_files() -> list[str]:
+    return [f"request/{path.name}" for path in (EXTENSION / "request").glob("*.py")]
 
 
 def source(file: str) -> str:

@@ -14,12 +14,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from cachetree.ids import PAGE_HASH_BYTES, PageHash
-from sglang_droidspeak.compat.names import MatchPrefixParams, RadixKey, get_storage_hash_str
+from sglang_droidspeak.engine.names import MatchPrefixParams, RadixKey, get_storage_hash_str
 
 if TYPE_CHECKING:
     import torch
 
-    from sglang_droidspeak.compat.names import NodeId, Req, UnifiedRadixCache
+    from sglang_droidspeak.engine.names import NodeId, Req, UnifiedRadixCache
 
 
 _INVOKED_AT: Final = "droidspeak_invoked_at"

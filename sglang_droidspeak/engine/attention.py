@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sglang_droidspeak.compat.names import ModelRunner
+    from sglang_droidspeak.engine.names import ModelRunner
 
 
 def recompute_backend(runner: ModelRunner) -> Any:

@@ -14,10 +14,10 @@ import torch
 
 from cachetree.errors import ConfigError
 from cachetree.ids import Span
-from sglang_droidspeak.compat.names import KVWriteLoc, get_token_to_kv_pool, residual_batch
+from sglang_droidspeak.engine.names import KVWriteLoc, get_token_to_kv_pool, residual_batch
 
 if TYPE_CHECKING:
-    from sglang_droidspeak.compat.names import ForwardBatch
+    from sglang_droidspeak.engine.names import ForwardBatch
 
 OnE = Callable[["ForwardBatch", torch.Tensor], None]
 """Called with the batch and E, `[tokens or more, hidden]`, to be copied before it returns."""

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Final
 
 from cachetree.ids import Location, ModelId, PageHash
 from cachetree.planning.policy import Reason
-from sglang_droidspeak.request.prefixes import namespace_of
+from sglang_droidspeak.engine.prefixes import namespace_of
 from sglang_droidspeak.store.pool import pool_of
 
 if TYPE_CHECKING:
     from cachetree.tree.tree import CacheTree
     from sglang_droidspeak.adapters.models import Models
-    from sglang_droidspeak.compat.names import Req
+    from sglang_droidspeak.engine.names import Req
     from sglang_droidspeak.request.planner import Planned, Planner
 
 _READS_NOBODY: Final = (Reason.OFF.value, "bad_controls")
