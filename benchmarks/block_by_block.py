@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from cachetree.ids import Span
+from cachetree import Span
 from profiles.documents import Document
 from profiles.examination import Answerer, Score, Tokens
 from profiles.frontier import grid

@@ -28,9 +28,9 @@ from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
-from cachetree.checkpoint.codec import Codec, vector_bytes
+from cachetree import Span
+from cachetree.checkpoint import Codec, vector_bytes
 from cachetree.checkpoint.codecs import decode, encode
-from cachetree.ids import Span
 from profiles.datasets import load_sources
 from profiles.documents import Document, make_documents
 from profiles.evidence import MeasuredProfile, read_measured

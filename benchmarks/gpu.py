@@ -21,7 +21,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from cachetree.checkpoint.codec import Codec
+from cachetree.checkpoint import Codec
 from sglang_droidspeak.request.loader import Copies
 from sglang_droidspeak.store.capture import EPool
 from sglang_droidspeak.store.rows import Coding, DeviceRows

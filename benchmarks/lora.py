@@ -40,9 +40,9 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from cachetree.checkpoint.family import ModelIdentity
-from cachetree.checkpoint.identity import read_model_identity
-from cachetree.planning.profile import VERSION, BlockQuality, PairProfile, Recipe, write_profile
+from cachetree.checkpoint import ModelIdentity, read_model_identity
+from cachetree.planning import PROFILE_VERSION as VERSION
+from cachetree.planning import BlockQuality, PairProfile, Recipe, write_profile
 from profiles.adapters import merge_folder
 from profiles.oracle import Generated, decode, partial_prefill
 from profiles.random_models import random_prompt, shape, write_adapter, write_models

@@ -15,7 +15,7 @@ must give the tokens of the full prefill.
 
 The second part puts a paced link (the transport's own bandwidth cap) between the two and compares
 what the paper compares: everything loaded first, only the reused layers loaded first, and loads
-and recompute pipelined; with what `cachetree.planning.schedule` predicts from the measured parts.
+and recompute pipelined; with what `schedule.py` predicts from the measured parts.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from typing import Any
 import result
 from rich.console import Console
 from rich.table import Table
+from schedule import Request, schedule
 
 from cachetree import (
     Cache,
@@ -46,10 +47,9 @@ from cachetree import (
     Worker,
     WorkerConfig,
 )
-from cachetree.checkpoint.codec import Codec
-from cachetree.checkpoint.identity import read_model_identity
-from cachetree.planning.schedule import Request, Strategy, schedule
-from cachetree.tree.hashing import page_hashes
+from cachetree.checkpoint import Codec, read_model_identity
+from cachetree.planning import Strategy
+from cachetree.tree import page_hashes
 from profiles.random_models import random_prompt, shape, write_models
 from sglang_droidspeak.fleet.servers import Server, ServerSpec, free_port, running
 

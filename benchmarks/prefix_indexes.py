@@ -23,9 +23,9 @@ from cachetree import (
     Reservation,
     Retention,
 )
-from cachetree.memory.memory import Plain
+from cachetree.memory import Plain
 from cachetree.transport.wire import split_pages
-from cachetree.tree.eviction import POLICIES
+from cachetree.tree import POLICIES
 
 FAMILY = Family(
     architecture="LlamaForCausalLM",

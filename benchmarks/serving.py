@@ -43,8 +43,8 @@ from rich.console import Console
 from rich.table import Table
 
 from cachetree import Cache, CacheConfig, Deadline, Family, PeerConfig, Plan, Span
-from cachetree.checkpoint.identity import read_model_identity
-from cachetree.tree.hashing import page_hashes
+from cachetree.checkpoint import read_model_identity
+from cachetree.tree import page_hashes
 from profiles.random_models import random_prompt, shape, write_models
 from sglang_droidspeak.fleet.servers import Server, ServerSpec, free_port, running
 

@@ -62,8 +62,7 @@ from cachetree import (
     WorkerConfig,
     pageable,
 )
-from cachetree.memory.arena import Arena
-from cachetree.memory.staging_pool import StagingPool
+from cachetree.memory import Arena, StagingPool
 from cachetree.transport import write_key_pair
 
 MODEL = ModelId("sender")

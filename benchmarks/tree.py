@@ -56,9 +56,8 @@ from prefix_indexes import (
 from rich.console import Console
 from rich.table import Table
 
-from cachetree import CacheTree, ModelId
-from cachetree.ids import Location
-from cachetree.tree.hashing import page_hashes
+from cachetree import CacheTree, Location, ModelId
+from cachetree.tree import page_hashes
 
 PAGE = FAMILY.page_size
 FAR = Location("tcp://far:1")

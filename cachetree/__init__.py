@@ -4,10 +4,10 @@
 SGLang.
 """
 
-from cachetree.cache import Cache, CacheStatus
-from cachetree.checkpoint.family import Family, ModelIdentity
-from cachetree.clock import Deadline
-from cachetree.config import CacheConfig
+from cachetree.cache import Cache
+from cachetree.checkpoint import Family, ModelIdentity
+from cachetree.clock import Clock, Deadline
+from cachetree.config import CacheConfig, read_yaml, settings_of
 from cachetree.disk import DiskStatus
 from cachetree.errors import (
     AuthenticationError,
@@ -28,16 +28,20 @@ from cachetree.ids import (
     EMPTY_SPAN,
     LOCAL,
     PAGE_HASH_BYTES,
+    POOL_PREFIX,
+    Kind,
     Location,
     ModelId,
     PageHash,
     Span,
+    Step,
+    entry_steps,
+    is_pool,
 )
-from cachetree.memory.budget import BudgetedStaging
-from cachetree.memory.staging import Allocate, Staging, pageable
-from cachetree.planning.plan import Kind, Plan, Step
-from cachetree.planning.profile import PairProfile, read_profile, write_profile
-from cachetree.tier import MakeTier, NoteSpeed, Search, Tier
+from cachetree.memory import Allocate, BudgetedStaging, Staging, pageable
+from cachetree.planning import Match, PairProfile, Plan, read_profile, write_profile
+from cachetree.status import CacheStatus, FetchCounts
+from cachetree.tier import MakeTier, NoteSpeed, Search, Tier, give_way
 from cachetree.transport import (
     Peer,
     PeerConfig,
@@ -47,16 +51,14 @@ from cachetree.transport import (
     Worker,
     WorkerConfig,
 )
-from cachetree.tree.entries import Match
-from cachetree.tree.eviction import Retention
-from cachetree.tree.lease import Lease, Reservation
-from cachetree.tree.tree import CacheTree
+from cachetree.tree import CacheTree, Change, Lease, Reservation, Retention, page_hashes
 
 __all__ = [
     "DISK",
     "EMPTY_SPAN",
     "LOCAL",
     "PAGE_HASH_BYTES",
+    "POOL_PREFIX",
     "Allocate",
     "AuthenticationError",
     "BudgetedStaging",
@@ -66,12 +68,15 @@ __all__ = [
     "CacheTree",
     "CacheTreeError",
     "Cancelled",
+    "Change",
+    "Clock",
     "ConfigError",
     "Deadline",
     "DeadlineExceeded",
     "DiskStatus",
     "Family",
     "FamilyMismatch",
+    "FetchCounts",
     "FetchError",
     "Kind",
     "Lease",
@@ -103,7 +108,13 @@ __all__ = [
     "Tier",
     "Worker",
     "WorkerConfig",
+    "entry_steps",
+    "give_way",
+    "is_pool",
+    "page_hashes",
     "pageable",
     "read_profile",
+    "read_yaml",
+    "settings_of",
     "write_profile",
 ]

@@ -10,67 +10,37 @@ from functools import partial
 from types import TracebackType
 from typing import Final, TypeVar
 
-import msgspec
-
-from cachetree.checkpoint.family import Family
+from cachetree.checkpoint import Family
 from cachetree.clock import Clock, Deadline
 from cachetree.config import CacheConfig
-from cachetree.disk import DiskStatus, DiskTier
+from cachetree.disk import DiskTier
 from cachetree.errors import ConfigError, DeadlineExceeded, FetchError, StaleEntry
-from cachetree.fetch_log import FetchCounts, FetchLog
-from cachetree.ids import LOCAL, Location, ModelId, PageHash
-from cachetree.memory.arena import memory_of
-from cachetree.memory.budget import Budget, BudgetedStaging
-from cachetree.memory.staging import Allocate, Staging, pageable
-from cachetree.memory.staging_pool import StagingPool
-from cachetree.planning.plan import Kind, Plan, Step
+from cachetree.ids import LOCAL, Kind, Location, ModelId, PageHash, Step
+from cachetree.memory import (
+    Allocate,
+    Budget,
+    BudgetedStaging,
+    Staging,
+    StagingPool,
+    memory_of,
+    pageable,
+)
+from cachetree.planning import Match, Plan
+from cachetree.status import CacheStatus, FetchLog
 from cachetree.tier import MakeTier, NoteSpeed, Search, Tier
 from cachetree.transport import (
     Peer,
-    PeerStatus,
     Pusher,
-    PusherStatus,
-    Status,
     Worker,
     verbs,
 )
 from cachetree.transport.pace import Bandwidth
 from cachetree.transport.peer import NO_WORKER
-from cachetree.tree.entries import Match
-from cachetree.tree.lease import Lease
-from cachetree.tree.tree import CacheTree
+from cachetree.tree import CacheTree, Lease
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T", bound=Tier)
-
-
-class CacheStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A cache in numbers."""
-
-    num_bytes: int
-    num_pinned_bytes: int
-    host_bytes: int
-    held_bytes: int
-    """Of `num_bytes`, what cannot be evicted now."""
-    num_pages: int
-    """In memory, counted once per model."""
-    num_evictions: int
-    """Entries that left memory for others, or were told to."""
-    staging_bytes_in_use: int
-    staging_bytes: int
-    fetches: tuple[FetchCounts, ...]
-    """By this process, from anywhere."""
-    peers: tuple[PeerStatus, ...]
-    stores: tuple[PusherStatus, ...]
-    worker: Status | None
-    """None where this cache does not serve."""
-    worker_turn_age_s: float
-    """Since the worker's thread last turned, which it does several times a second."""
-    disk: DiskStatus | None
-    """None where nothing is kept on disk."""
-    tiers: Mapping[Location, msgspec.Struct]
-    """What each tier says of itself, the disk included."""
 
 
 class Cache:

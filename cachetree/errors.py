@@ -16,6 +16,16 @@
 A miss is not an error: `match` returns no entry, `lease` and `reserve` return None.
 """
 
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+UNREADABLE: Final = (ValueError, RecursionError)
+"""What decoders raise of a file that is not what it should be: another form (all errors of
+msgspec), text that is not UTF-8, dates that do not exist; nesting too deep, also in a field that
+nobody knows and that is skipped."""
+
 
 class CacheTreeError(Exception):
     """Base class of all errors of this package."""
@@ -63,3 +73,8 @@ class StaleEntry(FetchError):
 
 class ProtocolError(FetchError):
     """A peer broke the protocol: unknown message, wrong size, wrong checksum, too large."""
+
+
+def written(path: Path) -> str:
+    """A path as its user wrote it, and where that is looked for; for messages."""
+    return str(path) if path.is_absolute() else f"{path} (relative to {Path.cwd()})"

@@ -1,9 +1,10 @@
-"""Names of things: pages, models, families, places, and half-open spans of them."""
+"""Names of things: pages, models, places, half-open spans, and the layers of an entry."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from enum import Enum
 from typing import Final, NewType
 
 PageHash = NewType("PageHash", bytes)
@@ -68,3 +69,25 @@ class Span:
 
 
 EMPTY_SPAN: Final = Span(0, 0)
+
+
+class Kind(str, Enum):
+    """The two kinds of state kept per layer."""
+
+    KV = "kv"
+    E = "e"
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One unit of a fetch: the whole page range of one kind at one layer."""
+
+    kind: Kind
+    layer: int
+
+
+def entry_steps(num_layers: int, e_layers: Iterable[int]) -> tuple[Step, ...]:
+    """All that an entry consists of, in the order in which it is kept, sent and checked: KV layer
+    by layer, then E in rising order of layers."""
+    kv = [Step(Kind.KV, layer) for layer in range(num_layers)]
+    return (*kv, *(Step(Kind.E, layer) for layer in sorted(set(e_layers))))

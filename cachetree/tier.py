@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
@@ -10,8 +12,10 @@ import msgspec
 
 from cachetree.clock import Deadline
 from cachetree.ids import Location, ModelId, PageHash
-from cachetree.memory.staging import Staging
-from cachetree.tree.tree import CacheTree
+from cachetree.memory import Staging
+from cachetree.tree import CacheTree
+
+_NICENESS: Final = 10
 
 NoteSpeed = Callable[[int, float], None]
 """Takes bytes read and the seconds that they took."""
@@ -59,3 +63,13 @@ class Tier(Protocol):
 
 MakeTier = Callable[[CacheTree, NoteSpeed], Tier]
 """Raises ConfigError where the tier cannot work."""
+
+
+def give_way() -> None:
+    """Have the calling thread run after others, where the system can tell threads apart.
+
+    Nor does it take a processor from whoever computes there when it wakes (`SCHED_BATCH`).
+    """
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        os.sched_setscheduler(threading.get_native_id(), os.SCHED_BATCH, os.sched_param(0))

@@ -37,8 +37,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from cachetree.checkpoint.safetensors_files import weight_files
-from cachetree.errors import CacheTreeError, ConfigError
+from cachetree import CacheTreeError, ConfigError
+from cachetree.checkpoint import weight_files
 
 ADAPTER_CONFIG: Final = "adapter_config.json"
 _ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"

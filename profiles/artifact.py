@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Final, TypeVar
 
-from cachetree.checkpoint.family import ModelIdentity
-from cachetree.ids import Span
-from cachetree.planning.profile import VERSION, BlockQuality, Recipe
+from cachetree import Span
+from cachetree.checkpoint import ModelIdentity
+from cachetree.planning import PROFILE_VERSION as VERSION
+from cachetree.planning import BlockQuality, Recipe
 from profiles.documents import Document
 from profiles.evidence import (
     Baseline,

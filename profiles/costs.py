@@ -32,8 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cachetree.errors import ConfigError
-from cachetree.ids import EMPTY_SPAN, Span
+from cachetree import EMPTY_SPAN, ConfigError, Span
 from profiles.evidence import CostModel, HeldOutTime
 from profiles.layered import KV, LayeredModel
 from profiles.mixtures import Asked, decode

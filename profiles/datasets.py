@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import msgspec
 
-from cachetree.errors import ConfigError
+from cachetree import ConfigError
 from profiles.metrics import Metric, final_number, needs_spaces
 from profiles.records import Line, Record, RecordError, read_lines
 from profiles.tasks import TASKS, Task, TaskOptions

@@ -20,7 +20,7 @@ from typing import Final
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from cachetree.errors import ConfigError
+from cachetree import ConfigError
 from profiles.datasets import Source, SourcedRecord
 from profiles.evidence import DataFile
 from profiles.records import RecordError, context_digest, records_sha256

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import msgspec
 
-from cachetree.ids import Span
-from cachetree.planning.profile import PairProfile, Recipe, read_profile_as
+from cachetree import Span
+from cachetree.planning import PairProfile, Recipe, read_profile_as
 
 
 class Interval(msgspec.Struct, frozen=True, kw_only=True):

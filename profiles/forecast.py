@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from cachetree.ids import Span
+from cachetree import Span
 from profiles.costs import prefix_pass_s
 from profiles.documents import Document
 from profiles.evidence import CostModel

@@ -13,7 +13,7 @@ from math import sqrt
 from statistics import fmean, stdev
 from typing import Final, TypeVar
 
-from cachetree.ids import Span
+from cachetree import Span
 
 Plan = TypeVar("Plan")
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
-from cachetree.ids import Span
+from cachetree import Span
 from profiles.documents import Document
 from profiles.evidence import BaselineKind
 from profiles.examination import Score

@@ -24,8 +24,7 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from cachetree.errors import ConfigError
-from cachetree.ids import Span
+from cachetree import ConfigError, Span
 
 KV = tuple[Tensor, Tensor]
 """Keys (after the rotation) and values of one layer: `[rows, kv_heads, tokens, head_dim]` each."""

@@ -24,7 +24,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from cachetree.errors import ConfigError
+from cachetree import ConfigError
 from profiles.adapters import read_scale
 from profiles.layered import KV
 

@@ -32,9 +32,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from cachetree.checkpoint.family import Family, ModelIdentity
-from cachetree.checkpoint.identity import first_difference, read_model_identity
-from cachetree.errors import ConfigError
+from cachetree import ConfigError
+from cachetree.checkpoint import Family, ModelIdentity, first_difference, read_model_identity
 from profiles.adapters import ADAPTER_CONFIG, read_scale, read_weights, with_adapter
 
 ARCHITECTURES: Final[Mapping[str, type[PreTrainedModel]]] = {

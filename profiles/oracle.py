@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from cachetree.ids import Span
+from cachetree import Span
 
 KV = tuple[Tensor, Tensor]
 """Keys (after the rotation) and values of one layer: `[1, kv_heads, tokens, head_dim]` each."""

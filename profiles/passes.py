@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from cachetree.ids import EMPTY_SPAN, Span
+from cachetree import EMPTY_SPAN, Span
 from profiles.layered import KV, LayeredModel, Prefix, PrefixKV
 
 

@@ -24,8 +24,9 @@ import transformers
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from cachetree.errors import ConfigError
-from cachetree.planning.profile import VERSION, write_profile
+from cachetree import ConfigError
+from cachetree.planning import PROFILE_VERSION as VERSION
+from cachetree.planning import write_profile
 from profiles.artifact import Data, SmallModel, Subject, build, choose
 from profiles.costs import (
     DEFAULT_REPEATS,

@@ -10,7 +10,7 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from cachetree.errors import CacheTreeError
+from cachetree import CacheTreeError
 
 MAX_LINE_BYTES: Final = 64 * 1024 * 1024
 """Longest line that is decoded; LongBench's longest are below 1 MiB."""

@@ -15,8 +15,8 @@ from typing import Final
 
 from rich.console import Console
 
-from cachetree.ids import EMPTY_SPAN, Span
-from cachetree.planning.profile import Recipe
+from cachetree import EMPTY_SPAN, Span
+from cachetree.planning import Recipe
 from profiles.artifact import choose
 from profiles.documents import Document
 from profiles.judging import Candidate, judge, num_steps, spread

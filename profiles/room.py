@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from cachetree.errors import ConfigError
+from cachetree import ConfigError
 from profiles.documents import Document
 from profiles.layered import LayeredModel
 

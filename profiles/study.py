@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from cachetree.ids import Span
+from cachetree import Span
 from profiles.documents import Document
 from profiles.examination import Answerer, Examination
 from profiles.journal import Entry, Journal

@@ -12,7 +12,7 @@ from enum import Enum
 from string import Formatter
 from typing import Final
 
-from cachetree.errors import ConfigError
+from cachetree import ConfigError
 from profiles.metrics import Metric, quality
 
 DEFAULT_MAX_NEW: Final = 64

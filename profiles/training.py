@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Final
 
-from cachetree.ids import Span
-from cachetree.planning.profile import Recipe
+from cachetree import Span
+from cachetree.planning import Recipe
 from profiles.documents import Document
 from profiles.examination import Score
 from profiles.frontier import Standing, survivors

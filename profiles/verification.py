@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 import msgspec
 from rich.console import Console
 
-from cachetree.checkpoint.family import ModelIdentity
-from cachetree.errors import ProfileError
-from cachetree.planning.profile import Recipe
+from cachetree import ProfileError
+from cachetree.checkpoint import ModelIdentity
+from cachetree.planning import Recipe
 from profiles.artifact import Data, losses_of, qualities_of, split_of
 from profiles.documents import Document, data_files
 from profiles.evidence import FrontierPoint, MeasuredProfile, Split

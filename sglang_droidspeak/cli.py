@@ -15,9 +15,8 @@ from typing import Any
 
 import msgspec
 
-from cachetree.checkpoint.identity import read_model_identity
-from cachetree.errors import CacheTreeError
-from cachetree.yaml_file import read_yaml
+from cachetree import CacheTreeError, read_yaml
+from cachetree.checkpoint import read_model_identity
 from profiles import cli as profiler
 
 PAIR = ("sender", "receiver", "profile", "data")

@@ -18,11 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from cachetree.cache import Cache
-from cachetree.checkpoint.family import Family
-from cachetree.errors import ConfigError
-from cachetree.memory.staging import pageable
-from cachetree.tier import MakeTier
+from cachetree import Cache, ConfigError, MakeTier
+from cachetree.checkpoint import Family
+from cachetree.memory import pageable
 from sglang_droidspeak import engine
 from sglang_droidspeak.adapters.activated import Activated
 from sglang_droidspeak.adapters.models import Models

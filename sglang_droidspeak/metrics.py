@@ -12,7 +12,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histo
 from cachetree.metrics import METRICS
 
 if TYPE_CHECKING:
-    from cachetree.cache import CacheStatus
+    from cachetree import CacheStatus
     from sglang_droidspeak.request.job import Job
 
 log = logging.getLogger(__name__)

@@ -44,6 +44,7 @@ RULES = (
             "cachetree/__init__",
             "cachetree/cache",
             "cachetree/config",
+            "cachetree/status",
             "cachetree/cli",
             "cachetree/metrics",
         ),
@@ -163,15 +164,116 @@ def test_the_import_table_holds(module: PurePosixPath) -> None:
     assert import_offences(module, source) + call_offences(module, source) == []
 
 
-def test_the_extension_uses_only_public_names_of_the_cache() -> None:
-    private = [
+def public_names(face: Path) -> set[str]:
+    """`__all__` of a package, read without importing it."""
+    for node in ast.parse(face.read_text()).body:
+        if isinstance(node, ast.Assign) and "__all__" in map(ast.unparse, node.targets):
+            return set(ast.literal_eval(node.value))
+    return set()
+
+
+def private_names(module: PurePosixPath, source: str) -> list[str]:
+    """What `source` takes of the cache that no package there exports."""
+    return [
         f"{module} imports {name}"
+        for name in imports(source, ".".join(module.parent.parts))
+        if name.startswith("cachetree.")
+        for package, _, last in [name.rpartition(".")]
+        for face in [ROOT / package.replace(".", "/") / "__init__.py"]
+        if not face.is_file() or last not in public_names(face)
+    ]
+
+
+def test_the_extension_and_the_profiler_use_only_public_names_of_the_cache() -> None:
+    assert [
+        offence
         for module in _modules()
         if module.parts[0] != "cachetree"
-        for name in imports((ROOT / module).read_text(), ".".join(module.parent.parts))
-        if name.startswith("cachetree.") and any(part.startswith("_") for part in name.split("."))
-    ]
-    assert private == []
+        for offence in private_names(module, (ROOT / module).read_text())
+    ] == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from cachetree.tree.tree import CacheTree",
+        "from cachetree.ids import Span",
+        "from cachetree import tree",
+        "import cachetree.cache",
+        "from cachetree.tree import no_such_name",
+    ],
+)
+def test_a_private_name_is_seen(source: str) -> None:
+    assert len(private_names(PurePosixPath("profiles/sweep.py"), source)) == 1
+    assert private_names(PurePosixPath("profiles/sweep.py"), "from cachetree import Span") == []
+
+
+def import_graph(sources: dict[str, str]) -> dict[str, set[str]]:
+    """Module to the modules it names, also for type checking alone; packages by their names."""
+    graph = {}
+    for module, source in sources.items():
+        names = set(imports(source, module.rpartition(".")[0]))
+        found = {name if name in sources else name.rpartition(".")[0] for name in names}
+        graph[module] = (found & sources.keys()) - {module}
+    return graph
+
+
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    """Modules that import one another in a ring, the first one twice; empty where none do."""
+    done: set[str] = set()
+
+    def walk(module: str, above: list[str]) -> list[str]:
+        if module in above:
+            return [*above[above.index(module) :], module]
+        if module not in done:
+            for each in sorted(graph[module]):
+                if found := walk(each, [*above, module]):
+                    return found
+            done.add(module)
+        return []
+
+    return next((found for module in sorted(graph) if (found := walk(module, []))), [])
+
+
+def _sources() -> dict[str, str]:
+    """By dotted name; a package's `__init__` under the package's name."""
+    return {
+        ".".join(module.with_suffix("").parts).removesuffix(".__init__"): (
+            ROOT / module
+        ).read_text()
+        for module in _modules()
+        if module.parts[0] == "cachetree"
+    }
+
+
+def test_no_modules_of_the_cache_import_one_another() -> None:
+    assert circle(import_graph(_sources())) == []
+
+
+def test_no_folders_of_the_cache_import_one_another() -> None:
+    folders: dict[str, set[str]] = {}
+    for module, found in import_graph(_sources()).items():
+        folder = ".".join(module.split(".")[:2])
+        others = {".".join(name.split(".")[:2]) for name in found} - {folder}
+        folders.setdefault(folder, set()).update(others)
+    assert circle(folders) == []
+
+
+def test_a_circle_is_seen() -> None:
+    sources = {
+        "a.b": "from a import c",
+        "a.c": "if True:\n    from a.d import x",
+        "a.d": "import a.b",
+    }
+    assert circle(import_graph(sources)) == ["a.b", "a.c", "a.d", "a.b"]
+    assert circle(import_graph(sources | {"a.d": ""})) == []
+
+
+def test_every_folder_of_the_cache_has_a_face_and_the_top_is_small() -> None:
+    top = [module for module in _modules() if module.parent == PurePosixPath("cachetree")]
+    assert len(top) <= 10
+    faces = (ROOT / "cachetree").rglob("__init__.py")
+    assert [face for face in faces if not public_names(face)] == []
 
 
 def circle(sources: dict[str, str]) -> list[str]:

@@ -1,1 +1,24 @@
-"""What a model is: its identity by content, its family, and how its KV and E are kept."""
+"""What a model is: its identity by content, its family, and how its KV and E are kept.
+
+`cachetree.checkpoint.codecs`, which computes on tensors, is a face of its own and imports torch.
+"""
+
+from cachetree.checkpoint.adapters import Adapter, read_adapter, read_invocation
+from cachetree.checkpoint.codec import SCALE_BYTES, Codec, vector_bytes
+from cachetree.checkpoint.family import Family, ModelIdentity
+from cachetree.checkpoint.identity import first_difference, read_model_identity
+from cachetree.checkpoint.safetensors_files import weight_files
+
+__all__ = [
+    "SCALE_BYTES",
+    "Adapter",
+    "Codec",
+    "Family",
+    "ModelIdentity",
+    "first_difference",
+    "read_adapter",
+    "read_invocation",
+    "read_model_identity",
+    "vector_bytes",
+    "weight_files",
+]

@@ -8,8 +8,7 @@ import msgspec
 
 from cachetree.checkpoint.codec import Codec, vector_bytes
 from cachetree.errors import ConfigError, FamilyMismatch
-from cachetree.ids import ModelId
-from cachetree.planning.plan import Kind
+from cachetree.ids import Kind, ModelId
 
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 

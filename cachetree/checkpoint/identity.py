@@ -25,8 +25,7 @@ from cachetree.checkpoint.safetensors_files import (
     sampled_digest,
     weight_files,
 )
-from cachetree.errors import ConfigError
-from cachetree.unreadable import UNREADABLE, written
+from cachetree.errors import UNREADABLE, ConfigError, written
 
 Config = Mapping[str, Any]
 """A config.json as it was parsed; which keys it has is up to the model."""

@@ -15,8 +15,7 @@ from typing import BinaryIO
 
 import msgspec
 
-from cachetree.errors import ConfigError
-from cachetree.unreadable import UNREADABLE
+from cachetree.errors import UNREADABLE, ConfigError
 
 SAMPLE_BYTES = 4096
 _MAX_HEADER_BYTES = 100_000_000

@@ -8,9 +8,10 @@ import sys
 from importlib.metadata import version
 
 from cachetree.cli import ask, bench, keygen, serve, simulate
+from cachetree.cli.serve import parse_config
 from cachetree.errors import CacheTreeError
 
-__all__ = ["main"]
+__all__ = ["main", "parse_config"]
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -14,11 +14,10 @@ from cachetree.cli.ask import add_worker, answer_to, credentials
 from cachetree.cli.show import show, show_json
 from cachetree.clock import Deadline
 from cachetree.errors import ConfigError, DeadlineExceeded
-from cachetree.ids import PAGE_HASH_BYTES, Location, ModelId, PageHash
-from cachetree.memory.staging import Staging
-from cachetree.planning.plan import Kind, Step
+from cachetree.ids import PAGE_HASH_BYTES, Kind, Location, ModelId, PageHash, Step
+from cachetree.memory import Staging
 from cachetree.transport import Peer, PeerConfig, Pusher, verbs
-from cachetree.tree.tree import CacheTree
+from cachetree.tree import CacheTree
 
 SYNTHETIC = ModelId("bench")
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from cachetree.errors import ConfigError
+from cachetree.errors import ConfigError, written
 from cachetree.ids import PAGE_HASH_BYTES, PageHash
 from cachetree.transport.wire import join_pages
-from cachetree.tree.hashing import page_hashes
-from cachetree.unreadable import written
+from cachetree.tree import page_hashes
 
 
 def add_prefix(command: argparse.ArgumentParser) -> None:

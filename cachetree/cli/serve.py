@@ -13,14 +13,11 @@ from typing import Any, Final, Literal
 import msgspec
 
 from cachetree.cache import Cache
-from cachetree.checkpoint.codec import Codec
-from cachetree.checkpoint.family import Family
-from cachetree.checkpoint.identity import read_model_identity
+from cachetree.checkpoint import Codec, Family, read_model_identity
 from cachetree.cli.show import show
-from cachetree.config import CacheConfig
+from cachetree.config import CacheConfig, read_yaml, settings_of
 from cachetree.errors import ConfigError
 from cachetree.metrics import StatusPage, parse_http
-from cachetree.yaml_file import read_yaml, settings_of
 
 _SERVED: Final = {"accepts": True, "admin": ()}
 """What else than by default a worker does that runs alone: it is there to be given entries, and

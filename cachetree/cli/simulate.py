@@ -9,7 +9,6 @@ import msgspec
 
 from cachetree.cli.show import show, show_json
 from cachetree.errors import ConfigError
-from cachetree.planning.prefill_cost import SECONDS_PER_TOKEN, PrefillCost
 from cachetree.simulate import (
     GENERATORS,
     Outcome,
@@ -19,7 +18,8 @@ from cachetree.simulate import (
     replay,
     write_trace,
 )
-from cachetree.tree.eviction import POLICIES, Retention
+from cachetree.tree import POLICIES, Retention
+from cachetree.tree.eviction.value import SECONDS_PER_TOKEN, PrefillCost
 
 _GIB = 1 << 30
 _ROW = "{:10} {:>10} {:>12} {:>10} {:>8} {:>10} {:>8} {:>8} {:>7}"

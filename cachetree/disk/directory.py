@@ -12,9 +12,8 @@ from typing import Final
 
 import msgspec
 
-from cachetree.checkpoint.family import Family
-from cachetree.errors import ConfigError
-from cachetree.unreadable import UNREADABLE
+from cachetree.checkpoint import Family
+from cachetree.errors import UNREADABLE, ConfigError
 
 FORMAT: Final = 2
 """Of everything in the directory; a release that changes any of it counts up."""

@@ -10,7 +10,7 @@ from typing import Final
 from cachetree.disk.record import Record
 from cachetree.disk.segment import Place
 from cachetree.ids import ModelId, PageHash, Span
-from cachetree.tree.entries import Change
+from cachetree.tree import Change
 
 
 class DiskEntry:

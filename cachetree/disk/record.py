@@ -22,13 +22,11 @@ from typing import Final
 
 import msgspec
 
-from cachetree.checkpoint.family import Family
+from cachetree.checkpoint import Family
 from cachetree.disk.directory import FORMAT
-from cachetree.ids import PAGE_HASH_BYTES, ModelId, PageHash, Span
-from cachetree.memory.checksum import checksum
-from cachetree.memory.slab import Layout
-from cachetree.planning.plan import Kind, Step
-from cachetree.unreadable import UNREADABLE
+from cachetree.errors import UNREADABLE
+from cachetree.ids import PAGE_HASH_BYTES, Kind, ModelId, PageHash, Span, Step
+from cachetree.memory import Layout, checksum
 
 CHUNK_BYTES: Final = 256 << 10
 """Fits the second-level cache, so that bytes are checked where the copy left them."""

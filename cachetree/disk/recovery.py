@@ -6,7 +6,7 @@ import logging
 import os
 from dataclasses import dataclass, field
 
-from cachetree.checkpoint.family import Family
+from cachetree.checkpoint import Family
 from cachetree.disk.directory import Directory
 from cachetree.disk.record import Record
 from cachetree.disk.segment import SEGMENT_HEADER_BYTES, Place, Scan, Segment, scan

@@ -8,13 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from cachetree.checkpoint.family import Family
+from cachetree.checkpoint import Family
 from cachetree.disk import record as records
 from cachetree.disk.directory import FILE_MODE
 from cachetree.disk.record import CHUNK_BYTES, Chunks, Record
-from cachetree.ids import Span
-from cachetree.memory.checksum import checksum, checksum_of_parts
-from cachetree.planning.plan import Step
+from cachetree.ids import Span, Step
+from cachetree.memory import checksum, checksum_of_parts
 
 Views = Callable[[Step], Sequence[memoryview]]
 """All pages of a step, in order, in as many runs of bytes as they lie in.

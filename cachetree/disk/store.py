@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final
 
-from cachetree.checkpoint.family import Family
+from cachetree.checkpoint import Family
 from cachetree.disk import segment as segments
 from cachetree.disk.config import DiskConfig, DiskCounts, DiskStatus
 from cachetree.disk.directory import Directory
@@ -22,10 +22,9 @@ from cachetree.disk.recovery import recover
 from cachetree.disk.segment import SEGMENT_HEADER_BYTES, Place, Segment, Views
 from cachetree.disk.space import Space
 from cachetree.errors import ConfigError, StaleEntry
-from cachetree.ids import ModelId, PageHash, Span
-from cachetree.memory.slab import Layout
-from cachetree.planning.plan import Step
-from cachetree.tree.entries import Change
+from cachetree.ids import ModelId, PageHash, Span, Step
+from cachetree.memory import Layout
+from cachetree.tree import Change
 
 log = logging.getLogger(__name__)
 

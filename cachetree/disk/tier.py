@@ -13,19 +13,16 @@ from typing import Final
 
 import msgspec
 
-from cachetree.background import give_way
 from cachetree.clock import Clock, Deadline
 from cachetree.disk.config import DiskConfig, DiskStatus
 from cachetree.disk.index import DiskEntry
 from cachetree.disk.record import Chunks
 from cachetree.disk.store import DiskStore
 from cachetree.errors import DeadlineExceeded, FetchError, StaleEntry
-from cachetree.ids import DISK, Location, ModelId, PageHash, Span
-from cachetree.memory.staging import Staging
-from cachetree.planning.plan import Step
-from cachetree.tier import NoteSpeed, Search
-from cachetree.tree.entries import Change
-from cachetree.tree.tree import CacheTree
+from cachetree.ids import DISK, Location, ModelId, PageHash, Span, Step
+from cachetree.memory import Staging
+from cachetree.tier import NoteSpeed, Search, give_way
+from cachetree.tree import CacheTree, Change
 
 log = logging.getLogger(__name__)
 

@@ -36,9 +36,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cachetree.ids import Span
+from cachetree.memory.copying import copy_in_pieces
 from cachetree.memory.memory import PAGEABLE, ArenaFile, Memory, NoRoom, Plain
 from cachetree.memory.ranges import Ranges
-from cachetree.memory.staging import Allocate, copy_in_pieces, pageable
+from cachetree.memory.staging import Allocate, pageable
 
 NONCE_BYTES: Final = 16
 _TIMES: Final = 16

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 
 from cachetree.clock import Deadline
+from cachetree.ids import Step
 from cachetree.memory.staging import Allocate, Staging
-from cachetree.planning.plan import Step
 
 
 class Budget:

@@ -6,12 +6,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from cachetree.checkpoint.family import Family
+from cachetree.checkpoint import Family
 from cachetree.errors import StaleEntry
-from cachetree.ids import Span
+from cachetree.ids import Kind, Span, Step
 from cachetree.memory.memory import NO_MEMORY, Memory
 from cachetree.memory.ranges import Ranges
-from cachetree.planning.plan import Kind, Step
 
 _NOTHING: Final = Ranges()
 

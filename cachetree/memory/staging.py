@@ -3,39 +3,23 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 import numpy as np
 
 from cachetree.clock import Deadline
 from cachetree.errors import Cancelled, DeadlineExceeded, FetchError
-from cachetree.planning.plan import Step
+from cachetree.ids import Step
+from cachetree.memory.copying import copy
 
 Allocate = Callable[[int], memoryview]
 """Gives that many writable bytes; the engine passes a page-locked allocator on CUDA."""
-
-PIECE_BYTES: Final = 256 << 10
-"""What is copied, then read again for its checksum, before the next: far below a core's cache."""
 
 
 def pageable(num_bytes: int) -> memoryview:
     """The default allocator: ordinary memory, not zeroed."""
     return np.empty(num_bytes, dtype=np.uint8).data
-
-
-def copy(into: memoryview, payload: memoryview) -> None:
-    """As `into[:] = payload`, which would stop every other thread of Python meanwhile."""
-    if payload.nbytes:
-        np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(payload, np.uint8))
-
-
-def copy_in_pieces(into: memoryview, payload: memoryview) -> Iterator[memoryview]:
-    """Yields each part of `into` once it is filled, while a core's cache still has it."""
-    for at in range(0, payload.nbytes, PIECE_BYTES):
-        piece = into[at : at + PIECE_BYTES]
-        copy(piece, payload[at : at + PIECE_BYTES])
-        yield piece
 
 
 class Staging:

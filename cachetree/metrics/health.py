@@ -6,7 +6,7 @@ from typing import Final
 
 import msgspec
 
-from cachetree.cache import CacheStatus
+from cachetree.status import CacheStatus
 from cachetree.transport import PeerState
 
 _STUCK_S: Final = 5.0

@@ -13,10 +13,10 @@ import msgspec
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
-from cachetree.cache import CacheStatus
 from cachetree.errors import ConfigError
 from cachetree.metrics.health import health_of
 from cachetree.metrics.metrics import StatusCollector
+from cachetree.status import CacheStatus
 
 log = logging.getLogger(__name__)
 

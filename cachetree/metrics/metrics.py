@@ -13,7 +13,7 @@ from typing import Final, Literal
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from cachetree.cache import CacheStatus
+from cachetree.status import CacheStatus
 from cachetree.transport import PeerState
 
 Sample = tuple[tuple[str, ...], float]

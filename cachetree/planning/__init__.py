@@ -1,1 +1,57 @@
 """Which of a sender's layers to load and which to recompute. Pure: values in, a value out."""
+
+from cachetree.planning.plan import Match, Plan, Strategy
+from cachetree.planning.policy import (
+    Costs,
+    Demand,
+    Gate,
+    Mode,
+    NoReuse,
+    Profiles,
+    Reason,
+    Requested,
+    choose,
+    full_prefill_s,
+    index_profiles,
+    predict_ttft_s,
+    recompute_s,
+    saving_s,
+)
+from cachetree.planning.profile import (
+    PROFILE_VERSION,
+    PROJECTION,
+    BlockQuality,
+    PairProfile,
+    Recipe,
+    read_profile,
+    read_profile_as,
+    write_profile,
+)
+
+__all__ = [
+    "PROFILE_VERSION",
+    "PROJECTION",
+    "BlockQuality",
+    "Costs",
+    "Demand",
+    "Gate",
+    "Match",
+    "Mode",
+    "NoReuse",
+    "PairProfile",
+    "Plan",
+    "Profiles",
+    "Reason",
+    "Recipe",
+    "Requested",
+    "Strategy",
+    "choose",
+    "full_prefill_s",
+    "index_profiles",
+    "predict_ttft_s",
+    "read_profile",
+    "read_profile_as",
+    "recompute_s",
+    "saving_s",
+    "write_profile",
+]

@@ -1,27 +1,33 @@
-"""What one request will do: whose cache, which pages, which layers loaded, which recomputed."""
+"""What a model has of a prompt, and what one request will take of it: a match, and a plan."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 
-from cachetree.ids import Location, ModelId, Span
-from cachetree.planning.schedule import Strategy
+from cachetree.ids import Kind, Location, ModelId, Span, Step
 
 
-class Kind(str, Enum):
-    """The two kinds of state kept per layer."""
+class Strategy(str, Enum):
+    """How loads and recompute share time (DroidSpeak, NSDI '26, section 4.3)."""
 
-    KV = "kv"
-    E = "e"
+    EVERYTHING_FIRST = "everything_first"
+    REUSED_FIRST = "reused_first"
+    PIPELINED = "pipelined"
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One unit of a fetch: the whole page range of one kind at one layer."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Match:
+    """The longest prefix that one model has at one location."""
 
-    kind: Kind
-    layer: int
+    model: ModelId
+    location: Location
+    num_pages: int
+    e_pages: Mapping[int, int]
+    """For each layer with E: how many pages from the start have it without a gap."""
+    reduced_pages: Mapping[int, int] = field(default_factory=dict)
+    """The same of layers with less than E, which does for a refresh and for no block."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

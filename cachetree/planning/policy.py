@@ -22,9 +22,8 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from cachetree.ids import EMPTY_SPAN, LOCAL, Location, ModelId, Span, is_pool, nearness
-from cachetree.planning.plan import Plan
+from cachetree.planning.plan import Match, Plan
 from cachetree.planning.profile import PROJECTION, BlockQuality, PairProfile
-from cachetree.tree.entries import Match
 
 _Recipe = BlockQuality
 """What is computed anew, and how good the answers are then."""

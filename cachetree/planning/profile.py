@@ -11,12 +11,11 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from cachetree.checkpoint.family import ModelIdentity
-from cachetree.errors import ProfileError
+from cachetree.checkpoint import ModelIdentity
+from cachetree.errors import UNREADABLE, ProfileError, written
 from cachetree.ids import EMPTY_SPAN, Span
-from cachetree.unreadable import UNREADABLE, written
 
-VERSION = 3
+PROFILE_VERSION = 3
 
 PROJECTION: Final = 0.2
 """Of a layer's time, what Q, K and V take: 3 of the 16 squares of the hidden size in a Llama layer
@@ -155,10 +154,10 @@ def read_profile_as(schema: type[Schema], path: Path) -> Schema:
         raise ProfileError(f"profile {written(path)} cannot be read: {exc.strerror}") from exc
     try:
         version = msgspec.json.decode(raw, type=_Versioned).version
-        if version != VERSION:
+        if version != PROFILE_VERSION:
             raise ProfileError(
-                f"profile {path} has version {version}; this release reads version {VERSION}, "
-                "so make the profile again with `droidspeak profile`"
+                f"profile {path} has version {version}; this release reads version "
+                f"{PROFILE_VERSION}, so make the profile again with `droidspeak profile`"
             )
         return msgspec.json.decode(raw, type=schema)
     except UNREADABLE as exc:

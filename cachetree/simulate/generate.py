@@ -9,7 +9,7 @@ from math import log
 from random import Random
 from typing import Final
 
-from cachetree.checkpoint.family import Family
+from cachetree.checkpoint import Family
 from cachetree.simulate.trace import Header, Request, Trace
 
 _FAMILY: Final = Family(

@@ -9,12 +9,10 @@ from typing import Final
 import msgspec
 
 from cachetree.ids import LOCAL, ModelId, Span
-from cachetree.memory.memory import NO_MEMORY
-from cachetree.planning.prefill_cost import PrefillCost
+from cachetree.memory import NO_MEMORY
 from cachetree.simulate.trace import PageNames, Trace
-from cachetree.tree.entries import Change
-from cachetree.tree.eviction import Retention
-from cachetree.tree.tree import CacheTree
+from cachetree.tree import CacheTree, Change, Retention
+from cachetree.tree.eviction.value import PrefillCost
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):

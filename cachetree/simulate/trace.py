@@ -19,10 +19,9 @@ from typing import Annotated, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from cachetree.checkpoint.family import Family
-from cachetree.errors import ConfigError
+from cachetree.checkpoint import Family
+from cachetree.errors import UNREADABLE, ConfigError
 from cachetree.ids import PAGE_HASH_BYTES, PageHash
-from cachetree.unreadable import UNREADABLE
 
 _MAX_LINE_BYTES: Final = 1 << 20
 _MAX_REQUESTS: Final = 1_000_000

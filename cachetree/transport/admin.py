@@ -23,7 +23,7 @@ from cachetree.ids import ModelId, PageHash
 from cachetree.transport import verbs, wire
 from cachetree.transport.address import parse_remote
 from cachetree.transport.handshake import FAILURES, Credentials, Plain
-from cachetree.tree.tree import CacheTree
+from cachetree.tree import CacheTree
 
 _RETRY_MS: Final = 10
 """A worker that wants a key and sees first that there is none just hangs up: try until we do."""

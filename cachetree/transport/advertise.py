@@ -20,9 +20,7 @@ from cachetree.transport.wire import (
     join_pages,
     split_pages,
 )
-from cachetree.tree.entries import Change
-from cachetree.tree.tree import CacheTree
-from cachetree.tree.watch import Listener
+from cachetree.tree import CacheTree, Change, Listener
 
 Subscribe = Callable[[Listener], tuple[Iterator[Change], Callable[[], None]]]
 """As `CacheTree.subscribe`: what is there now, and a function that ends the subscription."""

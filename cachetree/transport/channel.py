@@ -10,7 +10,7 @@ from typing import Final, NamedTuple, Protocol
 import xxhash
 
 from cachetree.errors import FetchError, ProtocolError
-from cachetree.memory.checksum import checksum
+from cachetree.memory import checksum
 from cachetree.transport import frames, sealing
 from cachetree.transport.address import Address
 from cachetree.transport.frames import Frame

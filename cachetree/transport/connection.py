@@ -10,8 +10,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from cachetree.errors import CacheTreeError, FetchError, ProtocolError
-from cachetree.memory.arena import ArenaReader
-from cachetree.memory.memory import ArenaFile
+from cachetree.memory import ArenaFile, ArenaReader
 from cachetree.transport import channel, wire
 from cachetree.transport.address import Address
 from cachetree.transport.channel import Arrival, Channel, Sink

@@ -12,7 +12,7 @@ from cachetree.disk import DiskTier
 from cachetree.ids import PAGE_HASH_BYTES, ModelId, PageHash
 from cachetree.transport.session import Session
 from cachetree.transport.wire import Fetch, Store
-from cachetree.tree.tree import CacheTree
+from cachetree.tree import CacheTree
 
 CallSoon = Callable[[Callable[[], None]], None]
 """Has something done in the worker's thread; called from any."""

@@ -18,7 +18,7 @@ from typing import Final
 import msgspec
 
 from cachetree.errors import ProtocolError
-from cachetree.memory.checksum import checksum
+from cachetree.memory import checksum
 
 MAX_FRAME_BYTES: Final = 64 << 20
 """Largest payload that may be configured."""

@@ -22,8 +22,7 @@ from typing import Final, NewType
 import zmq
 from zmq.utils import z85
 
-from cachetree.errors import ConfigError
-from cachetree.unreadable import written
+from cachetree.errors import ConfigError, written
 
 PublicKey = NewType("PublicKey", str)
 """`ctpub-` and 64 hexadecimal digits."""

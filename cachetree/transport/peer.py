@@ -23,8 +23,7 @@ from cachetree.errors import (
     ProtocolError,
 )
 from cachetree.ids import Location, ModelId, PageHash
-from cachetree.memory.slab import Layout
-from cachetree.memory.staging import Staging
+from cachetree.memory import Layout, Staging
 from cachetree.transport import frames, wire
 from cachetree.transport.address import parse_remote
 from cachetree.transport.advertise import RemoteView
@@ -36,7 +35,7 @@ from cachetree.transport.handshake import credentials_of
 from cachetree.transport.pending_fetches import PendingFetches
 from cachetree.transport.status import PeerLog, PeerState, PeerStatus
 from cachetree.transport.wakeup import CLOSE_S, Wakeup
-from cachetree.tree.tree import CacheTree
+from cachetree.tree import CacheTree
 
 log = logging.getLogger(__name__)
 

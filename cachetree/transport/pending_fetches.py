@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Final, Literal
 
-from cachetree.checkpoint.family import Family
+from cachetree.checkpoint import Family
 from cachetree.clock import Clock
 from cachetree.errors import (
     Cancelled,
@@ -17,7 +17,7 @@ from cachetree.errors import (
     StaleEntry,
 )
 from cachetree.ids import ModelId, PageHash
-from cachetree.memory.staging import Staging
+from cachetree.memory import Staging
 from cachetree.transport import wire
 from cachetree.transport.backoff import Breaker
 from cachetree.transport.channel import Arrival

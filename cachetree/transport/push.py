@@ -15,7 +15,6 @@ from typing import Final
 import msgspec
 import zmq
 
-from cachetree.background import give_way
 from cachetree.clock import Clock, Deadline
 from cachetree.errors import (
     CacheTreeError,
@@ -26,7 +25,8 @@ from cachetree.errors import (
     StaleEntry,
 )
 from cachetree.ids import Location, Span
-from cachetree.memory.slab import Layout
+from cachetree.memory import Layout
+from cachetree.tier import give_way
 from cachetree.transport import wire
 from cachetree.transport.address import parse_remote
 from cachetree.transport.backoff import Backoff
@@ -38,9 +38,7 @@ from cachetree.transport.push_queue import PushQueue
 from cachetree.transport.sender import Stream
 from cachetree.transport.wakeup import CLOSE_S, Wakeup
 from cachetree.transport.wire import Refused
-from cachetree.tree.entries import Change
-from cachetree.tree.lease import Lease
-from cachetree.tree.tree import CacheTree
+from cachetree.tree import CacheTree, Change, Lease
 
 log = logging.getLogger(__name__)
 

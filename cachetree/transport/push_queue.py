@@ -6,9 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 from cachetree.transport.advertise import ChangeQueue
-from cachetree.tree.entries import Change
-from cachetree.tree.tree import CacheTree
-from cachetree.tree.watch import Listener
+from cachetree.tree import CacheTree, Change, Listener
 
 
 class PushQueue:

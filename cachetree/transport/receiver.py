@@ -6,20 +6,17 @@ from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from cachetree.checkpoint.family import Family
+from cachetree.checkpoint import Family
 from cachetree.clock import Clock, Deadline
 from cachetree.errors import FetchError, ProtocolError
 from cachetree.ids import ModelId, PageHash, Span
-from cachetree.memory.arena import ArenaReader
-from cachetree.memory.checksum import checksum_of_parts
-from cachetree.memory.staging import Staging
+from cachetree.memory import ArenaReader, Staging, checksum_of_parts
 from cachetree.transport import wire
 from cachetree.transport.channel import Arrival
 from cachetree.transport.config import WorkerConfig
 from cachetree.transport.frames import Frame
 from cachetree.transport.wire import Fetch, Located, Refused, join_pages
-from cachetree.tree.lease import Reservation
-from cachetree.tree.tree import CacheTree
+from cachetree.tree import CacheTree, Reservation
 
 NOT_ASKED: Final = 0
 """In place of a request's id."""

@@ -15,7 +15,7 @@ from itertools import islice
 from queue import Empty, SimpleQueue
 from typing import Final, NamedTuple
 
-from cachetree.background import give_way
+from cachetree.tier import give_way
 from cachetree.transport import frames, sealing
 from cachetree.transport.frames import Frame
 from cachetree.transport.sealing import Unsealed

@@ -12,17 +12,15 @@ import numpy as np
 
 from cachetree.clock import Clock, Deadline
 from cachetree.errors import ProtocolError
-from cachetree.ids import Span
-from cachetree.memory.checksum import checksum, checksum_of_parts
-from cachetree.memory.memory import Memory
-from cachetree.planning.plan import Step
+from cachetree.ids import Span, Step
+from cachetree.memory import Memory, checksum, checksum_of_parts
 from cachetree.transport import wire
 from cachetree.transport.channel import Channel
 from cachetree.transport.frames import Frame
 from cachetree.transport.pace import pace
 from cachetree.transport.send_queue import SendQueue
 from cachetree.transport.wire import MAX_PLACES, Located
-from cachetree.tree.lease import Lease
+from cachetree.tree import Lease
 
 _JOIN_BYTES: Final = 64 << 10
 """Runs shorter than this are joined into one frame: a frame for each costs more."""

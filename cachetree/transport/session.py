@@ -21,8 +21,7 @@ from cachetree.transport.wire import (
     split_pages,
     steps_of,
 )
-from cachetree.tree.lease import Lease
-from cachetree.tree.tree import CacheTree
+from cachetree.tree import CacheTree, Lease
 
 _SNAPSHOT_S: Final = 0.1
 """Between two snapshots for one peer."""

@@ -15,7 +15,7 @@ from cachetree.errors import CacheTreeError
 from cachetree.ids import Location
 from cachetree.transport import verbs, wire
 from cachetree.transport.backoff import LogLimiter
-from cachetree.tree.tree import CacheTree
+from cachetree.tree import CacheTree
 
 log = logging.getLogger("cachetree.peer")
 

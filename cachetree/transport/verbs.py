@@ -6,7 +6,7 @@ from typing import Annotated, Final
 
 import msgspec
 
-from cachetree.checkpoint.family import Family
+from cachetree.checkpoint import Family
 from cachetree.disk import DiskStatus
 
 MAX_LAYERS: Final = 1024

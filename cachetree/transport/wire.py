@@ -38,16 +38,20 @@ from typing import Annotated, Final, TypeVar
 
 import msgspec
 
-from cachetree.checkpoint.family import Family
-from cachetree.errors import DeadlineExceeded, FamilyMismatch, FetchError, ProtocolError, StaleEntry
-from cachetree.ids import PAGE_HASH_BYTES, PageHash
-from cachetree.memory.checksum import checksum
-from cachetree.memory.memory import ArenaFile
-from cachetree.planning.plan import Kind, Step
+from cachetree.checkpoint import Family
+from cachetree.errors import (
+    UNREADABLE,
+    DeadlineExceeded,
+    FamilyMismatch,
+    FetchError,
+    ProtocolError,
+    StaleEntry,
+)
+from cachetree.ids import PAGE_HASH_BYTES, Kind, PageHash, Step
+from cachetree.memory import ArenaFile, checksum
 from cachetree.transport import verbs
 from cachetree.transport.sealing import Ticket
-from cachetree.tree.runs import split_hashes
-from cachetree.unreadable import UNREADABLE
+from cachetree.tree import split_hashes
 
 PROTOCOL_VERSION: Final = 6
 

@@ -36,7 +36,7 @@ from cachetree.transport.server import PeerGone, Received, Router
 from cachetree.transport.session import Session
 from cachetree.transport.status import status_of
 from cachetree.transport.wakeup import CLOSE_S, Wakeup
-from cachetree.tree.tree import CacheTree
+from cachetree.tree import CacheTree
 
 log = logging.getLogger(__name__)
 

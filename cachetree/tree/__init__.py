@@ -1,1 +1,22 @@
-"""What is cached, by prefix: entries of all models and places, and who keeps them."""
+"""The prefix tree: which model has the KV and E of which pages, and where; what leaves first."""
+
+from cachetree.tree.entries import Change
+from cachetree.tree.eviction import POLICIES, Retention
+from cachetree.tree.hashing import join_hashes, page_digests, page_hashes, split_hashes
+from cachetree.tree.lease import Lease, Reservation
+from cachetree.tree.tree import CacheTree
+from cachetree.tree.watch import Listener
+
+__all__ = [
+    "POLICIES",
+    "CacheTree",
+    "Change",
+    "Lease",
+    "Listener",
+    "Reservation",
+    "Retention",
+    "join_hashes",
+    "page_digests",
+    "page_hashes",
+    "split_hashes",
+]

@@ -4,31 +4,15 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass
+from typing import Final
 
 from cachetree.ids import Location, ModelId, PageHash, Span
-from cachetree.memory.slab import Segment, Slab
-from cachetree.tree.runs import Run, num_common_pages, split_hashes
-
-if TYPE_CHECKING:
-    from cachetree.tree.eviction.protocol import Eviction
-
+from cachetree.memory import Segment, Slab
+from cachetree.tree.hashing import split_hashes
+from cachetree.tree.runs import Run, num_common_pages
 
 RemoteKey = tuple[Location, ModelId]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Match:
-    """The longest prefix that one model has at one location."""
-
-    model: ModelId
-    location: Location
-    num_pages: int
-    e_pages: Mapping[int, int]
-    """For each layer with E: how many pages from the start have it without a gap."""
-    reduced_pages: Mapping[int, int] = field(default_factory=dict)
-    """The same of layers with less than E, which does for a refresh and for no block."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -279,7 +263,7 @@ class Node:
         "start",
     )
 
-    def __init__(self, parent: Node | None, run: Run, first: int, num_pages: int) -> None:
+    def __init__(self, parent: Node | None, run: Run[Node], first: int, num_pages: int) -> None:
         self.parent = parent
         self.run = run
         self.first = first
@@ -345,10 +329,11 @@ class Node:
             pending.extend(node.children.values())
             yield node
 
-    def split(self, index: int, eviction: Eviction) -> Node:
+    def split(self, index: int) -> Node:
         """Cut before page `index`; this node keeps the head, the tail is returned.
 
-        Storage and hashes are divided by arithmetic, nothing is copied.
+        Storage and hashes are divided by arithmetic, nothing is copied. The caller tells the
+        eviction policy.
         """
         children = self.children
         num_tail_pages, self.num_pages = self.num_pages - index, index
@@ -362,12 +347,9 @@ class Node:
             entry = LocalEntry(tail, head.model, head.slab, head.first + index)
             tail.local[head.model] = entry
             entry.num_children, head.num_children = head.num_children, 1
-            eviction.split(head, entry)
             for hold in head.holds:
                 if hold.stop > tail.start:
                     hold.add(entry)
-            if entry.is_evictable:
-                eviction.free(entry)
         return tail
 
     def _hashes(self, start: int, stop: int) -> bytes:

@@ -44,3 +44,16 @@ def _little_endian(tokens: Sequence[int]) -> bytes:
 def page_hashes(tokens: Sequence[int], page_size: int, seed: bytes = b"") -> list[PageHash]:
     """The keys of the whole pages of `tokens`: the start of each page's digest."""
     return [PageHash(it[:PAGE_HASH_BYTES]) for it in page_digests(tokens, page_size, seed)]
+
+
+def join_hashes(pages: Sequence[PageHash]) -> bytes:
+    """The pages side by side; raises ValueError for a hash that is not of the right size."""
+    hashes = b"".join(pages)
+    if len(hashes) != len(pages) * PAGE_HASH_BYTES:
+        raise ValueError(f"a page hash has {PAGE_HASH_BYTES} bytes")
+    return hashes
+
+
+def split_hashes(hashes: bytes) -> tuple[PageHash, ...]:
+    size = PAGE_HASH_BYTES
+    return tuple([PageHash(hashes[at : at + size]) for at in range(0, len(hashes), size)])

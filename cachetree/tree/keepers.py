@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cachetree.ids import Span
-from cachetree.memory.slab import Slab, kept_bytes
+from cachetree.memory import Slab, kept_bytes
 from cachetree.tree.entries import Hold, LocalEntry
 from cachetree.tree.lease import Lease, Reservation
 from cachetree.tree.pins import Pins

@@ -8,9 +8,8 @@ from typing import Final
 
 from cachetree.clock import Deadline
 from cachetree.errors import StaleEntry
-from cachetree.ids import ModelId, PageHash, Span
-from cachetree.memory.slab import Segment, Slab, join
-from cachetree.planning.plan import Kind, Step
+from cachetree.ids import Kind, ModelId, PageHash, Span, Step
+from cachetree.memory import Segment, Slab, join
 from cachetree.tree.entries import Hold
 
 

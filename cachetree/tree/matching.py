@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from cachetree.ids import LOCAL, Location, ModelId, PageHash
-from cachetree.tree.entries import EReach, LocalEntry, Match, RemoteEntry, RemoteKey
+from cachetree.planning import Match
+from cachetree.tree.entries import EReach, LocalEntry, RemoteEntry, RemoteKey
 from cachetree.tree.trie import PageTrie, depth_of
 
 

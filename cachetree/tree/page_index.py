@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Generic
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cachetree.ids import PageHash
-from cachetree.tree.runs import NO_PAGES, Run, join_hashes
-
-if TYPE_CHECKING:
-    from cachetree.tree.entries import Node
+from cachetree.tree.hashing import join_hashes
+from cachetree.tree.runs import NO_PAGES, P, Run
 
 _Words = NDArray[np.uint64]
 
@@ -25,7 +23,7 @@ _TAG_SHIFT = np.uint64(32)
 _TAG_MASK = np.uint64((2**32 - 1) << 32)
 
 
-class PageIndex:
+class PageIndex(Generic[P]):
     """Finds the run that holds a page. Takes no lock.
 
     word    = the first 8 bytes of a page's hash, which is as good as random as it is
@@ -42,12 +40,12 @@ class PageIndex:
         self._bucket_bits = _FIRST_BUCKET_BITS
         self._shift = np.uint64(64 - self._bucket_bits)
         self._slots: _Words = np.zeros((1 << self._bucket_bits, _BUCKET_SLOTS), np.uint64)
-        self._runs: list[Run | None] = [None]
+        self._runs: list[Run[P] | None] = [None]
         self._free_ids: list[int] = []
-        self._spilled: dict[PageHash, Run] = {}
+        self._spilled: dict[PageHash, Run[P]] = {}
         self._num_pages = 0
 
-    def find(self, page: PageHash) -> tuple[Node, int] | None:
+    def find(self, page: PageHash) -> tuple[P, int] | None:
         """The node that holds `page`, and which page of the node's run it is."""
         for run in self._runs_of(page):
             index = run.index_of(page)
@@ -56,7 +54,7 @@ class PageIndex:
                 return node, index
         return None
 
-    def find_at(self, page: PageHash, depth: int) -> Node | None:
+    def find_at(self, page: PageHash, depth: int) -> P | None:
         """The node that holds `page` after `depth` others; None where it is elsewhere, too."""
         for run in self._runs_of(page):
             node = run.node_with(page, depth)
@@ -64,7 +62,7 @@ class PageIndex:
                 return node
         return None
 
-    def add(self, pages: Sequence[PageHash]) -> Run | None:
+    def add(self, pages: Sequence[PageHash]) -> Run[P] | None:
         """Index a new run of `pages`, up to the first that is here already or comes twice."""
         hashes = join_hashes(pages)
         while self._num_pages + len(pages) > _MEAN_SLOTS_USED << self._bucket_bits:
@@ -89,7 +87,7 @@ class PageIndex:
         self._num_pages += len(pages)
         return run
 
-    def remove(self, parts: Sequence[tuple[Run, int, int]]) -> None:
+    def remove(self, parts: Sequence[tuple[Run[P], int, int]]) -> None:
         """Forget pages `[start, stop)` of each run, and runs with their last page."""
         words = _words(b"".join([run.hashes_of(start, stop) for run, start, stop in parts]))
         sizes = [stop - start for _, start, stop in parts]
@@ -111,11 +109,11 @@ class PageIndex:
                 self._runs[run.id] = None
                 self._free_ids.append(run.id)
 
-    def _runs_of(self, page: PageHash) -> list[Run]:
+    def _runs_of(self, page: PageHash) -> list[Run[P]]:
         """Those that may hold it."""
         word, tag = int.from_bytes(page[:8], "little"), page[4:8]
         bucket = self._slots[word >> 64 - self._bucket_bits].tobytes()
-        found: list[Run] = []
+        found: list[Run[P]] = []
         at = bucket.find(tag)
         while at >= 0:
             if at & 7 == 4:
@@ -128,11 +126,11 @@ class PageIndex:
             found.append(spilled)
         return found
 
-    def _new_run(self, hashes: bytes) -> Run:
+    def _new_run(self, hashes: bytes) -> Run[P]:
         if not self._free_ids:
             self._free_ids.append(len(self._runs))
             self._runs.append(None)
-        run = Run(hashes, self._free_ids.pop())
+        run: Run[P] = Run(hashes, self._free_ids.pop())
         self._runs[run.id] = run
         return run
 
@@ -148,7 +146,7 @@ class PageIndex:
     def _buckets(self, words: _Words) -> NDArray[np.int64]:
         return (words >> self._shift).view(np.int64)
 
-    def _put(self, run: Run, words: _Words, slots: _Words) -> frozenset[PageHash]:
+    def _put(self, run: Run[P], words: _Words, slots: _Words) -> frozenset[PageHash]:
         """Write the run's slots, given what its buckets hold; returns pages that found no room."""
         flat = self._slots.reshape(-1)
         buckets, values = self._buckets(words), words & _TAG_MASK | np.uint64(run.id)

@@ -10,7 +10,7 @@ from typing import Final
 from cachetree.clock import Deadline
 from cachetree.errors import PinRefused
 from cachetree.ids import ModelId, PageHash, Span
-from cachetree.memory.slab import Slab, kept_bytes
+from cachetree.memory import Slab, kept_bytes
 from cachetree.tree.entries import Hold
 from cachetree.tree.trie import PageTrie, Piece, depth_of
 

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 from bisect import bisect_right, insort_right
-from collections.abc import Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, Final
+from typing import Final, Generic, Protocol, TypeVar
 
 from cachetree.ids import PAGE_HASH_BYTES, PageHash
-
-if TYPE_CHECKING:
-    from cachetree.tree.entries import Node
-
 
 NO_PAGES: Final[frozenset[PageHash]] = frozenset()
 
 
-class Run:
+class Part(Protocol):
+    """What covers pages of a run, from page `first` of it on; `start` pages stand before."""
+
+    first: int
+    num_pages: int
+
+    @property
+    def start(self) -> int: ...
+
+
+P = TypeVar("P", bound=Part)
+
+
+class Run(Generic[P]):
     """Pages that came into the trie together. Nodes cover parts of it and are cut by arithmetic.
 
     Pages that are no node's any more stay until they are the greater part.
@@ -30,7 +38,7 @@ class Run:
         """Given by the index."""
         self.spilled: frozenset[PageHash] = NO_PAGES
         """The index's: pages for which its table had no room."""
-        self.nodes: list[Node] = []
+        self.nodes: list[P] = []
         """In the order of their pages."""
         self.num_indexed_pages = len(self)
 
@@ -52,7 +60,7 @@ class Run:
             at = self.hashes.find(page, at + 1)
         return at // PAGE_HASH_BYTES
 
-    def node_at(self, index: int) -> Node | None:
+    def node_at(self, index: int) -> P | None:
         """The node that covers page `index`; None where it has gone, or for -1."""
         at = bisect_right(self.nodes, index, key=_first) - 1
         if at < 0:
@@ -60,7 +68,7 @@ class Run:
         node = self.nodes[at]
         return node if index < node.first + node.num_pages else None
 
-    def node_with(self, page: PageHash, depth: int) -> Node | None:
+    def node_with(self, page: PageHash, depth: int) -> P | None:
         """The node in which `page` stands after `depth` others; None where it does not."""
         at = bisect_right(self.nodes, depth, key=_start) - 1
         if at < 0:
@@ -73,10 +81,10 @@ class Run:
     def has(self, page: PageHash, index: int) -> bool:
         return self.hashes.startswith(page, index * PAGE_HASH_BYTES)
 
-    def add(self, node: Node) -> None:
+    def add(self, node: P) -> None:
         insort_right(self.nodes, node, key=_first)
 
-    def drop(self, node: Node) -> None:
+    def drop(self, node: P) -> None:
         self.nodes.remove(node)
 
     def compact(self) -> None:
@@ -92,21 +100,8 @@ class Run:
             first += node.num_pages
 
 
-_first = attrgetter("first")
+_first: Final = attrgetter("first")
 _start = attrgetter("start")
-
-
-def join_hashes(pages: Sequence[PageHash]) -> bytes:
-    """The pages side by side; raises ValueError for a hash that is not of the right size."""
-    hashes = b"".join(pages)
-    if len(hashes) != len(pages) * PAGE_HASH_BYTES:
-        raise ValueError(f"a page hash has {PAGE_HASH_BYTES} bytes")
-    return hashes
-
-
-def split_hashes(hashes: bytes) -> tuple[PageHash, ...]:
-    size = PAGE_HASH_BYTES
-    return tuple([PageHash(hashes[at : at + size]) for at in range(0, len(hashes), size)])
 
 
 def num_common_pages(ours: bytes, theirs: bytes) -> int:

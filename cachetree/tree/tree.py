@@ -10,13 +10,12 @@ from functools import partial
 from itertools import islice
 from typing import Final
 
-from cachetree.checkpoint.family import Family
+from cachetree.checkpoint import Family
 from cachetree.clock import Clock, Deadline
 from cachetree.ids import Location, ModelId, PageHash, Span
-from cachetree.memory.memory import PAGEABLE, Memory, NoRoom
-from cachetree.memory.ranges import Ranges
-from cachetree.memory.slab import Layout, Slab
-from cachetree.tree.entries import Change, Hold, LocalEntry, Match, Node
+from cachetree.memory import PAGEABLE, Layout, Memory, NoRoom, Ranges, Slab
+from cachetree.planning import Match
+from cachetree.tree.entries import Change, Hold, LocalEntry, Node
 from cachetree.tree.eviction import Eviction, Expiry, Retention, make_policy
 from cachetree.tree.keepers import Keepers
 from cachetree.tree.lease import Lease, Reservation

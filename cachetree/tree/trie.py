@@ -28,9 +28,9 @@ class PageTrie:
     """
 
     def __init__(self, eviction: Eviction) -> None:
-        self.root: Final = Node(None, Run(b"", 0), 0, 0)
+        self.root: Final = Node(None, Run[Node](b"", 0), 0, 0)
         self._eviction = eviction
-        self._index = PageIndex()
+        self._index = PageIndex[Node]()
 
     def find(self, page: PageHash) -> Piece | None:
         """Where `page` is."""
@@ -194,7 +194,12 @@ class PageTrie:
         """The node that starts at page `index` of `node`, which is cut there where it must be."""
         if index in (0, node.num_pages):
             return node
-        return node.split(index, self._eviction)
+        tail = node.split(index)
+        for model, entry in tail.local.items():
+            self._eviction.split(node.local[model], entry)
+            if entry.is_evictable:
+                self._eviction.free(entry)
+        return tail
 
     def prune(self, nodes: Iterable[Node]) -> None:
         """Take out those of `nodes` in which nobody has an entry."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from cachetree.ids import DISK, Location, ModelId, PageHash
 from cachetree.tree.entries import Change, LocalEntry, Node
-from cachetree.tree.runs import split_hashes
+from cachetree.tree.hashing import split_hashes
 
 Listener = Callable[[Change], None]
 Sighting = tuple[ModelId, PageHash | None, bytes, tuple[int, ...]]

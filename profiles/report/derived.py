@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from cachetree.planning.profile import PROJECTION, Recipe
+from cachetree.planning import PROJECTION, Recipe
 from profiles.evidence import (
     FrontierPoint,
     LayerSensitivity,

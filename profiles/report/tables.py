@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Final
 
-from cachetree.ids import Span
+from cachetree import Span
 from profiles.evidence import Interval, MeasuredProfile, Split, TaskLoss
 from profiles.gate import ERROR_RATE
 from profiles.report import derived, words

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from cachetree.ids import Span
+from cachetree import Span
 from profiles.evidence import Baseline, BaselineKind, FrontierPoint, Interval
 
 ABSENT: Final = "–"

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from cachetree.checkpoint.adapters import Adapter, read_adapter, read_invocation
-from cachetree.errors import ConfigError
-from cachetree.ids import ModelId, PageHash
+from cachetree import ConfigError, ModelId, PageHash
+from cachetree.checkpoint import Adapter, read_adapter, read_invocation
 from sglang_droidspeak.engine import prefixes
 
 if TYPE_CHECKING:

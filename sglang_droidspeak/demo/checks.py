@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
-from cachetree.planning.profile import PairProfile
+from cachetree.planning import PairProfile
 from sglang_droidspeak.demo.conditions import Condition
 from sglang_droidspeak.demo.results import Quality, Samples
 

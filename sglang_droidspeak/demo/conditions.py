@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from cachetree.ids import ModelId, Span
+from cachetree import ModelId, Span
 
 
 class Condition(str, Enum):

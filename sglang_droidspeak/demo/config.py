@@ -12,9 +12,8 @@ from typing import Any, Final
 
 import torch
 
-from cachetree import ModelIdentity, PairProfile, Span, read_profile
-from cachetree.checkpoint.identity import read_model_identity
-from cachetree.errors import CacheTreeError
+from cachetree import CacheTreeError, ModelIdentity, PairProfile, Span, read_profile
+from cachetree.checkpoint import read_model_identity
 from profiles.environment import ROOT
 from profiles.random_models import shape, write_models
 from profiles.records import Record, RecordError, read_records

@@ -13,7 +13,7 @@ import msgspec
 import requests
 
 from cachetree import Cache, CacheConfig, Family, ModelIdentity, Span
-from cachetree.tree.hashing import page_hashes
+from cachetree.tree import page_hashes
 from sglang_droidspeak.demo.conditions import Condition
 from sglang_droidspeak.demo.documents import Document, Question
 from sglang_droidspeak.demo.results import Sample

@@ -14,7 +14,7 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from cachetree.errors import ConfigError
+from cachetree import ConfigError
 
 SUPPORTED = "0.5.23"
 

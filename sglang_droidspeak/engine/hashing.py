@@ -8,7 +8,7 @@ from typing import Any
 
 from sglang.srt.mem_cache.cpp_utils.native_hash import get_native_hash
 
-from cachetree.tree.hashing import page_digests
+from cachetree.tree import page_digests
 from sglang_droidspeak.engine import NATIVE_HASH, HookType, place_hooks
 
 log = logging.getLogger(__name__)

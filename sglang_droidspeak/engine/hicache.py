@@ -15,7 +15,7 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 
-from cachetree.errors import ConfigError
+from cachetree import ConfigError
 
 _DYNAMIC: Final = ("backend_name", "module_path", "class_name")
 _KEEP_NOTHING: Final = frozenset({"sim", "shm"})

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from cachetree.errors import ConfigError
-from cachetree.ids import Span
+from cachetree import ConfigError, Span
 from sglang_droidspeak.engine.names import KVWriteLoc, get_token_to_kv_pool, residual_batch
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from cachetree.ids import PAGE_HASH_BYTES, PageHash
+from cachetree import PAGE_HASH_BYTES, PageHash
 from sglang_droidspeak.engine.names import MatchPrefixParams, RadixKey, get_storage_hash_str
 
 if TYPE_CHECKING:

@@ -20,9 +20,8 @@ from typing import Any
 
 import msgspec
 
-from cachetree.cli.serve import parse_config
-from cachetree.errors import ConfigError
-from cachetree.yaml_file import read_yaml, settings_of
+from cachetree import ConfigError, read_yaml, settings_of
+from cachetree.cli import parse_config
 from sglang_droidspeak.fleet.servers import ServerSpec, Spec, WorkerSpec
 from sglang_droidspeak.start.config import parse_settings
 

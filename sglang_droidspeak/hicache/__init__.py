@@ -6,9 +6,8 @@ import functools
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from cachetree.ids import ModelId
-from cachetree.tier import MakeTier, NoteSpeed
-from cachetree.tree.tree import CacheTree
+from cachetree import MakeTier, ModelId, NoteSpeed
+from cachetree.tree import CacheTree
 from sglang_droidspeak.engine.hicache import Backend
 from sglang_droidspeak.hicache.counts import Count
 from sglang_droidspeak.hicache.objects import Objects

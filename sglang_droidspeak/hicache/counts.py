@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Final
 
-from cachetree.clock import Clock
+from cachetree import Clock
 
 log = logging.getLogger(__name__)
 

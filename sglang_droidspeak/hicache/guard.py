@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 from typing import Final
 
-from cachetree.clock import Clock
+from cachetree import Clock
 
 log = logging.getLogger(__name__)
 

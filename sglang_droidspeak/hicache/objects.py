@@ -23,10 +23,9 @@ from typing import Final, Protocol
 
 import msgspec
 
-from cachetree.checkpoint.family import Family
-from cachetree.ids import ModelId, PageHash
-from cachetree.memory.checksum import checksum_of_parts
-from cachetree.planning.plan import Kind, Step
+from cachetree import Kind, ModelId, PageHash, Step
+from cachetree.checkpoint import Family
+from cachetree.memory import checksum_of_parts
 
 _MAGIC: Final = b"droidkv1"
 _HEADER: Final = struct.Struct("<8sQQ")

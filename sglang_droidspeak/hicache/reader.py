@@ -6,11 +6,8 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 
-from cachetree.clock import Clock
-from cachetree.errors import DeadlineExceeded, FetchError, StaleEntry
-from cachetree.ids import ModelId, PageHash
-from cachetree.memory.staging import Staging
-from cachetree.tier import NoteSpeed
+from cachetree import Clock, DeadlineExceeded, FetchError, ModelId, NoteSpeed, PageHash, StaleEntry
+from cachetree.memory import Staging
 from sglang_droidspeak.hicache.counts import Counts
 from sglang_droidspeak.hicache.guard import Guard
 from sglang_droidspeak.hicache.objects import ObjectBackend, Objects, Piece

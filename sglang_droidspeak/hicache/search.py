@@ -15,11 +15,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from cachetree.clock import Clock, Deadline
-from cachetree.ids import Location, ModelId, PageHash
-from cachetree.planning.plan import Kind, Step
-from cachetree.tier import Search
-from cachetree.tree.tree import CacheTree
+from cachetree import Clock, Deadline, Kind, Location, ModelId, PageHash, Search, Step
+from cachetree.tree import CacheTree
 from sglang_droidspeak.hicache.guard import Guard
 from sglang_droidspeak.hicache.objects import ObjectBackend, Objects
 from sglang_droidspeak.hicache.writer import Show

@@ -20,11 +20,9 @@ from typing import Final
 
 import msgspec
 
-from cachetree.clock import Clock, Deadline
-from cachetree.ids import Location, ModelId, PageHash
-from cachetree.memory.staging import Staging
-from cachetree.tier import NoteSpeed, Search
-from cachetree.tree.tree import CacheTree
+from cachetree import Clock, Deadline, Location, ModelId, NoteSpeed, PageHash, Search
+from cachetree.memory import Staging
+from cachetree.tree import CacheTree
 from sglang_droidspeak.hicache.counts import Count, Counts
 from sglang_droidspeak.hicache.guard import Guard
 from sglang_droidspeak.hicache.objects import ObjectBackend, Objects

@@ -7,13 +7,8 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 from typing import Final
 
-from cachetree.background import give_way
-from cachetree.clock import Clock, Deadline
-from cachetree.ids import ModelId, PageHash, Span
-from cachetree.planning.plan import Kind, Step
-from cachetree.tree.entries import Change
-from cachetree.tree.lease import Lease
-from cachetree.tree.tree import CacheTree
+from cachetree import Clock, Deadline, Kind, ModelId, PageHash, Span, Step, give_way
+from cachetree.tree import CacheTree, Change, Lease
 from sglang_droidspeak.hicache.counts import Counts
 from sglang_droidspeak.hicache.guard import Guard
 from sglang_droidspeak.hicache.objects import ObjectBackend, Objects

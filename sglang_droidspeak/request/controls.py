@@ -17,8 +17,8 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from cachetree.ids import EMPTY_SPAN, Span
-from cachetree.planning.schedule import Strategy
+from cachetree import EMPTY_SPAN, Span
+from cachetree.planning import Strategy
 
 
 class Controls(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

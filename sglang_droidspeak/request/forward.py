@@ -8,10 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from cachetree.clock import Deadline
-from cachetree.errors import FetchError
-from cachetree.ids import Span
-from cachetree.planning.plan import Kind, Step
+from cachetree import Deadline, FetchError, Kind, Span, Step
 from sglang_droidspeak import engine
 from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.engine.names import ForwardMode

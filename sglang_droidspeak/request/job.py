@@ -7,16 +7,14 @@ import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from cachetree.clock import Deadline
-from cachetree.errors import DeadlineExceeded, FetchError
-from cachetree.ids import Span
-from cachetree.planning.plan import Plan, Step
+from cachetree import Deadline, DeadlineExceeded, FetchError, Span, Step
+from cachetree.planning import Plan
 from sglang_droidspeak.store.pool import PoolPages
 
 if TYPE_CHECKING:
     import torch
 
-    from cachetree.memory.staging import Staging
+    from cachetree.memory import Staging
 
 
 class ForwardWaitExceeded(FetchError):

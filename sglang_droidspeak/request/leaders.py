@@ -11,13 +11,13 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
-from cachetree.ids import Location, ModelId, PageHash
-from cachetree.planning.policy import Reason
+from cachetree import Location, ModelId, PageHash
+from cachetree.planning import Reason
 from sglang_droidspeak.engine.prefixes import namespace_of
 from sglang_droidspeak.store.pool import pool_of
 
 if TYPE_CHECKING:
-    from cachetree.tree.tree import CacheTree
+    from cachetree.tree import CacheTree
     from sglang_droidspeak.adapters.models import Models
     from sglang_droidspeak.engine.names import Req
     from sglang_droidspeak.request.planner import Planned, Planner

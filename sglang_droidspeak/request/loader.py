@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from cachetree.errors import FetchError
-from cachetree.planning.plan import Kind, Step
+from cachetree import FetchError, Kind, Step
 from sglang_droidspeak.engine.names import LayerWiseLoadCounter
 from sglang_droidspeak.request.job import Job
 

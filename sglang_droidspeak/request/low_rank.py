@@ -35,8 +35,8 @@ from sglang_droidspeak.adapters.factors import (
 )
 
 if TYPE_CHECKING:
-    from cachetree.ids import ModelId, Span
-    from cachetree.tree.entries import Match
+    from cachetree import ModelId, Span
+    from cachetree.planning import Match
     from sglang_droidspeak.adapters.models import Models
     from sglang_droidspeak.engine.names import LoRAAdapter
     from sglang_droidspeak.request.job import Job

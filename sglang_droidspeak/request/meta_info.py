@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from cachetree.ids import DISK, LOCAL, is_pool
+from cachetree import DISK, LOCAL, is_pool
 
 if TYPE_CHECKING:
     from sglang_droidspeak.request.job import Job

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from cachetree.ids import Span
+from cachetree import Span
 from sglang_droidspeak.engine.attention import recompute_backend
 from sglang_droidspeak.engine.names import (
     CaptureHiddenMode,

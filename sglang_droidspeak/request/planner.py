@@ -8,14 +8,15 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
-from cachetree.checkpoint.codec import Codec
-from cachetree.ids import Location, ModelId, PageHash, is_pool
-from cachetree.planning.plan import Plan
-from cachetree.planning.policy import (
+from cachetree import Location, ModelId, PageHash, is_pool
+from cachetree.checkpoint import Codec
+from cachetree.planning import (
     Costs,
     Demand,
     Gate,
+    Match,
     NoReuse,
+    Plan,
     Reason,
     Requested,
     choose,
@@ -23,14 +24,13 @@ from cachetree.planning.policy import (
     recompute_s,
     saving_s,
 )
-from cachetree.tree.entries import Match
 from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.request.controls import Controls, parse_controls
 from sglang_droidspeak.start.peers import not_ready
 from sglang_droidspeak.store.pool import PoolIndex, PoolPages, pool_of
 
 if TYPE_CHECKING:
-    from cachetree.cache import Cache
+    from cachetree import Cache
     from sglang_droidspeak.adapters.models import Models, Part
     from sglang_droidspeak.engine.names import Req, UnifiedRadixCache
     from sglang_droidspeak.meter import Meter

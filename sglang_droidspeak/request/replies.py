@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from cachetree.clock import Deadline
+from cachetree import Deadline
 from sglang_droidspeak.request.controls import parse_controls
 
 if TYPE_CHECKING:
-    from cachetree.cache import Cache
+    from cachetree import Cache
     from sglang_droidspeak.engine.names import Req
     from sglang_droidspeak.store.offloader import Offloader
 

@@ -24,12 +24,18 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from cachetree.clock import Deadline
-from cachetree.errors import DeadlineExceeded, FetchError
-from cachetree.ids import Location, PageHash, Span, is_pool
-from cachetree.planning.plan import Kind, Plan, Step
-from cachetree.planning.policy import Reason, recompute_s
-from cachetree.planning.schedule import Strategy
+from cachetree import (
+    Deadline,
+    DeadlineExceeded,
+    FetchError,
+    Kind,
+    Location,
+    PageHash,
+    Span,
+    Step,
+    is_pool,
+)
+from cachetree.planning import Plan, Reason, Strategy, recompute_s
 from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.request.controls import parse_controls
 from sglang_droidspeak.request.job import Job
@@ -42,9 +48,8 @@ from sglang_droidspeak.store.pool import PoolPages
 if TYPE_CHECKING:
     import torch
 
-    from cachetree.cache import Cache
-    from cachetree.memory.budget import BudgetedStaging
-    from cachetree.tier import Search
+    from cachetree import Cache, Search
+    from cachetree.memory import BudgetedStaging
     from sglang_droidspeak.adapters.activated import Activated
     from sglang_droidspeak.engine.names import Req, UnifiedRadixCache
     from sglang_droidspeak.meter import Meter

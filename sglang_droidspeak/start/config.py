@@ -19,13 +19,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from cachetree.checkpoint.codec import Codec
-from cachetree.config import CacheConfig
-from cachetree.errors import ConfigError
-from cachetree.ids import ModelId
+from cachetree import CacheConfig, ConfigError, ModelId, read_yaml, settings_of
+from cachetree.checkpoint import Codec
 from cachetree.transport import PeerConfig, WorkerConfig
-from cachetree.tree.eviction import Retention
-from cachetree.yaml_file import read_yaml, settings_of
+from cachetree.tree import Retention
 
 LINKER_MODULE = "sglang_droidspeak.linker"
 MIN_PAGE_SIZE = 16

@@ -13,14 +13,10 @@ import msgspec
 import torch
 from platformdirs import user_cache_path
 
-from cachetree.checkpoint.adapters import read_adapter
-from cachetree.checkpoint.codec import Codec
-from cachetree.checkpoint.family import Family, ModelIdentity
-from cachetree.checkpoint.identity import read_model_identity
-from cachetree.errors import CacheTreeError, ConfigError, ProfileError
-from cachetree.ids import ModelId
-from cachetree.memory.slab import Layout
-from cachetree.planning.profile import PairProfile, read_profile
+from cachetree import CacheTreeError, ConfigError, ModelId, ProfileError
+from cachetree.checkpoint import Codec, Family, ModelIdentity, read_adapter, read_model_identity
+from cachetree.memory import Layout
+from cachetree.planning import PairProfile, read_profile
 from cachetree.transport import check_peer, check_ports, check_worker
 from sglang_droidspeak import engine
 from sglang_droidspeak.start.config import MIN_PAGE_SIZE, Settings, cache_config, parse_settings

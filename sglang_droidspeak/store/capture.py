@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from cachetree.errors import ConfigError
+from cachetree import ConfigError
 from sglang_droidspeak.adapters.factors import SharedA, shared_a
 from sglang_droidspeak.engine.layers import LayerStack, OnE
 from sglang_droidspeak.engine.names import ForwardMode, MHATokenToKVPool, async_h2d

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from cachetree.background import give_way
-from cachetree.ids import ModelId, PageHash
+from cachetree import ModelId, PageHash, give_way
 
 if TYPE_CHECKING:
-    from cachetree.cache import Cache
+    from cachetree import Cache
     from sglang_droidspeak.store.capture import EPool, Provenance
     from sglang_droidspeak.store.rows import Coding, PoolRows
 

@@ -14,15 +14,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from cachetree.errors import FetchError
-from cachetree.ids import POOL_PREFIX, Location, ModelId, PageHash
-from cachetree.planning.plan import Plan
+from cachetree import POOL_PREFIX, FetchError, Location, ModelId, PageHash
+from cachetree.planning import Plan
 from sglang_droidspeak.engine import prefixes
 
 if TYPE_CHECKING:
     import torch
 
-    from cachetree.tree.tree import CacheTree
+    from cachetree.tree import CacheTree
     from sglang_droidspeak.engine.names import Req, UnifiedRadixCache
     from sglang_droidspeak.store.capture import EPool, Provenance
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 
-from cachetree.checkpoint.codec import Codec, vector_bytes
+from cachetree.checkpoint import Codec, vector_bytes
 from cachetree.checkpoint.codecs import decode, encode
 
 if TYPE_CHECKING:

@@ -24,8 +24,7 @@ from pathlib import Path
 from cachetree.checkpoint.family import Family
 from cachetree.disk import DiskConfig, DiskEntry, DiskStore
 from cachetree.errors import StaleEntry
-from cachetree.ids import ModelId, PageHash, Span
-from cachetree.planning.plan import Kind, Step
+from cachetree.ids import Kind, ModelId, PageHash, Span, Step
 
 FAMILY = Family(
     architecture="LlamaForCausalLM",

@@ -31,7 +31,7 @@ from cachetree import (
     Span,
     Worker,
 )
-from cachetree.memory.checksum import checksum
+from cachetree.memory.copying import checksum
 from cachetree.transport import wire
 from cachetree.transport.frames import Frame
 

@@ -16,7 +16,7 @@ import zmq
 from transport_parts import Nowhere, eventually, flushed, unheard
 
 from cachetree import ProtocolError, WorkerConfig
-from cachetree.memory.checksum import checksum
+from cachetree.memory.copying import checksum
 from cachetree.transport import channel
 from cachetree.transport.address import Address
 from cachetree.transport.channel import MAX_MESSAGE_BYTES, Arrival, Channel

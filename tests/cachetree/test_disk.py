@@ -28,8 +28,7 @@ from disk_parts import (
 from cachetree.checkpoint.family import Family
 from cachetree.disk import DiskConfig, DiskEntry, DiskStore
 from cachetree.errors import StaleEntry
-from cachetree.ids import Span
-from cachetree.planning.plan import Kind, Step
+from cachetree.ids import Kind, Span, Step
 from cachetree.tree.entries import Change
 
 

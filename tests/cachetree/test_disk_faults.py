@@ -32,8 +32,7 @@ from disk_parts import (
 
 from cachetree.disk import segment as segments
 from cachetree.disk.record import read_head
-from cachetree.ids import ModelId, Span
-from cachetree.planning.plan import Kind, Step
+from cachetree.ids import Kind, ModelId, Span, Step
 
 PARTS = Path(__file__).with_name("disk_parts.py")
 

@@ -49,7 +49,7 @@ from cachetree import (
 from cachetree.cache import Cache
 from cachetree.config import CacheConfig
 from cachetree.memory.arena import Arena
-from cachetree.memory.checksum import checksum
+from cachetree.memory.copying import checksum
 from cachetree.memory.memory import PAGEABLE, ArenaFile, Memory
 from cachetree.planning.plan import Plan
 from cachetree.transport import wire

@@ -21,7 +21,7 @@ from transport_parts import (
 )
 
 from cachetree import CacheTree, Deadline, Kind, Step
-from cachetree.memory.checksum import checksum
+from cachetree.memory.copying import checksum
 from cachetree.transport import wire
 from cachetree.transport.frames import Frame
 

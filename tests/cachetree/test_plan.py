@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachetree.ids import LOCAL, ModelId, Span
-from cachetree.planning.plan import Kind, Plan, Step
+from cachetree.ids import LOCAL, Kind, ModelId, Span, Step
+from cachetree.planning.plan import Plan
 
 S, R = ModelId("s"), ModelId("r")
 

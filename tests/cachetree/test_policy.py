@@ -14,9 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.schedule import Request, schedule
 from cachetree.checkpoint.family import ModelIdentity
 from cachetree.ids import EMPTY_SPAN, LOCAL, Location, Span
-from cachetree.planning.plan import Plan
+from cachetree.planning.plan import Match, Plan, Strategy
 from cachetree.planning.policy import (
     Costs,
     Demand,
@@ -33,9 +34,8 @@ from cachetree.planning.policy import (
     recompute_s,
     saving_s,
 )
-from cachetree.planning.profile import VERSION, BlockQuality, PairProfile
-from cachetree.planning.schedule import Request, Strategy, schedule
-from cachetree.tree.entries import Match
+from cachetree.planning.profile import PROFILE_VERSION as VERSION
+from cachetree.planning.profile import BlockQuality, PairProfile
 
 MB = 1_000_000
 FAR = Location("tcp://far:1")

@@ -12,9 +12,9 @@ from cachetree.checkpoint.codec import Codec
 from cachetree.checkpoint.family import Family, ModelIdentity
 from cachetree.errors import FamilyMismatch, ProfileError
 from cachetree.ids import EMPTY_SPAN, Span
+from cachetree.planning.profile import PROFILE_VERSION as VERSION
 from cachetree.planning.profile import (
     PROJECTION,
-    VERSION,
     BlockQuality,
     PairProfile,
     Recipe,

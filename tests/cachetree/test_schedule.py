@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.schedule import Request, Resource, Timeline, Work, schedule
 from cachetree.ids import Span
-from cachetree.planning.schedule import Request, Resource, Strategy, Timeline, Work, schedule
+from cachetree.planning.plan import Strategy
 
 ONES = (1.0,) * 10
 PAPER = (

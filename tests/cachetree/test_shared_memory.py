@@ -37,7 +37,7 @@ from transport_parts import (
 
 from cachetree import Deadline, FetchError, PeerState, ProtocolError, Step
 from cachetree.memory.arena import Arena
-from cachetree.memory.checksum import checksum
+from cachetree.memory.copying import checksum
 from cachetree.transport import wire
 
 PAGES = pages_of(16)

@@ -11,7 +11,6 @@ import pytest
 
 from cachetree.cli import main
 from cachetree.errors import ConfigError
-from cachetree.planning.prefill_cost import PrefillCost
 from cachetree.simulate import (
     GENERATORS,
     Header,
@@ -25,6 +24,7 @@ from cachetree.simulate import (
     write_trace,
 )
 from cachetree.tree.eviction import POLICIES, Retention
+from cachetree.tree.eviction.value import PrefillCost
 
 ROOT = Path(__file__).resolve().parents[2]
 TRACES = ROOT / "benchmarks/traces"

@@ -11,8 +11,8 @@ import pytest
 
 from cachetree.clock import Deadline
 from cachetree.errors import Cancelled, DeadlineExceeded, FetchError, ProtocolError
+from cachetree.ids import Kind, Step
 from cachetree.memory.staging import Staging, pageable
-from cachetree.planning.plan import Kind, Step
 
 E2, KV0, KV1 = Step(Kind.E, 2), Step(Kind.KV, 0), Step(Kind.KV, 1)
 

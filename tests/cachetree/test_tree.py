@@ -29,7 +29,8 @@ from cachetree.errors import StaleEntry
 from cachetree.ids import LOCAL, ModelId, PageHash, Span
 from cachetree.memory.memory import Plain
 from cachetree.memory.staging import pageable
-from cachetree.tree.entries import Change, Match
+from cachetree.planning.plan import Match
+from cachetree.tree.entries import Change
 from cachetree.tree.tree import CacheTree
 
 

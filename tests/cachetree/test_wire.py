@@ -14,7 +14,7 @@ from transport_parts import FAMILY, pages_of
 
 from cachetree import Family
 from cachetree.errors import ConfigError, ProtocolError
-from cachetree.planning.plan import Kind, Step
+from cachetree.ids import Kind, Step
 from cachetree.transport import PeerConfig, WorkerConfig, advertise, verbs, wire
 from cachetree.transport.address import parse_listen, parse_remote
 from cachetree.transport.pace import Bandwidth, Cap

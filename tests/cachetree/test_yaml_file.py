@@ -10,10 +10,10 @@ import pytest
 
 from cachetree import ConfigError
 from cachetree.checkpoint.identity import read_model_identity
+from cachetree.config import read_yaml, settings_of
 from cachetree.errors import ProfileError
 from cachetree.planning.profile import read_profile
 from cachetree.transport.keys import read_key_pair
-from cachetree.yaml_file import read_yaml, settings_of
 
 
 def test_what_a_file_says(tmp_path: Path) -> None:

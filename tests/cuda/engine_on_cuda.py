@@ -33,9 +33,9 @@ from cachetree.checkpoint.family import Family
 from cachetree.checkpoint.identity import read_model_identity
 from cachetree.clock import Deadline
 from cachetree.config import CacheConfig
-from cachetree.ids import Location, ModelId, PageHash, Span
+from cachetree.ids import Location, ModelId, PageHash, Span, Step
 from cachetree.memory.budget import Budget, BudgetedStaging
-from cachetree.planning.plan import Plan, Step
+from cachetree.planning.plan import Plan
 from profiles.oracle import KV
 from sglang_droidspeak.engine.layers import LayerStack
 from sglang_droidspeak.engine.names import (

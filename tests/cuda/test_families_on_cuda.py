@@ -27,8 +27,7 @@ from transformers import AutoModelForCausalLM
 from virtual_cuda import VirtualCuda
 
 from cachetree.clock import Deadline
-from cachetree.ids import Span
-from cachetree.planning.plan import Kind, Step
+from cachetree.ids import Kind, Span, Step
 from profiles.oracle import partial_prefill, prefill
 from profiles.random_models import random_prompt, shape, write_models
 from sglang_droidspeak.store.offloader import Offload

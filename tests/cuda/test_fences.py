@@ -21,8 +21,7 @@ from engine_on_cuda import HERE, PAGE, Engine, Part, fork, land, load, on_device
 from virtual_cuda import ROOT, Line, VirtualCuda
 
 from cachetree.errors import FetchError
-from cachetree.ids import Span
-from cachetree.planning.plan import Kind, Step
+from cachetree.ids import Kind, Span, Step
 from profiles.random_models import shape, write_models
 from sglang_droidspeak.store.offloader import Offload
 from sglang_droidspeak.store.pool import PoolPages

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cachetree import ModelIdentity, PairProfile
-from cachetree.planning.profile import VERSION, BlockQuality
+from cachetree.planning.profile import PROFILE_VERSION as VERSION
+from cachetree.planning.profile import BlockQuality
 from sglang_droidspeak.demo.checks import equality_failures, quality_failures, reuse_failures
 from sglang_droidspeak.demo.conditions import Condition
 from sglang_droidspeak.demo.results import (

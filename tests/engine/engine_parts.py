@@ -18,7 +18,8 @@ from cachetree.checkpoint.family import Family, ModelIdentity
 from cachetree.checkpoint.identity import read_model_identity
 from cachetree.config import CacheConfig
 from cachetree.ids import ModelId, PageHash, Span
-from cachetree.planning.profile import VERSION, BlockQuality, PairProfile
+from cachetree.planning.profile import PROFILE_VERSION as VERSION
+from cachetree.planning.profile import BlockQuality, PairProfile
 from cachetree.tree import hashing
 from profiles.oracle import Generated, decode, partial_prefill
 from profiles.random_models import random_prompt

@@ -18,8 +18,8 @@ from engine_parts import PAGE, family_of
 
 from cachetree.checkpoint.adapters import Adapter
 from cachetree.clock import Deadline
-from cachetree.ids import EMPTY_SPAN, LOCAL, ModelId, PageHash, Span, is_pool
-from cachetree.planning.plan import Kind, Plan, Step
+from cachetree.ids import EMPTY_SPAN, LOCAL, Kind, ModelId, PageHash, Span, Step, is_pool
+from cachetree.planning.plan import Plan
 from cachetree.tree.hashing import page_hashes
 from cachetree.tree.tree import CacheTree
 from profiles.random_models import shape, write_models

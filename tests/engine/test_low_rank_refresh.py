@@ -18,8 +18,7 @@ from sglang.srt.lora.lora import LoRAAdapter
 from torch import Tensor, nn
 
 from cachetree.ids import EMPTY_SPAN, ModelId, Span
-from cachetree.planning.plan import Plan
-from cachetree.tree.entries import Match
+from cachetree.planning.plan import Match, Plan
 from profiles.random_models import shape, write_adapter, write_models
 from sglang_droidspeak.adapters.factors import SharedA, shared_a
 from sglang_droidspeak.adapters.models import LoadedModel, Models

@@ -16,9 +16,9 @@ from cachetree.checkpoint.family import Family
 from cachetree.clock import Deadline
 from cachetree.config import CacheConfig
 from cachetree.errors import DeadlineExceeded
-from cachetree.ids import EMPTY_SPAN, Location, ModelId, PageHash, Span
+from cachetree.ids import EMPTY_SPAN, Kind, Location, ModelId, PageHash, Span, Step
 from cachetree.memory.staging import Staging
-from cachetree.planning.plan import Kind, Plan, Step
+from cachetree.planning.plan import Plan
 from sglang_droidspeak.engine import HookType, place_hooks
 from sglang_droidspeak.engine.names import ForwardMode
 from sglang_droidspeak.meter import Meter

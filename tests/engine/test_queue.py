@@ -16,9 +16,9 @@ from test_waiting import PAGE, PLAN, SilentCache, request, waiting_on
 
 from cachetree.clock import Deadline
 from cachetree.errors import Cancelled, FetchError
+from cachetree.ids import Kind, Step
 from cachetree.memory.budget import Budget, BudgetedStaging
 from cachetree.memory.staging import pageable
-from cachetree.planning.plan import Kind, Step
 from sglang_droidspeak.linker import DroidSpeakLinker
 from sglang_droidspeak.ranks import Ranks
 from sglang_droidspeak.request import prefixes

@@ -19,7 +19,7 @@ from transport_parts import E_LAYER, FAMILY, MODEL
 from cachetree.disk.directory import FORMAT
 from cachetree.disk.record import Chunks, Header, pack_checksums, trailer
 from cachetree.disk.segment import _MAGIC
-from cachetree.memory.checksum import checksum
+from cachetree.memory.copying import checksum
 from cachetree.memory.slab import Layout
 from cachetree.transport import verbs, wire, write_key_pair
 from cachetree.transport.frames import MESSAGE, Frame, pack

@@ -26,8 +26,8 @@ from cachetree.disk import record as records
 from cachetree.disk.directory import Directory
 from cachetree.disk.record import PREFIX_BYTES, read_head
 from cachetree.disk.segment import Segment, scan
-from cachetree.errors import CacheTreeError, ConfigError, ProfileError, ProtocolError
-from cachetree.memory.checksum import checksum
+from cachetree.errors import UNREADABLE, CacheTreeError, ConfigError, ProfileError, ProtocolError
+from cachetree.memory.copying import checksum
 from cachetree.planning.profile import read_profile
 from cachetree.simulate.trace import PageNames, read_trace
 from cachetree.transport import frames, keys, verbs, wire
@@ -39,7 +39,6 @@ from cachetree.transport.frames import Frame
 from cachetree.transport.receiver import FetchReceiver
 from cachetree.transport.sealing import KEY_BYTES, Seals, Unsealed
 from cachetree.tree.tree import CacheTree
-from cachetree.unreadable import UNREADABLE
 from profiles.evidence import read_measured
 from sglang_droidspeak.fleet.fleet import read_fleet
 from sglang_droidspeak.request.controls import parse_controls

@@ -18,7 +18,8 @@ from msgspec.structs import replace
 
 from cachetree.checkpoint.family import ModelIdentity
 from cachetree.ids import EMPTY_SPAN, Span
-from cachetree.planning.profile import VERSION, BlockQuality
+from cachetree.planning.profile import PROFILE_VERSION as VERSION
+from cachetree.planning.profile import BlockQuality
 from profiles.evidence import (
     Baseline,
     BaselineKind,

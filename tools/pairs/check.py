@@ -18,7 +18,7 @@ from statistics import fmean
 import torch
 from tqdm import tqdm
 
-from cachetree.ids import Span
+from cachetree import Span
 from profiles.artifact import qualities_of
 from profiles.documents import Document
 from profiles.frontier import grid

@@ -29,6 +29,8 @@ from torch import Tensor
 
 from cachetree.checkpoint.codec import SCALE_BYTES, Codec, vector_bytes
 
+__all__ = ["decode", "encode"]
+
 BLOCK_VECTORS: Final = 512
 _INT8_MAX: Final = 127.0
 _INT4_MAX: Final = 7.0

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from cachetree.tree.entries import LocalEntry
+from cachetree.tree.entries import LocalEntry
 
 
 class Chain:

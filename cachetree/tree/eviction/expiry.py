@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from cachetree.clock import Clock
+from cachetree.tree.entries import LocalEntry
 from cachetree.tree.eviction.leaf_heap import LeafHeap
 from cachetree.tree.eviction.protocol import Eviction
-
-if TYPE_CHECKING:
-    from cachetree.tree.entries import LocalEntry
 
 
 class Expiry:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heappush, heapreplace
 from math import inf
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-if TYPE_CHECKING:
-    from cachetree.tree.entries import LocalEntry
+from cachetree.tree.entries import LocalEntry
 
 _SLACK: Final = 64
 

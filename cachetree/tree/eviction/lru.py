@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
+from cachetree.tree.entries import LocalEntry
 from cachetree.tree.eviction.chain import Chain
-
-if TYPE_CHECKING:
-    from cachetree.tree.entries import LocalEntry
 
 
 class Lru:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from cachetree.tree.entries import LocalEntry
+from cachetree.tree.entries import LocalEntry
 
 
 class Eviction(Protocol):

@@ -1,4 +1,4 @@
-"""What became of fetches: one log line for each, and counts."""
+"""What a cache says of itself: all of it in numbers, and one log line for each fetch."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import json
 import logging
 import threading
 from collections import Counter
+from collections.abc import Mapping
 from typing import Final
 
 import msgspec
 
+from cachetree.disk import DiskStatus
 from cachetree.errors import Cancelled
 from cachetree.ids import Location
-from cachetree.memory.staging import Staging
-from cachetree.planning.plan import Plan
+from cachetree.memory import Staging
+from cachetree.planning import Plan
+from cachetree.transport import PeerStatus, PusherStatus, Status
 
 log = logging.getLogger("cachetree.fetch")
 
@@ -27,6 +30,34 @@ class FetchCounts(msgspec.Struct, frozen=True, kw_only=True):
     num_bytes: int
     outcomes: dict[str, int]
     """`ok`, or the error's name, to how many."""
+
+
+class CacheStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A cache in numbers."""
+
+    num_bytes: int
+    num_pinned_bytes: int
+    host_bytes: int
+    held_bytes: int
+    """Of `num_bytes`, what cannot be evicted now."""
+    num_pages: int
+    """In memory, counted once per model."""
+    num_evictions: int
+    """Entries that left memory for others, or were told to."""
+    staging_bytes_in_use: int
+    staging_bytes: int
+    fetches: tuple[FetchCounts, ...]
+    """By this process, from anywhere."""
+    peers: tuple[PeerStatus, ...]
+    stores: tuple[PusherStatus, ...]
+    worker: Status | None
+    """None where this cache does not serve."""
+    worker_turn_age_s: float
+    """Since the worker's thread last turned, which it does several times a second."""
+    disk: DiskStatus | None
+    """None where nothing is kept on disk."""
+    tiers: Mapping[Location, msgspec.Struct]
+    """What each tier says of itself, the disk included."""
 
 
 class FetchLog:

@@ -32,13 +32,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from cachetree.ids import Span
-
-
-class Strategy(str, Enum):
-    EVERYTHING_FIRST = "everything_first"
-    REUSED_FIRST = "reused_first"
-    PIPELINED = "pipelined"
+from cachetree import Span
+from cachetree.planning import Strategy
 
 
 class Resource(str, Enum):

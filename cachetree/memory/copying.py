@@ -1,0 +1,39 @@
+"""Bytes on their way: copied piece by piece, and summed up where they leave memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Final
+
+import numpy as np
+import xxhash
+
+PIECE_BYTES: Final = 256 << 10
+"""What is copied, then read again for its checksum, before the next: far below a core's cache."""
+
+
+def copy(into: memoryview, payload: memoryview) -> None:
+    """As `into[:] = payload`, which would stop every other thread of Python meanwhile."""
+    if payload.nbytes:
+        np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(payload, np.uint8))
+
+
+def copy_in_pieces(into: memoryview, payload: memoryview) -> Iterator[memoryview]:
+    """Yields each part of `into` once it is filled, while a core's cache still has it."""
+    for at in range(0, payload.nbytes, PIECE_BYTES):
+        piece = into[at : at + PIECE_BYTES]
+        copy(piece, payload[at : at + PIECE_BYTES])
+        yield piece
+
+
+def checksum(payload: memoryview | bytes) -> int:
+    """XXH3-64."""
+    return int(xxhash.xxh3_64_intdigest(payload))
+
+
+def checksum_of_parts(parts: Iterable[memoryview]) -> int:
+    """The checksum of the parts as one run of bytes."""
+    state = xxhash.xxh3_64()
+    for part in parts:
+        state.update(part)
+    return int(state.intdigest())
