@@ -17,10 +17,10 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from cachetree import Span
-from profiles.documents import Document
-from profiles.examination import Answerer, Score, Tokens
-from profiles.frontier import grid
+from profiles.compute import Answerer, Tokens
+from profiles.data import Document
 from profiles.oracle import KV, Prefill, prefill, recompute
+from profiles.stats import Score, grid
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,17 +31,19 @@ from torch import Tensor
 from cachetree import Span
 from cachetree.checkpoint import Codec, vector_bytes
 from cachetree.checkpoint.codecs import decode, encode
-from profiles.datasets import load_sources
-from profiles.documents import Document, make_documents
+from profiles.compute import (
+    FIRST_NEW,
+    KV,
+    Answerer,
+    Examination,
+    Mixture,
+    ModelSource,
+    block_mixture,
+    load_pair,
+)
+from profiles.data import Document, Metric, TaskOptions, load_sources, make_documents
 from profiles.evidence import MeasuredProfile, read_measured
-from profiles.examination import Answerer, Examination
-from profiles.layered import KV
-from profiles.metrics import Metric
-from profiles.mixtures import Mixture
-from profiles.models import ModelSource, load_pair
 from profiles.profiler import answerers
-from profiles.study import FIRST_NEW, block_mixture
-from profiles.tasks import TaskOptions
 
 PAIRS = Path(__file__).resolve().parents[1] / "examples" / "pairs"
 WEIGHTS = PAIRS / "weights"

@@ -23,12 +23,12 @@ from statistics import median
 
 import result
 import torch
+from low_rank_factors import Factors, by_head, change, refresh, rotated
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from profiles.layered import KV
-from profiles.low_rank import Factors, by_head, change, refresh, rotated
+from profiles.compute import KV
 
 SHAPES = {"12 x 768": (768, 12, 64), "Llama 3 8B": (4096, 8, 128)}
 """Hidden size, KV heads, head_dim."""

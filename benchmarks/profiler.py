@@ -49,16 +49,10 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from profiles.documents import Document
-from profiles.examination import Answerer, Score
-from profiles.frontier import grid
-from profiles.journal import Journal
-from profiles.metrics import Metric
-from profiles.models import ModelSource, load_pair
+from profiles.compute import Answerer, Bench, Journal, ModelSource, load_pair, sweep
+from profiles.data import Document, Metric, TaskOptions
 from profiles.profiler import DTYPES, Settings, answerers, load_documents
-from profiles.study import Bench
-from profiles.tasks import TaskOptions
-from profiles.training import Swept, sweep
+from profiles.stats import Score, Swept, grid
 
 PAIR: Final = Path(__file__).resolve().parents[1] / "examples" / "pairs"
 OPTIONS: Final = TaskOptions(template="<bos> {context} {input}", metric=Metric.F1, max_new=8)

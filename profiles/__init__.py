@@ -1,14 +1,16 @@
 """Offline work on pairs of models: which layers of a sender's KV a receiver can read unchanged.
 
-    data set ─► records ─► tasks ─► documents            text, then tokens in whole pages
-    two checkpoints ─► models ─► layered                 any span of layers, over any KV
-    passes ─► mixtures ─► examination ─► study           one document, step by step, in a journal
-    training ─► frontier ─► judging ─► gate ─► artifact  a profile, or why there is none
-    costs, forecast, progress                            what a device takes, and how long a run
+    data      a data set ─► questions about documents, as tokens in whole pages
+    compute   two checkpoints ─► their layers over any KV ─► what every plan answers, in a journal
+    stats     what was measured ─► the frontier ─► the gate ─► a profile, or why there is none
+    report    a profile for people
+    costs     what a device takes; forecast and progress: how long a run will
+    profiler  all of it; `verification` judges a profile on other data
 
-    profiler      all of it; `verification` judges a profile on other data
-    report        a profile for people
-    oracle        partial prefill with plain transformers: slow, obvious, the reference for tests
+    evidence       what a profile holds beside what servers read
+    adapters       a LoRA adapter merged into its base
+    oracle         partial prefill with plain transformers: the reference for tests
+    random_models  checkpoints of any shape
 
-Nothing here imports sglang, and nothing here runs inside a server.
+A folder imports from those above it. Nothing here imports sglang, and nothing runs in a server.
 """

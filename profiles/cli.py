@@ -234,7 +234,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _say(found: Verification) -> None:
-    from profiles.gate import finding
+    from profiles.stats import finding
 
     split = found.split
     _print(f"{split.num_questions} questions about {split.num_contexts} contexts")
@@ -262,10 +262,9 @@ def _settings(
     made_as: MeasuredProfile | None = None,
 ) -> Settings:
     """What the arguments say; where they are silent, as another profile was made."""
-    from profiles.metrics import Metric
-    from profiles.models import ModelSource
+    from profiles.compute import ModelSource
+    from profiles.data import Metric, TaskOptions
     from profiles.profiler import Settings
-    from profiles.tasks import TaskOptions
 
     chosen = {
         name: value

@@ -33,9 +33,8 @@ import torch
 from torch import Tensor
 
 from cachetree import EMPTY_SPAN, ConfigError, Span
+from profiles.compute import KV, Asked, LayeredModel, decode
 from profiles.evidence import CostModel, HeldOutTime
-from profiles.layered import KV, LayeredModel
-from profiles.mixtures import Asked, decode
 
 Timer = Callable[[], float]
 """Seconds since some moment."""

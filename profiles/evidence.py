@@ -14,8 +14,8 @@ from pathlib import Path
 
 import msgspec
 
-from cachetree import Span
-from cachetree.planning import PairProfile, Recipe, read_profile_as
+from cachetree import PairProfile, Span
+from cachetree.planning import Recipe, read_profile_as
 
 
 class Interval(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,7 +69,7 @@ class Split(msgspec.Struct, frozen=True, kw_only=True):
 
     files: tuple[DataFile, ...]
     contexts: tuple[str, ...]
-    """Digests of their texts, so that other data can be told to be other (`profiles.records`)."""
+    """Digests of their texts, so that other data can be told to be other (`profiles.data`)."""
     tasks: tuple[TaskScores, ...]
     num_questions: int
     mean_prefix_tokens: float

@@ -6,11 +6,10 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from cachetree import Span
+from profiles.compute import REFERENCES, longest_suffix
 from profiles.costs import prefix_pass_s
-from profiles.documents import Document
+from profiles.data import Document
 from profiles.evidence import CostModel
-from profiles.room import longest_suffix
-from profiles.study import REFERENCES
 
 DECODED_SHARE: Final = 0.3
 """Of answers over mixtures that differ from the receiver's own, as far as one can know before."""

@@ -24,10 +24,30 @@ import transformers
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from cachetree import ConfigError
-from cachetree.planning import PROFILE_VERSION as VERSION
-from cachetree.planning import write_profile
-from profiles.artifact import Data, SmallModel, Subject, build, choose
+from cachetree import ConfigError, write_profile
+from cachetree.planning.profile import VERSION
+from profiles.compute import SPLIT as TRAIN
+from profiles.compute import (
+    Answerer,
+    Bench,
+    Journal,
+    LayeredModel,
+    ModelSource,
+    Pair,
+    Room,
+    Sizes,
+    Timed,
+    baselines,
+    check_layers,
+    judge,
+    load_model,
+    load_pair,
+    load_tokenizer,
+    make_room,
+    num_steps,
+    refresh,
+    sweep,
+)
 from profiles.costs import (
     DEFAULT_REPEATS,
     Repeats,
@@ -35,24 +55,20 @@ from profiles.costs import (
     measure_costs,
     num_timings,
 )
-from profiles.datasets import Source, load_sources
-from profiles.documents import Document, data_files, make_documents, split_documents
+from profiles.data import (
+    Document,
+    Source,
+    TaskOptions,
+    data_files,
+    load_sources,
+    make_documents,
+    split_documents,
+)
 from profiles.environment import read_environment
 from profiles.evidence import CostModel, Making, MeasuredProfile
-from profiles.examination import Answerer
 from profiles.forecast import judging_s, training_s
-from profiles.frontier import grid
-from profiles.journal import Journal, Timed
-from profiles.judging import Candidate, Judged, baselines, judge, num_steps
-from profiles.layered import LayeredModel, check_layers
-from profiles.models import ModelSource, Pair, load_model, load_pair, load_tokenizer
 from profiles.progress import Clock, duration, shown
-from profiles.refreshing import refresh
-from profiles.room import Room, Sizes, make_room
-from profiles.study import Bench
-from profiles.tasks import TaskOptions
-from profiles.training import SPLIT as TRAIN
-from profiles.training import sweep
+from profiles.stats import Candidate, Data, Judged, SmallModel, Subject, build, choose, grid
 
 DTYPES: Final = {
     "bfloat16": torch.bfloat16,
@@ -72,7 +88,7 @@ class Settings:
     small: ModelSource | None = None
     """A smaller model to compare with."""
     data: tuple[str, ...]
-    """Data sets as `profiles.datasets` names them."""
+    """Data sets as `profiles.data.datasets` names them."""
     held_out: tuple[str, ...] = ()
     """Likewise; where there are none, a share of `data` is held out."""
     held_out_share: float = 0.5

@@ -7,18 +7,14 @@ from collections.abc import Mapping, Sequence
 import msgspec
 from rich.console import Console
 
-from cachetree import ProfileError
-from cachetree.checkpoint import ModelIdentity
+from cachetree import ModelIdentity, ProfileError
 from cachetree.planning import Recipe
-from profiles.artifact import Data, losses_of, qualities_of, split_of
-from profiles.documents import Document, data_files
+from profiles.compute import Bench, temporary_journal
+from profiles.data import Document, data_files
 from profiles.evidence import FrontierPoint, MeasuredProfile, Split
 from profiles.forecast import judging_s
-from profiles.gate import interval, verdict
-from profiles.journal import temporary_journal
-from profiles.judging import Candidate
 from profiles.profiler import Settings, answerers, judge_all, load_documents, open_pair
-from profiles.study import Bench
+from profiles.stats import Candidate, Data, interval, losses_of, qualities_of, split_of, verdict
 
 
 class Verification(msgspec.Struct, frozen=True, kw_only=True):

@@ -55,6 +55,12 @@ RULES = (
         never=("cachetree.cache", "cachetree.config", "cachetree.cli"),
     ),
     Rule(where=("profiles",), never=("sglang", "sglang_droidspeak", "zmq")),
+    Rule(
+        where=("profiles/data", "profiles/stats", "profiles/report"),
+        never=("profiles.compute", "profiles.profiler", "profiles.costs"),
+    ),
+    Rule(where=("profiles/data",), never=("profiles.stats", "profiles.report")),
+    Rule(where=("profiles/compute",), never=("profiles.report", "profiles.profiler")),
     Rule(where=("sglang_droidspeak",), never=("transformers", "zmq")),
     Rule(where=("sglang_droidspeak",), unless=("sglang_droidspeak/engine",), never=("sglang",)),
     # Decisions are pure: values in, a value out.

@@ -94,7 +94,7 @@ class PairProfile(msgspec.Struct, frozen=True, kw_only=True):
     """Largest accepted loss, relative to full prefill (0.05 = 5 %)."""
     blocks: tuple[BlockQuality, ...]
     """What a server may use: all layers, and the plans that were proven to be within the tolerance
-    at every task, one after the other (`profiles.gate`)."""
+    at every task, one after the other (`profiles.stats.gate`)."""
     recommended: BlockQuality | None
     """Of those, the one that computes least; None where the pair did not pass."""
     passed: bool

@@ -9,8 +9,8 @@ from typing import Final
 
 from cachetree import Span
 from profiles.evidence import Interval, MeasuredProfile, Split, TaskLoss
-from profiles.gate import ERROR_RATE
 from profiles.report import derived, words
+from profiles.stats import ERROR_RATE
 
 DIGEST_CHARACTERS: Final = 64
 

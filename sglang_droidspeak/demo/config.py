@@ -14,9 +14,9 @@ import torch
 
 from cachetree import CacheTreeError, ModelIdentity, PairProfile, Span, read_profile
 from cachetree.checkpoint import read_model_identity
+from profiles.data import Record, RecordError, read_records
 from profiles.environment import ROOT
 from profiles.random_models import shape, write_models
-from profiles.records import Record, RecordError, read_records
 from sglang_droidspeak.demo.rig import DemoFailed, Subject
 
 PAIRS: Final = ROOT / "examples/pairs"

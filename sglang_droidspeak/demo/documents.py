@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
+from profiles.data import Record, by_context
 from profiles.random_models import random_prompt
-from profiles.records import Record, by_context
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from statistics import fmean
 
 import msgspec
 
-from profiles.metrics import token_f1
+from profiles.data import token_f1
 from sglang_droidspeak.demo.conditions import Condition
 from sglang_droidspeak.request.meta_info import RequestProvenance
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from profiles.records import Record
+from profiles.data import Record
 from sglang_droidspeak.demo.conditions import Condition, rotated
 from sglang_droidspeak.demo.documents import from_records, random_documents
 

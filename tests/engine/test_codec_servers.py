@@ -13,8 +13,7 @@ from shipped import DATA, SHIPPED
 
 from cachetree import Cache, CacheConfig
 from cachetree.checkpoint.codec import Codec
-from profiles.metrics import token_f1
-from profiles.records import by_context, context_prompt, prompt_of, read_records
+from profiles.data import by_context, context_prompt, prompt_of, read_records, token_f1
 from sglang_droidspeak.fleet.servers import Server, free_port, running
 
 pytestmark = pytest.mark.server

@@ -14,7 +14,7 @@ from namespaces import Namespaces
 from security_parts import Party, new_party
 
 from cachetree.transport import Credentials, ask_status, credentials_of
-from profiles.records import prompt_of, read_records
+from profiles.data import prompt_of, read_records
 from sglang_droidspeak.fleet.fleet import read_fleet, specs
 from sglang_droidspeak.fleet.servers import Process, Server, ServerSpec, WorkerSpec, running
 

@@ -19,18 +19,24 @@ from forked import ServerSpec
 from test_mixtures import oracle_logits
 
 from cachetree.ids import EMPTY_SPAN, Span
-from profiles.datasets import load_sources
-from profiles.documents import Document, Question, make_documents
-from profiles.examination import Answerer, Examination, Tokens
-from profiles.layered import LayeredModel
-from profiles.metrics import Metric
-from profiles.mixtures import Asked, Mixture
-from profiles.models import ModelSource, Pair, load_pair
+from profiles.compute import (
+    FIRST_NEW,
+    THEIRS,
+    Answerer,
+    Asked,
+    DocumentPasses,
+    Examination,
+    LayeredModel,
+    Mixture,
+    ModelSource,
+    Pair,
+    Room,
+    Tokens,
+    block_mixture,
+    load_pair,
+)
+from profiles.data import Document, Metric, Question, TaskOptions, load_sources, make_documents
 from profiles.oracle import Generated, partial_prefill
-from profiles.passes import DocumentPasses
-from profiles.room import Room
-from profiles.study import FIRST_NEW, THEIRS, block_mixture
-from profiles.tasks import TaskOptions
 from sglang_droidspeak.fleet.servers import Server, free_port, running
 
 pytestmark = pytest.mark.server

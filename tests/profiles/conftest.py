@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
 from shipped import SHIPPED, Shipped
 
-from profiles.documents import Document
-from profiles.frontier import grid
-from profiles.journal import temporary_journal
-from profiles.models import Pair, load_pair
+from profiles.compute.journal import temporary_journal
+from profiles.compute.models import Pair, load_pair
+from profiles.compute.study import Bench
+from profiles.compute.training import sweep
+from profiles.data.documents import Document
 from profiles.profiler import answerers
-from profiles.study import Bench
-from profiles.training import Swept, sweep
+from profiles.stats.frontier import grid
+from profiles.stats.measured import Swept
 from tools.pairs.questions import DATA, read_documents
+
+# Last, so that no module of theirs stands for another.
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 # The models are tiny: more threads only wait for one another. `test_instruction_sets` asks for two.
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from profiles.models import ModelSource
+from profiles.compute.models import ModelSource
 
 PAIRS = Path(__file__).parents[2] / "examples" / "pairs"
 WEIGHTS, DATA = PAIRS / "weights", PAIRS / "data"

@@ -12,6 +12,7 @@ from test_oracle import FAMILIES, NUM_LAYERS, make_model
 
 from cachetree.errors import ConfigError
 from cachetree.ids import EMPTY_SPAN, Span
+from profiles.compute.layered import LayeredModel
 from profiles.costs import (
     Repeats,
     TimedReceiver,
@@ -23,7 +24,6 @@ from profiles.costs import (
     time_in_turns,
 )
 from profiles.evidence import CostModel
-from profiles.layered import LayeredModel
 
 LENGTHS, HELD_OUT, NUM_SUFFIX = (16, 32, 64, 128), (24, 96), 6
 ONCE = Repeats(least=1, most=1)

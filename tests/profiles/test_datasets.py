@@ -10,10 +10,10 @@ import msgspec
 import pytest
 
 from cachetree.errors import ConfigError
-from profiles.datasets import MathProblem, few_shot, load_sources, read_hub
-from profiles.metrics import Metric
-from profiles.records import Record, RecordError, write_records
-from profiles.tasks import TASKS, TaskOptions
+from profiles.data.datasets import MathProblem, few_shot, load_sources, read_hub
+from profiles.data.metrics import Metric
+from profiles.data.records import Record, RecordError, write_records
+from profiles.data.tasks import TASKS, TaskOptions
 
 AS_SHIPPED = TaskOptions(template="<bos> {context} {input}", metric=Metric.F1, max_new=8)
 
@@ -193,9 +193,9 @@ def test_the_hubs_files_are_read_as_the_local_ones(tmp_path, hub_cache):
 
 def test_without_a_hub_the_remedy_is_named():
     script = (
-        "from profiles.datasets import load_sources\n"
-        "from profiles.records import RecordError\n"
-        "from profiles.tasks import TaskOptions\n"
+        "from profiles.data.datasets import load_sources\n"
+        "from profiles.data.records import RecordError\n"
+        "from profiles.data.tasks import TaskOptions\n"
         "for spec in ('longbench:hotpotqa', 'gsm8k'):\n"
         "    try:\n"
         "        load_sources([spec], TaskOptions())\n"

@@ -6,7 +6,7 @@ from statistics import fmean
 import pytest
 
 from cachetree.ids import Span
-from profiles.frontier import LEAST_QUESTIONS, Standing, frontier, grid, survivors
+from profiles.stats.frontier import LEAST_QUESTIONS, Standing, frontier, grid, survivors
 
 
 def test_the_grid_has_every_block_once():

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from cachetree.ids import Span
 from profiles.evidence import Interval, Split, TaskLoss, TaskScores
-from profiles.gate import (
+from profiles.stats.gate import (
     ERROR_RATE,
     contexts_needed,
     interval,

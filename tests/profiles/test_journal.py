@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from profiles.examination import Score
-from profiles.journal import Entry, Journal
+from profiles.compute.journal import Entry, Journal
+from profiles.stats.measured import Score
 
 SCORE = Score(kl=0.1, agreement=1.0, own_nll=0.2, reference_nll=0.3, quality=None)
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from low_rank_factors import AdapterFactors, Factors, change, refresh
 from rounding import assert_differ_by_rounding
 from shipped import DATA, WEIGHTS
 
 from cachetree.ids import EMPTY_SPAN
-from profiles.layered import LayeredModel
-from profiles.low_rank import AdapterFactors, Factors, change, refresh
-from profiles.models import ModelSource, load_pair
+from profiles.compute.layered import LayeredModel
+from profiles.compute.models import ModelSource, load_pair
 from profiles.oracle import partial_prefill, prefill
 from tools.pairs.questions import read_documents
 

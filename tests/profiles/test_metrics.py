@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 from rouge import Rouge
 from thefuzz import fuzz
 
-from profiles.metrics import Metric, final_number, normalised_tokens, quality, rouge_l, token_f1
+from profiles.data.metrics import (
+    Metric,
+    final_number,
+    normalised_tokens,
+    quality,
+    rouge_l,
+    token_f1,
+)
 
 ROUGE = Rouge(metrics=["rouge-l"])
 ROUGE_EPSILON = 1e-7

@@ -15,8 +15,8 @@ from test_oracle import (
 
 from cachetree.errors import ConfigError
 from cachetree.ids import EMPTY_SPAN, Span
-from profiles.layered import LayeredModel, PrefixKV
-from profiles.mixtures import Asked, decode, forced
+from profiles.compute.layered import LayeredModel, PrefixKV
+from profiles.compute.mixtures import Asked, decode, forced
 from profiles.oracle import decode as oracle_decode
 from profiles.oracle import generate, partial_prefill, prefill
 

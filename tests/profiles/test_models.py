@@ -15,7 +15,14 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from cachetree.checkpoint.identity import read_model_identity
 from cachetree.errors import ConfigError
 from profiles.adapters import merge_folder
-from profiles.models import ARCHITECTURES, ModelSource, Pair, load_model, load_pair, load_tokenizer
+from profiles.compute.models import (
+    ARCHITECTURES,
+    ModelSource,
+    Pair,
+    load_model,
+    load_pair,
+    load_tokenizer,
+)
 from profiles.random_models import shape, write_models
 
 ROOT = Path(__file__).parents[2]

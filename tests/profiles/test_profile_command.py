@@ -17,8 +17,8 @@ import pytest
 from shipped import ASKED, DATA, SHIPPED, WEIGHTS, flags
 
 from cachetree.planning.profile import write_profile
+from profiles.data.records import read_records, write_records
 from profiles.evidence import BaselineKind, MeasuredProfile, read_measured
-from profiles.records import read_records, write_records
 from sglang_droidspeak.cli import main
 from tools.pairs.questions import make_records
 from tools.pairs.stranger import SEED, write_stranger

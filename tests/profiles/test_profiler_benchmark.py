@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from profiles.examination import Score
+from profiles.stats.measured import Score
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SCORE = Score(kl=0.5, agreement=1.0, own_nll=4.0, reference_nll=0.25, quality=1.0)

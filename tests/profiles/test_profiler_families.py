@@ -28,17 +28,17 @@ from transformers import (
 
 from cachetree.errors import ConfigError
 from cachetree.ids import Span
+from profiles.compute.models import ModelSource, load_tokenizer
 from profiles.costs import Repeats
-from profiles.documents import Question, score
+from profiles.data.documents import Question
+from profiles.data.metrics import Metric
+from profiles.data.records import Record, write_records
+from profiles.data.tasks import TaskOptions, score
 from profiles.evidence import MeasuredBlock, MeasuredProfile, read_measured
-from profiles.frontier import grid
-from profiles.metrics import Metric
-from profiles.models import ModelSource, load_tokenizer
 from profiles.oracle import decode, partial_prefill, prefill
 from profiles.profiler import DTYPES, Settings, load_splits, profile_pair
 from profiles.random_models import VOCAB_SIZE, shape, write_models
-from profiles.records import Record, write_records
-from profiles.tasks import TaskOptions
+from profiles.stats.frontier import grid
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "phi3", "mixtral"]
 DEVICES = [

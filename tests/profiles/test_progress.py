@@ -7,12 +7,12 @@ from rich.console import Console
 from test_evidence import COSTS
 
 from cachetree.ids import Span
-from profiles.documents import Document, Question
+from profiles.data.documents import Document, Question
+from profiles.data.metrics import Metric
+from profiles.data.tasks import Task
 from profiles.forecast import judging_s, training_s
-from profiles.frontier import grid
-from profiles.metrics import Metric
 from profiles.progress import Clock, duration, shown
-from profiles.tasks import Task
+from profiles.stats.frontier import grid
 
 TASK = Task(name="t", template="{context} {input}", metric=Metric.F1, max_new=4)
 

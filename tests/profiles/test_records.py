@@ -3,7 +3,7 @@ import hashlib
 import pytest
 
 from profiles import records as module
-from profiles.records import (
+from profiles.data.records import (
     Record,
     RecordError,
     by_context,

@@ -11,19 +11,18 @@ from shipped import DATA, SHIPPED
 
 from cachetree.ids import EMPTY_SPAN, Span
 from cachetree.planning.profile import Recipe
-from profiles.artifact import choose
+from profiles.compute.journal import temporary_journal
+from profiles.compute.judging import judge
+from profiles.compute.models import load_pair
+from profiles.compute.refreshing import recipes
+from profiles.compute.study import Bench
 from profiles.costs import Repeats
-from profiles.examination import Score
-from profiles.frontier import grid
-from profiles.journal import temporary_journal
-from profiles.judging import Candidate, judge
-from profiles.models import load_pair
+from profiles.data.records import read_records, write_records
 from profiles.oracle import decode, partial_prefill
 from profiles.profiler import Settings, answerers, profile_pair
-from profiles.records import read_records, write_records
-from profiles.refreshing import recipes
-from profiles.study import Bench
-from profiles.training import Swept
+from profiles.stats.artifact import choose
+from profiles.stats.frontier import grid
+from profiles.stats.measured import Candidate, Score, Swept
 from tools.pairs.questions import OPTIONS, read_documents
 
 NUM_LAYERS = 12

@@ -15,17 +15,17 @@ import pytest
 import torch
 
 from cachetree.errors import ConfigError
-from profiles.documents import Document, Question
-from profiles.frontier import grid
-from profiles.journal import temporary_journal
-from profiles.metrics import Metric
-from profiles.models import ModelSource, Pair, load_pair
+from profiles.compute.journal import temporary_journal
+from profiles.compute.models import ModelSource, Pair, load_pair
+from profiles.compute.room import GIB, MOST_POSITIONS, MOST_ROWS, Room, Sizes, make_room
+from profiles.compute.study import Bench
+from profiles.compute.training import sweep
+from profiles.data.documents import Document, Question
+from profiles.data.metrics import Metric
+from profiles.data.tasks import Task
 from profiles.profiler import answerers
 from profiles.random_models import VOCAB_SIZE, shape, write_models
-from profiles.room import GIB, MOST_POSITIONS, MOST_ROWS, Room, Sizes, make_room
-from profiles.study import Bench
-from profiles.tasks import Task
-from profiles.training import sweep
+from profiles.stats.frontier import grid
 
 STATUS = Path("/proc/self/status")
 NUM_LAYERS, MAX_NEW = 4, 3

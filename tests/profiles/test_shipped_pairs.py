@@ -10,10 +10,10 @@ from transformers import AutoTokenizer
 from cachetree.checkpoint.identity import read_model_identity
 from cachetree.ids import Span
 from cachetree.planning.profile import read_profile
-from profiles.datasets import load_sources
-from profiles.documents import data_files, make_documents
+from profiles.data.datasets import load_sources
+from profiles.data.documents import data_files, make_documents
+from profiles.data.records import by_context, context_prompt, prompt_of, read_records, write_records
 from profiles.evidence import DataFile, read_measured
-from profiles.records import by_context, context_prompt, prompt_of, read_records, write_records
 from tools.pairs.adapter_profiles import PAIRS, profile_name, source_of, write_documents
 from tools.pairs.check import Properties, properties_of
 from tools.pairs.questions import OPTIONS, SEEDS, make_records

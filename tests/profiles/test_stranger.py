@@ -13,15 +13,15 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from cachetree.checkpoint.identity import first_difference, read_model_identity
-from profiles.artifact import choose
-from profiles.frontier import grid
-from profiles.journal import temporary_journal
-from profiles.models import ModelSource, load_pair
+from profiles.compute.journal import temporary_journal
+from profiles.compute.models import ModelSource, load_pair
+from profiles.compute.study import Bench
+from profiles.compute.training import sweep
+from profiles.data.records import prompt_of, read_records
 from profiles.oracle import decode, prefill
 from profiles.profiler import answerers
-from profiles.records import prompt_of, read_records
-from profiles.study import Bench
-from profiles.training import sweep
+from profiles.stats.artifact import choose
+from profiles.stats.frontier import grid
 from tools.pairs.questions import read_documents
 from tools.pairs.stranger import SCALE, SEED, in_other_coordinates, write_stranger
 

@@ -10,15 +10,16 @@ from shipped import SHIPPED
 from transformers import DynamicCache
 
 from cachetree.ids import EMPTY_SPAN, Span
-from profiles.artifact import choose
-from profiles.frontier import Standing, frontier, grid, survivors
-from profiles.journal import temporary_journal
-from profiles.judging import Candidate, baselines, critical_runs, judge, split_runs
-from profiles.models import load_pair
+from profiles.compute.journal import temporary_journal
+from profiles.compute.judging import baselines, critical_runs, judge, split_runs
+from profiles.compute.models import load_pair
+from profiles.compute.study import Bench
+from profiles.compute.training import sweep
 from profiles.oracle import decode, partial_prefill
 from profiles.profiler import answerers
-from profiles.study import Bench
-from profiles.training import sweep
+from profiles.stats.artifact import choose
+from profiles.stats.frontier import Standing, frontier, grid, survivors
+from profiles.stats.measured import Candidate
 from tools.pairs.questions import DATA, read_documents
 
 NUM_LAYERS = 12

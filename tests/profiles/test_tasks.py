@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from cachetree.errors import ConfigError
-from profiles.metrics import Metric
-from profiles.tasks import DEFAULT_MAX_NEW, TASKS, AnswerPart, Task, TaskOptions, score
+from profiles.data.metrics import Metric
+from profiles.data.tasks import DEFAULT_MAX_NEW, TASKS, AnswerPart, Task, TaskOptions, score
 
 PUBLISHED = json.loads((Path(__file__).parent / "data/longbench_prompts.json").read_text())
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from profiles.models import OLDEST_RELEASE
+from profiles.compute.models import OLDEST_RELEASE
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
 
@@ -43,7 +43,7 @@ LOAD_A_MODEL = """
 import torch
 from pathlib import Path
 from cachetree.errors import ConfigError
-from profiles.models import ModelSource, load_model
+from profiles.compute.models import ModelSource, load_model
 try:
     load_model(ModelSource(path=Path("any")), dtype=torch.float32, device=torch.device("cpu"))
 except ConfigError as error:

@@ -18,10 +18,10 @@ import torch
 from rich.console import Console
 from transformers.utils import logging
 
+from profiles.compute import ModelSource
 from profiles.costs import Repeats
-from profiles.models import ModelSource
+from profiles.data import write_records
 from profiles.profiler import Settings, profile_pair
-from profiles.records import write_records
 from tools.pairs.questions import OPTIONS, PAGE_SIZE, SEEDS, SHIPPED, make_records
 from tools.pairs.stages import FOUNDATION
 

@@ -19,14 +19,10 @@ import torch
 from tqdm import tqdm
 
 from cachetree import Span
-from profiles.artifact import qualities_of
-from profiles.documents import Document
-from profiles.frontier import grid
-from profiles.journal import temporary_journal
-from profiles.models import ModelSource, Pair, load_pair
+from profiles.compute import Bench, ModelSource, Pair, load_pair, sweep, temporary_journal
+from profiles.data import Document
 from profiles.profiler import answerers
-from profiles.study import Bench
-from profiles.training import Swept, sweep
+from profiles.stats import Swept, grid, qualities_of
 from tools.pairs.questions import DATA, read_documents
 
 MOST_LAYERS = 5

@@ -16,11 +16,15 @@ from typing import Final
 
 from transformers import PreTrainedTokenizerBase
 
-from profiles.datasets import load_sources
-from profiles.documents import Document, make_documents
-from profiles.metrics import Metric
-from profiles.records import Record, write_records
-from profiles.tasks import TaskOptions
+from profiles.data import (
+    Document,
+    Metric,
+    Record,
+    TaskOptions,
+    load_sources,
+    make_documents,
+    write_records,
+)
 from tools.pairs.documents import WRITERS, write_document
 
 TASK: Final = "biographies"

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from cachetree import ConfigError
 from profiles.adapters import read_scale
-from profiles.layered import KV
+from profiles.compute import KV
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,8 @@
 Everything that makes a pair impossible is found before any weights are read, and said in one line.
 
 Transformers from 4.56 on; 4.56, 4.57, 5.0 and 5.23 are tested, older ones are refused here, and
-what a newer one might do differently is found by `profiles.layered.check_layers`. Tokenizers that
-transformers 5 saved, the shipped pairs' among them, can be read by 5 only.
+what a newer one might do differently is found by `check_layers`. Tokenizers that transformers 5
+saved, the small pairs' among them, can be read by 5 only.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from cachetree import ConfigError
-from cachetree.checkpoint import Family, ModelIdentity, first_difference, read_model_identity
+from cachetree import ConfigError, Family, ModelIdentity
+from cachetree.checkpoint import first_difference, read_model_identity
 from profiles.adapters import ADAPTER_CONFIG, read_scale, read_weights, with_adapter
 
 ARCHITECTURES: Final[Mapping[str, type[PreTrainedModel]]] = {

@@ -17,12 +17,11 @@ from rich.console import Console
 
 from cachetree import EMPTY_SPAN, Span
 from cachetree.planning import Recipe
-from profiles.artifact import choose
-from profiles.documents import Document
-from profiles.judging import Candidate, judge, num_steps, spread
+from profiles.compute.judging import judge, num_steps
+from profiles.compute.study import Bench
+from profiles.data import Document
 from profiles.progress import Clock, shown
-from profiles.study import Bench
-from profiles.training import Swept
+from profiles.stats import Candidate, Swept, choose, spread
 
 SPLIT: Final = "refreshed"
 """The training split's questions once more, for the journal."""

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Final
 
 from cachetree import Span
-from profiles.documents import Document
-from profiles.examination import Answerer, Examination
-from profiles.journal import Entry, Journal
-from profiles.layered import PrefixKV
-from profiles.mixtures import Mixture
-from profiles.passes import DocumentPasses
+from profiles.compute.examination import Answerer, Examination
+from profiles.compute.journal import Entry, Journal
+from profiles.compute.layered import PrefixKV
+from profiles.compute.mixtures import Mixture
+from profiles.compute.passes import DocumentPasses
+from profiles.data import Document
 
 THEIRS: Final = 0
 """PrefixKV in every mixture: the sender's KV."""

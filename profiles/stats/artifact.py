@@ -6,13 +6,11 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
-from cachetree import Span
-from cachetree.checkpoint import ModelIdentity
-from cachetree.planning import PROFILE_VERSION as VERSION
+from cachetree import ModelIdentity, Span
 from cachetree.planning import BlockQuality, Recipe
-from profiles.documents import Document
+from cachetree.planning.profile import VERSION
 from profiles.evidence import (
     Baseline,
     BaselineKind,
@@ -28,12 +26,12 @@ from profiles.evidence import (
     TaskLoss,
     TaskScores,
 )
-from profiles.examination import Score
-from profiles.frontier import frontier
-from profiles.gate import Qualities, contexts_needed, interval, loss_bound, proven, verdict
-from profiles.judging import Candidate, Judged, spread
-from profiles.tasks import Task
-from profiles.training import Scores, Swept
+from profiles.stats.frontier import frontier
+from profiles.stats.gate import Qualities, contexts_needed, interval, loss_bound, proven, verdict
+from profiles.stats.measured import Candidate, Judged, Score, Scores, Swept, spread
+
+if TYPE_CHECKING:
+    from profiles.data import Document, Task
 
 MOST_CLOSER: Final = 3
 

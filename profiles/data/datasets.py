@@ -18,9 +18,9 @@ from typing import Any, Final
 import msgspec
 
 from cachetree import ConfigError
-from profiles.metrics import Metric, final_number, needs_spaces
-from profiles.records import Line, Record, RecordError, read_lines
-from profiles.tasks import TASKS, Task, TaskOptions
+from profiles.data.metrics import Metric, final_number, needs_spaces
+from profiles.data.records import Line, Record, RecordError, read_lines
+from profiles.data.tasks import TASKS, Task, TaskOptions
 
 LONGBENCH: Final = "longbench"
 GSM8K: Final = "gsm8k"

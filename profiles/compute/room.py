@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from cachetree import ConfigError
-from profiles.documents import Document
-from profiles.layered import LayeredModel
+from profiles.compute.layered import LayeredModel
+from profiles.data import Document
 
 GIB: Final = 1 << 30
 MOST_ROWS: Final = 256

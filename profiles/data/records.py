@@ -19,7 +19,7 @@ MAX_LINE_BYTES: Final = 64 * 1024 * 1024
 class Record(msgspec.Struct, frozen=True, kw_only=True):
     """One line: a question about a context. `length` counts the context's words.
 
-    `dataset` says how it is asked and judged (`profiles.tasks`), where the user does not.
+    `dataset` says how it is asked and judged (`profiles.data.tasks`), where the user does not.
     """
 
     input: str

@@ -11,39 +11,18 @@ That is L + 1 passes over a context at group 1, whatever the number of blocks.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Final
 
 from cachetree import Span
-from cachetree.planning import Recipe
-from profiles.documents import Document
-from profiles.examination import Score
-from profiles.frontier import Standing, survivors
-from profiles.journal import Entry
-from profiles.mixtures import Mixture
-from profiles.study import FIRST_NEW, OWN, THEIRS, Bench, Study, block_mixture
+from profiles.compute.journal import Entry
+from profiles.compute.mixtures import Mixture
+from profiles.compute.study import FIRST_NEW, OWN, THEIRS, Bench, Study, block_mixture
+from profiles.data import Document
+from profiles.stats import Score, Scores, Standing, Swept, survivors
 
 SPLIT: Final = "train"
-
-Scores = list[Sequence[Score]]
-"""By context, then by question."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Swept:
-    """All of the training split that has been measured."""
-
-    sender: list[Sequence[float]]
-    """Quality by context, then by question."""
-    full_prefill: list[Sequence[float]]
-    full_reuse: Scores
-    layers: list[Scores]
-    """By the layer whose KV alone is the sender's."""
-    blocks: dict[Span, Scores]
-    """A dropped block has questions without a quality."""
-    refreshed: Mapping[Recipe, Scores] = field(default_factory=dict)
-    """Plans with refreshed layers, where they were measured."""
 
 
 def sweep(

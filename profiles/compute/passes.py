@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 import torch
 
 from cachetree import EMPTY_SPAN, Span
-from profiles.layered import KV, LayeredModel, Prefix, PrefixKV
+from profiles.compute.layered import KV, LayeredModel, Prefix, PrefixKV
 
 
 class DocumentPasses:

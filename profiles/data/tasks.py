@@ -13,7 +13,7 @@ from string import Formatter
 from typing import Final
 
 from cachetree import ConfigError
-from profiles.metrics import Metric, quality
+from profiles.data.metrics import Metric, quality
 
 DEFAULT_MAX_NEW: Final = 64
 """Tokens of an answer to a data set without a task of its own."""

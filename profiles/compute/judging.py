@@ -11,55 +11,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Final
 
 from cachetree import Span
-from profiles.documents import Document
+from profiles.compute.layered import PrefixKV
+from profiles.compute.mixtures import Mixture
+from profiles.compute.passes import DocumentPasses
+from profiles.compute.study import FIRST_NEW, THEIRS, Bench, Study
+from profiles.data import Document, Task
 from profiles.evidence import BaselineKind
-from profiles.examination import Score
-from profiles.layered import PrefixKV
-from profiles.mixtures import Mixture
-from profiles.passes import DocumentPasses
-from profiles.study import FIRST_NEW, THEIRS, Bench, Study
-from profiles.tasks import Task
+from profiles.stats import Candidate, Judged, Score, spread
 
 SPLIT: Final = "held_out"
-MOST_SIZES: Final = 6
-"""What there is of every size is measured at so many of them at most."""
 NUM_SHOWN: Final = 48
 """Contexts of each task on which is measured what the gate does not ask about."""
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """What is recomputed: runs of layers, each from the sender's E, or a share of the tokens."""
-
-    kind: BaselineKind | None = None
-    """None for a plan of the frontier."""
-    runs: tuple[Span, ...] = ()
-    share: float = 0.0
-
-    @property
-    def name(self) -> str:
-        if self.share:
-            return f"tokens:{self.share:.4f}"
-        return "layers:" + ",".join(f"{run.start}-{run.stop}" for run in self.runs)
-
-    def recomputed_layers(self, num_layers: int) -> float:
-        return self.share * num_layers or sum(len(run) for run in self.runs)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Judged:
-    """The held-out split, by context, then by question."""
-
-    sender: list[Sequence[float]]
-    full_prefill: list[Sequence[float]]
-    full_reuse: list[Sequence[Score]]
-    candidates: dict[Candidate, list[Sequence[Score]]]
-    """On all contexts, or on those that `places_shown` names."""
 
 
 def baselines(
@@ -79,14 +44,6 @@ def baselines(
         runs = split_runs(recommended, parts)
         found.append(Candidate(kind=BaselineKind.SPLIT_BLOCK, runs=runs))
     return found
-
-
-def spread(values: Sequence[T], most: int = MOST_SIZES) -> list[T]:
-    """At most so many of them, evenly, the first and the last among them."""
-    if len(values) <= most:
-        return list(values)
-    step = (len(values) - 1) / (most - 1)
-    return [values[round(i * step)] for i in range(most)]
 
 
 def critical_runs(layers: Iterable[int]) -> tuple[Span, ...]:

@@ -11,29 +11,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import msgspec
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from profiles.documents import Document
-from profiles.layered import LayeredModel, PrefixKV
-from profiles.mixtures import Asked, Mixture, decode, forced
-from profiles.room import Room
-from profiles.tasks import score
+from profiles.compute.layered import LayeredModel, PrefixKV
+from profiles.compute.mixtures import Asked, Mixture, decode, forced
+from profiles.compute.room import Room
+from profiles.data import Document, score
+from profiles.stats import Score
 
 Tokens = tuple[int, ...]
-
-
-class Score(msgspec.Struct, frozen=True, array_like=True):
-    """One question over one mixture; see `profiles.evidence.Fidelity` for the means of these."""
-
-    kl: float
-    agreement: float
-    own_nll: float
-    reference_nll: float
-    quality: float | None
-    """None where it was not to be decoded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
-from profiles.layered import KV, LayeredModel, PrefixKV
+from profiles.compute.layered import KV, LayeredModel, PrefixKV
 
 Mixture = tuple[int, ...]
 """Per layer, the index of a source."""

@@ -15,16 +15,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from random import Random
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerBase
 
 from cachetree import ConfigError
-from profiles.datasets import Source, SourcedRecord
+from profiles.data.datasets import Source, SourcedRecord
+from profiles.data.records import RecordError, context_digest, records_sha256
+from profiles.data.tasks import Task, score
 from profiles.evidence import DataFile
-from profiles.records import RecordError, context_digest, records_sha256
-from profiles.tasks import Task, score
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 __all__ = ["Document", "Question", "data_files", "make_documents", "score", "split_documents"]
 

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import msgspec
 
+from profiles.compute.examination import Tokens
 from profiles.evidence import CostModel
-from profiles.examination import Score, Tokens
+from profiles.stats import Score
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True, tag="step"):

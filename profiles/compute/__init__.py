@@ -1,0 +1,59 @@
+"""Two models over documents: any layers over any KV, step by step, in a journal.
+
+models      two checkpoints ─► models
+layered     any span of a model's layers, over any KV
+passes      one document's KV and E
+mixtures    questions where each layer reads a source of its own
+examination how close the answers stay to full prefill's
+room        batches that fit into the memory
+study       one document, kept in the journal
+training    every block; judging: any plan; refreshing: plans with refreshed layers
+"""
+
+from profiles.compute.examination import Answerer, Examination, Tokens
+from profiles.compute.journal import Journal, Timed, temporary_journal
+from profiles.compute.judging import baselines, judge, num_steps
+from profiles.compute.layered import KV, LayeredModel, check_layers
+from profiles.compute.mixtures import Asked, Mixture, decode
+from profiles.compute.models import ModelSource, Pair, load_model, load_pair, load_tokenizer
+from profiles.compute.passes import DocumentPasses
+from profiles.compute.refreshing import refresh
+from profiles.compute.room import Room, Sizes, longest_suffix, make_room
+from profiles.compute.study import FIRST_NEW, REFERENCES, THEIRS, Bench, block_mixture
+from profiles.compute.training import SPLIT, sweep
+
+__all__ = [
+    "FIRST_NEW",
+    "KV",
+    "REFERENCES",
+    "SPLIT",
+    "THEIRS",
+    "Answerer",
+    "Asked",
+    "Bench",
+    "DocumentPasses",
+    "Examination",
+    "Journal",
+    "LayeredModel",
+    "Mixture",
+    "ModelSource",
+    "Pair",
+    "Room",
+    "Sizes",
+    "Timed",
+    "Tokens",
+    "baselines",
+    "block_mixture",
+    "check_layers",
+    "decode",
+    "judge",
+    "load_model",
+    "load_pair",
+    "load_tokenizer",
+    "longest_suffix",
+    "make_room",
+    "num_steps",
+    "refresh",
+    "sweep",
+    "temporary_journal",
+]

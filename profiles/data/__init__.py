@@ -1,0 +1,44 @@
+"""Data sets as prompts: where they come from, how they are asked and judged.
+
+records    lines of JSONL in LongBench's form
+tasks      template, metric and length of the answer of each known data set
+metrics    quality of an answer, 0 to 1
+datasets   files, folders and hubs ─► records with their tasks
+documents  records ─► tokens in whole pages, and what follows them
+"""
+
+from profiles.data.datasets import Source, load_sources
+from profiles.data.documents import Document, Question, data_files, make_documents, split_documents
+from profiles.data.metrics import Metric, token_f1
+from profiles.data.records import (
+    Record,
+    RecordError,
+    by_context,
+    context_prompt,
+    prompt_of,
+    read_records,
+    write_records,
+)
+from profiles.data.tasks import Task, TaskOptions, score
+
+__all__ = [
+    "Document",
+    "Metric",
+    "Question",
+    "Record",
+    "RecordError",
+    "Source",
+    "Task",
+    "TaskOptions",
+    "by_context",
+    "context_prompt",
+    "data_files",
+    "load_sources",
+    "make_documents",
+    "prompt_of",
+    "read_records",
+    "score",
+    "split_documents",
+    "token_f1",
+    "write_records",
+]

@@ -1,0 +1,87 @@
+"""What a run has measured, before it is a profile: values alone, light to import."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, TypeVar
+
+import msgspec
+
+from cachetree import Span
+from cachetree.planning import Recipe
+from profiles.evidence import BaselineKind
+
+MOST_SIZES: Final = 6
+"""What there is of every size is measured at so many of them at most."""
+
+T = TypeVar("T")
+
+
+class Score(msgspec.Struct, frozen=True, array_like=True):
+    """One question over one mixture; see `profiles.evidence.Fidelity` for the means of these."""
+
+    kl: float
+    agreement: float
+    own_nll: float
+    reference_nll: float
+    quality: float | None
+    """None where it was not to be decoded."""
+
+
+Scores = list[Sequence[Score]]
+"""By context, then by question."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Swept:
+    """All of the training split that has been measured."""
+
+    sender: list[Sequence[float]]
+    """Quality by context, then by question."""
+    full_prefill: list[Sequence[float]]
+    full_reuse: Scores
+    layers: list[Scores]
+    """By the layer whose KV alone is the sender's."""
+    blocks: dict[Span, Scores]
+    """A dropped block has questions without a quality."""
+    refreshed: Mapping[Recipe, Scores] = field(default_factory=dict)
+    """Plans with refreshed layers, where they were measured."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """What is recomputed: runs of layers, each from the sender's E, or a share of the tokens."""
+
+    kind: BaselineKind | None = None
+    """None for a plan of the frontier."""
+    runs: tuple[Span, ...] = ()
+    share: float = 0.0
+
+    @property
+    def name(self) -> str:
+        if self.share:
+            return f"tokens:{self.share:.4f}"
+        return "layers:" + ",".join(f"{run.start}-{run.stop}" for run in self.runs)
+
+    def recomputed_layers(self, num_layers: int) -> float:
+        return self.share * num_layers or sum(len(run) for run in self.runs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """The held-out split, by context, then by question."""
+
+    sender: list[Sequence[float]]
+    full_prefill: list[Sequence[float]]
+    full_reuse: list[Sequence[Score]]
+    candidates: dict[Candidate, list[Sequence[Score]]]
+    """On all contexts, or on those that `places_shown` names."""
+
+
+def spread(values: Sequence[T], most: int = MOST_SIZES) -> list[T]:
+    """At most so many of them, evenly, the first and the last among them."""
+    if len(values) <= most:
+        return list(values)
+    step = (len(values) - 1) / (most - 1)
+    return [values[round(i * step)] for i in range(most)]
