@@ -2,7 +2,7 @@ import hashlib
 
 import pytest
 
-from profiles import records as module
+from profiles.data import records as module
 from profiles.data.records import (
     Record,
     RecordError,
