@@ -25,7 +25,7 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from cachetree import ConfigError, write_profile
-from cachetree.planning.profile import VERSION
+from cachetree.planning import PROFILE_VERSION as VERSION
 from profiles.compute import SPLIT as TRAIN
 from profiles.compute import (
     Answerer,

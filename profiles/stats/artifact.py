@@ -9,8 +9,8 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from cachetree import ModelIdentity, Span
+from cachetree.planning import PROFILE_VERSION as VERSION
 from cachetree.planning import BlockQuality, Recipe
-from cachetree.planning.profile import VERSION
 from profiles.evidence import (
     Baseline,
     BaselineKind,
