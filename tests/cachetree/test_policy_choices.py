@@ -8,19 +8,33 @@ import msgspec
 import pytest
 from test_policy import (
     DEMAND,
+    FAILED,
     FAR,
     MEASURED,
+    OTHER,
     PROFILE,
+    PROFILES,
     UNKNOWN,
+    O,
+    R,
     S,
     choose,
     match,
     plan_for,
 )
 
-from cachetree.ids import Span
+from cachetree.ids import EMPTY_SPAN, Location, Span
 from cachetree.planning.plan import Plan
-from cachetree.planning.policy import Gate, NoReuse, Requested, index_profiles, predict_ttft_s
+from cachetree.planning.policy import (
+    Demand,
+    Gate,
+    Mode,
+    NoReuse,
+    Reason,
+    Requested,
+    index_profiles,
+    predict_ttft_s,
+)
 from cachetree.planning.profile import BlockQuality, PairProfile
 
 BUSY = replace(DEMAND, num_waiting=1)
@@ -44,10 +58,140 @@ def test_at_an_unknown_speed_of_the_link_the_recompute_and_the_fixed_cost_are_pr
     assert predict_ttft_s(plan, page_size=16, costs=costs) == pytest.approx(0.25 + compute_s)
 
 
-def test_a_prefix_that_is_too_short_is_told_with_its_length() -> None:
-    answer = choose(replace(DEMAND, min_pages=4), [match(S, 3)], index_profiles([PROFILE]), UNKNOWN)
-    assert isinstance(answer, NoReuse)
-    assert f"3 pages of {S}" in answer.detail
+def asking(block: Span, *refreshed: int, gate: Gate = Gate.ENFORCE) -> Demand:
+    return replace(DEMAND, gate=gate, requested=Requested(block=block, refreshed=refreshed))
+
+
+REFRESHING = profile_with(block(3, 6, 0.96, 8, 9), block(0, 0, 0.95))
+NONE_PROVEN = index_profiles([msgspec.structs.replace(PROFILE, blocks=(), recommended=None)])
+SHORT = "what may be recomputed at a time is less than the fewest pages worth a fetch"
+
+
+@pytest.mark.parametrize(
+    ("demand", "matches", "profiles", "reason", "detail"),
+    [
+        (
+            replace(DEMAND, requested=Requested(mode=Mode.OFF)),
+            [match(R)],
+            PROFILES,
+            Reason.OFF,
+            "the request asked for a full prefill",
+        ),
+        (DEMAND, [], PROFILES, Reason.NO_MATCH, "no model of the family has this prefix"),
+        (
+            replace(DEMAND, first_page=4, min_pages=2),
+            [match(S, 5)],
+            PROFILES,
+            Reason.TOO_SHORT,
+            f"5 pages of {S}, 4 on the device",
+        ),
+        (
+            replace(DEMAND, first_approximate=4, min_pages=4),
+            [match(S, 5)],
+            PROFILES,
+            Reason.TOO_SHORT,
+            f"5 pages of {S}, 4 approximate on the device",
+        ),
+        (DEMAND, [match(S)], {}, Reason.NO_PROFILE, f"no profile with sender {S}"),
+        (DEMAND, [match(S)], index_profiles([FAILED]), Reason.GATE_FAILED, "loses 9 %"),
+        (DEMAND, [match(S)], NONE_PROVEN, Reason.GATE_FAILED, "the profile has no proven block"),
+        (
+            asking(Span(3, 11)),
+            [match(S)],
+            PROFILES,
+            Reason.UNGATED_BLOCK,
+            "layer 10 of a model of 10 layers",
+        ),
+        (
+            asking(Span(3, 5)),
+            [match(S)],
+            REFRESHING,
+            Reason.UNGATED_BLOCK,
+            "block 3:5 is none of those that a profile has proven; allowed: 3:6 refresh 8,9, none",
+        ),
+        (
+            asking(Span(3, 5), 7),
+            [match(R)],
+            index_profiles([FAILED]),
+            Reason.UNGATED_BLOCK,
+            "block 3:5 refresh 7 is none of those that a profile has proven; allowed: none",
+        ),
+        (
+            DEMAND,
+            [match(S, e={3: 10, 8: 10})],
+            REFRESHING | profile_with(block(3, 6, 0.96, 8, 9)),
+            Reason.NO_E,
+            f"{S} lacks E at some of layers [3, 8, 9] for pages from 0",
+        ),
+        (
+            replace(DEMAND, max_recompute_tokens=15),
+            [match(S)],
+            PROFILES,
+            Reason.RECOMPUTE_TOO_LONG,
+            SHORT,
+        ),
+        (
+            replace(DEMAND, max_recompute_s=1e-3),
+            [match(S)],
+            PROFILES,
+            Reason.RECOMPUTE_TOO_LONG,
+            SHORT,
+        ),
+        (
+            DEMAND,
+            [match(S, location=FAR)],
+            PROFILES,
+            Reason.SLOWER,
+            f"{S} at {FAR}: full prefill is faster, or nearly so",
+        ),
+    ],
+)
+def test_why_nothing_is_reused_is_told_to_a_person(
+    demand: Demand, matches: list, profiles: dict, reason: Reason, detail: str
+) -> None:
+    slow = replace(MEASURED, bytes_per_s={FAR: 1e3})
+    assert choose(demand, matches, profiles, slow) == NoReuse(reason=reason, detail=detail)
+
+
+def test_a_block_that_one_sender_allows_is_allowed_where_the_own_cache_answers() -> None:
+    """Of two senders, one of which has no proven block at all."""
+    other = msgspec.structs.replace(PROFILE, sender=OTHER, blocks=(block(1, 9, 0.99),))
+    refused = choose(asking(Span(4, 5)), [match(R)], index_profiles([PROFILE, other]), UNKNOWN)
+    assert isinstance(refused, NoReuse)
+    assert refused.detail.endswith("allowed: 0:8, 1:9, 2:7, 3:6")
+    profiles = index_profiles([msgspec.structs.replace(FAILED, sender=OTHER), PROFILE])
+    assert plan_for(match(R), demand=asking(Span(3, 6)), profiles=profiles).sender == R
+
+
+@pytest.mark.parametrize("requested", [None, Requested(block=EMPTY_SPAN)])
+def test_of_plans_that_are_equal_in_everything_the_first_is_taken(
+    requested: Requested | None,
+) -> None:
+    demand = replace(DEMAND, requested=requested, first_differences={O: 10})
+    for first, second in ((O, R), (R, O)):
+        assert plan_for(match(first), match(second), demand=demand, profiles={}).sender == first
+
+
+def test_entries_are_encoded_everywhere_but_in_the_engines_pool() -> None:
+    lossy = replace(DEMAND, is_lossy=True)
+    assert plan_for(match(S), demand=lossy).is_lossy
+    assert not plan_for(match(S, location=Location("pool:adapter")), demand=lossy).is_lossy
+    assert not plan_for(match(S)).is_lossy
+
+
+def test_what_is_left_to_prefill_counts_towards_the_target() -> None:
+    """6 of 10 pages: 0.64 s for the rest, and 0.19 s or 0.67 s for the block."""
+    demand = replace(DEMAND, ttft_target_s=1.0)
+    profiles = profile_with(block(0, 8, 0.99), block(3, 6, 0.96))
+    plan = plan_for(match(S, 6), demand=demand, profiles=profiles, costs=MEASURED)
+    assert plan.block == Span(3, 6)
+
+
+def test_of_plans_in_time_that_recompute_as_much_the_better_one_is_taken() -> None:
+    demand = replace(DEMAND, ttft_target_s=60.0)
+    profiles = profile_with(block(3, 8, 0.96), block(2, 7, 0.97))
+    plan = plan_for(match(S), demand=demand, profiles=profiles, costs=MEASURED)
+    assert plan.block == Span(2, 7)
 
 
 @pytest.mark.parametrize(("full", "chosen"), [(1.0, Span(3, 10)), (0.96, Span(2, 9))])

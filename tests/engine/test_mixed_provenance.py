@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -108,3 +109,54 @@ def test_a_decoding_request_keeps_its_mark_in_a_batch_with_chunks_of_others() ->
     marks.inherit(mixed, table)
     assert not marks.is_exact(torch.tensor([13]))
     assert marks.is_exact(torch.tensor([20, 21, 22, 23]))
+
+
+def batch_of(mode: ForwardMode, **fields: Any) -> Any:
+    return SimpleNamespace(req_pool_indices=torch.tensor([0]), forward_mode=mode, reqs=[], **fields)
+
+
+@pytest.mark.parametrize("mode", [ForwardMode.EXTEND, ForwardMode.DECODE])
+def test_the_token_before_decides_and_none_before_it(mode: ForwardMode) -> None:
+    """Its KV has read all that the ones before it have, and more."""
+    marks, table = Provenance(64, "cpu"), torch.zeros(1, 16, dtype=torch.int64)
+    table[0, :5] = torch.arange(10, 15)
+    marks.loaded(torch.tensor([13]), NOWHERE, exact=False)
+    batch = batch_of(
+        mode,
+        prefix_lens=[4],
+        extend_lens=[1],
+        seq_lens=torch.tensor([5]),
+        out_cache_loc=torch.tensor([14]),
+    )
+    told = marks.inherit(batch, table)
+    assert not marks.is_exact(torch.tensor([14]))
+    assert (told is None) == (mode == ForwardMode.DECODE)
+
+
+@pytest.mark.parametrize(("num_before", "is_exact"), [(0, True), (1, False)])
+def test_a_first_token_has_nothing_before_it(num_before: int, is_exact: bool) -> None:
+    """Whatever stands at the start of its row: an older request's, of another model's KV."""
+    marks, table = Provenance(64, "cpu"), torch.zeros(1, 16, dtype=torch.int64)
+    table[0, :3] = torch.tensor([10, 11, 12])
+    marks.loaded(torch.tensor([10]), NOWHERE, exact=False)
+    batch = batch_of(
+        ForwardMode.EXTEND,
+        prefix_lens=[num_before],
+        extend_lens=[1],
+        out_cache_loc=torch.tensor([11]),
+    )
+    (mark,) = marks.inherit(batch, table)
+    assert bool(mark) != is_exact
+    assert mark.device.type == "cpu"
+    assert marks.is_exact(torch.tensor([11])) == is_exact
+
+
+def test_the_exact_slots_end_before_the_first_marked_one() -> None:
+    marks = Provenance(64, "cpu")
+    slots = torch.arange(20, 30)
+    assert marks.num_exact(slots) == 10
+    marks.loaded(torch.tensor([24]), NOWHERE, exact=False)
+    assert marks.num_exact(slots) == 4
+    marks.reset()
+    assert marks.num_exact(slots) == 10
+    assert not marks.any_approximate
