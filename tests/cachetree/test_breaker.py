@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import msgspec
@@ -22,7 +23,7 @@ from transport_parts import (
     worker_of,
 )
 
-from cachetree import ConfigError, FetchError, PeerConfig, PeerState, Staging, StaleEntry
+from cachetree import ConfigError, FetchError, Peer, PeerConfig, PeerState, Staging, StaleEntry
 from cachetree.transport import wire
 from cachetree.transport.backoff import Breaker
 
@@ -171,7 +172,23 @@ def test_settings_are_checked(changed: dict[str, float], message: str) -> None:
 
 # A peer and its breaker.
 
-STRICT = msgspec.structs.replace(FAST, max_retries=0, cooldown_s=0.5)
+STRICT = msgspec.structs.replace(FAST, max_retries=0, cooldown_s=100.0, silence_s=3600.0)
+"""A peer that a busy machine keeps from answering is none that fails."""
+
+
+class Ahead:
+    """A clock that is set forward by hand."""
+
+    def __init__(self) -> None:
+        self._by_s = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self._by_s
+
+    def set_forward(self, seconds: float, peer: Peer) -> None:
+        """And have the peer's thread, which waits by the real time, look at it."""
+        self._by_s += seconds
+        peer._wakeup.wake()
 
 
 class MoodyWorker(ScriptedWorker):
@@ -206,8 +223,8 @@ def failed_fetch(fetch: Callable[..., None]) -> FetchError:
 
 
 def test_a_worker_that_keeps_failing_is_not_offered_and_not_asked() -> None:
-    tree = new_tree()
-    with MoodyWorker() as worker, peer_of(worker.address, tree, STRICT) as peer:
+    tree, clock = new_tree(), Ahead()
+    with MoodyWorker() as worker, peer_of(worker.address, tree, STRICT, clock=clock) as peer:
         for _ in range(2):
             assert "moody" in str(failed_fetch(peer.fetch))
             assert tree.match(PAGES)
@@ -217,19 +234,20 @@ def test_a_worker_that_keeps_failing_is_not_offered_and_not_asked() -> None:
         status = peer.status
         assert "moody" in status.error
         assert status.probe_in_s is not None
-        assert 0 < status.probe_in_s <= 0.5
+        assert 0 < status.probe_in_s <= STRICT.cooldown_s
         assert "resting" in str(failed_fetch(peer.fetch))
         assert worker.num_hellos == 1, "it was not left alone"
         num_asked = sum(isinstance(it, wire.Fetch) for it in worker.received)
         assert num_asked == 3
 
         # Half open: entries are back, one fetch goes, and its failure doubles the cooldown.
+        clock.set_forward(STRICT.cooldown_s, peer)
         eventually(lambda: peer.state is PeerState.READY)
         assert tree.match(PAGES)
         assert peer.status.probe_in_s == 0
         failed_fetch(peer.fetch)
         eventually(lambda: peer.state is PeerState.RESTING)
-        assert (peer.status.probe_in_s or 0) > 0.6
+        assert (peer.status.probe_in_s or 0) > STRICT.cooldown_s
         assert worker.num_hellos == 2
 
 
@@ -250,8 +268,8 @@ def test_stale_entries_and_what_the_reader_gives_up_are_no_errors() -> None:
 def test_a_probe_that_lands_closes_it() -> None:
     source = new_tree(PAGES)
     with worker_of(source, max_bytes_per_s=1e4) as worker:
-        tree = new_tree()
-        with peer_of(worker.address, tree, STRICT) as peer:
+        tree, clock = new_tree(), Ahead()
+        with peer_of(worker.address, tree, STRICT, clock=clock) as peer:
             for _ in range(3):
                 late = new_staging(16, seconds=0.05)
                 peer.fetch(MODEL, PAGES, late)
@@ -259,6 +277,7 @@ def test_a_probe_that_lands_closes_it() -> None:
                     wait_all(late)
                 eventually(lambda: not peer._fetches._receivers)
             eventually(lambda: peer.state is PeerState.RESTING)
+            clock.set_forward(STRICT.cooldown_s, peer)
             eventually(lambda: peer.state is PeerState.READY)
             probe, other = new_staging(1), new_staging(16)
             peer.fetch(MODEL, PAGES[:1], probe)
@@ -278,7 +297,7 @@ def test_clean_restarts_with_nothing_under_way_are_no_errors() -> None:
                 first.close()
                 eventually(lambda: peer.state is PeerState.CONNECTING)
                 with worker_of(new_tree(PAGES), listen=address):
-                    eventually(lambda: peer.state is PeerState.READY, 2.0)
+                    eventually(lambda: peer.state is PeerState.READY)
                 eventually(lambda: peer.state is PeerState.CONNECTING)
             assert peer.status.num_losses == 6
             assert peer.status.probe_in_s is None

@@ -32,6 +32,7 @@ from cachetree import (
     Worker,
     WorkerConfig,
 )
+from cachetree.clock import Clock
 from cachetree.memory.arena import Arena
 from cachetree.memory.memory import PAGEABLE, ArenaFile, Memory
 from cachetree.transport import channel, wire
@@ -158,9 +159,14 @@ def worker_of(tree: CacheTree, **config: object) -> Iterator[Worker]:
 
 @contextlib.contextmanager
 def peer_of(
-    address: Location, tree: CacheTree, config: PeerConfig = FAST, *, is_ready: bool = True
+    address: Location,
+    tree: CacheTree,
+    config: PeerConfig = FAST,
+    *,
+    is_ready: bool = True,
+    clock: Clock = time.monotonic,
 ) -> Iterator[Peer]:
-    peer = Peer(tree, address, config)
+    peer = Peer(tree, address, config, clock=clock)
     try:
         if is_ready:
             assert peer.wait_ready(5), peer.error

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import readme_outcomes
 import torch
 from sglang.srt.mem_cache.utils import storage_namespace_seed
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -90,6 +91,7 @@ class Answer:
     @property
     def provenance(self) -> dict[str, Any]:
         (entry,) = self.meta["droidspeak"]
+        assert entry["outcome"] in readme_outcomes.outcomes(), "README does not say what this means"
         return entry
 
     def assert_equals(self, expected: Generated, tolerance: float = 2e-4) -> None:
