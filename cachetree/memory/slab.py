@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
 from cachetree.checkpoint import Family
 from cachetree.errors import StaleEntry
-from cachetree.ids import Kind, Span, Step
+from cachetree.ids import Kind, Span, Step, entry_steps
 from cachetree.memory.memory import NO_MEMORY, Memory
 from cachetree.memory.ranges import Ranges
 
@@ -31,13 +32,19 @@ class Layout:
 
     @classmethod
     def of(cls, family: Family, num_pages: int, e_layers: Sequence[int]) -> Layout:
+        kv_page_bytes, e_page_bytes = _page_bytes(family)
         return cls(
             num_pages=num_pages,
             num_layers=family.num_layers,
             e_layers=tuple(e_layers),
-            kv_page_bytes=family.kv_page_bytes,
-            e_page_bytes=family.e_page_bytes,
+            kv_page_bytes=kv_page_bytes,
+            e_page_bytes=e_page_bytes,
         )
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """What lies in it, in this order."""
+        return entry_steps(self.num_layers, self.e_layers)
 
     @property
     def num_bytes(self) -> int:
@@ -63,10 +70,13 @@ class Layout:
 
     def ranges_of(self, pages: Span) -> Iterator[Span]:
         """The bytes of `pages` of every kind at every layer."""
-        for layer in range(self.num_layers):
-            yield self.range_of(Step(Kind.KV, layer), pages)
-        for layer in self.e_layers:
-            yield self.range_of(Step(Kind.E, layer), pages)
+        return (self.range_of(step, pages) for step in self.steps)
+
+
+@lru_cache(maxsize=16)
+def _page_bytes(family: Family) -> tuple[int, int]:
+    """Of KV and of E at one layer: the same objects for every layout of a family."""
+    return family.kv_page_bytes, family.e_page_bytes
 
 
 class Slab:
@@ -76,12 +86,23 @@ class Slab:
     pages are dropped keeps reading the same ones.
     """
 
+    __slots__ = (
+        "_checksums",
+        "_dropped",
+        "_goes_whole",
+        "_held",
+        "_loan",
+        "_memory",
+        "_num_kept_pages",
+        "layout",
+        "num_bytes",
+    )
+
     def __init__(self, layout: Layout, memory: Memory) -> None:
         self.layout = layout
         self.num_bytes = memory.size_of(layout.num_bytes)
         """What it takes now, or will once it is filled."""
-        self.checksums: Final[dict[tuple[int, int], int]] = {}
-        """Of parts that were sent, by address and size: pages do not change once they are there."""
+        self._checksums: dict[tuple[int, int], int] | None = None
         self._memory = memory
         self._goes_whole = memory.unit_bytes > self.num_bytes
         self._loan = NO_MEMORY
@@ -94,6 +115,13 @@ class Slab:
     def fill(self) -> None:
         """Get the memory; may block, so it is called without the tree's lock. Raises NoRoom."""
         self._loan = self._memory.take(self.layout.num_bytes)
+
+    @property
+    def checksums(self) -> dict[tuple[int, int], int]:
+        """Of parts that were sent, by address and size: pages do not change once they are there."""
+        if self._checksums is None:
+            self._checksums = {}
+        return self._checksums
 
     def view(self, step: Step, pages: Span) -> memoryview:
         where = self.layout.range_of(step, pages)

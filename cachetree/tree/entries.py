@@ -9,8 +9,8 @@ from typing import Final
 
 from cachetree.ids import Location, ModelId, PageHash, Span
 from cachetree.memory import Segment, Slab
-from cachetree.tree.hashing import split_hashes
-from cachetree.tree.runs import Run, num_common_pages
+from cachetree.tree.hashing import num_common_pages, split_hashes
+from cachetree.tree.page_index import Run
 
 RemoteKey = tuple[Location, ModelId]
 

@@ -8,8 +8,7 @@ from typing import Final, NamedTuple
 from cachetree.ids import ModelId, PageHash
 from cachetree.tree.entries import Node
 from cachetree.tree.eviction.protocol import Eviction
-from cachetree.tree.page_index import PageIndex
-from cachetree.tree.runs import Run
+from cachetree.tree.page_index import PageIndex, Run
 
 
 class Piece(NamedTuple):

@@ -1,4 +1,4 @@
-"""The index against a dict, with hashes that crowd into few buckets or share their tags."""
+"""The index against a plain dict from pages to nodes, with hashes that are alike in part."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ import pytest
 
 from cachetree.ids import PageHash
 from cachetree.tree.entries import Node
-from cachetree.tree.page_index import PageIndex
-from cachetree.tree.runs import Run
+from cachetree.tree.page_index import PageIndex, Run
 
 NUM_CROWDED = 64
 
 
 def some_page(rng: random.Random) -> PageHash:
-    """At random; or one of many with the same slot, the same bucket, or no bits but the first."""
+    """At random; or one of many whose first eight bytes are alike."""
     if rng.random() < 0.7:
         return PageHash(rng.randbytes(16))
     word = rng.randrange(NUM_CROWDED) << rng.choice((0, 32, 58))
@@ -77,7 +76,7 @@ def test_it_finds_what_a_dict_finds(seed: int) -> None:
         assert len(node.run.nodes) == 0 or index.find(node.run.nodes[0].first_page) is not None
     assert all(index.find(page) is None for page in where)
     # What is gone takes no room, which `find` would not show.
-    assert not index._slots.any() and not index._spilled
+    assert not index._run_ids and not index._runs
 
 
 def test_a_run_keeps_no_more_than_twice_the_pages_of_its_nodes() -> None:
@@ -96,7 +95,8 @@ def test_a_run_keeps_no_more_than_twice_the_pages_of_its_nodes() -> None:
 def test_a_page_is_not_found_across_two_others() -> None:
     run = Run(bytes(range(32)), 1)
     Node(None, run, 0, 2)
-    assert run.index_of(PageHash(bytes(range(8, 24)))) == -1
+    with pytest.raises(ValueError):
+        run.index_of(PageHash(bytes(range(8, 24))))
     assert run.index_of(PageHash(bytes(range(16, 32)))) == 1
 
 
