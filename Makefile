@@ -58,8 +58,8 @@ bench: $(INSTALLED)
 	$(BENCH)/serving.py
 	$(BENCH)/transport.py --keys
 	$(BENCH)/tree.py
-	$(BIN)/cachetree simulate benchmarks/traces/multi_agent.jsonl
-	$(BIN)/cachetree simulate benchmarks/traces/multi_lora.jsonl
+	$(BIN)/python -m benchmarks.simulate benchmarks/traces/multi_agent.jsonl
+	$(BIN)/python -m benchmarks.simulate benchmarks/traces/multi_lora.jsonl
 	$(BENCH)/disk.py
 	$(BENCH)/compression.py
 	$(BENCH)/low_rank.py

@@ -1,4 +1,4 @@
-"""`cachetree`: serve a cache alone, make keys, ask or tell a worker, and replay traces."""
+"""`cachetree`: serve a cache alone, make keys, ask or tell a worker."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import sys
 from importlib.metadata import version
 
-from cachetree.cli import ask, bench, keygen, serve, simulate
+from cachetree.cli import ask, bench, keygen, serve
 from cachetree.cli.serve import parse_config
 from cachetree.errors import CacheTreeError
 
@@ -23,7 +23,6 @@ def main(argv: list[str] | None = None) -> int:
     serve.add_parser(commands)
     keygen.add_parser(commands)
     ask.add_parsers(commands)
-    simulate.add_parser(commands)
     bench.add_parser(commands)
     args = parser.parse_args(argv)
     try:

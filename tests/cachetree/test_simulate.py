@@ -9,9 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from cachetree.cli import main
-from cachetree.errors import ConfigError
-from cachetree.simulate import (
+from benchmarks.simulate import (
     GENERATORS,
     Header,
     Outcome,
@@ -23,6 +21,8 @@ from cachetree.simulate import (
     replay,
     write_trace,
 )
+from benchmarks.simulate.__main__ import main
+from cachetree.errors import ConfigError
 from cachetree.tree.eviction import POLICIES, Retention
 from cachetree.tree.eviction.value import PrefillCost
 
@@ -87,7 +87,7 @@ def test_segments_of_one_name_begin_alike() -> None:
 def test_the_shipped_traces_are_what_the_generator_makes(name: str, tmp_path: Path) -> None:
     shipped = TRACES / f"{name}.jsonl"
     made = tmp_path / "made.jsonl"
-    assert main(["simulate", "--generate", name, "--seed", "0", "--out", str(made)]) == 0
+    assert main(["--generate", name, "--seed", "0", "--out", str(made)]) == 0
     assert made.read_bytes() == shipped.read_bytes()
     assert shipped.stat().st_size < 300_000
     assert read_trace(shipped) == Trace(
@@ -139,13 +139,13 @@ def test_the_command_prints_a_row_or_a_field_for_each(
 ) -> None:
     path = tmp_path / "t.jsonl"
     path.write_text(f"{HEADER}\n{LINE}\n{LINE}\n")
-    assert main(["simulate", str(path), "--policy", "lru,value", "--json"]) == 0
+    assert main([str(path), "--policy", "lru,value", "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert [it["policy"] for it in printed["outcomes"]] == ["lru", "value"]
     assert {it["token_hit_rate"] for it in printed["outcomes"]} == {0.5}
     assert printed["attention_tokens"] == 24
     flags = ["--seconds-per-token", "1", "--attention-tokens", "5", "--policy", "value"]
-    assert main(["simulate", str(path), *flags]) == 0
+    assert main([str(path), *flags]) == 0
     head, row = capsys.readouterr().out.splitlines()
     assert head.split()[0] == "policy"
     assert row.split()[:5] == ["value", "50.0%", "50.0%", "20.0", "50.0%"]
@@ -166,7 +166,7 @@ def test_the_command_prints_a_row_or_a_field_for_each(
 def test_bad_arguments_are_refused_in_one_line(
     args: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["simulate", *args]) == 1
+    assert main(args) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert words in line
 

@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 from transport_parts import E_LAYER, FAMILY, MODEL, new_tree, pages_of
 
+from benchmarks.simulate.trace import PageNames, read_trace
 from cachetree import Deadline, Kind, Location, Staging, Step
 from cachetree.checkpoint.safetensors_files import read_tensors
 from cachetree.cli.serve import read_config
@@ -29,7 +30,6 @@ from cachetree.disk.segment import Segment, scan
 from cachetree.errors import UNREADABLE, CacheTreeError, ConfigError, ProfileError, ProtocolError
 from cachetree.memory.copying import checksum
 from cachetree.planning.profile import read_profile
-from cachetree.simulate.trace import PageNames, read_trace
 from cachetree.transport import frames, keys, verbs, wire
 from cachetree.transport.address import parse_listen, parse_remote
 from cachetree.transport.admin import AdminService

@@ -10,9 +10,10 @@ import msgspec
 
 from cachetree.ids import LOCAL, ModelId, Span
 from cachetree.memory import NO_MEMORY
-from cachetree.simulate.trace import PageNames, Trace
 from cachetree.tree import CacheTree, Change, Retention
 from cachetree.tree.eviction.value import PrefillCost
+
+from .trace import PageNames, Trace
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):

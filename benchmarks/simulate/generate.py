@@ -10,7 +10,8 @@ from random import Random
 from typing import Final
 
 from cachetree.checkpoint import Family
-from cachetree.simulate.trace import Header, Request, Trace
+
+from .trace import Header, Request, Trace
 
 _FAMILY: Final = Family(
     architecture="LlamaForCausalLM",

@@ -1,15 +1,25 @@
-"""`cachetree simulate`: replay a trace of requests under several eviction policies."""
+"""What would each eviction policy have kept of a trace of requests?
+
+    python -m benchmarks.simulate benchmarks/traces/multi_agent.jsonl [--host-gb 32] [--json]
+    python -m benchmarks.simulate --generate multi_agent --seed 0 --out FILE
+
+Run it from the root of the repository.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
+import sys
 from pathlib import Path
 
 import msgspec
 
-from cachetree.cli.show import show, show_json
-from cachetree.errors import ConfigError
-from cachetree.simulate import (
+from cachetree import CacheTreeError, ConfigError
+from cachetree.tree import POLICIES, Retention
+from cachetree.tree.eviction.value import SECONDS_PER_TOKEN, PrefillCost
+
+from . import (
     GENERATORS,
     Outcome,
     PageNames,
@@ -18,17 +28,14 @@ from cachetree.simulate import (
     replay,
     write_trace,
 )
-from cachetree.tree import POLICIES, Retention
-from cachetree.tree.eviction.value import SECONDS_PER_TOKEN, PrefillCost
 
 _GIB = 1 << 30
 _ROW = "{:10} {:>10} {:>12} {:>10} {:>8} {:>10} {:>8} {:>8} {:>7}"
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    simulate = commands.add_parser(
-        "simulate",
-        help="replay a trace of requests under several eviction policies",
+def main(argv: list[str] | None = None) -> int:
+    simulate = argparse.ArgumentParser(
+        prog="simulate",
         description="Replay TRACE against the real tree, which counts real bytes and holds none. "
         "A prompt of t tokens costs seconds-per-token * (t + t²/2 / attention-tokens). With "
         "--generate, write a trace from a seed instead.",
@@ -55,7 +62,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     simulate.add_argument("--generate", choices=GENERATORS, help="write such a trace to --out")
     simulate.add_argument("--seed", type=int, default=0, help="of the trace (default: 0)")
     simulate.add_argument("--out", type=Path, metavar="FILE", help="where the trace goes")
-    simulate.set_defaults(run=run)
+    try:
+        run(simulate.parse_args(argv))
+    except CacheTreeError as exc:
+        print(f"simulate: {exc}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def run(args: argparse.Namespace) -> None:
@@ -80,20 +92,22 @@ def run(args: argparse.Namespace) -> None:
     host_bytes = int(args.host_gb * _GIB)
     outcomes = [replay(trace, names, it, host_bytes, cost) for it in retentions]
     if args.json:
-        show_json(
-            {
-                "trace": args.trace.name,
-                "host_gb": args.host_gb,
-                "seconds_per_token": cost.seconds_per_token,
-                "attention_tokens": cost.attention_tokens,
-                "outcomes": [_fields(outcome) for outcome in outcomes],
-            }
+        print(
+            json.dumps(
+                {
+                    "trace": args.trace.name,
+                    "host_gb": args.host_gb,
+                    "seconds_per_token": cost.seconds_per_token,
+                    "attention_tokens": cost.attention_tokens,
+                    "outcomes": [_fields(outcome) for outcome in outcomes],
+                }
+            )
         )
         return
     heads = ("token hits", "request hits", "saved s", "of all", "evictions", "GB", "refused")
-    show(_ROW.format("policy", *heads, "wall s"))
+    print(_ROW.format("policy", *heads, "wall s"))
     for outcome in outcomes:
-        show(_row(outcome))
+        print(_row(outcome))
 
 
 def _fields(outcome: Outcome) -> dict[str, object]:
@@ -116,3 +130,7 @@ def _row(outcome: Outcome) -> str:
         outcome.num_refused,
         f"{outcome.wall_s:.2f}",
     )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

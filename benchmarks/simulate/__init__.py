@@ -1,8 +1,8 @@
 """What each eviction policy would have kept: traces of requests, replayed against real trees."""
 
-from cachetree.simulate.generate import GENERATORS, generate
-from cachetree.simulate.replay import Outcome, replay
-from cachetree.simulate.trace import Header, PageNames, Request, Trace, read_trace, write_trace
+from .generate import GENERATORS, generate
+from .replay import Outcome, replay
+from .trace import Header, PageNames, Request, Trace, read_trace, write_trace
 
 __all__ = [
     "GENERATORS",
