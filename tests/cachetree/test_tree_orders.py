@@ -1,0 +1,95 @@
+"""What the tree is told to do with entries, and what it says of them."""
+
+from __future__ import annotations
+
+import pytest
+from tree_parts import PAGE, A, B, far_future, make_tree, num_pages, path, store
+
+from cachetree.ids import ModelId
+from cachetree.tree.entries import Change
+
+
+@pytest.mark.parametrize(
+    ("model", "text", "left", "num_evictions"),
+    [
+        (A, "abc", (1, 3), 1),
+        (None, "abc", (1, 1), 2),
+        (A, "ab", (1, 3), 1),
+        (B, "", (3, 0), 3),
+        (None, "", (0, 0), 6),
+    ],
+)
+def test_what_begins_with_a_prefix_is_evicted_of_one_model_or_of_all(
+    model: ModelId | None, text: str, left: tuple[int, int], num_evictions: int
+) -> None:
+    """But for the pages that another text begins with, too."""
+    tree = make_tree()
+    for each in (A, B):
+        store(tree, each, "a")
+        store(tree, each, "abc", start=1)
+        store(tree, each, "ax", start=1)
+    before = tree.num_bytes
+    assert before == 8 * PAGE
+    freed = tree.evict(model, path(text))
+    assert (num_pages(tree, A, "abc"), num_pages(tree, B, "abc")) == left
+    assert freed == before - tree.num_bytes
+    assert freed == (2 * num_evictions if text else 4 * num_evictions // 3) * PAGE
+    assert tree.num_evictions == num_evictions
+
+
+def test_what_is_kept_is_not_evicted_and_frees_nothing() -> None:
+    tree = make_tree()
+    store(tree, A, "abc")
+    lease = tree.lease(A, path("abc"), "a test", far_future())
+    assert lease is not None
+    assert (tree.evict(), tree.num_evictions) == (0, 0)
+    lease.release()
+    assert (tree.evict(), tree.num_evictions) == (3 * PAGE, 1)
+
+
+def test_the_entry_before_a_reservation_stays_when_it_is_split_meanwhile() -> None:
+    tree = make_tree()
+    store(tree, A, "abc")
+    reservation = tree.reserve(A, None, path("abcd"), [])
+    assert reservation is not None
+    store(tree, B, "abx")
+    assert tree.evict(A) == 0
+    reservation.commit()
+    assert num_pages(tree, A, "abcd") == 4
+
+
+def test_no_pages_can_be_leased_too() -> None:
+    lease = make_tree().lease(A, [], "a test", far_future())
+    assert lease is not None
+    assert lease.num_pages == 0
+
+
+def test_what_a_model_has_of_a_path() -> None:
+    tree = make_tree()
+    store(tree, A, "ab", e_layers=[1])
+    store(tree, A, "abcd", start=2)
+    pages = path("abcde")
+    assert [tree.has(A, page) for page in pages] == [True] * 4 + [False]
+    assert not tree.has(B, pages[0])
+    assert tree.line(A, pages[2]) == [
+        Change(added=True, model=A, parent=None, pages=tuple(pages[:2]), e_layers=(1,)),
+        Change(added=True, model=A, parent=pages[1], pages=tuple(pages[2:4]), e_layers=()),
+    ]
+    assert tree.line(A, pages[4]) == tree.line(B, pages[0]) == []
+
+
+def test_who_asks_for_what_is_kept_hears_of_it_until_it_leaves() -> None:
+    tree = make_tree()
+    store(tree, A, "a")
+    heard: list[Change] = []
+    there, leave = tree.subscribe_kept(heard.append)
+    first, second = (
+        Change(added=True, model=A, parent=None, pages=(page,), e_layers=())
+        for page in (path("a")[0], path("b")[0])
+    )
+    assert list(there) == [first]
+    store(tree, A, "b")
+    assert heard == [second]
+    leave()
+    store(tree, A, "c")
+    assert heard == [second]
