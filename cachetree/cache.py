@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Final, TypeVar
+from weakref import WeakSet
 
 from cachetree.checkpoint import Family
 from cachetree.clock import Clock, Deadline
@@ -25,7 +28,7 @@ from cachetree.memory import (
     memory_of,
     pageable,
 )
-from cachetree.planning import Match, Plan
+from cachetree.planning import Link, Match, Plan
 from cachetree.status import CacheStatus, FetchLog
 from cachetree.tier import MakeTier, NoteSpeed, Search, Tier
 from cachetree.transport import (
@@ -73,6 +76,8 @@ class Cache:
         self._pool = StagingPool(allocate, config.staging_bytes)
         self._fetch_log = FetchLog(family.page_size)
         self._speeds = {LOCAL: Bandwidth(clock)}
+        self._under_way: dict[Location, WeakSet[Staging]] = defaultdict(WeakSet)
+        """Fetches by where they read; some may be over."""
         self._worker: Worker | None = None
         self._disk: DiskTier | None = None
         self._tiers: dict[Location, Tier] = {}
@@ -186,6 +191,7 @@ class Cache:
         except BaseException:
             self._budget.give_back(sum(sizes.values()))
             raise
+        self._under_way[plan.location].add(staging)
         wanted = pages[plan.pages.start : plan.pages.stop]
         source = self._tiers.get(plan.location) or self._peers.get(plan.location)
         if len(wanted) != num_pages:
@@ -200,10 +206,14 @@ class Cache:
             source.fetch(plan.sender, wanted, staging)
         return staging
 
-    def costs(self, location: Location) -> float | None:
-        """Measured bytes per second from a location; None where nothing is known of late."""
+    def link(self, location: Location) -> Link | None:
+        """What a fetch from a location takes beside those under way; None where that is unknown."""
         source = self._speeds.get(location) or self._peers.get(location)
-        return source.bytes_per_s if source else None
+        link = source.link if source else None
+        if link is None:
+            return None
+        under_way = [it for it in self._under_way[location] if it.error is None]
+        return replace(link, backlog=[it.num_bytes - it.num_landed_bytes for it in under_way])
 
     def wait_ready(self, timeout_s: float) -> bool:
         """Block until every peer is ready; False when the time is over or one is refused."""

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from cachetree import PairProfile, Span
-from cachetree.planning import Recipe, read_profile_as
+from cachetree.planning import LayerTimes, Recipe, read_profile_as
 
 
 class Interval(msgspec.Struct, frozen=True, kw_only=True):
@@ -188,7 +188,7 @@ class Baseline(msgspec.Struct, frozen=True, kw_only=True):
     ttft_s: float
 
 
-class CostModel(msgspec.Struct, frozen=True, kw_only=True):
+class CostModel(LayerTimes, frozen=True, kw_only=True):
     """Times of this receiver on this device, fitted; n and m are prefix and suffix tokens.
 
     one layer over n tokens       layer_s + n * layer_token_s + n * n * layer_token2_s
@@ -197,9 +197,6 @@ class CostModel(msgspec.Struct, frozen=True, kw_only=True):
     load of b bytes               load_s + b * load_byte_s
     """
 
-    layer_s: float
-    layer_token_s: float
-    layer_token2_s: float
     kv_s: float
     kv_token_s: float
     suffix_s: float

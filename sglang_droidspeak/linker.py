@@ -24,6 +24,7 @@ from cachetree.memory import pageable
 from sglang_droidspeak import engine
 from sglang_droidspeak.adapters.activated import Activated
 from sglang_droidspeak.adapters.models import Models
+from sglang_droidspeak.cost import Meter
 from sglang_droidspeak.engine import HookType
 from sglang_droidspeak.engine.hashing import ensure_page_hashes
 from sglang_droidspeak.engine.names import (
@@ -44,7 +45,6 @@ from sglang_droidspeak.engine.prefixes import (
     place_of,
     refusal,
 )
-from sglang_droidspeak.meter import Meter
 from sglang_droidspeak.metrics import CacheMetrics, Metrics
 from sglang_droidspeak.ranks import Ranks
 from sglang_droidspeak.request import meta_info
@@ -111,7 +111,9 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         self._req_to_token = params.req_to_token_pool.req_to_token
         self._on_cuda = runner.device == "cuda"
         self._provenance = Provenance(num_slots, runner.device)
-        self._meter = Meter(runner.device, pool.layer_num, largest_forward(runner))
+        self._meter = Meter(
+            runner.device, pool.layer_num, largest_forward(runner), site.prefill_prior
+        )
         parallel = get_parallel()
         self._ranks = Ranks(params.tp_cache_group if parallel.tp_size > 1 else None)
         has_metrics = get_observability().enable_metrics

@@ -16,8 +16,8 @@ from pathlib import Path
 import msgspec
 
 from cachetree import CacheTreeError, ConfigError
+from cachetree.planning import SECONDS_PER_TOKEN, PrefillCost
 from cachetree.tree import POLICIES, Retention
-from cachetree.tree.eviction.value import SECONDS_PER_TOKEN, PrefillCost
 
 from . import (
     GENERATORS,
@@ -85,9 +85,8 @@ def run(args: argparse.Namespace) -> None:
     family = trace.header.family
     cost = PrefillCost.of(family, args.seconds_per_token)
     if args.attention_tokens is not None:
-        cost = PrefillCost(
-            seconds_per_token=args.seconds_per_token, attention_tokens=args.attention_tokens
-        )
+        context_s = args.seconds_per_token / args.attention_tokens
+        cost = PrefillCost(token_s=args.seconds_per_token, context_s=context_s)
     names = PageNames(family.page_size)
     host_bytes = int(args.host_gb * _GIB)
     outcomes = [replay(trace, names, it, host_bytes, cost) for it in retentions]

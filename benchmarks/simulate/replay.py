@@ -10,8 +10,8 @@ import msgspec
 
 from cachetree.ids import LOCAL, ModelId, Span
 from cachetree.memory import NO_MEMORY
+from cachetree.planning import PrefillCost
 from cachetree.tree import CacheTree, Change, Retention
-from cachetree.tree.eviction.value import PrefillCost
 
 from .trace import PageNames, Trace
 

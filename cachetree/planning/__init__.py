@@ -1,5 +1,8 @@
 """Which of a sender's layers to load and which to recompute. Pure: values in, a value out."""
 
+from cachetree.planning.link import FREE as FREE_LINK
+from cachetree.planning.link import Link
+from cachetree.planning.margin import Margin
 from cachetree.planning.plan import Match, Plan, Strategy
 from cachetree.planning.policy import (
     Costs,
@@ -13,14 +16,17 @@ from cachetree.planning.policy import (
     choose,
     full_prefill_s,
     index_profiles,
+    layers_of_work,
     predict_ttft_s,
     recompute_s,
     saving_s,
 )
+from cachetree.planning.prefill_cost import SECONDS_PER_TOKEN, PrefillCost
 from cachetree.planning.profile import (
     PROFILE_VERSION,
     PROJECTION,
     BlockQuality,
+    LayerTimes,
     PairProfile,
     Recipe,
     read_profile,
@@ -29,17 +35,23 @@ from cachetree.planning.profile import (
 )
 
 __all__ = [
+    "FREE_LINK",
     "PROFILE_VERSION",
     "PROJECTION",
+    "SECONDS_PER_TOKEN",
     "BlockQuality",
     "Costs",
     "Demand",
     "Gate",
+    "LayerTimes",
+    "Link",
+    "Margin",
     "Match",
     "Mode",
     "NoReuse",
     "PairProfile",
     "Plan",
+    "PrefillCost",
     "Profiles",
     "Reason",
     "Recipe",
@@ -48,6 +60,7 @@ __all__ = [
     "choose",
     "full_prefill_s",
     "index_profiles",
+    "layers_of_work",
     "predict_ttft_s",
     "read_profile",
     "read_profile_as",

@@ -10,20 +10,30 @@ Pure: values in, one value out. Of every match at most one plan is made; the bes
 
 Which block (DroidSpeak, NSDI '26, appendix B): while requests wait, the one that recomputes the
 fewest layers; while none do, the one that recomputes the most within the TTFT target, or the
-recommended one where there is no target. A plan that is predicted to be no faster than full
-prefill is not used, nor, while no others wait, one that saves less than its request would wait for
-the link: that request would give it up. Costs that are not measured yet count as nothing.
+recommended one where there is no target. Without a target the choice is among those that are nearly
+as fast as the fastest: over a slow link more layers may be sooner. A plan that is predicted to be
+no faster than full prefill is not used, nor, while no others wait, one that saves less than its
+request would wait for the link: that request would give it up. Transfers and recomputes are taken
+to last as long as nine in ten of late would (`cachetree.planning.margin`). Costs that are not
+measured yet count as nothing.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import Final
 
 from cachetree.ids import EMPTY_SPAN, LOCAL, Location, ModelId, Span, is_pool, nearness
+from cachetree.planning.link import FREE, Link
 from cachetree.planning.plan import Match, Plan
+from cachetree.planning.prefill_cost import PrefillCost
 from cachetree.planning.profile import PROJECTION, BlockQuality, PairProfile
+
+NEARLY: Final = 1.05
+"""Plans whose predicted TTFT is within this factor of the fastest one's are as good as that."""
 
 _Recipe = BlockQuality
 """What is computed anew, and how good the answers are then."""
@@ -111,10 +121,13 @@ class Costs:
 
     kv_page_bytes: int
     e_page_bytes: int
-    compute_s_per_token_layer: float | None = None
-    bytes_per_s: Mapping[Location, float] = field(default_factory=dict)
+    prefill: PrefillCost | None = None
+    """Of all layers."""
+    recompute: PrefillCost | None = None
+    """Of one layer of a block."""
+    links: Mapping[Location, Link] = field(default_factory=dict)
     overhead_s: float = 0.0
-    """Fixed cost of any reuse: match, planning, one round trip."""
+    """Fixed cost of any reuse: one round trip, and until the scheduler sees what came."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,26 +158,41 @@ def predict_ttft_s(plan: Plan, *, page_size: int, costs: Costs) -> float | None:
     """Seconds until the KV of `plan.pages` is there; None while the device's speed is unknown.
 
     E comes first, then the transfer of KV overlaps the block. A block costs one full layer less
-    than it has: its last one needs only K and V. Refreshed layers need only those, too. The own
-    forward over new tokens is not included.
+    than it has: its last one needs only K and V. Refreshed layers need only those, too. What has
+    come is copied to the device, KV beside the block. The own forward over new tokens is not
+    included.
     """
-    if costs.compute_s_per_token_layer is None:
+    times = _times(plan, page_size, costs)
+    return None if times is None else times.ttft_s
+
+
+@dataclass(frozen=True, slots=True)
+class _Times:
+    wait_s: float
+    """Until the block may begin: the device has nothing to do for the request."""
+    ttft_s: float
+
+
+def _times(plan: Plan, page_size: int, costs: Costs) -> _Times | None:
+    compute_s = recompute_s(plan, page_size, costs)
+    if compute_s is None or costs.recompute is None:
         return None
-    num_pages = len(plan.pages)
-    compute_s = num_pages * page_size * _layers_of_work(plan) * costs.compute_s_per_token_layer
-    e_bytes = num_pages * len(plan.transition_layers) * costs.e_page_bytes
-    kv_bytes = num_pages * len(plan.loaded_layers) * costs.kv_page_bytes
-    bytes_per_s = costs.bytes_per_s.get(plan.location)
-    if bytes_per_s is None:
-        return costs.overhead_s + compute_s
-    return costs.overhead_s + e_bytes / bytes_per_s + max(kv_bytes / bytes_per_s, compute_s)
+    compute_s *= costs.recompute.margin
+    e_bytes = len(plan.pages) * len(plan.transition_layers) * costs.e_page_bytes
+    kv_bytes = len(plan.pages) * len(plan.loaded_layers) * costs.kv_page_bytes
+    link = costs.links.get(plan.location, FREE)
+    has_e_s, has_all_s = link.seconds(e_bytes), link.seconds(e_bytes + kv_bytes)
+    wait_s = costs.overhead_s + max(has_e_s, has_all_s - compute_s)
+    rest_s = max(link.copy_s(e_bytes) + compute_s, link.copy_s(kv_bytes))
+    return _Times(wait_s, wait_s + rest_s)
 
 
-def full_prefill_s(num_tokens: int, *, num_layers: int, costs: Costs) -> float | None:
+def full_prefill_s(tokens: Span, costs: Costs) -> float | None:
     """Seconds that the receiver alone takes; None while the device's speed is unknown."""
-    if costs.compute_s_per_token_layer is None:
+    cost = costs.prefill
+    if cost is None or not cost.knows(len(tokens)):
         return None
-    return num_tokens * num_layers * costs.compute_s_per_token_layer
+    return cost.seconds(tokens.start, tokens.stop)
 
 
 def saving_s(plan: Plan, demand: Demand, costs: Costs) -> float | None:
@@ -172,10 +200,20 @@ def saving_s(plan: Plan, demand: Demand, costs: Costs) -> float | None:
 
     Without it the request reads what the device has more of, exact or approximate.
     """
-    reuse_s = predict_ttft_s(plan, page_size=demand.page_size, costs=costs)
-    num_tokens = (plan.pages.stop - _num_held(demand)) * demand.page_size
-    full_s = full_prefill_s(num_tokens, num_layers=demand.num_layers, costs=costs)
-    return None if reuse_s is None or full_s is None else full_s - reuse_s
+    times = _times(plan, demand.page_size, costs)
+    return None if times is None else _saving_s(plan, demand, costs, times)
+
+
+def _saving_s(plan: Plan, demand: Demand, costs: Costs, times: _Times) -> float | None:
+    """The forward over the rest of the prompt has its price with the plan, too."""
+    start, stop = _num_held(demand) * demand.page_size, plan.pages.stop * demand.page_size
+    full_s = full_prefill_s(Span(start, _num_tokens(demand)), costs)
+    rest_s = full_prefill_s(Span(stop, _num_tokens(demand)), costs)
+    return None if full_s is None or rest_s is None else full_s - rest_s - times.ttft_s
+
+
+def _num_tokens(demand: Demand) -> int:
+    return demand.num_pages * demand.page_size + demand.num_new_tokens
 
 
 def choose(
@@ -368,21 +406,19 @@ def _candidate(
     if stop - start < demand.min_pages:
         return None
     plan = replace(plan, pages=Span(start, stop))
-    reuse_s = predict_ttft_s(plan, page_size=demand.page_size, costs=costs)
-    saving = saving_s(plan, demand, costs)
-    speed = costs.compute_s_per_token_layer
-    if reuse_s is None or saving is None or speed is None:
+    times = _times(plan, demand.page_size, costs)
+    rest_s = full_prefill_s(Span(stop * demand.page_size, _num_tokens(demand)), costs)
+    saving = None if times is None else _saving_s(plan, demand, costs, times)
+    if times is None or saving is None or rest_s is None:
         in_vain = demand.num_layers * (_num_held(demand) - start)
         saved = demand.page_size * (_saved_page_layers(plan) - in_vain)
         return _Candidate(plan=plan, quality=recipe.quality, ttft_s=None, saving=saved)
-    num_rest = (demand.num_pages - stop) * demand.page_size + demand.num_new_tokens
-    rest_s = full_prefill_s(num_rest, num_layers=demand.num_layers, costs=costs) or 0.0
     return _Candidate(
         plan=plan,
         quality=recipe.quality,
-        ttft_s=reuse_s + rest_s,
+        ttft_s=times.ttft_s + rest_s,
         saving=saving,
-        wait_s=reuse_s - recompute_s(plan, len(plan.pages) * demand.page_size, speed),
+        wait_s=times.wait_s,
     )
 
 
@@ -407,6 +443,7 @@ def _by_load(
         if in_time:
             return max(in_time, key=lambda it: (len(it.plan.block), it.quality))
         return min(possible, key=lambda it: it.ttft_s or 0.0)
+    possible = _nearly_fastest(possible)
     if demand.num_waiting == 0:
         profile = profiles.get((match.model, demand.receiver))
         recommended = profile.recommended if profile else None
@@ -422,6 +459,12 @@ def _by_load(
     return max(possible, key=lambda it: (_saved_page_layers(it.plan), it.quality))
 
 
+def _nearly_fastest(possible: Sequence[_Candidate]) -> Sequence[_Candidate]:
+    """All of them while the device's speed is unknown."""
+    fastest_s = min(it.ttft_s or 0.0 for it in possible)
+    return [it for it in possible if (it.ttft_s or 0.0) <= NEARLY * fastest_s]
+
+
 def _is_worth_it(it: _Candidate, demand: Demand) -> bool:
     """The wait counts where no other request has the device meanwhile."""
     return it.saving > 0 and (demand.num_waiting > 0 or it.wait_s <= it.saving)
@@ -434,21 +477,31 @@ def _meets(it: _Candidate, demand: Demand) -> bool:
 
 def _most_recomputed_pages(demand: Demand, plan: Plan, costs: Costs) -> int:
     """How many pages one step may recompute; all of them where that costs nothing."""
-    most, work = [demand.num_pages], _layers_of_work(plan)
+    most, work = [demand.num_pages], layers_of_work(plan)
     if work and demand.max_recompute_tokens is not None:
         most.append(demand.max_recompute_tokens // demand.page_size)
-    if work and demand.max_recompute_s is not None and costs.compute_s_per_token_layer:
-        page_s = work * demand.page_size * costs.compute_s_per_token_layer
-        most.append(int(demand.max_recompute_s / page_s))
+    if work and demand.max_recompute_s is not None and costs.recompute is not None:
+        start = plan.pages.start
+
+        def seconds(num_pages: int) -> float:
+            so_many = replace(plan, pages=Span(start, start + num_pages))
+            return recompute_s(so_many, demand.page_size, costs) or 0.0
+
+        span = range(1, len(plan.pages) + 1)
+        most.append(bisect_right(span, demand.max_recompute_s, key=seconds))
     return min(most)
 
 
-def recompute_s(plan: Plan, num_tokens: int, s_per_token_layer: float) -> float:
-    """Predicted time of what a plan recomputes of so many tokens."""
-    return _layers_of_work(plan) * num_tokens * s_per_token_layer
+def recompute_s(plan: Plan, page_size: int, costs: Costs) -> float | None:
+    """Predicted time of what a plan recomputes; None while the device's speed is unknown."""
+    work, cost = layers_of_work(plan), costs.recompute
+    if cost is None:
+        return None
+    return work * cost.seconds(plan.pages.start * page_size, plan.pages.stop * page_size)
 
 
-def _layers_of_work(plan: Plan) -> float:
+def layers_of_work(plan: Plan) -> float:
+    """A block's last layer needs K and V alone, and so does a refreshed one."""
     return max(0, len(plan.block) - 1) + PROJECTION * len(plan.refreshed)
 
 

@@ -75,6 +75,15 @@ class BlockQuality(msgspec.Struct, frozen=True, kw_only=True):
         return Recipe(block=self.block, refreshed=self.refreshed)
 
 
+class LayerTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds of one full layer over a prefix of n tokens: layer_s + n * layer_token_s
+    + n² * layer_token2_s, measured where the profile was made."""
+
+    layer_s: float
+    layer_token_s: float
+    layer_token2_s: float
+
+
 class PairProfile(msgspec.Struct, frozen=True, kw_only=True):
     """Written by the profiler, read by servers. Unknown fields are ignored, unknown versions not.
 
@@ -103,6 +112,8 @@ class PairProfile(msgspec.Struct, frozen=True, kw_only=True):
     first_difference: int = 0
     """First layer at which the two models' tensors differ; the profiler compares them byte by byte.
     Below it their KV is bit-identical; 0 says nothing is."""
+
+    costs: LayerTimes | None = None
 
     @property
     def quality_floor(self) -> float:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Protocol
 
 from cachetree.clock import Clock
+from cachetree.planning import Link, Margin
 from cachetree.transport.frames import MIN_FRAME_BYTES
 
 MAX_LAG_S = 0.05
@@ -72,32 +77,60 @@ def pace(max_bytes_per_s: float | None, clock: Clock) -> Pace:
 
 
 class Bandwidth:
-    """Exponentially weighted mean of what recent fetches achieved on one link.
+    """What recent fetches achieved on one link: their median, the latest counting most.
 
-    It is forgotten after `MAX_AGE_S` without a sample: a plan that avoids a slow link would
-    otherwise never learn that it recovered.
+    One that stalled does not move it, two in a row that were slow do. A plan that avoids a slow
+    link would never learn that it recovered: it is taken to be twice as fast for every `MAX_AGE_S`
+    beyond the first without a sample. One thread samples, any may read.
     """
 
     MAX_AGE_S = 60.0
     MIN_SAMPLE_BYTES = 256 << 10
-    WEIGHT = 0.3
+    _NUM_KEPT = 8
+    _FADE = 0.75
+    """Of a sample's weight with each that follows."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._mean: float | None = None
-        self._sampled_at_s = clock()
+        self._rates: deque[float] = deque(maxlen=self._NUM_KEPT)
+        self._margin = Margin()
+        self._known: tuple[float, float, float] | None = None
+        """Bytes per second, the margin, and when they were sampled."""
 
     @property
     def bytes_per_s(self) -> float | None:
-        age_s = self._clock() - self._sampled_at_s
-        return self._mean if age_s <= self.MAX_AGE_S else None
+        """None where there was no sample for `MAX_AGE_S`."""
+        if self._known is None or self._clock() - self._known[2] > self.MAX_AGE_S:
+            return None
+        return self._known[0]
+
+    @property
+    def link(self) -> Link | None:
+        """With nothing under way; None where nothing was measured yet."""
+        if self._known is None:
+            return None
+        rate, margin, sampled_at_s = self._known
+        age_s = self._clock() - sampled_at_s
+        rate *= 2.0 ** max(0.0, age_s / self.MAX_AGE_S - 1)
+        return Link(byte_s=1 / rate, margin=margin)
 
     def sample(self, num_bytes: int, seconds: float) -> None:
         """Bytes that the link carried while one fetch lived.
 
-        Leave out what is under `MIN_SAMPLE_BYTES`: it measures the round trip.
+        Less than `MIN_SAMPLE_BYTES` measures the round trip: leave it out, or where a fetch was
+        given up, it says that these had not come.
         """
-        rate = num_bytes / max(seconds, 1e-9)
-        known = self.bytes_per_s
-        self._mean = rate if known is None else known + self.WEIGHT * (rate - known)
-        self._sampled_at_s = self._clock()
+        rate = max(num_bytes, self.MIN_SAMPLE_BYTES) / max(seconds, 1e-9)
+        if self._known is not None:
+            self._margin.add(1 / rate, 1 / self._known[0])
+        self._rates.append(rate)
+        weights = [self._FADE**age for age in range(len(self._rates))]
+        newest_first = zip(reversed(self._rates), weights, strict=True)
+        median = weighted_median(sorted(newest_first))
+        self._known = (median, self._margin.factor, self._clock())
+
+
+def weighted_median(pairs: Sequence[tuple[float, float]]) -> float:
+    """Of (value, weight), ascending."""
+    until = list(accumulate(weight for _, weight in pairs))
+    return pairs[bisect_left(until, until[-1] / 2)][0]

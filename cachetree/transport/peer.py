@@ -24,6 +24,7 @@ from cachetree.errors import (
 )
 from cachetree.ids import Location, ModelId, PageHash
 from cachetree.memory import Layout, Staging
+from cachetree.planning import Link
 from cachetree.transport import frames, wire
 from cachetree.transport.address import parse_remote
 from cachetree.transport.advertise import RemoteView
@@ -130,6 +131,11 @@ class Peer:
     def bytes_per_s(self) -> float | None:
         """Bandwidth measured by recent fetches; None where there were none for a while."""
         return self._fetches.bandwidth.bytes_per_s
+
+    @property
+    def link(self) -> Link | None:
+        """What a fetch takes while there is no other; None before the first."""
+        return self._fetches.bandwidth.link
 
     @property
     def status(self) -> PeerStatus:

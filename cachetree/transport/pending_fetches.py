@@ -30,8 +30,10 @@ from cachetree.transport.receiver import NOT_ASKED, FetchReceiver
 _TICK_S: Final = 0.01
 """How often cancelled fetches are looked for."""
 
-_MIN_SAMPLE_S: Final = 0.1
-"""A deadline missed by a fetch shorter than this says nothing about the link."""
+_MIN_LATE_S: Final = 0.1
+_MIN_GIVEN_UP_S: Final = 0.01
+"""A deadline missed by a fetch shorter than this, or a shorter one that its reader gave up, says
+nothing about the link."""
 
 
 class PendingFetches:
@@ -290,6 +292,7 @@ class PendingFetches:
     def _measure(self, receiver: FetchReceiver, error: FetchError | None) -> None:
         num_bytes = self._counts["landed_bytes"] - receiver.asked_at_bytes
         seconds = self._clock() - receiver.asked_at_s
-        is_late = isinstance(error, DeadlineExceeded) and seconds >= _MIN_SAMPLE_S
-        if num_bytes >= Bandwidth.MIN_SAMPLE_BYTES or is_late:
+        is_late = isinstance(error, DeadlineExceeded) and seconds >= _MIN_LATE_S
+        is_given_up = isinstance(error, Cancelled) and seconds >= _MIN_GIVEN_UP_S
+        if num_bytes >= Bandwidth.MIN_SAMPLE_BYTES or is_late or is_given_up:
             self.bandwidth.sample(num_bytes, seconds)

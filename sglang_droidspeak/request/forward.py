@@ -18,8 +18,8 @@ from sglang_droidspeak.request.partial_prefill import PartialPrefill, Prefix, Sl
 if TYPE_CHECKING:
     import torch
 
+    from sglang_droidspeak.cost import Meter
     from sglang_droidspeak.engine.names import ModelRunner, Req, ScheduleBatch
-    from sglang_droidspeak.meter import Meter
     from sglang_droidspeak.metrics import Metrics
     from sglang_droidspeak.ranks import Ranks
     from sglang_droidspeak.request.job import Job
@@ -95,9 +95,8 @@ class ForwardPass:
         if marks is not None:
             self._labels.read(batch.reqs, marks)
         is_plain_prefill = not jobs and batch.forward_mode == ForwardMode.EXTEND
-        num_tokens = batch.extend_num_tokens if is_plain_prefill else 0
         started_s = time.monotonic()
-        with self._meter.forward(num_tokens * self._num_layers):
+        with self._meter.forward(_tokens_of(batch) if is_plain_prefill else ()):
             result = original(worker, batch, *args, **kw)
         if settled is not None:
             self._report(settled, time.monotonic() - started_s)
@@ -180,9 +179,10 @@ class ForwardPass:
         if not prefixes:
             return
         # The block's last layer costs only its K and V projections.
-        token_layers = sum(len(p.tokens) * (len(p.block) - 1) for p in prefixes)
+        num_layers = {len(it.block) - 1 for it in prefixes}
+        is_one_pass = len(num_layers) == 1
         started_s = time.monotonic()
-        with self._meter.forward(token_layers):
+        with self._meter.block([it.tokens for it in prefixes] if is_one_pass else (), *num_layers):
             self._prefill.run(batch, prefixes)
         self._metrics.recompute_s.observe(time.monotonic() - started_s)
 
@@ -239,6 +239,12 @@ class _Settled:
     """Start and stop, on monotonic time."""
     causes: list[tuple[_Place, str]]
     """Why each took a full prefill, or empty."""
+
+
+def _tokens_of(batch: ScheduleBatch) -> list[Span]:
+    """That the batch extends its prompts by."""
+    lengths = zip(batch.prefix_lens, batch.extend_lens, strict=True)
+    return [Span(start, start + length) for start, length in lengths]
 
 
 def _staging_error(job: Job, deadline: Deadline) -> FetchError | None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 from cachetree import Location, ModelId, PageHash, is_pool
 from cachetree.checkpoint import Codec
 from cachetree.planning import (
+    FREE_LINK,
     Costs,
     Demand,
     Gate,
@@ -21,7 +22,7 @@ from cachetree.planning import (
     Requested,
     choose,
     index_profiles,
-    recompute_s,
+    layers_of_work,
     saving_s,
 )
 from sglang_droidspeak.engine import prefixes
@@ -32,8 +33,8 @@ from sglang_droidspeak.store.pool import PoolIndex, PoolPages, pool_of
 if TYPE_CHECKING:
     from cachetree import Cache
     from sglang_droidspeak.adapters.models import Models, Part
+    from sglang_droidspeak.cost import Meter
     from sglang_droidspeak.engine.names import Req, UnifiedRadixCache
-    from sglang_droidspeak.meter import Meter
     from sglang_droidspeak.request.low_rank import LowRank
     from sglang_droidspeak.start.site import Site
 
@@ -176,11 +177,11 @@ class Planner:
 
     def _step_share(self, plan: Plan) -> float:
         """By its layers, or such that `max_stall_ms` of recompute fill a step."""
-        share = recompute_s(plan, 1, 1.0) / plan.num_layers
-        most_s = self._site.settings.max_stall_s
+        work, most_s = layers_of_work(plan), self._site.settings.max_stall_s
         if most_s is None:
-            return share
-        return share * (self._meter.full_prefill_s(self._meter.step_tokens) or 0.0) / most_s
+            return work / plan.num_layers
+        cost = self._meter.recompute
+        return 0.0 if cost is None else work * cost.seconds(0, self._meter.step_tokens) / most_s
 
     def _matches(self, req: Req, part: Part, pages: Sequence[PageHash]) -> list[Match]:
         """What others have; what the device has of this model SGLang finds itself."""
@@ -223,14 +224,14 @@ class Planner:
 
     def _costs(self, locations: Collection[Location]) -> Costs:
         """What comes from the pool is copied beside the recompute, and taken to cost nothing."""
-        family = self._cache.family
-        most = self._meter.load_bytes_per_s
-        speeds = {it: self._cache.costs(it) for it in locations if not is_pool(it)}
+        family, copy_byte_s = self._cache.family, self._meter.copy_byte_s
+        links = {it: self._cache.link(it) or FREE_LINK for it in locations if not is_pool(it)}
         return Costs(
             kv_page_bytes=family.kv_page_bytes,
             e_page_bytes=family.e_page_bytes,
-            compute_s_per_token_layer=self._meter.s_per_token_layer,
-            bytes_per_s={it: min(speed, most) for it, speed in speeds.items() if speed},
+            prefill=self._meter.prefill,
+            recompute=self._meter.recompute,
+            links={it: replace(link, copy_byte_s=copy_byte_s) for it, link in links.items()},
         )
 
 

@@ -35,7 +35,7 @@ from cachetree import (
     Step,
     is_pool,
 )
-from cachetree.planning import Plan, Reason, Strategy, recompute_s
+from cachetree.planning import Plan, Reason, Strategy, layers_of_work
 from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.request.controls import parse_controls
 from sglang_droidspeak.request.job import Job
@@ -51,8 +51,8 @@ if TYPE_CHECKING:
     from cachetree import Cache, Search
     from cachetree.memory import BudgetedStaging
     from sglang_droidspeak.adapters.activated import Activated
+    from sglang_droidspeak.cost import Meter
     from sglang_droidspeak.engine.names import Req, UnifiedRadixCache
-    from sglang_droidspeak.meter import Meter
     from sglang_droidspeak.ranks import Ranks
     from sglang_droidspeak.request.labels import Labels
     from sglang_droidspeak.request.leaders import Following, Leaders
@@ -432,9 +432,13 @@ class WaitingRequests:
         queued_ms = round(1000 * (time.monotonic() - reuse.first_seen_s), 3)
         self._labels.note(reuse.req, RequestProvenance(outcome=outcome, queued_ms=queued_ms))
 
-    def _recompute_s(self, plan: Plan) -> float:
-        speed = self._meter.s_per_token_layer or 0.0
-        return recompute_s(plan, len(plan.pages) * self._site.page_size, speed)
+    def _recompute_s(self, plan: Plan) -> float | None:
+        """Predicted; None until something was measured."""
+        cost, page_size = self._meter.recompute, self._site.page_size
+        if cost is None:
+            return None
+        seconds = cost.seconds(plan.pages.start * page_size, plan.pages.stop * page_size)
+        return layers_of_work(plan) * seconds
 
     def _progress(self, reuse: Reuse) -> Progress:
         req = reuse.req
@@ -455,15 +459,16 @@ class WaitingRequests:
             return Progress.FAILED
         if reuse.waited_s > reuse.patience_s:
             return self._too_late(reuse, staging)
-        if self._meter.s_per_token_layer is None or not staging.num_landed_bytes:
-            return Progress.WAITING
         plan = reuse.plan
+        recompute_s = self._recompute_s(plan)
+        if recompute_s is None or not staging.num_landed_bytes:
+            return Progress.WAITING
         elapsed_s = time.monotonic() - staging.started_s
         num_left = staging.num_bytes - staging.num_landed_bytes
         rest_s = elapsed_s * num_left / staging.num_landed_bytes * _ARRIVAL_MARGIN
         has_e = all(staging.has_landed(Step(Kind.E, layer)) for layer in plan.transition_layers)
         if plan.strategy is Strategy.PIPELINED and has_e:
-            rest_s -= self._recompute_s(plan)
+            rest_s -= recompute_s
             if rest_s <= 0:
                 return Progress.READY
         left_s = math.inf if reuse.runnable_s is None else reuse.patience_s - reuse.waited_s

@@ -16,7 +16,7 @@ from platformdirs import user_cache_path
 from cachetree import CacheTreeError, ConfigError, ModelId, ProfileError
 from cachetree.checkpoint import Codec, Family, ModelIdentity, read_adapter, read_model_identity
 from cachetree.memory import Layout
-from cachetree.planning import PairProfile, read_profile
+from cachetree.planning import SECONDS_PER_TOKEN, PairProfile, PrefillCost, read_profile
 from cachetree.transport import check_peer, check_ports, check_worker
 from sglang_droidspeak import engine
 from sglang_droidspeak.start.config import MIN_PAGE_SIZE, Settings, cache_config, parse_settings
@@ -128,6 +128,20 @@ class Site:
     def identify(self, adapter: Path) -> ModelId:
         """What an adapter makes of this server's model; raises ConfigError."""
         return read_model_identity(self.folder, _cache_dir(), adapter).model_id
+
+    @property
+    def prefill_prior(self) -> PrefillCost:
+        """How a forward's time grows with its tokens, until that is measured: as in a profile of
+        this model, or by its sizes."""
+        times = (it.costs for it in self._profiles_of("receiver") if it.costs is not None)
+        measured = next(times, None)
+        if measured is None:
+            return PrefillCost.of_sizes(self.identity.hidden_size, SECONDS_PER_TOKEN)
+        return PrefillCost(
+            fixed_s=measured.layer_s,
+            token_s=measured.layer_token_s,
+            context_s=2 * measured.layer_token2_s,
+        )
 
     @property
     def _keeps_e(self) -> bool:

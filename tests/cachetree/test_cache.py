@@ -101,18 +101,18 @@ def test_what_one_cache_stores_another_matches_and_fetches() -> None:
                     check_content(staging, PAGES[span.start : span.stop])
             assert receiver.status().peers[0].state == "ready"
             assert receiver.address is None
-            eventually(lambda: (receiver.costs(match.location) or 0) > 0)
+            eventually(lambda: receiver.link(match.location))
 
 
 def test_local_entries_are_fetched_the_same_way() -> None:
     with cache_of(serves=False) as cache:
         fill(cache, PAGES)
-        assert cache.costs(LOCAL) is None
+        assert cache.link(LOCAL) is None
         staging = cache.fetch(plan_at(LOCAL), PAGES, Deadline.after(5))
         assert staging is not None
         wait_all(staging)
         check_content(staging, PAGES)
-        eventually(lambda: (cache.costs(LOCAL) or 0) > 0)
+        eventually(lambda: cache.link(LOCAL))
         cache.tree.clear()
         assert cache.tree.num_bytes == 0, "the copy kept its lease"
 

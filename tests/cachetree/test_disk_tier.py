@@ -97,7 +97,7 @@ def test_what_left_memory_is_fetched_from_disk(tmp_path: Path) -> None:
         (match,) = cache.match(prompt(0))
         assert (match.model, match.location, match.num_pages) == (MODEL, DISK, 8)
         assert match.e_pages == {E_LAYER: 8}
-        assert cache.costs(DISK) is None
+        assert cache.link(DISK) is None
         for span in (Span(0, 8), Span(2, 5), Span(7, 8)):
             fetch(cache, prompt(0), span)
         status = cache.status()
@@ -117,7 +117,7 @@ def test_a_fetch_joins_entries_of_a_long_prompt(tmp_path: Path) -> None:
         assert num_found(cache, pages, LOCAL) == 0
         fetch(cache, pages, Span(0, 64))
         fetch(cache, pages, Span(10, 40))
-        eventually(lambda: (cache.costs(DISK) or 0) > 0)
+        eventually(lambda: cache.link(DISK))
 
 
 def test_a_restart_finds_the_cache_again(tmp_path: Path) -> None:

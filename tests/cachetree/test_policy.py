@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from benchmarks.schedule import Request, schedule
 from cachetree.checkpoint.family import ModelIdentity
 from cachetree.ids import EMPTY_SPAN, LOCAL, Location, Span
+from cachetree.planning.link import Link
 from cachetree.planning.plan import Match, Plan, Strategy
 from cachetree.planning.policy import (
     Costs,
@@ -34,6 +35,7 @@ from cachetree.planning.policy import (
     recompute_s,
     saving_s,
 )
+from cachetree.planning.prefill_cost import PrefillCost
 from cachetree.planning.profile import PROFILE_VERSION as VERSION
 from cachetree.planning.profile import BlockQuality, PairProfile
 
@@ -81,7 +83,18 @@ PROFILE = PairProfile(
 FAILED = msgspec.structs.replace(PROFILE, passed=False, reason="loses 9 %")
 DEMAND = Demand(receiver=R, num_layers=10, page_size=16, num_pages=10)
 UNKNOWN = Costs(kv_page_bytes=MB, e_page_bytes=2 * MB)
-MEASURED = replace(UNKNOWN, compute_s_per_token_layer=1e-3, bytes_per_s={FAR: 1e9, LOCAL: 1e12})
+
+
+def links(bytes_per_s: Mapping[Location, float]) -> dict[Location, Link]:
+    return {location: Link(byte_s=1 / rate) for location, rate in bytes_per_s.items()}
+
+
+MEASURED = replace(
+    UNKNOWN,
+    prefill=PrefillCost(token_s=10e-3, context_s=0.0),
+    recompute=PrefillCost(token_s=1e-3, context_s=0.0),
+    links=links({FAR: 1e9, LOCAL: 1e12}),
+)
 PROFILES = index_profiles([PROFILE])
 ALL_E = dict.fromkeys(range(10), 10)
 
@@ -179,7 +192,7 @@ def test_one_step_recomputes_only_so_much() -> None:
     short = replace(tokens, min_pages=4)
     assert reason_for(match(S), demand=short) is Reason.RECOMPUTE_TOO_LONG
     plan = plan_for(match(S))
-    assert recompute_s(plan, 160, 1e-3) == pytest.approx(0.32)
+    assert recompute_s(plan, 16, MEASURED) == pytest.approx(0.32)
 
 
 def test_another_model_needs_a_profile_that_passed() -> None:
@@ -247,15 +260,15 @@ def test_an_idle_server_recomputes_as_much_as_the_target_allows() -> None:
 
 
 def test_a_plan_that_is_not_faster_is_not_used() -> None:
-    slow = replace(MEASURED, bytes_per_s={FAR: 50 * MB})
+    slow = replace(MEASURED, links=links({FAR: 50 * MB}))
     # 10 layers x 10 pages = 100 MB take 2 s, full prefill 1.6 s.
     assert reason_for(match(R, location=FAR), costs=slow) is Reason.SLOWER
     assert plan_for(match(R, location=FAR), costs=MEASURED).pages == Span(0, 10)
     assert plan_for(match(R, location=FAR), match(R, 4), costs=slow).location == LOCAL
-    unmeasured = replace(slow, compute_s_per_token_layer=None)
+    unmeasured = replace(slow, prefill=None, recompute=None)
     assert plan_for(match(R, location=FAR), costs=unmeasured).location == FAR
     # A larger block moves fewer bytes: E 0.4 s + max(0.4 s KV, 1.12 s) beats 1.6 s.
-    plan = plan_for(match(S, location=FAR), costs=replace(slow, bytes_per_s={FAR: 40 * MB}))
+    plan = plan_for(match(S, location=FAR), costs=replace(slow, links=links({FAR: 40 * MB})))
     assert plan.block == Span(0, 8)
     expensive = replace(MEASURED, overhead_s=2.0)
     assert reason_for(match(R, location=FAR), costs=expensive) is Reason.SLOWER
@@ -285,7 +298,7 @@ def test_the_larger_saving_wins() -> None:
     own, other = match(R, 3), match(S, 10)
     assert plan_for(own, other).sender == S  # 3 x 10 layers saved against 10 x 7
     assert plan_for(match(R, 8), other).sender == R
-    slow = replace(MEASURED, bytes_per_s={LOCAL: 1e12, FAR: 90 * MB})
+    slow = replace(MEASURED, links=links({LOCAL: 1e12, FAR: 90 * MB}))
     # Ten remote pages save 1.6 - 1.11 s, five local ones 0.8 s.
     assert plan_for(match(R, 10, FAR), match(R, 5), costs=slow).pages == Span(0, 5)
 
@@ -321,7 +334,7 @@ def test_a_request_may_name_a_block_that_passed() -> None:
     assert reason_for(match(S, e={3: 10}), demand=asks(2, 7)) is Reason.NO_E
     assert reason_for(match(S), demand=asks(9, 11, gate=Gate.OFF)) is Reason.UNGATED_BLOCK
     # What was asked for is done, even where it does not pay.
-    slow = replace(MEASURED, bytes_per_s={FAR: MB})
+    slow = replace(MEASURED, links=links({FAR: MB}))
     assert plan_for(match(S, location=FAR), demand=asks(2, 7), costs=slow).block == Span(2, 7)
 
 
@@ -389,7 +402,7 @@ def test_without_the_gate_a_failed_profile_still_names_blocks() -> None:
 
 def test_the_reason_is_the_one_of_the_match_that_came_furthest() -> None:
     assert reason_for(match(R, 0), match(O)) is Reason.NO_PROFILE
-    slow = replace(MEASURED, bytes_per_s={FAR: 50 * MB})
+    slow = replace(MEASURED, links=links({FAR: 50 * MB}))
     assert reason_for(match(O), match(R, location=FAR), costs=slow) is Reason.SLOWER
 
 
@@ -421,13 +434,13 @@ def test_the_prediction(block: Span, seconds: float) -> None:
     plan = replace(plan, block=block)
     assert predict_ttft_s(plan, page_size=16, costs=MEASURED) == pytest.approx(seconds)
     assert predict_ttft_s(plan, page_size=16, costs=UNKNOWN) is None
-    assert full_prefill_s(160, num_layers=10, costs=MEASURED) == pytest.approx(1.6)
+    assert full_prefill_s(Span(0, 160), MEASURED) == pytest.approx(1.6)
 
 
 @given(st.integers(0, 10), st.integers(0, 10), st.floats(1e6, 1e10))
 def test_the_prediction_is_the_pipelined_schedule(one: int, two: int, bytes_per_s: float) -> None:
     block = Span(min(one, two), max(one, two))
-    costs = replace(MEASURED, bytes_per_s={FAR: bytes_per_s})
+    costs = replace(MEASURED, links=links({FAR: bytes_per_s}))
     plan = replace(plan_for(match(S, location=FAR)), block=block)
     layers = [0.16] * 10
     if len(block):
@@ -446,7 +459,7 @@ def test_a_wait_that_is_longer_than_what_it_saves_pays_only_while_others_wait() 
     """Ten pages of ten layers: full prefill takes 1.6 s, and their KV is 100 MB."""
     for mb_per_s in (126, 124):
         waits_s = 100 / mb_per_s
-        costs = replace(MEASURED, bytes_per_s={FAR: mb_per_s * 1e6})
+        costs = replace(MEASURED, links=links({FAR: mb_per_s * 1e6}))
         alone = choose(DEMAND, [match(R, location=FAR)], {}, costs)
         busy = plan_for(
             match(R, location=FAR), demand=replace(DEMAND, num_waiting=1), profiles={}, costs=costs

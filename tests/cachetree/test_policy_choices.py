@@ -19,6 +19,7 @@ from test_policy import (
     R,
     S,
     choose,
+    links,
     match,
     plan_for,
 )
@@ -52,7 +53,7 @@ def block(start: int, stop: int, quality: float, *refreshed: int) -> BlockQualit
 
 
 def test_at_an_unknown_speed_of_the_link_the_recompute_and_the_fixed_cost_are_predicted() -> None:
-    costs = replace(UNKNOWN, compute_s_per_token_layer=1e-3, overhead_s=0.25)
+    costs = replace(MEASURED, links={}, overhead_s=0.25)
     plan = plan_for(match(S))
     compute_s = 160 * (len(plan.block) - 1) * 1e-3
     assert predict_ttft_s(plan, page_size=16, costs=costs) == pytest.approx(0.25 + compute_s)
@@ -217,7 +218,7 @@ def test_where_no_plan_is_in_time_the_fastest_is_taken() -> None:
 
 
 def test_a_plan_that_takes_exactly_the_target_is_in_time() -> None:
-    costs = replace(MEASURED, bytes_per_s={FAR: 1e12})
+    costs = replace(MEASURED, links=links({FAR: 1e12}))
     slow = plan_for(match(S, location=FAR), demand=replace(DEMAND, ttft_target_s=60.0), costs=costs)
     exactly_s = predict_ttft_s(slow, page_size=16, costs=costs)
     again = plan_for(

@@ -23,8 +23,8 @@ from benchmarks.simulate import (
 )
 from benchmarks.simulate.__main__ import main
 from cachetree.errors import ConfigError
+from cachetree.planning import PrefillCost
 from cachetree.tree.eviction import POLICIES, Retention
-from cachetree.tree.eviction.value import PrefillCost
 
 ROOT = Path(__file__).resolve().parents[2]
 TRACES = ROOT / "benchmarks/traces"
@@ -38,7 +38,7 @@ FAMILY = msgspec.structs.replace(
 )
 PAGE_BYTES = FAMILY.kv_page_bytes
 HEADER = msgspec.json.encode(Header(family=FAMILY)).decode()
-COST = PrefillCost(seconds_per_token=1.0, attention_tokens=100.0)
+COST = PrefillCost(token_s=1.0, context_s=0.01)
 LINE = '{"at_s": 1, "model": "m", "prompt": [["a", 10]]}'
 
 

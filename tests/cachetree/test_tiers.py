@@ -115,9 +115,9 @@ def test_a_tier_is_searched_matched_fetched_from_and_closed() -> None:
         tier.answer()
         assert search.is_over
         assert [(it.location, it.num_pages) for it in cache.match(pages)] == [(SHELF, 6)]
-        assert cache.costs(SHELF) is None
+        assert cache.link(SHELF) is None
         fetch(cache, pages, SHELF)
-        assert cache.costs(SHELF) == pytest.approx(128 << 20)
+        assert cache.link(SHELF).byte_s == pytest.approx(1 / (128 << 20))
         assert tier.used == []
         store(cache.tree, pages)
         fetch(cache, pages, LOCAL)

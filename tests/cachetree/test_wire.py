@@ -15,6 +15,7 @@ from transport_parts import FAMILY, pages_of
 from cachetree import Family
 from cachetree.errors import ConfigError, ProtocolError
 from cachetree.ids import Kind, Step
+from cachetree.planning.link import Link
 from cachetree.transport import PeerConfig, WorkerConfig, advertise, verbs, wire
 from cachetree.transport.address import parse_listen, parse_remote
 from cachetree.transport.pace import Bandwidth, Cap
@@ -260,14 +261,47 @@ def test_a_busy_link_catches_up_a_little() -> None:
     assert burst == 5  # 50 ms
 
 
-def test_bandwidth_is_a_moving_mean_that_is_forgotten() -> None:
-    clock = FakeTime()
+def test_one_stalled_fetch_says_nothing_of_the_link_and_two_do() -> None:
+    clock, mb = FakeTime(), 1 << 20
     bandwidth = Bandwidth(clock)
     assert bandwidth.bytes_per_s is None
-    bandwidth.sample(1000, 1.0)
-    bandwidth.sample(2000, 1.0)
-    assert bandwidth.bytes_per_s == pytest.approx(1300)
-    clock.now_s += Bandwidth.MAX_AGE_S + 1
-    assert bandwidth.bytes_per_s is None
-    bandwidth.sample(500, 1.0)
-    assert bandwidth.bytes_per_s == pytest.approx(500)
+    assert bandwidth.link is None
+    for _ in range(4):
+        bandwidth.sample(10 * mb, 1.0)
+    bandwidth.sample(mb, 1.0)
+    assert bandwidth.bytes_per_s == pytest.approx(10 * mb)
+    for _ in range(2):
+        bandwidth.sample(mb, 1.0)
+    assert bandwidth.bytes_per_s == pytest.approx(mb)
+
+
+def test_what_did_not_come_in_time_is_at_most_a_sample() -> None:
+    bandwidth = Bandwidth(FakeTime())
+    bandwidth.sample(0, 0.5)
+    assert bandwidth.bytes_per_s == pytest.approx(2 * Bandwidth.MIN_SAMPLE_BYTES)
+
+
+def test_a_link_that_is_avoided_is_tried_again_in_the_end() -> None:
+    clock, mb = FakeTime(), 1 << 20
+    bandwidth = Bandwidth(clock)
+    bandwidth.sample(mb, 1.0)
+    began_s = clock.now_s
+    for age_s, rate in ((0, mb), (59, mb), (120, 2 * mb), (300, 16 * mb)):
+        clock.now_s = began_s + age_s
+        assert bandwidth.link is not None
+        assert bandwidth.link.byte_s == pytest.approx(1 / rate)
+        assert (bandwidth.bytes_per_s is None) == (age_s > 60), "only what is new is told"
+
+
+def test_predictions_that_were_too_short_make_a_margin() -> None:
+    bandwidth, mb = Bandwidth(FakeTime()), 1 << 20
+    for turn in range(40):
+        bandwidth.sample(mb, 1.3 if turn % 5 == 4 else 1.0)
+    assert bandwidth.link is not None
+    assert bandwidth.link.margin == pytest.approx(1.3)
+
+
+def test_a_fetch_waits_for_as_much_of_every_other() -> None:
+    link = Link(byte_s=0.1, backlog=[5, 100])
+    assert link.seconds(20) == pytest.approx(0.1 * (20 + 5 + 20))
+    assert link.seconds(3) == pytest.approx(0.1 * 9)

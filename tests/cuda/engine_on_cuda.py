@@ -36,7 +36,9 @@ from cachetree.config import CacheConfig
 from cachetree.ids import Location, ModelId, PageHash, Span, Step
 from cachetree.memory.budget import Budget, BudgetedStaging
 from cachetree.planning.plan import Plan
+from cachetree.planning.prefill_cost import PrefillCost
 from profiles.oracle import KV
+from sglang_droidspeak.cost import Meter
 from sglang_droidspeak.engine.layers import LayerStack
 from sglang_droidspeak.engine.names import (
     ForwardBatch,
@@ -47,7 +49,6 @@ from sglang_droidspeak.engine.names import (
     ScheduleBatch,
     forward_context,
 )
-from sglang_droidspeak.meter import Meter
 from sglang_droidspeak.metrics import Metrics
 from sglang_droidspeak.ranks import Ranks
 from sglang_droidspeak.request import partial_prefill
@@ -187,7 +188,9 @@ class Engine:
         config = CacheConfig(serves=False, host_bytes=1 << 24)
         self.cache = Cache(self.family, config, allocate=cuda.page_locked)
         self.offloader = Offloader(self.cache, rows, self.e_pool, self.coding, self.provenance)
-        self.meter = Meter(runner.device, self.num_layers, step_tokens=96)
+        self.meter = Meter(
+            runner.device, self.num_layers, 96, PrefillCost(token_s=1.0, context_s=0.0)
+        )
         self.recompute_attention = recompute(runner)
         metrics = Metrics(enabled=False)
         self.labels = Labels(metrics)

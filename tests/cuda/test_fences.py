@@ -103,9 +103,9 @@ def an_offload(engine: Engine) -> None:
 
 
 def a_measured_forward(engine: Engine) -> None:
-    with engine.meter.forward(10_000):
+    with engine.meter.forward([Span(0, 1000)]):
         older_forward(engine, engine.slots(PAGE, PAGE))
-    assert engine.meter.s_per_token_layer
+    assert engine.meter.prefill
 
 
 SCENARIOS = (

@@ -12,9 +12,10 @@ import pytest
 import torch
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH
 
+from cachetree.planning.prefill_cost import PrefillCost
+from sglang_droidspeak.cost import Meter
 from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.engine.names import ForwardMode
-from sglang_droidspeak.meter import Meter
 from sglang_droidspeak.ranks import Ranks
 from sglang_droidspeak.request import forward
 from sglang_droidspeak.request.labels import Labels
@@ -172,7 +173,7 @@ def test_who_reads_nothing_approximate_leaves_exact_kv(monkeypatch, num_before: 
     forwards = forward.ForwardPass(
         attachment=SimpleNamespace(runner=runner, e_pool=None, stack=None, site=site),  # type: ignore[arg-type]
         provenance=Provenance(64, "cpu"),
-        meter=Meter("cpu", 4, step_tokens=64),
+        meter=Meter("cpu", 4, 64, PrefillCost(token_s=1.0, context_s=0.0)),
         ranks=Ranks(None),
         **parts,
     )
@@ -183,7 +184,7 @@ def test_who_reads_nothing_approximate_leaves_exact_kv(monkeypatch, num_before: 
         prefix_lens=[num_before],
         forward_mode=ForwardMode.EXTEND,
         hicache_consumer_index=-1,
-        extend_num_tokens=16,
+        extend_lens=[16],
     )
     assert forwards.around(lambda _worker, _batch: "done", None, batch) == "done"
     assert prefixes.is_approximate(req) == bool(num_before)

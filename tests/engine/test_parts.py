@@ -21,7 +21,6 @@ from cachetree.memory.staging import Staging
 from cachetree.planning.plan import Plan
 from sglang_droidspeak.engine import HookType, place_hooks
 from sglang_droidspeak.engine.names import ForwardMode
-from sglang_droidspeak.meter import Meter
 from sglang_droidspeak.metrics import CacheMetrics
 from sglang_droidspeak.request.controls import Controls, parse_controls
 from sglang_droidspeak.request.job import ForwardWaitExceeded, Job
@@ -231,19 +230,6 @@ def test_a_fallback_after_admission_says_how_long_it_was_held_back() -> None:
     it.queued_s = 1.25
     told = provenance_of(it, (0.0, 0.0), 0.0, "DeadlineExceeded")
     assert (told.outcome, told.queued_ms) == ("fallback: DeadlineExceeded", 1250.0)
-
-
-def test_meter_measures_large_forwards_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    now_s = [7.0]
-    monkeypatch.setattr("sglang_droidspeak.meter.time.perf_counter", lambda: now_s[0])
-    meter = Meter("cpu", num_layers=4, step_tokens=96)
-    with meter.forward(10):
-        now_s[0] += 5.0
-    assert meter.s_per_token_layer is None
-    with meter.forward(10_000):
-        now_s[0] += 0.5
-    assert meter.s_per_token_layer == pytest.approx(0.5 / 10_000)
-    assert meter.full_prefill_s(100) == pytest.approx(4 * 100 * 0.5 / 10_000)
 
 
 def test_a_caches_metrics_are_copied_and_counters_only_rise() -> None:

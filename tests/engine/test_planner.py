@@ -49,7 +49,7 @@ def plan(
         ),
         cache=SimpleNamespace(
             match=lambda _pages: [found],
-            costs=lambda location: MEASURED.bytes_per_s[location],
+            link=MEASURED.links.get,
             family=SimpleNamespace(
                 kv_page_bytes=MEASURED.kv_page_bytes,
                 e_page_bytes=MEASURED.e_page_bytes,
@@ -57,10 +57,10 @@ def plan(
             ),
         ),
         meter=SimpleNamespace(
-            s_per_token_layer=MEASURED.compute_s_per_token_layer,
-            load_bytes_per_s=1e12,
+            prefill=MEASURED.prefill,
+            recompute=MEASURED.recompute,
+            copy_byte_s=0.0,
             step_tokens=1 << 20,
-            full_prefill_s=lambda num_tokens: num_tokens * 10 * 1e-3,
         ),
         models=MagicMock(
             part_of=lambda _req: Part(R, None, None), first_differences=lambda _lora_id: {}

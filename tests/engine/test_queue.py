@@ -19,9 +19,10 @@ from cachetree.errors import Cancelled, FetchError
 from cachetree.ids import Kind, Step
 from cachetree.memory.budget import Budget, BudgetedStaging
 from cachetree.memory.staging import pageable
+from cachetree.planning.prefill_cost import PrefillCost
+from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.linker import DroidSpeakLinker
 from sglang_droidspeak.ranks import Ranks
-from sglang_droidspeak.request import prefixes
 from sglang_droidspeak.request.job import Job
 from sglang_droidspeak.request.labels import Labels
 from sglang_droidspeak.request.meta_info import KEY, RequestProvenance
@@ -236,7 +237,10 @@ class Held:
             site=SimpleNamespace(settings=settings, page_size=PAGE),
             cache=SimpleNamespace(fetch=lambda *_: self.staging),
             provenance=SimpleNamespace(any_approximate=False),
-            meter=SimpleNamespace(s_per_token_layer=3600.0, full_prefill_s=lambda _tokens: 3600.0),
+            meter=SimpleNamespace(
+                recompute=PrefillCost(token_s=3600.0, context_s=0.0),
+                full_prefill_s=lambda _tokens: 3600.0,
+            ),
             planner=SimpleNamespace(plan=lambda *_: planned),
             leaders=SimpleNamespace(follow=lambda *_: None, prune=lambda _waiting: None),
             ranks=Ranks(None),

@@ -19,6 +19,7 @@ from cachetree.ids import Location, ModelId, Span
 from cachetree.memory.budget import Budget, BudgetedStaging
 from cachetree.memory.staging import pageable
 from cachetree.planning.plan import Plan
+from cachetree.planning.prefill_cost import PrefillCost
 from cachetree.tier import Search
 from sglang_droidspeak.adapters.models import Part
 from sglang_droidspeak.engine import prefixes
@@ -119,7 +120,7 @@ def waiting_on(
     parts: Any = {
         "site": SimpleNamespace(settings=settings, page_size=PAGE),
         "cache": cache,
-        "meter": SimpleNamespace(s_per_token_layer=None),
+        "meter": SimpleNamespace(recompute=None),
         "labels": SimpleNamespace(note=lambda _req, told: notes.append(told)),
         "planner": SimpleNamespace(plan=lambda *_: planned),
         "pool": SimpleNamespace(has_approximate=False),
@@ -271,7 +272,9 @@ def planner_of(**planned: Any) -> Any:
 
 OPTIONAL = planner_of(is_optional=True, patience_s=SAVING_S)
 """Chosen by the server, which predicts that it saves so much."""
-METER: Any = SimpleNamespace(s_per_token_layer=1e-3, full_prefill_s=lambda n: SAVING_S)
+METER: Any = SimpleNamespace(
+    recompute=PrefillCost(token_s=1e-3, context_s=0.0), full_prefill_s=lambda n: SAVING_S
+)
 
 
 @pytest.mark.parametrize("num_landed", [0, 1])
@@ -396,7 +399,7 @@ def staged(share: float, is_decoding: bool) -> tuple[WaitingRequests, Any]:
     cache, req = SilentCache(), request()
     named = {"is_optional": False, "is_experiment": True, "patience_s": math.inf}
     planner = planner_of(**named, step_share=share)
-    meter: Any = SimpleNamespace(s_per_token_layer=None, step_tokens=56)
+    meter: Any = SimpleNamespace(recompute=None, step_tokens=56)
     waiting = waiting_on(cache, [], planner=planner, meter=meter)
     tree: Any = None
     assert waiting.look([req], tree, is_decoding=is_decoding) == {req.rid}
@@ -480,9 +483,10 @@ def test_a_steps_tokens_are_filled_by_layers_or_by_time(
 ) -> None:
     """Block [1, 4) computes two layers of four whole; a step of 96 tokens takes 96 ms."""
     settings = SimpleNamespace(max_stall_s=max_stall_s)
-    meter = SimpleNamespace(step_tokens=96, full_prefill_s=lambda num_tokens: num_tokens / 1000)
+    layer = PrefillCost(token_s=1e-3 / 4, context_s=0.0)
+    meter = SimpleNamespace(step_tokens=96, recompute=layer)
     planner: Any = SimpleNamespace(_site=SimpleNamespace(settings=settings), _meter=meter)
     assert Planner._step_share(planner, replace(PLAN, block=Span(1, 4))) == pytest.approx(share)
-    meter.full_prefill_s = lambda _num_tokens: None
+    meter.recompute = None
     unmeasured = 0.0 if max_stall_s else share
     assert Planner._step_share(planner, replace(PLAN, block=Span(1, 4))) == unmeasured

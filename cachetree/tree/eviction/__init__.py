@@ -7,11 +7,12 @@ LRU: what it moves between its files follows the order of use, whatever memory d
 from __future__ import annotations
 
 from cachetree.checkpoint import Family
+from cachetree.planning import PrefillCost
 from cachetree.tree.eviction.config import POLICIES, Retention
 from cachetree.tree.eviction.expiry import Expiry
 from cachetree.tree.eviction.lru import Lru
 from cachetree.tree.eviction.protocol import Eviction
-from cachetree.tree.eviction.value import ByValue, PrefillCost
+from cachetree.tree.eviction.value import ByValue
 
 __all__ = ["POLICIES", "Eviction", "Expiry", "Retention", "make_policy"]
 

@@ -1,0 +1,35 @@
+"""What a fetch from one place takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """As it is now. Fetches share it evenly: one ends when it and as much of each other have come.
+
+    For its bytes B and a backlog of r1, r2, ...: (B + min(r1, B) + min(r2, B) + ...) × byte_s.
+    """
+
+    byte_s: float
+    margin: float = 1.0
+    """What transfers of late took of what was predicted."""
+    backlog: Sequence[int] = ()
+    """Bytes that each fetch under way still has to bring."""
+    copy_byte_s: float = 0.0
+    """From host memory into the device's KV slots."""
+
+    def seconds(self, num_bytes: int) -> float:
+        """Until that many bytes of a new fetch have come."""
+        ahead = sum(min(rest, num_bytes) for rest in self.backlog)
+        return self.margin * self.byte_s * (num_bytes + ahead)
+
+    def copy_s(self, num_bytes: int) -> float:
+        return self.copy_byte_s * num_bytes
+
+
+FREE: Final = Link(byte_s=0.0)
+"""The engine's own pool, and what nothing is known of."""

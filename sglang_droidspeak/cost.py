@@ -1,0 +1,236 @@
+"""What this server's forwards, recomputes and copies take, fitted as it serves.
+
+A pass over n tokens with a mean of c tokens before each takes `a + b n + c' n c` seconds: all
+layers in SGLang's own forwards, the layers of a block in a recompute. Both are fitted by least
+squares of relative errors in which a pass that was held up counts little. Of every length the
+latest passes are kept, so that many short prompts do not drive out what is known of long ones, and
+how passes of a length differ from the fit corrects it there: a GPU takes the launches or the work,
+whichever is longer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+import torch
+from scipy.optimize import nnls
+
+from cachetree import Span
+from cachetree.planning import Margin, PrefillCost
+
+_PER_LENGTH: Final = 8
+"""Passes kept of each power of two of tokens."""
+_LEAST_PER_LENGTH: Final = 3
+"""So many of one length say how that differs from the fit: of fewer one may be an outlier."""
+_PRIOR_LENGTHS: Final = (64, 512, 4096, 32768)
+_PRIOR_WEIGHT: Final = 0.25
+"""Of each of these beside one pass."""
+_ROUNDS: Final = 4
+_LEAST_SPREAD: Final = 0.05
+_KNOWN_BEYOND: Final = 4
+"""Passes this many times longer than the longest that was seen are predicted."""
+_MIN_LOAD_BYTES: Final = 256 << 10
+_NUM_LOADS: Final = 8
+_MAX_OPEN: Final = 64
+"""Passes timed and not yet read; the oldest are dropped."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    num_tokens: int
+    terms: tuple[float, float, float]
+    """What the three coefficients are multiplied by."""
+    seconds: float
+
+
+class Fit:
+    """Of one kind of pass. `add` costs microseconds; the first look after some was added refits."""
+
+    def __init__(self, prior: Callable[[], PrefillCost | None]) -> None:
+        """`prior` gives the shape of what is not seen yet; its scale follows what was seen."""
+        self._prior: Final = prior
+        self._margin: Final = Margin()
+        self._passes: dict[int, deque[_Pass]] = {}
+        self._num = self._num_fitted = 0
+        self._cost: PrefillCost | None = None
+
+    def add(self, tokens: Iterable[Span], seconds: float, num_layers: float = 1.0) -> None:
+        """One pass over these tokens of some prompts."""
+        lengths = [(len(it), (it.start + it.stop) / 2) for it in tokens]
+        num_tokens = sum(length for length, _ in lengths)
+        context = sum(length * before for length, before in lengths)
+        terms = (num_layers, num_layers * num_tokens, num_layers * context)
+        new = _Pass(num_tokens, terms, max(seconds, 1e-9))
+        if self._cost is not None:
+            self._margin.add(seconds, _predicted_s(self._cost, new))
+        kept = self._passes.setdefault(num_tokens.bit_length(), deque(maxlen=_PER_LENGTH))
+        kept.append(new)
+        self._num += 1
+
+    @property
+    def cost(self) -> PrefillCost | None:
+        """None until a pass was added. Refitted where an eighth of what it rests on is new."""
+        if self._num and (self._num - self._num_fitted) * 8 >= min(self._num, 8 * _PER_LENGTH):
+            self._cost, self._num_fitted = self._fit(), self._num
+        return self._cost
+
+    def _fit(self) -> PrefillCost:
+        passes = [it for kept in self._passes.values() for it in kept]
+        prior = self._prior_passes(passes)
+        rows = np.array([it.terms for it in (*passes, *prior)])
+        seconds = np.array([it.seconds for it in (*passes, *prior)])
+        a, b, c = _solve(
+            rows, seconds, np.array([1.0] * len(passes) + [_PRIOR_WEIGHT] * len(prior))
+        )
+        cost = PrefillCost(fixed_s=a, token_s=b, context_s=c, margin=self._margin.factor)
+        longest = max(it.num_tokens for it in passes)
+        return replace(cost, known_tokens=_KNOWN_BEYOND * longest, curve=self._curve(cost))
+
+    def _prior_passes(self, passes: Sequence[_Pass]) -> list[_Pass]:
+        prior = self._prior()
+        if prior is None:
+            return []
+        scale = statistics.median(it.seconds / _predicted_s(prior, it) for it in passes)
+        layers = passes[-1].terms[0]
+        return [
+            _Pass(n, (layers, layers * n, layers * n * n / 2), scale * layers * seconds)
+            for n in _PRIOR_LENGTHS
+            if (seconds := prior.seconds(0, n)) > 0
+        ]
+
+    def _curve(self, cost: PrefillCost) -> tuple[tuple[float, float], ...]:
+        points = []
+        for kept in self._passes.values():
+            if len(kept) >= _LEAST_PER_LENGTH:
+                at = statistics.median(math.log2(max(1, it.num_tokens)) for it in kept)
+                factor = statistics.median(it.seconds / _predicted_s(cost, it) for it in kept)
+                points.append((at, factor))
+        return tuple(sorted(points))
+
+
+def _predicted_s(cost: PrefillCost, it: _Pass) -> float:
+    a, b, c = it.terms
+    linear_s = cost.fixed_s * a + cost.token_s * b + cost.context_s * c
+    return max(1e-12, linear_s * cost.factor(it.num_tokens))
+
+
+def _solve(
+    terms: np.ndarray, seconds: np.ndarray, weights: np.ndarray
+) -> tuple[float, float, float]:
+    """Coefficients >= 0 of the least sum of squares of relative errors, those far off left out."""
+    relative = terms / seconds[:, None]
+    scale = np.maximum(relative.max(axis=0), 1e-300)
+    relative, kept = relative / scale, weights
+    for _ in range(_ROUNDS):
+        root = np.sqrt(kept)
+        found, _ = nnls(relative * root[:, None], root)
+        errors = np.abs(np.log(np.maximum(relative @ found, 1e-9)))
+        spread = max(_LEAST_SPREAD, 1.5 * float(np.median(errors)))
+        kept = weights / (1 + (errors / (2 * spread)) ** 2)
+    a, b, c = (found / scale).tolist()
+    return a, b, c
+
+
+class Meter:
+    """Times what is served. On CUDA it does so with events and never synchronises.
+
+    Passes of the scheduler thread, which reads as well.
+    """
+
+    def __init__(self, device: str, num_layers: int, step_tokens: int, prior: PrefillCost) -> None:
+        """`step_tokens` are those of SGLang's largest prefill in one step; of `prior` the shape
+        counts, and not the scale."""
+        self.step_tokens: Final = step_tokens
+        self._num_layers: Final = num_layers
+        self._on_cuda: Final = device == "cuda"
+        self._forwards: Final = Fit(lambda: prior)
+        self._blocks: Final = Fit(self._layer_of_forward)
+        self._open: deque[_Open] = deque(maxlen=_MAX_OPEN)
+        self._copies_byte_s: deque[float] = deque(maxlen=_NUM_LOADS)
+
+    @property
+    def prefill(self) -> PrefillCost | None:
+        """Of all layers; None until a forward was measured."""
+        self._read()
+        cost = self._forwards.cost
+        return None if cost is None else replace(cost, most_tokens=self.step_tokens)
+
+    @property
+    def recompute(self) -> PrefillCost | None:
+        """Of one layer of a block: of a forward's until a recompute was measured."""
+        self._read()
+        cost = self._blocks.cost or self._layer_of_forward()
+        if cost is None:
+            return None
+        return replace(cost, most_tokens=self.step_tokens, known_tokens=math.inf)
+
+    @property
+    def copy_byte_s(self) -> float:
+        """Of what the loader brings into slots; 0 until something was measured.
+
+        On CUDA, where copies run beside everything else, it stays so.
+        """
+        return statistics.median(self._copies_byte_s) if self._copies_byte_s else 0.0
+
+    def full_prefill_s(self, num_tokens: int) -> float | None:
+        """Predicted time of all layers over the first so many tokens."""
+        cost = self.prefill
+        return None if cost is None or not cost.knows(num_tokens) else cost.seconds(0, num_tokens)
+
+    def loaded(self, num_bytes: int, seconds: float) -> None:
+        if not self._on_cuda and num_bytes >= _MIN_LOAD_BYTES:
+            self._copies_byte_s.append(seconds / num_bytes)
+
+    def forward(self, tokens: Sequence[Span]) -> contextlib.AbstractContextManager[None]:
+        """Measure a forward of all layers over these tokens of some prompts; none of none."""
+        return self._measure(self._forwards, tokens, 1.0)
+
+    def block(
+        self, tokens: Sequence[Span], num_layers: float
+    ) -> contextlib.AbstractContextManager[None]:
+        """Measure a recompute that is the work of so many layers."""
+        return self._measure(self._blocks, tokens, num_layers)
+
+    @contextlib.contextmanager
+    def _measure(self, fit: Fit, tokens: Sequence[Span], num_layers: float) -> Iterator[None]:
+        if not tokens or not num_layers:
+            yield
+        elif self._on_cuda:
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            yield
+            stop.record()
+            self._open.append(_Open(start, stop, fit, tokens, num_layers))
+        else:
+            started_s = time.perf_counter()
+            yield
+            fit.add(tokens, time.perf_counter() - started_s, num_layers)
+
+    def _read(self) -> None:
+        while self._open and self._open[0].stop.query():
+            it = self._open.popleft()
+            it.fit.add(it.tokens, it.start.elapsed_time(it.stop) / 1000, it.num_layers)
+
+    def _layer_of_forward(self) -> PrefillCost | None:
+        cost = self._forwards.cost
+        if cost is None:
+            return None
+        a, b, c = (it / self._num_layers for it in (cost.fixed_s, cost.token_s, cost.context_s))
+        return replace(cost, fixed_s=a, token_s=b, context_s=c)
+
+
+@dataclass(frozen=True, slots=True)
+class _Open:
+    start: torch.cuda.Event
+    stop: torch.cuda.Event
+    fit: Fit
+    tokens: Sequence[Span]
+    num_layers: float

@@ -1,0 +1,156 @@
+"""What passes take, fitted from passes as a device would serve them."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from cachetree.ids import Span
+from cachetree.planning.margin import MOST, Margin
+from cachetree.planning.prefill_cost import PrefillCost
+from sglang_droidspeak.cost import Fit, Meter
+
+SHAPE = PrefillCost.of_sizes(4096, 1e-4)
+LENGTHS = (16, 64, 200, 800, 3000, 8000)
+
+
+def linear(tokens: Span) -> float:
+    """A CPU, or a GPU that is never waited for."""
+    context = (tokens.start + tokens.stop) / 2
+    return 0.002 + len(tokens) * (4e-5 + 2e-9 * context)
+
+
+def launch_bound(tokens: Span) -> float:
+    """A GPU: its launches take 10 ms, whatever they launch."""
+    return max(0.010, linear(tokens))
+
+
+def served(device, noise: float = 0.0, lengths=LENGTHS, num: int = 200) -> Fit:
+    rng, fit = random.Random(7), Fit(lambda: SHAPE)
+    for turn in range(num):
+        start = rng.choice([0, 0, 4096])
+        tokens = Span(start, start + lengths[turn % len(lengths)])
+        fit.add([tokens], device(tokens) * rng.lognormvariate(0.0, noise))
+    return fit
+
+
+@pytest.mark.parametrize("device", [linear, launch_bound])
+@pytest.mark.parametrize("noise", [0.0, 0.05])
+def test_lengths_that_were_served_are_predicted(device, noise: float) -> None:
+    cost = served(device, noise).cost
+    assert cost is not None
+    for length in LENGTHS:
+        tokens = Span(0, length)
+        assert cost.seconds(0, length) == pytest.approx(device(tokens), rel=0.12)
+
+
+def test_short_prompts_do_not_make_long_ones_dear() -> None:
+    """An average over tokens and layers took 25 times too long for 8,000 tokens."""
+    fit = served(launch_bound)
+    for _ in range(1000):
+        fit.add([Span(0, 16)], 0.010)
+    cost = fit.cost
+    assert cost is not None
+    assert cost.seconds(0, 8000) == pytest.approx(launch_bound(Span(0, 8000)), rel=0.05)
+    assert cost.seconds(0, 16) == pytest.approx(0.010, rel=0.05)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_one_pass_that_was_held_up_moves_nothing(length: int) -> None:
+    fit = served(linear, num=60)
+    fit.add([Span(0, length)], 100 * linear(Span(0, length)))
+    cost = fit._fit()
+    for other in LENGTHS:
+        assert cost.seconds(0, other) == pytest.approx(linear(Span(0, other)), rel=0.03)
+
+
+def test_a_device_that_has_become_slower_is_noticed() -> None:
+    fit = served(linear)
+    for turn in range(12 * len(LENGTHS)):
+        length = LENGTHS[turn % len(LENGTHS)]
+        fit.add([Span(0, length)], 3 * linear(Span(0, length)))
+    cost = fit.cost
+    assert cost is not None
+    assert cost.seconds(0, 3000) == pytest.approx(3 * linear(Span(0, 3000)), rel=0.1)
+
+
+def test_passes_of_many_prompts_count_each_with_its_own_context() -> None:
+    fit = Fit(lambda: None)
+    for one in (100, 700, 3000):
+        for many in (1, 4):
+            tokens = [Span(2000 * i, 2000 * i + one) for i in range(many)]
+            took_s = 0.002 + sum(linear(it) - 0.002 for it in tokens)
+            for _ in range(3):
+                fit.add(tokens, took_s)
+    cost = fit.cost
+    assert cost is not None
+    assert cost.seconds(2000, 2700) == pytest.approx(linear(Span(2000, 2700)), rel=0.02)
+
+
+def test_until_enough_was_seen_the_prior_gives_the_shape() -> None:
+    prior = PrefillCost(fixed_s=20.0, token_s=0.4, context_s=2e-5)
+    fit = Fit(lambda: prior)
+    assert fit.cost is None
+    fit.add([Span(0, 1000)], linear(Span(0, 1000)))
+    cost = fit.cost
+    assert cost is not None
+    for length in (100, 4000):
+        assert cost.seconds(0, length) == pytest.approx(linear(Span(0, length)), rel=0.05)
+    assert cost.knows(4000)
+    assert not cost.knows(4001)
+
+
+def test_a_margin_is_what_one_in_ten_exceeded_within_bounds() -> None:
+    margin = Margin()
+    assert margin.factor == 1.0
+    for number in range(100):
+        margin.add(1.0 + number % 10 / 50, 1.0)
+    assert margin.factor == pytest.approx(1.16, abs=0.021)
+    for _ in range(64):
+        margin.add(100.0, 1.0)
+    assert margin.factor == MOST
+    for _ in range(64):
+        margin.add(0.1, 1.0)
+    assert margin.factor == 1.0
+
+
+def test_a_longer_prefill_takes_as_many_passes_as_it_is_cut_into() -> None:
+    cost = PrefillCost(fixed_s=1.0, token_s=0.1, context_s=0.0, most_tokens=100, known_tokens=400)
+    assert cost.seconds(0, 250) == pytest.approx(3 + 25)
+    assert cost.knows(10_000)
+
+
+@pytest.fixture
+def now_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now_s = [7.0]
+    monkeypatch.setattr("sglang_droidspeak.cost.time.perf_counter", lambda: now_s[0])
+    return now_s
+
+
+def test_a_meter_knows_what_it_has_seen(now_s: list[float]) -> None:
+    meter = Meter("cpu", 4, 96, SHAPE)
+    with meter.forward([]):
+        now_s[0] += 5.0
+    assert meter.prefill is None
+    assert meter.recompute is None
+    assert meter.full_prefill_s(50) is None
+    with meter.forward([Span(0, 96)]):
+        now_s[0] += 0.5
+    assert meter.full_prefill_s(96) == pytest.approx(0.5, rel=0.01)
+    assert meter.full_prefill_s(960) == pytest.approx(5.0, rel=0.2), "in steps"
+    assert meter.recompute is not None
+    assert meter.recompute.seconds(0, 96) == pytest.approx(0.125, rel=0.01), "as in a forward"
+    with meter.block([Span(0, 96)], 2.0):
+        now_s[0] += 0.5
+    assert meter.recompute.seconds(0, 96) == pytest.approx(0.25, rel=0.01)
+    assert meter.full_prefill_s(96) == pytest.approx(0.5, rel=0.01)
+
+
+def test_copies_into_slots_are_measured_where_they_take_a_cores_time() -> None:
+    for device, byte_s in (("cpu", 1e-6), ("cuda", 0.0)):
+        meter = Meter(device, 4, 96, SHAPE)
+        for seconds in (1.0, 1.0, 50.0):
+            meter.loaded(1_000_000, seconds)
+        meter.loaded(1, 1.0)
+        assert meter.copy_byte_s == pytest.approx(byte_s)
