@@ -4,10 +4,11 @@
 
 Physics: a buffered write copies each byte into the page cache, a warm read copies it out, and a
 cold read waits for the device. The store adds one checksum per 256 KiB (while the chunk is in the
-second-level cache), a header and a trailer per entry, and one `open` per step. The baseline writes
+second-level cache), a header per entry, and one `open` per step. The baseline writes
 the same buffers with `pwritev` to a new file, and reads them with `preadv` into the same memory,
 1 MiB at a time, without checksums. "synced" ends with an fdatasync on both sides. Cold is after
-fdatasync and posix_fadvise(DONTNEED); under a hypervisor its cache may still be warm.
+fdatasync and posix_fadvise(DONTNEED); under a hypervisor its cache may still be warm. Restart is
+the opening of a cache whose directory has many small entries, until all of them match.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import result
 import xxhash
 
-from cachetree import Family, Kind, ModelId, PageHash, Step
+from cachetree import Cache, CacheConfig, Family, Kind, ModelId, PageHash, Step
 from cachetree.disk import DiskConfig, DiskStore
 
 MODEL = ModelId("sender")
@@ -45,6 +47,8 @@ FAMILY = Family(
 )
 STEPS = (*(Step(Kind.KV, layer) for layer in range(FAMILY.num_layers)), Step(Kind.E, 3))
 RAW_CHUNK_BYTES = 1 << 20
+SMALL = msgspec.structs.replace(FAMILY, page_size=1)
+NUM_SMALL = 2000
 
 
 class Files:
@@ -98,7 +102,7 @@ class Files:
                 offset += size
 
     def make_cold(self) -> None:
-        for path in (self.raw, *(self.directory / "store").glob("segment-*")):
+        for path in (self.raw, *(self.directory / "store").glob("entry-*")):
             with path.open("rb") as file:
                 os.fdatasync(file.fileno())
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -165,11 +169,32 @@ def measure(files: Files, repetitions: int) -> dict[str, dict[str, list[Run]]]:
     return runs
 
 
+def measure_restarts(directory: Path, repetitions: int) -> list[float]:
+    """Seconds per opening of a cache with `NUM_SMALL` entries of a page each."""
+    kv, e = (memoryview(bytes(SMALL.page_bytes(kind))) for kind in (Kind.KV, Kind.E))
+    config = DiskConfig(path=str(directory / "restart"), num_bytes=1 << 30)
+    with DiskStore(SMALL, config) as store:
+        for number in range(NUM_SMALL):
+            page = PageHash(number.to_bytes(16, "big"))
+            store.write(MODEL, None, [page], [3], lambda step: [kv if step.kind is Kind.KV else e])
+    cache = CacheConfig(
+        disk_path=config.path, disk_bytes=config.num_bytes, host_bytes=0, serves=False
+    )
+    seconds = []
+    for _ in range(repetitions):
+        begun_at_s = time.perf_counter()
+        with Cache(SMALL, cache) as opened:
+            seconds.append(time.perf_counter() - begun_at_s)
+            assert len(opened.match([PageHash((NUM_SMALL - 1).to_bytes(16, "big"))])) == 1
+    return seconds
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mib", type=int, default=256, help="size of the entry")
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--path", type=Path, default=None, help="on the disk to be measured")
+    parser.add_argument("--out", type=Path, default=None, help="file to append the result to")
     args = parser.parse_args()
     environment = result.here()
     page_bytes = FAMILY.num_layers * FAMILY.kv_page_bytes + FAMILY.e_page_bytes
@@ -178,6 +203,7 @@ def main() -> None:
         compare(files)
         runs = measure(files, args.repetitions)
         files.store.close()
+        restarts = measure_restarts(Path(directory), args.repetitions)
     print(f"{'GB/s, median (min to max)':26} {'plain file':>22} {'store':>22}  of plain  CPU s/GB")
     found: dict[str, object] = {"mib": args.mib}
     for question, by_contender in runs.items():
@@ -201,7 +227,13 @@ def main() -> None:
             "cpu_s_per_gb": dict(zip(by_contender, cpu, strict=True)),
             "of_plain": ratio,
         }
-    result.write("disk", found, environment)
+    per_entry_us = [it / NUM_SMALL * 1e6 for it in restarts]
+    print(
+        f"restart, us per entry      {statistics.median(per_entry_us):5.1f} "
+        f"({min(per_entry_us):5.1f} to {max(per_entry_us):5.1f})"
+    )
+    found["restart_us_per_entry"] = statistics.median(per_entry_us)
+    result.write("disk", found, environment, args.out)
 
 
 if __name__ == "__main__":

@@ -44,8 +44,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     makes one of its own inside."""
     disk_bytes: int = 0
     """Budget of all files in it; set it above `host_bytes`, as it holds what memory holds too."""
-    disk_segment_bytes: int = 256 << 20
-    """Largest file in it."""
+    disk_file_bytes: int = 64 << 20
+    """Largest file in it; entries that are longer are cut."""
     disk_sync: bool = False
     """Whether each entry is flushed to the device, so that a power cut loses at most the last."""
     peers: tuple[str, ...] = ()
@@ -112,7 +112,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return DiskConfig(
             path=str(path if is_alone else path / f"rank{family.tp_rank}"),
             num_bytes=self.disk_bytes,
-            segment_bytes=self.disk_segment_bytes,
+            file_bytes=self.disk_file_bytes,
             sync=self.disk_sync,
         )
 

@@ -1,15 +1,30 @@
-"""Entries on disk: append-only segment files that outlive the process that wrote them.
+"""Entries on disk: one file each, which outlives the process that wrote it.
 
-    directory     whose it is: a manifest with the family, a lock
-    record        one entry as bytes, and which bytes each checksum covers
-    segment       one file: append, bury, scan, read
-    index         which entry has which page, who stands on whom, who was used last
-    recovery      what the files hold when a store is opened
-    space         the files within a budget
-    store         entries in them: write, find, read, evict
-    tier          a tree's entries written behind its back, and read again
+    store   tree publishes pages ─► tier, writer's thread ─► store: room in the budget, by unlink
+            ─► entry_file: temporary name, payload, header, fsync where asked for, rename
+            ─► index ─► tree: these pages are at DISK
 
-The store knows nothing of trees: it tells a listener what comes and goes.
+    read    fetch, or a promotion into memory ─► tier, reader's thread ─► index: which files, which
+            of their pages ─► entry_file: pread of one layer's pages, checksums ─► staging or memory
+
+    restart directory: lock, manifest, sweep temporary files ─► entry_file: headers ─► index ─► tree
+
+An entry is a span of pages that were stored together, of one model, with all its layers: a file of
+megabytes, within which a layer is one range. Where another branch begins in its middle the tree
+splits its node; the file stays whole, and what follows it names the page that it comes after. So
+nothing is copied, one file may stand behind several nodes, and it goes when nothing stands on any
+of its pages. Pages that gain E are written again, KV too, to a file that takes their place.
+
+    config      what an operator may set, and what a store says of itself
+    directory   whose it is: a manifest with the family, a lock, names of files
+    entry_file  one entry as bytes: what lies where, and which bytes each checksum covers
+    index       which entry has which page, and which was used last
+    store       entries within a budget: write, find, read, evict, recover
+    tier        a tree's entries written behind its back, and read again
+
+The store knows nothing of trees: it tells a listener what comes and goes. It has an index of its
+own beside the tree's entries at DISK because these follow the tree's nodes, which every model and
+every peer's advert splits or takes out, while a file is used, replaced and deleted whole.
 """
 
 from cachetree.disk.config import DiskConfig, DiskStatus

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import logging
 import os
-import secrets
+import re
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Final
 
@@ -15,10 +18,11 @@ import msgspec
 from cachetree.checkpoint import Family
 from cachetree.errors import UNREADABLE, ConfigError
 
-FORMAT: Final = 2
+FORMAT: Final = 3
 """Of everything in the directory; a release that changes any of it counts up."""
 
-MARKER_BYTES: Final = 16
+TEMPORARY: Final = ".new"
+"""Ends the name of a file that is being written."""
 
 FILE_MODE: Final = 0o600
 FOLDER_MODE: Final = 0o700
@@ -27,9 +31,15 @@ log = logging.getLogger(__name__)
 
 _MANIFEST: Final = "manifest.json"
 _LOCK: Final = "lock"
-_SEGMENT: Final = "segment-{:08d}"
-_OWN_FILES: Final = (_LOCK, f"{_MANIFEST}.new")
+_OWN_FILES: Final = (_LOCK, _MANIFEST + TEMPORARY)
+_DIGITS: Final = 12
 _REMEDY: Final = "name another directory, or remove this one"
+
+
+@cache
+def family_digest(family: Family) -> bytes:
+    """16 bytes."""
+    return hashlib.sha256(msgspec.json.encode(family)).digest()[:16]
 
 
 class _Version(msgspec.Struct, frozen=True):
@@ -40,8 +50,6 @@ class _Version(msgspec.Struct, frozen=True):
 
 class _Manifest(msgspec.Struct, frozen=True, kw_only=True):
     format: int
-    marker: str
-    """Hex; begins every record, so that the next one is found after a damaged one."""
     family: Family
 
 
@@ -50,6 +58,8 @@ class Directory:
 
     def __init__(self, path: Path, family: Family) -> None:
         self.path: Final = path
+        # So that an entry of another family that somebody puts here is none of ours.
+        self._prefix: Final = f"entry-{family_digest(family)[:4].hex()}-"
         try:
             for folder in [it for it in (*reversed(path.parents), path) if not it.exists()]:
                 folder.mkdir(FOLDER_MODE, exist_ok=True)
@@ -57,7 +67,7 @@ class Directory:
         except OSError as exc:
             raise ConfigError(f"disk path is {str(path)!r}: {exc}; {_REMEDY}") from exc
         try:
-            manifest = self._manifest(family)
+            self._check_manifest(family)
             self._tighten()
             self.num_bytes: Final = sum((path / it).stat().st_size for it in (_MANIFEST, _LOCK))
         except OSError as exc:
@@ -66,24 +76,25 @@ class Directory:
         except ConfigError:
             self.close()
             raise
-        self.marker: Final = bytes.fromhex(manifest.marker)
 
-    def segment_path(self, number: int) -> Path:
-        return self.path / _SEGMENT.format(number)
+    def path_of(self, number: int) -> Path:
+        return self.path / f"{self._prefix}{number:0{_DIGITS}d}"
 
-    def segment_numbers(self) -> list[int]:
-        """The segments that are there, in the order in which they were begun."""
-        names = [it.name for it in self.path.glob("segment-*")]
-        numbers = [int(name[8:]) for name in names if name[8:].isdecimal()]
-        return sorted(number for number in numbers if _SEGMENT.format(number) in names)
+    def entries(self) -> list[tuple[int, str]]:
+        """Number and path of those that are there, in the order in which they were written."""
+        return sorted((int(path[-_DIGITS:]), path) for path in self._own(""))
 
-    def sync(self) -> None:
-        """Flush the names of the files to the device."""
-        handle = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+    def sweep(self) -> int:
+        """Delete what processes that died had begun to write; how many files those were."""
+        begun = self._own(TEMPORARY)
+        for path in begun:
+            Path(path).unlink()
+        return len(begun)
+
+    def _own(self, ending: str) -> list[str]:
+        name = re.compile(rf"{self._prefix}\d{{{_DIGITS}}}{re.escape(ending)}")
+        with os.scandir(self.path) as there:
+            return [it.path for it in there if name.fullmatch(it.name) and it.is_file()]
 
     def close(self) -> None:
         """Let another process have it. Idempotent."""
@@ -93,29 +104,29 @@ class Directory:
 
     def _tighten(self) -> None:
         """Prompts can be read out of KV: what others may read of ours they may not any more."""
-        wide = [it for it in self.path.iterdir() if it.stat().st_mode & 0o077]
-        for file in wide:
-            file.chmod(FILE_MODE)
         if self.path.stat().st_mode & 0o077:
+            for file in filter(Path.is_file, self.path.iterdir()):
+                file.chmod(FILE_MODE)
             self.path.chmod(FOLDER_MODE)
             log.info("%s could be read by others; now only by this user", self.path)
 
-    def _manifest(self, family: Family) -> _Manifest:
+    def _check_manifest(self, family: Family) -> None:
         path = self.path / _MANIFEST
-        if not path.exists():
-            others = [it.name for it in self.path.iterdir() if it.name not in _OWN_FILES]
-            if others:
-                raise ConfigError(
-                    f"disk path is {str(self.path)!r}, which has no {_MANIFEST} but other files "
-                    f"({min(others)}); name an empty directory"
-                )
-            marker = secrets.token_hex(MARKER_BYTES)
-            made = _Manifest(format=FORMAT, marker=marker, family=family)
-            self._write(path, msgspec.json.format(msgspec.json.encode(made)))
-            return made
-        return self._checked(path, path.read_bytes(), family)
+        if path.exists():
+            self._check(path, path.read_bytes(), family)
+            return
+        others = [it.name for it in self.path.iterdir() if it.name not in _OWN_FILES]
+        if others:
+            raise ConfigError(
+                f"disk path is {str(self.path)!r}, which has no {_MANIFEST} but other files "
+                f"({min(others)}); name an empty directory"
+            )
+        made = _Manifest(format=FORMAT, family=family)
+        with new_file(path, is_synced=True) as handle:
+            os.write(handle, msgspec.json.format(msgspec.json.encode(made)))
 
-    def _checked(self, path: Path, text: bytes, family: Family) -> _Manifest:
+    @staticmethod
+    def _check(path: Path, text: bytes, family: Family) -> None:
         try:
             version = msgspec.json.decode(text, type=_Version).format
             if version != FORMAT:
@@ -124,8 +135,6 @@ class Directory:
                     f"{_REMEDY}"
                 )
             manifest = msgspec.json.decode(text, type=_Manifest)
-            if len(bytes.fromhex(manifest.marker)) != MARKER_BYTES:
-                raise ValueError(f"marker has {len(manifest.marker)} digits")
         except UNREADABLE as exc:
             raise ConfigError(f"{path} cannot be read: {exc}; {_REMEDY}") from exc
         for field in family.__struct_fields__:
@@ -135,18 +144,39 @@ class Directory:
                     f"{path} is of another family: {field} is {theirs!r} there and {ours!r} "
                     f"here; {_REMEDY}"
                 )
-        return manifest
 
-    def _write(self, path: Path, text: bytes) -> None:
-        """Whole or not at all, also after a power cut."""
-        new = path.with_name(f"{path.name}.new")
-        handle = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, FILE_MODE)
-        with os.fdopen(handle, "wb") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        new.rename(path)
-        self.sync()
+
+@contextlib.contextmanager
+def new_file(path: Path, *, is_synced: bool) -> Iterator[int]:
+    """A handle to write a file that comes to its name at the end of the block, whole.
+
+    It is gone where the block raises; while it is written its name ends in `TEMPORARY`. With
+    `is_synced` it has reached the device when it has its name. Raises OSError.
+    """
+    temporary = path.with_name(path.name + TEMPORARY)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+    handle = os.open(temporary, flags, FILE_MODE)
+    try:
+        yield handle
+        if is_synced:
+            os.fsync(handle)
+        temporary.rename(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(handle)
+    if is_synced:
+        _sync(path.parent)
+
+
+def _sync(folder: Path) -> None:
+    """Flush the names of the files to the device."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _lock(path: Path) -> int:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
+import os
 import threading
 from collections.abc import Callable, Collection, Sequence
 from copy import copy
@@ -13,14 +13,11 @@ from types import TracebackType
 from typing import Final
 
 from cachetree.checkpoint import Family
-from cachetree.disk import segment as segments
+from cachetree.disk import entry_file as files
 from cachetree.disk.config import DiskConfig, DiskCounts, DiskStatus
-from cachetree.disk.directory import Directory
+from cachetree.disk.directory import Directory, new_file
+from cachetree.disk.entry_file import Record, Views, largest_fitting, most_bytes
 from cachetree.disk.index import DiskEntry, DiskIndex
-from cachetree.disk.record import Record, largest_fitting, most_bytes
-from cachetree.disk.recovery import recover
-from cachetree.disk.segment import SEGMENT_HEADER_BYTES, Place, Segment, Views
-from cachetree.disk.space import Space
 from cachetree.errors import ConfigError, StaleEntry
 from cachetree.ids import ModelId, PageHash, Span, Step
 from cachetree.memory import Layout
@@ -30,14 +27,7 @@ log = logging.getLogger(__name__)
 
 Listener = Callable[[Change], None]
 
-_PARTS_PER_SEGMENT: Final = 4
-"""Larger entries are cut, so that eviction and copies stay fine-grained."""
-_MAX_WAIT_S: Final = 1.0
-"""For readers of files that are to go, before a write is given up."""
-_SAYS_NOTHING_OF_THE_ENTRY: Final = (
-    *(errno.EMFILE, errno.ENFILE, errno.ENOMEM),
-    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS),  # Of a copy that cannot be written.
-)
+_SAYS_NOTHING_OF_THE_ENTRY: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES)
 
 
 class DiskStore:
@@ -45,12 +35,10 @@ class DiskStore:
 
     Thread-safe: reads run beside each other and beside the one write under way; writes, which also
     evict, wait for each other and block on the disk. Files, the write under way included, never
-    exceed the budget. Opening reads every record's header, not its payload.
+    exceed the budget. Opening reads every entry's header, not its payload.
 
-    Eviction takes the least recently used entry that no other stands on, and marks it in its file.
-    Room comes back by whole files: one that is at least half dead is deleted after what lives in
-    it has been copied to the newest. So recency decides what goes, no more bytes are copied than
-    are freed, and one file's bytes are kept free for that copy.
+    Eviction deletes the least recently used entry that no other stands on. A read that has opened
+    its file ends with the right bytes; the device has them back when it ends.
     """
 
     def __init__(
@@ -63,23 +51,24 @@ class DiskStore:
         raise or call the store.
         """
         page_bytes = most_bytes(ModelId("0" * 32), Layout.of(family, 1, ()))
-        if config.max_segment_bytes < SEGMENT_HEADER_BYTES + page_bytes:
+        if config.max_file_bytes < page_bytes:
             raise ConfigError(
-                f"disk num_bytes is {config.num_bytes} and segment_bytes {config.segment_bytes}; "
+                f"disk num_bytes is {config.num_bytes} and file_bytes {config.file_bytes}; "
                 f"a page of this family takes {page_bytes}, so the first must be at least "
-                f"{9 * page_bytes} and the second {2 * page_bytes}"
+                f"{9 * page_bytes} and the second {page_bytes}"
             )
         self.family: Final = family
         self.config: Final = config
         self._listener = listener
         self._directory = Directory(Path(config.path), family)
-        self._space = Space(self._directory, config)
         self._index = DiskIndex()
         self._counts = DiskCounts()
-        # `_writing` comes before `_changed`, which guards index, files and counts and is never
-        # held while the disk is waited for.
+        self._num_bytes = self._directory.num_bytes
+        self._newest = 0
+        # `_writing` comes before `_lock`, which guards the index and the numbers and is never held
+        # while the disk is waited for.
         self._writing = threading.Lock()
-        self._changed = self._space.changed
+        self._lock = threading.Lock()
         self._is_open = True
         self._is_failing = False
         try:
@@ -95,7 +84,7 @@ class DiskStore:
 
         `pages` may begin anywhere. The entries and what they stand on count as used.
         """
-        with self._changed:
+        with self._lock:
             found = self._index.find(model, pages)
             if found:
                 self._index.touch(found[-1][0])
@@ -103,25 +92,21 @@ class DiskStore:
 
     def has(self, model: ModelId, page: PageHash) -> bool:
         """Whether `page` is here, and so all before it."""
-        with self._changed:
-            return self._index.has(model, page)
+        with self._lock:
+            return self._index.entry_of(model, page) is not None
 
     def line(self, model: ModelId, page: PageHash) -> list[DiskEntry]:
         """The entries from the root to the one with `page`; they count as used."""
-        with self._changed:
+        with self._lock:
             entry = self._index.entry_of(model, page)
             if entry is not None:
                 self._index.touch(entry)
-            line: list[DiskEntry] = []
-            while entry is not None:
-                line.append(entry)
-                entry = entry.parent
-            return line[::-1]
+            return self._index.path_to(entry)[::-1]
 
     def entries(self) -> list[DiskEntry]:
         """From the most recently used to the least; each comes after what it stands on."""
-        with self._changed:
-            return list(self._index)[::-1]
+        with self._lock:
+            return list(reversed(self._index))
 
     def read(self, entry: DiskEntry, step: Step, pages: Span, into: memoryview) -> None:
         """Fill `into` with these pages of an entry (counted from its first); blocks on the disk.
@@ -135,19 +120,17 @@ class DiskStore:
         wanted = record.layout.range_of(step, pages)
         if into.nbytes != len(wanted):
             raise ValueError(f"{len(wanted)} bytes do not go into {into.nbytes}")
-        with self._changed:
-            place = entry.place
-            if place is None or not self._is_open:
+        with self._lock:
+            if entry not in self._index or not self._is_open:
                 raise StaleEntry(f"pages of model {record.model} are no longer on disk")
-            place.segment.num_readers += 1
-        with self._space.pinned(place.segment):
-            try:
-                segments.read_pages(place, record, step, pages, into.cast("B"))
-            except OSError as exc:
-                if exc.errno not in _SAYS_NOTHING_OF_THE_ENTRY:
-                    self._drop_damaged(entry, place, exc)
-                raise StaleEntry(f"{place.segment.path} cannot be read: {exc}") from exc
-        with self._changed:
+        path = self._directory.path_of(entry.number)
+        try:
+            files.read_pages(path, record, step, pages, into.cast("B"))
+        except OSError as exc:
+            if exc.errno not in _SAYS_NOTHING_OF_THE_ENTRY:
+                self._drop_damaged(entry, exc)
+            raise StaleEntry(f"{path} cannot be read: {exc}") from exc
+        with self._lock:
             self._counts.num_read_bytes += into.nbytes
 
     # Writing.
@@ -170,73 +153,61 @@ class DiskStore:
         part under way is kept.
         """
         layers = tuple(sorted(set(e_layers)))
-        limit_bytes = self.config.max_segment_bytes // _PARTS_PER_SEGMENT
         with self._writing:
             start = 0
             while True:
-                with self._changed:
+                with self._lock:
                     wanted = self._index.wanted(model, pages[start:], layers)
-                if not wanted:
+                    start, limit = start + wanted.start, start + wanted.stop
+                    before = pages[start - 1] if start else parent
+                    num_before = self._index.depth_of(model, before)
+                if start == limit:
                     return True
-                start, limit = start + wanted.start, start + wanted.stop
+                if num_before is None:
+                    return False
                 layout = Layout.of(self.family, limit - start, layers)
-                layout = largest_fitting(model, layout, limit_bytes)
+                layout = largest_fitting(model, layout, self.config.max_file_bytes)
                 stop = start + layout.num_pages
                 part = Record(
                     model=model,
-                    parent=pages[start - 1] if start else parent,
+                    num_before=num_before,
+                    parent=before,
                     pages=tuple(pages[start:stop]),
                     layout=layout,
-                    checksums=b"",
                 )
-                if not self._append(part, segments.part_of(views, len(pages), Span(start, stop))):
+                if not self._append(part, files.part_of(views, len(pages), Span(start, stop))):
                     return False
                 start = stop
 
     def remove(self, model: ModelId, page: PageHash) -> bool:
         """Drop the entry that has `page` and all that stands on it; False where there is none."""
-        with self._writing, self._changed:
-            entry = self._index.entry_of(model, page)
-            dropped = self._drop(entry) if entry else []
-        self._bury(dropped)
+        with self._writing:
+            with self._lock:
+                entry = self._index.entry_of(model, page)
+                dropped = self._drop(entry) if entry else []
+            self._delete(dropped)
         return bool(dropped)
 
-    def evict(self, model: ModelId | None, pages: Sequence[PageHash]) -> None:
+    def evict(self, model: ModelId | None, pages: Sequence[PageHash]) -> int:
         """Drop what begins with `pages`, and of them what nothing else stands on.
 
-        Of one model, or of all; everything where `pages` is empty.
+        Of one model, or of all; everything where `pages` is empty. Returns the bytes of their
+        files.
         """
-        with self._changed:
-            roots = [it for it in self._index if it.parent is None]
-            models = {it.record.model for it in roots} if model is None else {model}
-            found = [self._index.find(each, pages) for each in models]
-        if not pages:
-            for root in roots:
-                if root.record.model in models:
-                    self.remove(root.record.model, root.pages[0])
-        above = set(pages[:-1])
-        for path in found:
-            if pages and sum(len(span) for _, span in path) == len(pages):
-                # An entry goes whole or not at all: others may stand in its middle.
-                for child in tuple(path[-1][0].children):
-                    if child.parent_page not in above:
-                        self.remove(child.record.model, child.pages[0])
-                for entry, span in reversed(path):
-                    goes_on = entry is not path[-1][0] and span.stop < len(entry.record.pages)
-                    if entry.children or goes_on:
-                        break
-                    self.remove(entry.record.model, entry.pages[0])
+        with self._writing:
+            with self._lock:
+                models = self._index.models if model is None else {model}
+                dropped = [it for each in models for it in self._drop_from(each, pages)]
+            self._delete(dropped)
+        return sum(entry.num_bytes for entry in dropped)
 
     def status(self) -> DiskStatus:
-        with self._changed:
-            there = self._space.segments.values()
+        with self._lock:
             return DiskStatus(
-                num_bytes=self._space.num_bytes,
+                num_bytes=self._num_bytes,
                 budget_bytes=self.config.num_bytes,
-                num_live_bytes=sum(segment.num_live_bytes for segment in there),
                 num_entries=len(self._index),
                 num_pages=self._index.num_pages,
-                num_segments=len(there),
                 is_failing=self._is_failing,
                 counts=copy(self._counts),
             )
@@ -244,9 +215,8 @@ class DiskStore:
     def close(self) -> None:
         """Let another process have the directory. Reads then miss, writes fail. Idempotent."""
         with self._writing:
-            with self._changed:
+            with self._lock:
                 self._is_open = False
-            self._space.seal()
             self._directory.close()
 
     def __enter__(self) -> DiskStore:
@@ -260,159 +230,175 @@ class DiskStore:
     ) -> None:
         self.close()
 
-    # Everything below but `_drop_damaged` and `_drop` is called with `_writing` held.
+    # Everything below but `_drop_damaged` and what it calls is called with `_writing` held.
 
     def _recover(self) -> None:
-        found = recover(self._directory, self.family)
-        self._counts.num_torn_tails = found.num_torn
-        self._counts.num_damaged_entries = found.num_damaged
-        useless: list[Place] = []
-        with self._changed:
-            for segment in found.segments:
-                self._space.adopt(segment)
-            for record, place in found.records:
-                useless += self._publish(record, place)
-        self._bury(useless)
+        """Find what is there; what died while it was written, and what is damaged, goes."""
+        self._counts.num_torn_writes = self._directory.sweep()
+        there = self._directory.entries()
+        found = [it for number, path in there if (it := self._found(number, path))]
+        self._num_bytes += sum(entry.num_bytes for entry in found)
+        self._newest = max((number for number, _ in there), default=0)
+        useless: list[DiskEntry] = []
+        with self._lock:
+            # Parents before what stands on them, which may have been written before.
+            for entry in sorted(found, key=lambda it: it.record.num_before):
+                is_orphan = self._index.depth_of(entry.record.model, entry.record.parent) is None
+                self._counts.num_damaged_entries += is_orphan
+                useless += self._publish(entry)
+            for entry in found:
+                if entry in self._index:
+                    self._index.touch(entry)
+        self._delete(useless)
         self._make_room(0)
 
+    def _found(self, number: int, path: str) -> DiskEntry | None:
+        """What a file holds; one that is damaged is deleted."""
+        why = "no whole entry"
+        try:
+            if found := files.read_record(path, self.family):
+                return DiskEntry(found[0], number, found[1])
+        except OSError as exc:
+            if exc.errno in _SAYS_NOTHING_OF_THE_ENTRY:
+                raise
+            why = str(exc)
+        log.warning("%s is damaged and deleted: %s", path, why)
+        self._counts.num_damaged_entries += 1
+        Path(path).unlink()
+        return None
+
     def _append(self, part: Record, views: Views) -> bool:
-        num_bytes = most_bytes(part.model, part.layout)
-        with self._changed:
+        with self._lock:
             if not self._is_open or self._index.start_of(part) is None:
                 return False
-        is_too_large = num_bytes + SEGMENT_HEADER_BYTES > self.config.max_segment_bytes
-        if is_too_large or not self._make_room(num_bytes + SEGMENT_HEADER_BYTES):
-            with self._changed:
+            parent = self._index.entry_of(part.model, part.parent)
+            if parent is not None:
+                self._index.touch(parent)  # So that it does not go to make room.
+        entry = self._written(part, views)
+        with self._lock:
+            if entry is None:
                 self._counts.num_failed_writes += 1
-            return False
+                return False
+            self._counts.num_written_entries += 1
+            self._counts.num_written_bytes += entry.num_bytes
+            # A reader may have found the parent damaged meanwhile.
+            useless = self._publish(entry)
+            is_there = entry in self._index
+            if is_there:
+                self._index.touch(entry)
+        self._delete(useless)
+        return is_there
+
+    def _written(self, part: Record, views: Views) -> DiskEntry | None:
+        """None where the budget has no room, or the disk is full or fails."""
+        most = most_bytes(part.model, part.layout)
+        if most > self.config.max_file_bytes:
+            return None
+        number = self._newest + 1
+        path = self._directory.path_of(number)
+        taken = 0
         try:
-            record, place = self._space.append(num_bytes, lambda to: to.append(part, views))
+            # Nothing is evicted where not even an empty file can be had.
+            with new_file(path, is_synced=self.config.sync) as handle:
+                self._make_room(most)
+                taken = most
+                record = files.write_record(handle, part, views, self.family)
+                num_bytes = os.fstat(handle).st_size
         except OSError as exc:
-            with self._changed:
-                self._counts.num_failed_writes += 1
-            self._note_failure(exc)
-            return False
+            if not self._is_failing:
+                log.warning("%s cannot be written, so nothing is kept: %s", self.config.path, exc)
+            self._is_failing = True
+            path.unlink(missing_ok=True)  # Whole, but not known to be on the device.
+            return None
+        finally:
+            with self._lock:
+                self._num_bytes -= taken
         if self._is_failing:
             log.info("%s can be written again", self.config.path)
         self._is_failing = False
-        with self._changed:
-            self._counts.num_written_entries += 1
-            self._counts.num_written_bytes += place.num_bytes
-            # A reader may have found the parent damaged meanwhile.
-            useless = self._publish(record, place)
-        self._bury(useless)
-        return place not in useless
+        self._newest = number
+        with self._lock:
+            self._num_bytes += num_bytes
+        return DiskEntry(record, number, num_bytes)
 
-    def _note_failure(self, error: OSError) -> None:
-        if not self._is_failing:
-            log.warning("%s cannot be written, so nothing is kept: %s", self.config.path, error)
-        self._is_failing = True
-
-    def _publish(self, record: Record, place: Place) -> list[Place]:
-        """Returns what is of no use now: it, or what it takes the place of."""
-        start = self._index.start_of(record)
-        if start is None:
-            return [place]
-        entry, replaced = self._index.add(record, place, start)
-        place.segment.num_live_bytes += place.num_bytes
-        self._listener(entry.change(added=True))
-        return [gone for old in replaced if (gone := self._retire(old)) is not None]
-
-    def _retire(self, entry: DiskEntry) -> Place | None:
-        place, entry.place = entry.place, None
-        if place is not None:
-            place.segment.num_live_bytes -= place.num_bytes
-        return place
-
-    def _make_room(self, num_bytes: int) -> bool:
-        """Evict and delete until there is room; False where there will not be any in time."""
+    def _make_room(self, num_bytes: int) -> None:
+        """Evict until there is room, and count it as taken; raises OSError where there is none."""
         while True:
-            with self._changed:
-                if self._space.has_room(num_bytes):
-                    return True
-                if self._space.will_have_room(num_bytes):
-                    return self._changed.wait_for(
-                        lambda: self._space.has_room(num_bytes), _MAX_WAIT_S
-                    )
-                segment = self._space.deadest()
-                is_dead = segment is not None and not segment.num_live_bytes
-                is_worth = segment is not None and self._space.is_worth_emptying(segment)
-            if segment is None:
-                return False
-            if is_dead or is_worth:
-                if not self._empty(segment):
-                    return False
-                self._space.delete(segment)
-            else:
-                self._evict_oldest()
+            with self._lock:
+                if self._num_bytes + num_bytes <= self.config.num_bytes:
+                    self._num_bytes += num_bytes
+                    return
+                oldest = next(iter(self._index), None)
+                dropped = self._drop(oldest) if oldest else []
+                self._counts.num_evicted_entries += len(dropped)
+            if not dropped or not self._delete(dropped):
+                raise OSError("files that are to make room cannot be deleted")
 
-    def _evict_oldest(self) -> None:
-        with self._changed:
-            entry = self._index.oldest()
-            dropped = self._drop(entry) if entry else []
-            self._counts.num_evicted_entries += len(dropped)
-        self._bury(dropped)
+    def _delete(self, dropped: Sequence[DiskEntry]) -> bool:
+        """Delete their files; False where one cannot be, whose bytes stay counted."""
+        is_done = True
+        for entry in dropped:
+            path = self._directory.path_of(entry.number)
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as exc:
+                log.warning("%s cannot be deleted: %s", path, exc)
+                is_done = False
+                continue
+            with self._lock:
+                self._num_bytes -= entry.num_bytes
+        return is_done
 
-    def _empty(self, segment: Segment) -> bool:
-        """Copy what lives in a file to the newest one, what is damaged goes; False where it stays.
-
-        Then something is short, such as descriptors or the disk itself.
-        """
-        with self._changed:
-            entries = [it for it in self._index if it.place and it.place.segment is segment]
-        return all(self._move(entry) for entry in entries)
-
-    def _move(self, entry: DiskEntry) -> bool:
-        place = entry.place
-        if place is None:
-            return True
-        try:
-            to = self._space.append(
-                place.num_bytes, lambda newest: newest.copy(entry.record, place)
-            )
-        except OSError as exc:
-            if exc.errno in _SAYS_NOTHING_OF_THE_ENTRY:
-                self._note_failure(exc)
-                return False
-            self._drop_damaged(entry, place, exc)
-            return True
-        with self._changed:
-            self._counts.num_moved_bytes += to.num_bytes
-            is_wanted = entry.place is not None
-            if is_wanted:
-                place.segment.num_live_bytes -= place.num_bytes
-                to.segment.num_live_bytes += to.num_bytes
-                entry.place = to
-        if not is_wanted:
-            self._bury([to])
-        return True
-
-    def _drop_damaged(self, entry: DiskEntry, place: Place, error: OSError) -> None:
-        with self._changed:
-            dropped = self._drop(entry) if entry.place else []
+    def _drop_damaged(self, entry: DiskEntry, error: OSError) -> None:
+        with self._lock:
+            dropped = self._drop(entry) if entry in self._index else []
             self._counts.num_damaged_entries += len(dropped)
         if dropped:
             log.warning(
-                "%s, entry at byte %d: %s; dropped with the %d that stand on it",
-                place.segment.path,
-                place.start,
+                "%s: %s; dropped with the %d that stand on it",
+                self._directory.path_of(entry.number),
                 error,
                 len(dropped) - 1,
             )
-        self._bury(dropped)
+        self._delete(dropped)
 
-    def _drop(self, entry: DiskEntry) -> list[Place]:
-        """With the lock held: take out the entry and all that stands on it."""
-        places: list[Place] = []
-        for each in self._index.drop(entry):
-            place = self._retire(each)
-            if place is not None:
-                places.append(place)
+    # With the lock held.
+
+    def _publish(self, entry: DiskEntry) -> list[DiskEntry]:
+        """Returns what is of no use now: it, or what it takes the place of."""
+        start = self._index.start_of(entry.record)
+        if start is None:
+            return [entry]
+        replaced = self._index.add(entry, start)
+        self._listener(entry.change(added=True))
+        return replaced
+
+    def _drop(self, entry: DiskEntry) -> list[DiskEntry]:
+        """Take out the entry and all that stands on it, which comes first in the answer."""
+        dropped = self._index.drop(entry)
+        for each in dropped:
             self._listener(each.change(added=False))
-        return places
+        return dropped
 
-    def _bury(self, places: Sequence[Place]) -> None:
-        """Keep a restart from finding them. A file that has gone needs no mark."""
-        for place in places:
-            with contextlib.suppress(OSError):
-                segments.bury(place)
+    def _drop_from(self, model: ModelId, pages: Sequence[PageHash]) -> list[DiskEntry]:
+        """What `evict` drops of one model."""
+        path = self._index.find(model, pages)
+        if sum(len(span) for _, span in path) < len(pages):
+            return []
+        if not path:
+            return [it for root in self._index.roots(model) for it in self._drop(root)]
+        last = path[-1][0]
+        ends = set(last.pages).difference(pages[:-1])
+        dropped = [
+            it
+            for child in self._index.above(last)
+            if child.parent_page in ends
+            for it in self._drop(child)
+        ]
+        # An entry goes whole or not at all: others may stand in its middle.
+        for entry, span in reversed(path):
+            goes_on = entry is not last and span.stop < len(entry.record.pages)
+            if goes_on or self._index.above(entry):
+                break
+            dropped += self._drop(entry)
+        return dropped

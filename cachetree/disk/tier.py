@@ -15,8 +15,8 @@ import msgspec
 
 from cachetree.clock import Clock, Deadline
 from cachetree.disk.config import DiskConfig, DiskStatus
+from cachetree.disk.entry_file import steps_of
 from cachetree.disk.index import DiskEntry
-from cachetree.disk.record import Chunks
 from cachetree.disk.store import DiskStore
 from cachetree.errors import DeadlineExceeded, FetchError, StaleEntry
 from cachetree.ids import DISK, Location, ModelId, PageHash, Span, Step
@@ -267,7 +267,7 @@ class DiskTier:
             if reservation.pages:
                 missing = Span(start + reservation.skipped, len(record.pages))
                 try:
-                    for step in Chunks(record.layout).steps:
+                    for step in steps_of(record.layout):
                         self._store.read(entry, step, missing, reservation.view(step))
                 except StaleEntry:
                     return False
@@ -294,9 +294,7 @@ class DiskTier:
     ) -> None:
         freed = 0
         try:
-            before = self._store.status().num_live_bytes
-            self._store.evict(model, pages)
-            freed = before - self._store.status().num_live_bytes
+            freed = self._store.evict(model, pages)
         except Exception:
             log.exception("entries on disk were not evicted")
         done(freed)

@@ -3,7 +3,8 @@
 Run as a script:
 
     disk_parts.py write PATH NUM_BYTES SEED   write random entries for ever, name each that is in
-    disk_parts.py die PATH                    be killed at every byte of a write, and look
+    disk_parts.py die PATH                    be killed before and after every step of a write
+    disk_parts.py starve PATH                 be killed at every byte of a write
     disk_parts.py full PATH                   fill a file system of 128 KiB of its own
 """
 
@@ -20,8 +21,9 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-from cachetree.checkpoint.family import Family
+from cachetree.checkpoint import Family
 from cachetree.disk import DiskConfig, DiskEntry, DiskStore
 from cachetree.errors import StaleEntry
 from cachetree.ids import Kind, ModelId, PageHash, Span, Step
@@ -79,8 +81,10 @@ def views_of(
     return views
 
 
-def config_of(path: Path, num_bytes: int = BUDGET, segment_bytes: int = 1 << 30) -> DiskConfig:
-    return DiskConfig(path=str(path), num_bytes=num_bytes, segment_bytes=segment_bytes)
+def config_of(
+    path: Path, num_bytes: int = BUDGET, file_bytes: int = 1 << 30, sync: bool = False
+) -> DiskConfig:
+    return DiskConfig(path=str(path), num_bytes=num_bytes, file_bytes=file_bytes, sync=sync)
 
 
 def open_store(path: Path, **config: int) -> DiskStore:
@@ -134,8 +138,23 @@ def files_bytes(path: Path) -> int:
     return sum(it.stat().st_size for it in path.iterdir())
 
 
-def segment_files(path: Path) -> list[Path]:
-    return sorted(path.glob("segment-*"))
+def data_files(path: Path) -> list[Path]:
+    """Those that hold entries, in the order in which they were begun."""
+    return sorted(it for it in path.iterdir() if it.name not in ("manifest.json", "lock"))
+
+
+def place_of(path: Path, bytes_there: bytes) -> tuple[Path, int]:
+    """The file that holds these bytes, and where."""
+    for file in data_files(path):
+        at = file.read_bytes().find(bytes_there)
+        if at >= 0:
+            return file, at
+    raise LookupError(f"{path} does not hold {len(bytes_there)} bytes")
+
+
+def file_of(path: Path, model: ModelId, text: str) -> Path:
+    """The file that holds the last page of `text`."""
+    return place_of(path, content(model, path_of(text)[-1:], Step(Kind.KV, 0)))[0]
 
 
 def random_texts(seed: int) -> Callable[[], tuple[ModelId, str, int, list[int]]]:
@@ -164,18 +183,97 @@ def _write_for_ever(path: Path, num_bytes: int, seed: int) -> None:
                 print(model, text, flush=True)
 
 
+class _Steps:
+    """Kills this process before or after the n-th call that changes a directory or a file."""
+
+    NAMES = ("open", "write", "pwrite", "pwritev", "fsync", "fdatasync", "ftruncate", "truncate")
+    NAMES += ("rename", "replace", "link", "unlink", "remove", "close")
+
+    def __init__(self, number: int, is_after: bool) -> None:
+        self.left = number
+        self.is_after = is_after
+        for name in self.NAMES:
+            setattr(os, name, self._counting(getattr(os, name)))
+
+    def _counting(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.left -= 1
+            if not self.left and not self.is_after:
+                os.kill(os.getpid(), signal.SIGKILL)
+            done = call(*args, **kwargs)
+            if not self.left:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return done
+
+        return counted
+
+
+BEFORE = (("abc", 0, (1,)), ("abxyz", 2, ()))
+"""Texts, where they start, and their layers with E."""
+
+
+def _write_all(store: DiskStore, entries: Sequence[tuple[str, int, Sequence[int]]]) -> None:
+    for text, start, e_layers in entries:
+        assert write(store, A, text, start, e_layers)
+
+
 def _die_everywhere(path: Path) -> None:
+    """New pages, E for pages that are there, and both where others have to go for them."""
+    cases = [
+        (("abcde", 3, (0,)), BUDGET, True),
+        (("abcde", 3, (0,)), BUDGET, False),
+        (("abcde", 0, (0, 1)), BUDGET, False),
+        (("abc" + "m" * 30, 3, (0,)), 16 << 10, False),
+    ]
+    before, after = path / "before", path / "after"
+    with open_store(before) as store:
+        _write_all(store, [(text_of(number, 12), 0, ()) for number in range(14)])
+        _write_all(store, BEFORE)
+    num_killed = 0
+    for entry, num_bytes, is_synced in cases:
+        for is_after in (False, True):
+            for number in itertools.count(1):
+                shutil.rmtree(after, ignore_errors=True)
+                shutil.copytree(before, after)
+                child = os.fork()
+                if not child:
+                    config = config_of(after, num_bytes, sync=is_synced)
+                    with DiskStore(FAMILY, config) as store:
+                        _Steps(number, is_after)
+                        _write_all(store, [entry])
+                        os._exit(0)
+                _, status = os.waitpid(child, 0)
+                is_killed = os.WIFSIGNALED(status)
+                assert is_killed or status == 0, status
+                num_killed += is_killed
+                _look(after, entry[0], num_bytes, is_killed)
+                if not is_killed:
+                    break
+    print(num_killed)
+
+
+def _look(path: Path, text: str, num_bytes: int, is_killed: bool) -> None:
+    assert files_bytes(path) <= num_bytes
+    with open_store(path, num_bytes=num_bytes) as store:
+        is_clean = store.status().num_bytes == files_bytes(path)
+        assert is_clean, "something was left of a dead process"
+        assert num_right(store, A, text) >= (3 if is_killed else len(text))
+        assert num_right(store, A, "abxyz") == 5
+        assert store.status().counts.num_damaged_entries == 0
+        assert write(store, A, text + "fg")
+        assert num_right(store, A, text + "fg") == len(text) + 2
+    with open_store(path, num_bytes=num_bytes) as store:
+        assert num_right(store, A, text + "fg") == len(text) + 2
+
+
+def _starve(path: Path) -> None:
     """The kernel kills a process that writes past its limit on the size of files."""
     before, after = path / "before", path / "after"
     with open_store(before) as store:
-        assert write(store, A, "abc", e_layers=[1])
-    shutil.copytree(before, after)
-    with open_store(after) as store:
-        assert write(store, A, "abcde", start=3, e_layers=[0])
-    start, stop = (segment_files(it)[0].stat().st_size for it in (before, after))
-    num_torn = 0
-    for limit in range(start, stop + 1):
-        shutil.rmtree(after)
+        _write_all(store, BEFORE)
+    limit = num_killed = 0
+    while True:
+        shutil.rmtree(after, ignore_errors=True)
         shutil.copytree(before, after)
         child = os.fork()
         if not child:
@@ -183,40 +281,40 @@ def _die_everywhere(path: Path) -> None:
                 signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
                 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
                 resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-                write(store, A, "abcde", start=3, e_layers=[0])
+                _write_all(store, [("abcde", 3, (0,))])
             os._exit(0)
         _, status = os.waitpid(child, 0)
-        assert (os.WTERMSIG(status) == signal.SIGXFSZ) == (limit < stop), (limit, status)
-        with open_store(after) as store:
-            assert num_right(store, A, "abcde") == (5 if limit == stop else 3), limit
-            num_torn += store.status().counts.num_torn_tails
-            assert store.status().counts.num_damaged_entries == 0
-            assert write(store, A, "abcdefg", start=3)
-            assert num_right(store, A, "abcdefg") == 7
-    print(stop - start, num_torn)
+        is_killed = os.WIFSIGNALED(status)
+        assert (os.WTERMSIG(status) == signal.SIGXFSZ) if is_killed else status == 0
+        _look(after, "abcde", BUDGET, is_killed)
+        if not is_killed:
+            print(num_killed)
+            return
+        num_killed += 1
+        limit += 1
 
 
 def _fill(path: Path) -> None:
     mount = ["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", str(path)]
     subprocess.run(mount, check=True)
     disk = path / "disk"
-    with open_store(disk, segment_bytes=24 << 10) as store:
+    with open_store(disk) as store:
         assert write(store, A, "first")
         names = [text_of(number, 20) for number in range(200)]
         written = [name for name in names if write(store, B, name)]
-        assert 20 < len(written) < 150, len(written)
+        assert 20 < len(written) < 190, len(written)
         assert store.status().counts.num_failed_writes > 0
         assert num_right(store, A, "first") == 5
         assert all(num_right(store, B, name) == 20 for name in written)
         assert files_bytes(disk) == store.status().num_bytes
-        for name in written[:60]:
+        for name in written[:15]:
             assert store.remove(B, path_of(name)[-1]), "a full disk kept an entry from going"
         assert num_right(store, B, written[0]) == 0
         assert store.status().counts.num_damaged_entries == 0
-    with open_store(disk, segment_bytes=24 << 10) as store:
+    with open_store(disk) as store:
         assert num_right(store, B, written[0]) == 0, "a full disk brought an entry back"
-        assert all(num_right(store, B, name) == 20 for name in written[60:])
-    with open_store(disk, segment_bytes=8 << 10, num_bytes=64 << 10) as store:
+        assert all(num_right(store, B, name) == 20 for name in written[15:])
+    with open_store(disk, num_bytes=64 << 10) as store:
         assert files_bytes(disk) <= 64 << 10
         assert write(store, B, "there is room again")
         assert num_right(store, B, "there is room again") == 19
@@ -228,5 +326,7 @@ if __name__ == "__main__":
         _write_for_ever(Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
     elif sys.argv[1] == "die":
         _die_everywhere(Path(sys.argv[2]))
+    elif sys.argv[1] == "starve":
+        _starve(Path(sys.argv[2]))
     else:
         _fill(Path(sys.argv[2]))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 from pathlib import Path
 
@@ -15,21 +17,23 @@ from disk_parts import (
     check,
     config_of,
     content,
+    data_files,
     files_bytes,
     num_right,
     open_store,
     page_bytes,
     path_of,
-    segment_files,
+    place_of,
+    text_of,
     views_of,
     write,
 )
 
-from cachetree.checkpoint.family import Family
+from cachetree.checkpoint import Family
 from cachetree.disk import DiskConfig, DiskEntry, DiskStore
 from cachetree.errors import StaleEntry
 from cachetree.ids import Kind, Span, Step
-from cachetree.tree.entries import Change
+from cachetree.tree import Change
 
 
 def only(store: DiskStore, text: str) -> DiskEntry:
@@ -52,8 +56,7 @@ def test_what_is_written_is_read_and_found_again(tmp_path: Path) -> None:
         assert again.status().num_pages == 12
         entry = only(again, "abcdef")
         assert entry.record.layout.e_layers == (0, 2)
-        assert write(again, A, "abcxyzq", start=6), "the last file is not continued"
-        assert len(segment_files(tmp_path)) == 1
+        assert write(again, A, "abcxyzq", start=6)
         assert num_right(again, A, "abcxyzq") == 7
 
 
@@ -86,8 +89,7 @@ def test_a_read_of_some_pages_verifies_its_own_bytes_only(tmp_path: Path) -> Non
         for start in range(7):
             for stop in range(start, 8):
                 read(store, 1, Span(start, stop))
-        (file,) = segment_files(tmp_path)
-        at = file.read_bytes().find(kv[1][4 << 17 :].tobytes()[:64])
+        file, at = place_of(tmp_path, kv[1][4 << 17 :].tobytes()[:64])
         with file.open("r+b") as raw:
             raw.seek(at)
             raw.write(bytes(64))
@@ -103,9 +105,9 @@ def test_a_read_of_some_pages_verifies_its_own_bytes_only(tmp_path: Path) -> Non
 def test_leading_pages_that_are_there_are_skipped(tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
         assert write(store, A, "abc")
-        before = store.status().num_live_bytes
+        before = files_bytes(tmp_path)
         assert write(store, A, "abc")
-        assert store.status().num_live_bytes == before
+        assert files_bytes(tmp_path) == before
         assert write(store, A, "abcde")
         assert [span for _, span in store.find(A, path_of("abcde"))] == [Span(0, 3), Span(0, 2)]
         assert num_right(store, A, "abcde") == 5
@@ -153,12 +155,12 @@ def test_bytes_that_are_taken_away_during_the_write_never_count(tmp_path: Path) 
 
 def test_large_entries_are_cut_into_parts(tmp_path: Path) -> None:
     text = "a" * 500
-    with open_store(tmp_path, num_bytes=128 << 10, segment_bytes=16 << 10) as store:
+    with open_store(tmp_path, num_bytes=128 << 10, file_bytes=4 << 10) as store:
         assert write(store, A, text, e_layers=[0, 1, 2], num_runs=7)
         assert num_right(store, A, text) == 500
         assert store.status().num_entries > 8
-        assert max(it.stat().st_size for it in segment_files(tmp_path)) <= 16 << 10
-    with open_store(tmp_path, num_bytes=128 << 10, segment_bytes=16 << 10) as store:
+        assert max(it.stat().st_size for it in data_files(tmp_path)) <= 4 << 10
+    with open_store(tmp_path, num_bytes=128 << 10, file_bytes=4 << 10) as store:
         assert num_right(store, A, text) == 500
 
 
@@ -190,20 +192,19 @@ def test_the_least_recently_used_goes_first_and_parents_outlive_children(tmp_pat
         assert write(store, A, "s" * 10 + "old", start=10)
         assert write(store, A, "s" * 10 + "used", start=10)
         for number in range(200):
-            assert write(store, A, f"{number:03}" + "f" * 5)
+            assert write(store, A, text_of(number, 8))
             assert num_right(store, A, "s" * 10 + "used") == 14
             assert files_bytes(tmp_path) <= 16 << 10
         assert num_right(store, A, "s" * 10 + "old") == 10
         status = store.status()
         assert status.counts.num_evicted_entries > 100
-        assert status.counts.num_moved_bytes > 0
-        kept = [n for n in range(200) if num_right(store, A, f"{n:03}fffff") == 8]
+        kept = [n for n in range(200) if num_right(store, A, text_of(n, 8)) == 8]
         assert kept == list(range(kept[0], 200)), "not the oldest went"
-        live = status.num_live_bytes
+        num_pages = status.num_pages
     with open_store(tmp_path, num_bytes=16 << 10) as store:
         assert num_right(store, A, "s" * 10 + "used") == 14
-        assert store.status().num_live_bytes == live
-        assert [n for n in range(200) if num_right(store, A, f"{n:03}fffff") == 8] == kept
+        assert store.status().num_pages == num_pages
+        assert [n for n in range(200) if num_right(store, A, text_of(n, 8)) == 8] == kept
 
 
 def test_a_smaller_budget_is_kept_from_the_start(tmp_path: Path) -> None:
@@ -252,7 +253,7 @@ def test_after_close_reads_miss_and_writes_fail(tmp_path: Path) -> None:
     assert not write(store, A, "xyz")
 
 
-def test_reads_beside_writes_evictions_and_moves_are_right_or_miss(tmp_path: Path) -> None:
+def test_reads_beside_writes_and_evictions_are_right_or_miss(tmp_path: Path) -> None:
     is_over = threading.Event()
     failures: list[Exception] = []
     num_read = [0] * 3
@@ -282,27 +283,30 @@ def test_reads_beside_writes_evictions_and_moves_are_right_or_miss(tmp_path: Pat
         counts = store.status().counts
         assert counts.num_damaged_entries == 0, "a reader took an eviction for damage"
         assert counts.num_evicted_entries > 100
-        assert counts.num_moved_bytes > 0
         assert store.status().num_bytes == files_bytes(tmp_path)
 
 
-def test_a_file_that_is_read_stays_until_the_reader_has_left(tmp_path: Path) -> None:
-    with open_store(tmp_path, num_bytes=8 << 10) as store:
-        write(store, A, "first")
-        entry = store.find(A, path_of("first"))[0][0]
-        place = entry.place
-        assert place
-        place.segment.num_readers += 1
-        assert store.remove(A, path_of("f")[0])
-        number = 0
-        while not place.segment.is_doomed:
-            number += 1
-            write(store, A, f"{number:03}" + "f" * 5)
-        assert place.segment.path.exists()
-        assert store.status().num_bytes == files_bytes(tmp_path)
-        with store._space.pinned(place.segment):
-            pass
-        assert not place.segment.path.exists()
+@pytest.mark.parametrize("when", ["before it is opened", "while it is read"])
+def test_what_goes_during_a_read_is_right_or_a_miss_and_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    with open_store(tmp_path) as store:
+        assert write(store, A, "first")
+        entry = only(store, "first")
+        name = "open" if when == "before it is opened" else "preadv"
+        real = getattr(os, name)
+
+        def removing(*args: object, **kwargs: object) -> object:
+            monkeypatch.setattr(os, name, real)
+            assert store.remove(A, path_of("f")[0])
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(os, name, removing)
+        with contextlib.suppress(StaleEntry):
+            check(store, entry)
+        assert getattr(os, name) is real, "nothing was removed"
+        assert num_right(store, A, "first") == 0
+        assert store.status().counts.num_damaged_entries == 0
         assert store.status().num_bytes == files_bytes(tmp_path)
 
 
@@ -349,7 +353,7 @@ def test_pages_that_are_written_again_with_more_e_have_it(tmp_path: Path) -> Non
         # Of an entry that goes on, the rest stays as it was, and what stands on it.
         assert e_found(store, "abcdefghij") == [(0, 1)] * 5 + [(1,)] * 3 + [()] * 2
         assert e_found(store, "abcxyz") == [(0, 1)] * 3 + [(1,)] * 3
-        before = store.status().num_live_bytes
+        before = files_bytes(tmp_path)
         for text, e_layers in (
             ("abcdefgh", []),
             ("abcdefgh", [2]),
@@ -357,7 +361,7 @@ def test_pages_that_are_written_again_with_more_e_have_it(tmp_path: Path) -> Non
             ("abc", [1]),
         ):
             assert write(store, A, text, e_layers=e_layers)
-        assert store.status().num_live_bytes == before, "it adds nothing, or loses something"
+        assert files_bytes(tmp_path) == before, "it adds nothing, or loses something"
         assert write(store, A, "abcdefghijk", e_layers=[0, 1])
         assert e_found(store, "abcdefghijk") == [(0, 1)] * 11
         assert e_found(store, "abcxyz") == [(0, 1)] * 3 + [(1,)] * 3
@@ -367,4 +371,6 @@ def test_pages_that_are_written_again_with_more_e_have_it(tmp_path: Path) -> Non
         assert e_found(store, "abcxyz") == [(0, 1)] * 3 + [(1,)] * 3
         assert store.status().counts.num_damaged_entries == 0
         store.evict(None, [])
-        assert store.status().num_live_bytes == store.status().num_pages == 0
+        assert store.status().num_entries == store.status().num_pages == 0
+    with open_store(tmp_path) as store:
+        assert store.status().num_pages == 0

@@ -20,7 +20,7 @@ from disk_parts import (
     write,
 )
 
-from cachetree.checkpoint.family import Family
+from cachetree.checkpoint import Family
 from cachetree.disk import DiskStore
 from cachetree.errors import ConfigError
 
@@ -73,8 +73,11 @@ def test_another_family_is_refused_by_the_name_of_the_field(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("manifest", "named"),
     [
-        ({"format": 1}, "format is 1 there and 2 here"),
-        ({"marker": "00"}, "marker"),
+        (
+            {"format": 2},
+            "format is 2 there and 3 here; name another directory, or remove this one$",
+        ),
+        ({"format": 4}, "format is 4 there and 3 here"),
         ({"family": {"page_size": "many"}}, "family"),
         ("nonsense", "cannot be read"),
         ({"format": None}, "format"),
@@ -113,9 +116,9 @@ def test_a_directory_of_other_things_is_refused_and_left_alone(tmp_path: Path) -
     ("config", "named"),
     [
         ({"num_bytes": 0}, "num_bytes is 0"),
-        ({"num_bytes": 1 << 20, "segment_bytes": -1}, "segment_bytes is -1"),
+        ({"num_bytes": 1 << 20, "file_bytes": -1}, "file_bytes is -1"),
         ({"num_bytes": 1000}, "num_bytes is 1000.*at least"),
-        ({"num_bytes": 1 << 20, "segment_bytes": 100}, "segment_bytes 100.*at least"),
+        ({"num_bytes": 1 << 20, "file_bytes": 100}, "file_bytes 100.*at least"),
     ],
 )
 def test_sizes_that_hold_nothing_are_refused(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from disk_parts import (
@@ -19,7 +20,6 @@ from disk_parts import (
 )
 
 from cachetree.disk import DiskStore
-from cachetree.disk import segment as segments
 from cachetree.ids import ModelId, PageHash
 
 # Everything at once, against an oracle.
@@ -42,16 +42,17 @@ class Oracle:
 def test_random_operations_agree_with_an_oracle_and_keep_the_budget(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, num_bytes: int
 ) -> None:
-    real_write = segments._write
+    real_write = os.pwritev
     num_writes = 0
 
-    def write_within_budget(handle: int, parts: Sequence[memoryview], offset: int) -> None:
+    def write_within_budget(*args: Any) -> int:
         nonlocal num_writes
         num_writes += 1
-        real_write(handle, parts, offset)
+        num_written = real_write(*args)
         assert files_bytes(tmp_path) <= num_bytes
+        return num_written
 
-    monkeypatch.setattr(segments, "_write", write_within_budget)
+    monkeypatch.setattr(os, "pwritev", write_within_budget)
     rng = random.Random(f"{seed} {num_bytes}")
     draw = random_texts(rng.randrange(1 << 30))
     oracle = Oracle()
@@ -80,17 +81,15 @@ def test_random_operations_agree_with_an_oracle_and_keep_the_budget(
             assert num <= most if is_evicting else num == most
         status = store.status()
         assert status.num_bytes == files_bytes(tmp_path) <= num_bytes
-        assert status.num_live_bytes <= status.num_bytes
-    counts = store.status().counts
-    assert counts.num_damaged_entries == counts.num_torn_tails == 0
-    assert num_writes > 400
+    assert store.status().counts.num_damaged_entries == 0
+    assert num_writes > 300
     store.close()
 
 
 def removed_with(store: DiskStore, model: ModelId, page: PageHash) -> set[PageHash]:
     """The pages of the entry that has `page`, and of those that stand on it."""
-    found = store.find(model, [page])
-    entries = [entry for entry, _ in found]
-    for entry in entries:
-        entries.extend(entry.children)
-    return {each for entry in entries for each in entry.pages}
+    gone: set[PageHash] = set()
+    for entry in store.entries():  # Each comes after what it stands on.
+        if entry.record.model == model and (page in entry.pages or entry.parent_page in gone):
+            gone.update(entry.pages)
+    return gone

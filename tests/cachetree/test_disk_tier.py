@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from disk_parts import data_files, place_of
 from transport_parts import (
     E_LAYER,
     FAMILY,
@@ -178,10 +179,8 @@ def test_damage_is_a_stale_entry_and_no_longer_matches(tmp_path: Path) -> None:
     with open_cache(tmp_path, host_bytes=PROMPT_BYTES) as cache:
         for number in range(3):
             store_and_wait(cache, prompt(number))
-        (file,) = tmp_path.glob("segment-*")
-        whole = file.read_bytes()
         needle = content(prompt(0)[0], Step(Kind.KV, 1))
-        at = whole.index(needle)
+        file, at = place_of(tmp_path, needle)
         with file.open("r+b") as raw:
             raw.seek(at)
             raw.write(bytes([needle[0] ^ 1]))
@@ -212,8 +211,7 @@ def test_a_fetch_of_what_went_or_came_too_late_fails(tmp_path: Path) -> None:
 
 def test_what_is_used_in_memory_is_not_the_first_to_go_from_disk(tmp_path: Path) -> None:
     disk_bytes = 24 * PROMPT_BYTES
-    config = {"disk_bytes": disk_bytes, "disk_segment_bytes": disk_bytes // 8}
-    with open_cache(tmp_path, **config) as cache:
+    with open_cache(tmp_path, disk_bytes=disk_bytes) as cache:
         store_and_wait(cache, prompt(0))
         for number in range(1, 60):
             store_and_wait(cache, prompt(number))
@@ -247,7 +245,7 @@ def test_what_is_evicted_before_its_turn_is_counted(tmp_path: Path) -> None:
         ({"disk_bytes": -1}, "disk_bytes -1; give both"),
         ({"disk_path": ""}, "give both"),
         ({"disk_bytes": 1000}, "num_bytes is 1000"),
-        ({"disk_segment_bytes": 0}, "segment_bytes is 0"),
+        ({"disk_file_bytes": 0}, "file_bytes is 0"),
     ],
 )
 def test_bad_settings_stop_the_start(tmp_path: Path, config: dict[str, object], named: str) -> None:
@@ -293,7 +291,7 @@ def test_a_disk_that_hangs_hinders_no_close(
     cache = open_cache(tmp_path)
     store_and_wait(cache, prompt(0))
     cache.tree.clear()
-    (file,) = tmp_path.glob("segment-*")
+    (file,) = data_files(tmp_path)
     file.unlink()
     os.mkfifo(file)  # Whoever opens it waits for somebody to write.
     staging = cache.fetch(plan_of(Span(0, 8)), prompt(0), Deadline.after(60))
@@ -334,8 +332,7 @@ def test_many_threads_get_right_bytes_or_a_miss(tmp_path: Path) -> None:
         except Exception as exc:  # noqa: BLE001
             failures.append(exc)
 
-    config = {"disk_bytes": disk_bytes, "disk_segment_bytes": 4 * PROMPT_BYTES}
-    with open_cache(tmp_path, host_bytes=8 * PROMPT_BYTES, **config) as cache:
+    with open_cache(tmp_path, host_bytes=8 * PROMPT_BYTES, disk_bytes=disk_bytes) as cache:
         workers = [threading.Thread(target=work, args=(it, cache)) for it in range(4)]
         for worker in workers:
             worker.start()

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from disk_parts import data_files
 from push_parts import PAGE_TOTAL, RawPeer, cache_of, fetched, new_store
 from transport_parts import E_LAYER, MODEL, eventually, pages_of, store
 
@@ -116,7 +117,7 @@ def test_where_memory_has_no_room_the_fetch_is_stale(tmp_path: Path) -> None:
 
 def test_a_damaged_disk_makes_a_fetch_stale_and_its_advert_goes(tmp_path: Path) -> None:
     with on_disk_only(tmp_path) as (_, address), reader_of(address) as cache:
-        for file in tmp_path.glob("segment-*"):
+        for file in data_files(tmp_path):
             blob = bytearray(file.read_bytes())
             blob[len(blob) // 4] ^= 1
             file.write_bytes(blob)

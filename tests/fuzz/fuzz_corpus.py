@@ -13,12 +13,11 @@ import tempfile
 from pathlib import Path
 
 import msgspec
-from fuzz_targets import MARKER, PAGES, TARGETS, _sealed
+from fuzz_targets import PAGES, TARGETS, sealed
 from transport_parts import E_LAYER, FAMILY, MODEL
 
+from cachetree.disk import entry_file as files
 from cachetree.disk.directory import FORMAT
-from cachetree.disk.record import Chunks, Header, pack_checksums, trailer
-from cachetree.disk.segment import _MAGIC
 from cachetree.memory.copying import checksum
 from cachetree.memory.slab import Layout
 from cachetree.transport import verbs, wire, write_key_pair
@@ -97,25 +96,26 @@ def _messages() -> tuple[list[bytes], list[bytes]]:
     return [_body(it) for it in to_worker] + raw, [_body(it) for it in to_peer]
 
 
-def _record_header() -> bytes:
-    """With the payload's size before it, as target `record` takes it."""
+def _record() -> tuple[bytes, bytes]:
+    """A header, and the payload of zeros that its checksums are not of."""
     layout = Layout.of(FAMILY, 2, (E_LAYER,))
-    header = Header(
+    blank = files.Record(
         model=MODEL,
-        parent=b"",
-        pages=wire.join_pages(PAGES[:2]),
-        e_layers=(E_LAYER,),
-        checksums=pack_checksums(range(Chunks(layout).num)),
+        num_before=1,
+        parent=PAGES[0],
+        pages=tuple(PAGES[1:3]),
+        layout=layout,
+        checksums=tuple(map(bytes, files._checksum_sizes(layout))),
     )
-    return layout.num_bytes.to_bytes(3, "little") + msgspec.msgpack.encode(header)
+    return files._head_of(blank, FAMILY)[files._PREFIX.size :], bytes(layout.num_bytes)
 
 
-def _segment() -> bytes:
-    """One record, with a payload of zeros left out of its checksums."""
-    header = _record_header()
-    head = _sealed(header)
-    size = int.from_bytes(header[:3], "little")
-    return _MAGIC + MARKER + head + bytes(size) + trailer(head)
+def _records() -> list[bytes]:
+    """With the payload's size before each, as target `record` takes it."""
+    header, payload = _record()
+    size = len(payload).to_bytes(3, "little")
+    deep = b"\x81\xa1x" + b"\x91" * 5000
+    return [size + header, size + b"\xff" + sealed(header), bytes(3) + deep]
 
 
 def _frames() -> list[bytes]:
@@ -158,14 +158,10 @@ def _sound() -> dict[str, list[bytes]]:
         "family": [msgspec.msgpack.encode(FAMILY), b"\x81\xa1x" + b"\x91" * 5000],
         "adverts": [b"\4\0\7\0\1\1\0\0", bytes(range(64)), b"\0"],
         "pages": [wire.join_pages(PAGES), b"short"],
-        "record": [
-            _record_header(),
-            b"\xff" + _sealed(_record_header()),
-            b"\0\0\0\x81\xa1x" + b"\x91" * 5000,
-        ],
-        "segment": [_segment()],
+        "record": _records(),
+        "entry_file": [sealed(_record()[0]) + _record()[1]],
         "manifest": [
-            msgspec.json.encode({"format": FORMAT, "marker": "00" * 16, "family": FAMILY}),
+            msgspec.json.encode({"format": FORMAT, "family": FAMILY}),
             b'{"x":' + deep,
         ],
         "public_key": [public_text],

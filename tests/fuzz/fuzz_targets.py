@@ -23,10 +23,8 @@ from benchmarks.simulate.trace import PageNames, read_trace
 from cachetree import Deadline, Kind, Location, Staging, Step
 from cachetree.checkpoint.safetensors_files import read_tensors
 from cachetree.cli.serve import read_config
-from cachetree.disk import record as records
+from cachetree.disk import entry_file as files
 from cachetree.disk.directory import Directory
-from cachetree.disk.record import PREFIX_BYTES, read_head
-from cachetree.disk.segment import Segment, scan
 from cachetree.errors import UNREADABLE, CacheTreeError, ConfigError, ProfileError, ProtocolError
 from cachetree.memory.copying import checksum
 from cachetree.planning.profile import read_profile
@@ -44,7 +42,6 @@ from sglang_droidspeak.fleet.fleet import read_fleet
 from sglang_droidspeak.request.controls import parse_controls
 from sglang_droidspeak.start.config import parse_settings
 
-MARKER = b"fuzz-marker-16by"
 WORKER = Location("tcp://127.0.0.1:1")
 PAGES = pages_of(8)
 
@@ -226,31 +223,24 @@ def pages(data: bytes) -> None:
 
 
 def record(data: bytes) -> None:
-    """Mostly with a sound checksum, behind which the header is."""
-    if data[:1] == b"\xff" and len(data) > PREFIX_BYTES:
-        read_head(data[1:], FAMILY)
-    else:
-        read_head(_sealed(data), FAMILY)
+    """Mostly with a sound checksum, behind which the header is; first the payload's size."""
+    size, header = int.from_bytes(data[:3], "little"), data[3:]
+    head = header[1:] if header[:1] == b"\xff" else sealed(header)
+    files.read_head(head, len(head) + size, FAMILY)
 
 
-def _sealed(header: bytes) -> bytes:
-    """A record's prefix before `header`; its first bytes say what the payload's size is."""
-    size = int.from_bytes(header[:3], "little")
-    header = header[3:]
-    unsealed = records._PREFIX.pack(MARKER, records.FORMAT, len(header), size, 0)
-    seal = checksum(unsealed[records._UNCHECKED :] + header)
-    return records._PREFIX.pack(MARKER, records.FORMAT, len(header), size, seal) + header
+def sealed(header: bytes) -> bytes:
+    """With the prefix before it that it would have."""
+    return files._PREFIX.pack(files._MAGIC, len(header), checksum(header)) + header
 
 
-def segment(data: bytes) -> None:
-    path = _file(data, "segment")
-    result = scan(Segment(path, 1, MARKER), len(data), FAMILY)
-    assert 0 <= result.stop <= len(data)
+def entry_file(data: bytes) -> None:
+    found = files.read_record(str(_file(data, "entry")), FAMILY)
+    assert found is None or found[1] == len(data)
 
 
 def manifest(data: bytes) -> None:
-    directory = Directory.__new__(Directory)
-    directory._checked(Path("manifest.json"), data, FAMILY)
+    Directory._check(Path("manifest.json"), data, FAMILY)
 
 
 def public_key(data: bytes) -> None:
@@ -324,7 +314,7 @@ TARGETS = {
     "adverts": Target(adverts, (ProtocolError,), 0.01),
     "pages": Target(pages, (ProtocolError,), 0.11),
     "record": Target(record, (), 0.12),
-    "segment": Target(segment, (), 0.04),
+    "entry_file": Target(entry_file, (), 0.04),
     "manifest": Target(manifest, (ConfigError,), 0.04),
     "public_key": Target(public_key, (ConfigError,), 0.04),
     "secret_key": Target(secret_key, (ConfigError,), 0.04),

@@ -1,0 +1,348 @@
+"""One entry as a file: what lies where, written whole or not at all, read a layer at a time.
+
+    prefix    magic, size and checksum of the header
+    header    msgpack: family, model, pages and the one before them, layers with E, checksums
+    payload   E in rising order of layers, then KV layer by layer; of each layer all pages in order
+
+E comes first, as a fetch needs it first. Where a layer lies follows from how many pages and which
+layers with E there are, so that any pages of it are read alone. A checksum covers one chunk:
+consecutive pages of one layer, `CHUNK_BYTES` or one page, so little more is read than was asked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from cachetree.checkpoint import Family
+from cachetree.disk.directory import FORMAT, family_digest
+from cachetree.errors import UNREADABLE
+from cachetree.ids import PAGE_HASH_BYTES, Kind, ModelId, PageHash, Span, Step
+from cachetree.memory import Layout, checksum, checksum_of_parts
+from cachetree.tree import join_hashes, split_hashes
+
+Views = Callable[[Step], Sequence[memoryview]]
+"""All pages of a step, in order, in as many runs of bytes as they lie in.
+
+It is called for every step, and once more before the entry counts; it raises where the bytes have
+been taken away, and what was written is removed."""
+
+CHUNK_BYTES: Final = 256 << 10
+"""Fits the second-level cache, so that bytes are checked where the copy left them."""
+
+_MAGIC: Final = b"ctree-e%d" % FORMAT
+_PREFIX: Final = struct.Struct("<8sQQ")
+_CHECKSUM_BYTES: Final = 8
+_HEADER_BYTES: Final = 256
+"""More than a header takes besides the model, pages, layers and checksums."""
+_FIRST_READ_BYTES: Final = 4096
+"""Takes the whole head of most entries."""
+_MAX_PARTS: Final = 512
+"""Of one `writev`; the kernel takes 1024."""
+
+
+class Header(msgspec.Struct, frozen=True, kw_only=True):
+    """What an entry is."""
+
+    family: bytes
+    """Digest; the family itself is in the directory's manifest."""
+    model: str
+    num_before: int
+    """How many pages stand before the first."""
+    parent: bytes
+    """The last of these; empty at the root."""
+    pages: bytes
+    e_layers: tuple[int, ...]
+    checksums: tuple[bytes, ...]
+    """Of each step in the order of the payload: 8 bytes per chunk, little-endian."""
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Header] = msgspec.msgpack.Decoder(Header)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """An entry without its payload. `checksums` are as in `Header`."""
+
+    model: ModelId
+    num_before: int
+    parent: PageHash | None
+    pages: tuple[PageHash, ...]
+    layout: Layout
+    checksums: tuple[bytes, ...] = ()
+
+
+def steps_of(layout: Layout) -> tuple[Step, ...]:
+    """In the order of the payload."""
+    e = (Step(Kind.E, layer) for layer in layout.e_layers)
+    return (*e, *(Step(Kind.KV, layer) for layer in range(layout.num_layers)))
+
+
+def most_bytes(model: ModelId, layout: Layout) -> int:
+    """No file of this layout is larger."""
+    num_steps = layout.num_layers + len(layout.e_layers)
+    text = 4 * len(model)  # UTF-8 at its longest.
+    per_page = layout.page_bytes + PAGE_HASH_BYTES + num_steps * _CHECKSUM_BYTES
+    around = _PREFIX.size + _HEADER_BYTES + text + num_steps * 2 * _CHECKSUM_BYTES
+    return around + layout.num_pages * per_page
+
+
+def largest_fitting(model: ModelId, layout: Layout, limit_bytes: int) -> Layout:
+    """The same with as many of its pages as one file of `limit_bytes` takes; one at least."""
+    around, with_one = (most_bytes(model, replace(layout, num_pages=num)) for num in (0, 1))
+    most = max(1, (limit_bytes - around) // (with_one - around))
+    return replace(layout, num_pages=min(layout.num_pages, most))
+
+
+# Reading.
+
+
+def read_record(path: str, family: Family) -> tuple[Record, int] | None:
+    """What a file holds, and its bytes; None where it is torn, damaged or another's.
+
+    Raises OSError.
+    """
+    with _opened(path) as handle:
+        num_bytes = os.lseek(handle, 0, os.SEEK_END)
+        head = os.pread(handle, _FIRST_READ_BYTES, 0)
+        size = _head_bytes(head, num_bytes)
+        if size > len(head):
+            head += os.pread(handle, size - len(head), len(head))
+    record = read_head(head[:size], num_bytes, family)
+    return None if record is None else (record, num_bytes)
+
+
+def read_head(head: bytes, num_bytes: int, family: Family) -> Record | None:
+    """The entry of a file of `num_bytes` that begins with `head`, its prefix and its header.
+
+    None where these do not belong together.
+    """
+    if len(head) < _PREFIX.size or len(head) != _head_bytes(head, num_bytes):
+        return None
+    body = head[_PREFIX.size :]
+    if checksum(body) != _PREFIX.unpack_from(head)[2]:
+        return None
+    try:
+        header = _decoder.decode(body)
+    except UNREADABLE:
+        return None
+    return _record_of(header, family, num_bytes - len(head))
+
+
+def read_pages(path: Path, record: Record, step: Step, pages: Span, into: memoryview) -> None:
+    """Fill `into` with verified bytes; raises OSError, and leaves it undefined, where it cannot."""
+    page_bytes = _page_bytes(record.layout, step.kind)
+    expected = record.checksums[steps_of(record.layout).index(step)]
+    with _opened(path) as handle:
+        payload = os.lseek(handle, 0, os.SEEK_END) - record.layout.num_bytes
+        for number, chunk in _chunks_of(record.layout, step.kind, pages):
+            part = chunk.intersection(pages)
+            to = into[
+                (part.start - pages.start) * page_bytes : (part.stop - pages.start) * page_bytes
+            ]
+            is_whole = part == chunk
+            read = to if is_whole else memoryview(bytearray(len(chunk) * page_bytes))
+            _read(handle, read, payload + _offset_of(record.layout, step, chunk.start))
+            if checksum(read) != int.from_bytes(expected[8 * number : 8 * number + 8], "little"):
+                raise OSError("the bytes do not have the checksum that they were written with")
+            if not is_whole:
+                skipped = (part.start - chunk.start) * page_bytes
+                to[:] = read[skipped : skipped + to.nbytes]
+
+
+# Writing.
+
+
+def write_record(handle: int, new: Record, views: Views, family: Family) -> Record:
+    """Write an entry, whose checksums are computed on the way; returns it with them.
+
+    Raises OSError, and whatever `views` raises.
+    """
+    blank = replace(new, checksums=tuple(map(bytes, _checksum_sizes(new.layout))))
+    payload = len(_head_of(blank, family))
+    made = replace(new, checksums=_write_payload(handle, new.layout, views, payload))
+    _write(handle, [memoryview(_head_of(made, family))], 0)
+    views(steps_of(new.layout)[0])
+    return made
+
+
+def _write_payload(handle: int, layout: Layout, views: Views, offset: int) -> tuple[bytes, ...]:
+    checksums: list[bytes] = []
+    batch: list[memoryview] = []
+    num_bytes = 0
+    everything = Span(0, layout.num_pages)
+    for step in steps_of(layout):
+        whole = views(step)
+        page_bytes = _page_bytes(layout, step.kind)
+        num_given, num_due = sum(view.nbytes for view in whole), layout.num_pages * page_bytes
+        if num_given != num_due:
+            raise ValueError(f"{step} has {num_given} bytes where {num_due} belong")
+        values: list[int] = []
+        for _, chunk in _chunks_of(layout, step.kind, everything):
+            parts = cut(whole, Span(chunk.start * page_bytes, chunk.stop * page_bytes))
+            values.append(checksum_of_parts(parts))
+            batch += parts
+            num_bytes += len(chunk) * page_bytes
+            if num_bytes >= CHUNK_BYTES or len(batch) > _MAX_PARTS:
+                _write(handle, batch, offset)
+                offset += num_bytes
+                batch, num_bytes = [], 0
+        checksums.append(struct.pack(f"<{len(values)}Q", *values))
+    _write(handle, batch, offset)
+    return tuple(checksums)
+
+
+def part_of(views: Views, num_pages: int, pages: Span) -> Views:
+    """The views of some of the pages."""
+
+    def part(step: Step) -> Sequence[memoryview]:
+        whole = [view.cast("B") for view in views(step)]
+        page_bytes = sum(view.nbytes for view in whole) // num_pages
+        return cut(whole, Span(pages.start * page_bytes, pages.stop * page_bytes))
+
+    return part
+
+
+def cut(views: Sequence[memoryview], span: Span) -> list[memoryview]:
+    """These bytes of the views as if they were one."""
+    parts: list[memoryview] = []
+    start = 0
+    for view in views:
+        part = Span(start, start + view.nbytes).intersection(span)
+        if len(part):
+            parts.append(view[part.start - start : part.stop - start])
+        start += view.nbytes
+    return parts
+
+
+# What lies where.
+
+
+def _page_bytes(layout: Layout, kind: Kind) -> int:
+    return layout.kv_page_bytes if kind is Kind.KV else layout.e_page_bytes
+
+
+def _offset_of(layout: Layout, step: Step, page: int) -> int:
+    """Where in the payload a page of a step begins; raises StaleEntry where there is no such E."""
+    at = layout.range_of(step, Span(page, page)).start
+    # In memory E comes last.
+    return (at - layout.num_layers * layout.num_pages * layout.kv_page_bytes) % layout.num_bytes
+
+
+def _chunk_pages(layout: Layout, kind: Kind) -> int:
+    return max(1, CHUNK_BYTES // _page_bytes(layout, kind))
+
+
+def _chunks_of(layout: Layout, kind: Kind, pages: Span) -> Iterator[tuple[int, Span]]:
+    """The number of each chunk with any of `pages` of one layer, and which pages it has."""
+    size = _chunk_pages(layout, kind)
+    for number in range(pages.start // size, -(-pages.stop // size)):
+        yield number, Span(number * size, min((number + 1) * size, layout.num_pages))
+
+
+# The head.
+
+
+def _head_of(record: Record, family: Family) -> bytes:
+    """Prefix and header; its size does not depend on the checksums' values."""
+    header = _encoder.encode(
+        Header(
+            family=family_digest(family),
+            model=record.model,
+            num_before=record.num_before,
+            parent=record.parent or b"",
+            pages=join_hashes(record.pages),
+            e_layers=record.layout.e_layers,
+            checksums=record.checksums,
+        )
+    )
+    return _PREFIX.pack(_MAGIC, len(header), checksum(header)) + header
+
+
+def _head_bytes(head: bytes, num_bytes: int) -> int:
+    """Size of prefix and header; 0 where this is no entry's prefix, or the file is too short."""
+    if len(head) < _PREFIX.size:
+        return 0
+    magic, header_bytes, _ = _PREFIX.unpack_from(head)
+    size: int = _PREFIX.size + header_bytes
+    return size if magic == _MAGIC and size <= num_bytes else 0
+
+
+def _record_of(header: Header, family: Family, payload_bytes: int) -> Record | None:
+    num_pages, rest = divmod(len(header.pages), PAGE_HASH_BYTES)
+    layout = Layout.of(family, num_pages, header.e_layers)
+    is_whole = (
+        header.family == family_digest(family)
+        and num_pages > 0
+        and not rest
+        and header.num_before >= 0
+        and len(header.parent) == (PAGE_HASH_BYTES if header.num_before else 0)
+        and _are_layers(header.e_layers, family.num_layers)
+        and layout.num_bytes == payload_bytes
+        and tuple(map(len, header.checksums)) == _checksum_sizes(layout)
+    )
+    if not is_whole:
+        return None
+    return Record(
+        model=ModelId(header.model),
+        num_before=header.num_before,
+        parent=PageHash(header.parent) if header.parent else None,
+        pages=split_hashes(header.pages),
+        layout=layout,
+        checksums=header.checksums,
+    )
+
+
+def _are_layers(layers: tuple[int, ...], num_layers: int) -> bool:
+    """Whether they rise, and the model has them."""
+    rises = all(a < b for a, b in itertools.pairwise(layers))
+    return not layers or (rises and layers[0] >= 0 and layers[-1] < num_layers)
+
+
+@lru_cache
+def _checksum_sizes(layout: Layout) -> tuple[int, ...]:
+    """Bytes of the checksums of each step."""
+    kv, e = (-(-layout.num_pages // _chunk_pages(layout, kind)) for kind in (Kind.KV, Kind.E))
+    chunks = (e,) * len(layout.e_layers) + (kv,) * layout.num_layers
+    return tuple([_CHECKSUM_BYTES * num for num in chunks])
+
+
+@contextlib.contextmanager
+def _opened(path: Path | str) -> Iterator[int]:
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        yield handle
+    finally:
+        os.close(handle)
+
+
+def _read(handle: int, into: memoryview, offset: int) -> None:
+    done = 0
+    while done < into.nbytes:
+        num = os.preadv(handle, [into[done:]], offset + done)
+        if not num:
+            raise OSError("the file ends early")
+        done += num
+
+
+def _write(handle: int, parts: Sequence[memoryview], offset: int) -> None:
+    """All of the parts; a write may stop short, at the latest after 2 GiB."""
+    left = [part for part in parts if part.nbytes]
+    while left:
+        num = os.pwritev(handle, left, offset)
+        offset += num
+        while left and num >= left[0].nbytes:
+            num -= left[0].nbytes
+            del left[0]
+        if num:
+            left[0] = left[0][num:]
