@@ -33,7 +33,6 @@ from cachetree.status import CacheStatus, FetchLog
 from cachetree.tier import MakeTier, NoteSpeed, Search, Tier
 from cachetree.transport import (
     Peer,
-    Pusher,
     Worker,
     verbs,
 )
@@ -82,7 +81,7 @@ class Cache:
         self._disk: DiskTier | None = None
         self._tiers: dict[Location, Tier] = {}
         self._peers: dict[Location, Peer] = {}
-        self._pushers: list[Pusher] = []
+        self._stores = tuple(map(Location, config.stores))
         try:
             if config.disk_path:
                 self._disk = self._add_tier(
@@ -100,9 +99,8 @@ class Cache:
                 self._peers[address] = Peer(
                     self.tree, address, peer, own_epoch=own_epoch, clock=clock
                 )
-            for address in map(Location, config.stores):
-                peer = config.peer_at(address)
-                self._pushers.append(Pusher(self.tree, address, peer, clock=clock))
+            for address in self._stores:
+                self._peers[address].push()
         except ConfigError:
             self._close_transport()
             self._close_tiers()
@@ -246,7 +244,7 @@ class Cache:
             staging_bytes=self._budget.limit_bytes,
             fetches=self._fetch_log.counts(),
             peers=tuple(peer.status for peer in self._peers.values()),
-            stores=tuple(pusher.status for pusher in self._pushers),
+            stores=tuple(self._peers[address].push_status for address in self._stores),
             worker=worker.status() if worker else None,
             worker_turn_age_s=worker.turn_age_s if worker else 0.0,
             disk=self._disk.status() if self._disk else None,
@@ -276,8 +274,6 @@ class Cache:
         self.close()
 
     def _close_transport(self) -> None:
-        for pusher in self._pushers:
-            pusher.close()
         for peer in self._peers.values():
             peer.close()
         if self._worker is not None:

@@ -16,7 +16,7 @@ from cachetree.clock import Deadline
 from cachetree.errors import ConfigError, DeadlineExceeded
 from cachetree.ids import PAGE_HASH_BYTES, Kind, Location, ModelId, PageHash, Step
 from cachetree.memory import Staging
-from cachetree.transport import Peer, PeerConfig, Pusher, verbs
+from cachetree.transport import Peer, PeerConfig, verbs
 from cachetree.tree import CacheTree
 
 SYNTHETIC = ModelId("bench")
@@ -147,16 +147,17 @@ def _store(
     for start in range(0, memory.nbytes, len(block)):
         memory[start : start + len(block)] = block[: memory.nbytes - start]
     reservation.commit()
-    pusher = Pusher(tree, address, config)
+    peer = Peer(tree, address, config)
+    peer.push()
     deadline = Deadline.after(most_s)
     try:
-        while not pusher.status.num_stored:
-            if deadline.has_passed or pusher.status.num_refused:
-                why = pusher.status.error or "not in time; raise --timeout"
+        while not peer.push_status.num_stored:
+            if deadline.has_passed or peer.push_status.num_refused:
+                why = peer.push_status.error or "not in time; raise --timeout"
                 raise DeadlineExceeded(f"{address} did not store what was to be read: {why}")
             time.sleep(0.01)
     finally:
-        pusher.close()
+        peer.close()
 
 
 def _percentiles(values: Sequence[float], wanted: Sequence[int]) -> dict[str, float]:

@@ -1,4 +1,41 @@
-"""Moves pages between servers over ZMQ: a worker serves a tree, a peer fetches from a worker."""
+"""Moves pages between servers: a worker serves a tree, a peer fetches from it and stores in it.
+
+Two processes hold one session: small messages over ZMQ (`wire`, `verbs`), and payloads over a TCP
+connection of their own (`frames`, wrapped by `sealing` where there are keys). Where pages lie in
+memory that both can read, the messages say where, and nothing goes over TCP.
+
+A fetch, from the reader to the pages and back:
+
+    reader's process                          worker's process
+    peer             one thread, one session
+    pending_fetches  asks, asks again
+    receiver         writes the request
+    connection       ── Fetch ──────────────► server           the sockets
+                                              worker           one thread, all sessions
+                                              disk_promotion   what is only on disk comes first
+                                              session          leases the pages
+                                              sender           cuts them into frames, in fair turns
+    channel          ◄─────────── frames ═══  send_queue       gives them to the kernel
+    pending_fetches
+    receiver         checks them, counts them in the reader's staging
+
+A store, from the tree that has an entry to the tree that keeps it:
+
+    storing process                           worker's process
+    advertise        notes what comes in
+    peer             one thread, one session
+    pending_stores   one entry at a time
+    connection       ── Store ──────────────► server, worker
+                                              disk_promotion   the page before it comes first
+    pending_stores   ◄─────────── Wanted ───  receiver         takes room for it
+    sender           cuts it into frames
+    send_queue       ═══ frames ────────────► channel
+                                              receiver         checks them, commits the entry
+    pending_stores   ◄─────────── Stored ───
+
+`advertise` tells peers what a worker holds, `admin` answers and asks for operators, `handshake`
+and `keys` say who may do what, `backoff` how long who fails has to wait, `status` counts.
+"""
 
 from cachetree.transport.admin import ask, ask_status
 from cachetree.transport.config import PeerConfig, WorkerConfig
@@ -11,8 +48,7 @@ from cachetree.transport.handshake import (
 )
 from cachetree.transport.keys import write_key_pair
 from cachetree.transport.peer import Peer
-from cachetree.transport.push import Pusher, PusherStatus
-from cachetree.transport.status import PeerState, PeerStatus
+from cachetree.transport.status import PeerState, PeerStatus, PusherStatus
 from cachetree.transport.verbs import Source, Status
 from cachetree.transport.worker import Worker
 
@@ -22,7 +58,6 @@ __all__ = [
     "PeerConfig",
     "PeerState",
     "PeerStatus",
-    "Pusher",
     "PusherStatus",
     "Source",
     "Status",

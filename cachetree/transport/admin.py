@@ -22,7 +22,7 @@ from cachetree.errors import (
 from cachetree.ids import ModelId, PageHash
 from cachetree.transport import verbs, wire
 from cachetree.transport.address import parse_remote
-from cachetree.transport.handshake import FAILURES, Credentials, Plain
+from cachetree.transport.handshake import FAILURES, Credentials
 from cachetree.tree import CacheTree
 
 _RETRY_MS: Final = 10
@@ -44,7 +44,7 @@ def ask(
     Raises ConfigError, AuthenticationError, DeadlineExceeded, ProtocolError, or OrderDenied.
     """
     remote = parse_remote(address, field="address")
-    credentials = credentials or Plain()
+    credentials = credentials or Credentials()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
         socket = context.socket(zmq.DEALER)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from typing import Final
 
 from cachetree.errors import ProtocolError
-from cachetree.ids import PAGE_HASH_BYTES, Location, ModelId, PageHash
+from cachetree.ids import PAGE_HASH_BYTES, Location, ModelId
 from cachetree.transport.wire import (
     NO_ADVERTS,
     Entries,
@@ -94,27 +95,20 @@ _ENTRY_WEIGHT: Final = 8
 """What an entry costs besides its pages, in page hashes."""
 
 
-def entries_of(
-    *,
-    added: bool,
-    model: str,
-    parent: PageHash | None,
-    pages: Sequence[PageHash],
-    e_layers: Sequence[int],
-) -> Iterator[Entry]:
+def entries_of(change: Change) -> Iterator[Entry]:
     """One change as entries of at most `ENTRY_PAGES` pages, each the parent of the next.
 
     Removals come last part first, so that a page is never left without its parent.
     """
-    starts = range(0, len(pages), ENTRY_PAGES)
-    for start in starts if added else reversed(starts):
-        before = pages[start - 1] if start else parent
+    starts = range(0, len(change.pages), ENTRY_PAGES)
+    for start in starts if change.added else reversed(starts):
+        before = change.pages[start - 1] if start else change.parent
         yield Entry(
-            added=added,
-            model=model,
+            added=change.added,
+            model=change.model,
             parent=before or b"",
-            pages=join_pages(pages[start : start + ENTRY_PAGES]),
-            e_layers=tuple(e_layers),
+            pages=join_pages(change.pages[start : start + ENTRY_PAGES]),
+            e_layers=change.e_layers,
         )
 
 
@@ -205,7 +199,7 @@ class Advertiser:
 
     def _numbered(self, changes: Iterable[Change]) -> Iterator[Advert]:
         num_taken = self._changes.num_taken
-        for entries in pack(_entries(changes)):
+        for entries in pack(chain.from_iterable(map(entries_of, changes))):
             self._seq += 1
             yield Entries(seq=self._seq, entries=entries)
         self._told.append((self._seq, num_taken))
@@ -214,17 +208,6 @@ class Advertiser:
     def _settle(self) -> None:
         while self._told and self._told[0][0] <= self._learned_seq:
             self.num_learned = self._told.popleft()[1]
-
-
-def _entries(changes: Iterable[Change]) -> Iterator[Entry]:
-    for change in changes:
-        yield from entries_of(
-            added=change.added,
-            model=change.model,
-            parent=change.parent,
-            pages=change.pages,
-            e_layers=change.e_layers,
-        )
 
 
 _UNKNOWN: Final = -1

@@ -252,12 +252,17 @@ def tune(connection: socket.socket) -> None:
 
 def bound_silence(connection: socket.socket, silence_s: float) -> None:
     """Have the kernel end a connection whose other end does not acknowledge any more."""
-    probe_s = max(1, round(silence_s / _KEEPALIVE_PROBES / 2))
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (
-        (socket.TCP_USER_TIMEOUT, round(silence_s * 1000)),
-        (socket.TCP_KEEPIDLE, max(1, round(silence_s / 2))),
-        (socket.TCP_KEEPINTVL, probe_s),
-        (socket.TCP_KEEPCNT, _KEEPALIVE_PROBES),
-    ):
+    options = socket.TCP_USER_TIMEOUT, socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT
+    for option, value in zip(options, silence_limits(silence_s), strict=True):
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def silence_limits(silence_s: float) -> tuple[int, int, int, int]:
+    """When the kernel is to end a TCP connection whose other end does not acknowledge any more.
+
+    With something to send: after so many ms. Without, it asks: after so many seconds, then each so
+    many seconds, so many times.
+    """
+    probe_s = max(1, round(silence_s / _KEEPALIVE_PROBES / 2))
+    return round(silence_s * 1000), max(1, round(silence_s / 2)), probe_s, _KEEPALIVE_PROBES

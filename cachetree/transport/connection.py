@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Final
@@ -9,17 +10,22 @@ from typing import Final
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from cachetree.clock import Clock
 from cachetree.errors import CacheTreeError, FetchError, ProtocolError
 from cachetree.memory import ArenaFile, ArenaReader
 from cachetree.transport import channel, wire
 from cachetree.transport.address import Address
 from cachetree.transport.channel import Arrival, Channel, Sink
+from cachetree.transport.config import PeerConfig
 from cachetree.transport.handshake import FAILURES, Credentials
 from cachetree.transport.sealing import Ticket
 from cachetree.transport.wakeup import Wakeup
 
 _MAX_RECEIVED: Final = 64
 _ENDS: Final = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | FAILURES
+NO_ID: Final = 0
+"""In place of a request's id."""
+
 _LINGER_MS: Final = 100
 """For the goodbye."""
 
@@ -39,16 +45,25 @@ class Connection:
         wakeup: Wakeup,
         max_frame_bytes: int,
         credentials: Credentials,
+        clock: Clock = time.monotonic,
     ) -> None:
         self._to = to
         self._wakeup = wakeup
         self._credentials = credentials
         self._max_frame_bytes = max_frame_bytes
+        self._clock = clock
+        self.is_greeted = False
+        """The worker's hello was good."""
+        self.is_whole = False
+        """The data connection works too."""
+        self.heard_at_s = self.pinged_at_s = self._data_heard_at_s = clock()
         self.channel: Channel | None = None
         """The data connection, from `go_on` on."""
         self._bulk_port = 0
         self.window_bytes = 0
         """Most bytes of one fetch that the worker has under way."""
+        self.last_id = NO_ID
+        """Of the newest fetch or store."""
         self._ready: set[object] = set()
         self.arena: ArenaReader | None = None
         """The worker's memory, where it is to be read."""
@@ -65,7 +80,7 @@ class Connection:
         self._socket.connect(to.url)
 
     @property
-    def bulk_url(self) -> str:
+    def _bulk_url(self) -> str:
         """Where the data connection leads, for people."""
         return f"bulk_port {self._bulk_port} of {self._to.host}"
 
@@ -82,6 +97,12 @@ class Connection:
             self._wakeup.wake,
         )
         self._poller.register(self.channel.fileno(), zmq.POLLIN)
+        self._data_heard_at_s = self._clock()
+
+    def new_id(self) -> int:
+        """For the next fetch or store."""
+        self.last_id += 1
+        return self.last_id
 
     def wait(self, timeout_ms: int) -> None:
         """Until something arrives or ends, the wakeup is woken, or the time is over."""
@@ -103,7 +124,10 @@ class Connection:
     def receive_frames(self, sink: Sink) -> Iterator[Arrival]:
         """What has arrived over the data connection; raises ProtocolError likewise."""
         if self.channel is not None and self.channel.fileno() in self._ready:
+            received_bytes = self.channel.received_bytes
             yield from self.channel.receive(sink)
+            if self.channel.received_bytes != received_bytes:
+                self._data_heard_at_s = self._clock()
 
     def send(self, message: wire.ToWorker) -> None:
         """Raises FetchError where the worker has stopped reading."""
@@ -111,6 +135,16 @@ class Connection:
             self._socket.send(wire.encode(message), zmq.NOBLOCK)
         except zmq.Again as exc:
             raise FetchError("the worker does not read what it is sent") from exc
+
+    def require_heard(self, config: PeerConfig, who: str) -> None:
+        """Raises FetchError where one of the two connections was silent for too long."""
+        now_s = self._clock()
+        patience_s = config.silence_s if self.is_greeted else config.connect_s
+        if now_s - self.heard_at_s > patience_s:
+            raise FetchError(f"{who} was silent for {patience_s} s")
+        patience_s = config.silence_s if self.is_whole else config.connect_s
+        if self.is_greeted and now_s - self._data_heard_at_s > patience_s:
+            raise FetchError(f"{who} was silent for {patience_s} s at {self._bulk_url}")
 
     def end(self, who: str) -> CacheTreeError | None:
         """Why there is no connection, where the last `wait` saw it fail or close.
@@ -122,7 +156,7 @@ class Connection:
             return self._credentials.failure(event["event"], event["value"], who)
         if self.channel is not None and self.channel.error is not None:
             return FetchError(
-                f"{who} closed the connection to its {self.bulk_url}, or it cannot be reached "
+                f"{who} closed the connection to its {self._bulk_url}, or it cannot be reached "
                 f"there: {self.channel.error}"
             )
         return None

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Final, Protocol
+from typing import Final
 
 import zmq
 
@@ -63,8 +63,12 @@ class Refusal:
     why: str
 
 
-class Gate(Protocol):
-    """Whom a worker's socket lets in. Used by the worker's thread after construction."""
+class Gate:
+    """Lets in everyone who can reach a worker's socket. Used by its thread after construction."""
+
+    def __init__(self, *, obeys: bool = False) -> None:
+        """`obeys` whoever is let in."""
+        self._obeys = obeys
 
     def guard(
         self,
@@ -76,50 +80,27 @@ class Gate(Protocol):
 
         Messages above the cap close their connection.
         """
+        _bound(socket, max_message_bytes)
+        socket.set(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
 
     def register(self, poller: zmq.Poller) -> None:
         """Have the poller wake up when a handshake waits for `answer`."""
 
     def answer(self) -> Iterator[Refusal]:
         """Decide the handshakes that wait; never blocks."""
-
-    def is_admin(self, message: zmq.Frame) -> bool:
-        """Whether whoever sent it may give orders."""
-
-    def seals(self, key: bytes) -> Unsealed:
-        """What protects a data connection whose two sides drew that key."""
-
-
-class OpenGate:
-    """Everyone who can reach the socket comes in."""
-
-    def __init__(self, *, obeys: bool) -> None:
-        self._obeys = obeys
-
-    def guard(
-        self,
-        context: zmq.Context[zmq.Socket[bytes]],
-        socket: zmq.Socket[bytes],
-        max_message_bytes: int,
-    ) -> None:
-        _bound(socket, max_message_bytes)
-        socket.set(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
-
-    def register(self, poller: zmq.Poller) -> None:
-        pass
-
-    def answer(self) -> Iterator[Refusal]:
         return iter(())
 
     def is_admin(self, message: zmq.Frame) -> bool:
+        """Whether whoever sent it may give orders."""
         return self._obeys
 
     def seals(self, key: bytes) -> Unsealed:
+        """What protects a data connection whose two sides drew that key."""
         return Unsealed()
 
 
-class KeyGate:
-    """The holders of some keys come in.
+class KeyGate(Gate):
+    """Lets in the holders of some keys.
 
     libzmq asks over ZAP, at an address that is one per context; each worker has a context of its
     own, and answers in its own thread. Where no answer comes, nobody gets in.
@@ -131,6 +112,7 @@ class KeyGate:
         allowed: frozenset[PublicKey],
         admins: frozenset[PublicKey] = frozenset(),
     ) -> None:
+        super().__init__()
         self._own = own
         self._allowed = frozenset(map(keys.to_bytes, allowed | admins))
         self._admins = frozenset(map(keys.to_bytes, admins))
@@ -141,13 +123,12 @@ class KeyGate:
         socket: zmq.Socket[bytes],
         max_message_bytes: int,
     ) -> None:
+        super().guard(context, socket, max_message_bytes + _CIPHER_BYTES)
         self._asked = context.socket(zmq.REP)
         self._asked.set(zmq.LINGER, 0)
         self._asked.bind(_ZAP_ENDPOINT)
-        _bound(socket, max_message_bytes + _CIPHER_BYTES)
         socket.set(zmq.CURVE_SERVER, 1)
         socket.set(zmq.CURVE_SECRETKEY, self._own.secret)
-        socket.set(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
         # Without these two, libzmq lets everyone in when it finds nobody to ask.
         socket.set(zmq.ZAP_DOMAIN, _DOMAIN)
         socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)
@@ -193,7 +174,7 @@ def gate_of(config: WorkerConfig) -> Gate:
     """Reads the key files; raises ConfigError."""
     if config.key_file is None:
         is_local = parse_address(config.listen, field="listen").is_loopback
-        return OpenGate(obeys=config.admin is not None and is_local)
+        return Gate(obeys=config.admin is not None and is_local)
     allowed = keys.read_public_keys(config.allowed_peers, field="allowed_peers")
     admins = keys.read_public_keys(config.admin or (), field="admin")
     return KeyGate(keys.read_key_pair(config.key_file), allowed, admins)
@@ -216,29 +197,21 @@ def refusal_at_worker(event: int, value: int) -> Refusal | None:
     )
 
 
-class Credentials(Protocol):
-    """How one side of a connection proves itself, and whom it expects on the other."""
+class Credentials:
+    """How a peer proves itself, and whom it expects: it proves nothing and believes everything.
 
-    def secure(self, socket: zmq.Socket[bytes], max_message_bytes: int) -> None:
-        """Prepare a socket that is not connected yet; messages above the cap end its connection."""
-
-    def failure(self, event: int, value: int, who: str) -> CacheTreeError:
-        """What a monitor's event says about a connection that was not made, or ended."""
-
-    def seals(self, key: bytes) -> Unsealed:
-        """What protects the data connection that the worker gave a ticket with that key for."""
-
-
-class Plain:
-    """Proves nothing and believes everything. One for each peer: it remembers the last failure."""
+    One for each peer: it remembers the last failure.
+    """
 
     def __init__(self) -> None:
         self._wants_key = False
 
     def secure(self, socket: zmq.Socket[bytes], max_message_bytes: int) -> None:
+        """Prepare a socket that is not connected yet; messages above the cap end its connection."""
         _bound(socket, max_message_bytes)
 
     def failure(self, event: int, value: int, who: str) -> CacheTreeError:
+        """What a monitor's event says about a connection that was not made, or ended."""
         hung_up = event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
         # Of two sides that differ, the one that sees it first hangs up, and the other sees that.
         self._wants_key = _is_mismatch(event, value) or (hung_up and self._wants_key)
@@ -255,13 +228,15 @@ class Plain:
         return _closed(who)
 
     def seals(self, key: bytes) -> Unsealed:
+        """What protects the data connection that the worker gave a ticket with that key for."""
         return Unsealed()
 
 
-class Curve:
+class Curve(Credentials):
     """Encrypted, to the holder of one key."""
 
     def __init__(self, own: KeyPair, server: PublicKey) -> None:
+        super().__init__()
         self._own = own
         self._server = server
 
@@ -297,7 +272,7 @@ class Curve:
 def credentials_of(key_file: str | None, server_key: str | None) -> Credentials:
     """Reads the key files; raises ConfigError."""
     if server_key is None:
-        return Plain()
+        return Credentials()
     server = keys.read_public_key(server_key, field="the worker's key (server_key, peer_keys)")
     return Curve(keys.read_key_pair(key_file or ""), server)
 

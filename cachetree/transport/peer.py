@@ -1,16 +1,17 @@
-"""The fetching side: one thread and one connection to one remote worker."""
+"""One remote worker as seen from here: one thread and one session, to read and to store."""
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Final
 
+import msgspec
 import zmq
 
 from cachetree.clock import Clock
@@ -34,7 +35,8 @@ from cachetree.transport.config import PeerConfig
 from cachetree.transport.connection import Connection
 from cachetree.transport.handshake import credentials_of
 from cachetree.transport.pending_fetches import PendingFetches
-from cachetree.transport.status import PeerLog, PeerState, PeerStatus
+from cachetree.transport.pending_stores import PendingStores
+from cachetree.transport.status import PeerCounts, PeerLog, PeerState, PeerStatus, PusherStatus
 from cachetree.transport.wakeup import CLOSE_S, Wakeup
 from cachetree.tree import CacheTree
 
@@ -42,16 +44,10 @@ log = logging.getLogger(__name__)
 
 NO_WORKER: Final = 0
 """In place of an epoch."""
+_MAX_CLOSE_S: Final = 5.0
+"""How long what waits to be stored may still take when the peer is closed."""
 _MOST_PAGES: Final = 1_000_000
 """Of one peer, where nobody has set more: some 60 MB of them, 1 GB if each were a node alone."""
-
-
-class _Sink:
-    """Where the frames of one connection go."""
-
-    def __init__(self, fetches: PendingFetches, connection: Connection) -> None:
-        self.buffer_for = partial(fetches.buffer_for, connection)
-        self.is_pending = fetches.is_pending
 
 
 class Peer:
@@ -59,7 +55,9 @@ class Peer:
 
     While `ready`, `tree` holds what the worker advertises at location `address`; when the worker
     is lost, all of it is forgotten before anything else happens. Every staging given to `fetch`
-    completes or fails, by its deadline at the latest. Raises ConfigError for a bad address or key.
+    completes or fails, by its deadline at the latest. After `push` the worker is given every entry
+    that comes into `tree`, parents first; what it does not take is missed by nobody. Raises
+    ConfigError for a bad address or key.
     """
 
     def __init__(
@@ -90,24 +88,23 @@ class Peer:
         self._error: CacheTreeError | None = None
         self._epoch = 0
         self._model = ""
-        self._is_greeted = False
         self._view = RemoteView(tree, address)
         self._log = PeerLog(address, clock)
         self._requests: deque[tuple[ModelId, Sequence[PageHash], Staging]] = deque()
-        self._counts: Counter[str] = Counter()
+        self._counts = PeerCounts()
         self._breaker = Breaker(config, clock)
         self._fetches = PendingFetches(
             f"worker {address}", tree.family, config, self._breaker, self._counts, clock
         )
         self._connection: Connection | None = None
-        self._is_whole = False
-        """Whether the data connection works too."""
-        self._received_bytes = 0
-        self._attempt_at_s = self._heard_at_s = self._data_heard_at_s = self._pinged_at_s = clock()
+        self._attempt_at_s = clock()
         self._backoff = Backoff(config.reconnect_s, config.max_reconnect_s)
         self._is_closing = False
+        self._ends_at_s = math.inf
+        """When the thread ends at the latest."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._wakeup = Wakeup()
+        self._stores = PendingStores(address, tree, config, self._wakeup.wake, clock)
         self._thread = threading.Thread(
             target=self._run, name=f"cachetree-peer {address}", daemon=True
         )
@@ -139,7 +136,7 @@ class Peer:
 
     @property
     def status(self) -> PeerStatus:
-        counts, connection = self._counts, self._connection
+        connection = self._connection
         return PeerStatus(
             address=self.address,
             state=self._state.value,
@@ -149,16 +146,14 @@ class Peer:
             model=self._model,
             shares_memory=connection is not None and connection.arena is not None,
             bytes_per_s=self.bytes_per_s,
-            num_fetches=counts["fetches"],
-            num_failed_fetches=counts["failed"],
-            num_retries=counts["retries"],
-            num_landed_bytes=counts["landed_bytes"],
-            num_losses=counts["losses"],
-            num_resyncs=counts["resyncs"],
             num_pages=self._tree.num_remote_pages(self.address),
             num_dropped_pages=self._tree.num_dropped_pages(self.address),
-            num_protocol_errors=counts["protocol_errors"],
+            **msgspec.structs.asdict(self._counts),
         )
+
+    @property
+    def push_status(self) -> PusherStatus:
+        return self._stores.status
 
     def wait_ready(self, timeout_s: float) -> bool:
         """Block until the peer is ready, or cannot become it; whether it is."""
@@ -179,18 +174,27 @@ class Peer:
                 return
         staging.fail(FetchError(f"worker {self.address} is {self._state.value}"))
 
+    def push(self) -> None:
+        """From now on, store there what is in the tree and what comes into it. Returns at once."""
+        self._stores.begin()
+
     def close(self) -> None:
-        """Fail what is under way, forget the worker's entries. Idempotent."""
+        """Fail what is fetched, forget the worker's entries. Idempotent.
+
+        What waits to be stored still is, for a few seconds at most and by a worker that answers.
+        """
+        self._stores.close()
         with self._changed:
             self._is_closing = True
+            self._ends_at_s = min(self._ends_at_s, self._clock() + _MAX_CLOSE_S)
             self._wakeup.wake()
-        self._thread.join(CLOSE_S)
+        self._thread.join(_MAX_CLOSE_S + CLOSE_S)
 
     # Everything below runs in the peer's thread.
 
     def _run(self) -> None:
         try:
-            while not self._is_closing and self._state is not PeerState.REFUSED:
+            while self._clock() < self._ends_at_s and self._state is not PeerState.REFUSED:
                 try:
                     self._turn()
                 except (FamilyMismatch, ConfigError) as exc:
@@ -198,16 +202,18 @@ class Peer:
                 except AuthenticationError as exc:
                     self._lose(exc, PeerState.UNTRUSTED)
                 except FetchError as exc:
-                    self._counts["protocol_errors"] += isinstance(exc, ProtocolError)
+                    self._counts.num_protocol_errors += isinstance(exc, ProtocolError)
                     self._lose(exc, PeerState.CONNECTING)
                 except Exception as exc:
-                    self._counts["internal_errors"] += 1
                     log.exception("peer %s: internal error", self.address)
                     self._lose(FetchError(f"internal error: {exc}"), PeerState.CONNECTING)
         finally:
             self._finish()
 
     def _finish(self) -> None:
+        self._stores.close()
+        if num_waiting := self._stores.status.num_waiting:
+            log.info("%d entries were not pushed to %s", num_waiting, self.address)
         if self._state is not PeerState.REFUSED:
             if self._connection is not None:
                 with suppress(FetchError):
@@ -220,62 +226,71 @@ class Peer:
         self._accept()
 
     def _turn(self) -> None:
+        if self._is_closing:
+            self._fetches.end(FetchError(f"worker {self.address} is closed here"))
+            if not self._stores.has_work:
+                self._ends_at_s = -math.inf
+                return
         connection = self._connection
         if connection is None:
             self._connect()
             return
-        timeout_s = min(self._config.heartbeat_s, self._config.connect_s, self._fetches.timeout_s())
-        connection.wait(round(timeout_s * 1000))
+        connection.wait(round(self._timeout_s() * 1000))
         self._wakeup.drain()
         self._take(connection)  # First: a word about a fetch mostly comes after its frames.
         for message in connection.receive():
             # A pong says nothing about a snapshot that is due: its request may have been lost.
             if self._view.is_synced or not isinstance(message, wire.Pong):
-                self._heard_at_s = self._clock()
+                connection.heard_at_s = self._clock()
             self._handle(connection, message)
-        self._fetches.check(connection)
+        self._fetches.check()
         self._accept()
         if self._breaker.is_open:
             connection.send(wire.Bye(reason="too many errors"))
             raise FetchError(f"it failed too often, the last time: {self._breaker.error}")
         if self._state is PeerState.READY:
-            self._fetches.resume(connection)
+            self._fetches.resume()
+            self._stores.turn(connection)
         if (end := connection.end(f"worker {self.address}")) is not None:
             raise end
         self._beat(connection)
 
+    def _timeout_s(self) -> float:
+        timeout_s = min(self._config.heartbeat_s, self._config.connect_s, self._fetches.timeout_s())
+        if self._state is PeerState.READY:
+            timeout_s = min(timeout_s, self._stores.timeout_s())
+        return max(0.0, min(timeout_s, self._ends_at_s - self._clock()))
+
     def _connect(self) -> None:
+        if self._is_closing:  # For what waits to be stored there is no time to lose.
+            self._attempt_at_s = self._clock()
         pause_s = max(0.0, self._attempt_at_s - self._clock())
         self._wakeup.wait(min(pause_s, self._fetches.timeout_s()))
         self._wakeup.drain()
-        self._fetches.check(None)
+        self._fetches.check()
         self._accept()
-        if self._clock() < self._attempt_at_s or self._is_closing:
+        if self._clock() < self._attempt_at_s:
             return
-        self._heard_at_s = self._pinged_at_s = self._clock()
         if self._state is PeerState.RESTING:
             self._set_state(PeerState.CONNECTING)
-        self._connection = Connection(
+        self._connection = self._fetches.link = Connection(
             self._context,
             self._remote,
             self._wakeup,
             self._config.frame_bytes,
             self._credentials,
+            self._clock,
         )
         with suppress(FetchError):  # One that has failed already says why at the next turn.
             self._connection.send(wire.hello(self._tree.family, self._config.model, epoch=0))
 
     def _take(self, connection: Connection) -> None:
         """What came over the data connection."""
-        for arrival in connection.receive_frames(_Sink(self._fetches, connection)):
+        for arrival in connection.receive_frames(self._fetches):
             if arrival.frame.id == frames.MESSAGE:
                 self._hear(connection, arrival)
             else:
-                self._fetches.mark_received(connection, arrival)
-        received_bytes = connection.channel.received_bytes if connection.channel else 0
-        if received_bytes != self._received_bytes:
-            self._received_bytes = received_bytes
-            self._data_heard_at_s = self._clock()
+                self._fetches.mark_received(arrival)
 
     def _hear(self, connection: Connection, arrival: Arrival) -> None:
         message = wire.decode_to_peer(arrival.message)
@@ -283,25 +298,26 @@ class Peer:
             raise ProtocolError(
                 f"worker {self.address} sent a {type(message).__name__} among payloads"
             )
-        self._is_whole = True
-        self._fetches.compare(connection, message, "data connection")
-        self._rise()
+        connection.is_whole = True
+        self._fetches.compare(message, "data connection")
+        self._rise(connection)
 
     def _handle(self, connection: Connection, message: wire.ToPeer) -> None:
         match message:
             case wire.Hello():
                 self._greet(connection, message)
-                self._data_heard_at_s = self._clock()
             case wire.Bye():
                 error = FetchError(f"worker {self.address} ended the session: {message.reason}")
                 self._fetches.interrupt(error)  # So that the loss breaks nothing off.
                 raise error
-            case _ if not self._is_greeted:
+            case _ if not connection.is_greeted:
                 raise ProtocolError(f"worker {self.address} did not say hello first")
             case wire.Located():
-                self._fetches.read(connection, message)
+                self._fetches.read(message)
             case wire.FetchFailed():
-                self._fetches.failed(connection, message)
+                self._fetches.failed(message)
+            case wire.Wanted() | wire.StoreRefused() | wire.Stored() | wire.Credit():
+                self._stores.answered(message)
             case wire.Reset(epoch=epoch) | wire.Pong(epoch=epoch) if epoch != self._epoch:
                 raise FetchError(f"worker {self.address} was restarted")
             case wire.Reset() | wire.Entries() | wire.Synced() | wire.Pong():
@@ -310,7 +326,7 @@ class Peer:
                 pass
 
     def _greet(self, connection: Connection, hello: wire.Hello) -> None:
-        if self._is_greeted:
+        if connection.is_greeted:
             raise ProtocolError(f"worker {self.address} said hello twice")
         who = f"worker {self.address}"
         if hello.epoch == self._own_epoch:
@@ -318,7 +334,8 @@ class Peer:
         wire.require_family(hello, self._tree.family, who=who)
         self._epoch = hello.epoch
         self._model = hello.model
-        self._is_greeted = True
+        connection.is_greeted = True
+        self._stores.greeted(hello.epoch)
         connection.go_on(hello.ticket, who)
         if self._config.shared_memory and hello.arena is not None:
             connection.share(hello.arena)
@@ -338,20 +355,19 @@ class Peer:
         knew = not self._view.needs_snapshot
         if isinstance(message, wire.Pong):
             self._view.compare(message.seq)
-            self._fetches.compare(connection, message, "zmq")
+            self._fetches.compare(message, "zmq")
         else:
             self._view.apply(message)
             if not isinstance(message, wire.Reset) and not self._view.needs_snapshot:
                 connection.send(wire.Learned(snapshot=self._view.snapshot, seq=message.seq))
-        self._counts["resyncs"] += isinstance(message, wire.Reset)
+        self._counts.num_resyncs += isinstance(message, wire.Reset)
         if knew and self._view.needs_snapshot:
-            self._counts["gaps"] += 1
             connection.send(wire.Subscribe())
-        self._rise()
+        self._rise(connection)
 
-    def _rise(self) -> None:
+    def _rise(self, connection: Connection) -> None:
         """Be ready once all is there that a fetch needs."""
-        if self._view.is_synced and self._is_whole and self._state is not PeerState.READY:
+        if self._view.is_synced and connection.is_whole and self._state is not PeerState.READY:
             self._backoff.reset()
             self._set_state(PeerState.READY)
             self._log.rise()
@@ -360,28 +376,21 @@ class Peer:
         """Begin what was asked for, or fail it at once."""
         while self._requests:
             model, pages, staging = self._requests.popleft()
-            self._counts["fetches"] += 1
+            self._counts.num_fetches += 1
             if self._connection is None or self._state is not PeerState.READY:
                 because = f": {self._error}" if self._error else ""
                 error = FetchError(f"worker {self.address} is {self._state.value}{because}")
                 self._fetches.refuse(staging, error)
             else:
-                self._fetches.begin(self._connection, model, pages, staging)
+                self._fetches.begin(model, pages, staging)
 
     def _beat(self, connection: Connection) -> None:
+        connection.require_heard(self._config, f"worker {self.address}")
         now_s = self._clock()
-        patience_s = self._config.silence_s if self._is_greeted else self._config.connect_s
-        if now_s - self._heard_at_s > patience_s:
-            raise FetchError(f"worker {self.address} was silent for {patience_s} s")
-        patience_s = self._config.silence_s if self._is_whole else self._config.connect_s
-        if self._is_greeted and now_s - self._data_heard_at_s > patience_s:
-            raise FetchError(
-                f"worker {self.address} was silent for {patience_s} s at {connection.bulk_url}"
-            )
-        if self._is_greeted and now_s - self._pinged_at_s >= self._config.heartbeat_s:
-            self._pinged_at_s = now_s
-            self._fetches.repeat_credit(connection)
-            connection.send(wire.Ping(last_id=self._fetches.last_id))
+        if connection.is_greeted and now_s - connection.pinged_at_s >= self._config.heartbeat_s:
+            connection.pinged_at_s = now_s
+            self._fetches.repeat_credit()
+            connection.send(wire.Ping(last_id=connection.last_id))
 
     def _lose(self, error: CacheTreeError, state: PeerState) -> None:
         """Forget all that the worker said, then fail all that it owed, or will ask for again."""
@@ -389,15 +398,17 @@ class Peer:
             self._breaker.failed(error)
         if state is PeerState.CONNECTING and self._breaker.is_open:
             state = PeerState.RESTING
-        self._log.lose(state, error, was_greeted=self._is_greeted)
+        was_greeted = self._connection is not None and self._connection.is_greeted
+        self._log.lose(state, error, was_greeted=was_greeted)
         if self._connection is not None:
             self._connection.close()
-            self._connection = None
-        if self._is_greeted:
-            self._is_greeted = self._is_whole = False
-            self._received_bytes = 0
-            self._counts["losses"] += 1
+            self._connection = self._fetches.link = None
+        if was_greeted:
+            self._counts.num_losses += 1
             self._view.forget()
+        self._stores.interrupt(error)
+        if self._is_closing:
+            self._ends_at_s = -math.inf
         self._error = error
         self._set_state(state)
         failure = error if isinstance(error, FetchError) else FetchError(str(error))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from typing import Final, Literal
 
@@ -26,6 +25,7 @@ from cachetree.transport.connection import Connection
 from cachetree.transport.frames import Frame
 from cachetree.transport.pace import Bandwidth
 from cachetree.transport.receiver import NOT_ASKED, FetchReceiver
+from cachetree.transport.status import PeerCounts
 
 _TICK_S: Final = 0.01
 """How often cancelled fetches are looked for."""
@@ -37,7 +37,7 @@ nothing about the link."""
 
 
 class PendingFetches:
-    """The fetches of one peer. Used by the peer's thread only; connections are given to it.
+    """The fetches of one peer. Used by the peer's thread only.
 
     One whose connection ends, or whose frames are damaged or missing, waits until `resume` asks
     for the rest of it, on this connection or the next: `max_retries` times, within `resume_s`, and
@@ -50,21 +50,26 @@ class PendingFetches:
         family: Family,
         config: PeerConfig,
         breaker: Breaker,
-        counts: Counter[str],
+        counts: PeerCounts,
         clock: Clock,
     ) -> None:
         self._who = who
         self.bandwidth: Final = Bandwidth(clock)
-        self.last_id = NOT_ASKED
-        """Of the newest request."""
         self._family = family
         self._config = config
         self._breaker = breaker
         self._counts = counts
         self._clock = clock
+        self.link: Connection | None = None
+        """While there is one: its owner sets it."""
         self._receivers: list[FetchReceiver] = []
         self._asked: dict[int, FetchReceiver] = {}
         """Those of `_receivers` that a request is under way for."""
+
+    @property
+    def _link(self) -> Connection:
+        assert self.link is not None
+        return self.link
 
     @property
     def is_under_way(self) -> bool:
@@ -76,9 +81,7 @@ class PendingFetches:
         remaining_s = (receiver.staging.deadline.remaining_s() for receiver in self._receivers)
         return min(_TICK_S, *remaining_s) if self._receivers else math.inf
 
-    def begin(
-        self, link: Connection, model: ModelId, pages: Sequence[PageHash], staging: Staging
-    ) -> None:
+    def begin(self, model: ModelId, pages: Sequence[PageHash], staging: Staging) -> None:
         receiver = FetchReceiver(model, pages, staging)
         if receiver.is_complete:
             return
@@ -91,20 +94,20 @@ class PendingFetches:
             self.refuse(staging, error)
         else:
             self._receivers.append(receiver)
-            self._ask(link, receiver)
+            self._ask(receiver)
 
     def refuse(self, staging: Staging, error: FetchError) -> None:
         """Fail one that was not begun."""
-        self._counts["failed"] += 1
+        self._counts.num_failed_fetches += 1
         staging.fail(error)
 
-    def buffer_for(self, link: Connection, frame: Frame) -> memoryview | None:
+    def buffer_for(self, frame: Frame) -> memoryview | None:
         """Where its bytes go; None for nowhere."""
         receiver = self._receiver_of(frame)
         try:
             return None if receiver is None else receiver.buffer_for(frame)
         except FetchError as exc:
-            self._stop(link, frame.id, exc)
+            self._stop(frame.id, exc)
             return None
 
     def is_pending(self, frame: Frame) -> bool:
@@ -112,7 +115,7 @@ class PendingFetches:
         receiver = self._asked.get(frame.id)
         return receiver is not None and receiver.staging.error is None
 
-    def mark_received(self, link: Connection, arrival: Arrival) -> None:
+    def mark_received(self, arrival: Arrival) -> None:
         """A frame came whole into its buffer."""
         receiver = self._receiver_of(arrival.frame)
         if receiver is None:
@@ -120,40 +123,38 @@ class PendingFetches:
         try:
             receiver.mark_received(arrival.frame, is_sound=arrival.is_sound)
         except FetchError as exc:
-            self._stop(link, receiver.id, exc)
+            self._stop(receiver.id, exc)
         else:
-            self._received(link, receiver, arrival.frame.size)
+            self._received(receiver, arrival.frame.size)
 
-    def read(self, link: Connection, located: wire.Located) -> None:
+    def read(self, located: wire.Located) -> None:
         """Copy what lies in the worker's memory."""
         receiver = self._receiver_of(located)
         if receiver is None:
             return
         try:
-            if link.arena is None:
+            if self._link.arena is None:
                 raise ProtocolError(f"{self._who} sent places of a memory that is not read here")
-            receiver.read(located, link.arena)
+            receiver.read(located, self._link.arena)
         except FetchError as exc:
-            self._stop(link, receiver.id, exc)
+            self._stop(receiver.id, exc)
         else:
-            self._received(link, receiver, located.size)
+            self._received(receiver, located.size)
             if receiver.is_complete:  # The worker waits for it.
-                link.send(wire.Credit(id=located.id, num_bytes=receiver.placed_bytes))
+                self._link.send(wire.Credit(id=located.id, num_bytes=receiver.placed_bytes))
 
-    def failed(self, link: Connection, message: wire.FetchFailed) -> None:
+    def failed(self, message: wire.FetchFailed) -> None:
         receiver = self._asked.get(message.id)
         if receiver is None:
             return
         kind = wire.FETCH_ERRORS.get(message.error, FetchError)
         error = kind(f"{self._who}: {message.reason}")
         if isinstance(error, ProtocolError):
-            self._break(link, receiver, error)
+            self._break(receiver, error)
         else:
             self._end(receiver, error)
 
-    def compare(
-        self, link: Connection, pong: wire.Pong, over: Literal["zmq", "data connection"]
-    ) -> None:
+    def compare(self, pong: wire.Pong, over: Literal["zmq", "data connection"]) -> None:
         """What the worker sends no more, and sent before the pong, should be here.
 
         Of the two connections neither knows what is still under way in the other.
@@ -163,9 +164,9 @@ class PendingFetches:
                 receiver.over.add(over)
                 if len(receiver.over) == 2:
                     what = f"a request to {self._who}, or its last frames, were lost"
-                    self._break(link, receiver, ProtocolError(what))
+                    self._break(receiver, ProtocolError(what))
 
-    def check(self, link: Connection | None) -> None:
+    def check(self) -> None:
         """Give up what its reader gave up, or what is late."""
         for receiver in tuple(self._receivers):
             error = receiver.staging.error
@@ -178,23 +179,23 @@ class PendingFetches:
             if error is not None:
                 id = receiver.id
                 self._end(receiver, error)
-                if link is not None and id != NOT_ASKED:
-                    link.send(wire.Cancel(id=id))
+                if self.link is not None and id != NOT_ASKED:
+                    self.link.send(wire.Cancel(id=id))
 
-    def repeat_credit(self, link: Connection) -> None:
+    def repeat_credit(self) -> None:
         """Tell the worker what was placed, also what it should know: it may have been lost."""
         for receiver in self._asked.values():
             receiver.repeat_credit()
             if num_bytes := receiver.take_credit():
-                link.send(wire.Credit(id=receiver.id, num_bytes=num_bytes))
+                self._link.send(wire.Credit(id=receiver.id, num_bytes=num_bytes))
 
-    def resume(self, link: Connection) -> None:
+    def resume(self) -> None:
         """Ask for the rest of what was interrupted."""
         if len(self._asked) < len(self._receivers):
             for receiver in tuple(self._receivers):
                 if receiver.id == NOT_ASKED:
-                    self._counts["retries"] += 1
-                    self._ask(link, receiver)
+                    self._counts.num_retries += 1
+                    self._ask(receiver)
 
     def interrupt(self, error: FetchError) -> None:
         """The connection is gone, and all requests with it."""
@@ -206,56 +207,55 @@ class PendingFetches:
         for receiver in tuple(self._receivers):
             self._end(receiver, type(error)(str(error)))
 
-    def _ask(self, link: Connection, receiver: FetchReceiver) -> None:
-        self.last_id += 1
+    def _ask(self, receiver: FetchReceiver) -> None:
         receiver.asked_at_s = self._clock()
-        receiver.asked_at_bytes = self._counts["landed_bytes"]
+        receiver.asked_at_bytes = self._counts.num_landed_bytes
         fetch = receiver.request(
-            self.last_id,
+            self._link.new_id(),
             frame_bytes=self._config.frame_bytes,
             window_bytes=self._config.window_bytes,
-            reads_arena=link.arena is not None,
+            reads_arena=self._link.arena is not None,
         )
         self._asked[receiver.id] = receiver
         try:
-            link.send(fetch)
+            self._link.send(fetch)
         except ProtocolError as exc:  # More pages than a header takes.
             self._withdraw(receiver)
             self._end(receiver, exc)
 
     def _receiver_of(self, frame: Frame | wire.Located) -> FetchReceiver | None:
         """None where it crossed with our Cancel; raises ProtocolError."""
-        if frame.id > self.last_id:
+        if frame.id > self._link.last_id:
             raise ProtocolError(f"{self._who} sent a frame that nobody asked for")
         return self._asked.get(frame.id)
 
-    def _received(self, link: Connection, receiver: FetchReceiver, num_bytes: int) -> None:
-        self._counts["landed_bytes"] += num_bytes
+    def _received(self, receiver: FetchReceiver, num_bytes: int) -> None:
+        self._counts.num_landed_bytes += num_bytes
         if receiver.is_complete:
             self._end(receiver, None)
             return
         # Early enough that the worker goes on while the rest of the window is placed. A frame has
         # room in the other half, whatever is not credited yet.
-        least_bytes = min(self._config.window_bytes, link.window_bytes) // 2
+        least_bytes = min(self._config.window_bytes, self._link.window_bytes) // 2
         if placed_bytes := receiver.take_credit(least_bytes):
-            link.send(wire.Credit(id=receiver.id, num_bytes=placed_bytes))
+            self._link.send(wire.Credit(id=receiver.id, num_bytes=placed_bytes))
 
-    def _stop(self, link: Connection, id: int, error: FetchError) -> None:
+    def _stop(self, id: int, error: FetchError) -> None:
         """What came for it could not be taken."""
         receiver = self._asked[id]
         if isinstance(error, ProtocolError):
-            self._break(link, receiver, error)
+            self._break(receiver, error)
         else:
             self._end(receiver, error)
-            link.send(wire.Cancel(id=id))
+            self._link.send(wire.Cancel(id=id))
 
-    def _break(self, link: Connection, receiver: FetchReceiver, error: ProtocolError) -> None:
+    def _break(self, receiver: FetchReceiver, error: ProtocolError) -> None:
         """What came for it was wrong, or did not come."""
-        self._counts["protocol_errors"] += 1
+        self._counts.num_protocol_errors += 1
         self._breaker.failed(error)
         id = receiver.id
         self._suspend(receiver, error)
-        link.send(wire.Cancel(id=id))
+        self._link.send(wire.Cancel(id=id))
 
     def _has_waited(self, receiver: FetchReceiver) -> bool:
         waited_s = self._clock() - receiver.broken_at_s
@@ -282,7 +282,7 @@ class PendingFetches:
             self._breaker.succeeded()
             return
         error = receiver.staging.error or error
-        self._counts["failed"] += not isinstance(error, Cancelled)
+        self._counts.num_failed_fetches += not isinstance(error, Cancelled)
         if is_asked and not isinstance(error, Cancelled | StaleEntry):
             self._breaker.failed(error)
         else:
@@ -290,7 +290,7 @@ class PendingFetches:
         receiver.staging.fail(error)
 
     def _measure(self, receiver: FetchReceiver, error: FetchError | None) -> None:
-        num_bytes = self._counts["landed_bytes"] - receiver.asked_at_bytes
+        num_bytes = self._counts.num_landed_bytes - receiver.asked_at_bytes
         seconds = self._clock() - receiver.asked_at_s
         is_late = isinstance(error, DeadlineExceeded) and seconds >= _MIN_LATE_S
         is_given_up = isinstance(error, Cancelled) and seconds >= _MIN_GIVEN_UP_S

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from cachetree.checkpoint import Family
@@ -11,7 +10,7 @@ from cachetree.clock import Clock, Deadline
 from cachetree.errors import FetchError, ProtocolError
 from cachetree.ids import ModelId, PageHash, Span
 from cachetree.memory import ArenaReader, Staging, checksum_of_parts
-from cachetree.transport import wire
+from cachetree.transport import verbs, wire
 from cachetree.transport.channel import Arrival
 from cachetree.transport.config import WorkerConfig
 from cachetree.transport.frames import Frame
@@ -148,96 +147,102 @@ _MAX_OF_ONE_PEER: Final = 4
 
 
 class StoreReceiver:
-    """Stores under way, of all peers. Used by the worker's thread only.
+    """Stores of one peer that are under way. Used by the worker's thread only.
 
     A store takes its room from the tree's budget before its first byte is sent; only whole ones
     are ever seen. Where one ends early, for whatever reason, its room goes back at once.
     """
 
     def __init__(
-        self, tree: CacheTree, config: WorkerConfig, counts: Counter[str], clock: Clock
+        self,
+        tree: CacheTree,
+        config: WorkerConfig,
+        counts: verbs.Counts,
+        reply: Callable[[Reply], object],
+        clock: Clock,
     ) -> None:
+        """`reply` tells the peer what becomes of its stores."""
         self._tree = tree
         self._config = config
         self._counts = counts
+        self._reply = reply
         self._clock = clock
-        self._open: dict[tuple[bytes, int], tuple[FetchReceiver, Reservation]] = {}
-        self._refused: deque[tuple[bytes, wire.StoreRefused]] = deque()
-        """Who still has to be told."""
+        self._open: dict[int, tuple[FetchReceiver, Reservation]] = {}
 
-    def __len__(self) -> int:
-        return len(self._open)
-
-    def begin(self, identity: bytes, store: wire.Store) -> Reply:
+    def begin(self, store: wire.Store) -> None:
         """Reserve room for a store, or say why not."""
-        self._counts["stores"] += 1
+        self._counts.num_stores += 1
         try:
-            return self._begin(identity, store)
+            self._begin(store)
         except _Refusal as exc:
-            return self._refuse(store.id, exc.why, str(exc))
+            self._refuse(store.id, exc.why, str(exc))
         except ProtocolError as exc:
-            return self._refuse(store.id, Refused.PROTOCOL, wire.reason(exc))
+            self._refuse(store.id, Refused.PROTOCOL, wire.reason(exc))
 
-    def buffer_for(self, identity: bytes, frame: Frame) -> memoryview | None:
+    def buffer_for(self, frame: Frame) -> memoryview | None:
         """Where its bytes go; None where its store has ended, or ends with it."""
-        receiver, _ = self._open.get((identity, frame.id), (None, None))
+        receiver, _ = self._open.get(frame.id, (None, None))
         try:
             return None if receiver is None else receiver.buffer_for(frame)
         except FetchError as exc:
-            self._refused.append((identity, self._break(identity, frame.id, exc)))
+            self._break(frame.id, exc)
             return None
 
-    def is_pending(self, identity: bytes, frame: Frame) -> bool:
+    def is_pending(self, frame: Frame) -> bool:
         """Whether the store still goes on that `buffer_for` was asked for."""
-        return (identity, frame.id) in self._open
+        return frame.id in self._open
 
-    def mark_received(self, identity: bytes, arrival: Arrival) -> Reply | None:
-        """A frame came whole into its buffer; None where its store has ended already."""
-        id, size = arrival.frame.id, arrival.frame.size
-        receiver, reservation = self._open.get((identity, id), (None, None))
+    def mark_received(self, arrival: Arrival) -> None:
+        """A frame came whole into its buffer; its store may have ended already."""
+        id = arrival.frame.id
+        receiver, reservation = self._open.get(id, (None, None))
         if receiver is None or reservation is None:
-            return None
+            return
         try:
             receiver.mark_received(arrival.frame, is_sound=arrival.is_sound)
         except FetchError as exc:
-            return self._break(identity, id, exc)
-        self._counts["received_bytes"] += size
+            self._break(id, exc)
+            return
+        self._counts.num_received_bytes += arrival.frame.size
         if not receiver.is_complete:
-            return wire.Credit(id=id, num_bytes=receiver.take_credit())
-        del self._open[identity, id]
+            self._reply(wire.Credit(id=id, num_bytes=receiver.take_credit()))
+            return
+        self._close(id)
         reservation.commit()
-        self._counts["store stored"] += 1
-        return wire.Stored(id=id)
+        self._counts.stores_by_outcome["stored"] += 1
+        self._reply(wire.Stored(id=id))
 
-    def cancel(self, identity: bytes, id: int) -> None:
+    def cancel(self, id: int) -> None:
         """The peer gives up a store; nothing where there is none."""
-        _, reservation = self._open.pop((identity, id), (None, None))
-        if reservation is not None:
-            reservation.release()
+        if id in self._open:
+            self._close(id).release()
 
-    def forget(self, identity: bytes) -> None:
-        """The peer is gone."""
-        for key in [key for key in self._open if key[0] == identity]:
-            self.cancel(*key)
-
-    def expire(self) -> Iterator[tuple[bytes, wire.StoreRefused]]:
-        """End what is late; whom to tell of that, and of frames that did not fit."""
-        while self._refused:
-            yield self._refused.popleft()
-        for (identity, id), (receiver, _) in tuple(self._open.items()):
+    def expire(self) -> None:
+        """End what is late."""
+        for id, (receiver, _) in tuple(self._open.items()):
             if receiver.staging.deadline.has_passed:
-                self.cancel(identity, id)
-                yield identity, self._refuse(id, Refused.DEADLINE, "the store's time is over")
+                self.cancel(id)
+                self._refuse(id, Refused.DEADLINE, "the store's time is over")
 
-    def _begin(self, identity: bytes, store: wire.Store) -> Reply:
+    def close(self) -> None:
+        """The peer is gone."""
+        for id in tuple(self._open):
+            self.cancel(id)
+
+    def _close(self, id: int) -> Reservation:
+        self._counts.num_open_stores -= 1
+        return self._open.pop(id)[1]
+
+    def _begin(self, store: wire.Store) -> None:
         family = self._tree.family
         if not self._config.accepts:
             raise _Refusal(
                 Refused.CLOSED, "this worker accepts no stores; set worker.accepts to true there"
             )
-        if len(self._open) >= self._config.max_stores or self._num_of(identity) >= _MAX_OF_ONE_PEER:
-            raise _Refusal(Refused.BUSY, f"{len(self._open)} stores are open")
-        if (identity, store.id) in self._open:
+        num_open = self._counts.num_open_stores
+        if num_open >= self._config.max_stores or len(self._open) >= _MAX_OF_ONE_PEER:
+            raise _Refusal(Refused.BUSY, f"{num_open} stores are open")
+        if store.id in self._open:
             raise ProtocolError(f"store {store.id} is open already")
         pages, parents = wire.split_pages(store.pages), wire.split_pages(store.parent)
         steps = wire.steps_of_store(family.num_layers, store.e_layers)
@@ -248,7 +253,7 @@ class StoreReceiver:
         if reservation is None:
             raise self._why_not(model, parent, len(pages))
         if not reservation.pages:
-            self._counts["store known"] += 1
+            self._counts.stores_by_outcome["known"] += 1
         else:
             seconds = min(max(store.timeout_ms, 0) / 1000, self._config.max_fetch_s)
             num_pages = len(reservation.pages)
@@ -256,31 +261,30 @@ class StoreReceiver:
             deadline = Deadline.after(seconds, self._clock)
             staging = Staging(sizes, deadline, lambda num_bytes: reservation.whole())
             receiver = FetchReceiver(model, reservation.pages, staging)
-            self._open[identity, store.id] = (receiver, reservation)
-        return wire.Wanted(
+            self._open[store.id] = (receiver, reservation)
+            self._counts.num_open_stores += 1
+        wanted = wire.Wanted(
             id=store.id,
             skipped=reservation.skipped,
             frame_bytes=self._config.frame_bytes,
             window_bytes=self._config.window_bytes,
         )
+        self._reply(wanted)
 
-    def _break(self, identity: bytes, id: int, error: FetchError) -> wire.StoreRefused:
-        self.cancel(identity, id)
-        return self._refuse(id, Refused.PROTOCOL, wire.reason(error))
-
-    def _num_of(self, identity: bytes) -> int:
-        return sum(key[0] == identity for key in self._open)
+    def _break(self, id: int, error: FetchError) -> None:
+        self.cancel(id)
+        self._refuse(id, Refused.PROTOCOL, wire.reason(error))
 
     def _why_not(self, model: ModelId, parent: PageHash | None, num_pages: int) -> _Refusal:
         if parent is not None and not self._tree.has(model, parent):
             return _Refusal(Refused.UNKNOWN_PARENT, f"model {model} has no page before these")
         return _Refusal(Refused.NO_ROOM, f"there is no room for {num_pages} pages")
 
-    def _refuse(self, id: int, why: Refused, reason: str) -> wire.StoreRefused:
-        self._counts["refused_stores"] += 1
-        self._counts[f"store {why.value}"] += 1
-        self._counts["protocol_errors"] += why is Refused.PROTOCOL
-        return wire.StoreRefused(id=id, error=why.value, reason=reason)
+    def _refuse(self, id: int, why: Refused, reason: str) -> None:
+        self._counts.num_refused_stores += 1
+        self._counts.stores_by_outcome[why.value] += 1
+        self._counts.num_protocol_errors += why is Refused.PROTOCOL
+        self._reply(wire.StoreRefused(id=id, error=why.value, reason=reason))
 
 
 class _Refusal(Exception):

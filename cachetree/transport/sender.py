@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Final, NamedTuple
@@ -14,10 +14,10 @@ from cachetree.clock import Clock, Deadline
 from cachetree.errors import ProtocolError
 from cachetree.ids import Span, Step
 from cachetree.memory import Memory, checksum, checksum_of_parts
-from cachetree.transport import wire
+from cachetree.transport import verbs, wire
 from cachetree.transport.channel import Channel
 from cachetree.transport.frames import Frame
-from cachetree.transport.pace import pace
+from cachetree.transport.pace import Pace
 from cachetree.transport.send_queue import SendQueue
 from cachetree.transport.wire import MAX_PLACES, Located
 from cachetree.tree import Lease
@@ -233,14 +233,14 @@ class SendScheduler:
         self,
         channels: Mapping[bytes, Channel],
         reply: Reply,
-        counts: Counter[str],
+        counts: verbs.Counts,
         max_bytes_per_s: float | None,
         clock: Clock,
     ) -> None:
         self._channels = channels
         self._reply = reply
         self._counts = counts
-        self._pace = pace(max_bytes_per_s, clock)
+        self._pace = Pace(max_bytes_per_s or math.inf, clock)
         self._turns: deque[_Turn] = deque()
         self._draining: list[_Turn] = []
         self.is_refused = False
@@ -330,6 +330,7 @@ class SendScheduler:
             stream.queued(channel.send_queue)
         stream.sent(size)
         self._pace.spend(size)
-        self._counts["sent_bytes"] += size
-        self._counts["fetch ok"] += stream.is_over
+        self._counts.num_sent_bytes += size
+        if stream.is_over:
+            self._counts.fetches_by_outcome["ok"] += 1
         return True

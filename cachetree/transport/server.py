@@ -17,7 +17,7 @@ from cachetree.errors import ConfigError, ProtocolError
 from cachetree.ids import Location
 from cachetree.transport import verbs, wire
 from cachetree.transport.address import Address, open_port
-from cachetree.transport.channel import Channel, bound_silence, tune
+from cachetree.transport.channel import Channel, bound_silence, silence_limits, tune
 from cachetree.transport.config import WorkerConfig
 from cachetree.transport.handshake import FAILURES, Gate, Refusal, refusal_at_worker
 from cachetree.transport.sealing import TOKEN_BYTES, Ticket, Unsealed, new_ticket
@@ -158,7 +158,6 @@ def _host_of(connection: socket.socket) -> str:
 
 _MAX_RECEIVED: Final = 64
 """Messages taken in one turn."""
-_KEEPALIVE_PROBES: Final = 3
 
 
 class Received(NamedTuple):
@@ -322,7 +321,11 @@ class Router:
         socket.set(zmq.LINGER, 0)
         socket.set(zmq.ROUTER_MANDATORY, 1)
         socket.set(zmq.IPV6, int(listen.is_ipv6))
-        _bound_silence(socket, silence_s)
+        socket.set(zmq.TCP_KEEPALIVE, 1)
+        keepalive = zmq.TCP_KEEPALIVE_IDLE, zmq.TCP_KEEPALIVE_INTVL, zmq.TCP_KEEPALIVE_CNT
+        limits = silence_limits(silence_s)
+        for option, value in zip((zmq.TCP_MAXRT, *keepalive), limits, strict=True):
+            socket.set(option, value)
         return socket
 
     def _bind(self, listen: Address) -> Location:
@@ -337,13 +340,3 @@ class Router:
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
         return Location(self._socket.get_string(zmq.LAST_ENDPOINT))
-
-
-def _bound_silence(socket: zmq.Socket[bytes], silence_s: float) -> None:
-    """Have the kernel end a TCP connection whose other end does not acknowledge any more."""
-    socket.set(zmq.TCP_MAXRT, round(silence_s * 1000))  # With something to send,
-    socket.set(zmq.TCP_KEEPALIVE, 1)  # and without: the kernel asks.
-    probe_s = max(1, round(silence_s / _KEEPALIVE_PROBES / 2))
-    socket.set(zmq.TCP_KEEPALIVE_IDLE, max(1, round(silence_s / 2)))
-    socket.set(zmq.TCP_KEEPALIVE_INTVL, probe_s)
-    socket.set(zmq.TCP_KEEPALIVE_CNT, _KEEPALIVE_PROBES)

@@ -12,6 +12,7 @@ from cachetree.ids import ModelId, PageHash
 from cachetree.transport.advertise import Advert, Advertiser
 from cachetree.transport.config import WorkerConfig
 from cachetree.transport.frames import MIN_FRAME_BYTES
+from cachetree.transport.receiver import StoreReceiver
 from cachetree.transport.sender import Stream
 from cachetree.transport.wire import (
     NO_ADVERTS,
@@ -33,11 +34,14 @@ Later the tree may count the bytes as free; the memory itself stays until they a
 class Session:
     """One peer's streams and its subscription. Used by the worker's thread only."""
 
-    def __init__(self, identity: bytes, name: str, tree: CacheTree, clock: Clock) -> None:
+    def __init__(
+        self, identity: bytes, name: str, tree: CacheTree, stores: StoreReceiver, clock: Clock
+    ) -> None:
         self.identity: Final = identity
         self.name: Final = name
         self.heard_at_s = clock()
         self.streams: dict[int, Stream] = {}
+        self.stores: Final = stores
         self._tree = tree
         self._clock = clock
         self.pinged_id = 0
@@ -100,7 +104,7 @@ class Session:
             raise ProtocolError(f"fetch {fetch.id} comes after fetch {self._last_id}")
         self._last_id = fetch.id
 
-    def open(self, fetch: Fetch, config: WorkerConfig) -> Stream:
+    def open(self, fetch: Fetch, config: WorkerConfig, deadline: Deadline) -> Stream:
         """Lease what a fetch names; raises StaleEntry or ProtocolError."""
         family = self._tree.family
         pages = split_pages(fetch.pages)
@@ -114,8 +118,7 @@ class Session:
                 f"a fetch asks for frames of {fetch.frame_bytes} in a window of "
                 f"{fetch.window_bytes}; the least is {MIN_FRAME_BYTES} and twice that"
             )
-        seconds = min(max(fetch.timeout_ms, 0) / 1000, config.max_fetch_s)
-        lease = self._lease(fetch, pages, seconds)
+        lease = self._lease(fetch, pages, deadline)
         try:
             stream = Stream(
                 fetch.id,
@@ -124,7 +127,7 @@ class Session:
                 first=(fetch.first_step, fetch.first_offset),
                 frame_bytes=frame_bytes,
                 window_bytes=window_bytes,
-                deadline=Deadline.after(seconds, self._clock),
+                deadline=deadline,
                 arena=self._tree.memory if fetch.reads_arena and config.shared_memory else None,
             )
         except FetchError:
@@ -135,6 +138,7 @@ class Session:
 
     def close(self) -> None:
         """End everything; the streams still have to drain."""
+        self.stores.close()
         self.promotions.clear()
         for stream in self.streams.values():
             stream.end()
@@ -142,9 +146,9 @@ class Session:
             self._advertiser.close()
         self._advertiser = self._advertise = None
 
-    def _lease(self, fetch: Fetch, pages: tuple[PageHash, ...], seconds: float) -> Lease:
-        deadline = Deadline.after(seconds + DRAIN_S, self._clock)
-        lease = self._tree.lease(ModelId(fetch.model), pages, self.name, deadline)
+    def _lease(self, fetch: Fetch, pages: tuple[PageHash, ...], deadline: Deadline) -> Lease:
+        until = Deadline(deadline.at_s + DRAIN_S, self._clock)
+        lease = self._tree.lease(ModelId(fetch.model), pages, self.name, until)
         if lease is None:
             raise StaleEntry(f"{len(pages)} pages of model {fetch.model} are no longer here")
         return lease

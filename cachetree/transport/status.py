@@ -1,21 +1,18 @@
-"""How a worker, and how a peer of one, is doing."""
+"""How a peer is doing: in numbers, and in the log."""
 
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from enum import Enum
 from typing import Final
 
 import msgspec
 
 from cachetree.clock import Clock
-from cachetree.disk import DiskTier
 from cachetree.errors import CacheTreeError
 from cachetree.ids import Location
-from cachetree.transport import verbs, wire
+from cachetree.transport import verbs
 from cachetree.transport.backoff import LogLimiter
-from cachetree.tree import CacheTree
 
 log = logging.getLogger("cachetree.peer")
 
@@ -33,7 +30,20 @@ class PeerState(str, Enum):
     CLOSED = "closed"
 
 
-class PeerStatus(msgspec.Struct, frozen=True, kw_only=True):
+class PeerCounts(msgspec.Struct, kw_only=True):
+    """What a peer counts; its own thread adds to it."""
+
+    num_fetches: int = 0
+    num_failed_fetches: int = 0
+    num_retries: int = 0
+    """Requests for the rest of a fetch that was interrupted."""
+    num_landed_bytes: int = 0
+    num_losses: int = 0
+    num_resyncs: int = 0
+    num_protocol_errors: int = 0
+
+
+class PeerStatus(PeerCounts, frozen=True, kw_only=True):  # type: ignore[misc]
     """A peer in numbers."""
 
     address: str
@@ -48,18 +58,10 @@ class PeerStatus(msgspec.Struct, frozen=True, kw_only=True):
     shares_memory: bool
     """Whether pages are copied from the worker's memory; else they come in frames."""
     bytes_per_s: float | None
-    num_fetches: int
-    num_failed_fetches: int
-    num_retries: int
-    """Requests for the rest of a fetch that was interrupted."""
-    num_landed_bytes: int
-    num_losses: int
-    num_resyncs: int
     num_pages: int
     """That it has and that are noted here, counted once per model."""
     num_dropped_pages: int
     """That were noted and given up, because it has more than `max_pages`."""
-    num_protocol_errors: int
 
     @property
     def source(self) -> verbs.Source:
@@ -69,6 +71,31 @@ class PeerStatus(msgspec.Struct, frozen=True, kw_only=True):
         if self.probe_in_s:
             reason += f"; it is tried again in {self.probe_in_s:.0f} s"
         return verbs.Source(address=self.address, state=self.state, reason=reason)
+
+
+class PushCounts(msgspec.Struct, kw_only=True):
+    """What is counted of the stores in one worker."""
+
+    num_pushed_bytes: int = 0
+    num_stored: int = 0
+    """Stores that ended well; one entry may take several."""
+    num_known: int = 0
+    """Stores of what the worker had already."""
+    num_gone: int = 0
+    """Entries that had left memory before their turn."""
+    num_refused: int = 0
+    """Stores that the worker had no room for, or does not accept."""
+    num_restarts: int = 0
+    """Times that everything in memory was offered again: too many waited, or the worker is new."""
+
+
+class PusherStatus(PushCounts, frozen=True, kw_only=True):  # type: ignore[misc]
+    """What was pushed to one worker, in numbers."""
+
+    address: str
+    error: str
+    """Why the last attempt ended early; empty where it did not."""
+    num_waiting: int
 
 
 class PeerLog:
@@ -97,52 +124,3 @@ class PeerLog:
         if self._has_told:
             log.info("peer %s is ready", self._address)
             self._has_told = False
-
-
-def status_of(
-    tree: CacheTree,
-    disk: DiskTier | None,
-    counts: Counter[str],
-    *,
-    epoch: int,
-    model: str,
-    num_peers: int,
-    num_streams: int,
-    num_open_stores: int,
-    reads_from: tuple[verbs.Source, ...],
-) -> verbs.Status:
-    """Read from any thread; not an atomic picture."""
-    return verbs.Status(
-        epoch=epoch,
-        model=model,
-        num_peers=num_peers,
-        num_streams=num_streams,
-        num_open_stores=num_open_stores,
-        reads_from=reads_from,
-        version=wire.PROTOCOL_VERSION,
-        num_bytes=tree.num_bytes,
-        host_bytes=tree.host_bytes,
-        num_pages=tree.num_pages,
-        pages_by_model=tree.pages_by_model(),
-        num_fetches=counts["fetches"],
-        num_failed_fetches=counts["failed"],
-        num_sent_bytes=counts["sent_bytes"],
-        num_protocol_errors=counts["protocol_errors"],
-        num_refused_peers=counts["refused"],
-        num_failed_handshakes=counts["failed_handshakes"],
-        num_stores=counts["stores"],
-        num_refused_stores=counts["refused_stores"],
-        num_received_bytes=counts["received_bytes"],
-        fetches_by_outcome=_by(counts, "fetch "),
-        stores_by_outcome=_by(counts, "store "),
-        hits=_by(counts, "hit "),
-        misses=_by(counts, "miss "),
-        family=tree.family,
-        disk=disk.status() if disk else None,
-    )
-
-
-def _by(counts: Counter[str], prefix: str) -> dict[str, int]:
-    """Counts whose names begin so, by the rest of their names."""
-    there = tuple(counts.items())
-    return {name.removeprefix(prefix): num for name, num in there if name.startswith(prefix)}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Final
+from collections import Counter
+from typing import Annotated, Any, Final
 
 import msgspec
 
@@ -32,7 +33,36 @@ class StatusRequest(msgspec.Struct, frozen=True, tag="status_request"):
     """Allowed without a session."""
 
 
-class Status(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
+class Counts(msgspec.Struct, kw_only=True):
+    """What a worker counts; its own thread adds to it."""
+
+    num_fetches: int = 0
+    num_failed_fetches: int = 0
+    num_sent_bytes: int = 0
+    num_protocol_errors: int = 0
+    num_refused_peers: int = 0
+    num_failed_handshakes: int = 0
+    """Connections that ended before a message passed: no key, an unknown key, another server's."""
+    num_open_stores: int = 0
+    num_stores: int = 0
+    """Asked for, those of pages that are here already included."""
+    num_refused_stores: int = 0
+    num_received_bytes: int = 0
+    fetches_by_outcome: ByName = msgspec.field(default_factory=Counter)
+    """Those that ended: `ok`, a key of `FETCH_ERRORS`, `cancelled`, or `lost` with their peer."""
+    stores_by_outcome: ByName = msgspec.field(default_factory=Counter)
+    """`stored`, `known`, or a value of `Refused`."""
+    hits: ByName = msgspec.field(default_factory=Counter)
+    """Fetches whose pages were all there, by tier."""
+    misses: ByName = msgspec.field(default_factory=Counter)
+
+    def now(self) -> dict[str, Any]:
+        """The fields and their values; from any thread, not an atomic picture."""
+        values = msgspec.structs.asdict(self)
+        return {k: dict(v) if isinstance(v, dict) else v for k, v in values.items()}
+
+
+class Status(Counts, frozen=True, kw_only=True, tag="status"):  # type: ignore[misc]
     """A worker in numbers."""
 
     version: int
@@ -44,25 +74,6 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
     pages_by_model: ByModel
     num_peers: int
     num_streams: int
-    num_fetches: int
-    num_failed_fetches: int
-    num_sent_bytes: int
-    num_protocol_errors: int
-    num_refused_peers: int
-    num_failed_handshakes: int = 0
-    """Connections that ended before a message passed: no key, an unknown key, another server's."""
-    num_open_stores: int = 0
-    num_stores: int = 0
-    """Asked for, those of pages that are here already included."""
-    num_refused_stores: int = 0
-    num_received_bytes: int = 0
-    fetches_by_outcome: ByName = {}
-    """Those that ended: `ok`, a key of `FETCH_ERRORS`, `cancelled`, or `lost` with their peer."""
-    stores_by_outcome: ByName = {}
-    """`stored`, `known`, or a value of `Refused`."""
-    hits: ByName = {}
-    """Fetches whose pages were all there, by tier."""
-    misses: ByName = {}
     family: Family | None = None
     disk: DiskStatus | None = None
     """None where nothing is kept on disk."""

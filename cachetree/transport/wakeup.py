@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import select
-import socket
 import threading
 from typing import Final
 
@@ -15,26 +15,24 @@ class Wakeup:
     """`wake` is called from any thread and never blocks; `drain` by the thread that was woken."""
 
     def __init__(self) -> None:
-        self._reader, self._writer = socket.socketpair()
-        self._reader.setblocking(False)
-        self._writer.setblocking(False)
+        self._counter = os.eventfd(0, os.EFD_NONBLOCK)
         self._lock = threading.Lock()
         self._is_pending = False
         self._is_closed = False
 
     def fileno(self) -> int:
-        return self._reader.fileno()
+        return self._counter
 
     def wake(self) -> None:
         with self._lock:
             if not self._is_pending and not self._is_closed:
                 self._is_pending = True
-                self._writer.send(b"\0")
+                os.eventfd_write(self._counter, 1)
 
     def wait(self, timeout_s: float) -> None:
         """Until `wake`, or until the time is over."""
         poller = select.poll()
-        poller.register(self._reader, select.POLLIN)
+        poller.register(self._counter, select.POLLIN)
         poller.poll(timeout_s * 1000)
 
     def drain(self) -> None:
@@ -42,10 +40,10 @@ class Wakeup:
         with self._lock:
             if self._is_pending:
                 self._is_pending = False
-                self._reader.recv(16)
+                os.eventfd_read(self._counter)
 
     def close(self) -> None:
         with self._lock:
-            self._is_closed = True
-            self._reader.close()
-            self._writer.close()
+            if not self._is_closed:
+                self._is_closed = True
+                os.close(self._counter)

@@ -47,7 +47,7 @@ from cachetree.errors import (
     ProtocolError,
     StaleEntry,
 )
-from cachetree.ids import PAGE_HASH_BYTES, Kind, PageHash, Step
+from cachetree.ids import PAGE_HASH_BYTES, Kind, PageHash, Step, entry_steps
 from cachetree.memory import ArenaFile, checksum
 from cachetree.transport import verbs
 from cachetree.transport.sealing import Ticket
@@ -141,7 +141,7 @@ class Fetch(msgspec.Struct, frozen=True, kw_only=True, tag="fetch"):
     """Stream these steps of these pages, in this order."""
 
     id: int
-    """Rises with every fetch of one peer."""
+    """Rises with every fetch and store of one session."""
     model: str
     pages: bytes
     steps: Steps
@@ -163,7 +163,7 @@ class Store(msgspec.Struct, frozen=True, kw_only=True, tag="store"):
     """Keep these pages after `parent` (empty at the root): KV of all layers, E of `e_layers`."""
 
     id: int
-    """Rises with every fetch and store of one peer."""
+    """Rises with every fetch and store of one session."""
     model: str
     parent: bytes
     pages: bytes
@@ -239,7 +239,7 @@ class Ping(msgspec.Struct, frozen=True, kw_only=True, tag="ping"):
     """Answer with a Pong."""
 
     last_id: int = 0
-    """The newest fetch asked for before this."""
+    """The newest fetch or store asked for before this."""
 
 
 class Pong(msgspec.Struct, frozen=True, kw_only=True, tag="pong"):
@@ -421,13 +421,9 @@ def steps_of(message: Fetch, num_layers: int) -> tuple[Step, ...]:
 
 
 def steps_of_store(num_layers: int, e_layers: Sequence[int]) -> tuple[Step, ...]:
-    """What a Store moves, in order; raises ProtocolError for layers that cannot be.
-
-    The order is that of a slab's bytes.
-    """
+    """What a Store moves, in order; raises ProtocolError for layers that cannot be."""
     if tuple(e_layers) != tuple(sorted(set(e_layers))):
         raise ProtocolError(f"a store names E of layers {list(e_layers)}, which do not rise")
     if any(not 0 <= layer < num_layers for layer in e_layers):
         raise ProtocolError(f"a store names E of layers {list(e_layers)} of {num_layers}")
-    kv = (Step(Kind.KV, layer) for layer in range(num_layers))
-    return (*kv, *(Step(Kind.E, layer) for layer in e_layers))
+    return entry_steps(num_layers, e_layers)

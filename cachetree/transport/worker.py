@@ -6,12 +6,12 @@ import logging
 import secrets
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Final
 
-from cachetree.clock import Clock
+from cachetree.clock import Clock, Deadline
 from cachetree.disk import DiskTier
 from cachetree.errors import (
     ConfigError,
@@ -20,7 +20,7 @@ from cachetree.errors import (
     FetchError,
     ProtocolError,
 )
-from cachetree.ids import Location
+from cachetree.ids import PAGE_HASH_BYTES, Location
 from cachetree.transport import verbs, wire
 from cachetree.transport.address import parse_listen
 from cachetree.transport.admin import AdminService
@@ -28,13 +28,11 @@ from cachetree.transport.backoff import LogLimiter
 from cachetree.transport.channel import Channel
 from cachetree.transport.config import WorkerConfig
 from cachetree.transport.disk_promotion import DiskPromotion
-from cachetree.transport.frames import Frame
 from cachetree.transport.handshake import gate_of
 from cachetree.transport.receiver import StoreReceiver
 from cachetree.transport.sender import BURST, SendScheduler
 from cachetree.transport.server import PeerGone, Received, Router
 from cachetree.transport.session import Session
-from cachetree.transport.status import status_of
 from cachetree.transport.wakeup import CLOSE_S, Wakeup
 from cachetree.tree import CacheTree
 
@@ -44,20 +42,6 @@ _IDLE_S: Final = 0.25
 _BUSY_S: Final = 0.005
 _PROBE_S: Final = 0.05
 """How long after a connection closed the sessions are probed for the one it was."""
-
-
-class _Sink:
-    """Where the frames of one session go."""
-
-    def __init__(self, stores: StoreReceiver, identity: bytes) -> None:
-        self._stores = stores
-        self._identity = identity
-
-    def buffer_for(self, frame: Frame) -> memoryview | None:
-        return self._stores.buffer_for(self._identity, frame)
-
-    def is_pending(self, frame: Frame) -> bool:
-        return self._stores.is_pending(self._identity, frame)
 
 
 class Worker:
@@ -85,12 +69,11 @@ class Worker:
         self.epoch: Final = secrets.randbits(62) + 1
         """Random id of this worker's life."""
         self._sessions: dict[bytes, Session] = {}
-        self._counts: Counter[str] = Counter()
+        self._counts = verbs.Counts()
         self._admin = AdminService(tree, disk, self.status, clock)
-        self._promotion = DiskPromotion(tree, disk, self._counts, self.call_soon_threadsafe, clock)
+        self._promotion = DiskPromotion(tree, disk, self._counts, self.call_soon_threadsafe)
         self._callbacks: deque[Callable[[], object]] = deque()
         """What other threads want done in the worker's."""
-        self._stores = StoreReceiver(tree, config, self._counts, clock)
         self._turned_at_s = clock()
         self._probe_at_s: float | None = None
         self._closing = threading.Event()
@@ -128,16 +111,20 @@ class Worker:
 
     def status(self) -> verbs.Status:
         """The worker in numbers; from any thread, not an atomic picture."""
-        return status_of(
-            self._tree,
-            self._disk,
-            self._counts,
+        return verbs.Status(
+            version=wire.PROTOCOL_VERSION,
             epoch=self.epoch,
             model=self._config.model,
             num_peers=len(self._sessions),
             num_streams=len(self._scheduler),
-            num_open_stores=len(self._stores),
             reads_from=self._sources(),
+            num_bytes=self._tree.num_bytes,
+            host_bytes=self._tree.host_bytes,
+            num_pages=self._tree.num_pages,
+            pages_by_model=self._tree.pages_by_model(),
+            family=self._tree.family,
+            disk=self._disk.status() if self._disk else None,
+            **self._counts.now(),
         )
 
     @property
@@ -157,7 +144,6 @@ class Worker:
                 try:
                     self._turn()
                 except Exception:
-                    self._counts["internal_errors"] += 1
                     log.exception("worker %s: internal error", self.address)
                     for session in tuple(self._sessions.values()):
                         self._end_session(session, "the worker failed; greet again")
@@ -177,7 +163,7 @@ class Worker:
         for channel in self._router.arrivals():
             channel.put_message(wire.encode(wire.Pong(epoch=self.epoch)))
         for refusal in self._router.refusals():
-            self._counts["failed_handshakes"] += 1
+            self._counts.num_failed_handshakes += 1
             self._warn(f"not let in: {refusal.why}", refusal.who)
         while self._callbacks:
             self._callbacks.popleft()()
@@ -204,7 +190,7 @@ class Worker:
         session = self._sessions.get(identity)
         match message:
             case ProtocolError():
-                self._counts["protocol_errors"] += 1
+                self._counts.num_protocol_errors += 1
                 self._warn(f"a peer at {host} was cut off: {message}", f"cut off {host}")
                 self._turn_away(identity, wire.reason(message))
             case wire.Hello():
@@ -236,11 +222,11 @@ class Worker:
             case wire.Store():
                 self._store(session, message)
             case wire.Cancel():
-                self._stores.cancel(session.identity, message.id)
+                session.stores.cancel(message.id)
                 session.promotions.discard(message.id)
                 stream = session.streams.get(message.id)
                 if stream is not None:
-                    self._counts["fetch cancelled"] += 1
+                    self._counts.fetches_by_outcome["cancelled"] += 1
                     stream.end()
             case wire.Ping():
                 session.pinged_id = message.last_id
@@ -264,12 +250,14 @@ class Worker:
             wire.require_family(hello, self._tree.family, who=f"the peer at {host}")
         except FamilyMismatch as exc:
             # Our hello tells the other side what differs; it refuses with its own words.
-            self._counts["refused"] += 1
+            self._counts.num_refused_peers += 1
             self._warn(f"refused: {exc}")
         else:
             ticket = self._router.issue_ticket(identity)
             name = f"peer {identity.hex()} at {host}"
-            self._sessions[identity] = Session(identity, name, self._tree, self._clock)
+            reply = partial(self._reply, identity)
+            stores = StoreReceiver(self._tree, self._config, self._counts, reply, self._clock)
+            self._sessions[identity] = Session(identity, name, self._tree, stores, self._clock)
             arena = self._tree.memory.file if self._config.shared_memory else None
         disk_bytes = self._disk.budget_bytes if self._disk else 0
         answer = wire.hello(
@@ -284,30 +272,35 @@ class Worker:
 
     def _accept(self, session: Session, fetch: wire.Fetch) -> None:
         """Open a fetch, after its pages have been read from disk where that is needed."""
-        self._counts["fetches"] += 1
+        self._counts.num_fetches += 1
         try:
             session.admit(fetch)
         except ProtocolError as exc:
             self._fail(session, fetch.id, exc)
             return
-        self._promotion.promote(
-            session, fetch, self._config.max_fetch_s, partial(self._open, session)
-        )
+        deadline = self._deadline(fetch)
+        page = fetch.pages[-PAGE_HASH_BYTES:]
+        go_on = partial(self._open, session, fetch, deadline)
+        self._promotion.promote(session, fetch, page, deadline, go_on)
 
     def _store(self, session: Session, store: wire.Store) -> None:
-        def begin() -> None:
-            self._reply(session.identity, self._stores.begin(session.identity, store))
-
+        """Begin a store, after the page before it has been read from disk likewise."""
+        go_on = partial(session.stores.begin, store)
         if self._config.accepts:
-            self._promotion.promote_parent(session, store, self._config.max_fetch_s, begin)
+            deadline = self._deadline(store)
+            self._promotion.promote(session, store, store.parent, deadline, go_on)
         else:
-            begin()
+            go_on()
 
-    def _open(self, session: Session, fetch: wire.Fetch) -> None:
+    def _deadline(self, request: wire.Fetch | wire.Store) -> Deadline:
+        seconds = min(max(request.timeout_ms, 0) / 1000, self._config.max_fetch_s)
+        return Deadline.after(seconds, self._clock)
+
+    def _open(self, session: Session, fetch: wire.Fetch, deadline: Deadline) -> None:
         try:
             if len(self._scheduler) >= self._config.max_streams:
                 raise FetchError(f"the worker already serves {len(self._scheduler)} fetches")
-            stream = session.open(fetch, self._config)
+            stream = session.open(fetch, self._config, deadline)
         except FetchError as exc:
             self._fail(session, fetch.id, exc)
         else:
@@ -327,12 +320,12 @@ class Worker:
         """Also ends the stream of that id: of one that was asked for twice, neither goes on."""
         if (stream := session.streams.get(id)) is not None:
             stream.end()
-        self._counts["failed"] += 1
+        self._counts.num_failed_fetches += 1
         if isinstance(error, ProtocolError):
-            self._counts["protocol_errors"] += 1
+            self._counts.num_protocol_errors += 1
         kinds = (name for name, kind in wire.FETCH_ERRORS.items() if isinstance(error, kind))
         name = next(kinds)
-        self._counts[f"fetch {name}"] += 1
+        self._counts.fetches_by_outcome[name] += 1
         message = wire.FetchFailed(id=id, error=name, reason=wire.reason(error))
         self._reply(session.identity, message)
 
@@ -343,14 +336,13 @@ class Worker:
 
     def _take(self, identity: bytes, channel: Channel) -> None:
         """What came over a data connection."""
+        session = self._sessions[identity]
         try:
-            for arrival in channel.receive(_Sink(self._stores, identity)):
-                self._sessions[identity].heard_at_s = self._clock()
-                answer = self._stores.mark_received(identity, arrival)
-                if answer is not None:
-                    self._reply(identity, answer)
+            for arrival in channel.receive(session.stores):
+                session.heard_at_s = self._clock()
+                session.stores.mark_received(arrival)
         except ProtocolError as exc:
-            self._counts["protocol_errors"] += 1
+            self._counts.num_protocol_errors += 1
             self._warn(f"peer {identity.hex()} was cut off: {exc}", "cut off")
             self._turn_away(identity, wire.reason(exc))
 
@@ -369,8 +361,7 @@ class Worker:
         for session in tuple(self._sessions.values()):
             if now_s - session.heard_at_s > self._config.silence_s:
                 self._end_session(session, f"silent for {self._config.silence_s} s")
-        for identity, refusal in tuple(self._stores.expire()):
-            self._reply(identity, refusal)
+            session.stores.expire()
         self._scheduler.retire()
 
     def _reply(self, identity: bytes, message: wire.ToPeer) -> bool:
@@ -408,8 +399,7 @@ class Worker:
         if self._sessions.pop(session.identity, None) is not None:
             log.info("worker %s: %s left: %s", self.address, session.name, reason)
             lost = sum(not stream.is_over for stream in session.streams.values())
-            self._counts["fetch lost"] += lost
+            self._counts.fetches_by_outcome["lost"] += lost
             session.close()
-            self._stores.forget(session.identity)
             self._reply(session.identity, wire.Bye(reason=reason))
             self._router.forget(session.identity)

@@ -15,11 +15,19 @@ import msgspec
 import pytest
 from push_parts import PAGE_TOTAL, PAGES, at_worker, cache_of, fetched, num_pushed
 from security_parts import Party, new_party
-from transport_parts import FAMILY, FAST, ScriptedWorker, eventually, new_tree, store
+from transport_parts import (
+    FAMILY,
+    FAST,
+    ScriptedWorker,
+    eventually,
+    new_tree,
+    pages_of,
+    store,
+)
 
 from cachetree import Cache, CacheConfig, ConfigError, Location, WorkerConfig
 from cachetree.transport import ask_status, wire
-from cachetree.transport.push_queue import PushQueue
+from cachetree.transport.advertise import ChangeQueue
 
 ACCEPTS = WorkerConfig(accepts=True)
 
@@ -43,6 +51,23 @@ def test_what_comes_into_a_cache_goes_to_its_worker_in_order() -> None:
         with cache_of(peers=(worker.address,), serves=False) as other:
             assert other.wait_ready(5)
             fetched(other, worker.address, PAGES)
+
+
+def test_pages_go_both_ways_over_one_session() -> None:
+    others = pages_of(64, "other")
+    with cache_of(worker=ACCEPTS) as worker:
+        assert worker.address
+        store(worker.tree, others)
+        with at_worker(worker.address) as cache:
+            assert cache.wait_ready(5)
+            store(cache.tree, PAGES)
+            for _ in range(5):
+                fetched(cache, worker.address, others)
+            eventually(num_pushed(cache, stored=1))
+            fetched(cache, worker.address, PAGES)
+            status = worker.status().worker
+            assert status is not None
+            assert (status.num_peers, status.num_protocol_errors) == (1, 0)
 
 
 def test_several_caches_share_one_copy() -> None:
@@ -98,7 +123,7 @@ def test_everything_is_offered_again_to_a_worker_that_was_restarted() -> None:
 
 
 def test_too_many_changes_lead_to_a_new_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cachetree.transport.push._MAX_WAITING", 4)
+    monkeypatch.setattr("cachetree.transport.pending_stores._MAX_WAITING", 4)
     with cache_of(worker=ACCEPTS) as worker:
         address = worker.address
     assert address
@@ -159,7 +184,7 @@ def test_what_waits_at_the_end_is_still_pushed() -> None:
 
 
 def test_closing_waits_for_a_silent_worker_only_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cachetree.transport.push._MAX_CLOSE_S", 0.2)
+    monkeypatch.setattr("cachetree.transport.peer._MAX_CLOSE_S", 0.2)
     with ScriptedWorker(lambda *_: None) as worker:
         with at_worker(worker.address) as cache:
             store(cache.tree, PAGES)
@@ -172,11 +197,11 @@ def test_closing_waits_for_a_silent_worker_only_so_long(monkeypatch: pytest.Monk
 
 def test_a_queue_that_is_closed_takes_in_nothing_even_where_it_begins_again() -> None:
     tree = new_tree(PAGES[:2])
-    queue = PushQueue(tree, 4, lambda: None)
+    queue = ChangeQueue(tree.subscribe, 4, lambda: None)
     queue.close()
-    queue.restart()
+    assert [len(change.pages) for change in queue.restart()] == [2]
     store(tree, PAGES[:4])
-    assert len(queue) == 1
+    assert len(queue) == 0
 
 
 def test_stores_must_be_among_the_peers() -> None:

@@ -51,7 +51,7 @@ from cachetree import (
     WorkerConfig,
 )
 from cachetree.memory.arena import Arena
-from cachetree.transport import Pusher, frames
+from cachetree.transport import frames
 from cachetree.transport.frames import Frame
 from cachetree.transport.sealing import Seals
 
@@ -114,11 +114,9 @@ def test_nothing_is_readable_on_the_wire(us: Party, friend: Party) -> None:
 def test_entries_are_pushed_and_read_back(us: Party, friend: Party) -> None:
     kept = new_tree()
     with worker_of(kept, accepts=True, **us.serving(friend)) as worker:
-        pusher = Pusher(new_tree(PAGES), worker.address, friend.asking(us))
-        try:
+        with peer_of(worker.address, new_tree(PAGES), friend.asking(us)) as peer:
+            peer.push()
             eventually(lambda: kept.match(PAGES) and kept.match(PAGES)[0].num_pages == 256)
-        finally:
-            pusher.close()
         with peer_of(worker.address, new_tree(), friend.asking(us)) as peer:
             fetch_all(peer)
         assert worker.status().num_protocol_errors == 0
@@ -173,15 +171,13 @@ def test_a_push_that_is_struck_is_made_again(
 
     with behind_proxies(kept, us, friend, accepts=True) as (address, proxy):
         source = new_tree()
-        pusher = Pusher(source, address, friend.asking(us))
-        try:
+        with peer_of(address, source, friend.asking(us)) as peer:
             proxy.arm(Strike(fault, Towards.WORKER, index, Via.SEALED))  # The token is first.
+            peer.push()
             store(source, PAGES)
             eventually(lambda: proxy.has_struck)
             eventually(is_kept)
-            assert not pusher.status.num_refused
-        finally:
-            pusher.close()
+            assert not peer.push_status.num_refused
     lease = kept.lease(MODEL, PAGES, "a test", Deadline.after(5))
     assert lease is not None
     with lease:

@@ -42,7 +42,7 @@ from cachetree.transport.advertise import Advertiser, RemoteView
 from cachetree.transport.channel import Channel
 from cachetree.transport.connection import Connection
 from cachetree.transport.frames import MESSAGE, Frame
-from cachetree.transport.handshake import OpenGate, Plain
+from cachetree.transport.handshake import Credentials, Gate
 from cachetree.transport.server import Router
 from cachetree.transport.wakeup import Wakeup
 
@@ -245,10 +245,10 @@ def test_messages_that_nobody_reads_are_few() -> None:
     message = wire.Bye(reason="x" * (64 << 10))
     wakeup = Wakeup()
     router = Router(
-        Address("127.0.0.1", 0), wakeup, OpenGate(obeys=False), WorkerConfig(), time.monotonic
+        Address("127.0.0.1", 0), wakeup, Gate(obeys=False), WorkerConfig(), time.monotonic
     )
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    link = Connection(context, parse_address(router.address, field=""), wakeup, 1, Plain())
+    link = Connection(context, parse_address(router.address, field=""), wakeup, 1, Credentials())
 
     def tell_worker() -> bool:
         with contextlib.suppress(FetchError):

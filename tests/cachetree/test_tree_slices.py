@@ -12,6 +12,8 @@ import pytest
 from tree_parts import FAMILY, FAR, FARTHER, PAGE, A, B, FakeTime, make_tree, num_pages, path, store
 
 from cachetree.ids import LOCAL, Location
+from cachetree.transport import WorkerConfig, verbs
+from cachetree.transport.receiver import StoreReceiver
 from cachetree.transport.session import Session
 from cachetree.transport.wire import Reset
 from cachetree.tree.entries import Change
@@ -155,7 +157,8 @@ def test_no_flood_of_adverts_exceeds_the_limit_or_keeps_a_store_out(seed: int) -
 def test_a_peer_that_asks_again_and_again_gets_few_snapshots() -> None:
     clock, tree = FakeTime(), make_tree()
     store(tree, A, "abc")
-    session = Session(b"peer", "peer", tree, clock)
+    stores = StoreReceiver(tree, WorkerConfig(), verbs.Counts(), lambda _: None, clock)
+    session = Session(b"peer", "peer", tree, stores, clock)
 
     num_snapshots = 0
     for _ in range(1000):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -14,11 +15,12 @@ from transport_parts import FAMILY, pages_of
 
 from cachetree import Family
 from cachetree.errors import ConfigError, ProtocolError
-from cachetree.ids import Kind, Step
+from cachetree.ids import Kind, ModelId, Step
 from cachetree.planning.link import Link
 from cachetree.transport import PeerConfig, WorkerConfig, advertise, verbs, wire
 from cachetree.transport.address import parse_listen, parse_remote
-from cachetree.transport.pace import Bandwidth, Cap
+from cachetree.transport.pace import Bandwidth, Pace
+from cachetree.tree import Change
 
 FETCH = wire.Fetch(
     id=3,
@@ -150,18 +152,17 @@ def test_steps_are_checked() -> None:
 def test_a_long_change_is_cut_into_entries_that_follow_each_other() -> None:
     pages = pages_of(2 * advertise.ENTRY_PAGES + 5)
     parent = pages_of(1, "root")[0]
-    entries = list(
-        advertise.entries_of(added=True, model="m", parent=parent, pages=pages, e_layers=[1])
+    change = Change(
+        added=True, model=ModelId("m"), parent=parent, pages=tuple(pages), e_layers=(1,)
     )
+    entries = list(advertise.entries_of(change))
     assert b"".join(entry.pages for entry in entries) == b"".join(pages)
     assert [entry.parent for entry in entries] == [
         parent,
         pages[advertise.ENTRY_PAGES - 1],
         pages[2 * advertise.ENTRY_PAGES - 1],
     ]
-    removed = list(
-        advertise.entries_of(added=False, model="m", parent=parent, pages=pages, e_layers=[])
-    )
+    removed = list(advertise.entries_of(replace(change, added=False, e_layers=())))
     assert [entry.pages for entry in removed] == [entry.pages for entry in reversed(entries)]
 
 
@@ -230,7 +231,7 @@ class FakeTime:
 
 def test_a_cap_holds_and_unused_time_is_not_saved() -> None:
     clock = FakeTime()
-    cap = Cap(20e6, clock)
+    cap = Pace(20e6, clock)
     assert cap.limit(1 << 20) == 200_000  # 10 ms
     sent = 0
     while clock.now_s < 101.0:
@@ -251,7 +252,7 @@ def test_a_cap_holds_and_unused_time_is_not_saved() -> None:
 
 def test_a_busy_link_catches_up_a_little() -> None:
     clock = FakeTime()
-    cap = Cap(20e6, clock)
+    cap = Pace(20e6, clock)
     cap.spend(200_000)
     clock.now_s += 1.0  # The thread was not scheduled.
     burst = 0

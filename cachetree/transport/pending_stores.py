@@ -1,0 +1,294 @@
+"""All that one peer stores in its worker: what comes into the tree, parents first."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import replace
+from typing import Final
+
+import msgspec
+
+from cachetree.clock import Clock, Deadline
+from cachetree.errors import CacheTreeError, DeadlineExceeded, ProtocolError, StaleEntry
+from cachetree.ids import Location, Span
+from cachetree.memory import Layout
+from cachetree.transport import wire
+from cachetree.transport.advertise import ChangeQueue
+from cachetree.transport.config import PeerConfig
+from cachetree.transport.connection import Connection
+from cachetree.transport.frames import MIN_FRAME_BYTES
+from cachetree.transport.sender import Stream
+from cachetree.transport.status import PushCounts, PusherStatus
+from cachetree.transport.wire import Refused
+from cachetree.tree import CacheTree, Change, Lease, Listener
+
+log = logging.getLogger(__name__)
+
+Answer = wire.Wanted | wire.StoreRefused | wire.Stored | wire.Credit
+Work = Generator[None, None, Refused | None]
+"""Stops where it has to wait for the worker; gives why the worker refused, if it did."""
+
+_MAX_WAITING: Final = 4096
+"""Changes that wait; they hold page hashes, no pages."""
+_PART_BYTES: Final = 64 << 20
+"""Larger entries go in several stores, each of which can be read when it is there."""
+_STORE_S: Final = 30.0
+_BURST: Final = 4
+"""Frames sent before the peer looks at its fetches again."""
+
+
+class PendingStores:
+    """Stores every entry of `tree` in one worker, one after another. Used by the peer's thread.
+
+    Nothing is stored before `begin`; `begin`, `close`, `status` and `has_work` are for any thread.
+    While the worker is away entries wait; when too many wait, or another life of the worker
+    answers, everything in memory is offered again, which costs a small message for each that it
+    has. An entry whose store breaks off is stored anew.
+    """
+
+    def __init__(
+        self,
+        address: Location,
+        tree: CacheTree,
+        config: PeerConfig,
+        wake: Callable[[], None],
+        clock: Clock,
+    ) -> None:
+        self._address: Final = address
+        self._tree = tree
+        self._config = config
+        self._wake = wake
+        self._clock = clock
+        self._has_begun = False
+        """Until then nothing of it is touched by the peer's thread."""
+        self._changes = ChangeQueue(self._subscribe, _MAX_WAITING, wake)
+        self._next: deque[Change] = deque()
+        self._epoch = 0
+        self._work: Generator[None, None, None] | None = None
+        """On the first of `_next`."""
+        self._answers: deque[Answer] = deque()
+        self._deadline = Deadline.after(math.inf, clock)
+        """Of the store under way."""
+        self._can_send = False
+        """It stopped only to let others have their turn."""
+        self._counts = PushCounts()
+        self._error = ""
+
+    def begin(self) -> None:
+        """Store what is in the tree, and then what comes into it."""
+        self._next.extend(self._changes.restart())
+        self._has_begun = True
+        self._wake()
+
+    def close(self) -> None:
+        """Take in nothing that is new."""
+        self._changes.close()
+
+    @property
+    def has_work(self) -> bool:
+        return self._has_begun and bool(self._next or len(self._changes))
+
+    @property
+    def status(self) -> PusherStatus:
+        return PusherStatus(
+            address=self._address,
+            error=self._error,
+            num_waiting=len(self._next) + len(self._changes),
+            **msgspec.structs.asdict(self._counts),
+        )
+
+    def timeout_s(self) -> float:
+        """How long nobody has to look."""
+        if self._work is None:
+            return 0.0 if self.has_work else math.inf
+        return 0.0 if self._can_send else self._deadline.remaining_s()
+
+    def greeted(self, epoch: int) -> None:
+        """A session begins, with that life of the worker."""
+        if self._has_begun and self._epoch not in (0, epoch):
+            self._restart()
+        self._epoch = epoch
+
+    def answered(self, message: Answer) -> None:
+        self._answers.append(message)
+
+    def turn(self, link: Connection) -> None:
+        """Go on as far as the worker lets it; raises FetchError where the session is to end."""
+        while True:
+            if self._work is None:
+                change = self._first()
+                if change is None:
+                    return
+                self._work = self._push(link, change)
+            self._can_send = False
+            if next(self._work, True) is None:
+                return
+            self._work = None
+            self._next.popleft()
+
+    def interrupt(self, error: CacheTreeError) -> None:
+        """The session is over, and its connections are closed."""
+        if self.has_work:
+            self._error = str(error)
+        if self._work is not None:
+            self._work.close()
+            self._work = None
+        self._answers.clear()
+
+    def _first(self) -> Change | None:
+        if not self._has_begun:
+            return None
+        if self._changes.has_overflowed:
+            self._restart()
+        if not self._next:
+            self._next.extend(self._changes.take())
+        return self._next[0] if self._next else None
+
+    def _restart(self) -> None:
+        """Begin again with everything that is in the tree."""
+        self._counts.num_restarts += 1
+        self._next = deque(self._changes.restart())
+
+    def _subscribe(self, listener: Listener) -> tuple[Iterator[Change], Callable[[], None]]:
+        """To what comes alone."""
+        return self._tree.subscribe(lambda change: listener(change) if change.added else None)
+
+    def _push(self, link: Connection, change: Change) -> Generator[None, None, None]:
+        """Store an entry, with what comes before it where the worker has lost that."""
+        refused = yield from self._store(link, change)
+        if refused is not Refused.UNKNOWN_PARENT or change.parent is None:
+            return
+        for above in self._tree.line(change.model, change.parent):
+            refused = yield from self._store(link, above)
+            if refused is not None:
+                return
+        yield from self._store(link, change)
+
+    def _store(self, link: Connection, change: Change) -> Work:
+        """None where the worker has it now, or it is gone here."""
+        page_bytes = Layout.of(self._tree.family, 1, change.e_layers).page_bytes
+        for part in _parts(change, page_bytes):
+            self._deadline = Deadline.after(_STORE_S, self._clock)
+            lease = self._tree.lease(part.model, part.pages, "a push", self._deadline, is_use=False)
+            if lease is None:
+                self._counts.num_gone += 1
+                return None
+            with lease:
+                refused = yield from self._store_part(link, part, lease)
+            if refused is not None:
+                return refused
+        return None
+
+    def _store_part(self, link: Connection, part: Change, lease: Lease) -> Work:
+        id = link.new_id()
+        message = wire.Store(
+            id=id,
+            model=part.model,
+            parent=part.parent or b"",
+            pages=wire.join_pages(part.pages),
+            e_layers=part.e_layers,
+            timeout_ms=int(_STORE_S * 1000),
+        )
+        link.send(message)
+        wanted = yield from self._answer(id)
+        if isinstance(wanted, wire.StoreRefused):
+            return self._note_refusal(wanted)
+        if not isinstance(wanted, wire.Wanted) or not 0 <= wanted.skipped <= len(part.pages):
+            raise ProtocolError(f"worker {self._address} answers a store with {wanted}")
+        if wanted.skipped == len(part.pages):
+            self._counts.num_known += 1
+            return None
+        try:
+            stream = self._stream(wanted, lease, part.e_layers)
+        except StaleEntry:
+            link.send(wire.Cancel(id=id))
+            self._counts.num_gone += 1
+            return None
+        return (yield from self._send(link, stream))
+
+    def _stream(self, wanted: wire.Wanted, lease: Lease, e_layers: tuple[int, ...]) -> Stream:
+        """Raises StaleEntry."""
+        window_bytes = min(wanted.window_bytes, self._config.window_bytes)
+        frame_bytes = min(wanted.frame_bytes, self._config.frame_bytes, window_bytes // 2)
+        if frame_bytes < MIN_FRAME_BYTES:
+            raise ProtocolError(f"worker {self._address} asks for frames of {frame_bytes} bytes")
+        return Stream(
+            wanted.id,
+            lease,
+            wire.steps_of_store(self._tree.family.num_layers, e_layers),
+            pages=Span(wanted.skipped, lease.num_pages),
+            frame_bytes=frame_bytes,
+            window_bytes=window_bytes,
+            deadline=self._deadline,
+        )
+
+    def _send(self, link: Connection, stream: Stream) -> Work:
+        channel = link.channel
+        assert channel is not None
+        try:
+            while True:
+                for _ in range(_BURST):
+                    self._can_send = channel.has_room and stream.is_ready(stream.frame_bytes)
+                    if not self._can_send:
+                        break
+                    frame, payload = stream.next_frame(stream.frame_bytes)
+                    channel.put(frame, payload)
+                    stream.sent(frame.size)
+                    self._counts.num_pushed_bytes += frame.size
+                if not self._answers:
+                    yield from self._pause()
+                    continue
+                match self._answers.popleft():
+                    case wire.Credit(id=stream.id, num_bytes=num_bytes):
+                        stream.credit(num_bytes)
+                    case wire.Stored(id=stream.id):
+                        self._counts.num_stored += 1
+                        self._error = ""
+                        return None
+                    case wire.StoreRefused(id=stream.id) as refusal:
+                        channel.send_queue.drop(stream.id)
+                        return self._note_refusal(refusal)
+        except BaseException:
+            channel.close()  # Before the lease ends, which what waits there still needs.
+            raise
+
+    def _answer(self, id: int) -> Generator[None, None, Answer]:
+        """What the worker says next about this store."""
+        while True:
+            while self._answers:
+                answer = self._answers.popleft()
+                if answer.id == id:
+                    return answer
+            yield from self._pause()
+
+    def _pause(self) -> Generator[None, None, None]:
+        """Until the worker or the data connection may have gone on."""
+        if self._deadline.has_passed:
+            raise DeadlineExceeded(f"worker {self._address} did not answer in time")
+        yield
+
+    def _note_refusal(self, refusal: wire.StoreRefused) -> Refused:
+        if refusal.error not in (it.value for it in Refused):
+            raise ProtocolError(
+                f"worker {self._address} refuses with {refusal.error!r}: {refusal.reason}"
+            )
+        if refusal.error != Refused.UNKNOWN_PARENT.value:
+            self._counts.num_refused += 1
+            if not self._error:
+                log.info("worker %s refused a store: %s", self._address, refusal.reason)
+            self._error = refusal.reason
+        return Refused(refusal.error)
+
+
+def _parts(change: Change, page_bytes: int) -> Iterator[Change]:
+    """The entry in stores of about `_PART_BYTES`, each the parent of the next."""
+    num_pages = max(1, _PART_BYTES // page_bytes)
+    for start in range(0, len(change.pages), num_pages):
+        yield replace(
+            change,
+            parent=change.pages[start - 1] if start else change.parent,
+            pages=change.pages[start : start + num_pages],
+        )
