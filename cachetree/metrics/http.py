@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import http.server
 import logging
 import threading
-from collections.abc import Callable
-from http import HTTPStatus
-from typing import Final
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Final
+from wsgiref.simple_server import WSGIRequestHandler, make_server
 
 import msgspec
-from prometheus_client import CollectorRegistry
-from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client.exposition import ThreadingWSGIServer
 
 from cachetree.errors import ConfigError
 from cachetree.metrics.health import health_of
 from cachetree.metrics.metrics import StatusCollector
 from cachetree.status import CacheStatus
+
+if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 log = logging.getLogger(__name__)
 
@@ -44,19 +46,15 @@ class StatusPage:
     """
 
     def __init__(self, host: str, port: int, status: Callable[[], CacheStatus]) -> None:
-        registry = CollectorRegistry()
-        registry.register(StatusCollector(status))
-        handler = type(
-            "Handler", (_Handler,), {"registry": registry, "status": staticmethod(status)}
-        )
         try:
-            self._server = http.server.ThreadingHTTPServer((host, port), handler)
+            self._server = make_server(
+                host, port, _pages(status), ThreadingWSGIServer, handler_class=_Handler
+            )
         except OSError as exc:
             raise ConfigError(
                 f"http is {host}:{port}, which cannot be bound ({exc.strerror}); choose another "
                 "port, or port 0 for a free one"
             ) from exc
-        self._server.daemon_threads = True
         self.url: Final = f"http://{host}:{self._server.server_address[1]}"
         self._thread = threading.Thread(
             target=self._server.serve_forever, name="cachetree-http", daemon=True
@@ -75,35 +73,33 @@ class StatusPage:
         self.close()
 
 
-class _Handler(http.server.BaseHTTPRequestHandler):
-    registry: CollectorRegistry
-    status: Callable[[], CacheStatus]
-    timeout = _PATIENCE_S
-    server_version = "cachetree"
+def _pages(status: Callable[[], CacheStatus]) -> WSGIApplication:
+    registry = CollectorRegistry()
+    registry.register(StatusCollector(status))
+    metrics: WSGIApplication = make_wsgi_app(registry)
 
-    def do_GET(self) -> None:
-        path = self.path.partition("?")[0]
+    def answer(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        path = environ["PATH_INFO"]
         if path == "/metrics":
-            self._answer(HTTPStatus.OK, CONTENT_TYPE_LATEST, generate_latest(self.registry))
-            return
-        health = health_of(type(self).status()) if path.startswith("/health") else None
+            return metrics(environ, start_response)
+        health = health_of(status()) if path.startswith("/health") else None
         is_well = {
             "/health": health and health.live and health.ready,
             "/health/live": health and health.live,
             "/health/ready": health and health.ready,
         }.get(path)
         if health is None or is_well is None:
-            self._answer(HTTPStatus.NOT_FOUND, "text/plain", b"try /metrics or /health\n")
-            return
-        code = HTTPStatus.OK if is_well else HTTPStatus.SERVICE_UNAVAILABLE
-        self._answer(code, "application/json", msgspec.json.encode(health) + b"\n")
+            start_response("404 Not Found", [("Content-Type", "text/plain")])
+            return [b"try /metrics or /health\n"]
+        code = "200 OK" if is_well else "503 Service Unavailable"
+        start_response(code, [("Content-Type", "application/json")])
+        return [msgspec.json.encode(health) + b"\n"]
 
-    def _answer(self, code: HTTPStatus, content_type: str, body: bytes) -> None:
-        self.send_response(code)
-        self.send_header("Content-Type", content_type)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
+    return answer
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = _PATIENCE_S
 
     def log_message(self, format: str, *args: object) -> None:
         log.debug(format, *args)

@@ -6,18 +6,21 @@ outcomes that are named here, and the peers of the configuration.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from cachetree.disk import DiskStatus
 from cachetree.status import CacheStatus
-from cachetree.transport import PeerState
+from cachetree.transport import PeerState, Status
 
 Sample = tuple[tuple[str, ...], float]
 """The labels' values, and the metric's."""
+
+Read = Callable[[CacheStatus], Iterable[Sample]]
 
 _OTHER: Final = "other"
 """In place of a location that no peer or tier has."""
@@ -31,7 +34,7 @@ class Metric:
     kind: Literal["counter", "gauge"]
     text: str
     labels: tuple[str, ...]
-    read: Callable[[CacheStatus], Iterable[Sample]]
+    read: Read
 
     @property
     def sample_name(self) -> str:
@@ -67,6 +70,14 @@ class StatusCollector(Collector):
 def _family(metric: Metric) -> CounterMetricFamily | GaugeMetricFamily:
     kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
     return kind(metric.name, metric.text, labels=metric.labels)
+
+
+def _counter(name: str, text: str, read: Read, *labels: str) -> Metric:
+    return Metric(f"cachetree:{name}", "counter", text, labels, read)
+
+
+def _gauge(name: str, text: str, read: Read, *labels: str) -> Metric:
+    return Metric(f"cachetree:{name}", "gauge", text, labels, read)
 
 
 def _bytes(status: CacheStatus) -> Iterator[Sample]:
@@ -111,34 +122,18 @@ def _known(location: str, status: CacheStatus) -> str:
     return location if location in known else _OTHER
 
 
-def _of_worker(field: str) -> Callable[[CacheStatus], Iterator[Sample]]:
-    def read(status: CacheStatus) -> Iterator[Sample]:
-        if status.worker:
-            yield (), getattr(status.worker, field)
-
-    return read
+def _worker(read: Callable[[Status], float]) -> Read:
+    return lambda status: [((), read(status.worker))] if status.worker else []
 
 
-def _of_worker_by(field: str) -> Callable[[CacheStatus], Iterator[Sample]]:
-    def read(status: CacheStatus) -> Iterator[Sample]:
-        if status.worker:
-            for label, num in getattr(status.worker, field).items():
-                yield (label,), num
-
-    return read
+def _workers(read: Callable[[Status], Mapping[str, int]]) -> Read:
+    return lambda status: (
+        [((label,), num) for label, num in read(status.worker).items()] if status.worker else []
+    )
 
 
-def _of_disk(field: str) -> Callable[[CacheStatus], Iterator[Sample]]:
-    def read(status: CacheStatus) -> Iterator[Sample]:
-        if status.disk:
-            yield (), getattr(status.disk.counts, field)
-
-    return read
-
-
-def _late(status: CacheStatus) -> Iterator[Sample]:
-    if status.disk:
-        yield (), status.disk.num_late_entries
+def _disk(read: Callable[[DiskStatus], float]) -> Read:
+    return lambda status: [((), read(status.disk))] if status.disk else []
 
 
 def _peer_ready(status: CacheStatus) -> Iterator[Sample]:
@@ -152,185 +147,133 @@ def _breaker_open(status: CacheStatus) -> Iterator[Sample]:
 
 def _pushes(status: CacheStatus) -> Iterator[Sample]:
     for link in status.stores:
-        for outcome in ("stored", "known", "gone", "refused"):
-            yield (link.address, outcome), getattr(link, f"num_{outcome}")
+        yield (link.address, "stored"), link.num_stored
+        yield (link.address, "known"), link.num_known
+        yield (link.address, "gone"), link.num_gone
+        yield (link.address, "refused"), link.num_refused
 
 
 METRICS: Final = (
-    Metric("cachetree:bytes", "gauge", "Bytes in use", ("tier",), _bytes),
-    Metric("cachetree:budget_bytes", "gauge", "Bytes allowed", ("tier",), _budget_bytes),
-    Metric(
-        "cachetree:held_bytes",
-        "gauge",
+    _gauge("bytes", "Bytes in use", _bytes, "tier"),
+    _gauge("budget_bytes", "Bytes allowed", _budget_bytes, "tier"),
+    _gauge(
+        "held_bytes",
         "Bytes of memory that cannot be evicted now: leased, pinned, or being written",
-        (),
         lambda status: [((), status.held_bytes)],
     ),
-    Metric("cachetree:pages", "gauge", "Pages, counted once per model", ("tier",), _pages),
-    Metric("cachetree:evictions", "counter", "Entries evicted", ("tier",), _evictions),
-    Metric(
-        "cachetree:hits",
-        "counter",
-        "Fetches of peers whose pages were all there",
-        ("tier",),
-        _of_worker_by("hits"),
+    _gauge("pages", "Pages, counted once per model", _pages, "tier"),
+    _counter("evictions", "Entries evicted", _evictions, "tier"),
+    _counter(
+        "hits", "Fetches of peers whose pages were all there", _workers(lambda it: it.hits), "tier"
     ),
-    Metric(
-        "cachetree:misses",
-        "counter",
-        "Fetches of peers whose pages were not",
-        ("tier",),
-        _of_worker_by("misses"),
+    _counter(
+        "misses", "Fetches of peers whose pages were not", _workers(lambda it: it.misses), "tier"
     ),
-    Metric(
-        "cachetree:served_fetches",
-        "counter",
+    _counter(
+        "served_fetches",
         "Fetches of peers that ended, by how",
-        ("outcome",),
-        _of_worker_by("fetches_by_outcome"),
+        _workers(lambda it: it.fetches_by_outcome),
+        "outcome",
     ),
-    Metric(
-        "cachetree:sent_bytes", "counter", "Payload sent to peers", (), _of_worker("num_sent_bytes")
-    ),
-    Metric(
-        "cachetree:received_bytes",
-        "counter",
+    _counter("sent_bytes", "Payload sent to peers", _worker(lambda it: it.num_sent_bytes)),
+    _counter(
+        "received_bytes",
         "Payload that peers stored here",
-        (),
-        _of_worker("num_received_bytes"),
+        _worker(lambda it: it.num_received_bytes),
     ),
-    Metric("cachetree:streams", "gauge", "Fetches being served", (), _of_worker("num_streams")),
-    Metric("cachetree:sessions", "gauge", "Peers connected", (), _of_worker("num_peers")),
-    Metric(
-        "cachetree:open_stores", "gauge", "Stores being received", (), _of_worker("num_open_stores")
-    ),
-    Metric(
-        "cachetree:stores",
-        "counter",
+    _gauge("streams", "Fetches being served", _worker(lambda it: it.num_streams)),
+    _gauge("sessions", "Peers connected", _worker(lambda it: it.num_peers)),
+    _gauge("open_stores", "Stores being received", _worker(lambda it: it.num_open_stores)),
+    _counter(
+        "stores",
         "Stores of peers, by what became of them",
-        ("outcome",),
-        _of_worker_by("stores_by_outcome"),
+        _workers(lambda it: it.stores_by_outcome),
+        "outcome",
     ),
-    Metric(
-        "cachetree:protocol_errors",
-        "counter",
+    _counter(
+        "protocol_errors",
         "Messages that broke the protocol",
-        (),
-        _of_worker("num_protocol_errors"),
+        _worker(lambda it: it.num_protocol_errors),
     ),
-    Metric(
-        "cachetree:refused_peers",
-        "counter",
+    _counter(
+        "refused_peers",
         "Peers of another family or release",
-        (),
-        _of_worker("num_refused_peers"),
+        _worker(lambda it: it.num_refused_peers),
     ),
-    Metric(
-        "cachetree:failed_handshakes",
-        "counter",
+    _counter(
+        "failed_handshakes",
         "Connections that did not prove themselves",
-        (),
-        _of_worker("num_failed_handshakes"),
+        _worker(lambda it: it.num_failed_handshakes),
     ),
-    Metric(
-        "cachetree:fetches",
-        "counter",
+    _counter(
+        "fetches",
         "Fetches of this cache that ended, by location and by how",
-        ("location", "outcome"),
         _fetches,
+        "location",
+        "outcome",
     ),
-    Metric(
-        "cachetree:fetched_bytes",
-        "counter",
-        "Payload that landed here",
-        ("location",),
-        _fetched_bytes,
-    ),
-    Metric(
-        "cachetree:retries",
-        "counter",
+    _counter("fetched_bytes", "Payload that landed here", _fetched_bytes, "location"),
+    _counter(
+        "retries",
         "Requests for the rest of a fetch that was interrupted",
-        ("location",),
         lambda status: [((peer.address,), peer.num_retries) for peer in status.peers],
+        "location",
     ),
-    Metric(
-        "cachetree:noted_pages",
-        "gauge",
+    _gauge(
+        "noted_pages",
         "Pages that a peer is known to have, counted once per model",
-        ("location",),
         lambda status: [((peer.address,), peer.num_pages) for peer in status.peers],
+        "location",
     ),
-    Metric(
-        "cachetree:dropped_adverts",
-        "counter",
+    _counter(
+        "dropped_adverts",
         "Pages of a peer that were given up because it has more than may be noted",
-        ("location",),
         lambda status: [((peer.address,), peer.num_dropped_pages) for peer in status.peers],
+        "location",
     ),
-    Metric(
-        "cachetree:peer_ready", "gauge", "1 where a peer can be read", ("location",), _peer_ready
-    ),
-    Metric(
-        "cachetree:breaker_open",
-        "gauge",
+    _gauge("peer_ready", "1 where a peer can be read", _peer_ready, "location"),
+    _gauge(
+        "breaker_open",
         "1 where a peer failed too often and is left alone for a while",
-        ("location",),
         _breaker_open,
+        "location",
     ),
-    Metric(
-        "cachetree:pushes",
-        "counter",
+    _counter(
+        "pushes",
         "Stores offered to a worker, by what became of them",
-        ("location", "outcome"),
         _pushes,
+        "location",
+        "outcome",
     ),
-    Metric(
-        "cachetree:pushed_bytes",
-        "counter",
+    _counter(
+        "pushed_bytes",
         "Payload stored at a worker",
-        ("location",),
         lambda status: [((link.address,), link.num_pushed_bytes) for link in status.stores],
+        "location",
     ),
-    Metric(
-        "cachetree:waiting_pushes",
-        "gauge",
+    _gauge(
+        "waiting_pushes",
         "Entries that wait to be offered",
-        ("location",),
         lambda status: [((link.address,), link.num_waiting) for link in status.stores],
+        "location",
     ),
-    Metric(
-        "cachetree:disk_written_bytes",
-        "counter",
-        "Bytes written to disk",
-        (),
-        _of_disk("num_written_bytes"),
+    _counter(
+        "disk_written_bytes", "Bytes written to disk", _disk(lambda it: it.counts.num_written_bytes)
     ),
-    Metric(
-        "cachetree:disk_read_bytes",
-        "counter",
-        "Bytes read from disk",
-        (),
-        _of_disk("num_read_bytes"),
-    ),
-    Metric(
-        "cachetree:disk_failed_writes",
-        "counter",
+    _counter("disk_read_bytes", "Bytes read from disk", _disk(lambda it: it.counts.num_read_bytes)),
+    _counter(
+        "disk_failed_writes",
         "Entries that could not be written",
-        (),
-        _of_disk("num_failed_writes"),
+        _disk(lambda it: it.counts.num_failed_writes),
     ),
-    Metric(
-        "cachetree:disk_damaged_entries",
-        "counter",
+    _counter(
+        "disk_damaged_entries",
         "Entries found damaged on disk, and what stood on them",
-        (),
-        _of_disk("num_damaged_entries"),
+        _disk(lambda it: it.counts.num_damaged_entries),
     ),
-    Metric(
-        "cachetree:disk_late_entries",
-        "counter",
+    _counter(
+        "disk_late_entries",
         "Entries that left memory before they were written",
-        (),
-        _late,
+        _disk(lambda it: it.num_late_entries),
     ),
 )
