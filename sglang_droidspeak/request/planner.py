@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
-from cachetree import Location, ModelId, PageHash, is_pool
+from cachetree import Location, ModelId, PageHash, Span, is_pool
 from cachetree.checkpoint import Codec
 from cachetree.planning import (
     FREE_LINK,
@@ -28,7 +28,7 @@ from cachetree.planning import (
 from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.request.controls import Controls, parse_controls
 from sglang_droidspeak.start.peers import not_ready
-from sglang_droidspeak.store.pool import PoolIndex, PoolPages, pool_of
+from sglang_droidspeak.store.pool import Held, PoolIndex, PoolPages, pool_of
 
 if TYPE_CHECKING:
     from cachetree import Cache
@@ -63,6 +63,8 @@ class Planned:
     step_share: float
     """How much of SGLang's tokens of one step a token takes whose layers are recomputed."""
     pool_pages: PoolPages | None
+    demand: Demand | None = None
+    """What the plan answers; None where another rank made it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +155,23 @@ class Planner:
             patience_s=_patience_s(plan, demand, costs) if is_optional else math.inf,
             step_share=self._step_share(plan),
             pool_pages=pool_pages,
+            demand=demand,
         )
+
+    def still_saves(self, plan: Plan, demand: Demand, held: Held) -> bool:
+        """Whether it is worth its recompute and copies, once all of it has been fetched and the
+        device has these pages; while the device's speed is unknown it is."""
+        is_exact = plan.is_exact or demand.first_approximate is None
+        start = max(plan.pages.start, held.exact if is_exact else held.approximate)
+        if start >= plan.pages.stop:
+            return True  # SGLang finds all of it, and nothing is loaded.
+        approximate = None if demand.first_approximate is None else held.approximate
+        demand = replace(demand, first_page=held.exact, first_approximate=approximate)
+        left = replace(plan, pages=Span(start, plan.pages.stop))
+        costs = self._costs({plan.location})
+        links = {it: replace(link, byte_s=0.0) for it, link in costs.links.items()}
+        saved_s = saving_s(left, demand, replace(costs, links=links))
+        return saved_s is None or saved_s > 0
 
     def _is_experiment(self, requested: Requested) -> bool:
         return requested.block is not None and self._site.settings.gate == "off"

@@ -35,7 +35,7 @@ from cachetree import (
     Step,
     is_pool,
 )
-from cachetree.planning import Plan, Reason, Strategy, layers_of_work
+from cachetree.planning import Demand, Plan, Reason, Strategy, layers_of_work
 from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.request.controls import parse_controls
 from sglang_droidspeak.request.job import Job
@@ -113,6 +113,8 @@ class Reuse:
     """Chosen by the server, which may think again; not asked for by name."""
     is_experiment: bool = False
     """Its KV serves this request only."""
+    demand: Demand | None = None
+    """What the plan answers; None where another rank made it, which plans again for all."""
     runnable_s: float | None = None
     """When a step first could have taken it, on monotonic time: its wait counts from then."""
     patience_s: float = math.inf
@@ -408,7 +410,7 @@ class WaitingRequests:
     def _take_up(self, reuse: Reuse, planned: Planned) -> None:
         """Begin to bring together what the plan needs."""
         reuse.plan, reuse.is_optional = planned.plan, planned.is_optional
-        reuse.is_experiment = planned.is_experiment
+        reuse.is_experiment, reuse.demand = planned.is_experiment, planned.demand
         reuse.patience_s, reuse.step_share = planned.patience_s, planned.step_share
         req, page_size = reuse.req, self._site.page_size
         prefixes.move(req, approximate=reuse.is_approximate)
@@ -428,7 +430,8 @@ class WaitingRequests:
         reuse.staging = self._cache.fetch(reuse.plan, reuse.pages, deadline)
 
     def _report_fallback(self, reuse: Reuse) -> None:
-        outcome = f"fallback: {reuse.failure or FetchError.__name__}"
+        cause = reuse.failure or FetchError.__name__
+        outcome = cause if cause == Reason.SLOWER.value else f"fallback: {cause}"
         queued_ms = round(1000 * (time.monotonic() - reuse.first_seen_s), 3)
         self._labels.note(reuse.req, RequestProvenance(outcome=outcome, queued_ms=queued_ms))
 
@@ -441,6 +444,17 @@ class WaitingRequests:
         return layers_of_work(plan) * seconds
 
     def _progress(self, reuse: Reuse) -> Progress:
+        """What could be admitted is planned again: with what has come, and what the device has."""
+        state = self._arrival(reuse)
+        if state != Progress.READY or reuse.demand is None or not reuse.is_optional:
+            return state
+        held = self._pool.held(reuse.req, len(reuse.pages), self._tree)
+        if self._planner.still_saves(reuse.plan, reuse.demand, held):
+            return state
+        reuse.failure = Reason.SLOWER.value
+        return Progress.FAILED
+
+    def _arrival(self, reuse: Reuse) -> Progress:
         req = reuse.req
         if reuse.failure:
             return Progress.FAILED

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -13,8 +14,10 @@ from test_policy import ALL_E, FAR, MEASURED, PROFILE, R, S, match
 
 from cachetree.checkpoint.codec import Codec
 from cachetree.ids import PageHash, Span
+from cachetree.planning import Costs, Link
 from sglang_droidspeak.adapters.models import Part
-from sglang_droidspeak.request.planner import Planner
+from sglang_droidspeak.request.planner import UNMEASURED_S, Planner
+from sglang_droidspeak.store.pool import Held
 
 PAGE = 16
 TREE = SimpleNamespace(
@@ -25,10 +28,19 @@ TREE = SimpleNamespace(
 """SGLang's, with nothing in it."""
 
 
-def plan(
-    num_pages: int = 10, sender: str = S, controls: dict[str, Any] | None = None, **settings: Any
-) -> Any:
+def plan(*args: Any, **kw: Any) -> Any:
     """What is planned where all of a prompt is found at one peer."""
+    return planned(*args, **kw)[1]
+
+
+def planned(
+    num_pages: int = 10,
+    sender: str = S,
+    controls: dict[str, Any] | None = None,
+    costs: Costs = MEASURED,
+    **settings: Any,
+) -> Any:
+    """The planner, too."""
     pages = [PageHash(bytes([number] * 16)) for number in range(num_pages)]
     found = match(sender, num_pages, FAR, dict.fromkeys(ALL_E, num_pages))
     asked = {
@@ -49,7 +61,7 @@ def plan(
         ),
         cache=SimpleNamespace(
             match=lambda _pages: [found],
-            link=MEASURED.links.get,
+            link=costs.links.get,
             family=SimpleNamespace(
                 kv_page_bytes=MEASURED.kv_page_bytes,
                 e_page_bytes=MEASURED.e_page_bytes,
@@ -57,8 +69,8 @@ def plan(
             ),
         ),
         meter=SimpleNamespace(
-            prefill=MEASURED.prefill,
-            recompute=MEASURED.recompute,
+            prefill=costs.prefill,
+            recompute=costs.recompute,
             copy_byte_s=0.0,
             step_tokens=1 << 20,
         ),
@@ -75,7 +87,7 @@ def plan(
         sampling_params=SimpleNamespace(custom_params={"droidspeak": controls or {}}),
         full_untruncated_fill_ids=list(range(num_pages * PAGE + 1)),
     )
-    return planner.plan(req, pages, TREE, 0)
+    return planner, planner.plan(req, pages, TREE, 0)
 
 
 @pytest.mark.parametrize(
@@ -108,3 +120,40 @@ def test_a_ttft_target_is_milliseconds(asked_by: str, target_ms: float | None, b
 def test_a_requests_own_target_counts() -> None:
     found = plan(ttft_target_ms=10_000, controls={"ttft_target_ms": 1000})
     assert found.plan.block == Span(2, 7)
+
+
+def test_over_a_slow_link_a_full_prefill_is_taken_and_told() -> None:
+    """Ten pages take 1.6 s; 70 MB of KV and 20 of E take 0.09 s, or nine times as long as it."""
+    found = plan()
+    assert (found.plan.block, found.patience_s) == (Span(3, 6), pytest.approx(1.6 - 0.34))
+    slow = plan(costs=replace(MEASURED, links={FAR: Link(byte_s=1e-7)}))
+    assert slow.outcome == "slower"
+    assert "full prefill is faster" in slow.detail
+    backlog = plan(costs=replace(MEASURED, links={FAR: Link(byte_s=1e-9, backlog=[10**9] * 99)}))
+    assert backlog.outcome == "slower"
+    unknown = plan(costs=replace(MEASURED, links={}, prefill=None, recompute=None))
+    assert unknown.patience_s == UNMEASURED_S
+
+
+@pytest.mark.parametrize(
+    ("exact", "approximate", "saves"),
+    [(0, 0, True), (4, 0, True), (7, 0, True), (8, 0, False), (0, 9, True), (10, 0, False)],
+)
+def test_at_admission_counts_what_the_device_has_by_then(
+    exact: int, approximate: int, saves: bool
+) -> None:
+    """[3, 6) from page 0 on recomputes two layers of ten, as much as two pages take in full, and
+    gives up what exact KV the device has."""
+    planner, found = planned()
+    demand = replace(found.demand, first_approximate=0)
+    held = Held(exact, approximate)
+    assert planner.still_saves(found.plan, demand, held) == saves
+
+
+def test_at_admission_what_was_fetched_costs_no_more_than_its_copies() -> None:
+    """Seven pages of ten layers take 1.12 s, and are 70 MB."""
+    for copy_byte_s, saves in ((0.0, True), (1.5e-8, True), (1.7e-8, False)):
+        planner, found = planned(sender=R)
+        planner._meter.copy_byte_s = copy_byte_s
+        planner._cache.link = lambda _location: Link(byte_s=1.0)
+        assert planner.still_saves(found.plan, found.demand, Held(3, 0)) == saves

@@ -335,6 +335,32 @@ def test_the_wait_for_an_answer_of_a_store_counts_as_well(now: Now) -> None:
     assert not waiting.look([req], tree, is_decoding=False), "and then it waits for no fetch"
 
 
+@pytest.mark.parametrize("is_optional", [True, False])
+@pytest.mark.parametrize("pays", [True, False])
+def test_what_no_longer_pays_when_it_has_come_takes_a_full_prefill(
+    pays: bool, is_optional: bool
+) -> None:
+    """But for what a request has asked for by name."""
+    notes: list[RequestProvenance] = []
+    cache, req, asked = SilentCache(), request(), []
+    demand: Any = object()
+    planner = planner_of(is_optional=is_optional, patience_s=1e3, demand=demand)
+    planner.still_saves = lambda *args: asked.append(args) or pays
+    pool = SimpleNamespace(has_approximate=False, held=lambda *_: "held")
+    waiting = waiting_on(cache, notes, planner=planner, pool=pool)
+    tree: Any = None
+    assert waiting.look([req], tree, is_decoding=False) == {req.rid}
+    assert not asked, "nothing has come"
+    for step in PLAN.steps:
+        cache.stagings[0].land(step, 40)
+    assert not waiting.look([req], tree, is_decoding=False)
+    assert asked == ([(PLAN, demand, "held")] if is_optional else [])
+    is_given_up = is_optional and not pays
+    assert [told.outcome for told in notes] == (["slower"] if is_given_up else [])
+    assert waiting.has_staging(req.rid) != is_given_up
+    assert (cache.budget.num_bytes == 0) == is_given_up
+
+
 def test_a_follower_waits_no_longer_than_reading_saves(now: Now) -> None:
     team: Any = Team()
     waiting = waiting_on(
