@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> None:
                 {
                     "trace": args.trace.name,
                     "host_gb": args.host_gb,
-                    "seconds_per_token": cost.seconds_per_token,
+                    "seconds_per_token": cost.token_s,
                     "attention_tokens": cost.attention_tokens,
                     "outcomes": [_fields(outcome) for outcome in outcomes],
                 }
