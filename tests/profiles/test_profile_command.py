@@ -29,6 +29,8 @@ UNSEEN_SEED = 3003
 UNSEEN_DOCUMENTS = 96
 """With fewer than 72 of them no plan is proven, whatever it loses."""
 FAILED_GATE = 3
+FAST = ["--dtype", "float32"]
+"""A CPU takes five times as long in bf16."""
 
 
 def command(*args: str) -> list[str]:
@@ -51,7 +53,7 @@ def few(tmp_path_factory) -> list[str]:
     for flag, name, number in (("--data", "train", 9), ("--held-out", "held_out", 9)):
         write_records(read_records(DATA / f"{name}.jsonl")[:number], folder / f"{name}.jsonl")
         found += [flag, str(folder / f"{name}.jsonl")]
-    few = ["--group", "3", "--timing-seconds", "0", "--tolerance", "0.9"]
+    few = [*FAST, "--group", "3", "--timing-seconds", "0", "--tolerance", "0.9"]
     return [*flags(FINE_TUNES), *found, *ASKED, *few]
 
 
@@ -155,7 +157,7 @@ def test_the_verdict_of_a_shipped_pair_holds_on_unseen_data(shipped, unseen, tmp
     chosen = profile.recommended
     points = tuple(it for it in profile.frontier if it.recipe == chosen.recipe)
     write_profile(msgspec.structs.replace(profile, frontier=points), path)
-    args = [*flags(shipped), "--data", str(unseen), "--json"]
+    args = [*flags(shipped), *FAST, "--data", str(unseen), "--json"]
     assert main(["profile", "verify", str(path), *args]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["passed"] and found["holds"]
@@ -166,7 +168,7 @@ def test_the_verdict_of_a_shipped_pair_holds_on_unseen_data(shipped, unseen, tmp
 def test_a_pair_that_was_not_trained_together_fails_and_stays_failed(unseen, tmp_path):
     """The stranger answers as well as the shipped sender, and nobody can read its cache."""
     write_stranger(WEIGHTS / "sender", tmp_path / "stranger", SEED)
-    pair = ["--sender", str(tmp_path / "stranger"), "--receiver", str(WEIGHTS / "receiver")]
+    pair = ["--sender", str(tmp_path / "stranger"), "--receiver", str(WEIGHTS / "receiver"), *FAST]
     train = tmp_path / "train.jsonl"
     write_records(read_records(DATA / "train.jsonl")[:12], train)
     data = ["--data", str(train), *ASKED, "--group", "3", "--timing-seconds", "0"]
@@ -197,7 +199,7 @@ def test_a_wrong_verdict_does_not_hold(unseen, tmp_path, capsys):
     write_profile(wrong, tmp_path / "pair.json")
     some = tmp_path / "some.jsonl"
     write_records(read_records(unseen)[:24], some)
-    args = [*flags(FINE_TUNES), "--data", str(some)]
+    args = [*flags(FINE_TUNES), *FAST, "--data", str(some)]
     assert main(["profile", "verify", str(tmp_path / "pair.json"), *args]) == FAILED_GATE
     assert "does not hold" in capsys.readouterr().out
 

@@ -129,7 +129,7 @@ def test_the_pair_has_no_block_worth_recomputing(both, tmp_path):
     pair = load_pair(
         ModelSource(path=both.paths[1]),
         ModelSource(path=RECEIVER),
-        dtype=torch.bfloat16,
+        dtype=torch.float32,
         device=torch.device("cpu"),
         cache_dir=None,
     )
