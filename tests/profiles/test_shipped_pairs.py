@@ -17,8 +17,7 @@ from profiles.evidence import DataFile, read_measured
 from tools.pairs.adapter_profiles import PAIRS, profile_name, source_of, write_documents
 from tools.pairs.check import Properties, properties_of
 from tools.pairs.questions import OPTIONS, SEEDS, make_records
-from tools.pairs.stages import FOUNDATION, STAGES
-from tools.pairs.updates import LoraRates
+from tools.pairs.stages import FOUNDATION, STAGES, LoraRates
 from tools.pairs.words import BOS_ID, VOCABULARY
 
 PAGE_SIZE = 16

@@ -3,12 +3,10 @@
     words       the 512-word vocabulary
     documents   synthetic documents with questions, one writer per task
     rows        packed training rows made of documents, and the copying exercises
-    model       a compact Llama for fast training on one core
+    model       a small Llama with fresh weights; folders of checkpoints and adapters
     wiring      initial attention heads that look at fixed distances
-    updates     Muon and Adam on all weights, Adam on a LoRA adapter
     stages      the recipe: one frozen config per stage
     train       one stage, from its start to its gates, resumable
-    export      Hugging Face folders (weights and tokenizer) and PEFT adapter folders
     questions   the LongBench-style JSONL files
     check       whether a pair shows the effect that it was trained for
 

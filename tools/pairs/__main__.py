@@ -3,7 +3,7 @@
     python -m tools.pairs [--work build/pairs] [--out build/pairs/weights]
     python -m tools.pairs --add-to examples/pairs/weights
 
-30 to 55 minutes on one core. With `--add-to` only what that folder lacks is trained, on the
+With `--add-to` only what that folder lacks is trained, on the
 foundation that lies there. A run that was stopped continues where it was; finished stages are
 loaded. The result is a statistical reproduction of `examples/pairs/weights`, not a bitwise one,
 because float sums differ between processors. `examples/pairs/README.md` says how to judge it.
@@ -12,14 +12,15 @@ because float sums differ between processors. `examples/pairs/README.md` says ho
 from __future__ import annotations
 
 import argparse
+import hashlib
 import sys
 from pathlib import Path
 
 from tqdm import tqdm
 
-from tools.pairs.export import export_all, read_model
+from tools.pairs.model import read_model, write_model
 from tools.pairs.stages import FOUNDATION, STAGES
-from tools.pairs.train import RecipeError, run_recipe
+from tools.pairs.train import RecipeError, Trained, run_recipe
 
 
 def main() -> int:
@@ -32,7 +33,9 @@ def main() -> int:
     stages, given, out = STAGES, {}, args.out
     if args.add_to is not None:
         out = args.add_to
-        given = {FOUNDATION: read_model(out / FOUNDATION)}
+        digest = hashlib.sha256((out / FOUNDATION / "model.safetensors").read_bytes())
+        model = read_model(out / FOUNDATION)
+        given = {FOUNDATION: Trained(model=model, fingerprint=digest.hexdigest()[:16])}
         lacking = (it for it in STAGES if not (out / it.name).exists())
         stages = tuple(it for it in lacking if it.parent == FOUNDATION)
     num_steps = sum(stage.num_steps for stage in stages)
@@ -45,7 +48,9 @@ def main() -> int:
     except KeyboardInterrupt:
         tqdm.write("stopped; the same command continues")
         return 130
-    export_all(stages, trained, out)
+    for stage in stages:
+        if FOUNDATION in (stage.name, stage.parent):
+            write_model(trained[stage.name].model, out / stage.name)
     tqdm.write(f"wrote {out}")
     return 0
 

@@ -1,134 +1,101 @@
-"""A compact Llama: the arithmetic of LlamaForCausalLM, arranged for training on one CPU core."""
+"""The small pairs' models: a Llama with fresh weights, and the folders that it is kept in.
+
+An adapter gets a folder of its own: with peft installed, transformers would apply an
+`adapter_config.json` that lies beside whole weights.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 import torch
-import torch.nn.functional as F
+from peft import PeftModel
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-RMS_EPS = 1e-5
+from tools.pairs.words import BOS, BOS_ID, EOS, EOS_ID, PAD, UNK, VOCABULARY
 
-PROJECTIONS: Final[Mapping[str, tuple[str, ...]]] = {
-    "qkv": ("q_proj", "k_proj", "v_proj"),
-    "out": ("o_proj",),
-    "gate_up": ("gate_proj", "up_proj"),
-    "down": ("down_proj",),
-}
-"""What lies stacked in one matrix, by the names of LlamaForCausalLM."""
-ALL_PROJECTIONS: Final = tuple(name for names in PROJECTIONS.values() for name in names)
+PAD_ID: Final = 0
+PROJECTIONS: Final = (
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "o_proj",
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+)
+LEAVING: Final = ("o_proj.weight", "down_proj.weight")
+"""What adds to the residual stream."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """Sizes of a model. Everything but the depth is the same in all pairs."""
-
-    num_layers: int
-    vocab_size: int = 512
-    hidden_size: int = 128
-    num_heads: int = 4
-    num_kv_heads: int = 2
-    head_dim: int = 32
-    mlp_size: int = 320
-    rope_theta: float = 10000.0
-    max_positions: int = 1024
-
-    @property
-    def q_rows(self) -> int:
-        return self.num_heads * self.head_dim
-
-    @property
-    def kv_rows(self) -> int:
-        return self.num_kv_heads * self.head_dim
-
-    def projections(self, parameter: str) -> list[int]:
-        """Rows of the independent matrices that lie stacked in one parameter."""
-        if parameter.endswith("qkv.weight"):
-            return [self.q_rows, self.kv_rows, self.kv_rows]
-        if parameter.endswith("gate_up.weight"):
-            return [self.mlp_size, self.mlp_size]
-        return [self.hidden_size]
+Tensors = dict[str, Tensor]
 
 
-def rope_frequencies(shape: Shape) -> Tensor:
-    return 1.0 / shape.rope_theta ** (torch.arange(0, shape.head_dim, 2).float() / shape.head_dim)
+def config_of(num_layers: int) -> LlamaConfig:
+    """Everything but the depth is the same in all pairs."""
+    return LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=320,
+        num_hidden_layers=num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=1024,
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        tie_word_embeddings=True,
+        bos_token_id=BOS_ID,
+        eos_token_id=EOS_ID,
+        pad_token_id=PAD_ID,
+        # On a CPU and below about 500 tokens, fused attention's backward pass takes longer.
+        attn_implementation="eager",
+    )
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.chunk(2, -1)
-    return x * cos + torch.cat([-second, first], -1) * sin
+def fresh_model(num_layers: int) -> LlamaForCausalLM:
+    """Random weights in float32, from torch's global generator."""
+    model = LlamaForCausalLM(config_of(num_layers))
+    nn.init.normal_(model.model.embed_tokens.weight, 0, 0.05)
+    for name, matrix in model.model.layers.named_parameters():
+        if matrix.dim() == 2:
+            nn.init.normal_(matrix, 0, matrix.shape[1] ** -0.5)
+        if name.endswith(LEAVING):
+            matrix.data.mul_((2 * num_layers) ** -0.5)
+    return model
 
 
-class Layer(nn.Module):
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.shape = shape
-        hidden = shape.hidden_size
-        self.attention_norm = nn.Parameter(torch.ones(hidden))
-        self.mlp_norm = nn.Parameter(torch.ones(hidden))
-        self.qkv = nn.Linear(hidden, shape.q_rows + 2 * shape.kv_rows, bias=False)
-        self.out = nn.Linear(shape.q_rows, hidden, bias=False)
-        self.gate_up = nn.Linear(hidden, 2 * shape.mlp_size, bias=False)
-        self.down = nn.Linear(shape.mlp_size, hidden, bias=False)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
-        hidden = (x.shape[-1],)
-        x = x + self._attention(F.rms_norm(x, hidden, self.attention_norm, RMS_EPS), cos, sin, mask)
-        gate, up = self.gate_up(F.rms_norm(x, hidden, self.mlp_norm, RMS_EPS)).chunk(2, -1)
-        return x + self.down(F.silu(gate) * up)
-
-    def _attention(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
-        """Plain products and a softmax: on a CPU, in bf16 and below about 500 tokens, the backward
-        pass of the fused attention takes about three times as long."""
-        shape = self.shape
-        rows, length, _ = x.shape
-        num_heads, num_kv_heads = shape.num_heads, shape.num_kv_heads
-        group = num_heads // num_kv_heads
-        heads = self.qkv(x).view(rows, length, num_heads + 2 * num_kv_heads, shape.head_dim)
-        heads = heads.transpose(1, 2)
-        rotated = _rotate(heads[:, : num_heads + num_kv_heads], cos, sin)
-        q, k = rotated[:, :num_heads], rotated[:, num_heads:]
-        v = heads[:, num_heads + num_kv_heads :]
-        q = (q * shape.head_dim**-0.5).reshape(rows, num_kv_heads, group * length, -1)
-        scores = (q @ k.transpose(-1, -2)).view(rows, num_kv_heads, group, length, length) + mask
-        weights = scores.softmax(-1).view(rows, num_kv_heads, group * length, length)
-        mixed = (weights @ v).view(rows, num_heads, length, shape.head_dim)
-        return self.out(mixed.transpose(1, 2).reshape(rows, length, -1))
+def read_model(folder: Path) -> LlamaForCausalLM:
+    """What `write_model` wrote, in float32."""
+    return LlamaForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
 
 
-class TinyLlama(nn.Module):
-    """`forward(ids [rows, length])` gives the logits `[rows, length, vocab]` in float32."""
+def write_model(model: LlamaForCausalLM | PeftModel, folder: Path) -> None:
+    """Weights in bf16 with config and tokenizer, or an adapter on `../foundation`."""
+    if isinstance(model, PeftModel):
+        model.peft_config["default"].base_model_name_or_path = "../foundation"
+        model.save_pretrained(folder)
+        (folder / "README.md").unlink(missing_ok=True)
+        return
+    narrow = LlamaForCausalLM(model.config).bfloat16()
+    narrow.load_state_dict(model.state_dict())
+    narrow.generation_config = GenerationConfig(
+        bos_token_id=BOS_ID, eos_token_id=EOS_ID, pad_token_id=PAD_ID
+    )
+    narrow.save_pretrained(folder)
+    write_tokenizer(folder)
 
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.shape = shape
-        self.embedding = nn.Embedding(shape.vocab_size, shape.hidden_size)
-        self.layers = nn.ModuleList([Layer(shape) for _ in range(shape.num_layers)])
-        self.norm = nn.Parameter(torch.ones(shape.hidden_size))
-        angles = torch.outer(torch.arange(shape.max_positions).float(), rope_frequencies(shape))
-        angles = torch.cat([angles, angles], -1)
-        self.register_buffer("cos", angles.cos(), persistent=False)
-        self.register_buffer("sin", angles.sin(), persistent=False)
-        self._initialise()
 
-    def _initialise(self) -> None:
-        nn.init.normal_(self.embedding.weight, 0, 0.05)
-        shrink = (2 * self.shape.num_layers) ** -0.5
-        for layer in self.layers:
-            for matrix in (layer.qkv, layer.out, layer.gate_up, layer.down):
-                nn.init.normal_(matrix.weight, 0, matrix.in_features**-0.5)
-            layer.out.weight.data.mul_(shrink)
-            layer.down.weight.data.mul_(shrink)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embedding(ids)
-        length = ids.shape[1]
-        cos, sin = self.cos[:length].to(x.dtype), self.sin[:length].to(x.dtype)
-        mask = torch.full((length, length), -1e4, dtype=x.dtype).triu(1)
-        for layer in self.layers:
-            x = layer(x, cos, sin, mask)
-        x = F.rms_norm(x, (x.shape[-1],), self.norm, RMS_EPS)
-        return F.linear(x, self.embedding.weight).float()
+def write_tokenizer(folder: Path) -> None:
+    """A tokenizer that splits at white space and adds nothing: `<bos>` is written in the text."""
+    tokenizer = Tokenizer(models.WordLevel(dict(VOCABULARY.ids), unk_token=UNK))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS, unk_token=UNK, pad_token=PAD
+    )
+    fast.save_pretrained(folder)

@@ -24,9 +24,37 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from tools.pairs.updates import FullRates, LoraRates
+from tools.pairs.model import PROJECTIONS
 
 LayerPlan = tuple[int | None, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FullRates:
+    """Rates of a full fine-tune: Muon on the layers' matrices, Adam on the others.
+
+    `slowed` multiplies the rate of parameters by the first prefix that fits. Slowing the
+    embedding and the first layers keeps them close to the foundation's, so that the layers which
+    change what the model does lie further up.
+    """
+
+    matrices: float = 0.02
+    others: float = 1e-3
+    weight_decay: float = 0.01
+    slowed: tuple[tuple[str, float], ...] = ()
+
+    def multiplier(self, parameter: str) -> float:
+        return next((m for prefix, m in self.slowed if parameter.startswith(prefix)), 1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraRates:
+    """Rate and size of a LoRA adapter on some matrices of every layer, by Adam."""
+
+    rate: float = 4e-3
+    rank: int = 8
+    alpha: float = 16.0
+    targets: tuple[str, ...] = PROJECTIONS
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +149,11 @@ _EIGHT_TO_TWELVE: LayerPlan = (None, None, 0, None, 1, None, 2, 3, 4, 5, 6, 7)
 
 _FROM_SCRATCH = FullRates(others=3e-3)
 _FINE_TUNE = FullRates(
-    slowed=(("embedding", 0.03), ("layers.0.", 0.05), ("layers.1.", 0.05)),
+    slowed=(
+        ("model.embed_tokens", 0.03),
+        ("model.layers.0.", 0.05),
+        ("model.layers.1.", 0.05),
+    ),
 )
 
 _KNOWS_BIOGRAPHIES = Gate(task="biographies", length=192, at_least=0.96)

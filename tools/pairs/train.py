@@ -1,39 +1,43 @@
-"""One stage: from its start to its gates, with a checkpoint at least every minute.
+"""One stage, from its start to its gates, with a checkpoint at least every half a minute.
 
 Rows and initial weights depend only on the stage, its seed and the step, so a run that was killed
-continues exactly as if it had not been. Compute is bf16 on one thread, masters are float32.
+continues exactly as if it had not been. Everything is float32, on one thread.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
+from typing import Final
 
 import torch
 import torch.nn.functional as F
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import AdamW, Muon, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
+from transformers import LlamaForCausalLM
 
-from tools.pairs.model import Shape, TinyLlama
+from tools.pairs.model import LEAVING, Tensors, fresh_model
 from tools.pairs.rows import Row, make_row
-from tools.pairs.stages import Gate, LayerPlan, Stage
-from tools.pairs.updates import FullRates, FullUpdate, LoraUpdate, Tensors
+from tools.pairs.stages import FullRates, Gate, LayerPlan, LoraRates, Stage
 from tools.pairs.wiring import wire
 
-MAX_ATTEMPTS = 4
-_SEED_STRIDE = 1000
-SECONDS_BETWEEN_CHECKPOINTS = 30.0
-_GATE_ROWS = 64
-_LARGEST_NORM = 1.0
+MAX_ATTEMPTS: Final = 4
+SECONDS_BETWEEN_CHECKPOINTS: Final = 30.0
+_SEED_STRIDE: Final = 1000
+_GATE_ROWS: Final = 64
+_LARGEST_NORM: Final = 1.0
 
 
 class RecipeError(Exception):
@@ -46,17 +50,10 @@ class GateMissed(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """What a stage leaves behind: float32 weights, and the factors of an adapter (empty for a
-    full fine-tune). `fingerprint` names the whole history that led to them."""
+    """What a stage leaves behind; `fingerprint` names the whole history that led to it."""
 
-    shape: Shape
-    weights: Tensors
-    factors: Tensors
+    model: LlamaForCausalLM | PeftModel
     fingerprint: str
-
-
-NOTHING = Trained(shape=Shape(num_layers=0), weights={}, factors={}, fingerprint="")
-"""The parent of the first stage."""
 
 
 @contextmanager
@@ -72,7 +69,7 @@ def one_thread() -> Iterator[None]:
 
 def train_stage(
     stage: Stage,
-    parent: Trained,
+    parent: Trained | None,
     folder: Path,
     seconds_between_checkpoints: float = SECONDS_BETWEEN_CHECKPOINTS,
 ) -> Trained:
@@ -90,84 +87,105 @@ def train_stage(
     raise RecipeError(f"stage {stage.name} missed a gate with each of {MAX_ATTEMPTS} seeds")
 
 
-def started_from(stage: Stage, parent: Trained, seed: int) -> TinyLlama:
-    """The model before the first step, in float32."""
+def started_from(stage: Stage, parent: Trained | None, seed: int) -> LlamaForCausalLM | PeftModel:
+    """The model before the first step."""
     torch.manual_seed(seed)
-    model = TinyLlama(Shape(num_layers=len(stage.layers)))
-    if parent.weights:
-        model.load_state_dict(expanded(parent.weights, stage.layers, model), strict=True)
-    else:
+    model = fresh_model(len(stage.layers))
+    if parent is None:
         wire(model)
-    return model
+    else:
+        model.load_state_dict(expanded(parent.model.state_dict(), stage.layers, model))
+    if isinstance(stage.rates, FullRates):
+        return model
+    rates = stage.rates
+    return get_peft_model(
+        model,
+        LoraConfig(
+            task_type="CAUSAL_LM",
+            r=rates.rank,
+            lora_alpha=rates.alpha,
+            target_modules=list(rates.targets),
+        ),
+    )
 
 
-def expanded(weights: Tensors, layers: LayerPlan, fresh: TinyLlama) -> Tensors:
+def expanded(weights: Tensors, layers: LayerPlan, fresh: LlamaForCausalLM) -> Tensors:
     """The weights with layers copied, moved and inserted as the plan says.
 
     A new layer has `fresh`'s random weights, except that its two output projections are zero: the
     model computes what it computed before.
     """
-    result = {name: tensor for name, tensor in weights.items() if "layers." not in name}
+    result = {name: tensor for name, tensor in weights.items() if ".layers." not in name}
     for i, source in enumerate(layers):
-        for name, tensor in fresh.layers[i].state_dict().items():
+        for name, tensor in fresh.model.layers[i].state_dict().items():
             if source is not None:
-                result[f"layers.{i}.{name}"] = weights[f"layers.{source}.{name}"]
-            elif name in ("out.weight", "down.weight"):
-                result[f"layers.{i}.{name}"] = torch.zeros_like(tensor)
+                result[f"model.layers.{i}.{name}"] = weights[f"model.layers.{source}.{name}"]
             else:
-                result[f"layers.{i}.{name}"] = tensor
+                is_leaving = name.endswith(LEAVING)
+                result[f"model.layers.{i}.{name}"] = tensor * 0 if is_leaving else tensor
     return result
 
 
-class _Run:
-    """One attempt of a stage. Its file holds masters, optimizer state and the step reached."""
+def optimizers_of(
+    model: LlamaForCausalLM | PeftModel, rates: FullRates | LoraRates
+) -> list[Optimizer]:
+    """Muon on the layers' matrices and Adam on the rest, or Adam on an adapter's factors."""
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    betas = (0.9, 0.98)
+    if isinstance(rates, LoraRates):
+        return [AdamW(trained.values(), lr=rates.rate, betas=betas, weight_decay=0.0)]
 
-    def __init__(self, stage: Stage, parent: Trained, seed: int, folder: Path) -> None:
-        self._stage = stage
-        self._seed = seed
+    def groups(rate: float, is_matrix: bool) -> list[dict[str, object]]:
+        return [
+            {"params": [p], "lr": rate * rates.multiplier(name)}
+            for name, p in trained.items()
+            if (".layers." in name and p.dim() == 2) == is_matrix
+        ]
+
+    return [
+        Muon(groups(rates.matrices, True), weight_decay=rates.weight_decay),
+        AdamW(groups(rates.others, False), betas=betas, weight_decay=0.0),
+    ]
+
+
+class _Run:
+    """One attempt of a stage. Its file holds weights, optimizer state and the step reached."""
+
+    def __init__(self, stage: Stage, parent: Trained | None, seed: int, folder: Path) -> None:
+        self._stage, self._seed = stage, seed
         self._file = folder / f"seed_{seed}.safetensors"
         # Gates are left out: they judge weights and do not change them.
-        history = f"{replace(stage, gates=())!r} {seed} {parent.fingerprint}"
-        self.fingerprint = hashlib.sha256(history.encode()).hexdigest()[:16]
-        model = started_from(stage, parent, seed)
-        self.shape = model.shape
-        self._masters = {name: p.detach().clone() for name, p in model.named_parameters()}
-        if isinstance(stage.rates, FullRates):
-            self._update: FullUpdate | LoraUpdate = FullUpdate(
-                self._masters, self.shape, stage.rates
-            )
-        else:
-            self._update = LoraUpdate(self._masters, self.shape, stage.rates)
-        self._model = model.bfloat16()
-        self._parameters = dict(self._model.named_parameters())
+        before = "" if parent is None else parent.fingerprint
+        history = f"{replace(stage, gates=())!r} {seed} {before}"
+        self._fingerprint = hashlib.sha256(history.encode()).hexdigest()[:16]
+        self._model = started_from(stage, parent, seed)
+        self._trained = {n: p for n, p in self._model.named_parameters() if p.requires_grad}
+        self._optimizers = optimizers_of(self._model, stage.rates)
         self._step = 0
         self._restore()
-        self._copy_masters()
 
     def finish(self, seconds_between_checkpoints: float) -> Trained:
         """Train to the end and check the gates. Raises GateMissed."""
-        stage = self._stage
+        stage, step = self._stage, self._step
         saved = time.monotonic()
-        bar = tqdm(total=stage.num_steps, initial=self._step, desc=f"{stage.name:13}", unit="step")
+        schedules = [
+            LambdaLR(it, lambda epoch: stage.schedule.factor(step + epoch, stage.num_steps))
+            for it in self._optimizers
+        ]
+        bar = tqdm(total=stage.num_steps, initial=step, desc=f"{stage.name:13}", unit="step")
         with bar:
             self._check_gates()
             while self._step < stage.num_steps:
-                loss = self._advance()
+                loss = self._advance(schedules)
                 bar.update()
                 bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
                 if time.monotonic() - saved >= seconds_between_checkpoints:
                     self._save()
                     saved = time.monotonic()
                 self._check_gates()
-        factors = self._update.factors if isinstance(self._update, LoraUpdate) else {}
-        return Trained(
-            shape=self.shape,
-            weights=self._masters,
-            factors=factors,
-            fingerprint=self.fingerprint,
-        )
+        return Trained(model=self._model, fingerprint=self._fingerprint)
 
-    def _advance(self) -> float:
+    def _advance(self, schedules: Sequence[LambdaLR]) -> float:
         phase = self._stage.phase_at(self._step)
         rng = Random(f"{self._stage.name} {self._seed} {self._step}")
         tasks, shares = list(self._stage.mix), list(self._stage.mix.values())
@@ -176,30 +194,18 @@ class _Run:
             for _ in range(phase.num_rows)
         ]
         ids, weights = _tensors(rows)
-        logits = self._model(ids[:, :-1])
+        logits = self._model(input_ids=ids[:, :-1], use_cache=False).logits
         losses = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
         weights = weights[:, 1:].flatten()
         loss = (losses * weights).sum() / weights.sum()
         loss.backward()
-        with torch.no_grad():
-            factor = self._stage.schedule.factor(self._step, self._stage.num_steps)
-            self._update.update(self._clipped_gradients(), self._step, factor)
-            self._copy_masters()
+        clip_grad_norm_(self._trained.values(), _LARGEST_NORM)
+        for optimizer, schedule in zip(self._optimizers, schedules, strict=True):
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
         self._step += 1
         return loss.item()
-
-    def _clipped_gradients(self) -> Tensors:
-        """The gradients, which it takes from the parameters, scaled down to a norm of one."""
-        gradients = {name: p.grad.float() for name, p in self._parameters.items()}
-        for parameter in self._parameters.values():
-            parameter.grad = None
-        norm = math.sqrt(sum(float(g.square().sum()) for g in gradients.values()))
-        scale = min(1.0, _LARGEST_NORM / (norm + 1e-6))
-        return {name: gradient * scale for name, gradient in gradients.items()}
-
-    def _copy_masters(self) -> None:
-        for name, parameter in self._parameters.items():
-            parameter.data.copy_(self._masters[name])
 
     def _check_gates(self) -> None:
         """Check the gates that are due at this step, after saving it: a run that continues here
@@ -216,9 +222,13 @@ class _Run:
 
     def _save(self) -> None:
         """Replace the file in one step, so that a kill leaves the old or the new one."""
-        about = {"fingerprint": self.fingerprint, "step": self._step}
+        tensors = {name: p.detach() for name, p in self._trained.items()}
+        for name, parameter in self._trained.items():
+            for key, value in self._state_of(parameter).items():
+                tensors[f"{name} {key}"] = value
+        about = {"fingerprint": self._fingerprint, "step": self._step}
         part = self._file.with_suffix(".part")
-        save_file(self._update.checkpoint(), part, metadata={"run": json.dumps(about)})
+        save_file(tensors, part, metadata={"run": json.dumps(about)})
         part.replace(self._file)
 
     def _restore(self) -> None:
@@ -227,20 +237,34 @@ class _Run:
             return
         with safe_open(self._file, framework="pt") as file:
             about = json.loads(file.metadata()["run"])
-            if about["fingerprint"] != self.fingerprint:
+            if about["fingerprint"] != self._fingerprint:
                 return
-            for name, tensor in self._update.checkpoint().items():
-                tensor.copy_(file.get_tensor(name))
+            for key in file.keys():  # noqa: SIM118
+                name, _, of_state = key.partition(" ")
+                parameter, tensor = self._trained[name], file.get_tensor(key)
+                if of_state:
+                    self._state_of(parameter)[of_state] = tensor
+                else:
+                    parameter.data.copy_(tensor)
         self._step = int(about["step"])
+
+    def _state_of(self, parameter: Tensor) -> Tensors:
+        """What the parameter's optimizer remembers; it is empty before the first step."""
+        (owner,) = (
+            it
+            for it in self._optimizers
+            if any(parameter is p for group in it.param_groups for p in group["params"])
+        )
+        return owner.state[parameter]
 
 
 @torch.no_grad()
-def accuracy(model: TinyLlama, gate: Gate) -> float:
+def accuracy(model: LlamaForCausalLM | PeftModel, gate: Gate) -> float:
     """Share of the answer tokens of fresh rows that the model gets right, given the text before."""
     rng = Random(f"gate {gate.task} {gate.length}")
     rows = [make_row(rng, gate.task, gate.length + 1) for _ in range(_GATE_ROWS)]
     ids, _ = _tensors(rows)
-    right = (model(ids[:, :-1]).argmax(-1) == ids[:, 1:]).float()
+    right = (model(input_ids=ids[:, :-1]).logits.argmax(-1) == ids[:, 1:]).float()
     scored = torch.tensor([row.scored for row in rows])[:, 1:].float()
     return float((right * scored).sum() / scored.sum())
 
@@ -259,6 +283,6 @@ def run_recipe(
     trained = dict(given)
     with one_thread():
         for stage in stages:
-            parent = trained.get(stage.parent, NOTHING)
+            parent = trained.get(stage.parent)
             trained[stage.name] = train_stage(stage, parent, folder / stage.name)
     return trained

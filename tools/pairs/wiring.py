@@ -10,9 +10,8 @@ from __future__ import annotations
 from typing import Final
 
 import torch
-from torch import Tensor
-
-from tools.pairs.model import Layer, TinyLlama, rope_frequencies
+from torch import Tensor, nn
+from transformers import LlamaForCausalLM
 
 WIRED_LAYERS: Final[tuple[tuple[int, ...], ...]] = ((1, 2, 3, 1), (1, 2))
 """Per layer from the first: the distance each head looks back; later heads stay unwired."""
@@ -23,58 +22,57 @@ _NUM_FREQUENCIES = 5  # the fastest rotations, which tell close distances apart
 _REMNANT = 0.3  # share of the random weights that a wired head keeps
 
 
-def wire(model: TinyLlama) -> None:
+@torch.no_grad()
+def wire(model: LlamaForCausalLM) -> None:
     """Change the random weights of a new model in place; draws from torch's global generator.
 
     All embeddings get a common component `u`, which does not change tied logits' order. A wired
     head reads only `u` in q and k, with rotary phases such that the score peaks at its distance.
     """
-    shape = model.shape
-    embedding = model.embedding.weight.data
-    shared = torch.randn(shape.hidden_size)
+    config = model.config
+    embedding = model.model.embed_tokens.weight
+    shared = torch.randn(config.hidden_size)
     shared /= shared.norm()
     embedding -= (embedding @ shared)[:, None] * shared
     embedding += _SHARED_PART * shared
     # The component along `shared` of an embedding after the first norm.
-    reading = shared / (_SHARED_PART / embedding[0].norm() * shape.hidden_size**0.5)
-
-    for layer, distances in zip(model.layers, WIRED_LAYERS, strict=False):
-        _wire_heads(layer, distances, reading, rope_frequencies(shape))
-        layer.out.weight.data.mul_((2 * shape.num_layers) ** 0.5)
-    for i, layer in enumerate(model.layers[1:], start=1):
-        num_wired = len(WIRED_LAYERS[i]) if i < len(WIRED_LAYERS) else 0
-        _look_at_alike(layer, range(num_wired, shape.num_heads))
+    reading = shared / (_SHARED_PART / embedding[0].norm() * config.hidden_size**0.5)
+    group = config.num_attention_heads // config.num_key_value_heads
+    for i, layer in enumerate(model.model.layers):
+        attention = layer.self_attn
+        distances = WIRED_LAYERS[i] if i < len(WIRED_LAYERS) else ()
+        if distances:
+            frequencies = model.model.rotary_emb.inv_freq[:_NUM_FREQUENCIES]
+            _wire_heads(attention, distances, reading, frequencies, group)
+            attention.o_proj.weight.mul_((2 * config.num_hidden_layers) ** 0.5)
+        # The others look at tokens like their own, because their q resembles their k.
+        for head in range(len(distances), config.num_attention_heads if i else 0):
+            k = _head_rows(attention.k_proj, head // group, attention.head_dim)
+            _head_rows(attention.q_proj, head, attention.head_dim).mul_(0.7).add_(k, alpha=0.7)
 
 
 def _wire_heads(
-    layer: Layer, distances: tuple[int, ...], reading: Tensor, frequencies: Tensor
+    attention: nn.Module,
+    distances: tuple[int, ...],
+    reading: Tensor,
+    frequencies: Tensor,
+    group: int,
 ) -> None:
-    shape = layer.shape
-    group, half = shape.num_heads // shape.num_kv_heads, shape.head_dim // 2
-    fast = slice(0, _NUM_FREQUENCIES)
-    strength = (_SHARPNESS * shape.head_dim**0.5) ** 0.5
+    size = attention.head_dim
+    half, fast = size // 2, slice(0, _NUM_FREQUENCIES)
+    strength = (_SHARPNESS * size**0.5) ** 0.5
     for kv_head in sorted({head // group for head in range(len(distances))}):
-        k = torch.zeros(shape.head_dim)
+        k = torch.zeros(size)
         k[fast] = strength
-        rows = _head_rows(layer, shape.num_heads + kv_head)
+        rows = _head_rows(attention.k_proj, kv_head, size)
         rows.mul_(_REMNANT).add_(torch.outer(k, reading))
     for head, distance in enumerate(distances):
-        phase = -distance * frequencies[fast]
-        q = torch.zeros(shape.head_dim)
+        phase = -distance * frequencies
+        q = torch.zeros(size)
         q[fast] = strength * phase.cos()
         q[half : half + _NUM_FREQUENCIES] = strength * phase.sin()
-        _head_rows(layer, head).mul_(_REMNANT).add_(torch.outer(q, reading))
+        _head_rows(attention.q_proj, head, size).mul_(_REMNANT).add_(torch.outer(q, reading))
 
 
-def _look_at_alike(layer: Layer, heads: range) -> None:
-    """Bias heads towards tokens like their own, by making q resemble k."""
-    shape = layer.shape
-    for head in heads:
-        kv_head = shape.num_heads + head // (shape.num_heads // shape.num_kv_heads)
-        _head_rows(layer, head).mul_(0.7).add_(_head_rows(layer, kv_head), alpha=0.7)
-
-
-def _head_rows(layer: Layer, head: int) -> Tensor:
-    """Rows of one head in the stacked q, k, v matrix; k heads follow the q heads."""
-    size = layer.shape.head_dim
-    return layer.qkv.weight.data[head * size : (head + 1) * size]
+def _head_rows(projection: nn.Linear, head: int, size: int) -> Tensor:
+    return projection.weight[head * size : (head + 1) * size]
