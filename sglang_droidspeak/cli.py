@@ -91,6 +91,23 @@ def _parser() -> argparse.ArgumentParser:
     peers.add_argument("url", metavar="URL", help="of SGLang, such as http://127.0.0.1:30000")
     peers.add_argument("--api-key", metavar="KEY", help="where the server asks for one")
     peers.set_defaults(run=_peers)
+    doctor = commands.add_parser(
+        "doctor",
+        help="say what moved in another SGLang",
+        description="Compare what this package hooks, calls and reads of SGLang with the source of "
+        "the installed one, or of one that was unpacked into a folder, without running it. Exit "
+        "status 1 where something moved.",
+        allow_abbrev=False,
+    )
+    doctor.add_argument(
+        "--sglang",
+        nargs="?",
+        const="",
+        required=True,
+        metavar="FOLDER",
+        help="that holds the package `sglang`; default: the installed one",
+    )
+    doctor.set_defaults(run=_doctor)
     profiler.add_commands(commands)
     return parser
 
@@ -218,6 +235,23 @@ def _peers(args: argparse.Namespace) -> int:
     for peer in told["peers"]:
         _print(f"{peer['address']:30} {peer['state']:12} {peer['reason']}".rstrip())
     return int(any(peer["state"] != "ready" for peer in told["peers"]))
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from sglang_droidspeak.engine import probe, release
+
+    root = Path(args.sglang) if args.sglang else probe.installed()
+    if not (root / "sglang").is_dir():
+        _complain(f"{root} has no folder `sglang`; give the folder that a wheel was unpacked into")
+        return 1
+    lacking, changed = list(probe.lacking(root)), list(probe.changed(root))
+    for line in (*lacking, *changed):
+        _print(line)
+    _print(
+        f"{len(lacking)} missing, {len(changed)} changed since SGLang {release.VERSION}, of "
+        f"{len(release.USED)} functions and classes, and the fields of {len(release.FIELDS)}"
+    )
+    return int(bool(lacking or changed))
 
 
 def _identity(args: argparse.Namespace) -> int:

@@ -1,19 +1,17 @@
 """The linker that SGLang's radix cache drives, and the hot hooks around it.
 
-waiting queue   new_prefill   plan, stage, hold            WaitingRequests
+waiting queue   new_prefill   plan, stage, hold            Queue → WaitingRequests
 admission       lookup, load  promise pages, take the job  WaitingRequests → Job
 batch start     start         copy layers into slots       Loader
 forward         forward       partial prefill, fall back   PartialPrefill, Provenance
 batch end       finish        free the staging
-insertion       offload       copy new exact KV and E out  Offloader
+insertion       offload       copy new exact KV and E out  Insertions → Offloader
+answer          stream        hold, and label              Replies, Labels
 """
 
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Sequence
-from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +23,7 @@ from sglang_droidspeak import engine
 from sglang_droidspeak.adapters.activated import Activated
 from sglang_droidspeak.adapters.models import Models
 from sglang_droidspeak.cost import Meter
-from sglang_droidspeak.engine import HookType
+from sglang_droidspeak.engine import HookType, release
 from sglang_droidspeak.engine.hashing import ensure_page_hashes
 from sglang_droidspeak.engine.names import (
     CacheInitParams,
@@ -35,15 +33,6 @@ from sglang_droidspeak.engine.names import (
     UnifiedCacheLinker,
     get_observability,
     get_parallel,
-)
-from sglang_droidspeak.engine.prefixes import (
-    is_approximate,
-    namespace_of,
-    own_pages_of,
-    page_hash,
-    pages_of,
-    place_of,
-    refusal,
 )
 from sglang_droidspeak.metrics import CacheMetrics, Metrics
 from sglang_droidspeak.ranks import Ranks
@@ -55,30 +44,26 @@ from sglang_droidspeak.request.leaders import Leaders
 from sglang_droidspeak.request.loader import Copies, Loader
 from sglang_droidspeak.request.low_rank import LowRank
 from sglang_droidspeak.request.planner import Planner
+from sglang_droidspeak.request.queue import Queue
 from sglang_droidspeak.request.replies import Replies
 from sglang_droidspeak.request.waiting import WaitingRequests
 from sglang_droidspeak.start import peers
 from sglang_droidspeak.start.config import cache_config
 from sglang_droidspeak.start.site import folder_of
 from sglang_droidspeak.store.capture import Provenance, attachment_of
-from sglang_droidspeak.store.offloader import Offload, Offloader
+from sglang_droidspeak.store.insertions import Insertions
+from sglang_droidspeak.store.offloader import Offloader
 from sglang_droidspeak.store.pool import PoolIndex
 from sglang_droidspeak.store.rows import Coding, rows_of
 
 if TYPE_CHECKING:
     from sglang_droidspeak.engine.names import (
         LoRARef,
-        PrefillAdder,
-        Req,
-        ScheduleBatch,
-        Scheduler,
         ServerArgs,
     )
     from sglang_droidspeak.start.site import Site
 
 log = logging.getLogger(__name__)
-
-IDLE_WAIT_S = 0.001
 
 
 class DroidSpeakLinker(UnifiedCacheLinker):
@@ -106,9 +91,6 @@ class DroidSpeakLinker(UnifiedCacheLinker):
 
         self.pools = {PoolName.KV: pool}
         self.forward_stream = forward_stream
-        self._site = site
-        self._page_size = params.page_size
-        self._req_to_token = params.req_to_token_pool.req_to_token
         self._on_cuda = runner.device == "cuda"
         self._provenance = Provenance(num_slots, runner.device)
         self._meter = Meter(
@@ -138,7 +120,10 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         self._loader = Loader(pool.layer_num, rows, Copies(forward_stream, runner.device))
         self.layer_done_counter = self._loader.counter
         self._offloader = Offloader(self._cache, rows, attachment.e_pool, coding, self._provenance)
-        self._replies = Replies(self._cache, self._offloader, settings.fetch_deadline_s)
+        self._labels = Labels(self._metrics)
+        self._replies = Replies(
+            self._cache, self._offloader, self._labels, settings.fetch_deadline_s
+        )
         identity = site.identity
         self._models = Models(identity.model_id, identity.num_layers, site.identify)
         self._activated = Activated(self._models)
@@ -147,7 +132,6 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         )
         low_rank = LowRank(attachment, self._models, largest_forward(runner))
         planner = Planner(site, self._cache, self._meter, self._models, self._pool_index, low_rank)
-        self._labels = Labels(self._metrics)
         self._waiting = WaitingRequests(
             site,
             self._cache,
@@ -171,30 +155,31 @@ class DroidSpeakLinker(UnifiedCacheLinker):
             self._ranks,
         )
         self._queued: dict[str, Job] = {}
-        self._inserting: tuple[Req, int] | None = None
-        self._stores = settings.host_gb > 0
+        self._insertions = Insertions(
+            self._models,
+            self._pool_index,
+            self._offloader,
+            self._ranks,
+            params.req_to_token_pool.req_to_token,
+            params.page_size,
+        )
+        self._offloader.is_stopped = not settings.host_gb
         self._is_retired = False
+        queue = Queue(self._waiting, self._replies, self._models, self._ranks, params.page_size)
         engine.place_hooks(
             {
-                engine.NEW_PREFILL: (self._new_prefill, HookType.AROUND),
-                engine.REPLAY_LEN: (self._charge, HookType.AFTER),
-                engine.MATCH: (self._match, HookType.AROUND),
-                engine.FORWARD: (self._forward.around, HookType.AROUND),
-                engine.CHECKPOINT: (self._checkpoint, HookType.AROUND),
-                engine.REPORT: (self._labels.report, HookType.BEFORE),
-                engine.REPORT_ABORT: (self._labels.aborted, HookType.BEFORE),
-                engine.REQUEST_LEVEL: (_is_request_level, HookType.AFTER),
-                engine.INTERNAL_STATE: (self._add_peers, HookType.AFTER),
-            }
-        )
-        engine.place_hooks(  # Around the label, which is made of what is sent.
-            {
-                engine.REPORT: (self._replies.stream, HookType.AROUND),
-                engine.SLEEP_ON_IDLE: (self._replies.sleep, HookType.AROUND),
+                **queue.hooks,
+                release.FORWARD: (self._forward.around, HookType.AROUND),
+                release.CHECKPOINT: (self._insertions.checkpoint, HookType.AROUND),
+                release.REPORT: (self._replies.stream, HookType.AROUND),
+                release.SLEEP_ON_IDLE: (self._replies.sleep, HookType.AROUND),
+                release.REPORT_ABORT: (self._labels.aborted, HookType.BEFORE),
+                release.REQUEST_LEVEL: (_is_request_level, HookType.AFTER),
+                release.INTERNAL_STATE: (self._add_peers, HookType.AFTER),
             }
         )
         engine.place_hooks(
-            dict.fromkeys(engine.WEIGHTS_WRITTEN, (self._weights_change, HookType.BEFORE))
+            dict.fromkeys(release.WEIGHTS_WRITTEN, (self._weights_change, HookType.BEFORE))
         )
         if runner.lora_manager is not None:
             for lora_id, ref in runner.lora_manager.lora_refs.items():
@@ -202,8 +187,8 @@ class DroidSpeakLinker(UnifiedCacheLinker):
                 self._activated.loaded(lora_id)
             engine.place_hooks(
                 {
-                    engine.LOAD_LORA: (self._load_lora, HookType.AROUND),
-                    engine.UNLOAD_LORA: (self._unload_lora, HookType.AFTER),
+                    release.LOAD_LORA: (self._load_lora, HookType.AROUND),
+                    release.UNLOAD_LORA: (self._unload_lora, HookType.AFTER),
                 }
             )
         log.info(
@@ -216,64 +201,6 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         )
 
     # Waiting and admission.
-
-    def _new_prefill(
-        self, original: Any, scheduler: Scheduler, *, running_batch: ScheduleBatch, **rest: Any
-    ) -> Any:
-        """Hide held requests from SGLang while it builds a batch, and those whose grammar is being
-        compiled: it would admit them at sight. Outside it the queues are whole."""
-        self._replies.release()
-        self._models.settle(self._ranks)
-        grammars = scheduler.grammar_manager
-        if grammars.has_waiting_grammars():
-            for req in grammars.get_ready_grammar_requests():
-                scheduler._add_request_to_queue(req)
-        queue, compiling = scheduler.waiting_queue, grammars.grammar_queue
-        if scheduler.enable_priority_scheduling:
-            # SGLang would sort who is not held alone; planning and waiting go by the same order.
-            scheduler.policy.calc_priority(queue, running_batch)
-        is_decoding = not running_batch.is_empty()
-        held = self._waiting.look(queue, scheduler.tree_cache, is_decoding=is_decoding)
-        scheduler.waiting_queue = [req for req in queue if req.rid not in held] if held else queue
-        grammars.grammar_queue = []
-        is_in_chunks = scheduler.chunked_req is not None
-        try:
-            batch, running = original(scheduler, running_batch=running_batch, **rest)
-        finally:
-            grammars.grammar_queue = compiling
-            left = {id(req) for req in scheduler.waiting_queue}
-            if held:
-                scheduler.waiting_queue = _rejoined(queue, held, scheduler.waiting_queue)
-        if held and not is_in_chunks and (batch is not None or not running.batch_is_full):
-            # Nothing that came before these is being prefilled, and there was room for one.
-            ahead = takewhile(lambda req: req.rid in held or id(req) in left, queue)
-            self._waiting.pass_over(req.rid for req in ahead if req.rid in held)
-        if batch is not None:
-            self._waiting.admitted(batch.reqs)
-        elif held and running.is_empty():
-            # Nothing can run until a fetch gets on: leave the processor to the thread that fetches.
-            time.sleep(IDLE_WAIT_S)
-        return batch, running
-
-    def _charge(self, replayed: int, adder: PrefillAdder, req: Req, prefix_len: int) -> int:
-        """Take recomputed layers off the tokens of a step, as SGLang does what it replays itself.
-
-        The first of a step is never refused: what remains is a page for it to go on with, or where
-        nobody decodes all of its new tokens.
-        """
-        charge = self._waiting.step_tokens(req.rid, prefix_len - req.prefix_len)
-        if adder.rem_chunk_tokens is not None and not adder.can_run_list:
-            num_new = len(req.full_untruncated_fill_ids) - prefix_len
-            is_decoding = not adder.running_batch.is_empty()
-            kept = self._page_size if is_decoding else adder.ceil_paged_tokens(num_new)
-            charge = min(charge, max(0, adder.rem_chunk_tokens - kept))
-        return replayed + charge
-
-    def _match(self, original: Any, wrapper: Any, key: Any, req: Req, result: Any) -> Any:
-        """Spare SGLang the hashing of a prompt for which nothing is staged."""
-        if not self._waiting.has_staging(req.rid):
-            return result
-        return original(wrapper, key, req, result)
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
         (transfer,) = transfers
@@ -315,55 +242,9 @@ class DroidSpeakLinker(UnifiedCacheLinker):
 
     # Offloading.
 
-    def _checkpoint(self, original: Any, tree: Any, req: Req, *, up_to: int, **rest: Any) -> None:
-        """Tell `offload`, which SGLang calls from inside, whose tokens are being inserted."""
-        self._inserting = (req, up_to)
-        try:
-            original(tree, req, up_to=up_to, **rest)
-        finally:
-            self._inserting = None
-        if self._ranks.is_first and len(self._models) > 1 and not req.skip_radix_cache_insert:
-            self._note(req, up_to)
-
-    def _note(self, req: Req, up_to: int) -> None:
-        """What SGLang's tree now has of this request is there for the other models, too."""
-        part = self._models.part_of(req)
-        if part is None or refusal(req) or is_approximate(req):
-            return
-        pages = part.of(pages_of(req, up_to, self._page_size), self._page_size)
-        self._pool_index.note(namespace_of(req), part.model, pages)
-
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
-        if self._inserting is None or not self._stores:
-            return False
-        req, up_to = self._inserting
-        part = self._models.part_of(req)
-        if refusal(req) or part is None:
-            return False
-        (transfer,) = transfers
-        first = page_hash(transfer.keys[0])
-        own_path = own_pages_of(req, up_to, self._page_size)
-        if first not in own_path:
-            return False
-        index = own_path.index(first)
-        path = pages_of(req, up_to, self._page_size) if place_of(req) else own_path
-        pages = part.of(path, self._page_size)[index : index + len(transfer.keys)]
-        if not pages:
-            return False
-        slots = transfer.device_indices[: len(pages) * self._page_size]
-        context = slots
-        if self._provenance.any_approximate:
-            context = self._req_to_token[req.kv.req_pool_idx, :up_to].long()
-        return self._offloader.put(
-            Offload(
-                model=part.model,
-                parent=path[index - 1] if index else None,
-                pages=pages,
-                slots=slots,
-                context=context,
-                ready=self.record_offload_ready() if self._on_cuda else (),
-            )
-        )
+        ready = self.record_offload_ready if self._on_cuda else tuple
+        return self._insertions.offload(transfers, ready)
 
     def num_completed_offloads(self) -> int:
         return self._offloader.num_results
@@ -393,7 +274,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         if self._is_retired:
             return
         log.warning("weights are updated in place: droidspeak is off until this server restarts")
-        self._is_retired, self._stores = True, False
+        self._is_retired = self._offloader.is_stopped = True
         self._waiting.retire()
         self._cache.stop_serving()
 
@@ -419,15 +300,6 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         if self._cache_metrics is not None:
             self._cache_metrics.close()
         self._cache.close()
-
-
-def _rejoined(queue: Sequence[Req], held: set[str], left: Sequence[Req]) -> list[Req]:
-    """The queue in its order without what was admitted, and then what SGLang has put back."""
-    still, known = {id(req) for req in left}, {id(req) for req in queue}
-    return [
-        *(req for req in queue if req.rid in held or id(req) in still),
-        *(req for req in left if id(req) not in known),
-    ]
 
 
 def _tiers(site: Site, metrics: Metrics) -> list[MakeTier]:

@@ -15,7 +15,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from sglang_droidspeak import engine
-from sglang_droidspeak.engine import HookRegistry, HookType
+from sglang_droidspeak.engine import HookRegistry, HookType, release
 from sglang_droidspeak.start.config import is_configured
 
 if TYPE_CHECKING:
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 def register() -> None:
     """Place the cold hooks that this process needs."""
-    HookRegistry.register(engine.CHECK_SERVER_ARGS, _check_server_args, HookType.AFTER)
+    HookRegistry.register(release.CHECK_SERVER_ARGS, _check_server_args, HookType.AFTER)
     # The front end and the detokenizer load plugins too, before (or without ever) importing the
     # scheduler; hooking its parts there would only slow their start.
-    if engine.SCHEDULER_MODULE in sys.modules:
+    if release.SCHEDULER_MODULE in sys.modules:
         for target, (hook, kind) in _SCHEDULER_HOOKS.items():
             HookRegistry.register(target, hook, kind)
 
@@ -63,6 +63,6 @@ def _attach(_result: None, runner: ModelRunner, *_args: object, **_kwargs: objec
 
 
 _SCHEDULER_HOOKS = {
-    engine.CELL_SIZE: (_count_e, HookType.AFTER),
-    engine.ALLOC_MEMORY_POOL: (_attach, HookType.AFTER),
+    release.CELL_SIZE: (_count_e, HookType.AFTER),
+    release.ALLOC_MEMORY_POOL: (_attach, HookType.AFTER),
 }

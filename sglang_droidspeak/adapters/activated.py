@@ -17,7 +17,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from sglang_droidspeak import engine
-from sglang_droidspeak.engine import HookType, prefixes
+from sglang_droidspeak.engine import HookType, prefixes, release
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,8 +42,8 @@ class Activated:
         self._has_hooks = True
         engine.place_hooks(
             {
-                engine.PREPARE_LORA: (self._prepare, HookType.AROUND),
-                engine.CAN_SCHEDULE_LORA: (_count_the_base, HookType.AROUND),
+                release.PREPARE_LORA: (self._prepare, HookType.AROUND),
+                release.CAN_SCHEDULE_LORA: (_count_the_base, HookType.AROUND),
             }
         )
 

@@ -9,7 +9,7 @@ from typing import Any
 from sglang.srt.mem_cache.cpp_utils.native_hash import get_native_hash
 
 from cachetree.tree import page_digests
-from sglang_droidspeak.engine import NATIVE_HASH, HookType, place_hooks
+from sglang_droidspeak.engine import HookType, place_hooks, release
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ def ensure_page_hashes() -> None:
         log.warning(
             "page hashes cannot be compiled (%s) and are computed in Python", exc.__cause__ or exc
         )
-        place_hooks({NATIVE_HASH: (hash_in_python, HookType.REPLACE)})
+        place_hooks({release.NATIVE_HASH: (hash_in_python, HookType.REPLACE)})
 
 
 def hash_in_python(

@@ -52,14 +52,8 @@ class Labels:
             if not _is_told(req):
                 _label_of(req).mark = marks[row]
 
-    def report(
-        self,
-        _streamer: object,
-        reqs: Sequence[Req],
-        return_logprob: bool,
-        skip_req: Req | None = None,
-    ) -> None:
-        """Before SGLang sends what is new of these; hooks SchedulerOutputStreamer.stream_output.
+    def report(self, reqs: Sequence[Req], skip_req: Req | None = None) -> None:
+        """Before SGLang sends what is new of these.
 
         `skip_req` has not been prefilled to its end; what was retracted meanwhile will be again.
         """

@@ -8,7 +8,6 @@ over both: attention is causal.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,15 +15,7 @@ import torch
 
 from cachetree import Span
 from sglang_droidspeak.engine.attention import recompute_backend
-from sglang_droidspeak.engine.names import (
-    CaptureHiddenMode,
-    ForwardBatch,
-    ForwardContext,
-    ForwardMode,
-    async_h2d,
-    forward_context,
-    get_model,
-)
+from sglang_droidspeak.engine.replay import prepared, replay_of
 
 if TYPE_CHECKING:
     from sglang_droidspeak.engine.layers import LayerStack
@@ -130,12 +121,8 @@ class PartialPrefill:
 
     def _forward(self, batch: ScheduleBatch, pieces: Sequence[Piece], backend: Any) -> None:
         runner = self._runner
-        forward_batch = ForwardBatch.init_new(
-            _replay(batch, pieces, runner),
-            runner,
-            capture_hidden_mode=CaptureHiddenMode.NULL,
-            return_hidden_states_before_norm=False,
-        )
+        parts = [(piece.prefix.row, piece.tokens) for piece in pieces]
+        forward_batch = replay_of(batch, parts, runner)
         forward_batch.has_own_e = pieces[0].prefix.is_exact
         rows = [piece.e for piece in pieces]
         e = None
@@ -143,60 +130,6 @@ class PartialPrefill:
             # Some lie in the pool, some in host memory.
             there = [row.to(runner.device, runner.dtype, non_blocking=True) for row in rows]
             e = there[0] if len(there) == 1 else torch.cat(there)
-        with (
-            torch.no_grad(),
-            get_model().override(shared_experts=runner.model.shared_experts_config),
-            forward_context(ForwardContext(attn_backend=backend), forward_batch=forward_batch),
-        ):
-            runner._prepare_eager_forward_batch(forward_batch)
-            backend.init_forward_metadata(forward_batch)
+        with prepared(forward_batch, runner, backend):
             self._ranks.agree()
             self._stack.run(pieces[0].prefix.block, e, forward_batch)
-
-
-def _replay(batch: ScheduleBatch, pieces: Sequence[Piece], runner: ModelRunner) -> ScheduleBatch:
-    """A batch that extends each piece's row by its tokens; as SGLang's own encoder-SWA replay."""
-    device = runner.device
-    rows = [piece.prefix.row for piece in pieces]
-    starts = [piece.tokens.start for piece in pieces]
-    stops = [piece.tokens.stop for piece in pieces]
-    lengths = [len(piece.tokens) for piece in pieces]
-    table_rows = batch.req_pool_indices_cpu[rows].tolist()
-    req_to_token = runner.req_to_token_pool.req_to_token
-
-    replay = copy(batch)
-    replay.forward_mode = ForwardMode.EXTEND
-    replay.reqs = [batch.reqs[row] for row in rows]
-    tokens = [
-        token
-        for req, piece in zip(replay.reqs, pieces, strict=True)
-        for token in req.full_untruncated_fill_ids[piece.tokens.start : piece.tokens.stop]
-    ]
-    replay.input_ids = async_h2d(tokens, dtype=torch.int64, device=device)
-    replay.prefill_input_ids_cpu = None
-    replay.req_pool_indices = async_h2d(table_rows, dtype=torch.int64, device=device)
-    replay.req_pool_indices_cpu = batch.req_pool_indices_cpu[rows]
-    replay.prefix_lens = starts
-    replay.extend_lens = lengths
-    replay.extend_num_tokens = sum(lengths)
-    replay.seq_lens = async_h2d(stops, dtype=torch.int64, device=device)
-    replay.seq_lens_cpu = torch.tensor(stops, dtype=torch.int64)
-    replay.seq_lens_sum = sum(stops)
-    replay.orig_seq_lens = replay.seq_lens
-    replay.out_cache_loc = torch.cat(
-        [
-            req_to_token[row, start:stop]
-            for row, start, stop in zip(table_rows, starts, stops, strict=True)
-        ]
-    ).long()
-    replay.return_logprob = False
-    replay.top_logprobs_nums = None
-    replay.token_ids_logprobs = None
-    replay.extend_logprob_start_lens = lengths
-    replay.extend_input_logprob_token_ids = None
-    replay.is_prefill_only = True
-    replay.spec_info = None
-    replay.sampling_info = None
-    replay.has_grammar = False
-    replay.multimodal_inputs = [None] * len(pieces)
-    return replay

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from cachetree import Deadline
@@ -20,6 +21,7 @@ from sglang_droidspeak.request.controls import parse_controls
 if TYPE_CHECKING:
     from cachetree import Cache
     from sglang_droidspeak.engine.names import Req
+    from sglang_droidspeak.request.labels import Labels
     from sglang_droidspeak.store.offloader import Offloader
 
 _LOOK_S: Final = 0.001
@@ -38,8 +40,11 @@ class _Held:
 class Replies:
     """Scheduler thread only."""
 
-    def __init__(self, cache: Cache, offloader: Offloader, patience_s: float) -> None:
+    def __init__(
+        self, cache: Cache, offloader: Offloader, labels: Labels, patience_s: float
+    ) -> None:
         """No answer waits longer than `patience_s`: a peer may be gone."""
+        self._labels: Final = labels
         self._patience_s: Final = patience_s
         self._cache: Final = cache
         self._offloader: Final = offloader
@@ -53,17 +58,21 @@ class Replies:
         return_logprob: bool,
         skip_req: Req | None = None,
     ) -> None:
-        """Hooks SchedulerOutputStreamer.stream_output: leave out what has to wait."""
+        """Hooks SchedulerOutputStreamer.stream_output: leave out what has to wait, and label what
+        is sent."""
+
+        def send(some: Sequence[Req], skipped: Req | None = None) -> None:
+            self._labels.report(some, skipped)
+            original(streamer, some, return_logprob, skipped)
+
         for req in reqs:
             if req is not skip_req and _waits(req) and req.rid not in self._held:
                 self._held[req.rid] = _Held(
-                    answer=_answering(original, streamer, req, return_logprob),
+                    answer=partial(send, [req]),
                     num_put=self._offloader.num_put,
                     deadline=Deadline.after(self._patience_s),
                 )
-        original(
-            streamer, [it for it in reqs if it.rid not in self._held], return_logprob, skip_req
-        )
+        send([it for it in reqs if it.rid not in self._held], skip_req)
         self.release()
 
     def sleep(self, original: Any, scheduler: Any) -> None:
@@ -94,7 +103,3 @@ def _waits(req: Req) -> bool:
         return parse_controls(req.sampling_params.custom_params).publish is not None
     except ValueError:
         return False
-
-
-def _answering(original: Any, streamer: Any, req: Req, return_logprob: bool) -> Callable[[], None]:
-    return lambda: original(streamer, [req], return_logprob, None)

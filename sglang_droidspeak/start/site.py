@@ -19,6 +19,7 @@ from cachetree.memory import Layout
 from cachetree.planning import SECONDS_PER_TOKEN, PairProfile, PrefillCost, read_profile
 from cachetree.transport import check_peer, check_ports, check_worker
 from sglang_droidspeak import engine
+from sglang_droidspeak.engine.probe import require_supported
 from sglang_droidspeak.start.config import MIN_PAGE_SIZE, Settings, cache_config, parse_settings
 
 if TYPE_CHECKING:
@@ -181,7 +182,7 @@ def load_site(server_args: ServerArgs) -> Site:
     Raises ConfigError or ProfileError naming the field, the value and the remedy.
     """
     args = engine.resolved(server_args)
-    engine.require_supported()
+    require_supported()
     check_arguments(args)
     quantization = engine.model_config(server_args).quantization
     if quantization is not None:

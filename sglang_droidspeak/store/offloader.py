@@ -53,9 +53,11 @@ class Offloader:
         self._rows = rows
         self._e_pool = e_pool
         self._coding = coding
-        self._provenance = provenance
+        self.provenance = provenance
         self._todo: SimpleQueue[Offload | None] = SimpleQueue()
         self._results: SimpleQueue[bool] = SimpleQueue()
+        self.is_stopped = False
+        """It takes nothing more."""
         self.num_put = 0
         """Nodes that were ever queued."""
         self.num_done = 0
@@ -108,7 +110,7 @@ class Offloader:
     def _store(self, offload: Offload) -> None:
         for event in offload.ready:
             event.synchronize()
-        if not self._provenance.is_exact(offload.context):
+        if not self.provenance.is_exact(offload.context):
             return
         pages, slots, parent = offload.pages, offload.slots, offload.parent
         if not self._e_pool.e:

@@ -281,7 +281,7 @@ class Engine:
         self.run(batch)
         self.loader.finish(index)
         assert self.pass_.done(index)
-        self.labels.report(None, batch.reqs, return_logprob=False)
+        self.labels.report(batch.reqs)
         return [req.customized_info["droidspeak"][0]["outcome"] for req in batch.reqs]
 
     def differences(self, slots: torch.Tensor, expected: Sequence[torch.Tensor]) -> list[float]:

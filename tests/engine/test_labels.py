@@ -72,10 +72,10 @@ def test_a_label_is_told_once_and_stays(labels: Labels, counts: Counts) -> None:
     req = request(customized_info={"other": [1]})
     labels.note(req, RequestProvenance(outcome="no_slots"))
     labels.note(req, reused())
-    labels.report(None, [req], False)
+    labels.report([req])
     labels.note(req, RequestProvenance(outcome="no_match"))
     labels.read([req], torch.tensor([True]))
-    labels.report(None, [req], False)
+    labels.report([req])
     assert told(req) == reused()
     assert req.customized_info["other"] == [1]
     assert counts.outcomes == {"reused": 1}
@@ -83,7 +83,7 @@ def test_a_label_is_told_once_and_stays(labels: Labels, counts: Counts) -> None:
 
 def test_it_waits_for_the_end_of_the_prefill(labels: Labels, counts: Counts) -> None:
     chunked, retracted = request(), request(is_retracted=True)
-    labels.report(None, [chunked, retracted], False, chunked)
+    labels.report([chunked, retracted], chunked)
     assert (told(chunked), told(retracted), counts.outcomes) == (None, None, {})
 
 
@@ -93,7 +93,7 @@ def test_it_is_exact_where_what_it_read_was(labels: Labels, is_approximate: bool
     other, req = request("r0"), request()
     labels.note(req, RequestProvenance(outcome="no_match"))
     labels.read([other, req], torch.tensor([False, is_approximate]))
-    labels.report(None, [req], False)
+    labels.report([req])
     assert told(req) == RequestProvenance(outcome="no_match", exact=not is_approximate)
 
 
@@ -103,23 +103,23 @@ def test_whatever_ends_without_an_answer_is_counted_once(labels: Labels, counts:
     labels.note(queued, RequestProvenance(outcome="no_match"))
     for _ in range(2):
         labels.aborted(None, None, queued)
-        labels.report(None, [running, failed], False)
+        labels.report([running, failed])
     assert counts.outcomes == {"aborted": 3}
 
 
 def test_what_was_read_before_the_end_is_what_it_says(labels: Labels, counts: Counts) -> None:
     early, late = request(finished_reason=FINISH_ABORT()), request()
     labels.note(early, reused())
-    labels.report(None, [early, late], False)
+    labels.report([early, late])
     late.finished_reason = FINISH_LENGTH(length=8)
-    labels.report(None, [late], False)
+    labels.report([late])
     assert counts.outcomes == {"reused": 1, "error": 1}, "nobody planned the second one"
 
 
 def test_health_probes_are_nobodys_requests(labels: Labels, counts: Counts) -> None:
     probe = request("HEALTH_CHECK_17")
     labels.note(probe, RequestProvenance(outcome="no_match"))
-    labels.report(None, [probe], False)
+    labels.report([probe])
     assert (told(probe), counts.outcomes) == (None, {})
 
 
@@ -128,16 +128,16 @@ def test_samples_say_what_was_read_for_all_of_them(labels: Labels, counts: Count
     that find it on the device."""
     warming, samples = request(n=2, max_new_tokens=0), [request(n=2), request(n=2)]
     labels.note(warming, reused())
-    labels.report(None, [warming], False)
+    labels.report([warming])
     assert not counts.outcomes
     for req in samples:
         labels.note(req, RequestProvenance(outcome="too_short"))
     labels.read(samples, torch.tensor([True, True]))
-    labels.report(None, samples, False)
+    labels.report(samples)
     assert [told(req) for req in samples] == [reused(exact=False)] * 2
     other = request(n=2, cache_salt="bob")
     labels.note(other, RequestProvenance(outcome="no_match"))
-    labels.report(None, [other], False)
+    labels.report([other])
     assert counts.outcomes == {"reused": 2, "no_match": 1}
 
 
@@ -148,7 +148,7 @@ def test_a_reuse_that_became_a_full_prefill_is_logged(
     for outcome in ("reused", "no_match", "fallback: StaleEntry"):
         req = request()
         labels.note(req, RequestProvenance(outcome=outcome, overlap=0.5))
-        labels.report(None, [req], False)
+        labels.report([req])
     (line,) = [record.getMessage() for record in caplog.records]
     fields = dict(field.split("=", 1) for field in line.split())
     assert (fields["rid"], fields["outcome"], fields["overlap"]) == (

@@ -26,6 +26,7 @@ from sglang_droidspeak.ranks import Ranks
 from sglang_droidspeak.request.job import Job
 from sglang_droidspeak.request.labels import Labels
 from sglang_droidspeak.request.meta_info import KEY, RequestProvenance
+from sglang_droidspeak.request.queue import Queue
 from sglang_droidspeak.request.waiting import WaitingRequests
 
 STEP_BYTES = 40
@@ -49,9 +50,10 @@ class Round:
                 grammar_queue=[],
             ),
         )
-        self.linker = MagicMock()
-        self.linker._waiting.look.side_effect = self._look
-        self.linker._waiting.pass_over.side_effect = lambda rids: self.passed_over.extend(rids)
+        waiting = MagicMock()
+        waiting.look.side_effect = self._look
+        waiting.pass_over.side_effect = lambda rids: self.passed_over.extend(rids)
+        self._queue = Queue(waiting, MagicMock(), MagicMock(), Ranks(None), PAGE)
         self.held, self.planned, self.seen = held, "", ""
         self.passed_over: list[str] = []
 
@@ -82,7 +84,7 @@ class Round:
             return MagicMock() if admitted else None, running
 
         running = MagicMock(batch_is_full=False)
-        DroidSpeakLinker._new_prefill(self.linker, original, self.scheduler, running_batch=running)
+        self._queue.new_prefill(original, self.scheduler, running_batch=running)
         return names(self.scheduler.waiting_queue)
 
 
@@ -163,7 +165,7 @@ def test_a_retracted_request_waits_again_beside_another_and_is_told_once() -> No
     labels.read([taken], torch.tensor([True]))
 
     taken.is_retracted = True
-    labels.report(None, [taken], False)
+    labels.report([taken])
     job.staging.release()
     assert waiting.look([other, taken], tree, is_decoding=False) == {"other", "taken"}
     assert len(cache.stagings) == 3
@@ -174,7 +176,7 @@ def test_a_retracted_request_waits_again_beside_another_and_is_told_once() -> No
     labels.read([taken], torch.tensor([False]))
     taken.is_retracted = False
     for _ in range(2):
-        labels.report(None, [taken], False)
+        labels.report([taken])
     assert outcomes == {"fallback: FetchError": 1}
     (told,) = taken.customized_info[KEY]
     assert told["exact"]

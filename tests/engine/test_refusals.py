@@ -17,9 +17,9 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from cachetree.ids import ModelId
 from sglang_droidspeak.adapters.models import Part
 from sglang_droidspeak.engine.prefixes import refusal, reusable_pages
-from sglang_droidspeak.linker import DroidSpeakLinker
 from sglang_droidspeak.ranks import Ranks
 from sglang_droidspeak.request.waiting import WaitingRequests
+from sglang_droidspeak.store.insertions import Insertions
 
 NUM_TOKENS = 4 * PAGE + 3
 TOKENS = list(range(NUM_TOKENS))
@@ -59,16 +59,18 @@ def look(req: Req) -> tuple[set[str], MagicMock]:
 
 def offered(req: Req) -> MagicMock:
     """The offloader, after SGLang has inserted the request's whole pages into its tree."""
-    linker = MagicMock()
-    linker._inserting = (req, NUM_TOKENS)
-    linker._page_size = PAGE
-    linker._models.part_of.return_value = Part(ModelId("m"), None, None)
-    linker._provenance.any_approximate = False
-    linker._on_cuda = False
+    models, offloader = MagicMock(), MagicMock(is_stopped=False)
+    models.part_of.return_value = Part(ModelId("m"), None, None)
+    offloader.provenance.any_approximate = False
+    insertions = Insertions(models, MagicMock(), offloader, Ranks(None), MagicMock(), PAGE)
     keys = [page.hex() for page in page_hashes(TOKENS)]
     transfer = SimpleNamespace(keys=keys, device_indices=torch.arange(NUM_TOKENS))
-    DroidSpeakLinker.offload(linker, [transfer])
-    return linker._offloader.put
+
+    def insert(_tree: object, _req: Req, *, up_to: int) -> None:
+        insertions.offload([transfer], tuple)
+
+    insertions.checkpoint(insert, None, req, up_to=NUM_TOKENS)
+    return offloader.put
 
 
 @pytest.mark.parametrize("fields", NEVER.values(), ids=NEVER)

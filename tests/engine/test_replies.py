@@ -18,12 +18,16 @@ class Streamer:
         self.num_put = 2
         self.num_done = 1
         self.is_known = False
+        self.labelled: list[str] = []
         stands_for: Any = self
-        self.replies = Replies(stands_for, stands_for, patience_s)
+        self.replies = Replies(stands_for, stands_for, stands_for, patience_s)
 
     def knowing(self) -> Any:
         assert self.num_done == self.num_put, "asked before there is something to know"
         return lambda: self.is_known
+
+    def report(self, reqs: Any, skip_req: Any = None) -> None:
+        self.labelled += [req.rid for req in reqs if req is not skip_req]
 
     def original(self, _streamer: Any, reqs: Any, _logprob: bool, skip_req: Any = None) -> None:
         self.sent += [req.rid for req in reqs if req is not skip_req]
@@ -62,6 +66,7 @@ def test_an_answer_waits_until_its_pages_are_stored_and_known() -> None:
     streamer.replies.release()
     streamer.replies.release()
     assert streamer.sent == ["goes on", "plain", "bad", "waits"]
+    assert streamer.labelled == streamer.sent, "of what it has read until it is sent"
 
 
 def test_what_is_published_already_waits_for_nothing() -> None:

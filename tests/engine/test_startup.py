@@ -17,11 +17,13 @@ from engine_parts import ENV, profile_of
 from msgspec.structs import replace
 
 from cachetree.checkpoint.identity import read_model_identity
+from cachetree.errors import ConfigError
 from cachetree.planning.profile import BlockQuality, write_profile
 from cachetree.transport import write_key_pair
 from cachetree.tree.eviction import Retention
 from profiles.random_models import shape, write_models
 from sglang_droidspeak import engine
+from sglang_droidspeak.engine import probe
 from sglang_droidspeak.fleet.servers import ServerFailed, ServerSpec, free_port, running
 from sglang_droidspeak.start.config import LINKER_MODULE, cache_config
 from sglang_droidspeak.start.site import check_arguments, check_front_end, load_site
@@ -202,7 +204,7 @@ class Altered:
 def test_what_sglang_resolved_is_refused_by_name(model: Path, field: str, value: object) -> None:
     args = engine.resolved(server_args(model, {}))
     check_arguments(args)
-    with pytest.raises(engine.ConfigError, match=f"^{field} is {value!r}: "):
+    with pytest.raises(ConfigError, match=f"^{field} is {value!r}: "):
         check_arguments(Altered(args, field, value))
 
 
@@ -384,10 +386,10 @@ def test_unsupported_model_class(tmp_path: Path) -> None:
 
 
 def test_another_sglang_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine.require_supported()
-    monkeypatch.setattr(engine, "version", lambda _name: "0.5.99")
-    with pytest.raises(engine.ConfigError, match=r"supports SGLang 0\.5\.23, found 0\.5\.99"):
-        engine.require_supported()
+    probe.require_supported()
+    monkeypatch.setattr(probe, "version", lambda _name: "0.5.99")
+    with pytest.raises(ConfigError, match=r"supports SGLang 0\.5\.23, found 0\.5\.99"):
+        probe.require_supported()
 
 
 @pytest.mark.server

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 
-from sglang_droidspeak.linker import DroidSpeakLinker
+from sglang_droidspeak.request.queue import Queue
 
 PAGE = 16
 STEP_TOKENS = 96
@@ -40,11 +40,14 @@ class Adder(PrefillAdder):
         tree = SimpleNamespace(supports_mamba=lambda: False, supports_prefix_sharing=lambda: True)
         running = SimpleNamespace(reqs=[], is_empty=lambda: not is_decoding)
         super().__init__(PAGE, tree, Slots(), running, 1.0, 1 << 20, STEP_TOKENS)
-        waiting = SimpleNamespace(step_tokens=lambda _rid, num_tokens: num_tokens // 2)
-        self._linker: Any = SimpleNamespace(_page_size=PAGE, _waiting=waiting)
+        self.waiting = waiting = SimpleNamespace(
+            step_tokens=lambda _rid, num_tokens: num_tokens // 2
+        )
+        others: Any = waiting
+        self._queue = Queue(others, others, others, others, PAGE)
 
     def _replay_len(self, req: Any, prefix_len: int) -> int:
-        return DroidSpeakLinker._charge(self._linker, 0, self, req, prefix_len)
+        return self._queue.charge(0, self, req, prefix_len)
 
     def add(self, num_loaded: int, num_new: int) -> bool:
         """Whether one more request goes into this step."""
@@ -88,5 +91,5 @@ def test_one_that_is_larger_than_a_step_has_it_for_itself(is_decoding: bool) -> 
 
 def test_what_is_only_loaded_takes_nothing_but_its_own_tokens() -> None:
     adder = Adder(is_decoding=True)
-    adder._linker._waiting.step_tokens = lambda *_: 0
+    adder.waiting.step_tokens = lambda *_: 0
     assert [adder.add(640, 10) for _ in range(7)] == [True] * 6 + [False]

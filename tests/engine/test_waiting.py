@@ -24,12 +24,12 @@ from cachetree.tier import Search
 from sglang_droidspeak.adapters.models import Part
 from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.engine.prefixes import reusable_pages
-from sglang_droidspeak.linker import DroidSpeakLinker
 from sglang_droidspeak.ranks import Ranks
 from sglang_droidspeak.request.labels import Labels
 from sglang_droidspeak.request.leaders import Leaders
 from sglang_droidspeak.request.meta_info import RequestProvenance
 from sglang_droidspeak.request.planner import Declined, Planned, Planner
+from sglang_droidspeak.request.queue import Queue
 from sglang_droidspeak.request.waiting import WaitingRequests
 
 PAGE = 16
@@ -216,7 +216,7 @@ def test_what_was_told_to_be_exact_stays_so(is_approximate: bool) -> None:
     cache, req, metrics = SilentCache(), request(), SimpleNamespace(count_outcome=lambda _: None)
     labels = Labels(metrics)  # type: ignore[arg-type]
     labels.read([req], torch.tensor([is_approximate]))
-    labels.report(None, [req], False)
+    labels.report([req])
     waiting = waiting_on(cache, [], is_experiment=False)
     held = waiting.look([req], None, is_decoding=False)  # type: ignore[arg-type]
     assert bool(held) == prefixes.is_approximate(req) == is_approximate
@@ -395,12 +395,8 @@ def test_which_held_requests_a_step_could_have_taken(
     waiting = SimpleNamespace(
         look=lambda *_, **__: held, pass_over=passed.extend, admitted=lambda _reqs: None
     )
-    linker: Any = SimpleNamespace(
-        _replies=SimpleNamespace(release=lambda: None),
-        _models=SimpleNamespace(settle=lambda _ranks: None),
-        _ranks=Ranks(None),
-        _waiting=waiting,
-    )
+    others: Any = SimpleNamespace(release=lambda: None, settle=lambda _ranks: None)
+    hidden = Queue(waiting, others, others, Ranks(None), PAGE)
     running = SimpleNamespace(is_empty=lambda: False, batch_is_full=is_full)
     scheduler = SimpleNamespace(
         waiting_queue=list(queue),
@@ -415,7 +411,7 @@ def test_which_held_requests_a_step_could_have_taken(
         batch = SimpleNamespace(reqs=[]) if taken or is_in_chunks else None
         return batch, running_batch
 
-    DroidSpeakLinker._new_prefill(linker, step, scheduler, running_batch=running)
+    hidden.new_prefill(step, scheduler, running_batch=running)
     assert passed == list(could_run)
     assert [req.rid for req in scheduler.waiting_queue] == [it for it in "abcd" if it not in taken]
 
@@ -494,13 +490,11 @@ def test_recomputed_layers_take_their_share_of_a_step(
     room: int | None, others: list[Any], is_decoding: bool, charge: int
 ) -> None:
     """64 tokens' worth, of a request with 20 tokens of its own, on top of what SGLang replays."""
-    linker: Any = SimpleNamespace(
-        _page_size=PAGE,
-        _waiting=SimpleNamespace(step_tokens=lambda _rid, num_tokens: num_tokens // 2),
-    )
+    waiting: Any = SimpleNamespace(step_tokens=lambda _rid, num_tokens: num_tokens // 2)
+    queue = Queue(waiting, waiting, waiting, waiting, PAGE)
     req: Any = SimpleNamespace(rid="r1", prefix_len=32, full_untruncated_fill_ids=range(180))
     adder: Any = Adder(room, others, is_decoding)
-    assert DroidSpeakLinker._charge(linker, 5, adder, req, 160) == 5 + charge
+    assert queue.charge(5, adder, req, 160) == 5 + charge
 
 
 @pytest.mark.parametrize(("max_stall_s", "share"), [(None, 0.5), (0.048, 1.0), (0.192, 0.25)])

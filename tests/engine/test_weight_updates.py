@@ -21,8 +21,7 @@ from forked import ServerSpec
 from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 
 from profiles.random_models import shape, write_models
-from sglang_droidspeak import engine
-from sglang_droidspeak.engine import HookType, place_hooks
+from sglang_droidspeak.engine import HookType, place_hooks, release
 from sglang_droidspeak.fleet.servers import Server, free_port, running
 
 HARMLESS = {
@@ -68,7 +67,7 @@ def test_every_way_to_write_weights_is_seen_before_it_writes() -> None:
     def note(*_args: object, **_kwargs: object) -> None:
         seen.append(float(model.w))
 
-    place_hooks(dict.fromkeys(engine.WEIGHTS_WRITTEN, (note, HookType.BEFORE)))
+    place_hooks(dict.fromkeys(release.WEIGHTS_WRITTEN, (note, HookType.BEFORE)))
     broken = [("w", torch.ones(1)), ("other", torch.ones(1))]
     ways: dict[str, Callable[[WeightUpdater], Any]] = {
         "begin_weight_update": lambda it: it.begin_weight_update(),
@@ -91,13 +90,11 @@ def test_every_way_to_write_weights_is_seen_before_it_writes() -> None:
 def test_the_probe_names_every_hooked_function() -> None:
     hooked = {
         value
-        for name, value in vars(engine).items()
+        for name, value in vars(release).items()
         if name.isupper() and not name.startswith("_")
         if isinstance(value, str) and value.startswith("sglang.srt.")
     }
-    hooked.remove(engine.SCHEDULER_MODULE)
-    hooked = {it for it in hooked if not it.endswith(("hicache_storage", "WeightUpdater"))}
-    assert hooked | engine.WEIGHTS_WRITTEN.keys() <= engine._SIGNATURES.keys()
+    assert hooked - {release.SCHEDULER_MODULE} | {*release.WEIGHTS_WRITTEN} <= release.USED.keys()
 
 
 NAMES = ("missing", "whole", "begun")

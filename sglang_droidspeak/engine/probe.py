@@ -1,0 +1,74 @@
+"""Whether the installed SGLang is what this package was built for, and what moved if not."""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+from collections.abc import Iterator
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+
+from cachetree import ConfigError
+from sglang_droidspeak.engine import release
+from sglang_droidspeak.engine.sources import NotThere, definition
+
+
+def require_supported() -> None:
+    """Raise ConfigError where SGLang is another one, or lacks a function that is used."""
+    found = version("sglang")
+    if found.split("+")[0] != release.VERSION:
+        raise ConfigError(
+            f"sglang-droidspeak supports SGLang {release.VERSION}, found {found}; "
+            f"install 'sglang=={release.VERSION}' (`droidspeak doctor --sglang` says what moved)"
+        )
+    # As it is loaded: here the server is about to import all of it, which reading would not spare.
+    for target, (_, *used) in release.USED.items():
+        try:
+            loaded = inspect.unwrap(pkgutil.resolve_name(target))
+            there = inspect.signature(loaded).parameters if used else ()
+        except (ImportError, AttributeError) as exc:
+            raise ConfigError(f"SGLang {found} has no {target}; reinstall SGLang") from exc
+        if missing := [name for name in used if name not in there]:
+            raise ConfigError(
+                f"SGLang {found}: {target} has no parameter {', '.join(missing)}; reinstall SGLang"
+            )
+
+
+def installed() -> Path:
+    """The folder that holds the package `sglang`."""
+    spec = find_spec("sglang")
+    if spec is None or not spec.submodule_search_locations:
+        raise ConfigError("SGLang is not installed")
+    return Path(spec.submodule_search_locations[0]).parent
+
+
+def lacking(root: Path) -> Iterator[str]:
+    """Names that are used and that the SGLang in that folder does not have, one sentence each."""
+    for target, (_, *parameters) in release.USED.items():
+        try:
+            there = definition(root, target).parameters
+        except NotThere as exc:
+            yield str(exc)
+            continue
+        if missing := [name for name in parameters if name not in there]:
+            yield f"{target} has no parameter {', '.join(missing)}"
+    for owner, names in release.FIELDS.items():
+        try:
+            there = definition(root, owner).fields
+        except NotThere as exc:
+            yield str(exc)
+            continue
+        if missing := [name for name in names.split() if name not in there]:
+            yield f"{owner} has no {', '.join(missing)}"
+
+
+def changed(root: Path) -> Iterator[str]:
+    """Functions and classes that are there and whose source is not the one that was read."""
+    for target, (recorded, *_) in release.USED.items():
+        try:
+            found = definition(root, target).hash
+        except NotThere:
+            continue
+        if found != recorded:
+            yield f"{target} has another source: {found}, and {recorded} in {release.VERSION}"

@@ -1,0 +1,99 @@
+"""SGLang's batches: prefix tokens that are run once more, before a batch's own forward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from copy import copy
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from cachetree import Span
+from sglang_droidspeak.engine.names import (
+    CaptureHiddenMode,
+    ForwardBatch,
+    ForwardContext,
+    ForwardMode,
+    async_h2d,
+    forward_context,
+    get_model,
+)
+
+if TYPE_CHECKING:
+    from sglang_droidspeak.engine.names import ModelRunner, ScheduleBatch
+
+
+def replay_of(
+    batch: ScheduleBatch, parts: Sequence[tuple[int, Span]], runner: ModelRunner
+) -> ForwardBatch:
+    """A forward over tokens of rows of `batch`, each `(row, tokens)`, whose slots are allocated."""
+    return ForwardBatch.init_new(
+        _extending(batch, parts, runner),
+        runner,
+        capture_hidden_mode=CaptureHiddenMode.NULL,
+        return_hidden_states_before_norm=False,
+    )
+
+
+@contextmanager
+def prepared(forward_batch: ForwardBatch, runner: ModelRunner, attention: Any) -> Iterator[None]:
+    """Within it the model's layers can be called over that batch, on that attention."""
+    with (
+        torch.no_grad(),
+        get_model().override(shared_experts=runner.model.shared_experts_config),
+        forward_context(ForwardContext(attn_backend=attention), forward_batch=forward_batch),
+    ):
+        runner._prepare_eager_forward_batch(forward_batch)
+        attention.init_forward_metadata(forward_batch)
+        yield
+
+
+def _extending(
+    batch: ScheduleBatch, parts: Sequence[tuple[int, Span]], runner: ModelRunner
+) -> ScheduleBatch:
+    """A batch that extends each part's row by its tokens; as SGLang's own encoder-SWA replay."""
+    device = runner.device
+    rows = [row for row, _ in parts]
+    starts = [tokens.start for _, tokens in parts]
+    stops = [tokens.stop for _, tokens in parts]
+    lengths = [len(tokens) for _, tokens in parts]
+    table_rows = batch.req_pool_indices_cpu[rows].tolist()
+    req_to_token = runner.req_to_token_pool.req_to_token
+
+    replay = copy(batch)
+    replay.forward_mode = ForwardMode.EXTEND
+    replay.reqs = [batch.reqs[row] for row in rows]
+    tokens = [
+        token
+        for req, (_, span) in zip(replay.reqs, parts, strict=True)
+        for token in req.full_untruncated_fill_ids[span.start : span.stop]
+    ]
+    replay.input_ids = async_h2d(tokens, dtype=torch.int64, device=device)
+    replay.prefill_input_ids_cpu = None
+    replay.req_pool_indices = async_h2d(table_rows, dtype=torch.int64, device=device)
+    replay.req_pool_indices_cpu = batch.req_pool_indices_cpu[rows]
+    replay.prefix_lens = starts
+    replay.extend_lens = lengths
+    replay.extend_num_tokens = sum(lengths)
+    replay.seq_lens = async_h2d(stops, dtype=torch.int64, device=device)
+    replay.seq_lens_cpu = torch.tensor(stops, dtype=torch.int64)
+    replay.seq_lens_sum = sum(stops)
+    replay.orig_seq_lens = replay.seq_lens
+    replay.out_cache_loc = torch.cat(
+        [
+            req_to_token[row, start:stop]
+            for row, start, stop in zip(table_rows, starts, stops, strict=True)
+        ]
+    ).long()
+    replay.return_logprob = False
+    replay.top_logprobs_nums = None
+    replay.token_ids_logprobs = None
+    replay.extend_logprob_start_lens = lengths
+    replay.extend_input_logprob_token_ids = None
+    replay.is_prefill_only = True
+    replay.spec_info = None
+    replay.sampling_info = None
+    replay.has_grammar = False
+    replay.multimodal_inputs = [None] * len(parts)
+    return replay

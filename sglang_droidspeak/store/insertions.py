@@ -1,0 +1,104 @@
+"""What SGLang inserts into its tree: noted for the models beside, and copied out for others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from sglang_droidspeak.engine.prefixes import (
+    is_approximate,
+    namespace_of,
+    own_pages_of,
+    page_hash,
+    pages_of,
+    place_of,
+    refusal,
+)
+from sglang_droidspeak.store.offloader import Offload
+
+if TYPE_CHECKING:
+    from sglang_droidspeak.adapters.models import Models
+    from sglang_droidspeak.engine.names import PoolTransfer, Req
+    from sglang_droidspeak.ranks import Ranks
+    from sglang_droidspeak.store.offloader import Offloader
+    from sglang_droidspeak.store.pool import PoolIndex
+
+
+Ready = Callable[[], Sequence[torch.cuda.Event]]
+"""Records what writes the slots that are inserted now; nothing off CUDA."""
+
+
+class Insertions:
+    """Scheduler thread only. `checkpoint` hooks UnifiedRadixCache.checkpoint, inside of which
+    SGLang calls `offload`.
+    """
+
+    def __init__(
+        self,
+        models: Models,
+        pool: PoolIndex,
+        offloader: Offloader,
+        ranks: Ranks,
+        req_to_token: torch.Tensor,
+        page_size: int,
+    ) -> None:
+        self._models: Final = models
+        self._pool: Final = pool
+        self._offloader: Final = offloader
+        self._ranks: Final = ranks
+        self._req_to_token: Final = req_to_token
+        self._page_size: Final = page_size
+        self._inserting: tuple[Req, int] | None = None
+
+    def checkpoint(self, original: Any, tree: Any, req: Req, *, up_to: int, **rest: Any) -> None:
+        """Tell `offload`, which SGLang calls from inside, whose tokens are being inserted."""
+        self._inserting = (req, up_to)
+        try:
+            original(tree, req, up_to=up_to, **rest)
+        finally:
+            self._inserting = None
+        if self._ranks.is_first and len(self._models) > 1 and not req.skip_radix_cache_insert:
+            self._note(req, up_to)
+
+    def _note(self, req: Req, up_to: int) -> None:
+        """What SGLang's tree now has of this request is there for the other models, too."""
+        part = self._models.part_of(req)
+        if part is None or refusal(req) or is_approximate(req):
+            return
+        pages = part.of(pages_of(req, up_to, self._page_size), self._page_size)
+        self._pool.note(namespace_of(req), part.model, pages)
+
+    def offload(self, transfers: Sequence[PoolTransfer], ready: Ready) -> bool:
+        """Have new exact KV copied out, after what `ready` records; False where it is not, yet."""
+        if self._inserting is None or self._offloader.is_stopped:
+            return False
+        req, up_to = self._inserting
+        part = self._models.part_of(req)
+        if refusal(req) or part is None:
+            return False
+        (transfer,) = transfers
+        first = page_hash(transfer.keys[0])
+        own_path = own_pages_of(req, up_to, self._page_size)
+        if first not in own_path:
+            return False
+        index = own_path.index(first)
+        path = pages_of(req, up_to, self._page_size) if place_of(req) else own_path
+        pages = part.of(path, self._page_size)[index : index + len(transfer.keys)]
+        if not pages:
+            return False
+        slots = transfer.device_indices[: len(pages) * self._page_size]
+        context = slots
+        if self._offloader.provenance.any_approximate:
+            context = self._req_to_token[req.kv.req_pool_idx, :up_to].long()
+        return self._offloader.put(
+            Offload(
+                model=part.model,
+                parent=path[index - 1] if index else None,
+                pages=pages,
+                slots=slots,
+                context=context,
+                ready=ready(),
+            )
+        )

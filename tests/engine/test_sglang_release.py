@@ -1,0 +1,116 @@
+"""What is recorded of SGLang: true of the installed one, complete, and told of where it moved."""
+
+from __future__ import annotations
+
+import ast
+import shutil
+from pathlib import Path
+
+import pytest
+
+from sglang_droidspeak.cli import main
+from sglang_droidspeak.engine import probe, release, sources
+from sglang_droidspeak.engine.sources import NotThere, definition
+
+ROOT = Path(__file__).resolve().parents[2]
+OF = "sglang.srt.managers.schedule_batch"
+CLASSES = {
+    # name of a variable in the extension: whose fields are read there
+    "req": ("Req",),
+    "batch": ("ScheduleBatch", "ForwardBatch"),
+    "replay": ("ScheduleBatch",),
+    "forward_batch": ("ForwardBatch",),
+    "runner": ("ModelRunner",),
+    "scheduler": ("Scheduler",),
+    "grammars": ("GrammarManager",),
+    "adder": ("PrefillAdder",),
+    "transfer": ("PoolTransfer",),
+    "lora_ref": ("LoRARef",),
+}
+OURS = {"has_own_e"}
+"""Written to SGLang's objects by the extension."""
+
+
+def test_the_installed_release_is_the_recorded_one() -> None:
+    root = probe.installed()
+    assert list(probe.lacking(root)) == []
+    assert list(probe.changed(root)) == []
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Path:
+    """A folder with what is recorded of the installed SGLang's batches, in two files."""
+    for target in (OF, "sglang.srt.layers.layer_boundary.residual.batch"):
+        path = Path(*target.split(".")).with_suffix(".py")
+        (tmp_path / path).parent.mkdir(parents=True)
+        shutil.copy(probe.installed() / path, tmp_path / path)
+    return tmp_path
+
+
+def test_what_moved_is_told_in_a_line_each(
+    other: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    used = {it: told for it, told in release.USED.items() if ".Req." in it or ".residual." in it}
+    fields = {it: told for it, told in release.FIELDS.items() if it.endswith(".Req")}
+    monkeypatch.setattr(release, "USED", used)
+    monkeypatch.setattr(release, "FIELDS", fields)
+    assert main(["doctor", "--sglang", str(other)]) == 0
+
+    file = other / Path(*OF.split(".")).with_suffix(".py")
+    text = file.read_text()
+    text = text.replace("def _compute_max_prefix_len(", "def _max_prefix_len(")
+    text = text.replace("self.cache_salt =", "self.salt =")
+    text = text.replace("def refresh_fill_ids(self", "def refresh_fill_ids(self, more=()")
+    file.write_text(text)
+    stream = other / "sglang/srt/layers/layer_boundary/residual/batch.py"
+    stream.write_text(stream.read_text().replace("def clear(forward_batch)", "def clear(batch)"))
+    sources.module.cache_clear()
+    capsys.readouterr()
+    assert main(["doctor", "--sglang", str(other)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines] == [
+        "sglang.srt.layers.layer_boundary.residual.batch.clear has no parameter forward_batch",
+        f"there is no {OF}.Req._compute_max_prefix_len",
+        f"{OF}.Req has no cache_salt",
+        "sglang.srt.layers.layer_boundary.residual.batch.clear has another source",
+        f"{OF}.Req.refresh_fill_ids has another source",
+        "3 missing, 2 changed since SGLang 0.5.23, of 5 functions and classes, and the fields of 1",
+    ]
+
+
+def test_a_folder_without_sglang_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", "--sglang", str(tmp_path)]) == 1
+    assert "has no folder `sglang`" in capsys.readouterr().err
+
+
+def test_every_field_that_is_read_of_sglangs_objects_is_recorded() -> None:
+    recorded = {it.rpartition(".")[2]: set(names.split()) for it, names in release.FIELDS.items()}
+    used = {it.rpartition(".")[2] for it in release.USED}
+    missing = [
+        f"{path.name}: {node.value.id}.{node.attr}"
+        for path in sorted((ROOT / "sglang_droidspeak").rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+        if (of := CLASSES.get(node.value.id)) is not None
+        if node.attr not in used | OURS and not any(node.attr in recorded[it] for it in of)
+    ]
+    assert missing == []
+
+
+def test_a_name_is_found_where_it_is_defined(tmp_path: Path) -> None:
+    (tmp_path / "p").mkdir()
+    (tmp_path / "p/a.py").write_text(
+        "from p.b import Base\nif True:\n    from p.b import f as g\n"
+        "class A(Base):\n    x: int = 0\n    def __init__(self):\n        self.y = 1\n"
+    )
+    (tmp_path / "p/b.py").write_text(
+        "class Base:\n    def run(self, *, now): ...\n    z = 2\ndef f(a, /, b): ...\n"
+    )
+    assert definition(tmp_path, "p.a.g").parameters == ["a", "b"]
+    assert definition(tmp_path, "p.a.A.run").parameters == ["self", "now"]
+    assert definition(tmp_path, "p.a.A").fields == {"__init__", "run", "x", "y", "z"}
+    for missing in ("p.a.h", "p.a.A.h", "p.c.h"):
+        with pytest.raises(NotThere):
+            definition(tmp_path, missing)
