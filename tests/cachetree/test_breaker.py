@@ -173,7 +173,7 @@ def test_settings_are_checked(changed: dict[str, float], message: str) -> None:
 # A peer and its breaker.
 
 STRICT = msgspec.structs.replace(FAST, max_retries=0, cooldown_s=100.0, silence_s=3600.0)
-"""A peer that a busy machine keeps from answering is none that fails."""
+"""The clock is set forward by the cooldown, which is no silence."""
 
 
 class Ahead:

@@ -22,6 +22,7 @@ from security_parts import (
 from transport_parts import (
     FAMILY,
     MODEL,
+    SILENCE_S,
     Nowhere,
     check_content,
     content,
@@ -150,7 +151,8 @@ def test_a_fetch_that_is_struck_brings_the_right_bytes(
     """What is missing is asked for again."""
     with behind_proxies(new_tree(PAGES), us, friend) as (address, proxy):
         for index in (3, 40):
-            with peer_of(address, new_tree(), friend.asking(us)) as peer:
+            patience = {"silence_s": SILENCE_S} if fault is Fault.STALL else {}
+            with peer_of(address, new_tree(), friend.asking(us, **patience)) as peer:
                 proxy.arm(Strike(fault, Towards.PEER, index, Via.SEALED))
                 fetch_all(peer)
                 eventually(lambda: proxy.has_struck)

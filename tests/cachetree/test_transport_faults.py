@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
 from collections.abc import Callable
 
 import msgspec
@@ -14,6 +13,7 @@ from transport_parts import (
     MODEL,
     ONCE,
     PAGE_BYTES,
+    SILENCE_S,
     STEPS,
     RecordingStaging,
     ScriptedWorker,
@@ -197,13 +197,12 @@ def test_a_silent_worker_is_lost() -> None:
     def silent(worker: ScriptedWorker, identity: bytes, fetch: wire.Fetch) -> None:
         worker.answers_pings = False
 
-    with ScriptedWorker(silent) as worker, peer_of(worker.address, new_tree(), ONCE) as peer:
-        staging = new_staging(16)
-        begun_at_s = time.monotonic()
+    config = msgspec.structs.replace(ONCE, silence_s=SILENCE_S)
+    with ScriptedWorker(silent) as worker, peer_of(worker.address, new_tree(), config) as peer:
+        staging = new_staging(16, seconds=60)
         peer.fetch(MODEL, PAGES, staging)
-        with pytest.raises(FetchError, match="silent"):
+        with pytest.raises(FetchError, match=f"silent for {SILENCE_S} s"):
             wait_all(staging)
-        assert time.monotonic() - begun_at_s < 1.5
 
 
 def test_another_epoch_is_a_restart() -> None:
@@ -261,8 +260,8 @@ def test_a_killed_worker_comes_back_and_its_fetches_go_on_where_they_stopped() -
 def test_a_stopped_worker_is_lost_and_found() -> None:
     """SIGSTOP keeps the connection open: only the heartbeat can tell."""
     pages = pages_of(64)
-    tree = new_tree()
-    with worker_process(64, 1e9) as (process, address), peer_of(address, tree) as peer:
+    tree, config = new_tree(), msgspec.structs.replace(FAST, silence_s=SILENCE_S)
+    with worker_process(64, 1e9) as (process, address), peer_of(address, tree, config) as peer:
         process.send_signal(signal.SIGSTOP)
         eventually(lambda: peer.state is PeerState.CONNECTING)
         assert not tree.match(pages)
