@@ -101,7 +101,7 @@ class Channel:
         return self.send_queue.has_room and self.error is None
 
     def put(self, frame: Frame, payload: Sequence[memoryview]) -> None:
-        """Send it soon; its runs must stay as they are until the queue has written them."""
+        """Send it soon; its parts must stay as they are until the queue has written them."""
         self.send_queue.put(frame, payload)
 
     def put_message(self, message: bytes) -> None:

@@ -68,7 +68,7 @@ class Unsealed:
         return header
 
     def seal_payload(self, payload: Sequence[memoryview]) -> Iterator[memoryview | bytes]:
-        """Of the header sealed last; what is yielded may be the runs of `payload` themselves."""
+        """Of the header sealed last; what is yielded may be the parts of `payload` themselves."""
         yield from payload
 
     def open(self, header: memoryview) -> memoryview | bytes:

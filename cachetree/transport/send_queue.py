@@ -38,7 +38,7 @@ class _Part(NamedTuple):
     frame: Frame | None
     """None where the payload goes as it is, without a header and in clear."""
     payload: Sequence[memoryview]
-    """Its runs, of bytes."""
+    """Its parts, of bytes."""
     size: int
     """In clear."""
 

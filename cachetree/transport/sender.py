@@ -23,7 +23,7 @@ from cachetree.transport.wire import MAX_PLACES, Located
 from cachetree.tree import Lease
 
 _JOIN_BYTES: Final = 64 << 10
-"""Runs shorter than this are joined into one frame: a frame for each costs more."""
+"""Views shorter than this are joined into one frame: a frame for each costs more."""
 
 LOCATED_BYTES: Final = 4 << 20
 """Most that one header locates."""
@@ -33,7 +33,7 @@ _LEAST_REMEMBERED: Final = 256
 
 
 class Stream:
-    """Sends the steps of one lease in order. Used by the worker's thread only.
+    """Sends the steps of one lease in order. Used by one thread.
 
     The lease is held until the kernel has the last frame, and until a receiver that reads the
     arena has credited all of it: `end` stops the stream, and `is_drained` then says when
@@ -67,14 +67,14 @@ class Stream:
         """If the receiver reads it."""
         self._sent_bytes = 0
         self._step, self._offset = first
-        self._run = 0
-        """Which of the lease's runs comes next."""
+        self._index = 0
+        """Which view of the step comes next."""
         self._slabs = lease.slabs(pages)
         if not 0 <= self._step < len(steps):
             raise ProtocolError(f"a fetch begins with step {self._step} of {len(steps)}")
         # Raises StaleEntry here, before the first frame, where E is absent.
-        self._views = deque(deque(lease.views(step, pages)) for step in steps[self._step :])
-        if not 0 <= self._offset < sum(run.nbytes for run in self._views[0]):
+        self._rest = deque(deque(lease.views(step, pages)) for step in steps[self._step :])
+        if not 0 <= self._offset < sum(view.nbytes for view in self._rest[0]):
             raise ProtocolError(f"a fetch begins at {self._offset} of step {self._step}")
         self._advance(self._offset)
         self._send_queue: SendQueue | None = None
@@ -94,36 +94,36 @@ class Stream:
         """Where the next bytes are, if the receiver can read them there. As `next_frame`."""
         if self._arena is None:
             return None
-        runs = self._next_runs(limit)
-        starts = [self._arena.place_of(run) for run in runs]
+        views = self._next_views(limit)
+        starts = [self._arena.place_of(view) for view in views]
         places = [
-            (start, start + run.nbytes)
-            for start, run in zip(starts, runs, strict=True)
+            (start, start + view.nbytes)
+            for start, view in zip(starts, views, strict=True)
             if start is not None
         ]
-        if len(places) < len(runs):
+        if len(places) < len(views):
             self._arena = None
             return None
         return Located(
             id=self.id,
             step=self._step,
             offset=self._offset,
-            size=sum(run.nbytes for run in runs),
-            checksum=self._checksum(runs),
+            size=sum(view.nbytes for view in views),
+            checksum=self._checksum(views),
             places=tuple(places),
         )
 
     def next_frame(self, limit: int) -> tuple[Frame, list[memoryview]]:
         """The next bytes to send, at most `limit`. Nothing changes until `sent`."""
-        runs = self._next_runs(min(limit, self.frame_bytes))
+        views = self._next_views(min(limit, self.frame_bytes))
         frame = Frame(
             id=self.id,
             step=self._step,
             offset=self._offset,
-            size=sum(run.nbytes for run in runs),
-            checksum=self._checksum(runs),
+            size=sum(view.nbytes for view in views),
+            checksum=self._checksum(views),
         )
-        return frame, runs
+        return frame, views
 
     @property
     def reads_arena(self) -> bool:
@@ -142,7 +142,7 @@ class Stream:
         self.in_flight_bytes += num_bytes
         self._offset += num_bytes
         self._advance(num_bytes)
-        self.is_over = not self._views
+        self.is_over = not self._rest
 
     def credit(self, num_bytes: int) -> None:
         """The receiver placed that much in all; raises ProtocolError for more than was sent."""
@@ -155,7 +155,7 @@ class Stream:
         self.is_over = True
         if self._send_queue is not None:
             self._send_queue.drop(self.id)
-        self._views.clear()
+        self._rest.clear()
         self._arena = None
 
     @property
@@ -165,48 +165,48 @@ class Stream:
         is_sent = self._send_queue is None or self._send_queue.has_written(self._queued_bytes)
         return is_read and is_sent
 
-    def _next_runs(self, limit: int) -> list[memoryview]:
-        """At most `limit` bytes: a long run by itself, or as many short ones as make a long one."""
-        runs = self._views[0]
-        first = runs[0]
-        if len(runs) == 1 or first.nbytes >= min(limit, _JOIN_BYTES):
+    def _next_views(self, limit: int) -> list[memoryview]:
+        """At most `limit` bytes: a long view alone, or as many short ones as make a long one."""
+        views = self._rest[0]
+        first = views[0]
+        if len(views) == 1 or first.nbytes >= min(limit, _JOIN_BYTES):
             return [first[:limit]]
         parts: list[memoryview] = []
         room = min(limit, _JOIN_BYTES)
-        for run in islice(runs, MAX_PLACES):
-            parts.append(run[:room])
+        for view in islice(views, MAX_PLACES):
+            parts.append(view[:room])
             room -= parts[-1].nbytes
             if not room:
                 break
         return parts
 
-    def _checksum(self, runs: Sequence[memoryview]) -> int:
-        """Of a long run it is remembered: what is cached is mostly sent more than once."""
-        if len(runs) > 1:
-            return checksum_of_parts(runs)
-        slab = self._slabs[self._run]
+    def _checksum(self, views: Sequence[memoryview]) -> int:
+        """Of a long view it is remembered: what is cached is mostly sent more than once."""
+        if len(views) > 1:
+            return checksum_of_parts(views)
+        slab = self._slabs[self._index]
         known = slab.checksums
-        key = (np.frombuffer(runs[0], np.uint8).__array_interface__["data"][0], runs[0].nbytes)
+        key = (np.frombuffer(views[0], np.uint8).__array_interface__["data"][0], views[0].nbytes)
         found = known.get(key)
         if found is None:
             if len(known) >= max(_LEAST_REMEMBERED, slab.num_bytes // _REMEMBERED_BYTES):
                 known.clear()
-            found = known[key] = checksum(runs[0])
+            found = known[key] = checksum(views[0])
         return found
 
     def _advance(self, num_bytes: int) -> None:
-        runs = self._views[0]
+        views = self._rest[0]
         while num_bytes:
-            run = runs.popleft()
-            if num_bytes < run.nbytes:
-                runs.appendleft(run[num_bytes:])
+            view = views.popleft()
+            if num_bytes < view.nbytes:
+                views.appendleft(view[num_bytes:])
             else:
-                self._run += 1
-            num_bytes -= min(num_bytes, run.nbytes)
-        if not runs:
-            self._views.popleft()
+                self._index += 1
+            num_bytes -= min(num_bytes, view.nbytes)
+        if not views:
+            self._rest.popleft()
             self._step += 1
-            self._offset = self._run = 0
+            self._offset = self._index = 0
 
 
 BURST: Final = 16

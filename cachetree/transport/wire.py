@@ -108,7 +108,7 @@ class Reset(msgspec.Struct, frozen=True, kw_only=True, tag="reset"):
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """A run of pages that appeared or went. `parent` is empty at the root."""
+    """Pages, one after the other, that appeared or went. `parent` is empty at the root."""
 
     added: bool
     model: str
@@ -208,7 +208,7 @@ class Located(msgspec.Struct, frozen=True, kw_only=True, tag="located"):
     checksum: int
     """XXH3-64 of the payload; memory that was used anew meanwhile is noticed by it."""
     places: Places
-    """(start, stop) in the arena of each run, `size` bytes together."""
+    """(start, stop) in the arena of each part, `size` bytes together."""
 
 
 class Credit(msgspec.Struct, frozen=True, kw_only=True, tag="credit"):
