@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Final
 
+from cachetree.clock import Clock
 from cachetree.errors import ProtocolError
 from cachetree.ids import PAGE_HASH_BYTES, Location, ModelId
 from cachetree.transport.wire import (
@@ -129,33 +130,74 @@ def pack(entries: Iterable[Entry]) -> Iterator[tuple[Entry, ...]]:
 
 Advert = Reset | Entries | Synced
 
+_SNAPSHOT_S: Final = 0.1
+"""Between two snapshots that one peer asks for."""
+
 
 class Advertiser:
-    """A bounded queue between the tree's writers and one peer.
+    """A bounded queue between the tree's writers and one peer; it says nothing before `subscribe`.
 
-    `peek` and `sent` belong to the worker's thread. When the peer is too slow for the queue, the
+    Used by the worker's thread, but for `knowing`. When the peer is too slow for the queue, the
     queue is dropped and a new snapshot begins: what the peer knows may be late, never wrong.
     """
 
     def __init__(
-        self, tree: CacheTree, *, epoch: int, max_pending: int, wake: Callable[[], None]
+        self,
+        tree: CacheTree,
+        *,
+        epoch: int,
+        max_pending: int,
+        wake: Callable[[], None],
+        clock: Clock = time.monotonic,
     ) -> None:
         self._epoch = epoch
+        self._clock = clock
         self._changes = ChangeQueue(tree.subscribe_kept, max_pending, wake)
+        self._is_asked = self._has_begun = False
+        self._snapshot_at_s = clock()
+        """No earlier, where the peer asks for one."""
         self._seq = 0
         self.sent_seq = NO_ADVERTS
         """Of the last part that was sent; 0 after a Reset."""
-        self.num_learned = -1
-        """Changes that the peer has told it knows; may be read from any thread."""
+        self._num_learned = -1
+        """Changes that the peer has told it knows."""
         self._learned_seq = NO_ADVERTS
         self._told: deque[tuple[int, int]] = deque()
         """Up to which part, and which number of changes, each lot goes that was sent."""
         self._unsent: Advert | None = None
         self._adverts: Iterator[Advert] = iter(())
-        self._restart()
 
-    def peek(self) -> Advert | None:
-        """The next message for the peer, again and again until `sent`."""
+    def subscribe(self) -> None:
+        """Begin, or begin again, with a snapshot; a peer that asks too often waits."""
+        self._is_asked = True
+
+    def adverts(self) -> Iterator[Advert]:
+        """What waits to be told; an item counts as sent once the next one is asked for."""
+        if self._is_asked and self._clock() >= self._snapshot_at_s:
+            self._is_asked, self._has_begun = False, True
+            self._snapshot_at_s = self._clock() + _SNAPSHOT_S
+            self._num_learned = -1
+            self._restart()
+        while self._has_begun and (advert := self._peek()) is not None:
+            yield advert
+            self.sent_seq = 0 if isinstance(advert, Reset) else advert.seq
+            self._unsent = None
+
+    def knowing(self) -> Callable[[], bool]:
+        """Asks whether the peer knows by now what was in the tree at this call. Any thread."""
+        num_changes = self._changes.num_noted
+        return lambda: not self._has_begun or self._num_learned >= num_changes
+
+    def learned(self, told: Learned) -> None:
+        """The peer knows all up to that part."""
+        if self._has_begun and told.snapshot == self._snapshot_id:
+            self._learned_seq = told.seq
+            self._settle()
+
+    def close(self) -> None:
+        self._changes.close()
+
+    def _peek(self) -> Advert | None:
         if self._changes.has_overflowed:
             self._restart()
         if self._unsent is None:
@@ -164,25 +206,6 @@ class Advertiser:
             self._adverts = self._numbered(changes)
             self._unsent = next(self._adverts, None)
         return self._unsent
-
-    def sent(self) -> None:
-        if self._unsent is not None:
-            self.sent_seq = 0 if isinstance(self._unsent, Reset) else self._unsent.seq
-        self._unsent = None
-
-    @property
-    def num_noted(self) -> int:
-        """Changes up to now; may be read from any thread."""
-        return self._changes.num_noted
-
-    def learned(self, told: Learned) -> None:
-        """The peer knows all up to that part."""
-        if told.snapshot == self._snapshot_id:
-            self._learned_seq = told.seq
-            self._settle()
-
-    def close(self) -> None:
-        self._changes.close()
 
     def _restart(self) -> None:
         self._unsent = None
@@ -207,7 +230,7 @@ class Advertiser:
 
     def _settle(self) -> None:
         while self._told and self._told[0][0] <= self._learned_seq:
-            self.num_learned = self._told.popleft()[1]
+            self._num_learned = self._told.popleft()[1]
 
 
 _UNKNOWN: Final = -1

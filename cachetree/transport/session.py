@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Final
 
 from cachetree.clock import Clock, Deadline
 from cachetree.errors import FetchError, ProtocolError, StaleEntry
 from cachetree.ids import ModelId, PageHash
-from cachetree.transport.advertise import Advert, Advertiser
+from cachetree.transport.advertise import Advertiser
 from cachetree.transport.config import WorkerConfig
 from cachetree.transport.frames import MIN_FRAME_BYTES
 from cachetree.transport.receiver import StoreReceiver
 from cachetree.transport.sender import Stream
 from cachetree.transport.wire import (
-    NO_ADVERTS,
     Fetch,
-    Learned,
     Pong,
     split_pages,
     steps_of,
 )
 from cachetree.tree import CacheTree, Lease
 
-_SNAPSHOT_S: Final = 0.1
-"""Between two snapshots for one peer."""
 DRAIN_S: Final = 5.0
 """A lease outlives its stream's deadline by this, for frames that the kernel does not take yet.
 Later the tree may count the bytes as free; the memory itself stays until they are gone."""
@@ -35,12 +29,19 @@ class Session:
     """One peer's streams and its subscription. Used by the worker's thread only."""
 
     def __init__(
-        self, identity: bytes, name: str, tree: CacheTree, stores: StoreReceiver, clock: Clock
+        self,
+        identity: bytes,
+        name: str,
+        tree: CacheTree,
+        advertiser: Advertiser,
+        stores: StoreReceiver,
+        clock: Clock,
     ) -> None:
         self.identity: Final = identity
         self.name: Final = name
         self.heard_at_s = clock()
         self.streams: dict[int, Stream] = {}
+        self.advertiser: Final = advertiser
         self.stores: Final = stores
         self._tree = tree
         self._clock = clock
@@ -49,48 +50,11 @@ class Session:
         self.promotions: set[int] = set()
         """Fetches and stores that wait for pages to be read from disk."""
         self._last_id = 0
-        self._advertiser: Advertiser | None = None
-        self._advertise: Callable[[], Advertiser] | None = None
-        """Begins again with a snapshot, which the peer has asked for."""
-        self._snapshot_at_s = clock()
-        """No earlier."""
-
-    def subscribe(self, *, epoch: int, max_pending: int, wake: Callable[[], None]) -> None:
-        """Begin, or begin again, with a snapshot; a peer that asks too often waits."""
-        self._advertise = partial(
-            Advertiser, self._tree, epoch=epoch, max_pending=max_pending, wake=wake
-        )
-
-    def adverts(self) -> Iterator[Advert]:
-        """What waits to be told; an item counts as sent once the next one is asked for."""
-        if self._advertise is not None and self._clock() >= self._snapshot_at_s:
-            if self._advertiser is not None:
-                self._advertiser.close()
-            self._advertiser, self._advertise = self._advertise(), None
-            self._snapshot_at_s = self._clock() + _SNAPSHOT_S
-        while self._advertiser is not None and (advert := self._advertiser.peek()) is not None:
-            yield advert
-            self._advertiser.sent()
-
-    def learned(self, told: Learned) -> None:
-        if self._advertiser is not None:
-            self._advertiser.learned(told)
-
-    def knowing(self) -> Callable[[], bool]:
-        """Asks whether the peer knows by now what was in the tree at this call. Any thread."""
-        then = self._advertiser
-        num_changes = 0 if then is None else then.num_noted
-
-        def knows() -> bool:
-            now = self._advertiser
-            return now is None or now.num_learned >= (num_changes if now is then else 0)
-
-        return knows
 
     def pong(self, epoch: int) -> Pong:
         return Pong(
             epoch=epoch,
-            seq=NO_ADVERTS if self._advertiser is None else self._advertiser.sent_seq,
+            seq=self.advertiser.sent_seq,
             last_id=self.pinged_id,
             streams=(
                 *(stream.id for stream in self.streams.values() if not stream.is_over),
@@ -142,9 +106,7 @@ class Session:
         self.promotions.clear()
         for stream in self.streams.values():
             stream.end()
-        if self._advertiser is not None:
-            self._advertiser.close()
-        self._advertiser = self._advertise = None
+        self.advertiser.close()
 
     def _lease(self, fetch: Fetch, pages: tuple[PageHash, ...], deadline: Deadline) -> Lease:
         until = Deadline(deadline.at_s + DRAIN_S, self._clock)

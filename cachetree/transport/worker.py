@@ -24,6 +24,7 @@ from cachetree.ids import PAGE_HASH_BYTES, Location
 from cachetree.transport import verbs, wire
 from cachetree.transport.address import parse_listen
 from cachetree.transport.admin import AdminService
+from cachetree.transport.advertise import Advertiser
 from cachetree.transport.backoff import LogLimiter
 from cachetree.transport.channel import Channel
 from cachetree.transport.config import WorkerConfig
@@ -100,7 +101,7 @@ class Worker:
 
     def knowing(self) -> Callable[[], bool]:
         """Asks whether all peers know by now what was in the tree at this call. Any thread."""
-        each = [session.knowing() for session in tuple(self._sessions.values())]
+        each = [session.advertiser.knowing() for session in tuple(self._sessions.values())]
         return lambda: all(knows() for knows in each)
 
     def close(self) -> None:
@@ -208,13 +209,9 @@ class Worker:
     def _serve(self, session: Session, message: wire.ToWorker) -> None:
         match message:
             case wire.Subscribe():
-                session.subscribe(
-                    epoch=self.epoch,
-                    max_pending=self._config.max_pending_changes,
-                    wake=self._wakeup.wake,
-                )
+                session.advertiser.subscribe()
             case wire.Learned():
-                session.learned(message)
+                session.advertiser.learned(message)
             case wire.Fetch():
                 self._accept(session, message)
             case wire.Credit():
@@ -255,9 +252,18 @@ class Worker:
         else:
             ticket = self._router.issue_ticket(identity)
             name = f"peer {identity.hex()} at {host}"
+            advertiser = Advertiser(
+                self._tree,
+                epoch=self.epoch,
+                max_pending=self._config.max_pending_changes,
+                wake=self._wakeup.wake,
+                clock=self._clock,
+            )
             reply = partial(self._reply, identity)
             stores = StoreReceiver(self._tree, self._config, self._counts, reply, self._clock)
-            self._sessions[identity] = Session(identity, name, self._tree, stores, self._clock)
+            self._sessions[identity] = Session(
+                identity, name, self._tree, advertiser, stores, self._clock
+            )
             arena = self._tree.memory.file if self._config.shared_memory else None
         disk_bytes = self._disk.budget_bytes if self._disk else 0
         answer = wire.hello(
@@ -330,7 +336,7 @@ class Worker:
         self._reply(session.identity, message)
 
     def _advertise(self, session: Session) -> None:
-        for num, advert in enumerate(session.adverts()):
+        for num, advert in enumerate(session.advertiser.adverts()):
             if num == BURST or not self._reply(session.identity, advert):
                 break
 

@@ -171,16 +171,17 @@ def test_a_full_queue_of_adverts_ends_in_a_new_snapshot() -> None:
     """Whatever was dropped, the view is right whenever it is whole, and whole in the end."""
     source, tree = new_tree(PAGES[:1]), new_tree()
     advertiser = Advertiser(source, epoch=1, max_pending=3, wake=lambda: None)
+    advertiser.subscribe()
     view = RemoteView(tree, Location("tcp://worker:1"))
     num_resets = 0
 
     def tell(num: int) -> None:
         nonlocal num_resets
-        while num and (advert := advertiser.peek()) is not None:
+        for sent, advert in enumerate(advertiser.adverts()):
+            if sent == num:
+                break
             view.apply(advert)
-            advertiser.sent()
             num_resets += isinstance(advert, wire.Reset)
-            num -= 1
 
     tell(99)
     assert num_resets == 1
