@@ -4,8 +4,8 @@ from cachetree.tree.entries import Change
 from cachetree.tree.eviction import POLICIES, Retention
 from cachetree.tree.hashing import join_hashes, page_digests, page_hashes, split_hashes
 from cachetree.tree.lease import Lease, Reservation
+from cachetree.tree.listeners import Listener
 from cachetree.tree.tree import CacheTree
-from cachetree.tree.watch import Listener
 
 __all__ = [
     "POLICIES",

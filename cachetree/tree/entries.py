@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
 from cachetree.ids import Location, ModelId, PageHash, Span
 from cachetree.memory import Segment, Slab
@@ -109,6 +109,12 @@ class RemoteEntry:
         above = self.node.parent
         return above.remote.get(self.key) if above else None
 
+    @property
+    def children(self) -> Iterator[RemoteEntry]:
+        """What the same location has of the same model in the nodes below."""
+        nodes = self.node.children.values() if self.num_children else ()
+        return (node.remote[self.key] for node in nodes if self.key in node.remote)
+
     def set_e(self, e_layers: tuple[int, ...]) -> None:
         """After that of the node above has its own."""
         above = self.parent
@@ -191,16 +197,11 @@ class LocalEntry:
         """Whether storing its pages again with E at these layers adds some and loses none."""
         return set(self.e_layers) < set(e_layers)
 
-    def below(self) -> Iterator[LocalEntry]:
-        """What stands on it, parents before children."""
-        pending = [self]
-        while pending:
-            top = pending.pop()
-            if top is not self:
-                yield top
-            if top.num_children:
-                there = [child.local.get(self.model) for child in top.node.children.values()]
-                pending += [entry for entry in there if entry is not None]
+    @property
+    def children(self) -> Iterator[LocalEntry]:
+        """The model's entries in the nodes below."""
+        nodes = self.node.children.values() if self.num_children else ()
+        return (node.local[self.model] for node in nodes if self.model in node.local)
 
     @property
     def pages(self) -> Span:
@@ -354,3 +355,15 @@ class Node:
 
     def _hashes(self, start: int, stop: int) -> bytes:
         return self.run.hashes_of(self.first + start, self.first + stop)
+
+
+_Entry = TypeVar("_Entry", LocalEntry, RemoteEntry)
+
+
+def below(entry: _Entry) -> Iterator[_Entry]:
+    """All that descend from it, parents before children."""
+    pending = list(entry.children)
+    while pending:
+        top = pending.pop()
+        yield top
+        pending += top.children

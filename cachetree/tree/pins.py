@@ -12,7 +12,7 @@ from cachetree.errors import PinRefused
 from cachetree.ids import ModelId, PageHash, Span
 from cachetree.memory import Slab, kept_bytes
 from cachetree.tree.entries import Hold
-from cachetree.tree.trie import PageTrie, Piece, depth_of
+from cachetree.tree.trie import PageTrie, Place, depth_of
 
 Run = tuple[Slab, Span]
 PinName = tuple[ModelId | None, PageHash]
@@ -106,7 +106,7 @@ def _at(pin: Pin) -> float:
     return pin.deadline.at_s if pin.deadline else inf
 
 
-def _runs_of(model: ModelId, place: Piece) -> Iterator[Run]:
+def _runs_of(model: ModelId, place: Place) -> Iterator[Run]:
     """The memory of the pages from the root to the end of `place`."""
     entry = place.node.local[model]
     yield entry.slab, Span(entry.first, entry.first + place.stop)

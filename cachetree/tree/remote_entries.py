@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from math import inf
 from typing import Final
 
 from cachetree.ids import LOCAL, Location, ModelId, PageHash
-from cachetree.tree.entries import Node, RemoteEntry, RemoteKey
+from cachetree.tree.entries import Node, RemoteEntry, RemoteKey, below
+from cachetree.tree.listeners import ChangeListeners
 from cachetree.tree.trie import PageTrie, depth_of
-from cachetree.tree.watch import Watch
 
 
 class RemoteEntries:
     """Puts them into the nodes of a tree and takes them out. Takes no lock."""
 
-    def __init__(self, trie: PageTrie, watch: Watch) -> None:
+    def __init__(self, trie: PageTrie, listeners: ChangeListeners) -> None:
         self._trie: Final = trie
-        self._watch: Final = watch
+        self._listeners: Final = listeners
         self._orders: dict[Location, OrderedDict[RemoteEntry, None]] = {}
         self._limits: dict[Location, int] = {}
         self.num_pages: Counter[Location] = Counter()
@@ -50,9 +50,9 @@ class RemoteEntries:
         for node in nodes:
             self._put(node, key, layers)
         if had.count(layers) < len(had):  # What hangs below may have E without a gap, or not.
-            for entry in _below(nodes[0].remote[key]):
+            for entry in below(nodes[0].remote[key]):
                 entry.set_e(entry.e_layers)
-        self._watch.shown(location, model, nodes)
+        self._listeners.shown(location, model, nodes)
 
     def reach(self, location: Location, model: ModelId, pages: Sequence[PageHash]) -> int:
         """How many of `pages` it has, from the root."""
@@ -72,9 +72,9 @@ class RemoteEntries:
             place = self._trie.find(page)
             if place is not None and key in place.node.remote:
                 first = self._trie.split(place.node, place.start).remote[key]
-                below = [first, *_below(first)][::-1]
-                self._watch.hidden(location, model, [entry.node for entry in below])
-                self._take_out(below)
+                gone = [first, *below(first)][::-1]
+                self._listeners.hidden(location, model, [entry.node for entry in gone])
+                self._take_out(gone)
                 return
 
     def give_way(self, pages: Sequence[PageHash]) -> bool:
@@ -145,15 +145,3 @@ class RemoteEntries:
             if not above.num_children and above not in above.order:
                 above.use()
                 above.order.move_to_end(above, last=False)
-
-
-def _below(entry: RemoteEntry) -> Iterator[RemoteEntry]:
-    """What hangs below, parents before children."""
-    pending = [entry]
-    while pending:
-        top = pending.pop()
-        if top is not entry:
-            yield top
-        if top.num_children:
-            there = [child.remote.get(top.key) for child in top.node.children.values()]
-            pending += [child for child in there if child is not None]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from itertools import islice
@@ -12,17 +11,18 @@ from typing import Final
 
 from cachetree.checkpoint import Family
 from cachetree.clock import Clock, Deadline
-from cachetree.ids import Location, ModelId, PageHash, Span
-from cachetree.memory import PAGEABLE, Layout, Memory, NoRoom, Ranges, Slab
+from cachetree.ids import Location, ModelId, PageHash
+from cachetree.memory import PAGEABLE, Layout, Memory, NoRoom, Slab
 from cachetree.planning import Match
-from cachetree.tree.entries import Change, Hold, LocalEntry, Node
+from cachetree.tree.entries import Change, Hold, Node
 from cachetree.tree.eviction import Eviction, Expiry, Retention, make_policy
-from cachetree.tree.keepers import Keepers
+from cachetree.tree.holds import Holds
 from cachetree.tree.lease import Lease, Reservation
+from cachetree.tree.listeners import ChangeListeners, Listener, Sighting, addition
+from cachetree.tree.local_entries import LocalEntries
 from cachetree.tree.matching import find_matches
 from cachetree.tree.remote_entries import RemoteEntries
 from cachetree.tree.trie import PageTrie, depth_of
-from cachetree.tree.watch import Listener, Sighting, Watch, addition
 
 _LRU: Final = Retention()
 SLICE: Final = 16
@@ -60,40 +60,44 @@ class CacheTree:
         self._expiry = Expiry(policy, retention.ttl_s, clock) if retention.ttl_s else None
         self._eviction: Eviction = self._expiry or policy
         self._trie = PageTrie(self._eviction)
-        self._keepers = Keepers(self._trie, int(retention.max_pinned_share * host_bytes))
-        self._watch = Watch()
-        self._remote = RemoteEntries(self._trie, self._watch)
-        self._num_bytes = 0
-        self._num_pages: Counter[ModelId] = Counter()
-        self.num_evictions = 0
-        """Entries that left for others, or were told to."""
+        self._holds = Holds(self._trie, int(retention.max_pinned_share * host_bytes))
+        self._listeners = ChangeListeners()
+        self._remote = RemoteEntries(self._trie, self._listeners)
+        self._local = LocalEntries(
+            self._trie, self._eviction, self._holds, self._listeners, self._remote, host_bytes
+        )
 
     @property
     def num_bytes(self) -> int:
         """Bytes held now, reservations in flight included."""
-        return self._num_bytes
+        return self._local.num_bytes
 
     @property
     def num_pages(self) -> int:
         """Local pages, counted once per model."""
-        return self._num_pages.total()
+        return self._local.num_pages.total()
+
+    @property
+    def num_evictions(self) -> int:
+        """Entries that left for others, or were told to."""
+        return self._local.num_evictions
 
     @property
     def num_pinned_bytes(self) -> int:
         """Of `num_bytes`, what pins keep."""
-        return self._keepers.pins.num_bytes
+        return self._holds.pins.num_bytes
 
     @property
     def held_bytes(self) -> int:
         """Of `num_bytes`, what cannot be evicted now: leased, pinned or being written."""
         with self._lock:
             self._sweep()
-            return self._keepers.num_bytes
+            return self._holds.num_bytes
 
     def pages_by_model(self) -> dict[str, int]:
         """How many local pages each model has."""
         with self._lock:
-            return {str(model): num for model, num in self._num_pages.items() if num}
+            return {str(model): num for model, num in self._local.num_pages.items() if num}
 
     def num_remote_pages(self, location: Location) -> int:
         """How many pages are noted at `location`, counted once per model."""
@@ -138,12 +142,8 @@ class CacheTree:
                 return reservation
             if last is not None:
                 hold.add(last.node.local[model])
-            self._keepers.open.add(reservation)
-            if not self._make_room(slab.num_bytes):
-                self._keepers.open.discard(reservation)
-                self._let_go(hold)
+            if not self._local.begin(reservation):
                 return None
-            self._num_bytes += slab.num_bytes
         try:
             slab.fill()
         except NoRoom:
@@ -169,23 +169,23 @@ class CacheTree:
         use of its own where `match` noted one, or where nobody needs the pages now.
         """
         with self._lock:
-            pieces = self._trie.path_anywhere(pages)
-            if sum(piece.stop - piece.start for piece in pieces) < len(pages):
+            places = self._trie.path_anywhere(pages)
+            if sum(place.stop - place.start for place in places) < len(pages):
                 return None
-            if pieces and model not in pieces[-1].node.local:
+            if places and model not in places[-1].node.local:
                 return None
-            entries = [piece.node.local[model] for piece in pieces]
-            hold = Hold(depth_of(pieces[-1]) if pieces else 0)
+            entries = [place.node.local[model] for place in places]
+            hold = Hold(depth_of(places[-1]) if places else 0)
             for entry in entries:
                 hold.add(entry)
             if is_use:
                 self._eviction.use(entries[-1:])
             segments = [
-                entry.part(piece.start, piece.stop)
-                for entry, piece in zip(entries, pieces, strict=True)
+                entry.part(place.start, place.stop)
+                for entry, place in zip(entries, places, strict=True)
             ]
             lease = Lease(segments, hold, owner, deadline, self._end_lease)
-            self._keepers.leases.add(lease)
+            self._holds.leases.add(lease)
             return lease
 
     def has(self, model: ModelId, page: PageHash) -> bool:
@@ -211,17 +211,17 @@ class CacheTree:
         """
         with self._lock:
             self._sweep()
-            depths, replaced = self._keepers.pins.pin(model, pages, deadline)
+            depths, replaced = self._holds.pins.pin(model, pages, deadline)
             if replaced is not None:
-                self._let_go(replaced)
+                self._local.let_go(replaced)
             return depths
 
     def unpin(self, model: ModelId | None, pages: Sequence[PageHash]) -> bool:
         """End the pin made with the same model and pages; False where there is none."""
         with self._lock:
-            hold = self._keepers.pins.unpin(model, pages)
+            hold = self._holds.pins.unpin(model, pages)
             if hold is not None:
-                self._let_go(hold)
+                self._local.let_go(hold)
             return hold is not None
 
     def sweep(self) -> None:
@@ -232,25 +232,22 @@ class CacheTree:
     def clear(self) -> None:
         """Drop all local entries but those that a lease, a pin or an open reservation keeps."""
         with self._lock:
-            self._evict_until(lambda: False, self._eviction.victims())
+            self._local.evict(self._eviction.victims())
 
     def evict(self, model: ModelId | None = None, pages: Sequence[PageHash] = ()) -> int:
-        """Drop the local entries that begin with `pages`, and of these what no others stand on.
+        """Drop the local entries that begin with `pages`, and of these what no others descend from.
 
         Of one model, or of all; everything where `pages` is empty. What a lease, a pin or an open
         reservation keeps stays. Returns the bytes freed.
         """
         with self._lock:
             self._sweep()
-            before = self._num_bytes
-            entries = (
+            return self._local.evict(
                 entry
                 for node in self._trie.upwards(pages)
                 for entry in tuple(node.local.values())
                 if model in (None, entry.model) and entry.is_evictable
             )
-            self._evict_until(lambda: False, entries)
-            return before - self._num_bytes
 
     # All entries.
 
@@ -318,14 +315,14 @@ class CacheTree:
         tree's lock by whichever thread made the change: it must not block, raise or call the tree.
         """
         with self._lock:
-            self._watch.join(listener)
-        return self._there(self._watch.in_memory), partial(self._unsubscribe, listener)
+            self._listeners.join(listener)
+        return self._there(self._listeners.in_memory), partial(self._unsubscribe, listener)
 
     def subscribe_kept(self, listener: Listener) -> tuple[Iterator[Change], Callable[[], None]]:
         """As `subscribe`, of pages that are in memory or on disk."""
         with self._lock:
-            self._watch.join_kept(listener)
-        return self._there(self._watch.kept), partial(self._unsubscribe, listener)
+            self._listeners.join_kept(listener)
+        return self._there(self._listeners.kept), partial(self._unsubscribe, listener)
 
     def _there(self, of_node: Callable[[Node], Iterator[Sighting]]) -> Iterator[Change]:
         nodes = self._trie.root.walk()
@@ -350,129 +347,21 @@ class CacheTree:
 
     def _unsubscribe(self, listener: Listener) -> None:
         with self._lock:
-            self._watch.leave(listener)
+            self._listeners.leave(listener)
 
-    # Everything below is called with the lock held, but for the two `_end` functions.
+    # Called by a handle that ends.
 
     def _end(self, reservation: Reservation, is_commit: bool) -> None:
         with self._lock:
-            if not reservation.pages:
-                return
-            self._keepers.open.discard(reservation)
-            left = Ranges(Span(0, len(reservation.pages)))
-            for kept in self._publish(reservation) if is_commit else ():
-                left.take_out(kept)
-            self._let_go(reservation.hold)
-            for span in left:
-                self._num_bytes -= reservation.slab.drop_pages(span)
+            self._local.end(reservation, is_commit)
 
     def _end_lease(self, lease: Lease) -> None:
         with self._lock:
-            self._let_go(self._keepers.end(lease))
-
-    def _let_go(self, hold: Hold) -> None:
-        for entry in hold.clear():
-            if entry.is_evictable:
-                self._eviction.free(entry)
+            self._local.let_go(self._holds.end(lease))
 
     def _sweep(self) -> None:
-        for hold in self._keepers.expired(self._clock()):
-            self._let_go(hold)
+        """With the lock held."""
+        for hold in self._holds.expired(self._clock()):
+            self._local.let_go(hold)
         if self._expiry is not None:
-            self._evict_until(lambda: False, self._expiry.expired())
-
-    def _publish(self, reservation: Reservation) -> list[Span]:
-        """Make entries of the reserved pages; returns the runs of pages that they keep."""
-        model, slab = reservation.model, reservation.slab
-        place = None if reservation.parent is None else self._trie.find(reservation.parent)
-        last = self._trie.last_with(model, place, reservation.pages, slab.layout.e_layers)
-        first = depth_of(last) - depth_of(place)
-        pages = reservation.pages[first:]
-        parent = reservation.pages[first - 1] if first else reservation.parent
-        nodes = self._trie.cover(parent, pages)
-        while self._remote.give_way(pages[sum(node.num_pages for node in nodes) :]):
-            nodes = self._trie.cover(parent, pages)
-        kept = self._put(nodes, model, slab, first)
-        for span in kept:
-            change = Change(
-                added=True,
-                model=model,
-                parent=reservation.pages[span.start - 1] if span.start else reservation.parent,
-                pages=reservation.pages[span.start : span.stop],
-                e_layers=slab.layout.e_layers,
-            )
-            self._watch.published(change)
-        return kept
-
-    def _put(self, nodes: Sequence[Node], model: ModelId, slab: Slab, offset: int) -> list[Span]:
-        """Give consecutive nodes the pages of a slab from `offset` on, where they have no better.
-
-        Returns which of its pages they took.
-        """
-        kept = Ranges()
-        gained: list[LocalEntry] = []
-        added: list[LocalEntry] = []
-        for node in nodes:
-            entry = node.local.get(model)
-            span = Span(offset, offset + node.num_pages)
-            offset = span.stop
-            if entry is None:
-                entry = node.local[model] = LocalEntry(node, model, slab, span.start)
-                if entry.parent is not None:
-                    entry.parent.num_children += 1
-                self._num_pages[model] += node.num_pages
-                added.append(entry)
-            elif entry.gains(slab.layout.e_layers):
-                self._keepers.keep_for_readers(entry)
-                self._num_bytes -= entry.slab.drop_pages(entry.pages)
-                entry.replace(slab, span.start)
-                gained.append(entry)
-            else:
-                continue
-            kept.add(span)
-        if gained:
-            self._note_gain(gained)
-        if added:
-            self._eviction.add(added)
-        elif gained:
-            self._eviction.use(gained[-1:])
-        return list(kept)
-
-    def _note_gain(self, gained: Sequence[LocalEntry]) -> None:
-        """These, of one path, top first, have more E than before."""
-        for entry in gained[0].below():
-            entry.reach()
-        for entry in gained:
-            if entry.is_evictable:
-                self._eviction.free(entry)
-        self._keepers.pins.count()
-
-    def _make_room(self, num_bytes: int) -> bool:
-        """Evict until the `num_bytes` of a new, open reservation fit; nothing where they cannot."""
-        if self._num_bytes + num_bytes <= self.host_bytes:
-            return True
-        if not self._keepers.leave(self.host_bytes):
-            return False
-        self._evict_until(
-            lambda: self._num_bytes + num_bytes <= self.host_bytes, self._eviction.victims()
-        )
-        return True
-
-    def _evict_until(self, is_enough: Callable[[], bool], victims: Iterator[LocalEntry]) -> None:
-        evicted: list[Node] = []
-        while not is_enough() and (entry := next(victims, None)) is not None:
-            evicted.append(entry.node)
-            self._evict(entry)
-        self._trie.prune(evicted)
-
-    def _evict(self, entry: LocalEntry) -> None:
-        """The caller prunes the node."""
-        self._watch.evicted(entry)
-        parent = entry.parent
-        if parent is not None:
-            parent.num_children -= 1
-        self._eviction.remove(entry)
-        self.num_evictions += 1
-        del entry.node.local[entry.model]
-        self._num_pages[entry.model] -= entry.node.num_pages
-        self._num_bytes -= entry.slab.drop_pages(entry.pages)
+            self._local.evict(self._expiry.expired())

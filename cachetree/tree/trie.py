@@ -11,7 +11,7 @@ from cachetree.tree.eviction.protocol import Eviction
 from cachetree.tree.page_index import PageIndex, Run
 
 
-class Piece(NamedTuple):
+class Place(NamedTuple):
     """Pages `[start, stop)` of one node, counted from the node's first."""
 
     node: Node
@@ -31,15 +31,15 @@ class PageTrie:
         self._eviction = eviction
         self._index = PageIndex[Node]()
 
-    def find(self, page: PageHash) -> Piece | None:
+    def find(self, page: PageHash) -> Place | None:
         """Where `page` is."""
         found = self._index.find(page)
         if found is None:
             return None
         node, index = found
-        return Piece(node, index - node.first, index - node.first + 1)
+        return Place(node, index - node.first, index - node.first + 1)
 
-    def deepest(self, parent: Piece | None, pages: Sequence[PageHash]) -> Piece | None:
+    def deepest(self, parent: Place | None, pages: Sequence[PageHash]) -> Place | None:
         """The end of the longest prefix of `pages` found right after `parent`; None if it is empty.
 
         A page lies at one place only, below all pages before it. So where one step to a child does
@@ -51,7 +51,7 @@ class PageTrie:
         node, index = (self.root, 0) if parent is None else (parent.node, parent.stop)
         depth = node.start + index
         num_found, stop = 0, len(pages)
-        place: Piece | None = None
+        place: Place | None = None
         while num_found < stop:
             if index == node.num_pages:
                 child = node.children.get(pages[num_found])
@@ -63,7 +63,7 @@ class PageTrie:
                 return place
             num_found += num
             index += num
-            place = Piece(node, index - num, index)
+            place = Place(node, index - num, index)
             if index < node.num_pages:
                 return place
             probe = stop - 1 if stop == len(pages) else (num_found + stop) // 2
@@ -77,13 +77,13 @@ class PageTrie:
                 probe = (num_found + stop) // 2
         return place
 
-    def path(self, parent: Piece | None, pages: Sequence[PageHash]) -> list[Piece]:
-        """The pieces that hold the longest prefix of `pages` found right after `parent`.
+    def path(self, parent: Place | None, pages: Sequence[PageHash]) -> list[Place]:
+        """The places that hold the longest prefix of `pages` found right after `parent`.
 
         Every page is compared, so it holds for any `pages`.
         """
         node, index = (self.root, 0) if parent is None else (parent.node, parent.stop)
-        pieces: list[Piece] = []
+        places: list[Place] = []
         offset, num_pages = 0, len(pages)
         while offset < num_pages:
             if index == node.num_pages:
@@ -94,23 +94,23 @@ class PageTrie:
             num = node.num_common(index, pages, offset)
             if not num:
                 break
-            pieces.append(Piece(node, index, index + num))
+            places.append(Place(node, index, index + num))
             offset += num
             index += num
-        return pieces
+        return places
 
-    def path_anywhere(self, pages: Sequence[PageHash]) -> list[Piece]:
+    def path_anywhere(self, pages: Sequence[PageHash]) -> list[Place]:
         """As `path`, wherever the first page is."""
         first = self.find(pages[0]) if pages else None
         return [] if first is None else self.path(first._replace(stop=first.start), pages)
 
-    def find_local(self, model: ModelId, page: PageHash) -> Piece | None:
+    def find_local(self, model: ModelId, page: PageHash) -> Place | None:
         place = self.find(page)
         return place if place is not None and model in place.node.local else None
 
     def last_local(
-        self, model: ModelId, place: Piece | None, pages: Sequence[PageHash]
-    ) -> Piece | None:
+        self, model: ModelId, place: Place | None, pages: Sequence[PageHash]
+    ) -> Place | None:
         """The end of the leading `pages` after `place` that the model has; `place` where none."""
         last = self.deepest(place, pages)
         if last is None:
@@ -121,22 +121,22 @@ class PageTrie:
                 return None
             node = node.parent
             stop = node.num_pages
-        return Piece(node, 0, stop) if node.num_pages else None
+        return Place(node, 0, stop) if node.num_pages else None
 
     def last_with(
         self,
         model: ModelId,
-        place: Piece | None,
+        place: Place | None,
         pages: Sequence[PageHash],
         e_layers: Collection[int],
-    ) -> Piece | None:
+    ) -> Place | None:
         """As `last_local`, but what comes before the first that storing it again would add E to."""
         last = above = self.last_local(model, place, pages)
         stop = depth_of(place)
         while e_layers and above is not None and depth_of(above) > stop:
             node = above.node
             up = node.parent if node.start > stop else None
-            before = Piece(up, 0, up.num_pages) if up is not None else place
+            before = Place(up, 0, up.num_pages) if up is not None else place
             if node.local[model].gains(e_layers):
                 last = before
             above = before
@@ -227,6 +227,6 @@ def _leads_to(below: Node, above: Node, pages: Sequence[PageHash], depth: int) -
     return node is above
 
 
-def depth_of(piece: Piece | None) -> int:
-    """How many pages there are from the root to the end of `piece`."""
-    return 0 if piece is None else piece.node.start + piece.stop
+def depth_of(place: Place | None) -> int:
+    """How many pages there are from the root to the end of `place`."""
+    return 0 if place is None else place.node.start + place.stop

@@ -29,8 +29,9 @@ from cachetree.tree.eviction.leaf_heap import LeafHeap
 from cachetree.tree.eviction.value import HALF_LIFE
 from cachetree.tree.tree import CacheTree
 
-SIZE = 20
-"""Pages in the budget."""
+SIZE = 19
+"""Pages in the budget. A prime, so that no two sums of faded uses are equal: which of them would go
+first is nobody's rule."""
 
 
 class Textbook(Protocol):

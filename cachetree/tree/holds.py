@@ -10,7 +10,7 @@ from cachetree.tree.pins import Pins
 from cachetree.tree.trie import PageTrie
 
 
-class Keepers:
+class Holds:
     """All of them in one tree, and what they keep together. Takes no lock.
 
     Whoever ends one lets go of the hold that comes back.

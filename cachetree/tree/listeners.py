@@ -13,7 +13,7 @@ Sighting = tuple[ModelId, PageHash | None, bytes, tuple[int, ...]]
 """Of an entry that is there: its model, the page before, its pages side by side, layers with E."""
 
 
-class Watch:
+class ChangeListeners:
     """Two kinds of listeners. Everything is called with the tree's lock held.
 
     Those of memory hear of each local entry. Those of what is kept hear of pages that are in
@@ -39,7 +39,7 @@ class Watch:
 
     @staticmethod
     def kept(node: Node) -> Iterator[Sighting]:
-        yield from Watch.in_memory(node)
+        yield from ChangeListeners.in_memory(node)
         for (location, model), entry in node.remote.items():
             if location == DISK and model not in node.local:
                 yield model, node.parent_page, node.hashes, entry.e_layers

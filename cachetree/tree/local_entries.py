@@ -1,0 +1,168 @@
+"""Entries that are here: how they come in, within what budget, and how they go."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final
+
+from cachetree.ids import ModelId, Span
+from cachetree.memory import Ranges, Slab
+from cachetree.tree.entries import Change, Hold, LocalEntry, Node, below
+from cachetree.tree.eviction import Eviction
+from cachetree.tree.holds import Holds
+from cachetree.tree.lease import Reservation
+from cachetree.tree.listeners import ChangeListeners
+from cachetree.tree.remote_entries import RemoteEntries
+from cachetree.tree.trie import PageTrie, depth_of
+
+
+class LocalEntries:
+    """Puts them into the nodes of a tree and takes them out. Takes no lock."""
+
+    def __init__(
+        self,
+        trie: PageTrie,
+        eviction: Eviction,
+        holds: Holds,
+        listeners: ChangeListeners,
+        remote: RemoteEntries,
+        host_bytes: int,
+    ) -> None:
+        self.num_bytes = 0
+        """Open reservations included; never above the budget."""
+        self.num_pages: Counter[ModelId] = Counter()
+        self.num_evictions = 0
+        self._trie: Final = trie
+        self._eviction: Final = eviction
+        self._holds: Final = holds
+        self._listeners: Final = listeners
+        self._remote: Final = remote
+        self._host_bytes: Final = host_bytes
+
+    def begin(self, reservation: Reservation) -> bool:
+        """Make room for what it will hold; where there is none, it has ended. Its `end` follows."""
+        self._holds.open.add(reservation)
+        num_bytes = reservation.slab.num_bytes
+        if not self._make_room(num_bytes):
+            self._holds.open.discard(reservation)
+            self.let_go(reservation.hold)
+            return False
+        self.num_bytes += num_bytes
+        return True
+
+    def end(self, reservation: Reservation, is_commit: bool) -> None:
+        """Publish what it holds, or nothing of it, and give back the rest."""
+        if not reservation.pages:
+            return
+        self._holds.open.discard(reservation)
+        left = Ranges(Span(0, len(reservation.pages)))
+        for kept in self._publish(reservation) if is_commit else ():
+            left.take_out(kept)
+        self.let_go(reservation.hold)
+        for span in left:
+            self.num_bytes -= reservation.slab.drop_pages(span)
+
+    def let_go(self, hold: Hold) -> None:
+        for entry in hold.clear():
+            if entry.is_evictable:
+                self._eviction.free(entry)
+
+    def evict(
+        self, victims: Iterator[LocalEntry], is_enough: Callable[[], bool] = lambda: False
+    ) -> int:
+        """One after the other until it is enough; returns the bytes freed."""
+        before = self.num_bytes
+        evicted: list[Node] = []
+        while not is_enough() and (entry := next(victims, None)) is not None:
+            evicted.append(entry.node)
+            self._take_out(entry)
+        self._trie.prune(evicted)
+        return before - self.num_bytes
+
+    def _publish(self, reservation: Reservation) -> list[Span]:
+        """Make entries of the reserved pages; returns the runs of pages that they keep."""
+        model, slab = reservation.model, reservation.slab
+        place = None if reservation.parent is None else self._trie.find(reservation.parent)
+        last = self._trie.last_with(model, place, reservation.pages, slab.layout.e_layers)
+        first = depth_of(last) - depth_of(place)
+        pages = reservation.pages[first:]
+        parent = reservation.pages[first - 1] if first else reservation.parent
+        nodes = self._trie.cover(parent, pages)
+        while self._remote.give_way(pages[sum(node.num_pages for node in nodes) :]):
+            nodes = self._trie.cover(parent, pages)
+        kept = self._put(nodes, model, slab, first)
+        for span in kept:
+            change = Change(
+                added=True,
+                model=model,
+                parent=reservation.pages[span.start - 1] if span.start else reservation.parent,
+                pages=reservation.pages[span.start : span.stop],
+                e_layers=slab.layout.e_layers,
+            )
+            self._listeners.published(change)
+        return kept
+
+    def _put(self, nodes: Sequence[Node], model: ModelId, slab: Slab, offset: int) -> list[Span]:
+        """Give consecutive nodes the pages of a slab from `offset` on, where they have no better.
+
+        Returns which of its pages they took.
+        """
+        kept = Ranges()
+        gained: list[LocalEntry] = []
+        added: list[LocalEntry] = []
+        for node in nodes:
+            entry = node.local.get(model)
+            span = Span(offset, offset + node.num_pages)
+            offset = span.stop
+            if entry is None:
+                entry = node.local[model] = LocalEntry(node, model, slab, span.start)
+                if entry.parent is not None:
+                    entry.parent.num_children += 1
+                self.num_pages[model] += node.num_pages
+                added.append(entry)
+            elif entry.gains(slab.layout.e_layers):
+                self._holds.keep_for_readers(entry)
+                self.num_bytes -= entry.slab.drop_pages(entry.pages)
+                entry.replace(slab, span.start)
+                gained.append(entry)
+            else:
+                continue
+            kept.add(span)
+        if gained:
+            self._note_gain(gained)
+        if added:
+            self._eviction.add(added)
+        elif gained:
+            self._eviction.use(gained[-1:])
+        return list(kept)
+
+    def _note_gain(self, gained: Sequence[LocalEntry]) -> None:
+        """These, of one path, top first, have more E than before."""
+        for entry in below(gained[0]):
+            entry.reach()
+        for entry in gained:
+            if entry.is_evictable:
+                self._eviction.free(entry)
+        self._holds.pins.count()
+
+    def _make_room(self, num_bytes: int) -> bool:
+        """Evict until the `num_bytes` of a new, open reservation fit; nothing where they cannot."""
+        if self.num_bytes + num_bytes <= self._host_bytes:
+            return True
+        if not self._holds.leave(self._host_bytes):
+            return False
+        self.evict(self._eviction.victims(), lambda: self.num_bytes + num_bytes <= self._host_bytes)
+        return True
+
+    def _take_out(self, entry: LocalEntry) -> None:
+        """The caller prunes the node."""
+        self._listeners.evicted(entry)
+        parent = entry.parent
+        if parent is not None:
+            parent.num_children -= 1
+        self._eviction.remove(entry)
+        self.num_evictions += 1
+        del entry.node.local[entry.model]
+        self.num_pages[entry.model] -= entry.node.num_pages
+        self.num_bytes -= entry.slab.drop_pages(entry.pages)
