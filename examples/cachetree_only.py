@@ -1,4 +1,4 @@
-"""The cache without SGLang: store the KV of a prompt, find it by its tokens, fetch it layer by layer."""
+"""The cache without SGLang: store the KV of a prompt, find it again, fetch it layer by layer."""
 
 import os
 

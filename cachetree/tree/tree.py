@@ -235,7 +235,7 @@ class CacheTree:
             self._local.evict(self._eviction.victims())
 
     def evict(self, model: ModelId | None = None, pages: Sequence[PageHash] = ()) -> int:
-        """Drop the local entries that begin with `pages`, and of these what no others descend from.
+        """Drop the local entries that begin with `pages`, but what others descend from.
 
         Of one model, or of all; everything where `pages` is empty. What a lease, a pin or an open
         reservation keeps stays. Returns the bytes freed.
