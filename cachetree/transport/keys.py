@@ -70,11 +70,7 @@ def write_key_pair(folder: Path, name: str) -> tuple[KeyPair, Path, Path]:
     secret_file, public_file = folder / f"{name}.key", folder / f"{name}.pub"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _write_new(
-            public_file,
-            f"{keys.public} {name}\n",
-            0o644,
-        )
+        _write_new(public_file, f"{keys.public} {name}\n", 0o644)
         try:
             _write_new(
                 secret_file,
@@ -125,7 +121,7 @@ def read_key_pair(path: str) -> KeyPair:
 
 def read_public_key(value: str, *, field: str) -> PublicKey:
     """A public key, or the one in a file; raises ConfigError."""
-    keys = _public_keys(value, field=field)
+    keys = list(_public_keys(value, field=field))
     if len(keys) != 1:
         raise ConfigError(f"{field} names {value}, which holds {len(keys)} keys instead of one")
     return keys[0]
@@ -135,29 +131,22 @@ def read_public_keys(values: Iterable[str], *, field: str) -> frozenset[PublicKe
     """Public keys, files of them, and folders of `.pub` files; raises ConfigError."""
     found: set[PublicKey] = set()
     for value in values:
-        path = Path(value)
-        if _is_key(value) or not path.is_dir():
-            keys = _public_keys(value, field=field)
-        else:
-            files = sorted(path.glob("*.pub"))
-            keys = [key for file in files for key in _public_keys(str(file), field=field)]
+        keys = list(_public_keys(value, field=field))
         if not keys:
             raise ConfigError(f"{field} names {value}, which holds no public key; {_MAKE_KEYS}")
         found.update(keys)
     return frozenset(found)
 
 
-def _is_key(value: str) -> bool:
-    return value.startswith((_PUBLIC, _SECRET))
-
-
-def _public_keys(value: str, *, field: str) -> list[PublicKey]:
-    if _is_key(value):
-        return [_public(value, where=field)]
-    return [
-        _public(line.split()[0], where=f"{field}: {value}, line {number}")
-        for number, line in _lines(Path(value), field=field, is_secret=False)
-    ]
+def _public_keys(value: str, *, field: str) -> Iterator[PublicKey]:
+    if value.startswith((_PUBLIC, _SECRET)):
+        yield _public(value, where=field)
+    elif Path(value).is_dir():
+        for file in sorted(Path(value).glob("*.pub")):
+            yield from _public_keys(str(file), field=field)
+    else:
+        for number, line in _lines(Path(value), field=field, is_secret=False):
+            yield _public(line.split()[0], where=f"{field}: {value}, line {number}")
 
 
 def _public(text: str, *, where: str) -> PublicKey:
