@@ -115,21 +115,23 @@ def batch_of(mode: ForwardMode, **fields: Any) -> Any:
     return SimpleNamespace(req_pool_indices=torch.tensor([0]), forward_mode=mode, reqs=[], **fields)
 
 
+@pytest.mark.parametrize("num_before", [1, 4])
 @pytest.mark.parametrize("mode", [ForwardMode.EXTEND, ForwardMode.DECODE])
-def test_the_token_before_decides_and_none_before_it(mode: ForwardMode) -> None:
+def test_the_token_before_decides_and_none_before_it(mode: ForwardMode, num_before: int) -> None:
     """Its KV has read all that the ones before it have, and more."""
     marks, table = Provenance(64, "cpu"), torch.zeros(1, 16, dtype=torch.int64)
-    table[0, :5] = torch.arange(10, 15)
-    marks.loaded(torch.tensor([13]), NOWHERE, exact=False)
+    table[0] = torch.arange(10, 26)
+    before, new = table[0, num_before - 1 : num_before], table[0, num_before : num_before + 1]
+    marks.loaded(before, NOWHERE, exact=False)
     batch = batch_of(
         mode,
-        prefix_lens=[4],
+        prefix_lens=[num_before],
         extend_lens=[1],
-        seq_lens=torch.tensor([5]),
-        out_cache_loc=torch.tensor([14]),
+        seq_lens=torch.tensor([num_before + 1]),
+        out_cache_loc=new,
     )
     told = marks.inherit(batch, table)
-    assert not marks.is_exact(torch.tensor([14]))
+    assert not marks.is_exact(new)
     assert (told is None) == (mode == ForwardMode.DECODE)
 
 
