@@ -25,6 +25,7 @@ from test_policy import (
 )
 
 from cachetree.ids import EMPTY_SPAN, Location, Span
+from cachetree.planning.link import Link
 from cachetree.planning.plan import Plan
 from cachetree.planning.policy import (
     Demand,
@@ -150,7 +151,7 @@ SHORT = "what may be recomputed at a time is less than the fewest pages worth a 
 def test_why_nothing_is_reused_is_told_to_a_person(
     demand: Demand, matches: list, profiles: dict, reason: Reason, detail: str
 ) -> None:
-    slow = replace(MEASURED, bytes_per_s={FAR: 1e3})
+    slow = replace(MEASURED, links={FAR: Link(byte_s=1e-3)})
     assert choose(demand, matches, profiles, slow) == NoReuse(reason=reason, detail=detail)
 
 
