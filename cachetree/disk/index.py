@@ -117,7 +117,7 @@ class DiskIndex:
         return path
 
     def above(self, entry: DiskEntry) -> list[DiskEntry]:
-        """What stands on it, parents before children."""
+        """What stands on it, parents before children; looks at every entry."""
         pages = set(entry.pages)
         found: list[DiskEntry] = []
         for each in reversed(self._recency):
@@ -140,8 +140,12 @@ class DiskIndex:
         if depth != record.num_before or len(set(pages)) < len(pages):
             return None
         found = self.find(record.model, pages)
+        for entry, span in found:
+            if entry.record.num_before + span.start != depth:
+                return None
+            depth += len(span)
         wanted = _wanted(found, pages, record.layout.e_layers)
-        new = pages[sum(len(span) for _, span in found) :]
+        new = pages[depth - record.num_before :]
         is_new = self._entry_of.get(record.model, {}).keys().isdisjoint(new)
         return wanted.start if is_new and wanted and wanted.stop == len(pages) else None
 
@@ -167,15 +171,12 @@ class DiskIndex:
             self._recency[each] = None
             self._recency.move_to_end(each)
 
-    def drop(self, entry: DiskEntry) -> list[DiskEntry]:
-        """Take out the entry and all that stands on it, which comes first in the answer."""
-        dropped = [entry, *self.above(entry)][::-1]
-        for each in dropped:
-            del self._recency[each]
-            of_model = self._entry_of[each.record.model]
-            for page in each.pages:
-                del of_model[page]
-        return dropped
+    def drop(self, entry: DiskEntry) -> None:
+        """Take out an entry that nothing stands on."""
+        del self._recency[entry]
+        of_model = self._entry_of[entry.record.model]
+        for page in entry.pages:
+            del of_model[page]
 
 
 def _wanted(

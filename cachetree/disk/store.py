@@ -329,9 +329,10 @@ class DiskStore:
                     self._num_bytes += num_bytes
                     return
                 oldest = next(iter(self._index), None)
-                dropped = self._drop(oldest) if oldest else []
-                self._counts.num_evicted_entries += len(dropped)
-            if not dropped or not self._delete(dropped):
+                if oldest is not None:
+                    self._drop_alone(oldest)
+                    self._counts.num_evicted_entries += 1
+            if oldest is None or not self._delete([oldest]):
                 raise OSError("files that are to make room cannot be deleted")
 
     def _delete(self, dropped: Sequence[DiskEntry]) -> bool:
@@ -375,10 +376,14 @@ class DiskStore:
 
     def _drop(self, entry: DiskEntry) -> list[DiskEntry]:
         """Take out the entry and all that stands on it, which comes first in the answer."""
-        dropped = self._index.drop(entry)
+        dropped = [entry, *self._index.above(entry)][::-1]
         for each in dropped:
-            self._listener(each.change(added=False))
+            self._drop_alone(each)
         return dropped
+
+    def _drop_alone(self, entry: DiskEntry) -> None:
+        self._index.drop(entry)
+        self._listener(entry.change(added=False))
 
     def _drop_from(self, model: ModelId, pages: Sequence[PageHash]) -> list[DiskEntry]:
         """What `evict` drops of one model."""

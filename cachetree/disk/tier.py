@@ -33,7 +33,7 @@ _MAX_CLOSE_S: Final = 5.0
 _GRACE_S: Final = 1.0
 """For the call that was under way then."""
 NUM_READERS: Final = 2
-_MAX_RECALLS: Final = 64
+_MAX_PROMOTIONS: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +67,8 @@ class DiskTier:
         self._waiting: queue.SimpleQueue[Change | _Use | None] = queue.SimpleQueue()
         self._num_late = 0
         self._is_warm = False
-        self._recalling = threading.Lock()
-        self._num_recalls = 0
+        self._promoting = threading.Lock()
+        self._num_promotions = 0
         self._closes_at_s = float("inf")
         self._store: Final = DiskStore(tree.family, config, self._show)
         self._reads: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -98,7 +98,7 @@ class DiskTier:
         """Whether `page` is here, and so all before it; waits for no disk."""
         return self._store.has(model, page)
 
-    def recall(
+    def promote(
         self, model: ModelId, page: PageHash, deadline: Deadline, done: Callable[[], None]
     ) -> bool:
         """Read `page` and what is before it into the tree, in a thread that then calls `done`.
@@ -106,11 +106,11 @@ class DiskTier:
         What is not in the tree by then could not be read, has no room there, or is late. False,
         without `done`, where too much waits to be read.
         """
-        with self._recalling:
-            if self._num_recalls >= _MAX_RECALLS:
+        with self._promoting:
+            if self._num_promotions >= _MAX_PROMOTIONS:
                 return False
-            self._num_recalls += 1
-        return self._submit(partial(self._recall_and_tell, model, page, deadline, done))
+            self._num_promotions += 1
+        return self._submit(partial(self._promote_and_tell, model, page, deadline, done))
 
     def note_use(self, model: ModelId, pages: Sequence[PageHash]) -> None:
         """These pages were read from memory: on disk too they are not the ones to go."""
@@ -200,11 +200,7 @@ class DiskTier:
         with lease:
             try:
                 self._store.write(
-                    change.model,
-                    change.parent,
-                    change.pages,
-                    change.e_layers,
-                    lease.views,
+                    change.model, change.parent, change.pages, change.e_layers, lease.views
                 )
             except StaleEntry:
                 self._num_late += 1
@@ -229,32 +225,30 @@ class DiskTier:
             self._note_speed(staging.num_bytes, self._clock() - begun_at_s)
             most_bytes = sum(entry.record.layout.num_bytes for entry, _ in found)
             if self._is_warm and self._tree.num_bytes + most_bytes <= self._tree.host_bytes:
-                self._recall(model, pages[-1], staging.deadline)
+                self._promote(model, pages[-1], staging.deadline)
         except FetchError as exc:
             staging.fail(exc)
         except Exception as exc:
             log.exception("a fetch from disk failed")
             staging.fail(FetchError(f"internal error: {exc}"))
 
-    def _recall_and_tell(
+    def _promote_and_tell(
         self, model: ModelId, page: PageHash, deadline: Deadline, done: Callable[[], None]
     ) -> None:
         try:
-            self._recall(model, page, deadline)
-        except Exception:
-            log.exception("pages on disk were not read into memory")
-        with self._recalling:
-            self._num_recalls -= 1
-        done()
+            self._promote(model, page, deadline)
+        finally:
+            with self._promoting:
+                self._num_promotions -= 1
+            done()
 
-    def _recall(self, model: ModelId, page: PageHash, deadline: Deadline) -> None:
+    def _promote(self, model: ModelId, page: PageHash, deadline: Deadline) -> None:
         for entry in self._store.line(model, page):
-            if deadline.has_passed or self._clock() >= self._closes_at_s:
-                return
-            if not self._promote(entry):
+            is_late = deadline.has_passed or self._clock() >= self._closes_at_s
+            if is_late or not self._promote_entry(entry):
                 return
 
-    def _promote(self, entry: DiskEntry) -> bool:
+    def _promote_entry(self, entry: DiskEntry) -> bool:
         """Have an entry in memory, whose parent is there; False where that cannot be."""
         record, start = entry.record, entry.start
         parent = record.pages[start - 1] if start else record.parent
@@ -295,9 +289,8 @@ class DiskTier:
         freed = 0
         try:
             freed = self._store.evict(model, pages)
-        except Exception:
-            log.exception("entries on disk were not evicted")
-        done(freed)
+        finally:
+            done(freed)
 
     def _warm_up(self) -> None:
         """Read into free memory what was used last, as far as it goes."""
@@ -307,8 +300,6 @@ class DiskTier:
                 has_room = self._tree.num_bytes + record.layout.num_bytes <= self._tree.host_bytes
                 if not has_room or self._clock() >= self._closes_at_s:
                     return
-                self._promote(entry)
-        except Exception:
-            log.exception("entries on disk were not read into memory")
+                self._promote_entry(entry)
         finally:
             self._is_warm = True

@@ -62,5 +62,5 @@ class DiskPromotion:
             go_on()
             return
         session.promotions.add(request.id)
-        if not disk.recall(model, last, deadline, lambda: self._call_soon_threadsafe(resume)):
+        if not disk.promote(model, last, deadline, lambda: self._call_soon_threadsafe(resume)):
             resume()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -121,6 +123,9 @@ def test_pages_after_a_missing_parent_or_in_contradiction_are_refused(tmp_path: 
         twice = [pages[0], pages[1], pages[0]]
         assert not store.write(A, None, twice, [], views_of(A, twice))
         assert write(store, A, "abc")
+        above_itself = [*path_of("abcd")[3:], pages[0]]
+        for looped in (pages[:1], above_itself):
+            assert not store.write(A, path_of("abc")[2], looped, [0], views_of(A, looped))
         jumped = [*path_of("xy"), *path_of("a")]
         assert not store.write(A, None, jumped, [], views_of(A, jumped))
         with pytest.raises(ValueError, match=r"has 4 bytes where 64 belong"):
@@ -205,6 +210,23 @@ def test_the_least_recently_used_goes_first_and_parents_outlive_children(tmp_pat
         assert num_right(store, A, "s" * 10 + "used") == 14
         assert store.status().num_pages == num_pages
         assert [n for n in range(200) if num_right(store, A, text_of(n, 8)) == 8] == kept
+
+
+def test_what_new_pages_come_after_does_not_make_room_for_them(tmp_path: Path) -> None:
+    with open_store(tmp_path, num_bytes=16 << 10) as store:
+        assert write(store, A, "parent")
+        before = files_bytes(tmp_path)
+        assert write(store, A, text_of(0, 1))
+        one = files_bytes(tmp_path) - before
+        number = 0
+        while files_bytes(tmp_path) + 2 * one <= 16 << 10:
+            number += 1
+            assert write(store, A, text_of(number, 1))
+        assert store.status().counts.num_evicted_entries == 0
+        text = "parent" + "c" * 40
+        assert write(store, A, text, start=6)
+        assert store.status().counts.num_evicted_entries > 0
+        assert num_right(store, A, text) == 46
 
 
 def test_a_smaller_budget_is_kept_from_the_start(tmp_path: Path) -> None:
@@ -317,6 +339,33 @@ def test_synced_entries_are_entries_too(tmp_path: Path) -> None:
         assert num_right(store, A, "abc") == 3
     with open_store(tmp_path) as store:
         assert num_right(store, A, "abc") == 3
+
+
+def test_a_synced_entry_has_its_name_when_it_is_on_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file's bytes first, then its name, then the folder that holds the name."""
+    calls: list[str] = []
+
+    def noted(name: str) -> Callable[..., object]:
+        real = getattr(os, name)
+
+        def call(*args: object, **kwargs: object) -> object:
+            is_folder = name == "fsync" and stat.S_ISDIR(os.fstat(args[0]).st_mode)  # type: ignore[arg-type]
+            calls.append(f"{name} folder" if is_folder else name)
+            return real(*args, **kwargs)
+
+        return call
+
+    for is_synced in (True, False):
+        with DiskStore(FAMILY, config_of(tmp_path, sync=is_synced)) as store:
+            for name in ("pwritev", "fsync", "rename"):
+                monkeypatch.setattr(os, name, noted(name))
+            assert write(store, A, f"{is_synced}")
+            monkeypatch.undo()
+    found = [it for it in calls if it != "pwritev"]
+    assert found == ["fsync", "rename", "fsync folder", "rename"]
+    assert calls.index("fsync") > calls.index("pwritev")
 
 
 def test_a_read_into_the_wrong_room_is_refused(tmp_path: Path) -> None:
