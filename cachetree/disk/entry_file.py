@@ -44,6 +44,8 @@ _PREFIX: Final = struct.Struct("<8sQQ")
 _CHECKSUM_BYTES: Final = 8
 _HEADER_BYTES: Final = 256
 """More than a header takes besides the model, pages, layers and checksums."""
+_MAX_HEADER_BYTES: Final = 16 << 20
+"""What a damaged file can have allocated; the header of a file of gigabytes is smaller."""
 _FIRST_READ_BYTES: Final = 4096
 """Takes the whole head of most entries."""
 _MAX_PARTS: Final = 512
@@ -270,12 +272,12 @@ def _head_of(record: Record, family: Family) -> bytes:
 
 
 def _head_bytes(head: bytes, num_bytes: int) -> int:
-    """Size of prefix and header; 0 where this is no entry's prefix, or the file is too short."""
+    """Size of prefix and header; 0 where the prefix is no entry's, or says what cannot be."""
     if len(head) < _PREFIX.size:
         return 0
     magic, header_bytes, _ = _PREFIX.unpack_from(head)
     size: int = _PREFIX.size + header_bytes
-    return size if magic == _MAGIC and size <= num_bytes else 0
+    return size if magic == _MAGIC and size <= min(num_bytes, _MAX_HEADER_BYTES) else 0
 
 
 def _record_of(header: Header, family: Family, payload_bytes: int) -> Record | None:

@@ -179,15 +179,6 @@ class DiskStore:
                     return False
                 start = stop
 
-    def remove(self, model: ModelId, page: PageHash) -> bool:
-        """Drop the entry that has `page` and all that stands on it; False where there is none."""
-        with self._writing:
-            with self._lock:
-                entry = self._index.entry_of(model, page)
-                dropped = self._drop(entry) if entry else []
-            self._delete(dropped)
-        return bool(dropped)
-
     def evict(self, model: ModelId | None, pages: Sequence[PageHash]) -> int:
         """Drop what begins with `pages`, and of them what nothing else stands on.
 

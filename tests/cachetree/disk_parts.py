@@ -308,7 +308,7 @@ def _fill(path: Path) -> None:
         assert all(num_right(store, B, name) == 20 for name in written)
         assert files_bytes(disk) == store.status().num_bytes
         for name in written[:15]:
-            assert store.remove(B, path_of(name)[-1]), "a full disk kept an entry from going"
+            assert store.evict(B, path_of(name)), "a full disk kept an entry from going"
         assert num_right(store, B, written[0]) == 0
         assert store.status().counts.num_damaged_entries == 0
     with open_store(disk) as store:

@@ -176,12 +176,12 @@ def test_what_is_removed_stays_removed(tmp_path: Path) -> None:
         write(store, A, "abx", start=2)
         write(store, B, "ab")
         entry = store.find(A, path_of("abcd"))[1][0]
-        assert store.remove(A, path_of("abc")[2])
-        assert not store.remove(A, path_of("abc")[2])
+        assert store.evict(A, path_of("abc"))
+        assert not store.evict(A, path_of("abc"))
         with pytest.raises(StaleEntry, match="no longer on disk"):
             check(store, entry)
         assert [num_right(store, A, it) for it in ("abcd", "abx")] == [2, 3]
-        assert store.remove(A, path_of("a")[0]), "with all that stands on it"
+        assert store.evict(A, path_of("a")), "with all that stands on it"
         assert num_right(store, A, "abx") == 0
     with open_store(tmp_path) as store:
         assert num_right(store, A, "abx") == 0
@@ -320,7 +320,7 @@ def test_what_goes_during_a_read_is_right_or_a_miss_and_no_damage(
 
         def removing(*args: object, **kwargs: object) -> object:
             monkeypatch.setattr(os, name, real)
-            assert store.remove(A, path_of("f")[0])
+            assert store.evict(A, path_of("f"))
             return real(*args, **kwargs)
 
         monkeypatch.setattr(os, name, removing)

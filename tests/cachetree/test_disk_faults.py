@@ -6,6 +6,7 @@ import logging
 import os
 import random
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
@@ -162,6 +163,18 @@ def test_a_file_cut_anywhere_hurts_only_its_entry(small: Path, fast: Path) -> No
             os.truncate(file, size)
             num_right(store, A, "abc")
             assert right_in(store) == LEFT[number] or size > file.stat().st_size // 2, size
+
+
+def test_a_size_that_cannot_be_is_not_allocated(small: Path) -> None:
+    """The file is as long as its prefix says, and has nothing in it."""
+    file = file_of(small, A, "abc")
+    head = file.read_bytes()[:8]
+    file.write_bytes(head + struct.pack("<QQ", 1 << 40, 0))
+    os.truncate(file, 1 << 41)
+    with open_store(small) as store:
+        assert right_in(store) == LEFT[1]
+        assert store.status().counts.num_damaged_entries == 1
+    assert not file.exists()
 
 
 def test_an_entry_that_is_there_twice_counts_once(small: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,9 +69,9 @@ def test_random_operations_agree_with_an_oracle_and_keep_the_budget(
             assert write(store, model, text, start, e_layers) or is_evicting
             oracle.pages[model].update(path_of(text))
         elif action < 0.6:
-            page = path_of(text)[rng.randrange(len(text))]
-            gone = removed_with(store, model, page)
-            assert store.remove(model, page) == bool(gone)
+            pages = path_of(text)[: 1 + rng.randrange(len(text))]
+            gone = evicted_with(store, model, pages)
+            assert bool(store.evict(model, pages)) == bool(gone)
             oracle.pages[model] -= gone
         elif action < 0.65:
             store.close()
@@ -86,10 +87,20 @@ def test_random_operations_agree_with_an_oracle_and_keep_the_budget(
     store.close()
 
 
-def removed_with(store: DiskStore, model: ModelId, page: PageHash) -> set[PageHash]:
-    """The pages of the entry that has `page`, and of those that stand on it."""
+def evicted_with(store: DiskStore, model: ModelId, pages: Sequence[PageHash]) -> set[PageHash]:
+    """What stands on the last of `pages`, and of the entries up to there what nothing else does."""
+    entries = [it for it in store.entries() if it.record.model == model]  # Parents first.
+    last = next((it for it in entries if pages[-1] in it.pages), None)
+    if last is None:
+        return set()
+    ends = set(last.pages).difference(pages[:-1])
     gone: set[PageHash] = set()
-    for entry in store.entries():  # Each comes after what it stands on.
-        if entry.record.model == model and (page in entry.pages or entry.parent_page in gone):
+    for entry in entries:
+        if entry.parent_page in ends | gone:
+            gone.update(entry.pages)
+    for entry in reversed(entries):
+        stand_on_it = {it for it in entries if it.parent_page in entry.pages}
+        is_above = entry.pages[-1] in pages or entry is last
+        if is_above and all(it.pages[0] in gone for it in stand_on_it):
             gone.update(entry.pages)
     return gone
