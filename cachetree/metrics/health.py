@@ -45,6 +45,6 @@ def _complaints(status: CacheStatus) -> list[str]:
     complaints += [
         f"worker {peer.address} failed too often and is left alone for a while"
         for peer in status.peers
-        if peer.state == PeerState.RESTING.value
+        if peer.state is PeerState.RESTING
     ]
     return complaints

@@ -137,12 +137,11 @@ def _disk(read: Callable[[DiskStatus], float]) -> Read:
 
 
 def _peer_ready(status: CacheStatus) -> Iterator[Sample]:
-    return (((peer.address,), float(peer.state == PeerState.READY.value)) for peer in status.peers)
+    return (((peer.address,), float(peer.state is PeerState.READY)) for peer in status.peers)
 
 
 def _breaker_open(status: CacheStatus) -> Iterator[Sample]:
-    resting = PeerState.RESTING.value
-    return (((peer.address,), float(peer.state == resting)) for peer in status.peers)
+    return (((peer.address,), float(peer.state is PeerState.RESTING)) for peer in status.peers)
 
 
 def _pushes(status: CacheStatus) -> Iterator[Sample]:

@@ -139,7 +139,7 @@ class Peer:
         connection = self._connection
         return PeerStatus(
             address=self.address,
-            state=self._state.value,
+            state=self._state,
             error=str(self._error or ""),
             probe_in_s=self._breaker.probe_in_s,
             epoch=self._epoch,

@@ -47,7 +47,7 @@ class PeerStatus(PeerCounts, frozen=True, kw_only=True):  # type: ignore[misc]
     """A peer in numbers."""
 
     address: str
-    state: str
+    state: PeerState
     error: str
     """Why it is not ready, or why it last was not; empty if it always was."""
     probe_in_s: float | None
@@ -66,11 +66,10 @@ class PeerStatus(PeerCounts, frozen=True, kw_only=True):  # type: ignore[misc]
     @property
     def source(self) -> verbs.Source:
         """In a few words."""
-        is_ready = self.state == PeerState.READY.value
-        reason = "" if is_ready else self.error
+        reason = "" if self.state is PeerState.READY else self.error
         if self.probe_in_s:
             reason += f"; it is tried again in {self.probe_in_s:.0f} s"
-        return verbs.Source(address=self.address, state=self.state, reason=reason)
+        return verbs.Source(address=self.address, state=self.state.value, reason=reason)
 
 
 class PushCounts(msgspec.Struct, kw_only=True):
