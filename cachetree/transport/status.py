@@ -29,6 +29,9 @@ class PeerState(str, Enum):
     """Its errors came too fast: no attempt is made before its cooldown is over."""
     CLOSED = "closed"
 
+    def __str__(self) -> str:
+        return self.value
+
 
 class PeerCounts(msgspec.Struct, kw_only=True):
     """What a peer counts; its own thread adds to it."""
