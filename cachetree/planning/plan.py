@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
+
+import msgspec
 
 from cachetree.ids import Kind, Location, ModelId, Span, Step
 
@@ -17,16 +19,18 @@ class Strategy(str, Enum):
     PIPELINED = "pipelined"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Match:
-    """The longest prefix that one model has at one location."""
+class Match(msgspec.Struct, frozen=True, kw_only=True):
+    """The longest prefix that one model has at one location.
+
+    A struct, as a walk makes one for every model, which takes a frozen dataclass several times as long.
+    """
 
     model: ModelId
     location: Location
     num_pages: int
     e_pages: Mapping[int, int]
     """For each layer with E: how many pages from the start have it without a gap."""
-    reduced_pages: Mapping[int, int] = field(default_factory=dict)
+    reduced_pages: Mapping[int, int] = {}
     """The same of layers with less than E, which does for a refresh and for no block."""
 
 

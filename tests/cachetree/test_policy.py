@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from benchmarks.schedule import Request, schedule
 from cachetree.checkpoint.family import ModelIdentity
@@ -173,11 +174,11 @@ def test_less_than_e_does_for_a_refresh_and_for_no_block() -> None:
     beside = BlockQuality(start=3, stop=5, refreshed=(7,), quality=0.99)
     profile = msgspec.structs.replace(PROFILE, blocks=(beside,), recommended=None)
     for e, reduced, found in (({3: 9}, {7: 6}, 6), ({3: 9, 7: 8}, {7: 6}, 8), ({7: 9}, {3: 9}, 0)):
-        there = replace(match(S, e=e), reduced_pages=reduced)
+        there = structs.replace(match(S, e=e), reduced_pages=reduced)
         plan = choose(DEMAND, [there], index_profiles([profile]), UNKNOWN)
         assert (len(plan.pages) if isinstance(plan, Plan) else 0) == found
     upper = replace(DEMAND, first_differences={S: 6})
-    there = replace(match(S, e={}), reduced_pages={3: 10, 6: 10})
+    there = structs.replace(match(S, e={}), reduced_pages={3: 10, 6: 10})
     assert reason_for(there, demand=upper, profiles={}) is Reason.NO_E, "nor for a lossless one"
 
 
