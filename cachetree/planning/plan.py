@@ -22,7 +22,7 @@ class Strategy(str, Enum):
 class Match(msgspec.Struct, frozen=True, kw_only=True):
     """The longest prefix that one model has at one location.
 
-    A struct, as a walk makes one for every model, which takes a frozen dataclass several times as long.
+    A struct, as a walk makes one for every model: a frozen dataclass takes several times as long.
     """
 
     model: ModelId
