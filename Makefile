@@ -54,6 +54,8 @@ BENCH := OMP_NUM_THREADS=1 $(BIN)/python benchmarks
 bench: $(INSTALLED)
 	$(BENCH)/partial_prefill.py
 	$(BENCH)/lora.py
+	$(BENCH)/never_slower.py
+	$(BENCH)/link_sweep.py
 	$(BENCH)/overhead.py
 	$(BENCH)/serving.py
 	$(BENCH)/transport.py --keys

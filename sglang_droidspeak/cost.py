@@ -145,9 +145,17 @@ class Meter:
     Passes of the scheduler thread, which reads as well.
     """
 
-    def __init__(self, device: str, num_layers: int, step_tokens: int, prior: PrefillCost) -> None:
+    def __init__(
+        self,
+        device: str,
+        num_layers: int,
+        step_tokens: int,
+        prior: PrefillCost,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         """`step_tokens` are those of SGLang's largest prefill in one step; of `prior` the shape
         counts, and not the scale."""
+        self._clock: Final = clock
         self.step_tokens: Final = step_tokens
         self._num_layers: Final = num_layers
         self._on_cuda: Final = device == "cuda"
@@ -210,9 +218,9 @@ class Meter:
             stop.record()
             self._open.append(_Open(start, stop, fit, tokens, num_layers))
         else:
-            started_s = time.perf_counter()
+            started_s = self._clock()
             yield
-            fit.add(tokens, time.perf_counter() - started_s, num_layers)
+            fit.add(tokens, self._clock() - started_s, num_layers)
 
     def _read(self) -> None:
         while self._open and self._open[0].stop.query():

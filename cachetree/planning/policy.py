@@ -12,7 +12,7 @@ Which block (DroidSpeak, NSDI '26, appendix B): while requests wait, the one tha
 fewest layers; while none do, the one that recomputes the most within the TTFT target, or the
 recommended one where there is no target. Without a target the choice is among those that are nearly
 as fast as the fastest: over a slow link more layers may be sooner. A plan that is predicted to be
-no faster than full prefill is not used, nor, while no others wait, one that saves less than its
+no faster than full prefill is not used, nor, while no others compute, one that saves less than its
 request would wait for the link: that request would give it up. Transfers and recomputes are taken
 to last as long as nine in ten of late would (`cachetree.planning.margin`). Costs that are not
 measured yet count as nothing.
@@ -146,7 +146,7 @@ class _Candidate:
     saving: float
     """Seconds, or token-layers while the device's speed is unknown."""
     wait_s: float = 0.0
-    """Of these seconds, how many the device has nothing to do for it."""
+    """Of these seconds, how many the device has nothing to do, for it or for others."""
 
 
 def index_profiles(profiles: Iterable[PairProfile]) -> Profiles:
@@ -270,7 +270,7 @@ def _pick(demand: Demand, match: Match, profiles: Profiles, costs: Costs) -> _Ca
             f"{demand.first_page}",
         )
     explicit = demand.requested is not None and demand.requested.block is not None
-    faster = possible if explicit else [it for it in possible if _is_worth_it(it, demand)]
+    faster = possible if explicit else [it for it in possible if _is_worth_it(it)]
     if not faster:
         return NoReuse(
             reason=Reason.SLOWER,
@@ -418,8 +418,13 @@ def _candidate(
         quality=recipe.quality,
         ttft_s=times.ttft_s + rest_s,
         saving=saving,
-        wait_s=times.wait_s,
+        wait_s=0.0 if _are_others_computing(demand, plan, costs) else times.wait_s,
     )
+
+
+def _are_others_computing(demand: Demand, plan: Plan, costs: Costs) -> bool:
+    """Whether a request has the device meanwhile: more wait than what comes over the same link."""
+    return demand.num_waiting > len(costs.links.get(plan.location, FREE).backlog)
 
 
 def _num_held(demand: Demand) -> int:
@@ -465,9 +470,8 @@ def _nearly_fastest(possible: Sequence[_Candidate]) -> Sequence[_Candidate]:
     return [it for it in possible if (it.ttft_s or 0.0) <= NEARLY * fastest_s]
 
 
-def _is_worth_it(it: _Candidate, demand: Demand) -> bool:
-    """The wait counts where no other request has the device meanwhile."""
-    return it.saving > 0 and (demand.num_waiting > 0 or it.wait_s <= it.saving)
+def _is_worth_it(it: _Candidate) -> bool:
+    return 0 < it.saving >= it.wait_s
 
 
 def _meets(it: _Candidate, demand: Demand) -> bool:

@@ -470,3 +470,21 @@ def test_a_wait_that_is_longer_than_what_it_saves_pays_only_while_others_wait() 
         assert saving_s(busy, some, costs) == pytest.approx(0.8 * 1.6 - waits_s)
         assert isinstance(alone, Plan) == (waits_s < 0.8)
     assert saving_s(busy, DEMAND, UNKNOWN) is None
+
+
+def test_who_waits_for_the_same_link_does_not_have_the_device_meanwhile() -> None:
+    link = Link(byte_s=1e-8, backlog=[1])
+    costs = replace(MEASURED, links={FAR: link})  # A second for 100 MB, where full takes 1.6 s.
+    far = match(R, location=FAR)
+    for num_waiting, is_worth_it in ((1, False), (2, True)):
+        found = choose(replace(DEMAND, num_waiting=num_waiting), [far], {}, costs)
+        assert isinstance(found, Plan) == is_worth_it
+
+
+def test_where_the_link_is_slow_more_layers_are_sooner_and_are_taken() -> None:
+    """[3, 6) waits for 70 MB, [0, 8) for 20, which come while it computes for 1.12 s."""
+    for mb_per_s, block in ((1000, Span(3, 6)), (55, Span(0, 8))):
+        costs = replace(MEASURED, links=links({FAR: mb_per_s * 1e6}))
+        for num_waiting in (0, 1):
+            demand = replace(DEMAND, num_waiting=num_waiting)
+            assert plan_for(match(S, location=FAR), demand=demand, costs=costs).block == block

@@ -121,15 +121,9 @@ def test_a_longer_prefill_takes_as_many_passes_as_it_is_cut_into() -> None:
     assert cost.knows(10_000)
 
 
-@pytest.fixture
-def now_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def test_a_meter_knows_what_it_has_seen() -> None:
     now_s = [7.0]
-    monkeypatch.setattr("sglang_droidspeak.cost.time.perf_counter", lambda: now_s[0])
-    return now_s
-
-
-def test_a_meter_knows_what_it_has_seen(now_s: list[float]) -> None:
-    meter = Meter("cpu", 4, 96, SHAPE)
+    meter = Meter("cpu", 4, 96, SHAPE, lambda: now_s[0])
     with meter.forward([]):
         now_s[0] += 5.0
     assert meter.prefill is None

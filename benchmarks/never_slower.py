@@ -1,0 +1,359 @@
+"""Is the plan that is chosen never slower than a full prefill, on a GPU and over any link?
+
+    python benchmarks/never_slower.py [--json benchmarks/results/never_slower.json]
+
+Real fits and the real policy on a device that is computed from public figures. It serves some 400
+prompts of 32 to 40,000 tokens, in full or with a block recomputed, and fetches beside them, each
+with noise and now and then held up by others. What is learned from that chooses plans; they are
+compared by what they really take, which nobody has told the policy.
+
+Physics of a pass over n tokens, c before each, through w layers of a Llama-3-8B:
+
+    a layer   the longest of its launches, its products at the utilisation, and its weights read
+    link      fetches share it evenly: bytes and as much of each other's, at the bandwidth
+    copies    host to device, E before the block and KV beside it
+
+Fixed plans to compare with are a full prefill and every proven block. A request that no other one
+shares the device with gives up a plan that waits longer than it saves, so that the best fixed plan
+is the best of those that keep to this, with a link that is 15 % slower than it mostly is, too:
+who waits longer than that loses all of it. `any` in the result leaves this out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from cachetree import Location, Span
+from cachetree.checkpoint import ModelIdentity
+from cachetree.planning import (
+    PROFILE_VERSION,
+    BlockQuality,
+    Costs,
+    Demand,
+    Match,
+    PairProfile,
+    Plan,
+    PrefillCost,
+    choose,
+    index_profiles,
+    layers_of_work,
+    saving_s,
+)
+from cachetree.transport.pace import Bandwidth
+from sglang_droidspeak.cost import Meter
+
+NUM_LAYERS, HIDDEN, MLP, KV_WIDTH = 32, 4096, 14336, 1024
+"""Llama-3-8B."""
+WEIGHTS = 2 * HIDDEN**2 + 2 * HIDDEN * KV_WIDTH + 3 * HIDDEN * MLP
+KV_BYTES, E_BYTES = 2 * 2 * KV_WIDTH, 2 * HIDDEN
+"""Per token and layer, bfloat16."""
+PAGE, NUM_NEW, STEP_TOKENS = 16, 32, 8192
+OVERHEAD_S = 0.001
+"""Of any reuse: a round trip, and the scheduler's turns."""
+BLOCKS = (Span(8, 16), Span(4, 20), Span(0, 28))
+GB_PER_S = tuple(0.05 * 1000 ** (i / 12) for i in range(13))
+TOKENS = (100, 200, 400, 800, 1600, 3200, 6400, 10_000, 20_000, 40_000)
+FETCHES = (0, 1, 4, 16)
+FAR = Location("tcp://far:1")
+
+
+@dataclass(frozen=True)
+class Device:
+    """Peak figures of its data sheet, and what is commonly reached."""
+
+    name: str
+    flop_per_s: float
+    hbm_bytes_per_s: float
+    pcie_bytes_per_s: float
+    layer_launches_s: float = 15 * 5e-6
+    """Kernels of a layer, at the 5 µs that launching one takes outside a CUDA graph."""
+    utilisation: float = 0.5
+
+    def pass_s(self, tokens: Span, num_layers: float) -> float:
+        """One pass, without noise."""
+        work = len(tokens) * (2 * WEIGHTS + 2 * HIDDEN * (tokens.start + tokens.stop))
+        layer_s = max(
+            self.layer_launches_s,
+            work / (self.utilisation * self.flop_per_s),
+            2 * WEIGHTS / self.hbm_bytes_per_s,
+        )
+        return num_layers * layer_s
+
+    def passes_s(self, tokens: Span, num_layers: float) -> float:
+        return sum(self.pass_s(it, num_layers) for it in chunks(tokens))
+
+
+DEVICES = (
+    # nvidia.com/en-us/data-center/a100: 312 TFLOP/s dense bfloat16, 2,039 GB/s (80 GB SXM), PCIe
+    # Gen4 64 GB/s both ways, of which a page-locked copy reaches about 25 in one.
+    Device("A100", 312e12, 2.039e12, 25e9),
+    # nvidia.com/en-us/data-center/h100: 1,979 TFLOP/s bfloat16 with sparsity, half of it dense,
+    # 3.35 TB/s (SXM), PCIe Gen5 128 GB/s both ways, of which a copy reaches about 50 in one.
+    Device("H100", 989e12, 3.35e12, 50e9),
+)
+
+
+def chunks(tokens: Span) -> Iterator[Span]:
+    """As SGLang cuts a prefill."""
+    for start in range(tokens.start, tokens.stop, STEP_TOKENS):
+        yield Span(start, min(tokens.stop, start + STEP_TOKENS))
+
+
+class Server:
+    """What one server has learned of one device and one link, by the product's own means."""
+
+    def __init__(self, device: Device, bytes_per_s: float, seed: int) -> None:
+        self.device, self.bytes_per_s = device, bytes_per_s
+        self._random = random.Random(f"{seed} {device.name} {bytes_per_s}")
+        self._now_s = 0.0
+        prior = PrefillCost.of_sizes(HIDDEN, 1e-4)
+        self.meter = Meter("cpu", NUM_LAYERS, STEP_TOKENS, prior, self._clock)
+        self.bandwidth = Bandwidth(self._clock)
+
+    def _clock(self) -> float:
+        return self._now_s
+
+    def _pass(self, seconds: float, spread: float) -> None:
+        is_held_up = self._random.random() < 0.02
+        self._now_s += (
+            seconds * self._random.lognormvariate(0.0, spread) * (10 if is_held_up else 1)
+        )
+
+    def serve(self, num_requests: int) -> None:
+        """Prompts of all lengths, each second one with a block; and their fetches."""
+        for number in range(num_requests):
+            num_tokens = int(math.exp(self._random.uniform(math.log(32), math.log(40_000))))
+            if number % 2:
+                work = len(BLOCKS[number // 2 % len(BLOCKS)]) - 1
+                for it in chunks(Span(0, num_tokens)):
+                    with self.meter.block([it], work):
+                        self._pass(self.device.pass_s(it, work), 0.03)
+            for it in chunks(Span(num_tokens if number % 2 else 0, num_tokens + NUM_NEW)):
+                with self.meter.forward([it]):
+                    self._pass(self.device.pass_s(it, NUM_LAYERS), 0.03)
+            if number % 4 == 1:
+                began_s, num_bytes = self._now_s, num_tokens * KV_BYTES * 24
+                self._pass(num_bytes / self.bytes_per_s, 0.05)
+                if num_bytes >= Bandwidth.MIN_SAMPLE_BYTES:
+                    self.bandwidth.sample(num_bytes, self._now_s - began_s)
+
+    def costs(self, backlog: Sequence[int]) -> Costs:
+        link = self.bandwidth.link
+        assert link is not None
+        copy_byte_s = 1 / self.device.pcie_bytes_per_s
+        return Costs(
+            kv_page_bytes=PAGE * KV_BYTES,
+            e_page_bytes=PAGE * E_BYTES,
+            prefill=self.meter.prefill,
+            recompute=self.meter.recompute,
+            links={FAR: replace(link, backlog=backlog, copy_byte_s=copy_byte_s)},
+            overhead_s=OVERHEAD_S,
+        )
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What a plan really takes, with nothing of it told to the policy."""
+
+    server: Server
+    num_tokens: int
+    backlog: Sequence[int]
+    slowdown: float = 1.0
+    """Of the link."""
+
+    @property
+    def full_s(self) -> float:
+        return self.server.device.passes_s(Span(0, self.num_tokens + NUM_NEW), NUM_LAYERS)
+
+    def wait_s(self, plan: Plan) -> float:
+        come_s = max(self._come_s(plan, 0), self._come_s(plan, 1) - self._recompute_s(plan))
+        return OVERHEAD_S + come_s
+
+    def reuse_s(self, plan: Plan) -> float:
+        rest = Span(plan.pages.stop * PAGE, self.num_tokens + NUM_NEW)
+        pcie = self.server.device.pcie_bytes_per_s
+        e_bytes, kv_bytes = self._bytes(plan)
+        loaded_s = max(e_bytes / pcie + self._recompute_s(plan), kv_bytes / pcie)
+        own_s = self.server.device.passes_s(rest, NUM_LAYERS)
+        return self.wait_s(plan) + loaded_s + own_s
+
+    def served_s(self, plan: Plan | None, patience_s: float) -> float:
+        """One that has waited as long as it was predicted to save takes a full prefill then."""
+        if plan is None:
+            return self.full_s
+        if self.wait_s(plan) > patience_s:
+            return patience_s + self.full_s
+        return self.reuse_s(plan)
+
+    def keeps_to_its_saving(self, plan: Plan) -> bool:
+        """Also where the link is 15 % slower than it mostly is."""
+        slower = replace(self, slowdown=1.15)
+        return slower.wait_s(plan) <= slower.full_s - slower.reuse_s(plan)
+
+    def _bytes(self, plan: Plan) -> tuple[int, int]:
+        num_tokens = len(plan.pages) * PAGE
+        e, kv = len(plan.transition_layers) * E_BYTES, len(plan.loaded_layers) * KV_BYTES
+        return num_tokens * e, num_tokens * kv
+
+    def _come_s(self, plan: Plan, with_kv: int) -> float:
+        e_bytes, kv_bytes = self._bytes(plan)
+        mine = e_bytes + with_kv * kv_bytes
+        num_bytes = mine + sum(min(it, mine) for it in self.backlog)
+        return self.slowdown * num_bytes / self.server.bytes_per_s
+
+    def _recompute_s(self, plan: Plan) -> float:
+        tokens = Span(plan.pages.start * PAGE, plan.pages.stop * PAGE)
+        return self.server.device.passes_s(tokens, layers_of_work(plan))
+
+
+def identity(weights: str) -> ModelIdentity:
+    return ModelIdentity(
+        architecture="LlamaForCausalLM",
+        num_layers=NUM_LAYERS,
+        hidden_size=HIDDEN,
+        num_attention_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        rope="{}",
+        tokenizer="t",
+        weights=weights,
+    )
+
+
+SENDER, RECEIVER = identity("s"), identity("r")
+PROFILE = PairProfile(
+    version=PROFILE_VERSION,
+    sender=SENDER,
+    receiver=RECEIVER,
+    metric="f1",
+    data_sha256="0",
+    num_questions=10,
+    sender_quality=0.3,
+    full_prefill_quality=1.0,
+    full_reuse_quality=0.4,
+    tolerance=0.05,
+    blocks=tuple(BlockQuality(start=it.start, stop=it.stop, quality=0.98) for it in BLOCKS),
+    recommended=BlockQuality(start=BLOCKS[0].start, stop=BLOCKS[0].stop, quality=0.98),
+    passed=True,
+    reason="the recommended block loses 2 %",
+)
+PROFILES = index_profiles([PROFILE])
+
+
+class Cell(msgspec.Struct, frozen=True, kw_only=True):
+    """One request at one device, link, length and number of other fetches."""
+
+    device: str
+    gb_per_s: float
+    num_tokens: int
+    num_fetches: int
+    block: tuple[int, int] | None
+    """None for a full prefill."""
+    of_full: float
+    """What was chosen takes, of full prefill's time."""
+    of_best: float
+    """Of the best fixed plan that keeps to what it saves."""
+    of_any: float
+    """Of the best fixed plan."""
+
+
+def cell(server: Server, num_tokens: int, num_fetches: int) -> Cell:
+    num_pages = num_tokens // PAGE
+    other_bytes = num_tokens * KV_BYTES * 24
+    backlog = [other_bytes * (1 + i) // num_fetches for i in range(num_fetches)]
+    truth = Truth(server, num_tokens, backlog)
+    demand = Demand(
+        receiver=RECEIVER.model_id,
+        num_layers=NUM_LAYERS,
+        page_size=PAGE,
+        num_pages=num_pages,
+        num_new_tokens=num_tokens + NUM_NEW - num_pages * PAGE,
+        num_waiting=num_fetches,
+    )
+    everything = dict.fromkeys(range(NUM_LAYERS), num_pages)
+    match = Match(model=SENDER.model_id, location=FAR, num_pages=num_pages, e_pages=everything)
+    costs = server.costs(backlog)
+    chosen = choose(demand, [match], PROFILES, costs)
+    plan = chosen if isinstance(chosen, Plan) else None
+    saved_s = None if plan is None else saving_s(plan, demand, costs)
+    took_s = truth.served_s(plan, math.inf if saved_s is None else saved_s)
+    fixed = [_fixed(block, num_pages) for block in BLOCKS]
+    any_s = min([truth.full_s, *(truth.reuse_s(it) for it in fixed)])
+    kept = [truth.reuse_s(it) for it in fixed if truth.keeps_to_its_saving(it)]
+    return Cell(
+        device=server.device.name,
+        gb_per_s=server.bytes_per_s / 1e9,
+        num_tokens=num_tokens,
+        num_fetches=num_fetches,
+        block=None if plan is None else (plan.block.start, plan.block.stop),
+        of_full=took_s / truth.full_s,
+        of_best=took_s / min([truth.full_s, *kept]),
+        of_any=took_s / any_s,
+    )
+
+
+def _fixed(block: Span, num_pages: int) -> Plan:
+    return Plan(
+        sender=SENDER.model_id,
+        receiver=RECEIVER.model_id,
+        location=FAR,
+        pages=Span(0, num_pages),
+        block=block,
+        num_layers=NUM_LAYERS,
+    )
+
+
+def sweep(num_requests: int = 400, seed: int = 0) -> list[Cell]:
+    """Every device, link, length and number of fetches."""
+    cells = []
+    for device, gb_per_s in itertools.product(DEVICES, GB_PER_S):
+        server = Server(device, gb_per_s * 1e9, seed)
+        server.serve(num_requests)
+        cells += [cell(server, *it) for it in itertools.product(TOKENS, FETCHES)]
+    return cells
+
+
+def summary(cells: Sequence[Cell]) -> dict[str, Any]:
+    """Worst of all cells, and in how many of them another plan would have been 10 % faster."""
+    names = ("of_full", "of_best", "of_any")
+    found: dict[str, Any] = {name: max(getattr(it, name) for it in cells) for name in names}
+    for name in names[1:]:
+        found[f"num_{name}"] = sum(getattr(it, name) > 1.1 for it in cells)
+    num_reused = sum(it.block is not None for it in cells)
+    return {"num_cells": len(cells), "num_reused": num_reused, **found}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--requests", type=int, default=400, help="served before it is judged")
+    parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    import result
+
+    environment = result.here()
+    cells = [cell for seed in range(args.seeds) for cell in sweep(args.requests, seed)]
+    found = {it.name: summary([cell for cell in cells if cell.device == it.name]) for it in DEVICES}
+    table = Table(title=f"{args.seeds} seeds, each after {args.requests} requests")
+    heads = ("cells", "reused", "worst of full", "of best", "of any", "> 1.1 of best", "of any")
+    for head in ("device", *heads):
+        table.add_column(head, justify="right")
+    for name, it in found.items():
+        table.add_row(name, *(f"{v:.3f}" if isinstance(v, float) else str(v) for v in it.values()))
+    Console(width=100).print(table)
+    result.write("never_slower", {"requests": args.requests, **found}, environment, args.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""The chosen plan on simulated GPUs: what `benchmarks/never_slower.py` tells, held."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks import never_slower
+from benchmarks.never_slower import Server, summary, sweep
+from cachetree.planning import Costs
+
+
+def test_the_chosen_plan_is_never_slower_than_a_full_prefill_and_near_the_best() -> None:
+    """Over links from 0.05 to 50 GB/s, 100 to 40,000 tokens, and 0 to 16 fetches beside it."""
+    cells = sweep()
+    found = summary(cells)
+    assert found["num_cells"] == 1040
+    assert 0.3 < found["num_reused"] / found["num_cells"] < 0.7, "there are both kinds"
+    assert found["of_full"] <= 1.02
+    assert found["of_best"] <= 1.10
+    assert min(it.of_full for it in cells) < 0.5, "and it pays"
+
+
+def _without_backlog(it: Costs) -> Costs:
+    return replace(it, links={at: replace(link, backlog=()) for at, link in it.links.items()})
+
+
+def _by_an_average(it: Costs) -> Costs:
+    """Seconds per token of a prompt of 200, as an average over short ones gave."""
+    assert it.prefill is not None
+    token_s = it.prefill.seconds(0, 100) / 100
+    average = replace(it.prefill, fixed_s=0.0, token_s=token_s, context_s=0.0, curve=())
+    layer = replace(average, token_s=token_s / never_slower.NUM_LAYERS)
+    return replace(it, prefill=average, recompute=layer)
+
+
+@pytest.mark.parametrize("change", [_without_backlog, _by_an_average])
+def test_what_is_left_out_would_make_it_slower(change, monkeypatch: pytest.MonkeyPatch) -> None:
+    costs = Server.costs
+    monkeypatch.setattr(Server, "costs", lambda *args: change(costs(*args)))
+    monkeypatch.setattr(never_slower, "GB_PER_S", never_slower.GB_PER_S[5::3])
+    assert summary(sweep(100))["of_full"] > 1.1
