@@ -18,14 +18,12 @@ from cachetree.transport.address import Address
 from cachetree.transport.channel import Arrival, Channel, Sink
 from cachetree.transport.config import PeerConfig
 from cachetree.transport.handshake import FAILURES, Credentials
+from cachetree.transport.receiver import NOT_ASKED
 from cachetree.transport.sealing import Ticket
 from cachetree.transport.wakeup import Wakeup
 
 _MAX_RECEIVED: Final = 64
 _ENDS: Final = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | FAILURES
-NO_ID: Final = 0
-"""In place of a request's id."""
-
 _LINGER_MS: Final = 100
 """For the goodbye."""
 
@@ -62,7 +60,7 @@ class Connection:
         self._bulk_port = 0
         self.window_bytes = 0
         """Most bytes of one fetch that the worker has under way."""
-        self.last_id = NO_ID
+        self.last_id = NOT_ASKED
         """Of the newest fetch or store."""
         self._ready: set[object] = set()
         self.arena: ArenaReader | None = None
