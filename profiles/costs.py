@@ -19,7 +19,6 @@ On a CPU, where nothing needs to be copied to a device, a load is a copy within 
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -30,6 +29,7 @@ from typing import Final
 import msgspec
 import numpy as np
 import torch
+from scipy.optimize import nnls
 from torch import Tensor
 
 from cachetree import EMPTY_SPAN, ConfigError, Span
@@ -172,23 +172,12 @@ def prefix_pass_s(costs: CostModel, num_tokens: int, num_layers: int) -> float:
 def fit(terms: Sequence[Sequence[float]], times_s: Sequence[float]) -> tuple[float, ...]:
     """Coefficients >= 0 of the least sum of squared relative errors of `terms @ coefficients`.
 
-    Terms and times are positive. Every subset of the columns is solved without bounds, and the
-    best solution without a negative coefficient is taken: the optimum solves its own subset.
+    Terms and times are positive.
     """
     relative = np.asarray(terms, dtype=np.float64) / np.asarray(times_s, dtype=np.float64)[:, None]
-    scale = np.abs(relative).max(axis=0)
-    scaled, wanted = relative / scale, np.ones(len(relative))
-    num_columns = relative.shape[1]
-    best, least = np.zeros(num_columns), float(len(relative))
-    for size in range(1, num_columns + 1):
-        for subset in itertools.combinations(range(num_columns), size):
-            columns = list(subset)
-            solved = np.linalg.lstsq(scaled[:, columns], wanted, rcond=None)[0]
-            residual = float(((scaled[:, columns] @ solved - wanted) ** 2).sum())
-            if (solved >= 0).all() and residual < least:
-                best, least = np.zeros(num_columns), residual
-                best[columns] = solved
-    return tuple((best / scale).tolist())
+    scale = relative.max(axis=0)
+    solved, _ = nnls(relative / scale, np.ones(len(relative)))
+    return tuple((solved / scale).tolist())
 
 
 def time_in_turns(
