@@ -6,7 +6,7 @@ Texts are static, so that a picture says the same of every profile; the tables h
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -20,7 +20,6 @@ from matplotlib.ticker import MaxNLocator
 
 from profiles.evidence import (
     BaselineKind,
-    FrontierPoint,
     Interval,
     MeasuredBlock,
     MeasuredProfile,
@@ -29,16 +28,22 @@ from profiles.report import derived, words
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.colorbar import Colorbar
 
 BLUE, ORANGE, VERMILLION = "#0072B2", "#E69F00", "#D55E00"
 GREEN, PURPLE, INK, PALE, BAND = "#009E73", "#CC79A7", "#222222", "#9aa3af", "#e2ecf4"
 
 _STYLE: Final = Path(__file__).with_name("pictures.mplstyle")
+_BLOCK, _REFRESHED = "block", "with refreshed layers"
 _MARKS: Final = {
-    BaselineKind.CACHEBLEND: ("s", ORANGE),
-    BaselineKind.CRITICAL_LAYERS: ("^", PURPLE),
-    BaselineKind.SPLIT_BLOCK: ("D", GREEN),
-    BaselineKind.SMALL_MODEL: ("P", VERMILLION),
+    _BLOCK: ("o", BLUE),
+    _REFRESHED: ("v", GREEN),
+    words.BASELINES[BaselineKind.CACHEBLEND]: ("s", ORANGE),
+    words.BASELINES[BaselineKind.CRITICAL_LAYERS]: ("^", PURPLE),
+    words.BASELINES[BaselineKind.SPLIT_BLOCK]: ("D", GREEN),
+    words.BASELINES[BaselineKind.SMALL_MODEL]: ("P", VERMILLION),
+    "full reuse": ("X", INK),
+    "full prefill": ("*", INK),
 }
 _SMALLEST_KL: Final = 1e-4
 """Of the largest; below it blocks look alike."""
@@ -121,37 +126,43 @@ def _boxes(
 def _blocks(figure: Figure, profile: MeasuredProfile) -> None:
     left, right = figure.subplots(1, 2)
     grid = _Grid(profile.measured)
-    quality = grid.table([(it, it.quality) for it in profile.measured])
-    high = max(profile.train.full_prefill.mean, *_known(quality, [1e-3]))
-    low = min([*_known(quality, [0.0]), high - 1e-3])
     dropped = grid.table([(it, 0.0) for it in profile.measured if it.quality is None])
     left.imshow(dropped, cmap=ListedColormap([BAND]))
-    _shade(figure, left, quality, Normalize(low, high), "cividis")
+    quality = grid.table([(it, it.quality) for it in profile.measured])
+    known = [profile.train.full_prefill.mean, *quality.compressed()]
+    _shade(left, quality, Normalize(min(*known, max(known) - 1e-3), max(known)), "cividis")
     kl = [it.fidelity.kl for it in profile.measured]
     most = max(kl) or 1.0
     least = min(max(min(kl), most * _SMALLEST_KL), most / 2)
     table = grid.table([(it, max(it.fidelity.kl, least)) for it in profile.measured])
-    _shade(figure, right, table, LogNorm(least, most), "cividis_r")
-    good = [grid.place(it) for it in derived.within_tolerance(profile)]
-    recommended = derived.recommended(profile)
-    chosen = recommended.recipe if recommended else None
-    starred = [grid.place(it) for it in profile.measured if it.recipe == chosen]
+    bar = _shade(right, table, LogNorm(least, most), "cividis_r")
+    ticks = np.geomspace(least, most, 4)
+    bar.set_ticks(list(ticks), labels=[words.small(tick) for tick in ticks])
+    bar.minorticks_off()
     for axes in (left, right):
-        within = f"within {words.percent(profile.tolerance)} of full prefill"
-        for places, marker, size, name in (
-            (good, "o", 3, within),
-            (starred, "*", 11, "recommended block"),
-        ):
-            rows, columns = [it[0] for it in places], [it[1] for it in places]
-            axes.plot(columns, rows, marker, ms=size, mec=INK, mfc="white", label=name)
-        axes.grid(visible=False)
-        grid.number(axes)
+        _mark(axes, profile, grid)
     metric = words.metric_name(profile.metric)
     _label(left, x="last recomputed layer", y="first recomputed layer", columns=2)
     _label(left, title=f"{metric}, training split", columns=2)
     _label(right, x="last recomputed layer", title="KL to full prefill, log", columns=2)
     left.plot([], [], "s", color=BAND, label="dropped early")
     _legend(figure, left, 3)
+
+
+def _mark(axes: Axes, profile: MeasuredProfile, grid: _Grid) -> None:
+    """What is good enough, and what is recommended if it is a block and nothing else."""
+    found = derived.recommended(profile)
+    recommended = [it for it in profile.measured if found and it.recipe == found.recipe]
+    within = f"within {words.percent(profile.tolerance)} of full prefill"
+    for chosen, marker, size, name in (
+        (derived.within_tolerance(profile), "o", 3, within),
+        (recommended, "*", 11, "recommended block"),
+    ):
+        places = [grid.place(it) for it in chosen]
+        rows, columns = [row for row, _ in places], [column for _, column in places]
+        axes.plot(columns, rows, marker, ms=size, mec=INK, mfc="white", label=name)
+    axes.grid(visible=False)
+    grid.number(axes)
 
 
 class _Grid:
@@ -180,65 +191,36 @@ class _Grid:
             axis.set_ticks(range(0, len(numbers), every), map(str, numbers[::every]))
 
 
-def _known(table: np.ma.MaskedArray, otherwise: list[float]) -> list[float]:
-    return table.compressed().tolist() or otherwise
-
-
-def _shade(
-    figure: Figure, axes: Axes, table: np.ma.MaskedArray, norm: Normalize, colours: str
-) -> None:
+def _shade(axes: Axes, table: np.ma.MaskedArray, norm: Normalize, colours: str) -> Colorbar:
     image = axes.imshow(table, norm=norm, cmap=colours)
-    bar = figure.colorbar(image, ax=axes, orientation="horizontal", shrink=0.9, pad=0.02)
-    ticks = np.geomspace(norm.vmin, norm.vmax, 4) if isinstance(norm, LogNorm) else None
-    if ticks is not None:
-        bar.set_ticks(list(ticks), labels=[words.small(tick) for tick in ticks])
-        bar.minorticks_off()
+    bar = axes.figure.colorbar(image, ax=axes, orientation="horizontal", shrink=0.9, pad=0.02)
     bar.outline.set_visible(False)
+    return bar
 
 
 def _quality(figure: Figure, profile: MeasuredProfile) -> None:
     left, right = figure.subplots(1, 2, sharey=True)
-    split, num_layers = profile.held_out, profile.receiver.num_layers
+    num_layers, recommended = profile.receiver.num_layers, derived.recommended(profile)
+    scale, unit = words.unit_of_time(derived.full_prefill_s(profile))
     answered = [it for it in profile.measured if it.quality is not None]
-    left.scatter(
-        [len(it.block) for it in answered],
-        [it.quality for it in answered],
-        s=8,
-        color=PALE,
-        linewidths=0,
-        label="every block, training split",
-    )
-    full_s, reuse_s = derived.full_prefill_s(profile), derived.full_reuse_s(profile)
-    scale, unit = words.unit_of_time(full_s)
-    recommended = derived.recommended(profile)
-    for axes, x_of, full, reuse, baseline_x in (
-        (left, lambda it: derived.compute(it.recipe), num_layers, 0, "recomputed_layers"),
-        (right, lambda it: it.ttft_s, full_s, reuse_s, "ttft_s"),
-    ):
-        by = 1 if axes is left else scale
-        axes.axhspan(
-            profile.quality_floor,
-            profile.full_prefill_quality,
-            color=BAND,
-            linewidth=0,
-            label="accepted loss",
-            zorder=0,
-        )
-        for name, marker, colour, line, plans in (
-            ("block", "o", BLUE, "-", [it for it in profile.frontier if not it.refreshed]),
-            ("with refreshed layers", "v", GREEN, "none", [*filter(_refreshes, profile.frontier)]),
+    xs, ys = [len(it.block) for it in answered], [it.quality for it in answered]
+    left.scatter(xs, ys, s=8, color=PALE, linewidths=0, label="every block, training split")
+    places = [(it.name, it.layers, scale * it.ttft_s, it.quality) for it in _points(profile)]
+    floor, full = profile.quality_floor, profile.full_prefill_quality
+    for axes, of_axes in ((left, 1), (right, 2)):
+        axes.axhspan(floor, full, color=BAND, linewidth=0, label="accepted loss", zorder=0)
+        for name in _MARKS:
+            series = [(it[of_axes], it[-1]) for it in places if it[0] == name]
+            if series:
+                _draw(axes, series, name)
+        axes.set_xlim(left=-0.03 * max(it[of_axes] for it in places))
+    if recommended is not None:
+        for axes, x in (
+            (left, derived.compute(recommended.recipe)),
+            (right, scale * recommended.ttft_s),
         ):
-            xs = [by * x_of(it) for it in plans]
-            _draw(axes, xs, [it.held_out for it in plans], (marker, colour, line), name)
-        for baseline in profile.baselines:
-            x, name = by * getattr(baseline, baseline_x), words.BASELINES[baseline.kind]
-            _draw(axes, [x], [baseline.quality], (*_MARKS[baseline.kind], "none"), name)
-        _draw(axes, [by * reuse], [split.full_reuse], ("X", INK, "none"), "full reuse")
-        _draw(axes, [by * full], [split.full_prefill], ("*", INK, "none"), "full prefill")
-        if recommended is not None:
-            x, y = by * x_of(recommended), recommended.held_out.mean
-            axes.plot(x, y, "o", ms=13, mfc="none", mec=VERMILLION, mew=2, label="recommended")
-        axes.set_xlim(left=-0.03 * by * full)
+            ring = {"ms": 13, "mfc": "none", "mec": VERMILLION, "mew": 2}
+            axes.plot(x, recommended.held_out.mean, "o", **ring, label="recommended", zorder=6)
     n, m = derived.lengths(profile)
     metric = words.metric_name(profile.metric)
     _label(left, x=f"recomputed layers of {num_layers}", y=f"held-out {metric}", columns=2)
@@ -248,33 +230,40 @@ def _quality(figure: Figure, profile: MeasuredProfile) -> None:
     _legend(figure, left, 3)
 
 
-def _refreshes(it: FrontierPoint) -> bool:
-    return bool(it.refreshed)
+@dataclass(frozen=True, slots=True)
+class _Point:
+    name: str
+    layers: float
+    ttft_s: float
+    quality: Interval
 
 
-def _draw(
-    axes: Axes,
-    xs: Sequence[float],
-    found: Sequence[Interval],
-    how: tuple[str, str, str],
-    name: str,
-) -> None:
-    """Points with their intervals; a name is in the legend once."""
-    if not found:
-        return
-    marker, colour, line = how
-    means = np.array([it.mean for it in found])
-    low, high = np.array([it.low for it in found]), np.array([it.high for it in found])
+def _points(profile: MeasuredProfile) -> Iterator[_Point]:
+    """The frontier, what one could do instead, and what bounds them."""
+    split, num_layers = profile.held_out, profile.receiver.num_layers
+    for it in profile.frontier:
+        name = _REFRESHED if it.refreshed else _BLOCK
+        yield _Point(name, derived.compute(it.recipe), it.ttft_s, it.held_out)
+    for it in profile.baselines:
+        yield _Point(words.BASELINES[it.kind], it.recomputed_layers, it.ttft_s, it.quality)
+    yield _Point("full reuse", 0, derived.full_reuse_s(profile), split.full_reuse)
+    yield _Point("full prefill", num_layers, derived.full_prefill_s(profile), split.full_prefill)
+
+
+def _draw(axes: Axes, series: Sequence[tuple[float, Interval]], name: str) -> None:
+    """Points with their intervals."""
+    marker, colour = _MARKS[name]
+    means, low, high = np.array([(it.mean, it.low, it.high) for _, it in series]).T
     axes.errorbar(
-        xs,
+        [x for x, _ in series],
         means,
         yerr=[np.maximum(means - low, 0), np.maximum(high - means, 0)],
         color=colour,
         ecolor=f"{colour}99",
         marker=marker,
         markeredgecolor=INK,
-        linestyle=line,
-        label="_" if name in axes.get_legend_handles_labels()[1] else name,
+        linestyle="-" if name == _BLOCK else "none",
+        label=name,
         zorder=4,
     )
 
