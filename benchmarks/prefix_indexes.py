@@ -23,7 +23,7 @@ from cachetree import (
     Reservation,
     Retention,
 )
-from cachetree.memory import Plain
+from cachetree.memory import PlainPool
 from cachetree.transport.wire import split_pages
 from cachetree.tree import POLICIES
 
@@ -185,7 +185,7 @@ class Ours:
         self.tree = CacheTree(
             FAMILY,
             host_bytes=num_models * num_pages * PAGE_BYTES,
-            memory=Plain(lambda num_bytes: NO_MEMORY),
+            memory=PlainPool(lambda num_bytes: NO_MEMORY),
             retention=Retention(eviction=eviction),
         )
         self._newcomer: Reservation | None = None

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from types import TracebackType
 from typing import Final, TypeVar
 from weakref import WeakSet
 
@@ -25,8 +24,8 @@ from cachetree.memory import (
     BudgetedStaging,
     Staging,
     StagingPool,
-    memory_of,
     pageable,
+    pool_of,
 )
 from cachetree.planning import Link, Match, Plan
 from cachetree.status import CacheStatus, FetchLog
@@ -66,7 +65,7 @@ class Cache:
         self.tree: Final = CacheTree(
             family,
             host_bytes=config.host_bytes,
-            memory=memory_of(config.host_bytes, allocate),
+            memory=pool_of(config.host_bytes, allocate),
             clock=clock,
             retention=config.retention,
         )
@@ -265,12 +264,7 @@ class Cache:
     def __enter__(self) -> Cache:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _close_transport(self) -> None:

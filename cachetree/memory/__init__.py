@@ -1,12 +1,18 @@
-"""Host memory: where pages lie, and where fetched layers arrive."""
+"""Host memory: where pages lie, and where fetched layers arrive.
 
-from cachetree.memory.arena import Arena, ArenaReader, memory_of
-from cachetree.memory.budget import Budget, BudgetedStaging
+Pool     lends memory within a budget: `Arena` from a file that other processes of the host may
+         map, `PlainPool` from an allocator; what it lends is a loan
+Slab     the loan of one reservation: all layers of its pages, given back page by page
+Segment  consecutive pages of one slab
+Staging  the loan of one fetch, which fills it step by step
+"""
+
+from cachetree.memory.arena import Arena, ArenaReader, pool_of
 from cachetree.memory.copying import PIECE_BYTES, checksum, checksum_of_parts, copy, copy_in_pieces
-from cachetree.memory.memory import NO_MEMORY, PAGEABLE, ArenaFile, Memory, NoRoom, Plain
+from cachetree.memory.pool import NO_MEMORY, PAGEABLE, ArenaFile, NoRoom, PlainPool, Pool
 from cachetree.memory.ranges import Ranges
 from cachetree.memory.slab import Layout, Segment, Slab, join, kept_bytes
-from cachetree.memory.staging import Allocate, Staging, pageable
+from cachetree.memory.staging import Allocate, Budget, BudgetedStaging, Staging, pageable
 from cachetree.memory.staging_pool import StagingPool
 
 __all__ = [
@@ -20,9 +26,9 @@ __all__ = [
     "Budget",
     "BudgetedStaging",
     "Layout",
-    "Memory",
     "NoRoom",
-    "Plain",
+    "PlainPool",
+    "Pool",
     "Ranges",
     "Segment",
     "Slab",
@@ -34,6 +40,6 @@ __all__ = [
     "copy_in_pieces",
     "join",
     "kept_bytes",
-    "memory_of",
     "pageable",
+    "pool_of",
 ]

@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 
 from cachetree.ids import Span
 from cachetree.memory.copying import copy_in_pieces
-from cachetree.memory.memory import PAGEABLE, ArenaFile, Memory, NoRoom, Plain
+from cachetree.memory.pool import PAGEABLE, ArenaFile, NoRoom, PlainPool, Pool
 from cachetree.memory.ranges import Ranges
 from cachetree.memory.staging import Allocate, pageable
 
@@ -228,10 +228,10 @@ class ArenaReader:
             _libc.madvise(_address(run) // _PAGE * _PAGE, run.nbytes, _POPULATE_READ)
 
 
-def memory_of(budget_bytes: int, allocate: Allocate = pageable) -> Memory:
+def pool_of(budget_bytes: int, allocate: Allocate = pageable) -> Pool:
     """An arena; plain allocations for little, where there is none, or the engine has its own."""
     if allocate is not pageable:
-        return Plain(allocate)
+        return PlainPool(allocate)
     if sys.platform == "linux" and budget_bytes >= _LEAST_BYTES:
         with contextlib.suppress(OSError, ValueError, OverflowError):
             return Arena(budget_bytes)

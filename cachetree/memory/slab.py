@@ -10,7 +10,7 @@ from typing import Final
 from cachetree.checkpoint import Family
 from cachetree.errors import StaleEntry
 from cachetree.ids import Kind, Span, Step, entry_steps
-from cachetree.memory.memory import NO_MEMORY, Memory
+from cachetree.memory.pool import NO_MEMORY, Pool
 from cachetree.memory.ranges import Ranges
 
 _NOTHING: Final = Ranges()
@@ -98,7 +98,7 @@ class Slab:
         "num_bytes",
     )
 
-    def __init__(self, layout: Layout, memory: Memory) -> None:
+    def __init__(self, layout: Layout, memory: Pool) -> None:
         self.layout = layout
         self.num_bytes = memory.size_of(layout.num_bytes)
         """What it takes now, or will once it is filled."""

@@ -13,7 +13,7 @@ import numpy as np
 from cachetree.clock import Clock, Deadline
 from cachetree.errors import ProtocolError
 from cachetree.ids import Span, Step
-from cachetree.memory import Memory, checksum, checksum_of_parts
+from cachetree.memory import Pool, checksum, checksum_of_parts
 from cachetree.transport import verbs, wire
 from cachetree.transport.channel import Channel
 from cachetree.transport.frames import Frame
@@ -50,7 +50,7 @@ class Stream:
         window_bytes: int,
         deadline: Deadline,
         first: tuple[int, int] = (0, 0),
-        arena: Memory | None = None,
+        arena: Pool | None = None,
         pages: Span | None = None,
     ) -> None:
         """Of the lease's `pages`; of all by default."""

@@ -14,7 +14,7 @@ from cachetree.memory import Slab, kept_bytes
 from cachetree.tree.entries import Hold
 from cachetree.tree.trie import PageTrie, Place, depth_of
 
-Run = tuple[Slab, Span]
+SlabPages = tuple[Slab, Span]
 PinName = tuple[ModelId | None, PageHash]
 """The model, None for all of them, and the last page of the prefix."""
 
@@ -28,7 +28,7 @@ class Pin:
     """None: until it is taken away."""
 
     @property
-    def runs(self) -> set[Run]:
+    def runs(self) -> set[SlabPages]:
         """All memory that it keeps."""
         return {run for entry in self.hold.entries for run in entry.runs_above()}
 
@@ -38,7 +38,7 @@ class Pins:
 
     def __init__(self, trie: PageTrie, max_bytes: int) -> None:
         self.num_bytes = 0
-        self.runs: Set[Run] = frozenset()
+        self.runs: Set[SlabPages] = frozenset()
         self._trie = trie
         self._max_bytes: Final = max_bytes
         self._pins: dict[PinName, Pin] = {}
@@ -84,7 +84,7 @@ class Pins:
         self.count()
         return holds
 
-    def _check(self, name: PinName, runs: Set[Run]) -> None:
+    def _check(self, name: PinName, runs: Set[SlabPages]) -> None:
         """Raise PinRefused where a pin of this name must not keep `runs`."""
         others = {run for key, pin in self._pins.items() if key != name for run in pin.runs}
         num_bytes = kept_bytes(others | runs)
@@ -106,7 +106,7 @@ def _at(pin: Pin) -> float:
     return pin.deadline.at_s if pin.deadline else inf
 
 
-def _runs_of(model: ModelId, place: Place) -> Iterator[Run]:
+def _runs_of(model: ModelId, place: Place) -> Iterator[SlabPages]:
     """The memory of the pages from the root to the end of `place`."""
     entry = place.node.local[model]
     yield entry.slab, Span(entry.first, entry.first + place.stop)

@@ -12,7 +12,7 @@ from typing import Final
 from cachetree.checkpoint import Family
 from cachetree.clock import Clock, Deadline
 from cachetree.ids import Location, ModelId, PageHash
-from cachetree.memory import PAGEABLE, Layout, Memory, NoRoom, Slab
+from cachetree.memory import PAGEABLE, Layout, NoRoom, Pool, Slab
 from cachetree.planning import Match
 from cachetree.tree.entries import Change, Hold, Node
 from cachetree.tree.eviction import Eviction, Expiry, Retention, make_policy
@@ -46,7 +46,7 @@ class CacheTree:
         family: Family,
         *,
         host_bytes: int,
-        memory: Memory = PAGEABLE,
+        memory: Pool = PAGEABLE,
         clock: Clock = time.monotonic,
         retention: Retention = _LRU,
     ) -> None:

@@ -46,7 +46,7 @@ from cachetree import (
     Span,
     Step,
 )
-from cachetree.memory.budget import BudgetedStaging
+from cachetree.memory.staging import BudgetedStaging
 from cachetree.transport import ask_status
 from sglang_droidspeak.fleet.servers import WorkerSpec, free_port, running
 

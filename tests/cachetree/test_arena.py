@@ -17,8 +17,8 @@ from tree_parts import FAMILY, FAR, path
 from cachetree import Deadline, ModelId
 from cachetree.checkpoint.family import Family
 from cachetree.ids import Span
-from cachetree.memory.arena import Arena, memory_of
-from cachetree.memory.memory import NoRoom, Plain
+from cachetree.memory.arena import Arena, pool_of
+from cachetree.memory.pool import NoRoom, PlainPool
 from cachetree.memory.ranges import Ranges
 from cachetree.memory.slab import Layout, Slab
 from cachetree.memory.staging import pageable
@@ -146,11 +146,11 @@ def test_no_run_of_free_places_long_enough_is_no_room(monkeypatch: pytest.Monkey
 
 
 def test_the_engines_allocator_and_no_budget_get_plain_memory() -> None:
-    assert isinstance(memory_of(0), Plain)
-    assert isinstance(memory_of((1 << 20) - 1), Plain)
-    assert isinstance(memory_of(1 << 20, lambda num_bytes: pageable(num_bytes)), Plain)
-    assert isinstance(memory_of(1 << 20), Arena)
-    assert memory_of(1 << 62).file is None, "no such file can be made"
+    assert isinstance(pool_of(0), PlainPool)
+    assert isinstance(pool_of((1 << 20) - 1), PlainPool)
+    assert isinstance(pool_of(1 << 20, lambda num_bytes: pageable(num_bytes)), PlainPool)
+    assert isinstance(pool_of(1 << 20), Arena)
+    assert pool_of(1 << 62).file is None, "no such file can be made"
 
 
 # Slabs give back whole units of dropped pages.

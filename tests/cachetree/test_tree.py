@@ -27,7 +27,7 @@ from tree_parts import (
 from cachetree.clock import Deadline
 from cachetree.errors import StaleEntry
 from cachetree.ids import LOCAL, ModelId, PageHash, Span
-from cachetree.memory.memory import Plain
+from cachetree.memory.pool import PlainPool
 from cachetree.memory.staging import pageable
 from cachetree.planning.plan import Match
 from cachetree.tree.entries import Change
@@ -88,7 +88,7 @@ def test_a_failed_allocation_leaves_nothing_behind() -> None:
     def refuse(num_bytes: int) -> memoryview:
         raise MemoryError(num_bytes)
 
-    tree = CacheTree(FAMILY, host_bytes=100 * PAGE, memory=Plain(refuse))
+    tree = CacheTree(FAMILY, host_bytes=100 * PAGE, memory=PlainPool(refuse))
     with pytest.raises(MemoryError):
         tree.reserve(A, None, path("ab"), [])
     assert tree.num_bytes == 0
@@ -142,7 +142,7 @@ def test_a_split_keeps_every_byte_and_copies_none() -> None:
         allocated.append(num_bytes)
         return pageable(num_bytes)
 
-    tree = CacheTree(FAMILY, host_bytes=100 * PAGE, memory=Plain(allocate))
+    tree = CacheTree(FAMILY, host_bytes=100 * PAGE, memory=PlainPool(allocate))
     store(tree, A, "abcdef", e_layers=[2])
     before = tree.lease(A, path("abcdef"), "before", far_future())
     assert before is not None

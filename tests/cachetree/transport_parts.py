@@ -34,7 +34,7 @@ from cachetree import (
 )
 from cachetree.clock import Clock
 from cachetree.memory.arena import Arena
-from cachetree.memory.memory import PAGEABLE, ArenaFile, Memory
+from cachetree.memory.pool import PAGEABLE, ArenaFile, Pool
 from cachetree.transport import channel, wire
 from cachetree.transport.address import Address
 from cachetree.transport.channel import Channel
@@ -100,12 +100,12 @@ def store(tree: CacheTree, pages: Sequence[PageHash], parent: PageHash | None = 
     reservation.commit()
 
 
-def new_memory() -> Memory:
+def new_memory() -> Pool:
     return PAGEABLE
 
 
 def new_tree(
-    pages: Sequence[PageHash] = (), family: Family = FAMILY, memory: Memory | None = None
+    pages: Sequence[PageHash] = (), family: Family = FAMILY, memory: Pool | None = None
 ) -> CacheTree:
     """In `new_memory()`, unless one is given."""
     tree = CacheTree(family, host_bytes=HOST_BYTES, memory=memory or new_memory())

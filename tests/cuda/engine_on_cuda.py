@@ -34,7 +34,7 @@ from cachetree.checkpoint.identity import read_model_identity
 from cachetree.clock import Deadline
 from cachetree.config import CacheConfig
 from cachetree.ids import Location, ModelId, PageHash, Span, Step
-from cachetree.memory.budget import Budget, BudgetedStaging
+from cachetree.memory.staging import Budget, BudgetedStaging
 from cachetree.planning.plan import Plan
 from cachetree.planning.prefill_cost import PrefillCost
 from profiles.oracle import KV

@@ -17,8 +17,7 @@ from test_waiting import PAGE, PLAN, SilentCache, request, waiting_on
 from cachetree.clock import Deadline
 from cachetree.errors import Cancelled, FetchError
 from cachetree.ids import Kind, Step
-from cachetree.memory.budget import Budget, BudgetedStaging
-from cachetree.memory.staging import pageable
+from cachetree.memory.staging import Budget, BudgetedStaging, pageable
 from cachetree.planning.prefill_cost import PrefillCost
 from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.linker import DroidSpeakLinker

@@ -16,8 +16,7 @@ import torch
 from cachetree.clock import Clock, Deadline
 from cachetree.errors import Cancelled, DeadlineExceeded
 from cachetree.ids import Location, ModelId, Span
-from cachetree.memory.budget import Budget, BudgetedStaging
-from cachetree.memory.staging import pageable
+from cachetree.memory.staging import Budget, BudgetedStaging, pageable
 from cachetree.planning.plan import Plan
 from cachetree.planning.prefill_cost import PrefillCost
 from cachetree.tier import Search

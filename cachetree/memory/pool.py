@@ -28,7 +28,7 @@ class NoRoom(MemoryError):
     """Memory within the budget cannot be had now."""
 
 
-class Memory(Protocol):
+class Pool(Protocol):
     """Where slabs lie. Thread-safe."""
 
     @property
@@ -58,7 +58,7 @@ class Memory(Protocol):
         """Where in `file` these bytes are; None where they are not in it."""
 
 
-class Plain:
+class PlainPool:
     """Allocations that live and go as a whole; the engine's on CUDA are page-locked."""
 
     unit_bytes: Final = sys.maxsize
@@ -84,4 +84,4 @@ class Plain:
         return None
 
 
-PAGEABLE: Final = Plain()
+PAGEABLE: Final = PlainPool()
