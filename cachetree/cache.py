@@ -231,6 +231,7 @@ class Cache:
         return tuple(peer.status.source for peer in tuple(self._peers.values()))
 
     def status(self) -> CacheStatus:
+        """All of it in numbers, from any thread; it waits for no more than the tree's lock."""
         worker = self._worker
         return CacheStatus(
             num_bytes=self.tree.num_bytes,

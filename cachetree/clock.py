@@ -19,11 +19,14 @@ class Deadline:
 
     @classmethod
     def after(cls, seconds: float, clock: Clock = time.monotonic) -> Deadline:
+        """So many seconds from now."""
         return cls(clock() + seconds, clock)
 
     def remaining_s(self) -> float:
+        """Never negative."""
         return max(0.0, self.at_s - self.clock())
 
     @property
     def has_passed(self) -> bool:
+        """True from `at_s` on."""
         return self.clock() >= self.at_s

@@ -96,6 +96,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def retention(self) -> Retention:
+        """What leaves memory, and what may stay, as the tree takes it; raises ConfigError."""
         return Retention(
             eviction=self.eviction, ttl_s=self.ttl_s, max_pinned_share=self.max_pinned_share
         )

@@ -30,6 +30,7 @@ PAGE_HASH_BYTES: Final = 16
 
 
 def is_pool(location: Location) -> bool:
+    """Whether it is a namespace of the engine's own KV pool."""
     return location.startswith(POOL_PREFIX)
 
 

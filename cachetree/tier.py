@@ -30,9 +30,11 @@ class Search:
 
     @property
     def is_over(self) -> bool:
+        """Whether nobody need wait for it any more."""
         return self._answered.is_set() or self.deadline.has_passed
 
     def end(self) -> None:
+        """The tier has answered; from any thread."""
         self._answered.set()
 
 
@@ -44,7 +46,8 @@ class Tier(Protocol):
     """
 
     @property
-    def location(self) -> Location: ...
+    def location(self) -> Location:
+        """Of its entries, in the tree and in plans; it never changes."""
 
     def fetch(self, model: ModelId, pages: Sequence[PageHash], staging: Staging) -> None:
         """Fill `staging` in a thread of its own; what goes wrong fails it."""
@@ -55,7 +58,8 @@ class Tier(Protocol):
     def search(self, pages: Sequence[PageHash]) -> Search:
         """Find out how much of a prompt is here; over at once where the tree knows already."""
 
-    def status(self) -> msgspec.Struct: ...
+    def status(self) -> msgspec.Struct:
+        """What an operator is shown; from any thread."""
 
     def close(self) -> None:
         """Idempotent; takes seconds at most."""

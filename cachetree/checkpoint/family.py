@@ -35,6 +35,7 @@ class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def model_id(self) -> ModelId:
+        """Of all its fields; equal on every machine."""
         return ModelId(hashlib.sha256(msgspec.json.encode(self, order="sorted")).hexdigest()[:32])
 
 

@@ -114,13 +114,16 @@ class Staging:
 
     @property
     def error(self) -> FetchError | None:
+        """What ended the fetch early; None while it goes on, or once it is complete."""
         return self._error
 
     @property
     def is_complete(self) -> bool:
+        """Whether every step has landed."""
         return self.num_landed_bytes == self.num_bytes
 
     def has_landed(self, step: Step) -> bool:
+        """Whether all bytes of `step` are there, so that `wait` would not block."""
         return not self._missing[step]
 
     def view(self, step: Step) -> memoryview:

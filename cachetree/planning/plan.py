@@ -72,6 +72,7 @@ class Plan:
 
     @property
     def loaded_layers(self) -> tuple[int, ...]:
+        """The layers whose KV is the sender's, ascending."""
         computed = {*self.block, *self.refreshed}
         return tuple(layer for layer in range(self.num_layers) if layer not in computed)
 

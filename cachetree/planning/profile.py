@@ -117,6 +117,7 @@ class PairProfile(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def quality_floor(self) -> float:
+        """The least that a proven block may score."""
         return self.full_prefill_quality * (1.0 - self.tolerance)
 
     @property

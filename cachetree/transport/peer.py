@@ -112,6 +112,7 @@ class Peer:
 
     @property
     def state(self) -> PeerState:
+        """From any thread."""
         return self._state
 
     @property
@@ -136,6 +137,7 @@ class Peer:
 
     @property
     def status(self) -> PeerStatus:
+        """Of what is read from the worker; from any thread."""
         connection = self._connection
         return PeerStatus(
             address=self.address,
@@ -153,6 +155,7 @@ class Peer:
 
     @property
     def push_status(self) -> PusherStatus:
+        """Of what is stored at the worker; from any thread."""
         return self._stores.status
 
     def wait_ready(self, timeout_s: float) -> bool:

@@ -18,6 +18,8 @@ log = logging.getLogger("cachetree.peer")
 
 
 class PeerState(str, Enum):
+    """Whether a worker can be read from, and if not, why."""
+
     CONNECTING = "connecting"
     """No connection, or its snapshot is not complete; attempts go on."""
     READY = "ready"

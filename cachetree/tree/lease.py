@@ -37,9 +37,11 @@ class Lease:
         """Set by the tree."""
 
     def kv(self, layer: int, pages: Span | None = None) -> list[memoryview]:
+        """`views` of KV: `kv_page_bytes` of the family for each page."""
         return self.views(Step(Kind.KV, layer), pages)
 
     def e(self, layer: int, pages: Span | None = None) -> list[memoryview]:
+        """`views` of E: `e_page_bytes` of the family for each page."""
         return self.views(Step(Kind.E, layer), pages)
 
     def views(self, step: Step, pages: Span | None = None) -> list[memoryview]:
@@ -113,9 +115,11 @@ class Reservation:
         self._is_open = True
 
     def kv(self, layer: int) -> memoryview:
+        """`view` of KV."""
         return self.view(Step(Kind.KV, layer))
 
     def e(self, layer: int) -> memoryview:
+        """`view` of E."""
         return self.view(Step(Kind.E, layer))
 
     def view(self, step: Step) -> memoryview:
