@@ -249,7 +249,7 @@ class Now:
     """A clock that moves when it is told to."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now_s = 1000.0
+        self.now_s = 1.0  # Before any deadline by the time since the machine was started.
         monkeypatch.setattr(
             "sglang_droidspeak.request.waiting.time", SimpleNamespace(monotonic=lambda: self.now_s)
         )
