@@ -393,14 +393,23 @@ def test_another_sglang_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.server
-def test_launch_server_ends_with_one_line_and_no_traceback(model: Path, tmp_path: Path) -> None:
-    spec = ServerSpec(model=model, options={"device": "cpu"}, droidspeak={"lisen": "x"})
-    with pytest.raises(ServerFailed) as failed, running(spec, folder=tmp_path, env=ENV):
-        pass
-    last = str(failed.value).splitlines()[-1]
-    assert last.startswith("droidspeak: ")
-    assert "lisen" in last
-    assert "Traceback" not in str(failed.value)
+@pytest.mark.parametrize(
+    ("key", "words"), [("lisen", "no key lisen"), ("listen", "which cannot be bound")]
+)
+def test_launch_server_ends_with_one_line_before_it_reads_weights(
+    model: Path, tmp_path: Path, key: str, words: str
+) -> None:
+    port = free_port()
+    with socket.create_server(("127.0.0.1", port)) as taken:
+        extra = {key: f"tcp://127.0.0.1:{taken.getsockname()[1]}"}
+        spec = ServerSpec(model=model, options={"device": "cpu"}, droidspeak=extra)
+        with pytest.raises(ServerFailed) as failed, running(spec, folder=tmp_path, env=ENV):
+            pass
+    assert str(failed.value).startswith("server ended with 1:")
+    said = (tmp_path / "server.log").read_text().splitlines()
+    assert [it for it in said if it.startswith("droidspeak: ")] == said[-1:]
+    assert words in said[-1]
+    assert not any("Traceback" in it or "Load weight" in it for it in said)
 
 
 def test_plugin_is_installed_as_an_entry_point() -> None:

@@ -133,6 +133,7 @@ def test_the_number_of_contexts_that_a_pair_needs_is_enough_and_not_far_from_it(
         assert not passes(int(0.8 * needed))
     assert contexts_needed(*rare(0.0)(np.random.default_rng(3), 5), TOLERANCE) == 72
     assert contexts_needed(*rare(1.0)(np.random.default_rng(3), 5), TOLERANCE) is None
+    assert contexts_needed([[1.0]] * 5, [[1 - TOLERANCE]] * 5, TOLERANCE) is None
 
 
 @pytest.mark.parametrize("tolerance", [0.01, 0.05, 0.2, 0.5])
@@ -162,7 +163,7 @@ def test_questions_of_one_context_count_as_one_draw():
 
 
 def test_an_interval_is_the_same_each_time_and_is_rounded_outward_of_nothing():
-    contexts = (np.random.default_rng(4).random((30, 3)) < 0.7).astype(float).tolist()
+    contexts = np.random.default_rng(4).random((30, 3)).tolist()
     found = interval(contexts)
     assert found == interval(contexts)
     assert [round(it, 6) for it in (found.mean, found.low, found.high)] == [
