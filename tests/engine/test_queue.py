@@ -12,7 +12,7 @@ import pytest
 import torch
 from permissive import made
 from sglang.srt.managers.schedule_policy import SchedulePolicy
-from test_waiting import PAGE, PLAN, SilentCache, request, waiting_on
+from test_waiting import PAGE, PLAN, SilentCache, planner_of, request, waiting_on
 
 from cachetree.clock import Deadline
 from cachetree.errors import Cancelled, FetchError
@@ -224,14 +224,6 @@ class Held:
             gate="off",
             min_tokens=1,
         )
-        planned = SimpleNamespace(
-            plan=PLAN,
-            is_optional=False,
-            is_experiment=False,
-            patience_s=3600.0,
-            step_share=0.0,
-            pool_pages=None,
-        )
         self.req = request()
         self._waiting = made(
             WaitingRequests,
@@ -242,7 +234,7 @@ class Held:
                 recompute=PrefillCost(token_s=3600.0, context_s=0.0),
                 full_prefill_s=lambda _tokens: 3600.0,
             ),
-            planner=SimpleNamespace(plan=lambda *_: planned),
+            planner=planner_of(is_optional=False, patience_s=3600.0),
             leaders=SimpleNamespace(follow=lambda *_: None, prune=lambda _waiting: None),
             ranks=Ranks(None),
         )
