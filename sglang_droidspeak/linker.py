@@ -46,6 +46,7 @@ from sglang_droidspeak.request.low_rank import LowRank
 from sglang_droidspeak.request.planner import Planner
 from sglang_droidspeak.request.queue import Queue
 from sglang_droidspeak.request.replies import Replies
+from sglang_droidspeak.request.source import Sources
 from sglang_droidspeak.request.waiting import WaitingRequests
 from sglang_droidspeak.start import peers
 from sglang_droidspeak.start.config import cache_config
@@ -54,7 +55,7 @@ from sglang_droidspeak.store.capture import Provenance, attachment_of
 from sglang_droidspeak.store.insertions import Insertions
 from sglang_droidspeak.store.offloader import Offloader
 from sglang_droidspeak.store.pool import PoolIndex
-from sglang_droidspeak.store.rows import Coding, rows_of
+from sglang_droidspeak.store.rows import Coding, ServerPool, rows_of
 
 if TYPE_CHECKING:
     from sglang_droidspeak.engine.names import (
@@ -117,7 +118,8 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         self._cache_metrics = CacheMetrics(self._cache.status) if has_metrics else None
         coding = Coding(settings.codec, site.identity.head_dim)
         rows = rows_of(pool, coding)
-        self._loader = Loader(pool.layer_num, rows, Copies(forward_stream, runner.device))
+        server_pool = ServerPool(rows, attachment.e_pool, coding, params.page_size)
+        self._loader = Loader(pool.layer_num, Copies(forward_stream, runner.device))
         self.layer_done_counter = self._loader.counter
         self._offloader = Offloader(self._cache, rows, attachment.e_pool, coding, self._provenance)
         self._labels = Labels(self._metrics)
@@ -133,13 +135,10 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         low_rank = LowRank(attachment, self._models, largest_forward(runner))
         planner = Planner(site, self._cache, self._meter, self._models, self._pool_index, low_rank)
         self._waiting = WaitingRequests(
-            site,
-            self._cache,
+            Sources(site, self._cache, self._pool_index, server_pool),
             self._meter,
             self._labels,
             planner,
-            self._pool_index,
-            self._activated,
             Leaders(self._cache.tree, planner, self._models, params.page_size),
             self._ranks,
         )
@@ -147,7 +146,6 @@ class DroidSpeakLinker(UnifiedCacheLinker):
             attachment,
             self._loader,
             low_rank,
-            coding,
             self._provenance,
             self._meter,
             self._metrics,
@@ -165,7 +163,14 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         )
         self._offloader.is_stopped = not settings.host_gb
         self._is_retired = False
-        queue = Queue(self._waiting, self._replies, self._models, self._ranks, params.page_size)
+        queue = Queue(
+            self._waiting,
+            self._replies,
+            self._models,
+            self._activated,
+            self._ranks,
+            params.page_size,
+        )
         engine.place_hooks(
             {
                 **queue.hooks,
@@ -218,7 +223,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         job = self._queued.pop(rid, None)
         if job is None:
             return False
-        job.staging.release()
+        job.source.release()
         return True
 
     # Loading, with its batch.

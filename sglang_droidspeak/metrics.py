@@ -80,7 +80,7 @@ class Metrics:
 
     def count_load(self, job: Job, cause: str) -> None:
         """One admitted reuse; `cause` is why it ended in a full prefill, or empty."""
-        self.fetched_bytes.inc(job.staging.num_landed_bytes)
+        self.fetched_bytes.inc(job.source.num_landed_bytes)
         self.queued_s.observe(job.queued_s)
         if not cause:
             self.reused_tokens.inc(job.num_tokens)

@@ -6,14 +6,16 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from cachetree import Deadline, FetchError, Kind, Span, Step
+from cachetree import Deadline, FetchError, Span
 from sglang_droidspeak import engine
 from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.engine.names import ForwardMode
 from sglang_droidspeak.request.meta_info import provenance_of
-from sglang_droidspeak.request.partial_prefill import PartialPrefill, Prefix, SlotsE
+from sglang_droidspeak.request.partial_prefill import PartialPrefill, Prefix
+from sglang_droidspeak.request.source import Loaded
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +29,6 @@ if TYPE_CHECKING:
     from sglang_droidspeak.request.loader import Loader
     from sglang_droidspeak.request.low_rank import LowRank
     from sglang_droidspeak.store.capture import Attachment, Provenance
-    from sglang_droidspeak.store.rows import Coding
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +44,6 @@ class ForwardPass:
         attachment: Attachment,
         loader: Loader,
         low_rank: LowRank,
-        coding: Coding,
         provenance: Provenance,
         meter: Meter,
         metrics: Metrics,
@@ -53,11 +53,9 @@ class ForwardPass:
         site = attachment.site
         self._runner = attachment.runner
         self._e_pool = attachment.e_pool
-        self._num_layers = site.identity.num_layers
         self._forward_wait_s = site.settings.forward_wait_s
         self._loader = loader
         self._low_rank = low_rank
-        self._coding = coding
         self._provenance = provenance
         self._meter = meter
         self._metrics = metrics
@@ -76,7 +74,7 @@ class ForwardPass:
         """The batch has run; whether what it read was what it should have read."""
         jobs = self._jobs.pop(index, ())
         for job in jobs:
-            job.staging.release()
+            job.source.release()
         return not any(job.is_lost or (job.is_broken and not job.abandoned) for job in jobs)
 
     def around(
@@ -154,26 +152,20 @@ class ForwardPass:
 
     def _refresh(self, it: _Place) -> None:
         """Refresh in low rank what can be; the rest is projected anew."""
-        job, plan = it.job, it.job.plan
-        for layer in plan.refreshed if job.pool_slots is not None else ():
-            if self._low_rank.can_refresh(plan.sender, plan.receiver, layer):
-                self._low_rank.refresh(job, layer, it.tokens)
-                job.low_rank.append(layer)
+        job, loaded = it.job, Loaded(it.job.tokens, it.job.slots, it.tokens)
+        job.low_rank += [
+            layer
+            for layer in job.plan.refreshed
+            if job.source.refresh(self._low_rank, layer, loaded)
+        ]
 
     def _prefixes(self, it: _Place) -> Iterator[Prefix]:
         for span in it.job.plan.computed_spans:
             if span.start in it.job.low_rank:
                 continue
-            e = self._e_of(it.job, span.start) if span.start else None
+            e = partial(it.job.e, span.start) if span.start else None
             exact = it.job.plan.is_exact
             yield Prefix(row=it.row, tokens=it.tokens, block=span, e=e, is_exact=exact)
-
-    def _e_of(self, job: Job, layer: int) -> torch.Tensor | SlotsE:
-        if job.pool_slots is not None:
-            if layer not in self._e_pool.e:
-                raise FetchError(f"{job.plan.sender} was unloaded, and layer {layer} has no E")
-            return SlotsE(self._e_pool.e[layer], job.pool_slots)
-        return self._coding.load(job.rows(Step(Kind.E, layer)), self._e_pool.no_rows)
 
     def _run(self, batch: ScheduleBatch, prefixes: Sequence[Prefix]) -> None:
         if not prefixes:
@@ -196,9 +188,8 @@ class ForwardPass:
             self._prefill_in_full(batch, it)
             if not it.tokens.start:
                 prefixes.move(it.req, approximate=False)
-        elif job.plan.is_exact and job.pool_slots is not None:
-            first_own = job.plan.block.start if len(job.plan.block) else self._num_layers
-            self._e_pool.adopt(job.pool_slots, job.slots, first_own)
+        elif job.plan.is_exact:
+            job.source.adopt_e(job.tokens, job.slots)
         is_exact = bool(cause) or job.plan.is_exact
         self._provenance.loaded(job.slots, it.slot_before, exact=is_exact)
         return cause
@@ -215,8 +206,7 @@ class ForwardPass:
     def _report(self, settled: _Settled, forward_s: float) -> None:
         for it, cause in settled.causes:
             self._metrics.count_load(it.job, cause)
-            if it.job.pool_slots is None:
-                self._meter.loaded(it.job.copied_bytes, it.job.copied_s)
+            self._meter.loaded(it.job.copied_bytes, it.job.copied_s)
             told = provenance_of(it.job, settled.recompute, forward_s, cause)
             self._labels.note(it.req, told)
 

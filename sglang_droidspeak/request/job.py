@@ -1,4 +1,4 @@
-"""One admitted request's load: from staged host memory into its KV slots."""
+"""One admitted request's load: from its source into its KV slots."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from cachetree import Deadline, DeadlineExceeded, FetchError, Span, Step
+from cachetree import Deadline, DeadlineExceeded, FetchError, Span
 from cachetree.planning import Plan
-from sglang_droidspeak.store.pool import PoolPages
 
 if TYPE_CHECKING:
     import torch
 
-    from cachetree.memory import Staging
+    from sglang_droidspeak.request.source import Source
 
 
 class ForwardWaitExceeded(FetchError):
@@ -31,7 +30,7 @@ class Job:
 
     rid: str
     plan: Plan
-    staging: Staging | PoolPages
+    source: Source
     pages: Span
     """The pages loaded, within plan.pages; SGLang may have promised fewer."""
     slots: torch.Tensor
@@ -46,7 +45,7 @@ class Job:
     copied_s: float = 0.0
     """Time that the loader has spent copying for this job, decoding included."""
     copied_bytes: int = 0
-    """As they are stored."""
+    """Out of host memory, as they are stored."""
     low_rank: list[int] = field(default_factory=list)
     """Layers refreshed by what the adapters' factors change, without the model's own matrix."""
     copying: threading.Lock = field(default_factory=threading.Lock)
@@ -62,36 +61,29 @@ class Job:
         return len(self.pages) * self.page_size
 
     @property
-    def pool_slots(self) -> torch.Tensor | None:
-        """Where this job's pages lie in the same pool; None where they are staged."""
-        if not isinstance(self.staging, PoolPages):
-            return None
-        first = (self.pages.start - self.plan.pages.start) * self.page_size
-        return self.staging.slots[first : first + self.num_tokens]
+    def tokens(self) -> Span:
+        """Those of the pages, counted from the plan's first."""
+        start = (self.pages.start - self.plan.pages.start) * self.page_size
+        return Span(start, start + self.num_tokens)
 
-    def rows(self, step: Step) -> memoryview:
-        """The staged bytes of this job's pages; they must have landed."""
-        view = self.staging.view(step)
-        page_bytes = view.nbytes // len(self.plan.pages)
-        first = self.pages.start - self.plan.pages.start
-        return view[first * page_bytes : (first + len(self.pages)) * page_bytes]
+    def e(self, layer: int, tokens: Span) -> torch.Tensor:
+        """Of some of its tokens, counted from its first; raises FetchError without it."""
+        start = self.tokens.start
+        return self.source.e(layer, Span(start + tokens.start, start + tokens.stop))
 
     def wait_staged(self, deadline: Deadline) -> None:
-        """Block until every layer is in host memory; raises FetchError where it is not by then."""
+        """Block until every layer is there; raises FetchError where it is not by then."""
         if self.abandoned or self.is_broken:
             raise FetchError("the load was given up")
-        if isinstance(self.staging, PoolPages):
-            return
         try:
-            for step in self.plan.steps:
-                self.staging.wait(step, deadline)
+            self.source.wait(self.plan.steps, deadline)
         except DeadlineExceeded as exc:
-            raise self.staging.error or ForwardWaitExceeded(str(exc)) from exc
-        if self.staging.error is not None:  # the loader has left layers out that came late
-            raise self.staging.error
+            raise self.source.error or ForwardWaitExceeded(str(exc)) from exc
+        if self.source.error is not None:  # the loader has left layers out that came late
+            raise self.source.error
 
     def abandon(self, error: FetchError) -> None:
         """Stop the loader for this job; returns once no copy of it is running."""
-        self.staging.fail(error)
+        self.source.fail(error)
         with self.copying:
             self.abandoned = True

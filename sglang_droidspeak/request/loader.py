@@ -1,4 +1,4 @@
-"""The thread that copies staged layers into KV slots while the scheduler thread computes."""
+"""The thread that copies layers into KV slots while the scheduler thread computes."""
 
 from __future__ import annotations
 
@@ -8,16 +8,12 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from queue import SimpleQueue
-from typing import TYPE_CHECKING
 
 import torch
 
 from cachetree import FetchError, Kind, Step
 from sglang_droidspeak.engine.names import LayerWiseLoadCounter
 from sglang_droidspeak.request.job import Job
-
-if TYPE_CHECKING:
-    from sglang_droidspeak.store.rows import PoolRows
 
 log = logging.getLogger(__name__)
 
@@ -33,8 +29,7 @@ class Loader:
     itself, and the layer counts as done.
     """
 
-    def __init__(self, num_layers: int, rows: PoolRows, copies: Copies) -> None:
-        self._rows = rows
+    def __init__(self, num_layers: int, copies: Copies) -> None:
         self._num_layers = num_layers
         self._copies = copies
         self.counter = LayerWiseLoadCounter(num_layers, self._copies.forward_waits)
@@ -85,21 +80,14 @@ class Loader:
     def _load(self, job: Job, layer: int) -> None:
         if layer in job.plan.block or layer in job.plan.refreshed:
             return
-        step, source = Step(Kind.KV, layer), job.pool_slots
         try:
-            if source is None:
-                job.staging.wait(step)
+            job.source.wait([Step(Kind.KV, layer)])
         except FetchError:
             return
         with job.copying:
             if not job.abandoned:
                 started_s = time.monotonic()
-                if source is None:
-                    rows = job.rows(step)
-                    self._rows.write_from(layer, job.slots, rows)
-                    job.copied_bytes += rows.nbytes
-                else:
-                    job.copied_bytes += self._rows.copy(layer, source, job.slots)
+                job.copied_bytes += job.source.copy(layer, job.tokens, job.slots)
                 job.copied_s += time.monotonic() - started_s
 
 

@@ -36,10 +36,9 @@ from sglang_droidspeak.adapters.factors import (
 
 if TYPE_CHECKING:
     from cachetree import ModelId, Span
-    from cachetree.planning import Match
+    from cachetree.planning import Match, Plan
     from sglang_droidspeak.adapters.models import Models
     from sglang_droidspeak.engine.names import LoRAAdapter
-    from sglang_droidspeak.request.job import Job
     from sglang_droidspeak.store.capture import Attachment
 
 
@@ -86,22 +85,25 @@ class LowRank:
         )
 
     @torch.no_grad()
-    def refresh(self, job: Job, layer: int, tokens: Span) -> None:
-        """Write the receiver's K and V of the job's tokens, which stand there in the prompt."""
-        sender, receiver = job.plan.sender, job.plan.receiver
-        theirs, ours = self._factors(sender, layer), self._factors(receiver, layer)
+    def refresh(
+        self, plan: Plan, layer: int, source: torch.Tensor, slots: torch.Tensor, at: Span
+    ) -> None:
+        """Write the receiver's K and V of tokens, which stand there in the prompt, into `slots`;
+        `source` has the sender's."""
+        models = (plan.sender, plan.receiver)
+        theirs, ours = (self._factors(it, layer) for it in models)
         changes = [change(*both) for both in zip(theirs, ours, strict=True)]
         pool = self._runner.token_to_kv_pool
-        positions = torch.arange(tokens.start, tokens.stop, device=job.slots.device)
-        parts = (it.split(self._max_tokens) for it in (job.pool_slots, job.slots, positions))
-        for source, slots, at in zip(*parts, strict=True):
-            keys, values = pool.k_buffer[layer][source], pool.v_buffer[layer][source]
-            k, v = self._added(layer, source, changes)
+        positions = torch.arange(at.start, at.stop, device=slots.device)
+        parts = (it.split(self._max_tokens) for it in (source, slots, positions))
+        for here, there, where in zip(*parts, strict=True):
+            keys, values = pool.k_buffer[layer][here], pool.v_buffer[layer][here]
+            k, v = self._added(layer, here, changes)
             if k is not None:
-                keys += self._stack.rotated(layer, at, k).view_as(keys)
+                keys += self._stack.rotated(layer, where, k).view_as(keys)
             if v is not None:
                 values += v.view_as(values)
-            pool.k_buffer[layer][slots], pool.v_buffer[layer][slots] = keys, values
+            pool.k_buffer[layer][there], pool.v_buffer[layer][there] = keys, values
 
     def _added(
         self, layer: int, slots: torch.Tensor, changes: Sequence[Factors | None]

@@ -54,14 +54,14 @@ def provenance_of(
     job: Job, recompute: tuple[float, float], forward_s: float, cause: str
 ) -> RequestProvenance:
     """Of a request admitted with a load; `recompute` is (start, stop) on monotonic time."""
-    plan, staging = job.plan, job.staging
+    plan, source = job.plan, job.source
     if cause:
         queued_ms = _ms(job.queued_s)
         return RequestProvenance(
             outcome=f"fallback: {cause}", sender=plan.sender, queued_ms=queued_ms
         )
     is_own = plan.sender == plan.receiver and plan.location in (LOCAL, DISK)
-    fetch = (staging.started_s, staging.completed_s or staging.started_s)
+    fetch = (source.started_s, source.completed_s or source.started_s)
     return RequestProvenance(
         outcome="own" if is_own else "reused",
         reused_tokens=job.num_tokens,
@@ -72,7 +72,7 @@ def provenance_of(
         low_rank=tuple(job.low_rank),
         recomputed_layers=len(plan.block),
         loaded_layers=len(plan.loaded_layers),
-        fetched_bytes=staging.num_bytes,
+        fetched_bytes=source.num_bytes,
         match_ms=_ms(job.match_s),
         queued_ms=_ms(job.queued_s),
         fetch_ms=_ms(fetch[1] - fetch[0]),

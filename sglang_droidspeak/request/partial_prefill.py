@@ -7,7 +7,7 @@ over both: attention is causal.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,18 +23,6 @@ if TYPE_CHECKING:
     from sglang_droidspeak.ranks import Ranks
 
 
-@dataclass(frozen=True, slots=True)
-class SlotsE:
-    """E of some slots of the pool: gathered where it is sliced, because all of it is large."""
-
-    rows: torch.Tensor
-    """`[slots of the pool, hidden]`."""
-    slots: torch.Tensor
-
-    def __getitem__(self, tokens: slice) -> torch.Tensor:
-        return self.rows[self.slots[tokens]]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefix:
     """One request's part: tokens `[tokens.start, tokens.stop)` of row `row` of the batch."""
@@ -42,8 +30,9 @@ class Prefix:
     row: int
     tokens: Span
     block: Span
-    e: torch.Tensor | SlotsE | None
-    """E of these tokens at block.start, `[len(tokens), hidden]`; None where block.start is 0."""
+    e: Callable[[Span], torch.Tensor] | None
+    """E at block.start of some of these tokens, counted from the first, `[len, hidden]`: all of it
+    at once would be large. None where block.start is 0."""
     is_exact: bool = False
     """It is the receiver's own E, too, and so is what the block makes of it."""
 
@@ -62,8 +51,8 @@ class Piece:
     @property
     def e(self) -> torch.Tensor | None:
         offset = self.prefix.tokens.start
-        rows = slice(self.tokens.start - offset, self.tokens.stop - offset)
-        return None if self.prefix.e is None else self.prefix.e[rows]
+        span = Span(self.tokens.start - offset, self.tokens.stop - offset)
+        return None if self.prefix.e is None else self.prefix.e(span)
 
 
 def pack(prefixes: Iterable[Prefix], max_tokens: int) -> Iterator[list[Piece]]:

@@ -28,7 +28,7 @@ from cachetree.planning import (
 from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.request.controls import Controls, parse_controls
 from sglang_droidspeak.start.peers import not_ready
-from sglang_droidspeak.store.pool import Held, PoolIndex, PoolPages, pool_of
+from sglang_droidspeak.store.pool import Held, PoolIndex, pool_of
 
 if TYPE_CHECKING:
     from cachetree import Cache
@@ -50,7 +50,7 @@ _TAKES_WHAT_IS_THERE: Final = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """A plan, and where its pages are if that is this server's own pool."""
+    """A plan, and what it was chosen by."""
 
     plan: Plan
     is_optional: bool
@@ -62,7 +62,6 @@ class Planned:
     by name infinite."""
     step_share: float
     """How much of SGLang's tokens of one step a token takes whose layers are recomputed."""
-    pool_pages: PoolPages | None
     demand: Demand | None = None
     """What the plan answers; None where another rank made it."""
 
@@ -132,17 +131,13 @@ class Planner:
             first_approximate=None if self._is_experiment(requested) else held.approximate,
             num_waiting=num_waiting,
         )
-        pool_pages = None
         while True:
             costs = self._costs({it.location for it in matches})
             plan = choose(demand, matches, self._profiles, costs)
             if isinstance(plan, NoReuse):
                 log.debug("request %s: %s: %s", req.rid, plan.reason.value, plan.detail)
                 return Declined(plan.reason.value, plan.detail)
-            if not is_pool(plan.location):
-                break
-            pool_pages = self._pool.find(plan, pages, req, tree)
-            if pool_pages is not None:
+            if not is_pool(plan.location) or self._pool.find(plan, pages, req, tree) is not None:
                 break
             matches = self._matches(req, part, pages)  # The note was wrong and is mended.
         if self._site.settings.gate == "off":
@@ -154,7 +149,6 @@ class Planner:
             is_experiment=self._is_experiment(requested),
             patience_s=_patience_s(plan, demand, costs) if is_optional else math.inf,
             step_share=self._step_share(plan),
-            pool_pages=pool_pages,
             demand=demand,
         )
 

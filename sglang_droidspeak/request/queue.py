@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from sglang_droidspeak.engine import Hooks, HookType, release
 
 if TYPE_CHECKING:
+    from sglang_droidspeak.adapters.activated import Activated
     from sglang_droidspeak.adapters.models import Models
     from sglang_droidspeak.engine.names import PrefillAdder, Req, ScheduleBatch, Scheduler
     from sglang_droidspeak.ranks import Ranks
@@ -27,12 +28,14 @@ class Queue:
         waiting: WaitingRequests,
         replies: Replies,
         models: Models,
+        activated: Activated,
         ranks: Ranks,
         page_size: int,
     ) -> None:
         self._waiting: Final = waiting
         self._replies: Final = replies
         self._models: Final = models
+        self._activated: Final = activated
         self._ranks: Final = ranks
         self._page_size: Final = page_size
 
@@ -59,6 +62,8 @@ class Queue:
         if scheduler.enable_priority_scheduling:
             # SGLang would sort who is not held alone; planning and waiting go by the same order.
             scheduler.policy.calc_priority(queue, running_batch)
+        for req in queue:
+            self._activated.meet(req)
         is_decoding = not running_batch.is_empty()
         held = self._waiting.look(queue, scheduler.tree_cache, is_decoding=is_decoding)
         scheduler.waiting_queue = [req for req in queue if req.rid not in held] if held else queue
@@ -97,8 +102,8 @@ class Queue:
         return replayed + charge
 
     def match(self, original: Any, wrapper: Any, key: Any, req: Req, result: Any) -> Any:
-        """Spare SGLang the hashing of a prompt for which nothing is staged."""
-        if not self._waiting.has_staging(req.rid):
+        """Spare SGLang the hashing of a prompt for which there is no source."""
+        if not self._waiting.has_source(req.rid):
             return result
         return original(wrapper, key, req, result)
 

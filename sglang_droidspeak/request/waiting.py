@@ -25,14 +25,11 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from cachetree import (
-    Deadline,
     DeadlineExceeded,
     FetchError,
-    Kind,
     Location,
     PageHash,
     Span,
-    Step,
     is_pool,
 )
 from cachetree.planning import Demand, Plan, Reason, Strategy, layers_of_work
@@ -43,22 +40,18 @@ from sglang_droidspeak.request.labels import must_stay_exact
 from sglang_droidspeak.request.meta_info import RequestProvenance
 from sglang_droidspeak.request.planner import UNMEASURED_S, Declined, Planned
 from sglang_droidspeak.start.config import at_rank
-from sglang_droidspeak.store.pool import PoolPages
 
 if TYPE_CHECKING:
     import torch
 
-    from cachetree import Cache, Search
-    from cachetree.memory import BudgetedStaging
-    from sglang_droidspeak.adapters.activated import Activated
+    from cachetree import Search
     from sglang_droidspeak.cost import Meter
     from sglang_droidspeak.engine.names import Req, UnifiedRadixCache
     from sglang_droidspeak.ranks import Ranks
     from sglang_droidspeak.request.labels import Labels
     from sglang_droidspeak.request.leaders import Following, Leaders
     from sglang_droidspeak.request.planner import Planner
-    from sglang_droidspeak.start.site import Site
-    from sglang_droidspeak.store.pool import PoolIndex
+    from sglang_droidspeak.request.source import Arrival, Source, Sources
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +99,7 @@ class Reuse:
     own_pages: Sequence[PageHash] = ()
     """The same as SGLang names them."""
     plan: Plan | None = None
-    staging: BudgetedStaging | PoolPages | None = None
+    source: Source | None = None
     following: Following | None = None
     """It waits to be planned until that request has left its pages in the pool."""
     is_optional: bool = True
@@ -133,13 +126,13 @@ class Reuse:
         """Whether it is to read and leave approximate KV where others find it."""
         return self.plan is not None and not (self.plan.is_exact or self.is_experiment)
 
-    def unstage(self) -> None:
-        if self.staging is not None:
-            self.staging.release()
-        self.staging = None
+    def release(self) -> None:
+        if self.source is not None:
+            self.source.release()
+        self.source = None
 
     def give_up(self) -> None:
-        self.unstage()
+        self.release()
         self.plan = None
 
 
@@ -148,23 +141,19 @@ class WaitingRequests:
 
     def __init__(
         self,
-        site: Site,
-        cache: Cache,
+        sources: Sources,
         meter: Meter,
         labels: Labels,
         planner: Planner,
-        pool: PoolIndex,
-        activated: Activated,
         leaders: Leaders,
         ranks: Ranks,
     ) -> None:
-        self._site = site
+        self._sources = sources
+        self._site = site = sources.site
         self._planner = planner
-        self._pool = pool
-        self._activated = activated
+        self._pool = sources.noted
         self._leaders = leaders
         self._ranks = ranks
-        self._cache = cache
         self._meter = meter
         self._labels = labels
         self._reuses: dict[str, Reuse] = {}
@@ -192,7 +181,7 @@ class WaitingRequests:
                 it.give_up()
                 self._take_what_is_there(it, tree)
             elif state == Progress.UNSTAGED:
-                it.unstage()
+                it.release()
                 self._take_what_is_there(it, tree)
             elif state == Progress.WAITING:
                 held.add(it.req.rid)
@@ -204,7 +193,7 @@ class WaitingRequests:
         for reuse in filter(None, (self._reuses.pop(req.rid, None) for req in reqs)):
             if reuse.plan is not None:
                 is_on_device = reuse.req.prefix_len >= reuse.plan.pages.stop * self._site.page_size
-                cause = "staging_full" if reuse.staging is None else "no_slots"
+                cause = "staging_full" if reuse.source is None else "no_slots"
                 outcome = Reason.TOO_SHORT.value if is_on_device else cause
                 self._labels.note(reuse.req, RequestProvenance(outcome=outcome))
             reuse.give_up()
@@ -215,16 +204,16 @@ class WaitingRequests:
         for reuse in filter(None, map(self._reuses.get, rids)):
             reuse.runnable_s = reuse.runnable_s or now_s
 
-    def has_staging(self, rid: str) -> bool:
+    def has_source(self, rid: str) -> bool:
         reuse = self._reuses.get(rid)
-        return reuse is not None and reuse.staging is not None
+        return reuse is not None and reuse.source is not None
 
     def num_restorable(self, rid: str, first_key: str) -> int:
         """How many pages from SGLang's page `first_key` on can be loaded.
 
         While others decode, so many at most that one step can recompute them.
         """
-        if not self.has_staging(rid):
+        if not self.has_source(rid):
             return 0
         reuse = self._reuses[rid]
         first, span = prefixes.page_hash(first_key), reuse.plan.pages
@@ -248,19 +237,15 @@ class WaitingRequests:
         if self.num_restorable(rid, keys[0]) < len(keys):
             return None
         reuse = self._reuses[rid]
-        if isinstance(reuse.staging, PoolPages):
-            # What was found when it was planned may have been evicted, for these slots even.
-            locked = self._pool.lock(reuse.plan, reuse.pages, reuse.req, self._tree)
-            if locked is None:
-                return None
-            reuse.staging = locked
+        if not reuse.source.admit():
+            return None
         reuse.req.skip_radix_cache_insert |= reuse.is_experiment and not reuse.plan.is_exact
         del self._reuses[rid]
         start = reuse.own_pages.index(prefixes.page_hash(keys[0]))
         return Job(
             rid=rid,
             plan=reuse.plan,
-            staging=reuse.staging,
+            source=reuse.source,
             pages=Span(start, start + len(keys)),
             slots=slots,
             page_size=self._site.page_size,
@@ -283,7 +268,6 @@ class WaitingRequests:
     def _begin(self, req: Req, tree: UnifiedRadixCache) -> Reuse:
         """Ask the tiers that do not advertise, where they could have enough to matter."""
         reuse = self._reuses[req.rid] = Reuse(req=req, first_seen_s=time.monotonic())
-        self._activated.meet(req)
         if not self._asks or self._refusal or prefixes.refusal(req):
             return reuse
         # What goes wrong here goes wrong again in planning, which reports it.
@@ -294,7 +278,7 @@ class WaitingRequests:
                 num_tokens = len(reuse.pages) * page_size
                 num_tokens -= self._pool.held(req, len(reuse.pages), tree).exact * page_size
                 if num_tokens >= self._site.settings.min_tokens:
-                    reuse.searches = self._cache.search(reuse.pages)
+                    reuse.searches = self._sources.cache.search(reuse.pages)
                     most_s = self._meter.full_prefill_s(num_tokens)
                     reuse.patience_s = UNMEASURED_S if most_s is None else most_s
         return reuse
@@ -334,9 +318,8 @@ class WaitingRequests:
         reuse.plan = plan
         try:
             reuse.pages = prefixes.reusable_pages(reuse.req, self._site.page_size)
-            pool_pages = None
-            if is_pool(plan.location):
-                pool_pages = self._pool.find(plan, reuse.pages, reuse.req, tree)
+            if is_pool(plan.location) and not self._pool.find(plan, reuse.pages, reuse.req, tree):
+                raise FetchError("the pool has none of it")
             self._take_up(
                 reuse,
                 Planned(
@@ -345,7 +328,6 @@ class WaitingRequests:
                     is_experiment=decision.is_experiment,
                     patience_s=decision.patience_s,
                     step_share=decision.step_share,
-                    pool_pages=pool_pages,
                 ),
             )
         except Exception as exc:
@@ -420,14 +402,11 @@ class WaitingRequests:
             else reuse.pages
         )
         reuse.match_s = time.monotonic() - reuse.first_seen_s
-        reuse.staging = planned.pool_pages
-        if reuse.staging is None:
-            self._stage(reuse)
+        self._stage(reuse)
 
     def _stage(self, reuse: Reuse) -> None:
         """Begin the fetch; where staging memory is used up, the next look tries again."""
-        deadline = Deadline.after(self._site.settings.fetch_deadline_s)
-        reuse.staging = self._cache.fetch(reuse.plan, reuse.pages, deadline)
+        reuse.source = self._sources.of(reuse.plan, reuse.pages, reuse.req, self._tree)
 
     def _report_fallback(self, reuse: Reuse) -> None:
         cause = reuse.failure or FetchError.__name__
@@ -455,51 +434,47 @@ class WaitingRequests:
         return Progress.FAILED
 
     def _arrival(self, reuse: Reuse) -> Progress:
-        req = reuse.req
         if reuse.failure:
             return Progress.FAILED
-        if reuse.staging is None:
+        if reuse.source is None:
             self._stage(reuse)
-        staging = reuse.staging
-        if staging is None:
+        if reuse.source is None:
             return Progress.UNSTAGED
-        if staging.is_complete:
-            return Progress.READY
-        if staging.deadline.has_passed:
-            staging.fail(DeadlineExceeded("the fetch did not end in time"))
-        if staging.error is not None:
-            log.warning("request %s: %s; it does a full prefill", req.rid, staging.error)
-            reuse.failure = type(staging.error).__name__
+        try:
+            arrival = reuse.source.progress()
+        except FetchError as exc:
+            log.warning("request %s: %s; it does a full prefill", reuse.req.rid, exc)
+            reuse.failure = type(exc).__name__
             return Progress.FAILED
+        if arrival.is_complete:
+            return Progress.READY
         if reuse.waited_s > reuse.patience_s:
-            return self._too_late(reuse, staging)
+            return self._too_late(reuse, arrival)
         plan = reuse.plan
         recompute_s = self._recompute_s(plan)
-        if recompute_s is None or not staging.num_landed_bytes:
+        if recompute_s is None or not arrival.num_landed_bytes:
             return Progress.WAITING
-        elapsed_s = time.monotonic() - staging.started_s
-        num_left = staging.num_bytes - staging.num_landed_bytes
-        rest_s = elapsed_s * num_left / staging.num_landed_bytes * _ARRIVAL_MARGIN
-        has_e = all(staging.has_landed(Step(Kind.E, layer)) for layer in plan.transition_layers)
-        if plan.strategy is Strategy.PIPELINED and has_e:
+        num_left = arrival.num_bytes - arrival.num_landed_bytes
+        rest_s = arrival.elapsed_s * num_left / arrival.num_landed_bytes * _ARRIVAL_MARGIN
+        if plan.strategy is Strategy.PIPELINED and arrival.has_e:
             rest_s -= recompute_s
             if rest_s <= 0:
                 return Progress.READY
         left_s = math.inf if reuse.runnable_s is None else reuse.patience_s - reuse.waited_s
-        if elapsed_s > _RATE_S and rest_s > left_s:
-            return self._too_late(reuse, staging)
+        if arrival.elapsed_s > _RATE_S and rest_s > left_s:
+            return self._too_late(reuse, arrival)
         return Progress.WAITING
 
-    def _too_late(self, reuse: Reuse, staging: BudgetedStaging) -> Progress:
+    def _too_late(self, reuse: Reuse, arrival: Arrival) -> Progress:
         """Reuse would save less than the request waits for it."""
         log.info(
             "request %s: %d of %d bytes came in the %.3f s that are worth waiting for",
             reuse.req.rid,
-            staging.num_landed_bytes,
-            staging.num_bytes,
+            arrival.num_landed_bytes,
+            arrival.num_bytes,
             reuse.patience_s,
         )
-        if not staging.num_landed_bytes and time.monotonic() - staging.started_s > _ANSWER_S:
-            staging.fail(DeadlineExceeded(f"no answer for {_ANSWER_S} s"))
+        if not arrival.num_landed_bytes and arrival.elapsed_s > _ANSWER_S:
+            reuse.source.fail(DeadlineExceeded(f"no answer for {_ANSWER_S} s"))
         reuse.failure = "SlowLink"
         return Progress.FAILED

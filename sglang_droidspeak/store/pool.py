@@ -1,4 +1,4 @@
-"""What every model of this server has in its KV pool, and one model's part of it as a source.
+"""What every model of this server has in its KV pool.
 
 SGLang gives each adapter a radix tree of its own. What is inserted there is noted in the cache's
 tree too, at a location per adapter, so that one walk finds it for all others. SGLang does not tell
@@ -8,13 +8,12 @@ corrected where it was wrong.
 
 from __future__ import annotations
 
-import time
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from cachetree import POOL_PREFIX, FetchError, Location, ModelId, PageHash
+from cachetree import POOL_PREFIX, Location, ModelId, PageHash
 from cachetree.planning import Plan
 from sglang_droidspeak.engine import prefixes
 
@@ -31,34 +30,14 @@ def pool_of(namespace: str) -> Location:
     return Location(f"{POOL_PREFIX}{namespace}")
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class PoolPages:
-    """Pages of another model's prefix in the same pool: there is nothing to fetch.
-
-    Stands where a fetch's staging stands otherwise. SGLang keeps the pages from `lock` to
-    `release`; before, while the request waits, it may evict them.
-    """
+    """Pages of one model in SGLang's tree."""
 
     slots: torch.Tensor
     """KV slots of the plan's pages, int64."""
-    num_bytes: int = 0
-    num_landed_bytes: int = 0
-    is_complete: bool = True
-    error: FetchError | None = None
-    started_s: float = field(default_factory=time.monotonic)
-    unlock: object = None
-
-    @property
-    def completed_s(self) -> float:
-        return self.started_s
-
-    def fail(self, error: FetchError) -> None:
-        self.error = self.error or error
-
-    def release(self) -> None:
-        if callable(self.unlock):
-            self.unlock()
-        self.unlock = None
+    release: Callable[[], None] = lambda: None
+    """SGLang may evict them again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,8 +143,7 @@ class PoolIndex:
             known = pages[: plan.pages.stop]
             self._tree.add_remote(plan.location, plan.sender, None, known, ())
             return None
-        found = PoolPages(slots=wanted)
-        if is_lock:
-            lock = tree.lock(node)
-            found.unlock = lambda: tree.unlock(lock)
-        return found
+        if not is_lock:
+            return PoolPages(wanted)
+        lock = tree.lock(node)
+        return PoolPages(wanted, lambda: tree.unlock(lock))

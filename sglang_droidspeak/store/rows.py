@@ -19,6 +19,7 @@ from cachetree.checkpoint.codecs import decode, encode
 
 if TYPE_CHECKING:
     from sglang_droidspeak.engine.names import MHATokenToKVPool
+    from sglang_droidspeak.store.capture import EPool
 
 
 class PoolRows(Protocol):
@@ -30,8 +31,8 @@ class PoolRows(Protocol):
     def write_from(self, layer: int, slots: torch.Tensor, source: memoryview) -> None:
         """Copy host bytes into `slots`; on CUDA on the current stream, without waiting for it."""
 
-    def copy(self, layer: int, source: torch.Tensor, slots: torch.Tensor) -> int:
-        """Copy the KV of slots `source` to as many others, as above; returns the bytes."""
+    def copy(self, layer: int, source: torch.Tensor, slots: torch.Tensor) -> None:
+        """Copy the KV of slots `source` to as many others, as above."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,16 @@ class Coding:
         return decode(self.codec, encoded.to(device, non_blocking=True), dtype)
 
 
+@dataclass(frozen=True, slots=True)
+class ServerPool:
+    """This server's KV and E by slot, and how both are stored."""
+
+    rows: PoolRows
+    e_pool: EPool
+    coding: Coding
+    page_size: int
+
+
 def rows_of(pool: MHATokenToKVPool, coding: Coding) -> PoolRows:
     is_plain = pool.k_buffer[0].device.type == "cpu" and coding.codec is Codec.NONE
     return HostRows(pool) if is_plain else DeviceRows(pool, coding)
@@ -85,13 +96,9 @@ class DeviceRows:
         for part, buffer in enumerate(self._buffers(layer)):
             buffer[slots] = rows[:, part]
 
-    def copy(self, layer: int, source: torch.Tensor, slots: torch.Tensor) -> int:
-        num_bytes = 0
+    def copy(self, layer: int, source: torch.Tensor, slots: torch.Tensor) -> None:
         for buffer in self._buffers(layer):
-            rows = buffer[source]
-            buffer[slots] = rows
-            num_bytes += rows.nbytes
-        return num_bytes
+            buffer[slots] = buffer[source]
 
     def _buffers(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self._pool.k_buffer[layer], self._pool.v_buffer[layer]
@@ -121,11 +128,10 @@ class HostRows:
             for part, buffer in enumerate(self._buffers[layer]):
                 buffer[there] = rows[here, part]
 
-    def copy(self, layer: int, source: torch.Tensor, slots: torch.Tensor) -> int:
+    def copy(self, layer: int, source: torch.Tensor, slots: torch.Tensor) -> None:
         for there, here in runs_of_both(source, slots):
             for buffer in self._buffers[layer]:
                 buffer[here] = buffer[there]
-        return sum(buffer[0].nbytes for buffer in self._buffers[layer]) * slots.shape[0]
 
     def _rows(self, raw: memoryview) -> np.ndarray[Any, np.dtype[np.uint8]]:
         width = self._buffers[0][0].shape[1]

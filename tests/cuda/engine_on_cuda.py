@@ -56,10 +56,11 @@ from sglang_droidspeak.request.forward import ForwardPass
 from sglang_droidspeak.request.job import Job
 from sglang_droidspeak.request.labels import Labels
 from sglang_droidspeak.request.loader import Copies, Loader
+from sglang_droidspeak.request.source import InPool, Source, Staged
 from sglang_droidspeak.store.capture import Attachment, EPool, Provenance
 from sglang_droidspeak.store.offloader import Offloader
 from sglang_droidspeak.store.pool import PoolPages
-from sglang_droidspeak.store.rows import Coding, rows_of
+from sglang_droidspeak.store.rows import Coding, ServerPool, rows_of
 
 T = TypeVar("T")
 
@@ -175,7 +176,8 @@ class Engine:
         self.provenance = Provenance(slots, "cuda")
         self.coding = Coding(Codec.NONE, identity.head_dim)
         rows = rows_of(pool, self.coding)
-        self.loader = Loader(pool.layer_num, rows, Copies(self.forwards, runner.device))
+        self.pool = ServerPool(rows, self.e_pool, self.coding, PAGE)
+        self.loader = Loader(pool.layer_num, Copies(self.forwards, runner.device))
         pool.register_layer_transfer_counter(self.loader.counter)
         self.family = Family.of(
             identity,
@@ -200,7 +202,6 @@ class Engine:
                 Attachment(runner, self.stack, self.e_pool, site),
                 self.loader,
                 SimpleNamespace(can_refresh=lambda *_: False),
-                self.coding,
                 self.provenance,
                 self.meter,
                 metrics,
@@ -321,8 +322,10 @@ class Engine:
             block=block,
             num_layers=self.num_layers,
         )
-        staging = pages_of
-        if isinstance(pages_of, memoryview):
+        if isinstance(pages_of, PoolPages):
+            source: Source = InPool(plan, lambda: pages_of, self.pool)
+            assert source.admit()
+        else:
             sizes = {step: len(pages) * self.family.page_bytes(step.kind) for step in plan.steps}
             staging = BudgetedStaging(
                 sizes,
@@ -331,10 +334,11 @@ class Engine:
                 Budget(1 << 30),
                 lambda _: None,
             )
+            source = Staged(staging, plan, self.pool)
         return Job(
             rid=rid,
             plan=plan,
-            staging=staging,
+            source=source,
             pages=pages,
             slots=slots,
             page_size=PAGE,

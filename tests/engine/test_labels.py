@@ -169,7 +169,7 @@ def test_who_reads_nothing_approximate_leaves_exact_kv(monkeypatch, num_before: 
     )
     settings = SimpleNamespace(forward_wait_s=0.05)
     site = SimpleNamespace(identity=SimpleNamespace(num_layers=4), settings=settings)
-    parts: dict[str, Any] = dict.fromkeys(("loader", "low_rank", "coding", "metrics", "labels"))
+    parts: dict[str, Any] = dict.fromkeys(("loader", "low_rank", "metrics", "labels"))
     forwards = forward.ForwardPass(
         attachment=SimpleNamespace(runner=runner, e_pool=None, stack=None, site=site),  # type: ignore[arg-type]
         provenance=Provenance(64, "cpu"),

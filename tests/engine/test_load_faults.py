@@ -22,6 +22,7 @@ from sglang_droidspeak.request import forward
 from sglang_droidspeak.request.forward import ForwardPass
 from sglang_droidspeak.request.job import Job
 from sglang_droidspeak.request.loader import Copies, Loader
+from sglang_droidspeak.request.source import Staged
 from sglang_droidspeak.store.capture import Provenance
 
 PAGE, NUM_LAYERS, NUM_TOKENS = 16, 4, 64
@@ -74,7 +75,10 @@ class Rig:
         self.released: list[Staging] = []
         monkeypatch.setattr(forward, "PartialPrefill", lambda *_: self.prefills)
         monkeypatch.setattr(forward, "largest_forward", lambda _runner: NUM_TOKENS)
-        self.loader = Loader(NUM_LAYERS, self.rows, Copies(None, "cpu"))
+        self.loader = Loader(NUM_LAYERS, Copies(None, "cpu"))
+        self.pool: Any = SimpleNamespace(
+            rows=self.rows, e_pool=MagicMock(), coding=MagicMock(), page_size=PAGE
+        )
         self.provenance = Provenance(1024, "cpu")
         site = SimpleNamespace(
             identity=SimpleNamespace(num_layers=NUM_LAYERS),
@@ -100,7 +104,7 @@ class Rig:
         return Job(
             rid=self.req.rid,
             plan=PLAN,
-            staging=staging,
+            source=Staged(staging, PLAN, self.pool),
             pages=PLAN.pages,
             slots=SLOTS,
             page_size=PAGE,
@@ -193,9 +197,9 @@ def test_a_batch_that_is_launched_before_the_last_one_ended_shares_nothing_with_
         rig.prefills.failures = 2 if number == failing else 0
         indices.append(rig.launch(job))
     for number, (job, index) in enumerate(zip(jobs, indices, strict=True)):
-        assert job.staging not in rig.released
+        assert job.source.staging not in rig.released
         assert rig.end(index) == (number != failing)
-        assert rig.released[-1] is job.staging
+        assert rig.released[-1] is job.source.staging
     assert_reuse_works(rig)
 
 

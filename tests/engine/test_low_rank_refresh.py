@@ -23,10 +23,9 @@ from profiles.random_models import shape, write_adapter, write_models
 from sglang_droidspeak.adapters.factors import SharedA, shared_a
 from sglang_droidspeak.adapters.models import LoadedModel, Models
 from sglang_droidspeak.engine.layers import LayerStack
-from sglang_droidspeak.request.job import Job
 from sglang_droidspeak.request.low_rank import LowRank
 from sglang_droidspeak.store.capture import EPool
-from sglang_droidspeak.store.pool import PoolPages, pool_of
+from sglang_droidspeak.store.pool import pool_of
 
 HIDDEN, HEADS, KV_HEADS, HEAD = 64, 4, 2, 16
 PAGE, PAGES = 4, Span(1, 4)
@@ -150,18 +149,8 @@ class Rig:
             refreshed=(LAYER,),
             num_layers=LAYER + 1,
         )
-        job = Job(
-            rid="1",
-            plan=plan,
-            staging=PoolPages(slots=source),
-            pages=PAGES,
-            slots=target,
-            page_size=PAGE,
-            match_s=0.0,
-            queued_s=0.0,
-        )
         assert self.low_rank.can_refresh(plan.sender, plan.receiver, LAYER)
-        self.low_rank.refresh(job, LAYER, TOKENS)
+        self.low_rank.refresh(plan, LAYER, source, target, TOKENS)
         for buffer, rows in zip(self.buffers, self.kv(sender), strict=True):
             assert torch.equal(buffer[source], rows), "the sender's own is as it was"
         return tuple(buffer[target] for buffer in self.buffers)

@@ -6,6 +6,7 @@ import sys
 import time
 import types
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -26,14 +27,19 @@ from sglang_droidspeak.request.controls import Controls, parse_controls
 from sglang_droidspeak.request.job import ForwardWaitExceeded, Job
 from sglang_droidspeak.request.meta_info import provenance_of
 from sglang_droidspeak.request.partial_prefill import Prefix, pack
+from sglang_droidspeak.request.source import Staged
 from sglang_droidspeak.store.capture import Provenance
 
 MIDDLE = Span(2, 4)
 
 
 def prefix(row: int, start: int, stop: int, block: Span = MIDDLE) -> Prefix:
-    e = torch.arange(start, stop).float()[:, None] if block.start else None
-    return Prefix(row=row, tokens=Span(start, stop), block=block, e=e)
+    e = torch.arange(start, stop).float()[:, None]
+
+    def of(tokens: Span) -> torch.Tensor:
+        return e[tokens.start : tokens.stop]
+
+    return Prefix(row=row, tokens=Span(start, stop), block=block, e=of if block.start else None)
 
 
 @pytest.mark.parametrize("max_tokens", [1, 3, 7, 100])
@@ -99,6 +105,9 @@ def test_controls_are_optional() -> None:
     assert parse_controls(None) == parse_controls({"other": 1}) == Controls()
 
 
+KV: Any = SimpleNamespace(page_size=16)
+
+
 def job(deadline_s: float = 5.0) -> Job:
     plan = Plan(
         sender=ModelId("s"),
@@ -112,7 +121,7 @@ def job(deadline_s: float = 5.0) -> Job:
     return Job(
         rid="r1",
         plan=plan,
-        staging=Staging(sizes, Deadline.after(deadline_s)),
+        source=Staged(Staging(sizes, Deadline.after(deadline_s)), plan, KV),
         pages=Span(3, 5),
         slots=torch.arange(32),
         page_size=16,
@@ -124,8 +133,8 @@ def job(deadline_s: float = 5.0) -> Job:
 def test_job_reads_its_pages_of_the_staged_ones() -> None:
     it = job()
     step = Step(Kind.KV, 0)
-    it.staging.write(step, 0, memoryview(bytes(range(40))))
-    assert bytes(it.rows(step)) == bytes(range(10, 30))
+    it.source.staging.write(step, 0, memoryview(bytes(range(40))))
+    assert bytes(it.source.rows(step, it.tokens)) == bytes(range(10, 30))
     assert it.num_tokens == 32
 
 
@@ -135,9 +144,9 @@ def test_waiting_for_layers_is_bounded_and_ends_only_that_wait() -> None:
     with pytest.raises(ForwardWaitExceeded, match="e of layer 1"):
         it.wait_staged(Deadline.after(0.05))
     assert time.monotonic() - started_s < 1
-    assert it.staging.error is None
+    assert it.source.staging.error is None
     for step in it.plan.steps:
-        it.staging.write(step, 0, memoryview(bytes(40)))
+        it.source.staging.write(step, 0, memoryview(bytes(40)))
     it.wait_staged(Deadline.after(0.05))
 
 
@@ -206,17 +215,17 @@ def test_a_slot_loses_its_mark_with_its_content() -> None:
 def test_layers_that_came_after_the_loader_gave_up_are_not_taken_for_loaded() -> None:
     it = job(deadline_s=0.05)
     with pytest.raises(DeadlineExceeded):
-        it.staging.wait(it.plan.steps[0])
+        it.source.staging.wait(it.plan.steps[0])
     for step in it.plan.steps:
-        it.staging.write(step, 0, memoryview(bytes(40)))
+        it.source.staging.write(step, 0, memoryview(bytes(40)))
     with pytest.raises(DeadlineExceeded):
         it.wait_staged(Deadline.after(1.0))
 
 
 def test_overlap_is_the_share_of_the_shorter_that_ran_beside_the_other() -> None:
     it = job()
-    start_s = it.staging.started_s
-    it.staging.completed_s = start_s + 1.0
+    start_s = it.source.staging.started_s
+    it.source.staging.completed_s = start_s + 1.0
     cases = {(0.5, 2.5): 0.5, (0.0, 0.2): 1.0, (1.0, 2.0): 0.0, (0.25, 0.75): 1.0}
     for (begin, end), overlap in cases.items():
         told = provenance_of(it, (start_s + begin, start_s + end), 0.0, "")

@@ -26,9 +26,11 @@ from sglang_droidspeak.request.job import Job
 from sglang_droidspeak.request.labels import Labels
 from sglang_droidspeak.request.meta_info import KEY, RequestProvenance
 from sglang_droidspeak.request.queue import Queue
+from sglang_droidspeak.request.source import Sources, Staged
 from sglang_droidspeak.request.waiting import WaitingRequests
 
 STEP_BYTES = 40
+KV: Any = SimpleNamespace(page_size=PAGE)
 
 
 class Round:
@@ -52,7 +54,7 @@ class Round:
         waiting = MagicMock()
         waiting.look.side_effect = self._look
         waiting.pass_over.side_effect = lambda rids: self.passed_over.extend(rids)
-        self._queue = Queue(waiting, MagicMock(), MagicMock(), Ranks(None), PAGE)
+        self._queue = Queue(waiting, *(MagicMock() for _ in range(3)), Ranks(None), PAGE)
         self.held, self.planned, self.seen = held, "", ""
         self.passed_over: list[str] = []
 
@@ -165,7 +167,7 @@ def test_a_retracted_request_waits_again_beside_another_and_is_told_once() -> No
 
     taken.is_retracted = True
     labels.report([taken])
-    job.staging.release()
+    job.source.release()
     assert waiting.look([other, taken], tree, is_decoding=False) == {"other", "taken"}
     assert len(cache.stagings) == 3
     cache.stagings[2].fail(FetchError("a test"))
@@ -195,7 +197,7 @@ def test_a_load_that_is_cancelled_before_it_starts_gives_its_memory_back() -> No
     job = Job(
         rid="r1",
         plan=PLAN,
-        staging=staging_of(budget),
+        source=Staged(staging_of(budget), PLAN, KV),
         pages=PLAN.pages,
         slots=torch.arange(4 * PAGE),
         page_size=PAGE,
@@ -207,7 +209,7 @@ def test_a_load_that_is_cancelled_before_it_starts_gives_its_memory_back() -> No
     assert budget.num_bytes
     assert DroidSpeakLinker.cancel_queued_load(linker, "r1")
     assert (budget.num_bytes, linker._queued) == (0, {})
-    assert isinstance(job.staging.error, Cancelled)
+    assert isinstance(job.source.error, Cancelled)
     assert not DroidSpeakLinker.cancel_queued_load(linker, "r1")
 
 
@@ -227,9 +229,12 @@ class Held:
         self.req = request()
         self._waiting = made(
             WaitingRequests,
-            site=SimpleNamespace(settings=settings, page_size=PAGE),
-            cache=SimpleNamespace(fetch=lambda *_: self.staging),
-            provenance=SimpleNamespace(any_approximate=False),
+            sources=Sources(
+                SimpleNamespace(settings=settings, page_size=PAGE),
+                SimpleNamespace(fetch=lambda *_: self.staging),
+                SimpleNamespace(has_approximate=False),
+                KV,
+            ),
             meter=SimpleNamespace(
                 recompute=PrefillCost(token_s=3600.0, context_s=0.0),
                 full_prefill_s=lambda _tokens: 3600.0,

@@ -50,7 +50,7 @@ def look(req: Req) -> tuple[set[str], MagicMock]:
     )
     waiting = made(
         WaitingRequests,
-        site=SimpleNamespace(settings=settings, page_size=PAGE),
+        sources=MagicMock(site=SimpleNamespace(settings=settings, page_size=PAGE)),
         planner=planner,
         ranks=Ranks(None),
     )

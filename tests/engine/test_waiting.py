@@ -29,6 +29,7 @@ from sglang_droidspeak.request.leaders import Leaders
 from sglang_droidspeak.request.meta_info import RequestProvenance
 from sglang_droidspeak.request.planner import Declined, Planned, Planner
 from sglang_droidspeak.request.queue import Queue
+from sglang_droidspeak.request.source import Sources
 from sglang_droidspeak.request.waiting import WaitingRequests
 
 PAGE = 16
@@ -114,7 +115,6 @@ def waiting_on(
         is_experiment=is_experiment,
         patience_s=math.inf,
         step_share=0.0,
-        pool_pages=None,
     )
     parts: Any = {
         "site": SimpleNamespace(settings=settings, page_size=PAGE),
@@ -123,13 +123,15 @@ def waiting_on(
         "labels": SimpleNamespace(note=lambda _req, told: notes.append(told)),
         "planner": SimpleNamespace(plan=lambda *_: planned),
         "pool": SimpleNamespace(has_approximate=False),
-        "activated": SimpleNamespace(meet=lambda _req: None),
         "leaders": SimpleNamespace(
             follow=lambda *_: None, prune=lambda _waiting: None, clear=lambda: None
         ),
         "ranks": Ranks(None),
     }
-    return WaitingRequests(**parts | others)
+    parts |= others
+    site, cache, pool = (parts.pop(name) for name in ("site", "cache", "pool"))
+    sources = Sources(site, cache, pool, SimpleNamespace(page_size=PAGE))  # type: ignore[arg-type]
+    return WaitingRequests(sources, **parts)
 
 
 class Team:
@@ -264,7 +266,7 @@ def now(monkeypatch: pytest.MonkeyPatch) -> Now:
 
 
 def planner_of(**planned: Any) -> Any:
-    fixed = {"plan": PLAN, "is_experiment": False, "step_share": 0.0, "pool_pages": None}
+    fixed = {"plan": PLAN, "is_experiment": False, "step_share": 0.0}
     value = Planned(**fixed | planned)
     return SimpleNamespace(plan=lambda *_: value)
 
@@ -356,7 +358,7 @@ def test_what_no_longer_pays_when_it_has_come_takes_a_full_prefill(
     assert asked == ([(PLAN, demand, "held")] if is_optional else [])
     is_given_up = is_optional and not pays
     assert [told.outcome for told in notes] == (["slower"] if is_given_up else [])
-    assert waiting.has_staging(req.rid) != is_given_up
+    assert waiting.has_source(req.rid) != is_given_up
     assert (cache.budget.num_bytes == 0) == is_given_up
 
 
@@ -394,8 +396,10 @@ def test_which_held_requests_a_step_could_have_taken(
     waiting = SimpleNamespace(
         look=lambda *_, **__: held, pass_over=passed.extend, admitted=lambda _reqs: None
     )
-    others: Any = SimpleNamespace(release=lambda: None, settle=lambda _ranks: None)
-    hidden = Queue(waiting, others, others, Ranks(None), PAGE)
+    others: Any = SimpleNamespace(
+        release=lambda: None, settle=lambda _ranks: None, meet=lambda _req: None
+    )
+    hidden = Queue(waiting, others, others, others, Ranks(None), PAGE)
     running = SimpleNamespace(is_empty=lambda: False, batch_is_full=is_full)
     scheduler = SimpleNamespace(
         waiting_queue=list(queue),
@@ -490,7 +494,7 @@ def test_recomputed_layers_take_their_share_of_a_step(
 ) -> None:
     """64 tokens' worth, of a request with 20 tokens of its own, on top of what SGLang replays."""
     waiting: Any = SimpleNamespace(step_tokens=lambda _rid, num_tokens: num_tokens // 2)
-    queue = Queue(waiting, waiting, waiting, waiting, PAGE)
+    queue = Queue(waiting, waiting, waiting, waiting, waiting, PAGE)
     req: Any = SimpleNamespace(rid="r1", prefix_len=32, full_untruncated_fill_ids=range(180))
     adder: Any = Adder(room, others, is_decoding)
     assert queue.charge(5, adder, req, 160) == 5 + charge
