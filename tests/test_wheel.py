@@ -68,12 +68,13 @@ def test_it_is_small_and_holds_the_packages_and_nothing_else(wheel):
         names = [PurePosixPath(it) for it in file.namelist()]
     tops = {it.parts[0] for it in names}
     assert {it for it in tops if not it.endswith(".dist-info")} == {*PACKAGES}
-    modules = {
+    files = {
         PurePosixPath(it.relative_to(ROOT).as_posix())
         for name in PACKAGES
-        for it in (ROOT / name).rglob("*.py")
+        for it in (ROOT / name).rglob("*")
+        if it.is_file() and it.suffix not in (".md", ".pyc")
     }
-    assert {it for it in names if it.suffix == ".py"} == modules
+    assert {it for it in names if it.parts[0] in PACKAGES} == files
     assert not [it for it in names if it.suffix in (".safetensors", ".jsonl")]
 
 
