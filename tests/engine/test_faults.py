@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -33,12 +34,14 @@ from fault_proxy import Fault, FaultProxy, Strike, Towards, Via
 from forked import ServerSpec
 from shelf import Shelf
 from stalling import StallingWorker
+from struck_parts import scraped
 
 from cachetree.cache import Cache
 from cachetree.checkpoint.family import Family
 from cachetree.checkpoint.identity import read_model_identity
 from cachetree.config import CacheConfig
 from cachetree.ids import Location, Span
+from cachetree.transport import ask_status
 from profiles.random_models import shape, write_models
 from sglang_droidspeak.cli import main
 from sglang_droidspeak.fleet.servers import Server, free_port, running
@@ -232,10 +235,9 @@ def test_deadline(pair: Pair) -> None:
     tokens = prompt(num_tokens, seed=3)
     alone = pair.alone(tokens)
     pair.send(tokens)
-    started_s = time.monotonic()
     reply = answer(pair.receiver, tokens, droidspeak={"block": "2:4"})
-    assert time.monotonic() - started_s < DEADLINE_S + 5
     assert reply.provenance["outcome"] in ("fallback: DeadlineExceeded", "staging_full")
+    assert reply.provenance["queued_ms"] <= 1000 * (DEADLINE_S + alone.meta["e2e_latency"])
     assert same(reply, alone)
 
 
@@ -258,10 +260,9 @@ def test_last_layer_never_comes_after_admission(pair: Pair) -> None:
 def test_a_link_that_is_slower_than_a_prefill_is_given_up(pair: Pair) -> None:
     """Unless a request asked for that block by name; well before the deadline."""
     alone = pair.alone(pair.replica.tokens)
-    started_s = time.monotonic()
     reply = answer(pair.receiver, pair.replica.tokens)
     assert reply.provenance["outcome"] == "fallback: SlowLink"
-    assert time.monotonic() - started_s < DEADLINE_S
+    assert reply.provenance["queued_ms"] < 1000 * DEADLINE_S
     assert same(reply, alone)
 
 
@@ -273,7 +274,6 @@ def test_a_worker_that_does_not_answer_costs_no_more_than_reuse_saves(
     tokens = pair.silent.tokens
     by_name = {"block": "none", "sender": read_model_identity(pair.models["receiver"]).model_id}
     alone = [pair.alone(tokens) for _ in range(3)]
-    alone_s = [it.meta["e2e_latency"] for it in alone]
 
     def is_worth_it() -> bool:
         """Whether the server, which measures the link by what it reads, chooses it by itself."""
@@ -283,15 +283,46 @@ def test_a_worker_that_does_not_answer_costs_no_more_than_reuse_saves(
 
     eventually(is_worth_it)
     with pair.silent.by(cause):
-        replies = [pair.ask(tokens) for _ in range(3)]
+        replies = []
+        for _ in range(3):  # In turn: what else the machine does slows down both.
+            replies.append(pair.ask(tokens))
+            alone.append(pair.alone(tokens))
         if cause != "black hole":  # Which lasts as long as the connection that is given up.
             assert pair.ask(tokens).provenance["outcome"] == "no_match"
+    alone_s = [it.meta["e2e_latency"] for it in alone]
     told = [(it.provenance["outcome"], it.provenance["queued_ms"]) for it in replies]
     assert told[0][0].startswith("fallback"), told
     assert max(queued_ms for _, queued_ms in told) <= 1.05 * 1000 * max(alone_s), told
-    late_s = min(it.meta["e2e_latency"] for it in replies if it.provenance["queued_ms"])
+    waited = [it for it in replies if it.provenance["outcome"].startswith("fallback")]
+    late_s = min(it.meta["e2e_latency"] for it in waited)
     assert late_s <= 1.05 * 2 * max(alone_s), (late_s, alone_s)
-    assert all(same(it, alone[0]) for it in replies)
+    prefilled = [it for it in replies if it.provenance["outcome"] != "reused"]
+    assert all(same(it, alone[0]) for it in prefilled)
+    assert len(prefilled) == len(replies) or cause == "black hole"
+
+
+def abort(server: Server, **which: Any) -> None:
+    requests.post(f"{server.url}/abort_request", json=which, timeout=10).raise_for_status()
+
+
+class Sending:
+    """What the sender sends from now on."""
+
+    def __init__(self, pair: Pair) -> None:
+        self._address = pair.sender_address
+        self._before = ask_status(self._address, timeout_s=10)
+
+    def wait_for(self, *, num_bytes: int = 0, num_fetches: int = 0) -> None:
+        """Until so many bytes, or the last bytes of so many fetches, have been sent."""
+
+        def has_sent() -> bool:
+            before, now = self._before, ask_status(self._address, timeout_s=10)
+            num_ended = now.fetches_by_outcome.get("ok", 0) - before.fetches_by_outcome.get("ok", 0)
+            return (
+                now.num_sent_bytes - before.num_sent_bytes >= num_bytes and num_ended >= num_fetches
+            )
+
+        eventually(has_sent)
 
 
 def test_abort_while_the_fetch_runs(pair: Pair) -> None:
@@ -299,11 +330,11 @@ def test_abort_while_the_fetch_runs(pair: Pair) -> None:
     tokens = prompt(600, seed=4)
     pair.send(tokens)
     for attempt in range(4):
-        rid = f"aborted-{attempt}"
+        rid, sending = f"aborted-{attempt}", Sending(pair)
         with ThreadPoolExecutor(1) as pool:
             reply = pool.submit(answer, pair.receiver, tokens, droidspeak={"block": "2:4"}, rid=rid)
-            time.sleep(0.4)
-            requests.post(f"{pair.receiver.url}/abort_request", json={"rid": rid}, timeout=10)
+            sending.wait_for(num_bytes=1)
+            abort(pair.receiver, rid=rid)
             reply.exception()
     reply = answer(pair.receiver, tokens, droidspeak={"block": "2:4"})
     assert reply.provenance["outcome"] == "reused"
@@ -322,9 +353,10 @@ def test_abort_while_the_fetch_runs(pair: Pair) -> None:
 def test_others_decode_while_a_fetch_runs(pair: Pair) -> None:
     tokens = prompt(600, seed=5)
     pair.send(tokens)
+    sending = Sending(pair)
     with ThreadPoolExecutor(1) as pool:
         slow = pool.submit(answer, pair.receiver, tokens, droidspeak={"block": "2:4"})
-        time.sleep(0.2)
+        sending.wait_for(num_bytes=1)
         started_s = time.monotonic()
         quick = answer(pair.receiver, prompt(40, seed=6), max_new_tokens=4)
         quick_s = time.monotonic() - started_s
@@ -350,14 +382,24 @@ def test_family_is_compared_at_the_handshake(pair: Pair) -> None:
 
 
 def test_metrics(pair: Pair) -> None:
-    tokens = prompt(160, seed=10)
+    """Each rises by what the request was told."""
+    tokens, metrics = prompt(160, seed=10), f"{pair.receiver.url}/metrics"
     pair.send(tokens)
-    assert answer(pair.receiver, tokens, droidspeak={"block": "2:4"}).provenance["reused_tokens"]
-    text = requests.get(f"{pair.receiver.url}/metrics", timeout=10).text
-    for name in ("requests_total", "reused_tokens_total", "fetched_bytes_total", "queued_seconds"):
-        assert f"droidspeak:{name}" in text
-    assert f'cachetree:peer_ready{{location="{pair.sender_address}"}}' in text
-    assert 'outcome="reused"' in text
+    before = scraped(metrics)
+    told = answer(pair.receiver, tokens, droidspeak={"block": "2:4"}).provenance
+    assert told["outcome"] == "reused"
+    assert told["fetched_bytes"] > 0
+
+    def rose(name: str, *labels: str) -> float:
+        return scraped(metrics).get((name, *labels), 0.0) - before.get((name, *labels), 0.0)
+
+    assert rose("droidspeak:requests_total", "reused") == 1
+    assert rose("droidspeak:reused_tokens_total") == told["reused_tokens"] == whole_pages(160)
+    assert rose("droidspeak:fetched_bytes_total") == told["fetched_bytes"]
+    assert rose("droidspeak:queued_seconds_count") == 1
+    # As it was told, in milliseconds with three decimals.
+    assert 1e3 * rose("droidspeak:queued_seconds_sum") == pytest.approx(told["queued_ms"], abs=1e-3)
+    assert scraped(metrics)["cachetree:peer_ready", pair.sender_address] == 1
 
 
 def test_sender_stalls(pair: Pair) -> None:
@@ -376,11 +418,14 @@ def test_sender_stalls(pair: Pair) -> None:
     )
     scheduler = os.getpgid(pair.sender.pid)
     outcomes = set()
-    for delay_s in (0.1, 0.35, 0.5, 0.7):
-        pair.receiver.flush()
+    num_bytes = 2 * whole_pages(700) * BYTES_PER_TOKEN // 6
+    """KV of one layer, and E, which is as large."""
+    for share in (0.0, 0.3, 0.6, 0.9):
+        eventually(lambda: is_offered(pair, tokens))
+        sending = Sending(pair)
         with ThreadPoolExecutor(1) as pool:
             reply = pool.submit(answer, pair.receiver, tokens, droidspeak={"block": "1:6"})
-            time.sleep(delay_s)
+            sending.wait_for(num_bytes=1 + int(share * num_bytes))
             os.killpg(scheduler, signal.SIGSTOP)
             try:
                 result = reply.result(timeout=DEADLINE_S + 10)
@@ -417,14 +462,14 @@ def test_sender_killed_in_mid_stream(pair: Pair) -> None:
     alone = pair.alone(tokens)
     pair.send(tokens)
     eventually(lambda: is_offered(pair, tokens))
-    started_s = time.monotonic()
+    sending = Sending(pair)
     with ThreadPoolExecutor(1) as pool:
         reply = pool.submit(answer, pair.receiver, tokens, droidspeak={"block": "2:4"})
-        time.sleep(0.5)
+        sending.wait_for(num_bytes=1)
         pair.sender.kill()
         result = reply.result(timeout=30)
     assert result.provenance["outcome"].startswith("fallback")
-    assert time.monotonic() - started_s < DEADLINE_S + 5
+    assert result.provenance["queued_ms"] <= 1000 * (DEADLINE_S + alone.meta["e2e_latency"])
     assert same(result, alone)
     again = answer(pair.receiver, prompt(200, seed=9))
     assert again.provenance["outcome"] == "no_match"
