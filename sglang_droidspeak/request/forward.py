@@ -170,11 +170,11 @@ class ForwardPass:
     def _run(self, batch: ScheduleBatch, prefixes: Sequence[Prefix]) -> None:
         if not prefixes:
             return
-        # The block's last layer costs only its K and V projections.
-        num_layers = {len(it.block) - 1 for it in prefixes}
-        is_one_pass = len(num_layers) == 1
+        lengths = {len(it.block) for it in prefixes}
+        tokens = [it.tokens for it in prefixes] if len(lengths) == 1 else []
         started_s = time.monotonic()
-        with self._meter.block([it.tokens for it in prefixes] if is_one_pass else (), *num_layers):
+        # The block's last layer costs only its K and V projections.
+        with self._meter.block(tokens, max(lengths) - 1):
             self._prefill.run(batch, prefixes)
         self._metrics.recompute_s.observe(time.monotonic() - started_s)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -10,6 +12,9 @@ from cachetree.ids import Span
 from cachetree.planning.margin import MOST, Margin
 from cachetree.planning.prefill_cost import PrefillCost
 from sglang_droidspeak.cost import Fit, Meter
+from sglang_droidspeak.metrics import Metrics
+from sglang_droidspeak.request.forward import ForwardPass
+from sglang_droidspeak.request.partial_prefill import Prefix
 
 SHAPE = PrefillCost.of_sizes(4096, 1e-4)
 LENGTHS = (16, 64, 200, 800, 3000, 8000)
@@ -139,6 +144,32 @@ def test_a_meter_knows_what_it_has_seen() -> None:
         now_s[0] += 0.5
     assert meter.recompute.seconds(0, 96) == pytest.approx(0.25, rel=0.01)
     assert meter.full_prefill_s(96) == pytest.approx(0.5, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "is_measured"),
+    [
+        ([Span(2, 5)], True),
+        ([Span(2, 5), Span(2, 5)], True),
+        ([Span(2, 5), Span(7, 8)], False),
+        ([Span(7, 8)], False),
+    ],
+)
+def test_a_recompute_is_measured_where_all_of_it_is_of_one_block(
+    blocks: list[Span], is_measured: bool
+) -> None:
+    """Refreshed layers beside it would count as the block's."""
+    ran = []
+    meter = Meter("cpu", 4, 96, SHAPE)
+    forwards: Any = SimpleNamespace(
+        _meter=meter,
+        _prefill=SimpleNamespace(run=lambda *args: ran.append(args)),
+        _metrics=Metrics(enabled=False),
+    )
+    prefixes = [Prefix(row=0, tokens=Span(0, 32), block=block, e=None) for block in blocks]
+    ForwardPass._run(forwards, "batch", prefixes)  # type: ignore[arg-type]
+    assert ran == [("batch", prefixes)]
+    assert (meter.recompute is not None) == is_measured
 
 
 def test_copies_into_slots_are_measured_where_they_take_a_cores_time() -> None:
