@@ -209,8 +209,9 @@ class Cache:
         link = source.link if source else None
         if link is None:
             return None
-        under_way = [it for it in self._under_way[location] if it.error is None]
-        return replace(link, backlog=[it.num_bytes - it.num_landed_bytes for it in under_way])
+        alive = [it for it in self._under_way[location] if it.error is None]
+        rests = [it.num_bytes - it.num_landed_bytes for it in alive]
+        return replace(link, backlog=[rest for rest in rests if rest])
 
     def wait_ready(self, timeout_s: float) -> bool:
         """Block until every peer is ready; False when the time is over or one is refused."""

@@ -9,12 +9,14 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
+from cachetree.memory.budget import BudgetedStaging
 from transport_parts import (
     E_LAYER,
     FAMILY,
@@ -247,6 +249,37 @@ def test_release_cancels_a_fetch_under_way() -> None:
             staging.release()
             eventually(lambda: num_streams() == 0)
             assert isinstance(staging.error, Cancelled)
+
+
+def test_a_link_is_told_from_what_was_given_up_with_what_is_under_way() -> None:
+    with cache_of(worker=WorkerConfig(max_bytes_per_s=1e5)) as sender:
+        fill(sender, PAGES)
+        assert sender.address
+        with cache_of(peers=(sender.address,), serves=False) as receiver:
+            assert receiver.wait_ready(5)
+            plan = plan_at(sender.address)
+
+            def fetch() -> BudgetedStaging:
+                staging = receiver.fetch(plan, PAGES, Deadline.after(30))
+                assert staging is not None
+                return staging
+
+            def backlog() -> Sequence[int]:
+                link = receiver.link(plan.location)
+                return () if link is None else link.backlog
+
+            with fetch():
+                assert receiver.link(plan.location) is None
+                time.sleep(0.02)
+            eventually(lambda: receiver.link(plan.location))
+            first, second = fetch(), fetch()
+            assert len(backlog()) == 2
+            assert all(0 < it <= FETCH_BYTES for it in backlog())
+            first.release()
+            assert len(backlog()) == 1
+            for step in second.steps:
+                second.land(step, second.view(step).nbytes)
+            assert not backlog(), "all of it has come"
 
 
 def test_a_closed_cache_leaves_no_thread_and_fails_fetches() -> None:
