@@ -16,7 +16,6 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from cachetree.memory.budget import BudgetedStaging
 from transport_parts import (
     E_LAYER,
     FAMILY,
@@ -51,6 +50,7 @@ from cachetree import (
     WorkerConfig,
 )
 from cachetree.cli import main
+from cachetree.memory import BudgetedStaging
 from cachetree.memory.staging_pool import StagingPool
 
 PAGES = pages_of(64)
