@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -299,7 +300,8 @@ class DiskStore:
             if not self._is_failing:
                 log.warning("%s cannot be written, so nothing is kept: %s", self.config.path, exc)
             self._is_failing = True
-            path.unlink(missing_ok=True)  # Whole, but not known to be on the device.
+            with contextlib.suppress(OSError):
+                path.unlink()  # Whole, but not known to be on the device.
             return None
         finally:
             with self._lock:
