@@ -41,7 +41,7 @@ test-all: $(INSTALLED)
 
 mutants: $(INSTALLED)
 	$(BIN)/python -m pip install -e '.[mutants]'
-	$(BIN)/mutmut run --max-children 2
+	OMP_NUM_THREADS=1 $(BIN)/mutmut run --max-children 2
 	$(BIN)/mutmut results
 
 check: $(INSTALLED)

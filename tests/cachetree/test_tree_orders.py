@@ -93,3 +93,12 @@ def test_who_asks_for_what_is_kept_hears_of_it_until_it_leaves() -> None:
     leave()
     store(tree, A, "c")
     assert heard == [second]
+
+
+def test_pages_around_those_that_have_e_gain_it() -> None:
+    tree = make_tree()
+    store(tree, A, "a")
+    store(tree, A, "ab", start=1, e_layers=[1])
+    store(tree, A, "abc", start=2)
+    store(tree, A, "abc", e_layers=[1])
+    assert tree.match(path("abc"))[0].e_pages == {1: 3}
