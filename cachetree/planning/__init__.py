@@ -5,7 +5,6 @@ from cachetree.planning.link import Link
 from cachetree.planning.margin import Margin
 from cachetree.planning.plan import Match, Plan, Strategy
 from cachetree.planning.policy import (
-    Costs,
     Demand,
     Gate,
     Mode,
@@ -14,12 +13,15 @@ from cachetree.planning.policy import (
     Reason,
     Requested,
     choose,
-    full_prefill_s,
     index_profiles,
+    saving_s,
+)
+from cachetree.planning.prediction import (
+    Costs,
+    full_prefill_s,
     layers_of_work,
     predict_ttft_s,
     recompute_s,
-    saving_s,
 )
 from cachetree.planning.prefill_cost import SECONDS_PER_TOKEN, PrefillCost
 from cachetree.planning.profile import (

@@ -26,10 +26,17 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Final
 
-from cachetree.ids import EMPTY_SPAN, LOCAL, Location, ModelId, Span, is_pool, nearness
-from cachetree.planning.link import FREE, Link
+from cachetree.ids import EMPTY_SPAN, LOCAL, ModelId, Span, is_pool, nearness
+from cachetree.planning.link import FREE
 from cachetree.planning.plan import Match, Plan
-from cachetree.planning.prefill_cost import PrefillCost
+from cachetree.planning.prediction import (
+    Costs,
+    Times,
+    full_prefill_s,
+    layers_of_work,
+    recompute_s,
+    times_of,
+)
 from cachetree.planning.profile import PROJECTION, BlockQuality, PairProfile
 
 NEARLY: Final = 1.05
@@ -116,21 +123,6 @@ class Demand:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Costs:
-    """Sizes, and the speeds measured so far; what is not measured is taken to cost nothing."""
-
-    kv_page_bytes: int
-    e_page_bytes: int
-    prefill: PrefillCost | None = None
-    """Of all layers."""
-    recompute: PrefillCost | None = None
-    """Of one layer of a block."""
-    links: Mapping[Location, Link] = field(default_factory=dict)
-    overhead_s: float = 0.0
-    """Fixed cost of any reuse: one round trip, and until the scheduler sees what came."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class NoReuse:
     reason: Reason
     detail: str = ""
@@ -154,57 +146,16 @@ def index_profiles(profiles: Iterable[PairProfile]) -> Profiles:
     return {(it.sender.model_id, it.receiver.model_id): it for it in profiles}
 
 
-def predict_ttft_s(plan: Plan, *, page_size: int, costs: Costs) -> float | None:
-    """Seconds until the KV of `plan.pages` is there; None while the device's speed is unknown.
-
-    E comes first, then the transfer of KV overlaps the block. A block costs one full layer less
-    than it has: its last one needs only K and V. Refreshed layers need only those, too. What has
-    come is copied to the device, KV beside the block. The own forward over new tokens is not
-    included.
-    """
-    times = _times(plan, page_size, costs)
-    return None if times is None else times.ttft_s
-
-
-@dataclass(frozen=True, slots=True)
-class _Times:
-    wait_s: float
-    """Until the block may begin: the device has nothing to do for the request."""
-    ttft_s: float
-
-
-def _times(plan: Plan, page_size: int, costs: Costs) -> _Times | None:
-    compute_s = recompute_s(plan, page_size, costs)
-    if compute_s is None or costs.recompute is None:
-        return None
-    compute_s *= costs.recompute.margin
-    e_bytes = len(plan.pages) * len(plan.transition_layers) * costs.e_page_bytes
-    kv_bytes = len(plan.pages) * len(plan.loaded_layers) * costs.kv_page_bytes
-    link = costs.links.get(plan.location, FREE)
-    has_e_s, has_all_s = link.seconds(e_bytes), link.seconds(e_bytes + kv_bytes)
-    wait_s = costs.overhead_s + max(has_e_s, has_all_s - compute_s)
-    rest_s = max(link.copy_s(e_bytes) + compute_s, link.copy_s(kv_bytes))
-    return _Times(wait_s, wait_s + rest_s)
-
-
-def full_prefill_s(tokens: Span, costs: Costs) -> float | None:
-    """Seconds that the receiver alone takes; None while the device's speed is unknown."""
-    cost = costs.prefill
-    if cost is None or not cost.knows(len(tokens)):
-        return None
-    return cost.seconds(tokens.start, tokens.stop)
-
-
 def saving_s(plan: Plan, demand: Demand, costs: Costs) -> float | None:
     """Seconds that the plan is predicted to save; None while the device's speed is unknown.
 
     Without it the request reads what the device has more of, exact or approximate.
     """
-    times = _times(plan, demand.page_size, costs)
+    times = times_of(plan, demand.page_size, costs)
     return None if times is None else _saving_s(plan, demand, costs, times)
 
 
-def _saving_s(plan: Plan, demand: Demand, costs: Costs, times: _Times) -> float | None:
+def _saving_s(plan: Plan, demand: Demand, costs: Costs, times: Times) -> float | None:
     """The forward over the rest of the prompt has its price with the plan, too."""
     start, stop = _num_held(demand) * demand.page_size, plan.pages.stop * demand.page_size
     full_s = full_prefill_s(Span(start, _num_tokens(demand)), costs)
@@ -406,7 +357,7 @@ def _candidate(
     if stop - start < demand.min_pages:
         return None
     plan = replace(plan, pages=Span(start, stop))
-    times = _times(plan, demand.page_size, costs)
+    times = times_of(plan, demand.page_size, costs)
     rest_s = full_prefill_s(Span(stop * demand.page_size, _num_tokens(demand)), costs)
     saving = None if times is None else _saving_s(plan, demand, costs, times)
     if times is None or saving is None or rest_s is None:
@@ -494,19 +445,6 @@ def _most_recomputed_pages(demand: Demand, plan: Plan, costs: Costs) -> int:
         span = range(1, len(plan.pages) + 1)
         most.append(bisect_right(span, demand.max_recompute_s, key=seconds))
     return min(most)
-
-
-def recompute_s(plan: Plan, page_size: int, costs: Costs) -> float | None:
-    """Predicted time of what a plan recomputes; None while the device's speed is unknown."""
-    work, cost = layers_of_work(plan), costs.recompute
-    if cost is None:
-        return None
-    return work * cost.seconds(plan.pages.start * page_size, plan.pages.stop * page_size)
-
-
-def layers_of_work(plan: Plan) -> float:
-    """A block's last layer needs K and V alone, and so does a refreshed one."""
-    return max(0, len(plan.block) - 1) + PROJECTION * len(plan.refreshed)
 
 
 def _saved_page_layers(plan: Plan) -> float:

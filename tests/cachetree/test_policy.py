@@ -21,7 +21,6 @@ from cachetree.ids import EMPTY_SPAN, LOCAL, Location, Span
 from cachetree.planning.link import Link
 from cachetree.planning.plan import Match, Plan, Strategy
 from cachetree.planning.policy import (
-    Costs,
     Demand,
     Gate,
     Mode,
@@ -30,11 +29,14 @@ from cachetree.planning.policy import (
     Reason,
     Requested,
     choose,
-    full_prefill_s,
     index_profiles,
+    saving_s,
+)
+from cachetree.planning.prediction import (
+    Costs,
+    full_prefill_s,
     predict_ttft_s,
     recompute_s,
-    saving_s,
 )
 from cachetree.planning.prefill_cost import PrefillCost
 from cachetree.planning.profile import PROFILE_VERSION as VERSION

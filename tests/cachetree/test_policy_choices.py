@@ -35,8 +35,8 @@ from cachetree.planning.policy import (
     Reason,
     Requested,
     index_profiles,
-    predict_ttft_s,
 )
+from cachetree.planning.prediction import predict_ttft_s
 from cachetree.planning.profile import BlockQuality, PairProfile
 
 BUSY = replace(DEMAND, num_waiting=1)

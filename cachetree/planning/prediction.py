@@ -1,0 +1,82 @@
+"""What a plan is predicted to take, from sizes and from what was measured of late. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from cachetree.ids import Location, Span
+from cachetree.planning.link import FREE, Link
+from cachetree.planning.plan import Plan
+from cachetree.planning.prefill_cost import PrefillCost
+from cachetree.planning.profile import PROJECTION
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """Sizes, and the speeds measured so far; what is not measured is taken to cost nothing."""
+
+    kv_page_bytes: int
+    e_page_bytes: int
+    prefill: PrefillCost | None = None
+    """Of all layers."""
+    recompute: PrefillCost | None = None
+    """Of one layer of a block."""
+    links: Mapping[Location, Link] = field(default_factory=dict)
+    overhead_s: float = 0.0
+    """Fixed cost of any reuse: one round trip, and until the scheduler sees what came."""
+
+
+def predict_ttft_s(plan: Plan, *, page_size: int, costs: Costs) -> float | None:
+    """Seconds until the KV of `plan.pages` is there; None while the device's speed is unknown.
+
+    E comes first, then the transfer of KV overlaps the block. A block costs one full layer less
+    than it has: its last one needs only K and V. Refreshed layers need only those, too. What has
+    come is copied to the device, KV beside the block. The own forward over new tokens is not
+    included.
+    """
+    times = times_of(plan, page_size, costs)
+    return None if times is None else times.ttft_s
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    wait_s: float
+    """Until the block may begin: the device has nothing to do for the request."""
+    ttft_s: float
+
+
+def times_of(plan: Plan, page_size: int, costs: Costs) -> Times | None:
+    """As `predict_ttft_s`, and how much of it is a wait for the link."""
+    compute_s = recompute_s(plan, page_size, costs)
+    if compute_s is None or costs.recompute is None:
+        return None
+    compute_s *= costs.recompute.margin
+    e_bytes = len(plan.pages) * len(plan.transition_layers) * costs.e_page_bytes
+    kv_bytes = len(plan.pages) * len(plan.loaded_layers) * costs.kv_page_bytes
+    link = costs.links.get(plan.location, FREE)
+    has_e_s, has_all_s = link.seconds(e_bytes), link.seconds(e_bytes + kv_bytes)
+    wait_s = costs.overhead_s + max(has_e_s, has_all_s - compute_s)
+    rest_s = max(link.copy_s(e_bytes) + compute_s, link.copy_s(kv_bytes))
+    return Times(wait_s, wait_s + rest_s)
+
+
+def full_prefill_s(tokens: Span, costs: Costs) -> float | None:
+    """Seconds that the receiver alone takes; None while the device's speed is unknown."""
+    cost = costs.prefill
+    if cost is None or not cost.knows(len(tokens)):
+        return None
+    return cost.seconds(tokens.start, tokens.stop)
+
+
+def recompute_s(plan: Plan, page_size: int, costs: Costs) -> float | None:
+    """Predicted time of what a plan recomputes; None while the device's speed is unknown."""
+    work, cost = layers_of_work(plan), costs.recompute
+    if cost is None:
+        return None
+    return work * cost.seconds(plan.pages.start * page_size, plan.pages.stop * page_size)
+
+
+def layers_of_work(plan: Plan) -> float:
+    """A block's last layer needs K and V alone, and so does a refreshed one."""
+    return max(0, len(plan.block) - 1) + PROJECTION * len(plan.refreshed)
