@@ -4,7 +4,7 @@ Run as a script:
 
     disk_parts.py write PATH NUM_BYTES SEED   write random entries for ever, name each that is in
     disk_parts.py die PATH                    be killed before and after every step of a write
-    disk_parts.py starve PATH                 be killed at every byte of a write
+    disk_parts.py starve PATH                 be killed at every second byte of a write
     disk_parts.py full PATH                   fill a file system of 128 KiB of its own
 """
 
@@ -291,7 +291,7 @@ def _starve(path: Path) -> None:
             print(num_killed)
             return
         num_killed += 1
-        limit += 1
+        limit += 2
 
 
 def _fill(path: Path) -> None:
