@@ -17,7 +17,7 @@ from cachetree.memory import Pool, checksum, checksum_of_parts
 from cachetree.transport import verbs, wire
 from cachetree.transport.channel import Channel
 from cachetree.transport.frames import Frame
-from cachetree.transport.pace import Pace
+from cachetree.transport.pace import Cap, Pace
 from cachetree.transport.send_queue import SendQueue
 from cachetree.transport.wire import MAX_PLACES, Located
 from cachetree.tree import Lease
@@ -240,7 +240,7 @@ class SendScheduler:
         self._channels = channels
         self._reply = reply
         self._counts = counts
-        self._pace = Pace(max_bytes_per_s or math.inf, clock)
+        self._pace = Cap(max_bytes_per_s, clock) if max_bytes_per_s else Pace()
         self._turns: deque[_Turn] = deque()
         self._draining: list[_Turn] = []
         self.is_refused = False

@@ -19,7 +19,7 @@ from cachetree.ids import Kind, ModelId, Step
 from cachetree.planning.link import Link
 from cachetree.transport import PeerConfig, WorkerConfig, advertise, verbs, wire
 from cachetree.transport.address import parse_listen, parse_remote
-from cachetree.transport.pace import Bandwidth, Pace
+from cachetree.transport.pace import Bandwidth, Cap
 from cachetree.tree import Change
 
 FETCH = wire.Fetch(
@@ -231,7 +231,7 @@ class FakeTime:
 
 def test_a_cap_holds_and_unused_time_is_not_saved() -> None:
     clock = FakeTime()
-    cap = Pace(20e6, clock)
+    cap = Cap(20e6, clock)
     assert cap.limit(1 << 20) == 200_000  # 10 ms
     sent = 0
     while clock.now_s < 101.0:
@@ -252,7 +252,7 @@ def test_a_cap_holds_and_unused_time_is_not_saved() -> None:
 
 def test_a_busy_link_catches_up_a_little() -> None:
     clock = FakeTime()
-    cap = Pace(20e6, clock)
+    cap = Cap(20e6, clock)
     cap.spend(200_000)
     clock.now_s += 1.0  # The thread was not scheduled.
     burst = 0
