@@ -1,10 +1,13 @@
 """The SGLang side: capture E, match across models, load, recompute one block, decode.
 
-    plugin → site → linker ┬→ waiting → job → loader, forward (partial prefill)
-                           └→ capture → offloader
+    engine     what SGLang is to us: the only room that names it
+    start      settings, what is refused, what this server is
+    adapters   LoRA: which models one server answers as, and their factors
+    store      E and provenance by KV slot, what the pool has, the way out into the cache
+    request    what one request goes through: begin there
 
-`plugin` is what SGLang's entry point calls. Everything SGLang-specific is imported through
-`engine`, so that an unsupported version is refused in one place.
+Each room knows only those above it. `plugin` is what SGLang's entry point calls, and `linker` what
+its radix cache drives; they put the rest together.
 """
 
 __version__ = "0.1.0"

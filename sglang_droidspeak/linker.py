@@ -20,7 +20,7 @@ from cachetree import Cache, ConfigError, MakeTier
 from cachetree.checkpoint import Family
 from cachetree.memory import pageable
 from sglang_droidspeak import engine
-from sglang_droidspeak.adapters.activated import Activated
+from sglang_droidspeak.adapters.activated import ActivatedAdapters
 from sglang_droidspeak.adapters.models import Models
 from sglang_droidspeak.cost import Meter
 from sglang_droidspeak.engine import HookType, release
@@ -38,9 +38,9 @@ from sglang_droidspeak.metrics import CacheMetrics, Metrics
 from sglang_droidspeak.ranks import Ranks
 from sglang_droidspeak.request import meta_info
 from sglang_droidspeak.request.forward import ForwardPass, largest_forward
+from sglang_droidspeak.request.in_flight import InFlightPrefills
 from sglang_droidspeak.request.job import Job
 from sglang_droidspeak.request.labels import Labels
-from sglang_droidspeak.request.leaders import Leaders
 from sglang_droidspeak.request.loader import Copies, Loader
 from sglang_droidspeak.request.low_rank import LowRank
 from sglang_droidspeak.request.planner import Planner
@@ -51,7 +51,7 @@ from sglang_droidspeak.request.waiting import WaitingRequests
 from sglang_droidspeak.start import peers
 from sglang_droidspeak.start.config import cache_config
 from sglang_droidspeak.start.site import folder_of
-from sglang_droidspeak.store.capture import Provenance, attachment_of
+from sglang_droidspeak.store.capture import attachment_of
 from sglang_droidspeak.store.insertions import Insertions
 from sglang_droidspeak.store.offloader import Offloader
 from sglang_droidspeak.store.pool import PoolIndex
@@ -93,7 +93,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         self.pools = {PoolName.KV: pool}
         self.forward_stream = forward_stream
         self._on_cuda = runner.device == "cuda"
-        self._provenance = Provenance(num_slots, runner.device)
+        self._provenance = attachment.provenance
         self._meter = Meter(
             runner.device, pool.layer_num, largest_forward(runner), site.prefill_prior
         )
@@ -128,7 +128,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         )
         identity = site.identity
         self._models = Models(identity.model_id, identity.num_layers, site.identify)
-        self._activated = Activated(self._models)
+        self._activated = ActivatedAdapters(self._models)
         self._pool_index = PoolIndex(
             self._cache.tree, attachment.e_pool, self._provenance, params.page_size, num_slots
         )
@@ -139,18 +139,11 @@ class DroidSpeakLinker(UnifiedCacheLinker):
             self._meter,
             self._labels,
             planner,
-            Leaders(self._cache.tree, planner, self._models, params.page_size),
+            InFlightPrefills(self._cache.tree, planner, self._models, params.page_size),
             self._ranks,
         )
         self._forward = ForwardPass(
-            attachment,
-            self._loader,
-            low_rank,
-            self._provenance,
-            self._meter,
-            self._metrics,
-            self._labels,
-            self._ranks,
+            attachment, self._loader, low_rank, self._meter, self._labels, self._ranks
         )
         self._queued: dict[str, Job] = {}
         self._insertions = Insertions(
@@ -174,7 +167,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         engine.place_hooks(
             {
                 **queue.hooks,
-                release.FORWARD: (self._forward.around, HookType.AROUND),
+                release.FORWARD: (self._forward.run_batch, HookType.AROUND),
                 release.CHECKPOINT: (self._insertions.checkpoint, HookType.AROUND),
                 release.REPORT: (self._replies.stream, HookType.AROUND),
                 release.SLEEP_ON_IDLE: (self._replies.sleep, HookType.AROUND),

@@ -350,3 +350,29 @@ def test_what_is_allowed_passes(module: str, source: str) -> None:
 )
 def test_a_forbidden_call_is_seen(source: str) -> None:
     assert len(call_offences(PurePosixPath("profiles/sweep.py"), source)) == 1
+
+
+def many_parameters(source: str) -> Iterator[str]:
+    """Functions that take more than six."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef):
+            args = node.args
+            names = [it.arg for it in (*args.posonlyargs, *args.args, *args.kwonlyargs)]
+            if len([it for it in names if it not in ("self", "cls")]) > 6:
+                yield node.name
+
+
+def test_no_function_of_the_extensions_rooms_takes_more_than_six() -> None:
+    offences = [
+        f"{module}: {name}"
+        for module in _modules()
+        if module.parts[0] == "sglang_droidspeak" and module.parts[1] in (*ROOMS, "linker.py")
+        for name in many_parameters((ROOT / module).read_text())
+    ]
+    assert offences == []
+
+
+def test_a_function_that_takes_seven_is_seen() -> None:
+    source = "class A:\n    def {}(self, a, b, c, d, *, e, f{}): ..."
+    assert list(many_parameters(source.format("six", ""))) == []
+    assert list(many_parameters(source.format("seven", ", g"))) == ["seven"]

@@ -1,1 +1,1 @@
-"""LoRA: the models of one server, factors, low-rank refresh, activated LoRA."""
+"""LoRA: the models of one server, their factors, and adapters that act from some token on."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from sglang_droidspeak.engine.names import ForwardBatch, Req, Scheduler
 
 
-class Activated:
+class ActivatedAdapters:
     """Its hooks are placed when the first such adapter is loaded. Scheduler thread only."""
 
     def __init__(self, models: Models) -> None:

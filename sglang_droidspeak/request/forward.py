@@ -22,13 +22,12 @@ if TYPE_CHECKING:
 
     from sglang_droidspeak.cost import Meter
     from sglang_droidspeak.engine.names import ModelRunner, Req, ScheduleBatch
-    from sglang_droidspeak.metrics import Metrics
     from sglang_droidspeak.ranks import Ranks
     from sglang_droidspeak.request.job import Job
     from sglang_droidspeak.request.labels import Labels
     from sglang_droidspeak.request.loader import Loader
     from sglang_droidspeak.request.low_rank import LowRank
-    from sglang_droidspeak.store.capture import Attachment, Provenance
+    from sglang_droidspeak.store.capture import Attachment
 
 log = logging.getLogger(__name__)
 
@@ -37,16 +36,14 @@ NO_CONSUMER = -1
 
 
 class ForwardPass:
-    """Scheduler thread only. `around` hooks TpModelWorker.forward_batch_generation."""
+    """Scheduler thread only. `run_batch` hooks TpModelWorker.forward_batch_generation."""
 
     def __init__(
         self,
         attachment: Attachment,
         loader: Loader,
         low_rank: LowRank,
-        provenance: Provenance,
         meter: Meter,
-        metrics: Metrics,
         labels: Labels,
         ranks: Ranks,
     ) -> None:
@@ -56,9 +53,8 @@ class ForwardPass:
         self._forward_wait_s = site.settings.forward_wait_s
         self._loader = loader
         self._low_rank = low_rank
-        self._provenance = provenance
+        self._provenance = attachment.provenance
         self._meter = meter
-        self._metrics = metrics
         self._labels = labels
         self._ranks = ranks
         self._prefill = PartialPrefill(
@@ -77,7 +73,7 @@ class ForwardPass:
             job.source.release()
         return not any(job.is_lost or (job.is_broken and not job.abandoned) for job in jobs)
 
-    def around(
+    def run_batch(
         self, original: Any, worker: Any, batch: ScheduleBatch | None, *args: Any, **kw: Any
     ) -> Any:
         """Bring the batch's loaded prefixes into place, then run SGLang's own forward."""
@@ -176,7 +172,7 @@ class ForwardPass:
         # The block's last layer costs only its K and V projections.
         with self._meter.block(tokens, max(lengths) - 1):
             self._prefill.run(batch, prefixes)
-        self._metrics.recompute_s.observe(time.monotonic() - started_s)
+        self._labels.metrics.recompute_s.observe(time.monotonic() - started_s)
 
     def _settle(self, batch: ScheduleBatch, it: _Place, error: FetchError | None) -> str:
         """Have every layer of the job in place; returns why it took a full prefill, if it did."""
@@ -205,7 +201,7 @@ class ForwardPass:
 
     def _report(self, settled: _Settled, forward_s: float) -> None:
         for it, cause in settled.causes:
-            self._metrics.count_load(it.job, cause)
+            self._labels.metrics.count_load(it.job, cause)
             self._meter.loaded(it.job.copied_bytes, it.job.copied_s)
             told = provenance_of(it.job, settled.recompute, forward_s, cause)
             self._labels.note(it.req, told)

@@ -36,7 +36,7 @@ class Labels:
     """
 
     def __init__(self, metrics: Metrics) -> None:
-        self._metrics: Final = metrics
+        self.metrics: Final = metrics
         self._warmed: Final[OrderedDict[Hashable, RequestProvenance]] = OrderedDict()
         """By prompt: what SGLang's own request has read before the samples of `n` above 1."""
 
@@ -88,7 +88,7 @@ class Labels:
         if label.mark is not None and not label.mark:
             label.mark = None
         told = msgspec.structs.replace(told, exact=label.mark is None)
-        self._metrics.count_outcome(told.outcome)
+        self.metrics.count_outcome(told.outcome)
         _write(req.rid, told)
         req.customized_info = {**(req.customized_info or {}), KEY: [msgspec.to_builtins(told)]}
 

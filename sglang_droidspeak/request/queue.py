@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from sglang_droidspeak.engine import Hooks, HookType, release
 
 if TYPE_CHECKING:
-    from sglang_droidspeak.adapters.activated import Activated
+    from sglang_droidspeak.adapters.activated import ActivatedAdapters
     from sglang_droidspeak.adapters.models import Models
     from sglang_droidspeak.engine.names import PrefillAdder, Req, ScheduleBatch, Scheduler
     from sglang_droidspeak.ranks import Ranks
@@ -28,7 +28,7 @@ class Queue:
         waiting: WaitingRequests,
         replies: Replies,
         models: Models,
-        activated: Activated,
+        activated: ActivatedAdapters,
         ranks: Ranks,
         page_size: int,
     ) -> None:

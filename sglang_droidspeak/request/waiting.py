@@ -48,8 +48,8 @@ if TYPE_CHECKING:
     from sglang_droidspeak.cost import Meter
     from sglang_droidspeak.engine.names import Req, UnifiedRadixCache
     from sglang_droidspeak.ranks import Ranks
+    from sglang_droidspeak.request.in_flight import AwaitedPrefill, InFlightPrefills
     from sglang_droidspeak.request.labels import Labels
-    from sglang_droidspeak.request.leaders import Following, Leaders
     from sglang_droidspeak.request.planner import Planner
     from sglang_droidspeak.request.source import Arrival, Source, Sources
 
@@ -86,7 +86,7 @@ class Progress(IntEnum):
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Reuse:
+class WaitingRequest:
     """What was decided for one waiting request. Without a plan it does a full prefill."""
 
     req: Req
@@ -100,7 +100,7 @@ class Reuse:
     """The same as SGLang names them."""
     plan: Plan | None = None
     source: Source | None = None
-    following: Following | None = None
+    following: AwaitedPrefill | None = None
     """It waits to be planned until that request has left its pages in the pool."""
     is_optional: bool = True
     """Chosen by the server, which may think again; not asked for by name."""
@@ -145,7 +145,7 @@ class WaitingRequests:
         meter: Meter,
         labels: Labels,
         planner: Planner,
-        leaders: Leaders,
+        leaders: InFlightPrefills,
         ranks: Ranks,
     ) -> None:
         self._sources = sources
@@ -156,7 +156,7 @@ class WaitingRequests:
         self._ranks = ranks
         self._meter = meter
         self._labels = labels
-        self._reuses: dict[str, Reuse] = {}
+        self._reuses: dict[str, WaitingRequest] = {}
         self._refusal = ""
         self._asks = site.settings.hicache_backend is not None and ranks.is_first
 
@@ -265,9 +265,9 @@ class WaitingRequests:
         self.clear()
         self._refusal = "weights_updated"
 
-    def _begin(self, req: Req, tree: UnifiedRadixCache) -> Reuse:
+    def _begin(self, req: Req, tree: UnifiedRadixCache) -> WaitingRequest:
         """Ask the tiers that do not advertise, where they could have enough to matter."""
-        reuse = self._reuses[req.rid] = Reuse(req=req, first_seen_s=time.monotonic())
+        reuse = self._reuses[req.rid] = WaitingRequest(req=req, first_seen_s=time.monotonic())
         if not self._asks or self._refusal or prefixes.refusal(req):
             return reuse
         # What goes wrong here goes wrong again in planning, which reports it.
@@ -283,7 +283,9 @@ class WaitingRequests:
                     reuse.patience_s = UNMEASURED_S if most_s is None else most_s
         return reuse
 
-    def _decide_all(self, new: Sequence[Reuse], tree: UnifiedRadixCache, num_waiting: int) -> None:
+    def _decide_all(
+        self, new: Sequence[WaitingRequest], tree: UnifiedRadixCache, num_waiting: int
+    ) -> None:
         """Plan what can be planned now, on the first rank; the others do as it did."""
         if self._ranks.is_first:
             for reuse in new:
@@ -334,14 +336,14 @@ class WaitingRequests:
             log.exception("request %s: this rank cannot do as planned", decision.rid)
             reuse.failure = type(exc).__name__
 
-    def _may_plan(self, reuse: Reuse) -> bool:
+    def _may_plan(self, reuse: WaitingRequest) -> bool:
         if reuse.waited_s > reuse.patience_s:
             return True
         if reuse.following is not None:
             return self._leaders.is_over(reuse.following)
         return all(search.is_over for search in reuse.searches)
 
-    def _decide(self, reuse: Reuse, tree: UnifiedRadixCache, num_waiting: int) -> None:
+    def _decide(self, reuse: WaitingRequest, tree: UnifiedRadixCache, num_waiting: int) -> None:
         reuse.is_planned, reuse.searches = True, ()
         req = reuse.req
         try:
@@ -361,7 +363,9 @@ class WaitingRequests:
             told = RequestProvenance(outcome=declined.outcome, detail=declined.detail or None)
             self._labels.note(req, told)
 
-    def _plan(self, reuse: Reuse, tree: UnifiedRadixCache, num_waiting: int) -> Declined | None:
+    def _plan(
+        self, reuse: WaitingRequest, tree: UnifiedRadixCache, num_waiting: int
+    ) -> Declined | None:
         """Fill in the plan and begin to stage it, or say why there is none."""
         req = reuse.req
         planned = self._planner.plan(req, reuse.pages, tree, num_waiting)
@@ -382,14 +386,14 @@ class WaitingRequests:
         self._take_up(reuse, planned)
         return None
 
-    def _take_what_is_there(self, reuse: Reuse, tree: UnifiedRadixCache) -> None:
+    def _take_what_is_there(self, reuse: WaitingRequest, tree: UnifiedRadixCache) -> None:
         """Have a request without a load read the namespace of which the device has more."""
         is_better = False
         if self._pool.has_approximate and not must_stay_exact(reuse.req):
             is_better = self._pool.held(reuse.req, len(reuse.pages), tree).is_approximate_longer
         prefixes.move(reuse.req, approximate=is_better)
 
-    def _take_up(self, reuse: Reuse, planned: Planned) -> None:
+    def _take_up(self, reuse: WaitingRequest, planned: Planned) -> None:
         """Begin to bring together what the plan needs."""
         reuse.plan, reuse.is_optional = planned.plan, planned.is_optional
         reuse.is_experiment, reuse.demand = planned.is_experiment, planned.demand
@@ -404,11 +408,11 @@ class WaitingRequests:
         reuse.match_s = time.monotonic() - reuse.first_seen_s
         self._stage(reuse)
 
-    def _stage(self, reuse: Reuse) -> None:
+    def _stage(self, reuse: WaitingRequest) -> None:
         """Begin the fetch; where staging memory is used up, the next look tries again."""
         reuse.source = self._sources.of(reuse.plan, reuse.pages, reuse.req, self._tree)
 
-    def _report_fallback(self, reuse: Reuse) -> None:
+    def _report_fallback(self, reuse: WaitingRequest) -> None:
         cause = reuse.failure or FetchError.__name__
         outcome = cause if cause == Reason.SLOWER.value else f"fallback: {cause}"
         queued_ms = round(1000 * (time.monotonic() - reuse.first_seen_s), 3)
@@ -422,7 +426,7 @@ class WaitingRequests:
         seconds = cost.seconds(plan.pages.start * page_size, plan.pages.stop * page_size)
         return layers_of_work(plan) * seconds
 
-    def _progress(self, reuse: Reuse) -> Progress:
+    def _progress(self, reuse: WaitingRequest) -> Progress:
         """What could be admitted is planned again: with what has come, and what the device has."""
         state = self._arrival(reuse)
         if state != Progress.READY or reuse.demand is None or not reuse.is_optional:
@@ -433,7 +437,7 @@ class WaitingRequests:
         reuse.failure = Reason.SLOWER.value
         return Progress.FAILED
 
-    def _arrival(self, reuse: Reuse) -> Progress:
+    def _arrival(self, reuse: WaitingRequest) -> Progress:
         if reuse.failure:
             return Progress.FAILED
         if reuse.source is None:
@@ -465,7 +469,7 @@ class WaitingRequests:
             return self._too_late(reuse, arrival)
         return Progress.WAITING
 
-    def _too_late(self, reuse: Reuse, arrival: Arrival) -> Progress:
+    def _too_late(self, reuse: WaitingRequest, arrival: Arrival) -> Progress:
         """Reuse would save less than the request waits for it."""
         log.info(
             "request %s: %d of %d bytes came in the %.3f s that are worth waiting for",

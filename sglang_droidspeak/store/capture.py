@@ -37,6 +37,7 @@ class Attachment:
     runner: ModelRunner
     stack: LayerStack
     e_pool: EPool
+    provenance: Provenance
     site: Site
 
 
@@ -217,15 +218,17 @@ def attach(runner: ModelRunner, site: Site) -> None:
             num_bytes[1],
             num_bytes[0],
         )
+    num_slots = pool.size + pool.page_size
+    provenance = Provenance(num_slots, runner.device)
     e_pool = EPool(
         site.transition_layers,
         shared,
-        pool.size + pool.page_size,
+        num_slots,
         site.identity.hidden_size,
         runner,
     )
     e_pool.capture_from(stack)
-    setattr(pool, _ATTRIBUTE, Attachment(runner, stack, e_pool, site))
+    setattr(pool, _ATTRIBUTE, Attachment(runner, stack, e_pool, provenance, site))
 
 
 def attachment_of(pool: MHATokenToKVPool) -> Attachment:

@@ -199,12 +199,10 @@ class Engine:
         made = {"recompute_backend": lambda _runner: self.recompute_attention}
         with patch.multiple(partial_prefill, **made):
             self.pass_ = ForwardPass(
-                Attachment(runner, self.stack, self.e_pool, site),
+                Attachment(runner, self.stack, self.e_pool, self.provenance, site),
                 self.loader,
                 SimpleNamespace(can_refresh=lambda *_: False),
-                self.provenance,
                 self.meter,
-                metrics,
                 self.labels,
                 Ranks(None),
             )
@@ -255,7 +253,7 @@ class Engine:
         num_before = len(self.cuda.stalls)
         with torch.cuda.stream(self.forwards):
             self.forwards.wait_stream(self.schedule)
-            self.pass_.around(self._forward, None, batch)
+            self.pass_.run_batch(self._forward, None, batch)
             done = torch.cuda.Event()
             done.record()
         self.waits += [it.line for it in self.cuda.stalls[num_before:] if it.line is not None]

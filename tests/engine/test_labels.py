@@ -169,10 +169,11 @@ def test_who_reads_nothing_approximate_leaves_exact_kv(monkeypatch, num_before: 
     )
     settings = SimpleNamespace(forward_wait_s=0.05)
     site = SimpleNamespace(identity=SimpleNamespace(num_layers=4), settings=settings)
-    parts: dict[str, Any] = dict.fromkeys(("loader", "low_rank", "metrics", "labels"))
+    parts: dict[str, Any] = dict.fromkeys(("loader", "low_rank", "labels"))
     forwards = forward.ForwardPass(
-        attachment=SimpleNamespace(runner=runner, e_pool=None, stack=None, site=site),  # type: ignore[arg-type]
-        provenance=Provenance(64, "cpu"),
+        attachment=SimpleNamespace(  # type: ignore[arg-type]
+            runner=runner, e_pool=None, stack=None, provenance=Provenance(64, "cpu"), site=site
+        ),
         meter=Meter("cpu", 4, 64, PrefillCost(token_s=1.0, context_s=0.0)),
         ranks=Ranks(None),
         **parts,
@@ -186,5 +187,5 @@ def test_who_reads_nothing_approximate_leaves_exact_kv(monkeypatch, num_before: 
         hicache_consumer_index=-1,
         extend_lens=[16],
     )
-    assert forwards.around(lambda _worker, _batch: "done", None, batch) == "done"
+    assert forwards.run_batch(lambda _worker, _batch: "done", None, batch) == "done"
     assert prefixes.is_approximate(req) == bool(num_before)

@@ -89,9 +89,14 @@ class Rig:
         runner = SimpleNamespace(req_to_token_pool=SimpleNamespace(req_to_token=table))
         self.forward = made(
             ForwardPass,
-            attachment=SimpleNamespace(site=site, runner=runner, e_pool=MagicMock(), stack=None),
+            attachment=SimpleNamespace(
+                site=site,
+                runner=runner,
+                e_pool=MagicMock(),
+                provenance=self.provenance,
+                stack=None,
+            ),
             loader=self.loader,
-            provenance=self.provenance,
             ranks=Ranks(None),
         )
         self.req = request()
@@ -132,7 +137,7 @@ class Rig:
             hicache_consumer_index=index,
         )
         original = MagicMock(return_value="logits")
-        assert self.forward.around(original, None, batch) == "logits"
+        assert self.forward.run_batch(original, None, batch) == "logits"
         original.assert_called_once()
         return index
 

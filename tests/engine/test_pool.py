@@ -24,7 +24,7 @@ from profiles.random_models import random_prompt, shape, write_adapter, write_mo
 from sglang_droidspeak.adapters.models import Models
 from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.ranks import Ranks
-from sglang_droidspeak.request.leaders import Leaders
+from sglang_droidspeak.request.in_flight import InFlightPrefills
 from sglang_droidspeak.store import pool as pool_module
 from sglang_droidspeak.store.capture import Provenance
 from sglang_droidspeak.store.pool import Held, PoolIndex, pool_of
@@ -234,7 +234,7 @@ class FakeReq:
 
 @dataclass
 class Crowd:
-    leaders: Leaders
+    leaders: InFlightPrefills
     index: PoolIndex
 
 
@@ -244,7 +244,7 @@ def crowd(shelf: Shelf) -> Crowd:
     models._loaded["x"] = SimpleNamespace(model_id=ADAPTED, adapter=None)
     made = Crowd(None, shelf.index)  # type: ignore[arg-type]
     planner = SimpleNamespace(would_save_s=lambda *_args: 1.0)
-    made.leaders = Leaders(shelf.tree, planner, models, PAGE)  # type: ignore[arg-type]
+    made.leaders = InFlightPrefills(shelf.tree, planner, models, PAGE)  # type: ignore[arg-type]
     return made
 
 

@@ -24,8 +24,8 @@ from sglang_droidspeak.adapters.models import Part
 from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.engine.prefixes import reusable_pages
 from sglang_droidspeak.ranks import Ranks
+from sglang_droidspeak.request.in_flight import InFlightPrefills
 from sglang_droidspeak.request.labels import Labels
-from sglang_droidspeak.request.leaders import Leaders
 from sglang_droidspeak.request.meta_info import RequestProvenance
 from sglang_droidspeak.request.planner import Declined, Planned, Planner
 from sglang_droidspeak.request.queue import Queue
@@ -174,7 +174,7 @@ def test_a_request_is_held_until_one_deadline_after_its_first_sight() -> None:
 
 def test_a_leader_that_is_aborted_in_the_queue_holds_nobody_up_and_is_forgotten() -> None:
     team: Any = Team()
-    leaders = Leaders(team, team, team, PAGE)
+    leaders = InFlightPrefills(team, team, team, PAGE)
     waiting = waiting_on(SilentCache(), [], planner=team, leaders=leaders)
     leader, follower, tree = request("leads"), request("follows", "x"), None
     gone = weakref.ref(leader)
@@ -189,7 +189,9 @@ def test_a_leader_that_is_aborted_in_the_queue_holds_nobody_up_and_is_forgotten(
 
 def test_a_leader_that_left_nothing_holds_nobody_up_after_its_first_token() -> None:
     team: Any = Team()
-    waiting = waiting_on(SilentCache(), [], planner=team, leaders=Leaders(team, team, team, PAGE))
+    waiting = waiting_on(
+        SilentCache(), [], planner=team, leaders=InFlightPrefills(team, team, team, PAGE)
+    )
     leader, follower, tree = request("leads"), request("follows", "x"), None
     assert waiting.look([leader, follower], tree, is_decoding=False) == {"follows"}
     leader.kv.holds_kv = True
@@ -365,7 +367,7 @@ def test_what_no_longer_pays_when_it_has_come_takes_a_full_prefill(
 def test_a_follower_waits_no_longer_than_reading_saves(now: Now) -> None:
     team: Any = Team()
     waiting = waiting_on(
-        SilentCache(now), [], planner=team, leaders=Leaders(team, team, team, PAGE)
+        SilentCache(now), [], planner=team, leaders=InFlightPrefills(team, team, team, PAGE)
     )
     leader, follower, tree = request("leads"), request("follows", "x"), None
     queue = [leader, follower]

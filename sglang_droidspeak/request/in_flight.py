@@ -27,7 +27,7 @@ _READS_NOBODY: Final = (Reason.OFF.value, "bad_controls")
 
 
 @dataclass(slots=True, eq=False)
-class Leader:
+class InFlightPrefill:
     """One request in full prefill: these pages will be in the pool as `model`'s."""
 
     req: Req
@@ -40,15 +40,15 @@ class Leader:
 
 
 @dataclass(frozen=True, slots=True)
-class Following:
-    leader: Leader
+class AwaitedPrefill:
+    leader: InFlightPrefill
     num_pages: int
     """Pages that the two prompts share."""
     patience_s: float = 0.0
     """What reading them is predicted to save, and the longest that the follower waits for them."""
 
 
-class Leaders:
+class InFlightPrefills:
     """Scheduler thread only."""
 
     def __init__(self, tree: CacheTree, planner: Planner, models: Models, page_size: int) -> None:
@@ -56,11 +56,11 @@ class Leaders:
         self._tree: Final = tree
         self._planner: Final = planner
         self._models: Final = models
-        self._leaders: dict[str, Leader] = {}
+        self._leaders: dict[str, InFlightPrefill] = {}
 
     def follow(
         self, req: Req, pages: Sequence[PageHash], planned: Planned | str
-    ) -> Following | None:
+    ) -> AwaitedPrefill | None:
         """Whom to wait for rather than do as planned; else this request may lead from now on."""
         part = self._models.part_of(req)
         if len(self._models) == 1 or part is None or not pages:
@@ -68,7 +68,7 @@ class Leaders:
         pages = part.of(pages, self._page_size)
         num_planned = 0 if isinstance(planned, str) else planned.plan.pages.stop
         others = [] if planned in _READS_NOBODY else self._others(req)
-        following = [Following(it, _num_common(it.pages, pages)) for it in others]
+        following = [AwaitedPrefill(it, _num_common(it.pages, pages)) for it in others]
         for it in sorted(following, key=lambda it: -it.num_pages):
             leader, shared = it.leader, pages[: it.num_pages]
             if it.num_pages <= num_planned:
@@ -77,10 +77,10 @@ class Leaders:
             if saved_s > 0:
                 return replace(it, patience_s=saved_s)
         if isinstance(planned, str):
-            self._leaders[req.rid] = Leader(req, part.model, pages)
+            self._leaders[req.rid] = InFlightPrefill(req, part.model, pages)
         return None
 
-    def is_over(self, following: Following) -> bool:
+    def is_over(self, following: AwaitedPrefill) -> bool:
         """Whether the pages are there, or will not come."""
         leader = following.leader
         wanted = leader.pages[: following.num_pages]
@@ -96,12 +96,12 @@ class Leaders:
     def clear(self) -> None:
         self._leaders.clear()
 
-    def _others(self, req: Req) -> list[Leader]:
+    def _others(self, req: Req) -> list[InFlightPrefill]:
         """Those of other adapters."""
         mine = pool_of(namespace_of(req))
         return [it for it in self._leaders.values() if it.place != mine]
 
-    def _has_left(self, leader: Leader, pages: Sequence[PageHash]) -> bool:
+    def _has_left(self, leader: InFlightPrefill, pages: Sequence[PageHash]) -> bool:
         return self._tree.reach(leader.place, leader.model, pages) == len(pages)
 
 
