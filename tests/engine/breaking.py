@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 NUM_BROKEN = 240
 
 
 def place() -> None:
-    from sglang_droidspeak.store.rows import Coding
+    from cachetree import Span
+    from sglang_droidspeak.request.source import Staged
 
-    load = Coding.load
+    e = Staged.e
 
-    def load_or_break(self: Coding, raw: memoryview, like: torch.Tensor) -> Any:
-        rows = load(self, raw, like)
-        if len(rows) == NUM_BROKEN and torch.distributed.get_rank() > 0:
+    def read_or_break(self: Staged, layer: int, tokens: Span) -> torch.Tensor:
+        num_tokens = len(self._plan.pages) * self._pool.page_size
+        if num_tokens == NUM_BROKEN and torch.distributed.get_rank() > 0:
             raise MemoryError("this rank has no memory for it")
-        return rows
+        return e(self, layer, tokens)
 
-    Coding.load = load_or_break
+    Staged.e = read_or_break
 
 
 if __name__ == "__main__":
