@@ -20,11 +20,11 @@ imports the other.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 from weakref import WeakKeyDictionary
 
 import torch
+from msgspec.structs import replace
 
 from sglang_droidspeak.adapters.factors import (
     Factors,

@@ -76,8 +76,10 @@ class Silent:
         group = os.getpgid(self.shelf.process.pid)
         os.killpg(group, signal.SIGSTOP)
         if cause == "stopped":
-            yield
-            os.killpg(group, signal.SIGCONT)
+            try:
+                yield
+            finally:
+                os.killpg(group, signal.SIGCONT)
             return
         end = threading.Timer(0.2, os.killpg, (group, signal.SIGKILL))
         end.start()
@@ -288,7 +290,8 @@ def test_a_worker_that_does_not_answer_costs_no_more_than_reuse_saves(
             replies.append(pair.ask(tokens))
             alone.append(pair.alone(tokens))
         if cause != "black hole":  # Which lasts as long as the connection that is given up.
-            assert pair.ask(tokens).provenance["outcome"] == "no_match"
+            last = pair.ask(tokens).provenance
+            assert last["outcome"] in ("no_match", "slower") and last["queued_ms"] == 0, last
     alone_s = [it.meta["e2e_latency"] for it in alone]
     told = [(it.provenance["outcome"], it.provenance["queued_ms"]) for it in replies]
     assert told[0][0].startswith("fallback"), told
@@ -420,7 +423,7 @@ def test_sender_stalls(pair: Pair) -> None:
     outcomes = set()
     num_bytes = 2 * whole_pages(700) * BYTES_PER_TOKEN // 6
     """KV of one layer, and E, which is as large."""
-    for share in (0.0, 0.3, 0.6, 0.9):
+    for share in (0.0, 0.25, 0.5, 0.75):
         eventually(lambda: is_offered(pair, tokens))
         sending = Sending(pair)
         with ThreadPoolExecutor(1) as pool:
