@@ -158,7 +158,7 @@ def play(sender: Path, receiver: Path) -> list[float]:
     ):
         slots = engine.slots(3 * PAGE, 5 * PAGE)
         job = engine.job(slots[:NUM_PREFIX], BLOCK, cuda.page_locked(1 << 18), PEER)
-        land(job.staging, {step: values[step] for step in job.plan.steps})
+        land(job.source.staging, {step: values[step] for step in job.plan.steps})
         told = engine.run_with([job], Part(TOKENS, slots, NUM_PREFIX))
         assert told == ["reused"]
         found = engine.differences(slots[:NUM_PREFIX], [stored(kv) for kv in expected])

@@ -164,7 +164,7 @@ def test_a_recompute_is_measured_where_all_of_it_is_of_one_block(
     forwards: Any = SimpleNamespace(
         _meter=meter,
         _prefill=SimpleNamespace(run=lambda *args: ran.append(args)),
-        _metrics=Metrics(enabled=False),
+        _labels=SimpleNamespace(metrics=Metrics(enabled=False)),
     )
     prefixes = [Prefix(row=0, tokens=Span(0, 32), block=block, e=None) for block in blocks]
     ForwardPass._run(forwards, "batch", prefixes)  # type: ignore[arg-type]
