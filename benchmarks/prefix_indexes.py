@@ -24,8 +24,7 @@ from cachetree import (
     Retention,
 )
 from cachetree.memory import PlainPool
-from cachetree.transport.wire import split_pages
-from cachetree.tree import POLICIES
+from cachetree.tree import POLICIES, split_hashes
 
 FAMILY = Family(
     architecture="LlamaForCausalLM",
@@ -217,7 +216,7 @@ class Ours:
 def newcomer_of(num_pages: int, seed: int) -> list[PageHash]:
     """Pages that no index has."""
     hashes = random.Random(seed).randbytes(num_pages * PAGE_HASH_BYTES)
-    return list(split_pages(hashes))
+    return list(split_hashes(hashes))
 
 
 def make(name: str, num_models: int, num_pages: int) -> PrefixIndex:

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from cachetree.errors import ConfigError, written
 from cachetree.ids import PAGE_HASH_BYTES, PageHash
-from cachetree.transport.wire import join_pages
-from cachetree.tree import page_hashes
+from cachetree.tree import join_hashes, page_hashes
 
 
 def add_prefix(command: argparse.ArgumentParser) -> None:
@@ -33,7 +32,7 @@ def prefix_of(args: argparse.Namespace) -> bytes:
     if (args.pages is None) == (args.tokens is None):
         raise ConfigError("name a prefix, either by --pages, or by --tokens with --page-size")
     if args.pages is not None:
-        return join_pages([_page(text) for text in args.pages])
+        return join_hashes([_page(text) for text in args.pages])
     if args.page_size is None or args.page_size <= 0:
         raise ConfigError("--tokens needs --page-size: give that of the family, for example 64")
     try:
@@ -51,7 +50,7 @@ def prefix_of(args: argparse.Namespace) -> bytes:
         raise ConfigError(
             f"--tokens {args.tokens} has {len(tokens)} tokens, which is less than a page"
         )
-    return join_pages(pages)
+    return join_hashes(pages)
 
 
 def _page(text: str) -> PageHash:

@@ -19,10 +19,9 @@ from cachetree.transport.wire import (
     Learned,
     Reset,
     Synced,
-    join_pages,
-    split_pages,
+    pages_of,
 )
-from cachetree.tree import CacheTree, Change, Listener
+from cachetree.tree import CacheTree, Change, Listener, join_hashes
 
 Subscribe = Callable[[Listener], tuple[Iterator[Change], Callable[[], None]]]
 """As `CacheTree.subscribe`: what is there now, and a function that ends the subscription."""
@@ -108,7 +107,7 @@ def entries_of(change: Change) -> Iterator[Entry]:
             added=change.added,
             model=change.model,
             parent=before or b"",
-            pages=join_pages(change.pages[start : start + ENTRY_PAGES]),
+            pages=join_hashes(change.pages[start : start + ENTRY_PAGES]),
             e_layers=change.e_layers,
         )
 
@@ -287,8 +286,8 @@ class RemoteView:
         self.needs_snapshot = True
 
     def _apply(self, entry: Entry) -> None:
-        pages = split_pages(entry.pages)
-        parents = split_pages(entry.parent)
+        pages = pages_of(entry.pages)
+        parents = pages_of(entry.parent)
         num_layers = self._tree.family.num_layers
         if len(parents) > 1 or not all(0 <= layer < num_layers for layer in entry.e_layers):
             raise ProtocolError(f"worker {self._location} advertises entries that cannot exist")

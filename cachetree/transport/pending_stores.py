@@ -23,7 +23,7 @@ from cachetree.transport.frames import MIN_FRAME_BYTES
 from cachetree.transport.sender import Stream
 from cachetree.transport.status import PushCounts, PusherStatus
 from cachetree.transport.wire import Refused
-from cachetree.tree import CacheTree, Change, Lease, Listener
+from cachetree.tree import CacheTree, Change, Lease, Listener, join_hashes
 
 log = logging.getLogger(__name__)
 
@@ -188,7 +188,7 @@ class PendingStores:
             id=id,
             model=part.model,
             parent=part.parent or b"",
-            pages=wire.join_pages(part.pages),
+            pages=join_hashes(part.pages),
             e_layers=part.e_layers,
             timeout_ms=int(_STORE_S * 1000),
         )

@@ -14,8 +14,8 @@ from cachetree.transport import verbs, wire
 from cachetree.transport.channel import Arrival
 from cachetree.transport.config import WorkerConfig
 from cachetree.transport.frames import Frame
-from cachetree.transport.wire import Fetch, Located, Refused, join_pages
-from cachetree.tree import CacheTree, Reservation
+from cachetree.transport.wire import Fetch, Located, Refused
+from cachetree.tree import CacheTree, Reservation, join_hashes
 
 NOT_ASKED: Final = 0
 """In place of a request's id."""
@@ -68,7 +68,7 @@ class FetchReceiver:
         return Fetch(
             id=id,
             model=self._model,
-            pages=join_pages(self._pages),
+            pages=join_hashes(self._pages),
             steps=tuple((step.kind.value, step.layer) for step in self.staging.steps),
             first_step=self._step,
             first_offset=self._offset,
@@ -244,7 +244,7 @@ class StoreReceiver:
             raise _Refusal(Refused.BUSY, f"{num_open} stores are open")
         if store.id in self._open:
             raise ProtocolError(f"store {store.id} is open already")
-        pages, parents = wire.split_pages(store.pages), wire.split_pages(store.parent)
+        pages, parents = wire.pages_of(store.pages), wire.pages_of(store.parent)
         steps = wire.steps_of_store(family.num_layers, store.e_layers)
         if not pages or len(set(pages)) < len(pages) or len(parents) > 1 or not store.model:
             raise ProtocolError("a store names no model, no pages, a page twice, or two parents")

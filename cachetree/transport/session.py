@@ -15,7 +15,7 @@ from cachetree.transport.sender import Stream
 from cachetree.transport.wire import (
     Fetch,
     Pong,
-    split_pages,
+    pages_of,
     steps_of,
 )
 from cachetree.tree import CacheTree, Lease
@@ -71,7 +71,7 @@ class Session:
     def open(self, fetch: Fetch, config: WorkerConfig, deadline: Deadline) -> Stream:
         """Lease what a fetch names; raises StaleEntry or ProtocolError."""
         family = self._tree.family
-        pages = split_pages(fetch.pages)
+        pages = pages_of(fetch.pages)
         steps = steps_of(fetch, family.num_layers)
         if not pages or not steps:
             raise ProtocolError("a fetch names no pages or no steps")

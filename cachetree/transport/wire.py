@@ -47,7 +47,7 @@ from cachetree.errors import (
     ProtocolError,
     StaleEntry,
 )
-from cachetree.ids import PAGE_HASH_BYTES, Kind, PageHash, Step, entry_steps
+from cachetree.ids import Kind, PageHash, Step, entry_steps
 from cachetree.memory import ArenaFile, checksum
 from cachetree.transport import verbs
 from cachetree.transport.sealing import Ticket
@@ -394,15 +394,12 @@ def reason(error: Exception) -> str:
     return str(error)[:MAX_REASON_CHARS]
 
 
-def join_pages(pages: Sequence[PageHash]) -> bytes:
-    return b"".join(pages)
-
-
-def split_pages(blob: bytes) -> tuple[PageHash, ...]:
-    """Raises ProtocolError unless the blob is whole page hashes."""
-    if len(blob) % PAGE_HASH_BYTES:
-        raise ProtocolError(f"{len(blob)} bytes are not a whole number of page hashes")
-    return split_hashes(blob)
+def pages_of(named: bytes) -> tuple[PageHash, ...]:
+    """The pages that a message names; raises ProtocolError."""
+    try:
+        return split_hashes(named)
+    except ValueError as exc:
+        raise ProtocolError(str(exc)) from exc
 
 
 def steps_of(message: Fetch, num_layers: int) -> tuple[Step, ...]:

@@ -55,7 +55,10 @@ def join_hashes(pages: Sequence[PageHash]) -> bytes:
 
 
 def split_hashes(hashes: bytes) -> tuple[PageHash, ...]:
+    """The pages that lie side by side; raises ValueError unless they are whole."""
     size = PAGE_HASH_BYTES
+    if len(hashes) % size:
+        raise ValueError(f"{len(hashes)} bytes are not a whole number of page hashes")
     return tuple([PageHash(hashes[at : at + size]) for at in range(0, len(hashes), size)])
 
 

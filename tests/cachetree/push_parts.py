@@ -34,6 +34,7 @@ from cachetree import (
 from cachetree.memory.copying import checksum
 from cachetree.transport import wire
 from cachetree.transport.frames import Frame
+from cachetree.tree import join_hashes
 
 PAGES = pages_of(64)
 PAGE_TOTAL = (FAMILY.num_layers + 1) * PAGE_BYTES
@@ -125,7 +126,7 @@ def new_store(pages: Sequence[PageHash] = PAGES[:2], **other: object) -> wire.St
         "id": 1,
         "model": MODEL,
         "parent": b"",
-        "pages": wire.join_pages(pages),
+        "pages": join_hashes(pages),
         "e_layers": (E_LAYER,),
         "timeout_ms": 5000,
         **other,

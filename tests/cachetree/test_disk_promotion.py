@@ -14,6 +14,7 @@ from transport_parts import E_LAYER, MODEL, eventually, pages_of, store
 
 from cachetree import DISK, Cache, Deadline, FetchError, Location, StaleEntry, WorkerConfig
 from cachetree.transport import wire
+from cachetree.tree import join_hashes
 
 PAGES = pages_of(64)
 ROOM = 64 * PAGE_TOTAL
@@ -144,7 +145,7 @@ def test_the_worker_answers_while_its_disk_is_slow(
             fetch = wire.Fetch(
                 id=1,
                 model=MODEL,
-                pages=wire.join_pages(PAGES),
+                pages=join_hashes(PAGES),
                 steps=(("kv", 0),),
                 frame_bytes=64 << 10,
                 window_bytes=256 << 10,

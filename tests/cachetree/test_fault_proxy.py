@@ -55,6 +55,7 @@ from cachetree.planning.plan import Plan
 from cachetree.transport import wire
 from cachetree.transport.frames import Frame, pack, unpack
 from cachetree.transport.receiver import FetchReceiver
+from cachetree.tree import join_hashes
 
 PAGES = pages_of(4)
 FRAME_BYTES = 4096
@@ -274,7 +275,7 @@ def with_each_bit_flipped(sound: bytes) -> Iterator[memoryview]:
             flipped[at] ^= 1 << bit
 
 
-MANY_PAGES = wire.join_pages(pages_of(192))
+MANY_PAGES = join_hashes(pages_of(192))
 ENTRY = wire.Entry(added=True, model=MODEL, parent=b"", pages=MANY_PAGES, e_layers=(E_LAYER,))
 FETCH = wire.Fetch(
     id=3,

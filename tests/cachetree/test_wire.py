@@ -20,7 +20,7 @@ from cachetree.planning.link import Link
 from cachetree.transport import PeerConfig, WorkerConfig, advertise, verbs, wire
 from cachetree.transport.address import parse_listen, parse_remote
 from cachetree.transport.pace import Bandwidth, Cap
-from cachetree.tree import Change
+from cachetree.tree import Change, join_hashes
 
 FETCH = wire.Fetch(
     id=3,
@@ -137,9 +137,9 @@ def test_a_list_that_is_too_long_is_not_read(message: wire.Fetch | wire.Pong, fi
 
 def test_pages_are_whole() -> None:
     pages = pages_of(3)
-    assert list(wire.split_pages(wire.join_pages(pages))) == pages
+    assert list(wire.pages_of(join_hashes(pages))) == pages
     with pytest.raises(ProtocolError, match="whole number"):
-        wire.split_pages(b"x" * 17)
+        wire.pages_of(b"x" * 17)
 
 
 def test_steps_are_checked() -> None:

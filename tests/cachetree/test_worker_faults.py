@@ -33,6 +33,7 @@ from cachetree import (
 from cachetree.transport import wire
 from cachetree.transport.channel import Channel
 from cachetree.transport.frames import MESSAGE
+from cachetree.tree import join_hashes
 
 PAGES = pages_of(16)
 SIZE = 16 * PAGE_BYTES
@@ -68,7 +69,7 @@ def a_fetch(**changed: object) -> wire.Fetch:
     sound = wire.Fetch(
         id=1,
         model=MODEL,
-        pages=wire.join_pages(PAGES),
+        pages=join_hashes(PAGES),
         steps=tuple((step.kind.value, step.layer) for step in STEPS),
         frame_bytes=1 << 20,
         window_bytes=4 << 20,
@@ -171,7 +172,7 @@ def test_what_waits_for_a_reader_who_gives_up_is_not_sent(
 ) -> None:
     """Beyond what the kernel has, and the batch that it is being given."""
     pages = pages_of(4096)
-    fetch = a_fetch(pages=wire.join_pages(pages), window_bytes=64 << 20, timeout_ms=60_000)
+    fetch = a_fetch(pages=join_hashes(pages), window_bytes=64 << 20, timeout_ms=60_000)
     with worker_of(new_tree(pages)) as worker:
         socket = raw(worker.address)
         channel, sink = greet(socket), Nowhere()

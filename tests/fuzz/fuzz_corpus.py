@@ -23,6 +23,7 @@ from cachetree.memory.slab import Layout
 from cachetree.transport import verbs, wire, write_key_pair
 from cachetree.transport.frames import MESSAGE, Frame, pack
 from cachetree.transport.sealing import KEY_BYTES, Seals, Unsealed
+from cachetree.tree import join_hashes
 
 CORPUS = Path(__file__).with_name("corpus.msgpack")
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,7 +46,7 @@ def _body(message: wire.ToWorker | wire.ToPeer) -> bytes:
 
 
 def _messages() -> tuple[list[bytes], list[bytes]]:
-    blob = wire.join_pages(PAGES)
+    blob = join_hashes(PAGES)
     to_worker = [
         wire.hello(FAMILY, MODEL, 0),
         wire.Subscribe(),
@@ -157,7 +158,7 @@ def _sound() -> dict[str, list[bytes]]:
         "data_connection": _frames(),
         "family": [msgspec.msgpack.encode(FAMILY), b"\x81\xa1x" + b"\x91" * 5000],
         "adverts": [b"\4\0\7\0\1\1\0\0", bytes(range(64)), b"\0"],
-        "pages": [wire.join_pages(PAGES), b"short"],
+        "pages": [join_hashes(PAGES), b"short"],
         "record": _records(),
         "entry_file": [sealed(_record()[0]) + _record()[1]],
         "manifest": [

@@ -36,6 +36,7 @@ from cachetree.transport.channel import Channel
 from cachetree.transport.frames import Frame
 from cachetree.transport.receiver import FetchReceiver
 from cachetree.transport.sealing import KEY_BYTES, Seals, Unsealed
+from cachetree.tree import join_hashes
 from cachetree.tree.tree import CacheTree
 from profiles.evidence import read_measured
 from sglang_droidspeak.fleet.fleet import read_fleet
@@ -84,11 +85,11 @@ def to_worker(data: bytes) -> None:
             wire.family_of(message)
         case wire.Fetch():
             wire.steps_of(message, FAMILY.num_layers)
-            wire.split_pages(message.pages)
+            wire.pages_of(message.pages)
         case wire.Store():
             wire.steps_of_store(FAMILY.num_layers, message.e_layers)
-            wire.split_pages(message.pages)
-            wire.split_pages(message.parent)
+            wire.pages_of(message.pages)
+            wire.pages_of(message.parent)
         case verbs.Find() | verbs.Evict() | verbs.Pin() | verbs.Unpin():
             answers: list[verbs.ToPeer] = []
             AdminService(new_tree(PAGES[:4]), None, _no_status).serve(
@@ -208,7 +209,7 @@ def adverts(data: bytes) -> None:
             added=kind % 3 > 0,
             model=str(other % 2),
             parent=PAGES[start - 1] if start and kind % 5 else b"",
-            pages=wire.join_pages(PAGES[start : start + count % 9]),
+            pages=join_hashes(PAGES[start : start + count % 9]),
             e_layers=(other % 5,) if other > 128 else (),
         )
         view.apply(wire.Entries(seq=seq, entries=(entry,)))
@@ -219,7 +220,7 @@ def adverts(data: bytes) -> None:
 
 
 def pages(data: bytes) -> None:
-    assert b"".join(wire.split_pages(data)) == data
+    assert b"".join(wire.pages_of(data)) == data
 
 
 def record(data: bytes) -> None:
