@@ -20,6 +20,7 @@ from cachetree.tree import Retention
 _UNKNOWN: Final = re.compile(r"Object contains unknown field `(.*?)`(?: - at `\$\.?(.*)`)?")
 """What msgspec says of a key that nobody knows."""
 
+_MAX_YAML_DEPTH: Final = 32
 _T = TypeVar("_T", bound=msgspec.Struct)
 
 
@@ -122,8 +123,21 @@ def read_yaml(path: Path, what: str) -> Any:
     """What the file says, None where that is nothing; raises ConfigError naming `what` and it."""
     import yaml  # A cache that a program embeds reads none.
 
+    class Shallow(yaml.SafeLoader):
+        """Refuses deep nesting: what it takes to read grows with the square of the depth."""
+
+        depth = 0
+
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            if self.depth == _MAX_YAML_DEPTH:
+                raise yaml.YAMLError(f"it is nested more than {_MAX_YAML_DEPTH} deep")
+            self.depth += 1
+            node = super().compose_node(parent, index)
+            self.depth -= 1
+            return node
+
     try:
-        return yaml.safe_load(path.read_text())
+        return Shallow(path.read_text()).get_single_data()
     except OSError as exc:
         raise ConfigError(f"{what} {written(path)} cannot be read: {exc.strerror}") from exc
     except (yaml.YAMLError, *UNREADABLE) as exc:

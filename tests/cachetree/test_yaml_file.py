@@ -36,6 +36,16 @@ def test_what_is_not_yaml_is_named(tmp_path: Path, content: bytes) -> None:
         read_yaml(file, "fleet")
 
 
+@pytest.mark.parametrize("content", ["[" * 33, "{" * 33, "- " * 33], ids=["[", "{", "-"])
+def test_what_is_nested_too_deep_is_said(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text(content)
+    with pytest.raises(ConfigError, match="is not YAML: it is nested more than 32 deep"):
+        read_yaml(file, "fleet")
+    file.write_text("[" * 31 + "]" * 31)
+    read_yaml(file, "fleet")
+
+
 def test_a_relative_path_says_relative_to_what(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
