@@ -1,17 +1,16 @@
 """One model plans on a context, the other continues on the same context and that plan.
 
 An SGLang frontend program with two `RuntimeEndpoint`s. Needs both servers; see README. The planner
-reads the context and writes down what to ask; the writer answers. Where that is faster the writer
-prefills neither the context nor the planner's words in full: most of their layers' KV comes from
-the planner. For models this small it may not be, and then it says `slower`.
+reads the context and writes down what to ask; the writer answers. The writer prefills neither the
+context nor the planner's words in full: most of their layers' KV comes from the planner.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import time
 
+import requests
 import sglang as sgl
 
 CONTEXT = (
@@ -22,6 +21,21 @@ CONTEXT = (
     "works for segso . meet zarer . she likes olives . she lives in tuvivu . she works for "
     "gupfo . she has a brown toad ."
 )
+
+
+class Model(sgl.RuntimeEndpoint):
+    """A server, and what is asked of its cache, for which SGLang's frontend has no word."""
+
+    def __init__(self, url: str, **droidspeak: str) -> None:
+        super().__init__(url)
+        self._custom_params = {"droidspeak": droidspeak}
+
+    def generate(self, s, sampling_params):
+        sampling = {**sampling_params.to_srt_kwargs(), "custom_params": self._custom_params}
+        body = {"text": s.text_, "sampling_params": sampling}
+        reply = requests.post(f"{self.base_url}/generate", json=body, timeout=60)
+        self._assert_success(reply)
+        return reply.json()["text"], reply.json()["meta_info"]
 
 
 @sgl.function
@@ -41,11 +55,13 @@ def main() -> None:
     parser.add_argument("--sender", default="http://127.0.0.1:30000")
     parser.add_argument("--receiver", default="http://127.0.0.1:30001")
     args = parser.parse_args()
-    planner = sgl.RuntimeEndpoint(args.sender)
-    writer = sgl.RuntimeEndpoint(args.receiver)
+    # Answered once the writer knows that it may read the context and the words.
+    planner = Model(args.sender, publish="before_reply")
+    # By itself the server reuses where that is predicted to be faster, which it may not be for a
+    # model this small.
+    writer = Model(args.receiver, block="2:5")
 
     planned = plan.run(context=CONTEXT, backend=planner)
-    time.sleep(1)  # the planner publishes what it has read and written after it has answered
     concluded = conclude.run(planned=planned.text(), backend=writer)
 
     print(f"planner: {planned['question'].strip()}")

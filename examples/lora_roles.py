@@ -28,6 +28,12 @@ QUESTIONS = {
     "clerk": "question : what likes zarer ?",
     "guide": "question : where lives duvib ?",
 }
+RECOMPUTED = {
+    "expert": {"block": "0:5", "refresh": "5,6,7,8,9,10,11"},
+    "clerk": {"block": "0:6", "refresh": "6,7"},
+}
+"""What each role's profile recommends, asked for by name: by itself the server reuses where that is
+predicted to be faster, which it may not be for models this small."""
 
 
 class Adapters(sgl.RuntimeEndpoint):
@@ -35,7 +41,7 @@ class Adapters(sgl.RuntimeEndpoint):
 
     def __init__(self, url: str, mode: str) -> None:
         super().__init__(url)
-        self._custom_params = {"droidspeak": {"mode": mode}}
+        self._mode = mode
 
     def generate(self, s, sampling_params):
         return self._ask(s, sampling_params.to_srt_kwargs())
@@ -45,10 +51,12 @@ class Adapters(sgl.RuntimeEndpoint):
         self._ask(s, {"max_new_tokens": 0})
 
     def _ask(self, s, sampling_params):
+        adapter = s.variables.get("adapter")
+        controls = {"mode": self._mode, **RECOMPUTED.get(adapter, {})}
         body = {
             "text": s.text_,
-            "lora_path": s.variables.get("adapter"),
-            "sampling_params": {**sampling_params, "custom_params": self._custom_params},
+            "lora_path": adapter,
+            "sampling_params": {**sampling_params, "custom_params": {"droidspeak": controls}},
             "stream": True,
         }
         started_s, ttft_s, reply = time.perf_counter(), None, {}

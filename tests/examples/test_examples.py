@@ -139,19 +139,18 @@ def test_frontend_program(servers) -> None:
     assert planned == "planner: question : what likes bamaz ?"
     assert concluded == "writer: pasta"
     (provenance,) = json.loads(reported)
-    # 111 tokens of context; the seventh page ends with the planner's own first word. By the times
-    # that this machine takes it may be no faster to read them.
-    told = provenance["outcome"], provenance["reused_tokens"]
-    assert told in (("reused", 112), ("slower", 0))
+    assert provenance["outcome"] == "reused"
+    # 111 tokens of context; the seventh page ends with the planner's own first word.
+    assert provenance["reused_tokens"] == 112
 
 
 def test_roles_read_one_another(lora_server) -> None:
-    """As the README shows, but for the times, and for what is no faster by this machine's."""
+    """As the README shows, but for the times."""
     (server,) = lora_server
     (shown,) = re.findall(r"lora_roles\.py\n```\n\n```\n([^`]+)```", README)
     lines = script("lora_roles.py", "--server", server.url)
-    for line, expected in zip(without_times(lines), without_times(shown.splitlines()), strict=True):
-        assert line in (expected, expected.replace("112  reused", "  0  slower"))
+    assert without_times(lines) == without_times(shown.splitlines())
+    assert any(line.endswith(" reused") for line in lines)
 
 
 def without_times(lines: Sequence[str]) -> list[str]:
