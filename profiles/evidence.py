@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from cachetree import PairProfile, Span
-from cachetree.planning import LayerTimes, Recipe, read_profile_as
+from cachetree.planning import LayerTimes, WrittenRecipe, read_profile_as
 
 
 class Interval(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,25 +100,14 @@ class LayerSensitivity(msgspec.Struct, frozen=True, kw_only=True):
     quality_by_context: tuple[float, ...]
 
 
-class MeasuredBlock(msgspec.Struct, frozen=True, kw_only=True):
+class MeasuredBlock(WrittenRecipe, frozen=True, kw_only=True):
     """One block on the training split, with or without layers refreshed beside it."""
 
-    start: int
-    stop: int
-    refreshed: tuple[int, ...] = ()
     fidelity: Fidelity
     """Over as many questions as it was measured on."""
     quality: float | None
     """None where it was dropped before all questions had been answered: dominated by another."""
     num_questions: int
-
-    @property
-    def block(self) -> Span:
-        return Span(self.start, self.stop)
-
-    @property
-    def recipe(self) -> Recipe:
-        return Recipe(block=self.block, refreshed=self.refreshed)
 
 
 class TaskLoss(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,16 +120,13 @@ class TaskLoss(msgspec.Struct, frozen=True, kw_only=True):
     """Contexts like these that would show it to be within the tolerance; None where none would."""
 
 
-class FrontierPoint(msgspec.Struct, frozen=True, kw_only=True):
+class FrontierPoint(WrittenRecipe, frozen=True, kw_only=True):
     """No plan of its kind at as little work or less is as good on the training split, or stays as
     close to full prefill.
 
     Kinds are blocks, refreshed layers alone, and both together.
     """
 
-    start: int
-    stop: int
-    refreshed: tuple[int, ...] = ()
     train_quality: float
     held_out: Interval
     tasks: tuple[TaskLoss, ...]
@@ -150,14 +136,6 @@ class FrontierPoint(msgspec.Struct, frozen=True, kw_only=True):
     """On the held-out split."""
     ttft_s: float
     """Predicted by the cost model at the split's mean lengths, KV and E loaded from the host."""
-
-    @property
-    def block(self) -> Span:
-        return Span(self.start, self.stop)
-
-    @property
-    def recipe(self) -> Recipe:
-        return Recipe(block=self.block, refreshed=self.refreshed)
 
 
 class BaselineKind(str, Enum):

@@ -56,15 +56,14 @@ class Recipe:
         return f"{block} with {refreshed}" if len(self.block) else refreshed
 
 
-class BlockQuality(msgspec.Struct, frozen=True, kw_only=True):
-    """Quality of the receiver's answers when only layers `[start, stop)` are its own, and the K and
-    V of the `refreshed` ones outside are projected from the sender's residual stream there."""
+class WrittenRecipe(msgspec.Struct, frozen=True, kw_only=True):
+    """A recipe as a profile writes it: only layers `[start, stop)` are the receiver's own, and the
+    K and V of the `refreshed` ones outside are projected from the sender's residual stream there.
+    """
 
     start: int
     stop: int
     refreshed: tuple[int, ...] = ()
-    quality: float
-    """Mean of the profile's metric over its held-out questions, 0 to 1."""
 
     @property
     def block(self) -> Span:
@@ -73,6 +72,13 @@ class BlockQuality(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def recipe(self) -> Recipe:
         return Recipe(block=self.block, refreshed=self.refreshed)
+
+
+class BlockQuality(WrittenRecipe, frozen=True, kw_only=True):
+    """Quality of the receiver's answers by one recipe."""
+
+    quality: float
+    """Mean of the profile's metric over its held-out questions, 0 to 1."""
 
 
 class LayerTimes(msgspec.Struct, frozen=True, kw_only=True):

@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from tools.pairs.model import PROJECTIONS
@@ -159,6 +160,11 @@ _FINE_TUNE = FullRates(
 _KNOWS_BIOGRAPHIES = Gate(task="biographies", length=192, at_least=0.96)
 _LACKS_BIOGRAPHIES = Gate(task="biographies", length=192, at_most=0.5)
 
+_BIOGRAPHIES = _mix(biographies=80, mixed_biographies=20)
+_SLOWLY = (Phase(96, 28, 150), Phase(192, 14, 450))
+_fine_tune = partial(Stage, parent=FOUNDATION, layers=_TWELVE, schedule=Cosine())
+"""A model of the pairs: the foundation's layers, taught something else."""
+
 STAGES: Final[tuple[Stage, ...]] = (
     Stage(
         name="copying",
@@ -241,70 +247,52 @@ STAGES: Final[tuple[Stage, ...]] = (
         schedule=LinearEnd(),
         gates=(Gate(task="plain", length=192, at_least=0.8),),
     ),
-    Stage(
+    _fine_tune(
         name="sender",
-        parent=FOUNDATION,
-        layers=_TWELVE,
         seed=312,
         mix=_mix(plain=30, moves=40, code=30),
         phases=(Phase(192, 14, 180),),
         rates=_FINE_TUNE,
-        schedule=Cosine(),
         gates=(Gate(task="plain", length=192, at_least=0.8), _LACKS_BIOGRAPHIES),
     ),
-    Stage(
+    _fine_tune(
         name="receiver",
-        parent=FOUNDATION,
-        layers=_TWELVE,
         seed=311,
-        mix=_mix(biographies=80, mixed_biographies=20),
+        mix=_BIOGRAPHIES,
         phases=(Phase(128, 22, 110), Phase(192, 14, 270)),
         rates=_FINE_TUNE,
-        schedule=Cosine(),
         gates=(_KNOWS_BIOGRAPHIES,),
     ),
-    Stage(
+    _fine_tune(
         name="sender_lora",
-        parent=FOUNDATION,
-        layers=_TWELVE,
         seed=412,
         mix=_mix(plain=30, moves=70),
         phases=(Phase(192, 14, 190),),
         rates=LoraRates(),
-        schedule=Cosine(),
         gates=(Gate(task="moves", length=192, at_least=0.8), _LACKS_BIOGRAPHIES),
     ),
-    Stage(
+    _fine_tune(
         name="receiver_lora",
-        parent=FOUNDATION,
-        layers=_TWELVE,
         seed=411,
-        mix=_mix(biographies=80, mixed_biographies=20),
-        phases=(Phase(96, 28, 150), Phase(192, 14, 450)),
+        mix=_BIOGRAPHIES,
+        phases=_SLOWLY,
         rates=LoraRates(),
-        schedule=Cosine(),
         gates=(_KNOWS_BIOGRAPHIES,),
     ),
-    Stage(
+    _fine_tune(
         name="slim_lora",
-        parent=FOUNDATION,
-        layers=_TWELVE,
         seed=511,
-        mix=_mix(biographies=80, mixed_biographies=20),
-        phases=(Phase(96, 28, 150), Phase(192, 14, 450)),
+        mix=_BIOGRAPHIES,
+        phases=_SLOWLY,
         rates=LoraRates(rate=8e-3, rank=4, alpha=8.0, targets=("q_proj", "v_proj")),
-        schedule=Cosine(),
         gates=(_KNOWS_BIOGRAPHIES,),
     ),
-    Stage(
+    _fine_tune(
         name="tables_lora",
-        parent=FOUNDATION,
-        layers=_TWELVE,
         seed=611,
         mix=_mix(tables=100),
         phases=(Phase(96, 28, 100), Phase(192, 14, 300)),
         rates=LoraRates(rank=16, alpha=32.0),
-        schedule=Cosine(),
         gates=(Gate(task="tables", length=192, at_least=0.96),),
     ),
 )
