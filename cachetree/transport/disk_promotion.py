@@ -54,13 +54,13 @@ class DiskPromotion:
                 (self._counts.hits if is_on_disk else self._counts.misses)["disk"] += 1
 
         def resume() -> None:
-            if request.id in session.promotions:
-                session.promotions.discard(request.id)
+            if request in session.promotions:
+                session.promotions.discard(request)
                 go_on()
 
         if disk is None or not is_on_disk:
             go_on()
             return
-        session.promotions.add(request.id)
+        session.promotions.add(request)
         if not disk.promote(model, last, deadline, lambda: self._call_soon_threadsafe(resume)):
             resume()

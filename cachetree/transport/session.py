@@ -15,6 +15,7 @@ from cachetree.transport.sender import Stream
 from cachetree.transport.wire import (
     Fetch,
     Pong,
+    Store,
     pages_of,
     steps_of,
 )
@@ -47,8 +48,8 @@ class Session:
         self._clock = clock
         self.pinged_id = 0
         """`last_id` of the last Ping."""
-        self.promotions: set[int] = set()
-        """Fetches and stores that wait for pages to be read from disk."""
+        self.promotions: set[Fetch | Store] = set()
+        """Those that wait for pages to be read from disk."""
         self._last_id = 0
 
     def pong(self, epoch: int) -> Pong:
@@ -58,7 +59,7 @@ class Session:
             last_id=self.pinged_id,
             streams=(
                 *(stream.id for stream in self.streams.values() if not stream.is_over),
-                *self.promotions,
+                *(it.id for it in self.promotions if isinstance(it, Fetch)),
             ),
         )
 
@@ -99,6 +100,15 @@ class Session:
             raise
         self.streams[fetch.id] = stream
         return stream
+
+    def cancel(self, id: int) -> bool:
+        """The peer gives up what has that id; whether a stream of it ends."""
+        self.stores.cancel(id)
+        self.promotions = {it for it in self.promotions if it.id != id}
+        stream = self.streams.get(id)
+        if stream is not None:
+            stream.end()
+        return stream is not None
 
     def close(self) -> None:
         """End everything; the streams still have to drain."""

@@ -219,12 +219,8 @@ class Worker:
             case wire.Store():
                 self._store(session, message)
             case wire.Cancel():
-                session.stores.cancel(message.id)
-                session.promotions.discard(message.id)
-                stream = session.streams.get(message.id)
-                if stream is not None:
+                if session.cancel(message.id):
                     self._counts.fetches_by_outcome["cancelled"] += 1
-                    stream.end()
             case wire.Ping():
                 session.pinged_id = message.last_id
                 pong = session.pong(self.epoch)

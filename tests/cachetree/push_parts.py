@@ -15,6 +15,7 @@ from transport_parts import (
     PAGE_BYTES,
     check_content,
     data_connection,
+    eventually,
     flushed,
     pages_of,
     wait_all,
@@ -77,6 +78,20 @@ def num_pushed(cache: Cache, **counts: int) -> Callable[[], bool]:
     return are
 
 
+class _Kept:
+    """A sink of everything."""
+
+    def __init__(self) -> None:
+        self.payloads: list[memoryview] = []
+
+    def buffer_for(self, frame: Frame) -> memoryview:
+        self.payloads.append(memoryview(bytearray(frame.size)))
+        return self.payloads[-1]
+
+    def is_pending(self, frame: Frame) -> bool:
+        return True
+
+
 class RawPeer:
     """Says what it is told to, and nothing else."""
 
@@ -112,6 +127,17 @@ class RawPeer:
             id=id, step=step, offset=offset, size=len(payload), checksum=checksum(payload)
         )
         return self.ask_frame(header, payload)
+
+    def fetched(self, num_bytes: int) -> bytes:
+        """The payloads of so many bytes that come next, in the order in which they come."""
+        sink = _Kept()
+
+        def has_come() -> bool:
+            assert all(arrival.is_sound for arrival in self._channel.receive(sink))
+            return sum(map(len, sink.payloads)) >= num_bytes
+
+        eventually(has_come)
+        return b"".join(sink.payloads)
 
     def __enter__(self) -> RawPeer:
         return self

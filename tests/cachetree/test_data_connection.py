@@ -127,7 +127,7 @@ def test_a_place_is_let_go_once_its_frame_is_there(
 
     sender, receiver = connected(seals_of)
     sink, places = Memory(), [Room(PIECE_BYTES + 1)]
-    sink.room = lambda _frame: memoryview(places[0])  # type: ignore[method-assign]
+    sink.buffer_for = lambda _frame: memoryview(places[0])  # type: ignore[method-assign]
     payload = payload_of(PIECE_BYTES + 1)[: PIECE_BYTES + 1]
     sender.put(frame_of(payload), [memoryview(payload)])
     (arrival,) = passed(sender, receiver, sink, 1)

@@ -10,9 +10,19 @@ from pathlib import Path
 import pytest
 from disk_parts import data_files
 from push_parts import PAGE_TOTAL, RawPeer, cache_of, fetched, new_store
-from transport_parts import E_LAYER, MODEL, eventually, pages_of, store
+from transport_parts import E_LAYER, MODEL, PAGE_BYTES, content, eventually, pages_of, store
 
-from cachetree import DISK, Cache, Deadline, FetchError, Location, StaleEntry, WorkerConfig
+from cachetree import (
+    DISK,
+    Cache,
+    Deadline,
+    FetchError,
+    Kind,
+    Location,
+    StaleEntry,
+    Step,
+    WorkerConfig,
+)
 from cachetree.transport import wire
 from cachetree.tree import join_hashes
 
@@ -127,31 +137,39 @@ def test_a_damaged_disk_makes_a_fetch_stale_and_its_advert_goes(tmp_path: Path) 
         eventually(lambda: seen(cache, address) != [(64, {E_LAYER: 64})])
 
 
+def slow(worker: Cache, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Nothing is read from its disk before that is set."""
+    goes_on = threading.Event()
+    store_ = worker._disk._store  # type: ignore[union-attr]
+    read = store_.read
+
+    def wait_and_read(*args: object) -> None:
+        assert goes_on.wait(10)
+        read(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(store_, "read", wait_and_read)
+    return goes_on
+
+
+A_FETCH = wire.Fetch(
+    id=1,
+    model=MODEL,
+    pages=join_hashes(PAGES),
+    steps=(("kv", 0),),
+    frame_bytes=64 << 10,
+    window_bytes=256 << 10,
+    timeout_ms=10_000,
+)
+
+
 def test_the_worker_answers_while_its_disk_is_slow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with on_disk_only(tmp_path) as (worker, _):
-        goes_on = threading.Event()
-        store_ = worker._disk._store  # type: ignore[union-attr]
-        read = store_.read
-
-        def slow(*args: object) -> None:
-            assert goes_on.wait(10)
-            read(*args)  # type: ignore[arg-type]
-
-        monkeypatch.setattr(store_, "read", slow)
+        goes_on = slow(worker, monkeypatch)
         assert worker._worker
         with RawPeer(worker._worker) as peer:
-            fetch = wire.Fetch(
-                id=1,
-                model=MODEL,
-                pages=join_hashes(PAGES),
-                steps=(("kv", 0),),
-                frame_bytes=64 << 10,
-                window_bytes=256 << 10,
-                timeout_ms=5000,
-            )
-            peer.send(fetch)
+            peer.send(A_FETCH)
             pong = peer.ask(wire.Ping(last_id=1))
             assert isinstance(pong, wire.Pong)
             assert pong.streams == (1,), "the peer would take the fetch for lost"
@@ -161,6 +179,26 @@ def test_the_worker_answers_while_its_disk_is_slow(
             pong = peer.ask(wire.Ping(last_id=1))
             assert isinstance(pong, wire.Pong)
             assert pong.streams == (), "a cancelled fetch went on"
+
+
+def test_a_store_and_a_fetch_of_one_number_wait_for_the_disk_each_for_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accepts = {"worker": WorkerConfig(accepts=True), "host_bytes": 2 * ROOM}
+    with on_disk_only(tmp_path, **accepts) as (worker, _):
+        goes_on = slow(worker, monkeypatch)
+        assert worker._worker
+        with RawPeer(worker._worker) as peer:
+            peer.send(A_FETCH)
+            next_page = new_store(pages_of(1, "next"), parent=PAGES[-1], timeout_ms=10_000)
+            assert next_page.id == A_FETCH.id
+            peer.send(next_page)
+            assert isinstance(peer.ask(wire.Ping()), wire.Pong)
+            goes_on.set()
+            assert isinstance(peer.receive(), wire.Wanted)
+            assert peer.fetched(64 * PAGE_BYTES) == b"".join(
+                content(page, Step(Kind.KV, 0)) for page in PAGES
+            )
 
 
 def test_a_local_fetch_from_disk_is_promoted_where_there_is_room(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from transport_parts import (
     eventually,
     new_tree,
     pages_of,
+    store,
     worker_of,
 )
 
@@ -24,6 +25,7 @@ from cachetree import CacheTree, Deadline, Kind, Step
 from cachetree.memory.copying import checksum
 from cachetree.transport import wire
 from cachetree.transport.frames import Frame
+from cachetree.tree import join_hashes
 
 
 def payload_of(step: Step) -> bytes:
@@ -149,6 +151,35 @@ def test_open_stores_are_bounded_for_each_peer_and_in_all() -> None:
         assert answers(peer, 5) == ["wanted"] * 4 + ["busy"]
     with accepting(max_stores=2) as (_, peer):
         assert answers(peer, 3) == ["wanted"] * 2 + ["busy"]
+
+
+def test_a_store_and_a_fetch_of_one_number_do_not_meet() -> None:
+    """Each has its own credit, and the end of one is not the other's."""
+    there = pages_of(8, "there")
+    fetch = wire.Fetch(
+        id=1,
+        model=MODEL,
+        pages=join_hashes(there),
+        steps=(("kv", 0), ("kv", 1)),
+        frame_bytes=2 * PAGE_BYTES,
+        window_bytes=4 * PAGE_BYTES,
+        timeout_ms=60_000,
+    )
+    steps = [*(Step(Kind.KV, layer) for layer in range(4)), Step(Kind.E, E_LAYER)]
+    with accepting() as (tree, peer):
+        store(tree, there)
+        assert isinstance(peer.ask(new_store(id=1, timeout_ms=60_000)), wire.Wanted)
+        peer.send(fetch)
+        came = b""
+        for number, step in enumerate(steps[:-1]):
+            came += peer.fetched(4 * PAGE_BYTES)
+            credit = wire.Credit(id=1, num_bytes=(number + 1) * 2 * PAGE_BYTES)
+            assert peer.frame(number, payload_of(step)) == credit
+            peer.send(wire.Credit(id=1, num_bytes=len(came)))
+        for layer in range(2):
+            wanted = b"".join(content(page, Step(Kind.KV, layer)) for page in there)
+            assert came[layer * len(wanted) : (layer + 1) * len(wanted)] == wanted
+        assert peer.frame(4, payload_of(steps[-1])) == wire.Stored(id=1), "it ended with the fetch"
 
 
 def test_a_payload_that_belongs_to_no_frame_ends_the_session() -> None:
