@@ -19,119 +19,23 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import result
-from partial_prefill import HIDDEN, NUM_LAYERS, PAGE, Bench, Sample, median, publish, ttft
-from rich.console import Console
+from relay import Bench, Sample, Setup, bench, console, median, mirror, paced, publish, ttft
 from rich.table import Table
 
-from cachetree import (
-    EMPTY_SPAN,
-    Cache,
-    CacheConfig,
-    Deadline,
-    Family,
-    Kind,
-    Plan,
-    Span,
-    Step,
-    Worker,
-    WorkerConfig,
-)
-from cachetree.checkpoint import Codec, read_model_identity
-from cachetree.tree import page_hashes
-from profiles.random_models import random_prompt, shape, write_models
-from sglang_droidspeak.fleet.servers import ServerSpec, free_port, running
+from cachetree import EMPTY_SPAN
 
 NUM_SHARED = 1000
 NUM_LEARNING = 2
 MB_PER_S = (2000, 400, 200, 120, 60, 20, 5, 1)
-console = Console(width=100)
-
-
-@contextmanager
-def bench(folder: Path, num_documents: int) -> Iterator[Bench]:
-    config = shape("llama", layers=NUM_LAYERS, hidden=HIDDEN, heads=12, kv_heads=12)
-    (path,) = write_models(folder, config, ["model"])
-    options = {
-        "dtype": "float32",
-        "page-size": PAGE,
-        "max-total-tokens": 8 * NUM_SHARED,
-        "max-running-requests": 4,
-        "chunked-prefill-size": 4096,
-        "sleep-on-idle": True,
-        "device": "cpu",
-    }
-    direct, relayed = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
-    sends = {"listen": direct, "host_gb": 4}
-    reads = {"peers": [direct, relayed], "gate": "off", "host_gb": 0, "fetch_deadline_s": 60}
-    specs = [
-        ServerSpec(model=path, name=name, options=options, droidspeak=droidspeak)
-        for name, droidspeak in (("sender", sends), ("receiver", reads))
-    ]
-    family = Family.of(
-        read_model_identity(path),
-        model_dtype="float32",
-        kv_dtype="float32",
-        page_size=PAGE,
-        codec=Codec.NONE,
-        tp_size=1,
-        tp_rank=0,
-    )
-    documents = [random_prompt(NUM_SHARED, seed=i) for i in range(num_documents)]
-    with (
-        console.status("starting two servers"),
-        running(*specs, folder=folder / "logs", env={"OMP_NUM_THREADS": "1"}) as (s, r),
-        Cache(family, CacheConfig(peers=(direct,), serves=False)) as relay,
-    ):
-        yield Bench(s, r, relay, relayed, documents)
-
-
-def mirror(it: Bench) -> None:
-    """Copy the sender's KV into the relay."""
-    for document in it.documents:
-        pages = page_hashes(document, PAGE)
-        (match,) = it.relay.match(pages)
-        plan = Plan(
-            sender=match.model,
-            receiver=match.model,
-            location=match.location,
-            pages=Span(0, len(pages)),
-            block=EMPTY_SPAN,
-            num_layers=NUM_LAYERS,
-        )
-        staging = it.relay.fetch(plan, pages, Deadline.after(60))
-        assert staging is not None
-        with staging:
-            for step in plan.steps:
-                staging.wait(step)
-            kv = [staging.view(Step(Kind.KV, layer)) for layer in range(NUM_LAYERS)]
-            assert it.relay.store(match.model, None, pages, kv, {})
-
-
-@contextmanager
-def paced(it: Bench, mb_per_s: float) -> Iterator[None]:
-    """Serve the relay's entries at that rate until the receiver knows them."""
-    config = WorkerConfig(listen=it.relay_address, max_bytes_per_s=mb_per_s * 1e6)
-    worker = Worker(it.relay.tree, config)
-    try:
-        deadline = time.monotonic() + 30
-        while it.ask(0, {}).provenance["outcome"] == "no_match":
-            assert time.monotonic() < deadline, "the receiver did not find the relay"
-            time.sleep(0.2)
-        yield
-    finally:
-        worker.close()
-        time.sleep(0.2)
 
 
 def measured(it: Bench, mb_per_s: float) -> dict[str, list[Sample]]:
     samples: dict[str, list[Sample]] = {"off": [], "auto": []}
-    with paced(it, mb_per_s):
+    with paced(it, mb_per_s * 1e6, {}):
         for document in range(len(it.documents)):
             order = ("off", "auto") if document % 2 else ("auto", "off")
             for mode in order:
@@ -174,11 +78,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     environment = result.here()
-    with tempfile.TemporaryDirectory() as folder, bench(Path(folder), args.documents) as it:
+    setup = Setup(num_shared=NUM_SHARED, num_documents=args.documents, is_one_model=True)
+    with tempfile.TemporaryDirectory() as folder, bench(Path(folder), setup) as it:
         publish(it)
         for document in range(len(it.documents)):  # From which its own speed is learned.
             it.ask(document, {"mode": "off"})
-        mirror(it)
+        mirror(it, EMPTY_SPAN)
         it.sender.stop()
         time.sleep(0.5)
         found = {mb_per_s: measured(it, mb_per_s) for mb_per_s in MB_PER_S}

@@ -21,44 +21,36 @@ and recompute pipelined; with what `schedule.py` predicts from the measured part
 from __future__ import annotations
 
 import argparse
-import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import result
-from rich.console import Console
+from relay import (
+    HIDDEN,
+    NUM_LAYERS,
+    NUM_NEW,
+    Bench,
+    Sample,
+    Setup,
+    bench,
+    console,
+    median,
+    mirror,
+    paced,
+    publish,
+    ttft,
+)
 from rich.table import Table
 from schedule import Request, schedule
 
-from cachetree import (
-    Cache,
-    CacheConfig,
-    Deadline,
-    Family,
-    Kind,
-    Plan,
-    Span,
-    Step,
-    Worker,
-    WorkerConfig,
-)
-from cachetree.checkpoint import Codec, read_model_identity
+from cachetree import Span
 from cachetree.planning import Strategy
-from cachetree.tree import page_hashes
-from profiles.random_models import random_prompt, shape, write_models
-from sglang_droidspeak.fleet.servers import Server, ServerSpec, free_port, running
 
-NUM_LAYERS = 12
-HIDDEN = 768
 BLOCK = Span(4, 7)
-PAGE = 16
 NUM_SHARED = 2000
-NUM_NEW = 24
 CONDITIONS: Mapping[str, Mapping[str, str]] = {
     "full_prefill": {"mode": "off"},
     "full_reuse": {"block": "none"},
@@ -66,104 +58,6 @@ CONDITIONS: Mapping[str, Mapping[str, str]] = {
     "all_layers": {"block": "all"},
 }
 STRATEGIES = (Strategy.EVERYTHING_FIRST, Strategy.REUSED_FIRST, Strategy.PIPELINED)
-console = Console(width=100)
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One request for one new token."""
-
-    ttft_ms: float
-    token: int
-    provenance: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Bench:
-    sender: Server
-    receiver: Server
-    relay: Cache
-    """Holds what the sender stored, to serve it again through a paced link."""
-    relay_address: str
-    documents: Sequence[Sequence[int]]
-
-    def ask(self, document: int, controls: Mapping[str, str]) -> Sample:
-        """TTFT of the document with a new question, nothing of it in the receiver's own cache."""
-        tokens = [*self.documents[document], *random_prompt(NUM_NEW, seed=9000 + document)]
-        self.receiver.flush()
-        started_s = time.perf_counter()
-        reply = self.receiver.generate(
-            tokens, max_new_tokens=1, droidspeak=controls, return_logprob=False
-        )
-        ttft_ms = 1000 * (time.perf_counter() - started_s)
-        (provenance,) = reply["meta_info"]["droidspeak"]
-        return Sample(ttft_ms, reply["output_ids"][0], provenance)
-
-
-@contextmanager
-def bench(folder: Path, dtype: str, codec: str, num_documents: int) -> Iterator[Bench]:
-    config = shape("llama", layers=NUM_LAYERS, hidden=HIDDEN, heads=12, kv_heads=12)
-    sender_path, receiver_path = write_models(folder, config, ["sender", "receiver"])
-    options = {
-        "dtype": dtype,
-        "page-size": PAGE,
-        "max-total-tokens": 4 * NUM_SHARED,
-        "max-running-requests": 4,
-        "chunked-prefill-size": 4096,
-        "sleep-on-idle": True,
-        "device": "cpu",
-    }
-    direct, relayed = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
-    sender = ServerSpec(
-        model=sender_path,
-        name="sender",
-        options=options,
-        droidspeak={
-            "listen": direct,
-            "capture_layers": [BLOCK.start],
-            "host_gb": 4,
-            "codec": codec,
-        },
-    )
-    receiver = ServerSpec(
-        model=receiver_path,
-        name="receiver",
-        options=options,
-        droidspeak={
-            "peers": [direct, relayed],
-            "gate": "off",
-            "host_gb": 0,
-            "codec": codec,
-            "fetch_deadline_s": 60,
-            "forward_wait_s": 2,
-        },
-    )
-    family = Family.of(
-        read_model_identity(receiver_path),
-        model_dtype=dtype,
-        kv_dtype=dtype,
-        page_size=PAGE,
-        codec=Codec(codec),
-        tp_size=1,
-        tp_rank=0,
-    )
-    documents = [random_prompt(NUM_SHARED, seed=i) for i in range(num_documents)]
-    with (
-        console.status("starting two servers"),
-        running(sender, receiver, folder=folder / "logs", env={"OMP_NUM_THREADS": "1"}) as (s, r),
-        Cache(family, CacheConfig(peers=(direct,), serves=False)) as relay,
-    ):
-        yield Bench(s, r, relay, relayed, documents)
-
-
-def publish(it: Bench) -> None:
-    """Have the sender read every document, and wait until its pages are on offer."""
-    for document in it.documents:
-        it.sender.generate(document, max_new_tokens=1)
-        pages = page_hashes(document, PAGE)
-        while not any(m.num_pages == len(pages) for m in it.relay.match(pages)):
-            time.sleep(0.02)
-    time.sleep(0.2)
 
 
 def speed(it: Bench) -> dict[str, list[Sample]]:
@@ -181,49 +75,9 @@ def speed(it: Bench) -> dict[str, list[Sample]]:
     return samples
 
 
-def mirror(it: Bench) -> None:
-    """Copy the sender's entries into the relay."""
-    for document in it.documents:
-        pages = page_hashes(document, PAGE)
-        (match,) = it.relay.match(pages)
-        plan = Plan(
-            sender=match.model,
-            receiver=match.model,
-            location=match.location,
-            pages=Span(0, len(pages)),
-            block=BLOCK,
-            num_layers=NUM_LAYERS,
-            strategy=Strategy.EVERYTHING_FIRST,
-        )
-        staging = it.relay.fetch(plan, pages, Deadline.after(60))
-        assert staging is not None
-        with staging:
-            for step in plan.steps:
-                staging.wait(step)
-            kv = [staging.view(Step(Kind.KV, layer)) for layer in range(NUM_LAYERS)]
-            e = {BLOCK.start: staging.view(Step(Kind.E, BLOCK.start))}
-            assert it.relay.store(match.model, None, pages, kv, e)
-
-
-@contextmanager
-def paced(it: Bench, bytes_per_s: float) -> Iterator[None]:
-    """Serve the relay's entries at that rate until the receiver knows all of them."""
-    config = WorkerConfig(listen=it.relay_address, max_bytes_per_s=bytes_per_s)
-    worker = Worker(it.relay.tree, config)
-    try:
-        deadline = time.monotonic() + 30
-        while it.ask(0, CONDITIONS["full_reuse"]).provenance["outcome"] != "reused":
-            assert time.monotonic() < deadline, "the receiver did not find the relay"
-            time.sleep(0.2)
-        yield
-    finally:
-        worker.close()
-        time.sleep(0.2)
-
-
 def throttled(it: Bench, bytes_per_s: float) -> dict[Strategy, list[Sample]]:
     samples: dict[Strategy, list[Sample]] = {strategy: [] for strategy in STRATEGIES}
-    with paced(it, bytes_per_s):
+    with paced(it, bytes_per_s, CONDITIONS["full_reuse"]):
         for document in range(min(4, len(it.documents))):
             for strategy in STRATEGIES:
                 controls = {**CONDITIONS["block"], "strategy": strategy.value}
@@ -233,14 +87,6 @@ def throttled(it: Bench, bytes_per_s: float) -> dict[Strategy, list[Sample]]:
     for triple in zip(*samples.values(), strict=True):
         assert len({sample.token for sample in triple}) == 1, "strategies must agree"
     return samples
-
-
-def median(samples: Sequence[Sample], of: Callable[[Sample], float]) -> float:
-    return statistics.median(of(sample) for sample in samples)
-
-
-def ttft(sample: Sample) -> float:
-    return sample.ttft_ms
 
 
 def field(name: str) -> Callable[[Sample], float]:
@@ -335,13 +181,18 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     environment = result.here()
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        bench(Path(folder), args.dtype, args.codec, args.documents) as it,
-    ):
+    setup = Setup(
+        num_shared=NUM_SHARED,
+        num_documents=args.documents,
+        dtype=args.dtype,
+        codec=args.codec,
+        sends={"capture_layers": [BLOCK.start]},
+        reads={"forward_wait_s": 2},
+    )
+    with tempfile.TemporaryDirectory() as folder, bench(Path(folder), setup) as it:
         publish(it)
         summary: dict[str, Any] = {"speed": report_speed(speed(it))}
-        mirror(it)
+        mirror(it, BLOCK)
         it.sender.stop()
         time.sleep(0.5)
         rows_moved = 2 * (NUM_LAYERS - len(BLOCK)) + 1

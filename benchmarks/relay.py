@@ -1,0 +1,195 @@
+"""Two real servers and a relay between them, which serves what one stored at any rate.
+
+The sender's entries are copied into the relay, the sender stops, and the receiver reads them again
+over a link that is paced by the transport's own bandwidth cap.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from cachetree import (
+    Cache,
+    CacheConfig,
+    Deadline,
+    Family,
+    Kind,
+    Plan,
+    Span,
+    Step,
+    Worker,
+    WorkerConfig,
+)
+from cachetree.checkpoint import Codec, read_model_identity
+from cachetree.planning import Strategy
+from cachetree.tree import page_hashes
+from profiles.random_models import random_prompt, shape, write_models
+from sglang_droidspeak.fleet.servers import Server, ServerSpec, free_port, running
+
+NUM_LAYERS = 12
+HIDDEN = 768
+PAGE = 16
+NUM_NEW = 24
+console = Console(width=100)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One request for one new token."""
+
+    ttft_ms: float
+    token: int
+    provenance: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What two servers of randomly initialised models are to be."""
+
+    num_shared: int
+    """Tokens of a document."""
+    num_documents: int
+    is_one_model: bool = False
+    """Both run the same weights."""
+    dtype: str = "float32"
+    codec: str = "none"
+    sends: Mapping[str, Any] = field(default_factory=dict)
+    """More settings of the sender, and of the receiver."""
+    reads: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Bench:
+    sender: Server
+    receiver: Server
+    relay: Cache
+    """Holds what the sender stored, to serve it again through a paced link."""
+    relay_address: str
+    documents: Sequence[Sequence[int]]
+
+    def ask(self, document: int, controls: Mapping[str, str]) -> Sample:
+        """TTFT of the document with a new question, nothing of it in the receiver's own cache."""
+        tokens = [*self.documents[document], *random_prompt(NUM_NEW, seed=9000 + document)]
+        self.receiver.flush()
+        started_s = time.perf_counter()
+        reply = self.receiver.generate(
+            tokens, max_new_tokens=1, droidspeak=controls, return_logprob=False
+        )
+        ttft_ms = 1000 * (time.perf_counter() - started_s)
+        (provenance,) = reply["meta_info"]["droidspeak"]
+        return Sample(ttft_ms, reply["output_ids"][0], provenance)
+
+
+@contextmanager
+def bench(folder: Path, setup: Setup) -> Iterator[Bench]:
+    config = shape("llama", layers=NUM_LAYERS, hidden=HIDDEN, heads=12, kv_heads=12)
+    names = ["model"] if setup.is_one_model else ["sender", "receiver"]
+    paths = write_models(folder, config, names)
+    options = {
+        "dtype": setup.dtype,
+        "page-size": PAGE,
+        "max-total-tokens": 8000,
+        "max-running-requests": 4,
+        "chunked-prefill-size": 4096,
+        "sleep-on-idle": True,
+        "device": "cpu",
+    }
+    direct, relayed = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
+    sends = {"listen": direct, "host_gb": 4, "codec": setup.codec, **setup.sends}
+    reads = {
+        "peers": [direct, relayed],
+        "gate": "off",
+        "host_gb": 0,
+        "codec": setup.codec,
+        "fetch_deadline_s": 60,
+        **setup.reads,
+    }
+    specs = [
+        ServerSpec(model=path, name=name, options=options, droidspeak=droidspeak)
+        for path, name, droidspeak in (
+            (paths[0], "sender", sends),
+            (paths[-1], "receiver", reads),
+        )
+    ]
+    family = Family.of(
+        read_model_identity(paths[-1]),
+        model_dtype=setup.dtype,
+        kv_dtype=setup.dtype,
+        page_size=PAGE,
+        codec=Codec(setup.codec),
+        tp_size=1,
+        tp_rank=0,
+    )
+    documents = [random_prompt(setup.num_shared, seed=i) for i in range(setup.num_documents)]
+    with (
+        console.status("starting two servers"),
+        running(*specs, folder=folder / "logs", env={"OMP_NUM_THREADS": "1"}) as (s, r),
+        Cache(family, CacheConfig(peers=(direct,), serves=False)) as relay,
+    ):
+        yield Bench(s, r, relay, relayed, documents)
+
+
+def publish(it: Bench) -> None:
+    """Have the sender read every document, and wait until its pages are on offer."""
+    for document in it.documents:
+        it.sender.generate(document, max_new_tokens=1)
+        pages = page_hashes(document, PAGE)
+        while not any(m.num_pages == len(pages) for m in it.relay.match(pages)):
+            time.sleep(0.02)
+    time.sleep(0.2)
+
+
+def mirror(it: Bench, block: Span) -> None:
+    """Copy the sender's entries into the relay, with the E that `block` begins with."""
+    for document in it.documents:
+        pages = page_hashes(document, PAGE)
+        (match,) = it.relay.match(pages)
+        plan = Plan(
+            sender=match.model,
+            receiver=match.model,
+            location=match.location,
+            pages=Span(0, len(pages)),
+            block=block,
+            num_layers=NUM_LAYERS,
+            strategy=Strategy.EVERYTHING_FIRST,
+        )
+        staging = it.relay.fetch(plan, pages, Deadline.after(60))
+        assert staging is not None
+        with staging:
+            for step in plan.steps:
+                staging.wait(step)
+            kv = [staging.view(Step(Kind.KV, layer)) for layer in range(NUM_LAYERS)]
+            e = {layer: staging.view(Step(Kind.E, layer)) for layer in plan.transition_layers}
+            assert it.relay.store(match.model, None, pages, kv, e)
+
+
+@contextmanager
+def paced(it: Bench, bytes_per_s: float, controls: Mapping[str, str]) -> Iterator[None]:
+    """Serve the relay's entries at that rate; ask by `controls` until the receiver knows them."""
+    config = WorkerConfig(listen=it.relay_address, max_bytes_per_s=bytes_per_s)
+    worker = Worker(it.relay.tree, config)
+    try:
+        deadline = time.monotonic() + 30
+        while it.ask(0, controls).provenance["outcome"] == "no_match":
+            assert time.monotonic() < deadline, "the receiver did not find the relay"
+            time.sleep(0.2)
+        yield
+    finally:
+        worker.close()
+        time.sleep(0.2)
+
+
+def median(samples: Sequence[Sample], of: Callable[[Sample], float]) -> float:
+    return statistics.median(of(sample) for sample in samples)
+
+
+def ttft(sample: Sample) -> float:
+    return sample.ttft_ms
