@@ -11,7 +11,8 @@ from typing import Final
 class Link:
     """As it is now. Fetches share it evenly: one ends when it and as much of each other have come.
 
-    For its bytes B and a backlog of r1, r2, ...: (B + min(r1, B) + min(r2, B) + ...) × byte_s.
+    For its bytes B, A bytes ahead of it and a backlog of r1, r2, ...:
+    (B + A + min(r1, B) + min(r2, B) + ...) × byte_s.
     """
 
     byte_s: float
@@ -19,13 +20,17 @@ class Link:
     """What transfers of late took of what was predicted."""
     backlog: Sequence[int] = ()
     """Bytes that each fetch under way still has to bring."""
+    ahead: int = 0
+    """Bytes that come first, at most: nobody waits for them any more, and nobody can stop them."""
     copy_byte_s: float = 0.0
     """From host memory into the device's KV slots."""
 
     def seconds(self, num_bytes: int) -> float:
         """Until that many bytes of a new fetch have come."""
-        ahead = sum(min(rest, num_bytes) for rest in self.backlog)
-        return self.margin * self.byte_s * (num_bytes + ahead)
+        if not num_bytes:
+            return 0.0
+        shared = sum(min(rest, num_bytes) for rest in self.backlog)
+        return self.margin * self.byte_s * (num_bytes + self.ahead + shared)
 
     def copy_s(self, num_bytes: int) -> float:
         return self.copy_byte_s * num_bytes

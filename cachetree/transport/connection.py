@@ -62,6 +62,8 @@ class Connection:
         """Most bytes of one fetch that the worker has under way."""
         self.last_id = NOT_ASKED
         """Of the newest fetch or store."""
+        self.owed: Final[dict[int, int]] = {}
+        """By fetch that ended early, the most bytes that may still come in its frames."""
         self._ready: set[object] = set()
         self.arena: ArenaReader | None = None
         """The worker's memory, where it is to be read."""

@@ -132,8 +132,8 @@ class Peer:
 
     @property
     def link(self) -> Link | None:
-        """What a fetch takes while there is no other; None before the first."""
-        return self._fetches.bandwidth.link
+        """What a fetch takes while there is no other; None before the first. From any thread."""
+        return self._fetches.free_link
 
     @property
     def status(self) -> PeerStatus:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final, Literal
 
 from cachetree.checkpoint import Family
@@ -17,6 +18,7 @@ from cachetree.errors import (
 )
 from cachetree.ids import ModelId, PageHash
 from cachetree.memory import Staging
+from cachetree.planning import Link
 from cachetree.transport import wire
 from cachetree.transport.backoff import Breaker
 from cachetree.transport.channel import Arrival
@@ -60,6 +62,8 @@ class PendingFetches:
         self._breaker = breaker
         self._counts = counts
         self._clock = clock
+        self._carried_bytes = 0
+        """Of frames that came, whether somebody still waited for them or not."""
         self.link: Connection | None = None
         """While there is one: its owner sets it."""
         self._receivers: list[FetchReceiver] = []
@@ -70,6 +74,16 @@ class PendingFetches:
     def _link(self) -> Connection:
         assert self.link is not None
         return self.link
+
+    @property
+    def free_link(self) -> Link | None:
+        """What a fetch takes beside what has ended and may still come; from any thread."""
+        found, link = self.bandwidth.link, self.link
+        if found is None or link is None:
+            return found
+        given_up = [it for it in tuple(self._receivers) if it.staging.error is not None]
+        ahead = sum(tuple(link.owed.values())) + sum(self._owed_to(it, link) for it in given_up)
+        return replace(found, ahead=ahead)
 
     @property
     def is_under_way(self) -> bool:
@@ -104,8 +118,13 @@ class PendingFetches:
     def buffer_for(self, frame: Frame) -> memoryview | None:
         """Where its bytes go; None for nowhere."""
         receiver = self._receiver_of(frame)
+        if receiver is None:
+            self._carried_bytes += frame.size
+            if owed_bytes := self._link.owed.get(frame.id):
+                self._link.owed[frame.id] = max(0, owed_bytes - frame.size)
+            return None
         try:
-            return None if receiver is None else receiver.buffer_for(frame)
+            return receiver.buffer_for(frame)
         except FetchError as exc:
             self._stop(frame.id, exc)
             return None
@@ -159,8 +178,11 @@ class PendingFetches:
 
         Of the two connections neither knows what is still under way in the other.
         """
+        if over == "data connection":
+            for id in [it for it in self._link.owed if _is_over(it, pong)]:
+                del self._link.owed[id]
         for receiver in tuple(self._asked.values()):
-            if receiver.id <= pong.last_id and receiver.id not in pong.streams:
+            if _is_over(receiver.id, pong):
                 receiver.over.add(over)
                 if len(receiver.over) == 2:
                     what = f"a request to {self._who}, or its last frames, were lost"
@@ -180,7 +202,7 @@ class PendingFetches:
                 id = receiver.id
                 self._end(receiver, error)
                 if self.link is not None and id != NOT_ASKED:
-                    self.link.send(wire.Cancel(id=id))
+                    self._cancel(id)
 
     def repeat_credit(self) -> None:
         """Tell the worker what was placed, also what it should know: it may have been lost."""
@@ -209,7 +231,7 @@ class PendingFetches:
 
     def _ask(self, receiver: FetchReceiver) -> None:
         receiver.asked_at_s = self._clock()
-        receiver.asked_at_bytes = self._counts.num_landed_bytes
+        receiver.asked_at_bytes = self._carried_bytes
         fetch = receiver.request(
             self._link.new_id(),
             frame_bytes=self._config.frame_bytes,
@@ -231,6 +253,7 @@ class PendingFetches:
 
     def _received(self, receiver: FetchReceiver, num_bytes: int) -> None:
         self._counts.num_landed_bytes += num_bytes
+        self._carried_bytes += num_bytes
         if receiver.is_complete:
             self._end(receiver, None)
             return
@@ -247,7 +270,7 @@ class PendingFetches:
             self._break(receiver, error)
         else:
             self._end(receiver, error)
-            self._link.send(wire.Cancel(id=id))
+            self._cancel(id)
 
     def _break(self, receiver: FetchReceiver, error: ProtocolError) -> None:
         """What came for it was wrong, or did not come."""
@@ -255,7 +278,7 @@ class PendingFetches:
         self._breaker.failed(error)
         id = receiver.id
         self._suspend(receiver, error)
-        self._link.send(wire.Cancel(id=id))
+        self._cancel(id)
 
     def _has_waited(self, receiver: FetchReceiver) -> bool:
         waited_s = self._clock() - receiver.broken_at_s
@@ -267,7 +290,21 @@ class PendingFetches:
         if receiver.num_requests > self._config.max_retries:
             self._end(receiver, type(error)(str(error)))
 
+    def _cancel(self, id: int) -> None:
+        """Have the worker stop, and say behind the last frame that it has."""
+        self._link.send(wire.Cancel(id=id))
+        if id in self._link.owed:
+            self._link.send(wire.Ping(last_id=self._link.last_id))
+
+    def _owed_to(self, receiver: FetchReceiver, link: Connection) -> int:
+        """The most that the worker can have sent for it and that has not come."""
+        if receiver.id == NOT_ASKED or link.arena is not None:
+            return 0
+        return min(receiver.rest_bytes, self._config.window_bytes, link.window_bytes)
+
     def _withdraw(self, receiver: FetchReceiver) -> None:
+        if self.link is not None and (owed_bytes := self._owed_to(receiver, self.link)):
+            self.link.owed[receiver.id] = owed_bytes
         del self._asked[receiver.id]
         receiver.id = NOT_ASKED
 
@@ -290,9 +327,14 @@ class PendingFetches:
         receiver.staging.fail(error)
 
     def _measure(self, receiver: FetchReceiver, error: FetchError | None) -> None:
-        num_bytes = self._counts.num_landed_bytes - receiver.asked_at_bytes
+        num_bytes = self._carried_bytes - receiver.asked_at_bytes
         seconds = self._clock() - receiver.asked_at_s
         is_late = isinstance(error, DeadlineExceeded) and seconds >= _MIN_LATE_S
         is_given_up = isinstance(error, Cancelled) and seconds >= _MIN_GIVEN_UP_S
         if num_bytes >= Bandwidth.MIN_SAMPLE_BYTES or is_late or is_given_up:
             self.bandwidth.sample(num_bytes, seconds)
+
+
+def _is_over(id: int, pong: wire.Pong) -> bool:
+    """Whether the worker had been asked for it before the pong, and sends nothing more."""
+    return id <= pong.last_id and id not in pong.streams

@@ -51,6 +51,11 @@ class FetchReceiver:
     def is_complete(self) -> bool:
         return self._step == len(self._sizes)
 
+    @property
+    def rest_bytes(self) -> int:
+        """Not placed yet."""
+        return self.staging.num_bytes - self.staging.num_landed_bytes
+
     def fits(self, family: Family) -> bool:
         """Whether every step has the size of all pages."""
         return self._sizes == [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import queue
 import signal
 import threading
 from collections.abc import Callable
@@ -312,3 +314,67 @@ def test_half_a_window_is_credited_while_the_rest_is_placed() -> None:
         staging.go_on.set()
         eventually(lambda: credited(worker) == 4 * len(chunk))
         staging.cancel()
+
+
+def test_what_may_still_come_of_a_cancelled_fetch_is_ahead_of_the_next() -> None:
+    """Until it has come, or the worker says behind it that there is no more."""
+    part, orders = FAST.frame_bytes, queue.SimpleQueue[Frame | wire.Pong | None]()
+    pages = pages_of(256)
+    sizes = [256 * PAGE_BYTES] * len(STEPS)
+
+    def script(worker: ScriptedWorker, identity: bytes, fetch: wire.Fetch) -> None:
+        """The first comes whole, of the second what the test says."""
+        for step, size in enumerate(sizes if fetch.id == 1 else ()):
+            for offset in range(0, size, part):
+                payload = bytes(part)
+                worker.send(identity, frame(fetch, payload, step=step, offset=offset), payload)
+        while fetch.id == 2 and (order := orders.get()) is not None:
+            worker.send(identity, order, *([bytes(part)] if isinstance(order, Frame) else ()))
+
+    quiet = msgspec.structs.replace(FAST, heartbeat_s=10.0)
+    with (
+        ScriptedWorker(script) as worker,
+        peer_of(worker.address, new_tree(), quiet) as peer,
+        contextlib.ExitStack() as stack,
+    ):
+        stack.callback(orders.put, None)  # The script waits for it, whatever happens here.
+
+        def ahead() -> int:
+            assert peer.link is not None
+            return peer.link.ahead
+
+        def order_frame(number: int) -> None:
+            header = Frame(
+                id=2, step=0, offset=number * part, size=part, checksum=wire.checksum(bytes(part))
+            )
+            orders.put(header)
+
+        whole, cancelled = new_staging(256, 60.0), new_staging(256, 60.0)
+        peer.fetch(MODEL, pages, whole)
+        wait_all(whole)
+        assert ahead() == 0
+        peer.fetch(MODEL, pages, cancelled)
+        order_frame(0)
+        eventually(lambda: cancelled.num_landed_bytes == part)
+        assert ahead() == 0, "a fetch that goes on is no burden, but has its share"
+
+        cancelled.cancel()
+        assert ahead() == FAST.window_bytes
+        eventually(lambda: not peer._fetches.is_under_way)
+        assert ahead() == FAST.window_bytes
+        for number, word in (
+            (1, None),
+            (2, wire.Pong(epoch=7, last_id=1)),  # Of a ping before the fetch.
+            (3, wire.Pong(epoch=7, last_id=2, streams=(2,))),  # Of one before the cancel.
+        ):
+            if word is not None:
+                orders.put(word)
+            order_frame(number)
+            eventually(lambda it=number: ahead() == FAST.window_bytes - it * part)
+        orders.put(wire.Pong(epoch=7, last_id=2))
+        eventually(lambda: ahead() == 0)
+        orders.put(None)
+        eventually(lambda: wire.Cancel(id=2) in worker.received)
+        told = worker.received[worker.received.index(wire.Cancel(id=2)) :]
+        assert told[1] == wire.Ping(last_id=2), "nobody asked how much more there is"
+        assert peer.state is PeerState.READY

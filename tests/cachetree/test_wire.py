@@ -306,3 +306,9 @@ def test_a_fetch_waits_for_as_much_of_every_other() -> None:
     link = Link(byte_s=0.1, backlog=[5, 100])
     assert link.seconds(20) == pytest.approx(0.1 * (20 + 5 + 20))
     assert link.seconds(3) == pytest.approx(0.1 * 9)
+
+
+def test_a_fetch_waits_for_all_that_comes_first() -> None:
+    link = Link(byte_s=0.1, backlog=[5, 100], ahead=50)
+    assert link.seconds(3) == pytest.approx(0.1 * (9 + 50))
+    assert link.seconds(0) == 0.0, "who fetches nothing waits for nothing"
