@@ -7,7 +7,11 @@ every rank has to run the same forwards. So per round of scheduling with request
     every rank   how far its staging is, and before a forward whether it landed ─► minimum ─► all
     every rank   whether it has what one forward of a partial prefill takes     ─► minimum ─► all
 
-Layers reduce over all ranks: a rank that fails has to say so before the others begin.
+Layers reduce over all ranks: a rank that fails has to say so before the others begin. One that
+fails within a layer ends the server. The others wait for it in the next sum over all ranks, and it
+cannot take part for form's sake: how many sums are left is known to SGLang's layers alone, which
+join some of them to the kernel after, as sizes and devices have it. A sum too many or too few would
+be taken for the next one's.
 
 SGLang's radix trees, and what is kept per slot, are the same on all ranks without being told.
 """
@@ -29,6 +33,10 @@ T = TypeVar("T")
 
 class AnotherRankFailed(Exception):
     """What this rank did in vain, too."""
+
+
+class RanksApart(Exception):
+    """This rank has failed where others wait for it; only a restart brings them together."""
 
 
 class Ranks:
@@ -71,7 +79,7 @@ class Ranks:
         try:
             yield
             self.agree()
-        except AnotherRankFailed:
+        except (AnotherRankFailed, RanksApart):
             raise
         except BaseException:
             self.least([False])  # The others agree no more, at their next point.
@@ -81,6 +89,21 @@ class Ranks:
         """Within `together`: go on, or raise AnotherRankFailed where another cannot."""
         if not all(self.least([True])):
             raise AnotherRankFailed("another rank failed")
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """In the body ranks meet without being asked; what goes wrong there becomes RanksApart,
+        which nobody catches: SGLang ends the server. On a rank that is alone it stays what it is.
+        """
+        try:
+            yield
+        except Exception as exc:
+            if self._size == 1:
+                raise
+            raise RanksApart(
+                f"droidspeak: rank {self.rank} failed within a layer, where the other ranks wait "
+                f"for it, so the server ends: {type(exc).__name__}: {exc}"
+            ) from exc
 
     def least(self, values: Sequence[int]) -> Sequence[int]:
         """The smallest of all ranks' values, one by one; each rank has as many."""

@@ -13,6 +13,7 @@ from cachetree import Deadline, FetchError, Span
 from sglang_droidspeak import engine
 from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.engine.names import ForwardMode
+from sglang_droidspeak.ranks import RanksApart
 from sglang_droidspeak.request.meta_info import provenance_of
 from sglang_droidspeak.request.partial_prefill import PartialPrefill, Prefix
 from sglang_droidspeak.request.source import Loaded
@@ -110,6 +111,8 @@ class ForwardPass:
                 for it in places:
                     self._refresh(it)
                 self._run(batch, [prefix for it in places for prefix in self._prefixes(it)])
+        except RanksApart:
+            raise
         except Exception as exc:
             log.exception("a partial prefill failed")
             for job in jobs:
@@ -195,6 +198,8 @@ class ForwardPass:
         try:
             with self._ranks.together():
                 self._prefill.run_in_full(batch, it.row, it.tokens)
+        except RanksApart:
+            raise
         except Exception:
             log.exception("request %s: the full prefill of its prefix failed", it.job.rid)
             it.job.is_lost = True

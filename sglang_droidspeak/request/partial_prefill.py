@@ -96,7 +96,8 @@ class PartialPrefill:
 
         The rows' earlier tokens must hold their KV in those layers already. E must be on the
         runner's device or in host memory; a host tensor is copied. Within `Ranks.together`: what
-        goes wrong on one rank before the layers of a forward, none of them computes.
+        goes wrong on one rank before the layers of a forward, none of them computes. Raises
+        RanksApart for what goes wrong within them.
         """
         for pieces in pack(prefixes, self._max_tokens):
             self._forward(batch, pieces, self._backend)
@@ -121,4 +122,5 @@ class PartialPrefill:
             e = there[0] if len(there) == 1 else torch.cat(there)
         with prepared(forward_batch, runner, backend):
             self._ranks.agree()
-            self._stack.run(pieces[0].prefix.block, e, forward_batch)
+            with self._ranks.apart():
+                self._stack.run(pieces[0].prefix.block, e, forward_batch)

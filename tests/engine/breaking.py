@@ -1,17 +1,24 @@
-"""Run in a server before it starts: the last rank cannot read the E of a prefix of this length."""
+"""Run in a server before it starts: what the last rank cannot do."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
+from cachetree.ids import Span
+
 NUM_BROKEN = 240
+"""Of a prefix of this length it cannot read E."""
+BROKEN_BLOCK = Span(4, 6)
+"""Between the two sums over all ranks of this block's first layer it has no memory."""
 
 
 def place() -> None:
-    from cachetree import Span
+    from sglang_droidspeak.engine.layers import LayerStack
     from sglang_droidspeak.request.source import Staged
 
-    e = Staged.e
+    e, run = Staged.e, LayerStack.run
 
     def read_or_break(self: Staged, layer: int, tokens: Span) -> torch.Tensor:
         num_tokens = len(self._plan.pages) * self._pool.page_size
@@ -19,7 +26,16 @@ def place() -> None:
             raise MemoryError("this rank has no memory for it")
         return e(self, layer, tokens)
 
-    Staged.e = read_or_break
+    def run_or_break(self: LayerStack, block: Span, *rest: Any) -> None:
+        if block == BROKEN_BLOCK and torch.distributed.get_rank() > 0:
+            self._layers[block.start].mlp.register_forward_pre_hook(_break)
+        run(self, block, *rest)
+
+    Staged.e, LayerStack.run = read_or_break, run_or_break
+
+
+def _break(*_: object) -> None:
+    raise MemoryError("this rank has no memory for a layer")
 
 
 if __name__ == "__main__":

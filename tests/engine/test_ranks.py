@@ -14,7 +14,7 @@ from torch import distributed
 
 from cachetree.ids import Location, ModelId, Span
 from cachetree.planning.plan import Plan
-from sglang_droidspeak.ranks import AnotherRankFailed, Ranks
+from sglang_droidspeak.ranks import AnotherRankFailed, Ranks, RanksApart
 
 NUM_RANKS = 2
 OTHER = "another rank failed"
@@ -60,6 +60,8 @@ def act(rank: int, store: str, results: Any) -> None:
     raised = [raised_by(ranks, *broken) for broken in ((), (1,), (0, 1))]
     # One that fails between two points holds up nobody at the second.
     raised.append(raised_by(ranks, 0, num_points=2))
+    # Without the other one, which does not wait for it here as it would in a layer.
+    raised.append(lost_by(ranks) if rank else "")
     results.put((rank, ranks.is_first, told == [DECISIONS] * 2, nothing, least, raised))
     results.close()
     results.join_thread()
@@ -79,6 +81,14 @@ def raised_by(ranks: Ranks, *broken: int, num_points: int = 0) -> str:
     return ""
 
 
+def lost_by(ranks: Ranks) -> str:
+    try:
+        with ranks.together(), ranks.apart():
+            raise MemoryError("in a layer")
+    except RanksApart as exc:
+        return str(exc)
+
+
 def test_all_do_as_the_first_and_as_much_as_the_least(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
@@ -95,9 +105,13 @@ def test_all_do_as_the_first_and_as_much_as_the_least(tmp_path: Path) -> None:
             process.join(10)
             process.kill()
     least = [[3, 0, 1], [], [1, 0]]
+    lost = (
+        "droidspeak: rank 1 failed within a layer, where the other ranks wait for it, "
+        "so the server ends: MemoryError: in a layer"
+    )
     assert found == [
-        (0, True, True, [], least, ["", OTHER, "on rank 0", "on rank 0"]),
-        (1, False, True, [], least, ["", "on rank 1", "on rank 1", OTHER]),
+        (0, True, True, [], least, ["", OTHER, "on rank 0", "on rank 0", ""]),
+        (1, False, True, [], least, ["", "on rank 1", "on rank 1", OTHER, lost]),
     ]
 
 
@@ -109,3 +123,5 @@ def test_one_rank_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ranks.is_first
     assert ranks.share(plans, list[Decision]) is plans
     assert ranks.least(plans) is plans
+    with pytest.raises(MemoryError), ranks.together(), ranks.apart():
+        raise MemoryError("nobody waits for it")

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from breaking import NUM_BROKEN
+import requests
+from breaking import BROKEN_BLOCK, NUM_BROKEN
 from engine_parts import (
     CPU,
     ENV,
@@ -306,3 +307,24 @@ def test_where_one_rank_lacks_its_part_all_prefill_in_full(
     assert reply.ids == alone.ids
     assert reply.logprobs == pytest.approx(alone.logprobs, abs=2e-4)
     assert team.ask(READER, prompt(100, seed=700)).provenance["outcome"] == "no_match"
+
+
+def test_a_rank_that_fails_within_a_layer_ends_the_server_at_once(tmp_path: Path) -> None:
+    """The other one waits for it there; SGLang's watchdog would look at that for minutes."""
+    models = Checkpoints.write(tmp_path, {"wide": {"rank": 8}})
+    spec = ServerSpec(
+        model=models.whole[BASE],
+        options=TP | WITH_LORA | {"tp-size": NUM_RANKS},
+        adapters=models.adapters,
+        droidspeak={"gate": "off", "capture_layers": [BROKEN_BLOCK.start], "host_gb": 0},
+    )
+    tokens = prompt(200, seed=1)
+    with running(spec, folder=tmp_path / "logs", env=ENV_OF_RANKS) as (server,):
+        answer(server, tokens, max_new_tokens=1)
+        controls = models.controls(BASE, BROKEN_BLOCK)
+        with pytest.raises(requests.RequestException):
+            answer(server, tokens, lora_path="wide", droidspeak=controls, timeout_s=60)
+        eventually(lambda: not server.is_alive, 60)
+        log = server.log.read_text()
+    assert "rank 1 failed within a layer, where the other ranks wait for it" in log
+    assert "this rank has no memory for a layer" in log
