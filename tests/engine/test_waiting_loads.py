@@ -1,0 +1,319 @@
+"""What a planned request loads and how long it waits for it; on all ranks alike."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from test_waiting import METER, PAGE, PLAN, Now, planner_of, request
+from waiting_parts import (
+    NUM_PAGES,
+    STEP_BYTES,
+    TREE,
+    WANTED,
+    Asked,
+    Told,
+    asking,
+    keys_of,
+    look,
+    waiting_with,
+)
+
+from cachetree.errors import FetchError
+from cachetree.ids import Location, Span
+from cachetree.planning.prefill_cost import PrefillCost
+from sglang_droidspeak.engine import prefixes
+from sglang_droidspeak.engine.prefixes import reusable_pages
+from sglang_droidspeak.request.planner import Declined, Planned
+from sglang_droidspeak.store.pool import Held
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> Now:
+    now = Now(monkeypatch)
+    monkeypatch.setattr(
+        "sglang_droidspeak.request.source.time", SimpleNamespace(monotonic=lambda: now.now_s)
+    )
+    return now
+
+
+def test_a_fetch_is_of_the_prompts_pages() -> None:
+    cache, req = Asked(), request()
+    waiting, _ = waiting_with(cache)
+    look(waiting, req)
+    assert cache.fetched == [(PLAN, reusable_pages(req, PAGE))]
+
+
+def test_what_the_pool_has_is_locked_when_it_is_taken() -> None:
+    """By the plan, for the request, in the tree of that moment."""
+    cache, req, locked = Asked(), request(), []
+    plan = replace(PLAN, location=Location("pool:x"))
+    pages = SimpleNamespace(slots=torch.arange(NUM_PAGES * PAGE), release=lambda: None)
+    pool = SimpleNamespace(
+        has_approximate=False, lock=lambda *args: locked.append(args) or pages, held=cache.held
+    )
+    waiting, _ = waiting_with(cache, pool=pool, planner=planner_of(**WANTED | {"plan": plan}))
+    assert not look(waiting, req)
+    job = waiting.take("r1", keys_of(req), torch.arange(NUM_PAGES * PAGE))
+    assert job is not None
+    assert locked == [(plan, reusable_pages(req, PAGE), req, TREE)]
+
+
+@pytest.mark.parametrize("waited_s", [3.0, 12.0])
+def test_a_taken_request_carries_on_what_is_known_of_it(now: Now, waited_s: float) -> None:
+    def plan(*_: Any) -> Planned:
+        now.now_s += 0.5
+        return Planned(plan=PLAN, **WANTED | {"patience_s": 10.0, "is_experiment": False})
+
+    cache, req = Asked(now), request()
+    waiting, _ = waiting_with(cache, planner=SimpleNamespace(plan=plan))
+    assert look(waiting, req) == {"r1"}
+    now.now_s += 1.0
+    waiting.pass_over(["r1"])
+    now.now_s += waited_s
+    cache.land()
+    slots = torch.arange(3 * PAGE)
+    job = waiting.take("r1", keys_of(req)[1:], slots)
+    assert job is not None
+    assert (job.rid, job.plan, job.pages) == ("r1", PLAN, Span(1, 4))
+    assert job.slots is slots
+    assert job.num_tokens == 3 * PAGE
+    assert job.match_s == pytest.approx(0.5)
+    assert job.queued_s == pytest.approx(1.5 + waited_s)
+    assert job.patience_s == pytest.approx(max(0.0, 10.0 - waited_s))
+    assert not waiting.has_source("r1")
+
+
+@pytest.mark.parametrize("was_skipped", [False, True])
+@pytest.mark.parametrize("is_exact", [False, True])
+@pytest.mark.parametrize("is_experiment", [False, True])
+def test_only_an_experiments_approximate_kv_is_kept_from_the_tree(
+    is_experiment: bool, is_exact: bool, was_skipped: bool
+) -> None:
+    plan = replace(PLAN, sender=PLAN.receiver) if is_exact else PLAN
+    assert plan.is_exact == is_exact
+    cache, req = Asked(), request()
+    req.skip_radix_cache_insert = was_skipped
+    planner = planner_of(**WANTED | {"plan": plan, "is_experiment": is_experiment})
+    waiting, _ = waiting_with(cache, planner=planner)
+    look(waiting, req)
+    assert waiting.take("r1", keys_of(req), torch.arange(NUM_PAGES * PAGE)) is not None
+    assert req.skip_radix_cache_insert == (was_skipped or (is_experiment and not is_exact))
+
+
+def test_of_the_rest_of_a_plan_so_much_can_be_loaded() -> None:
+    cache, req = Asked(), request()
+    waiting, _ = waiting_with(cache)
+    look(waiting, req)
+    keys = keys_of(req)
+    assert [waiting.num_restorable("r1", key) for key in keys] == [4, 3, 2, 1]
+    assert waiting.num_restorable("r1", "00" * 32) == 0
+    assert waiting.num_restorable("another", keys[0]) == 0
+    assert waiting.step_tokens("r1", 3) == 2
+    assert waiting.step_tokens("another", 3) == 0
+
+
+def test_a_plan_that_was_not_carried_out_is_its_requests() -> None:
+    cache, first, second = Asked(), request("r1"), request("r2")
+    waiting, told = waiting_with(cache)
+    look(waiting, first, second)
+    first.prefix_len = 0
+    waiting.admitted([first])
+    assert {rid: it.outcome for rid, it in told.by_rid.items()} == {"r1": "no_slots"}
+
+
+# How long it waits.
+
+
+def landed(now: Now, num_bytes: int, seconds: float, **parts: Any) -> tuple[Any, Any]:
+    """A request of whose 120 bytes so many have come in so many seconds, in its turn at once."""
+    cache, req = Asked(now), request()
+    waiting, told = waiting_with(cache, **parts)
+    look(waiting, req)
+    waiting.pass_over(["r1"])
+    now.now_s += seconds
+    (staging,) = cache.stagings
+    for step in PLAN.steps:
+        part = min(num_bytes, STEP_BYTES)
+        num_bytes -= part
+        if part:
+            staging.land(step, part)
+    return waiting, (req, told)
+
+
+@pytest.mark.parametrize(("patience_s", "is_held"), [(0.94, True), (0.90, False)])
+def test_the_rest_is_expected_at_the_rate_so_far_and_a_twentieth_more(
+    now: Now, patience_s: float, is_held: bool
+) -> None:
+    """60 of 120 bytes in 0.45 s: the rest takes 0.4725 s, of patience less what was waited."""
+    planner = planner_of(**WANTED | {"is_optional": True, "patience_s": patience_s})
+    meter = SimpleNamespace(recompute=PrefillCost(token_s=1e-9, context_s=0.0))
+    waiting, (req, told) = landed(now, 60, 0.45, planner=planner, meter=meter)
+    assert bool(look(waiting, req)) == is_held
+    if not is_held:
+        assert told.by_rid["r1"].outcome == "fallback: SlowLink"
+
+
+@pytest.mark.parametrize(("token_s", "is_held"), [(9.7e-3, True), (1.0e-2, False)])
+def test_the_rest_may_come_while_the_plans_tokens_are_recomputed(
+    now: Now, token_s: float, is_held: bool
+) -> None:
+    """One layer of 48 tokens. E has come, and the rest takes 0.4725 s."""
+    plan = replace(PLAN, pages=Span(1, 4))
+    planner = planner_of(**WANTED | {"plan": plan})
+    meter = SimpleNamespace(recompute=PrefillCost(token_s=token_s, context_s=0.0))
+    waiting, (req, _) = landed(now, 60, 0.45, planner=planner, meter=meter)
+    assert bool(look(waiting, req)) == is_held
+
+
+def test_how_long_it_was_held_is_told_in_thousandths_of_a_millisecond(now: Now) -> None:
+    waiting, (req, told) = landed(now, 0, 0.5)
+    now.now_s += 1.23456e-5
+    waiting.clear()
+    cache = Asked(now)
+    waiting, told = waiting_with(cache)
+    look(waiting, req)
+    now.now_s += 0.0001234567
+    cache.stagings[0].fail(FetchError("a test"))
+    assert not look(waiting, req)
+    assert told.by_rid["r1"].queued_ms == 0.123
+
+
+def test_who_gives_up_says_so_in_the_log(now: Now, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    planner = planner_of(**WANTED | {"is_optional": True, "patience_s": 0.25})
+    waiting, (req, _) = landed(now, 0, 0.5, planner=planner)
+    look(waiting, req)
+    assert caplog.messages == [
+        "request r1: 0 of 120 bytes came in the 0.250 s that are worth waiting for"
+    ]
+
+
+def test_a_worker_that_sent_nothing_is_told_why_it_was_given_up(now: Now) -> None:
+    cache, req = Asked(now), request()
+    planner = planner_of(**WANTED | {"is_optional": True, "patience_s": 0.25})
+    waiting, _ = waiting_with(cache, planner=planner)
+    look(waiting, req)
+    waiting.pass_over(["r1"])
+    now.now_s += 0.5
+    look(waiting, req)
+    assert str(cache.stagings[0].error) == "no answer for 0.1 s"
+
+
+def test_a_fetch_that_fails_is_logged_with_its_request(caplog: pytest.LogCaptureFixture) -> None:
+    cache, req = Asked(), request()
+    waiting, _ = waiting_with(cache)
+    look(waiting, req)
+    cache.stagings[0].fail(FetchError("a test"))
+    look(waiting, req)
+    assert caplog.messages == ["request r1: a test; it does a full prefill"]
+
+
+# Ranks.
+
+
+class Pair:
+    """Two ranks in one thread: the second hears what the first has shared, by its bytes."""
+
+    def __init__(self) -> None:
+        self._shared: list[bytes] = []
+
+    def rank(self, number: int) -> Any:
+        return SimpleNamespace(
+            is_first=not number, rank=number, least=lambda values: values, share=self._share(number)
+        )
+
+    def _share(self, number: int) -> Any:
+        def share(value: Any, kind: Any) -> Any:
+            if number:
+                return msgspec.msgpack.decode(self._shared.pop(0), type=kind)
+            self._shared.append(msgspec.msgpack.encode(value))
+            return value
+
+        return share
+
+
+def test_a_rank_does_as_the_first_one_decided_with_its_own_part() -> None:
+    pair, reqs, caches = Pair(), [request("r1"), request("r1")], [Asked(), Asked()]
+    planned = WANTED | {"is_experiment": False, "is_optional": True, "patience_s": 7.0}
+    planners: list[Any] = [planner_of(**planned), None]
+    both = [
+        waiting_with(cache, planner=planner, ranks=pair.rank(number))
+        for number, (cache, planner) in enumerate(zip(caches, planners, strict=True))
+    ]
+    for (waiting, _), req in zip(both, reqs, strict=True):
+        assert look(waiting, req) == {"r1"}
+    theirs = replace(PLAN, location=Location("tcp://127.0.0.1:2"))
+    assert [cache.fetched[0][0] for cache in caches] == [PLAN, theirs]
+    assert caches[1].fetched[0][1] == reusable_pages(reqs[1], PAGE)
+    assert prefixes.is_approximate(reqs[1])
+    assert [waiting.step_tokens("r1", 8) for waiting, _ in both] == [4, 4]
+    jobs = [
+        waiting.take("r1", keys_of(req), torch.arange(NUM_PAGES * PAGE))
+        for (waiting, _), req in zip(both, reqs, strict=True)
+    ]
+    assert [job is not None and job.patience_s for job in jobs] == [7.0, 7.0]
+    assert not reqs[1].skip_radix_cache_insert
+
+
+def test_a_rank_keeps_an_experiment_to_itself_as_the_first_one_does() -> None:
+    pair, reqs = Pair(), [request("r1"), request("r1")]
+    for number, req in enumerate(reqs):
+        waiting, _ = waiting_with(Asked(), ranks=pair.rank(number))
+        look(waiting, req)
+        assert not prefixes.is_approximate(req)
+        assert waiting.take("r1", keys_of(req), torch.arange(NUM_PAGES * PAGE)) is not None
+        assert req.skip_radix_cache_insert
+
+
+def test_a_rank_reads_where_the_first_one_does_without_a_plan() -> None:
+    pair, reqs = Pair(), [request("r1"), request("r1")]
+    for number, req in enumerate(reqs):
+        cache = Asked(held=None if number else Held(1, 3))
+        planner = SimpleNamespace(plan=lambda *_: Declined("no_match"))
+        waiting, _ = waiting_with(cache, planner=planner, ranks=pair.rank(number))
+        assert not look(waiting, req)
+        assert prefixes.is_approximate(req)
+        assert not cache.fetched
+
+
+@pytest.mark.parametrize("has_it", [True, False])
+def test_a_rank_whose_pool_has_none_of_it_fails(
+    has_it: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The plan is kept until all ranks have been told: they agree on as many."""
+    plan = replace(PLAN, location=Location("pool:x"))
+    pair, reqs, asked = Pair(), [request("r1"), request("r1")], []
+    told = Told()
+    for number, req in enumerate(reqs):
+        pool = SimpleNamespace(
+            has_approximate=False,
+            find=lambda *args: asked.append(args) or (object() if has_it else None),
+        )
+        waiting, told = waiting_with(
+            Asked(),
+            pool=pool,
+            planner=planner_of(**WANTED | {"plan": plan}),
+            ranks=pair.rank(number),
+        )
+        assert not look(waiting, req)
+        assert waiting.has_source("r1") == (has_it or not number)
+    assert asked == [(plan, reusable_pages(reqs[1], PAGE), reqs[1], TREE)]
+    if not has_it:
+        assert told.by_rid["r1"].outcome == "fallback: FetchError"
+        assert "request r1: this rank cannot do as planned" in caplog.messages
+
+
+def test_only_the_first_rank_asks_a_store() -> None:
+    for number in range(2):
+        cache, req = Asked(), request()
+        req.sampling_params.custom_params = None
+        pair = Pair()
+        pair._shared.append(msgspec.msgpack.encode([]))
+        waiting, _ = waiting_with(cache, site=asking(), meter=METER, ranks=pair.rank(number))
+        look(waiting, req)
+        assert len(cache.searched) == (not number)

@@ -1,0 +1,200 @@
+"""What a waiting request is planned with and asked for, and what it is told without a plan."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from test_waiting import METER, PAGE, Now, planner_of, request
+from waiting_parts import NUM_PAGES, TREE, WANTED, Asked, asking, look, waiting_with
+
+from cachetree.errors import FetchError
+from sglang_droidspeak.engine import prefixes
+from sglang_droidspeak.engine.prefixes import reusable_pages
+from sglang_droidspeak.request.labels import Labels
+from sglang_droidspeak.request.planner import UNMEASURED_S, Declined
+from sglang_droidspeak.store.pool import Held
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> Now:
+    return Now(monkeypatch)
+
+
+def test_each_new_request_is_planned_with_how_many_wait_beside_it() -> None:
+    asked: list[Any] = []
+    planner = SimpleNamespace(plan=lambda *args: asked.append(args) or Declined("no_match"))
+    waiting, told = waiting_with(Asked(), planner=planner)
+    queue = [request(f"r{i}") for i in range(3)]
+    look(waiting, queue[0])
+    look(waiting, *queue)
+    pages = reusable_pages(queue[0], PAGE)
+    assert asked == [(req, pages, TREE, num) for req, num in zip(queue, (0, 2, 2), strict=True)]
+    assert {rid: it.outcome for rid, it in told.by_rid.items()} == dict.fromkeys(
+        ("r0", "r1", "r2"), "no_match"
+    )
+
+
+@pytest.mark.parametrize("detail", ["", "1 of 2 peers not ready"])
+def test_why_there_is_no_plan_is_said_in_words_too(detail: str) -> None:
+    planner = SimpleNamespace(plan=lambda *_: Declined("no_match", detail))
+    waiting, told = waiting_with(Asked(), planner=planner)
+    assert not look(waiting, request())
+    assert (told.by_rid["r1"].outcome, told.by_rid["r1"].detail) == ("no_match", detail or None)
+
+
+def test_what_goes_wrong_while_planning_costs_the_reuse_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def plan(*_: Any) -> Any:
+        raise RuntimeError("a test")
+
+    waiting, told = waiting_with(Asked(), planner=SimpleNamespace(plan=plan))
+    assert not look(waiting, request())
+    assert told.by_rid["r1"].outcome == "error"
+    assert "request r1: planning failed; it does a full prefill" in caplog.messages
+
+
+def test_a_refused_request_says_what_it_is_and_is_not_planned() -> None:
+    req = request()
+    req.session = object()
+    waiting, told = waiting_with(Asked())
+    assert not look(waiting, req)
+    assert told.by_rid["r1"].outcome == "session"
+
+
+def test_after_an_update_of_the_weights_nothing_is_planned() -> None:
+    cache, first, second = Asked(), request("r1"), request("r2")
+    waiting, told = waiting_with(cache)
+    assert look(waiting, first) == {"r1"}
+    waiting.retire()
+    assert cache.budget.num_bytes == 0
+    assert not look(waiting, first, second)
+    assert {it.outcome for it in told.by_rid.values()} == {"weights_updated"}
+
+
+@pytest.mark.parametrize(("outcome", "stays"), [("no_match", True), ("off", False)])
+def test_without_a_plan_a_request_reads_the_longer_of_what_the_device_has(
+    outcome: str, stays: bool
+) -> None:
+    """Unless it wants exact KV only, or has less of the other."""
+    for held in (Held(1, 3), Held(3, 1)):
+        cache, req = Asked(held=held), request()
+        planner = SimpleNamespace(plan=lambda *_: Declined(outcome))
+        waiting, _ = waiting_with(cache, planner=planner)
+        prefixes.move(req, approximate=True)
+        look(waiting, req)
+        assert prefixes.is_approximate(req) == (stays and held.is_approximate_longer)
+        assert cache.where == ([("r1", NUM_PAGES, TREE)] if stays else [])
+
+
+def test_one_that_fails_reads_the_longer_of_what_the_device_has() -> None:
+    cache, req = Asked(held=Held(1, 3)), request()
+    waiting, _ = waiting_with(cache)
+    assert look(waiting, req) == {"r1"}
+    assert not prefixes.is_approximate(req)
+    cache.stagings[0].fail(FetchError("a test"))
+    assert not look(waiting, req)
+    assert prefixes.is_approximate(req)
+    assert cache.where == [("r1", NUM_PAGES, TREE)]
+
+
+def test_one_without_memory_reads_the_longer_of_what_the_device_has() -> None:
+    cache, req = Asked(held=Held(1, 3)), request()
+    cache.fetch = lambda *_: None  # type: ignore[assignment,method-assign,return-value]
+    waiting, _ = waiting_with(cache)
+    assert not look(waiting, req)
+    assert prefixes.is_approximate(req)
+    assert cache.where == [("r1", NUM_PAGES, TREE)]
+
+
+def test_who_was_told_to_be_exact_is_told_why_it_reads_nothing() -> None:
+    outcomes: list[Any] = []
+    req = request()
+    labels = Labels(SimpleNamespace(count_outcome=outcomes.append))  # type: ignore[arg-type]
+    labels.report([req])
+    cache = Asked(held=Held(1, 3))
+    planner = planner_of(**WANTED | {"is_experiment": False})
+    waiting, told = waiting_with(cache, planner=planner)
+    assert not look(waiting, req)
+    assert (told.by_rid["r1"].outcome, told.by_rid["r1"].detail) == ("slower", "it is exact so far")
+    assert not prefixes.is_approximate(req)
+
+
+def test_what_has_come_is_planned_again_with_what_the_device_has() -> None:
+    cache, req = Asked(held=Held(2, 0)), request()
+    planner = planner_of(**WANTED | {"is_optional": True, "is_experiment": False}, demand=object())
+    asked: list[Any] = []
+    planner.still_saves = lambda _plan, _demand, held: asked.append(held) or True
+    waiting, _ = waiting_with(cache, planner=planner)
+    look(waiting, req)
+    cache.land()
+    assert not look(waiting, req)
+    assert cache.where == [("r1", NUM_PAGES, TREE)]
+    assert asked == [Held(2, 0)]
+
+
+# What a store that does not advertise is asked for.
+
+
+def asks(req: Any, cache: Asked, **parts: Any) -> bool:
+    """Whether it waits for the store's answer."""
+    req.sampling_params.custom_params = parts.pop("custom_params", None)
+    waiting, _ = waiting_with(cache, **{"site": asking(), "meter": METER, **parts})
+    if parts.get("retired"):
+        waiting.retire()
+    return look(waiting, req) == {"r1"} and not cache.fetched
+
+
+def test_a_store_is_asked_for_what_the_device_lacks_where_that_is_enough() -> None:
+    for num_held, is_enough in ((0, True), (2, True), (3, False)):
+        req, cache = request(), Asked(held=Held(num_held, 0))
+        assert asks(req, cache) == is_enough
+        assert cache.searched == ([reusable_pages(req, PAGE)] if is_enough else [])
+        assert cache.where[0] == ("r1", NUM_PAGES, TREE)
+
+
+def test_nobody_asks_a_store_for_what_is_not_to_be_reused() -> None:
+    assert not asks(request(), Asked(), site=asking(hicache_backend=None))
+    assert not asks(request(), Asked(), custom_params={"droidspeak": {"mode": "off"}})
+    assert asks(request(), Asked(), custom_params={"droidspeak": {"mode": "auto"}})
+    refused, cache = request(), Asked()
+    refused.input_embeds = [[0.5]]
+    assert not asks(refused, cache)
+    assert not cache.searched
+    cache = Asked()
+    waiting, _ = waiting_with(cache, site=asking(), meter=METER)
+    waiting.retire()
+    req = request()
+    req.sampling_params.custom_params = None
+    assert not look(waiting, req)
+    assert not cache.searched
+
+
+def test_a_store_that_cannot_be_asked_is_not_waited_for() -> None:
+    class Broken(Asked):
+        def search(self, pages: Any) -> list[Any]:
+            raise OSError("a test")
+
+    cache = Broken()
+    assert not asks(request(), cache)
+    assert len(cache.fetched) == 1, "it was planned all the same"
+
+
+@pytest.mark.parametrize("full_s", [0.5, None])
+def test_a_store_is_waited_for_as_long_as_the_prefill_takes(now: Now, full_s: float | None) -> None:
+    cache, req, asked = Asked(now, held=Held(1, 0)), request(), []
+    meter = SimpleNamespace(
+        recompute=None, full_prefill_s=lambda num_tokens: asked.append(num_tokens) or full_s
+    )
+    req.sampling_params.custom_params = None
+    waiting, _ = waiting_with(cache, site=asking(), meter=meter)
+    look(waiting, req)
+    assert asked == [3 * PAGE]
+    waiting.pass_over(["r1"])
+    most_s = UNMEASURED_S if full_s is None else full_s
+    now.now_s += most_s - 1e-3
+    assert look(waiting, req) and not cache.fetched
+    now.now_s += 2e-3
+    assert look(waiting, req) and cache.fetched
