@@ -47,7 +47,7 @@ NO_WORKER: Final = 0
 _MAX_CLOSE_S: Final = 5.0
 """How long what waits to be stored may still take when the peer is closed."""
 _MOST_PAGES: Final = 1_000_000
-"""Of one peer, where nobody has set more: some 60 MB of them, 1 GB if each were a node alone."""
+"""Of one peer, where nobody has set more: some 130 MB of them, 1 GB if each were a node alone."""
 
 
 class Peer:
