@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 from copy import copy
 from pathlib import Path
-from types import TracebackType
 from typing import Final
 
 from cachetree.checkpoint import Family
@@ -214,12 +213,7 @@ class DiskStore:
     def __enter__(self) -> DiskStore:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # Everything below but `_drop_damaged` and what it calls is called with `_writing` held.

@@ -1,8 +1,9 @@
 """Moves pages between servers: a worker serves a tree, a peer fetches from it and stores in it.
 
-Two processes hold one session: small messages over ZMQ (`wire`, `verbs`), and payloads over a TCP
-connection of their own (`frames`, wrapped by `sealing` where there are keys). Where pages lie in
-memory that both can read, the messages say where, and nothing goes over TCP.
+Two processes hold one session: small messages over ZMQ (`wire`, `verbs`; `checked` says what cannot
+be), and payloads over a TCP connection of their own (`frames`, wrapped by `sealing` where there are
+keys). Where pages lie in memory that both can read, the messages say where, and nothing goes over
+TCP.
 
 A fetch, from the reader to the pages and back:
 

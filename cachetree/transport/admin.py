@@ -22,6 +22,7 @@ from cachetree.errors import (
 from cachetree.ids import ModelId, PageHash
 from cachetree.transport import verbs, wire
 from cachetree.transport.address import parse_remote
+from cachetree.transport.checked import pages_of
 from cachetree.transport.handshake import FAILURES, Credentials
 from cachetree.tree import CacheTree
 
@@ -130,21 +131,21 @@ class AdminService:
             case verbs.StatusRequest():
                 answer(self._status())
             case verbs.Find():
-                answer(self._find(wire.pages_of(asked.pages)))
+                answer(self._find(pages_of(asked.pages)))
             case verbs.Evict():
-                self._evict(_model(asked.model), wire.pages_of(asked.pages), answer)
+                self._evict(_model(asked.model), pages_of(asked.pages), answer)
             case verbs.Pin():
                 ttl_s = asked.ttl_s
                 if ttl_s is not None and not ttl_s > 0:
                     raise ProtocolError(f"a pin is to last {ttl_s} s; it must be above 0")
                 deadline = None if ttl_s is None else Deadline.after(ttl_s, self._clock)
-                pages = wire.pages_of(asked.pages)
+                pages = pages_of(asked.pages)
                 pinned = self._tree.pin(_model(asked.model), pages, deadline)
                 answer(
                     verbs.Pinned(pages_by_model={str(each): num for each, num in pinned.items()})
                 )
             case verbs.Unpin():
-                pages = wire.pages_of(asked.pages)
+                pages = pages_of(asked.pages)
                 answer(verbs.Unpinned(was_pinned=self._tree.unpin(_model(asked.model), pages)))
 
     def _find(self, pages: Sequence[PageHash]) -> verbs.Found:

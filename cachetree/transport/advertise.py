@@ -12,6 +12,7 @@ from typing import Final
 from cachetree.clock import Clock
 from cachetree.errors import ProtocolError
 from cachetree.ids import PAGE_HASH_BYTES, Location, ModelId
+from cachetree.transport.checked import pages_of
 from cachetree.transport.wire import (
     NO_ADVERTS,
     Entries,
@@ -19,7 +20,6 @@ from cachetree.transport.wire import (
     Learned,
     Reset,
     Synced,
-    pages_of,
 )
 from cachetree.tree import CacheTree, Change, Listener, join_hashes
 

@@ -13,7 +13,7 @@ All numbers are little-endian. `sealing` may wrap each header, and each piece of
 from __future__ import annotations
 
 import struct
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -33,6 +33,15 @@ _FIELDS: Final = struct.Struct("<QQQII")
 _CHECKSUM: Final = struct.Struct("<Q")
 
 HEADER_BYTES: Final = _FIELDS.size + _CHECKSUM.size
+
+
+class Flow(NamedTuple):
+    """How a stream of frames is bounded."""
+
+    frame_bytes: int
+    """Largest payload."""
+    window_bytes: int
+    """Most bytes sent and not credited."""
 
 
 class Frame(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,11 +15,10 @@ from cachetree.clock import Clock, Deadline
 from cachetree.errors import CacheTreeError, DeadlineExceeded, ProtocolError, StaleEntry
 from cachetree.ids import Location, Span
 from cachetree.memory import Layout
-from cachetree.transport import wire
+from cachetree.transport import checked, wire
 from cachetree.transport.advertise import ChangeQueue
 from cachetree.transport.config import PeerConfig
 from cachetree.transport.connection import Connection
-from cachetree.transport.frames import MIN_FRAME_BYTES
 from cachetree.transport.sender import Stream
 from cachetree.transport.status import PushCounts, PusherStatus
 from cachetree.transport.wire import Refused
@@ -211,17 +210,12 @@ class PendingStores:
 
     def _stream(self, wanted: wire.Wanted, lease: Lease, e_layers: tuple[int, ...]) -> Stream:
         """Raises StaleEntry."""
-        window_bytes = min(wanted.window_bytes, self._config.window_bytes)
-        frame_bytes = min(wanted.frame_bytes, self._config.frame_bytes, window_bytes // 2)
-        if frame_bytes < MIN_FRAME_BYTES:
-            raise ProtocolError(f"worker {self._address} asks for frames of {frame_bytes} bytes")
         return Stream(
             wanted.id,
             lease,
-            wire.steps_of_store(self._tree.family.num_layers, e_layers),
+            checked.steps_of_store(self._tree.family.num_layers, e_layers),
             pages=Span(wanted.skipped, lease.num_pages),
-            frame_bytes=frame_bytes,
-            window_bytes=window_bytes,
+            flow=checked.flow_of(wanted, self._config),
             deadline=self._deadline,
         )
 
@@ -231,13 +225,10 @@ class PendingStores:
         try:
             while True:
                 for _ in range(_BURST):
-                    self._can_send = channel.has_room and stream.is_ready(stream.frame_bytes)
+                    self._can_send = channel.has_room and stream.is_ready(stream.flow.frame_bytes)
                     if not self._can_send:
                         break
-                    frame, payload = stream.next_frame(stream.frame_bytes)
-                    channel.put(frame, payload)
-                    stream.sent(frame.size)
-                    self._counts.num_pushed_bytes += frame.size
+                    self._counts.num_pushed_bytes += stream.put(channel)
                 if not self._answers:
                     yield from self._pause()
                     continue
@@ -249,7 +240,7 @@ class PendingStores:
                         self._error = ""
                         return None
                     case wire.StoreRefused(id=stream.id) as refusal:
-                        channel.send_queue.drop(stream.id)
+                        stream.end()
                         return self._note_refusal(refusal)
         except BaseException:
             channel.close()  # Before the lease ends, which what waits there still needs.

@@ -16,7 +16,7 @@ from cachetree.ids import Span, Step
 from cachetree.memory import Pool, checksum, checksum_of_parts
 from cachetree.transport import verbs, wire
 from cachetree.transport.channel import Channel
-from cachetree.transport.frames import Frame
+from cachetree.transport.frames import MAX_FRAME_BYTES, Flow, Frame
 from cachetree.transport.pace import Cap, Pace
 from cachetree.transport.send_queue import SendQueue
 from cachetree.transport.wire import MAX_PLACES, Located
@@ -46,8 +46,7 @@ class Stream:
         lease: Lease,
         steps: Sequence[Step],
         *,
-        frame_bytes: int,
-        window_bytes: int,
+        flow: Flow,
         deadline: Deadline,
         first: tuple[int, int] = (0, 0),
         arena: Pool | None = None,
@@ -57,8 +56,7 @@ class Stream:
         self.id: Final = id
         self.lease: Final = lease
         self.deadline: Final = deadline
-        self.frame_bytes: Final = frame_bytes
-        self.window_bytes: Final = window_bytes
+        self.flow: Final = flow
         self.in_flight_bytes = 0
         self.served_bytes = 0
         """Sent, on top of what its neighbours had been sent when it came."""
@@ -86,12 +84,13 @@ class Stream:
 
         What the receiver reads in the arena takes no room on its way, and so no window.
         """
-        size = min(limit, self.frame_bytes)
-        fits = self._arena is not None or self.in_flight_bytes + size <= self.window_bytes
+        size = min(limit, self.flow.frame_bytes)
+        fits = self._arena is not None or self.in_flight_bytes + size <= self.flow.window_bytes
         return fits and not self.is_over
 
     def next_located(self, limit: int) -> Located | None:
-        """Where the next bytes are, if the receiver can read them there. As `next_frame`."""
+        """Where the next bytes are, if the receiver can read them there. Nothing changes until
+        `sent`."""
         if self._arena is None:
             return None
         views = self._next_views(limit)
@@ -113,9 +112,9 @@ class Stream:
             places=tuple(places),
         )
 
-    def next_frame(self, limit: int) -> tuple[Frame, list[memoryview]]:
-        """The next bytes to send, at most `limit`. Nothing changes until `sent`."""
-        views = self._next_views(min(limit, self.frame_bytes))
+    def put(self, channel: Channel, limit: int = MAX_FRAME_BYTES) -> int:
+        """Send the next frame, of at most `limit` bytes; how many those were."""
+        views = self._next_views(min(limit, self.flow.frame_bytes))
         frame = Frame(
             id=self.id,
             step=self._step,
@@ -123,17 +122,16 @@ class Stream:
             size=sum(view.nbytes for view in views),
             checksum=self._checksum(views),
         )
-        return frame, views
+        channel.put(frame, views)
+        self._send_queue = channel.send_queue
+        self._queued_bytes = channel.send_queue.queued_bytes
+        self.sent(frame.size)
+        return frame.size
 
     @property
     def reads_arena(self) -> bool:
         """Whether the receiver does, as far as is known."""
         return self._arena is not None
-
-    def queued(self, send_queue: SendQueue) -> None:
-        """The last payload was put there."""
-        self._send_queue = send_queue
-        self._queued_bytes = send_queue.queued_bytes
 
     def sent(self, num_bytes: int) -> None:
         """So much is on its way."""
@@ -304,7 +302,7 @@ class SendScheduler:
         self._draining.clear()
 
     def _limit(self, stream: Stream) -> int:
-        return self._pace.limit(stream.frame_bytes)
+        return self._pace.limit(stream.flow.frame_bytes)
 
     def _can_send(self, turn: _Turn) -> bool:
         stream, channel = turn.stream, self._channels.get(turn.identity)
@@ -320,15 +318,12 @@ class SendScheduler:
                 self.is_refused = True
                 return False
             size = located.size
+            stream.sent(size)
         else:
             channel = self._channels.get(turn.identity)
             if channel is None or not channel.has_room:
                 return False
-            frame, payload = stream.next_frame(self._limit(stream))
-            size = frame.size
-            channel.put(frame, payload)
-            stream.queued(channel.send_queue)
-        stream.sent(size)
+            size = stream.put(channel, self._limit(stream))
         self._pace.spend(size)
         self._counts.num_sent_bytes += size
         if stream.is_over:

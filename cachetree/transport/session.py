@@ -8,16 +8,14 @@ from cachetree.clock import Clock, Deadline
 from cachetree.errors import FetchError, ProtocolError, StaleEntry
 from cachetree.ids import ModelId, PageHash
 from cachetree.transport.advertise import Advertiser
+from cachetree.transport.checked import flow_of, pages_of, steps_of
 from cachetree.transport.config import WorkerConfig
-from cachetree.transport.frames import MIN_FRAME_BYTES
 from cachetree.transport.receiver import StoreReceiver
 from cachetree.transport.sender import Stream
 from cachetree.transport.wire import (
     Fetch,
     Pong,
     Store,
-    pages_of,
-    steps_of,
 )
 from cachetree.tree import CacheTree, Lease
 
@@ -76,13 +74,7 @@ class Session:
         steps = steps_of(fetch, family.num_layers)
         if not pages or not steps:
             raise ProtocolError("a fetch names no pages or no steps")
-        window_bytes = min(fetch.window_bytes, config.window_bytes)
-        frame_bytes = min(fetch.frame_bytes, config.frame_bytes, window_bytes // 2)
-        if frame_bytes < MIN_FRAME_BYTES:
-            raise ProtocolError(
-                f"a fetch asks for frames of {fetch.frame_bytes} in a window of "
-                f"{fetch.window_bytes}; the least is {MIN_FRAME_BYTES} and twice that"
-            )
+        flow = flow_of(fetch, config)
         lease = self._lease(fetch, pages, deadline)
         try:
             stream = Stream(
@@ -90,8 +82,7 @@ class Session:
                 lease,
                 steps,
                 first=(fetch.first_step, fetch.first_offset),
-                frame_bytes=frame_bytes,
-                window_bytes=window_bytes,
+                flow=flow,
                 deadline=deadline,
                 arena=self._tree.memory if fetch.reads_arena and config.shared_memory else None,
             )

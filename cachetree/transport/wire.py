@@ -32,7 +32,6 @@ Unknown fields are ignored, unknown tags are refused. Nothing here opens a socke
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import Enum
 from typing import Annotated, Final, TypeVar
 
@@ -47,11 +46,9 @@ from cachetree.errors import (
     ProtocolError,
     StaleEntry,
 )
-from cachetree.ids import Kind, PageHash, Step, entry_steps
 from cachetree.memory import ArenaFile, checksum
 from cachetree.transport import verbs
 from cachetree.transport.sealing import Ticket
-from cachetree.tree import split_hashes
 
 PROTOCOL_VERSION: Final = 6
 
@@ -392,35 +389,3 @@ def require_family(message: Hello, ours: Family, *, who: str) -> None:
 def reason(error: Exception) -> str:
     """An error's text, short enough for a header."""
     return str(error)[:MAX_REASON_CHARS]
-
-
-def pages_of(named: bytes) -> tuple[PageHash, ...]:
-    """The pages that a message names; raises ProtocolError."""
-    try:
-        return split_hashes(named)
-    except ValueError as exc:
-        raise ProtocolError(str(exc)) from exc
-
-
-def steps_of(message: Fetch, num_layers: int) -> tuple[Step, ...]:
-    """The steps a Fetch names; raises ProtocolError for a kind or layer that does not exist, or
-    a step named twice."""
-    try:
-        steps = tuple(Step(Kind(kind), layer) for kind, layer in message.steps)
-    except ValueError as exc:
-        raise ProtocolError(f"a fetch names an unknown kind: {exc}") from exc
-    if len(set(steps)) != len(steps):
-        raise ProtocolError("a fetch names a step twice")
-    for step in steps:
-        if not 0 <= step.layer < num_layers:
-            raise ProtocolError(f"a fetch names layer {step.layer} of {num_layers}")
-    return steps
-
-
-def steps_of_store(num_layers: int, e_layers: Sequence[int]) -> tuple[Step, ...]:
-    """What a Store moves, in order; raises ProtocolError for layers that cannot be."""
-    if tuple(e_layers) != tuple(sorted(set(e_layers))):
-        raise ProtocolError(f"a store names E of layers {list(e_layers)}, which do not rise")
-    if any(not 0 <= layer < num_layers for layer in e_layers):
-        raise ProtocolError(f"a store names E of layers {list(e_layers)} of {num_layers}")
-    return entry_steps(num_layers, e_layers)

@@ -17,7 +17,7 @@ from cachetree import Family
 from cachetree.errors import ConfigError, ProtocolError
 from cachetree.ids import Kind, ModelId, Step
 from cachetree.planning.link import Link
-from cachetree.transport import PeerConfig, WorkerConfig, advertise, verbs, wire
+from cachetree.transport import PeerConfig, WorkerConfig, advertise, checked, verbs, wire
 from cachetree.transport.address import parse_listen, parse_remote
 from cachetree.transport.pace import Bandwidth, Cap
 from cachetree.tree import Change, join_hashes
@@ -137,16 +137,16 @@ def test_a_list_that_is_too_long_is_not_read(message: wire.Fetch | wire.Pong, fi
 
 def test_pages_are_whole() -> None:
     pages = pages_of(3)
-    assert list(wire.pages_of(join_hashes(pages))) == pages
+    assert list(checked.pages_of(join_hashes(pages))) == pages
     with pytest.raises(ProtocolError, match="whole number"):
-        wire.pages_of(b"x" * 17)
+        checked.pages_of(b"x" * 17)
 
 
 def test_steps_are_checked() -> None:
-    assert wire.steps_of(FETCH, 4) == (Step(Kind.E, 2), Step(Kind.KV, 0))
+    assert checked.steps_of(FETCH, 4) == (Step(Kind.E, 2), Step(Kind.KV, 0))
     for steps in ((("e", 4),), (("kv", -1),), (("q", 1),), (("kv", 1), ("kv", 1))):
         with pytest.raises(ProtocolError):
-            wire.steps_of(msgspec.structs.replace(FETCH, steps=steps), 4)
+            checked.steps_of(msgspec.structs.replace(FETCH, steps=steps), 4)
 
 
 def test_a_long_change_is_cut_into_entries_that_follow_each_other() -> None:
