@@ -12,6 +12,7 @@ from typing import Final
 from cachetree.clock import Clock
 from cachetree.errors import ProtocolError
 from cachetree.ids import PAGE_HASH_BYTES, Location, ModelId
+from cachetree.memory import Layout
 from cachetree.transport.checked import pages_of
 from cachetree.transport.wire import (
     NO_ADVERTS,
@@ -234,6 +235,8 @@ class Advertiser:
 
 _UNKNOWN: Final = -1
 """In place of a sequence number: nothing counts until the next snapshot."""
+_MOST_PAGES: Final = 1_000_000
+"""Of one peer, where nobody has set more: some 130 MB of them, 1 GB if each were a node alone."""
 
 
 class RemoteView:
@@ -249,18 +252,27 @@ class RemoteView:
         self._seq = _UNKNOWN
         self.is_synced = False
         """A whole snapshot has been applied since the last `forget`."""
-        self.needs_snapshot = True
         self.snapshot = 0
         """Which one it began with, as the worker calls it."""
+
+    @property
+    def needs_snapshot(self) -> bool:
+        return self._seq == _UNKNOWN
+
+    def limit(self, max_pages: int | None, budget_bytes: int) -> None:
+        """A worker is believed what it keeps within its budget, if `max_pages` does not say."""
+        if max_pages is None:
+            page_bytes = Layout.of(self._tree.family, 1, ()).page_bytes
+            max_pages = min(budget_bytes // page_bytes or _MOST_PAGES, _MOST_PAGES)
+        self._tree.limit_remote(self._location, max_pages)
 
     def apply(self, message: Reset | Entries | Synced) -> None:
         """Raises ProtocolError for entries that cannot exist."""
         if isinstance(message, Reset):
             self.forget()
-            self.needs_snapshot = False
             self.snapshot = message.snapshot
             self._seq = 0
-        elif self._seq != _UNKNOWN:
+        elif not self.needs_snapshot:
             is_part = isinstance(message, Entries)
             if message.seq != self._seq + is_part:
                 self.forget()
@@ -274,16 +286,15 @@ class RemoteView:
 
     def compare(self, seq: int) -> None:
         """The worker has sent every part up to `seq`: forget all where one did not come."""
-        if self._seq != _UNKNOWN and seq not in (NO_ADVERTS, self._seq):
+        if not self.needs_snapshot and seq not in (NO_ADVERTS, self._seq):
             self.forget()
 
     def forget(self) -> None:
         """Drop everything; only a Reset begins anew."""
-        if self._seq != _UNKNOWN:
+        if not self.needs_snapshot:
             self._tree.forget(self._location)
         self._seq = _UNKNOWN
         self.is_synced = False
-        self.needs_snapshot = True
 
     def _apply(self, entry: Entry) -> None:
         pages = pages_of(entry.pages)

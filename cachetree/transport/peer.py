@@ -24,7 +24,7 @@ from cachetree.errors import (
     ProtocolError,
 )
 from cachetree.ids import Location, ModelId, PageHash
-from cachetree.memory import Layout, Staging
+from cachetree.memory import Staging
 from cachetree.planning import Link
 from cachetree.transport import frames, wire
 from cachetree.transport.address import parse_remote
@@ -46,8 +46,6 @@ NO_WORKER: Final = 0
 """In place of an epoch."""
 _MAX_CLOSE_S: Final = 5.0
 """How long what waits to be stored may still take when the peer is closed."""
-_MOST_PAGES: Final = 1_000_000
-"""Of one peer, where nobody has set more: some 130 MB of them, 1 GB if each were a node alone."""
 
 
 class Peer:
@@ -73,6 +71,7 @@ class Peer:
         self.address: Final = address
         self._own_epoch = own_epoch
         self._tree = tree
+        self._who: Final = f"worker {address}"
         self._remote = parse_remote(address, field="peer address")
         self._credentials = credentials_of(config.key_file, config.server_key)
         if config.server_key is None and not self._remote.is_loopback:
@@ -94,7 +93,7 @@ class Peer:
         self._counts = PeerCounts()
         self._breaker = Breaker(config, clock)
         self._fetches = PendingFetches(
-            f"worker {address}", tree.family, config, self._breaker, self._counts, clock
+            self._who, tree.family, config, self._breaker, self._counts, clock
         )
         self._connection: Connection | None = None
         self._attempt_at_s = clock()
@@ -121,16 +120,6 @@ class Peer:
         return self._error
 
     @property
-    def epoch(self) -> int:
-        """The life of the worker that was last connected; 0 before the first."""
-        return self._epoch
-
-    @property
-    def bytes_per_s(self) -> float | None:
-        """Bandwidth measured by recent fetches; None where there were none for a while."""
-        return self._fetches.bandwidth.bytes_per_s
-
-    @property
     def link(self) -> Link | None:
         """What a fetch takes while there is no other; None before the first. From any thread."""
         return self._fetches.free_link
@@ -147,7 +136,7 @@ class Peer:
             epoch=self._epoch,
             model=self._model,
             shares_memory=connection is not None and connection.arena is not None,
-            bytes_per_s=self.bytes_per_s,
+            bytes_per_s=self._fetches.bandwidth.bytes_per_s,
             num_pages=self._tree.num_remote_pages(self.address),
             num_dropped_pages=self._tree.num_dropped_pages(self.address),
             **msgspec.structs.asdict(self._counts),
@@ -175,7 +164,7 @@ class Peer:
                 self._requests.append((model, pages, staging))
                 self._wakeup.wake()
                 return
-        staging.fail(FetchError(f"worker {self.address} is {self._state.value}"))
+        staging.fail(FetchError(f"{self._who} is {self._state.value}"))
 
     def push(self) -> None:
         """From now on, store there what is in the tree and what comes into it. Returns at once."""
@@ -221,7 +210,7 @@ class Peer:
             if self._connection is not None:
                 with suppress(FetchError):
                     self._connection.send(wire.Bye(reason="closing"))
-            self._lose(FetchError(f"worker {self.address} is closed here"), PeerState.CLOSED)
+            self._lose(FetchError(f"{self._who} is closed here"), PeerState.CLOSED)
         self._context.destroy()
         with self._changed:
             self._is_closing = True
@@ -230,7 +219,7 @@ class Peer:
 
     def _turn(self) -> None:
         if self._is_closing:
-            self._fetches.end(FetchError(f"worker {self.address} is closed here"))
+            self._fetches.end(FetchError(f"{self._who} is closed here"))
             if not self._stores.has_work:
                 self._ends_at_s = -math.inf
                 return
@@ -254,7 +243,7 @@ class Peer:
         if self._state is PeerState.READY:
             self._fetches.resume()
             self._stores.turn(connection)
-        if (end := connection.end(f"worker {self.address}")) is not None:
+        if (end := connection.end(self._who)) is not None:
             raise end
         self._beat(connection)
 
@@ -298,9 +287,7 @@ class Peer:
     def _hear(self, connection: Connection, arrival: Arrival) -> None:
         message = wire.decode_to_peer(arrival.message)
         if not isinstance(message, wire.Pong):
-            raise ProtocolError(
-                f"worker {self.address} sent a {type(message).__name__} among payloads"
-            )
+            raise ProtocolError(f"{self._who} sent a {type(message).__name__} among payloads")
         connection.is_whole = True
         self._fetches.compare(message, "data connection")
         self._rise(connection)
@@ -310,11 +297,11 @@ class Peer:
             case wire.Hello():
                 self._greet(connection, message)
             case wire.Bye():
-                error = FetchError(f"worker {self.address} ended the session: {message.reason}")
+                error = FetchError(f"{self._who} ended the session: {message.reason}")
                 self._fetches.interrupt(error)  # So that the loss breaks nothing off.
                 raise error
             case _ if not connection.is_greeted:
-                raise ProtocolError(f"worker {self.address} did not say hello first")
+                raise ProtocolError(f"{self._who} did not say hello first")
             case wire.Located():
                 self._fetches.read(message)
             case wire.FetchFailed():
@@ -322,35 +309,25 @@ class Peer:
             case wire.Wanted() | wire.StoreRefused() | wire.Stored() | wire.Credit():
                 self._stores.answered(message)
             case wire.Reset(epoch=epoch) | wire.Pong(epoch=epoch) if epoch != self._epoch:
-                raise FetchError(f"worker {self.address} was restarted")
+                raise FetchError(f"{self._who} was restarted")
             case wire.Reset() | wire.Entries() | wire.Synced() | wire.Pong():
                 self._learn(connection, message)
-            case _:
-                pass
 
     def _greet(self, connection: Connection, hello: wire.Hello) -> None:
         if connection.is_greeted:
-            raise ProtocolError(f"worker {self.address} said hello twice")
-        who = f"worker {self.address}"
+            raise ProtocolError(f"{self._who} said hello twice")
         if hello.epoch == self._own_epoch:
-            raise ConfigError(f"{who} is this server's own; remove it from peers")
-        wire.require_family(hello, self._tree.family, who=who)
+            raise ConfigError(f"{self._who} is this server's own; remove it from peers")
+        wire.require_family(hello, self._tree.family, who=self._who)
         self._epoch = hello.epoch
         self._model = hello.model
         connection.is_greeted = True
         self._stores.greeted(hello.epoch)
-        connection.go_on(hello.ticket, who)
+        connection.go_on(hello.ticket, self._who)
         if self._config.shared_memory and hello.arena is not None:
             connection.share(hello.arena)
-        self._tree.limit_remote(self.address, self._max_pages(hello))
+        self._view.limit(self._config.max_pages, hello.budget_bytes)
         connection.send(wire.Subscribe())
-
-    def _max_pages(self, hello: wire.Hello) -> int:
-        """Of its adverts: a worker is believed what it keeps, up to a bound."""
-        if self._config.max_pages is not None:
-            return self._config.max_pages
-        page_bytes = Layout.of(self._tree.family, 1, ()).page_bytes
-        return min(hello.budget_bytes // page_bytes or _MOST_PAGES, _MOST_PAGES)
 
     def _learn(
         self, connection: Connection, message: wire.Reset | wire.Entries | wire.Synced | wire.Pong
@@ -382,13 +359,13 @@ class Peer:
             self._counts.num_fetches += 1
             if self._connection is None or self._state is not PeerState.READY:
                 because = f": {self._error}" if self._error else ""
-                error = FetchError(f"worker {self.address} is {self._state.value}{because}")
+                error = FetchError(f"{self._who} is {self._state.value}{because}")
                 self._fetches.refuse(staging, error)
             else:
                 self._fetches.begin(model, pages, staging)
 
     def _beat(self, connection: Connection) -> None:
-        connection.require_heard(self._config, f"worker {self.address}")
+        connection.require_heard(self._config, self._who)
         now_s = self._clock()
         if connection.is_greeted and now_s - connection.pinged_at_s >= self._config.heartbeat_s:
             connection.pinged_at_s = now_s

@@ -59,10 +59,12 @@ class PeerStatus(PeerCounts, frozen=True, kw_only=True):  # type: ignore[misc]
     """Seconds until one fetch may try a worker that failed too often; 0 from then on until that
     fetch has landed. None where all fetches may go."""
     epoch: int
+    """The life of the worker that was last connected; 0 before the first."""
     model: str
     shares_memory: bool
     """Whether pages are copied from the worker's memory; else they come in frames."""
     bytes_per_s: float | None
+    """Measured by recent fetches; None where there were none for a while."""
     num_pages: int
     """That it has and that are noted here, counted once per model."""
     num_dropped_pages: int

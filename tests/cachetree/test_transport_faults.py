@@ -232,7 +232,7 @@ def test_a_killed_worker_comes_back_and_its_fetches_go_on_where_they_stopped() -
         for staging in stagings:
             peer.fetch(MODEL, pages, staging)
         eventually(lambda: all(staging.writes for staging in stagings))
-        epoch = peer.epoch
+        epoch = peer.status.epoch
         hurried = new_staging(256, seconds=0.3)
         peer.fetch(MODEL, pages, hurried)
         process.send_signal(signal.SIGKILL)
@@ -253,7 +253,7 @@ def test_a_killed_worker_comes_back_and_its_fetches_go_on_where_they_stopped() -
             for staging in stagings:
                 wait_all(staging)
                 check_content(staging, pages)
-            assert peer.epoch != epoch
+            assert peer.status.epoch != epoch
             assert peer.status.probe_in_s is None, "one kill is no storm of errors"
             assert peer.status.num_retries == 2
             assert tree.match(pages)[0].num_pages == 256
