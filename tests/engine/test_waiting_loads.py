@@ -306,6 +306,7 @@ def test_a_rank_whose_pool_has_none_of_it_fails(
     if not has_it:
         assert told.by_rid["r1"].outcome == "fallback: FetchError"
         assert "request r1: this rank cannot do as planned" in caplog.messages
+        assert "FetchError: the pool has none of it" in caplog.text
 
 
 def test_only_the_first_rank_asks_a_store() -> None:

@@ -89,6 +89,18 @@ def test_without_a_plan_a_request_reads_the_longer_of_what_the_device_has(
         assert cache.where == ([("r1", NUM_PAGES, TREE)] if stays else [])
 
 
+@pytest.mark.parametrize("held", [Held(1, 3), Held(3, 1)])
+def test_who_reads_approximate_kv_leaves_nothing_that_others_could_wait_for(held: Held) -> None:
+    followed: list[Any] = []
+    leaders = SimpleNamespace(
+        follow=lambda req, *_: followed.append(req), prune=lambda _waiting: None
+    )
+    planner, req = SimpleNamespace(plan=lambda *_: Declined("no_match")), request()
+    waiting, _ = waiting_with(Asked(held=held), planner=planner, leaders=leaders)
+    look(waiting, req)
+    assert followed == ([] if held.is_approximate_longer else [req])
+
+
 def test_one_that_fails_reads_the_longer_of_what_the_device_has() -> None:
     cache, req = Asked(held=Held(1, 3)), request()
     waiting, _ = waiting_with(cache)
