@@ -423,3 +423,19 @@ def test_pages_that_are_written_again_with_more_e_have_it(tmp_path: Path) -> Non
         assert store.status().num_entries == store.status().num_pages == 0
     with open_store(tmp_path) as store:
         assert store.status().num_pages == 0
+
+
+def test_pages_with_e_elsewhere_keep_it_and_gain_none_until_they_are_evicted(
+    tmp_path: Path,
+) -> None:
+    """Whoever writes them has no E to put beside the new: either would be lost."""
+    with open_store(tmp_path) as store:
+        assert write(store, A, "abc", e_layers=[0, 1])
+        assert write(store, A, "abcd", e_layers=[1, 2])
+        assert e_found(store, "abcd") == [(0, 1)] * 3 + [(1, 2)]
+    with open_store(tmp_path) as store:
+        assert write(store, A, "abcd", e_layers=[1, 2])
+        assert e_found(store, "abcd") == [(0, 1)] * 3 + [(1, 2)]
+        assert store.evict(A, path_of("abcd"))
+        assert write(store, A, "abcd", e_layers=[1, 2])
+        assert e_found(store, "abcd") == [(1, 2)] * 4

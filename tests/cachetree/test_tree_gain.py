@@ -61,6 +61,19 @@ def test_what_adds_no_e_or_would_lose_some_is_skipped() -> None:
     assert e_pages(tree, A, "abcd") == {0: 4, 1: 4}
 
 
+def test_pages_with_e_elsewhere_keep_it_and_gain_none_until_they_are_evicted() -> None:
+    """Whoever stores them has no E to put beside the new: either would be lost."""
+    tree = make_tree()
+    store(tree, A, "abc", e_layers=[0, 1])
+    assert store(tree, A, "abcd", e_layers=[1, 2]) == tuple(path("abcd")[3:])
+    assert e_pages(tree, A, "abcd") == {0: 3, 1: 4}
+    assert is_right(tree, A, "abc", [0, 1])
+    assert tree.evict(A, path("abcd"))
+    assert store(tree, A, "abcd", e_layers=[1, 2]) == tuple(path("abcd"))
+    assert e_pages(tree, A, "abcd") == {1: 4, 2: 4}
+    assert is_right(tree, A, "abcd", [1, 2])
+
+
 def test_readers_go_on_and_pins_stay_while_pages_gain() -> None:
     tree = make_tree()
     store(tree, A, "abcd", e_layers=[1])
