@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Sequence
+from typing import cast
 
 import numpy as np
 
@@ -59,7 +60,9 @@ def split_hashes(hashes: bytes) -> tuple[PageHash, ...]:
     size = PAGE_HASH_BYTES
     if len(hashes) % size:
         raise ValueError(f"{len(hashes)} bytes are not a whole number of page hashes")
-    return tuple([PageHash(hashes[at : at + size]) for at in range(0, len(hashes), size)])
+    # Naming the type of each would take longer than all the rest.
+    pages = [hashes[at : at + size] for at in range(0, len(hashes), size)]
+    return tuple(cast("list[PageHash]", pages))
 
 
 def num_common_pages(ours: bytes, theirs: bytes) -> int:
