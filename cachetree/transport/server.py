@@ -5,7 +5,7 @@ from __future__ import annotations
 import hmac
 import select
 import socket
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator
 from contextlib import suppress
 from typing import Final, NamedTuple
 
@@ -213,8 +213,10 @@ class Router:
         """The data connections that are open, by the session."""
         self._ready: set[object] = set()
         """Sockets and descriptors that the last `wait` found ready."""
-        self._refusals: list[Refusal] = []
-        self._has_disconnects = False
+        self.refusals: list[Refusal] = []
+        """Handshakes that the last `wait` saw fail, and connections that `arrivals` closed."""
+        self.has_disconnects = False
+        """Whether the last `wait` saw a connection close."""
 
     def wait(self, timeout_ms: int) -> None:
         """Until something arrives, a peer leaves, the wakeup is woken, or the time is over.
@@ -222,16 +224,16 @@ class Router:
         Handshakes that wait are decided on the way.
         """
         self._ready = {source for source, _ in self._poller.poll(timeout_ms)}
-        self._refusals = list(self._gate.answer())
-        self._has_disconnects = False
+        self.refusals = list(self._gate.answer())
+        self.has_disconnects = False
         for _ in range(_MAX_RECEIVED if self._monitor in self._ready else 0):
             if not self._monitor.poll(0):
                 break
             event = recv_monitor_message(self._monitor)
             if event["event"] == zmq.EVENT_DISCONNECTED:
-                self._has_disconnects = True
+                self.has_disconnects = True
             elif refusal := refusal_at_worker(event["event"], event["value"]):
-                self._refusals.append(refusal)
+                self.refusals.append(refusal)
 
     def receive(self) -> Iterator[Received]:
         """What has arrived over ZMQ."""
@@ -264,7 +266,7 @@ class Router:
         """The data connections that were opened since."""
         for arrival in self._data_port.arrivals(self._ready):
             if isinstance(arrival, Refusal):
-                self._refusals.append(arrival)
+                self.refusals.append(arrival)
                 continue
             identity, channel = arrival
             self.channels[identity] = channel
@@ -299,14 +301,6 @@ class Router:
             raise
         self._socket.send(header)
         return True
-
-    def has_disconnects(self) -> bool:
-        """Whether the last `wait` saw a connection close."""
-        return self._has_disconnects
-
-    def refusals(self) -> Sequence[Refusal]:
-        """Handshakes that the last `wait` saw fail."""
-        return self._refusals
 
     def close(self) -> None:
         for identity in tuple(self.channels):

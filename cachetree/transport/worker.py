@@ -163,7 +163,7 @@ class Worker:
         self._wakeup.drain()
         for channel in self._router.arrivals():
             channel.put_message(wire.encode(wire.Pong(epoch=self.epoch)))
-        for refusal in self._router.refusals():
+        for refusal in self._router.refusals:
             self._counts.num_failed_handshakes += 1
             self._warn(f"not let in: {refusal.why}", refusal.who)
         while self._callbacks:
@@ -354,7 +354,7 @@ class Worker:
             error = DeadlineExceeded("the worker stopped at the deadline")
             if (owner := self._sessions.get(identity)) is not None:
                 self._fail(owner, stream.id, error)
-        if self._router.has_disconnects():
+        if self._router.has_disconnects:
             self._probe_at_s = now_s + _PROBE_S
         if self._probe_at_s is not None and now_s >= self._probe_at_s:
             self._probe_at_s = None
