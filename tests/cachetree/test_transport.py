@@ -277,6 +277,23 @@ def test_cancel_stops_the_stream_and_frees_the_lease() -> None:
         assert worker.status().num_sent_bytes < staging.num_bytes // 2
 
 
+def test_a_worker_says_behind_a_cancelled_fetch_that_no_more_comes() -> None:
+    """When it is asked, long before the next heartbeat."""
+    pages = pages_of(256)
+    quiet = msgspec.structs.replace(FAST, heartbeat_s=10.0)
+    with (
+        worker_of(new_tree(pages), max_bytes_per_s=2e5) as worker,
+        peer_of(worker.address, new_tree(), quiet) as peer,
+    ):
+        staging = new_staging(256, 60.0)
+        peer.fetch(MODEL, pages, staging)
+        eventually(lambda: staging.num_landed_bytes >= 20_000)
+        staging.cancel()
+        eventually(lambda: peer.link)  # Measured by the end of the fetch.
+        eventually(lambda: peer.link and not peer.link.ahead)
+        eventually(lambda: worker.status().fetches_by_outcome == {"cancelled": 1})
+
+
 def test_a_deadline_ends_both_sides() -> None:
     with (
         worker_of(new_tree(PAGES), max_bytes_per_s=1e6) as worker,
