@@ -386,6 +386,12 @@ def require_family(message: Hello, ours: Family, *, who: str) -> None:
         raise FamilyMismatch(f"{who} cannot exchange caches with this server: {exc}") from exc
 
 
+def fetch_failed(id: int, error: FetchError) -> FetchFailed:
+    """In the words of `FETCH_ERRORS`, by the first that fits."""
+    name = next(name for name, kind in FETCH_ERRORS.items() if isinstance(error, kind))
+    return FetchFailed(id=id, error=name, reason=reason(error))
+
+
 def reason(error: Exception) -> str:
     """An error's text, short enough for a header."""
     return str(error)[:MAX_REASON_CHARS]

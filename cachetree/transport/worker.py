@@ -197,9 +197,7 @@ class Worker:
             case wire.Hello():
                 self._greet(identity, message, host)
             case _ if isinstance(message, verbs.ToWorker):
-                self._admin.serve(
-                    message, partial(self._reply_threadsafe, identity), is_admin=is_admin
-                )
+                self._admin.serve(message, self._answer_to(identity), is_admin=is_admin)
             case _ if session is None:
                 self._turn_away(identity, "there is no session; say hello first")
             case _:
@@ -325,10 +323,8 @@ class Worker:
         self._counts.num_failed_fetches += 1
         if isinstance(error, ProtocolError):
             self._counts.num_protocol_errors += 1
-        kinds = (name for name, kind in wire.FETCH_ERRORS.items() if isinstance(error, kind))
-        name = next(kinds)
-        self._counts.fetches_by_outcome[name] += 1
-        message = wire.FetchFailed(id=id, error=name, reason=wire.reason(error))
+        message = wire.fetch_failed(id, error)
+        self._counts.fetches_by_outcome[message.error] += 1
         self._reply(session.identity, message)
 
     def _advertise(self, session: Session) -> None:
@@ -381,9 +377,9 @@ class Worker:
         if self._log_limiter.may(about or line):
             log.warning("worker %s: %s", self.address, line)
 
-    def _reply_threadsafe(self, identity: bytes, message: wire.ToPeer) -> None:
-        """From any thread."""
-        self.call_soon_threadsafe(lambda: self._reply(identity, message))
+    def _answer_to(self, identity: bytes) -> Callable[[wire.ToPeer], None]:
+        """Replies from any thread."""
+        return lambda message: self.call_soon_threadsafe(partial(self._reply, identity, message))
 
     def call_soon_threadsafe(self, callback: Callable[[], object]) -> None:
         """From any thread: have it done in this one."""
