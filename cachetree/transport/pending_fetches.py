@@ -82,8 +82,9 @@ class PendingFetches:
         if found is None or link is None:
             return found
         given_up = [it for it in tuple(self._receivers) if it.staging.error is not None]
-        ahead = sum(tuple(link.owed.values())) + sum(self._owed_to(it, link) for it in given_up)
-        return replace(found, ahead=ahead)
+        # In this order none is missed, and none counted twice, that the peer's thread ends now.
+        owed = {it.id: self._owed_to(it, link) for it in given_up} | link.owed
+        return replace(found, ahead=sum(owed.values()))
 
     @property
     def is_under_way(self) -> bool:
@@ -310,11 +311,11 @@ class PendingFetches:
 
     def _end(self, receiver: FetchReceiver, error: FetchError | None) -> None:
         is_asked = receiver.id != NOT_ASKED
-        if receiver in self._receivers:
-            self._receivers.remove(receiver)
         if is_asked:
             self._measure(receiver, error)
             self._withdraw(receiver)
+        if receiver in self._receivers:
+            self._receivers.remove(receiver)
         if error is None:
             self._breaker.succeeded()
             return
