@@ -1,7 +1,7 @@
 """Partial prefill with plain transformers: slow and obvious, the reference for every other one.
 
-Works for models whose decoder layers are called like Llama's (llama, mistral, qwen2, qwen3, phi3,
-mixtral) without sliding windows, in any dtype, for one sequence at a time: ids are `[1, tokens]`.
+Works for models whose decoder layers are called like Llama's, without sliding windows, in any
+dtype, for one sequence at a time: ids are `[1, tokens]`.
 
     # layers [0, block.start)           loaded      sender's KV
     # layers [block.start, block.stop)  recomputed  receiver's KV, from sender's E at block.start
@@ -169,5 +169,5 @@ def _join(first: KV, second: KV) -> KV:
 
 def _refuse_sliding_window(model: PreTrainedModel) -> None:
     window = getattr(model.config, "sliding_window", None)
-    if window is not None:
+    if window:
         raise ValueError(f"the oracle knows no sliding windows; the model has one of {window}")

@@ -16,8 +16,11 @@ VOCAB_SIZE = 512
 
 
 def shape(architecture: str, *, layers: int, hidden: int, heads: int, kv_heads: int) -> Any:
-    """A config of one family; `architecture` is transformers' model type: llama, qwen3, …"""
-    return AutoConfig.for_model(
+    """A config of one family; `architecture` is transformers' model type: llama, qwen3, …
+
+    Where a layer has experts, a token takes two of eight.
+    """
+    config = AutoConfig.for_model(
         architecture,
         vocab_size=VOCAB_SIZE,
         hidden_size=hidden,
@@ -32,6 +35,12 @@ def shape(architecture: str, *, layers: int, hidden: int, heads: int, kv_heads: 
         pad_token_id=0,
         tie_word_embeddings=False,
     )
+    sizes = {"moe_intermediate_size": hidden, "shared_expert_intermediate_size": hidden}
+    counts = dict.fromkeys(("n_routed_experts", "num_experts", "num_local_experts"), 8)
+    for name, value in (sizes | counts | {"num_experts_per_tok": 2}).items():
+        if hasattr(config, name):
+            setattr(config, name, value)
+    return config
 
 
 def write_models(

@@ -1,8 +1,8 @@
 """A transformers decoder taken apart: any span of its layers, over any keys and values.
 
-Works for models whose decoder layers are called like Llama's: llama, mistral, qwen2, qwen3, phi3
-and mixtral, without sliding windows, with SDPA attention, in any dtype and on any device. What is
-kept between calls lies in host memory, one tensor per layer; the rest lies on the model's device.
+Works for models whose decoder layers are called like Llama's (`models.ARCHITECTURES`), without
+sliding windows, with SDPA attention, in any dtype and on any device. What is kept between calls
+lies in host memory, one tensor per layer; the rest lies on the model's device.
 
 Attention sees, for every row of a batch:
 

@@ -19,8 +19,11 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import (
+    ArceeForCausalLM,
     AutoTokenizer,
     GenerationConfig,
+    Glm4ForCausalLM,
+    Glm4MoeForCausalLM,
     LlamaForCausalLM,
     MistralForCausalLM,
     MixtralForCausalLM,
@@ -29,7 +32,9 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
     Qwen2ForCausalLM,
+    Qwen2MoeForCausalLM,
     Qwen3ForCausalLM,
+    Qwen3MoeForCausalLM,
 )
 
 from cachetree import ConfigError, Family, ModelIdentity
@@ -39,12 +44,17 @@ from profiles.adapters import ADAPTER_CONFIG, read_scale, read_weights, with_ada
 ARCHITECTURES: Final[Mapping[str, type[PreTrainedModel]]] = {
     model_class.__name__: model_class
     for model_class in (
+        ArceeForCausalLM,
+        Glm4ForCausalLM,
+        Glm4MoeForCausalLM,
         LlamaForCausalLM,
         MistralForCausalLM,
         MixtralForCausalLM,
         Phi3ForCausalLM,
         Qwen2ForCausalLM,
+        Qwen2MoeForCausalLM,
         Qwen3ForCausalLM,
+        Qwen3MoeForCausalLM,
     )
 }
 """The classes that a server reuses caches of."""
@@ -200,7 +210,7 @@ def _require_plain_layers(file: Path, config: PretrainedConfig) -> None:
         )
     window = getattr(config, "sliding_window", None)
     kinds = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention"})
-    if window is not None or kinds:
+    if window or kinds:  # Where there is none, Qwen2-MoE's config says 0.
         raise ConfigError(
             f"{file} has sliding_window = {window} and layer_types {kinds}; only full attention is "
             "supported: where all prompts fit the window, state sliding_window as null"

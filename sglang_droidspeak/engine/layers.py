@@ -1,7 +1,7 @@
 """The decoder layers of a loaded model: where E leaves them, and how a block of them is run.
 
-One adapter serves the boundary family (llama, mistral, phi3, qwen2, qwen3, mixtral): layers called
-as `layer(positions, hidden_states, forward_batch)` whose residual stream lives in the batch.
+It serves those that are called as `layer(positions, hidden_states, forward_batch)` and whose
+residual stream lives in the batch: the classes that `start.site` names.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _write_kv_and_stop(attention: Any, args: tuple[Any, ...], kwargs: dict[str, 
 
 def _require_boundary(layer: torch.nn.Module) -> None:
     parameters = list(inspect.signature(layer.forward).parameters.values())
-    required = [p.name for p in parameters if p.default is p.empty]
+    required = [p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
     if hasattr(layer, "attn_boundary") and required == [
         "positions",
         "hidden_states",
@@ -120,6 +120,5 @@ def _require_boundary(layer: torch.nn.Module) -> None:
         return
     raise ConfigError(
         f"layers of class {type(layer).__name__}({', '.join(p.name for p in parameters)}) are not "
-        "supported; supported are models of the llama, mistral, phi3, qwen2, qwen3 and mixtral "
-        "families"
+        "supported: they do not state where attention begins"
     )

@@ -29,12 +29,17 @@ log = logging.getLogger(__name__)
 
 ARCHITECTURES = frozenset(
     {
+        "ArceeForCausalLM",
+        "Glm4ForCausalLM",
+        "Glm4MoeForCausalLM",
         "LlamaForCausalLM",
         "MistralForCausalLM",
+        "MixtralForCausalLM",
         "Phi3ForCausalLM",
         "Qwen2ForCausalLM",
+        "Qwen2MoeForCausalLM",
         "Qwen3ForCausalLM",
-        "MixtralForCausalLM",
+        "Qwen3MoeForCausalLM",
     }
 )
 

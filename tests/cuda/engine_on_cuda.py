@@ -409,6 +409,11 @@ def _move(runner: Any, cuda: VirtualCuda) -> None:
                 if tensor is not None:
                     named[name] = there(tensor)
                     named[name].host.is_constant = True
+    for module in runner.model.modules():  # A router's bias is named in its settings too.
+        if hasattr(module, "gate") and hasattr(getattr(module, "topk", None), "topk_config"):
+            module.topk.topk_config.correction_bias = getattr(
+                module.gate, "e_score_correction_bias", None
+            )
     parts = ("token_to_kv_pool", "req_to_token_pool", "token_to_kv_pool_allocator")
     for part in (getattr(runner, name) for name in parts):
         for name, value in vars(part).items():

@@ -12,10 +12,12 @@ from cachetree.ids import Span
 from profiles.random_models import shape, write_models
 from sglang_droidspeak.fleet.servers import free_port, running
 
+FAMILIES = ["mistral", "qwen2", "phi3", "mixtral"]
+FAMILIES += ["arcee", "glm4", "glm4_moe", "qwen2_moe", "qwen3_moe"]
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 
 
-@pytest.mark.parametrize("family", ["mistral", "qwen2", "phi3", "mixtral"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_block_equals_the_oracle(family: str, tmp_path: Path) -> None:
     config = shape(family, layers=4, hidden=256, heads=4, kv_heads=2)
     if hasattr(config, "sliding_window"):

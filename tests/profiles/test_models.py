@@ -28,6 +28,8 @@ from profiles.random_models import shape, write_models
 ROOT = Path(__file__).parents[2]
 SHIPPED = ROOT / "examples" / "pairs" / "weights"
 CPU = torch.device("cpu")
+FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "phi3", "mixtral"]
+FAMILIES += ["arcee", "glm4", "glm4_moe", "qwen2_moe", "qwen3_moe"]
 NUM_LAYERS = 3
 IDS = torch.arange(3, 40)[None]
 
@@ -85,7 +87,7 @@ def assert_equal(model: PreTrainedModel, expected: PreTrainedModel) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "phi3", "mixtral"])
+@pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_a_model_is_what_transformers_loads(family, dtype, tmp_path):
     base = write_base(tmp_path / "base", family)

@@ -4,6 +4,12 @@ import pytest
 import torch
 from rounding import assert_differ_by_rounding, rounding
 from transformers import (
+    ArceeConfig,
+    ArceeForCausalLM,
+    Glm4Config,
+    Glm4ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -15,8 +21,12 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from cachetree.ids import EMPTY_SPAN, Span
@@ -37,6 +47,7 @@ SIZES = {
     "pad_token_id": 0,
     "initializer_range": 0.3,  # large, so that random models have opinions
 }
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 16}
 FAMILIES = {
     "llama": (LlamaForCausalLM, LlamaConfig, {}),
     "mistral": (MistralForCausalLM, MistralConfig, {"sliding_window": None}),
@@ -44,6 +55,15 @@ FAMILIES = {
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 16}),
     "phi3": (Phi3ForCausalLM, Phi3Config, {}),
     "mixtral": (MixtralForCausalLM, MixtralConfig, {"num_local_experts": 4}),
+    "arcee": (ArceeForCausalLM, ArceeConfig, {}),
+    "glm4": (Glm4ForCausalLM, Glm4Config, {"head_dim": 16}),
+    "glm4_moe": (Glm4MoeForCausalLM, Glm4MoeConfig, EXPERTS | {"n_routed_experts": 4}),
+    "qwen2_moe": (
+        Qwen2MoeForCausalLM,
+        Qwen2MoeConfig,
+        EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 40},
+    ),
+    "qwen3_moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig, EXPERTS | {"num_experts": 4}),
 }
 
 

@@ -41,6 +41,8 @@ from profiles.random_models import VOCAB_SIZE, shape, write_models
 from profiles.stats.frontier import grid
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "phi3", "mixtral"]
+ALIKE = ["arcee", "glm4", "glm4_moe", "qwen2_moe", "qwen3_moe"]
+"""Run layer by layer like those, which `test_oracle` and `test_models` show of each."""
 DEVICES = [
     "cpu",
     pytest.param(
@@ -168,7 +170,9 @@ def make_profile(settings: Settings) -> MeasuredProfile:
     return profile_pair(settings, Console(file=io.StringIO()))
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(
+    scope="module", params=[*FAMILIES, *(pytest.param(it, marks=pytest.mark.slow) for it in ALIKE)]
+)
 def case(request, tmp_path_factory) -> Case:
     return make_case(tmp_path_factory.mktemp(request.param), request.param)
 
