@@ -92,13 +92,14 @@ def lora_server(tmp_path_factory) -> Iterator[list[Server]]:
 def script(name: str, *flags: str, **variables: str) -> list[str]:
     """Run one example from the root, as its reader would; its output's lines."""
     interpreter = sys.executable if name.endswith(".py") else "bash"
+    # One that hangs says where: Python's fault handler prints all threads' stacks.
+    in_time = ["timeout", "--signal=ABRT", "--kill-after=10", "180"]
     done = subprocess.run(
-        [interpreter, str(EXAMPLES / name), *flags],
+        [*in_time, interpreter, str(EXAMPLES / name), *flags],
         cwd=ROOT,
-        env={**os.environ, **variables},
+        env={**os.environ, "PYTHONFAULTHANDLER": "1", **variables},
         capture_output=True,
         text=True,
-        timeout=180,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
