@@ -33,25 +33,15 @@ from profiles.random_models import random_prompt, shape, write_models
 from sglang_droidspeak.store.offloader import Offload
 from sglang_droidspeak.store.pool import PoolPages
 
-FAMILIES = [
-    "llama",
-    "mistral",
-    "phi3",
-    "qwen2",
-    "qwen3",
-    "mixtral",
-    "arcee",
-    "glm4",
-    "glm4_moe",
-    "qwen3_moe",
-]
+FAMILIES = ["llama", "mistral", "phi3", "qwen2", "qwen3", "mixtral"]
+FAMILIES += ["arcee", "glm4", "glm4_moe", "qwen2_moe", "qwen3_moe"]
 BLOCK = Span(1, 3)
 NUM_PREFIX = 2 * PAGE
 TOKENS = random_prompt(NUM_PREFIX + 5, seed=1)
 TOLERANCE = 1e-4
 
 
-ALIKE = {"mistral", "phi3", "qwen2", "arcee", "glm4", "glm4_moe", "qwen3_moe"}
+ALIKE = {"mistral", "phi3", "qwen2", "arcee", "glm4", "glm4_moe", "qwen2_moe", "qwen3_moe"}
 """Their layers pass what llama's, qwen3's and mixtral's pass."""
 
 

@@ -21,9 +21,11 @@ def register() -> None:
         return
     from sglang.srt.arg_groups.choices import add_attention_backend_choices
 
+    from sglang_torch_cpu.kernels import hook_kernels
     from sglang_torch_cpu.pageable import hook_lora
     from sglang_torch_cpu.start import hook_start
 
     add_attention_backend_choices([BACKEND])
+    hook_kernels()
     hook_lora()
     hook_start()

@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 from sglang_torch_cpu import activate
+from sglang_torch_cpu.kernels import _gate
 from sglang_torch_cpu.pageable import Pageable
 from sglang_torch_cpu.start import START_METHOD, hook_start
 
@@ -65,3 +66,14 @@ print(type(current_platform).__name__, ATTENTION_BACKEND_CHOICES.count("torch_cp
         check=True,
     )
     assert result.stdout.split() == ["TorchCpuPlatform", "1"], result.stderr
+
+
+def test_a_shared_experts_gate_is_what_its_kernel_computes() -> None:
+    hidden, weight = torch.randn(5, 8), torch.randn(8)
+    shared, routed = torch.randn(5, 8), torch.randn(5, 8)
+    gated = torch.stack([torch.sigmoid(it @ weight) for it in hidden])[:, None] * shared
+    output = routed.clone()
+    _gate(hidden, weight, shared, output, do_add=True)
+    assert torch.allclose(output, routed + gated, atol=1e-6)
+    _gate(hidden, weight, shared, output, do_add=False)
+    assert torch.allclose(output, gated, atol=1e-6)

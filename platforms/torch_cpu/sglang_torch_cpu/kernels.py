@@ -1,0 +1,30 @@
+"""What SGLang has as a Triton kernel alone, in PyTorch."""
+
+import torch
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+
+def hook_kernels() -> None:
+    """Register the hooks; SGLang applies them when all plugins are loaded."""
+    HookRegistry.register(
+        "sglang.kernels.ops.elementwise.elementwise._launch_fused_gate_sigmoid_mul",
+        _gate,
+        HookType.REPLACE,
+    )
+
+
+def _gate(
+    hidden_states: torch.Tensor,
+    gate_weight: torch.Tensor,
+    shared_output: torch.Tensor,
+    output: torch.Tensor,
+    *,
+    do_add: bool,
+) -> None:
+    """A shared expert's share, `[tokens, hidden]`, of a mixture of experts: Qwen2-MoE's."""
+    share = torch.sigmoid(hidden_states.float() @ gate_weight.float())[:, None]
+    gated = (share * shared_output).to(output.dtype)
+    if do_add:
+        output += gated
+    else:
+        output.copy_(gated)

@@ -1,0 +1,162 @@
+"""SGLang's own tests of a server come out the same with the extension as without.
+
+Those of its wheel that ask nothing a model has to know: here it is a random one, of a vocabulary
+that can spell what a grammar asks for.
+"""
+
+from __future__ import annotations
+
+import random
+import unittest
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+
+import openai
+import pytest
+from engine_parts import CPU, ENV
+from forked import ServerSpec
+from sglang.test.kits.abort_timeout_kit import AbortAllMixin, RunningTimeoutTwoWaveMixin
+from sglang.test.kits.anthropic_messages_kit import AnthropicMessagesMixin
+from sglang.test.kits.basic_api_contract_kit import BasicAPIContractMixin
+from sglang.test.kits.basic_decode_correctness_kit import BasicDecodeCorrectnessMixin
+from sglang.test.kits.basic_scheduler_stress_kit import BasicSchedulerStressMixin
+from sglang.test.kits.ebnf_constrained_kit import EBNFConstrainedMixin
+from sglang.test.kits.json_constrained_kit import JSONConstrainedMixin
+from sglang.test.kits.json_mode_kit import JSONModeMixin
+from sglang.test.kits.matched_stop_kit import MatchedStopMixin
+from sglang.test.kits.pause_generation_kit import PauseResumeInPlaceMixin
+from sglang.test.kits.radix_cache_server_kit import run_radix_attention_test
+from sglang.test.kits.regex_constrained_kit import RegexConstrainedMixin
+from sglang.test.kits.unified_radix_cache_kit import UnifiedRadixTreeTestMixin
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from sglang_droidspeak.fleet.servers import Server, running
+
+pytestmark = [pytest.mark.server, pytest.mark.slow]
+
+VOCAB_SIZE = 32_000
+"""The kits of the radix trees draw tokens below it."""
+CHAT = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
+
+
+class RadixTreeMixin:
+    def test_radix_tree(self) -> None:
+        random.seed(7)
+        run_radix_attention_test(self.base_url)
+
+
+KITS = (
+    AbortAllMixin,
+    AnthropicMessagesMixin,
+    BasicAPIContractMixin,
+    BasicDecodeCorrectnessMixin,
+    BasicSchedulerStressMixin,
+    EBNFConstrainedMixin,
+    JSONConstrainedMixin,
+    JSONModeMixin,
+    MatchedStopMixin,
+    PauseResumeInPlaceMixin,
+    RadixTreeMixin,
+    RegexConstrainedMixin,
+    UnifiedRadixTreeTestMixin,
+)
+NEED_ANSWERS = {
+    "test_basic_math",
+    "test_capital_france",
+    "test_color_completion",
+    "test_concurrent_requests",
+    "test_ebnf_generate_complex_json",
+    "test_finish_stop_eos",
+    "test_finish_stop_regex_str",
+    "test_finish_stop_str",
+    "test_gsm8k",
+    "test_json_generate",
+    "test_json_openai",
+    "test_long_prompt",
+    "test_mix_json_and_other",
+    "test_regex_generate_complex_json",
+    "test_streaming_response",
+}
+"""Or a string that ends, or a text in fewer tokens than it has bytes."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its tokens are the bytes, three special ones, and words that no text has."""
+    folder = tmp_path_factory.mktemp("model") / "random"
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=65_536,
+        initializer_range=0.2,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=2,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    spelled = ["<bos>", "<eos>", "<pad>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    words = spelled + [f"w{at}" for at in range(len(spelled), VOCAB_SIZE)]
+    tokenizer = Tokenizer(models.BPE({word: at for at, word in enumerate(words)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<bos>",
+        eos_token="<eos>",
+        pad_token="<pad>",
+        chat_template=CHAT,
+    ).save_pretrained(folder)
+    return folder
+
+
+def outcomes(server: Server, model: Path, kits: tuple[type, ...]) -> Mapping[str, str]:
+    """Of each test of the kits: passed, or what it raised."""
+    chance = random.Random(3)
+    given = {
+        "base_url": server.url,
+        "model": str(model),
+        "api_key": "none",
+        "client": openai.Client(api_key="none", base_url=f"{server.url}/v1"),
+        "process": SimpleNamespace(poll=lambda: None if server.is_alive else 1),
+        "input_ids": [[chance.randint(3, 30_000) for _ in range(600)] for _ in range(9)],
+        "max_new_tokens": 16,
+        "abort_all_num_requests": 8,
+        "pause_num_requests": 8,
+    }
+    kit = type("Kit", (*kits, unittest.TestCase), given)
+    suite = unittest.defaultTestLoader.loadTestsFromTestCase(kit)
+    tests = [it for it in suite if it._testMethodName not in NEED_ANSWERS]
+    result = unittest.TestResult()
+    unittest.TestSuite(tests).run(result)
+    bad = {it._testMethodName: text.strip().splitlines()[-1] for it, text in result.failures}
+    bad |= {it._testMethodName: text.strip().splitlines()[-1] for it, text in result.errors}
+    return {name: bad.get(name, "passed") for name in sorted(it._testMethodName for it in tests)}
+
+
+@pytest.mark.parametrize(
+    ("kits", "env"),
+    [(KITS, {}), ((RunningTimeoutTwoWaveMixin,), {"SGLANG_REQ_RUNNING_TIMEOUT": "4"})],
+    ids=["kits", "running_timeout"],
+)
+def test_sglangs_own_tests_come_out_as_without_the_extension(
+    model: Path, kits: tuple[type, ...], env: Mapping[str, str], tmp_path: Path
+) -> None:
+    found = []
+    for name, droidspeak in (("without", None), ("with", {"host_gb": 0.1, "capture_layers": [1]})):
+        spec = ServerSpec(
+            model=model,
+            name=name,
+            options=CPU | {"chunked-prefill-size": 512},
+            droidspeak=droidspeak,
+        )
+        with running(spec, folder=tmp_path / name, env=ENV | env) as (server,):
+            found.append(outcomes(server, model, kits))
+    without, with_extension = found
+    assert without == dict.fromkeys(without, "passed")
+    assert with_extension == without
