@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sglang_droidspeak.fleet.servers import Server, free_port, running
+from sglang_droidspeak.fleet.servers import Server, end_of, free_port, running
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -25,6 +25,9 @@ CPU = "\ndevice: cpu\n"
 """What the README says to add where there is no accelerator."""
 
 ENV = {"SGLANG_TORCH_CPU_START": "fork"}
+
+LOGS: list[Path] = []
+"""Of the servers that run: told where an example fails."""
 
 pytestmark = pytest.mark.server
 
@@ -54,6 +57,7 @@ def started(tmp_path_factory, *specs: ExampleSpec) -> Iterator[list[Server]]:
     os.chdir(ROOT)
     try:
         with running(*specs, folder=tmp_path_factory.mktemp("examples"), env=ENV) as servers:
+            LOGS[:] = [it.log for it in servers]
             yield servers
     finally:
         os.chdir(before)
@@ -102,7 +106,7 @@ def script(name: str, *flags: str, **variables: str) -> list[str]:
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == 0, "\n".join([done.stdout, done.stderr, *map(end_of, LOGS)])
     return [line for line in done.stdout.splitlines() if line]
 
 
