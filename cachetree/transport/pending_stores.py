@@ -19,7 +19,7 @@ from cachetree.transport import checked, wire
 from cachetree.transport.advertise import ChangeQueue
 from cachetree.transport.config import PeerConfig
 from cachetree.transport.connection import Connection
-from cachetree.transport.sender import Stream
+from cachetree.transport.sender import Load, Stream
 from cachetree.transport.status import PushCounts, PusherStatus
 from cachetree.transport.wire import Refused
 from cachetree.tree import CacheTree, Change, Lease, Listener, join_hashes
@@ -210,14 +210,9 @@ class PendingStores:
 
     def _stream(self, wanted: wire.Wanted, lease: Lease, e_layers: tuple[int, ...]) -> Stream:
         """Raises StaleEntry."""
-        return Stream(
-            wanted.id,
-            lease,
-            checked.steps_of_store(self._tree.family.num_layers, e_layers),
-            pages=Span(wanted.skipped, lease.num_pages),
-            flow=checked.flow_of(wanted, self._config),
-            deadline=self._deadline,
-        )
+        steps = checked.steps_of_store(self._tree.family.num_layers, e_layers)
+        load = Load(lease, steps, Span(wanted.skipped, lease.num_pages))
+        return Stream(wanted.id, load, checked.flow_of(wanted, self._config), self._deadline)
 
     def _send(self, link: Connection, stream: Stream) -> Work:
         channel = link.channel

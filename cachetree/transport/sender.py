@@ -32,6 +32,14 @@ _REMEMBERED_BYTES: Final = 128 << 10
 _LEAST_REMEMBERED: Final = 256
 
 
+class Load(NamedTuple):
+    """What a stream sends: some steps of a lease, of these of its pages, or of all."""
+
+    lease: Lease
+    steps: Sequence[Step]
+    pages: Span | None = None
+
+
 class Stream:
     """Sends the steps of one lease in order. Used by one thread.
 
@@ -43,16 +51,15 @@ class Stream:
     def __init__(
         self,
         id: int,
-        lease: Lease,
-        steps: Sequence[Step],
-        *,
+        load: Load,
         flow: Flow,
         deadline: Deadline,
+        *,
         first: tuple[int, int] = (0, 0),
         arena: Pool | None = None,
-        pages: Span | None = None,
     ) -> None:
-        """Of the lease's `pages`; of all by default."""
+        """It begins with step and offset `first`."""
+        lease, steps, pages = load
         self.id: Final = id
         self.lease: Final = lease
         self.deadline: Final = deadline

@@ -11,7 +11,7 @@ from cachetree.transport.advertise import Advertiser
 from cachetree.transport.checked import flow_of, pages_of, steps_of
 from cachetree.transport.config import WorkerConfig
 from cachetree.transport.receiver import StoreReceiver
-from cachetree.transport.sender import Stream
+from cachetree.transport.sender import Load, Stream
 from cachetree.transport.wire import (
     Fetch,
     Pong,
@@ -79,11 +79,10 @@ class Session:
         try:
             stream = Stream(
                 fetch.id,
-                lease,
-                steps,
+                Load(lease, steps),
+                flow,
+                deadline,
                 first=(fetch.first_step, fetch.first_offset),
-                flow=flow,
-                deadline=deadline,
                 arena=self._tree.memory if fetch.reads_arena and config.shared_memory else None,
             )
         except FetchError:

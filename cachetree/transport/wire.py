@@ -170,7 +170,7 @@ class Store(msgspec.Struct, frozen=True, kw_only=True, tag="store"):
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True, tag="wanted"):
-    """There is room: send the steps of `steps_of_store`, of all pages but the first `skipped`.
+    """There is room: send the steps of a store (`checked`), of all pages but the first `skipped`.
 
     Where all of them are there already nothing follows.
     """
