@@ -113,15 +113,22 @@ def send_garbage(address: Location, config: PeerConfig, garbage: bytes = b"garba
         dealer.poll(200)
 
 
-def ticket_of(address: Location, config: PeerConfig) -> Ticket:
-    """What a worker hands out to a peer that says hello, and leaves without another word."""
+@contextlib.contextmanager
+def greeted(address: Location, config: PeerConfig) -> Iterator[Ticket]:
+    """What a worker hands out to a peer that says hello, and no other word while it stays."""
     with dealer_to(address, credentials_for(config)) as dealer:
         dealer.send(wire.encode(wire.hello(FAMILY, "", 0)))
         assert dealer.poll(5000)
         hello = wire.decode_to_peer(memoryview(dealer.recv()))
-    assert isinstance(hello, wire.Hello)
-    assert hello.ticket is not None
-    return hello.ticket
+        assert isinstance(hello, wire.Hello)
+        assert hello.ticket is not None
+        yield hello.ticket
+
+
+def ticket_of(address: Location, config: PeerConfig) -> Ticket:
+    """The same to a peer that leaves at once; its session ends when the worker notices."""
+    with greeted(address, config) as ticket:
+        return ticket
 
 
 class TicketUser:

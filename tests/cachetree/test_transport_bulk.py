@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import socket
 import time
@@ -16,6 +17,7 @@ from security_parts import (
     Party,
     Tap,
     TicketUser,
+    greeted,
     new_party,
     ticket_of,
 )
@@ -195,8 +197,7 @@ def test_a_session_has_one_connection_and_ends_with_the_first_wrong_frame(
     us: Party, friend: Party
 ) -> None:
     with worker_of(new_tree(PAGES), **us.serving(friend)) as worker:
-        ticket = ticket_of(worker.address, friend.asking(us))
-        with TicketUser(ticket) as peer:
+        with greeted(worker.address, friend.asking(us)) as ticket, TicketUser(ticket) as peer:
             assert peer.is_let_in()
             with TicketUser(ticket) as thief:  # Who read the token on the way.
                 assert not thief.is_let_in()
@@ -211,14 +212,14 @@ def test_a_session_has_one_connection_and_ends_with_the_first_wrong_frame(
             eventually(lambda: worker.status().num_protocol_errors == 1)
             assert worker.status().num_peers == 0
             eventually(lambda: list(peer.channel.receive(Nowhere())) or peer.channel.error)
-        ticket = ticket_of(worker.address, friend.asking(us))
-        keyless = msgspec.structs.replace(ticket, key=bytes(32))
-        with TicketUser(keyless) as thief:  # Before the peer itself.
-            with pytest.raises(ProtocolError, match="changed, lost or repeated"):
-                thief.is_let_in()
-            thief.channel.put(FRAME, [memoryview(b"mine")])
-            flushed(thief.channel)
-            eventually(lambda: worker.status().num_protocol_errors == 2)
+        with greeted(worker.address, friend.asking(us)) as ticket:
+            keyless = msgspec.structs.replace(ticket, key=bytes(32))
+            with TicketUser(keyless) as thief:  # Before the peer itself.
+                with pytest.raises(ProtocolError, match="changed, lost or repeated"):
+                    thief.is_let_in()
+                thief.channel.put(FRAME, [memoryview(b"mine")])
+                flushed(thief.channel)
+                eventually(lambda: worker.status().num_protocol_errors == 2)
         with peer_of(worker.address, new_tree(), friend.asking(us)) as honest:
             fetch_all(honest)
 
@@ -234,6 +235,7 @@ def test_a_ticket_is_worth_nothing_after_a_while(us: Party, friend: Party) -> No
 
 
 def num_descriptors() -> int:
+    gc.collect()  # What earlier tests left is not counted.
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
