@@ -15,7 +15,7 @@ from profiles.data.documents import data_files, make_documents
 from profiles.data.records import by_context, context_prompt, prompt_of, read_records, write_records
 from profiles.evidence import DataFile, read_measured
 from tools.pairs.adapter_profiles import PAIRS, profile_name, source_of, write_documents
-from tools.pairs.check import Properties, properties_of
+from tools.pairs.check import Properties
 from tools.pairs.questions import OPTIONS, SEEDS, make_records
 from tools.pairs.stages import FOUNDATION, STAGES, LoraRates
 from tools.pairs.words import BOS_ID, VOCABULARY
@@ -139,10 +139,6 @@ def test_adapters_are_profiled_on_one_another(sender, receiver, task, tmp_path):
     if profile.passed:
         lost = profile.full_prefill_quality - profile.recommended.quality
         assert lost <= 0.05 * profile.full_prefill_quality
-
-
-def test_a_pair_has_the_properties_of_its_kind(swept_pair):
-    assert properties_of(swept_pair.swept).missed() == []
 
 
 def test_a_pair_without_the_effect_is_told_so():
