@@ -25,7 +25,8 @@ from sglang_droidspeak.start.config import LINKER_MODULE
 
 START_TIMEOUT_S = 180.0
 _PORTS = range(20000, 32768)
-_given_out: set[int] = set()
+_given_out: list[contextlib.ExitStack] = []
+"""Names of this machine that stand for ports; they are taken until this process ends."""
 _LOOK_S = 0.1
 _SERVING = "serving at "
 """What `cachetree serve` says before its address."""
@@ -43,20 +44,20 @@ def end_of(log: Path, num_lines: int = 30) -> str:
 
 
 def free_port(num_ranks: int = 1) -> int:
-    """A port that nobody listens on, and that is given out once by this process; the first of as
-    many for the ranks of a server.
+    """A port that nobody listens on, and that no process of this machine is given again while this
+    one lives; the first of as many for the ranks of a server.
 
     Not one of those that the system hands to outgoing connections (32768 and above on Linux): such
     a connection could take it before the server binds it.
     """
     for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
-        wanted = range(port, port + num_ranks)
-        if not _given_out.isdisjoint(wanted):
-            continue
-        with contextlib.ExitStack() as probes, contextlib.suppress(OSError):
-            for each in wanted:
-                probes.enter_context(socket.socket()).bind(("127.0.0.1", each))
-            _given_out.update(wanted)
+        with contextlib.suppress(OSError), contextlib.ExitStack() as names:
+            for each in range(port, port + num_ranks):
+                name = names.enter_context(socket.socket(socket.AF_UNIX))
+                name.bind(f"\0droidspeak-port-{each}")
+                with socket.socket() as probe:
+                    probe.bind(("127.0.0.1", each))
+            _given_out.append(names.pop_all())
             return port
     raise ServerFailed(f"no port between {_PORTS.start} and {_PORTS.stop} is free")
 

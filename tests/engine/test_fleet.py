@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -13,6 +15,7 @@ from cachetree.checkpoint.family import Family
 from cachetree.checkpoint.identity import read_model_identity
 from cachetree.cli.serve import read_config
 from cachetree.errors import ConfigError
+from sglang_droidspeak.fleet import servers
 from sglang_droidspeak.fleet.fleet import Fleet, read_fleet, sglang_flags, shared_cores, specs
 from sglang_droidspeak.fleet.servers import ServerSpec, WorkerSpec
 
@@ -116,3 +119,21 @@ def test_a_worker_reads_its_family_from_a_checkpoint(tmp_path):
     for wrong in ({**FAMILY, "kv_dtype": "int3"}, {**FAMILY, "model": "nowhere"}):
         with pytest.raises(ConfigError):
             read_config(written(tmp_path, {"family": wrong}))
+
+
+def test_no_two_processes_are_given_one_port(monkeypatch):
+    """Of two ports this one has one, until it ends; the other has a process that has ended."""
+    first = servers.free_port(2)
+    servers._given_out.pop().close()
+    monkeypatch.setattr(servers, "_PORTS", range(first, first + 2))
+    ours = servers.free_port()
+    program = f"""
+from sglang_droidspeak.fleet import servers
+servers._PORTS = {servers._PORTS!r}
+print(servers.free_port())
+"""
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert {ours, int(said.stdout)} == {first, first + 1}, said.stderr
+    assert servers.free_port() == int(said.stdout)
+    with pytest.raises(servers.ServerFailed, match="is free"):
+        servers.free_port()
