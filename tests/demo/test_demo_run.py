@@ -60,7 +60,7 @@ def marked_processes(mark: str) -> list[int]:
 
 
 def assert_nothing_is_left(mark: str) -> None:
-    deadline_s = time.monotonic() + 10
+    deadline_s = time.monotonic() + 60
     while left := marked_processes(mark):
         assert time.monotonic() < deadline_s, f"still running: {left}"
         time.sleep(0.1)
@@ -94,12 +94,12 @@ def test_a_signal_ends_the_servers(
 ) -> None:
     """Also one that comes in the middle of starting them."""
     with demo(tmp_path) as (process, mark):
-        deadline_s = time.monotonic() + 60
+        deadline_s = time.monotonic() + 240
         while len(marked_processes(mark)) <= num_servers:
             assert process.poll() is None and time.monotonic() < deadline_s
             time.sleep(0.001)
         process.send_signal(number)
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=240)
         assert process.returncode == 130
         assert "interrupted" in output
         assert_nothing_is_left(mark)
@@ -109,7 +109,7 @@ def test_a_server_that_fails_shows_the_end_of_its_log(tmp_path: Path) -> None:
     options = tmp_path / "options.yaml"
     options.write_text("no-such-option: 1\n")
     with demo(tmp_path / "out", "--options", str(options)) as (process, mark):
-        output, _ = process.communicate(timeout=120)
+        output, _ = process.communicate(timeout=240)
         assert process.returncode == 1
         assert "ended with" in output and "no-such-option" in output
         assert_nothing_is_left(mark)

@@ -303,7 +303,7 @@ def test_the_command_merges_or_says_why_not(plain, tmp_path: Path) -> None:
     for weights, code in ((base, 0), (tmp_path, 1)):
         command = [sys.executable, "-m", "profiles.adapters", "--base", str(weights)]
         command += ["--adapter", str(adapter), "--out", str(tmp_path / "out")]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
         assert done.returncode == code
     assert (tmp_path / "out" / "model.safetensors").is_file()
     assert done.stdout.startswith(f"adapters: {tmp_path} has neither model.safetensors")

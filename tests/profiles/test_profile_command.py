@@ -77,7 +77,7 @@ def interrupted(args: list[str], folder: Path, after_lines: int, how: signal.Sig
         time.sleep(0.002)
     assert process.poll() is None, process.stdout.read().decode()
     process.send_signal(how)
-    process.communicate(timeout=60)
+    process.communicate(timeout=240)
     return process.returncode
 
 

@@ -106,7 +106,7 @@ def test_the_command_is_deterministic_and_minds_its_seed(both, tmp_path):
     out = tmp_path / "stranger"
     command = [sys.executable, "-m", "tools.pairs.stranger", "--out", str(out)]
     done = subprocess.run(
-        command, cwd=PAIRS.parents[1], check=True, capture_output=True, text=True, timeout=60
+        command, cwd=PAIRS.parents[1], check=True, capture_output=True, text=True, timeout=240
     )
     assert done.stdout == f"wrote {out}\n"
     names = sorted(file.name for file in SENDER.iterdir())
