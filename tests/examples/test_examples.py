@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 README = (ROOT / "README.md").read_text()
 PORTS = ("30000", "30001", "30010")
-CPU = "\ndevice: cpu\n"
+CPU = "\ndevice: cpu\nsleep-on-idle: true\n"
 """What the README says to add where there is no accelerator."""
 
 ENV = {"SGLANG_TORCH_CPU_START": "fork"}

@@ -83,12 +83,12 @@ def make_adapter(folder: Path, base: Path) -> Path:
 
 
 def free_port() -> int:
+    """Not one that the system hands to outgoing connections, which could take it meanwhile."""
     while True:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = int(probe.getsockname()[1])
-            if port >= 20000:
-                return port
+        port = random.SystemRandom().randrange(20000, 32768)
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 class Server:
@@ -101,7 +101,7 @@ class Server:
         command += ["--model-path", str(model), "--host", "127.0.0.1", "--port", str(port)]
         command += ["--dtype", "float32", "--page-size", "16", "--max-total-tokens", "8192"]
         command += ["--max-running-requests", "8", "--chunked-prefill-size", "256"]
-        command += ["--skip-server-warmup", *options]
+        command += ["--skip-server-warmup", "--sleep-on-idle", *options]
         with log.open("wb") as output:
             self.process = subprocess.Popen(
                 command,
