@@ -23,7 +23,7 @@ from cachetree.transport import ask_status
 from profiles.random_models import shape, write_models
 from sglang_droidspeak.fleet.servers import Server, free_port, running
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.alone]
 
 SEED = 4
 NUM_LAYERS = 6

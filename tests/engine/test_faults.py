@@ -46,7 +46,7 @@ from profiles.random_models import shape, write_models
 from sglang_droidspeak.cli import main
 from sglang_droidspeak.fleet.servers import Server, free_port, running
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.alone]
 
 LINK_MB_S = 2.0
 DEADLINE_S = 3.0

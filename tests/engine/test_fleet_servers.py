@@ -18,7 +18,7 @@ from profiles.data import prompt_of, read_records
 from sglang_droidspeak.fleet.fleet import read_fleet, specs
 from sglang_droidspeak.fleet.servers import Process, Server, ServerSpec, WorkerSpec, running
 
-pytestmark = [pytest.mark.server, pytest.mark.slow]
+pytestmark = [pytest.mark.server, pytest.mark.alone, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 4.0

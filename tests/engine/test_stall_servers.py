@@ -16,7 +16,7 @@ from forked import ServerSpec
 from profiles.random_models import random_prompt, shape, write_adapter, write_models
 from sglang_droidspeak.fleet.servers import Server, running
 
-pytestmark = [pytest.mark.server, pytest.mark.slow]
+pytestmark = [pytest.mark.server, pytest.mark.alone, pytest.mark.slow]
 
 NUM_SHARED = 1536
 BLOCK = "4:10"
