@@ -111,7 +111,7 @@ class RawPeer:
         flushed(self._channel)
 
     def receive(self) -> wire.ToPeer:
-        assert self._socket.poll(5000), "no answer"
+        assert self._socket.poll(20_000), "no answer"
         return wire.decode_to_peer(memoryview(self._socket.recv()))
 
     def ask(self, message: wire.ToWorker) -> wire.ToPeer:

@@ -118,7 +118,7 @@ def greeted(address: Location, config: PeerConfig) -> Iterator[Ticket]:
     """What a worker hands out to a peer that says hello, and no other word while it stays."""
     with dealer_to(address, credentials_for(config)) as dealer:
         dealer.send(wire.encode(wire.hello(FAMILY, "", 0)))
-        assert dealer.poll(5000)
+        assert dealer.poll(20_000)
         hello = wire.decode_to_peer(memoryview(dealer.recv()))
         assert isinstance(hello, wire.Hello)
         assert hello.ticket is not None

@@ -91,7 +91,7 @@ def test_what_one_cache_stores_another_matches_and_fetches() -> None:
         assert sender.address
         assert fill(sender, PAGES)
         with cache_of(peers=(sender.address,), serves=False) as receiver:
-            assert receiver.wait_ready(5)
+            assert receiver.wait_ready(20)
             (match,) = receiver.match(PAGES)
             assert (match.model, match.location, match.num_pages) == (MODEL, sender.address, 64)
             for span in (ALL, Span(10, 30)):
@@ -241,7 +241,7 @@ def test_release_cancels_a_fetch_under_way() -> None:
         fill(sender, PAGES)
         assert sender.address
         with cache_of(peers=(sender.address,), serves=False) as receiver:
-            assert receiver.wait_ready(5)
+            assert receiver.wait_ready(20)
             staging = receiver.fetch(plan_at(sender.address), PAGES, Deadline.after(30))
             assert staging is not None
             num_streams: Callable[[], int] = lambda: sender.status().worker.num_streams  # type: ignore[union-attr]  # noqa: E731
@@ -256,7 +256,7 @@ def test_a_link_is_told_from_what_was_given_up_with_what_is_under_way() -> None:
         fill(sender, PAGES)
         assert sender.address
         with cache_of(peers=(sender.address,), serves=False) as receiver:
-            assert receiver.wait_ready(5)
+            assert receiver.wait_ready(20)
             plan = plan_at(sender.address)
 
             def fetch() -> BudgetedStaging:
@@ -288,7 +288,7 @@ def test_a_closed_cache_leaves_no_thread_and_fails_fetches() -> None:
         fill(sender, PAGES)
         assert sender.address
         with cache_of(peers=(sender.address,)) as cache:
-            assert cache.wait_ready(5)
+            assert cache.wait_ready(20)
             fill(cache, PAGES)
         cache.close()
         for location in (LOCAL, sender.address):
@@ -348,7 +348,7 @@ def test_the_command_line_serves_and_asks(
             assert main(["ping", address, "--json"]) == 0
             assert json.loads(capsys.readouterr().out)["answer_ms"] > 0
             process.send_signal(signal.SIGTERM)
-            assert process.wait(10) == 0
+            assert process.wait(60) == 0
         finally:
             process.kill()
     assert main(["ping", address, "--timeout", "0.1"]) == 1

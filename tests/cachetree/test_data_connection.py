@@ -278,7 +278,7 @@ def test_who_found_no_room_is_told_when_there_is_some() -> None:
         num_bytes = send_queue.queued_bytes
         while num_bytes:
             num_bytes -= len(far.recv(min(1 << 20, num_bytes)))
-        assert woken.wait(5)
+        assert woken.wait(20)
         eventually(lambda: send_queue.has_room)
 
 
@@ -293,7 +293,7 @@ def test_what_is_left_after_a_turn_is_found_in_the_next_though_nothing_more_come
         far.sendall(pack(frame_of(large)))
         poller = select.poll()
         poller.register(end.fileno(), select.POLLIN)
-        assert poller.poll(1000)
+        assert poller.poll(20_000)
         assert not list(end.receive(Memory()))
         sending = threading.Thread(
             target=far.sendall, args=(large + 50 * (pack(frame_of(small)) + small),)
@@ -301,7 +301,7 @@ def test_what_is_left_after_a_turn_is_found_in_the_next_though_nothing_more_come
         sending.start()
         sizes: list[int] = []
         while len(sizes) < 51:
-            assert poller.poll(1000), f"it sleeps on after {len(sizes)} frames"
+            assert poller.poll(20_000), f"it sleeps on after {len(sizes)} frames"
             sizes += [arrival.frame.size for arrival in end.receive(Memory())]
         sending.join()
         assert sizes == [len(large), *[len(small)] * 50]

@@ -299,7 +299,7 @@ def test_reads_beside_writes_and_evictions_are_right_or_miss(tmp_path: Path) -> 
             assert store.status().num_bytes <= 24 << 10
         is_over.set()
         for reader in readers:
-            reader.join(10)
+            reader.join(60)
         assert not failures
         assert min(num_read) > 100
         counts = store.status().counts

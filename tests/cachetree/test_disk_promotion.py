@@ -58,7 +58,7 @@ def on_disk_only(folder: Path, **config: object) -> Iterator[tuple[Cache, Locati
 @contextlib.contextmanager
 def reader_of(address: Location) -> Iterator[Cache]:
     with cache_of(peers=(address,), serves=False) as cache:
-        assert cache.wait_ready(5)
+        assert cache.wait_ready(20)
         yield cache
 
 

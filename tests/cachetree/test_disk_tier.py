@@ -157,7 +157,7 @@ def test_a_worker_that_restarts_serves_its_peers_again(tmp_path: Path) -> None:
         config = CacheConfig(peers=(again.address,), serves=False, peer=FAST)
         with Cache(FAMILY, config) as receiver:
             address = again.address
-            assert receiver.wait_ready(5)
+            assert receiver.wait_ready(20)
             eventually(lambda: num_found(receiver, prompt(1), address) == 8)
             fetch(receiver, prompt(1), Span(0, 8), address)
 

@@ -151,7 +151,7 @@ def frames_of(source: CacheTree) -> list[tuple[Towards, int, Via]]:
         FaultProxy(worker.address, seed=0) as proxy,
         receiver(proxy.address) as cache,
     ):
-        assert cache.wait_ready(5)
+        assert cache.wait_ready(20)
         assert fetch(cache, proxy.address) is None
         return [
             (towards, index, via)
@@ -232,7 +232,7 @@ def test_a_peer_that_is_cut_off_again_and_again_holds_nothing_more(nothing_stays
         FaultProxy(worker.address, seed=0) as proxy,
         receiver(proxy.address) as cache,
     ):
-        assert cache.wait_ready(5)
+        assert cache.wait_ready(20)
         assert fetch(cache, proxy.address) is None  # Now both of its connections are there.
         before = held()
         for num_cuts in range(1, 21):
@@ -249,7 +249,7 @@ def test_a_deed_is_done_before_its_frame_goes_on() -> None:
         FaultProxy(worker.address, seed=0) as proxy,
         receiver(proxy.address) as cache,
     ):
-        assert cache.wait_ready(5)
+        assert cache.wait_ready(20)
         landed = []
 
         def cut() -> None:

@@ -31,7 +31,7 @@ def test_a_fetch_is_one_line_of_fields(caplog: pytest.LogCaptureFixture) -> None
         fill(sender, PAGES)
         assert sender.address
         with cache_of(peers=(sender.address,), serves=False) as receiver:
-            assert receiver.wait_ready(5)
+            assert receiver.wait_ready(20)
             fetch(receiver, sender.address, Span(4, 20))
             (counts,) = receiver.status().fetches
     (line,) = fields(caplog)

@@ -96,7 +96,7 @@ def test_a_fetch_of_what_is_gone_is_a_miss() -> None:
     with cache_of() as worker:
         assert worker.address
         with cache_of(peers=(worker.address,), serves=False) as cache:
-            assert cache.wait_ready(5)
+            assert cache.wait_ready(20)
             with pytest.raises(Exception, match="no longer here"):
                 fetched(cache, worker.address, PAGES)
         there = scraped(worker)
@@ -110,7 +110,7 @@ def test_what_a_fetch_asks_for_again_is_counted() -> None:
         store(worker.tree, PAGES)
         framed = msgspec.structs.replace(FAST, shared_memory=False)
         with cache_of(peers=(proxy.address,), peer=framed, serves=False) as cache:
-            assert cache.wait_ready(5)
+            assert cache.wait_ready(20)
             assert scraped(cache)["cachetree:retries_total", proxy.address] == 0
             proxy.arm(Strike(Fault.RESET, Towards.PEER, 5, Via.DATA))
             fetched(cache, proxy.address, PAGES)
@@ -230,6 +230,6 @@ def test_a_served_worker_has_the_page_that_its_file_names(tmp_path: Path) -> Non
             assert get(f"{url}/health/ready")[0] == 200
             assert b"cachetree:budget_bytes" in get(f"{url}/metrics")[1]
             process.send_signal(signal.SIGTERM)
-            assert process.wait(10) == 0
+            assert process.wait(60) == 0
         finally:
             process.kill()

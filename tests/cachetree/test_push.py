@@ -49,7 +49,7 @@ def test_what_comes_into_a_cache_goes_to_its_worker_in_order() -> None:
             assert cache.status().stores[0].num_pushed_bytes == 64 * PAGE_TOTAL
             eventually(has(cache, worker.address, 64))
         with cache_of(peers=(worker.address,), serves=False) as other:
-            assert other.wait_ready(5)
+            assert other.wait_ready(20)
             fetched(other, worker.address, PAGES)
 
 
@@ -59,7 +59,7 @@ def test_pages_go_both_ways_over_one_session() -> None:
         assert worker.address
         store(worker.tree, others)
         with at_worker(worker.address) as cache:
-            assert cache.wait_ready(5)
+            assert cache.wait_ready(20)
             store(cache.tree, PAGES)
             for _ in range(5):
                 fetched(cache, worker.address, others)
@@ -237,12 +237,12 @@ def test_entries_outlive_the_engine_that_made_them_and_the_worker_too(tmp_path: 
             assert first.stdout.readline() == "pushed\n"
             first.kill()
         with cache_of(peers=(address,), serves=False) as second:
-            assert second.wait_ready(5)
+            assert second.wait_ready(20)
             fetched(second, address, PAGES)
         process.send_signal(signal.SIGTERM)  # type: ignore[attr-defined]
-        assert process.wait(10) == 0  # type: ignore[attr-defined]
+        assert process.wait(60) == 0  # type: ignore[attr-defined]
     with served(tmp_path) as (_, address), cache_of(peers=(address,), serves=False) as third:
-        assert third.wait_ready(5)
+        assert third.wait_ready(20)
         eventually(has(third, address, 64))
         fetched(third, address, PAGES)
         assert ask_status(address, timeout_s=5).num_received_bytes == 0

@@ -290,7 +290,7 @@ def test_a_lost_last_advert_is_missed_at_the_next_heartbeat() -> None:
         deaf = DeafStore(worker)
         deaf.is_armed = True
         store(source, PAGES[8:], PAGES[7])
-        eventually(lambda: [it.num_pages for it in tree.match(PAGES)] == [16], 2.0)
+        eventually(lambda: [it.num_pages for it in tree.match(PAGES)] == [16])
         assert not deaf.is_armed
         assert peer.status.num_resyncs == 2
         assert peer.status.num_losses == 0

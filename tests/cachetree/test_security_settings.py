@@ -137,7 +137,7 @@ def test_a_cache_speaks_to_each_peer_with_its_own_key(
             peer_keys={first.address: us.pair.public, second.address: stranger.public_file},
         )
         with Cache(FAMILY, config) as cache:
-            assert cache.wait_ready(5), cache.status()
+            assert cache.wait_ready(20), cache.status()
             assert {match.location for match in cache.match(PAGES)} == set(config.peers)
         shown = f"{config} {cache.status()} {msgspec.json.encode(first.status())!r}"
         assert friend.pair.secret.hex() not in shown
@@ -203,7 +203,7 @@ def test_a_served_cache_is_read_with_a_key(us: Party, friend: Party, tmp_path: P
             "peer": {"key_file": friend.key_file},
         }
         with Cache(FAMILY, msgspec.convert(reading, CacheConfig)) as receiver:
-            assert receiver.wait_ready(5)
+            assert receiver.wait_ready(20)
         credentials = credentials_of(friend.key_file, us.pair.public)
         status = ask_status(sender.address, timeout_s=5, credentials=credentials)
         assert status == sender.status().worker

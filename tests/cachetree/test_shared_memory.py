@@ -278,7 +278,7 @@ def test_only_whoever_may_exchange_caches_is_told_where_the_memory_is(arena: Are
             stranger = context.socket(zmq.DEALER)
             stranger.connect(worker.address)
             stranger.send(wire.encode(wire.hello(family, "", 0)))
-            assert stranger.poll(5000)
+            assert stranger.poll(20_000)
             hello = wire.decode_to_peer(memoryview(stranger.recv()))
             assert isinstance(hello, wire.Hello)
             assert hello.arena == told

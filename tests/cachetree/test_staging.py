@@ -77,7 +77,7 @@ def test_a_waiting_reader_wakes_when_its_step_lands() -> None:
     time.sleep(0.05)
     assert thread.is_alive()
     staging.write(KV0, 0, payload("012345"))
-    thread.join(10)
+    thread.join(60)
     assert outcome == [None]
 
 
@@ -88,7 +88,7 @@ def test_a_failure_wakes_every_reader_and_the_first_one_counts() -> None:
     staging.fail(first)
     staging.fail(Cancelled("too late"))
     for thread, outcome in waits:
-        thread.join(10)
+        thread.join(60)
         assert outcome == [first]
     assert staging.error is first
 

@@ -371,7 +371,7 @@ def test_a_peer_that_leaves_is_noticed_and_one_that_closes_fails_its_fetches() -
     with worker_of(new_tree(PAGES), max_bytes_per_s=1e6) as worker:
         tree = new_tree()
         peer = Peer(tree, worker.address, FAST)
-        assert peer.wait_ready(5)
+        assert peer.wait_ready(20)
         staging = new_staging(256)
         peer.fetch(MODEL, PAGES, staging)
         eventually(lambda: staging.writes)

@@ -259,7 +259,7 @@ def test_strangers_at_the_bulk_port_get_nothing_and_hold_nothing(us: Party, frie
         assert worker.status().num_protocol_errors == 0
         got = []
         for raw in silent:  # Each is closed by the worker, at the latest when its time is over.
-            raw.settimeout(10)
+            raw.settimeout(60)
             with contextlib.suppress(ConnectionError):
                 while part := raw.recv(4096):
                     got.append(part)

@@ -148,7 +148,7 @@ def test_a_broken_protocol_ends_the_connection_and_another_is_made(script: Scrip
             wait_all(staging)
         assert peer.status.num_protocol_errors == 1
         assert peer.status.num_losses == 1
-        assert peer.wait_ready(5)
+        assert peer.wait_ready(20)
 
 
 def test_a_payload_cut_short_costs_its_fetch_and_what_follows_the_connection() -> None:
@@ -165,7 +165,7 @@ def test_a_payload_cut_short_costs_its_fetch_and_what_follows_the_connection() -
             wait_all(staging)
         eventually(lambda: peer.status.num_losses == 1)
         assert peer.status.num_landed_bytes == 0
-        assert peer.wait_ready(5)
+        assert peer.wait_ready(20)
 
 
 def test_a_message_above_the_limit_is_dropped_by_the_socket() -> None:

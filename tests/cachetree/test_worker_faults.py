@@ -56,7 +56,7 @@ def raw() -> Iterator[Callable[[Location], zmq.Socket[bytes]]]:
 
 def ask(socket: zmq.Socket[bytes], message: wire.ToWorker | bytes) -> wire.ToPeer:
     socket.send(message if isinstance(message, bytes) else wire.encode(message))
-    assert socket.poll(5000), f"no answer to {message!r}"
+    assert socket.poll(20_000), f"no answer to {message!r}"
     return wire.decode_to_peer(memoryview(socket.recv()))
 
 
@@ -87,7 +87,7 @@ def test_a_worker_survives_noise_and_keeps_serving(
             assert isinstance(ask(stranger, wire.with_checksum(noise)), wire.Bye)
         assert isinstance(ask(stranger, b"noise without a checksum"), wire.Bye)
         stranger.send_multipart([wire.encode(wire.Ping()), b"more"])
-        assert stranger.poll(5000)
+        assert stranger.poll(20_000)
         assert "more than one frame" in stranger.recv().decode(errors="replace")
         assert isinstance(ask(stranger, wire.Ping()), wire.Bye), "no session, no service"
         oversize = raw(worker.address)
@@ -214,7 +214,7 @@ def test_a_worker_keeps_the_deadline_by_itself(
         socket = raw(worker.address)
         channel = greet(socket)
         socket.send(wire.encode(a_fetch(timeout_ms=100)))
-        assert socket.poll(5000)
+        assert socket.poll(20_000)
         failure = wire.decode_to_peer(memoryview(socket.recv()))
         assert isinstance(failure, wire.FetchFailed)
         assert failure.error == "deadline"
@@ -242,14 +242,14 @@ def test_a_receiver_that_vanishes_or_stalls_frees_its_lease(
     raw: Callable[[Location], zmq.Socket[bytes]],
 ) -> None:
     source = new_tree(PAGES)
-    with worker_of(source, frame_bytes=4096, window_bytes=8192, silence_s=1.0) as worker:
+    with worker_of(source, frame_bytes=4096, window_bytes=8192, silence_s=3.0) as worker:
         vanishing, stalling = raw(worker.address), raw(worker.address)
         _channels = [greet(socket) for socket in (vanishing, stalling)]
         for socket in (vanishing, stalling):
             socket.send(wire.encode(a_fetch()))
         eventually(lambda: worker.status().num_streams == 2)
         vanishing.close(linger=0)
-        eventually(lambda: worker.status().num_streams == 1, 0.8)
+        eventually(lambda: worker.status().num_streams == 1, 2.5)
         eventually(lambda: worker.status().num_streams == 0)
 
         def is_free() -> bool:
@@ -263,7 +263,7 @@ def test_a_worker_that_closes_in_mid_stream_frees_its_leases() -> None:
     source = new_tree(PAGES)
     with worker_of(source, max_bytes_per_s=1e4) as worker:
         peer = Peer(new_tree(), worker.address, ONCE)
-        assert peer.wait_ready(5)
+        assert peer.wait_ready(20)
         staging = new_staging(16)
         peer.fetch(MODEL, PAGES, staging)
         eventually(lambda: worker.status().num_streams == 1)

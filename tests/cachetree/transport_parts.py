@@ -143,7 +143,7 @@ def check_content(staging: Staging, pages: Sequence[PageHash]) -> None:
         assert staging.view(step) == b"".join(content(page, step) for page in pages), step
 
 
-def eventually(condition: Callable[[], object], seconds: float = 5.0) -> None:
+def eventually(condition: Callable[[], object], seconds: float = 20.0) -> None:
     give_up_at_s = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < give_up_at_s, "did not come true in time"
@@ -171,7 +171,7 @@ def peer_of(
     peer = Peer(tree, address, config, clock=clock)
     try:
         if is_ready:
-            assert peer.wait_ready(5), peer.error
+            assert peer.wait_ready(20), peer.error
         yield peer
     finally:
         peer.close()

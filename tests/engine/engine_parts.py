@@ -104,7 +104,7 @@ def whole_pages(num_tokens: int) -> int:
     return (num_tokens - 1) // PAGE * PAGE
 
 
-def eventually(condition: Callable[[], Any], timeout_s: float = 15.0) -> Any:
+def eventually(condition: Callable[[], Any], timeout_s: float = 60.0) -> Any:
     """The first true value of `condition`; publication and advertisement are asynchronous."""
     deadline_s = time.monotonic() + timeout_s
     while not (value := condition()):

@@ -120,8 +120,8 @@ def test_a_search_that_hangs_holds_nobody_for_long(monkeypatch: pytest.MonkeyPat
     shelf.hangs_at = "exists"
     with cache_over(shelf) as cache:
         (first,) = cache.search(prompt(0))
-        eventually(lambda: first.is_over, seconds=1)
-        eventually(lambda: not cache.search(prompt(1)), seconds=2)
+        eventually(lambda: first.is_over)
+        eventually(lambda: not cache.search(prompt(1)))
         shelf.may_go_on.set()
 
 

@@ -102,7 +102,7 @@ def test_all_do_as_the_first_and_as_much_as_the_least(tmp_path: Path) -> None:
         found = sorted(results.get(timeout=100) for _ in processes)
     finally:
         for process in processes:
-            process.join(10)
+            process.join(60)
             process.kill()
     least = [[3, 0, 1], [], [1, 0]]
     lost = (
