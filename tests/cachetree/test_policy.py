@@ -191,6 +191,8 @@ def test_one_step_recomputes_only_so_much() -> None:
     seconds = replace(DEMAND, max_recompute_s=0.2, first_page=2)
     assert plan_for(match(S), demand=seconds, costs=MEASURED).pages == Span(2, 8)
     assert plan_for(match(S), demand=seconds).pages == Span(2, 10), "no speed is known yet"
+    enough = replace(DEMAND, max_recompute_s=0.33)
+    assert plan_for(match(S), demand=enough, costs=MEASURED).pages == Span(0, 10)
     assert plan_for(match(R), demand=tokens).pages == Span(0, 10), "nothing is recomputed"
     short = replace(tokens, min_pages=4)
     assert reason_for(match(S), demand=short) is Reason.RECOMPUTE_TOO_LONG
@@ -438,6 +440,23 @@ def test_the_prediction(block: Span, seconds: float) -> None:
     assert predict_ttft_s(plan, page_size=16, costs=MEASURED) == pytest.approx(seconds)
     assert predict_ttft_s(plan, page_size=16, costs=UNKNOWN) is None
     assert full_prefill_s(Span(0, 160), MEASURED) == pytest.approx(1.6)
+
+
+def test_a_block_that_took_longer_of_late_is_predicted_to_take_longer() -> None:
+    recompute = MEASURED.recompute
+    assert recompute is not None
+    late = replace(MEASURED, recompute=replace(recompute, margin=1.25))
+    plan = plan_for(match(S, location=FAR))
+    assert plan.block == Span(3, 6)
+    assert predict_ttft_s(plan, page_size=16, costs=late) == pytest.approx(0.02 + 0.32 * 1.25)
+
+
+def test_what_the_plan_leaves_is_prefilled_all_the_same() -> None:
+    """Four of ten pages, of 0.16 s each."""
+    plan = replace(plan_for(match(S, location=FAR)), pages=Span(0, 6))
+    ttft_s = predict_ttft_s(plan, page_size=16, costs=MEASURED)
+    assert ttft_s is not None
+    assert saving_s(plan, DEMAND, MEASURED) == pytest.approx(1.6 - 0.64 - ttft_s)
 
 
 @given(st.integers(0, 10), st.integers(0, 10), st.floats(1e6, 1e10))
