@@ -260,6 +260,9 @@ class ScriptedWorker:
             self.channels[identity].put_message(header)
             flushed(self.channels[identity])
 
+    def turn(self) -> None:
+        """Called again and again by the worker's thread: for those that send of themselves."""
+
     def send_raw(self, identity: bytes, raw: bytes) -> None:
         """Over the data connection, whatever it is."""
         self.channels[identity].send_queue.put_raw(raw)
@@ -268,6 +271,7 @@ class ScriptedWorker:
     def _run(self) -> None:
         while not self._is_closing:
             ready = dict(self._poller.poll(20))
+            self.turn()
             for arrival in self._data_port.arrivals(ready):
                 assert isinstance(arrival, tuple)
                 self.channels[arrival[0]] = arrival[1]

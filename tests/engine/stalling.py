@@ -1,17 +1,67 @@
-"""A worker that begins every fetch and does not end it."""
+"""Workers that begin every fetch and do not end it, or not before they may."""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
+
+import numpy
 from engine_parts import page_hashes
 from transport_parts import ScriptedWorker
 
 from cachetree.checkpoint.family import Family
+from cachetree.ids import PAGE_HASH_BYTES
 from cachetree.transport import wire
 from cachetree.transport.frames import Frame
 
 
-class StallingWorker(ScriptedWorker):
-    """Offers one prompt of a model of its own; sends everything but the last steps of a fetch."""
+class _OfferingWorker(ScriptedWorker):
+    """Offers prompts of a model of its own."""
+
+    def __init__(
+        self,
+        family: Family,
+        model: str,
+        prompts: Sequence[Sequence[int]],
+        listen: str = "tcp://127.0.0.1:0",
+    ) -> None:
+        self.model = model
+        self._prompts = [page_hashes(tokens) for tokens in prompts]
+        self._page_bytes = {"kv": family.kv_page_bytes, "e": family.e_page_bytes}
+        super().__init__(
+            lambda _self, identity, fetch: self._asked(identity, fetch), family, listen=listen
+        )
+
+    def send(self, identity: bytes, message: wire.ToPeer | bytes, *payload: bytes) -> None:
+        if isinstance(message, wire.Synced):
+            entries = tuple(
+                wire.Entry(
+                    added=True, model=self.model, parent=b"", pages=b"".join(pages), e_layers=(1,)
+                )
+                for pages in self._prompts
+            )
+            super().send(identity, wire.Entries(seq=1, entries=entries))
+            message = wire.Synced(seq=1)
+        super().send(identity, message, *payload)
+
+    def _asked(self, identity: bytes, fetch: wire.Fetch) -> None:
+        raise NotImplementedError
+
+    def _send_step(self, identity: bytes, fetch: wire.Fetch, step: int, payload: bytes) -> None:
+        for offset in range(0, len(payload), fetch.frame_bytes):
+            part = payload[offset : offset + fetch.frame_bytes]
+            frame = Frame(
+                id=fetch.id,
+                step=step,
+                offset=offset,
+                size=len(part),
+                checksum=wire.checksum(part),
+            )
+            super().send(identity, frame, part)
+
+
+class StallingWorker(_OfferingWorker):
+    """Sends zeros, and all of one prompt but the last steps of a fetch."""
 
     def __init__(
         self,
@@ -22,41 +72,55 @@ class StallingWorker(ScriptedWorker):
         num_unsent: int = 1,
         listen: str = "tcp://127.0.0.1:0",
     ) -> None:
-        self.model = model
         self.tokens = tokens
-        self._pages = page_hashes(tokens)
-        self._sizes = {
-            kind: len(self._pages) * size
-            for kind, size in (("kv", family.kv_page_bytes), ("e", family.e_page_bytes))
-        }
         self._num_unsent = num_unsent
-        super().__init__(
-            lambda _self, identity, fetch: self._stream(identity, fetch), family, listen=listen
-        )
+        super().__init__(family, model, [tokens], listen)
 
-    def send(self, identity: bytes, message: wire.ToPeer | bytes, *payload: bytes) -> None:
-        if isinstance(message, wire.Synced):
-            entry = wire.Entry(
-                added=True,
-                model=self.model,
-                parent=b"",
-                pages=b"".join(self._pages),
-                e_layers=(1,),
-            )
-            super().send(identity, wire.Entries(seq=1, entries=(entry,)))
-            message = wire.Synced(seq=1)
-        super().send(identity, message, *payload)
+    def _asked(self, identity: bytes, fetch: wire.Fetch) -> None:
+        (pages,) = self._prompts
+        for step, (kind, _layer) in enumerate(fetch.steps[: len(fetch.steps) - self._num_unsent]):
+            self._send_step(identity, fetch, step, bytes(len(pages) * self._page_bytes[kind]))
 
-    def _stream(self, identity: bytes, fetch: wire.Fetch) -> None:
-        for index, (kind, _layer) in enumerate(fetch.steps[: len(fetch.steps) - self._num_unsent]):
-            payload = bytes(self._sizes[kind])
-            for offset in range(0, len(payload), fetch.frame_bytes):
-                part = payload[offset : offset + fetch.frame_bytes]
-                frame = Frame(
-                    id=fetch.id,
-                    step=index,
-                    offset=offset,
-                    size=len(part),
-                    checksum=wire.checksum(part),
-                )
-                super().send(identity, frame, part)
+
+class GatedWorker(_OfferingWorker):
+    """Sends nothing of a fetch while its gate is shut, as it is at first, and all in order after.
+
+    KV and E are random numbers, others for each page and layer: whoever is given what was another
+    request's answers otherwise.
+    """
+
+    def __init__(self, family: Family, model: str, prompts: Sequence[Sequence[int]]) -> None:
+        self._is_open = threading.Event()
+        self._held: list[tuple[bytes, wire.Fetch]] = []
+        super().__init__(family, model, prompts)
+
+    @property
+    def num_held(self) -> int:
+        """Fetches that wait for the gate."""
+        return len(self._held)
+
+    def open(self) -> None:
+        self._is_open.set()
+
+    def shut(self) -> None:
+        self._is_open.clear()
+
+    def turn(self) -> None:
+        while self._held and self._is_open.is_set():
+            identity, fetch = self._held[0]
+            hashes = [
+                fetch.pages[at : at + PAGE_HASH_BYTES]
+                for at in range(0, len(fetch.pages), PAGE_HASH_BYTES)
+            ]
+            for step, (kind, layer) in enumerate(fetch.steps):
+                payload = b"".join(self._content(page, kind, layer) for page in hashes)
+                self._send_step(identity, fetch, step, payload)
+            self._held.pop(0)
+
+    def _asked(self, identity: bytes, fetch: wire.Fetch) -> None:
+        self._held.append((identity, fetch))
+
+    def _content(self, page: bytes, kind: str, layer: int) -> bytes:
+        numbers = numpy.random.default_rng([*page, layer, *kind.encode()])
+        floats = numbers.standard_normal(self._page_bytes[kind] // 4, dtype=numpy.float32)
+        return floats.tobytes()
