@@ -386,6 +386,17 @@ def test_samples_of_one_prompt_say_what_was_reused(trio: Trio) -> None:
     assert num_counted(trio.receiver) - before == 3
 
 
+def test_samples_without_a_token_are_like_sglangs_own_prefill_of_their_prompt(trio: Trio) -> None:
+    """Which nobody asked for: no label tells them apart, so there is none."""
+    before = num_counted(trio.receiver)
+    replies = trio.receiver.generate(
+        prompt(160, seed=19), max_new_tokens=0, sampling_params={"n": 2, "temperature": 0.7}
+    )
+    assert [it["output_ids"] for it in replies] == [[], []]
+    assert not any("droidspeak" in it["meta_info"] for it in replies)
+    assert num_counted(trio.receiver) == before
+
+
 def test_log_probabilities_of_a_prompt_are_the_reason(trio: Trio) -> None:
     tokens = prompt(160, seed=18)
     trio.send("sender", tokens)
