@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -23,24 +22,17 @@ def hicache_tier(
     count: Count = lambda _result, _num: None,
 ) -> MakeTier:
     """What a Cache needs to make the tier; raises ConfigError when it does."""
-    return functools.partial(_make, name, config, senders, count)
 
+    def make(tree: CacheTree, note_speed: NoteSpeed) -> HiCacheTier:
+        objects = Objects(tree.family)
+        backend = Backend(
+            name,
+            config,
+            tp_rank=tree.family.tp_rank,
+            tp_size=tree.family.tp_size,
+            slot_bytes=objects.slot_bytes,
+            num_slots=num_slots(objects),
+        )
+        return HiCacheTier(tree, backend, senders, note_speed, count=count)
 
-def _make(
-    name: str,
-    config: Mapping[str, Any],
-    senders: Mapping[ModelId, Collection[int]],
-    count: Count,
-    tree: CacheTree,
-    note_speed: NoteSpeed,
-) -> HiCacheTier:
-    objects = Objects(tree.family)
-    backend = Backend(
-        name,
-        config,
-        tp_rank=tree.family.tp_rank,
-        tp_size=tree.family.tp_size,
-        slot_bytes=objects.slot_bytes,
-        num_slots=num_slots(objects),
-    )
-    return HiCacheTier(tree, backend, senders, note_speed, count=count)
+    return make

@@ -16,9 +16,8 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Final, Protocol
 
 import msgspec
@@ -31,9 +30,6 @@ _MAGIC: Final = b"droidkv1"
 _HEADER: Final = struct.Struct("<8sQQ")
 _SLOT_UNIT: Final = 8192
 """Both halves of a slot are whole pages of the system, for backends that bypass its cache."""
-
-PAGES_PER_CALL: Final = 128
-"""As many as SGLang asks about at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,29 +100,6 @@ class Objects:
         """The payload in `slot`; None where it is not what was stored under this key."""
         body = slot[_HEADER.size : self.size(step)]
         return body if slot[: _HEADER.size] == _header(key, body) else None
-
-    def num_leading(
-        self, backend: ObjectBackend, model: ModelId, pages: Sequence[PageHash], step: Step
-    ) -> int:
-        """How many of the first pages have this step in the backend."""
-        for start in range(0, len(pages), PAGES_PER_CALL):
-            part = pages[start : start + PAGES_PER_CALL]
-            num = backend.num_leading([self.key(model, page, step) for page in part])
-            if num < len(part):
-                return start + max(0, num)
-        return len(pages)
-
-    def batches(
-        self, model: ModelId, pages: Sequence[PageHash], steps: Sequence[Step], most: int
-    ) -> Iterator[list[Piece]]:
-        """The objects of all pages at each step in turn, `most` at a time."""
-        pieces = (
-            Piece(index, step, self.key(model, page, step))
-            for step in steps
-            for index, page in enumerate(pages)
-        )
-        while batch := list(islice(pieces, most)):
-            yield batch
 
 
 def _header(key: str, body: memoryview) -> bytes:

@@ -8,17 +8,15 @@ for some seconds.
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from cachetree import Clock, Deadline, Kind, Location, ModelId, PageHash, Search, Step
 from cachetree.tree import CacheTree
-from sglang_droidspeak.hicache.guard import Guard
-from sglang_droidspeak.hicache.objects import ObjectBackend, Objects
+from sglang_droidspeak.hicache.lane import Lane, Turns
 from sglang_droidspeak.hicache.writer import Show
 
 WAIT_S: Final = 0.1
@@ -27,6 +25,8 @@ ABSENT_S: Final = 10.0
 """How long a page that was not there is taken to stay away."""
 MAX_WAITING: Final = 64
 MAX_ABSENT: Final = 1 << 16
+
+_Question = tuple[Sequence[PageHash], Search]
 
 
 class AbsentPages:
@@ -64,43 +64,31 @@ class Searcher:
         tree: CacheTree,
         location: Location,
         senders: Mapping[ModelId, Collection[int]],
-        backend: ObjectBackend,
-        objects: Objects,
+        lane: Lane,
         show: Show,
-        guard: Guard,
-        clock: Clock,
     ) -> None:
-        """`senders` are whom to ask for, and the layers whose E is wanted of each."""
-        self.absent: Final = AbsentPages(clock)
+        """`senders` are whom to ask for, and the layers whose E is wanted of each; nothing moves
+        through the lane."""
+        self.absent: Final = AbsentPages(lane.clock)
         self._tree = tree
         self._location = location
         self._senders = senders
-        self._backend = backend
-        self._objects = objects
+        self._lane = lane
         self._show = show
-        self._guard = guard
-        self._clock = clock
-        self._waiting: queue.SimpleQueue[tuple[Sequence[PageHash], Search] | None]
-        self._waiting = queue.SimpleQueue()
-        self._thread = threading.Thread(
-            target=self._answer_for_ever, name="hicache-search", daemon=True
-        )
-        self._thread.start()
+        self._turns: Turns[_Question] = Turns("hicache-search", self._answer_all)
 
     def search(self, pages: Sequence[PageHash]) -> Search:
-        search = Search(Deadline.after(WAIT_S, self._clock))
-        is_futile = self._guard.is_open or self._waiting.qsize() >= MAX_WAITING
+        search = Search(Deadline.after(WAIT_S, self._lane.clock))
+        is_futile = self._lane.guard.is_open or self._turns.num_waiting >= MAX_WAITING
         if is_futile or not self._unknown(pages):
             search.end()
         else:
-            self._waiting.put((pages, search))
+            self._turns.put((pages, search))
         return search
 
     def close(self, timeout_s: float) -> bool:
         """Whether the thread has ended; one that hangs in the backend is left behind."""
-        self._waiting.put(None)
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        return self._turns.close(timeout_s)
 
     def _unknown(self, pages: Sequence[PageHash]) -> dict[ModelId, _Known]:
         """The models of which there may be more than the tree shows."""
@@ -116,18 +104,18 @@ class Searcher:
 
     # In the thread.
 
-    def _answer_for_ever(self) -> None:
-        while (item := self._waiting.get()) is not None:
-            pages, search = item
+    def _answer_all(self, questions: Iterator[_Question]) -> None:
+        guard = self._lane.guard
+        for pages, search in questions:
             try:
-                if not search.is_over and not self._guard.is_open:
+                if not search.is_over and not guard.is_open:
                     self._answer(pages)
                     if search.is_over:
-                        self._guard.fail(f"an answer took longer than {WAIT_S:g} s")
+                        guard.fail(f"an answer took longer than {WAIT_S:g} s")
                     else:
-                        self._guard.succeed()
+                        guard.succeed()
             except Exception as exc:  # noqa: BLE001  # The guard counts it, and says so.
-                self._guard.fail(repr(exc))
+                guard.fail(repr(exc))
             finally:
                 search.end()
 
@@ -136,13 +124,13 @@ class Searcher:
             start = known.num_pages
             new = pages[start:]
             num_new = len(new)
-            for marker in self._objects.markers:
-                num_new = self._num_found(model, new[:num_new], marker)
+            for marker in self._lane.objects.markers:
+                num_new = self._lane.num_leading(model, new[:num_new], marker)
             if num_new < len(new):
                 self.absent.add(model, new[num_new])
             # E serves only where it reaches from the prompt's first page on.
             reaches = {
-                layer: self._num_found(model, new[:num_new], Step(Kind.E, layer))
+                layer: self._lane.num_leading(model, new[:num_new], Step(Kind.E, layer))
                 for layer in self._senders[model]
                 if known.e_pages.get(layer, 0) == start
             }
@@ -152,7 +140,3 @@ class Searcher:
                 layers = [layer for layer, reach in reaches.items() if reach >= stop]
                 self._show(model, parent, new[begin:stop], layers)
                 begin = stop
-
-    def _num_found(self, model: ModelId, pages: Sequence[PageHash], step: Step) -> int:
-        with self._guard.call():
-            return self._objects.num_leading(self._backend, model, pages, step)

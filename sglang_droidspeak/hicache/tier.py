@@ -25,6 +25,7 @@ from cachetree.memory import Staging
 from cachetree.tree import CacheTree
 from sglang_droidspeak.hicache.counts import Count, Counts
 from sglang_droidspeak.hicache.guard import Guard
+from sglang_droidspeak.hicache.lane import Lane
 from sglang_droidspeak.hicache.objects import ObjectBackend, Objects
 from sglang_droidspeak.hicache.reader import Reader
 from sglang_droidspeak.hicache.search import ABSENT_S, Searcher
@@ -80,29 +81,16 @@ class HiCacheTier:
         self._reading = Guard("reading", clock)
         self._writing = Guard("writing", clock)
         objects, half = Objects(tree.family), len(backend.slots) // 2
-        self._searcher = Searcher(
-            tree, HICACHE, senders, backend, objects, self._show, self._reading, clock
+        reading, writing = (
+            Lane(backend, objects, slots, guard, self._counts, clock)
+            for slots, guard in (
+                (range(half), self._reading),
+                (range(half, 2 * half), self._writing),
+            )
         )
-        self._reader = Reader(
-            backend,
-            objects,
-            range(half),
-            self._lose,
-            self._reading,
-            self._counts,
-            note_speed,
-            clock,
-        )
-        self._writer = Writer(
-            tree,
-            backend,
-            objects,
-            range(half, 2 * half),
-            self._show,
-            self._writing,
-            self._counts,
-            clock,
-        )
+        self._searcher = Searcher(tree, HICACHE, senders, reading, self._show)
+        self._reader = Reader(reading, self._lose, note_speed)
+        self._writer = Writer(tree, writing, self._show)
         self._is_closed = False
 
     def fetch(self, model: ModelId, pages: Sequence[PageHash], staging: Staging) -> None:

@@ -1,0 +1,99 @@
+"""One way to a backend: a thread that goes it, slots for what it carries, and a guard before it."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Final, Generic, TypeVar
+
+from cachetree import Clock, ModelId, PageHash, Step
+from sglang_droidspeak.hicache.counts import Counts
+from sglang_droidspeak.hicache.guard import Guard
+from sglang_droidspeak.hicache.objects import ObjectBackend, Objects, Piece
+
+T = TypeVar("T")
+
+_KEYS_PER_CALL: Final = 128
+"""As many as SGLang asks about at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """Every call may hang, or raise whatever the backend raises."""
+
+    backend: ObjectBackend
+    objects: Objects
+    slots: range
+    guard: Guard
+    counts: Counts
+    clock: Clock
+
+    def num_leading(self, model: ModelId, pages: Sequence[PageHash], step: Step) -> int:
+        """How many of the first pages have this step in the backend."""
+        with self.guard.call():
+            for start in range(0, len(pages), _KEYS_PER_CALL):
+                part = pages[start : start + _KEYS_PER_CALL]
+                keys = [self.objects.key(model, page, step) for page in part]
+                num = self.backend.num_leading(keys)
+                if num < len(keys):
+                    return start + max(0, num)
+        return len(pages)
+
+    def batches(
+        self, model: ModelId, pages: Sequence[PageHash], steps: Sequence[Step]
+    ) -> Iterator[list[Piece]]:
+        """The objects of all pages at each step in turn, as many at a time as there are slots."""
+        pieces = (
+            Piece(index, step, self.objects.key(model, page, step))
+            for step in steps
+            for index, page in enumerate(pages)
+        )
+        while batch := list(islice(pieces, len(self.slots))):
+            yield batch
+
+    def memory(self, index: int) -> memoryview:
+        """Where the object of that index in a batch lies."""
+        return self.backend.slots[self.slots[index]]
+
+    def read(self, batch: Sequence[Piece]) -> Sequence[bool]:
+        """Fill as many slots; which of the objects were there."""
+        keys, slots, sizes = self._told(batch)
+        with self.guard.call():
+            return self.backend.read(keys, slots, sizes)
+
+    def write(self, batch: Sequence[Piece]) -> bool:
+        """Store as many slots; False where one of them was not taken."""
+        keys, slots, sizes = self._told(batch)
+        with self.guard.call():
+            return self.backend.write(keys, slots, sizes)
+
+    def _told(self, batch: Sequence[Piece]) -> tuple[list[str], range, list[int]]:
+        sizes = [self.objects.size(it.step) for it in batch]
+        return [it.key for it in batch], self.slots[: len(batch)], sizes
+
+
+class Turns(Generic[T]):
+    """What is put is taken in turn, by a thread of its own."""
+
+    def __init__(self, name: str, take: Callable[[Iterator[T]], None]) -> None:
+        """`take` goes through them all, in the thread."""
+        self._waiting: queue.SimpleQueue[T | None] = queue.SimpleQueue()
+        items = iter(self._waiting.get, None)
+        self._thread = threading.Thread(target=take, args=[items], name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def num_waiting(self) -> int:
+        return self._waiting.qsize()
+
+    def put(self, item: T) -> None:
+        self._waiting.put(item)
+
+    def close(self, timeout_s: float) -> bool:
+        """Whether the thread has ended; one that hangs in the backend is left behind."""
+        self._waiting.put(None)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
