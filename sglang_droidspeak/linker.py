@@ -1,7 +1,7 @@
 """The linker that SGLang's radix cache drives, and the hot hooks around it.
 
 waiting queue   new_prefill   plan, stage, hold            Queue → WaitingRequests
-admission       lookup, load  promise pages, take the job  WaitingRequests → Job
+admission       lookup, load  promise pages, give slots    WaitingRequests → Load
 batch start     start         copy layers into slots       Loader
 forward         forward       partial prefill, fall back   PartialPrefill, Provenance
 batch end       finish        free the staging
@@ -39,7 +39,6 @@ from sglang_droidspeak.ranks import Ranks
 from sglang_droidspeak.request import meta_info
 from sglang_droidspeak.request.forward import ForwardPass, largest_forward
 from sglang_droidspeak.request.in_flight import InFlightPrefills
-from sglang_droidspeak.request.job import Job
 from sglang_droidspeak.request.labels import Labels
 from sglang_droidspeak.request.loader import Copies, Loader
 from sglang_droidspeak.request.low_rank import LowRank
@@ -50,7 +49,7 @@ from sglang_droidspeak.request.source import Sources
 from sglang_droidspeak.request.waiting import WaitingRequests
 from sglang_droidspeak.start import peers
 from sglang_droidspeak.start.config import cache_config
-from sglang_droidspeak.start.site import folder_of
+from sglang_droidspeak.start.this_server import folder_of
 from sglang_droidspeak.store.capture import attachment_of
 from sglang_droidspeak.store.insertions import Insertions
 from sglang_droidspeak.store.offloader import Offloader
@@ -62,7 +61,7 @@ if TYPE_CHECKING:
         LoRARef,
         ServerArgs,
     )
-    from sglang_droidspeak.start.site import Site
+    from sglang_droidspeak.start.this_server import ThisServer
 
 log = logging.getLogger(__name__)
 
@@ -86,8 +85,8 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         peers.mark_log()
         pool = params.token_to_kv_pool_allocator.get_kvcache()
         attachment = attachment_of(pool)
-        site, runner = attachment.site, attachment.runner
-        settings = site.settings
+        server, runner = attachment.server, attachment.runner
+        settings = server.settings
         num_slots = pool.size + pool.page_size
 
         self.pools = {PoolName.KV: pool}
@@ -95,7 +94,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         self._on_cuda = runner.device == "cuda"
         self._provenance = attachment.provenance
         self._meter = Meter(
-            runner.device, pool.layer_num, largest_forward(runner), site.prefill_prior
+            runner.device, pool.layer_num, largest_forward(runner), server.prefill_prior
         )
         parallel = get_parallel()
         self._ranks = Ranks(params.tp_cache_group if parallel.tp_size > 1 else None)
@@ -103,7 +102,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         self._metrics = Metrics(enabled=has_metrics and self._ranks.is_first)
         self._cache = Cache(
             Family.of(
-                site.identity,
+                server.identity,
                 model_dtype=str(runner.dtype).removeprefix("torch."),
                 kv_dtype=str(pool.dtype).removeprefix("torch."),
                 page_size=params.page_size,
@@ -111,12 +110,12 @@ class DroidSpeakLinker(UnifiedCacheLinker):
                 tp_size=parallel.tp_size,
                 tp_rank=parallel.tp_rank,
             ),
-            cache_config(settings, site.identity.model_id, parallel.tp_rank),
-            tiers=_tiers(site, self._metrics),
+            cache_config(settings, server.identity.model_id, parallel.tp_rank),
+            tiers=_tiers(server, self._metrics),
             allocate=_page_locked if self._on_cuda else pageable,
         )
         self._cache_metrics = CacheMetrics(self._cache.status) if has_metrics else None
-        coding = Coding(settings.codec, site.identity.head_dim)
+        coding = Coding(settings.codec, server.identity.head_dim)
         rows = rows_of(pool, coding)
         server_pool = ServerPool(rows, attachment.e_pool, coding, params.page_size)
         self._loader = Loader(pool.layer_num, Copies(forward_stream, runner.device))
@@ -126,16 +125,17 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         self._replies = Replies(
             self._cache, self._offloader, self._labels, settings.fetch_deadline_s
         )
-        identity = site.identity
-        self._models = Models(identity.model_id, identity.num_layers, site.identify)
+        identity = server.identity
+        self._models = Models(identity.model_id, identity.num_layers, server.identify)
         self._activated = ActivatedAdapters(self._models)
         self._pool_index = PoolIndex(
             self._cache.tree, attachment.e_pool, self._provenance, params.page_size, num_slots
         )
         low_rank = LowRank(attachment, self._models, largest_forward(runner))
-        planner = Planner(site, self._cache, self._meter, self._models, self._pool_index, low_rank)
+        noted = self._pool_index
+        planner = Planner(server, self._cache, self._meter, self._models, noted, low_rank)
         self._waiting = WaitingRequests(
-            Sources(site, self._cache, self._pool_index, server_pool),
+            Sources(server, self._cache, noted, server_pool),
             self._meter,
             self._labels,
             planner,
@@ -145,7 +145,6 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         self._forward = ForwardPass(
             attachment, self._loader, low_rank, self._meter, self._labels, self._ranks
         )
-        self._queued: dict[str, Job] = {}
         self._insertions = Insertions(
             self._models,
             self._pool_index,
@@ -191,9 +190,9 @@ class DroidSpeakLinker(UnifiedCacheLinker):
             )
         log.info(
             "droidspeak: model %s, E kept of layers %s, %d profiles, serves at %s, peers: %s",
-            site.identity.model_id,
-            list(site.transition_layers),
-            len(site.profiles),
+            server.identity.model_id,
+            list(server.transition_layers),
+            len(server.profiles),
             self._cache.address or "no address",
             ", ".join(settings.peers) or "no peers",
         )
@@ -206,28 +205,19 @@ class DroidSpeakLinker(UnifiedCacheLinker):
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
         (transfer,) = transfers
-        job = self._waiting.take(rid, transfer.keys, transfer.device_indices)
-        if job is None:
-            return False
-        self._queued[rid] = job
-        return True
+        return self._waiting.take(rid, transfer.keys, transfer.device_indices)
 
     def cancel_queued_load(self, rid: str) -> bool:
-        job = self._queued.pop(rid, None)
-        if job is None:
-            return False
-        job.source.release()
-        return True
+        return self._waiting.cancel(rid)
 
     # Loading, with its batch.
 
     def start_layer_wise_loading(self) -> int:
-        jobs = list(self._queued.values())
-        self._queued.clear()
-        if not jobs:
+        requests = self._waiting.start()
+        if not requests:
             return -1
-        index = self._loader.start(jobs)
-        self._forward.expect(index, jobs)
+        index = self._loader.start([it.load for it in requests])
+        self._forward.expect(index, requests)
         return index
 
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
@@ -255,8 +245,6 @@ class DroidSpeakLinker(UnifiedCacheLinker):
     def reset(self) -> None:
         """SGLang flushes its tree: nothing may be in flight, and no slot means anything now."""
         self._waiting.clear()
-        for rid in list(self._queued):
-            self.cancel_queued_load(rid)
         self._offloader.reset()
         self._provenance.reset()
         self._pool_index.clear()
@@ -300,8 +288,8 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         self._cache.close()
 
 
-def _tiers(site: Site, metrics: Metrics) -> list[MakeTier]:
-    settings = site.settings
+def _tiers(server: ThisServer, metrics: Metrics) -> list[MakeTier]:
+    settings = server.settings
     if settings.hicache_backend is None:
         return []
     from sglang_droidspeak.hicache import hicache_tier
@@ -310,7 +298,7 @@ def _tiers(site: Site, metrics: Metrics) -> list[MakeTier]:
         hicache_tier(
             settings.hicache_backend,
             settings.hicache_config,
-            site.senders,
+            server.senders,
             metrics.count_hicache_objects,
         )
     ]

@@ -13,7 +13,7 @@ from cachetree.metrics import METRICS
 
 if TYPE_CHECKING:
     from cachetree import CacheStatus
-    from sglang_droidspeak.request.job import Job
+    from sglang_droidspeak.request.request import Request
 
 log = logging.getLogger(__name__)
 
@@ -78,12 +78,12 @@ class Metrics:
         if cause:
             self.fallbacks.labels(cause).inc()
 
-    def count_load(self, job: Job, cause: str) -> None:
-        """One admitted reuse; `cause` is why it ended in a full prefill, or empty."""
-        self.fetched_bytes.inc(job.source.num_landed_bytes)
-        self.queued_s.observe(job.queued_s)
-        if not cause:
-            self.reused_tokens.inc(job.num_tokens)
+    def count_load(self, request: Request) -> None:
+        """One that has loaded, or was prefilled in full where it should have."""
+        self.fetched_bytes.inc(request.source.arrival.num_landed_bytes)
+        self.queued_s.observe(request.queued_s)
+        if not request.load.cause:
+            self.reused_tokens.inc(len(request.load.at))
 
 
 class CacheMetrics:

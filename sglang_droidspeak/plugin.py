@@ -34,7 +34,7 @@ def register() -> None:
 
 def _check_server_args(_result: None, server_args: ServerArgs) -> None:
     if is_configured(engine.resolved(server_args)):
-        from sglang_droidspeak.start.site import check_front_end
+        from sglang_droidspeak.start.this_server import check_front_end
 
         check_front_end(server_args)
         # A scheduler that is forked, not spawned, has only the hooks of this process.
@@ -46,20 +46,20 @@ def _count_e(cell_size: int, _configurator: object, kvc: Any, _num_layers: int) 
     if not is_configured(engine.resolved(kvc.server_args)):
         return cell_size
     from sglang_droidspeak.adapters.factors import shared_a
-    from sglang_droidspeak.start.site import load_site
+    from sglang_droidspeak.start.this_server import load_this_server
     from sglang_droidspeak.store.capture import e_bytes_per_token
 
-    site = load_site(kvc.server_args)
-    shared = shared_a(site, kvc.model)
-    return cell_size + e_bytes_per_token(site, kvc.model_config.dtype, shared)
+    server = load_this_server(kvc.server_args)
+    shared = shared_a(server, kvc.model)
+    return cell_size + e_bytes_per_token(server, kvc.model_config.dtype, shared)
 
 
 def _attach(_result: None, runner: ModelRunner, *_args: object, **_kwargs: object) -> None:
     if is_configured(engine.resolved(runner.server_args)):
-        from sglang_droidspeak.start.site import load_site
+        from sglang_droidspeak.start.this_server import load_this_server
         from sglang_droidspeak.store.capture import attach
 
-        attach(runner, load_site(runner.server_args))
+        attach(runner, load_this_server(runner.server_args))
 
 
 _SCHEDULER_HOOKS = {

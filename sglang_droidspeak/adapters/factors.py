@@ -12,7 +12,7 @@ from safetensors import safe_open
 
 if TYPE_CHECKING:
     from sglang_droidspeak.engine.names import LoRAAdapter, ModelRunner
-    from sglang_droidspeak.start.site import Site
+    from sglang_droidspeak.start.this_server import ThisServer
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +63,16 @@ def is_linear(attention: Any) -> bool:
     return not hasattr(attention, "k_norm") and hasattr(attention.rotary_emb, "cos_sin_cache")
 
 
-def shared_a(site: Site, model: Any) -> dict[int, SharedA]:
+def shared_a(server: ThisServer, model: Any) -> dict[int, SharedA]:
     """By layer at which the pool keeps A x in place of E; on the host."""
-    if not site.adapters or not is_linear(model.model.layers[0].self_attn):
+    if not server.adapters or not is_linear(model.model.layers[0].self_attn):
         return {}
     found = {}
-    for layer in site.refreshed_layers:
-        stored = [_stored_a(adapter, layer) for adapter in site.adapters]
+    for layer in server.refreshed_layers:
+        stored = [_stored_a(adapter, layer) for adapter in server.adapters]
         k, v = (_distinct(of_all) for of_all in zip(*stored, strict=True))
         if max(len(k), len(v)) == 1:
-            none = torch.empty(0, site.identity.hidden_size)
+            none = torch.empty(0, server.identity.hidden_size)
             found[layer] = SharedA(*(it[0] if it else none for it in (k, v)))
     return found
 

@@ -26,8 +26,8 @@ LoraId = str | None
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """The beginning of one request, as far as the cache deals with it, and whose KV it is."""
+class Owner:
+    """Whose KV the beginning of a request is, as far as the cache deals with it."""
 
     model: ModelId
     lora_id: LoraId
@@ -35,8 +35,8 @@ class Part:
     num_tokens: int | None
     """None for all of the request."""
 
-    def of(self, pages: Sequence[PageHash], page_size: int) -> Sequence[PageHash]:
-        """Those of the request's pages that belong to it."""
+    def pages_of(self, pages: Sequence[PageHash], page_size: int) -> Sequence[PageHash]:
+        """Those of the request's pages that are its."""
         return pages if self.num_tokens is None else pages[: self.num_tokens // page_size]
 
 
@@ -113,12 +113,12 @@ class Models:
         """Whether it will be known soon what this adapter is."""
         return lora_id in self._reading
 
-    def part_of(self, req: Req) -> Part | None:
+    def owner_of(self, req: Req) -> Owner | None:
         """None where it is not known what the adapter is."""
         at = prefixes.invoked_at(req)
         lora_id = req.lora_id if at is None else None
         model = self.of(lora_id)
-        return None if model is None else Part(model, lora_id, at)
+        return None if model is None else Owner(model, lora_id, at)
 
     def first_differences(self, lora_id: LoraId) -> Mapping[ModelId, int]:
         """By other model that is loaded: the first layer at which it differs from this one."""

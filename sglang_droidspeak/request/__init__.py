@@ -1,19 +1,20 @@
-"""What one request goes through, from SGLang's queue to its answer.
+"""What one request goes through, from SGLang's queue to its answer: the phases of a `Request`.
 
     seen       queue      every request that waits, in SGLang's order
-               waiting    asks tiers that do not advertise; may wait for one that computes the
+               decisions  asks tiers that do not advertise; may wait for one that computes the
                           same pages right now (in_flight)
     planned    planner    whose KV, how many tokens, which layers are computed anew
     fetching   source     staged in host memory, or in this server's own pool
-    ready      waiting    E is there, and the rest will be before the recompute is over: no more
+    ready      arrivals   E is there, and the rest will be before the recompute is over: no more
                           hidden. Too late, or not worth it any more: a full prefill
-    loading    job        SGLang has slots: pages of the source, slots of the request
+    loading    load       SGLang has slots: pages of the source, slots of the request
                loader     a thread copies layer after layer into them
                forward    low_rank and partial_prefill compute the others, and what has not come
                           in time is prefilled in full; then SGLang's own forward runs
     settled    labels     what it has read is noted (meta_info), and told once, with its answer
                replies    which may wait until others can read what it has left
 
-The scheduler thread does all of it but for the copies. `controls` is what a request may ask for.
-On several ranks the first decides, and a request is as far as it is on the last of them.
+`request` says what follows on what; `waiting` has all that are in SGLang's queue. The scheduler
+thread does all of it but for the copies. `controls` is what a request may ask for. On several ranks
+the first decides, and a request is as far as it is on the last of them.
 """

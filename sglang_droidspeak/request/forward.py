@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,19 +14,17 @@ from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.engine.names import ForwardMode
 from sglang_droidspeak.ranks import RanksApart
 from sglang_droidspeak.request.meta_info import provenance_of
-from sglang_droidspeak.request.partial_prefill import PartialPrefill, Prefix
-from sglang_droidspeak.request.source import Loaded
+from sglang_droidspeak.request.partial_prefill import BlockTokens, PartialPrefill
 
 if TYPE_CHECKING:
-    import torch
-
     from sglang_droidspeak.cost import Meter
-    from sglang_droidspeak.engine.names import ModelRunner, Req, ScheduleBatch
+    from sglang_droidspeak.engine.names import ModelRunner, ScheduleBatch
     from sglang_droidspeak.ranks import Ranks
-    from sglang_droidspeak.request.job import Job
     from sglang_droidspeak.request.labels import Labels
+    from sglang_droidspeak.request.load import Load
     from sglang_droidspeak.request.loader import Loader
     from sglang_droidspeak.request.low_rank import LowRank
+    from sglang_droidspeak.request.request import Request
     from sglang_droidspeak.store.capture import Attachment
 
 log = logging.getLogger(__name__)
@@ -48,10 +45,10 @@ class ForwardPass:
         labels: Labels,
         ranks: Ranks,
     ) -> None:
-        site = attachment.site
+        server = attachment.server
         self._runner = attachment.runner
         self._e_pool = attachment.e_pool
-        self._forward_wait_s = site.settings.forward_wait_s
+        self._forward_wait_s = server.settings.forward_wait_s
         self._loader = loader
         self._low_rank = low_rank
         self._provenance = attachment.provenance
@@ -61,18 +58,19 @@ class ForwardPass:
         self._prefill = PartialPrefill(
             attachment.runner, attachment.stack, largest_forward(attachment.runner), ranks
         )
-        self._jobs: dict[int, Sequence[Job]] = {}
+        self._loading: dict[int, Sequence[Request]] = {}
+        """Of each batch that has not ended, by the index that it waits on."""
 
-    def expect(self, index: int, jobs: Sequence[Job]) -> None:
+    def expect(self, index: int, requests: Sequence[Request]) -> None:
         """The batch that waits on `index` is about to run with these loads."""
-        self._jobs[index] = jobs
+        self._loading[index] = requests
 
     def done(self, index: int) -> bool:
         """The batch has run; whether what it read was what it should have read."""
-        jobs = self._jobs.pop(index, ())
-        for job in jobs:
-            job.source.release()
-        return not any(job.is_lost or (job.is_broken and not job.abandoned) for job in jobs)
+        requests = self._loading.pop(index, ())
+        for request in requests:
+            request.settle()
+        return all(it.load.is_good for it in requests)
 
     def run_batch(
         self, original: Any, worker: Any, batch: ScheduleBatch | None, *args: Any, **kw: Any
@@ -80,8 +78,8 @@ class ForwardPass:
         """Bring the batch's loaded prefixes into place, then run SGLang's own forward."""
         if batch is None or batch.forward_mode.is_idle():
             return original(worker, batch, *args, **kw)
-        jobs = self._jobs.get(batch.hicache_consumer_index, ())
-        settled = self._before(batch, jobs) if jobs else None
+        requests = self._loading.get(batch.hicache_consumer_index, ())
+        recompute = self._before(batch, requests) if requests else (0.0, 0.0)
         if batch.forward_mode.is_extend():
             for req, num_read in zip(batch.reqs, batch.prefix_lens, strict=True):
                 if not num_read:
@@ -89,47 +87,50 @@ class ForwardPass:
         marks = self._provenance.inherit(batch, self._runner.req_to_token_pool.req_to_token)
         if marks is not None:
             self._labels.read(batch.reqs, marks)
-        is_plain_prefill = not jobs and batch.forward_mode == ForwardMode.EXTEND
+        is_plain_prefill = not requests and batch.forward_mode == ForwardMode.EXTEND
         started_s = time.monotonic()
         with self._meter.forward(_tokens_of(batch) if is_plain_prefill else ()):
             result = original(worker, batch, *args, **kw)
-        if settled is not None:
-            self._report(settled, time.monotonic() - started_s)
+        forward_s = time.monotonic() - started_s
+        for request in requests:
+            self._labels.metrics.count_load(request)
+            self._meter.loaded(request.load.copied_bytes, request.load.copied_s)
+            self._labels.note(request.req, provenance_of(request, recompute, forward_s))
         return result
 
-    def _before(self, batch: ScheduleBatch, jobs: Sequence[Job]) -> _Settled:
-        """Recompute every block, then have every loaded layer on its way into its slots."""
-        row_of = {req.rid: row for row, req in enumerate(batch.reqs)}
-        places = [self._place(batch, row_of[job.rid], job) for job in jobs]
-        for job in jobs:
-            self._e_pool.invalidate(job.slots)
+    def _before(self, batch: ScheduleBatch, requests: Sequence[Request]) -> tuple[float, float]:
+        """Recompute every block, then have every loaded layer on its way into its slots. Returns
+        start and stop of the recompute, on monotonic time."""
+        rows = {req.rid: row for row, req in enumerate(batch.reqs)}
+        loads = {rows[it.req.rid]: it.load for it in requests}
+        for load in loads.values():
+            self._e_pool.invalidate(load.slots)
         # The pool must not wait for loads of computed layers: there are none.
         self._loader.counter.set_consumer(NO_CONSUMER)
         started_s = time.monotonic()
         try:
             with self._ranks.together():
-                for it in places:
-                    self._refresh(it)
-                self._run(batch, [prefix for it in places for prefix in self._prefixes(it)])
+                for load in loads.values():
+                    load.refresh(self._low_rank)
+                self._run(batch, list(_computed(loads)))
         except RanksApart:
             raise
         except Exception as exc:
             log.exception("a partial prefill failed")
-            for job in jobs:
-                self._loader.abandon(job, FetchError(f"the partial prefill failed: {exc}"))
-        recompute = (started_s, time.monotonic())
+            for load in loads.values():
+                self._loader.abandon(load, FetchError(f"the partial prefill failed: {exc}"))
+        stopped_s = time.monotonic()
         self._loader.read_by_current_stream(batch.hicache_consumer_index)
-        errors = self._wait_staged(jobs)
-        causes = [self._settle(batch, *it) for it in zip(places, errors, strict=True)]
-        return _Settled(recompute, list(zip(places, causes, strict=True)))
+        for (row, load), error in zip(loads.items(), self._wait_staged(loads), strict=True):
+            self._settle(batch, row, load, error)
+        return started_s, stopped_s
 
-    def _wait_staged(self, jobs: Sequence[Job]) -> list[FetchError | None]:
-        """Why each job has to be prefilled in full, if it has to: on all ranks or on none."""
+    def _wait_staged(self, loads: Mapping[int, Load]) -> list[FetchError | None]:
+        """Why each has to be prefilled in full, if it has to: on all ranks or on none."""
         now_s = time.monotonic()
-        waits_s = [min(self._forward_wait_s, job.patience_s) for job in jobs]
         errors = [
-            _staging_error(job, Deadline(now_s + wait_s))
-            for job, wait_s in zip(jobs, waits_s, strict=True)
+            it.wait_staged(Deadline(now_s + min(self._forward_wait_s, it.patience_s)))
+            for it in loads.values()
         ]
         have_landed = self._ranks.least([error is None for error in errors])
         return [
@@ -137,36 +138,7 @@ class ForwardPass:
             for error, landed in zip(errors, have_landed, strict=True)
         ]
 
-    def _place(self, batch: ScheduleBatch, row: int, job: Job) -> _Place:
-        stop = batch.prefix_lens[row]
-        start = stop - job.num_tokens
-        table = self._runner.req_to_token_pool.req_to_token[int(batch.req_pool_indices_cpu[row])]
-        return _Place(
-            job=job,
-            req=batch.reqs[row],
-            row=row,
-            tokens=Span(start, stop),
-            slot_before=table[max(0, start - 1) : start].long(),
-        )
-
-    def _refresh(self, it: _Place) -> None:
-        """Refresh in low rank what can be; the rest is projected anew."""
-        job, loaded = it.job, Loaded(it.job.tokens, it.job.slots, it.tokens)
-        job.low_rank += [
-            layer
-            for layer in job.plan.refreshed
-            if job.source.refresh(self._low_rank, layer, loaded)
-        ]
-
-    def _prefixes(self, it: _Place) -> Iterator[Prefix]:
-        for span in it.job.plan.computed_spans:
-            if span.start in it.job.low_rank:
-                continue
-            e = partial(it.job.e, span.start) if span.start else None
-            exact = it.job.plan.is_exact
-            yield Prefix(row=it.row, tokens=it.tokens, block=span, e=e, is_exact=exact)
-
-    def _run(self, batch: ScheduleBatch, prefixes: Sequence[Prefix]) -> None:
+    def _run(self, batch: ScheduleBatch, prefixes: Sequence[BlockTokens]) -> None:
         if not prefixes:
             return
         lengths = {len(it.block) for it in prefixes}
@@ -177,73 +149,50 @@ class ForwardPass:
             self._prefill.run(batch, prefixes)
         self._labels.metrics.recompute_s.observe(time.monotonic() - started_s)
 
-    def _settle(self, batch: ScheduleBatch, it: _Place, error: FetchError | None) -> str:
-        """Have every layer of the job in place; returns why it took a full prefill, if it did."""
-        job, cause = it.job, ""
+    def _settle(self, batch: ScheduleBatch, row: int, load: Load, error: FetchError | None) -> None:
+        """Have every layer of a load in place, by a full prefill where there is an error."""
+        req = batch.reqs[row]
         if error is not None:
-            cause = type(error).__name__
-            log.warning("request %s: %s; it does a full prefill", job.rid, error)
-            self._loader.abandon(job, error)
-            self._prefill_in_full(batch, it)
-            if not it.tokens.start:
-                prefixes.move(it.req, approximate=False)
-        elif job.plan.is_exact:
-            job.source.adopt_e(job.tokens, job.slots)
-        is_exact = bool(cause) or job.plan.is_exact
-        self._provenance.loaded(job.slots, it.slot_before, exact=is_exact)
-        return cause
+            load.cause = type(error).__name__
+            log.warning("request %s: %s; it does a full prefill", req.rid, error)
+            self._loader.abandon(load, error)
+            self._prefill_in_full(batch, row, load)
+            if not load.at.start:
+                prefixes.move(req, approximate=False)
+        elif load.plan.is_exact:
+            load.source.adopt_e(load.at, load.slots)
+        table = self._runner.req_to_token_pool.req_to_token[int(batch.req_pool_indices_cpu[row])]
+        before = table[max(0, load.at.start - 1) : load.at.start].long()
+        is_exact = bool(load.cause) or load.plan.is_exact
+        self._provenance.loaded(load.slots, before, exact=is_exact)
 
-    def _prefill_in_full(self, batch: ScheduleBatch, it: _Place) -> None:
+    def _prefill_in_full(self, batch: ScheduleBatch, row: int, load: Load) -> None:
         """The last resort; where it fails too, SGLang aborts the batch's loading requests."""
         try:
             with self._ranks.together():
-                self._prefill.run_in_full(batch, it.row, it.tokens)
+                self._prefill.run_in_full(batch, row, load.at)
         except RanksApart:
             raise
         except Exception:
-            log.exception("request %s: the full prefill of its prefix failed", it.job.rid)
-            it.job.is_lost = True
-
-    def _report(self, settled: _Settled, forward_s: float) -> None:
-        for it, cause in settled.causes:
-            self._labels.metrics.count_load(it.job, cause)
-            self._meter.loaded(it.job.copied_bytes, it.job.copied_s)
-            told = provenance_of(it.job, settled.recompute, forward_s, cause)
-            self._labels.note(it.req, told)
+            log.exception("request %s: the full prefill of its prefix failed", batch.reqs[row].rid)
+            load.is_lost = True
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Place:
-    """Where a job's tokens stand in the batch that loads them."""
-
-    job: Job
-    req: Req
-    row: int
-    tokens: Span
-    slot_before: torch.Tensor
-    """Slot of the token before them, `[1]`, or `[0]` elements at the start; int64."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Settled:
-    recompute: tuple[float, float]
-    """Start and stop, on monotonic time."""
-    causes: list[tuple[_Place, str]]
-    """Why each took a full prefill, or empty."""
+def _computed(loads: Mapping[int, Load]) -> Iterator[BlockTokens]:
+    """By row of the batch: what is computed anew, and was not refreshed already."""
+    for row, load in loads.items():
+        for block in load.plan.computed_spans:
+            if block.start in load.low_rank:
+                continue
+            e = partial(load.source.e, block.start) if block.start else None
+            is_exact = load.plan.is_exact
+            yield BlockTokens(row=row, tokens=load.at, block=block, e=e, is_exact=is_exact)
 
 
 def _tokens_of(batch: ScheduleBatch) -> list[Span]:
     """That the batch extends its prompts by."""
     lengths = zip(batch.prefix_lens, batch.extend_lens, strict=True)
     return [Span(start, start + length) for start, length in lengths]
-
-
-def _staging_error(job: Job, deadline: Deadline) -> FetchError | None:
-    try:
-        job.wait_staged(deadline)
-    except FetchError as exc:
-        return exc
-    return None
 
 
 def largest_forward(runner: ModelRunner) -> int:

@@ -6,9 +6,10 @@ leads: those after it, whose models may reuse its model's KV, wait until it is i
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Container, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from cachetree import Location, ModelId, PageHash
@@ -26,26 +27,16 @@ _READS_NOBODY: Final = (Reason.OFF.value, "bad_controls")
 """Outcomes of requests that compute all themselves, whatever others have."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class InFlightPrefill:
     """One request in full prefill: these pages will be in the pool as `model`'s."""
 
     req: Req
     model: ModelId
+    place: Location
     pages: Sequence[PageHash]
-    place: Location = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.place = pool_of(namespace_of(self.req))
-
-
-@dataclass(frozen=True, slots=True)
-class AwaitedPrefill:
-    leader: InFlightPrefill
-    num_pages: int
-    """Pages that the two prompts share."""
-    patience_s: float = 0.0
-    """What reading them is predicted to save, and the longest that the follower waits for them."""
+    patience_s: float = math.inf
+    """What a follower is predicted to save by reading them, and the longest that it waits."""
 
 
 class InFlightPrefills:
@@ -60,49 +51,44 @@ class InFlightPrefills:
 
     def follow(
         self, req: Req, pages: Sequence[PageHash], planned: Planned | str
-    ) -> AwaitedPrefill | None:
-        """Whom to wait for rather than do as planned; else this request may lead from now on."""
-        part = self._models.part_of(req)
-        if len(self._models) == 1 or part is None or not pages:
+    ) -> InFlightPrefill | None:
+        """Whom to wait for rather than do as planned, with the pages that both have; else this
+        request may lead from now on."""
+        owner = self._models.owner_of(req)
+        if len(self._models) == 1 or owner is None or not pages:
             return None
-        pages = part.of(pages, self._page_size)
+        pages, place = owner.pages_of(pages, self._page_size), pool_of(namespace_of(req))
         num_planned = 0 if isinstance(planned, str) else planned.plan.pages.stop
-        others = [] if planned in _READS_NOBODY else self._others(req)
-        following = [AwaitedPrefill(it, _num_common(it.pages, pages)) for it in others]
-        for it in sorted(following, key=lambda it: -it.num_pages):
-            leader, shared = it.leader, pages[: it.num_pages]
-            if it.num_pages <= num_planned:
+        others = [it for it in self._leaders.values() if it.place != place]
+        shared = [(_num_common(it.pages, pages), it) for it in others]
+        for num_pages, leader in sorted(shared, key=lambda it: -it[0]):
+            if num_pages <= num_planned or planned in _READS_NOBODY:
                 break
-            saved_s = self._planner.would_save_s(req, shared, leader.model, leader.place)
+            common = pages[:num_pages]
+            saved_s = self._planner.would_save_s(req, common, leader.model, leader.place)
             if saved_s > 0:
-                return replace(it, patience_s=saved_s)
+                return replace(leader, pages=common, patience_s=saved_s)
         if isinstance(planned, str):
-            self._leaders[req.rid] = InFlightPrefill(req, part.model, pages)
+            self._leaders[req.rid] = InFlightPrefill(req, owner.model, place, pages)
         return None
 
-    def is_over(self, following: AwaitedPrefill) -> bool:
+    def is_over(self, awaited: InFlightPrefill) -> bool:
         """Whether the pages are there, or will not come."""
-        leader = following.leader
-        wanted = leader.pages[: following.num_pages]
-        return self._leaders.get(leader.req.rid) is not leader or self._has_left(leader, wanted)
+        leader = self._leaders.get(awaited.req.rid)
+        return leader is None or leader.req is not awaited.req or self._has_left(awaited)
 
     def prune(self, waiting: Container[str]) -> None:
         """Forget whom nobody needs to follow any more, given the requests that wait."""
         for rid, leader in list(self._leaders.items()):
             is_over = rid not in waiting and not _is_in_prefill(leader.req)
-            if is_over or self._has_left(leader, leader.pages):
+            if is_over or self._has_left(leader):
                 del self._leaders[rid]
 
     def clear(self) -> None:
         self._leaders.clear()
 
-    def _others(self, req: Req) -> list[InFlightPrefill]:
-        """Those of other adapters."""
-        mine = pool_of(namespace_of(req))
-        return [it for it in self._leaders.values() if it.place != mine]
-
-    def _has_left(self, leader: InFlightPrefill, pages: Sequence[PageHash]) -> bool:
-        return self._tree.reach(leader.place, leader.model, pages) == len(pages)
+    def _has_left(self, it: InFlightPrefill) -> bool:
+        return self._tree.reach(it.place, it.model, it.pages) == len(it.pages)
 
 
 def _is_in_prefill(req: Req) -> bool:

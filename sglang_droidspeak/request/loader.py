@@ -5,15 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from queue import SimpleQueue
 
 import torch
 
-from cachetree import FetchError, Kind, Step
+from cachetree import FetchError
 from sglang_droidspeak.engine.names import LayerWiseLoadCounter
-from sglang_droidspeak.request.job import Job
+from sglang_droidspeak.request.load import Load
 
 log = logging.getLogger(__name__)
 
@@ -22,10 +21,10 @@ _READS = -1
 
 
 class Loader:
-    """Loads whole batches of jobs, layer by layer in the order in which the forward reads them.
+    """Copies for whole batches, layer by layer in the order in which the forward reads them.
 
-    `counter` is what SGLang's KV pool waits on before each layer. A job whose layers do not come
-    is left out: the scheduler thread has noticed it in `Job.wait_staged`, recomputes the slots
+    `counter` is what SGLang's KV pool waits on before each layer. A load whose layers do not come
+    is left out: the scheduler thread has noticed it in `Load.wait_staged`, recomputes the slots
     itself, and the layer counts as done.
     """
 
@@ -33,24 +32,24 @@ class Loader:
         self._num_layers = num_layers
         self._copies = copies
         self.counter = LayerWiseLoadCounter(num_layers, self._copies.forward_waits)
-        self._queue: SimpleQueue[tuple[int, Sequence[Job]] | None] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[int, Sequence[Load]] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="droidspeak-loader", daemon=True)
         self._thread.start()
 
-    def start(self, jobs: Sequence[Job]) -> int:
-        """Begin loading; returns the index that the batch's forward waits on."""
+    def start(self, loads: Sequence[Load]) -> int:
+        """Begin them; returns the index that the batch's forward waits on."""
         index = self.counter.update_producer()
         self._copies.wait_for_forwards()
-        self._queue.put((index, jobs))
+        self._queue.put((index, loads))
         return index
 
     def read_by_current_stream(self, index: int) -> None:
-        """What the current stream was given to do until now reads what that batch's jobs staged."""
+        """What the current stream was given to do until now reads what that batch staged."""
         self._copies.record_reads(index)
 
-    def abandon(self, job: Job, error: FetchError) -> None:
-        """Write nothing more of `job`: what the current stream writes from now on stays."""
-        job.abandon(error)
+    def abandon(self, load: Load, error: FetchError) -> None:
+        """Write nothing more of `load`: what the current stream writes from now on stays."""
+        load.abandon(error)
         self._copies.current_stream_waits()
 
     def finish(self, index: int) -> None:
@@ -65,30 +64,17 @@ class Loader:
     def _run(self) -> None:
         with torch.inference_mode():
             while (item := self._queue.get()) is not None:
-                index, jobs = item
+                index, loads = item
                 for layer in range(self._num_layers):
                     try:
                         with self._copies.of(index, layer):
-                            for job in jobs:
-                                self._load(job, layer)
+                            for load in loads:
+                                load.copy(layer)
                     except Exception:
                         log.exception("loading layer %d failed", layer)
-                        for job in jobs:
-                            job.is_broken = True
+                        for load in loads:
+                            load.is_broken = True
                     self.counter.complete(index, layer)
-
-    def _load(self, job: Job, layer: int) -> None:
-        if layer in job.plan.block or layer in job.plan.refreshed:
-            return
-        try:
-            job.source.wait([Step(Kind.KV, layer)])
-        except FetchError:
-            return
-        with job.copying:
-            if not job.abandoned:
-                started_s = time.monotonic()
-                job.copied_bytes += job.source.copy(layer, job.tokens, job.slots)
-                job.copied_s += time.monotonic() - started_s
 
 
 class Copies:

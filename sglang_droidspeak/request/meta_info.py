@@ -9,7 +9,7 @@ import msgspec
 from cachetree import DISK, LOCAL, is_pool
 
 if TYPE_CHECKING:
-    from sglang_droidspeak.request.job import Job
+    from sglang_droidspeak.request.request import Request
 
 KEY = "droidspeak"
 
@@ -51,32 +51,32 @@ class RequestProvenance(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def provenance_of(
-    job: Job, recompute: tuple[float, float], forward_s: float, cause: str
+    request: Request, recompute: tuple[float, float], forward_s: float
 ) -> RequestProvenance:
-    """Of a request admitted with a load; `recompute` is (start, stop) on monotonic time."""
-    plan, source = job.plan, job.source
-    if cause:
-        queued_ms = _ms(job.queued_s)
+    """Of one that has loaded; `recompute` is (start, stop) on monotonic time."""
+    load, plan, arrival = request.load, request.plan, request.source.arrival
+    queued_ms = _ms(request.queued_s)
+    if load.cause:
         return RequestProvenance(
-            outcome=f"fallback: {cause}", sender=plan.sender, queued_ms=queued_ms
+            outcome=f"fallback: {load.cause}", sender=plan.sender, queued_ms=queued_ms
         )
     is_own = plan.sender == plan.receiver and plan.location in (LOCAL, DISK)
-    fetch = (source.started_s, source.completed_s or source.started_s)
+    fetch = (arrival.started_s, arrival.completed_s or arrival.started_s)
     return RequestProvenance(
         outcome="own" if is_own else "reused",
-        reused_tokens=job.num_tokens,
+        reused_tokens=len(load.at),
         sender=plan.sender,
         location="pool" if is_pool(plan.location) else plan.location,
         block=(plan.block.start, plan.block.stop) if len(plan.block) else None,
         refreshed=plan.refreshed,
-        low_rank=tuple(job.low_rank),
+        low_rank=tuple(load.low_rank),
         recomputed_layers=len(plan.block),
         loaded_layers=len(plan.loaded_layers),
-        fetched_bytes=source.num_bytes,
-        match_ms=_ms(job.match_s),
-        queued_ms=_ms(job.queued_s),
+        fetched_bytes=arrival.num_bytes,
+        match_ms=_ms(request.match_s),
+        queued_ms=queued_ms,
         fetch_ms=_ms(fetch[1] - fetch[0]),
-        load_ms=_ms(job.copied_s),
+        load_ms=_ms(load.copied_s),
         recompute_ms=_ms(recompute[1] - recompute[0]),
         forward_ms=_ms(forward_s),
         overlap=round(_overlap(fetch, recompute), 4),

@@ -8,7 +8,7 @@ over both: attention is causal.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,55 +24,41 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prefix:
-    """One request's part: tokens `[tokens.start, tokens.stop)` of row `row` of the batch."""
+class BlockTokens:
+    """Tokens of one row of a batch, by their place in its prompt, of which a block computes KV."""
 
     row: int
     tokens: Span
     block: Span
     e: Callable[[Span], torch.Tensor] | None
-    """E at block.start of some of these tokens, counted from the first, `[len, hidden]`: all of it
-    at once would be large. None where block.start is 0."""
+    """E at block.start of some of these tokens, `[len, hidden]`: all of it at once would be large.
+    None where block.start is 0."""
     is_exact: bool = False
     """It is the receiver's own E, too, and so is what the block makes of it."""
 
-    def goes_with(self, other: Prefix) -> bool:
+    def goes_with(self, other: BlockTokens) -> bool:
         """Whether one forward can compute both."""
         return (self.block, self.is_exact) == (other.block, other.is_exact)
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """The part of one prefix that goes into one forward."""
-
-    prefix: Prefix
-    tokens: Span
-
-    @property
-    def e(self) -> torch.Tensor | None:
-        offset = self.prefix.tokens.start
-        span = Span(self.tokens.start - offset, self.tokens.stop - offset)
-        return None if self.prefix.e is None else self.prefix.e(span)
-
-
-def pack(prefixes: Iterable[Prefix], max_tokens: int) -> Iterator[list[Piece]]:
+def pack(prefixes: Iterable[BlockTokens], max_tokens: int) -> Iterator[list[BlockTokens]]:
     """Forwards of at most `max_tokens` that share a block, each prefix in order.
 
-    >>> [[(p.prefix.row, p.tokens.start, p.tokens.stop) for p in forward] for forward in pack([
-    ...     Prefix(row=0, tokens=Span(0, 5), block=Span(2, 4), e=None),
-    ...     Prefix(row=1, tokens=Span(0, 2), block=Span(2, 4), e=None)], max_tokens=4)]
+    >>> [[(it.row, it.tokens.start, it.tokens.stop) for it in forward] for forward in pack([
+    ...     BlockTokens(row=0, tokens=Span(0, 5), block=Span(2, 4), e=None),
+    ...     BlockTokens(row=1, tokens=Span(0, 2), block=Span(2, 4), e=None)], max_tokens=4)]
     [[(0, 0, 4)], [(0, 4, 5), (1, 0, 2)]]
     """
-    forward: list[Piece] = []
+    forward: list[BlockTokens] = []
     room = max_tokens
-    for prefix in sorted(prefixes, key=lambda p: (p.block, p.is_exact, p.row)):
+    for prefix in sorted(prefixes, key=lambda it: (it.block, it.is_exact, it.row)):
         start = prefix.tokens.start
         while start < prefix.tokens.stop:
-            if not room or (forward and not forward[-1].prefix.goes_with(prefix)):
+            if not room or (forward and not forward[-1].goes_with(prefix)):
                 yield forward
                 forward, room = [], max_tokens
             stop = min(prefix.tokens.stop, start + room)
-            forward.append(Piece(prefix, Span(start, stop)))
+            forward.append(replace(prefix, tokens=Span(start, stop)))
             room -= stop - start
             start = stop
     if forward:
@@ -91,7 +77,7 @@ class PartialPrefill:
         self._max_tokens = max_tokens
         self._backend = recompute_backend(runner)
 
-    def run(self, batch: ScheduleBatch, prefixes: Sequence[Prefix]) -> None:
+    def run(self, batch: ScheduleBatch, prefixes: Sequence[BlockTokens]) -> None:
         """Write the KV of each prefix's block into the slots of its row.
 
         The rows' earlier tokens must hold their KV in those layers already. E must be on the
@@ -105,22 +91,22 @@ class PartialPrefill:
     def run_in_full(self, batch: ScheduleBatch, row: int, tokens: Span) -> None:
         """The same for all layers of these tokens of a row, on the attention that SGLang's own
         forwards run on: where the other one has failed, it would fail again."""
-        everything = Prefix(row=row, tokens=tokens, block=Span(0, len(self._stack)), e=None)
+        everything = BlockTokens(row=row, tokens=tokens, block=Span(0, len(self._stack)), e=None)
         for pieces in pack([everything], self._max_tokens):
             self._forward(batch, pieces, self._runner.attn_backend)
 
-    def _forward(self, batch: ScheduleBatch, pieces: Sequence[Piece], backend: Any) -> None:
+    def _forward(self, batch: ScheduleBatch, pieces: Sequence[BlockTokens], backend: Any) -> None:
         runner = self._runner
-        parts = [(piece.prefix.row, piece.tokens) for piece in pieces]
-        forward_batch = replay_of(batch, parts, runner)
-        forward_batch.has_own_e = pieces[0].prefix.is_exact
-        rows = [piece.e for piece in pieces]
-        e = None
-        if rows[0] is not None:
-            # Some lie in the pool, some in host memory.
-            there = [row.to(runner.device, runner.dtype, non_blocking=True) for row in rows]
-            e = there[0] if len(there) == 1 else torch.cat(there)
+        forward_batch = replay_of(batch, [(it.row, it.tokens) for it in pieces], runner)
+        forward_batch.has_own_e = pieces[0].is_exact
+        # Some lie in the pool, some in host memory.
+        rows = [
+            it.e(it.tokens).to(runner.device, runner.dtype, non_blocking=True)
+            for it in pieces
+            if it.e is not None
+        ]
+        e = torch.cat(rows) if len(rows) > 1 else next(iter(rows), None)
         with prepared(forward_batch, runner, backend):
             self._ranks.agree()
             with self._ranks.apart():
-                self._stack.run(pieces[0].prefix.block, e, forward_batch)
+                self._stack.run(pieces[0].block, e, forward_batch)

@@ -32,11 +32,11 @@ from sglang_droidspeak.store.pool import Held, PoolIndex, pool_of
 
 if TYPE_CHECKING:
     from cachetree import Cache
-    from sglang_droidspeak.adapters.models import Models, Part
+    from sglang_droidspeak.adapters.models import Models, Owner
     from sglang_droidspeak.cost import Meter
     from sglang_droidspeak.engine.names import Req, UnifiedRadixCache
     from sglang_droidspeak.request.low_rank import LowRank
-    from sglang_droidspeak.start.site import Site
+    from sglang_droidspeak.start.this_server import ThisServer
 
 log = logging.getLogger(__name__)
 
@@ -53,8 +53,6 @@ class Planned:
     """A plan, and what it was chosen by."""
 
     plan: Plan
-    is_optional: bool
-    """Chosen by the server, which may think again; not asked for by name."""
     is_experiment: bool
     """Asked for by name where no gate decides: its KV serves its own request only."""
     patience_s: float
@@ -63,7 +61,13 @@ class Planned:
     step_share: float
     """How much of SGLang's tokens of one step a token takes whose layers are recomputed."""
     demand: Demand | None = None
-    """What the plan answers; None where another rank made it."""
+    """What the plan answers, and the server may think again about; None where it was asked for by
+    name, or another rank made it, which thinks for all."""
+
+    @property
+    def is_approximate(self) -> bool:
+        """Whether its request is to read and leave approximate KV where others find it."""
+        return not (self.plan.is_exact or self.is_experiment)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,31 +88,31 @@ class Planner:
 
     def __init__(
         self,
-        site: Site,
+        server: ThisServer,
         cache: Cache,
         meter: Meter,
         models: Models,
         pool: PoolIndex,
         low_rank: LowRank,
     ) -> None:
-        self._site: Final = site
+        self._server: Final = server
         self._cache: Final = cache
         self._meter: Final = meter
         self._models: Final = models
         self._pool: Final = pool
         self._low_rank: Final = low_rank
-        self._profiles = index_profiles(site.profiles)
-        self._min_pages: Final = -(-site.settings.min_tokens // site.page_size)
+        self._profiles = index_profiles(server.profiles)
+        self._min_pages: Final = -(-server.settings.min_tokens // server.page_size)
 
     def plan(
         self, req: Req, pages: Sequence[PageHash], tree: UnifiedRadixCache, num_waiting: int
     ) -> Planned | Declined:
-        part = self._models.part_of(req)
-        if part is None:
+        owner = self._models.owner_of(req)
+        if owner is None:
             is_reading = self._models.is_reading(req.lora_id)
             return Declined("reading_adapter" if is_reading else "unknown_adapter")
-        num_pages, page_size = len(pages), self._site.page_size
-        pages = part.of(pages, page_size)
+        num_pages, page_size = len(pages), self._server.page_size
+        pages = owner.pages_of(pages, page_size)
         try:
             controls = parse_controls(req.sampling_params.custom_params)
             requested = self._requested(controls)
@@ -119,10 +123,10 @@ class Planner:
             return Declined(Reason.OFF.value)
         if num_pages < self._min_pages <= (len(req.full_untruncated_fill_ids) - 1) // page_size:
             return Declined("logprobs", "a prompt's log-probabilities take its prefill")
-        matches = self._matches(req, part, pages)
+        matches = self._matches(req, owner, pages)
         if not matches:
             return Declined(Reason.NO_MATCH.value, not_ready(self._cache.sources()))
-        demand = self._demand(req, part, controls, requested, len(pages))
+        demand = self._demand(req, owner, controls, requested, len(pages))
         held = self._pool.held(req, len(pages), tree)
         demand = replace(
             demand,
@@ -139,17 +143,16 @@ class Planner:
                 return Declined(plan.reason.value, plan.detail)
             if not is_pool(plan.location) or self._pool.find(plan, pages, req, tree) is not None:
                 break
-            matches = self._matches(req, part, pages)  # The note was wrong and is mended.
-        if self._site.settings.gate == "off":
+            matches = self._matches(req, owner, pages)  # The note was wrong and is mended.
+        if self._server.settings.gate == "off":
             plan = replace(plan, strategy=controls.strategy)
         is_optional = requested.block is None
         return Planned(
             plan=plan,
-            is_optional=is_optional,
             is_experiment=self._is_experiment(requested),
             patience_s=_patience_s(plan, demand, costs) if is_optional else math.inf,
             step_share=self._step_share(plan),
-            demand=demand,
+            demand=demand if is_optional else None,
         )
 
     def still_saves(self, plan: Plan, demand: Demand, held: Held) -> bool:
@@ -168,45 +171,45 @@ class Planner:
         return saved_s is None or saved_s > 0
 
     def _is_experiment(self, requested: Requested) -> bool:
-        return requested.block is not None and self._site.settings.gate == "off"
+        return requested.block is not None and self._server.settings.gate == "off"
 
     def would_save_s(
         self, req: Req, pages: Sequence[PageHash], sender: ModelId, location: Location
     ) -> float:
         """What the request would save if that model had these pages there, with all E; 0 where it
         would not take them."""
-        part = self._models.part_of(req)
-        if part is None:
+        owner = self._models.owner_of(req)
+        if owner is None:
             return 0.0
         controls = parse_controls(req.sampling_params.custom_params)
-        demand = self._demand(req, part, controls, self._requested(controls), len(pages))
-        e_pages = dict.fromkeys(self._site.transition_layers, len(pages))
+        demand = self._demand(req, owner, controls, self._requested(controls), len(pages))
+        e_pages = dict.fromkeys(self._server.transition_layers, len(pages))
         match = Match(model=sender, location=location, num_pages=len(pages), e_pages=e_pages)
-        match = self._low_rank.of_pool(match, part.model)
+        match = self._low_rank.of_pool(match, owner.model)
         costs = self._costs({location})
         plan = choose(demand, [match], self._profiles, costs)
         return _patience_s(plan, demand, costs) if isinstance(plan, Plan) else 0.0
 
     def _step_share(self, plan: Plan) -> float:
         """By its layers, or such that `max_stall_ms` of recompute fill a step."""
-        work, most_s = layers_of_work(plan), self._site.settings.max_stall_s
+        work, most_s = layers_of_work(plan), self._server.settings.max_stall_s
         if most_s is None:
             return work / plan.num_layers
         cost = self._meter.recompute
         return 0.0 if cost is None else work * cost.seconds(0, self._meter.step_tokens) / most_s
 
-    def _matches(self, req: Req, part: Part, pages: Sequence[PageHash]) -> list[Match]:
+    def _matches(self, req: Req, owner: Owner, pages: Sequence[PageHash]) -> list[Match]:
         """What others have; what the device has of this model SGLang finds itself."""
         mine = pool_of(prefixes.namespace_of(req))
         found = self._cache.match(pages) if pages else []
         return [
-            self._low_rank.of_pool(it, part.model) if is_pool(it.location) else it
+            self._low_rank.of_pool(it, owner.model) if is_pool(it.location) else it
             for it in found
             if it.location != mine
         ]
 
     def _requested(self, controls: Controls) -> Requested:
-        num_layers = self._site.identity.num_layers
+        num_layers = self._server.identity.num_layers
         return Requested(
             sender=None if controls.sender is None else ModelId(controls.sender),
             block=controls.span(num_layers),
@@ -214,16 +217,16 @@ class Planner:
         )
 
     def _demand(
-        self, req: Req, part: Part, controls: Controls, requested: Requested, num_pages: int
+        self, req: Req, owner: Owner, controls: Controls, requested: Requested, num_pages: int
     ) -> Demand:
-        site, settings = self._site, self._site.settings
+        server, settings = self._server, self._server.settings
         target_ms = controls.ttft_target_ms or settings.ttft_target_ms
         return Demand(
-            receiver=part.model,
-            num_layers=site.identity.num_layers,
-            page_size=site.page_size,
+            receiver=owner.model,
+            num_layers=server.identity.num_layers,
+            page_size=server.page_size,
             num_pages=num_pages,
-            num_new_tokens=len(req.full_untruncated_fill_ids) - num_pages * site.page_size,
+            num_new_tokens=len(req.full_untruncated_fill_ids) - num_pages * server.page_size,
             min_pages=self._min_pages,
             ttft_target_s=None if target_ms is None else target_ms / 1000,
             requested=requested,
@@ -231,7 +234,7 @@ class Planner:
             max_recompute_tokens=settings.max_recompute_tokens,
             max_recompute_s=settings.max_stall_s,
             is_lossy=self._cache.family.codec is not Codec.NONE,
-            first_differences=self._models.first_differences(part.lora_id),
+            first_differences=self._models.first_differences(owner.lora_id),
         )
 
     def _costs(self, locations: Collection[Location]) -> Costs:

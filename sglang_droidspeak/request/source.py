@@ -2,16 +2,16 @@
 
 progress   what has come                            while the request waits
 admit      hold what is there from now on           when SGLang has slots for it
-e, copy    of tokens, counted from the plan's first when its batch runs
+e, copy    of tokens                                when its batch runs
 release    nobody reads it any more
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from cachetree import Deadline, DeadlineExceeded, FetchError, Kind, PageHash, Span, Step, is_pool
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from cachetree.memory import BudgetedStaging
     from sglang_droidspeak.engine.names import Req, UnifiedRadixCache
     from sglang_droidspeak.request.low_rank import LowRank
-    from sglang_droidspeak.start.site import Site
+    from sglang_droidspeak.start.this_server import ThisServer
     from sglang_droidspeak.store.pool import PoolIndex, PoolPages
     from sglang_droidspeak.store.rows import ServerPool
 
@@ -31,89 +31,96 @@ if TYPE_CHECKING:
 class Arrival:
     """What has come of a plan's steps."""
 
-    num_bytes: int = 0
-    num_landed_bytes: int = 0
-    elapsed_s: float = 0.0
-    has_e: bool = True
-    """Of every layer at which a recompute begins."""
-    is_complete: bool = True
-
-
-class Source(Protocol):
-    """Scheduler thread only but for `wait` and `copy`, which the loader calls too."""
-
     started_s: float
     """On monotonic time; and when all had come, if it has."""
     completed_s: float | None
-    num_bytes: int
-    num_landed_bytes: int
-    error: FetchError | None
+    num_bytes: int = 0
+    num_landed_bytes: int = 0
+    has_e: bool = True
+    """Of every layer at which a recompute begins."""
+
+    @property
+    def is_complete(self) -> bool:
+        return self.num_landed_bytes == self.num_bytes
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self.started_s
+
+
+class ForwardWaitExceeded(FetchError):
+    """Layers predicted to have arrived had not when the forward had waited for them."""
+
+
+class Source:
+    """Scheduler thread only but for `wait` and `copy`, which are the loader's. Tokens are named by
+    their place in the prompt, and are of the plan's pages."""
+
+    arrival: Arrival
+
+    def __init__(self, plan: Plan, pool: ServerPool) -> None:
+        self._plan: Final = plan
+        self._pool: Final = pool
 
     def progress(self) -> Arrival:
         """Raises FetchError where no more will come."""
+        return self.arrival
 
     def admit(self) -> bool:
         """Whether all is there still, or coming; from now on until `release`."""
+        return True
 
-    def wait(self, steps: Iterable[Step], deadline: Deadline | None = None) -> None:
-        """Block until these have come; raises FetchError where they have not by then."""
+    def wait(self, step: Step) -> None:
+        """Block until it has come; raises FetchError where it will not."""
 
-    def e(self, layer: int, tokens: Span) -> torch.Tensor:
-        """`[len(tokens), hidden]`, on the device or the host; raises FetchError without it."""
+    def wait_all(self, deadline: Deadline) -> None:
+        """Block until all has come; raises FetchError where it has not by then."""
 
-    def copy(self, layer: int, tokens: Span, slots: torch.Tensor) -> int:
+    def e(self, layer: int, at: Span) -> torch.Tensor:
+        """`[len(at), hidden]`, on the device or the host; raises FetchError without it."""
+        raise NotImplementedError
+
+    def copy(self, layer: int, at: Span, slots: torch.Tensor) -> int:
         """Copy the KV of these tokens into as many slots; the bytes that came from host memory."""
+        raise NotImplementedError
 
-    def refresh(self, low_rank: LowRank, layer: int, loaded: Loaded) -> bool:
-        """Make the receiver's KV of a layer from the sender's; False where that cannot be done."""
+    def refresh(self, low_rank: LowRank, layer: int, at: Span, slots: torch.Tensor) -> bool:
+        """Make the receiver's KV of a layer, in these slots, from the sender's; False where that
+        cannot be done."""
+        return False
 
-    def adopt_e(self, tokens: Span, slots: torch.Tensor) -> None:
+    def adopt_e(self, at: Span, slots: torch.Tensor) -> None:
         """The slots have been loaded with what is exact: give them E, where it lies beside."""
 
     def fail(self, error: FetchError) -> None:
         """Nothing more is wanted of it."""
 
-    def release(self) -> None: ...
+    def release(self) -> None:
+        """Nobody reads it any more."""
+
+    def _of_plan(self, at: Span) -> Span:
+        """Counted from the plan's first token."""
+        first = self._plan.pages.start * self._pool.page_size
+        return Span(at.start - first, at.stop - first)
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """Tokens that are being loaded."""
-
-    tokens: Span
-    """Counted from the plan's first."""
-    slots: torch.Tensor
-    at: Span
-    """The same tokens in the prompt."""
-
-
-class Staged:
+class Staged(Source):
     """Fetched from a peer or a disk into host memory, or being fetched."""
 
-    def __init__(self, staging: BudgetedStaging, plan: Plan, pool: ServerPool) -> None:
+    def __init__(self, plan: Plan, pool: ServerPool, staging: BudgetedStaging) -> None:
+        super().__init__(plan, pool)
         self.staging: Final = staging
-        self._plan: Final = plan
-        self._pool: Final = pool
 
     @property
-    def started_s(self) -> float:
-        return self.staging.started_s
-
-    @property
-    def completed_s(self) -> float | None:
-        return self.staging.completed_s
-
-    @property
-    def num_bytes(self) -> int:
-        return self.staging.num_bytes
-
-    @property
-    def num_landed_bytes(self) -> int:
-        return self.staging.num_landed_bytes
-
-    @property
-    def error(self) -> FetchError | None:
-        return self.staging.error
+    def arrival(self) -> Arrival:
+        it = self.staging
+        return Arrival(
+            started_s=it.started_s,
+            completed_s=it.completed_s,
+            num_bytes=it.num_bytes,
+            num_landed_bytes=it.num_landed_bytes,
+            has_e=all(it.has_landed(Step(Kind.E, at)) for at in self._plan.transition_layers),
+        )
 
     def progress(self) -> Arrival:
         it = self.staging
@@ -122,35 +129,29 @@ class Staged:
                 it.fail(DeadlineExceeded("the fetch did not end in time"))
             if it.error is not None:
                 raise it.error
-        return Arrival(
-            num_bytes=it.num_bytes,
-            num_landed_bytes=it.num_landed_bytes,
-            elapsed_s=time.monotonic() - it.started_s,
-            has_e=all(it.has_landed(Step(Kind.E, at)) for at in self._plan.transition_layers),
-            is_complete=it.is_complete,
-        )
+        return self.arrival
 
-    def admit(self) -> bool:
-        return True
+    def wait(self, step: Step) -> None:
+        self.staging.wait(step)
 
-    def wait(self, steps: Iterable[Step], deadline: Deadline | None = None) -> None:
-        for step in steps:
-            self.staging.wait(step, deadline)
+    def wait_all(self, deadline: Deadline) -> None:
+        it = self.staging
+        try:
+            for step in self._plan.steps:
+                it.wait(step, deadline)
+        except DeadlineExceeded as exc:
+            raise it.error or ForwardWaitExceeded(str(exc)) from exc
+        if it.error is not None:  # The loader has left layers out that came late.
+            raise it.error
 
-    def e(self, layer: int, tokens: Span) -> torch.Tensor:
-        rows = self.rows(Step(Kind.E, layer), tokens)
+    def e(self, layer: int, at: Span) -> torch.Tensor:
+        rows = self.rows(Step(Kind.E, layer), at)
         return self._pool.coding.load(rows, self._pool.e_pool.no_rows)
 
-    def copy(self, layer: int, tokens: Span, slots: torch.Tensor) -> int:
-        rows = self.rows(Step(Kind.KV, layer), tokens)
+    def copy(self, layer: int, at: Span, slots: torch.Tensor) -> int:
+        rows = self.rows(Step(Kind.KV, layer), at)
         self._pool.rows.write_from(layer, slots, rows)
         return rows.nbytes
-
-    def refresh(self, low_rank: LowRank, layer: int, loaded: Loaded) -> bool:
-        return False
-
-    def adopt_e(self, tokens: Span, slots: torch.Tensor) -> None:
-        """It is of use to one forward alone, and gone with it."""
 
     def fail(self, error: FetchError) -> None:
         self.staging.fail(error)
@@ -158,81 +159,71 @@ class Staged:
     def release(self) -> None:
         self.staging.release()
 
-    def rows(self, step: Step, tokens: Span) -> memoryview:
+    def rows(self, step: Step, at: Span) -> memoryview:
         """The staged bytes of these tokens; they must have landed."""
-        view = self.staging.view(step)
+        view, tokens = self.staging.view(step), self._of_plan(at)
         num_tokens = len(self._plan.pages) * self._pool.page_size
         start, stop = (view.nbytes * it // num_tokens for it in (tokens.start, tokens.stop))
         return view[start:stop]
 
 
-class InPool:
+class InPool(Source):
     """Pages of another model's prefix in the same pool: there is nothing to fetch.
 
     SGLang keeps them from `admit` to `release`; before, while the request waits, it may evict them.
     """
 
-    num_bytes = num_landed_bytes = 0
-    error = None
-
-    def __init__(self, plan: Plan, lock: Callable[[], PoolPages | None], pool: ServerPool) -> None:
-        self._plan: Final = plan
+    def __init__(self, plan: Plan, pool: ServerPool, lock: Callable[[], PoolPages | None]) -> None:
+        super().__init__(plan, pool)
         self._lock: Final = lock
-        self._pool: Final = pool
         self._pages: PoolPages | None = None
-        self.started_s = self.completed_s = time.monotonic()
-
-    def progress(self) -> Arrival:
-        return Arrival()
+        now_s = time.monotonic()
+        self.arrival = Arrival(started_s=now_s, completed_s=now_s)
 
     def admit(self) -> bool:
         """What was found when it was planned may be gone, for these very slots even."""
         self._pages = self._lock()
         return self._pages is not None
 
-    def wait(self, steps: Iterable[Step], deadline: Deadline | None = None) -> None:
-        """It is there."""
-
-    def e(self, layer: int, tokens: Span) -> torch.Tensor:
+    def e(self, layer: int, at: Span) -> torch.Tensor:
         layers = self._pool.e_pool.e
         if layer not in layers:
             raise FetchError(f"{self._plan.sender} was unloaded, and layer {layer} has no E")
-        return layers[layer][self._slots(tokens)]
+        return layers[layer][self._slots(at)]
 
-    def copy(self, layer: int, tokens: Span, slots: torch.Tensor) -> int:
-        self._pool.rows.copy(layer, self._slots(tokens), slots)
+    def copy(self, layer: int, at: Span, slots: torch.Tensor) -> int:
+        self._pool.rows.copy(layer, self._slots(at), slots)
         return 0
 
-    def refresh(self, low_rank: LowRank, layer: int, loaded: Loaded) -> bool:
+    def refresh(self, low_rank: LowRank, layer: int, at: Span, slots: torch.Tensor) -> bool:
         if not low_rank.can_refresh(self._plan.sender, self._plan.receiver, layer):
             return False
-        source = self._slots(loaded.tokens)
-        low_rank.refresh(self._plan, layer, source, loaded.slots, loaded.at)
+        low_rank.refresh(self._plan, layer, self._slots(at), slots, at)
         return True
 
-    def adopt_e(self, tokens: Span, slots: torch.Tensor) -> None:
+    def adopt_e(self, at: Span, slots: torch.Tensor) -> None:
         plan = self._plan
         first_own = plan.block.start if len(plan.block) else plan.num_layers
-        self._pool.e_pool.adopt(self._slots(tokens), slots, first_own)
-
-    def fail(self, error: FetchError) -> None:
-        """Nothing is under way."""
+        self._pool.e_pool.adopt(self._slots(at), slots, first_own)
 
     def release(self) -> None:
         if self._pages is not None:
             self._pages.release()
         self._pages = None
 
-    def _slots(self, tokens: Span) -> torch.Tensor:
+    def _slots(self, at: Span) -> torch.Tensor:
         assert self._pages is not None, "not admitted"
+        tokens = self._of_plan(at)
         return self._pages.slots[tokens.start : tokens.stop]
 
 
 class Sources:
     """Makes them. Scheduler thread only."""
 
-    def __init__(self, site: Site, cache: Cache, noted: PoolIndex, pool: ServerPool) -> None:
-        self.site: Final = site
+    def __init__(
+        self, server: ThisServer, cache: Cache, noted: PoolIndex, pool: ServerPool
+    ) -> None:
+        self.server: Final = server
         self.cache: Final = cache
         self.noted: Final = noted
         self._pool: Final = pool
@@ -242,7 +233,7 @@ class Sources:
     ) -> Source | None:
         """Begins to fetch what is elsewhere; None where staging memory is used up."""
         if is_pool(plan.location):
-            return InPool(plan, lambda: self.noted.lock(plan, pages, req, tree), self._pool)
-        deadline = Deadline.after(self.site.settings.fetch_deadline_s)
+            return InPool(plan, self._pool, lambda: self.noted.lock(plan, pages, req, tree))
+        deadline = Deadline.after(self.server.settings.fetch_deadline_s)
         staging = self.cache.fetch(plan, pages, deadline)
-        return None if staging is None else Staged(staging, plan, self._pool)
+        return None if staging is None else Staged(plan, self._pool, staging)

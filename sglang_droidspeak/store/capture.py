@@ -20,7 +20,7 @@ from sglang_droidspeak.engine.names import ForwardMode, MHATokenToKVPool, async_
 
 if TYPE_CHECKING:
     from sglang_droidspeak.engine.names import ForwardBatch, ModelRunner, ScheduleBatch
-    from sglang_droidspeak.start.site import Site
+    from sglang_droidspeak.start.this_server import ThisServer
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class Attachment:
     stack: LayerStack
     e_pool: EPool
     provenance: Provenance
-    site: Site
+    server: ThisServer
 
 
 class EPool:
@@ -182,14 +182,14 @@ def _marker(valid: torch.Tensor) -> OnE:
     return mark
 
 
-def e_bytes_per_token(site: Site, dtype: torch.dtype, shared: Mapping[int, SharedA]) -> int:
+def e_bytes_per_token(server: ThisServer, dtype: torch.dtype, shared: Mapping[int, SharedA]) -> int:
     """With A x in place of E at the layers of `shared`."""
-    hidden = site.identity.hidden_size
-    widths = (shared[it].rank if it in shared else hidden for it in site.transition_layers)
+    hidden = server.identity.hidden_size
+    widths = (shared[it].rank if it in shared else hidden for it in server.transition_layers)
     return sum(widths) * dtype.itemsize
 
 
-def attach(runner: ModelRunner, site: Site) -> None:
+def attach(runner: ModelRunner, server: ThisServer) -> None:
     """Allocate E and start capturing; runs after the KV pool exists and before CUDA graphs do."""
     if runner.is_draft_worker:
         return
@@ -208,9 +208,9 @@ def attach(runner: ModelRunner, site: Site) -> None:
     if pool.post_capture_active:
         raise ConfigError("the KV pool is resized after graph capture; disable that option")
     stack = LayerStack(runner.model)
-    shared = shared_a(site, runner.model)
+    shared = shared_a(server, runner.model)
     if shared:
-        num_bytes = [e_bytes_per_token(site, runner.dtype, it) for it in ({}, shared)]
+        num_bytes = [e_bytes_per_token(server, runner.dtype, it) for it in ({}, shared)]
         log.info(
             "droidspeak: all adapters have the same A at layers %s, so that what it makes of E is "
             "kept there in place of E: %d bytes per token and not %d",
@@ -221,14 +221,14 @@ def attach(runner: ModelRunner, site: Site) -> None:
     num_slots = pool.size + pool.page_size
     provenance = Provenance(num_slots, runner.device)
     e_pool = EPool(
-        site.transition_layers,
+        server.transition_layers,
         shared,
         num_slots,
-        site.identity.hidden_size,
+        server.identity.hidden_size,
         runner,
     )
     e_pool.capture_from(stack)
-    setattr(pool, _ATTRIBUTE, Attachment(runner, stack, e_pool, provenance, site))
+    setattr(pool, _ATTRIBUTE, Attachment(runner, stack, e_pool, provenance, server))
 
 
 def attachment_of(pool: MHATokenToKVPool) -> Attachment:

@@ -64,19 +64,19 @@ class Insertions:
 
     def _note(self, req: Req, up_to: int) -> None:
         """What SGLang's tree now has of this request is there for the other models, too."""
-        part = self._models.part_of(req)
-        if part is None or refusal(req) or is_approximate(req):
+        owner = self._models.owner_of(req)
+        if owner is None or refusal(req) or is_approximate(req):
             return
-        pages = part.of(pages_of(req, up_to, self._page_size), self._page_size)
-        self._pool.note(namespace_of(req), part.model, pages)
+        pages = owner.pages_of(pages_of(req, up_to, self._page_size), self._page_size)
+        self._pool.note(namespace_of(req), owner.model, pages)
 
     def offload(self, transfers: Sequence[PoolTransfer], ready: Ready) -> bool:
         """Have new exact KV copied out, after what `ready` records; False where it is not, yet."""
         if self._inserting is None or self._offloader.is_stopped:
             return False
         req, up_to = self._inserting
-        part = self._models.part_of(req)
-        if refusal(req) or part is None:
+        owner = self._models.owner_of(req)
+        if refusal(req) or owner is None:
             return False
         (transfer,) = transfers
         first = page_hash(transfer.keys[0])
@@ -85,7 +85,7 @@ class Insertions:
             return False
         index = own_path.index(first)
         path = pages_of(req, up_to, self._page_size) if place_of(req) else own_path
-        pages = part.of(path, self._page_size)[index : index + len(transfer.keys)]
+        pages = owner.pages_of(path, self._page_size)[index : index + len(transfer.keys)]
         if not pages:
             return False
         slots = transfer.device_indices[: len(pages) * self._page_size]
@@ -94,7 +94,7 @@ class Insertions:
             context = self._req_to_token[req.kv.req_pool_idx, :up_to].long()
         return self._offloader.put(
             Offload(
-                model=part.model,
+                model=owner.model,
                 parent=path[index - 1] if index else None,
                 pages=pages,
                 slots=slots,

@@ -21,6 +21,7 @@ from unittest.mock import patch
 
 import msgspec
 import torch
+from request_parts import loading
 from sglang.srt.model_executor import forward_batch_info
 from sglang.srt.models import registry  # noqa: F401  (long to import: once for all forks)
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -53,9 +54,9 @@ from sglang_droidspeak.metrics import Metrics
 from sglang_droidspeak.ranks import Ranks
 from sglang_droidspeak.request import partial_prefill
 from sglang_droidspeak.request.forward import ForwardPass
-from sglang_droidspeak.request.job import Job
 from sglang_droidspeak.request.labels import Labels
 from sglang_droidspeak.request.loader import Copies, Loader
+from sglang_droidspeak.request.request import Request
 from sglang_droidspeak.request.source import InPool, Source, Staged
 from sglang_droidspeak.store.capture import Attachment, EPool, Provenance
 from sglang_droidspeak.store.offloader import Offloader
@@ -172,7 +173,7 @@ class Engine:
         self.e_pool = EPool(tuple(e_layers), {}, slots, identity.hidden_size, runner)
         self.e_pool.capture_from(self.stack)
         settings = SimpleNamespace(forward_wait_s=300.0)
-        site = SimpleNamespace(identity=identity, settings=settings)
+        server = SimpleNamespace(identity=identity, settings=settings)
         self.provenance = Provenance(slots, "cuda")
         self.coding = Coding(Codec.NONE, identity.head_dim)
         rows = rows_of(pool, self.coding)
@@ -199,7 +200,7 @@ class Engine:
         made = {"recompute_backend": lambda _runner: self.recompute_attention}
         with patch.multiple(partial_prefill, **made):
             self.pass_ = ForwardPass(
-                Attachment(runner, self.stack, self.e_pool, self.provenance, site),
+                Attachment(runner, self.stack, self.e_pool, self.provenance, server),
                 self.loader,
                 SimpleNamespace(can_refresh=lambda *_: False),
                 self.meter,
@@ -270,13 +271,18 @@ class Engine:
             runner.model.forward(it.input_ids, it.positions, it)
 
     def run_with(
-        self, jobs: Sequence[Job], *parts: Part, meanwhile: Callable[[], None] = lambda: None
+        self,
+        requests: Sequence[Request],
+        *parts: Part,
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> list[str]:
         """As SGLang: loads start with their batch and end once it has run. The outcomes."""
-        index = self.loader.start(jobs)
-        self.pass_.expect(index, jobs)
+        index = self.loader.start([it.load for it in requests])
+        self.pass_.expect(index, requests)
         meanwhile()
         batch = self.batch(*parts, index=index)
+        for it in requests:
+            (it.req,) = (req for req in batch.reqs if req.rid == it.req.rid)
         self.run(batch)
         self.loader.finish(index)
         assert self.pass_.done(index)
@@ -301,15 +307,15 @@ class Engine:
 
     # What the extension is given.
 
-    def job(
+    def loading(
         self,
         slots: torch.Tensor,
         block: Span,
         pages_of: memoryview | PoolPages,
         sender: ModelId = HERE,
         rid: str = "r",
-    ) -> Job:
-        """A load of all pages of `slots`: staged in that memory, or from the pool. `HERE` is this
+    ) -> Request:
+        """Of all pages of `slots`: staged in that memory, or from the pool. `HERE` is this
         model: what it loads of its own is not approximate."""
         pages = Span(0, len(slots) // PAGE)
         plan = Plan(
@@ -321,7 +327,7 @@ class Engine:
             num_layers=self.num_layers,
         )
         if isinstance(pages_of, PoolPages):
-            source: Source = InPool(plan, lambda: pages_of, self.pool)
+            source: Source = InPool(plan, self.pool, lambda: pages_of)
             assert source.admit()
         else:
             sizes = {step: len(pages) * self.family.page_bytes(step.kind) for step in plan.steps}
@@ -332,17 +338,8 @@ class Engine:
                 Budget(1 << 30),
                 lambda _: None,
             )
-            source = Staged(staging, plan, self.pool)
-        return Job(
-            rid=rid,
-            plan=plan,
-            source=source,
-            pages=pages,
-            slots=slots,
-            page_size=PAGE,
-            match_s=0.0,
-            queued_s=0.0,
-        )
+            source = Staged(plan, self.pool, staging)
+        return loading(plan, source, Span(0, len(slots)), slots, SimpleNamespace(rid=rid))
 
     def close(self) -> None:
         self.loader.close()

@@ -89,22 +89,22 @@ def play(sender: Path, receiver: Path) -> dict[str, float]:
         found["E"] = float((e - ours.e[1][0]).abs().max())
 
         slots = engine.slots(4 * PAGE, 3 * PAGE)
-        job = engine.job(slots[:NUM_PREFIX], BLOCK, cuda.page_locked(1 << 18), PEER)
-        land(job.source.staging, {step: values[step] for step in job.plan.steps})
-        assert engine.run_with([job], Part(TOKENS, slots, NUM_PREFIX)) == ["reused"]
+        request = engine.loading(slots[:NUM_PREFIX], BLOCK, cuda.page_locked(1 << 18), PEER)
+        land(request.source.staging, {step: values[step] for step in request.plan.steps})
+        assert engine.run_with([request], Part(TOKENS, slots, NUM_PREFIX)) == ["reused"]
         found["loaded"] = max(engine.differences(slots[:NUM_PREFIX], expected_kv))
 
         slots = engine.slots(7 * PAGE, 3 * PAGE)
         pages = PoolPages(first[:NUM_PREFIX])
-        job = engine.job(slots[:NUM_PREFIX], BLOCK, pages)
-        assert engine.run_with([job], Part(TOKENS, slots, NUM_PREFIX)) == ["reused"]
+        request = engine.loading(slots[:NUM_PREFIX], BLOCK, pages)
+        assert engine.run_with([request], Part(TOKENS, slots, NUM_PREFIX)) == ["reused"]
         found["of the pool"] = max(engine.differences(slots[:NUM_PREFIX], own_kv))
 
         # One forward recomputes both: E of the one is on the host, of the other in the pool.
         one, other = engine.slots(10 * PAGE, 3 * PAGE), engine.slots(13 * PAGE, 3 * PAGE)
-        staged = engine.job(one[:NUM_PREFIX], BLOCK, cuda.page_locked(1 << 18), rid="one")
+        staged = engine.loading(one[:NUM_PREFIX], BLOCK, cuda.page_locked(1 << 18), rid="one")
         land(staged.source.staging, {step: own[step] for step in staged.plan.steps})
-        pooled = engine.job(other[:NUM_PREFIX], BLOCK, PoolPages(first[:NUM_PREFIX]))
+        pooled = engine.loading(other[:NUM_PREFIX], BLOCK, PoolPages(first[:NUM_PREFIX]))
         parts = (Part(TOKENS, one, NUM_PREFIX, "one"), Part(TOKENS, other, NUM_PREFIX))
         assert engine.run_with([staged, pooled], *parts) == ["reused", "reused"]
         both = torch.cat([one[:NUM_PREFIX], other[:NUM_PREFIX]])
@@ -113,9 +113,9 @@ def play(sender: Path, receiver: Path) -> dict[str, float]:
 
         engine.recompute_attention.fails = True
         slots = engine.slots(16 * PAGE, 3 * PAGE)
-        job = engine.job(slots[:NUM_PREFIX], BLOCK, cuda.page_locked(1 << 18), PEER)
-        land(job.source.staging, {step: values[step] for step in job.plan.steps})
-        told = engine.run_with([job], Part(TOKENS, slots, NUM_PREFIX))
+        request = engine.loading(slots[:NUM_PREFIX], BLOCK, cuda.page_locked(1 << 18), PEER)
+        land(request.source.staging, {step: values[step] for step in request.plan.steps})
+        told = engine.run_with([request], Part(TOKENS, slots, NUM_PREFIX))
         assert told == ["fallback: FetchError"]
         found["fallback"] = max(engine.differences(slots[:NUM_PREFIX], own_kv))
 

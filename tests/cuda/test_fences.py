@@ -47,36 +47,36 @@ def a_load_from_a_peer(engine: Engine) -> None:
     memory = engine.cuda.page_locked(STAGED_BYTES)
     slots = engine.slots(PAGE, 3 * PAGE)
     older_forward(engine, slots)
-    job = engine.job(slots[: 2 * PAGE], BLOCK, memory)
-    land(job.source.staging)
-    engine.run_with([job], Part(TOKENS, slots, 2 * PAGE))
+    request = engine.loading(slots[: 2 * PAGE], BLOCK, memory)
+    land(request.source.staging)
+    engine.run_with([request], Part(TOKENS, slots, 2 * PAGE))
     # The memory is another fetch's now.
-    land(engine.job(slots[: 2 * PAGE], BLOCK, memory).source.staging)
+    land(engine.loading(slots[: 2 * PAGE], BLOCK, memory).source.staging)
 
 
 def a_load_that_fails(engine: Engine) -> None:
     memory = engine.cuda.page_locked(STAGED_BYTES)
     slots = engine.slots(PAGE, 3 * PAGE)
-    job = engine.job(slots[: 2 * PAGE], BLOCK, memory)
+    request = engine.loading(slots[: 2 * PAGE], BLOCK, memory)
     values = {Step(Kind.E, 1): torch.ones(2 * PAGE, 64)}
     values[Step(Kind.KV, 0)] = torch.ones(2 * PAGE, 2, 64)
-    land(job.source.staging, values)
+    land(request.source.staging, values)
 
     def fail() -> None:
-        while not job.copied_bytes:
+        while not request.load.copied_bytes:
             time.sleep(0.001)
-        job.source.fail(FetchError("the peer is gone"))
+        request.source.fail(FetchError("the peer is gone"))
 
-    engine.run_with([job], Part(TOKENS, slots, 2 * PAGE), meanwhile=fail)
-    land(engine.job(slots[: 2 * PAGE], BLOCK, memory).source.staging)
+    engine.run_with([request], Part(TOKENS, slots, 2 * PAGE), meanwhile=fail)
+    land(engine.loading(slots[: 2 * PAGE], BLOCK, memory).source.staging)
 
 
 def a_load_from_the_pool(engine: Engine) -> None:
     source, slots = engine.slots(PAGE, 2 * PAGE), engine.slots(4 * PAGE, 3 * PAGE)
     older_forward(engine, source)
     older_forward(engine, slots)
-    job = engine.job(slots[: 2 * PAGE], BLOCK, PoolPages(source))
-    engine.run_with([job], Part(TOKENS, slots, 2 * PAGE))
+    request = engine.loading(slots[: 2 * PAGE], BLOCK, PoolPages(source))
+    engine.run_with([request], Part(TOKENS, slots, 2 * PAGE))
     # SGLang may give the source's slots to another request now.
     older_forward(engine, source)
 

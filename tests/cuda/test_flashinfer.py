@@ -157,9 +157,9 @@ def play(sender: Path, receiver: Path) -> list[float]:
         on_device(load(receiver), receiver, (1,), cuda, flashinfer_of) as engine,
     ):
         slots = engine.slots(3 * PAGE, 5 * PAGE)
-        job = engine.job(slots[:NUM_PREFIX], BLOCK, cuda.page_locked(1 << 18), PEER)
-        land(job.source.staging, {step: values[step] for step in job.plan.steps})
-        told = engine.run_with([job], Part(TOKENS, slots, NUM_PREFIX))
+        request = engine.loading(slots[:NUM_PREFIX], BLOCK, cuda.page_locked(1 << 18), PEER)
+        land(request.source.staging, {step: values[step] for step in request.plan.steps})
+        told = engine.run_with([request], Part(TOKENS, slots, NUM_PREFIX))
         assert told == ["reused"]
         found = engine.differences(slots[:NUM_PREFIX], [stored(kv) for kv in expected])
         engine.close()

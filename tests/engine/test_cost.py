@@ -14,7 +14,7 @@ from cachetree.planning.prefill_cost import PrefillCost
 from sglang_droidspeak.cost import Fit, Meter
 from sglang_droidspeak.metrics import Metrics
 from sglang_droidspeak.request.forward import ForwardPass
-from sglang_droidspeak.request.partial_prefill import Prefix
+from sglang_droidspeak.request.partial_prefill import BlockTokens
 
 SHAPE = PrefillCost.of_sizes(4096, 1e-4)
 LENGTHS = (16, 64, 200, 800, 3000, 8000)
@@ -166,7 +166,7 @@ def test_a_recompute_is_measured_where_all_of_it_is_of_one_block(
         _prefill=SimpleNamespace(run=lambda *args: ran.append(args)),
         _labels=SimpleNamespace(metrics=Metrics(enabled=False)),
     )
-    prefixes = [Prefix(row=0, tokens=Span(0, 32), block=block, e=None) for block in blocks]
+    prefixes = [BlockTokens(row=0, tokens=Span(0, 32), block=block, e=None) for block in blocks]
     ForwardPass._run(forwards, "batch", prefixes)  # type: ignore[arg-type]
     assert ran == [("batch", prefixes)]
     assert (meter.recompute is not None) == is_measured

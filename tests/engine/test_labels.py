@@ -168,11 +168,11 @@ def test_who_reads_nothing_approximate_leaves_exact_kv(monkeypatch, num_before: 
         req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(1, 64)),
     )
     settings = SimpleNamespace(forward_wait_s=0.05)
-    site = SimpleNamespace(identity=SimpleNamespace(num_layers=4), settings=settings)
+    server = SimpleNamespace(identity=SimpleNamespace(num_layers=4), settings=settings)
     parts: dict[str, Any] = dict.fromkeys(("loader", "low_rank", "labels"))
     forwards = forward.ForwardPass(
         attachment=SimpleNamespace(  # type: ignore[arg-type]
-            runner=runner, e_pool=None, stack=None, provenance=Provenance(64, "cpu"), site=site
+            runner=runner, e_pool=None, stack=None, provenance=Provenance(64, "cpu"), server=server
         ),
         meter=Meter("cpu", 4, 64, PrefillCost(token_s=1.0, context_s=0.0)),
         ranks=Ranks(None),

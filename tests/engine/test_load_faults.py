@@ -10,6 +10,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 from permissive import made
+from request_parts import loading
 from test_waiting import request
 
 from cachetree.clock import Deadline
@@ -20,8 +21,8 @@ from sglang_droidspeak.engine.names import ForwardMode
 from sglang_droidspeak.ranks import Ranks
 from sglang_droidspeak.request import forward
 from sglang_droidspeak.request.forward import ForwardPass
-from sglang_droidspeak.request.job import Job
 from sglang_droidspeak.request.loader import Copies, Loader
+from sglang_droidspeak.request.request import Request
 from sglang_droidspeak.request.source import Staged
 from sglang_droidspeak.store.capture import Provenance
 
@@ -80,7 +81,7 @@ class Rig:
             rows=self.rows, e_pool=MagicMock(), coding=MagicMock(), page_size=PAGE
         )
         self.provenance = Provenance(1024, "cpu")
-        site = SimpleNamespace(
+        server = SimpleNamespace(
             identity=SimpleNamespace(num_layers=NUM_LAYERS),
             settings=SimpleNamespace(forward_wait_s=10.0),
         )
@@ -90,7 +91,7 @@ class Rig:
         self.forward = made(
             ForwardPass,
             attachment=SimpleNamespace(
-                site=site,
+                server=server,
                 runner=runner,
                 e_pool=MagicMock(),
                 provenance=self.provenance,
@@ -101,30 +102,22 @@ class Rig:
         )
         self.req = request()
 
-    def job(self) -> Job:
+    def loading(self) -> Request:
         staging = Staging(dict.fromkeys(PLAN.steps, 40), Deadline.after(60))
         for step in PLAN.steps:
             staging.write(step, 0, memoryview(bytes(40)))
         staging.release = lambda: self.released.append(staging)  # type: ignore[attr-defined]
-        return Job(
-            rid=self.req.rid,
-            plan=PLAN,
-            source=Staged(staging, PLAN, self.pool),
-            pages=PLAN.pages,
-            slots=SLOTS,
-            page_size=PAGE,
-            match_s=0.0,
-            queued_s=0.0,
-        )
+        source = Staged(PLAN, self.pool, staging)
+        return loading(PLAN, source, Span(0, NUM_TOKENS), SLOTS, self.req)
 
     def run(self) -> bool:
         """One batch of one request whose prefix is loaded; whether SGLang keeps its result."""
-        return self.end(self.launch(self.job()))
+        return self.end(self.launch(self.loading()))
 
-    def launch(self, job: Job) -> int:
+    def launch(self, it: Request) -> int:
         """Run the batch of this load; the index by which SGLang ends it."""
-        index = self.loader.start([job])
-        self.forward.expect(index, [job])
+        index = self.loader.start([it.load])
+        self.forward.expect(index, [it])
         batch = SimpleNamespace(
             reqs=[self.req],
             prefix_lens=[NUM_TOKENS],
@@ -197,22 +190,23 @@ def test_a_batch_that_is_launched_before_the_last_one_ended_shares_nothing_with_
     rig: Rig, failing: int | None
 ) -> None:
     """As SGLang's overlap schedule has it, with memory that runs out in one of the two."""
-    jobs, indices = [rig.job(), rig.job()], []
-    for number, job in enumerate(jobs):
+    requests, indices = [rig.loading(), rig.loading()], []
+    for number, it in enumerate(requests):
         rig.prefills.failures = 2 if number == failing else 0
-        indices.append(rig.launch(job))
-    for number, (job, index) in enumerate(zip(jobs, indices, strict=True)):
-        assert job.source.staging not in rig.released
+        indices.append(rig.launch(it))
+    for number, (it, index) in enumerate(zip(requests, indices, strict=True)):
+        staging = it.source.staging
+        assert staging not in rig.released
         assert rig.end(index) == (number != failing)
-        assert rig.released[-1] is job.source.staging
+        assert rig.released[-1] is staging
     assert_reuse_works(rig)
 
 
 def test_a_copy_that_fails_under_the_forward_is_no_result(rig: Rig) -> None:
-    job = rig.job()
+    it = rig.loading()
     rig.rows.failures = 1
-    index = rig.loader.start([job])
-    rig.forward.expect(index, [job])
+    index = rig.loader.start([it.load])
+    rig.forward.expect(index, [it])
     rig.loader.finish(index)
     assert not rig.forward.done(index)
     assert_reuse_works(rig)

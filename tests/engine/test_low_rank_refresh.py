@@ -349,14 +349,14 @@ def test_a_is_shared_where_all_have_the_same(
         a_of = {"a_of": adapters[0]} if "a_of" in options else {}
         folder = tmp_path / str(seed)
         adapters.append(write_adapter(folder, base, **(options | a_of), seed=seed))
-    site = SimpleNamespace(
+    server = SimpleNamespace(
         adapters=adapters,
         refreshed_layers=frozenset({LAYER}),
         identity=SimpleNamespace(hidden_size=HIDDEN),
     )
     layer = Layer(0, 1)
     model = SimpleNamespace(model=SimpleNamespace(layers=[layer]))
-    found = {at: (len(it.k), len(it.v)) for at, it in shared_a(site, model).items()}
+    found = {at: (len(it.k), len(it.v)) for at, it in shared_a(server, model).items()}
     assert found == ({} if num_shared is None else {LAYER: num_shared})
     layer.self_attn.k_norm = None
-    assert shared_a(site, model) == {}
+    assert shared_a(server, model) == {}

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from prometheus_client import CollectorRegistry
+from request_parts import loading
 
 from cachetree.cache import Cache
 from cachetree.checkpoint.family import Family
@@ -24,22 +25,22 @@ from sglang_droidspeak.engine import HookType, place_hooks
 from sglang_droidspeak.engine.names import ForwardMode
 from sglang_droidspeak.metrics import CacheMetrics
 from sglang_droidspeak.request.controls import Controls, parse_controls
-from sglang_droidspeak.request.job import ForwardWaitExceeded, Job
 from sglang_droidspeak.request.meta_info import provenance_of
-from sglang_droidspeak.request.partial_prefill import Prefix, pack
-from sglang_droidspeak.request.source import Staged
+from sglang_droidspeak.request.partial_prefill import BlockTokens, pack
+from sglang_droidspeak.request.request import Request
+from sglang_droidspeak.request.source import ForwardWaitExceeded, Staged
 from sglang_droidspeak.store.capture import Provenance
 
 MIDDLE = Span(2, 4)
 
 
-def prefix(row: int, start: int, stop: int, block: Span = MIDDLE) -> Prefix:
-    e = torch.arange(start, stop).float()[:, None]
-
+def prefix(row: int, start: int, stop: int, block: Span = MIDDLE) -> BlockTokens:
     def of(tokens: Span) -> torch.Tensor:
-        return e[tokens.start : tokens.stop]
+        return torch.arange(tokens.start, tokens.stop).float()[:, None]
 
-    return Prefix(row=row, tokens=Span(start, stop), block=block, e=of if block.start else None)
+    return BlockTokens(
+        row=row, tokens=Span(start, stop), block=block, e=of if block.start else None
+    )
 
 
 @pytest.mark.parametrize("max_tokens", [1, 3, 7, 100])
@@ -53,11 +54,11 @@ def test_pack_covers_every_token_once_in_order(max_tokens: int) -> None:
     seen: dict[int, list[int]] = {}
     for forward in pack(prefixes, max_tokens):
         assert sum(len(piece.tokens) for piece in forward) <= max_tokens
-        assert len({piece.prefix.block for piece in forward}) == 1
+        assert len({piece.block for piece in forward}) == 1
         for piece in forward:
-            seen.setdefault(piece.prefix.row, []).extend(piece.tokens)
+            seen.setdefault(piece.row, []).extend(piece.tokens)
             if piece.e is not None:
-                assert piece.e[:, 0].tolist() == list(piece.tokens)
+                assert piece.e(piece.tokens)[:, 0].tolist() == list(piece.tokens)
     assert seen == {p.row: list(p.tokens) for p in prefixes}
 
 
@@ -108,7 +109,7 @@ def test_controls_are_optional() -> None:
 KV: Any = SimpleNamespace(page_size=16)
 
 
-def job(deadline_s: float = 5.0) -> Job:
+def loading_request(deadline_s: float = 5.0) -> Request:
     plan = Plan(
         sender=ModelId("s"),
         receiver=ModelId("r"),
@@ -118,36 +119,28 @@ def job(deadline_s: float = 5.0) -> Job:
         num_layers=4,
     )
     sizes = dict.fromkeys(plan.steps, 40)
-    return Job(
-        rid="r1",
-        plan=plan,
-        source=Staged(Staging(sizes, Deadline.after(deadline_s)), plan, KV),
-        pages=Span(3, 5),
-        slots=torch.arange(32),
-        page_size=16,
-        match_s=0.0,
-        queued_s=0.0,
-    )
+    source = Staged(plan, KV, Staging(sizes, Deadline.after(deadline_s)))
+    return loading(plan, source, Span(48, 80), torch.arange(32), SimpleNamespace(rid="r1"))
 
 
-def test_job_reads_its_pages_of_the_staged_ones() -> None:
-    it = job()
+def test_a_load_reads_its_pages_of_the_staged_ones() -> None:
+    it = loading_request().load
     step = Step(Kind.KV, 0)
     it.source.staging.write(step, 0, memoryview(bytes(range(40))))
-    assert bytes(it.source.rows(step, it.tokens)) == bytes(range(10, 30))
-    assert it.num_tokens == 32
+    assert bytes(it.source.rows(step, it.at)) == bytes(range(10, 30))
 
 
 def test_waiting_for_layers_is_bounded_and_ends_only_that_wait() -> None:
-    it = job()
+    it = loading_request().load
     started_s = time.monotonic()
-    with pytest.raises(ForwardWaitExceeded, match="e of layer 1"):
-        it.wait_staged(Deadline.after(0.05))
+    error = it.wait_staged(Deadline.after(0.05))
+    assert isinstance(error, ForwardWaitExceeded)
+    assert "e of layer 1" in str(error)
     assert time.monotonic() - started_s < 1
     assert it.source.staging.error is None
     for step in it.plan.steps:
         it.source.staging.write(step, 0, memoryview(bytes(40)))
-    it.wait_staged(Deadline.after(0.05))
+    assert it.wait_staged(Deadline.after(0.05)) is None
 
 
 def batch(rows: list[int], **fields) -> SimpleNamespace:
@@ -213,31 +206,30 @@ def test_a_slot_loses_its_mark_with_its_content() -> None:
 
 
 def test_layers_that_came_after_the_loader_gave_up_are_not_taken_for_loaded() -> None:
-    it = job(deadline_s=0.05)
+    it = loading_request(deadline_s=0.05).load
     with pytest.raises(DeadlineExceeded):
         it.source.staging.wait(it.plan.steps[0])
     for step in it.plan.steps:
         it.source.staging.write(step, 0, memoryview(bytes(40)))
-    with pytest.raises(DeadlineExceeded):
-        it.wait_staged(Deadline.after(1.0))
+    assert isinstance(it.wait_staged(Deadline.after(1.0)), DeadlineExceeded)
 
 
 def test_overlap_is_the_share_of_the_shorter_that_ran_beside_the_other() -> None:
-    it = job()
+    it = loading_request()
     start_s = it.source.staging.started_s
     it.source.staging.completed_s = start_s + 1.0
     cases = {(0.5, 2.5): 0.5, (0.0, 0.2): 1.0, (1.0, 2.0): 0.0, (0.25, 0.75): 1.0}
     for (begin, end), overlap in cases.items():
-        told = provenance_of(it, (start_s + begin, start_s + end), 0.0, "")
+        told = provenance_of(it, (start_s + begin, start_s + end), 0.0)
         assert told.overlap == pytest.approx(overlap)
     assert told.block == (1, 3)
     assert (told.recomputed_layers, told.loaded_layers) == (2, 2)
 
 
 def test_a_fallback_after_admission_says_how_long_it_was_held_back() -> None:
-    it = job()
-    it.queued_s = 1.25
-    told = provenance_of(it, (0.0, 0.0), 0.0, "DeadlineExceeded")
+    it = loading_request()
+    it.queued_s, it.load.cause = 1.25, "DeadlineExceeded"
+    told = provenance_of(it, (0.0, 0.0), 0.0)
     assert (told.outcome, told.queued_ms) == ("fallback: DeadlineExceeded", 1250.0)
 
 

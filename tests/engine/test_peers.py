@@ -21,7 +21,7 @@ from cachetree.checkpoint.family import Family
 from cachetree.config import CacheConfig
 from cachetree.ids import ModelId, PageHash
 from cachetree.transport import WorkerConfig
-from sglang_droidspeak.adapters.models import Part
+from sglang_droidspeak.adapters.models import Owner
 from sglang_droidspeak.cli import main
 from sglang_droidspeak.fleet.servers import free_port
 from sglang_droidspeak.request.planner import Planner
@@ -110,10 +110,10 @@ def test_a_prefix_that_nobody_has_is_told_with_the_peers_that_are_not_ready() ->
     there = [f"tcp://127.0.0.1:{free_port()}" for _ in range(2)]
     config = CacheConfig(peers=tuple(there), serves=False, host_bytes=1 << 20)
     with serving(there[0]), Cache(FAMILY, config) as cache:
-        site = SimpleNamespace(page_size=1, profiles=(), settings=SimpleNamespace(min_tokens=1))
-        site.identity = SimpleNamespace(num_layers=FAMILY.num_layers)
-        planner = made(Planner, cache=cache, site=site)
-        planner._models.part_of.return_value = Part(ModelId("m"), None, None)
+        server = SimpleNamespace(page_size=1, profiles=(), settings=SimpleNamespace(min_tokens=1))
+        server.identity = SimpleNamespace(num_layers=FAMILY.num_layers)
+        planner = made(Planner, cache=cache, server=server)
+        planner._models.owner_of.return_value = Owner(ModelId("m"), None, None)
         req = MagicMock()
         req.sampling_params.custom_params = None
         req.full_untruncated_fill_ids = [1, 2, 3]

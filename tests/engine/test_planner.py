@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from test_policy import ALL_E, FAR, MEASURED, PROFILE, R, S, match
 from cachetree.checkpoint.codec import Codec
 from cachetree.ids import PageHash, Span
 from cachetree.planning import Costs, Link
-from sglang_droidspeak.adapters.models import Part
+from sglang_droidspeak.adapters.models import Owner
 from sglang_droidspeak.request.planner import UNMEASURED_S, Planner
 from sglang_droidspeak.store.pool import Held
 
@@ -52,7 +53,7 @@ def planned(
     } | settings
     planner = made(
         Planner,
-        site=SimpleNamespace(
+        server=SimpleNamespace(
             settings=SimpleNamespace(**asked),
             identity=SimpleNamespace(num_layers=10),
             page_size=PAGE,
@@ -75,7 +76,7 @@ def planned(
             step_tokens=1 << 20,
         ),
         models=MagicMock(
-            part_of=lambda _req: Part(R, None, None), first_differences=lambda _lora_id: {}
+            owner_of=lambda _req: Owner(R, None, None), first_differences=lambda _lora_id: {}
         ),
         pool=MagicMock(held=lambda *_: SimpleNamespace(exact=0, approximate=None)),
     )
@@ -157,3 +158,10 @@ def test_at_admission_what_was_fetched_costs_no_more_than_its_copies() -> None:
         planner._meter.copy_byte_s = copy_byte_s
         planner._cache.link = lambda _location: Link(byte_s=1.0)
         assert planner.still_saves(found.plan, found.demand, Held(3, 0)) == saves
+
+
+def test_what_was_asked_for_by_name_is_not_thought_over() -> None:
+    """Nor is its wait bounded by what it saves."""
+    found = plan(controls={"block": "3:6"}, gate="off")
+    assert (found.plan.block, found.demand, found.patience_s) == (Span(3, 6), None, math.inf)
+    assert plan().demand is not None

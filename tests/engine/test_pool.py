@@ -254,7 +254,7 @@ def test_the_first_leads_and_others_wait_until_its_pages_are_there(crowd: Crowd)
     assert crowd.leaders.follow(first, pages, "no_match") is None
     assert crowd.leaders.follow(same, pages, "no_match") is None, "its own tree will have it"
     following = crowd.leaders.follow(second, longer, "no_match")
-    assert (following.leader.req, following.num_pages) == (first, 3)
+    assert (following.req, following.pages) == (first, longer[:3])
     assert not crowd.leaders.is_over(following)
     crowd.index.note("", BASE, pages[:2])
     assert not crowd.leaders.is_over(following)
@@ -288,7 +288,7 @@ def test_who_reads_nobody_leads_and_does_not_follow(crowd: Crowd, outcome: str) 
     assert crowd.leaders.follow(first, pages, outcome) is None
     other = FakeReq("2", "x")
     assert crowd.leaders.follow(other, pages, outcome) is None
-    assert crowd.leaders.follow(other, pages, "no_match").leader.req is first
+    assert crowd.leaders.follow(other, pages, "no_match").req is first
 
 
 @pytest.mark.parametrize("tenant", [None, "tenant"])

@@ -20,17 +20,18 @@ from cachetree.ids import Kind, Step
 from cachetree.memory.staging import Budget, BudgetedStaging, pageable
 from cachetree.planning.prefill_cost import PrefillCost
 from sglang_droidspeak.engine import prefixes
-from sglang_droidspeak.linker import DroidSpeakLinker
 from sglang_droidspeak.ranks import Ranks
-from sglang_droidspeak.request.job import Job
 from sglang_droidspeak.request.labels import Labels
 from sglang_droidspeak.request.meta_info import KEY, RequestProvenance
 from sglang_droidspeak.request.queue import Queue
-from sglang_droidspeak.request.source import Sources, Staged
+from sglang_droidspeak.request.source import Sources
 from sglang_droidspeak.request.waiting import WaitingRequests
 
 STEP_BYTES = 40
 KV: Any = SimpleNamespace(page_size=PAGE)
+E, FIRST_KV, LAST_KV = Step(Kind.E, 1), Step(Kind.KV, 0), Step(Kind.KV, 3)
+SLOW = PrefillCost(token_s=3600.0, context_s=0.0)
+"""A recompute that takes longer than any fetch."""
 
 
 class Round:
@@ -159,15 +160,15 @@ def test_a_retracted_request_waits_again_beside_another_and_is_told_once() -> No
         cache.stagings[0].land(step, 40)
     assert waiting.look([taken, other], tree, is_decoding=False) == {"other"}
     keys = [page.hex() for page in prefixes.own_pages_of(taken, 4 * PAGE, PAGE)]
-    job = waiting.take("taken", keys, torch.arange(4 * PAGE))
-    assert job is not None
+    assert waiting.take("taken", keys, torch.arange(4 * PAGE))
+    (loading,) = waiting.start()
     waiting.admitted([taken])
     labels.note(taken, RequestProvenance(outcome="reused", reused_tokens=4 * PAGE))
     labels.read([taken], torch.tensor([True]))
 
     taken.is_retracted = True
     labels.report([taken])
-    job.source.release()
+    loading.settle()
     assert waiting.look([other, taken], tree, is_decoding=False) == {"other", "taken"}
     assert len(cache.stagings) == 3
     cache.stagings[2].fail(FetchError("a test"))
@@ -192,25 +193,25 @@ def staging_of(budget: Budget) -> BudgetedStaging:
 
 
 def test_a_load_that_is_cancelled_before_it_starts_gives_its_memory_back() -> None:
-    budget = Budget(1 << 20)
-    linker = MagicMock()
-    job = Job(
-        rid="r1",
-        plan=PLAN,
-        source=Staged(staging_of(budget), PLAN, KV),
-        pages=PLAN.pages,
-        slots=torch.arange(4 * PAGE),
-        page_size=PAGE,
-        match_s=0.0,
-        queued_s=0.0,
-    )
-    linker._queued = {"r1": job}
-    assert not DroidSpeakLinker.cancel_queued_load(linker, "r2")
-    assert budget.num_bytes
-    assert DroidSpeakLinker.cancel_queued_load(linker, "r1")
-    assert (budget.num_bytes, linker._queued) == (0, {})
-    assert isinstance(job.source.error, Cancelled)
-    assert not DroidSpeakLinker.cancel_queued_load(linker, "r1")
+    cache, req, tree = SilentCache(), request(), None
+    waiting = waiting_on(cache, [], meter=SimpleNamespace(recompute=SLOW))
+    assert waiting.look([req], tree, is_decoding=False)
+    assert not waiting.cancel("r1"), "it has no slots yet"
+    cache.stagings[0].land(E, STEP_BYTES)
+    assert not waiting.look([req], tree, is_decoding=False)
+    keys = [page.hex() for page in prefixes.own_pages_of(req, 4 * PAGE, PAGE)]
+    assert waiting.take("r1", keys, torch.arange(4 * PAGE))
+    assert not waiting.take("r1", keys, torch.arange(4 * PAGE)), "it has slots"
+    assert not waiting.cancel("r2")
+    assert cache.budget.num_bytes
+    assert waiting.cancel("r1")
+    assert cache.budget.num_bytes == 0
+    assert isinstance(cache.stagings[0].error, Cancelled)
+    assert not waiting.cancel("r1")
+    assert not waiting.start()
+    waiting.look([req], tree, is_decoding=False)
+    assert len(cache.stagings) == 2, "it is planned anew"
+    waiting.clear()
 
 
 class Held:
@@ -236,11 +237,11 @@ class Held:
                 KV,
             ),
             meter=SimpleNamespace(
-                recompute=PrefillCost(token_s=3600.0, context_s=0.0),
+                recompute=SLOW,
                 full_prefill_s=lambda _tokens: 3600.0,
             ),
-            planner=planner_of(is_optional=False, patience_s=3600.0),
-            leaders=SimpleNamespace(follow=lambda *_: None, prune=lambda _waiting: None),
+            planner=planner_of(patience_s=3600.0),
+            in_flight=SimpleNamespace(follow=lambda *_: None, prune=lambda _waiting: None),
             ranks=Ranks(None),
         )
 
@@ -250,9 +251,6 @@ class Held:
     def land(self, *steps: Step) -> None:
         for step in steps:
             self.staging.write(step, 0, memoryview(bytes(STEP_BYTES)))
-
-
-E, FIRST_KV, LAST_KV = Step(Kind.E, 1), Step(Kind.KV, 0), Step(Kind.KV, 3)
 
 
 def test_without_e_nothing_is_recomputed_however_fast_the_rest_arrives() -> None:

@@ -15,7 +15,7 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from cachetree.ids import ModelId
-from sglang_droidspeak.adapters.models import Part
+from sglang_droidspeak.adapters.models import Owner
 from sglang_droidspeak.engine.prefixes import refusal, reusable_pages
 from sglang_droidspeak.ranks import Ranks
 from sglang_droidspeak.request.waiting import WaitingRequests
@@ -50,7 +50,7 @@ def look(req: Req) -> tuple[set[str], MagicMock]:
     )
     waiting = made(
         WaitingRequests,
-        sources=MagicMock(site=SimpleNamespace(settings=settings, page_size=PAGE)),
+        sources=MagicMock(server=SimpleNamespace(settings=settings, page_size=PAGE)),
         planner=planner,
         ranks=Ranks(None),
     )
@@ -60,7 +60,7 @@ def look(req: Req) -> tuple[set[str], MagicMock]:
 def offered(req: Req) -> MagicMock:
     """The offloader, after SGLang has inserted the request's whole pages into its tree."""
     models, offloader = MagicMock(), MagicMock(is_stopped=False)
-    models.part_of.return_value = Part(ModelId("m"), None, None)
+    models.owner_of.return_value = Owner(ModelId("m"), None, None)
     offloader.provenance.any_approximate = False
     insertions = Insertions(models, MagicMock(), offloader, Ranks(None), MagicMock(), PAGE)
     keys = [page.hex() for page in page_hashes(TOKENS)]

@@ -26,7 +26,7 @@ from sglang_droidspeak import engine
 from sglang_droidspeak.engine import probe
 from sglang_droidspeak.fleet.servers import ServerFailed, ServerSpec, free_port, running
 from sglang_droidspeak.start.config import LINKER_MODULE, cache_config
-from sglang_droidspeak.start.site import check_arguments, check_front_end, load_site
+from sglang_droidspeak.start.this_server import check_arguments, check_front_end, load_this_server
 
 HERE = "tcp://127.0.0.1:7001"
 KEY = "ctpub-" + "0" * 64
@@ -120,8 +120,8 @@ def test_bad_settings(model: Path, extra: dict[str, Any], words: list[str]) -> N
 
 def test_a_worker_that_is_pushed_to_is_read_from_too(model: Path) -> None:
     there = "tcp://127.0.0.1:7009"
-    site = load_site(server_args(model, {"peers": [HERE], "push_to": [HERE, there]}))
-    config = cache_config(site.settings, site.identity.model_id)
+    server = load_this_server(server_args(model, {"peers": [HERE], "push_to": [HERE, there]}))
+    config = cache_config(server.settings, server.identity.model_id)
     assert config.peers == config.stores == (HERE, there)
     assert "push_to" in refusal(model, {"push_to": [there], "host_gb": 0})
     assert "nonsense" in refusal(model, {"push_to": ["nonsense"]})
@@ -129,8 +129,8 @@ def test_a_worker_that_is_pushed_to_is_read_from_too(model: Path) -> None:
 
 def test_what_stays_in_memory_reaches_the_cache(model: Path) -> None:
     extra = {"eviction": "value", "ttl_s": 60, "max_pinned_share": 0.25}
-    site = load_site(server_args(model, extra))
-    retention = cache_config(site.settings, site.identity.model_id).retention
+    server = load_this_server(server_args(model, extra))
+    retention = cache_config(server.settings, server.identity.model_id).retention
     assert retention == Retention(eviction="value", ttl_s=60, max_pinned_share=0.25)
 
 
@@ -144,14 +144,14 @@ def test_keys_reach_the_cache(model: Path, tmp_path: Path) -> None:
         "peer_keys": {HERE: str(public_file)},
         "bulk_port": 7003,
     }
-    site = load_site(server_args(model, extra))
-    config = cache_config(site.settings, site.identity.model_id)
+    server = load_this_server(server_args(model, extra))
+    config = cache_config(server.settings, server.identity.model_id)
     assert (config.worker.key_file, config.worker.allowed_peers) == (str(key_file), (KEY,))
     assert config.worker.bulk_port == 7003
     peer = config.peer_at(HERE)
     assert (peer.key_file, peer.server_key) == (str(key_file), str(public_file))
     secret = key_file.read_text().split("ctsec-")[1].strip()
-    assert secret not in f"{site} {config}"
+    assert secret not in f"{server} {config}"
     key_file.chmod(0o644)
     assert "others can read" in refusal(model, {**extra, "host_gb": 1.0})
 
@@ -265,8 +265,8 @@ def test_each_rank_has_ports_of_its_own(model: Path) -> None:
         "peers": ["tcp://127.0.0.1:7101", "tcp://[::1]:7201"],
         "push_to": ["tcp://127.0.0.1:7301"],
     }
-    site = load_site(server_args(model, extra, "--tp-size", "2"))
-    config = cache_config(site.settings, site.identity.model_id, tp_rank=1)
+    server = load_this_server(server_args(model, extra, "--tp-size", "2"))
+    config = cache_config(server.settings, server.identity.model_id, tp_rank=1)
     assert (config.worker.listen, config.worker.bulk_port) == ("tcp://127.0.0.1:7002", 7004)
     assert config.peers == ("tcp://127.0.0.1:7102", "tcp://[::1]:7202", "tcp://127.0.0.1:7302")
     assert config.stores == ("tcp://127.0.0.1:7302",)
@@ -295,7 +295,7 @@ def test_settings_file_with_unknown_key(model: Path, tmp_path: Path) -> None:
     path.write_text("host_gb: [1\n")
     assert "not YAML" in refusal(model, {"config": str(path)})
     path.write_text("host_gb: 1.5\n")
-    assert load_site(server_args(model, {"config": str(path)})).settings.host_gb == 1.5
+    assert load_this_server(server_args(model, {"config": str(path)})).settings.host_gb == 1.5
 
 
 def test_profile_of_another_pair(model: Path, tmp_path: Path) -> None:
@@ -310,8 +310,8 @@ def test_profile_of_another_pair(model: Path, tmp_path: Path) -> None:
     assert f"weights is {own.weights!r}, and 'other' in the profile's sender" in line
     # A folder may hold the profiles of a whole fleet: those of others are passed over.
     write_profile(profile_of(own, other), tmp_path / "mine.json")
-    site = load_site(server_args(model, {"profiles": [str(tmp_path)]}))
-    assert [profile.receiver for profile in site.profiles] == [other]
+    server = load_this_server(server_args(model, {"profiles": [str(tmp_path)]}))
+    assert [profile.receiver for profile in server.profiles] == [other]
 
 
 def test_transition_layers_come_from_passed_profiles(model: Path, tmp_path: Path) -> None:
@@ -321,8 +321,8 @@ def test_transition_layers_come_from_passed_profiles(model: Path, tmp_path: Path
         folder = tmp_path / f"{passed}"
         folder.mkdir()
         write_profile(profile_of(own, other, passed=passed), folder / "pair.json")
-        site = load_site(server_args(model, {"profiles": [str(folder)]}))
-        assert site.transition_layers == layers
+        server = load_this_server(server_args(model, {"profiles": [str(folder)]}))
+        assert server.transition_layers == layers
 
 
 def test_some_layers_serve_refreshes_alone(model: Path, tmp_path: Path) -> None:
@@ -334,7 +334,8 @@ def test_some_layers_serve_refreshes_alone(model: Path, tmp_path: Path) -> None:
         write_profile(replace(profile, recommended=made), tmp_path / f"{name}.json")
 
     def refreshed(profiles: Path, **extra: Any) -> frozenset[int]:
-        found = load_site(server_args(model, {"profiles": [str(profiles)], "host_gb": 0} | extra))
+        extra = {"profiles": [str(profiles)], "host_gb": 0} | extra
+        found = load_this_server(server_args(model, extra))
         return dataclasses.replace(found, adapters=()).refreshed_layers
 
     assert refreshed(tmp_path / "one.json") == {1, 3}
@@ -350,8 +351,8 @@ def test_senders_are_those_of_usable_profiles_and_the_model_itself(
     for sender, passed in ((good, True), (bad, False)):
         write_profile(profile_of(sender, own, passed=passed), tmp_path / f"{sender.weights}.json")
     write_profile(profile_of(own, bad), tmp_path / "sends.json")
-    site = load_site(server_args(model, {"profiles": [str(tmp_path)]}))
-    assert site.senders == {own.model_id: frozenset(), good.model_id: frozenset({2})}
+    server = load_this_server(server_args(model, {"profiles": [str(tmp_path)]}))
+    assert server.senders == {own.model_id: frozenset(), good.model_id: frozenset({2})}
 
 
 def test_a_named_profile_has_to_have_passed(model: Path, tmp_path: Path) -> None:
@@ -361,8 +362,8 @@ def test_a_named_profile_has_to_have_passed(model: Path, tmp_path: Path) -> None
     write_profile(profile_of(own, other, passed=False), path)
     line = refusal(model, {"profiles": [str(path)]})
     assert f"{path} did not pass its gate: a test" in line
-    site = load_site(server_args(model, {"profiles": [str(path)], "gate": "off"}))
-    assert [profile.passed for profile in site.profiles] == [False], "for measurements"
+    server = load_this_server(server_args(model, {"profiles": [str(path)], "gate": "off"}))
+    assert [profile.passed for profile in server.profiles] == [False], "for measurements"
 
 
 def test_unreadable_profile(model: Path, tmp_path: Path) -> None:

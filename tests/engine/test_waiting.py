@@ -20,7 +20,7 @@ from cachetree.memory.staging import Budget, BudgetedStaging, pageable
 from cachetree.planning.plan import Plan
 from cachetree.planning.prefill_cost import PrefillCost
 from cachetree.tier import Search
-from sglang_droidspeak.adapters.models import Part
+from sglang_droidspeak.adapters.models import Owner
 from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.engine.prefixes import reusable_pages
 from sglang_droidspeak.ranks import Ranks
@@ -111,26 +111,25 @@ def waiting_on(
     )
     planned = Planned(
         plan=PLAN,
-        is_optional=False,
         is_experiment=is_experiment,
         patience_s=math.inf,
         step_share=0.0,
     )
     parts: Any = {
-        "site": SimpleNamespace(settings=settings, page_size=PAGE),
+        "server": SimpleNamespace(settings=settings, page_size=PAGE),
         "cache": cache,
         "meter": SimpleNamespace(recompute=None),
         "labels": SimpleNamespace(note=lambda _req, told: notes.append(told)),
         "planner": SimpleNamespace(plan=lambda *_: planned),
         "pool": SimpleNamespace(has_approximate=False),
-        "leaders": SimpleNamespace(
+        "in_flight": SimpleNamespace(
             follow=lambda *_: None, prune=lambda _waiting: None, clear=lambda: None
         ),
         "ranks": Ranks(None),
     }
     parts |= others
-    site, cache, pool = (parts.pop(name) for name in ("site", "cache", "pool"))
-    sources = Sources(site, cache, pool, SimpleNamespace(page_size=PAGE))  # type: ignore[arg-type]
+    server, cache, pool = (parts.pop(name) for name in ("server", "cache", "pool"))
+    sources = Sources(server, cache, pool, SimpleNamespace(page_size=PAGE))  # type: ignore[arg-type]
     return WaitingRequests(sources, **parts)
 
 
@@ -141,8 +140,8 @@ class Team:
     would_save_s = staticmethod(lambda *_: SAVING_S)
     reach = staticmethod(lambda *_: 0)
 
-    def part_of(self, req: Any) -> Part:
-        return Part(ModelId(f"model {req.lora_id}"), req.lora_id, None)
+    def owner_of(self, req: Any) -> Owner:
+        return Owner(ModelId(f"model {req.lora_id}"), req.lora_id, None)
 
     def __len__(self) -> int:
         return 2
@@ -172,10 +171,20 @@ def test_a_request_is_held_until_one_deadline_after_its_first_sight() -> None:
     assert cache.budget.num_bytes == 0
 
 
+def test_a_plan_that_loads_nothing_is_ready_at_once() -> None:
+    """All layers are computed anew: from the receiver's own embeddings, with no E."""
+    planner = planner_of(plan=replace(PLAN, block=Span(0, 4)), patience_s=0.0)
+    req = request()
+    waiting = waiting_on(SilentCache(), [], planner=planner)
+    assert not waiting.look([req], None, is_decoding=False)  # type: ignore[arg-type]
+    keys = [page.hex() for page in prefixes.own_pages_of(req, 4 * PAGE, PAGE)]
+    assert waiting.take(req.rid, keys, torch.arange(4 * PAGE))
+
+
 def test_a_leader_that_is_aborted_in_the_queue_holds_nobody_up_and_is_forgotten() -> None:
     team: Any = Team()
-    leaders = InFlightPrefills(team, team, team, PAGE)
-    waiting = waiting_on(SilentCache(), [], planner=team, leaders=leaders)
+    in_flight = InFlightPrefills(team, team, team, PAGE)
+    waiting = waiting_on(SilentCache(), [], planner=team, in_flight=in_flight)
     leader, follower, tree = request("leads"), request("follows", "x"), None
     gone = weakref.ref(leader)
     for _ in range(2):
@@ -190,7 +199,7 @@ def test_a_leader_that_is_aborted_in_the_queue_holds_nobody_up_and_is_forgotten(
 def test_a_leader_that_left_nothing_holds_nobody_up_after_its_first_token() -> None:
     team: Any = Team()
     waiting = waiting_on(
-        SilentCache(), [], planner=team, leaders=InFlightPrefills(team, team, team, PAGE)
+        SilentCache(), [], planner=team, in_flight=InFlightPrefills(team, team, team, PAGE)
     )
     leader, follower, tree = request("leads"), request("follows", "x"), None
     assert waiting.look([leader, follower], tree, is_decoding=False) == {"follows"}
@@ -255,7 +264,7 @@ class Now:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 1.0  # Before any deadline by the time since the machine was started.
         monkeypatch.setattr(
-            "sglang_droidspeak.request.waiting.time", SimpleNamespace(monotonic=lambda: self.now_s)
+            "sglang_droidspeak.request.request.time", SimpleNamespace(monotonic=lambda: self.now_s)
         )
 
     def __call__(self) -> float:
@@ -273,7 +282,7 @@ def planner_of(**planned: Any) -> Any:
     return SimpleNamespace(plan=lambda *_: value)
 
 
-OPTIONAL = planner_of(is_optional=True, patience_s=SAVING_S)
+OPTIONAL = planner_of(patience_s=SAVING_S)
 """Chosen by the server, which predicts that it saves so much."""
 METER: Any = SimpleNamespace(
     recompute=PrefillCost(token_s=1e-3, context_s=0.0), full_prefill_s=lambda n: SAVING_S
@@ -310,7 +319,7 @@ def test_one_that_comes_too_late_at_its_rate_is_given_up_before(now: Now) -> Non
     saving_s = 10.0
     notes: list[RequestProvenance] = []
     cache, req = SilentCache(now), request()
-    planner = planner_of(is_optional=True, patience_s=saving_s)
+    planner = planner_of(patience_s=saving_s)
     waiting = waiting_on(cache, notes, planner=planner, meter=METER)
     tree: Any = None
     assert waiting.look([req], tree, is_decoding=False) == {req.rid}
@@ -326,9 +335,9 @@ def test_the_wait_for_an_answer_of_a_store_counts_as_well(now: Now) -> None:
     settings = SimpleNamespace(
         hicache_backend="file", fetch_deadline_s=1e3, max_stall_s=None, gate="off", min_tokens=1
     )
-    site = SimpleNamespace(settings=settings, page_size=PAGE)
+    server = SimpleNamespace(settings=settings, page_size=PAGE)
     pool = SimpleNamespace(held=lambda *_: SimpleNamespace(exact=0), has_approximate=False)
-    others: Any = {"site": site, "pool": pool, "planner": OPTIONAL, "meter": METER}
+    others: Any = {"server": server, "pool": pool, "planner": OPTIONAL, "meter": METER}
     waiting = waiting_on(SilentCache(now), [], **others)
     req, tree = request(), None
     req.sampling_params = SimpleNamespace(custom_params=None)
@@ -346,8 +355,8 @@ def test_what_no_longer_pays_when_it_has_come_takes_a_full_prefill(
     """But for what a request has asked for by name."""
     notes: list[RequestProvenance] = []
     cache, req, asked = SilentCache(), request(), []
-    demand: Any = object()
-    planner = planner_of(is_optional=is_optional, patience_s=1e3, demand=demand)
+    demand: Any = object() if is_optional else None
+    planner = planner_of(patience_s=1e3, demand=demand)
     planner.still_saves = lambda *args: asked.append(args) or pays
     pool = SimpleNamespace(has_approximate=False, held=lambda *_: "held")
     waiting = waiting_on(cache, notes, planner=planner, pool=pool)
@@ -367,7 +376,7 @@ def test_what_no_longer_pays_when_it_has_come_takes_a_full_prefill(
 def test_a_follower_waits_no_longer_than_reading_saves(now: Now) -> None:
     team: Any = Team()
     waiting = waiting_on(
-        SilentCache(now), [], planner=team, leaders=InFlightPrefills(team, team, team, PAGE)
+        SilentCache(now), [], planner=team, in_flight=InFlightPrefills(team, team, team, PAGE)
     )
     leader, follower, tree = request("leads"), request("follows", "x"), None
     queue = [leader, follower]
@@ -424,7 +433,7 @@ def test_which_held_requests_a_step_could_have_taken(
 def staged(share: float, is_decoding: bool) -> tuple[WaitingRequests, Any]:
     """A request whose four pages have come; a step has 56 tokens, and three and a half pages."""
     cache, req = SilentCache(), request()
-    named = {"is_optional": False, "is_experiment": True, "patience_s": math.inf}
+    named = {"is_experiment": True, "patience_s": math.inf}
     planner = planner_of(**named, step_share=share)
     meter: Any = SimpleNamespace(recompute=None, step_tokens=56)
     waiting = waiting_on(cache, [], planner=planner, meter=meter)
@@ -456,11 +465,11 @@ def test_beside_who_decodes_no_more_is_loaded_than_a_step_recomputes(
     assert waiting.num_restorable(req.rid, pages[0]) == num_pages
     assert waiting.step_tokens(req.rid, 3 * PAGE) == math.ceil(3 * PAGE * share)
     if num_pages < 4:
-        assert waiting.take(req.rid, pages[: num_pages + 1], torch.arange(0)) is None
+        assert waiting.take(req.rid, pages[: num_pages + 1], torch.arange(0)) is False
     if num_pages:
-        job = waiting.take(req.rid, pages[:num_pages], torch.arange(0))
-        assert job is not None
-        assert job.pages == Span(0, num_pages)
+        assert waiting.take(req.rid, pages[:num_pages], torch.arange(0))
+        (loading,) = waiting.start()
+        assert loading.load.at == Span(0, num_pages * PAGE)
 
 
 @dataclass
@@ -510,7 +519,7 @@ def test_a_steps_tokens_are_filled_by_layers_or_by_time(
     settings = SimpleNamespace(max_stall_s=max_stall_s)
     layer = PrefillCost(token_s=1e-3 / 4, context_s=0.0)
     meter = SimpleNamespace(step_tokens=96, recompute=layer)
-    planner: Any = SimpleNamespace(_site=SimpleNamespace(settings=settings), _meter=meter)
+    planner: Any = SimpleNamespace(_server=SimpleNamespace(settings=settings), _meter=meter)
     assert Planner._step_share(planner, replace(PLAN, block=Span(1, 4))) == pytest.approx(share)
     meter.recompute = None
     unmeasured = 0.0 if max_stall_s else share

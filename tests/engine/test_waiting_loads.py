@@ -19,6 +19,7 @@ from waiting_parts import (
     Told,
     asking,
     keys_of,
+    loading,
     look,
     waiting_with,
 )
@@ -58,8 +59,7 @@ def test_what_the_pool_has_is_locked_when_it_is_taken() -> None:
     )
     waiting, _ = waiting_with(cache, pool=pool, planner=planner_of(**WANTED | {"plan": plan}))
     assert not look(waiting, req)
-    job = waiting.take("r1", keys_of(req), torch.arange(NUM_PAGES * PAGE))
-    assert job is not None
+    loading(waiting, cache, req)
     assert locked == [(plan, reusable_pages(req, PAGE), req, TREE)]
 
 
@@ -75,16 +75,13 @@ def test_a_taken_request_carries_on_what_is_known_of_it(now: Now, waited_s: floa
     now.now_s += 1.0
     waiting.pass_over(["r1"])
     now.now_s += waited_s
-    cache.land()
-    slots = torch.arange(3 * PAGE)
-    job = waiting.take("r1", keys_of(req)[1:], slots)
-    assert job is not None
-    assert (job.rid, job.plan, job.pages) == ("r1", PLAN, Span(1, 4))
-    assert job.slots is slots
-    assert job.num_tokens == 3 * PAGE
-    assert job.match_s == pytest.approx(0.5)
-    assert job.queued_s == pytest.approx(1.5 + waited_s)
-    assert job.patience_s == pytest.approx(max(0.0, 10.0 - waited_s))
+    taken, slots = loading(waiting, cache, req, *keys_of(req)[1:])
+    load = taken.load
+    assert (taken.req, load.plan, load.at) == (req, PLAN, Span(PAGE, 4 * PAGE))
+    assert load.slots is slots
+    assert taken.match_s == pytest.approx(0.5)
+    assert taken.queued_s == pytest.approx(1.5 + waited_s)
+    assert load.patience_s == pytest.approx(max(0.0, 10.0 - waited_s))
     assert not waiting.has_source("r1")
 
 
@@ -101,7 +98,7 @@ def test_only_an_experiments_approximate_kv_is_kept_from_the_tree(
     planner = planner_of(**WANTED | {"plan": plan, "is_experiment": is_experiment})
     waiting, _ = waiting_with(cache, planner=planner)
     look(waiting, req)
-    assert waiting.take("r1", keys_of(req), torch.arange(NUM_PAGES * PAGE)) is not None
+    loading(waiting, cache, req)
     assert req.skip_radix_cache_insert == (was_skipped or (is_experiment and not is_exact))
 
 
@@ -150,7 +147,7 @@ def test_the_rest_is_expected_at_the_rate_so_far_and_a_twentieth_more(
     now: Now, patience_s: float, is_held: bool
 ) -> None:
     """60 of 120 bytes in 0.45 s: the rest takes 0.4725 s, of patience less what was waited."""
-    planner = planner_of(**WANTED | {"is_optional": True, "patience_s": patience_s})
+    planner = planner_of(**WANTED | {"patience_s": patience_s})
     meter = SimpleNamespace(recompute=PrefillCost(token_s=1e-9, context_s=0.0))
     waiting, (req, told) = landed(now, 60, 0.45, planner=planner, meter=meter)
     assert bool(look(waiting, req)) == is_held
@@ -185,7 +182,7 @@ def test_how_long_it_was_held_is_told_in_thousandths_of_a_millisecond(now: Now) 
 
 def test_who_gives_up_says_so_in_the_log(now: Now, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    planner = planner_of(**WANTED | {"is_optional": True, "patience_s": 0.25})
+    planner = planner_of(**WANTED | {"patience_s": 0.25})
     waiting, (req, _) = landed(now, 0, 0.5, planner=planner)
     look(waiting, req)
     assert caplog.messages == [
@@ -195,7 +192,7 @@ def test_who_gives_up_says_so_in_the_log(now: Now, caplog: pytest.LogCaptureFixt
 
 def test_a_worker_that_sent_nothing_is_told_why_it_was_given_up(now: Now) -> None:
     cache, req = Asked(now), request()
-    planner = planner_of(**WANTED | {"is_optional": True, "patience_s": 0.25})
+    planner = planner_of(**WANTED | {"patience_s": 0.25})
     waiting, _ = waiting_with(cache, planner=planner)
     look(waiting, req)
     waiting.pass_over(["r1"])
@@ -239,7 +236,7 @@ class Pair:
 
 def test_a_rank_does_as_the_first_one_decided_with_its_own_part() -> None:
     pair, reqs, caches = Pair(), [request("r1"), request("r1")], [Asked(), Asked()]
-    planned = WANTED | {"is_experiment": False, "is_optional": True, "patience_s": 7.0}
+    planned = WANTED | {"is_experiment": False, "patience_s": 7.0}
     planners: list[Any] = [planner_of(**planned), None]
     both = [
         waiting_with(cache, planner=planner, ranks=pair.rank(number))
@@ -252,22 +249,32 @@ def test_a_rank_does_as_the_first_one_decided_with_its_own_part() -> None:
     assert caches[1].fetched[0][1] == reusable_pages(reqs[1], PAGE)
     assert prefixes.is_approximate(reqs[1])
     assert [waiting.step_tokens("r1", 8) for waiting, _ in both] == [4, 4]
-    jobs = [
-        waiting.take("r1", keys_of(req), torch.arange(NUM_PAGES * PAGE))
-        for (waiting, _), req in zip(both, reqs, strict=True)
-    ]
-    assert [job is not None and job.patience_s for job in jobs] == [7.0, 7.0]
+    for (waiting, _), cache, req in zip(both, caches, reqs, strict=True):
+        taken, _ = loading(waiting, cache, req)
+        assert taken.load.patience_s == 7.0
     assert not reqs[1].skip_radix_cache_insert
 
 
 def test_a_rank_keeps_an_experiment_to_itself_as_the_first_one_does() -> None:
     pair, reqs = Pair(), [request("r1"), request("r1")]
     for number, req in enumerate(reqs):
-        waiting, _ = waiting_with(Asked(), ranks=pair.rank(number))
+        cache = Asked()
+        waiting, _ = waiting_with(cache, ranks=pair.rank(number))
         look(waiting, req)
         assert not prefixes.is_approximate(req)
-        assert waiting.take("r1", keys_of(req), torch.arange(NUM_PAGES * PAGE)) is not None
+        loading(waiting, cache, req)
         assert req.skip_radix_cache_insert
+
+
+def test_what_the_first_rank_cannot_begin_nobody_does() -> None:
+    """It has a plan by then, which is not told."""
+    pair, caches = Pair(), [Asked(), Asked()]
+    caches[0].fetch = lambda *_: 1 / 0  # type: ignore[method-assign,assignment,return-value]
+    for number, cache in enumerate(caches):
+        waiting, told = waiting_with(cache, ranks=pair.rank(number))
+        assert not look(waiting, request())
+        assert {it.outcome for it in told.by_rid.values()} == ({"error"} if not number else set())
+    assert not caches[1].fetched
 
 
 def test_a_rank_reads_where_the_first_one_does_without_a_plan() -> None:
@@ -315,6 +322,6 @@ def test_only_the_first_rank_asks_a_store() -> None:
         req.sampling_params.custom_params = None
         pair = Pair()
         pair._shared.append(msgspec.msgpack.encode([]))
-        waiting, _ = waiting_with(cache, site=asking(), meter=METER, ranks=pair.rank(number))
+        waiting, _ = waiting_with(cache, server=asking(), meter=METER, ranks=pair.rank(number))
         look(waiting, req)
         assert len(cache.searched) == (not number)

@@ -92,11 +92,11 @@ def test_without_a_plan_a_request_reads_the_longer_of_what_the_device_has(
 @pytest.mark.parametrize("held", [Held(1, 3), Held(3, 1)])
 def test_who_reads_approximate_kv_leaves_nothing_that_others_could_wait_for(held: Held) -> None:
     followed: list[Any] = []
-    leaders = SimpleNamespace(
+    in_flight = SimpleNamespace(
         follow=lambda req, *_: followed.append(req), prune=lambda _waiting: None
     )
     planner, req = SimpleNamespace(plan=lambda *_: Declined("no_match")), request()
-    waiting, _ = waiting_with(Asked(held=held), planner=planner, leaders=leaders)
+    waiting, _ = waiting_with(Asked(held=held), planner=planner, in_flight=in_flight)
     look(waiting, req)
     assert followed == ([] if held.is_approximate_longer else [req])
 
@@ -136,7 +136,7 @@ def test_who_was_told_to_be_exact_is_told_why_it_reads_nothing() -> None:
 
 def test_what_has_come_is_planned_again_with_what_the_device_has() -> None:
     cache, req = Asked(held=Held(2, 0)), request()
-    planner = planner_of(**WANTED | {"is_optional": True, "is_experiment": False}, demand=object())
+    planner = planner_of(**WANTED | {"is_experiment": False}, demand=object())
     asked: list[Any] = []
     planner.still_saves = lambda _plan, _demand, held: asked.append(held) or True
     waiting, _ = waiting_with(cache, planner=planner)
@@ -153,7 +153,7 @@ def test_what_has_come_is_planned_again_with_what_the_device_has() -> None:
 def asks(req: Any, cache: Asked, **parts: Any) -> bool:
     """Whether it waits for the store's answer."""
     req.sampling_params.custom_params = parts.pop("custom_params", None)
-    waiting, _ = waiting_with(cache, **{"site": asking(), "meter": METER, **parts})
+    waiting, _ = waiting_with(cache, **{"server": asking(), "meter": METER, **parts})
     if parts.get("retired"):
         waiting.retire()
     return look(waiting, req) == {"r1"} and not cache.fetched
@@ -168,7 +168,7 @@ def test_a_store_is_asked_for_what_the_device_lacks_where_that_is_enough() -> No
 
 
 def test_nobody_asks_a_store_for_what_is_not_to_be_reused() -> None:
-    assert not asks(request(), Asked(), site=asking(hicache_backend=None))
+    assert not asks(request(), Asked(), server=asking(hicache_backend=None))
     assert not asks(request(), Asked(), custom_params={"droidspeak": {"mode": "off"}})
     assert asks(request(), Asked(), custom_params={"droidspeak": {"mode": "auto"}})
     refused, cache = request(), Asked()
@@ -176,7 +176,7 @@ def test_nobody_asks_a_store_for_what_is_not_to_be_reused() -> None:
     assert not asks(refused, cache)
     assert not cache.searched
     cache = Asked()
-    waiting, _ = waiting_with(cache, site=asking(), meter=METER)
+    waiting, _ = waiting_with(cache, server=asking(), meter=METER)
     waiting.retire()
     req = request()
     req.sampling_params.custom_params = None
@@ -201,7 +201,7 @@ def test_a_store_is_waited_for_as_long_as_the_prefill_takes(now: Now, full_s: fl
         recompute=None, full_prefill_s=lambda num_tokens: asked.append(num_tokens) or full_s
     )
     req.sampling_params.custom_params = None
-    waiting, _ = waiting_with(cache, site=asking(), meter=meter)
+    waiting, _ = waiting_with(cache, server=asking(), meter=meter)
     look(waiting, req)
     assert asked == [3 * PAGE]
     waiting.pass_over(["r1"])

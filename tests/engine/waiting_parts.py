@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from test_waiting import PAGE, PLAN, SilentCache, planner_of, waiting_on
 
 from sglang_droidspeak.engine.prefixes import own_pages_of
@@ -17,7 +18,7 @@ TREE: Any = object()
 NUM_PAGES = 4
 """Of each request here that may be reused."""
 STEP_BYTES = 40
-WANTED = {"is_optional": False, "is_experiment": True, "patience_s": math.inf, "step_share": 0.5}
+WANTED = {"is_experiment": True, "patience_s": math.inf, "step_share": 0.5}
 """As where a request asks for a block by name and no gate decides."""
 
 
@@ -70,12 +71,23 @@ def look(waiting: WaitingRequests, *reqs: Any) -> set[str]:
     return waiting.look(list(reqs), TREE, is_decoding=False)
 
 
+def loading(waiting: WaitingRequests, cache: Asked, req: Any, *keys: str) -> tuple[Any, Any]:
+    """What has begun to load once all has come: these pages, or all; and its slots."""
+    cache.land()
+    assert not look(waiting, req)
+    wanted = keys or keys_of(req)
+    slots = torch.arange(len(wanted) * PAGE)
+    assert waiting.take(req.rid, wanted, slots)
+    (taken,) = waiting.start()
+    return taken, slots
+
+
 def keys_of(req: Any) -> list[str]:
     return [page.hex() for page in own_pages_of(req, NUM_PAGES * PAGE, PAGE)]
 
 
 def asking(**settings: Any) -> Any:
-    """A site with a store that is asked what it has."""
+    """A server with a store that is asked what it has."""
     known = {
         "hicache_backend": "file",
         "fetch_deadline_s": 1e3,

@@ -17,10 +17,10 @@ from cachetree.metrics import METRICS
 from cachetree.planning.policy import Reason
 from sglang_droidspeak.metrics import Metrics
 from sglang_droidspeak.request.controls import Controls
-from sglang_droidspeak.request.job import ForwardWaitExceeded
 from sglang_droidspeak.request.meta_info import RequestProvenance
+from sglang_droidspeak.request.source import ForwardWaitExceeded
 from sglang_droidspeak.start.config import Settings, parse_settings
-from sglang_droidspeak.start.site import ARCHITECTURES
+from sglang_droidspeak.start.this_server import ARCHITECTURES
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()

@@ -87,8 +87,8 @@ _ACCEPTED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Site:
-    """One server, as the extension sees it. Made once per process by `load_site`.
+class ThisServer:
+    """As the extension sees it. Made once per process by `load_this_server`.
 
     What takes reading the adapters' files is found once, when it is first asked for.
     """
@@ -172,17 +172,17 @@ class Site:
 def check_front_end(server_args: ServerArgs) -> None:
     """Stop the server with one line where its configuration cannot work."""
     try:
-        site = load_site(server_args)
+        server = load_this_server(server_args)
         for rank in range(engine.resolved(server_args).tp_size):
-            config = cache_config(site.settings, site.identity.model_id, rank)
+            config = cache_config(server.settings, server.identity.model_id, rank)
             if config.serves:
                 check_ports(config.worker)
     except CacheTreeError as exc:
         raise SystemExit(f"droidspeak: {exc}") from None
 
 
-def load_site(server_args: ServerArgs) -> Site:
-    """The Site of a server that is configured to use the extension.
+def load_this_server(server_args: ServerArgs) -> ThisServer:
+    """This server, which is configured to use the extension.
 
     Raises ConfigError or ProfileError naming the field, the value and the remedy.
     """
@@ -232,7 +232,7 @@ def _load(
     page_size: int,
     tp_size: int,
     lora_paths: tuple[str, ...] | None,
-) -> Site:
+) -> ThisServer:
     settings = parse_settings(msgspec.json.decode(extra_json))
     _check_transport(settings, tp_size)
     if settings.hicache_backend is not None:
@@ -254,7 +254,7 @@ def _load(
     _check_codec(settings.codec, identity, page_size)
     adapters = None if lora_paths is None else tuple(folder_of(it) for it in lora_paths)
     has_adapters = adapters is not None
-    return Site(
+    return ThisServer(
         settings=settings,
         folder=path,
         identity=identity,

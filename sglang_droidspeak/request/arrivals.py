@@ -1,0 +1,115 @@
+"""How far the fetch of a planned request is: ready, too late, or not worth it any more.
+
+A request is held back until what it needs has arrived, or is predicted to have arrived by the time
+its recompute is done:
+
+    E of the transition layer ──► staged ─┐ ready when the rest will take no longer than the
+    KV, layer after layer     ──► ........┘ recompute, at the rate seen so far
+
+It waits no longer than reuse is predicted to save, counted from the first step that could have
+taken it. So nothing that others do, or fail to do, makes it take more than twice a full prefill.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import TYPE_CHECKING, Final
+
+from cachetree import DeadlineExceeded, FetchError
+from cachetree.planning import Plan, Reason, Strategy, layers_of_work
+from sglang_droidspeak.request.request import Phase
+
+if TYPE_CHECKING:
+    from sglang_droidspeak.cost import Meter
+    from sglang_droidspeak.engine.names import UnifiedRadixCache
+    from sglang_droidspeak.request.planner import Planner
+    from sglang_droidspeak.request.request import Request
+    from sglang_droidspeak.request.source import Arrival, Sources
+
+log = logging.getLogger(__name__)
+
+_RATE_S: Final = 0.2
+"""How long a fetch has to run before its rate tells when it will end."""
+_ANSWER_S: Final = 0.1
+"""A worker that has sent nothing for so long counts as failing."""
+_MARGIN: Final = 1.05
+"""How much longer than predicted the rest of a fetch may take without holding up a forward."""
+
+
+class Arrivals:
+    """Scheduler thread only."""
+
+    def __init__(self, sources: Sources, meter: Meter, planner: Planner) -> None:
+        self._sources: Final = sources
+        self._meter: Final = meter
+        self._planner: Final = planner
+
+    def look(self, request: Request, tree: UnifiedRadixCache) -> Phase:
+        """How far it is on this rank, SETTLED where it has failed; with its fetch begun, if it
+        could not be before.
+
+        What could be admitted is planned again: with what has come, and what the device has.
+        """
+        if not request.failure and request.source is None:
+            request.fetch(self._sources, tree)
+        phase = self._arrival(request)
+        planned = request.planned
+        if phase != Phase.READY or planned.demand is None:
+            return phase
+        held = self._sources.noted.held(request.req, len(request.pages), tree)
+        if self._planner.still_saves(planned.plan, planned.demand, held):
+            return phase
+        request.failure = Reason.SLOWER.value
+        return Phase.SETTLED
+
+    def _arrival(self, request: Request) -> Phase:
+        if request.failure:
+            return Phase.SETTLED
+        if request.source is None:
+            return Phase.PLANNED
+        try:
+            arrival = request.source.progress()
+        except FetchError as exc:
+            log.warning("request %s: %s; it does a full prefill", request.req.rid, exc)
+            request.failure = type(exc).__name__
+            return Phase.SETTLED
+        if arrival.is_complete:
+            return Phase.READY
+        if request.is_impatient:
+            return self._too_late(request, arrival)
+        recompute_s = self._recompute_s(request.plan)
+        if recompute_s is None or not arrival.num_landed_bytes:
+            return Phase.FETCHING
+        num_left = arrival.num_bytes - arrival.num_landed_bytes
+        rest_s = arrival.elapsed_s * num_left / arrival.num_landed_bytes * _MARGIN
+        if request.plan.strategy is Strategy.PIPELINED and arrival.has_e:
+            rest_s -= recompute_s
+            if rest_s <= 0:
+                return Phase.READY
+        left_s = math.inf if request.runnable_s is None else request.patience_s - request.waited_s
+        if arrival.elapsed_s > _RATE_S and rest_s > left_s:
+            return self._too_late(request, arrival)
+        return Phase.FETCHING
+
+    def _recompute_s(self, plan: Plan) -> float | None:
+        """Predicted; None until something was measured."""
+        cost, page_size = self._meter.recompute, self._sources.server.page_size
+        if cost is None:
+            return None
+        seconds = cost.seconds(plan.pages.start * page_size, plan.pages.stop * page_size)
+        return layers_of_work(plan) * seconds
+
+    def _too_late(self, request: Request, arrival: Arrival) -> Phase:
+        """Reuse would save less than the request waits for it."""
+        log.info(
+            "request %s: %d of %d bytes came in the %.3f s that are worth waiting for",
+            request.req.rid,
+            arrival.num_landed_bytes,
+            arrival.num_bytes,
+            request.patience_s,
+        )
+        if not arrival.num_landed_bytes and arrival.elapsed_s > _ANSWER_S:
+            request.source.fail(DeadlineExceeded(f"no answer for {_ANSWER_S} s"))
+        request.failure = "SlowLink"
+        return Phase.SETTLED

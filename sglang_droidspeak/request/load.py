@@ -1,0 +1,94 @@
+"""What a request has while it loads: pages of its source, and the KV slots that they go into."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from cachetree import Deadline, FetchError, Kind, Span, Step
+from cachetree.planning import Plan
+
+if TYPE_CHECKING:
+    import torch
+
+    from sglang_droidspeak.request.low_rank import LowRank
+    from sglang_droidspeak.request.source import Source
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Load:
+    """Begun with the batch of its request, over when the batch's forward is.
+
+    All that the loader thread sees of a request. It copies; the scheduler thread may abandon the
+    load, after which nothing more is written into the slots.
+    """
+
+    plan: Plan
+    source: Source
+    at: Span
+    """Where its tokens stand in the prompt, within plan.pages; SGLang may have promised fewer."""
+    slots: torch.Tensor
+    """KV slots of these tokens, on the device, int64."""
+    patience_s: float = math.inf
+    """How long its forward may still wait for layers that are late."""
+    copied_s: float = field(default=0.0, init=False)
+    """Time that the loader has spent copying, decoding included."""
+    copied_bytes: int = field(default=0, init=False)
+    """Out of host memory, as they are stored."""
+    low_rank: list[int] = field(default_factory=list, init=False)
+    """Layers refreshed by what the adapters' factors change, without the model's own matrix."""
+    cause: str = field(default="", init=False)
+    """Why its pages were prefilled in full after all; empty where they were not."""
+    is_broken: bool = field(default=False, init=False)
+    """A layer could not be copied."""
+    is_lost: bool = field(default=False, init=False)
+    """Nor could the slots be computed: the request must be aborted."""
+    _copying: threading.Lock = field(default_factory=threading.Lock, init=False)
+    _is_abandoned: bool = field(default=False, init=False)
+    """The scheduler thread computes the slots itself; the loader writes nothing more."""
+
+    @property
+    def is_good(self) -> bool:
+        """Whether its slots hold what they should, however that came about."""
+        return not (self.is_lost or (self.is_broken and not self._is_abandoned))
+
+    def copy(self, layer: int) -> None:
+        """Copy a layer once it has come; not one that is computed, or does not come. Blocks."""
+        if layer in self.plan.block or layer in self.plan.refreshed:
+            return
+        try:
+            self.source.wait(Step(Kind.KV, layer))
+        except FetchError:
+            return
+        with self._copying:
+            if not self._is_abandoned:
+                started_s = time.monotonic()
+                self.copied_bytes += self.source.copy(layer, self.at, self.slots)
+                self.copied_s += time.monotonic() - started_s
+
+    def refresh(self, low_rank: LowRank) -> None:
+        """Refresh in low rank what can be; the rest is projected anew."""
+        self.low_rank += [
+            layer
+            for layer in self.plan.refreshed
+            if self.source.refresh(low_rank, layer, self.at, self.slots)
+        ]
+
+    def wait_staged(self, deadline: Deadline) -> FetchError | None:
+        """Block until every layer is there; why it is not, where it is not by then."""
+        if self._is_abandoned or self.is_broken:
+            return FetchError("the load was given up")
+        try:
+            self.source.wait_all(deadline)
+        except FetchError as exc:
+            return exc
+        return None
+
+    def abandon(self, error: FetchError) -> None:
+        """Returns once nothing of it is being copied."""
+        self.source.fail(error)
+        with self._copying:
+            self._is_abandoned = True

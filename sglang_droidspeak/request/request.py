@@ -1,0 +1,146 @@
+"""One request, from SGLang's queue to the end of the forward that loads its prefix.
+
+seen ──► planned ◄──► fetching ◄──► ready ──► loading
+  └─────────┴────────────┴────────────┴──────────┴──► settled
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from enum import IntEnum
+from typing import TYPE_CHECKING, Final
+
+from sglang_droidspeak.request.load import Load
+
+if TYPE_CHECKING:
+    import torch
+
+    from cachetree import PageHash, Plan, Search, Span
+    from sglang_droidspeak.engine.names import Req, UnifiedRadixCache
+    from sglang_droidspeak.request.in_flight import InFlightPrefill
+    from sglang_droidspeak.request.planner import Planned
+    from sglang_droidspeak.request.source import Source, Sources
+
+
+class Phase(IntEnum):
+    """How far a request is: on several ranks, as far as on the least of them."""
+
+    SETTLED = 0
+    """It reads nothing by a plan, or no more: declined, given up, cancelled, or done."""
+    SEEN = 1
+    PLANNED = 2
+    """Without staging memory: admitted as it is, it does a full prefill."""
+    FETCHING = 3
+    READY = 4
+    LOADING = 5
+    """It has slots, and soon a batch."""
+
+
+_NEXT: Final[Mapping[Phase, Sequence[Phase]]] = {
+    Phase.SEEN: (Phase.PLANNED, Phase.SETTLED),
+    Phase.PLANNED: (Phase.FETCHING, Phase.SETTLED),
+    Phase.FETCHING: (Phase.PLANNED, Phase.READY, Phase.SETTLED),
+    Phase.READY: (Phase.FETCHING, Phase.LOADING, Phase.SETTLED),
+    Phase.LOADING: (Phase.SETTLED,),
+    Phase.SETTLED: (),
+}
+
+
+class IllegalTransition(Exception):
+    """A mistake of this package: a request was to enter a phase that does not follow."""
+
+
+class Request:
+    """One stay in SGLang's queue: who is retracted is seen anew. Scheduler thread only."""
+
+    def __init__(self, req: Req) -> None:
+        self.req: Final = req
+        self.phase = Phase.SEEN
+        """Changed by `reach` alone."""
+        self._seen_s: Final = time.monotonic()
+        self.runnable_s: float | None = None
+        """When a step first could have taken it, on monotonic time: its wait counts from then."""
+        self.patience_s = math.inf
+        """The longest that it may wait: what it is predicted to save."""
+        self.pages: Sequence[PageHash] = ()
+
+        self.searches: Sequence[Search] = ()
+        """Seen, it waits for these: answers of tiers that do not advertise;"""
+        self.following: InFlightPrefill | None = None
+        """or until another request has left its pages in the pool."""
+
+        self.planned: Planned | None = None
+        self.own_pages: Sequence[PageHash] = ()
+        """The pages as SGLang names them."""
+        self.match_s = 0.0
+        """Time to hash, match and plan."""
+        self.failure = ""
+        """Why this rank cannot go on with the plan."""
+
+        self.source: Source | None = None
+        """From fetching until it is settled."""
+        self.load: Load | None = None
+        """Since it loads."""
+        self.queued_s = 0.0
+        """Time from its first sight to its admission."""
+
+    @property
+    def plan(self) -> Plan:
+        """Only of one that was planned."""
+        return self.planned.plan
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it has a plan, and no slots."""
+        return Phase.PLANNED <= self.phase <= Phase.READY
+
+    @property
+    def age_s(self) -> float:
+        return time.monotonic() - self._seen_s
+
+    @property
+    def waited_s(self) -> float:
+        return 0.0 if self.runnable_s is None else time.monotonic() - self.runnable_s
+
+    @property
+    def is_impatient(self) -> bool:
+        return self.waited_s > self.patience_s
+
+    def pass_over(self) -> None:
+        """A step could have taken it, had it not been held back."""
+        if self.runnable_s is None:
+            self.runnable_s = time.monotonic()
+
+    def reach(self, phase: Phase) -> None:
+        """Enter a phase, or stay in it; in those that need no source, it is released."""
+        if phase is self.phase:
+            return
+        if phase not in _NEXT[self.phase]:
+            raise IllegalTransition(f"{self.req.rid}: {self.phase.name} to {phase.name}")
+        self.phase = phase
+        if phase in (Phase.PLANNED, Phase.SETTLED) and self.source is not None:
+            self.source.release()
+            self.source = None
+
+    def take_up(self, planned: Planned) -> None:
+        self.reach(Phase.PLANNED)
+        self.planned, self.patience_s = planned, planned.patience_s
+
+    def fetch(self, sources: Sources, tree: UnifiedRadixCache) -> None:
+        """Begin to bring together what the plan needs, if there is memory for it."""
+        source = sources.of(self.plan, self.pages, self.req, tree)
+        if source is not None:
+            self.reach(Phase.FETCHING)
+            self.source = source
+
+    def begin_load(self, at: Span, slots: torch.Tensor) -> None:
+        """SGLang has these slots for tokens that stand there in the prompt."""
+        self.reach(Phase.LOADING)
+        self.queued_s = self.age_s
+        left_s = max(0.0, self.patience_s - self.waited_s)
+        self.load = Load(plan=self.plan, source=self.source, at=at, slots=slots, patience_s=left_s)
+
+    def settle(self) -> None:
+        self.reach(Phase.SETTLED)
