@@ -23,7 +23,8 @@ def require_supported() -> None:
             f"install 'sglang=={release.VERSION}' (`droidspeak doctor --sglang` says what moved)"
         )
     # As it is loaded: here the server is about to import all of it, which reading would not spare.
-    for target, (_, *used) in release.USED.items():
+    for target, recorded in release.USED.items():
+        _, *used = recorded.split()
         try:
             loaded = inspect.unwrap(pkgutil.resolve_name(target))
             there = inspect.signature(loaded).parameters if used else ()
@@ -45,7 +46,8 @@ def installed() -> Path:
 
 def lacking(root: Path) -> Iterator[str]:
     """Names that are used and that the SGLang in that folder does not have, one sentence each."""
-    for target, (_, *parameters) in release.USED.items():
+    for target, recorded in release.USED.items():
+        _, *parameters = recorded.split()
         try:
             there = definition(root, target).parameters
         except NotThere as exc:
@@ -65,7 +67,8 @@ def lacking(root: Path) -> Iterator[str]:
 
 def changed(root: Path) -> Iterator[str]:
     """Functions and classes that are there and whose source is not the one that was read."""
-    for target, (recorded, *_) in release.USED.items():
+    for target, told in release.USED.items():
+        recorded, *_ = told.split()
         try:
             found = definition(root, target).hash
         except NotThere:

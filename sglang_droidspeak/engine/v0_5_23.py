@@ -52,213 +52,71 @@ _TREE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
 _HICACHE = "sglang.srt.mem_cache.hicache_storage"
 _STREAM = "sglang.srt.layers.layer_boundary.residual.batch"
 
-USED: Mapping[str, tuple[str, ...]] = {
+USED: Mapping[str, str] = {
     # what is hooked, called or done in its place: hash of its source, the parameters relied on
-    CHECK_SERVER_ARGS: ("276dad463132",),
-    ALLOC_MEMORY_POOL: (
-        "137d126a5372",
-        "memory_pool_config",
-    ),
-    CELL_SIZE: (
-        "dde0e084641d",
-        "kvc",
-        "num_layers",
-    ),
-    FORWARD: (
-        "587f48042174",
-        "batch",
-        "forward_batch",
-    ),
-    NEW_PREFILL: (
-        "9eb870ca66bd",
-        "prefill_delayer_single_pass",
-        "running_batch",
-    ),
-    REPLAY_LEN: (
-        "de5d2dd3bf21",
-        "req",
-        "prefix_len",
-    ),
-    MATCH: (
-        "8899b550249a",
-        "key",
-        "req",
-        "result",
-    ),
-    CHECKPOINT: (
-        "e02e3cb069e4",
-        "req",
-        "up_to",
-    ),
-    REPORT: (
-        "d201d904f804",
-        "reqs",
-        "return_logprob",
-        "skip_req",
-    ),
-    REPORT_ABORT: (
-        "970832854ce1",
-        "abort_req",
-        "req",
-    ),
-    REQUEST_LEVEL: (
-        "723097c2a9ab",
-        "key",
-    ),
-    INTERNAL_STATE: (
-        "3ea0012568df",
-        "recv_req",
-    ),
-    SLEEP_ON_IDLE: ("7b4ae7392209",),
-    LOAD_LORA: (
-        "6369b10627d1",
-        "lora_ref",
-    ),
-    UNLOAD_LORA: (
-        "014090d3f36c",
-        "lora_ref",
-    ),
-    PREPARE_LORA: (
-        "fd8e07ca37f2",
-        "forward_batch",
-    ),
-    CAN_SCHEDULE_LORA: (
-        "01d82aee17c4",
-        "req",
-        "running_loras",
-    ),
-    NATIVE_HASH: (
-        "bfd2899789f5",
-        "token_ids",
-        "prior_digest",
-        "page_size",
-    ),
-    f"{_WEIGHT_UPDATER}.begin_weight_update": ("15d28f96f574",),
-    f"{_WEIGHT_UPDATER}.update_weights_from_disk": (
-        "9f9182986460",
-        "model_path",
-        "load_format",
-    ),
-    f"{_WEIGHT_UPDATER}.load_weights_from_distributed": (
-        "b3ad51e6967e",
-        "named_tensors",
-    ),
-    f"{_WEIGHT_UPDATER}.update_weights_from_tensor": (
-        "213ae088f3c6",
-        "named_tensors",
-        "load_format",
-    ),
-    f"{_WEIGHT_UPDATER}.update_weights_from_ipc": (
-        "b1fb5ec946f0",
-        "recv_req",
-    ),
-    f"{_POLICY}.SchedulePolicy.calc_priority": (
-        "03c6cd9f1d76",
-        "waiting_queue",
-        "running_batch",
-    ),
+    CHECK_SERVER_ARGS: "276dad463132",
+    ALLOC_MEMORY_POOL: "137d126a5372 memory_pool_config",
+    CELL_SIZE: "dde0e084641d kvc num_layers",
+    FORWARD: "587f48042174 batch forward_batch",
+    NEW_PREFILL: "9eb870ca66bd prefill_delayer_single_pass running_batch",
+    REPLAY_LEN: "de5d2dd3bf21 req prefix_len",
+    MATCH: "8899b550249a key req result",
+    CHECKPOINT: "e02e3cb069e4 req up_to",
+    REPORT: "d201d904f804 reqs return_logprob skip_req",
+    REPORT_ABORT: "970832854ce1 abort_req req",
+    REQUEST_LEVEL: "723097c2a9ab key",
+    INTERNAL_STATE: "3ea0012568df recv_req",
+    SLEEP_ON_IDLE: "7b4ae7392209",
+    LOAD_LORA: "6369b10627d1 lora_ref",
+    UNLOAD_LORA: "014090d3f36c lora_ref",
+    PREPARE_LORA: "fd8e07ca37f2 forward_batch",
+    CAN_SCHEDULE_LORA: "01d82aee17c4 req running_loras",
+    NATIVE_HASH: "bfd2899789f5 token_ids prior_digest page_size",
+    f"{_WEIGHT_UPDATER}.begin_weight_update": "15d28f96f574",
+    f"{_WEIGHT_UPDATER}.update_weights_from_disk": "9f9182986460 model_path load_format",
+    f"{_WEIGHT_UPDATER}.load_weights_from_distributed": "b3ad51e6967e named_tensors",
+    f"{_WEIGHT_UPDATER}.update_weights_from_tensor": "213ae088f3c6 named_tensors load_format",
+    f"{_WEIGHT_UPDATER}.update_weights_from_ipc": "b1fb5ec946f0 recv_req",
+    f"{_POLICY}.SchedulePolicy.calc_priority": "03c6cd9f1d76 waiting_queue running_batch",
     f"{_FORWARD_BATCH}.init_new": (
-        "53f9f0da3b38",
-        "batch",
-        "model_runner",
-        "capture_hidden_mode",
-        "return_hidden_states_before_norm",
+        "53f9f0da3b38 batch model_runner capture_hidden_mode return_hidden_states_before_norm"
     ),
-    f"{_RUNNER}._prepare_eager_forward_batch": (
-        "b866c35b5396",
-        "forward_batch",
-    ),
+    f"{_RUNNER}._prepare_eager_forward_batch": "b866c35b5396 forward_batch",
     "sglang.srt.layers.layer_boundary.stage.StageBoundary.prepare": (
-        "2d4ed99d0cb8",
-        "hidden_states",
-        "forward_batch",
+        "2d4ed99d0cb8 hidden_states forward_batch"
     ),
-    f"{_STREAM}.set_written": (
-        "623684bac1ab",
-        "hidden_states",
-        "forward_batch",
-    ),
-    f"{_STREAM}.start": (
-        "9a6bd2ccd13c",
-        "forward_batch",
-    ),
-    f"{_STREAM}.clear": (
-        "6f53a759b0ce",
-        "forward_batch",
-    ),
-    "sglang.srt.mem_cache.utils.get_storage_hash_str": (
-        "935ba38bc914",
-        "key",
-        "prior_hash",
-        "page_size",
-    ),
-    f"{_TREE}.match_prefix": (
-        "de3b1bba99db",
-        "params",
-    ),
-    f"{_TREE}.path_device_indices": ("1d4dfdec35ff",),
-    f"{_TREE}.lock": ("2b4e6dcdd0f8",),
-    f"{_TREE}.unlock": ("5d69668e0592",),
-    f"{_BATCH}.Req.refresh_fill_ids": ("9b69fb0a2274",),
-    f"{_BATCH}.Req._compute_max_prefix_len": ("42e8ad450757",),
-    f"{_LINKER}.UnifiedCacheLinker": ("3e9927cdd47d",),
-    f"{_LINKER}.UnifiedCacheLinkerWrapper": ("6d14b33d924c",),
-    f"{_LINKER}.LayerWiseLoadCounter": ("0862a44133ca",),
+    f"{_STREAM}.set_written": "623684bac1ab hidden_states forward_batch",
+    f"{_STREAM}.start": "9a6bd2ccd13c forward_batch",
+    f"{_STREAM}.clear": "6f53a759b0ce forward_batch",
+    "sglang.srt.mem_cache.utils.get_storage_hash_str": "935ba38bc914 key prior_hash page_size",
+    f"{_TREE}.match_prefix": "de3b1bba99db params",
+    f"{_TREE}.path_device_indices": "1d4dfdec35ff",
+    f"{_TREE}.lock": "2b4e6dcdd0f8",
+    f"{_TREE}.unlock": "5d69668e0592",
+    f"{_BATCH}.Req.refresh_fill_ids": "9b69fb0a2274",
+    f"{_BATCH}.Req._compute_max_prefix_len": "42e8ad450757",
+    f"{_LINKER}.UnifiedCacheLinker": "3e9927cdd47d",
+    f"{_LINKER}.UnifiedCacheLinkerWrapper": "6d14b33d924c",
+    f"{_LINKER}.LayerWiseLoadCounter": "0862a44133ca",
     f"{_HICACHE}.HiCacheStorageConfig": (
-        "2e963b98c778",
-        "tp_rank",
-        "tp_size",
-        "is_mla_model",
-        "is_page_first_layout",
-        "model_name",
-        "extra_config",
+        "2e963b98c778 tp_rank tp_size is_mla_model is_page_first_layout model_name extra_config"
     ),
-    f"{_HICACHE}.HiCacheStorage.batch_exists": (
-        "564ad146112e",
-        "keys",
-    ),
-    f"{_HICACHE}.HiCacheStorage.batch_get": (
-        "718afb90aa2a",
-        "keys",
-        "target_locations",
-    ),
-    f"{_HICACHE}.HiCacheStorage.batch_set": (
-        "901f4dffb2b8",
-        "keys",
-        "values",
-    ),
-    f"{_HICACHE}.HiCacheStorage.batch_get_v1": (
-        "e4833bf7b35d",
-        "keys",
-        "host_indices",
-    ),
-    f"{_HICACHE}.HiCacheStorage.batch_set_v1": (
-        "3b6ded2bb457",
-        "keys",
-        "host_indices",
-    ),
-    f"{_HICACHE}.HiCacheStorage.register_mem_pool_host": (
-        "6f5568119578",
-        "mem_pool_host",
-    ),
+    f"{_HICACHE}.HiCacheStorage.batch_exists": "564ad146112e keys",
+    f"{_HICACHE}.HiCacheStorage.batch_get": "718afb90aa2a keys target_locations",
+    f"{_HICACHE}.HiCacheStorage.batch_set": "901f4dffb2b8 keys values",
+    f"{_HICACHE}.HiCacheStorage.batch_get_v1": "e4833bf7b35d keys host_indices",
+    f"{_HICACHE}.HiCacheStorage.batch_set_v1": "3b6ded2bb457 keys host_indices",
+    f"{_HICACHE}.HiCacheStorage.register_mem_pool_host": "6f5568119578 mem_pool_host",
     "sglang.srt.mem_cache.storage.backend_factory.StorageBackendFactory.create_backend": (
-        "829a1c15017b",
-        "backend_name",
-        "storage_config",
-        "mem_pool_host",
+        "829a1c15017b backend_name storage_config mem_pool_host"
     ),
     "sglang.srt.model_executor.encoder_swa_replay._build_replay_batch": (
-        "2a9514cbe7a5",
-        "batch",
-        "runner",
-        "rows",
+        "2a9514cbe7a5 batch runner rows"
     ),
     "sglang.srt.model_executor.encoder_swa_replay.run_encoder_swa_replay": (
-        "6678ec61cd40",
-        "worker",
-        "batch",
+        "6678ec61cd40 worker batch"
     ),
-    "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool.set_kv_buffer": ("896c2fd0838b",),
+    "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool.set_kv_buffer": "896c2fd0838b",
 }
 
 FIELDS: Mapping[str, str] = {
