@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
-from engine_parts import CPU, ENV, Answer, Watcher, answer, prompt
+from engine_parts import CPU, ENV, Answer, Watcher, answer, eventually, prompt
 from forked import ServerSpec
 from lora_parts import BASE, NUM_LAYERS, WITH_LORA, Checkpoints
 
@@ -88,9 +89,17 @@ def test_block_equals_the_oracle(fleet: Fleet, sender: str, receiver: str, block
 
 
 def test_an_adapter_reads_its_base_elsewhere_without_a_profile(fleet: Fleet) -> None:
-    tokens = prompt(200, seed=800)
-    fleet.send("base", tokens)
-    reply = fleet.ask("upper", tokens)
+    seeds = itertools.count(800)
+
+    def read() -> tuple[list[int], Answer] | None:
+        """None where reuse was no faster, by what this machine took so far."""
+        tokens = prompt(200, seed=next(seeds))
+        fleet.send("base", tokens)
+        reply = fleet.ask("upper", tokens)
+        assert reply.provenance["outcome"] in ("reused", "slower")
+        return (tokens, reply) if reply.provenance["outcome"] == "reused" else None
+
+    tokens, reply = eventually(read)
     told = reply.provenance
-    assert (told["outcome"], told["exact"], told["block"]) == ("reused", True, [4, 6])
+    assert (told["exact"], told["block"]) == (True, [4, 6])
     reply.assert_equals(fleet.models.expected("upper", "upper", tokens, EMPTY_SPAN))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -234,14 +235,22 @@ def test_tenants_share_nothing(team: Team) -> None:
 
 def test_the_first_of_a_burst_leads(team: Team) -> None:
     """Sent at once, one request computes the document and the other reads what it left."""
-    tokens = prompt(300, seed=503)
     names = [BASE, "upper"]
-    with ThreadPoolExecutor(2) as pool:
-        replies = [pool.submit(team.ask, name, tokens) for name in names]
-    outcomes = sorted(reply.result().provenance["outcome"] for reply in replies)
-    assert outcomes == ["no_match", "reused"]
+    seeds = itertools.count(5000)
+
+    def burst() -> tuple[list[int], list[Answer]] | None:
+        """None where reuse was no faster, by what this machine took so far."""
+        tokens = prompt(300, seed=next(seeds))
+        with ThreadPoolExecutor(2) as pool:
+            pending = [pool.submit(team.ask, name, tokens) for name in names]
+        replies = [it.result() for it in pending]
+        outcomes = {it.provenance["outcome"] for it in replies}
+        assert outcomes in ({"no_match", "reused"}, {"no_match", "slower"})
+        return (tokens, replies) if "reused" in outcomes else None
+
+    tokens, replies = eventually(burst)
     for name, reply in zip(names, replies, strict=True):
-        reply.result().assert_equals(team.models.expected(name, name, tokens, EMPTY_SPAN))
+        reply.assert_equals(team.models.expected(name, name, tokens, EMPTY_SPAN))
 
 
 def test_other_weights_under_the_same_name_hit_nothing(team: Team, tmp_path: Path) -> None:
