@@ -451,6 +451,18 @@ def test_a_block_that_took_longer_of_late_is_predicted_to_take_longer() -> None:
     assert predict_ttft_s(plan, page_size=16, costs=late) == pytest.approx(0.02 + 0.32 * 1.25)
 
 
+def test_while_one_of_the_speeds_is_unknown_so_is_what_a_plan_saves() -> None:
+    """Of the recompute, or of a prompt that is longer than any so far, though not of its rest."""
+    prefill = MEASURED.prefill
+    assert prefill is not None
+    long = replace(MEASURED, prefill=replace(prefill, known_tokens=100))
+    some = match(S, location=FAR, e={3: 6})
+    for costs in (long, replace(MEASURED, recompute=None)):
+        plan = plan_for(some, costs=costs)
+        assert (plan.block, plan.pages) == (Span(3, 6), Span(0, 6))
+        assert saving_s(plan, DEMAND, costs) is None
+
+
 def test_what_the_plan_leaves_is_prefilled_all_the_same() -> None:
     """Four of ten pages, of 0.16 s each."""
     plan = replace(plan_for(match(S, location=FAR)), pages=Span(0, 6))
