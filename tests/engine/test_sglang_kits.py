@@ -16,19 +16,6 @@ import openai
 import pytest
 from engine_parts import CPU, ENV
 from forked import ServerSpec
-from sglang.test.kits.abort_timeout_kit import AbortAllMixin, RunningTimeoutTwoWaveMixin
-from sglang.test.kits.anthropic_messages_kit import AnthropicMessagesMixin
-from sglang.test.kits.basic_api_contract_kit import BasicAPIContractMixin
-from sglang.test.kits.basic_decode_correctness_kit import BasicDecodeCorrectnessMixin
-from sglang.test.kits.basic_scheduler_stress_kit import BasicSchedulerStressMixin
-from sglang.test.kits.ebnf_constrained_kit import EBNFConstrainedMixin
-from sglang.test.kits.json_constrained_kit import JSONConstrainedMixin
-from sglang.test.kits.json_mode_kit import JSONModeMixin
-from sglang.test.kits.matched_stop_kit import MatchedStopMixin
-from sglang.test.kits.pause_generation_kit import PauseResumeInPlaceMixin
-from sglang.test.kits.radix_cache_server_kit import run_radix_attention_test
-from sglang.test.kits.regex_constrained_kit import RegexConstrainedMixin
-from sglang.test.kits.unified_radix_cache_kit import UnifiedRadixTreeTestMixin
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -41,27 +28,46 @@ VOCAB_SIZE = 32_000
 CHAT = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
 
 
-class RadixTreeMixin:
-    def test_radix_tree(self) -> None:
-        random.seed(7)
-        run_radix_attention_test(self.base_url)
+def kits(*, with_timeout: bool) -> tuple[type, ...]:
+    """Imported when they run: it takes seconds, and these tests are slow ones."""
+    from sglang.test.kits.abort_timeout_kit import AbortAllMixin, RunningTimeoutTwoWaveMixin
+    from sglang.test.kits.anthropic_messages_kit import AnthropicMessagesMixin
+    from sglang.test.kits.basic_api_contract_kit import BasicAPIContractMixin
+    from sglang.test.kits.basic_decode_correctness_kit import BasicDecodeCorrectnessMixin
+    from sglang.test.kits.basic_scheduler_stress_kit import BasicSchedulerStressMixin
+    from sglang.test.kits.ebnf_constrained_kit import EBNFConstrainedMixin
+    from sglang.test.kits.json_constrained_kit import JSONConstrainedMixin
+    from sglang.test.kits.json_mode_kit import JSONModeMixin
+    from sglang.test.kits.matched_stop_kit import MatchedStopMixin
+    from sglang.test.kits.pause_generation_kit import PauseResumeInPlaceMixin
+    from sglang.test.kits.radix_cache_server_kit import run_radix_attention_test
+    from sglang.test.kits.regex_constrained_kit import RegexConstrainedMixin
+    from sglang.test.kits.unified_radix_cache_kit import UnifiedRadixTreeTestMixin
+
+    class RadixTreeMixin:
+        def test_radix_tree(self) -> None:
+            random.seed(7)
+            run_radix_attention_test(self.base_url)
+
+    if with_timeout:
+        return (RunningTimeoutTwoWaveMixin,)
+    return (
+        RadixTreeMixin,
+        AbortAllMixin,
+        AnthropicMessagesMixin,
+        BasicAPIContractMixin,
+        BasicDecodeCorrectnessMixin,
+        BasicSchedulerStressMixin,
+        EBNFConstrainedMixin,
+        JSONConstrainedMixin,
+        JSONModeMixin,
+        MatchedStopMixin,
+        PauseResumeInPlaceMixin,
+        RegexConstrainedMixin,
+        UnifiedRadixTreeTestMixin,
+    )
 
 
-KITS = (
-    AbortAllMixin,
-    AnthropicMessagesMixin,
-    BasicAPIContractMixin,
-    BasicDecodeCorrectnessMixin,
-    BasicSchedulerStressMixin,
-    EBNFConstrainedMixin,
-    JSONConstrainedMixin,
-    JSONModeMixin,
-    MatchedStopMixin,
-    PauseResumeInPlaceMixin,
-    RadixTreeMixin,
-    RegexConstrainedMixin,
-    UnifiedRadixTreeTestMixin,
-)
 NEED_ANSWERS = {
     "test_basic_math",
     "test_capital_france",
@@ -139,14 +145,11 @@ def outcomes(server: Server, model: Path, kits: tuple[type, ...]) -> Mapping[str
     return {name: bad.get(name, "passed") for name in sorted(it._testMethodName for it in tests)}
 
 
-@pytest.mark.parametrize(
-    ("kits", "env"),
-    [(KITS, {}), ((RunningTimeoutTwoWaveMixin,), {"SGLANG_REQ_RUNNING_TIMEOUT": "4"})],
-    ids=["kits", "running_timeout"],
-)
+@pytest.mark.parametrize("with_timeout", [False, True], ids=["kits", "running_timeout"])
 def test_sglangs_own_tests_come_out_as_without_the_extension(
-    model: Path, kits: tuple[type, ...], env: Mapping[str, str], tmp_path: Path
+    model: Path, with_timeout: bool, tmp_path: Path
 ) -> None:
+    env = {"SGLANG_REQ_RUNNING_TIMEOUT": "4"} if with_timeout else {}
     found = []
     for name, droidspeak in (("without", None), ("with", {"host_gb": 0.1, "capture_layers": [1]})):
         spec = ServerSpec(
@@ -156,7 +159,7 @@ def test_sglangs_own_tests_come_out_as_without_the_extension(
             droidspeak=droidspeak,
         )
         with running(spec, folder=tmp_path / name, env=ENV | env) as (server,):
-            found.append(outcomes(server, model, kits))
+            found.append(outcomes(server, model, kits(with_timeout=with_timeout)))
     without, with_extension = found
     assert without == dict.fromkeys(without, "passed")
     assert with_extension == without
