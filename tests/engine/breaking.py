@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import slow_device
 import torch
 
 from cachetree.ids import Span
@@ -40,4 +41,5 @@ def _break(*_: object) -> None:
 
 
 if __name__ == "__main__":
+    slow_device.place()
     place()

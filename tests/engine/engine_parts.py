@@ -38,6 +38,8 @@ CPU = {
 }
 """Chunks shorter than every prompt, so that prefill is always chunked on both sides."""
 ENV = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+SLOW_DEVICE = ENV | {"FORKED_BEFORE": str(Path(__file__).with_name("slow_device.py"))}
+"""For forked servers whose tests do not ask whether reuse is worth it."""
 
 
 @functools.cache

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import pytest
-from engine_parts import ENV, Answer, answer, prompt
+from engine_parts import SLOW_DEVICE, Answer, answer, prompt
 from forked import ServerSpec
 from lora_parts import BASE, WITH_LORA, Checkpoints
 
@@ -55,7 +55,7 @@ def pair(tmp_path_factory) -> Iterator[Pair]:
         adapters=models.adapters,
         droidspeak={"host_gb": 0.25},
     )
-    with running(spec, folder=folder / "logs", env=ENV) as (server,):
+    with running(spec, folder=folder / "logs", env=SLOW_DEVICE) as (server,):
         yield Pair(server, models)
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from engine_parts import (
     CPU,
-    ENV,
     PAGE,
+    SLOW_DEVICE,
     Answer,
     answer,
     eventually,
@@ -37,7 +37,7 @@ def ask(model: Path, disk: Path, logs: Path) -> Answer:
     )
     least = whole_pages(len(TOKENS)) // PAGE * LAYERS * family_of(model).kv_page_bytes
     before = size_of(disk)
-    with running(spec, folder=logs, env=ENV) as (server,):
+    with running(spec, folder=logs, env=SLOW_DEVICE) as (server,):
         reply = answer(server, TOKENS)
         if reply.provenance["outcome"] != "own":
             eventually(lambda: size_of(disk) >= before + least)

@@ -14,7 +14,17 @@ from random import Random
 
 import pytest
 import requests
-from engine_parts import CPU, ENV, Answer, Watcher, answer, oracle, profile_of, prompt, whole_pages
+from engine_parts import (
+    CPU,
+    SLOW_DEVICE,
+    Answer,
+    Watcher,
+    answer,
+    oracle,
+    profile_of,
+    prompt,
+    whole_pages,
+)
 from forked import ServerSpec
 from struck_parts import scraped
 
@@ -75,6 +85,10 @@ class Trio:
         )
 
 
+ONE_FAMILY = pytest.mark.parametrize("trio", ["llama"], indirect=True, scope="module")
+"""For what no layer has to do with."""
+
+
 @pytest.fixture(scope="module", params=["llama", "qwen3"])
 def trio(request, tmp_path_factory) -> Iterator[Trio]:
     names = ["sender", "receiver"] if request.param == "qwen3" else ["sender", "second", "receiver"]
@@ -112,7 +126,7 @@ def trio(request, tmp_path_factory) -> Iterator[Trio]:
             },
         )
     )
-    with running(*specs, folder=folder / "logs", env=ENV) as servers:
+    with running(*specs, folder=folder / "logs", env=SLOW_DEVICE) as servers:
         addresses = [f"tcp://127.0.0.1:{port}" for port in ports.values()]
         watcher = Watcher(models["receiver"], addresses)
         try:
@@ -227,6 +241,7 @@ def test_own_exact_prefix_comes_before_the_senders_pages(trio: Trio) -> None:
     reply.assert_equals(trio.expected("sender", tokens, Span(2, 4), own=96))
 
 
+@ONE_FAMILY
 def test_after_an_answer_that_waits_to_be_published_the_next_server_hits(trio: Trio) -> None:
     """Each time, while both servers have other things to do."""
     is_over = threading.Event()
@@ -405,6 +420,7 @@ def test_log_probabilities_of_a_prompt_are_the_reason(trio: Trio) -> None:
     assert len(reply.meta["input_token_logprobs"]) == 160
 
 
+@ONE_FAMILY
 def test_health_probes_are_not_counted(trio: Trio) -> None:
     before = num_counted(trio.receiver)
     for _ in range(2):
@@ -490,6 +506,7 @@ class Load:
 SEED = int(os.environ.get("DROIDSPEAK_TEST_SEED", "0")) or Random().randrange(1, 1 << 30)
 
 
+@ONE_FAMILY
 def test_every_request_is_counted_once_and_says_what_it_read(trio: Trio) -> None:
     print(f"DROIDSPEAK_TEST_SEED={SEED}")
     random = Random(SEED)

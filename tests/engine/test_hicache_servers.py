@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from engine_parts import (
     CPU,
-    ENV,
     PAGE,
+    SLOW_DEVICE,
     Answer,
     answer,
     eventually,
@@ -90,7 +90,7 @@ def test_what_one_server_stores_another_one_reuses(tmp_path: Path) -> None:
             max_new=MAX_NEW,
         )
 
-    with running(*specs, folder=tmp_path / "logs", env=ENV) as (sender, receiver):
+    with running(*specs, folder=tmp_path / "logs", env=SLOW_DEVICE) as (sender, receiver):
         tokens, reply = ask_both(sender, receiver, store, seed=5)
         assert reply.provenance["outcome"] == "reused"
         assert reply.provenance["location"] == "hicache"

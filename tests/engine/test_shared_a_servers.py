@@ -8,7 +8,7 @@ from itertools import permutations
 
 import msgspec
 import pytest
-from engine_parts import ENV, Answer, answer, load_adapter, profile_of, prompt, whole_pages
+from engine_parts import SLOW_DEVICE, Answer, answer, load_adapter, profile_of, prompt, whole_pages
 from forked import ServerSpec
 from lora_parts import BASE, WITH_LORA, Checkpoints
 
@@ -66,7 +66,7 @@ def team(tmp_path_factory) -> Iterator[Team]:
         adapters={name: path for name, path in models.adapters.items() if name != STRANGER},
         droidspeak={"host_gb": 0, "profiles": [str(folder / "profiles")]},
     )
-    with running(spec, folder=folder / "logs", env=ENV) as (server,):
+    with running(spec, folder=folder / "logs", env=SLOW_DEVICE) as (server,):
         yield Team(server, models)
 
 

@@ -1,0 +1,18 @@
+"""Run in a server before it starts: it believes its device to be so slow that reuse always pays.
+
+What a tiny model takes on a machine that does other things is noise, by which a request is told
+`slower` now and then. `test_faults`, `test_stall_servers` and `test_never_slower` have real times.
+"""
+
+from __future__ import annotations
+
+
+def place() -> None:
+    from cachetree.planning import PrefillCost
+    from sglang_droidspeak.cost import Meter
+
+    Meter.prefill = property(lambda self: PrefillCost(token_s=0.1, context_s=1e-6))
+
+
+if __name__ == "__main__":
+    place()
