@@ -146,6 +146,12 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help="prompt with {context}, then {input}; default: the data set's own",
     )
+    data.add_argument(
+        "--chat",
+        action="store_true",
+        help="ask as the OpenAI chat endpoint does: each prompt is a user's message in the "
+        "tokenizer's own chat template",
+    )
     data.add_argument("--metric", choices=["f1", "rouge_l", "edit_similarity", "exact_number"])
     data.add_argument("--max-new", type=int, metavar="N", help="longest answer in tokens")
     data.add_argument(
@@ -275,12 +281,15 @@ def _settings(
         template=args.template,
         metric=None if args.metric is None else Metric(args.metric),
         max_new=args.max_new,
+        chat=args.chat,
     )
     if made_as is not None:
         made = made_as.made
+        options = replace(options, chat=args.chat or made.chat)
         chosen = {"dtype": made.dtype, "page_size": made.page_size, **chosen}
         if made.template and args.template is None:
-            options = TaskOptions(
+            options = replace(
+                options,
                 template=made.template,
                 metric=options.metric or Metric(made_as.metric),
                 max_new=options.max_new or made.max_new or None,

@@ -268,6 +268,8 @@ class Making(msgspec.Struct, frozen=True, kw_only=True):
     """Grid of the blocks, in layers."""
     page_size: int
     template: str
+    chat: bool = False
+    """Whether each prompt was a user's message in the tokenizer's chat template."""
     max_new: int
     """Longest answer in tokens."""
     pruned: bool

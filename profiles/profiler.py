@@ -386,6 +386,7 @@ def _making(settings: Settings, journal: Journal, elapsed_s: float, model: Layer
         group=settings.group,
         page_size=settings.page_size,
         template=settings.options.template or "",
+        chat=settings.options.chat,
         max_new=settings.options.max_new or 0,
         pruned=settings.pruned,
         prefix_passes=journal.num_passes,

@@ -7,7 +7,7 @@ datasets   files, folders and hubs ─► records with their tasks
 documents  records ─► tokens in whole pages, and what follows them
 """
 
-from profiles.data.datasets import Source, load_sources
+from profiles.data.datasets import Source, SourcedRecord, load_sources
 from profiles.data.documents import Document, Question, data_files, make_documents, split_documents
 from profiles.data.metrics import Metric, token_f1
 from profiles.data.records import (
@@ -28,6 +28,7 @@ __all__ = [
     "Record",
     "RecordError",
     "Source",
+    "SourcedRecord",
     "Task",
     "TaskOptions",
     "by_context",

@@ -5,8 +5,9 @@
     context, its last incomplete page     ┐
     rest of the template, with the input  ┘ suffix: new for every question
 
-Prompts are tokenised as a server does it with text, special tokens included. A tokenizer may join
-the end of the context with the start of the question, so what prompts share is found in tokens.
+Prompts are tokenised as a server does it with text, special tokens included; those of a chat as its
+OpenAI endpoint does it with one message of a user. A tokenizer may join the end of the context with
+the start of the question, so what prompts share is found in tokens.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from itertools import takewhile
 from random import Random
 from typing import TYPE_CHECKING, Final
 
+from jinja2 import TemplateError
 from tqdm import tqdm
 
 from cachetree import ConfigError
@@ -73,16 +75,16 @@ def make_documents(
     inside the context, and is the same for all questions about it.
 
     Raises RecordError naming a record: whose context is shorter than a page, or whose prompt does
-    not fit without any context.
+    not fit without any context. Raises ConfigError for a chat without a usable template.
     """
     groups: dict[tuple[Task, str], list[SourcedRecord]] = {}
     for source in sources:
         for it in source.records:
             groups.setdefault((it.task, it.record.context), []).append(it)
-    encode = _Encoder(tokenizer)
     documents = []
     bar = tqdm(groups.values(), desc="tokenizing", unit="context", delay=_BAR_DELAY_S, leave=False)
     for records in bar:
+        encode = _Encoder(tokenizer, records[0].task.chat)
         documents.append(_document(records, encode, page_size, max_prompt_tokens))
     return documents
 
@@ -132,10 +134,41 @@ def data_files(sources: Iterable[Source], documents: Iterable[Document]) -> tupl
 @dataclass(frozen=True, slots=True)
 class _Encoder:
     tokenizer: PreTrainedTokenizerBase
+    chat: bool
+
+    def text(self, prompt: str) -> str:
+        """What a server tokenises for a prompt; raises ConfigError."""
+        if not self.chat:
+            return prompt
+        message = {"role": "user", "content": prompt}
+        try:
+            return self.tokenizer.apply_chat_template(
+                [message], tokenize=False, add_generation_prompt=True
+            )
+        except (ValueError, TemplateError) as exc:
+            raise ConfigError(
+                f"--chat cannot be used with the tokenizer of {self.tokenizer.name_or_path}: {exc}"
+            ) from exc
+
+    def shared(self, it: SourcedRecord) -> tuple[str, str]:
+        """The text before the context, and to its end; in a chat without white space at its ends,
+        which templates may strip."""
+        task, context = it.task, it.record.context
+        if not self.chat:
+            return task.opening, task.shared(context)
+        said = task.shared(context).strip()
+        before, found, _ = self.text(task.prompt(context, it.record.input)).partition(said)
+        if not found:
+            raise ConfigError(
+                f"the chat template of {self.tokenizer.name_or_path} changes the text of messages "
+                f"({it.place}); --chat cannot be used with it"
+            )
+        return before + said.removesuffix(context.strip()), before + said
 
     def prompts(self, texts: Sequence[str]) -> list[Tokens]:
-        """With the tokenizer's own special tokens."""
-        return [tuple(ids) for ids in self.tokenizer(list(texts), verbose=False).input_ids]
+        """With the tokenizer's own special tokens; a chat template wrote those that it wants."""
+        encoded = self.tokenizer(list(texts), add_special_tokens=not self.chat, verbose=False)
+        return [tuple(ids) for ids in encoded.input_ids]
 
     def continuation(self, text: str) -> Tokens:
         encoded = self.tokenizer(text, add_special_tokens=False, verbose=False)
@@ -155,8 +188,8 @@ def _document(
     max_prompt_tokens: int | None,
 ) -> Document:
     task, context, first = records[0].task, records[0].record.context, records[0]
-    texts = [task.prompt(context, it.record.input) for it in records]
-    opening, shared, *prompts = encode.prompts([task.opening, task.shared(context), *texts])
+    texts = [encode.text(task.prompt(context, it.record.input)) for it in records]
+    opening, shared, *prompts = encode.prompts([*encode.shared(first), *texts])
     num_shared = len(_common_start([shared, *prompts]))
     kept = prompts
     if max_prompt_tokens is not None:

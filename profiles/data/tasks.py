@@ -42,6 +42,8 @@ class Task:
     metric: Metric
     max_new: int
     """Longest answer in tokens."""
+    chat: bool = False
+    """Whether a prompt is a user's message in the tokenizer's chat template."""
     answer_part: AnswerPart = AnswerPart.WHOLE
 
     def __post_init__(self) -> None:
@@ -75,6 +77,7 @@ class TaskOptions:
     template: str | None = None
     metric: Metric | None = None
     max_new: int | None = None
+    chat: bool = False
 
     def task_for(self, dataset: str) -> Task:
         """LongBench-E's sets (`hotpotqa_e`) are asked and judged like those without the suffix.
@@ -88,6 +91,7 @@ class TaskOptions:
                 template=known.template if self.template is None else self.template,
                 metric=known.metric if self.metric is None else self.metric,
                 max_new=known.max_new if self.max_new is None else self.max_new,
+                chat=self.chat,
             )
         if self.template is None or self.metric is None:
             raise ConfigError(
@@ -99,6 +103,7 @@ class TaskOptions:
             template=self.template,
             metric=self.metric,
             max_new=DEFAULT_MAX_NEW if self.max_new is None else self.max_new,
+            chat=self.chat,
         )
 
 

@@ -316,6 +316,7 @@ def making(profile: MeasuredProfile) -> Table:
         ),
         ("time", words.duration(made.elapsed_s)),
         ("template", made.template),
+        ("chat template", "the tokenizer's own" if made.chat else "none"),
         (
             "settings",
             f"seed {made.seed}, pages of {words.counted(made.page_size, 'token')}, answers of at "

@@ -274,6 +274,68 @@ def test_a_limit_that_leaves_no_context_is_named():
         make((words(10, 8), "w4 w5 w6", "w5"), max_prompt_tokens=2)
 
 
+CHATML = (
+    "{{ bos_token }}{% if messages[0]['role'] != 'system' %}<|system|>\nBe brief.</s>\n{% endif %}"
+    "{% for message in messages %}<|{{ message['role'] }}|>\n{{ message['content'] | trim }}</s>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+
+
+@pytest.fixture
+def chatting(byte_pairs):
+    """The same tokenizer with a template that says <s> itself, greets, and trims messages."""
+    byte_pairs.chat_template = CHATML
+    yield byte_pairs
+    byte_pairs.chat_template = None
+
+
+@pytest.mark.parametrize("name", ["hotpotqa", "multi_news", "gsm8k"])
+def test_prompts_of_a_chat_are_the_templates_own_of_one_message(chatting, name):
+    task = TaskOptions(chat=True).task_for(name)
+    context, questions = "\nsun rain wind rain.\n\n" * 4, ["Which rain?", "\n\nWhich sun?"]
+    (document,) = make(*((context, it, "rain") for it in questions), task=task, tokenizer=chatting)
+    for text, question in zip(questions, document.questions, strict=True):
+        message = {"role": "user", "content": task.prompt(context, text)}
+        expected = chatting.apply_chat_template(
+            [message], add_generation_prompt=True, return_dict=False
+        )
+        assert [*document.prefix, *question.suffix] == expected
+        assert expected.count(chatting.bos_token_id) == 1
+        assert chatting.decode(question.reference) == "rain</s>"
+    shared = chatting.decode(document.prefix)
+    assert shared.startswith("<s><|system|>\nBe brief.</s>\n<|user|>\n") and shared[-30:] in context
+
+
+def test_a_cut_of_a_chat_is_in_the_context(chatting):
+    task = Task(
+        name="t", template="rain: {context} {input}", metric=Metric.F1, max_new=4, chat=True
+    )
+    context = " ".join(f"wind{i}" for i in range(40))
+    (whole,) = make((context, "sun", "x"), task=task, tokenizer=chatting, page_size=1)
+    (short,) = make(
+        (context, "sun", "x"), task=task, tokenizer=chatting, page_size=1, max_prompt_tokens=96
+    )
+    asked = [[*it.prefix, *it.questions[0].suffix] for it in (whole, short)]
+    assert len(asked[1]) == 96 < len(asked[0])
+    texts = [chatting.decode(it) for it in asked]
+    for start in ("<s><|system|>\nBe brief.</s>\n<|user|>\nrain: wind0 wind1 ",):
+        assert all(text.startswith(start) for text in texts)
+    assert all(text.endswith("wind39 sun</s>\n<|assistant|>\n") for text in texts)
+
+
+def test_a_chat_needs_a_template_that_keeps_what_is_said(byte_pairs, chatting):
+    task = Task(name="t", template="{context} {input}", metric=Metric.F1, max_new=4, chat=True)
+    chatting.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(ConfigError, match=r"--chat cannot be used .*roles must alternate"):
+        make(("rain sun", "wind", "x"), task=task, tokenizer=chatting)
+    chatting.chat_template = "{{ messages[0]['content'] | upper }}"
+    with pytest.raises(ConfigError, match=r"changes the text of messages \(words\.jsonl:1\)"):
+        make(("rain sun", "wind", "x"), task=task, tokenizer=chatting)
+    chatting.chat_template = None
+    with pytest.raises(ConfigError, match="--chat cannot be used"):
+        make(("rain sun", "wind", "x"), task=task, tokenizer=chatting)
+
+
 def make_many(num_contexts, task=WORDS):
     return make(*((words(4 + i, 8), "w4", "w5") for i in range(num_contexts)), task=task)
 
