@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from cachetree import Cache, ConfigError, MakeTier
+from cachetree import Cache, MakeTier
 from cachetree.checkpoint import Family
 from cachetree.memory import pageable
 from sglang_droidspeak import engine
@@ -47,7 +47,7 @@ from sglang_droidspeak.request.queue import Queue
 from sglang_droidspeak.request.replies import Replies
 from sglang_droidspeak.request.source import Sources
 from sglang_droidspeak.request.waiting import WaitingRequests
-from sglang_droidspeak.start import peers
+from sglang_droidspeak.start import peers, refuse
 from sglang_droidspeak.start.config import cache_config
 from sglang_droidspeak.start.this_server import folder_of
 from sglang_droidspeak.store.capture import attachment_of
@@ -78,9 +78,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         extra_config: dict[str, Any],
         forward_stream: torch.cuda.Stream | None = None,
     ) -> None:
-        if components != {ComponentType.FULL}:
-            names = ", ".join(sorted(component.name for component in components))
-            raise ConfigError(f"tree components {names} are not supported; only FULL is")
+        refuse.tree_components({it.name for it in components})
         ensure_page_hashes()
         peers.mark_log()
         pool = params.token_to_kv_pool_allocator.get_kvcache()

@@ -1,7 +1,7 @@
 """The decoder layers of a loaded model: where E leaves them, and how a block of them is run.
 
 It serves those that are called as `layer(positions, hidden_states, forward_batch)` and whose
-residual stream lives in the batch: the classes that `start.this_server` names.
+residual stream lives in the batch: the classes that `start.refuse` names.
 """
 
 from __future__ import annotations

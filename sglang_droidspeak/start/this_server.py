@@ -4,86 +4,29 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 import torch
 from platformdirs import user_cache_path
 
-from cachetree import CacheTreeError, ConfigError, ModelId, ProfileError
+from cachetree import CacheTreeError, ModelId
 from cachetree.checkpoint import Codec, Family, ModelIdentity, read_adapter, read_model_identity
 from cachetree.memory import Layout
 from cachetree.planning import SECONDS_PER_TOKEN, PairProfile, PrefillCost, read_profile
 from cachetree.transport import check_peer, check_ports, check_worker
 from sglang_droidspeak import engine
 from sglang_droidspeak.engine.probe import require_supported
-from sglang_droidspeak.start.config import MIN_PAGE_SIZE, Settings, cache_config, parse_settings
+from sglang_droidspeak.start import refuse
+from sglang_droidspeak.start.config import Settings, cache_config, parse_settings
 
 if TYPE_CHECKING:
     from sglang_droidspeak.engine.names import ServerArgs
 
 log = logging.getLogger(__name__)
-
-ARCHITECTURES = frozenset(
-    {
-        "ArceeForCausalLM",
-        "Glm4ForCausalLM",
-        "Glm4MoeForCausalLM",
-        "LlamaForCausalLM",
-        "MistralForCausalLM",
-        "MixtralForCausalLM",
-        "Phi3ForCausalLM",
-        "Qwen2ForCausalLM",
-        "Qwen2MoeForCausalLM",
-        "Qwen3ForCausalLM",
-        "Qwen3MoeForCausalLM",
-    }
-)
-
-
-def _one_of(*accepted: object) -> Callable[[object], bool]:
-    return lambda value: value in accepted
-
-
-_UNQUANTISED = "profiles are made with unquantised weights"
-_SCALED = "scales of quantised KV belong to one model"
-
-_ACCEPTED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    # server argument: (whether a value works, why the others do not)
-    "device": (_one_of("cpu", "cuda"), "copies and partial prefills know CPUs and CUDA alone"),
-    "nnodes": (_one_of(None, 1), "the ranks of a server share one host and its ports"),
-    "pp_size": (_one_of(1), "a recompute block may span pipeline stages"),
-    "dp_size": (_one_of(1), "its replicas would share one address and one folder on disk"),
-    "attn_dp_size": (_one_of(None, 1), "a recompute on one rank enters collectives alone"),
-    "attn_cp_size": (_one_of(None, 1), "context-parallel batches are transformed further"),
-    "dcp_size": (_one_of(None, 1), "context-parallel batches are transformed further"),
-    "speculative_algorithm": (_one_of(None), "drafted tokens move between slots"),
-    "disaggregation_mode": (_one_of(None, "null"), "prefill and decode are one server here"),
-    "kv_cache_dtype": (
-        _one_of(None, "auto", "bfloat16", "bf16", "float16", "float32"),
-        _SCALED,
-    ),
-    "quantization_param_path": (_one_of(None), _SCALED),
-    "quantization": (_one_of(None), _UNQUANTISED),
-    "modelopt_quant": (_one_of(None), _UNQUANTISED),
-    "rl_quant_profile": (_one_of(None), _UNQUANTISED),
-    "rl_on_policy_target": (_one_of(None), "E would be float32 beside a model of another dtype"),
-    "load_format": (lambda value: value != "dummy", "the weights are not the checkpoint's"),
-    "json_model_override_args": (_one_of(None, "", "{}"), "the model is not the checkpoint's"),
-    "is_embedding": (_one_of(None, False), "the model does not generate"),
-    "enable_two_batch_overlap": (_one_of(None, False), "it splits the recompute's batch"),
-    "enable_pdmux": (_one_of(None, False), "it splits the recompute's batch"),
-    "enable_hisparse": (_one_of(None, False), "its KV pool is not per-layer rows"),
-    "enable_torch_compile": (_one_of(None, False), "E is not captured in compiled layers"),
-    "enable_layernorm_sp": (_one_of(False), "a rank would have E of a share of the tokens alone"),
-    "enable_memory_saver": (_one_of(False), "it takes KV away that is being copied"),
-    "enable_hierarchical_cache": (_one_of(None, False), "both would own what leaves the device"),
-    "hicache_storage_backend": (_one_of(None), "both would own what leaves the device"),
-    "dllm_algorithm": (_one_of(None), "its prefix KV is not causal"),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,13 +131,8 @@ def load_this_server(server_args: ServerArgs) -> ThisServer:
     """
     args = engine.resolved(server_args)
     require_supported()
-    check_arguments(args)
-    quantization = engine.model_config(server_args).quantization
-    if quantization is not None:
-        raise ConfigError(
-            f"the checkpoint {args.model_path} is quantised ({quantization}): {_UNQUANTISED}; "
-            "serve an unquantised one, or start the server without droidspeak"
-        )
+    refuse.arguments(args, torch.version.hip)
+    refuse.weights(args.model_path, engine.model_config(server_args).quantization)
     extra = args.unified_cache_external_linker_config.get("linker_extra_config") or {}
     paths = [getattr(it, "lora_path", None) for it in args.lora_paths or ()]
     return _load(
@@ -205,23 +143,6 @@ def load_this_server(server_args: ServerArgs) -> ThisServer:
         args.tp_size,
         tuple(path for path in paths if path) if args.enable_lora else None,
     )
-
-
-def check_arguments(args: Any) -> None:
-    """Raise ConfigError naming the argument of SGLang, as it was resolved, that cannot work."""
-    for field, (accepts, why) in _ACCEPTED.items():
-        value = getattr(args, field)
-        if not accepts(value):
-            raise ConfigError(
-                f"{field} is {value!r}: {why}; start the server without it or without droidspeak"
-            )
-    if torch.version.hip is not None:
-        raise ConfigError("torch is built for ROCm; start the server without droidspeak there")
-    if (args.page_size or 1) < MIN_PAGE_SIZE:
-        raise ConfigError(
-            f"page_size is {args.page_size}: every page is found by a key, and so small ones cost "
-            "more to find than they save; start the server with --page-size 64"
-        )
 
 
 @functools.cache
@@ -241,16 +162,8 @@ def _load(
         check_backend(settings.hicache_backend, settings.hicache_config)
     path = folder_of(model_path, revision)
     identity = read_model_identity(path, _cache_dir())
-    if identity.architecture not in ARCHITECTURES:
-        raise ConfigError(
-            f"model class {identity.architecture} of {model_path} is not supported; "
-            f"supported are {', '.join(sorted(ARCHITECTURES))}"
-        )
-    for layer in settings.capture_layers or ():
-        if not 0 < layer < identity.num_layers:
-            raise ConfigError(
-                f"capture_layers has {layer}; give layers from 1 to {identity.num_layers - 1}"
-            )
+    refuse.model(identity, model_path)
+    refuse.capture_layers(settings, identity)
     _check_codec(settings.codec, identity, page_size)
     adapters = None if lora_paths is None else tuple(folder_of(it) for it in lora_paths)
     has_adapters = adapters is not None
@@ -299,12 +212,7 @@ def _check_transport(settings: Settings, tp_size: int) -> None:
             check_worker(config.worker)
         for peer in config.peers:
             check_peer(peer, config.peer_at(peer))
-    port = int((settings.listen or ":0").rpartition(":")[2])
-    if port and settings.bulk_port and abs(port - settings.bulk_port) < tp_size:
-        raise ConfigError(
-            f"bulk_port is {settings.bulk_port} and listen {settings.listen}, from each of which "
-            f"{tp_size} ranks take a port; leave {tp_size} between them"
-        )
+    refuse.ports(settings, tp_size)
 
 
 def _read_profiles(
@@ -324,32 +232,11 @@ def _read_profiles(
                 sides = tuple(msgspec.structs.replace(it, weights=identity.weights) for it in sides)
             if identity not in sides:
                 if is_named:
-                    raise ProfileError(_of_another_pair(file, profile, identity))
+                    refuse.another_pair(file, profile, identity)
                 continue
             if not profile.is_usable:
                 failed = f"profile {file} did not pass its gate: {profile.reason}"
-                if is_named and settings.gate == "enforce":
-                    raise ProfileError(
-                        f"{failed}; remove the file from `profiles`, or profile the pair on more "
-                        "data"
-                    )
+                if is_named:
+                    refuse.failed_profile(settings, failed)
                 log.warning("%s; it is not used", failed)
             yield profile
-
-
-def _of_another_pair(file: Path, profile: PairProfile, identity: ModelIdentity) -> str:
-    """Names the first field in which the side that is more like this model differs from it."""
-    differing = {
-        role: [
-            it for it in identity.__struct_fields__ if getattr(side, it) != getattr(identity, it)
-        ]
-        for role, side in (("sender", profile.sender), ("receiver", profile.receiver))
-    }
-    role = min(differing, key=lambda it: len(differing[it]))
-    field = differing[role][0]
-    return (
-        f"profile {file} is of the pair {profile.sender.model_id} → {profile.receiver.model_id}, "
-        f"and this server's model is {identity.model_id} by content: {field} is "
-        f"{getattr(identity, field)!r}, and {getattr(getattr(profile, role), field)!r} in the "
-        f"profile's {role}; profile this pair, or remove the file from `profiles`"
-    )

@@ -17,6 +17,7 @@ from cachetree import ConfigError
 from sglang_droidspeak.adapters.factors import SharedA, shared_a
 from sglang_droidspeak.engine.layers import LayerStack, OnE
 from sglang_droidspeak.engine.names import ForwardMode, MHATokenToKVPool, async_h2d
+from sglang_droidspeak.start import refuse
 
 if TYPE_CHECKING:
     from sglang_droidspeak.engine.names import ForwardBatch, ModelRunner, ScheduleBatch
@@ -194,19 +195,7 @@ def attach(runner: ModelRunner, server: ThisServer) -> None:
     if runner.is_draft_worker:
         return
     pool = runner.token_to_kv_pool
-    if type(pool) is not MHATokenToKVPool or pool.kv_cache_layout != "nhd":
-        layout = getattr(pool, "kv_cache_layout", "none")
-        raise ConfigError(
-            f"KV pool {type(pool).__name__} with layout {layout} is not supported; use a model "
-            "with full attention in every layer and the default layout"
-        )
-    if pool.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ConfigError(
-            f"KV is kept in {pool.dtype}: scales of quantised KV belong to one model; start the "
-            "server with --kv-cache-dtype bfloat16"
-        )
-    if pool.post_capture_active:
-        raise ConfigError("the KV pool is resized after graph capture; disable that option")
+    refuse.kv_pool(pool, MHATokenToKVPool)
     stack = LayerStack(runner.model)
     shared = shared_a(server, runner.model)
     if shared:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 import socket
 import subprocess
@@ -25,8 +26,9 @@ from profiles.random_models import shape, write_models
 from sglang_droidspeak import engine
 from sglang_droidspeak.engine import probe
 from sglang_droidspeak.fleet.servers import ServerFailed, ServerSpec, free_port, running
+from sglang_droidspeak.start import refuse
 from sglang_droidspeak.start.config import LINKER_MODULE, cache_config
-from sglang_droidspeak.start.this_server import check_arguments, check_front_end, load_this_server
+from sglang_droidspeak.start.this_server import check_front_end, load_this_server
 
 HERE = "tcp://127.0.0.1:7001"
 KEY = "ctpub-" + "0" * 64
@@ -183,29 +185,94 @@ class Altered:
 
     def __init__(self, args: Any, field: str, value: object) -> None:
         self._args, self._altered = args, {field: value}
+        self.asked: set[str] = set()
 
     def __getattr__(self, name: str) -> Any:
+        self.asked.add(name)
         return self._altered.get(name, getattr(self._args, name))
 
 
+REFUSED: dict[str, tuple[object, ...]] = {
+    # what SGLang resolves some argument to, and a server refuses
+    "attn_cp_size": (2,),
+    "attn_dp_size": (2,),
+    "dcp_size": (2,),
+    "device": ("npu", "xpu"),
+    "disaggregation_mode": ("prefill", "decode"),
+    "dllm_algorithm": ("LowConfidence",),
+    "dp_size": (2,),
+    "enable_hierarchical_cache": (True,),
+    "enable_hisparse": (True,),
+    "enable_layernorm_sp": (True,),
+    "enable_memory_saver": (True,),
+    "enable_pdmux": (True,),
+    "enable_torch_compile": (True,),
+    "enable_two_batch_overlap": (True,),
+    "hicache_storage_backend": ("file",),
+    "is_embedding": (True,),
+    "json_model_override_args": ('{"rope_theta": 5}',),
+    "kv_cache_dtype": ("fp8_e4m3", "fp8_e5m2", "nvfp4"),
+    "load_format": ("dummy",),
+    "modelopt_quant": ("fp8",),
+    "nnodes": (2,),
+    "page_size": (8,),
+    "pp_size": (2,),
+    "quantization": ("w8a8_int8",),
+    "quantization_param_path": ("scales.json",),
+    "rl_on_policy_target": ("fsdp",),
+    "rl_quant_profile": ("profile.json",),
+    "speculative_algorithm": ("EAGLE", "NGRAM"),
+}
+
+
 @pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("device", "npu"),
-        ("device", "xpu"),
-        ("enable_layernorm_sp", True),
-        ("enable_memory_saver", True),
-        ("rl_on_policy_target", "fsdp"),
-        ("quantization_param_path", "scales.json"),
-        ("kv_cache_dtype", "nvfp4"),
-        ("attn_dp_size", 2),
-    ],
+    ("field", "value"), [(field, value) for field, values in REFUSED.items() for value in values]
 )
 def test_what_sglang_resolved_is_refused_by_name(model: Path, field: str, value: object) -> None:
     args = engine.resolved(server_args(model, {}))
-    check_arguments(args)
-    with pytest.raises(ConfigError, match=f"^{field} is {value!r}: "):
-        check_arguments(Altered(args, field, value))
+    refuse.arguments(args, hip=None)
+    with pytest.raises(ConfigError, match=f"^{field} is {re.escape(repr(value))}: "):
+        refuse.arguments(Altered(args, field, value), hip=None)
+
+
+def test_every_argument_that_is_looked_at_is_tried(model: Path) -> None:
+    seen = Altered(engine.resolved(server_args(model, {})), "", None)
+    refuse.arguments(seen, hip=None)
+    assert seen.asked == set(REFUSED)
+
+
+class Pool:
+    """As SGLang's pool of plain rows, or `altered`."""
+
+    def __init__(self, **altered: object) -> None:
+        plain = {"kv_cache_layout": "nhd", "dtype": torch.bfloat16, "post_capture_active": False}
+        for name, value in (plain | altered).items():
+            setattr(self, name, value)
+
+
+class OtherPool(Pool):
+    """Rows of another kind."""
+
+
+@pytest.mark.parametrize(
+    ("pool", "words"),
+    [
+        (OtherPool(), "KV pool OtherPool with layout nhd"),
+        (Pool(kv_cache_layout="hnd"), "KV pool Pool with layout hnd"),
+        (Pool(dtype=torch.float8_e4m3fn), "KV is kept in torch.float8_e4m3fn: scales"),
+        (Pool(post_capture_active=True), "resized after graph capture"),
+    ],
+)
+def test_a_kv_pool_that_is_no_plain_rows_is_refused(pool: Any, words: str) -> None:
+    refuse.kv_pool(Pool(), Pool)
+    with pytest.raises(ConfigError, match=words):
+        refuse.kv_pool(pool, Pool)
+
+
+def test_only_full_attention_has_a_tree_that_is_read() -> None:
+    refuse.tree_components({"FULL"})
+    with pytest.raises(ConfigError, match="tree components FULL, SWA are not supported"):
+        refuse.tree_components({"SWA", "FULL"})
 
 
 def test_rocm_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

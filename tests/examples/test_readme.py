@@ -20,7 +20,7 @@ from sglang_droidspeak.request.controls import Controls
 from sglang_droidspeak.request.meta_info import RequestProvenance
 from sglang_droidspeak.request.source import ForwardWaitExceeded
 from sglang_droidspeak.start.config import Settings, parse_settings
-from sglang_droidspeak.start.this_server import ARCHITECTURES
+from sglang_droidspeak.start.refuse import ARCHITECTURES
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()

@@ -216,7 +216,7 @@ def test_unsupported_architectures_are_refused(base):
 
 
 def test_the_architectures_are_those_of_a_server():
-    tree = ast.parse((ROOT / "sglang_droidspeak" / "start" / "this_server.py").read_text())
+    tree = ast.parse((ROOT / "sglang_droidspeak" / "start" / "refuse.py").read_text())
     (value,) = (
         node.value
         for node in tree.body

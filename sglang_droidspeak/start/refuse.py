@@ -1,0 +1,190 @@
+"""What is refused before a server takes a request: a configuration that cannot work ends its start.
+
+Each function looks at values alone, and raises ConfigError or ProfileError, which name the value
+and the remedy, or does nothing. What contradicts itself within the settings, `Settings` refuses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from cachetree import ConfigError, ProfileError
+from cachetree.checkpoint import ModelIdentity
+from cachetree.planning import PairProfile
+from sglang_droidspeak.start.config import MIN_PAGE_SIZE, Settings
+
+if TYPE_CHECKING:
+    from sglang_droidspeak.engine.names import MHATokenToKVPool
+
+ARCHITECTURES = frozenset(
+    {
+        "ArceeForCausalLM",
+        "Glm4ForCausalLM",
+        "Glm4MoeForCausalLM",
+        "LlamaForCausalLM",
+        "MistralForCausalLM",
+        "MixtralForCausalLM",
+        "Phi3ForCausalLM",
+        "Qwen2ForCausalLM",
+        "Qwen2MoeForCausalLM",
+        "Qwen3ForCausalLM",
+        "Qwen3MoeForCausalLM",
+    }
+)
+
+
+def _one_of(*accepted: object) -> Callable[[object], bool]:
+    return lambda value: value in accepted
+
+
+_OFF = _one_of(None, False)
+_UNQUANTISED = "profiles are made with unquantised weights"
+_SCALED = "scales of quantised KV belong to one model"
+
+_ACCEPTED: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
+    # server argument: (whether a value works, why the others do not)
+    "device": (_one_of("cpu", "cuda"), "copies and partial prefills know CPUs and CUDA alone"),
+    "nnodes": (_one_of(None, 1), "the ranks of a server share one host and its ports"),
+    "pp_size": (_one_of(1), "a recompute block may span pipeline stages"),
+    "dp_size": (_one_of(1), "its replicas would share one address and one folder on disk"),
+    "attn_dp_size": (_one_of(None, 1), "a recompute on one rank enters collectives alone"),
+    "attn_cp_size": (_one_of(None, 1), "context-parallel batches are transformed further"),
+    "dcp_size": (_one_of(None, 1), "context-parallel batches are transformed further"),
+    "speculative_algorithm": (_one_of(None), "drafted tokens move between slots"),
+    "disaggregation_mode": (_one_of(None, "null"), "prefill and decode are one server here"),
+    "kv_cache_dtype": (
+        _one_of(None, "auto", "bfloat16", "bf16", "float16", "float32"),
+        _SCALED,
+    ),
+    "quantization_param_path": (_one_of(None), _SCALED),
+    "quantization": (_one_of(None), _UNQUANTISED),
+    "modelopt_quant": (_one_of(None), _UNQUANTISED),
+    "rl_quant_profile": (_one_of(None), _UNQUANTISED),
+    "rl_on_policy_target": (_one_of(None), "E would be float32 beside a model of another dtype"),
+    "load_format": (lambda value: value != "dummy", "the weights are not the checkpoint's"),
+    "json_model_override_args": (_one_of(None, "", "{}"), "the model is not the checkpoint's"),
+    "is_embedding": (_OFF, "the model does not generate"),
+    "enable_two_batch_overlap": (_OFF, "it splits the recompute's batch"),
+    "enable_pdmux": (_OFF, "it splits the recompute's batch"),
+    "enable_hisparse": (_OFF, "its KV pool is not per-layer rows"),
+    "enable_torch_compile": (_OFF, "E is not captured in compiled layers"),
+    "enable_layernorm_sp": (_one_of(False), "a rank would have E of a share of the tokens alone"),
+    "enable_memory_saver": (_one_of(False), "it takes KV away that is being copied"),
+    "enable_hierarchical_cache": (_OFF, "both would own what leaves the device"),
+    "hicache_storage_backend": (_one_of(None), "both would own what leaves the device"),
+    "dllm_algorithm": (_one_of(None), "its prefix KV is not causal"),
+}
+
+
+# Before anything is loaded.
+
+
+def arguments(args: Any, hip: str | None) -> None:
+    """Those of SGLang, as it resolved them; `hip` is torch's version of ROCm."""
+    for field, (accepts, why) in _ACCEPTED.items():
+        value = getattr(args, field)
+        if not accepts(value):
+            raise ConfigError(
+                f"{field} is {value!r}: {why}; start the server without it or without droidspeak"
+            )
+    if hip is not None:
+        raise ConfigError("torch is built for ROCm; start the server without droidspeak there")
+    if (args.page_size or 1) < MIN_PAGE_SIZE:
+        raise ConfigError(
+            f"page_size is {args.page_size}: every page is found by a key, and so small ones cost "
+            "more to find than they save; start the server with --page-size 64"
+        )
+
+
+def weights(model_path: str, quantization: str | None) -> None:
+    """`quantization` is what SGLang makes of the checkpoint."""
+    if quantization is not None:
+        raise ConfigError(
+            f"the checkpoint {model_path} is quantised ({quantization}): {_UNQUANTISED}; "
+            "serve an unquantised one, or start the server without droidspeak"
+        )
+
+
+def model(identity: ModelIdentity, model_path: str) -> None:
+    if identity.architecture not in ARCHITECTURES:
+        raise ConfigError(
+            f"model class {identity.architecture} of {model_path} is not supported; "
+            f"supported are {', '.join(sorted(ARCHITECTURES))}"
+        )
+
+
+def capture_layers(settings: Settings, identity: ModelIdentity) -> None:
+    for layer in settings.capture_layers or ():
+        if not 0 < layer < identity.num_layers:
+            raise ConfigError(
+                f"capture_layers has {layer}; give layers from 1 to {identity.num_layers - 1}"
+            )
+
+
+def ports(settings: Settings, tp_size: int) -> None:
+    """Those of all ranks, which follow on the first rank's."""
+    port = int((settings.listen or ":0").rpartition(":")[2])
+    if port and settings.bulk_port and abs(port - settings.bulk_port) < tp_size:
+        raise ConfigError(
+            f"bulk_port is {settings.bulk_port} and listen {settings.listen}, from each of which "
+            f"{tp_size} ranks take a port; leave {tp_size} between them"
+        )
+
+
+def failed_profile(settings: Settings, failed: str) -> None:
+    """One that is named in the settings; `failed` says what is wrong."""
+    if settings.gate == "enforce":
+        raise ProfileError(
+            f"{failed}; remove the file from `profiles`, or profile the pair on more data"
+        )
+
+
+def another_pair(file: Path, profile: PairProfile, identity: ModelIdentity) -> None:
+    """A profile without this model: names the first field in which the side that is more like it
+    differs."""
+    differing = {
+        role: [
+            it for it in identity.__struct_fields__ if getattr(side, it) != getattr(identity, it)
+        ]
+        for role, side in (("sender", profile.sender), ("receiver", profile.receiver))
+    }
+    role = min(differing, key=lambda it: len(differing[it]))
+    field = differing[role][0]
+    raise ProfileError(
+        f"profile {file} is of the pair {profile.sender.model_id} → {profile.receiver.model_id}, "
+        f"and this server's model is {identity.model_id} by content: {field} is "
+        f"{getattr(identity, field)!r}, and {getattr(getattr(profile, role), field)!r} in the "
+        f"profile's {role}; profile this pair, or remove the file from `profiles`"
+    )
+
+
+# When the model is loaded.
+
+
+def kv_pool(pool: MHATokenToKVPool, plain: type) -> None:
+    """One that is none of `plain`, whose KV is one row per slot, layer and half."""
+    layout = getattr(pool, "kv_cache_layout", "none")
+    if type(pool) is not plain or layout != "nhd":
+        raise ConfigError(
+            f"KV pool {type(pool).__name__} with layout {layout} is not supported; use a model "
+            "with full attention in every layer and the default layout"
+        )
+    if pool.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ConfigError(
+            f"KV is kept in {pool.dtype}: {_SCALED}; start the server with --kv-cache-dtype "
+            "bfloat16"
+        )
+    if pool.post_capture_active:
+        raise ConfigError("the KV pool is resized after graph capture; disable that option")
+
+
+def tree_components(names: set[str]) -> None:
+    """Of SGLang's radix tree."""
+    if names != {"FULL"}:
+        raise ConfigError(
+            f"tree components {', '.join(sorted(names))} are not supported; only FULL is"
+        )
