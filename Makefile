@@ -5,12 +5,13 @@
 # make bench   the benchmarks, 45 minutes;  make soak   random operations, faults and inputs: an hour or more
 # make gpu     what the CUDA path does on this device, where there is one
 # make pairs   train the small model pairs again, from a seed;  make profiles   profile them
+# make real    a real model, its skills and what they are asked, into build/real
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo quick test test-all mutants check bench gpu soak pairs profiles install
+.PHONY: demo quick test test-all mutants check bench gpu soak pairs profiles real install
 .DEFAULT_GOAL := test
 
 install: $(INSTALLED)
@@ -96,3 +97,6 @@ profiles: $(INSTALLED)
 		--out $(PAIRS)/sender_lora_to_receiver_lora.json
 	$(BIN)/python -m tools.pairs.adapter_profiles --out build/pairs/profiles
 	cp build/pairs/profiles/*.json $(PAIRS)
+
+real: $(INSTALLED)
+	$(BIN)/python -m tools.real

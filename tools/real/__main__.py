@@ -1,0 +1,74 @@
+"""The base model, the questions, and the adapters of real pairs.
+
+python -m tools.real                    the base, the data and whole checkpoints of the skills
+python -m tools.real train questions    train an adapter: 10 to 20 minutes on one core
+python -m tools.real check questions    its quality on documents that nothing was chosen on
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Final
+
+from tqdm import tqdm
+
+from profiles.adapters import merge_folder
+from tools.real.base import BaseError, base_model
+from tools.real.check import check
+from tools.real.questions import SETS, SKILLS, write_sets
+from tools.real.train import RECIPES, train
+
+SHIPPED: Final = Path("examples/real")
+
+
+def main() -> int:
+    args = _parser().parse_args()
+    base_only = getattr(args, "base", False)
+    try:
+        base = base_model(args.work)
+        files = write_sets(SHIPPED / "packages.jsonl", args.work / "data")
+        tqdm.write(f"{len(files)} sets of questions are in {args.work / 'data'}")
+        if args.command == "train":
+            packages, work = SHIPPED / "packages.jsonl", args.work / args.skill
+            train(args.skill, RECIPES[args.skill], base, packages, work)
+        elif args.command == "check":
+            adapter = None if base_only else args.adapter or SHIPPED / args.skill
+            check(args.skill, base, adapter, args.work / f"data/{args.skill}/{args.set}.jsonl")
+        else:
+            for adapter in sorted(SHIPPED.glob("*/adapter_config.json")):
+                merge(base, adapter.parent, args.work / "merged" / adapter.parent.name)
+    except BaseError as error:
+        tqdm.write(f"real: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        tqdm.write("stopped; the same command continues", file=sys.stderr)
+        return 130
+    return 0
+
+
+def merge(base: Path, adapter: Path, out: Path) -> None:
+    """Write the base with an adapter merged into it as a checkpoint folder of its own."""
+    merge_folder(base, adapter, out)
+    tqdm.write(f"wrote {out}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tools.real", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--work", type=Path, default=Path("build/real"), help="where all goes")
+    commands = parser.add_subparsers(dest="command")
+    of_training = commands.add_parser("train", help="train an adapter, or go on with it")
+    of_training.add_argument("skill", choices=SKILLS)
+    of_check = commands.add_parser("check", help="judge an adapter, or the base alone")
+    of_check.add_argument("skill", choices=SKILLS)
+    of_check.add_argument("--set", choices=SETS, default="verify")
+    whose = of_check.add_mutually_exclusive_group()
+    whose.add_argument("--adapter", type=Path, help=f"default: {SHIPPED}/SKILL")
+    whose.add_argument("--base", action="store_true", help="no adapter")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

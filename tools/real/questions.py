@@ -1,0 +1,132 @@
+"""Three skills on documents of package records: what is asked, and the right answers.
+
+    questions   extractive questions about the fields of a record
+    summaries   the one-line description of a record, which the document leaves out
+    json        fields of a record as JSON
+
+A document is several records, one after the other; records of one part (`packages.PARTS`) only.
+All skills are asked about the same documents. Everything is drawn from seeds: the same packages
+give the same bytes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Final
+
+from profiles.data.records import Record, write_records
+from tools.real.packages import Package, read_packages
+
+Asked = tuple[str, str]
+"""A question and its answer."""
+
+_FIELDS: Final = ("version", "section", "size", "needs")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Set:
+    """Documents that are drawn from one part, each of whose records occurs once."""
+
+    part: str
+    num_records: int
+    """In a document: five are about 400 tokens, thirty about 2,300."""
+    num_documents: int
+    num_questions: int = 3
+    """About each document."""
+    skipped: int = 0
+    """Records at the part's start that another set has."""
+
+
+SETS: Final[Mapping[str, Set]] = {
+    "choose": Set(part="choose", num_records=5, num_documents=72),
+    "held_out": Set(part="held_out", num_records=5, num_documents=72),
+    "verify": Set(part="verify", num_records=5, num_documents=24),
+    "long": Set(part="verify", num_records=25, num_documents=20, skipped=120),
+}
+
+
+def shown(package: Package) -> str:
+    """A record as documents have it."""
+    return (
+        f"Package: {package.name}\nVersion: {package.version}\nSection: {package.section}\n"
+        f"Size: {package.size} kB\nNeeds: {package.needs}\nDescription: {package.text}"
+    )
+
+
+def document(packages: Sequence[Package]) -> str:
+    return "\n\n".join(map(shown, packages))
+
+
+def about_fields(package: Package, others: Sequence[Package], rng: Random) -> Asked:
+    """A field of the package by its name, or its name by a field that no other has."""
+    name, only = package.name, "Answer with the value only."
+    asked = [
+        (f"What is the version of {name}? {only}", package.version),
+        (f"What section is {name} in? {only}", package.section),
+        (f"What is the size of {name}? {only}", f"{package.size} kB"),
+        (f"What does {name} need? {only}", package.needs),
+        (f'Which package could be described as "{package.summary}"? {only}', name),
+    ]
+    for field, question in (
+        ("section", f"Which package is in the section {package.section}? {only}"),
+        ("needs", f"Which package needs {package.needs}? {only}"),
+    ):
+        values = Counter(getattr(it, field) for it in others)
+        if values[getattr(package, field)] == 1:
+            asked.append((question, name))
+    return rng.choice(asked)
+
+
+def about_text(package: Package, others: Sequence[Package], rng: Random) -> Asked:
+    return f"Describe {package.name} in one line.", package.summary
+
+
+def as_json(package: Package, others: Sequence[Package], rng: Random) -> Asked:
+    """Three fields of a package that is named, in the order in which they are asked for."""
+    fields = rng.sample(_FIELDS, 2)
+    answer = json.dumps({"package": package.name} | {it: getattr(package, it) for it in fields})
+    return f"Write {package.name} as JSON with the keys package, {', '.join(fields)}.", answer
+
+
+SKILLS: Final[Mapping[str, Callable[[Package, Sequence[Package], Random], Asked]]] = {
+    "questions": about_fields,
+    "summaries": about_text,
+    "json": as_json,
+}
+
+
+def records(packages: Path, name: str, skill: str) -> Iterator[Record]:
+    """The questions of a set, those of a document one after the other."""
+    of = SETS[name]
+    drawn = read_packages(packages, of.part)[of.skipped :]
+    for number in range(of.num_documents):
+        chosen = drawn[number * of.num_records : (number + 1) * of.num_records]
+        context = document(chosen)
+        rng = Random(f"{name} {skill} {number}")
+        for index, package in enumerate(rng.sample(chosen, of.num_questions)):
+            question, answer = SKILLS[skill](package, chosen, rng)
+            yield Record(
+                input=question,
+                context=context,
+                answers=(answer,),
+                length=len(context.split()),
+                dataset=f"packages_{skill}",
+                id=f"{name}-{number:02}-{index}",
+            )
+
+
+def write_sets(packages: Path, out: Path) -> list[Path]:
+    """Every set of every skill as `out/SKILL/SET.jsonl`."""
+    files = []
+    for skill in SKILLS:
+        for name in SETS:
+            file = out / skill / f"{name}.jsonl"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_records(records(packages, name, skill), file)
+            files.append(file)
+    return files
