@@ -72,6 +72,7 @@ bench: $(INSTALLED)
 
 gpu: $(INSTALLED)
 	$(BIN)/python benchmarks/gpu.py
+	$(BIN)/python -m pytest -q tests/gpu
 
 soak: $(INSTALLED)
 	$(BIN)/python tests/cachetree/tree_walks.py --operations 1000000

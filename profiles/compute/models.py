@@ -40,6 +40,7 @@ from transformers import (
 from cachetree import ConfigError, Family, ModelIdentity
 from cachetree.checkpoint import first_difference, read_model_identity
 from profiles.adapters import ADAPTER_CONFIG, read_scale, read_weights, with_adapter
+from profiles.compute.quantised import Quantization, check_quantization, matrices
 
 ARCHITECTURES: Final[Mapping[str, type[PreTrainedModel]]] = {
     model_class.__name__: model_class
@@ -101,6 +102,15 @@ class _Supported:
     source: ModelSource
     identity: ModelIdentity
     config: PretrainedConfig
+    """As of unquantised weights."""
+    quantization: Quantization | None
+
+    def read_weights(self, dtype: torch.dtype) -> Mapping[str, Tensor]:
+        """The base's, in `dtype` where they are quantised."""
+        weights = read_weights(self.source.path)
+        if self.quantization is None:
+            return weights
+        return matrices(weights, self.quantization, dtype)
 
 
 def load_pair(
@@ -120,10 +130,10 @@ def load_pair(
     theirs, ours = (_look_at(source, cache_dir) for source in (sender, receiver))
     _require_one_family(theirs, ours)
     differs_at = first_difference(sender.path, receiver.path, sender.adapter, receiver.adapter)
-    weights = read_weights(sender.path)
+    weights = theirs.read_weights(dtype)
     sending = _build(theirs, weights, dtype, device)
     if not receiver.path.samefile(sender.path):
-        weights = read_weights(receiver.path)
+        weights = ours.read_weights(dtype)
     return Pair(
         sender=sending,
         receiver=_build(ours, weights, dtype, device),
@@ -139,7 +149,8 @@ def load_model(source: ModelSource, *, dtype: torch.dtype, device: torch.device)
 
     Raises ConfigError where it is not supported.
     """
-    return _build(_look_at(source, None), read_weights(source.path), dtype, device)
+    model = _look_at(source, None)
+    return _build(model, model.read_weights(dtype), dtype, device)
 
 
 def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
@@ -170,10 +181,14 @@ def _look_at(source: ModelSource, cache_dir: Path | None) -> _Supported:
         raise ConfigError(
             f"{source.path / 'config.json'} cannot be used: {_line(exc)}; save it again"
         ) from exc
-    _require_plain_layers(source.path / "config.json", config)
+    file = source.path / "config.json"
+    _require_plain_layers(file, config)
+    quantization = config.__dict__.pop("quantization_config", None)
+    if quantization is not None:
+        check_quantization(file, quantization)
     if source.adapter is not None:
         read_scale(source.adapter)
-    return _Supported(source=source, identity=identity, config=config)
+    return _Supported(source=source, identity=identity, config=config, quantization=quantization)
 
 
 def _require_known_release() -> None:
@@ -202,12 +217,6 @@ def _require_plain_folder(path: Path) -> None:
 
 
 def _require_plain_layers(file: Path, config: PretrainedConfig) -> None:
-    quantised = getattr(config, "quantization_config", None)
-    if quantised is not None:
-        raise ConfigError(
-            f"{file} has quantization_config = {quantised}; profiles are made with unquantised "
-            "weights, so give those"
-        )
     window = getattr(config, "sliding_window", None)
     kinds = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention"})
     if window or kinds:  # Where there is none, Qwen2-MoE's config says 0.

@@ -14,6 +14,7 @@ The next release gets a module of its own, a copy of this release's with what mo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -25,8 +26,9 @@ __all__ = [
     "HookRegistry",
     "HookType",
     "Hooks",
-    "model_config",
+    "Quantization",
     "place_hooks",
+    "quantization",
     "release",
     "resolved",
 ]
@@ -42,7 +44,17 @@ def resolved(server_args: Any) -> Any:
     return resolving_view(server_args)
 
 
-def model_config(server_args: Any) -> Any:
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """Of a checkpoint."""
+
+    method: str
+    """As what SGLang runs its weights here."""
+    kv: str
+    """How its KV is to be kept; empty where nothing is said of that."""
+
+
+def quantization(server_args: Any) -> Quantization | None:
     """What SGLang makes of the checkpoint and the arguments, before it reads any weight.
 
     Raises ConfigError where it makes nothing of them.
@@ -50,9 +62,14 @@ def model_config(server_args: Any) -> Any:
     from sglang.srt.arg_groups.model_override_base import model_config_of
 
     try:
-        return model_config_of(server_args)
+        config = model_config_of(server_args)
     except ValueError as exc:
         raise ConfigError(f"SGLang cannot serve this checkpoint: {exc}") from exc
+    if config.quantization is None:
+        return None
+    stated = getattr(config.hf_config, "quantization_config", None) or {}
+    kv = stated.get("kv_cache_quant_algo") or stated.get("kv_cache_scheme") or ""
+    return Quantization(config.quantization, str(kv))
 
 
 def place_hooks(hooks: Hooks) -> None:

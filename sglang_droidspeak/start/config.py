@@ -34,6 +34,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     config: str | None = None
     """A YAML file with these same keys; then no other key may stand beside it."""
+    gpu_tested_weights: tuple[Literal["awq", "gptq", "fp8"], ...] = ()
+    """Formats of quantised weights with which `make gpu` has passed on this device: no CPU runs
+    them, and so no other test does. A checkpoint in another one is refused."""
     listen: str | None = None
     """Where this server's worker serves its cache, as `tcp://host:port`; None serves nobody."""
     peers: tuple[str, ...] = ()

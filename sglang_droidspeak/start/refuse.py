@@ -6,7 +6,7 @@ and the remedy, or does nothing. What contradicts itself within the settings, `S
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -15,6 +15,7 @@ import torch
 from cachetree import ConfigError, ProfileError
 from cachetree.checkpoint import ModelIdentity
 from cachetree.planning import PairProfile
+from sglang_droidspeak.engine import Quantization
 from sglang_droidspeak.start.config import MIN_PAGE_SIZE, Settings
 
 if TYPE_CHECKING:
@@ -42,8 +43,17 @@ def _one_of(*accepted: object) -> Callable[[object], bool]:
 
 
 _OFF = _one_of(None, False)
-_UNQUANTISED = "profiles are made with unquantised weights"
+_NOT_THE_CHECKPOINTS = "the weights are not the checkpoint's"
 _SCALED = "scales of quantised KV belong to one model"
+
+_FORMATS: Final[Mapping[str, str]] = {
+    # what SGLang runs weights as: how they are stored
+    "awq": "awq",
+    "awq_marlin": "awq",
+    "gptq": "gptq",
+    "gptq_marlin": "gptq",
+    "fp8": "fp8",
+}
 
 _ACCEPTED: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
     # server argument: (whether a value works, why the others do not)
@@ -61,11 +71,11 @@ _ACCEPTED: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
         _SCALED,
     ),
     "quantization_param_path": (_one_of(None), _SCALED),
-    "quantization": (_one_of(None), _UNQUANTISED),
-    "modelopt_quant": (_one_of(None), _UNQUANTISED),
-    "rl_quant_profile": (_one_of(None), _UNQUANTISED),
+    "quantization": (_one_of(None), _NOT_THE_CHECKPOINTS),
+    "modelopt_quant": (_one_of(None), _NOT_THE_CHECKPOINTS),
+    "rl_quant_profile": (_one_of(None), _NOT_THE_CHECKPOINTS),
     "rl_on_policy_target": (_one_of(None), "E would be float32 beside a model of another dtype"),
-    "load_format": (lambda value: value != "dummy", "the weights are not the checkpoint's"),
+    "load_format": (lambda value: value != "dummy", _NOT_THE_CHECKPOINTS),
     "json_model_override_args": (_one_of(None, "", "{}"), "the model is not the checkpoint's"),
     "is_embedding": (_OFF, "the model does not generate"),
     "enable_two_batch_overlap": (_OFF, "it splits the recompute's batch"),
@@ -100,12 +110,23 @@ def arguments(args: Any, hip: str | None) -> None:
         )
 
 
-def weights(model_path: str, quantization: str | None) -> None:
-    """`quantization` is what SGLang makes of the checkpoint."""
-    if quantization is not None:
+def weights(model_path: str, found: Quantization | None, tested: Collection[str]) -> None:
+    """`found` is what SGLang makes of the checkpoint, and `tested` the setting."""
+    if found is None:
+        return
+    told = f"the checkpoint {model_path} is quantised ({found.method})"
+    remedy = "serve an unquantised one, or start the server without droidspeak"
+    stored_as = _FORMATS.get(found.method)
+    if stored_as is None:
         raise ConfigError(
-            f"the checkpoint {model_path} is quantised ({quantization}): {_UNQUANTISED}; "
-            "serve an unquantised one, or start the server without droidspeak"
+            f"{told}: of quantised weights profiles are made with AWQ, GPTQ and FP8 alone; {remedy}"
+        )
+    if found.kv:
+        raise ConfigError(f"{told}, and so is its KV ({found.kv}): {_SCALED}; {remedy}")
+    if stored_as not in tested:
+        raise ConfigError(
+            f"{told}: no CPU runs such weights, and nobody has run this with them; where `make "
+            f"gpu` has passed on this device, set gpu_tested_weights: [{stored_as}], or {remedy}"
         )
 
 

@@ -132,17 +132,24 @@ def load_this_server(server_args: ServerArgs) -> ThisServer:
     args = engine.resolved(server_args)
     require_supported()
     refuse.arguments(args, torch.version.hip)
-    refuse.weights(args.model_path, engine.model_config(server_args).quantization)
     extra = args.unified_cache_external_linker_config.get("linker_extra_config") or {}
+    extra_json = msgspec.json.encode(extra, order="sorted")
+    tested = _settings(extra_json).gpu_tested_weights
+    refuse.weights(args.model_path, engine.quantization(server_args), tested)
     paths = [getattr(it, "lora_path", None) for it in args.lora_paths or ()]
     return _load(
-        msgspec.json.encode(extra, order="sorted"),
+        extra_json,
         args.model_path,
         args.revision,
         args.page_size,
         args.tp_size,
         tuple(path for path in paths if path) if args.enable_lora else None,
     )
+
+
+@functools.cache
+def _settings(extra_json: bytes) -> Settings:
+    return parse_settings(msgspec.json.decode(extra_json))
 
 
 @functools.cache
@@ -154,7 +161,7 @@ def _load(
     tp_size: int,
     lora_paths: tuple[str, ...] | None,
 ) -> ThisServer:
-    settings = parse_settings(msgspec.json.decode(extra_json))
+    settings = _settings(extra_json)
     _check_transport(settings, tp_size)
     if settings.hicache_backend is not None:
         from sglang_droidspeak.engine.hicache import check_backend

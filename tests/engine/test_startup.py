@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import re
@@ -24,7 +25,7 @@ from cachetree.transport import write_key_pair
 from cachetree.tree.eviction import Retention
 from profiles.random_models import shape, write_models
 from sglang_droidspeak import engine
-from sglang_droidspeak.engine import probe
+from sglang_droidspeak.engine import Quantization, probe
 from sglang_droidspeak.fleet.servers import ServerFailed, ServerSpec, free_port, running
 from sglang_droidspeak.start import refuse
 from sglang_droidspeak.start.config import LINKER_MODULE, cache_config
@@ -169,7 +170,7 @@ def test_keys_reach_the_cache(model: Path, tmp_path: Path) -> None:
         (["--enable-hierarchical-cache"], ["enable_hierarchical_cache", "both would own"]),
         (["--hicache-storage-backend", "file"], ["hicache_storage_backend", "both would own"]),
         (["--dp-size", "2"], ["dp_size is 2", "one address"]),
-        (["--quantization", "fp8"], ["quantization is 'fp8'", "unquantised"]),
+        (["--quantization", "fp8"], ["quantization is 'fp8'", "not the checkpoint's"]),
         (["--kv-cache-dtype", "fp8_e4m3"], ["kv_cache_dtype is 'fp8_e4m3'", "scales"]),
     ],
 )
@@ -307,6 +308,46 @@ def test_a_checkpoint_that_says_it_is_quantised_is_refused(
     line = refusal(quantised, {})
     assert str(quantised) in line
     assert f"is quantised ({name}" in line
+
+
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}
+
+
+def test_quantised_weights_are_served_where_they_were_tried(model: Path, tmp_path: Path) -> None:
+    quantised = quantised_as(AWQ, model, tmp_path)
+    line = refusal(quantised, {"gpu_tested_weights": ["gptq", "fp8"]})
+    assert "make gpu" in line
+    assert "gpu_tested_weights: [awq]" in line
+    args = server_args(quantised, {"gpu_tested_weights": ["awq"]})
+    served, plain = load_this_server(args), load_this_server(server_args(model, {}))
+    assert served.identity.weights != plain.identity.weights
+    assert "gpu_tested_weights" in refusal(model, {"gpu_tested_weights": ["modelopt"]})
+
+
+@pytest.mark.parametrize(
+    ("found", "tested", "words"),
+    [
+        (Quantization("awq_marlin", ""), ("awq",), ""),
+        (Quantization("gptq_marlin", ""), ("gptq",), ""),
+        (Quantization("fp8", ""), ("awq", "fp8"), ""),
+        (Quantization("awq_marlin", ""), ("gptq", "fp8"), r"set gpu_tested_weights: \[awq\]"),
+        (Quantization("fp8", "FP8"), ("fp8",), r"and so is its KV \(FP8\): scales"),
+        (Quantization("modelopt_fp8", ""), ("fp8",), "with AWQ, GPTQ and FP8 alone"),
+        (Quantization("w8a8_fp8", ""), ("fp8",), "with AWQ, GPTQ and FP8 alone"),
+    ],
+)
+def test_weights_as_sglang_runs_them(found: Quantization, tested: Any, words: str) -> None:
+    expected = pytest.raises(ConfigError, match=words) if words else contextlib.nullcontext()
+    with expected:
+        refuse.weights("there", found, tested)
+
+
+def test_fp8_kv_of_quantised_weights_is_refused_by_what_the_checkpoint_says(
+    model: Path, tmp_path: Path
+) -> None:
+    config = {"quant_method": "fp8", "activation_scheme": "static", "kv_cache_quant_algo": "FP8"}
+    line = refusal(quantised_as(config, model, tmp_path), {"gpu_tested_weights": ["fp8"]})
+    assert "so is its KV (FP8)" in line
 
 
 def test_a_checkpoint_that_sglang_does_not_take_is_one_line_too(

@@ -1,5 +1,7 @@
 """Two servers on a GPU, with FlashInfer attention and CUDA graphs, against the oracle.
 
+Quantised weights too: the oracle computes with the matrices that they stand for.
+
 Half precision on two implementations does not give equal bits: the first token and its
 log-probability are compared, with a tolerance, and the block must matter more than that.
 """
@@ -12,9 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 from engine_parts import answer, eventually, prompt, whole_pages
-from transformers import AutoModelForCausalLM
+from quantised_parts import write_quantised
 
 from cachetree.ids import Span
+from profiles.compute.models import ModelSource, load_model
 from profiles.oracle import generate
 from profiles.random_models import shape, write_models
 from sglang_droidspeak.fleet.servers import Server, ServerSpec, free_port, running
@@ -29,12 +32,17 @@ BLOCKS = {"none": Span(0, 0), "0:3": Span(0, 3), "2:5": Span(2, 5), "all": Span(
 TOLERANCE = 0.1
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory) -> Iterator[tuple[dict[str, Path], Server, Server]]:
-    folder = tmp_path_factory.mktemp("cuda")
+@pytest.fixture(scope="module", params=["unquantised", "awq", "gptq", "fp8"])
+def pair(request, tmp_path_factory) -> Iterator[tuple[dict[str, Path], Server, Server]]:
+    folder, weights = tmp_path_factory.mktemp("cuda"), request.param
     config = shape("llama", layers=6, hidden=512, heads=8, kv_heads=4)
+    config.intermediate_size = 1024  # Kernels for quantised weights take whole tiles.
     names = ("sender", "receiver")
     paths = write_models(folder, config, names, dtype=torch.bfloat16)
+    tested = {}
+    if weights != "unquantised":
+        paths = [write_quantised(it, folder / f"{it.name}_{weights}", weights) for it in paths]
+        tested = {"gpu_tested_weights": [weights]}
     models = dict(zip(names, paths, strict=True))
     options = {"attention-backend": "flashinfer", "mem-fraction-static": 0.3, "page-size": 16}
     address = f"tcp://127.0.0.1:{free_port()}"
@@ -42,13 +50,13 @@ def pair(tmp_path_factory) -> Iterator[tuple[dict[str, Path], Server, Server]]:
         model=models["sender"],
         name="sender",
         options=options,
-        droidspeak={"listen": address, "capture_layers": [2]},
+        droidspeak={"listen": address, "capture_layers": [2], **tested},
     )
     receiver = ServerSpec(
         model=models["receiver"],
         name="receiver",
         options=options,
-        droidspeak={"peers": [address], "gate": "off", "host_gb": 0},
+        droidspeak={"peers": [address], "gate": "off", "host_gb": 0, **tested},
     )
     with running(sender, receiver, folder=folder / "logs") as (s, r):
         yield models, s, r
@@ -57,7 +65,7 @@ def pair(tmp_path_factory) -> Iterator[tuple[dict[str, Path], Server, Server]]:
 def test_blocks_agree_with_the_oracle(pair) -> None:
     models, sender, receiver = pair
     hf = {
-        name: AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).cuda().eval()
+        name: load_model(ModelSource(path=path), dtype=torch.bfloat16, device=torch.device("cuda"))
         for name, path in models.items()
     }
     tokens = prompt(900, seed=1)

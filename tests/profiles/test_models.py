@@ -252,11 +252,6 @@ def test_a_window_that_mistral_has_unless_it_is_stated_is_refused(tmp_path):
     refused(base, "sliding_window = 4096.* state sliding_window as null")
 
 
-def test_quantised_weights_are_refused(base):
-    quantised = {"quant_method": "fp8", "activation_scheme": "dynamic"}
-    refused(edit_config(base, quantization_config=quantised), "quantization_config = .*fp8")
-
-
 def test_an_adapter_in_the_wrong_place_is_refused(models, base):
     _, _, adapter = models
     refused(adapter, "holds an adapter and no model; give its base")

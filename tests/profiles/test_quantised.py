@@ -1,0 +1,105 @@
+"""Quantised checkpoints are profiled as the matrices that they stand for, and told apart."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from quantised_parts import FORMATS, full_of, write_quantised
+from safetensors.torch import load_file, save_file
+
+from cachetree.checkpoint import first_difference, read_model_identity
+from cachetree.errors import ConfigError
+from profiles.compute.models import ModelSource, load_model, load_pair
+from profiles.random_models import shape, write_models
+
+CPU = torch.device("cpu")
+NUM_LAYERS = 3
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = shape("llama", layers=NUM_LAYERS, hidden=64, heads=4, kv_heads=2)
+    (path,) = write_models(tmp_path_factory.mktemp("quantised"), config, ["base"], std=0.2)
+    return path
+
+
+def edit(folder: Path, **changes: Any) -> None:
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    config["quantization_config"] |= changes
+    file.write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_model_has_the_matrices_that_were_stored(base: Path, tmp_path: Path, name: str) -> None:
+    quantised = write_quantised(base, tmp_path / name, name)
+    loaded = load_model(ModelSource(path=quantised), dtype=torch.float32, device=CPU).state_dict()
+    full = load_file(full_of(quantised))
+    plain = load_file(base / "model.safetensors")
+    assert loaded.keys() == full.keys() == plain.keys()
+    for key, weight in loaded.items():
+        torch.testing.assert_close(weight, full[key], rtol=0, atol=1e-6)
+        assert ("_proj" in key) != torch.equal(weight, plain[key])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_it_is_known_by_its_tensors_and_by_its_config(
+    base: Path, tmp_path: Path, name: str
+) -> None:
+    quantised = write_quantised(base, tmp_path / name, name)
+    found = read_model_identity(quantised)
+    assert found != read_model_identity(base)
+    weights = load_file(quantised / "model.safetensors")
+    last = max(key for key in weights if f"layers.{NUM_LAYERS - 1}.self_attn.k_proj" in key)
+    changed = {key: it.clone() for key, it in weights.items()}
+    changed[last].flatten()[-1:] = 0
+    save_file(changed, quantised / "model.safetensors")
+    other = read_model_identity(quantised)
+    assert other.weights != found.weights
+    edit(quantised, modules_to_not_convert=["lm_head"])
+    assert read_model_identity(quantised).weights not in (found.weights, other.weights)
+
+
+def test_a_pair_differs_from_the_first_layer_whose_stored_tensors_do(
+    base: Path, tmp_path: Path
+) -> None:
+    sender, receiver = (write_quantised(base, tmp_path / it, "gptq") for it in ("one", "two"))
+    weights = load_file(receiver / "model.safetensors")
+    weights["model.layers.2.mlp.up_proj.scales"] *= 2
+    save_file(weights, receiver / "model.safetensors")
+    assert first_difference(sender, receiver) == 2
+    pair = load_pair(
+        ModelSource(path=sender),
+        ModelSource(path=receiver),
+        dtype=torch.float32,
+        device=CPU,
+        cache_dir=None,
+    )
+    theirs, ours = (it.model.layers[2].mlp.up_proj.weight for it in (pair.sender, pair.receiver))
+    torch.testing.assert_close(2 * theirs, ours)
+    assert pair.sender_identity.model_id != pair.receiver_identity.model_id
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [
+        {"quant_method": "awq", "bits": 8},
+        {"quant_method": "awq", "bits": 4, "version": "gemv"},
+        {"quant_method": "gptq", "bits": 3},
+        {"quant_method": "gptq", "bits": 4, "dynamic": {"-:lm_head": {}}},
+        {"quant_method": "compressed-tensors"},
+        {"quant_algo": "FP8"},
+    ],
+)
+def test_what_it_does_not_know_is_refused_before_weights_are_read(
+    base: Path, tmp_path: Path, stated: dict[str, Any]
+) -> None:
+    quantised = write_quantised(base, tmp_path / "refused", "fp8")
+    config = json.loads((base / "config.json").read_text())
+    (quantised / "config.json").write_text(json.dumps(config | {"quantization_config": stated}))
+    with pytest.raises(ConfigError, match=r"quantization_config = .*unquantised weights, and with"):
+        load_model(ModelSource(path=quantised), dtype=torch.float32, device=CPU)
