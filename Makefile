@@ -3,6 +3,7 @@
 # make quick   the tests of the cache and the engine that start no server, two files at a time
 # make mutants changes the modules that decide, and says what no test sees: tests/mutants.md
 # make bench   the benchmarks, 45 minutes;  make soak   random operations, faults and inputs: an hour or more
+# make docs    the documentation, into build/docs
 # make gpu     what the CUDA path does on this device, where there is one
 # make pairs   train the small model pairs again, from a seed;  make profiles   profile them
 # make real    a real model, its skills and what they are asked, into build/real
@@ -11,7 +12,11 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
+<<<<<<< HEAD
 .PHONY: demo quick test test-all mutants check bench gpu soak pairs profiles real install
+=======
+.PHONY: demo quick test test-all mutants check docs bench gpu soak pairs profiles install
+>>>>>>> 01eedf5 (Give the documentation pages of its own)
 .DEFAULT_GOAL := test
 
 install: $(INSTALLED)
@@ -21,7 +26,7 @@ $(INSTALLED): pyproject.toml platforms/torch_cpu/pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 		{ echo "$(PYTHON) is older than 3.10; run make PYTHON=python3.11"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --progress-bar on -e '.[test,check]' -e platforms/torch_cpu
+	$(BIN)/python -m pip install --progress-bar on -e '.[test,check,docs]' -e platforms/torch_cpu
 	@touch $@
 
 demo: $(INSTALLED)
@@ -47,10 +52,14 @@ mutants: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/mutmut run --max-children 2
 	$(BIN)/mutmut results
 
-check: $(INSTALLED)
+check: $(INSTALLED) docs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# A warning, a link that leads nowhere say, fails.
+docs: $(INSTALLED)
+	$(BIN)/sphinx-build -q -W --keep-going docs build/docs
 
 BENCH := OMP_NUM_THREADS=1 $(BIN)/python benchmarks
 

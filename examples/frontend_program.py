@@ -1,8 +1,9 @@
 """One model plans on a context, the other continues on the same context and that plan.
 
-An SGLang frontend program with two `RuntimeEndpoint`s. Needs both servers; see README. The planner
-reads the context and writes down what to ask; the writer answers. The writer prefills neither the
-context nor the planner's words in full: most of their layers' KV comes from the planner.
+An SGLang frontend program with two `RuntimeEndpoint`s. Needs both servers; see docs/quickstart.md.
+The planner reads the context and writes down what to ask; the writer answers. The writer prefills
+neither the context nor the planner's words in full: most of their layers' KV comes from the
+planner.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """One document and four roles on it, each an adapter of one base; with reuse and without.
 
 An SGLang frontend program: the base reads the document, and the function forks into the roles.
-Needs the server of `lora.yaml`; see README. SGLang's frontend has no word for an adapter, so the
-backend here takes it from a variable of the state whose request it sends.
+Needs the server of `lora.yaml`; see docs/lora.md. SGLang's frontend has no word for an
+adapter, so the backend here takes it from a variable of the state whose request it sends.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The receiver through the OpenAI client. Needs both servers; see README.
+"""The receiver through the OpenAI client. Needs both servers; see docs/quickstart.md.
 
 The OpenAI API has no place for `meta_info`: what it shows is how many prompt tokens were cached,
 here or at the sender, where the server runs with `--enable-cache-report`.

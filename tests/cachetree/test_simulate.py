@@ -172,18 +172,18 @@ def test_bad_arguments_are_refused_in_one_line(
 
 
 ROWS = re.findall(
-    r"^\| `(\w+)`, (\d+) GiB \|(.*)\|$", (ROOT / "README.md").read_text(), re.MULTILINE
+    r"^\| `(\w+)`, (\d+) GiB \|(.*)\|$", (ROOT / "docs/sizing.md").read_text(), re.MULTILINE
 )
 
 
-def test_readme_has_rows_of_each_trace() -> None:
+def test_the_page_has_rows_of_each_trace() -> None:
     assert {name for name, _, _ in ROWS} == set(GENERATORS)
 
 
 @pytest.mark.parametrize(
     "rows", [ROWS[:1], pytest.param(ROWS[1:], marks=pytest.mark.slow)], ids=["first", "others"]
 )
-def test_readme_shows_what_the_replay_gives(rows: list[tuple[str, str, str]]) -> None:
+def test_the_page_shows_what_the_replay_gives(rows: list[tuple[str, str, str]]) -> None:
     for name, host_gb, cells in rows:
         trace = read_trace(TRACES / f"{name}.jsonl")
         names = PageNames(trace.header.family.page_size)

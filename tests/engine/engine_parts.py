@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import documented_outcomes
 import pytest
-import readme_outcomes
 import torch
 from sglang.srt.mem_cache.utils import storage_namespace_seed
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -93,7 +93,8 @@ class Answer:
     @property
     def provenance(self) -> dict[str, Any]:
         (entry,) = self.meta["droidspeak"]
-        assert entry["outcome"] in readme_outcomes.outcomes(), "README does not say what this means"
+        known = documented_outcomes.outcomes()
+        assert entry["outcome"] in known, "no page says what this means"
         return entry
 
     def assert_equals(self, expected: Generated, tolerance: float = 2e-4) -> None:

@@ -1,4 +1,4 @@
-"""The examples, run by hand as the README shows: curl, the OpenAI client, frontend programs."""
+"""The examples, run by hand as the pages show: curl, the OpenAI client, frontend programs."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from sglang_droidspeak.fleet.servers import Server, end_of, free_port, running
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
-README = (ROOT / "README.md").read_text()
+PAGE = (ROOT / "docs/lora.md").read_text()
 PORTS = ("30000", "30001", "30010")
 CPU = "\ndevice: cpu\nsleep-on-idle: true\n"
-"""What the README says to add where there is no accelerator."""
+"""What the quick start says to add where there is no accelerator."""
 
 ENV = {"SGLANG_TORCH_CPU_START": "fork"}
 
@@ -83,8 +83,8 @@ def servers(tmp_path_factory) -> Iterator[list[Server]]:
 
 @pytest.fixture(scope="module")
 def lora_server(tmp_path_factory) -> Iterator[list[Server]]:
-    """With the adapters that the README's command names."""
-    (command,) = re.findall(r"--enable-lora --lora-paths ([^`]+)```", README)
+    """With the adapters that the page's command names."""
+    (command,) = re.findall(r"--enable-lora --lora-paths ([^`]+)```", PAGE)
     adapters = {name: Path(path) for name, path in re.findall(r"(\w+)=(\S+)", command)}
     port = str(free_port())
     yield from started(
@@ -150,9 +150,9 @@ def test_frontend_program(servers) -> None:
 
 
 def test_roles_read_one_another(lora_server) -> None:
-    """As the README shows, but for the times."""
+    """As the page shows, but for the times."""
     (server,) = lora_server
-    (shown,) = re.findall(r"lora_roles\.py\n```\n\n```\n([^`]+)```", README)
+    (shown,) = re.findall(r"lora_roles\.py\n```\n\n```\n([^`]+)```", PAGE)
     lines = script("lora_roles.py", "--server", server.url)
     assert without_times(lines) == without_times(shown.splitlines())
     assert any(line.endswith(" reused") for line in lines)

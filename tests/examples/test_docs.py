@@ -1,13 +1,13 @@
-"""README names everything that can be set or seen, with the right defaults, and nothing else."""
+"""The pages name everything that can be set or seen, with the right defaults, nothing else."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+import documented_outcomes
 import msgspec
 import pytest
-import readme_outcomes
 import yaml
 from prometheus_client import Counter, Histogram
 
@@ -23,12 +23,12 @@ from sglang_droidspeak.start.config import Settings, parse_settings
 from sglang_droidspeak.start.refuse import ARCHITECTURES
 
 ROOT = Path(__file__).resolve().parents[2]
-README = (ROOT / "README.md").read_text()
+PAGES = {
+    it.relative_to(ROOT).as_posix(): it.read_text()
+    for it in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+}
+RESPONSES = PAGES["docs/reference/responses.md"]
 EXTENSION = ROOT / "sglang_droidspeak"
-
-
-def section(title: str) -> str:
-    return README.split(f"\n## {title}\n")[1].split("\n## ")[0]
 
 
 def rows(text: str) -> list[list[str]]:
@@ -54,9 +54,10 @@ def shown(value: object) -> str:
     return f"`{getattr(value, 'value', value)}`" if isinstance(value, str) else str(value)
 
 
-@pytest.mark.parametrize(("title", "struct"), [("Settings", Settings), ("Per request", Controls)])
-def test_every_field_has_a_row_with_its_default(title: str, struct: type) -> None:
-    described = {names(row)[0]: row[1] for row in rows(section(title)) if names(row)}
+@pytest.mark.parametrize(("page", "struct"), [("settings", Settings), ("requests", Controls)])
+def test_every_field_has_a_row_with_its_default(page: str, struct: type) -> None:
+    table = rows(PAGES[f"docs/reference/{page}.md"])
+    described = {names(row)[0]: row[1] for row in table if names(row)}
     fields = msgspec.structs.fields(struct)
     assert described == {field.name: shown(default_of(field)) for field in fields}
 
@@ -67,7 +68,7 @@ def default_of(field: msgspec.structs.FieldInfo) -> object:
 
 
 def test_every_field_of_meta_info_is_described() -> None:
-    table = section("What a response says").split("Outcomes other than")[0]
+    table = RESPONSES.split("Outcomes other than")[0]
     described = [name for row in rows(table) for name in names(row)]
     assert described == list(RequestProvenance.__struct_fields__)
 
@@ -76,8 +77,8 @@ def test_outcomes_are_described_as_they_are_written() -> None:
     """The words of the policy, and those that a search finds in the engine's part.
 
     The search knows the ways in which outcomes are written today; one that it does not find any
-    more fails here, because README has it. What a server answers is compared with README wherever
-    a test looks at it: `engine_parts.Answer`.
+    more fails here, because the page has it. What a server answers is compared with the page
+    wherever a test looks at it: `engine_parts.Answer`.
     """
     written = {
         found
@@ -87,21 +88,21 @@ def test_outcomes_are_described_as_they_are_written() -> None:
         )
     }
     told = written | {reason.value for reason in Reason}
-    assert told == {it for it in readme_outcomes.outcomes() if not it.startswith("fallback")}
+    assert told == {it for it in documented_outcomes.outcomes() if not it.startswith("fallback")}
 
 
 def test_causes_of_a_fallback_are_the_errors_of_a_fetch() -> None:
     errors = {it.__name__ for it in (FetchError, ForwardWaitExceeded, *FetchError.__subclasses__())}
     causes = errors - {Cancelled.__name__} | {"SlowLink"}
     assert {f"fallback: {cause}" for cause in causes} == {
-        it for it in readme_outcomes.outcomes() if it.startswith("fallback")
+        it for it in documented_outcomes.outcomes() if it.startswith("fallback")
     }
 
 
 def test_every_metric_is_described() -> None:
     described = {
         name.partition("{")[0].removesuffix("_total")
-        for row in rows(section("What a response says"))
+        for row in rows(RESPONSES)
         for name in names(row)
         if name.startswith("droidspeak:")
     }
@@ -114,7 +115,7 @@ def test_every_metric_is_described() -> None:
 def test_every_metric_of_a_cache_is_described() -> None:
     described = {
         (*name.partition("{")[::2], *row[1:3])
-        for row in rows(section("Operating it"))
+        for row in rows(PAGES["docs/operate.md"])
         for name in names(row)
         if name.startswith("cachetree:")
     }
@@ -125,11 +126,12 @@ def test_every_metric_of_a_cache_is_described() -> None:
 
 
 def test_supported_models_are_named() -> None:
-    assert set(re.findall(r"`(\w+ForCausalLM)`", README)) == ARCHITECTURES
+    assert set(re.findall(r"`(\w+ForCausalLM)`", PAGES["docs/compatibility.md"])) == ARCHITECTURES
 
 
-def test_the_shown_configuration_is_the_receivers() -> None:
-    (shown_yaml,) = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
+@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
+def test_the_shown_configuration_is_the_receivers(page: str) -> None:
+    (shown_yaml,) = re.findall(r"```yaml\n(.*?)```", PAGES[page], re.DOTALL)
     receiver = yaml.safe_load((ROOT / "examples/receiver.yaml").read_text())
     assert yaml.safe_load(shown_yaml).items() <= receiver.items()
 
@@ -149,14 +151,16 @@ def test_the_example_worker_is_valid(monkeypatch: pytest.MonkeyPatch) -> None:
     assert config.cache.worker.accepts
 
 
-def test_every_link_and_command_leads_somewhere() -> None:
-    linked = re.findall(r"\]\(([^)#]+)\)", README)
-    run = re.findall(r"(?:python|bash) (examples/\S+)", README)
-    config = re.findall(r"--config (\S+)", README)
-    assert linked and run and config
-    for path in [*linked, *run, *config]:
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_and_command_leads_somewhere(page: str) -> None:
+    """Links from the page's folder, files of commands from the repository's root."""
+    for path in re.findall(r"\]\((?!http)([^)#]+)", PAGES[page]):
+        assert (ROOT / page).parent.joinpath(path).exists(), path
+    run = re.findall(r"(?:python|bash) (examples/\S+)", PAGES[page])
+    config = re.findall(r"--config (\S+)", PAGES[page])
+    for path in [*run, *config]:
         assert (ROOT / path).exists(), path
 
 
 def test_first_screen_has_no_placeholder() -> None:
-    assert not re.findall(r"@[A-Z0-9_]+@", README)
+    assert not re.findall(r"@[A-Z0-9_]+@", PAGES["README.md"])

@@ -1,4 +1,4 @@
-"""What README says that a request can be told of itself."""
+"""What the documentation says that a request can be told of itself."""
 
 from __future__ import annotations
 
@@ -6,15 +6,13 @@ import functools
 import re
 from pathlib import Path
 
-README = Path(__file__).resolve().parents[2] / "README.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs/reference/responses.md"
 
 
 @functools.cache
 def outcomes() -> frozenset[str]:
     """Those of the table with each cause of a fallback that it names, and `reused`."""
-    table = (
-        README.read_text().split("\nOutcomes other than `reused`:\n")[1].strip().split("\n\n")[0]
-    )
+    table = PAGE.read_text().split("\nOutcomes other than `reused`:\n")[1].strip().split("\n\n")[0]
     found = {"reused"}
     for line in table.splitlines():
         cell, text = line.strip("|").split("|")[:2]
