@@ -12,11 +12,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-<<<<<<< HEAD
-.PHONY: demo quick test test-all mutants check bench gpu soak pairs profiles real install
-=======
-.PHONY: demo quick test test-all mutants check docs bench gpu soak pairs profiles install
->>>>>>> 01eedf5 (Give the documentation pages of its own)
+.PHONY: demo quick test test-all mutants check docs bench gpu soak pairs profiles real install
 .DEFAULT_GOAL := test
 
 install: $(INSTALLED)
