@@ -11,6 +11,7 @@ extensions = ["myst_parser"]
 html_theme = "furo"
 html_title = project
 myst_heading_anchors = 3
+myst_enable_extensions = ["dollarmath"]
 
 
 def setup(app):

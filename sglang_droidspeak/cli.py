@@ -24,7 +24,7 @@ INTERRUPTED = 130
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = _parser().parse_args(argv)
+    args = parser().parse_args(argv)
     with _terminable():
         try:
             return args.run(args)
@@ -36,14 +36,14 @@ def main(argv: list[str] | None = None) -> int:
             return 1
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="droidspeak", description=__doc__, allow_abbrev=False)
-    parser.add_argument(
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(prog="droidspeak", description=__doc__, allow_abbrev=False)
+    top.add_argument(
         "--version",
         action="version",
         version=f"droidspeak {version('sglang-droidspeak')} for SGLang {version('sglang')}",
     )
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = top.add_subparsers(dest="command", required=True)
     _add_demo(
         commands.add_parser(
             "demo",
@@ -109,7 +109,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     doctor.set_defaults(run=_doctor)
     profiler.add_commands(commands)
-    return parser
+    return top
 
 
 def _add_demo(demo: argparse.ArgumentParser) -> None:

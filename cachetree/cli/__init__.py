@@ -11,20 +11,24 @@ from cachetree.cli import ask, bench, keygen, serve
 from cachetree.cli.serve import parse_config
 from cachetree.errors import CacheTreeError
 
-__all__ = ["main", "parse_config"]
+__all__ = ["main", "parse_config", "parser"]
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="cachetree", description=__doc__)
-    parser.add_argument(
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(prog="cachetree", description=__doc__)
+    top.add_argument(
         "--version", action="version", version=f"cachetree {version('sglang-droidspeak')}"
     )
-    commands = parser.add_subparsers(required=True)
+    commands = top.add_subparsers(required=True)
     serve.add_parser(commands)
     keygen.add_parser(commands)
     ask.add_parsers(commands)
     bench.add_parser(commands)
-    args = parser.parse_args(argv)
+    return top
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parser().parse_args(argv)
     try:
         args.run(args)
     except CacheTreeError as exc:

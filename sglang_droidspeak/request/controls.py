@@ -23,17 +23,21 @@ from cachetree.planning import Strategy
 
 class Controls(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     mode: Literal["auto", "off"] = "auto"
+    """`off` asks no other model, and reads exact KV only."""
     sender: str | None = None
-    """ModelId of the only sender to use."""
+    """Model id of the only sender to use."""
     block: str | None = None
-    """`start:stop`, half-open; `none` recomputes nothing, `all` every layer."""
+    """Layers to recompute, `"2:5"` for [2, 5), `"none"` or `"all"`; the gate has to allow it."""
     refresh: str | None = None
-    """Layers outside the block, with commas between; for measurements, with a block."""
+    """Layers outside the `block` whose K and V are projected anew from the sender's residual
+    stream, `"7,9"`."""
     ttft_target_ms: float | None = None
+    """Overrides the server's setting of this name."""
     publish: Literal["before_reply"] | None = None
-    """The answer's end waits until all peers know what was read and written; None: it does not."""
+    """`before_reply`: the answer, or the end of its stream, comes once every connected peer knows
+    what was read and written for it, and `fetch_deadline_s` later at most."""
     strategy: Strategy = Strategy.PIPELINED
-    """How loads and recompute share time; for measurements."""
+    """How loads and recompute share time; obeyed with `gate: off` only, for measurements."""
 
     def span(self, num_layers: int) -> Span | None:
         """The block asked for, None where the server may choose; ValueError where it is wrong."""

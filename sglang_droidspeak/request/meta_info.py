@@ -20,24 +20,32 @@ class RequestProvenance(msgspec.Struct, frozen=True, kw_only=True):
     outcome: str
     """`reused`, `own`, `fallback: CAUSE`, or why nothing was reused."""
     reused_tokens: int = 0
+    """Prompt tokens whose KV was loaded, recomputed in part, or both."""
     exact: bool = True
-    """False where prompt KV descends from another model's, also through this server's own cache."""
+    """False where prompt KV descends from another model's or from encoded KV, also through this
+    server's own cache."""
     sender: str | None = None
+    """Model id of the one whose cache was read."""
     location: str | None = None
+    """Where it lay: a peer's address, or `local`, `pool`, `disk` or `hicache`."""
     block: tuple[int, int] | None = None
-    """Layers recomputed, half-open; None where none were."""
+    """Layers recomputed, half-open; null where none were."""
     refreshed: tuple[int, ...] = ()
-    """Layers outside the block whose K and V were projected anew from the sender's E."""
+    """Layers outside the block whose K and V were projected anew."""
     low_rank: tuple[int, ...] = ()
-    """Those of them that took the adapters' factors alone, not the model's matrix."""
+    """Those of them for which the adapters' factors were enough, without the model's matrix."""
     recomputed_layers: int = 0
+    """How many layers were recomputed."""
     loaded_layers: int = 0
+    """How many layers were loaded."""
     fetched_bytes: int = 0
+    """E and KV moved for this request."""
     match_ms: float = 0.0
-    """To hash the prompt, match it and plan."""
+    """To hash the prompt, match it and plan; with a `hicache_backend` also to ask it."""
     queued_ms: float = 0.0
     """From first sight to admission, or to giving the plan up; the fetch runs meanwhile."""
     fetch_ms: float = 0.0
+    """Until all layers were in host memory."""
     load_ms: float = 0.0
     """Copying into KV slots, beside the recompute and the forward; on CUDA, issuing the copies."""
     recompute_ms: float = 0.0
@@ -47,7 +55,8 @@ class RequestProvenance(msgspec.Struct, frozen=True, kw_only=True):
     overlap: float = 0.0
     """Share of the shorter of fetch and recompute during which the other ran too."""
     detail: str | None = None
-    """The outcome for a person: what was wrong, and what would be right."""
+    """The outcome for a person: what was wrong with the request's controls, and what is allowed;
+    null where nothing is to be added."""
 
 
 def provenance_of(

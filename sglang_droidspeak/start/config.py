@@ -33,56 +33,62 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Everything a server can be told. Relative paths are relative to the working directory."""
 
     config: str | None = None
-    """A YAML file with these same keys; then no other key may stand beside it."""
+    """A YAML file with these same keys; no other key may stand beside it."""
     gpu_tested_weights: tuple[Literal["awq", "gptq", "fp8"], ...] = ()
-    """Formats of quantised weights with which `make gpu` has passed on this device: no CPU runs
-    them, and so no other test does. A checkpoint in another one is refused."""
+    """Formats of quantised weights, `awq`, `gptq` and `fp8`, with which `make gpu` has passed on
+    this device: no CPU runs them, so no other test has. A checkpoint in one that is not named is
+    refused."""
     listen: str | None = None
-    """Where this server's worker serves its cache, as `tcp://host:port`; None serves nobody."""
+    """Where others may read this server's cache, `tcp://host:port`; none serves nobody."""
     peers: tuple[str, ...] = ()
-    """Workers whose caches this server may read, as `tcp://host:port`. Each is trusted to have
-    computed what it serves, for all tenants."""
+    """Servers whose caches this one may read, `tcp://host:port`; each is trusted to have computed
+    what it serves, for all tenants."""
     push_to: tuple[str, ...] = ()
-    """Workers that also keep what this server stores, so that it outlives the server; each is a
-    peer, named there or not."""
+    """Workers (`cachetree serve`) that also keep what this server stores, so that it outlives the
+    server; they need not stand in `peers` too."""
     profiles: tuple[str, ...] = ()
-    """Pair profiles, or folders of them. Each must name this server's model on one side,
-    or an adapter on it."""
+    """Pair profiles, or folders of them; a file must name this server's model on one side, or an
+    adapter on it."""
     capture_layers: tuple[int, ...] | None = None
-    """Layers whose E is kept; None takes them from the profiles in which this model sends."""
+    """Layers whose E is kept; none takes them from the profiles in which this model sends."""
     gate: Literal["enforce", "off"] = "enforce"
-    """`off` lets a request name any block of any sender, profile or not. For measurements."""
+    """`off` lets a request name any block of any sender, profile or not; for measurements."""
     host_gb: float = 2.0
-    """Host memory for this server's own KV and E, in GiB; 0 stores nothing."""
+    """Host memory for this server's own KV and E, GiB; 0 stores nothing."""
     eviction: str = "lru"
-    """What leaves that memory first: lru or value."""
+    """What leaves that memory first: `lru` or `value`."""
     ttl_s: float | None = None
-    """What nobody has used for so long leaves it in any case; None: only when room is needed."""
+    """What nobody has used for so long leaves it in any case; none keeps it until room is
+    needed."""
     max_pinned_share: float = 0.5
     """Of `host_gb`, how much pinned prefixes may keep."""
     disk_path: str | None = None
-    """Folder that keeps the same also when it leaves memory or the server ends; None for none."""
+    """Folder that keeps the same also when it leaves memory or the server ends; one server at a
+    time. Prompts can be read out of KV: folder and files are this user's alone, and one that others
+    could read is closed to them."""
     disk_gb: float = 0.0
-    """Budget of all files in it, in GiB."""
+    """Budget of all files in it, GiB; above `host_gb`, because it holds what memory holds too."""
     hicache_backend: str | None = None
-    """A storage backend of SGLang's HiCache that keeps the same for a whole cluster; None: none."""
+    """Storage backend of SGLang's HiCache that keeps the same for a whole cluster: `file`, `nixl`,
+    `mooncake` and others."""
     hicache_config: dict[str, Any] = {}
     """What the backend is made with, as in SGLang's `hicache-storage-backend-extra-config`."""
     codec: Codec = Codec.NONE
-    """How KV and E are kept and sent; int8, fp8 and int4 take fewer bytes and are not exact. One
-    for all servers and workers that share."""
+    """How KV and E are kept and sent: `int8`, `fp8` and `int4` take fewer bytes and are not exact;
+    the same on all that share."""
     staging_gb: float = 1.0
-    """Host memory for fetches in flight, in GiB; a fetch that does not fit is not made."""
+    """Host memory for fetches in flight, GiB; one that does not fit is not made."""
     min_tokens: int = 64
     """Shorter reuse is not worth a fetch."""
     max_recompute_tokens: int = 32768
     """Of longer prefixes only so many tokens are reused with layers recomputed."""
     max_stall_ms: float | None = None
     """Longest that recomputed layers may hold up decoding requests in one step: less of a prefix is
-    reused, and requests wait for the next step; None: no longer than SGLang's own prefill, whose
-    tokens of one step (`chunked-prefill-size`) they share."""
+    reused, and requests wait for the next step. By default they take their share of the tokens of
+    one step (`chunked-prefill-size`), so that nobody who decodes waits longer than beside SGLang's
+    own prefill."""
     fetch_deadline_s: float = 10.0
-    """After this a fetch is given up and its request does a full prefill. One whose block was not
+    """After this a fetch is given up and its request does a full prefill; one whose block was not
     asked for by name gives up as soon as it has waited for what reuse would save."""
     peer_cooldown_s: float = 30.0
     """How long a worker is left alone after three errors within ten seconds; it doubles, up to ten
@@ -90,22 +96,25 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     forward_wait_s: float = 0.05
     """Longest that a forward waits for layers predicted to have arrived; then full prefill."""
     ttft_target_ms: float | None = None
-    """With no request waiting, recompute as many layers as meet this; None: as few as allowed."""
+    """While no request waits, recompute as many layers as meet this; none recomputes what the
+    profile recommends."""
     max_link_mb_s: float | None = None
-    """Bandwidth cap of this server's worker, in 10^6 bytes per second; None: no cap."""
+    """Cap on what this server sends, 10^6 bytes per second; none does not cap it."""
     shared_memory: bool = True
-    """Between servers of one host, copy pages from memory to memory; elsewhere there is no such way
-    and they come over the connection."""
+    """Between servers of one host, pages are copied from memory to memory; elsewhere they always
+    come over the connection."""
     key_file: str | None = None
-    """Secret key file of this server, made by `cachetree keygen`; None encrypts nothing."""
+    """This server's secret key file, made by `cachetree keygen`; none encrypts nothing."""
     allowed_peers: tuple[str, ...] = ()
     """Who may read this server's cache, the pages of all its tenants: public keys, files of them,
-    or folders of `.pub` files."""
+    folders of `.pub` files."""
     peer_keys: dict[str, str] = {}
-    """Address of a peer to its public key or the file with it; to others it talks in clear."""
+    """Address of a peer to its public key, or to the file with it; to the others this server talks
+    in clear."""
     bulk_port: int = 0
-    """Where KV and E go, over a connection that each peer opens beside its first one, on the host
-    of `listen`; 0 takes a free one."""
+    """Where KV and E go, over a TCP connection that each peer opens beside its first one, on the
+    host of `listen`; 0 takes a free port. A firewall or a container has to let both ports through,
+    under the same numbers."""
     insecure: bool = False
     """Allows a `listen` address other than loopback without keys."""
 

@@ -6,19 +6,10 @@ import functools
 import re
 from pathlib import Path
 
-PAGE = Path(__file__).resolve().parents[2] / "docs/reference/responses.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs/no-reuse.md"
 
 
 @functools.cache
 def outcomes() -> frozenset[str]:
-    """Those of the table with each cause of a fallback that it names, and `reused`."""
-    table = PAGE.read_text().split("\nOutcomes other than `reused`:\n")[1].strip().split("\n\n")[0]
-    found = {"reused"}
-    for line in table.splitlines():
-        cell, text = line.strip("|").split("|")[:2]
-        names = re.findall(r"`([^`]+)`", cell)
-        if names == ["fallback: CAUSE"]:
-            causes = re.findall(r"`([A-Z]\w+)`", text)
-            names = [f"fallback: {cause}" for cause in causes]
-        found.update(names)
-    return frozenset(found)
+    """Each has a heading of its own; a fallback has one for each cause."""
+    return frozenset(re.findall(r"(?m)^### `(.+)`$", PAGE.read_text()))

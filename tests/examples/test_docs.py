@@ -6,71 +6,39 @@ import re
 from pathlib import Path
 
 import documented_outcomes
-import msgspec
 import pytest
 import yaml
-from prometheus_client import Counter, Histogram
 
 from cachetree.cli.serve import read_config
 from cachetree.errors import Cancelled, FetchError
-from cachetree.metrics import METRICS
 from cachetree.planning.policy import Reason
-from sglang_droidspeak.metrics import Metrics
-from sglang_droidspeak.request.controls import Controls
-from sglang_droidspeak.request.meta_info import RequestProvenance
 from sglang_droidspeak.request.source import ForwardWaitExceeded
-from sglang_droidspeak.start.config import Settings, parse_settings
+from sglang_droidspeak.start.config import parse_settings
 from sglang_droidspeak.start.refuse import ARCHITECTURES
+from tools import reference
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {
     it.relative_to(ROOT).as_posix(): it.read_text()
     for it in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 }
-RESPONSES = PAGES["docs/reference/responses.md"]
 EXTENSION = ROOT / "sglang_droidspeak"
 
 
-def rows(text: str) -> list[list[str]]:
-    """Cells of all tables' rows, heads included."""
-    lines = [line for line in text.splitlines() if line.startswith("|")]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+@pytest.mark.parametrize("page", PAGES)
+def test_what_the_code_says_is_as_the_code_says_it(page: str) -> None:
+    """`python -m tools.reference` writes it."""
+    assert reference.written(PAGES[page]) == PAGES[page]
 
 
-def names(cells: list[str]) -> list[str]:
-    return re.findall(r"`([^`]+)`", cells[0])
+def test_every_part_that_can_be_made_is_in_a_page() -> None:
+    used = re.findall(r"<!-- made: (\S+) -->", "\n".join(PAGES.values()))
+    assert sorted(used) == sorted(reference.PARTS)
 
 
-def shown(value: object) -> str:
-    """A default as the tables write it."""
-    if value is None:
-        return "none"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, tuple):
-        return f"`{list(value)}`"
-    if isinstance(value, dict):
-        return f"`{value}`"
-    return f"`{getattr(value, 'value', value)}`" if isinstance(value, str) else str(value)
-
-
-@pytest.mark.parametrize(("page", "struct"), [("settings", Settings), ("requests", Controls)])
-def test_every_field_has_a_row_with_its_default(page: str, struct: type) -> None:
-    table = rows(PAGES[f"docs/reference/{page}.md"])
-    described = {names(row)[0]: row[1] for row in table if names(row)}
-    fields = msgspec.structs.fields(struct)
-    assert described == {field.name: shown(default_of(field)) for field in fields}
-
-
-def default_of(field: msgspec.structs.FieldInfo) -> object:
-    made = field.default_factory
-    return field.default if made is msgspec.NODEFAULT else made()
-
-
-def test_every_field_of_meta_info_is_described() -> None:
-    table = RESPONSES.split("Outcomes other than")[0]
-    described = [name for row in rows(table) for name in names(row)]
-    assert described == list(RequestProvenance.__struct_fields__)
+def test_every_outcome_has_a_cause_and_a_remedy() -> None:
+    for told in PAGES["docs/no-reuse.md"].split("\n### ")[1:]:
+        assert re.search(r"\n- \*\*Cause:\*\* .+\n- \*\*Remedy:\*\* ", told), told
 
 
 def test_outcomes_are_described_as_they_are_written() -> None:
@@ -88,7 +56,8 @@ def test_outcomes_are_described_as_they_are_written() -> None:
         )
     }
     told = written | {reason.value for reason in Reason}
-    assert told == {it for it in documented_outcomes.outcomes() if not it.startswith("fallback")}
+    documented = {it for it in documented_outcomes.outcomes() if not it.startswith("fallback")}
+    assert told | {"reused"} == documented
 
 
 def test_causes_of_a_fallback_are_the_errors_of_a_fetch() -> None:
@@ -96,32 +65,6 @@ def test_causes_of_a_fallback_are_the_errors_of_a_fetch() -> None:
     causes = errors - {Cancelled.__name__} | {"SlowLink"}
     assert {f"fallback: {cause}" for cause in causes} == {
         it for it in documented_outcomes.outcomes() if it.startswith("fallback")
-    }
-
-
-def test_every_metric_is_described() -> None:
-    described = {
-        name.partition("{")[0].removesuffix("_total")
-        for row in rows(RESPONSES)
-        for name in names(row)
-        if name.startswith("droidspeak:")
-    }
-    kept = [
-        it for it in vars(Metrics(enabled=False)).values() if isinstance(it, Counter | Histogram)
-    ]
-    assert described == {metric.describe()[0].name for metric in kept}
-
-
-def test_every_metric_of_a_cache_is_described() -> None:
-    described = {
-        (*name.partition("{")[::2], *row[1:3])
-        for row in rows(PAGES["docs/operate.md"])
-        for name in names(row)
-        if name.startswith("cachetree:")
-    }
-    labels = {metric: ", ".join(metric.labels) for metric in METRICS}
-    assert described == {
-        (it.sample_name, f"{labels[it]}}}" if it.labels else "", it.kind, it.text) for it in METRICS
     }
 
 
@@ -157,7 +100,7 @@ def test_every_link_and_command_leads_somewhere(page: str) -> None:
     for path in re.findall(r"\]\((?!http)([^)#]+)", PAGES[page]):
         assert (ROOT / page).parent.joinpath(path).exists(), path
     run = re.findall(r"(?:python|bash) (examples/\S+)", PAGES[page])
-    config = re.findall(r"--config (\S+)", PAGES[page])
+    config = re.findall(r"--config (examples/\S+)", PAGES[page])
     for path in [*run, *config]:
         assert (ROOT / path).exists(), path
 
