@@ -1,9 +1,9 @@
 """Moves pages between servers: a worker serves a tree, a peer fetches from it and stores in it.
 
-Two processes hold one session: small messages over ZMQ (`wire`, `verbs`; `checked` says what cannot
-be), and payloads over a TCP connection of their own (`frames`, wrapped by `sealing` where there are
-keys). Where pages lie in memory that both can read, the messages say where, and nothing goes over
-TCP.
+Two processes hold one session: one TCP connection with the messages of `wire` (`checked` says what
+cannot be) and the payloads of `frames` in one order, which `sealing` guards. Over ZMQ goes what
+needs no session: the hello that begins one, and what an operator asks (`verbs`). Where pages lie in
+memory that both can read, the messages say where, and no payload goes over TCP.
 
 A fetch, from the reader to the pages and back:
 
@@ -11,12 +11,12 @@ A fetch, from the reader to the pages and back:
     peer             one thread, one session
     pending_fetches  asks, asks again
     receiver         writes the request
-    connection       ── Fetch ──────────────► server           the sockets
+    connection, channel ══ Fetch ═══════════► server           the sockets
                                               worker           one thread, all sessions
                                               disk_promotion   what is only on disk comes first
                                               session          leases the pages
                                               sender           cuts them into frames, in fair turns
-    channel          ◄─────────── frames ═══  send_queue       gives them to the kernel
+    channel          ◄═════════ frames ══════ send_queue       gives them to the kernel
     pending_fetches
     receiver         checks them, counts them in the reader's staging
 
@@ -26,13 +26,13 @@ A store, from the tree that has an entry to the tree that keeps it:
     advertise        notes what comes in
     peer             one thread, one session
     pending_stores   one entry at a time
-    connection       ── Store ──────────────► server, worker
+    connection, channel ══ Store ═══════════► server, worker
                                               disk_promotion   the page before it comes first
-    pending_stores   ◄─────────── Wanted ───  receiver         takes room for it
+    pending_stores   ◄═════════ Wanted ══════ receiver         takes room for it
     sender           cuts it into frames
-    send_queue       ═══ frames ────────────► channel
+    send_queue       ══════════ frames ═════► channel
                                               receiver         checks them, commits the entry
-    pending_stores   ◄─────────── Stored ───
+    pending_stores   ◄═════════ Stored ══════
 
 `advertise` tells peers what a worker holds, `admin` answers and asks for operators, `handshake`
 and `keys` say who may do what, `backoff` how long who fails has to wait, `status` counts.

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Final, TypeVar
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from cachetree.clock import Clock, Deadline
 from cachetree.disk import DiskTier
@@ -23,7 +21,8 @@ from cachetree.ids import ModelId, PageHash
 from cachetree.transport import verbs, wire
 from cachetree.transport.address import parse_remote
 from cachetree.transport.checked import pages_of
-from cachetree.transport.handshake import FAILURES, Credentials
+from cachetree.transport.connection import Question
+from cachetree.transport.handshake import Credentials
 from cachetree.tree import CacheTree
 
 _RETRY_MS: Final = 10
@@ -45,31 +44,18 @@ def ask(
     Raises ConfigError, AuthenticationError, DeadlineExceeded, ProtocolError, or OrderDenied.
     """
     remote = parse_remote(address, field="address")
-    credentials = credentials or Credentials()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
-        socket = context.socket(zmq.DEALER)
-        socket.set(zmq.LINGER, 0)
-        socket.set(zmq.RECONNECT_IVL, _RETRY_MS)
-        socket.set(zmq.IPV6, int(remote.is_ipv6))
-        credentials.secure(socket, wire.MAX_HEADER_BYTES)
-        monitor = socket.get_monitor_socket(FAILURES)
-        socket.connect(remote.url)
-        with suppress(zmq.Again):  # A handshake that has failed already; the monitor says why.
-            socket.send(wire.encode(question), zmq.NOBLOCK)
+        asked = Question(context, remote, credentials or Credentials(), question, _RETRY_MS)
         poller = zmq.Poller()
-        poller.register(socket, zmq.POLLIN)
-        poller.register(monitor, zmq.POLLIN)
+        asked.register(poller)
         deadline = Deadline.after(timeout_s)
-        while not socket.poll(0):
+        while (answer := asked.answer()) is None:
             if not poller.poll(round(deadline.remaining_s() * 1000)):
                 raise DeadlineExceeded(f"no worker answered at {address} within {timeout_s} s")
-            if monitor.poll(0):
-                event = recv_monitor_message(monitor)
-                failure = credentials.failure(event["event"], event["value"], f"worker {address}")
-                if isinstance(failure, AuthenticationError):
-                    raise failure
-        answer = wire.decode_to_peer(socket.recv(copy=False).buffer)
+            failure = asked.failure(f"worker {address}")
+            if isinstance(failure, AuthenticationError):
+                raise failure
     finally:
         context.destroy(linger=0)
     if isinstance(answer, verbs.Denied):

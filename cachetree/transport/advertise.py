@@ -1,27 +1,18 @@
-"""What a worker holds, as its peers learn it: a snapshot, then numbered changes."""
+"""What a worker holds, as its peers learn it: a snapshot, then changes."""
 
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Final
 
-from cachetree.clock import Clock
 from cachetree.errors import ProtocolError
 from cachetree.ids import PAGE_HASH_BYTES, Location, ModelId
 from cachetree.memory import Layout
 from cachetree.transport.checked import pages_of
-from cachetree.transport.wire import (
-    NO_ADVERTS,
-    Entries,
-    Entry,
-    Learned,
-    Reset,
-    Synced,
-)
+from cachetree.transport.wire import Entries, Entry, Reset, Synced
 from cachetree.tree import CacheTree, Change, Listener, join_hashes
 
 Subscribe = Callable[[Listener], tuple[Iterator[Change], Callable[[], None]]]
@@ -130,134 +121,85 @@ def pack(entries: Iterable[Entry]) -> Iterator[tuple[Entry, ...]]:
 
 Advert = Reset | Entries | Synced
 
-_SNAPSHOT_S: Final = 0.1
-"""Between two snapshots that one peer asks for."""
+_NOTHING: Final = -1
+"""In place of a number of changes."""
 
 
 class Advertiser:
-    """A bounded queue between the tree's writers and one peer; it says nothing before `subscribe`.
+    """A bounded queue between the tree's writers and one peer; it says nothing before `begin`.
 
     Used by the worker's thread, but for `knowing`. When the peer is too slow for the queue, the
     queue is dropped and a new snapshot begins: what the peer knows may be late, never wrong.
     """
 
-    def __init__(
-        self,
-        tree: CacheTree,
-        *,
-        epoch: int,
-        max_pending: int,
-        wake: Callable[[], None],
-        clock: Clock = time.monotonic,
-    ) -> None:
-        self._epoch = epoch
-        self._clock = clock
+    def __init__(self, tree: CacheTree, max_pending: int, wake: Callable[[], None]) -> None:
         self._changes = ChangeQueue(tree.subscribe_kept, max_pending, wake)
-        self._is_asked = self._has_begun = False
-        self._snapshot_at_s = clock()
-        """No earlier, where the peer asks for one."""
-        self._seq = 0
-        self.sent_seq = NO_ADVERTS
-        """Of the last part that was sent; 0 after a Reset."""
-        self._num_learned = -1
+        self._has_begun = False
+        self._num_learned = _NOTHING
         """Changes that the peer has told it knows."""
-        self._learned_seq = NO_ADVERTS
-        self._told: deque[tuple[int, int]] = deque()
-        """Up to which part, and which number of changes, each lot goes that was sent."""
-        self._unsent: Advert | None = None
+        self._told: deque[int] = deque()
+        """Of each `Entries` that the peer has not answered, how many it knows with it."""
         self._adverts: Iterator[Advert] = iter(())
 
-    def subscribe(self) -> None:
-        """Begin, or begin again, with a snapshot; a peer that asks too often waits."""
-        self._is_asked = True
+    def begin(self) -> None:
+        """With a snapshot."""
+        self._has_begun = True
+        self._adverts = self._snapshot()
 
-    def adverts(self) -> Iterator[Advert]:
-        """What waits to be told; an item counts as sent once the next one is asked for."""
-        if self._is_asked and self._clock() >= self._snapshot_at_s:
-            self._is_asked, self._has_begun = False, True
-            self._snapshot_at_s = self._clock() + _SNAPSHOT_S
-            self._num_learned = -1
-            self._restart()
-        while self._has_begun and (advert := self._peek()) is not None:
-            yield advert
-            self.sent_seq = 0 if isinstance(advert, Reset) else advert.seq
-            self._unsent = None
+    def next(self) -> Advert | None:
+        """What is to be told now; None where nothing is."""
+        if self._has_begun and self._changes.has_overflowed:
+            self._adverts = self._snapshot()
+        advert = next(self._adverts, None)
+        if advert is None and self._has_begun and (changes := self._changes.take()):
+            self._adverts = self._entries(changes)
+            advert = next(self._adverts, None)
+        return advert
 
     def knowing(self) -> Callable[[], bool]:
         """Asks whether the peer knows by now what was in the tree at this call. Any thread."""
         num_changes = self._changes.num_noted
         return lambda: not self._has_begun or self._num_learned >= num_changes
 
-    def learned(self, told: Learned) -> None:
-        """The peer knows all up to that part."""
-        if self._has_begun and told.snapshot == self._snapshot_id:
-            self._learned_seq = told.seq
-            self._settle()
+    def learned(self) -> None:
+        """The peer knows one more of the `Entries`; raises ProtocolError for one too many."""
+        if not self._told:
+            raise ProtocolError("a peer has learned what it was not told")
+        self._num_learned = max(self._num_learned, self._told.popleft())
 
     def close(self) -> None:
         self._changes.close()
 
-    def _peek(self) -> Advert | None:
-        if self._changes.has_overflowed:
-            self._restart()
-        if self._unsent is None:
-            self._unsent = next(self._adverts, None)
-        if self._unsent is None and (changes := self._changes.take()):
-            self._adverts = self._numbered(changes)
-            self._unsent = next(self._adverts, None)
-        return self._unsent
+    def _snapshot(self) -> Iterator[Advert]:
+        changes = self._changes.restart()
+        yield Reset()
+        yield from self._entries(changes)
+        yield Synced()
 
-    def _restart(self) -> None:
-        self._unsent = None
-        self._told.clear()
-        self._learned_seq = NO_ADVERTS
-        self._snapshot_id = time.monotonic_ns()
-        self._adverts = self._snapshot(self._changes.restart())
-
-    def _snapshot(self, changes: Iterable[Change]) -> Iterator[Advert]:
-        self._seq = 0
-        yield Reset(epoch=self._epoch, snapshot=self._snapshot_id)
-        yield from self._numbered(changes)
-        yield Synced(seq=self._seq)
-
-    def _numbered(self, changes: Iterable[Change]) -> Iterator[Advert]:
+    def _entries(self, changes: Iterable[Change]) -> Iterator[Advert]:
+        """All of them are known with the last one."""
         num_taken = self._changes.num_taken
         for entries in pack(chain.from_iterable(map(entries_of, changes))):
-            self._seq += 1
-            yield Entries(seq=self._seq, entries=entries)
-        self._told.append((self._seq, num_taken))
-        self._settle()
-
-    def _settle(self) -> None:
-        while self._told and self._told[0][0] <= self._learned_seq:
-            self._num_learned = self._told.popleft()[1]
+            self._told.append(_NOTHING)
+            yield Entries(entries=entries)
+        if self._told:
+            self._told[-1] = num_taken
+        else:
+            self._num_learned = num_taken
 
 
-_UNKNOWN: Final = -1
-"""In place of a sequence number: nothing counts until the next snapshot."""
 _MOST_PAGES: Final = 1_000_000
 """Of one peer, where nobody has set more: some 130 MB of them, 1 GB if each were a node alone."""
 
 
 class RemoteView:
-    """The part of `tree` that belongs to one worker.
-
-    A part that does not follow the one before it empties the view: `needs_snapshot` is then true
-    until the next Reset. Used by the peer's thread only.
-    """
+    """The part of `tree` that belongs to one worker. Used by the peer's thread only."""
 
     def __init__(self, tree: CacheTree, location: Location) -> None:
         self._tree = tree
         self._location = location
-        self._seq = _UNKNOWN
         self.is_synced = False
         """A whole snapshot has been applied since the last `forget`."""
-        self.snapshot = 0
-        """Which one it began with, as the worker calls it."""
-
-    @property
-    def needs_snapshot(self) -> bool:
-        return self._seq == _UNKNOWN
 
     def limit(self, max_pages: int | None, budget_bytes: int) -> None:
         """A worker is believed what it keeps within its budget, if `max_pages` does not say."""
@@ -266,34 +208,20 @@ class RemoteView:
             max_pages = min(budget_bytes // page_bytes or _MOST_PAGES, _MOST_PAGES)
         self._tree.limit_remote(self._location, max_pages)
 
-    def apply(self, message: Reset | Entries | Synced) -> None:
+    def apply(self, message: Advert) -> None:
         """Raises ProtocolError for entries that cannot exist."""
-        if isinstance(message, Reset):
-            self.forget()
-            self.snapshot = message.snapshot
-            self._seq = 0
-        elif not self.needs_snapshot:
-            is_part = isinstance(message, Entries)
-            if message.seq != self._seq + is_part:
+        match message:
+            case Reset():
                 self.forget()
-                return
-            self._seq = message.seq
-            if isinstance(message, Entries):
+            case Entries():
                 for entry in message.entries:
                     self._apply(entry)
-            else:
+            case Synced():
                 self.is_synced = True
 
-    def compare(self, seq: int) -> None:
-        """The worker has sent every part up to `seq`: forget all where one did not come."""
-        if not self.needs_snapshot and seq not in (NO_ADVERTS, self._seq):
-            self.forget()
-
     def forget(self) -> None:
-        """Drop everything; only a Reset begins anew."""
-        if not self.needs_snapshot:
-            self._tree.forget(self._location)
-        self._seq = _UNKNOWN
+        """Drop everything."""
+        self._tree.forget(self._location)
         self.is_synced = False
 
     def _apply(self, entry: Entry) -> None:

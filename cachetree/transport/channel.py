@@ -1,4 +1,7 @@
-"""A data connection: payloads out of memory and into it, without a copy in between."""
+"""A data connection: payloads out of memory and into it without a copy, and messages in between.
+
+What comes over it comes whole and in order, or the connection is over.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,6 @@ from cachetree.transport.address import Address
 from cachetree.transport.frames import Frame
 from cachetree.transport.sealing import Ticket, Unsealed
 from cachetree.transport.send_queue import SendQueue
-
-MAX_MESSAGE_BYTES: Final = 64 << 10
-"""Largest message that comes among the frames."""
 
 _MAX_READS: Final = 64
 """In one turn."""
@@ -105,10 +105,13 @@ class Channel:
         self.send_queue.put(frame, payload)
 
     def put_message(self, message: bytes) -> None:
+        """Send it behind what was put before; the connection ends where the other side does not
+        read."""
         frame = Frame(
             id=frames.MESSAGE, step=0, offset=0, size=len(message), checksum=checksum(message)
         )
-        self.put(frame, [memoryview(message)])
+        if not self.send_queue.put_message(frame, message):
+            self._fail(OSError(errno.ENOBUFS, "the other side does not read what it is sent"))
 
     def receive(self, sink: Sink) -> Iterator[Arrival]:
         """Take what has come, some MiB at most; raises ProtocolError, and then it has to close."""
@@ -146,7 +149,7 @@ class Channel:
 
     def _begin(self, sink: Sink) -> None:
         frame = frames.unpack(self._seals.open(self._header))
-        most = MAX_MESSAGE_BYTES if frame.id == frames.MESSAGE else self._max_frame_bytes
+        most = frames.MAX_MESSAGE_BYTES if frame.id == frames.MESSAGE else self._max_frame_bytes
         if not 0 < frame.size <= most:
             raise ProtocolError(f"a frame announces {frame.size} bytes of payload; {most} may come")
         if frame.id == frames.MESSAGE:

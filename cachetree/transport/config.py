@@ -24,8 +24,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     of this server it is empty, and means everyone on this machine where `listen` is a loopback
     address. None: nobody."""
     bulk_port: int = 0
-    """Where payloads go, over a connection that each session opens beside its first one, on the
-    host of `listen`; 0 takes a free one."""
+    """Where sessions go, over a connection that each peer opens after its hello, on the host of
+    `listen`; 0 takes a free one."""
     insecure: bool = False
     """Allow an address that other machines can reach without a key. Nothing is encrypted or
     authenticated then."""

@@ -5,9 +5,8 @@
     bytes [16, 24)    XXH3-64 of the payload
     bytes [24, 28)    number of the step
     bytes [28, 32)    size of the payload
-    bytes [32, 40)    XXH3-64 of the bytes before: a flipped bit could name another layer
 
-All numbers are little-endian. `sealing` may wrap each header, and each piece of a payload.
+All numbers are little-endian. `sealing` wraps each header, and with keys each piece of a payload.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from typing import Final, NamedTuple
 import msgspec
 
 from cachetree.errors import ProtocolError
-from cachetree.memory import checksum
 
 MAX_FRAME_BYTES: Final = 64 << 20
 """Largest payload that may be configured."""
@@ -26,13 +24,14 @@ MAX_FRAME_BYTES: Final = 64 << 20
 MIN_FRAME_BYTES: Final = 4096
 """Smallest payload frame that either side may ask the other to keep to."""
 
+MAX_MESSAGE_BYTES: Final = 1 << 20
+"""Largest message that comes among the frames; a fetch may name 60,000 pages."""
+
 MESSAGE: Final = 0
 """In place of a request's id, where the payload is a message."""
 
 _FIELDS: Final = struct.Struct("<QQQII")
-_CHECKSUM: Final = struct.Struct("<Q")
-
-HEADER_BYTES: Final = _FIELDS.size + _CHECKSUM.size
+HEADER_BYTES: Final = _FIELDS.size
 
 
 class Flow(NamedTuple):
@@ -57,15 +56,12 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True):
 
 def pack(frame: Frame) -> bytes:
     """The header of a frame."""
-    fields = _FIELDS.pack(frame.id, frame.offset, frame.checksum, frame.step, frame.size)
-    return fields + _CHECKSUM.pack(checksum(fields))
+    return _FIELDS.pack(frame.id, frame.offset, frame.checksum, frame.step, frame.size)
 
 
 def unpack(header: memoryview | bytes) -> Frame:
     """Raises ProtocolError."""
     if len(header) != HEADER_BYTES:
         raise ProtocolError(f"a header of a frame has {len(header)} bytes, not {HEADER_BYTES}")
-    if checksum(header[: _FIELDS.size]) != _CHECKSUM.unpack_from(header, _FIELDS.size)[0]:
-        raise ProtocolError("the checksum of a header is wrong; it was damaged on its way")
     id, offset, digest, step, size = _FIELDS.unpack_from(header)
     return Frame(id=id, step=step, offset=offset, size=size, checksum=digest)

@@ -8,7 +8,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Final
 
 import msgspec
@@ -28,11 +27,10 @@ from cachetree.memory import Staging
 from cachetree.planning import Link
 from cachetree.transport import frames, wire
 from cachetree.transport.address import parse_remote
-from cachetree.transport.advertise import RemoteView
+from cachetree.transport.advertise import Advert, RemoteView
 from cachetree.transport.backoff import Backoff, Breaker
-from cachetree.transport.channel import Arrival
 from cachetree.transport.config import PeerConfig
-from cachetree.transport.connection import Connection
+from cachetree.transport.connection import Connection, Question
 from cachetree.transport.handshake import credentials_of
 from cachetree.transport.pending_fetches import PendingFetches
 from cachetree.transport.pending_stores import PendingStores
@@ -208,8 +206,7 @@ class Peer:
             log.info("%d entries were not pushed to %s", num_waiting, self.address)
         if self._state is not PeerState.REFUSED:
             if self._connection is not None:
-                with suppress(FetchError):
-                    self._connection.send(wire.Bye(reason="closing"))
+                self._connection.send(wire.Bye(reason="closing"))
             self._lose(FetchError(f"{self._who} is closed here"), PeerState.CLOSED)
         self._context.destroy()
         with self._changed:
@@ -229,12 +226,10 @@ class Peer:
             return
         connection.wait(round(self._timeout_s() * 1000))
         self._wakeup.drain()
-        self._take(connection)  # First: a word about a fetch mostly comes after its frames.
-        for message in connection.receive():
-            # A pong says nothing about a snapshot that is due: its request may have been lost.
-            if self._view.is_synced or not isinstance(message, wire.Pong):
-                connection.heard_at_s = self._clock()
-            self._handle(connection, message)
+        if connection.channel is not None:
+            self._take(connection)
+        elif (hello := connection.hello(self._who)) is not None:
+            self._greet(connection, hello)
         self._fetches.check()
         self._accept()
         if self._breaker.is_open:
@@ -265,89 +260,62 @@ class Peer:
             return
         if self._state is PeerState.RESTING:
             self._set_state(PeerState.CONNECTING)
+        hello = wire.hello(self._tree.family, self._config.model, epoch=0)
         self._connection = self._fetches.link = Connection(
-            self._context,
+            Question(self._context, self._remote, self._credentials, hello),
             self._remote,
             self._wakeup,
-            self._config.frame_bytes,
             self._credentials,
+            self._config.frame_bytes,
             self._clock,
         )
-        with suppress(FetchError):  # One that has failed already says why at the next turn.
-            self._connection.send(wire.hello(self._tree.family, self._config.model, epoch=0))
 
     def _take(self, connection: Connection) -> None:
-        """What came over the data connection."""
-        for arrival in connection.receive_frames(self._fetches):
+        for arrival in connection.receive(self._fetches):
             if arrival.frame.id == frames.MESSAGE:
-                self._hear(connection, arrival)
+                self._handle(connection, wire.decode_to_peer(arrival.message))
             else:
                 self._fetches.mark_received(arrival)
 
-    def _hear(self, connection: Connection, arrival: Arrival) -> None:
-        message = wire.decode_to_peer(arrival.message)
-        if not isinstance(message, wire.Pong):
-            raise ProtocolError(f"{self._who} sent a {type(message).__name__} among payloads")
-        connection.is_whole = True
-        self._fetches.compare(message, "data connection")
-        self._rise(connection)
-
     def _handle(self, connection: Connection, message: wire.ToPeer) -> None:
         match message:
-            case wire.Hello():
-                self._greet(connection, message)
             case wire.Bye():
                 error = FetchError(f"{self._who} ended the session: {message.reason}")
                 self._fetches.interrupt(error)  # So that the loss breaks nothing off.
                 raise error
-            case _ if not connection.is_greeted:
-                raise ProtocolError(f"{self._who} did not say hello first")
             case wire.Located():
                 self._fetches.read(message)
             case wire.FetchFailed():
                 self._fetches.failed(message)
+            case wire.Ended():
+                self._fetches.ended(message.id)
             case wire.Wanted() | wire.StoreRefused() | wire.Stored() | wire.Credit():
                 self._stores.answered(message)
-            case wire.Reset(epoch=epoch) | wire.Pong(epoch=epoch) if epoch != self._epoch:
-                raise FetchError(f"{self._who} was restarted")
-            case wire.Reset() | wire.Entries() | wire.Synced() | wire.Pong():
+            case wire.Reset() | wire.Entries() | wire.Synced():
                 self._learn(connection, message)
+            case wire.Pong():
+                pass  # It was heard.
+            case _:
+                raise ProtocolError(f"{self._who} sent a {type(message).__name__} in a session")
 
     def _greet(self, connection: Connection, hello: wire.Hello) -> None:
-        if connection.is_greeted:
-            raise ProtocolError(f"{self._who} said hello twice")
         if hello.epoch == self._own_epoch:
             raise ConfigError(f"{self._who} is this server's own; remove it from peers")
         wire.require_family(hello, self._tree.family, who=self._who)
         self._epoch = hello.epoch
         self._model = hello.model
-        connection.is_greeted = True
         self._stores.greeted(hello.epoch)
-        connection.go_on(hello.ticket, self._who)
+        connection.open(hello.ticket, self._who)
         if self._config.shared_memory and hello.arena is not None:
             connection.share(hello.arena)
         self._view.limit(self._config.max_pages, hello.budget_bytes)
-        connection.send(wire.Subscribe())
 
-    def _learn(
-        self, connection: Connection, message: wire.Reset | wire.Entries | wire.Synced | wire.Pong
-    ) -> None:
-        knew = not self._view.needs_snapshot
-        if isinstance(message, wire.Pong):
-            self._view.compare(message.seq)
-            self._fetches.compare(message, "zmq")
-        else:
-            self._view.apply(message)
-            if not isinstance(message, wire.Reset) and not self._view.needs_snapshot:
-                connection.send(wire.Learned(snapshot=self._view.snapshot, seq=message.seq))
+    def _learn(self, connection: Connection, message: Advert) -> None:
+        self._view.apply(message)
         self._counts.num_resyncs += isinstance(message, wire.Reset)
-        if knew and self._view.needs_snapshot:
-            connection.send(wire.Subscribe())
-        self._rise(connection)
-
-    def _rise(self, connection: Connection) -> None:
-        """Be ready once all is there that a fetch needs."""
-        if self._view.is_synced and connection.is_whole and self._state is not PeerState.READY:
+        if isinstance(message, wire.Entries):
+            connection.send(wire.Learned())
+        if self._view.is_synced and self._state is not PeerState.READY:
             self._backoff.reset()
             self._set_state(PeerState.READY)
             self._log.rise()
@@ -365,12 +333,13 @@ class Peer:
                 self._fetches.begin(model, pages, staging)
 
     def _beat(self, connection: Connection) -> None:
-        connection.require_heard(self._config, self._who)
+        is_ready = self._state is PeerState.READY
+        patience_s = self._config.silence_s if is_ready else self._config.connect_s
+        connection.require_heard(patience_s, self._who)
         now_s = self._clock()
-        if connection.is_greeted and now_s - connection.pinged_at_s >= self._config.heartbeat_s:
+        if now_s - connection.pinged_at_s >= self._config.heartbeat_s:
             connection.pinged_at_s = now_s
-            self._fetches.repeat_credit()
-            connection.send(wire.Ping(last_id=connection.last_id))
+            connection.send(wire.Ping())
 
     def _lose(self, error: CacheTreeError, state: PeerState) -> None:
         """Forget all that the worker said, then fail all that it owed, or will ask for again."""
@@ -378,7 +347,7 @@ class Peer:
             self._breaker.failed(error)
         if state is PeerState.CONNECTING and self._breaker.is_open:
             state = PeerState.RESTING
-        was_greeted = self._connection is not None and self._connection.is_greeted
+        was_greeted = self._connection is not None and self._connection.channel is not None
         self._log.lose(state, error, was_greeted=was_greeted)
         if self._connection is not None:
             self._connection.close()

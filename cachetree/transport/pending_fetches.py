@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Final, Literal
+from typing import Final
 
 from cachetree.checkpoint import Family
 from cachetree.clock import Clock
@@ -149,7 +149,8 @@ class PendingFetches:
 
     def read(self, located: wire.Located) -> None:
         """Copy what lies in the worker's memory."""
-        receiver = self._receiver_of(located)
+        frame = located.frame
+        receiver = self._receiver_of(frame)
         if receiver is None:
             return
         try:
@@ -159,9 +160,9 @@ class PendingFetches:
         except FetchError as exc:
             self._stop(receiver.id, exc)
         else:
-            self._received(receiver, located.size)
+            self._received(receiver, frame.size)
             if receiver.is_complete:  # The worker waits for it.
-                self._link.send(wire.Credit(id=located.id, num_bytes=receiver.placed_bytes))
+                self._link.send(wire.Credit(id=frame.id, num_bytes=receiver.placed_bytes))
 
     def failed(self, message: wire.FetchFailed) -> None:
         receiver = self._asked.get(message.id)
@@ -173,21 +174,11 @@ class PendingFetches:
             self._break(receiver, error)
         else:
             self._end(receiver, error)
+            self.ended(message.id)
 
-    def compare(self, pong: wire.Pong, over: Literal["zmq", "data connection"]) -> None:
-        """What the worker sends no more, and sent before the pong, should be here.
-
-        Of the two connections neither knows what is still under way in the other.
-        """
-        if over == "data connection":
-            for id in [it for it in self._link.owed if _is_over(it, pong)]:
-                del self._link.owed[id]
-        for receiver in tuple(self._asked.values()):
-            if _is_over(receiver.id, pong):
-                receiver.over.add(over)
-                if len(receiver.over) == 2:
-                    what = f"a request to {self._who}, or its last frames, were lost"
-                    self._break(receiver, ProtocolError(what))
+    def ended(self, id: int) -> None:
+        """The worker sends nothing more for it."""
+        self._link.owed.pop(id, None)
 
     def check(self) -> None:
         """Give up what its reader gave up, or what is late."""
@@ -203,14 +194,7 @@ class PendingFetches:
                 id = receiver.id
                 self._end(receiver, error)
                 if self.link is not None and id != NOT_ASKED:
-                    self._cancel(id)
-
-    def repeat_credit(self) -> None:
-        """Tell the worker what was placed, also what it should know: it may have been lost."""
-        for receiver in self._asked.values():
-            receiver.repeat_credit()
-            if num_bytes := receiver.take_credit():
-                self._link.send(wire.Credit(id=receiver.id, num_bytes=num_bytes))
+                    self._link.send(wire.Cancel(id=id))
 
     def resume(self) -> None:
         """Ask for the rest of what was interrupted."""
@@ -246,7 +230,7 @@ class PendingFetches:
             self._withdraw(receiver)
             self._end(receiver, exc)
 
-    def _receiver_of(self, frame: Frame | wire.Located) -> FetchReceiver | None:
+    def _receiver_of(self, frame: Frame) -> FetchReceiver | None:
         """None where it crossed with our Cancel; raises ProtocolError."""
         if frame.id > self._link.last_id:
             raise ProtocolError(f"{self._who} sent a frame that nobody asked for")
@@ -271,7 +255,7 @@ class PendingFetches:
             self._break(receiver, error)
         else:
             self._end(receiver, error)
-            self._cancel(id)
+            self._link.send(wire.Cancel(id=id))
 
     def _break(self, receiver: FetchReceiver, error: ProtocolError) -> None:
         """What came for it was wrong, or did not come."""
@@ -279,7 +263,7 @@ class PendingFetches:
         self._breaker.failed(error)
         id = receiver.id
         self._suspend(receiver, error)
-        self._cancel(id)
+        self._link.send(wire.Cancel(id=id))
 
     def _has_waited(self, receiver: FetchReceiver) -> bool:
         waited_s = self._clock() - receiver.broken_at_s
@@ -290,12 +274,6 @@ class PendingFetches:
         receiver.broken_at_s = self._clock()
         if receiver.num_requests > self._config.max_retries:
             self._end(receiver, type(error)(str(error)))
-
-    def _cancel(self, id: int) -> None:
-        """Have the worker stop, and say behind the last frame that it has."""
-        self._link.send(wire.Cancel(id=id))
-        if id in self._link.owed:
-            self._link.send(wire.Ping(last_id=self._link.last_id))
 
     def _owed_to(self, receiver: FetchReceiver, link: Connection) -> int:
         """The most that the worker can have sent for it and that has not come."""
@@ -334,8 +312,3 @@ class PendingFetches:
         is_given_up = isinstance(error, Cancelled) and seconds >= _MIN_GIVEN_UP_S
         if num_bytes >= Bandwidth.MIN_SAMPLE_BYTES or is_late or is_given_up:
             self.bandwidth.sample(num_bytes, seconds)
-
-
-def _is_over(id: int, pong: wire.Pong) -> bool:
-    """Whether the worker had been asked for it before the pong, and sends nothing more."""
-    return id <= pong.last_id and id not in pong.streams

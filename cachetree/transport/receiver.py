@@ -43,8 +43,6 @@ class FetchReceiver:
         self._step = 0
         self._offset = 0
         self._placed_bytes = self._credited_bytes = 0
-        self.over: Final[set[str]] = set()
-        """The connections that say that nothing more comes for the request."""
         self._skip_empty()
 
     @property
@@ -69,7 +67,6 @@ class FetchReceiver:
         self.id = id
         self.num_requests += 1
         self._placed_bytes = self._credited_bytes = 0
-        self.over.clear()
         return Fetch(
             id=id,
             model=self._model,
@@ -94,16 +91,17 @@ class FetchReceiver:
         The lease keeps the worker's memory until the next credit.
         """
         places = [Span(*place) for place in located.places if 0 <= place[0] < place[1]]
-        if sum(map(len, places)) != located.size or len(places) < len(located.places):
-            raise ProtocolError(f"{located.places} are not places of {located.size} bytes")
-        buffer = self.buffer_for(located)
+        size = located.frame.size
+        if sum(map(len, places)) != size or len(places) < len(located.places):
+            raise ProtocolError(f"{located.places} are not places of {size} bytes")
+        buffer = self.buffer_for(located.frame)
         try:
             digest = checksum_of_parts(arena.copy_in_pieces(buffer, places))
         except OSError as exc:
             raise ProtocolError(f"the worker's memory cannot be read: {exc}") from exc
-        self.mark_received(located, is_sound=digest == located.checksum)
+        self.mark_received(located.frame, is_sound=digest == located.frame.checksum)
 
-    def buffer_for(self, frame: Frame | Located) -> memoryview:
+    def buffer_for(self, frame: Frame) -> memoryview:
         """Where the next frame goes; raises ProtocolError, or what ended the staging."""
         if self.is_complete or (frame.step, frame.offset) != (self._step, self._offset):
             raise ProtocolError(
@@ -117,7 +115,7 @@ class FetchReceiver:
             )
         return self.staging.room(self.staging.steps[self._step], self._offset, frame.size)
 
-    def mark_received(self, frame: Frame | Located, *, is_sound: bool) -> None:
+    def mark_received(self, frame: Frame, *, is_sound: bool) -> None:
         """Count what was put into the last buffer; raises ProtocolError where it is not sound."""
         if not is_sound:
             raise ProtocolError(
@@ -135,10 +133,6 @@ class FetchReceiver:
             return 0
         self._credited_bytes = self._placed_bytes
         return self._placed_bytes
-
-    def repeat_credit(self) -> None:
-        """The last one may have been lost: let `take_credit` give it again."""
-        self._credited_bytes = 0
 
     def _skip_empty(self) -> None:
         while not self.is_complete and self._offset == self._sizes[self._step]:

@@ -5,12 +5,13 @@
                               ◄──     Hello with a Ticket: port, token and key of the session
                                       worker, `bulk_port`: TCP in clear
     token                     ──►     let in once, and only with one that was given out
-    Frame, payload            ◄─►     sealed with the key, header and payload; in clear where
-                                      there are no keys
+    Frame, payload            ◄─►     sealed with the key, header and payload; where there are no
+                                      keys in clear, and each header with a checksum
 
 The n-th thing of a direction, a header or a piece of a payload, is sealed as the n-th, so that one
 that was changed, lost, repeated or put elsewhere cannot be opened; what is behind it cannot either,
-and the connection is over. A key serves one connection, and no number twice.
+and the connection is over. The checksum of the n-th header in clear is that of the n-th likewise:
+nothing above has to look for what got lost. A key serves one connection, and no number twice.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from collections.abc import Iterator, Sequence
 from typing import Annotated, Final
 
 import msgspec
+import xxhash
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
@@ -59,13 +61,18 @@ def new_ticket(port: int, window_bytes: int) -> Ticket:
 
 
 class Unsealed:
-    """Headers and payloads go as they are: nothing protects them."""
+    """Headers with a checksum, payloads as they are: against accidents alone. For one connection:
+    make them once on each side."""
 
-    header_tag_bytes = 0
+    header_tag_bytes = 8
     piece_tag_bytes = 0
 
+    def __init__(self) -> None:
+        self._num_sealed = self._num_opened = 0
+
     def seal(self, header: bytes) -> bytes:
-        return header
+        self._num_sealed += 1
+        return header + xxhash.xxh3_64_digest(header, self._num_sealed)
 
     def seal_payload(self, payload: Sequence[memoryview]) -> Iterator[memoryview | bytes]:
         """Of the header sealed last; what is yielded may be the parts of `payload` themselves."""
@@ -73,22 +80,29 @@ class Unsealed:
 
     def open(self, header: memoryview) -> memoryview | bytes:
         """Raises ProtocolError, as does `open_piece`; then the connection has to end."""
-        return header
+        self._num_opened += 1
+        clear, tag = header[: -self.header_tag_bytes], header[-self.header_tag_bytes :]
+        if xxhash.xxh3_64_digest(clear, self._num_opened) != tag:
+            raise ProtocolError(
+                "the checksum of a header is wrong: it was damaged on its way, or one before it "
+                "was lost or repeated"
+            )
+        return clear
 
     def open_piece(self, sealed: memoryview, into: memoryview) -> None:
         """The next piece of a payload; where pieces have no tags both are the same memory."""
 
 
 class Seals(Unsealed):
-    """AES-256-GCM over headers and payloads. For one connection: make them once on each side."""
+    """AES-256-GCM over headers and payloads."""
 
     header_tag_bytes = TAG_BYTES
     piece_tag_bytes = TAG_BYTES
 
     def __init__(self, key: bytes, *, is_worker: bool) -> None:
+        super().__init__()
         self._cipher = AESGCM(key)
         self._is_worker = is_worker
-        self._num_sealed = self._num_opened = 0
 
     def seal(self, header: bytes) -> bytes:
         return self._seal(header)

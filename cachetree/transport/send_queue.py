@@ -30,6 +30,10 @@ _BATCH_S: Final = 0.02
 """A batch takes about so long: what is put meanwhile waits for it."""
 _MAX_BUFFERS: Final = 1024
 """The kernel takes no more in one call."""
+_MANY_MESSAGES: Final = 64
+"""Whoever can wait puts no more while so many wait."""
+_MAX_MESSAGES: Final = 1024
+"""With so many nobody reads on the other side."""
 _MAX_SEALED: Final = (1 << 20) // sealing.PIECE_BYTES
 """Sealed pieces that wait for the kernel."""
 
@@ -63,6 +67,8 @@ class SendQueue:
         self._seals = seals
         self._wake = wake
         self._written_bytes = 0
+        self._num_messages = self._num_written_messages = 0
+        """Put so far, and of these those that the kernel has."""
         self._is_awaited = False
         """Whether somebody waits for room."""
         self._is_over = False
@@ -78,7 +84,9 @@ class SendQueue:
         """While a batch is on its way the next one is put together. If not, `wake` will tell."""
         self._is_awaited = True  # Before looking, so that no wake is missed.
         waiting_bytes = self.queued_bytes - self._written_bytes
-        self._is_awaited = waiting_bytes >= 2 * self._batch_bytes
+        num_messages = self._num_messages - self._num_written_messages
+        is_full = waiting_bytes >= 2 * self._batch_bytes or num_messages >= _MANY_MESSAGES
+        self._is_awaited = is_full
         return not self._is_awaited and not self._is_over
 
     def has_written(self, num_bytes: int) -> bool:
@@ -87,6 +95,23 @@ class SendQueue:
 
     def put(self, frame: Frame, payload: Sequence[memoryview]) -> None:
         self._put(_Part(frame, payload, frames.HEADER_BYTES + frame.size))
+
+    def put_message(self, frame: Frame, payload: bytes) -> bool:
+        """As `put`, but at once where nothing waits: an answer then needs no other thread.
+
+        False where too many wait.
+        """
+        part = _Part(frame, [memoryview(payload)], frames.HEADER_BYTES + frame.size)
+        if self._written_bytes == self.queued_bytes and not self._is_over:
+            sealed = memoryview(b"".join(self._sealed(part)))  # The thread waits for a part.
+            with suppress(OSError):  # It meets whoever writes next; or the kernel is full.
+                sealed = sealed[self._connection.send(sealed, socket.MSG_DONTWAIT) :]
+            if sealed:
+                self.put_raw(bytes(sealed))
+            return True
+        self._num_messages += 1
+        self._put(part)
+        return self._num_messages - self._num_written_messages <= _MAX_MESSAGES
 
     def put_raw(self, payload: bytes) -> None:
         """As it is."""
@@ -128,6 +153,7 @@ class SendQueue:
                 self._send(batch)
                 num_bytes = sum(part.size for part in batch)
                 self._adapt(num_bytes, time.perf_counter() - begun_s)
+                self._num_written_messages += sum(map(_is_message, batch))
                 self._written_bytes += num_bytes
                 del part, batch
                 if self._is_awaited or self._parts.empty():
@@ -194,3 +220,7 @@ class SendQueue:
             self._batch_bytes = min(2 * self._batch_bytes, _MOST_BATCH_BYTES)
         elif seconds > 2 * _BATCH_S:
             self._batch_bytes = max(self._batch_bytes // 2, _LEAST_BATCH_BYTES)
+
+
+def _is_message(part: _Part) -> bool:
+    return part.frame is not None and part.frame.id == frames.MESSAGE

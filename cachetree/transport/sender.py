@@ -19,7 +19,7 @@ from cachetree.transport.channel import Channel
 from cachetree.transport.frames import MAX_FRAME_BYTES, Flow, Frame
 from cachetree.transport.pace import Cap, Pace
 from cachetree.transport.send_queue import SendQueue
-from cachetree.transport.wire import MAX_PLACES, Located
+from cachetree.transport.wire import MAX_PLACES
 from cachetree.tree import Lease
 
 _JOIN_BYTES: Final = 64 << 10
@@ -95,33 +95,15 @@ class Stream:
         fits = self._arena is not None or self.in_flight_bytes + size <= self.flow.window_bytes
         return fits and not self.is_over
 
-    def next_located(self, limit: int) -> Located | None:
-        """Where the next bytes are, if the receiver can read them there. Nothing changes until
-        `sent`."""
-        if self._arena is None:
-            return None
-        views = self._next_views(limit)
-        starts = [self._arena.place_of(view) for view in views]
-        places = [
-            (start, start + view.nbytes)
-            for start, view in zip(starts, views, strict=True)
-            if start is not None
-        ]
-        if len(places) < len(views):
-            self._arena = None
-            return None
-        return Located(
-            id=self.id,
-            step=self._step,
-            offset=self._offset,
-            size=sum(view.nbytes for view in views),
-            checksum=self._checksum(views),
-            places=tuple(places),
-        )
-
     def put(self, channel: Channel, limit: int = MAX_FRAME_BYTES) -> int:
-        """Send the next frame, of at most `limit` bytes; how many those were."""
-        views = self._next_views(min(limit, self.flow.frame_bytes))
+        """Send the next bytes, or where the receiver can read them; how many those were, at most
+        `limit`."""
+        most_bytes = self.flow.frame_bytes if self._arena is None else LOCATED_BYTES
+        views = self._next_views(min(limit, most_bytes))
+        places = self._places(views)
+        if self._arena is not None and len(places) < len(views):  # Some of it is not in there.
+            self._arena = None
+            return self.put(channel, limit)
         frame = Frame(
             id=self.id,
             step=self._step,
@@ -129,25 +111,19 @@ class Stream:
             size=sum(view.nbytes for view in views),
             checksum=self._checksum(views),
         )
-        channel.put(frame, views)
-        self._send_queue = channel.send_queue
-        self._queued_bytes = channel.send_queue.queued_bytes
-        self.sent(frame.size)
-        return frame.size
-
-    @property
-    def reads_arena(self) -> bool:
-        """Whether the receiver does, as far as is known."""
-        return self._arena is not None
-
-    def sent(self, num_bytes: int) -> None:
-        """So much is on its way."""
-        self._sent_bytes += num_bytes
-        self.served_bytes += num_bytes
-        self.in_flight_bytes += num_bytes
-        self._offset += num_bytes
-        self._advance(num_bytes)
+        if places:
+            channel.put_message(wire.encode(wire.Located(frame=frame, places=places)))
+        else:
+            channel.put(frame, views)
+            self._send_queue = channel.send_queue
+            self._queued_bytes = channel.send_queue.queued_bytes
+        self._sent_bytes += frame.size
+        self.served_bytes += frame.size
+        self.in_flight_bytes += frame.size
+        self._offset += frame.size
+        self._advance(frame.size)
         self.is_over = not self._rest
+        return frame.size
 
     def credit(self, num_bytes: int) -> None:
         """The receiver placed that much in all; raises ProtocolError for more than was sent."""
@@ -169,6 +145,17 @@ class Stream:
         is_read = self._arena is None or not self.in_flight_bytes or self.deadline.has_passed
         is_sent = self._send_queue is None or self._send_queue.has_written(self._queued_bytes)
         return is_read and is_sent
+
+    def _places(self, views: Sequence[memoryview]) -> tuple[tuple[int, int], ...]:
+        """Of those that lie in the arena, from where to where."""
+        if self._arena is None:
+            return ()
+        starts = map(self._arena.place_of, views)
+        return tuple(
+            (start, start + view.nbytes)
+            for start, view in zip(starts, views, strict=True)
+            if start is not None
+        )
 
     def _next_views(self, limit: int) -> list[memoryview]:
         """At most `limit` bytes: a long view alone, or as many short ones as make a long one."""
@@ -217,9 +204,6 @@ class Stream:
 BURST: Final = 16
 """Frames sent before incoming messages are looked at again."""
 
-Reply = Callable[[bytes, wire.ToPeer], bool]
-"""Sends over ZMQ; False where the peer does not take it now."""
-
 
 class _Turn(NamedTuple):
     identity: bytes
@@ -237,19 +221,15 @@ class SendScheduler:
     def __init__(
         self,
         channels: Mapping[bytes, Channel],
-        reply: Reply,
         counts: verbs.Counts,
         max_bytes_per_s: float | None,
         clock: Clock,
     ) -> None:
         self._channels = channels
-        self._reply = reply
         self._counts = counts
         self._pace = Cap(max_bytes_per_s, clock) if max_bytes_per_s else Pace()
         self._turns: deque[_Turn] = deque()
         self._draining: list[_Turn] = []
-        self.is_refused = False
-        """A peer's queue did not take a message: wait before the next attempt."""
 
     def __len__(self) -> int:
         return len(self._turns)
@@ -262,7 +242,7 @@ class SendScheduler:
         """How long nobody has to look."""
         remaining_s = (turn.stream.deadline.remaining_s() for turn in self._turns)
         timeout_s = min(remaining_s, default=math.inf)
-        if not self.is_refused and any(map(self._can_send, self._turns)):
+        if any(map(self._can_send, self._turns)):
             timeout_s = min(timeout_s, self._pace.delay_s())
         return timeout_s
 
@@ -275,13 +255,13 @@ class SendScheduler:
 
     def send(self) -> None:
         """Up to `BURST` frames, each of the ready stream that got the fewest bytes."""
-        self.is_refused = False
         ready = [turn for turn in self._turns if self._can_send(turn)]
         for _ in range(BURST):
             if not ready or self._pace.delay_s():
                 break
             turn = min(ready, key=lambda turn: turn.stream.served_bytes)
-            if not self._send(turn) or not self._can_send(turn):
+            self._send(turn)
+            if not self._can_send(turn):
                 ready.remove(turn)
 
     def late(self) -> Iterator[tuple[bytes, Stream]]:
@@ -312,27 +292,13 @@ class SendScheduler:
         return self._pace.limit(stream.flow.frame_bytes)
 
     def _can_send(self, turn: _Turn) -> bool:
-        stream, channel = turn.stream, self._channels.get(turn.identity)
-        has_room = stream.reads_arena or (channel is not None and channel.has_room)
-        return has_room and stream.is_ready(self._limit(stream))
+        channel = self._channels.get(turn.identity)
+        is_ready = turn.stream.is_ready(self._limit(turn.stream))
+        return channel is not None and is_ready and channel.has_room
 
-    def _send(self, turn: _Turn) -> bool:
-        """Whether it went."""
-        stream = turn.stream
-        located = stream.next_located(self._pace.limit(LOCATED_BYTES))
-        if located is not None:
-            if not self._reply(turn.identity, located):
-                self.is_refused = True
-                return False
-            size = located.size
-            stream.sent(size)
-        else:
-            channel = self._channels.get(turn.identity)
-            if channel is None or not channel.has_room:
-                return False
-            size = stream.put(channel, self._limit(stream))
+    def _send(self, turn: _Turn) -> None:
+        size = turn.stream.put(self._channels[turn.identity], self._pace.limit(MAX_FRAME_BYTES))
         self._pace.spend(size)
         self._counts.num_sent_bytes += size
-        if stream.is_over:
+        if turn.stream.is_over:
             self._counts.fetches_by_outcome["ok"] += 1
-        return True

@@ -1,4 +1,4 @@
-"""The worker's sockets: bounded messages in and out, and the data connection of each session."""
+"""The worker's sockets: questions and their answers, and the data connection of each session."""
 
 from __future__ import annotations
 
@@ -172,10 +172,6 @@ class Received(NamedTuple):
     """From where it came, for people."""
 
 
-class PeerGone(Exception):
-    """The connection to that peer is closed."""
-
-
 class Router:
     """A bound ROUTER socket, and the data connections of those who greeted there.
 
@@ -215,24 +211,19 @@ class Router:
         """Sockets and descriptors that the last `wait` found ready."""
         self.refusals: list[Refusal] = []
         """Handshakes that the last `wait` saw fail, and connections that `arrivals` closed."""
-        self.has_disconnects = False
-        """Whether the last `wait` saw a connection close."""
 
     def wait(self, timeout_ms: int) -> None:
-        """Until something arrives, a peer leaves, the wakeup is woken, or the time is over.
+        """Until something arrives, the wakeup is woken, or the time is over.
 
         Handshakes that wait are decided on the way.
         """
         self._ready = {source for source, _ in self._poller.poll(timeout_ms)}
         self.refusals = list(self._gate.answer())
-        self.has_disconnects = False
         for _ in range(_MAX_RECEIVED if self._monitor in self._ready else 0):
             if not self._monitor.poll(0):
                 break
             event = recv_monitor_message(self._monitor)
-            if event["event"] == zmq.EVENT_DISCONNECTED:
-                self.has_disconnects = True
-            elif refusal := refusal_at_worker(event["event"], event["value"]):
+            if refusal := refusal_at_worker(event["event"], event["value"]):
                 self.refusals.append(refusal)
 
     def receive(self) -> Iterator[Received]:
@@ -262,8 +253,8 @@ class Router:
         """To open a data connection for a new session."""
         return self._data_port.issue_ticket(identity)
 
-    def arrivals(self) -> Iterator[Channel]:
-        """The data connections that were opened since."""
+    def arrivals(self) -> Iterator[bytes]:
+        """Whose data connections were opened since."""
         for arrival in self._data_port.arrivals(self._ready):
             if isinstance(arrival, Refusal):
                 self.refusals.append(arrival)
@@ -272,7 +263,7 @@ class Router:
             self.channels[identity] = channel
             self._poller.register(channel.fileno(), zmq.POLLIN)
             self._ready.add(channel.fileno())
-            yield channel
+            yield identity
 
     def readable(self) -> Iterator[tuple[bytes, Channel]]:
         """The data connections that something came over."""
@@ -288,19 +279,9 @@ class Router:
             self._poller.unregister(channel.fileno())
             channel.close()
 
-    def send(self, identity: bytes, message: wire.ToPeer) -> bool:
-        """False where the peer's queue is full; raises PeerGone."""
-        header = wire.encode(message)
-        try:
-            self._socket.send(identity, zmq.SNDMORE | zmq.NOBLOCK)
-        except zmq.Again:
-            return False
-        except zmq.ZMQError as exc:
-            if exc.errno == zmq.EHOSTUNREACH:
-                raise PeerGone(identity.hex()) from exc
-            raise
-        self._socket.send(header)
-        return True
+    def send(self, identity: bytes, message: wire.ToPeer) -> None:
+        """Over ZMQ; dropped where that peer is gone, or does not read."""
+        self._socket.send_multipart([identity, wire.encode(message)], zmq.NOBLOCK)
 
     def close(self) -> None:
         for identity in tuple(self.channels):
@@ -313,7 +294,6 @@ class Router:
     def _new_socket(self, listen: Address, silence_s: float) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.ROUTER)
         socket.set(zmq.LINGER, 0)
-        socket.set(zmq.ROUTER_MANDATORY, 1)
         socket.set(zmq.IPV6, int(listen.is_ipv6))
         socket.set(zmq.TCP_KEEPALIVE, 1)
         keepalive = zmq.TCP_KEEPALIVE_IDLE, zmq.TCP_KEEPALIVE_INTVL, zmq.TCP_KEEPALIVE_CNT
@@ -330,7 +310,7 @@ class Router:
                 f"listen is {listen.url!r}, which cannot be bound ({exc.strerror}); choose "
                 "another port, or port 0 for a free one"
             ) from exc
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | FAILURES)
+        self._monitor = self._socket.get_monitor_socket(FAILURES)
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
         return Location(self._socket.get_string(zmq.LAST_ENDPOINT))

@@ -12,11 +12,7 @@ from cachetree.transport.checked import flow_of, pages_of, steps_of
 from cachetree.transport.config import WorkerConfig
 from cachetree.transport.receiver import StoreReceiver
 from cachetree.transport.sender import Load, Stream
-from cachetree.transport.wire import (
-    Fetch,
-    Pong,
-    Store,
-)
+from cachetree.transport.wire import Fetch, Store
 from cachetree.tree import CacheTree, Lease
 
 DRAIN_S: Final = 5.0
@@ -44,22 +40,9 @@ class Session:
         self.stores: Final = stores
         self._tree = tree
         self._clock = clock
-        self.pinged_id = 0
-        """`last_id` of the last Ping."""
         self.promotions: set[Fetch | Store] = set()
         """Those that wait for pages to be read from disk."""
         self._last_id = 0
-
-    def pong(self, epoch: int) -> Pong:
-        return Pong(
-            epoch=epoch,
-            seq=self.advertiser.sent_seq,
-            last_id=self.pinged_id,
-            streams=(
-                *(stream.id for stream in self.streams.values() if not stream.is_over),
-                *(it.id for it in self.promotions if isinstance(it, Fetch)),
-            ),
-        )
 
     def admit(self, fetch: Fetch) -> None:
         """Raise ProtocolError for one that is not the newest."""

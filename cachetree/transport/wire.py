@@ -1,33 +1,35 @@
 """The messages of the transport: msgpack, and what bounds their sizes.
 
-A message is one ZMQ frame. It ends with a checksum: without it a flipped bit could name another
-layer. Payloads go over a connection of their own, in the frames of `frames`.
+A message ends with a checksum: without it a flipped bit could name another layer.
 
-    peer (DEALER)                         worker (ROUTER)
+    peer                                  worker
+    one of `verbs.ToWorker`   ──►                                     an operator's, no session
+                              ◄──         one of `verbs.ToPeer`
     Hello                     ──►
                               ◄──         Hello                       both compare version, family
-    Subscribe                 ──►
-                              ◄──         Reset, Entries..., Synced   snapshot
-                              ◄──         Entries...                  deltas, numbered
-    Learned                   ──►                                     of each part, applied
-    Fetch                     ──►
-                              ◄══         Frame + payload ...         at most the window in flight
-                              ◄──         or Located ...              on the same host
-    Credit                    ──►                                     as payloads are placed
-    Cancel                    ──►                                     or FetchFailed ◄──
-    Store                     ──►
-                              ◄──         Wanted or StoreRefused
-    Frame + payload ...       ══►                                     at most the window in flight
-                              ◄──         Credit ..., Stored          or StoreRefused
-    Ping                      ──►                                     both notice silence, and
-                              ◄── ◄══     Pong                        the peer what got lost
-    one of `verbs.ToWorker`   ──►                                     also without a session
-                              ◄──         one of `verbs.ToPeer`
-    Bye                       ◄──►        Bye                         the session is over
+                              ◄══         Reset, Entries..., Synced   snapshot
+                              ◄══         Entries...                  what changes
+    Learned                   ══►                                     of each Entries, applied
+    Fetch                     ══►
+                              ◄══         frame + payload ...         at most the window in flight
+                              ◄══         or Located ...              on the same host
+    Credit                    ══►                                     as payloads are placed
+                              ◄══         or FetchFailed
+    Cancel                    ══►
+                              ◄══         Ended                       behind the last frame
+    Store                     ══►
+                              ◄══         Wanted or StoreRefused
+    frame + payload ...       ══►                                     at most the window in flight
+                              ◄══         Credit ..., Stored          or StoreRefused
+    Ping                      ══►                                     both notice silence, and what
+                              ◄══         Pong                        was lost at the very end
+    Bye                       ◄══►        Bye                         the session is over
 
-    ── ZMQ     ══ the data connection, which a Hello's ticket opens; a Pong comes there first
+    ── ZMQ     ══ the connection that a Hello's ticket opens, among the frames of `frames`
 
-Unknown fields are ignored, unknown tags are refused. Nothing here opens a socket.
+Over that connection all comes in order, or it ends (`sealing`), and what was asked for is asked for
+again over the next one. Unknown fields are ignored, unknown tags are refused. Nothing here opens a
+socket.
 """
 
 from __future__ import annotations
@@ -48,12 +50,13 @@ from cachetree.errors import (
 )
 from cachetree.memory import ArenaFile, checksum
 from cachetree.transport import verbs
+from cachetree.transport.frames import MAX_MESSAGE_BYTES, Frame
 from cachetree.transport.sealing import Ticket
 
-PROTOCOL_VERSION: Final = 6
+PROTOCOL_VERSION: Final = 7
 
-MAX_HEADER_BYTES: Final = 1 << 20
-"""Largest message either side accepts; a fetch may name 60,000 pages."""
+MAX_HEADER_BYTES: Final = MAX_MESSAGE_BYTES
+"""Largest message either side accepts, however it comes."""
 
 MAX_REASON_CHARS: Final = 500
 
@@ -63,16 +66,9 @@ MAX_ENTRIES: Final = 256
 MAX_PLACES: Final = 256
 """In one `Located`."""
 
-MAX_STREAMS: Final = 1 << 16
-"""In one `Pong`."""
-
 Layers = Annotated[tuple[int, ...], msgspec.Meta(max_length=verbs.MAX_LAYERS)]
 Steps = Annotated[tuple[tuple[str, int], ...], msgspec.Meta(max_length=2 * verbs.MAX_LAYERS)]
 Places = Annotated[tuple[tuple[int, int], ...], msgspec.Meta(max_length=MAX_PLACES)]
-Ids = Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_STREAMS)]
-
-NO_ADVERTS: Final = -1
-"""In place of a sequence number, where there is no subscription."""
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
@@ -92,16 +88,8 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     """What a worker keeps at most, in memory and on disk; 0 from a peer."""
 
 
-class Subscribe(msgspec.Struct, frozen=True, tag="subscribe"):
-    """Send a snapshot of the local entries, then every change."""
-
-
-class Reset(msgspec.Struct, frozen=True, kw_only=True, tag="reset"):
-    """A snapshot begins: forget all entries of this worker; numbering starts again at 1."""
-
-    epoch: int
-    snapshot: int = 0
-    """Which one it is, for `Learned` to name it."""
+class Reset(msgspec.Struct, frozen=True, tag="reset"):
+    """A snapshot begins: forget all entries of this worker."""
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -115,23 +103,17 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class Entries(msgspec.Struct, frozen=True, kw_only=True, tag="entries"):
-    """Part `seq` of the numbered stream of changes."""
+    """A part of the snapshot, or of what changed since."""
 
-    seq: int
     entries: Annotated[tuple[Entry, ...], msgspec.Meta(max_length=MAX_ENTRIES)]
 
 
-class Synced(msgspec.Struct, frozen=True, kw_only=True, tag="synced"):
-    """The snapshot is complete; it ended with part `seq`."""
-
-    seq: int
+class Synced(msgspec.Struct, frozen=True, tag="synced"):
+    """The snapshot is complete."""
 
 
-class Learned(msgspec.Struct, frozen=True, kw_only=True, tag="learned"):
-    """The peer's own tree shows all changes up to part `seq` after that snapshot's Reset."""
-
-    snapshot: int
-    seq: int
+class Learned(msgspec.Struct, frozen=True, tag="learned"):
+    """The peer's own tree shows the next `Entries`; each is answered so."""
 
 
 class Fetch(msgspec.Struct, frozen=True, kw_only=True, tag="fetch"):
@@ -196,23 +178,18 @@ class Stored(msgspec.Struct, frozen=True, kw_only=True, tag="stored"):
 
 
 class Located(msgspec.Struct, frozen=True, kw_only=True, tag="located"):
-    """In place of a frame: the payload lies in the arena, and stays until it is credited."""
+    """In place of a frame: its payload lies in the arena, and stays until it is credited.
 
-    id: int
-    step: int
-    offset: int
-    size: int
-    checksum: int
-    """XXH3-64 of the payload; memory that was used anew meanwhile is noticed by it."""
+    Memory that was used anew meanwhile is noticed by the checksum.
+    """
+
+    frame: Frame
     places: Places
-    """(start, stop) in the arena of each part, `size` bytes together."""
+    """(start, stop) in the arena of each part of the payload."""
 
 
 class Credit(msgspec.Struct, frozen=True, kw_only=True, tag="credit"):
-    """So many bytes of this fetch were placed in all, and left the window.
-
-    A sum, so that one that is lost or comes twice does no harm.
-    """
+    """So many bytes of this fetch or store were placed in all, and left the window."""
 
     id: int
     num_bytes: int
@@ -220,6 +197,12 @@ class Credit(msgspec.Struct, frozen=True, kw_only=True, tag="credit"):
 
 class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):
     """Stop the stream; frames under way are ignored."""
+
+    id: int
+
+
+class Ended(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
+    """Nothing comes any more of what was cancelled."""
 
     id: int
 
@@ -232,26 +215,12 @@ class FetchFailed(msgspec.Struct, frozen=True, kw_only=True, tag="fetch_failed")
     reason: str
 
 
-class Ping(msgspec.Struct, frozen=True, kw_only=True, tag="ping"):
+class Ping(msgspec.Struct, frozen=True, tag="ping"):
     """Answer with a Pong."""
 
-    last_id: int = 0
-    """The newest fetch or store asked for before this."""
 
-
-class Pong(msgspec.Struct, frozen=True, kw_only=True, tag="pong"):
-    """What was sent before it, for a peer to see that all of it came.
-
-    It comes over ZMQ and over the data connection: what was lost is missing behind both.
-    """
-
-    epoch: int
-    seq: int = NO_ADVERTS
-    """Of the last part of the stream of changes; 0 right after a Reset."""
-    last_id: int = 0
-    """From the last Ping."""
-    streams: Ids = ()
-    """Fetches that more frames are to come for."""
+class Pong(msgspec.Struct, frozen=True, tag="pong"):
+    """Here I am."""
 
 
 class Bye(msgspec.Struct, frozen=True, kw_only=True, tag="bye"):
@@ -260,9 +229,7 @@ class Bye(msgspec.Struct, frozen=True, kw_only=True, tag="bye"):
     reason: str
 
 
-ToWorker = (
-    Hello | Subscribe | Learned | Fetch | Store | Credit | Cancel | Ping | Bye | verbs.ToWorker
-)
+ToWorker = Hello | Learned | Fetch | Store | Credit | Cancel | Ping | Bye | verbs.ToWorker
 ToPeer = (
     Hello
     | Reset
@@ -270,6 +237,7 @@ ToPeer = (
     | Synced
     | Located
     | FetchFailed
+    | Ended
     | Wanted
     | StoreRefused
     | Stored

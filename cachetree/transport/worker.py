@@ -1,4 +1,4 @@
-"""The serving side: one thread that answers peers over ZMQ and sends pages beside it."""
+"""The serving side: one thread that answers over ZMQ and serves sessions beside it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from cachetree.errors import (
     ProtocolError,
 )
 from cachetree.ids import PAGE_HASH_BYTES, Location
-from cachetree.transport import verbs, wire
+from cachetree.transport import frames, verbs, wire
 from cachetree.transport.address import parse_listen
 from cachetree.transport.admin import AdminService
 from cachetree.transport.advertise import Advertiser
@@ -32,7 +32,7 @@ from cachetree.transport.disk_promotion import DiskPromotion
 from cachetree.transport.handshake import gate_of
 from cachetree.transport.receiver import StoreReceiver
 from cachetree.transport.sender import BURST, SendScheduler
-from cachetree.transport.server import PeerGone, Received, Router
+from cachetree.transport.server import Received, Router
 from cachetree.transport.session import Session
 from cachetree.transport.wakeup import CLOSE_S, Wakeup
 from cachetree.tree import CacheTree
@@ -40,9 +40,6 @@ from cachetree.tree import CacheTree
 log = logging.getLogger(__name__)
 
 _IDLE_S: Final = 0.25
-_BUSY_S: Final = 0.005
-_PROBE_S: Final = 0.05
-"""How long after a connection closed the sessions are probed for the one it was."""
 
 
 class Worker:
@@ -76,7 +73,6 @@ class Worker:
         self._callbacks: deque[Callable[[], object]] = deque()
         """What other threads want done in the worker's."""
         self._turned_at_s = clock()
-        self._probe_at_s: float | None = None
         self._closing = threading.Event()
         self._log_limiter = LogLimiter(clock)
         listen = parse_listen(
@@ -90,7 +86,7 @@ class Worker:
             self._wakeup.close()
             raise
         self._scheduler = SendScheduler(
-            self._router.channels, self._reply, self._counts, config.max_bytes_per_s, clock
+            self._router.channels, self._counts, config.max_bytes_per_s, clock
         )
         self.address: Final[Location] = self._router.address
         """The address bound, with the real port."""
@@ -161,8 +157,8 @@ class Worker:
         self._router.wait(self._timeout_ms())
         self._turned_at_s = self._clock()
         self._wakeup.drain()
-        for channel in self._router.arrivals():
-            channel.put_message(wire.encode(wire.Pong(epoch=self.epoch)))
+        for identity in self._router.arrivals():
+            self._sessions[identity].advertiser.begin()
         for refusal in self._router.refusals:
             self._counts.num_failed_handshakes += 1
             self._warn(f"not let in: {refusal.why}", refusal.who)
@@ -172,8 +168,8 @@ class Worker:
             self._handle(received)
         for identity, channel in self._router.readable():
             self._take(identity, channel)
-        for session in tuple(self._sessions.values()):
-            self._advertise(session)
+        for identity, channel in self._router.channels.items():
+            self._advertise(self._sessions[identity], channel)
         self._scheduler.send()
         for identity, channel in tuple(self._router.channels.items()):
             if channel.error is not None:
@@ -181,14 +177,11 @@ class Worker:
         self._expire()
 
     def _timeout_ms(self) -> int:
-        scheduler = self._scheduler
-        is_busy = scheduler.is_refused or self._probe_at_s is not None
-        return round(1000 * min(_BUSY_S if is_busy else _IDLE_S, scheduler.timeout_s()))
+        return round(1000 * min(_IDLE_S, self._scheduler.timeout_s()))
 
     def _handle(self, received: Received) -> None:
         """Answer what needs no session; pass on the rest."""
         identity, message, is_admin, host = received
-        session = self._sessions.get(identity)
         match message:
             case ProtocolError():
                 self._counts.num_protocol_errors += 1
@@ -198,18 +191,13 @@ class Worker:
                 self._greet(identity, message, host)
             case _ if isinstance(message, verbs.ToWorker):
                 self._admin.serve(message, self._answer_to(identity), is_admin=is_admin)
-            case _ if session is None:
-                self._turn_away(identity, "there is no session; say hello first")
             case _:
-                session.heard_at_s = self._clock()
-                self._serve(session, message)
+                self._turn_away(identity, "there is no session; say hello first")
 
     def _serve(self, session: Session, message: wire.ToWorker) -> None:
         match message:
-            case wire.Subscribe():
-                session.advertiser.subscribe()
             case wire.Learned():
-                session.advertiser.learned(message)
+                session.advertiser.learned()
             case wire.Fetch():
                 self._accept(session, message)
             case wire.Credit():
@@ -219,15 +207,13 @@ class Worker:
             case wire.Cancel():
                 if session.cancel(message.id):
                     self._counts.fetches_by_outcome["cancelled"] += 1
+                self._tell(session.identity, wire.Ended(id=message.id))
             case wire.Ping():
-                session.pinged_id = message.last_id
-                pong = session.pong(self.epoch)
-                self._reply(session.identity, pong)
-                channel = self._router.channels.get(session.identity)
-                if channel is not None:
-                    channel.put_message(wire.encode(pong))
+                self._tell(session.identity, wire.Pong())
             case wire.Bye():
                 self._end_session(session, "goodbye")
+            case _:
+                raise ProtocolError(f"a {type(message).__name__} has no place in a session")
 
     def _greet(self, identity: bytes, hello: wire.Hello, host: str) -> None:
         known = self._sessions.get(identity)
@@ -246,14 +232,9 @@ class Worker:
         else:
             ticket = self._router.issue_ticket(identity)
             name = f"peer {identity.hex()} at {host}"
-            advertiser = Advertiser(
-                self._tree,
-                epoch=self.epoch,
-                max_pending=self._config.max_pending_changes,
-                wake=self._wakeup.wake,
-                clock=self._clock,
-            )
-            reply = partial(self._reply, identity)
+            max_pending = self._config.max_pending_changes
+            advertiser = Advertiser(self._tree, max_pending, self._wakeup.wake)
+            reply = partial(self._tell, identity)
             stores = StoreReceiver(self._tree, self._config, self._counts, reply, self._clock)
             self._sessions[identity] = Session(
                 identity, name, self._tree, advertiser, stores, self._clock
@@ -268,7 +249,7 @@ class Worker:
             ticket,
             budget_bytes=self._tree.host_bytes + disk_bytes,
         )
-        self._reply(identity, answer)
+        self._router.send(identity, answer)
 
     def _accept(self, session: Session, fetch: wire.Fetch) -> None:
         """Open a fetch, after its pages have been read from disk where that is needed."""
@@ -325,12 +306,13 @@ class Worker:
             self._counts.num_protocol_errors += 1
         message = wire.fetch_failed(id, error)
         self._counts.fetches_by_outcome[message.error] += 1
-        self._reply(session.identity, message)
+        self._tell(session.identity, message)
 
-    def _advertise(self, session: Session) -> None:
-        for num, advert in enumerate(session.advertiser.adverts()):
-            if num == BURST or not self._reply(session.identity, advert):
-                break
+    def _advertise(self, session: Session, channel: Channel) -> None:
+        for _ in range(BURST):
+            if not channel.has_room or (advert := session.advertiser.next()) is None:
+                return
+            channel.put_message(wire.encode(advert))
 
     def _take(self, identity: bytes, channel: Channel) -> None:
         """What came over a data connection."""
@@ -338,7 +320,10 @@ class Worker:
         try:
             for arrival in channel.receive(session.stores):
                 session.heard_at_s = self._clock()
-                session.stores.mark_received(arrival)
+                if arrival.frame.id == frames.MESSAGE:
+                    self._serve(session, wire.decode_to_worker(arrival.message))
+                else:
+                    session.stores.mark_received(arrival)
         except ProtocolError as exc:
             self._counts.num_protocol_errors += 1
             self._warn(f"peer {identity.hex()} was cut off: {exc}", "cut off")
@@ -350,27 +335,17 @@ class Worker:
             error = DeadlineExceeded("the worker stopped at the deadline")
             if (owner := self._sessions.get(identity)) is not None:
                 self._fail(owner, stream.id, error)
-        if self._router.has_disconnects:
-            self._probe_at_s = now_s + _PROBE_S
-        if self._probe_at_s is not None and now_s >= self._probe_at_s:
-            self._probe_at_s = None
-            for session in tuple(self._sessions.values()):
-                self._reply(session.identity, session.pong(self.epoch))
         for session in tuple(self._sessions.values()):
             if now_s - session.heard_at_s > self._config.silence_s:
                 self._end_session(session, f"silent for {self._config.silence_s} s")
             session.stores.expire()
         self._scheduler.retire()
 
-    def _reply(self, identity: bytes, message: wire.ToPeer) -> bool:
-        """False where the peer does not take it now; one that is gone loses its session."""
-        try:
-            return self._router.send(identity, message)
-        except PeerGone:
-            session = self._sessions.get(identity)
-            if session is not None:
-                self._end_session(session, "it is gone")
-            return False
+    def _tell(self, identity: bytes, message: wire.ToPeer) -> None:
+        """A peer, in its session; dropped where that is over."""
+        channel = self._router.channels.get(identity)
+        if channel is not None:
+            channel.put_message(wire.encode(message))
 
     def _warn(self, line: str, about: str = "") -> None:
         """Once a minute, of each that it is about."""
@@ -379,7 +354,9 @@ class Worker:
 
     def _answer_to(self, identity: bytes) -> Callable[[wire.ToPeer], None]:
         """Replies from any thread."""
-        return lambda message: self.call_soon_threadsafe(partial(self._reply, identity, message))
+        return lambda message: self.call_soon_threadsafe(
+            partial(self._router.send, identity, message)
+        )
 
     def call_soon_threadsafe(self, callback: Callable[[], object]) -> None:
         """From any thread: have it done in this one."""
@@ -391,7 +368,7 @@ class Worker:
         if session is not None:
             self._end_session(session, reason)
         else:
-            self._reply(identity, wire.Bye(reason=reason))
+            self._router.send(identity, wire.Bye(reason=reason))
 
     def _end_session(self, session: Session, reason: str) -> None:
         if self._sessions.pop(session.identity, None) is not None:
@@ -399,5 +376,5 @@ class Worker:
             lost = sum(not stream.is_over for stream in session.streams.values())
             self._counts.fetches_by_outcome["lost"] += lost
             session.close()
-            self._reply(session.identity, wire.Bye(reason=reason))
+            self._tell(session.identity, wire.Bye(reason=reason))
             self._router.forget(session.identity)

@@ -112,9 +112,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Address of a peer to its public key, or to the file with it; to the others this server talks
     in clear."""
     bulk_port: int = 0
-    """Where KV and E go, over a TCP connection that each peer opens beside its first one, on the
-    host of `listen`; 0 takes a free port. A firewall or a container has to let both ports through,
-    under the same numbers."""
+    """Where KV, E and the messages about them go, over a TCP connection that each peer opens after
+    its handshake at `listen`, on the same host; 0 takes a free port. A firewall or a container has
+    to let both ports through, under the same numbers."""
     insecure: bool = False
     """Allows a `listen` address other than loopback without keys."""
 

@@ -28,7 +28,7 @@ from enum import Enum
 from cachetree import Location, ProtocolError
 from cachetree.transport import frames, wire
 from cachetree.transport.address import Address, parse_remote
-from cachetree.transport.sealing import TOKEN_BYTES
+from cachetree.transport.sealing import TOKEN_BYTES, Unsealed
 
 DELAY_S = 0.15
 BYTES_PER_S = 1e6
@@ -157,9 +157,10 @@ class _Link:
                     body = self._read(source, int.from_bytes(size, "big"))
                     yield _Frame(flags + size, body, bool(flags[0] & _MORE))
                 case Via.DATA:
-                    header = self._read(source, frames.HEADER_BYTES)
-                    yield _Frame(header, b"", has_more=True)
-                    yield _Frame(b"", self._read(source, frames.unpack(header).size))
+                    sealed = self._read(source, frames.HEADER_BYTES + Unsealed.header_tag_bytes)
+                    yield _Frame(sealed, b"", has_more=True)
+                    size = frames.unpack(sealed[: frames.HEADER_BYTES]).size
+                    yield _Frame(b"", self._read(source, size))
                 case Via.SEALED:
                     yield _Frame(b"", self._read(source, 1) + self._read_some(source))
 

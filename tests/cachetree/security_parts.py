@@ -144,7 +144,7 @@ class TicketUser:
         give_up_at_s = time.monotonic() + seconds
         while self.channel.error is None and time.monotonic() < give_up_at_s:
             for arrival in self.channel.receive(Nowhere()):
-                return isinstance(wire.decode_to_peer(arrival.message), wire.Pong)
+                return isinstance(wire.decode_to_peer(arrival.message), wire.Reset)
             time.sleep(0.002)
         return False
 

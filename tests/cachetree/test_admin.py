@@ -13,14 +13,14 @@ from subprocess import PIPE, Popen
 import msgspec
 import pytest
 from disk_parts import files_bytes
-from push_parts import PAGE_TOTAL, RawPeer, cache_of
+from push_parts import PAGE_TOTAL, cache_of
 from security_parts import new_party
 from transport_parts import E_LAYER, FAMILY, MODEL, eventually, new_tree, pages_of, store, worker_of
 
-from cachetree import Cache, ConfigError, Deadline, PageHash, WorkerConfig
+from cachetree import Cache, ConfigError, Deadline, OrderDenied, PageHash, WorkerConfig
 from cachetree.cli import main
 from cachetree.cli.serve import read_config
-from cachetree.transport import ask, verbs, wire
+from cachetree.transport import ask, ask_status, verbs
 from cachetree.tree.hashing import page_hashes
 
 PAGES = pages_of(64)
@@ -293,11 +293,11 @@ def test_bad_words_are_one_clear_line(
 
 
 def test_an_order_with_half_a_page_is_refused() -> None:
-    with worker_of(new_tree(), admin=()) as worker, RawPeer(worker) as peer:
-        refused = peer.ask(verbs.Evict(model="", pages=b"half"))
-        assert isinstance(refused, verbs.Denied)
-        assert "whole number" in refused.reason
-        assert isinstance(peer.ask(wire.Ping()), wire.Pong)
+    with worker_of(new_tree(), admin=()) as worker:
+        with pytest.raises(OrderDenied, match="whole number"):
+            order = verbs.Evict(model="", pages=b"half")
+            ask(worker.address, order, verbs.Evicted, timeout_s=5)
+        assert ask_status(worker.address, timeout_s=5).num_protocol_errors == 0
 
 
 def test_bench_measures_what_is_there_and_what_it_stored(run: Run) -> None:

@@ -206,8 +206,7 @@ class MoodyWorker(ScriptedWorker):
             entry = wire.Entry(
                 added=True, model=MODEL, parent=b"", pages=b"".join(PAGES), e_layers=()
             )
-            super().send(identity, wire.Entries(seq=1, entries=(entry,)))
-            message = wire.Synced(seq=1)
+            super().send(identity, wire.Entries(entries=(entry,)))
         super().send(identity, message, *payload)
 
     def _fail(self, identity: bytes, fetch: wire.Fetch) -> None:

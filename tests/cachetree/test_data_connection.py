@@ -19,8 +19,8 @@ from cachetree import ProtocolError, WorkerConfig
 from cachetree.memory.copying import checksum
 from cachetree.transport import channel
 from cachetree.transport.address import Address
-from cachetree.transport.channel import MAX_MESSAGE_BYTES, Arrival, Channel
-from cachetree.transport.frames import MESSAGE, Frame, pack
+from cachetree.transport.channel import Arrival, Channel
+from cachetree.transport.frames import MAX_MESSAGE_BYTES, MESSAGE, Frame, pack
 from cachetree.transport.handshake import Refusal
 from cachetree.transport.sealing import KEY_BYTES, PIECE_BYTES, Seals, Unsealed
 from cachetree.transport.send_queue import SendQueue
@@ -289,15 +289,14 @@ def test_what_is_left_after_a_turn_is_found_in_the_next_though_nothing_more_come
     far, near = ends
     near.setblocking(False)
     with far, closing(Channel(near, Unsealed(), 4 << 20, unheard)) as end:
-        large, small = payload_of(2 << 20)[: 2 << 20], b"a small one"
-        far.sendall(pack(frame_of(large)))
+        seals, large, small = Unsealed(), payload_of(2 << 20)[: 2 << 20], b"a small one"
+        far.sendall(seals.seal(pack(frame_of(large))))
         poller = select.poll()
         poller.register(end.fileno(), select.POLLIN)
         assert poller.poll(20_000)
         assert not list(end.receive(Memory()))
-        sending = threading.Thread(
-            target=far.sendall, args=(large + 50 * (pack(frame_of(small)) + small),)
-        )
+        rest = [seals.seal(pack(frame_of(small))) + small for _ in range(50)]
+        sending = threading.Thread(target=far.sendall, args=(large + b"".join(rest),))
         sending.start()
         sizes: list[int] = []
         while len(sizes) < 51:

@@ -53,8 +53,9 @@ from cachetree.memory.copying import checksum
 from cachetree.memory.pool import PAGEABLE, ArenaFile, Pool
 from cachetree.planning.plan import Plan
 from cachetree.transport import wire
-from cachetree.transport.frames import Frame, pack, unpack
+from cachetree.transport.frames import Frame, pack
 from cachetree.transport.receiver import FetchReceiver
+from cachetree.transport.sealing import Unsealed
 from cachetree.tree import join_hashes
 
 PAGES = pages_of(4)
@@ -290,25 +291,24 @@ FETCH = wire.Fetch(
 )
 TO_WORKER = (
     wire.hello(FAMILY, MODEL, 0),
-    wire.Subscribe(),
+    wire.Learned(),
     FETCH,
     wire.Credit(id=3, num_bytes=4096),
     wire.Cancel(id=3),
-    wire.Ping(last_id=3),
+    wire.Ping(),
     wire.Bye(reason="closing"),
 )
 FRAME = Frame(id=3, step=1, offset=8192, size=4096, checksum=1 << 63)
 TO_PEER = (
     wire.hello(FAMILY, MODEL, 1 << 60),
-    wire.Reset(epoch=1 << 60),
-    wire.Entries(seq=9, entries=(ENTRY,)),
-    wire.Synced(seq=9),
+    wire.Reset(),
+    wire.Entries(entries=(ENTRY,)),
+    wire.Synced(),
     wire.hello(FAMILY, MODEL, 1, ArenaFile(pid=1 << 15, fd=9, num_bytes=1 << 40, nonce=bytes(16))),
-    wire.Located(
-        id=3, step=1, offset=8192, size=4096, checksum=1 << 63, places=((4096, 6144), (0, 2048))
-    ),
+    wire.Located(frame=FRAME, places=((4096, 6144), (0, 2048))),
     wire.FetchFailed(id=3, error="stale", reason="192 pages are no longer here"),
-    wire.Pong(epoch=1 << 60, seq=9, last_id=3, streams=(2, 3)),
+    wire.Ended(id=3),
+    wire.Pong(),
     wire.Bye(reason="the worker is closing"),
 )
 
@@ -324,10 +324,10 @@ def test_every_flipped_bit_of_a_header_is_detected() -> None:
                 with contextlib.suppress(ProtocolError):
                     decode(flipped)
                     undetected[type(message).__name__] += 1
-    for flipped in with_each_bit_flipped(pack(FRAME)):
+    for flipped in with_each_bit_flipped(Unsealed().seal(pack(FRAME))):
         num_flips += 1
         with contextlib.suppress(ProtocolError):
-            unpack(flipped)
+            Unsealed().open(flipped)
             undetected["Frame"] += 1
     assert num_flips > 50_000
     assert not undetected

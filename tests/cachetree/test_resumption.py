@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
+from fault_proxy import Fault, FaultProxy, Strike, Towards, Via
 from transport_parts import (
     FAST,
     MODEL,
@@ -76,9 +77,6 @@ class BreakingWorker(ScriptedWorker):
         self.fetches.append(fetch)
         for number, (frame, payload) in enumerate(frames_of(fetch)):
             is_broken = number == 2 and len(self.fetches) <= self._num_broken
-            if is_broken and self._harm in OVER_ZMQ:  # Which may overtake frames.
-                self._harm(self, identity, frame, payload)
-                return
             if not is_broken or self._harm(self, identity, frame, payload):
                 self.send(identity, frame, payload)
 
@@ -117,7 +115,6 @@ def noise(worker: BreakingWorker, identity: bytes, frame: Frame, payload: bytes)
 
 
 SAME_CONNECTION = (damaged, missing, doubled, refused)
-OVER_ZMQ = (refused, goodbye, noise)
 
 
 @pytest.mark.parametrize("harm", [*SAME_CONNECTION, goodbye, noise])
@@ -130,20 +127,15 @@ def test_the_rest_is_asked_for_and_what_landed_is_kept(harm: Callable[..., bool]
         peer.fetch(MODEL, PAGES, staging)
         wait_all(staging)
         check_content(staging, PAGES)
-        if harm in OVER_ZMQ:
-            assert len(worker.starts) == 3
-            assert (0, 0) <= worker.starts[1] <= (0, 2)
-            assert worker.starts[1] <= worker.starts[2] <= (1, 0)
-            return
         kept = 3 if harm is doubled else 2
         assert worker.starts == [(0, 0), (0, kept), divmod(2 * kept, 4)]
         eventually(lambda: peer.status.num_landed_bytes == staging.num_bytes)
-        ids = [fetch.id for fetch in worker.fetches]
-        assert ids == sorted(set(ids))
         assert peer.status.num_losses == (0 if harm in SAME_CONNECTION else 2)
         assert peer.status.num_retries == 2
         assert peer.status.num_failed_fetches == 0
         if harm in SAME_CONNECTION:
+            ids = [fetch.id for fetch in worker.fetches]
+            assert ids == sorted(set(ids))
             eventually(lambda: wire.Cancel(id=ids[0]) in worker.received)
 
 
@@ -161,50 +153,29 @@ def test_retries_are_bounded(harm: Callable[..., bool]) -> None:
         assert peer.status.num_failed_fetches == 1
 
 
-def test_the_last_frames_and_a_lost_request_are_missed_at_the_next_heartbeat() -> None:
-    """Nothing comes after them that could show the gap."""
-    asked: list[wire.Fetch] = []
-
-    def forgetful(worker: ScriptedWorker, identity: bytes, fetch: wire.Fetch) -> None:
-        asked.append(fetch)
-        if len(asked) > 1:  # The first request never came.
-            frames = frames_of(fetch)
-            for frame, payload in frames if len(asked) > 2 else frames[:-1]:
-                worker.send(identity, frame, payload)
-
-    class Telling(ScriptedWorker):
-        def send(self, identity: bytes, message: wire.ToPeer | bytes, *payload: bytes) -> None:
-            if isinstance(message, wire.Pong):
-                pinged = [it for it in self.received if isinstance(it, wire.Ping)][-1]
-                message = wire.Pong(epoch=message.epoch, last_id=pinged.last_id)
-            super().send(identity, message, *payload)
-
-    with Telling(forgetful) as worker, peer_of(worker.address, new_tree()) as peer:
+@pytest.mark.parametrize(
+    ("towards", "place"), [(Towards.WORKER, 0), (Towards.WORKER, 1), (Towards.PEER, -1)]
+)
+def test_what_is_lost_on_the_way_is_missed_at_the_next_heartbeat(
+    towards: Towards, place: int
+) -> None:
+    """The request, the first credit, or the last frame: nothing comes that could show the gap."""
+    with (
+        worker_of(new_tree(PAGES), frame_bytes=FRAME_BYTES, window_bytes=2 * FRAME_BYTES) as worker,
+        FaultProxy(worker.address, seed=1) as proxy,
+        peer_of(proxy.address, new_tree(), FAST) as peer,
+    ):
+        index = 2 * (place if place >= 0 else len(STEPS) * 4 - 1)
+        proxy.arm(Strike(Fault.DROP_MESSAGE, towards, index, Via.DATA))
         staging = new_staging(16)
         begun_at_s = time.monotonic()
         peer.fetch(MODEL, PAGES, staging)
         wait_all(staging)
-        assert time.monotonic() - begun_at_s < 2.0
+        assert time.monotonic() - begun_at_s < 5.0
         check_content(staging, PAGES)
-        assert [fetch.first_step for fetch in asked] == [0, 0, len(STEPS) - 1]
-
-
-def test_a_lost_credit_is_repeated() -> None:
-    with worker_of(new_tree(PAGES), frame_bytes=4096, window_bytes=8192) as worker:
-        real = worker._credit
-        dropped = iter(range(3))
-
-        def forgetful(session: object, credit: wire.Credit) -> None:
-            if next(dropped, None) is None:
-                real(session, credit)  # type: ignore[arg-type]
-
-        worker._credit = forgetful  # type: ignore[method-assign, assignment]
-        with peer_of(worker.address, new_tree()) as peer:
-            staging = new_staging(16)
-            peer.fetch(MODEL, PAGES, staging)
-            wait_all(staging)
-            check_content(staging, PAGES)
-            assert peer.status.num_retries == 0
+        assert proxy.has_struck
+        assert peer.status.num_retries == 1
+        assert peer.status.num_losses == 1
 
 
 def test_what_is_gone_after_a_restart_is_stale() -> None:
@@ -268,32 +239,19 @@ def test_a_fetch_that_is_given_up_between_connections_is_forgotten() -> None:
         assert peer.status.num_failed_fetches == 0
 
 
-class DeafStore:
-    """Drops one advert of a real worker: the last one, so that nothing later shows the gap."""
-
-    def __init__(self, worker: object) -> None:
-        self.is_armed = False
-        self._router = worker._router  # type: ignore[attr-defined]
-        self._send = self._router.send
-        self._router.send = self._forget
-
-    def _forget(self, identity: bytes, message: wire.ToPeer) -> bool:
-        if self.is_armed and isinstance(message, wire.Entries):
-            self.is_armed = False
-            return True
-        return bool(self._send(identity, message))
-
-
 def test_a_lost_last_advert_is_missed_at_the_next_heartbeat() -> None:
     source, tree = new_tree(PAGES[:8]), new_tree()
-    with worker_of(source) as worker, peer_of(worker.address, tree) as peer:
-        deaf = DeafStore(worker)
-        deaf.is_armed = True
+    with (
+        worker_of(source) as worker,
+        FaultProxy(worker.address, seed=1) as proxy,
+        peer_of(proxy.address, tree, msgspec.structs.replace(FAST, heartbeat_s=2.0)) as peer,
+    ):
+        proxy.arm(Strike(Fault.DROP_MESSAGE, Towards.PEER, 0, Via.DATA))
         store(source, PAGES[8:], PAGES[7])
         eventually(lambda: [it.num_pages for it in tree.match(PAGES)] == [16])
-        assert not deaf.is_armed
+        assert proxy.has_struck
         assert peer.status.num_resyncs == 2
-        assert peer.status.num_losses == 0
+        assert peer.status.num_losses == 1
 
 
 def test_a_protocol_error_in_a_retry_is_still_one() -> None:

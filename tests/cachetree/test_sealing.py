@@ -11,7 +11,7 @@ from transport_parts import FAMILY
 
 from cachetree import ProtocolError
 from cachetree.transport import sealing, wire
-from cachetree.transport.sealing import KEY_BYTES, PIECE_BYTES, Seals, Ticket, new_ticket
+from cachetree.transport.sealing import KEY_BYTES, PIECE_BYTES, Seals, Ticket, Unsealed, new_ticket
 
 HEADER, PAYLOAD = b"header" * 9, memoryview(bytes(range(256)) * 40)
 
@@ -96,6 +96,25 @@ def pair_like(seals: Seals) -> Seals:
     fresh = type(seals)(bytes(32), is_worker=False)
     fresh._cipher = seals._cipher
     return fresh
+
+
+def test_a_header_in_clear_that_is_lost_repeated_or_damaged_ends_what_follows() -> None:
+    worker = Unsealed()
+    first, second, third = (worker.seal(HEADER) for _ in range(3))
+    for name, headers in (
+        ("lost", (first, third)),
+        ("repeated", (first, first)),
+        ("in another order", (second, first)),
+        ("damaged", (first[:-9] + b"?" + first[-8:],)),
+        ("cut short", (first[:5],)),
+    ):
+        peer = Unsealed()
+        with pytest.raises(ProtocolError):
+            for header in headers:
+                peer.open(memoryview(header))
+            pytest.fail(name)
+    peer = Unsealed()
+    assert [peer.open(memoryview(it)) for it in (first, second, third)] == [HEADER] * 3
 
 
 def test_no_nonce_comes_twice() -> None:

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -39,6 +40,7 @@ from cachetree import Deadline, FetchError, PeerState, ProtocolError, Step
 from cachetree.memory.arena import Arena
 from cachetree.memory.copying import checksum
 from cachetree.transport import wire
+from cachetree.transport.frames import Frame
 
 PAGES = pages_of(16)
 SIZE = 16 * PAGE_BYTES
@@ -195,7 +197,9 @@ def test_memory_used_anew_while_it_is_read_is_an_error_and_no_content(arena: Are
         check_content(again, PAGES)
 
 
-SOUND = wire.Located(id=1, step=0, offset=0, size=SIZE, checksum=0, places=((0, SIZE),))
+SOUND = wire.Located(
+    frame=Frame(id=1, step=0, offset=0, size=SIZE, checksum=0), places=((0, SIZE),)
+)
 
 
 @pytest.mark.parametrize(
@@ -221,13 +225,13 @@ def test_places_that_are_wrong_cost_that_fetch_only(
     content = arena.take(SIZE)
     place = arena.place_of(content)
     assert place is not None
-    right = msgspec.structs.replace(
-        SOUND, checksum=checksum(content), places=((place, place + SIZE),)
-    )
+    right = {"checksum": checksum(content), "places": ((place, place + SIZE),)}
 
     def script(worker: ScriptedWorker, identity: bytes, fetch: wire.Fetch) -> None:
-        message = msgspec.structs.replace(right, id=fetch.id, **changed)
-        worker.send(identity, message)
+        fields: dict[str, Any] = right | {"id": fetch.id} | changed
+        places = fields.pop("places")
+        frame = msgspec.structs.replace(SOUND.frame, **fields)
+        worker.send(identity, wire.Located(frame=frame, places=places))
 
     with (
         ScriptedWorker(script, arena=arena.file) as worker,

@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 import pytest
-from push_parts import PAGE_TOTAL, PAGES, RawPeer, new_store
+from push_parts import PAGE_TOTAL, PAGES, new_store
 from transport_parts import (
     E_LAYER,
     MODEL,
     PAGE_BYTES,
     STEPS,
+    RawPeer,
     content,
     eventually,
     new_tree,
@@ -35,7 +36,7 @@ def payload_of(step: Step) -> bytes:
 @contextlib.contextmanager
 def accepting(**config: object) -> Iterator[tuple[CacheTree, RawPeer]]:
     tree = new_tree()
-    with worker_of(tree, accepts=True, **config) as worker, RawPeer(worker) as peer:
+    with worker_of(tree, accepts=True, **config) as worker, RawPeer(worker.address) as peer:
         yield tree, peer
 
 
@@ -102,8 +103,7 @@ def test_a_store_ends_with_its_peer_its_time_or_its_will() -> None:
         assert (late.error, tree.num_bytes) == ("deadline", 0)
 
         assert isinstance(peer.ask(new_store(id=2)), wire.Wanted)
-        peer.send(wire.Cancel(id=2))
-        assert isinstance(peer.ask(wire.Ping()), wire.Pong)
+        assert peer.ask(wire.Cancel(id=2)) == wire.Ended(id=2)
         assert tree.num_bytes == 0
 
         assert isinstance(peer.ask(new_store(id=3)), wire.Wanted)
@@ -114,7 +114,7 @@ def test_a_store_ends_with_its_peer_its_time_or_its_will() -> None:
 def test_a_peer_that_is_gone_leaves_no_reservation() -> None:
     tree = new_tree()
     with worker_of(tree, accepts=True) as worker:
-        with RawPeer(worker) as peer:
+        with RawPeer(worker.address) as peer:
             assert isinstance(peer.ask(new_store()), wire.Wanted)
             assert worker.status().num_open_stores == 1
         eventually(lambda: tree.num_bytes == 0)
@@ -184,5 +184,5 @@ def test_a_store_and_a_fetch_of_one_number_do_not_meet() -> None:
 
 def test_a_payload_that_belongs_to_no_frame_ends_the_session() -> None:
     with accepting() as (_, peer):
-        peer._socket.send_multipart([wire.encode(wire.Ping()), b"more"])
+        peer.socket.send_multipart([wire.encode(wire.Ping()), b"more"])
         assert isinstance(peer.receive(), wire.Bye)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 from transport_parts import (
+    FAMILY,
     FAST,
     MODEL,
     ONCE,
@@ -38,8 +39,8 @@ from cachetree import (
     Step,
 )
 from cachetree.transport import frames, wire
-from cachetree.transport.channel import MAX_MESSAGE_BYTES
-from cachetree.transport.frames import Frame
+from cachetree.transport.frames import MAX_MESSAGE_BYTES, Frame
+from cachetree.transport.sealing import Unsealed
 
 PAGES = pages_of(16)
 SIZE = 16 * PAGE_BYTES
@@ -83,7 +84,11 @@ def too_large(worker: ScriptedWorker, identity: bytes, fetch: wire.Fetch) -> Non
 
 
 def damaged_header(worker: ScriptedWorker, identity: bytes, fetch: wire.Fetch) -> None:
-    worker.send_raw(identity, frames.pack(frame(fetch))[:-1] + b"\0" + GOOD)
+    worker.send_raw(identity, frames.pack(frame(fetch)) + bytes(8) + GOOD)
+
+
+def repeated(worker: ScriptedWorker, identity: bytes, fetch: wire.Fetch) -> None:
+    worker.send_raw(identity, Unsealed().seal(frames.pack(frame(fetch))) + GOOD)
 
 
 def large_message(worker: ScriptedWorker, identity: bytes, fetch: wire.Fetch) -> None:
@@ -92,12 +97,8 @@ def large_message(worker: ScriptedWorker, identity: bytes, fetch: wire.Fetch) ->
 
 
 def strange_message(worker: ScriptedWorker, identity: bytes, fetch: wire.Fetch) -> None:
-    message = wire.encode(wire.Synced(seq=0))
+    message = wire.encode(wire.hello(FAMILY, "", 7))
     worker.send(identity, frame(fetch, message, id=frames.MESSAGE), message)
-
-
-def two_frames(worker: ScriptedWorker, identity: bytes, fetch: wire.Fetch) -> None:
-    worker.send(identity, wire.Pong(epoch=7), GOOD)
 
 
 def unknown_tag(worker: ScriptedWorker, identity: bytes, fetch: wire.Fetch) -> None:
@@ -110,7 +111,7 @@ def unasked_fetch(worker: ScriptedWorker, identity: bytes, fetch: wire.Fetch) ->
 
 def impossible_entries(worker: ScriptedWorker, identity: bytes, fetch: wire.Fetch) -> None:
     entry = wire.Entry(added=True, model="m", parent=b"", pages=bytes(16), e_layers=(99,))
-    worker.send(identity, wire.Entries(seq=1, entries=(entry,)))
+    worker.send(identity, wire.Entries(entries=(entry,)))
 
 
 @pytest.mark.parametrize("script", [flipped_bit, wrong_offset, wrong_step, beyond_the_step, twice])
@@ -132,9 +133,9 @@ def test_wrong_content_costs_that_fetch_only(script: Script) -> None:
         no_payload,
         too_large,
         damaged_header,
+        repeated,
         large_message,
         strange_message,
-        two_frames,
         unknown_tag,
         unasked_fetch,
         impossible_entries,
@@ -168,31 +169,36 @@ def test_a_payload_cut_short_costs_its_fetch_and_what_follows_the_connection() -
         assert peer.wait_ready(20)
 
 
-def test_a_message_above_the_limit_is_dropped_by_the_socket() -> None:
-    def oversize(worker: ScriptedWorker, identity: bytes, fetch: wire.Fetch) -> None:
-        worker.send(identity, bytes(wire.MAX_HEADER_BYTES + 1))
+class RudeWorker(ScriptedWorker):
+    """Answers the first hello with something else."""
 
-    config = msgspec.structs.replace(FAST, frame_bytes=4 << 20, window_bytes=8 << 20)
-    with ScriptedWorker(oversize) as worker, peer_of(worker.address, new_tree(), config) as peer:
-        staging = new_staging(16, seconds=5)
-        peer.fetch(MODEL, PAGES, staging)
-        with pytest.raises(FetchError, match="closed the connection"):
-            wait_all(staging)
+    def __init__(self, *answer: bytes) -> None:
+        self._answer = answer
+        super().__init__(lambda *_: None)
+
+    def send(self, identity: bytes, message: wire.ToPeer | Frame | bytes, *payload: bytes) -> None:
+        if self._answer and isinstance(message, wire.Hello):
+            self.socket.send_multipart([identity, *self._answer])
+            self._answer = ()
+        else:
+            super().send(identity, message, *payload)
 
 
-def test_a_gap_in_the_adverts_begins_a_new_snapshot() -> None:
-    def gap(worker: ScriptedWorker, identity: bytes, fetch: wire.Fetch) -> None:
-        entry = wire.Entry(added=True, model="m", parent=b"", pages=PAGES[0], e_layers=())
-        worker.send(identity, wire.Entries(seq=1, entries=(entry,)))
-        worker.send(identity, wire.Entries(seq=3, entries=()))
-
-    tree = new_tree()
-    with ScriptedWorker(gap) as worker, peer_of(worker.address, tree) as peer:
-        peer.fetch(MODEL, PAGES, new_staging(16))
-        eventually(lambda: peer.status.num_resyncs == 2)
-        assert worker.received.count(wire.Subscribe()) == 2
-        assert not tree.match(PAGES)
-        assert peer.status.num_losses == 0
+@pytest.mark.parametrize(
+    ("answer", "named"),
+    [
+        ((wire.encode(wire.hello(FAMILY, "", 7)), b"more"), "more than one frame"),
+        ((b"nothing that can be read",), "checksum"),
+        ((wire.encode(wire.Pong()),), "did not say hello first"),
+        ((wire.encode(wire.hello(FAMILY, "", 7)),), "gave no ticket"),
+        ((bytes(wire.MAX_HEADER_BYTES + 1),), "closed the connection"),
+    ],
+)
+def test_another_answer_than_a_hello_ends_the_attempt(
+    answer: tuple[bytes, ...], named: str
+) -> None:
+    with RudeWorker(*answer) as worker, peer_of(worker.address, new_tree()) as peer:
+        assert named in str(peer.error)
 
 
 def test_a_silent_worker_is_lost() -> None:
@@ -205,18 +211,6 @@ def test_a_silent_worker_is_lost() -> None:
         peer.fetch(MODEL, PAGES, staging)
         with pytest.raises(FetchError, match=f"silent for {SILENCE_S} s"):
             wait_all(staging)
-
-
-def test_another_epoch_is_a_restart() -> None:
-    def reborn(worker: ScriptedWorker, identity: bytes, fetch: wire.Fetch) -> None:
-        worker.send(identity, wire.Pong(epoch=8))
-
-    with ScriptedWorker(reborn) as worker, peer_of(worker.address, new_tree(), ONCE) as peer:
-        staging = new_staging(16)
-        peer.fetch(MODEL, PAGES, staging)
-        with pytest.raises(FetchError, match="restarted"):
-            wait_all(staging)
-        assert peer.status.num_losses == 1
 
 
 def test_a_killed_worker_comes_back_and_its_fetches_go_on_where_they_stopped() -> None:
@@ -318,7 +312,7 @@ def test_half_a_window_is_credited_while_the_rest_is_placed() -> None:
 
 def test_what_may_still_come_of_a_cancelled_fetch_is_ahead_of_the_next() -> None:
     """Until it has come, or the worker says behind it that there is no more."""
-    part, orders = FAST.frame_bytes, queue.SimpleQueue[Frame | wire.Pong | None]()
+    part, orders = FAST.frame_bytes, queue.SimpleQueue[Frame | wire.Ended | None]()
     pages = pages_of(256)
     sizes = [256 * PAGE_BYTES] * len(STEPS)
 
@@ -362,19 +356,11 @@ def test_what_may_still_come_of_a_cancelled_fetch_is_ahead_of_the_next() -> None
         assert ahead() == FAST.window_bytes
         eventually(lambda: not peer._fetches.is_under_way)
         assert ahead() == FAST.window_bytes
-        for number, word in (
-            (1, None),
-            (2, wire.Pong(epoch=7, last_id=1)),  # Of a ping before the fetch.
-            (3, wire.Pong(epoch=7, last_id=2, streams=(2,))),  # Of one before the cancel.
-        ):
-            if word is not None:
-                orders.put(word)
+        for number in (1, 2, 3):
             order_frame(number)
             eventually(lambda it=number: ahead() == FAST.window_bytes - it * part)
-        orders.put(wire.Pong(epoch=7, last_id=2))
+        orders.put(wire.Ended(id=2))
         eventually(lambda: ahead() == 0)
         orders.put(None)
         eventually(lambda: wire.Cancel(id=2) in worker.received)
-        told = worker.received[worker.received.index(wire.Cancel(id=2)) :]
-        assert told[1] == wire.Ping(last_id=2), "nobody asked how much more there is"
         assert peer.state is PeerState.READY

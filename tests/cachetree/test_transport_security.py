@@ -122,6 +122,14 @@ def test_frames_of_the_largest_size_come_through(
         assert max(size for *_, size in staging.writes) == frame_bytes
 
 
+ELSEWHERE = "127.0.0.2"
+"""Where a listener in the middle has the ports of the worker."""
+
+
+def data_port(worker: Worker) -> Location:
+    return Location(f"tcp://127.0.0.1:{worker._router._data_port._port}")
+
+
 def test_nothing_readable_is_on_the_wire(us: Party, friend: Party) -> None:
     """A listener in the middle sees no message; without keys it sees all."""
     seen: dict[str, bytes] = {}
@@ -131,11 +139,12 @@ def test_nothing_readable_is_on_the_wire(us: Party, friend: Party) -> None:
     ):
         with (
             worker_of(new_tree(PAGES), **serving) as worker,
-            Tap(worker.address) as tap,
+            Tap(worker.address, ELSEWHERE) as tap,
+            Tap(data_port(worker), ELSEWHERE) as data_tap,
             peer_of(tap.address, new_tree(), config) as peer,
         ):
             fetch_all(peer)
-        seen[name] = bytes(tap.seen)
+        seen[name] = bytes(tap.seen + data_tap.seen)
     for telling in (b"LlamaForCausalLM", PAGES[3], b"first_offset"):
         assert telling in seen["plain"]
         assert telling not in seen["curve"]

@@ -12,8 +12,6 @@ import pytest
 from tree_parts import FAMILY, FAR, FARTHER, PAGE, A, B, FakeTime, make_tree, num_pages, path, store
 
 from cachetree.ids import LOCAL, Location
-from cachetree.transport.advertise import Advertiser
-from cachetree.transport.wire import Reset
 from cachetree.tree.entries import Change
 from cachetree.tree.tree import SLICE, CacheTree
 
@@ -150,17 +148,3 @@ def test_no_flood_of_adverts_exceeds_the_limit_or_keeps_a_store_out(seed: int) -
     tree.clear()
     assert (tree.num_remote_pages(FAR), tree.num_pages) == (0, 0)
     assert not any(tree.match(path(text)) for text in texts)
-
-
-def test_a_peer_that_asks_again_and_again_gets_few_snapshots() -> None:
-    clock, tree = FakeTime(), make_tree()
-    store(tree, A, "abc")
-    advertiser = Advertiser(tree, epoch=1, max_pending=100, wake=lambda: None, clock=clock)
-
-    num_snapshots = 0
-    for _ in range(1000):
-        advertiser.subscribe()
-        num_snapshots += sum(isinstance(advert, Reset) for advert in advertiser.adverts())
-        clock.now_s += 0.001
-    advertiser.close()
-    assert 9 <= num_snapshots <= 12, "some ten a second"

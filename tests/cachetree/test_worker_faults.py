@@ -13,9 +13,8 @@ from transport_parts import (
     ONCE,
     PAGE_BYTES,
     STEPS,
-    Nowhere,
+    RawPeer,
     check_content,
-    data_connection,
     eventually,
     new_staging,
     new_tree,
@@ -31,8 +30,6 @@ from cachetree import (
     Peer,
 )
 from cachetree.transport import wire
-from cachetree.transport.channel import Channel
-from cachetree.transport.frames import MESSAGE
 from cachetree.tree import join_hashes
 
 PAGES = pages_of(16)
@@ -58,11 +55,6 @@ def ask(socket: zmq.Socket[bytes], message: wire.ToWorker | bytes) -> wire.ToPee
     socket.send(message if isinstance(message, bytes) else wire.encode(message))
     assert socket.poll(20_000), f"no answer to {message!r}"
     return wire.decode_to_peer(memoryview(socket.recv()))
-
-
-def greet(socket: zmq.Socket[bytes]) -> Channel:
-    """The data connection; keep it as long as the session is to last."""
-    return data_connection(ask(socket, wire.hello(new_tree().family, "", 0)))
 
 
 def a_fetch(**changed: object) -> wire.Fetch:
@@ -119,40 +111,33 @@ def test_a_worker_survives_noise_and_keeps_serving(
     ],
 )
 def test_a_fetch_that_makes_no_sense_is_answered(
-    changed: dict[str, object], raw: Callable[[Location], zmq.Socket[bytes]]
+    changed: dict[str, object],
 ) -> None:
     source = new_tree(PAGES)
-    with worker_of(source) as worker:
-        socket = raw(worker.address)
-        _channel = greet(socket)
-        answer = ask(socket, a_fetch(**changed))
+    with worker_of(source) as worker, RawPeer(worker.address) as peer:
+        answer = peer.ask(a_fetch(**changed))
         assert isinstance(answer, wire.FetchFailed)
         assert answer.error == "protocol"
         source.clear()
         assert source.num_pages == 0, "the refused fetch kept its lease"
 
 
-def test_credit_for_what_was_not_sent_ends_the_stream(
-    raw: Callable[[Location], zmq.Socket[bytes]],
-) -> None:
-    with worker_of(new_tree(PAGES), max_bytes_per_s=1e5) as worker:
-        socket = raw(worker.address)
-        _channel = greet(socket)
-        socket.send(wire.encode(a_fetch()))
-        socket.send(wire.encode(wire.Credit(id=1, num_bytes=1 << 30)))
+def test_credit_for_what_was_not_sent_ends_the_stream() -> None:
+    with (
+        worker_of(new_tree(PAGES), max_bytes_per_s=1e5) as worker,
+        RawPeer(worker.address) as peer,
+    ):
+        peer.send(a_fetch())
+        peer.send(wire.Credit(id=1, num_bytes=1 << 30))
         eventually(lambda: worker.status().num_protocol_errors == 1)
         eventually(lambda: worker.status().num_streams == 0)
 
 
-def test_a_fetch_that_comes_twice_holds_nothing(
-    raw: Callable[[Location], zmq.Socket[bytes]],
-) -> None:
+def test_a_fetch_that_comes_twice_holds_nothing() -> None:
     source = new_tree(PAGES)
-    with worker_of(source, max_bytes_per_s=1e5) as worker:
-        socket = raw(worker.address)
-        _channel = greet(socket)
+    with worker_of(source, max_bytes_per_s=1e5) as worker, RawPeer(worker.address) as peer:
         for _ in range(2):
-            socket.send(wire.encode(a_fetch(timeout_ms=60_000)))
+            peer.send(a_fetch(timeout_ms=60_000))
         eventually(lambda: worker.status().num_protocol_errors == 1)
         eventually(lambda: worker.status().num_streams == 0)
 
@@ -167,59 +152,45 @@ def settled(number: Callable[[], int]) -> int:
     return seen
 
 
-def test_what_waits_for_a_reader_who_gives_up_is_not_sent(
-    raw: Callable[[Location], zmq.Socket[bytes]],
-) -> None:
+def test_what_waits_for_a_reader_who_gives_up_is_not_sent() -> None:
     """Beyond what the kernel has, and the batch that it is being given."""
     pages = pages_of(4096)
     fetch = a_fetch(pages=join_hashes(pages), window_bytes=64 << 20, timeout_ms=60_000)
-    with worker_of(new_tree(pages)) as worker:
-        socket = raw(worker.address)
-        channel, sink = greet(socket), Nowhere()
-        socket.send(wire.encode(fetch))
+    with worker_of(new_tree(pages)) as worker, RawPeer(worker.address) as peer:
+        peer.send(fetch)
         sent_bytes = settled(lambda: worker.status().num_sent_bytes)
-        socket.send(wire.encode(wire.Cancel(id=1)))
-        assert isinstance(ask(socket, wire.Ping(last_id=1)), wire.Pong)
-        num_pongs = 0
-        while num_pongs < 2:  # One is the first word, the other comes after all that was sent.
-            num_pongs += sum(it.frame.id == MESSAGE for it in channel.receive(sink))
-            assert channel.error is None
-        assert sum(frame.size for frame in sink.frames) < sent_bytes
+        assert peer.ask(wire.Cancel(id=1)) == wire.Ended(id=1), "it comes after all that was sent"
+        assert sum(frame.size for frame in peer.frames) < sent_bytes
         eventually(lambda: worker.status().num_streams == 0)
-        socket.send(wire.encode(a_fetch(id=2)))
-        eventually(lambda: [*channel.receive(sink)] or sink.frames[-1].id == 2)
+        peer.send(a_fetch(id=2))
+        eventually(lambda: peer.hear() or peer.frames[-1].id == 2)
 
 
-def test_a_credit_that_is_late_or_comes_twice_does_no_harm(
-    raw: Callable[[Location], zmq.Socket[bytes]],
-) -> None:
-    with worker_of(new_tree(PAGES), frame_bytes=4096, window_bytes=8192) as worker:
-        socket = raw(worker.address)
-        _channel = greet(socket)
-        socket.send(wire.encode(a_fetch()))
+def test_a_credit_that_is_late_or_comes_twice_does_no_harm() -> None:
+    with (
+        worker_of(new_tree(PAGES), frame_bytes=4096, window_bytes=8192) as worker,
+        RawPeer(worker.address) as peer,
+    ):
+        peer.send(a_fetch())
         eventually(lambda: worker.in_flight_bytes() == [8192])
         for num_bytes in (4096, 4096, 1, 8192, 4096):
-            socket.send(wire.encode(wire.Credit(id=1, num_bytes=num_bytes)))
+            peer.send(wire.Credit(id=1, num_bytes=num_bytes))
         eventually(lambda: worker.status().num_sent_bytes == 2 * 8192)
-        assert isinstance(ask(socket, wire.Ping(last_id=1)), wire.Pong)
+        assert peer.ask(wire.Ping()) == wire.Pong()
         assert worker.in_flight_bytes() == [8192]
         assert worker.status().num_protocol_errors == 0
 
 
-def test_a_worker_keeps_the_deadline_by_itself(
-    raw: Callable[[Location], zmq.Socket[bytes]],
-) -> None:
+def test_a_worker_keeps_the_deadline_by_itself() -> None:
     """This peer neither cancels nor credits."""
-    with worker_of(new_tree(PAGES), frame_bytes=4096, window_bytes=8192) as worker:
-        socket = raw(worker.address)
-        channel = greet(socket)
-        socket.send(wire.encode(a_fetch(timeout_ms=100)))
-        assert socket.poll(20_000)
-        failure = wire.decode_to_peer(memoryview(socket.recv()))
+    with (
+        worker_of(new_tree(PAGES), frame_bytes=4096, window_bytes=8192) as worker,
+        RawPeer(worker.address) as peer,
+    ):
+        failure = peer.ask(a_fetch(timeout_ms=100))
         assert isinstance(failure, wire.FetchFailed)
         assert failure.error == "deadline"
-        came = Nowhere()
-        eventually(lambda: list(channel.receive(came)) or len(came.frames) == 2)
+        assert len(peer.frames) == 2
 
 
 def test_too_many_fetches_and_peers_are_turned_away(
@@ -238,17 +209,17 @@ def test_too_many_fetches_and_peers_are_turned_away(
         eventually(lambda: worker.status().num_peers == 0)
 
 
-def test_a_receiver_that_vanishes_or_stalls_frees_its_lease(
-    raw: Callable[[Location], zmq.Socket[bytes]],
-) -> None:
+def test_a_receiver_that_vanishes_or_stalls_frees_its_lease() -> None:
     source = new_tree(PAGES)
-    with worker_of(source, frame_bytes=4096, window_bytes=8192, silence_s=3.0) as worker:
-        vanishing, stalling = raw(worker.address), raw(worker.address)
-        _channels = [greet(socket) for socket in (vanishing, stalling)]
-        for socket in (vanishing, stalling):
-            socket.send(wire.encode(a_fetch()))
+    with (
+        worker_of(source, frame_bytes=4096, window_bytes=8192, silence_s=3.0) as worker,
+        RawPeer(worker.address) as vanishing,
+        RawPeer(worker.address) as stalling,
+    ):
+        for peer in (vanishing, stalling):
+            peer.send(a_fetch())
         eventually(lambda: worker.status().num_streams == 2)
-        vanishing.close(linger=0)
+        vanishing.channel.close()
         eventually(lambda: worker.status().num_streams == 1, 2.5)
         eventually(lambda: worker.status().num_streams == 0)
 

@@ -10,6 +10,7 @@ import hashlib
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from subprocess import PIPE, Popen
@@ -34,11 +35,12 @@ from cachetree import (
 )
 from cachetree.clock import Clock
 from cachetree.memory.arena import Arena
+from cachetree.memory.copying import checksum
 from cachetree.memory.pool import PAGEABLE, ArenaFile, Pool
 from cachetree.transport import channel, wire
 from cachetree.transport.address import Address
 from cachetree.transport.channel import Channel
-from cachetree.transport.frames import Frame
+from cachetree.transport.frames import MESSAGE, Frame
 from cachetree.transport.sealing import Unsealed
 from cachetree.transport.server import DataPort
 
@@ -210,8 +212,96 @@ class Nowhere:
         return False
 
 
+class RawPeer:
+    """A peer that says what it is told to, and nothing else; it hears no adverts."""
+
+    def __init__(self, address: Location) -> None:
+        self._context = zmq.Context()
+        self.socket = self._context.socket(zmq.DEALER)
+        self.socket.set(zmq.LINGER, 0)
+        self.socket.connect(address)
+        self.socket.send(wire.encode(wire.hello(FAMILY, "", 0)))
+        assert self.socket.poll(20_000), "no answer"
+        self.channel = data_connection(wire.decode_to_peer(memoryview(self.socket.recv())))
+        self.frames: list[Frame] = []
+        """Those that came, in order."""
+        self._payloads: list[memoryview] = []
+        self._buffer = memoryview(b"")
+        self._messages: deque[wire.ToPeer] = deque()
+
+    def send(self, message: wire.ToWorker) -> None:
+        self.channel.put_message(wire.encode(message))
+
+    def send_frame(self, frame: Frame, payload: bytes) -> None:
+        self.channel.put(frame, [memoryview(payload)])
+        flushed(self.channel)
+
+    def hear(self) -> None:
+        """Take what has come."""
+        for arrival in self.channel.receive(self):
+            assert arrival.is_sound
+            if arrival.frame.id == MESSAGE:
+                message = wire.decode_to_peer(arrival.message)
+                if not isinstance(message, wire.Reset | wire.Entries | wire.Synced):
+                    self._messages.append(message)
+            else:
+                self.frames.append(arrival.frame)
+                self._payloads.append(self._buffer)
+
+    def receive(self) -> wire.ToPeer:
+        def has_come() -> bool:
+            self.hear()
+            assert self._messages or self.channel.error is None, self.channel.error
+            return bool(self._messages)
+
+        eventually(has_come)
+        return self._messages.popleft()
+
+    def ask(self, message: wire.ToWorker) -> wire.ToPeer:
+        self.send(message)
+        return self.receive()
+
+    def ask_frame(self, frame: Frame, payload: bytes) -> wire.ToPeer:
+        self.send_frame(frame, payload)
+        return self.receive()
+
+    def frame(self, step: int, payload: bytes, id: int = 1, offset: int = 0) -> wire.ToPeer:
+        header = Frame(
+            id=id, step=step, offset=offset, size=len(payload), checksum=checksum(payload)
+        )
+        return self.ask_frame(header, payload)
+
+    def fetched(self, num_bytes: int) -> bytes:
+        """The payloads of so many bytes that come next, in the order in which they come."""
+
+        def has_come() -> bool:
+            self.hear()
+            return sum(map(len, self._payloads)) >= num_bytes
+
+        eventually(has_come)
+        payloads, self._payloads = self._payloads, []
+        return b"".join(payloads)
+
+    def buffer_for(self, frame: Frame) -> memoryview:
+        self._buffer = memoryview(bytearray(frame.size))
+        return self._buffer
+
+    def is_pending(self, frame: Frame) -> bool:
+        return True
+
+    def close(self) -> None:
+        self.channel.close()
+        self._context.destroy(linger=0)
+
+    def __enter__(self) -> RawPeer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
 class ScriptedWorker:
-    """A ROUTER that greets, sends an empty snapshot, and hands each fetch to `script`.
+    """Greets, sends an empty snapshot, and hands each fetch to `script`.
 
     `script(self, identity, fetch)` sends whatever a broken worker would.
     """
@@ -249,16 +339,17 @@ class ScriptedWorker:
         self._thread.start()
 
     def send(self, identity: bytes, message: wire.ToPeer | Frame | bytes, *payload: bytes) -> None:
-        """Frames go over the data connection, pongs over both."""
+        """Over the data connection once there is one."""
         if isinstance(message, Frame):
             self.channels[identity].put(message, [memoryview(b"".join(payload))])
             flushed(self.channels[identity])
             return
         header = message if isinstance(message, bytes) else wire.encode(message)
-        self.socket.send_multipart([identity, header, *payload])
-        if isinstance(message, wire.Pong) and identity in self.channels:
+        if identity in self.channels:
             self.channels[identity].put_message(header)
             flushed(self.channels[identity])
+        else:
+            self.socket.send_multipart([identity, header, *payload])
 
     def turn(self) -> None:
         """Called again and again by the worker's thread: for those that send of themselves."""
@@ -274,24 +365,30 @@ class ScriptedWorker:
             self.turn()
             for arrival in self._data_port.arrivals(ready):
                 assert isinstance(arrival, tuple)
-                self.channels[arrival[0]] = arrival[1]
-                arrival[1].put_message(wire.encode(wire.Pong(epoch=7)))
-                flushed(arrival[1])
-            if self.socket not in ready:
-                continue
-            identity, header = self.socket.recv_multipart()
-            message = wire.decode_to_worker(memoryview(header))
-            self.received.append(message)
-            if isinstance(message, wire.Hello):
-                ticket = self._data_port.issue_ticket(identity)
-                self.send(identity, wire.hello(self._family, "", 7, self._arena, ticket))
-            elif isinstance(message, wire.Subscribe):
-                self.send(identity, wire.Reset(epoch=7))
-                self.send(identity, wire.Synced(seq=0))
-            elif isinstance(message, wire.Ping) and self.answers_pings:
-                self.send(identity, wire.Pong(epoch=7))
-            elif isinstance(message, wire.Fetch):
-                self._script(self, identity, message)
+                identity, opened = arrival
+                self.channels[identity] = opened
+                self._poller.register(opened.fileno(), zmq.POLLIN)
+                self.send(identity, wire.Reset())
+                self.send(identity, wire.Synced())
+            for identity, opened in tuple(self.channels.items()):
+                for received in opened.receive(Nowhere()):
+                    self._hear(identity, wire.decode_to_worker(received.message))
+                if opened.error is not None:
+                    self._poller.unregister(opened.fileno())
+                    self.channels.pop(identity).close()
+            if self.socket in ready:
+                identity, header = self.socket.recv_multipart()
+                self._hear(identity, wire.decode_to_worker(memoryview(header)))
+
+    def _hear(self, identity: bytes, message: wire.ToWorker) -> None:
+        self.received.append(message)
+        if isinstance(message, wire.Hello):
+            ticket = self._data_port.issue_ticket(identity)
+            self.send(identity, wire.hello(self._family, "", 7, self._arena, ticket))
+        elif isinstance(message, wire.Ping) and self.answers_pings:
+            self.send(identity, wire.Pong())
+        elif isinstance(message, wire.Fetch):
+            self._script(self, identity, message)
 
     def __enter__(self) -> ScriptedWorker:
         return self

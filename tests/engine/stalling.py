@@ -40,8 +40,7 @@ class _OfferingWorker(ScriptedWorker):
                 )
                 for pages in self._prompts
             )
-            super().send(identity, wire.Entries(seq=1, entries=entries))
-            message = wire.Synced(seq=1)
+            super().send(identity, wire.Entries(entries=entries))
         super().send(identity, message, *payload)
 
     def _asked(self, identity: bytes, fetch: wire.Fetch) -> None:

@@ -119,9 +119,6 @@ def is_reused(reply: Answer) -> bool:
     return reply.provenance["outcome"] == "reused"
 
 
-VIA = {Towards.PEER: Via.DATA, Towards.WORKER: Via.ZMQ}
-
-
 def strikes(counts: dict[Towards, int]) -> list[Strike]:
     """Every fault once at payloads, and some at what the peer says, at frames of one fetch.
 
@@ -132,7 +129,7 @@ def strikes(counts: dict[Towards, int]) -> list[Strike]:
     harmful = (Fault.DROP, Fault.FLIP_BODY, Fault.STALL, Fault.RESET)
     chosen += [(fault, Towards.WORKER) for fault in chance.sample(harmful, 3)]
     return [
-        Strike(fault, towards, chance.randrange(max(1, counts[towards] // 2)), VIA[towards])
+        Strike(fault, towards, chance.randrange(max(1, counts[towards] // 2)), Via.DATA)
         for fault, towards in chosen
     ]
 
@@ -145,7 +142,7 @@ def test_every_answer_is_full_prefills(pair: Pair) -> None:
         eventually(lambda: is_reused(pair.ask()))
     pair.proxy.arm(None)
     assert pair.ask().provenance["fetched_bytes"] == FETCH_BYTES
-    counts = {towards: pair.proxy.num_frames(towards, VIA[towards]) for towards in Towards}
+    counts = {towards: pair.proxy.num_frames(towards, Via.DATA) for towards in Towards}
     assert counts[Towards.PEER] > 20
     before = pair.held()
     outcomes = {}

@@ -49,7 +49,6 @@ def _messages() -> tuple[list[bytes], list[bytes]]:
     blob = join_hashes(PAGES)
     to_worker = [
         wire.hello(FAMILY, MODEL, 0),
-        wire.Subscribe(),
         wire.Fetch(
             id=3,
             model=MODEL,
@@ -66,8 +65,8 @@ def _messages() -> tuple[list[bytes], list[bytes]]:
         ),
         wire.Credit(id=3, num_bytes=4096),
         wire.Cancel(id=3),
-        wire.Ping(last_id=3),
-        wire.Learned(snapshot=1, seq=3),
+        wire.Ping(),
+        wire.Learned(),
         wire.Bye(reason="closing"),
         verbs.StatusRequest(),
         verbs.Find(pages=blob),
@@ -81,11 +80,15 @@ def _messages() -> tuple[list[bytes], list[bytes]]:
     )
     to_peer = [
         wire.hello(FAMILY, MODEL, 1 << 60),
-        wire.Reset(epoch=7),
-        wire.Entries(seq=1, entries=entries),
-        wire.Synced(seq=1),
+        wire.Reset(),
+        wire.Entries(entries=entries),
+        wire.Synced(),
+        wire.Located(
+            frame=Frame(id=3, step=0, offset=0, size=9, checksum=1), places=((0, 4), (8, 13))
+        ),
+        wire.Ended(id=3),
         wire.FetchFailed(id=3, error="stale", reason="gone"),
-        wire.Pong(epoch=7, seq=1, last_id=3, streams=(1, 3)),
+        wire.Pong(),
         wire.Bye(reason="closing"),
         verbs.Found(
             holdings=(verbs.Holding(model=MODEL, location="local", num_pages=2, e_pages={2: 1}),)
@@ -121,7 +124,7 @@ def _records() -> list[bytes]:
 
 def _frames() -> list[bytes]:
     """A message and a frame, in clear and sealed; then frames whose seal the target makes."""
-    message, payload = wire.encode(wire.Pong(epoch=7)), bytes(2048)
+    message, payload = wire.encode(wire.Pong()), bytes(2048)
     found = []
     for number, seals in enumerate((Unsealed(), Seals(bytes(KEY_BYTES), is_worker=True))):
         parts = [bytes([number, 0])]

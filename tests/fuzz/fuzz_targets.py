@@ -119,16 +119,12 @@ def to_peer(data: bytes) -> None:
             wire.family_of(message)
         case wire.Reset() | wire.Entries() | wire.Synced():
             _see(message)
-        case wire.Pong():
-            _view().compare(message.seq)
 
 
 def _see(message: wire.Reset | wire.Entries | wire.Synced) -> None:
     """Apply it as the next one; a view that holds much begins anew."""
     view = _view()
-    view.apply(wire.Reset(epoch=1))
-    if isinstance(message, wire.Entries):
-        message = msgspec.structs.replace(message, seq=1)
+    view.apply(wire.Reset())
     view.apply(message)
     _tree().match(PAGES)
     view.forget()
@@ -193,17 +189,11 @@ def adverts(data: bytes) -> None:
     """
     tree = new_tree()
     view = RemoteView(tree, WORKER)
-    view.apply(wire.Reset(epoch=1))
-    seq = 0
     for at in range(0, min(len(data), 400), 4):
         kind, first, count, other = data[at : at + 4].ljust(4, b"\0")
         if kind == 0:
-            view.apply(wire.Reset(epoch=1))
-            seq = 0
+            view.apply(wire.Reset())
             continue
-        if kind == 1:
-            view.compare(first)
-        seq += kind % 16 != 2
         start = first % len(PAGES)
         entry = wire.Entry(
             added=kind % 3 > 0,
@@ -212,7 +202,7 @@ def adverts(data: bytes) -> None:
             pages=join_hashes(PAGES[start : start + count % 9]),
             e_layers=(other % 5,) if other > 128 else (),
         )
-        view.apply(wire.Entries(seq=seq, entries=(entry,)))
+        view.apply(wire.Entries(entries=(entry,)))
         for match in tree.match(PAGES):
             assert 0 < match.num_pages <= len(PAGES)
     view.forget()
