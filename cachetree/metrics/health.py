@@ -7,7 +7,6 @@ from typing import Final
 import msgspec
 
 from cachetree.status import CacheStatus
-from cachetree.transport import PeerState
 
 _STUCK_S: Final = 5.0
 """A worker's thread turns four times a second also where nothing happens."""
@@ -45,6 +44,6 @@ def _complaints(status: CacheStatus) -> list[str]:
     complaints += [
         f"worker {peer.address} failed too often and is left alone for a while"
         for peer in status.peers
-        if peer.state is PeerState.RESTING
+        if peer.is_resting
     ]
     return complaints

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from cachetree.disk import DiskStatus
 from cachetree.status import CacheStatus
-from cachetree.transport import PeerState, Status
 
 Sample = tuple[tuple[str, ...], float]
 """The labels' values, and the metric's."""
@@ -80,30 +78,35 @@ def _gauge(name: str, text: str, read: Read, *labels: str) -> Metric:
     return Metric(f"cachetree:{name}", "gauge", text, labels, read)
 
 
-def _bytes(status: CacheStatus) -> Iterator[Sample]:
-    yield ("memory",), status.num_bytes
-    yield ("staging",), status.staging_bytes_in_use
-    if status.disk:
-        yield ("disk",), status.disk.num_bytes
+def _at(path: str) -> Read:
+    """What is at a path of attributes: of each peer by its address, of a dict by its keys, and
+    nothing where the cache lacks the part."""
+    return lambda status: _values(status, path)
 
 
-def _budget_bytes(status: CacheStatus) -> Iterator[Sample]:
-    yield ("memory",), status.host_bytes
-    yield ("staging",), status.staging_bytes
-    if status.disk:
-        yield ("disk",), status.disk.budget_bytes
+def _by(paths: Mapping[str, str]) -> Read:
+    """The same of several paths, each with a last label of its own."""
+    return lambda status: (
+        ((*labels, label), value)
+        for label, path in paths.items()
+        for labels, value in _values(status, path)
+    )
 
 
-def _pages(status: CacheStatus) -> Iterator[Sample]:
-    yield ("memory",), status.num_pages
-    if status.disk:
-        yield ("disk",), status.disk.num_pages
-
-
-def _evictions(status: CacheStatus) -> Iterator[Sample]:
-    yield ("memory",), status.num_evictions
-    if status.disk:
-        yield ("disk",), status.disk.counts.num_evicted_entries
+def _values(part: Any, path: str) -> Iterator[Sample]:
+    name, _, rest = path.partition(".")
+    match getattr(part, name):
+        case None:
+            return
+        case tuple() as each:
+            for one in each:
+                yield from (((one.address, *labels), it) for labels, it in _values(one, rest))
+        case dict() as by_label:
+            yield from (((label,), float(it)) for label, it in by_label.items())
+        case found if rest:
+            yield from _values(found, rest)
+        case number:
+            yield (), float(number)
 
 
 def _fetches(status: CacheStatus) -> Iterator[Sample]:
@@ -122,87 +125,63 @@ def _known(location: str, status: CacheStatus) -> str:
     return location if location in known else _OTHER
 
 
-def _worker(read: Callable[[Status], float]) -> Read:
-    return lambda status: [((), read(status.worker))] if status.worker else []
-
-
-def _workers(read: Callable[[Status], Mapping[str, int]]) -> Read:
-    return lambda status: (
-        [((label,), num) for label, num in read(status.worker).items()] if status.worker else []
-    )
-
-
-def _disk(read: Callable[[DiskStatus], float]) -> Read:
-    return lambda status: [((), read(status.disk))] if status.disk else []
-
-
-def _peer_ready(status: CacheStatus) -> Iterator[Sample]:
-    return (((peer.address,), float(peer.state is PeerState.READY)) for peer in status.peers)
-
-
-def _breaker_open(status: CacheStatus) -> Iterator[Sample]:
-    return (((peer.address,), float(peer.state is PeerState.RESTING)) for peer in status.peers)
-
-
-def _pushes(status: CacheStatus) -> Iterator[Sample]:
-    for link in status.stores:
-        yield (link.address, "stored"), link.num_stored
-        yield (link.address, "known"), link.num_known
-        yield (link.address, "gone"), link.num_gone
-        yield (link.address, "refused"), link.num_refused
-
+_IN_USE: Final = {
+    "memory": "num_bytes",
+    "staging": "staging_bytes_in_use",
+    "disk": "disk.num_bytes",
+}
+_BUDGETS: Final = {
+    "memory": "host_bytes",
+    "staging": "staging_bytes",
+    "disk": "disk.budget_bytes",
+}
+_EVICTIONS: Final = {"memory": "num_evictions", "disk": "disk.counts.num_evicted_entries"}
+_PUSHES: Final = {it: f"stores.num_{it}" for it in ("stored", "known", "gone", "refused")}
 
 METRICS: Final = (
-    _gauge("bytes", "Bytes in use", _bytes, "tier"),
-    _gauge("budget_bytes", "Bytes allowed", _budget_bytes, "tier"),
+    _gauge("bytes", "Bytes in use", _by(_IN_USE), "tier"),
+    _gauge("budget_bytes", "Bytes allowed", _by(_BUDGETS), "tier"),
     _gauge(
         "held_bytes",
         "Bytes of memory that cannot be evicted now: leased, pinned, or being written",
-        lambda status: [((), status.held_bytes)],
+        _at("held_bytes"),
     ),
-    _gauge("pages", "Pages, counted once per model", _pages, "tier"),
-    _counter("evictions", "Entries evicted", _evictions, "tier"),
-    _counter(
-        "hits", "Fetches of peers whose pages were all there", _workers(lambda it: it.hits), "tier"
+    _gauge(
+        "pages",
+        "Pages, counted once per model",
+        _by({"memory": "num_pages", "disk": "disk.num_pages"}),
+        "tier",
     ),
-    _counter(
-        "misses", "Fetches of peers whose pages were not", _workers(lambda it: it.misses), "tier"
-    ),
+    _counter("evictions", "Entries evicted", _by(_EVICTIONS), "tier"),
+    _counter("hits", "Fetches of peers whose pages were all there", _at("worker.hits"), "tier"),
+    _counter("misses", "Fetches of peers whose pages were not", _at("worker.misses"), "tier"),
     _counter(
         "served_fetches",
         "Fetches of peers that ended, by how",
-        _workers(lambda it: it.fetches_by_outcome),
+        _at("worker.fetches_by_outcome"),
         "outcome",
     ),
-    _counter("sent_bytes", "Payload sent to peers", _worker(lambda it: it.num_sent_bytes)),
-    _counter(
-        "received_bytes",
-        "Payload that peers stored here",
-        _worker(lambda it: it.num_received_bytes),
-    ),
-    _gauge("streams", "Fetches being served", _worker(lambda it: it.num_streams)),
-    _gauge("sessions", "Peers connected", _worker(lambda it: it.num_peers)),
-    _gauge("open_stores", "Stores being received", _worker(lambda it: it.num_open_stores)),
+    _counter("sent_bytes", "Payload sent to peers", _at("worker.num_sent_bytes")),
+    _counter("received_bytes", "Payload that peers stored here", _at("worker.num_received_bytes")),
+    _gauge("streams", "Fetches being served", _at("worker.num_streams")),
+    _gauge("sessions", "Peers connected", _at("worker.num_peers")),
+    _gauge("open_stores", "Stores being received", _at("worker.num_open_stores")),
     _counter(
         "stores",
         "Stores of peers, by what became of them",
-        _workers(lambda it: it.stores_by_outcome),
+        _at("worker.stores_by_outcome"),
         "outcome",
     ),
     _counter(
-        "protocol_errors",
-        "Messages that broke the protocol",
-        _worker(lambda it: it.num_protocol_errors),
+        "protocol_errors", "Messages that broke the protocol", _at("worker.num_protocol_errors")
     ),
     _counter(
-        "refused_peers",
-        "Peers of another family or release",
-        _worker(lambda it: it.num_refused_peers),
+        "refused_peers", "Peers of another family or release", _at("worker.num_refused_peers")
     ),
     _counter(
         "failed_handshakes",
         "Connections that did not prove themselves",
-        _worker(lambda it: it.num_failed_handshakes),
+        _at("worker.num_failed_handshakes"),
     ),
     _counter(
         "fetches",
@@ -215,64 +194,56 @@ METRICS: Final = (
     _counter(
         "retries",
         "Requests for the rest of a fetch that was interrupted",
-        lambda status: [((peer.address,), peer.num_retries) for peer in status.peers],
+        _at("peers.num_retries"),
         "location",
     ),
     _gauge(
         "noted_pages",
         "Pages that a peer is known to have, counted once per model",
-        lambda status: [((peer.address,), peer.num_pages) for peer in status.peers],
+        _at("peers.num_pages"),
         "location",
     ),
     _counter(
         "dropped_adverts",
         "Pages of a peer that were given up because it has more than may be noted",
-        lambda status: [((peer.address,), peer.num_dropped_pages) for peer in status.peers],
+        _at("peers.num_dropped_pages"),
         "location",
     ),
-    _gauge("peer_ready", "1 where a peer can be read", _peer_ready, "location"),
+    _gauge("peer_ready", "1 where a peer can be read", _at("peers.is_ready"), "location"),
     _gauge(
         "breaker_open",
         "1 where a peer failed too often and is left alone for a while",
-        _breaker_open,
+        _at("peers.is_resting"),
         "location",
     ),
     _counter(
         "pushes",
         "Stores offered to a worker, by what became of them",
-        _pushes,
+        _by(_PUSHES),
         "location",
         "outcome",
     ),
     _counter(
-        "pushed_bytes",
-        "Payload stored at a worker",
-        lambda status: [((link.address,), link.num_pushed_bytes) for link in status.stores],
-        "location",
+        "pushed_bytes", "Payload stored at a worker", _at("stores.num_pushed_bytes"), "location"
     ),
     _gauge(
-        "waiting_pushes",
-        "Entries that wait to be offered",
-        lambda status: [((link.address,), link.num_waiting) for link in status.stores],
-        "location",
+        "waiting_pushes", "Entries that wait to be offered", _at("stores.num_waiting"), "location"
     ),
-    _counter(
-        "disk_written_bytes", "Bytes written to disk", _disk(lambda it: it.counts.num_written_bytes)
-    ),
-    _counter("disk_read_bytes", "Bytes read from disk", _disk(lambda it: it.counts.num_read_bytes)),
+    _counter("disk_written_bytes", "Bytes written to disk", _at("disk.counts.num_written_bytes")),
+    _counter("disk_read_bytes", "Bytes read from disk", _at("disk.counts.num_read_bytes")),
     _counter(
         "disk_failed_writes",
         "Entries that could not be written",
-        _disk(lambda it: it.counts.num_failed_writes),
+        _at("disk.counts.num_failed_writes"),
     ),
     _counter(
         "disk_damaged_entries",
         "Entries found damaged on disk, and what stood on them",
-        _disk(lambda it: it.counts.num_damaged_entries),
+        _at("disk.counts.num_damaged_entries"),
     ),
     _counter(
         "disk_late_entries",
         "Entries that left memory before they were written",
-        _disk(lambda it: it.num_late_entries),
+        _at("disk.num_late_entries"),
     ),
 )

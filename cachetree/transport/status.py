@@ -71,9 +71,17 @@ class PeerStatus(PeerCounts, frozen=True, kw_only=True):  # type: ignore[misc]
     """That were noted and given up, because it has more than `max_pages`."""
 
     @property
+    def is_ready(self) -> bool:
+        return self.state is PeerState.READY
+
+    @property
+    def is_resting(self) -> bool:
+        return self.state is PeerState.RESTING
+
+    @property
     def source(self) -> verbs.Source:
         """In a few words."""
-        reason = "" if self.state is PeerState.READY else self.error
+        reason = "" if self.is_ready else self.error
         if self.probe_in_s:
             reason += f"; it is tried again in {self.probe_in_s:.0f} s"
         return verbs.Source(address=self.address, state=self.state.value, reason=reason)
