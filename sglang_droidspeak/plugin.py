@@ -6,6 +6,7 @@ configure it runs exactly SGLang's own code after start-up.
     process    hook                              when
     front end  ServerArgs.check_server_args      checks the configuration before anything loads
     scheduler  pool cell size, alloc_memory_pool counts and allocates E, before CUDA graphs
+               available bytes                   without those of the recompute's attention
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import multiprocessing
 import sys
 from typing import TYPE_CHECKING, Any
 
+from cachetree import ConfigError
 from sglang_droidspeak import engine
 from sglang_droidspeak.engine import HookRegistry, HookType, release
 from sglang_droidspeak.start.config import is_configured
@@ -54,6 +56,22 @@ def _count_e(cell_size: int, _configurator: object, kvc: Any, _num_layers: int) 
     return cell_size + e_bytes_per_token(server, kvc.model_config.dtype, shared)
 
 
+def _leave_attention(available: int, kvc: Any, *_args: object, **_kwargs: object) -> int:
+    if not is_configured(engine.resolved(kvc.server_args)):
+        return available
+    from sglang_droidspeak.engine.attention import attention_bytes
+    from sglang_droidspeak.start.this_server import load_this_server
+
+    choice = load_this_server(kvc.server_args).settings.recompute_attention
+    num_bytes = attention_bytes(choice, kvc.model_config.hf_config.architectures)
+    if available <= num_bytes:
+        raise ConfigError(
+            f"the attention of recomputes takes {num_bytes >> 20} MiB of the {available >> 20} MiB "
+            "that are left for KV; raise --mem-fraction-static"
+        )
+    return available - num_bytes
+
+
 def _attach(_result: None, runner: ModelRunner, *_args: object, **_kwargs: object) -> None:
     if is_configured(engine.resolved(runner.server_args)):
         from sglang_droidspeak.start.this_server import load_this_server
@@ -64,5 +82,6 @@ def _attach(_result: None, runner: ModelRunner, *_args: object, **_kwargs: objec
 
 _SCHEDULER_HOOKS = {
     release.CELL_SIZE: (_count_e, HookType.AFTER),
+    release.AVAILABLE_BYTES: (_leave_attention, HookType.AFTER),
     release.ALLOC_MEMORY_POOL: (_attach, HookType.AFTER),
 }

@@ -36,6 +36,7 @@ from sglang.srt.model_executor.forward_context import (
 )
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.runtime_context import get_model, get_observability, get_parallel
+from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.common import async_h2d
 
@@ -60,6 +61,7 @@ __all__ = [
     "PrefillAdder",
     "RadixKey",
     "Req",
+    "SamplingParams",
     "ScheduleBatch",
     "Scheduler",
     "ServerArgs",

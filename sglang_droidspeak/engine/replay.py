@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
@@ -15,13 +16,16 @@ from sglang_droidspeak.engine.names import (
     ForwardBatch,
     ForwardContext,
     ForwardMode,
+    Req,
+    SamplingParams,
+    ScheduleBatch,
     async_h2d,
     forward_context,
     get_model,
 )
 
 if TYPE_CHECKING:
-    from sglang_droidspeak.engine.names import ModelRunner, ScheduleBatch
+    from sglang_droidspeak.engine.names import ModelRunner
 
 
 def replay_of(
@@ -34,6 +38,33 @@ def replay_of(
         capture_hidden_mode=CaptureHiddenMode.NULL,
         return_hidden_states_before_norm=False,
     )
+
+
+@contextmanager
+def on_padding(runner: ModelRunner, num_tokens: int) -> Iterator[ScheduleBatch]:
+    """A batch of one prompt, at most a page, in the row and the page that SGLang keeps for padding:
+    nobody reads what a forward over it writes. Before anything is served."""
+    table = runner.req_to_token_pool.req_to_token
+    req = Req(
+        rid="warm",
+        origin_input_text="",
+        origin_input_ids=array("q", [0] * num_tokens),
+        sampling_params=SamplingParams(),
+    )
+    req.full_untruncated_fill_ids = req.origin_input_ids
+    batch = ScheduleBatch.init_new(
+        reqs=[req],
+        req_to_token_pool=runner.req_to_token_pool,
+        token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator,
+        tree_cache=None,
+        model_config=runner.model_config,
+        enable_overlap=False,
+        spec_algorithm=runner.spec_algorithm,
+    )
+    batch.req_pool_indices_cpu = torch.zeros(1, dtype=torch.int64)
+    table[0, :num_tokens] = torch.arange(num_tokens, dtype=table.dtype, device=table.device)
+    yield batch
+    table[0, :num_tokens] = 0
 
 
 @contextmanager

@@ -16,6 +16,9 @@ SCHEDULER_MODULE = "sglang.srt.managers.scheduler"
 CHECK_SERVER_ARGS = "sglang.srt.server_args.ServerArgs.check_server_args"
 ALLOC_MEMORY_POOL = "sglang.srt.model_executor.model_runner.ModelRunner.alloc_memory_pool"
 CELL_SIZE = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size"
+AVAILABLE_BYTES = (
+    "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes"
+)
 FORWARD = "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation"
 NEW_PREFILL = "sglang.srt.managers.scheduler.Scheduler._get_new_batch_prefill_raw"
 REPLAY_LEN = "sglang.srt.managers.schedule_policy.PrefillAdder._replay_len"
@@ -57,6 +60,7 @@ USED: Mapping[str, str] = {
     CHECK_SERVER_ARGS: "276dad463132",
     ALLOC_MEMORY_POOL: "137d126a5372 memory_pool_config",
     CELL_SIZE: "dde0e084641d kvc num_layers",
+    AVAILABLE_BYTES: "f24122e2e55f pre_model_load_memory",
     FORWARD: "587f48042174 batch forward_batch",
     NEW_PREFILL: "9eb870ca66bd prefill_delayer_single_pass running_batch",
     REPLAY_LEN: "de5d2dd3bf21 req prefix_len",
@@ -82,6 +86,15 @@ USED: Mapping[str, str] = {
         "53f9f0da3b38 batch model_runner capture_hidden_mode return_hidden_states_before_norm"
     ),
     f"{_RUNNER}._prepare_eager_forward_batch": "b866c35b5396 forward_batch",
+    "sglang.srt.model_executor.model_runner_components.attention_backend_setup"
+    "._build_backend_from_str": "1c1999c3ea92 model_runner backend_str init_new_workspace",
+    "sglang.srt.mem_cache.kv_index_translator.KVIndexTranslator.bind_and_verify_backends": (
+        "729d481ab4e6 backends"
+    ),
+    f"{_BATCH}.ScheduleBatch.init_new": (
+        "d6a2e1be3af9 reqs req_to_token_pool token_to_kv_pool_allocator tree_cache model_config "
+        "enable_overlap spec_algorithm"
+    ),
     "sglang.srt.layers.layer_boundary.stage.StageBoundary.prepare": (
         "2d4ed99d0cb8 hidden_states forward_batch"
     ),
@@ -141,7 +154,8 @@ FIELDS: Mapping[str, str] = {
     ),
     _RUNNER: (
         "model dtype device server_args attn_backend prefill_attention_backend_str "
-        "decode_attention_backend_str lora_manager req_to_token_pool token_to_kv_pool "
+        "decode_attention_backend_str init_new_workspace kv_index_translator model_config "
+        "spec_algorithm token_to_kv_pool_allocator lora_manager req_to_token_pool token_to_kv_pool "
         "is_draft_worker"
     ),
     f"{SCHEDULER_MODULE}.Scheduler": (

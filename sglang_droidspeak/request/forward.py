@@ -56,10 +56,18 @@ class ForwardPass:
         self._labels = labels
         self._ranks = ranks
         self._prefill = PartialPrefill(
-            attachment.runner, attachment.stack, largest_forward(attachment.runner), ranks
+            attachment.runner,
+            attachment.stack,
+            largest_forward(attachment.runner),
+            ranks,
+            server.settings.recompute_attention,
         )
         self._loading: dict[int, Sequence[Request]] = {}
         """Of each batch that has not ended, by the index that it waits on."""
+
+    def warm(self) -> None:
+        """At start, on the stream of forwards: whatever a recompute needs is loaded then."""
+        self._prefill.warm()
 
     def expect(self, index: int, requests: Sequence[Request]) -> None:
         """The batch that waits on `index` is about to run with these loads."""

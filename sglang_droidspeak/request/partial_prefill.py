@@ -7,20 +7,28 @@ over both: attention is causal.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from cachetree import Span
-from sglang_droidspeak.engine.attention import recompute_backend
-from sglang_droidspeak.engine.replay import prepared, replay_of
+from cachetree import ConfigError, Span
+from sglang_droidspeak.engine.attention import recompute_attention
+from sglang_droidspeak.engine.replay import on_padding, prepared, replay_of
+from sglang_droidspeak.ranks import RanksApart
+from sglang_droidspeak.start.config import MIN_PAGE_SIZE
 
 if TYPE_CHECKING:
     from sglang_droidspeak.engine.layers import LayerStack
     from sglang_droidspeak.engine.names import ModelRunner, ScheduleBatch
     from sglang_droidspeak.ranks import Ranks
+
+log = logging.getLogger(__name__)
+
+_WARM_TOKENS: Final = MIN_PAGE_SIZE
+"""SGLang's padding has a page."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,13 +77,37 @@ class PartialPrefill:
     """Drives the block forwards of one model runner; scheduler thread only."""
 
     def __init__(
-        self, runner: ModelRunner, stack: LayerStack, max_tokens: int, ranks: Ranks
+        self,
+        runner: ModelRunner,
+        stack: LayerStack,
+        max_tokens: int,
+        ranks: Ranks,
+        attention: str,
     ) -> None:
         self._ranks = ranks
         self._runner = runner
         self._stack = stack
         self._max_tokens = max_tokens
-        self._backend = recompute_backend(runner)
+        self._attention = recompute_attention(runner, attention)
+
+    def warm(self) -> None:
+        """Run two layers over a few tokens, without tokens before them and with: what has to be
+        compiled or loaded is then, and not under the first request. At start, on the stream of
+        forwards. Raises ConfigError where it does not run."""
+        block = Span(0, min(2, len(self._stack)))
+        halves = Span(0, _WARM_TOKENS // 2), Span(_WARM_TOKENS // 2, _WARM_TOKENS)
+        try:
+            with on_padding(self._runner, _WARM_TOKENS) as batch, self._ranks.together():
+                for tokens in halves:
+                    self.run(batch, [BlockTokens(row=0, tokens=tokens, block=block, e=None)])
+        except RanksApart:
+            raise
+        except Exception as exc:
+            raise ConfigError(
+                f"layers cannot be recomputed on {type(self._attention).__name__}: {exc}; "
+                "set recompute_attention, or start the server without droidspeak"
+            ) from exc
+        log.info("droidspeak: recomputed two layers on %s", type(self._attention).__name__)
 
     def run(self, batch: ScheduleBatch, prefixes: Sequence[BlockTokens]) -> None:
         """Write the KV of each prefix's block into the slots of its row.
@@ -86,7 +118,7 @@ class PartialPrefill:
         RanksApart for what goes wrong within them.
         """
         for pieces in pack(prefixes, self._max_tokens):
-            self._forward(batch, pieces, self._backend)
+            self._forward(batch, pieces, self._attention)
 
     def run_in_full(self, batch: ScheduleBatch, row: int, tokens: Span) -> None:
         """The same for all layers of these tokens of a row, on the attention that SGLang's own

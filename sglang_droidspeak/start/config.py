@@ -93,6 +93,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     peer_cooldown_s: float = 30.0
     """How long a worker is left alone after three errors within ten seconds; it doubles, up to ten
     times this, each time that the one fetch which then tries it fails."""
+    recompute_attention: Literal["server", "flashinfer"] = "server"
+    """What layers are recomputed on: `server`, another instance of the attention backend of this
+    server's own prefills, or `flashinfer`, one of FlashInfer beside any other. It is made and run
+    at start, and its device memory (of FlashInfer 384 MiB to 2 GiB) is left out of the KV pool."""
     forward_wait_s: float = 0.05
     """Longest that a forward waits for layers predicted to have arrived; then full prefill."""
     ttft_target_ms: float | None = None

@@ -22,6 +22,7 @@ from unittest.mock import patch
 import msgspec
 import torch
 from request_parts import loading
+from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.model_executor import forward_batch_info
 from sglang.srt.models import registry  # noqa: F401  (long to import: once for all forks)
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -52,7 +53,6 @@ from sglang_droidspeak.engine.names import (
 )
 from sglang_droidspeak.metrics import Metrics
 from sglang_droidspeak.ranks import Ranks
-from sglang_droidspeak.request import partial_prefill
 from sglang_droidspeak.request.forward import ForwardPass
 from sglang_droidspeak.request.labels import Labels
 from sglang_droidspeak.request.loader import Copies, Loader
@@ -97,7 +97,7 @@ def fork(function: Callable[[], T], kind: type[T]) -> T:
     return msgspec.msgpack.decode(told, type=kind)
 
 
-def load(model: Path, dtype: str = "float32") -> Any:
+def load(model: Path, dtype: str = "float32", **options: Any) -> Any:
     """SGLang's model runner, on the host; in a fork."""
     from sglang.srt.distributed import bootstrap
     from sglang.srt.plugins import load_plugins
@@ -118,6 +118,7 @@ def load(model: Path, dtype: str = "float32") -> Any:
         max_running_requests=8,
         chunked_prefill_size=CHUNK,
         log_level="error",
+        **options,
     )
     args.resolve_once()
     publish(args, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
@@ -157,9 +158,11 @@ class Engine:
         model: Path,
         e_layers: Sequence[int],
         cuda: VirtualCuda,
-        recompute: Callable[[Any], Any],
+        recompute: str,
     ) -> None:
         self.cuda, self.runner = cuda, runner
+        self.made: list[Any] = []
+        """Instances of plain attention that the product had SGLang make."""
         self._rows = itertools.count(1)
         self.waits: list[Line] = []
         self.schedule, self.forwards = torch.cuda.Stream(), torch.cuda.Stream()
@@ -172,7 +175,7 @@ class Engine:
         slots = pool.size + pool.page_size
         self.e_pool = EPool(tuple(e_layers), {}, slots, identity.hidden_size, runner)
         self.e_pool.capture_from(self.stack)
-        settings = SimpleNamespace(forward_wait_s=300.0)
+        settings = SimpleNamespace(forward_wait_s=300.0, recompute_attention=recompute)
         server = SimpleNamespace(identity=identity, settings=settings)
         self.provenance = Provenance(slots, "cuda")
         self.coding = Coding(Codec.NONE, identity.head_dim)
@@ -194,11 +197,10 @@ class Engine:
         self.meter = Meter(
             runner.device, self.num_layers, 96, PrefillCost(token_s=1.0, context_s=0.0)
         )
-        self.recompute_attention = recompute(runner)
+        runner.prefill_attention_backend_str = runner.decode_attention_backend_str = "plain"
         metrics = Metrics(enabled=False)
         self.labels = Labels(metrics)
-        made = {"recompute_backend": lambda _runner: self.recompute_attention}
-        with patch.multiple(partial_prefill, **made):
+        with patch.dict(ATTENTION_BACKENDS, {"plain": self._another}):
             self.pass_ = ForwardPass(
                 Attachment(runner, self.stack, self.e_pool, self.provenance, server),
                 self.loader,
@@ -207,6 +209,11 @@ class Engine:
                 self.labels,
                 Ranks(None),
             )
+
+    def _another(self, runner: Any) -> Any:
+        self.made.append(plain_attention(runner))
+        self.made[-1].has_own_workspace = runner.init_new_workspace
+        return self.made[-1]
 
     # What SGLang's scheduler does.
 
@@ -382,15 +389,17 @@ def on_device(
     model: Path,
     e_layers: Sequence[int],
     cuda: VirtualCuda,
-    recompute: Callable[[Any], Any] | None = None,
+    recompute: str = "server",
 ) -> Iterator[Engine]:
-    """`recompute` makes what a partial prefill runs on."""
+    """`recompute` is the setting that says what a partial prefill runs on."""
     logging.getLogger("sglang_droidspeak").setLevel(logging.CRITICAL)
     with cuda, patch.object(forward_batch_info, "compute_position", _positions):
-        engine = Engine(runner, model, e_layers, cuda, recompute or plain_attention)
+        engine = Engine(runner, model, e_layers, cuda, recompute)
         with torch.cuda.stream(engine.schedule):
             engine.schedule.wait_stream(cuda.default_stream)
             engine.forwards.wait_stream(cuda.default_stream)
+            with torch.cuda.stream(engine.forwards):
+                engine.pass_.warm()
             yield engine
 
 
@@ -438,6 +447,8 @@ def plain_attention(runner: Any) -> Any:
     class Attention(AttentionBackend):
         def __init__(self) -> None:
             self.fails = False
+            self.runs: list[list[int]] = []
+            """Of each layer that it ran on, how many tokens stood before each prompt's."""
             self.token_to_kv_pool = runner.token_to_kv_pool
             self.req_to_token_pool = runner.req_to_token_pool
 
@@ -449,6 +460,7 @@ def plain_attention(runner: Any) -> Any:
         ) -> torch.Tensor:
             if self.fails:
                 raise RuntimeError("no kernel for this device")
+            self.runs.append(list(batch.extend_prefix_lens_cpu))
             pool, heads = self.token_to_kv_pool, layer.tp_k_head_num
             if save:
                 k, v = (it.view(-1, heads, layer.qk_head_dim) for it in (k, v))

@@ -111,7 +111,7 @@ def play(sender: Path, receiver: Path) -> dict[str, float]:
         twice = [kv[:NUM_PREFIX].repeat(2, 1, 1, 1) for kv in own_kv]
         found["mixed"] = max(engine.differences(both, twice))
 
-        engine.recompute_attention.fails = True
+        engine.made[0].fails = True
         slots = engine.slots(16 * PAGE, 3 * PAGE)
         request = engine.loading(slots[:NUM_PREFIX], BLOCK, cuda.page_locked(1 << 18), PEER)
         land(request.source.staging, {step: values[step] for step in request.plan.steps})

@@ -118,10 +118,11 @@ def pack(runner: Any, _plan: Any, *, req_pool_indices, seq_lens, indptr, out, **
         out[edges[at] : edges[at + 1]] = table[row, :length]
 
 
-def flashinfer_of(runner: Any) -> Any:
+def load_for_flashinfer(model: Path) -> Any:
+    runner = load(model)
     runner.kv_index_translator.pack_read_stream = partial(pack, runner)
     envs.SGLANG_FLASHINFER_WORKSPACE_SIZE.set(4096)  # Nobody uses it, and its bytes are watched.
-    return flashinfer_backend.FlashInferAttnBackend(runner)
+    return runner
 
 
 NAMES = {
@@ -154,7 +155,7 @@ def play(sender: Path, receiver: Path) -> list[float]:
     cuda = VirtualCuda()
     with (
         patch.multiple(flashinfer_backend, create=True, **NAMES),
-        on_device(load(receiver), receiver, (1,), cuda, flashinfer_of) as engine,
+        on_device(load_for_flashinfer(receiver), receiver, (1,), cuda, "flashinfer") as engine,
     ):
         slots = engine.slots(3 * PAGE, 5 * PAGE)
         request = engine.loading(slots[:NUM_PREFIX], BLOCK, cuda.page_locked(1 << 18), PEER)

@@ -162,12 +162,11 @@ def test_a_reuse_that_became_a_full_prefill_is_logged(
 def test_who_reads_nothing_approximate_leaves_exact_kv(monkeypatch, num_before: int) -> None:
     """Without its load, for which there was no room in the end, a request computes all itself."""
     monkeypatch.setattr(forward, "largest_forward", lambda _runner: 64)
+    monkeypatch.setattr(forward, "PartialPrefill", lambda *_: None)
     runner = SimpleNamespace(
-        device="cpu",
-        attn_backend=None,
         req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(1, 64)),
     )
-    settings = SimpleNamespace(forward_wait_s=0.05)
+    settings = SimpleNamespace(forward_wait_s=0.05, recompute_attention="server")
     server = SimpleNamespace(identity=SimpleNamespace(num_layers=4), settings=settings)
     parts: dict[str, Any] = dict.fromkeys(("loader", "low_rank", "labels"))
     forwards = forward.ForwardPass(

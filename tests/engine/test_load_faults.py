@@ -83,7 +83,7 @@ class Rig:
         self.provenance = Provenance(1024, "cpu")
         server = SimpleNamespace(
             identity=SimpleNamespace(num_layers=NUM_LAYERS),
-            settings=SimpleNamespace(forward_wait_s=10.0),
+            settings=SimpleNamespace(forward_wait_s=10.0, recompute_attention="server"),
         )
         table = torch.zeros(1, 128, dtype=torch.int64)
         table[0, :NUM_TOKENS] = SLOTS

@@ -75,6 +75,7 @@ def test_it_says_what_it_keeps(team: Team) -> None:
     said = team.server.log.read_text()
     assert "the same A at layers [1, 5]" in said
     assert "2176 bytes per token and not 4096" in said
+    assert "recomputed two layers on TorchCpuAttention" in said
 
 
 CASES = [(BASE, "first"), ("first", "second"), ("partly", BASE), ("second", "partly")]
