@@ -303,7 +303,7 @@ def main() -> int:
             f"{it.num_near_ties} near-ties",
             highlight=False,
         )
-    console.print(f"the sweep with pruning: {pruned_s:.1f} s", highlight=False)
+    console.print(f"the sweep as a profile runs it: {pruned_s:.1f} s", highlight=False)
     demanded = pair.num_layers / 4 if args.times is None else args.times
     problems = problems_of(runs, comparisons, pair.num_layers, demanded)
     for problem in problems:

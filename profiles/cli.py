@@ -65,7 +65,7 @@ def add_commands(commands: Any) -> None:
         dest="pruned",
         action="store_const",
         const=False,
-        help="decode the answers of blocks, too, that others dominate",
+        help="decode the answers of all blocks, not only of those on the frontier of KL",
     )
     choice.add_argument(
         "--timing-seconds",

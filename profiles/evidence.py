@@ -1,6 +1,6 @@
 """The evidence in a profile: everything that the profiler measured, for people and for reports.
 
-    split "train"     chooses: every block fast, the promising ones by the metric -> frontier
+    split "train"     chooses: every block by KL, the promising ones by the metric -> frontier
     split "held_out"  judges: the frontier from most work to least, and what one could do instead
 
 Qualities are means of the profile's metric, 0 to 1, and losses are differences of them. Times are
@@ -93,11 +93,9 @@ class LayerSensitivity(msgspec.Struct, frozen=True, kw_only=True):
     """What changes when one layer's KV is the sender's and all others the receiver's own (§3)."""
 
     layer: int
-    quality: float
     fidelity: Fidelity
     kl_by_context: tuple[float, ...]
-    """Means over the questions of each context of the training split, in order."""
-    quality_by_context: tuple[float, ...]
+    """Means over the questions of each context of the training split that was swept, in order."""
 
 
 class MeasuredBlock(WrittenRecipe, frozen=True, kw_only=True):
@@ -106,7 +104,7 @@ class MeasuredBlock(WrittenRecipe, frozen=True, kw_only=True):
     fidelity: Fidelity
     """Over as many questions as it was measured on."""
     quality: float | None
-    """None where it was dropped before all questions had been answered: dominated by another."""
+    """None where its answers were not decoded: others stay closer and take no more work."""
     num_questions: int
 
 
@@ -121,8 +119,8 @@ class TaskLoss(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FrontierPoint(WrittenRecipe, frozen=True, kw_only=True):
-    """No plan of its kind at as little work or less is as good on the training split, or stays as
-    close to full prefill.
+    """No plan of its kind at as little work or less is as good on the training split, or none stays
+    as close to full prefill there.
 
     Kinds are blocks, refreshed layers alone, and both together.
     """
@@ -273,7 +271,7 @@ class Making(msgspec.Struct, frozen=True, kw_only=True):
     max_new: int
     """Longest answer in tokens."""
     pruned: bool
-    """Whether dominated blocks were dropped before all questions had been answered."""
+    """Whether only plans on the frontier of the fast measure were decoded."""
     prefix_passes: int
     """Runs of the receiver's layers, from some layer to the last, over one context's prefix; and
     the sender's one. All splits and baselines, and what an interruption had repeated."""

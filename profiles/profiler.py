@@ -1,6 +1,6 @@
 """The profiler: a pair of models and a data set in, a trusted pair profile out (§4.2, §5.4).
 
-    data ─► train ─► sweep every block ─► refresh layers beside the best ─► frontier
+    data ─► train ─► every block by KL ─► the best, and layers refreshed beside them, by the metric
             held out ─► judge the frontier and the baselines ─► gate ─► profile
 
 Everything that was measured is kept beside the profile until the profile is written, so that the
@@ -26,8 +26,8 @@ from transformers import PreTrainedTokenizerBase
 
 from cachetree import ConfigError, write_profile
 from cachetree.planning import PROFILE_VERSION as VERSION
-from profiles.compute import SPLIT as TRAIN
 from profiles.compute import (
+    HELD_OUT,
     Answerer,
     Bench,
     Journal,
@@ -45,9 +45,10 @@ from profiles.compute import (
     load_tokenizer,
     make_room,
     num_steps,
-    refresh,
+    places_swept,
     sweep,
 )
+from profiles.compute import SPLIT as TRAIN
 from profiles.costs import (
     DEFAULT_REPEATS,
     Repeats,
@@ -66,9 +67,24 @@ from profiles.data import (
 )
 from profiles.environment import read_environment
 from profiles.evidence import CostModel, Making, MeasuredProfile
-from profiles.forecast import judging_s, training_s
+from profiles.forecast import judging_s, sweep_s, typical_others, typical_plans
 from profiles.progress import Clock, duration, shown
-from profiles.stats import Candidate, Data, Judged, SmallModel, Subject, build, choose, grid
+from profiles.stats import (
+    MOST_TRIED,
+    Candidate,
+    Data,
+    Findings,
+    Judged,
+    SmallModel,
+    Subject,
+    build,
+    choose,
+    grid,
+    interval,
+    refreshing,
+    sensitive_first,
+    shortlist,
+)
 
 DTYPES: Final = {
     "bfloat16": torch.bfloat16,
@@ -108,7 +124,7 @@ class Settings:
     max_memory_gb: float = 8.0
     seed: int = 0
     pruned: bool = True
-    """Drop blocks that others dominate before all their answers have been decoded."""
+    """Decode only plans that the fast measure leaves on the frontier."""
     timing: Repeats = DEFAULT_REPEATS
     """How often the parts of the cost model are timed."""
 
@@ -143,11 +159,18 @@ def profile_pair(settings: Settings, console: Console) -> MeasuredProfile:
     if costs is None:
         costs = time_costs(receiver.model, documents, settings, console)
         journal.put(Timed(costs=costs))
-    training = training_s(train.documents, blocks, costs)
-    judging = judging_s(held_out.documents, costs)
+    places = places_swept(train.documents, pruned=settings.pruned)
+    training = sweep_s(train.documents, places, blocks, costs, pruned=settings.pruned)
+    is_one_base = settings.sender.path.samefile(settings.receiver.path)
+    typical = typical_plans(
+        pair.num_layers, refreshed_from=pair.first_difference if is_one_base else None
+    )
+    others = typical_others(pair.num_layers)
+    later_s = judging_s(train.documents, typical, (), costs)
+    later_s += judging_s(held_out.documents, typical[:MOST_TRIED], others, costs)
     console.print(
         f"{pair.num_layers} layers, {len(blocks)} blocks, {len(documents)} contexts, "
-        f"about {duration(sum(training.values()) + judging)}",
+        f"about {duration(sum(training.values()) + later_s)}",
         highlight=False,
     )
     before_s = journal.seconds
@@ -157,19 +180,25 @@ def profile_pair(settings: Settings, console: Console) -> MeasuredProfile:
             bench, tick=lambda it, is_new: done(training[it.document, it.step], is_new)
         )
         swept = sweep(ticking, train.documents, blocks, pruned=settings.pruned)
-    if settings.sender.path.samefile(settings.receiver.path):
-        swept = refresh(bench, train.documents, swept, pair.first_difference, console)
-    choice = choose(swept, settings.tolerance)
+    listed = shortlist(swept)
+    if is_one_base:
+        listed += refreshing(swept, pair.first_difference)
+    candidates = [Candidate(runs=it.runs) for it in listed]
+    stage = Stage(split=TRAIN, title="choosing", candidates=candidates)
+    tried = judge_all(bench, train.documents, stage, costs, console)
+    plans = {it: tried.candidates[Candidate(runs=it.runs)] for it in listed}
+    choice = choose(plans, interval(tried.full_prefill).mean, settings.tolerance)
     others = [
         *(Candidate(runs=it.runs) for it in choice.frontier if it not in choice.order),
         *baselines(
             [recipe.block for recipe in choice.frontier if not recipe.refreshed],
             choice.expected.block if choice.expected else None,
-            choice.ranking,
+            sensitive_first(swept.layers),
         ),
     ]
     asked = [Candidate(runs=it.runs) for it in choice.order]
-    judged = judge_all(bench, held_out.documents, asked, judging, console, others)
+    stage = Stage(split=HELD_OUT, title="judging", candidates=asked, others=others)
+    judged = judge_all(bench, held_out.documents, stage, costs, console)
     small = None
     if settings.small is not None:
         small = measure_small(settings.small, settings, held_out, console)
@@ -183,12 +212,14 @@ def profile_pair(settings: Settings, console: Console) -> MeasuredProfile:
         subject,
         train,
         held_out,
-        swept,
-        judged,
-        choice=choice,
-        small=small,
-        tolerance=settings.tolerance,
-        made=_making(settings, journal, before_s + time.monotonic() - began, receiver.model),
+        Findings(swept=swept, plans=plans, tried=tried, choice=choice, judged=judged, small=small),
+        settings.tolerance,
+        _making(
+            settings,
+            journal,
+            elapsed_s=before_s + time.monotonic() - began,
+            sweep_passes=len({it.start for it in blocks}) + 1,
+        ),
     )
     write_profile(profile, settings.out)
     journal.remove()
@@ -307,18 +338,29 @@ def time_costs(
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """Some plans on one split."""
+
+    split: str
+    title: str
+    candidates: Sequence[Candidate]
+    others: Sequence[Candidate] = ()
+    """What the gate does not ask about."""
+
+
 def judge_all(
     bench: Bench,
     documents: Sequence[Document],
-    candidates: Sequence[Candidate],
-    forecast_s: float,
+    stage: Stage,
+    costs: CostModel,
     console: Console,
-    others: Sequence[Candidate] = (),
 ) -> Judged:
-    step_s = forecast_s / num_steps(documents, candidates, others, bench.num_layers)
-    with shown(console, "judging", Clock(forecast_s)) as done:
+    forecast_s = judging_s(documents, stage.candidates, stage.others, costs)
+    step_s = forecast_s / num_steps(documents, stage.candidates, stage.others, bench.num_layers)
+    with shown(console, stage.title, Clock(forecast_s)) as done:
         ticking = replace(bench, tick=lambda _, is_new: done(step_s, is_new))
-        return judge(ticking, documents, candidates, others=others)
+        return judge(ticking, documents, stage.candidates, stage.split, stage.others)
 
 
 def measure_small(
@@ -372,7 +414,7 @@ def _journal_path(settings: Settings, pair: Pair, train: Data, held_out: Data) -
     return settings.out.with_name(f".{settings.out.name}.{digest}.jsonl")
 
 
-def _making(settings: Settings, journal: Journal, elapsed_s: float, model: LayeredModel) -> Making:
+def _making(settings: Settings, journal: Journal, *, elapsed_s: float, sweep_passes: int) -> Making:
     environment = read_environment(PACKAGES)
     return Making(
         date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
@@ -380,7 +422,7 @@ def _making(settings: Settings, journal: Journal, elapsed_s: float, model: Layer
         versions=environment.versions,
         hardware=environment.accelerator
         or f"{environment.processor}, {torch.get_num_threads()} of {environment.num_cores} cores",
-        device=str(model.device),
+        device=str(choose_device(settings.device)),
         dtype=settings.dtype,
         seed=settings.seed,
         group=settings.group,
@@ -390,6 +432,6 @@ def _making(settings: Settings, journal: Journal, elapsed_s: float, model: Layer
         max_new=settings.options.max_new or 0,
         pruned=settings.pruned,
         prefix_passes=journal.num_passes,
-        sweep_passes_per_context=journal.fewest_passes(TRAIN),
+        sweep_passes_per_context=sweep_passes,
         elapsed_s=round(elapsed_s, 1),
     )

@@ -9,11 +9,10 @@ from rich.console import Console
 
 from cachetree import ModelIdentity, ProfileError
 from cachetree.planning import Recipe
-from profiles.compute import Bench, temporary_journal
+from profiles.compute import HELD_OUT, Bench, temporary_journal
 from profiles.data import Document, data_files
 from profiles.evidence import FrontierPoint, MeasuredProfile, Split
-from profiles.forecast import judging_s
-from profiles.profiler import Settings, answerers, judge_all, load_documents, open_pair
+from profiles.profiler import Settings, Stage, answerers, judge_all, load_documents, open_pair
 from profiles.stats import Candidate, Data, interval, losses_of, qualities_of, split_of, verdict
 
 
@@ -46,8 +45,8 @@ def verify_profile(profile: MeasuredProfile, settings: Settings, console: Consol
     candidates = {it.recipe: Candidate(runs=it.recipe.runs) for it in profile.frontier}
     with temporary_journal() as journal:
         bench = Bench(sender=sender, receiver=receiver, journal=journal)
-        judging = judging_s(documents, profile.costs)
-        judged = judge_all(bench, documents, list(candidates.values()), judging, console)
+        stage = Stage(split=HELD_OUT, title="judging", candidates=[*candidates.values()])
+        judged = judge_all(bench, documents, stage, profile.costs, console)
     data = Data(files=data_files(sources, documents), documents=documents)
     split = split_of(data, judged.sender, judged.full_prefill, judged.full_reuse)
     plans = {}

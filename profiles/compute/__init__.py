@@ -7,24 +7,26 @@ mixtures    questions where each layer reads a source of its own
 examination how close the answers stay to full prefill's
 room        batches that fit into the memory
 study       one document, kept in the journal
-training    every block; judging: any plan; refreshing: plans with refreshed layers
+training    every block by KL; judging: any plan by the metric
 """
 
 from profiles.compute.examination import Answerer, Examination, Tokens
 from profiles.compute.journal import Journal, Timed, temporary_journal
-from profiles.compute.judging import baselines, judge, num_steps
+from profiles.compute.judging import NUM_SHOWN, baselines, first_of_each_task, judge, num_steps
+from profiles.compute.judging import SPLIT as HELD_OUT
 from profiles.compute.layered import KV, LayeredModel, check_layers
 from profiles.compute.mixtures import Asked, Mixture, decode
 from profiles.compute.models import ModelSource, Pair, load_model, load_pair, load_tokenizer
 from profiles.compute.passes import DocumentPasses
-from profiles.compute.refreshing import refresh
 from profiles.compute.room import Room, Sizes, longest_suffix, make_room
 from profiles.compute.study import FIRST_NEW, REFERENCES, THEIRS, Bench, block_mixture
-from profiles.compute.training import SPLIT, sweep
+from profiles.compute.training import SPLIT, places_swept, sweep
 
 __all__ = [
     "FIRST_NEW",
+    "HELD_OUT",
     "KV",
+    "NUM_SHOWN",
     "REFERENCES",
     "SPLIT",
     "THEIRS",
@@ -46,6 +48,7 @@ __all__ = [
     "block_mixture",
     "check_layers",
     "decode",
+    "first_of_each_task",
     "judge",
     "load_model",
     "load_pair",
@@ -53,7 +56,7 @@ __all__ = [
     "longest_suffix",
     "make_room",
     "num_steps",
-    "refresh",
+    "places_swept",
     "sweep",
     "temporary_journal",
 ]

@@ -96,15 +96,6 @@ class Journal:
     def num_passes(self) -> int:
         return sum(entry.passes for entry in self._entries.values())
 
-    def fewest_passes(self, split: str) -> int:
-        """Over a split's documents: what a document takes that no interruption fell into."""
-        by_document: dict[int, int] = {}
-        for entry in self._entries.values():
-            if entry.split == split:
-                passes = by_document.get(entry.document, 0) + entry.passes
-                by_document[entry.document] = passes
-        return min(by_document.values())
-
     @property
     def seconds(self) -> float:
         return sum(entry.seconds for entry in self._entries.values())

@@ -1,4 +1,5 @@
-"""Any plan, by the metric: the held-out split's frontier and what one could do instead of it.
+"""Any plan, by the metric: what the training split's frontier is made of; the held-out split's
+plans and what one could do instead of them.
 
 for each context
     the sender's pass, the receiver's own pass ─► full prefill, full reuse
@@ -23,6 +24,7 @@ from profiles.evidence import BaselineKind
 from profiles.stats import Candidate, Judged, Score, spread
 
 SPLIT: Final = "held_out"
+NUM_SPLITS: Final = 3
 NUM_SHOWN: Final = 48
 """Contexts of each task on which is measured what the gate does not ask about."""
 
@@ -40,7 +42,7 @@ def baselines(
         found.append(Candidate(kind=BaselineKind.CACHEBLEND, share=share))
         runs = critical_runs(ranking[:size])
         found.append(Candidate(kind=BaselineKind.CRITICAL_LAYERS, runs=runs))
-    for parts in range(2, len(recommended or ()) + 1):
+    for parts in spread(range(2, len(recommended or ()) + 1), NUM_SPLITS):
         runs = split_runs(recommended, parts)
         found.append(Candidate(kind=BaselineKind.SPLIT_BLOCK, runs=runs))
     return found
@@ -68,13 +70,13 @@ def split_runs(block: Span, parts: int) -> tuple[Span, ...]:
     return tuple(runs)
 
 
-def places_shown(documents: Sequence[Document]) -> list[int]:
-    """The first documents of each task."""
+def first_of_each_task(documents: Sequence[Document], most: int) -> list[int]:
+    """Places of at most so many documents of each task."""
     seen: Counter[Task] = Counter()
     places = []
     for place, document in enumerate(documents):
         seen[document.task] += 1
-        if seen[document.task] <= NUM_SHOWN:
+        if seen[document.task] <= most:
             places.append(place)
     return places
 
@@ -87,7 +89,7 @@ def num_steps(
 ) -> int:
     """Calls of the bench's tick in all."""
     alone, together = (len(_batches(it, num_layers)) for it in (candidates, [*candidates, *others]))
-    num_shown = len(places_shown(documents))
+    num_shown = len(first_of_each_task(documents, NUM_SHOWN))
     return len(documents) * (1 + alone) + num_shown * (together - alone)
 
 
@@ -103,7 +105,7 @@ def judge(
     everything = [*candidates, *others]
     starts = {run.start for candidate in everything for run in candidate.runs}
     found: dict[Candidate, list[Sequence[Score]]] = {it: [] for it in everything}
-    places = set(places_shown(documents))
+    places = set(first_of_each_task(documents, NUM_SHOWN))
     references = []
     for index, document in enumerate(documents):
         study = Study(bench, split, index, document, starts)

@@ -12,34 +12,30 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
 from typing import Final
 
 from cachetree import Span
 from profiles.compute.journal import Entry
+from profiles.compute.judging import first_of_each_task
 from profiles.compute.mixtures import Mixture
 from profiles.compute.study import FIRST_NEW, OWN, THEIRS, Bench, Study, block_mixture
 from profiles.data import Document
-from profiles.stats import Score, Scores, Standing, Swept, survivors
+from profiles.stats import Score, Scores, Swept
 
 SPLIT: Final = "train"
+NUM_SWEPT: Final = 24
+"""Contexts of each task that tell blocks apart by their KL."""
 
 
 def sweep(
     bench: Bench, documents: Sequence[Document], blocks: Sequence[Span], *, pruned: bool
 ) -> Swept:
-    """Measure document after document.
-
-    With `pruned`, blocks that cannot be on the frontier any more are not decoded any further.
-    """
-    alive = frozenset(blocks)
+    """Measure document after document: all of them and by the metric too, or, with `pruned`, those
+    at `places_swept`, and nothing but full reuse by the metric."""
     contexts: list[Context] = []
-    for index, document in enumerate(documents):
-        study = Study(bench, SPLIT, index, document, {block.start for block in blocks})
-        contexts.append(_measure(study, bench.num_layers, blocks, alive))
-        if pruned:
-            scores = _scores_of(contexts, alive)
-            alive = survivors({block: _standing(it) for block, it in scores.items()})
+    for index in places_swept(documents, pruned=pruned):
+        study = Study(bench, SPLIT, index, documents[index], {block.start for block in blocks})
+        contexts.append(_measure(study, bench.num_layers, blocks, is_decoded=not pruned))
     first = [context.references for context in contexts]
     return Swept(
         sender=[entry.sender for entry in first],
@@ -58,15 +54,18 @@ class Context:
     blocks: Mapping[Span, Sequence[Score]]
 
 
-def _measure(
-    study: Study, num_layers: int, blocks: Sequence[Span], alive: frozenset[Span]
-) -> Context:
+def places_swept(documents: Sequence[Document], *, pruned: bool) -> list[int]:
+    """Of the documents on which every block is measured: the first ones of each task, or all."""
+    return first_of_each_task(documents, NUM_SWEPT if pruned else len(documents))
+
+
+def _measure(study: Study, num_layers: int, blocks: Sequence[Span], *, is_decoded: bool) -> Context:
     reuse: Mixture = (THEIRS,) * num_layers
     one_reused = [_one_reused(layer, num_layers) for layer in range(num_layers)]
     from_0 = [block for block in blocks if block.start == 0]
     references = study.references(
         [reuse, *one_reused, *(block_mixture(block, num_layers, OWN) for block in from_0)],
-        [True] * (1 + num_layers) + [block in alive for block in from_0],
+        [True] + [is_decoded] * (num_layers + len(from_0)),
     )
     found = dict(zip(from_0, references.scores[1 + num_layers :], strict=True))
     for start in sorted({block.start for block in blocks} - {0}):
@@ -75,7 +74,7 @@ def _measure(
             f"start:{start}",
             lambda start=start: [study.passes.new(Span(start, num_layers))],
             [block_mixture(block, num_layers, FIRST_NEW) for block in from_start],
-            [block in alive for block in from_start],
+            [is_decoded] * len(from_start),
         )
         found.update(zip(from_start, entry.scores, strict=True))
     return Context(references, found)
@@ -87,9 +86,3 @@ def _one_reused(layer: int, num_layers: int) -> Mixture:
 
 def _scores_of(contexts: Sequence[Context], blocks: Iterable[Span]) -> dict[Span, Scores]:
     return {block: [context.blocks[block] for context in contexts] for block in blocks}
-
-
-def _standing(scores: Scores) -> Standing:
-    answered = [score for context in scores for score in context]
-    qualities = [score.quality for score in answered if score.quality is not None]
-    return Standing(qualities, fmean(score.kl for score in answered))

@@ -7,14 +7,13 @@ from typing import Final
 from cachetree.planning import PROJECTION, Recipe
 from profiles.evidence import (
     FrontierPoint,
-    LayerSensitivity,
     MeasuredBlock,
     MeasuredProfile,
 )
 
 CRITICAL_SHARE: Final = 0.25
-CRITICAL_LOSS: Final = 0.01
-"""A layer is critical if it loses this share of the largest loss, and this much quality."""
+CRITICAL_KL: Final = 0.01
+"""A layer is critical if its KL is this share of the largest layer's, and so many nats."""
 
 
 def lengths(profile: MeasuredProfile) -> tuple[int, int]:
@@ -62,15 +61,10 @@ def compute(recipe: Recipe) -> float:
     return len(recipe.block) + PROJECTION * len(recipe.refreshed)
 
 
-def loss_of(profile: MeasuredProfile, layer: LayerSensitivity) -> float:
-    """Quality that this layer alone costs, on the training split."""
-    return profile.train.full_prefill.mean - layer.quality
-
-
 def critical_layers(profile: MeasuredProfile) -> tuple[int, ...]:
-    losses = {it.layer: loss_of(profile, it) for it in profile.layers}
-    least = max(CRITICAL_SHARE * max(losses.values(), default=0.0), CRITICAL_LOSS) - 1e-9
-    return tuple(layer for layer, loss in losses.items() if loss >= least)
+    kl = {it.layer: it.fidelity.kl for it in profile.layers}
+    least = max(CRITICAL_SHARE * max(kl.values(), default=0.0), CRITICAL_KL) - 1e-9
+    return tuple(layer for layer, value in kl.items() if value >= least)
 
 
 def within_tolerance(profile: MeasuredProfile) -> tuple[MeasuredBlock, ...]:

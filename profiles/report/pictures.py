@@ -74,32 +74,26 @@ def save(picture: Picture, profile: MeasuredProfile, path: Path) -> None:
 
 
 def _sensitivity(figure: Figure, profile: MeasuredProfile) -> None:
-    upper, lower = figure.subplots(2, 1, sharex=True)
+    axes = figure.subplots()
     critical = set(derived.critical_layers(profile))
     values = [value for it in profile.layers for value in it.kl_by_context if value > 0]
     floor = max(min(values) / 2, max(values) * 1e-7) if values else 0.0
-    for name, colour, hatch, chosen in (
-        ("critical", ORANGE, "///", [it for it in profile.layers if it.layer in critical]),
-        ("other layers", BLUE, "", [it for it in profile.layers if it.layer not in critical]),
+    for name, colour, chosen in (
+        ("critical", ORANGE, [it for it in profile.layers if it.layer in critical]),
+        ("other layers", BLUE, [it for it in profile.layers if it.layer not in critical]),
     ):
         if not chosen:
             continue
         numbers = [it.layer for it in chosen]
-        losses = [100 * derived.loss_of(profile, it) for it in chosen]
-        upper.bar(numbers, losses, color=colour, hatch=hatch, edgecolor=INK, lw=0.5, label=name)
-        _boxes(lower, numbers, [[max(it, floor) for it in x.kl_by_context] for x in chosen], colour)
-    accepted = 100 * profile.tolerance * profile.train.full_prefill.mean
-    upper.axhline(accepted, color=INK, linewidth=1, linestyle="--", label="accepted loss")
-    upper.axhline(0, color=INK, linewidth=0.8)
+        _boxes(axes, numbers, [[max(it, floor) for it in x.kl_by_context] for x in chosen], colour)
+        axes.plot([], [], "s", color=colour, label=name)
     if floor:
-        lower.set_yscale("log")
-        lower.set_ylim(bottom=0.8 * floor)
-    metric = words.metric_name(profile.metric)
-    _label(upper, y=f"{metric} lost (hundredths)", rows=2)
-    _label(lower, x=_LAYER, y="KL to full prefill\n(nats per token)")
-    lower.set_xlim(-0.7, len(profile.layers) - 0.3)
-    _whole_numbers(lower)
-    _legend(figure, upper, 3)
+        axes.set_yscale("log")
+        axes.set_ylim(bottom=0.8 * floor)
+    _label(axes, x=_LAYER, y="KL to full prefill (nats per token)")
+    axes.set_xlim(-0.7, len(profile.layers) - 0.3)
+    _whole_numbers(axes)
+    _legend(figure, axes, 3)
 
 
 def _boxes(
@@ -145,7 +139,7 @@ def _blocks(figure: Figure, profile: MeasuredProfile) -> None:
     _label(left, x="last recomputed layer", y="first recomputed layer", columns=2)
     _label(left, title=f"{metric}, training split", columns=2)
     _label(right, x="last recomputed layer", title="KL to full prefill, log", columns=2)
-    left.plot([], [], "s", color=BAND, label="dropped early")
+    left.plot([], [], "s", color=BAND, label="not decoded")
     _legend(figure, left, 3)
 
 
@@ -301,18 +295,18 @@ PICTURES: Final = (
     Picture(
         "sensitivity",
         "Which layers are sensitive",
-        "What is lost when one layer's KV is the sender's and all others are the receiver's own, "
-        "on the training split: quality above, and below how far the receiver's next tokens move, "
-        "with a dot for every context. Orange layers are critical: they lose at least a quarter of "
-        "the largest loss, and a hundredth.",
+        "How far the receiver's next tokens move when one layer's KV is the sender's and all "
+        "others are its own, on the training split, with a dot for every context. Orange layers "
+        "are critical: they move them at least a quarter as far as the most sensitive one, and a "
+        "hundredth of a nat.",
         _sensitivity,
     ),
     Picture(
         "blocks",
         "Every block",
         "Each cell is a block, from single layers on the diagonal to all of them in the upper "
-        "right corner. Blocks with a dot are good enough on the training split; pale ones were "
-        "dropped early, because others are better and no larger.",
+        "right corner. Blocks with a dot are good enough on the training split; answers of pale "
+        "ones were not decoded, because others stay closer to full prefill and are no larger.",
         _blocks,
     ),
     Picture(

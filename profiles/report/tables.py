@@ -302,7 +302,7 @@ def _files(split: Split, digest_characters: int) -> str:
 def making(profile: MeasuredProfile) -> Table:
     made = profile.made
     grid = "every block" if made.group == 1 else f"blocks of a {made.group}-layer grid"
-    pruned = "dominated ones dropped early" if made.pruned else "all of them to the end"
+    pruned = "the closest ones decoded" if made.pruned else "all of them decoded"
     rows: Sequence[tuple[str, str]] = (
         ("date", made.date),
         ("command", made.command),

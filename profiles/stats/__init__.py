@@ -2,33 +2,43 @@
 
 measured   the values that a run hands over
 frontier   which plans are worth their work
+choice     which of them are decoded, and tried by the gate
 gate       may the pair be reused? judged on data that chose nothing
 artifact   all of it as a profile
 """
 
 from profiles.stats.artifact import (
     Data,
+    Findings,
     SmallModel,
     Subject,
     build,
-    choose,
     losses_of,
-    qualities_of,
     split_of,
 )
-from profiles.stats.frontier import Standing, grid, survivors
+from profiles.stats.choice import (
+    MOST_TRIED,
+    choose,
+    qualities_of,
+    recipes,
+    refreshing,
+    sensitive_first,
+    shortlist,
+)
+from profiles.stats.frontier import grid
 from profiles.stats.gate import ERROR_RATE, finding, interval, verdict
 from profiles.stats.measured import Candidate, Judged, Score, Scores, Swept, spread
 
 __all__ = [
     "ERROR_RATE",
+    "MOST_TRIED",
     "Candidate",
     "Data",
+    "Findings",
     "Judged",
     "Score",
     "Scores",
     "SmallModel",
-    "Standing",
     "Subject",
     "Swept",
     "build",
@@ -38,8 +48,11 @@ __all__ = [
     "interval",
     "losses_of",
     "qualities_of",
+    "recipes",
+    "refreshing",
+    "sensitive_first",
+    "shortlist",
     "split_of",
     "spread",
-    "survivors",
     "verdict",
 ]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from cachetree import ModelIdentity, Span
+from cachetree import ModelIdentity
 from cachetree.planning import PROFILE_VERSION as VERSION
 from cachetree.planning import BlockQuality, Recipe
 from profiles.evidence import (
@@ -26,34 +26,14 @@ from profiles.evidence import (
     TaskLoss,
     TaskScores,
 )
-from profiles.stats.frontier import frontier
+from profiles.stats.choice import Choice, qualities_of, quality_of
 from profiles.stats.gate import Qualities, contexts_needed, interval, loss_bound, proven, verdict
-from profiles.stats.measured import Candidate, Judged, Score, Scores, Swept, spread
+from profiles.stats.measured import Candidate, Judged, Scores, Swept
 
 if TYPE_CHECKING:
     from profiles.data import Document, Task
 
-MOST_CLOSER: Final = 3
-
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """What the training split says."""
-
-    frontier: list[Recipe]
-    """Of every kind: blocks, refreshed layers alone, and both together."""
-    order: tuple[Recipe, ...]
-    """What the gate will try, from most work to least, all of it smaller than all layers: plans
-    that no plan of any kind beats at as little work, and before them some that take more work and
-    stay closer to full prefill. Where those were lucky, these are left to pass."""
-    expected: Recipe | None
-    """What it will recommend, if held-out data are like these."""
-    best_blocks: list[Span]
-    """Of each size, the smallest first."""
-    ranking: list[int]
-    """Layers by the quality that their KV alone costs, then by KL; the most sensitive first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,71 +62,39 @@ class Subject:
     costs: CostModel
 
 
-def choose(swept: Swept, tolerance: float) -> Choice:
-    """By the plans whose answers to all questions are known."""
-    known = {
-        recipe: scores
-        for recipe, scores in _scores(swept).items()
-        if all(score.quality is not None for score in _flat(scores))
-    }
-    qualities = {recipe: _quality(scores) for recipe, scores in known.items()}
-    kl = {recipe: _fidelity(scores).kl for recipe, scores in known.items()}
-    kinds: dict[tuple[bool, bool], dict[Recipe, float]] = {}
-    for recipe, quality in qualities.items():
-        kind = bool(len(recipe.block)), bool(recipe.refreshed)
-        kinds.setdefault(kind, {})[recipe] = quality
-    found = [it for kind in kinds.values() for it in frontier(kind, kl, _work)]
-    num_layers = len(swept.layers)
-    smaller = {it: quality for it, quality in qualities.items() if len(it.block) < num_layers}
-    floor = (1 - tolerance) * fmean(_flat(swept.full_prefill))
-    order = frontier(smaller, kl, _work)
-    closer = frontier(
-        {it: -kl[it] for it, quality in smaller.items() if quality >= floor}, kl, _work
-    )
-    order += spread([it for it in closer if it.work > order[-1].work], MOST_CLOSER)
-    found = sorted({*found, *order}, key=_work)
-    blocks = sorted(
-        (it for it in known if not it.refreshed),
-        key=lambda it: (len(it.block), -qualities[it], kl[it]),
-    )
-    best: dict[int, Span] = {}
-    for it in blocks:
-        best.setdefault(len(it.block), it.block)
-    return Choice(
-        frontier=found,
-        order=tuple(reversed(order)),
-        expected=next((it for it in order if qualities[it] >= floor), None),
-        best_blocks=list(best.values()),
-        ranking=sorted(
-            range(num_layers),
-            key=lambda it: (_quality(swept.layers[it]), -_fidelity(swept.layers[it]).kl),
-        ),
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Findings:
+    """All that was measured."""
+
+    swept: Swept
+    plans: Mapping[Recipe, Scores]
+    """Those that were decoded on the training split."""
+    tried: Judged
+    """The same, with what the models do by themselves."""
+    choice: Choice
+    judged: Judged
+    small: SmallModel | None
 
 
 def build(
     subject: Subject,
     train: Data,
     held_out: Data,
-    swept: Swept,
-    judged: Judged,
-    *,
-    choice: Choice,
-    small: SmallModel | None,
+    found: Findings,
     tolerance: float,
     made: Making,
 ) -> MeasuredProfile:
     """The profile: what was measured, and the verdict that follows."""
+    swept, tried, judged, choice = found.swept, found.tried, found.judged, found.choice
     split = split_of(held_out, judged.sender, judged.full_prefill, judged.full_reuse)
     full = split.full_prefill
-    scores = _scores(swept)
     points = {}
     for it in choice.frontier:
         plan = qualities_of(judged.candidates[Candidate(runs=it.runs)])
         tasks: tuple[TaskLoss, ...] = ()
         if it in choice.order:
             tasks = losses_of(held_out.documents, judged.full_prefill, plan, tolerance)
-        points[it] = _point(it, scores[it], judged, subject.costs, split, tasks)
+        points[it] = _point(it, found.plans[it], judged, subject.costs, split, tasks)
     plans = [points[it] for it in choice.order]
     passed, reason = verdict(plans, split, tolerance)
     usable = [_as_usable(it) for it in reversed(proven(plans, tolerance))]
@@ -167,27 +115,20 @@ def build(
         passed=passed,
         reason=reason,
         first_difference=subject.first_difference,
-        train=split_of(train, swept.sender, swept.full_prefill, swept.full_reuse),
+        train=split_of(train, tried.sender, tried.full_prefill, tried.full_reuse),
         held_out=split,
         layers=tuple(_layer(layer, scores) for layer, scores in enumerate(swept.layers)),
         measured=tuple(
-            _measured(Recipe(block=block), swept.blocks[block]) for block in sorted(swept.blocks)
+            _measured(it, found.plans.get(it, swept.blocks[it.block]))
+            for it in (Recipe(block=block) for block in sorted(swept.blocks))
         ),
-        refreshes=tuple(_measured(recipe, it) for recipe, it in swept.refreshed.items()),
+        refreshes=tuple(_measured(it, its) for it, its in found.plans.items() if it.refreshed),
         frontier=tuple(points.values()),
         order=tuple(choice.frontier.index(it) for it in choice.order),
-        baselines=tuple(_baselines(judged, small, subject.costs, split)),
+        baselines=tuple(_baselines(judged, found.small, subject.costs, split)),
         costs=subject.costs,
         made=made,
     )
-
-
-def _work(recipe: Recipe) -> float:
-    return recipe.work
-
-
-def _scores(swept: Swept) -> dict[Recipe, Scores]:
-    return {**{Recipe(block=it): found for it, found in swept.blocks.items()}, **swept.refreshed}
 
 
 def split_of(data: Data, sender: Qualities, full_prefill: Qualities, full_reuse: Scores) -> Split:
@@ -255,10 +196,8 @@ def _mean(values: Qualities) -> float:
 def _layer(layer: int, scores: Scores) -> LayerSensitivity:
     return LayerSensitivity(
         layer=layer,
-        quality=_quality(scores),
         fidelity=_fidelity(scores),
         kl_by_context=tuple(round(fmean(it.kl for it in context), 6) for context in scores),
-        quality_by_context=tuple(round(fmean(it), 6) for it in qualities_of(scores)),
     )
 
 
@@ -270,7 +209,7 @@ def _measured(recipe: Recipe, scores: Scores) -> MeasuredBlock:
         stop=recipe.block.stop,
         refreshed=recipe.refreshed,
         fidelity=_fidelity(scores),
-        quality=_quality(scores) if is_known else None,
+        quality=quality_of(scores) if is_known else None,
         num_questions=len(answered),
     )
 
@@ -289,7 +228,7 @@ def _point(
         start=recipe.block.start,
         stop=recipe.block.stop,
         refreshed=recipe.refreshed,
-        train_quality=_quality(trained),
+        train_quality=quality_of(trained),
         held_out=interval(qualities_of(scores)),
         tasks=tasks,
         fidelity=_fidelity(scores),
@@ -350,21 +289,6 @@ def _fidelity(scores: Scores) -> Fidelity:
         own_nll=round(fmean(it.own_nll for it in flat), 6),
         reference_nll=round(fmean(it.reference_nll for it in flat), 6),
     )
-
-
-def _quality(scores: Scores) -> float:
-    return _mean(qualities_of(scores))
-
-
-def qualities_of(scores: Scores) -> list[list[float]]:
-    """By context and question; every question has been answered."""
-    return [[_answered(score) for score in context] for context in scores]
-
-
-def _answered(score: Score) -> float:
-    if score.quality is None:
-        raise ValueError("a question of this mixture was not answered")
-    return score.quality
 
 
 def _flat(contexts: Iterable[Sequence[T]]) -> list[T]:

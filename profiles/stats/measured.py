@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final, TypeVar
 
 import msgspec
 
 from cachetree import Span
-from cachetree.planning import Recipe
 from profiles.evidence import BaselineKind
 
 MOST_SIZES: Final = 6
@@ -35,7 +34,7 @@ Scores = list[Sequence[Score]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Swept:
-    """All of the training split that has been measured."""
+    """Every block, on the training split or on some contexts of each of its tasks."""
 
     sender: list[Sequence[float]]
     """Quality by context, then by question."""
@@ -44,9 +43,7 @@ class Swept:
     layers: list[Scores]
     """By the layer whose KV alone is the sender's."""
     blocks: dict[Span, Scores]
-    """A dropped block has questions without a quality."""
-    refreshed: Mapping[Recipe, Scores] = field(default_factory=dict)
-    """Plans with refreshed layers, where they were measured."""
+    """Without qualities, and so are `layers`, where answers were not decoded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,13 +67,13 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
-    """The held-out split, by context, then by question."""
+    """Plans on one split, by context, then by question."""
 
     sender: list[Sequence[float]]
     full_prefill: list[Sequence[float]]
     full_reuse: list[Sequence[Score]]
     candidates: dict[Candidate, list[Sequence[Score]]]
-    """On all contexts, or on those that `places_shown` names."""
+    """On all contexts, or on the first ones of each task."""
 
 
 def spread(values: Sequence[T], most: int = MOST_SIZES) -> list[T]:

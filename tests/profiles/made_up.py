@@ -246,13 +246,8 @@ def _layer(world: World, layer: int) -> LayerSensitivity:
     loss = world.alone[layer]
     mean_kl = max(0.0, 3.0 * loss) + 0.004 / (layer + 1)
     kl = [mean_kl * noise.lognormvariate(-0.12, 0.5) for _ in range(world.num_contexts)]
-    quality = [
-        min(1.0, max(0.0, noise.gauss(world.full - loss, 0.04 + 0.1 * abs(loss))))
-        for _ in range(world.num_contexts)
-    ]
     return LayerSensitivity(
         layer=layer,
-        quality=round(world.full - loss, 4),
         fidelity=Fidelity(
             kl=sum(kl) / len(kl),
             agreement=max(0.0, 1 - max(0.0, loss)),
@@ -260,7 +255,6 @@ def _layer(world: World, layer: int) -> LayerSensitivity:
             reference_nll=0.05 + mean_kl,
         ),
         kl_by_context=tuple(kl),
-        quality_by_context=tuple(quality),
     )
 
 

@@ -118,10 +118,8 @@ def identical(profile: MeasuredProfile) -> MeasuredProfile:
     layers = [
         replace(
             it,
-            quality=full.mean,
             fidelity=replace(it.fidelity, kl=0.0),
             kl_by_context=(0.0,) * 24,
-            quality_by_context=(full.mean,) * 24,
         )
         for it in profile.layers
     ]

@@ -51,7 +51,6 @@ def test_passes_and_seconds_add_up(tmp_path):
     journal = Journal(path)
     assert journal.num_passes == 17
     assert journal.seconds == 2.5
-    assert journal.fewest_passes("train") == 3
 
 
 def test_a_finished_run_leaves_nothing(tmp_path):

@@ -10,7 +10,7 @@ from cachetree.ids import Span
 from profiles.data.documents import Document, Question
 from profiles.data.metrics import Metric
 from profiles.data.tasks import Task
-from profiles.forecast import judging_s, training_s
+from profiles.forecast import judging_s, sweep_s, typical_others, typical_plans
 from profiles.progress import Clock, duration, shown
 from profiles.stats.frontier import grid
 
@@ -32,21 +32,31 @@ def test_durations_are_for_people(seconds, text):
     assert duration(seconds) == text
 
 
-def test_every_step_of_the_training_split_has_a_forecast():
-    forecast = training_s([document(32), document(64)], grid(6, 1), COSTS)
+def test_every_step_of_the_sweep_has_a_forecast():
+    forecast = sweep_s([document(32), document(64)], [0, 1], grid(6, 1), COSTS, pruned=True)
     starts = ["references", *(f"start:{start}" for start in range(1, 6))]
     assert set(forecast) == {(index, step) for index in range(2) for step in starts}
     assert all(seconds > 0 for seconds in forecast.values())
     assert forecast[1, "start:1"] > forecast[0, "start:1"] > forecast[0, "start:5"]
     assert forecast[0, "references"] > forecast[0, "start:1"], "two passes, and every layer alone"
-    coarse = training_s([document(32)], [Span(0, 3), Span(0, 6), Span(3, 6)], COSTS)
+    coarse_blocks = [Span(0, 3), Span(0, 6), Span(3, 6)]
+    coarse = sweep_s([document(32)], [0], coarse_blocks, COSTS, pruned=True)
     assert sum(coarse.values()) < sum(forecast[0, step] for step in starts)
+    decoded = sweep_s([document(32)], [0], coarse_blocks, COSTS, pruned=False)
+    assert sum(decoded.values()) > sum(coarse.values())
 
 
-def test_judging_grows_with_the_documents():
-    assert judging_s([document(32)] * 3, COSTS) == pytest.approx(
-        3 * judging_s([document(32)], COSTS)
-    )
+def test_judging_grows_with_the_documents_and_with_the_plans():
+    plans = typical_plans(6, refreshed_from=None)
+    one = judging_s([document(32)], plans, (), COSTS)
+    assert judging_s([document(32)] * 3, plans, (), COSTS) == pytest.approx(3 * one)
+    more = judging_s([document(32)], typical_plans(6, refreshed_from=0), (), COSTS)
+    assert judging_s([document(32)], plans[:2], (), COSTS) < one < more
+    others = typical_others(6)
+    assert judging_s([document(32)], plans, others, COSTS) > one
+    many = [document(32)] * 50
+    shown = judging_s(many, plans, others, COSTS) - judging_s(many, plans, (), COSTS)
+    assert shown < 49 * (judging_s([document(32)], plans, others, COSTS) - one)
 
 
 def test_what_is_left_follows_the_speed_so_far():

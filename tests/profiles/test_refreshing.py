@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -14,15 +15,14 @@ from cachetree.planning.profile import Recipe
 from profiles.compute.journal import temporary_journal
 from profiles.compute.judging import judge
 from profiles.compute.models import load_pair
-from profiles.compute.refreshing import recipes
 from profiles.compute.study import Bench
 from profiles.costs import Repeats
 from profiles.data.records import read_records, write_records
 from profiles.oracle import decode, partial_prefill
 from profiles.profiler import Settings, answerers, profile_pair
-from profiles.stats.artifact import choose
+from profiles.stats.choice import choose, recipes
 from profiles.stats.frontier import grid
-from profiles.stats.measured import Candidate, Score, Swept
+from profiles.stats.measured import Candidate, Score, Scores
 from tools.pairs.questions import OPTIONS, read_documents
 
 NUM_LAYERS = 12
@@ -84,37 +84,30 @@ def score_of(quality: float) -> Score:
     return Score(kl=1 - quality, agreement=1.0, own_nll=0.0, reference_nll=0.0, quality=quality)
 
 
-def swept_of(blocks: dict[Span, float], refreshed: dict[Recipe, float]) -> Swept:
-    def scores(quality: float) -> list[tuple[Score, ...]]:
-        return [(score_of(quality),) * 3] * 24
-
-    return Swept(
-        sender=[(0.1,) * 3] * 24,
-        full_prefill=[(1.0,) * 3] * 24,
-        full_reuse=scores(0.1),
-        layers=[scores(1.0 - layer / 100) for layer in range(NUM_LAYERS)],
-        blocks={block: scores(quality) for block, quality in blocks.items()},
-        refreshed={recipe: scores(quality) for recipe, quality in refreshed.items()},
-    )
+def plans_of(quality: Mapping[Recipe | Span, float]) -> dict[Recipe, Scores]:
+    return {
+        it if isinstance(it, Recipe) else Recipe(block=it): [(score_of(value),) * 3] * 24
+        for it, value in quality.items()
+    }
 
 
 def test_the_cheapest_plan_that_is_good_enough_is_recommended_whatever_its_kind():
-    blocks = {Span(4, 5): 0.3, Span(3, 5): 0.8, Span(2, 5): 0.9, Span(0, 5): 0.98, Span(0, 12): 1.0}
+    blocks = {Span(4, 5): 0.3, Span(3, 5): 0.8, Span(2, 5): 0.9, Span(0, 5): 0.98}
     alone, both = Recipe(refreshed=(3, 4)), Recipe(block=Span(2, 5), refreshed=(0, 1))
     beaten = Recipe(refreshed=(1, 2, 3, 4, 5, 6, 7))
     idle = Recipe(block=Span(2, 5), refreshed=(7, 8, 9))
-    choice = choose(swept_of(blocks, {alone: 0.5, beaten: 0.6, both: 0.97, idle: 0.97}), 0.05)
+    plans = plans_of(blocks | {alone: 0.5, beaten: 0.6, both: 0.97, idle: 0.97})
+    choice = choose(plans, 1.0, 0.05)
     assert choice.expected == both
     assert idle not in choice.frontier, "more work and no better"
     assert [it.work for it in choice.frontier] == sorted(it.work for it in choice.frontier)
     assert {*choice.frontier} == {alone, beaten, both, *(Recipe(block=it) for it in blocks)}
     tried = [Recipe(block=Span(0, 5)), both, *(Recipe(block=Span(i, 5)) for i in (2, 3))]
     assert [*choice.order] == [*tried, alone, Recipe(block=Span(4, 5))], (
-        "from most work to least, without all layers, and without what less work does better"
+        "from most work to least, and without what less work does better"
     )
-    assert choose(swept_of(blocks, {alone: 0.5, both: 0.94}), 0.05).expected == Recipe(
-        block=Span(0, 5)
-    )
+    plans = plans_of(blocks | {alone: 0.5, both: 0.94})
+    assert choose(plans, 1.0, 0.05).expected == Recipe(block=Span(0, 5))
 
 
 def test_no_more_layers_are_kept_than_the_model_has():

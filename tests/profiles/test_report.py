@@ -209,13 +209,14 @@ def test_what_is_lossless_for_free(first_difference: int, free: str) -> None:
 
 def test_critical_layers_follow_the_rule() -> None:
     assert derived.critical_layers(PROFILE) == (4,)
-    losses = (0.08, 0.02, 0.019, -0.01)
     layers = [
-        replace(it, layer=place, quality=PROFILE.train.full_prefill.mean - loss)
-        for place, (it, loss) in enumerate(zip(PROFILE.layers, losses, strict=False))
+        replace(it, layer=place, fidelity=replace(it.fidelity, kl=kl))
+        for place, (it, kl) in enumerate(
+            zip(PROFILE.layers, (0.08, 0.02, 0.019, 0.0), strict=False)
+        )
     ]
     assert derived.critical_layers(replace(PROFILE, layers=tuple(layers))) == (0, 1)
-    # A quarter of the largest, but less than a point.
+    # A quarter of the largest, but less than a hundredth of a nat.
     small = replace(PROFILE, layers=tuple(layers[2:]))
     assert derived.critical_layers(small) == (2,)
     assert derived.critical_layers(replace(PROFILE, layers=tuple(layers[3:]))) == ()

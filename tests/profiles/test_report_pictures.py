@@ -60,7 +60,7 @@ def drawn_before() -> dict[str, bytes]:
 
 def _changed_layer(profile: MeasuredProfile) -> MeasuredProfile:
     layers = list(profile.layers)
-    layers[7] = replace(layers[7], quality=0.01)
+    layers[7] = replace(layers[7], fidelity=replace(layers[7].fidelity, kl=9.0))
     return replace(profile, layers=tuple(layers))
 
 

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from cachetree.checkpoint.identity import first_difference, read_model_identity
+from cachetree.planning.profile import Recipe
 from profiles.compute.journal import temporary_journal
 from profiles.compute.models import ModelSource, load_pair
 from profiles.compute.study import Bench
@@ -20,7 +21,7 @@ from profiles.compute.training import sweep
 from profiles.data.records import prompt_of, read_records
 from profiles.oracle import decode, prefill
 from profiles.profiler import answerers
-from profiles.stats.artifact import choose
+from profiles.stats.choice import choose
 from profiles.stats.frontier import grid
 from tools.pairs.questions import read_documents
 from tools.pairs.stranger import SCALE, SEED, in_other_coordinates, write_stranger
@@ -138,8 +139,10 @@ def test_the_pair_has_no_block_worth_recomputing(both, tmp_path):
     with temporary_journal() as journal:
         bench = Bench(sender=sender, receiver=receiver, journal=journal)
         swept = sweep(bench, documents, grid(pair.num_layers, 1), pruned=False)
-    assert choose(swept, 0.05).expected is None
     full = fmean(value for context in swept.full_prefill for value in context)
+    smaller = {it: scores for it, scores in swept.blocks.items() if len(it) < pair.num_layers}
+    plans = {Recipe(block=it): scores for it, scores in smaller.items()}
+    assert choose(plans, full, 0.05).expected is None
     assert full > 0.9
     for block, scores in swept.blocks.items():
         quality = fmean(score.quality for context in scores for score in context)

@@ -11,16 +11,17 @@ from shipped import SHIPPED, Shipped
 from transformers import DynamicCache
 
 from cachetree.ids import EMPTY_SPAN, Span
+from cachetree.planning.profile import Recipe
 from profiles.compute.journal import temporary_journal
 from profiles.compute.judging import baselines, critical_runs, judge, split_runs
 from profiles.compute.models import Pair, load_pair
 from profiles.compute.study import Bench
-from profiles.compute.training import sweep
+from profiles.compute.training import places_swept, sweep
 from profiles.data.documents import Document
 from profiles.oracle import decode, partial_prefill
 from profiles.profiler import answerers
-from profiles.stats.artifact import choose
-from profiles.stats.frontier import Standing, frontier, grid, survivors
+from profiles.stats.choice import choose, sensitive_first, shortlist
+from profiles.stats.frontier import grid
 from profiles.stats.measured import Candidate, Swept
 from tools.pairs.check import properties_of
 from tools.pairs.questions import DATA, read_documents
@@ -109,30 +110,45 @@ def test_one_layer_dominates(swept_pair):
     losses = [
         mean(swept_pair.swept.full_prefill) - fmean(qualities(it)) for it in swept_pair.swept.layers
     ]
-    assert choose(swept_pair.swept, 0.05).ranking[0] == losses.index(max(losses))
+    assert sensitive_first(swept_pair.swept.layers)[0] == losses.index(max(losses))
     assert max(losses) > 0.5
 
 
-def test_pruning_drops_no_block_of_the_true_frontier(swept_pair):
-    """Replayed context by context on what the unpruned sweep measured."""
+def test_what_is_decoded_has_a_block_as_good_as_any_of_its_size_that_is_good_enough(swept_pair):
+    """Chosen by KL and likelihood alone, among all blocks decoded."""
     swept = swept_pair.swept
-    means = {block: fmean(qualities(scores)) for block, scores in swept.blocks.items()}
-    kl = {block: kl_of(scores) for block, scores in swept.blocks.items()}
-    whole = frontier(means, kl, len)
-    alive = set(swept.blocks)
-    for num_contexts in range(1, len(swept_pair.documents)):
-        alive &= survivors(
-            {
-                block: Standing(
-                    qualities(swept.blocks[block][:num_contexts]),
-                    kl_of(swept.blocks[block][:num_contexts]),
-                )
-                for block in alive
-            }
-        )
-    assert set(whole) <= alive
-    assert len(alive) < 0.75 * len(swept.blocks), "pruning that keeps everything proves nothing"
-    assert frontier({it: means[it] for it in alive}, kl, len) == whole
+    blocks = {it: scores for it, scores in swept.blocks.items() if len(it) < NUM_LAYERS}
+    listed = shortlist(swept)
+    assert len(listed) < 0.3 * len(blocks), "a list of everything proves nothing"
+    plans = {Recipe(block=it): scores for it, scores in blocks.items()}
+    full = mean(swept.full_prefill)
+    everything = choose(plans, full, 0.05)
+    assert everything.expected is not None
+    assert choose({it: plans[it] for it in listed}, full, 0.05).expected == everything.expected
+
+
+def test_a_pruned_sweep_decodes_full_reuse_alone_and_measures_the_same(swept_pair):
+    shipped, documents = swept_pair.shipped, swept_pair.documents[:1]
+    pair = pair_in_float32(shipped)
+    sender, receiver = answerers(pair, documents, 2.0)
+    with temporary_journal() as journal:
+        bench = Bench(sender=sender, receiver=receiver, journal=journal)
+        swept = sweep(bench, documents, grid(NUM_LAYERS, 1), pruned=True)
+    assert swept.full_reuse == swept_pair.swept.full_reuse[:1]
+    for found, expected in (
+        (swept.layers[4], swept_pair.swept.layers[4]),
+        (swept.blocks[Span(2, 5)], swept_pair.swept.blocks[Span(2, 5)]),
+    ):
+        for got, want in zip(found[0], expected[0], strict=True):
+            assert got.quality is None
+            assert got.kl == pytest.approx(want.kl, abs=1e-5)
+
+
+def test_every_block_is_measured_on_the_first_contexts_of_each_task(swept_pair):
+    documents = list(swept_pair.documents) * 5
+    other = [replace(it, task=replace(it.task, name="other")) for it in documents[:3]]
+    assert places_swept([*documents, *other], pruned=False) == list(range(43))
+    assert places_swept([*documents, *other], pruned=True) == [*range(24), 40, 41, 42]
 
 
 @pytest.mark.parametrize("shipped", SHIPPED, ids=lambda it: it.name)

@@ -1,0 +1,92 @@
+"""Which plans the gate will try: luck at the metric neither brings one in nor drives one out."""
+
+import random
+from collections.abc import Mapping
+
+import pytest
+
+from cachetree.ids import Span
+from cachetree.planning.profile import Recipe
+from profiles.stats.choice import MOST_TRIED, choose, sensitive_first, shortlist
+from profiles.stats.measured import Score, Scores, Swept
+
+FULL = 0.916
+
+
+def scores(kl: float, quality: float | None = None, nll: float = 0.0) -> Scores:
+    score = Score(kl=kl, agreement=1.0, own_nll=0.0, reference_nll=nll, quality=quality)
+    return [(score,) * 3] * 12
+
+
+def plans_of(measured: Mapping[tuple[int, int], tuple[float, float]]) -> dict[Recipe, Scores]:
+    """From KL and quality of each block."""
+    return {Recipe(block=Span(*it)): scores(*values) for it, values in measured.items()}
+
+
+def order_of(measured: Mapping[tuple[int, int], tuple[float, float]]) -> list[tuple[int, int]]:
+    return [(it.block.start, it.block.stop) for it in choose(plans_of(measured), FULL, 0.05).order]
+
+
+def test_a_lucky_plan_does_not_drive_out_one_that_equals_full_prefill():
+    """As a pair of a real model did, but with more work: [5, 30) has the best mean and takes as
+    much work as [0, 25), and more than [3, 24), which hardly differ from full prefill."""
+    measured = {
+        (15, 25): (0.143, 0.876),
+        (10, 25): (0.070, 0.933),
+        (3, 24): (0.004, 0.916),
+        (0, 25): (0.002, 0.916),
+        (5, 30): (0.050, 0.950),
+    }
+    assert order_of(measured) == [(0, 25), (3, 24), (10, 25), (15, 25)]
+
+
+def test_what_is_not_good_enough_waits_until_all_that_is_has_passed():
+    measured = {(1, 2): (0.3, 0.5), (1, 4): (0.2, 0.8), (1, 5): (0.01, 0.7), (0, 6): (0.1, 0.9)}
+    assert order_of(measured) == [(0, 6), (1, 5), (1, 4), (1, 2)]
+    choice = choose(plans_of(measured), FULL, 0.05)
+    assert choice.expected == Recipe(block=Span(0, 6))
+    bad = {it: values for it, values in measured.items() if it != (0, 6)}
+    assert choose(plans_of(bad), FULL, 0.05).expected is None
+    assert order_of(bad) == [(1, 5), (1, 4), (1, 2)], "for a reason that has numbers"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_luck_changes_nothing_about_what_is_tried_first(seed):
+    """KL follows the truth, and the metric is noise about it: the first plan is the closest."""
+    rng = random.Random(seed)
+    measured = {
+        (start, 20): (0.3 * (start / 20) ** 2 + 0.001, FULL + rng.uniform(-0.02, 0.04))
+        for start in range(1, 20)
+    }
+    order = order_of(measured)
+    assert order[0] == (1, 20)
+    kl = [measured[it][0] for it in order]
+    assert kl == sorted(kl) and len(order) <= MOST_TRIED
+
+
+def swept_of(blocks: Mapping[tuple[int, int], tuple[float, float]]) -> Swept:
+    """From KL and negative log-likelihood of the reference of each block of six layers."""
+    return Swept(
+        sender=[(0.1,) * 3] * 12,
+        full_prefill=[(FULL,) * 3] * 12,
+        full_reuse=scores(1.0, 0.1),
+        layers=[scores(0.01 * kl) for kl in (3, 9, 1, 2, 0, 4)],
+        blocks={Span(*it): scores(kl, nll=nll) for it, (kl, nll) in blocks.items()},
+    )
+
+
+def test_what_is_decoded_is_close_or_makes_the_reference_likely():
+    blocks = {
+        (1, 2): (0.5, 0.9),
+        (3, 4): (0.6, 0.8),
+        (4, 5): (0.7, 0.9),
+        (1, 3): (0.55, 0.9),
+        (0, 3): (0.2, 0.7),
+        (0, 6): (0.0, 0.0),
+    }
+    listed = [(it.block.start, it.block.stop) for it in shortlist(swept_of(blocks))]
+    assert listed == [(1, 2), (3, 4), (0, 3)]
+
+
+def test_layers_are_ranked_by_their_kl():
+    assert sensitive_first(swept_of({}).layers) == [1, 5, 0, 3, 2, 4]
