@@ -25,6 +25,7 @@ from cachetree.planning.prediction import (
 )
 from cachetree.planning.prefill_cost import SECONDS_PER_TOKEN, PrefillCost
 from cachetree.planning.profile import (
+    BEYOND,
     PROFILE_VERSION,
     PROJECTION,
     BlockQuality,
@@ -38,6 +39,7 @@ from cachetree.planning.profile import (
 )
 
 __all__ = [
+    "BEYOND",
     "FREE_LINK",
     "PROFILE_VERSION",
     "PROJECTION",

@@ -5,8 +5,8 @@ Pure: values in, one value out. Of every match at most one plan is made; the bes
     own model      every layer loaded, exact, no profile needed
     another model  without a gate what is lossless: all layers from the first that differs, or from
                    one below it that has E; else only with a profile that passed its gate, one of
-                   its proven plans; in both cases for as many pages as have E where the plan needs
-                   it
+                   its proven plans, for prompts up to twice as long as it was measured on; in both
+                   cases for as many pages as have E where the plan needs it
 
 Which block (DroidSpeak, NSDI '26, appendix B): while requests wait, the one that recomputes the
 fewest layers; while none do, the one that recomputes the most within the TTFT target, or the
@@ -37,7 +37,7 @@ from cachetree.planning.prediction import (
     recompute_s,
     times_of,
 )
-from cachetree.planning.profile import PROJECTION, BlockQuality, PairProfile
+from cachetree.planning.profile import BEYOND, PROJECTION, BlockQuality, PairProfile
 
 NEARLY: Final = 1.05
 """Plans whose predicted TTFT is within this factor of the fastest one's are as good as that."""
@@ -72,6 +72,7 @@ class Reason(str, Enum):
     TOO_SHORT = "too_short"
     NO_PROFILE = "no_profile"
     GATE_FAILED = "gate_failed"
+    LONGER_THAN_MEASURED = "longer_than_measured"
     UNGATED_BLOCK = "ungated_block"
     NO_E = "no_e"
     RECOMPUTE_TOO_LONG = "recompute_too_long"
@@ -253,7 +254,16 @@ def _recipes(demand: Demand, match: Match, profiles: Profiles) -> list[_Recipe] 
     if profile is None and not lossless:
         return NoReuse(reason=Reason.NO_PROFILE, detail=f"no profile with sender {match.model}")
     passed = profile is not None and (profile.passed or is_free)
-    allowed = lossless + list(profile.blocks if profile is not None and passed else ())
+    proven = profile.blocks if profile is not None and passed else ()
+    num_tokens = demand.num_pages * demand.page_size
+    is_covered = is_free or profile is None or profile.covers(num_tokens)
+    allowed = lossless + list(proven if is_covered else ())
+    if not allowed and proven and profile is not None:
+        return NoReuse(
+            reason=Reason.LONGER_THAN_MEASURED,
+            detail=f"{num_tokens} tokens of prompt, and the profile was measured on at most "
+            f"{profile.measured_tokens}; it is used up to {BEYOND} times as many",
+        )
     if not allowed:
         reason = profile.reason if profile and not passed else "the profile has no proven block"
         return NoReuse(reason=Reason.GATE_FAILED, detail=reason)

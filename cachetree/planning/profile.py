@@ -21,6 +21,10 @@ PROJECTION: Final = 0.2
 """Of a layer's time, what Q, K and V take: 3 of the 16 squares of the hidden size in a Llama layer
 with an MLP of four times its width. With fewer KV heads it is less."""
 
+BEYOND: Final = 2
+"""Times the longest measured prefix: what reuse loses grows with the length, and nobody measured
+beyond."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
@@ -119,7 +123,14 @@ class PairProfile(msgspec.Struct, frozen=True, kw_only=True):
     """First layer at which the two models' tensors differ; the profiler compares them byte by byte.
     Below it their KV is bit-identical; 0 says nothing is."""
 
+    measured_tokens: int | None = None
+    """The longest prefix of a held-out prompt; None where a profile does not say."""
+
     costs: LayerTimes | None = None
+
+    def covers(self, num_tokens: int) -> bool:
+        """Whether what was proven may be taken to hold for prefixes of this length."""
+        return self.measured_tokens is None or num_tokens <= BEYOND * self.measured_tokens
 
     @property
     def quality_floor(self) -> float:

@@ -8,6 +8,7 @@ from itertools import zip_longest
 from typing import Final
 
 from cachetree import Span
+from cachetree.planning import BEYOND
 from profiles.evidence import Interval, MeasuredProfile, Split, TaskLoss
 from profiles.report import derived, words
 from profiles.stats import ERROR_RATE
@@ -56,6 +57,9 @@ def summary(profile: MeasuredProfile) -> Table:
                 f"{words.seconds(plan.ttft_s)}, {share} of full prefill's {words.seconds(full_s)}",
             )
         )
+    if profile.measured_tokens is not None:
+        served = f"{profile.measured_tokens:,}, so servers use it up to {BEYOND} times as many"
+        rows.append(("longest prefix measured, in tokens", served))
     rows.append(("lossless whatever the gate says", _free(profile.lossless)))
     rows.append(("error of predicted times", _errors(profile)))
     return Table(title="", headers=("", ""), rows=tuple(rows), is_prose=True)

@@ -115,6 +115,7 @@ def build(
         passed=passed,
         reason=reason,
         first_difference=subject.first_difference,
+        measured_tokens=split.max_prefix_tokens,
         train=split_of(train, tried.sender, tried.full_prefill, tried.full_reuse),
         held_out=split,
         layers=tuple(_layer(layer, scores) for layer, scores in enumerate(swept.layers)),

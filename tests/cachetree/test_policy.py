@@ -418,6 +418,7 @@ def test_reasons_are_labels() -> None:
         "too_short",
         "no_profile",
         "gate_failed",
+        "longer_than_measured",
         "ungated_block",
         "no_e",
         "recompute_too_long",

@@ -32,6 +32,7 @@ from cachetree.planning.policy import (
     Gate,
     Mode,
     NoReuse,
+    Profiles,
     Reason,
     Requested,
     index_profiles,
@@ -69,6 +70,10 @@ NONE_PROVEN = index_profiles([msgspec.structs.replace(PROFILE, blocks=(), recomm
 SHORT = "what may be recomputed at a time is less than the fewest pages worth a fetch"
 
 
+def measured_on(num_tokens: int) -> Profiles:
+    return index_profiles([msgspec.structs.replace(PROFILE, measured_tokens=num_tokens)])
+
+
 @pytest.mark.parametrize(
     ("demand", "matches", "profiles", "reason", "detail"),
     [
@@ -97,6 +102,14 @@ SHORT = "what may be recomputed at a time is less than the fewest pages worth a 
         (DEMAND, [match(S)], {}, Reason.NO_PROFILE, f"no profile with sender {S}"),
         (DEMAND, [match(S)], index_profiles([FAILED]), Reason.GATE_FAILED, "loses 9 %"),
         (DEMAND, [match(S)], NONE_PROVEN, Reason.GATE_FAILED, "the profile has no proven block"),
+        (
+            DEMAND,
+            [match(S)],
+            measured_on(79),
+            Reason.LONGER_THAN_MEASURED,
+            "160 tokens of prompt, and the profile was measured on at most 79; it is used up to 2 "
+            "times as many",
+        ),
         (
             asking(Span(3, 11)),
             [match(S)],
@@ -241,3 +254,16 @@ def test_under_load_refreshed_layers_count_as_what_they_save(
 ) -> None:
     plan: Plan = plan_for(match(S), demand=BUSY, profiles=profile_with(*blocks))
     assert (plan.block, plan.refreshed) == chosen
+
+
+def test_a_profile_is_used_up_to_twice_the_length_that_it_was_measured_on() -> None:
+    longer = replace(DEMAND, num_pages=11)
+    profiles = measured_on(80)
+    assert isinstance(choose(DEMAND, [match(S)], profiles, MEASURED), Plan)
+    told = choose(longer, [match(S)], profiles, MEASURED)
+    assert isinstance(told, NoReuse) and told.reason is Reason.LONGER_THAN_MEASURED
+    free = replace(longer, gate=Gate.OFF)
+    assert isinstance(choose(free, [match(S)], profiles, MEASURED), Plan), "no gate, no bound"
+    alike = replace(longer, first_differences={S: 3})
+    plan = choose(alike, [match(S)], profiles, MEASURED)
+    assert isinstance(plan, Plan) and plan.block == Span(3, 10), "lossless at any length"
