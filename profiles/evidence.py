@@ -140,8 +140,11 @@ class BaselineKind(str, Enum):
     """What one could do instead. Values are in files and never change."""
 
     CACHEBLEND = "cacheblend"
-    """Tokens whose first-layer KV differs most, recomputed at all layers (CacheBlend, EuroSys '25,
-    carried over to two models as in DroidSpeak §5)."""
+    """All tokens at the first layer, and at each one after it fewer of them: those whose KV
+    differed most at the layer before (CacheBlend, EuroSys '25, §4.3)."""
+    TOKEN_SELECTION = "token_selection"
+    """Tokens whose first-layer KV differs most, recomputed at all layers; in profiles of before
+    CacheBlend was measured."""
     CRITICAL_LAYERS = "critical_layers"
     """The layers of the largest single-layer loss, each run of them from E (fig. 10)."""
     SPLIT_BLOCK = "split_block"

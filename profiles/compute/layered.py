@@ -156,21 +156,33 @@ class LayeredModel:
         return positions, self._rotary(hidden, positions)
 
     @torch.inference_mode()
-    def blend(self, ids: Sequence[int], chosen: Tensor, past: PrefixKV) -> list[KV]:
-        """KV of a prefix whose tokens `chosen` (ascending) are recomputed at all layers.
+    def blend(self, ids: Sequence[int], kept: Sequence[int], past: PrefixKV) -> list[KV]:
+        """KV of a prefix of which layer i recomputes `kept[i]` tokens, never more than the layer
+        before (CacheBlend, EuroSys '25, §4.3).
 
-        Each chosen token attends to the chosen ones and, for the others, to `past` (CacheBlend).
+        Those stay whose KV differed most from `past` at the layer before; where nothing did, all
+        of them. Each attends to the recomputed ones and, for the others, to `past`.
         """
-        chosen = chosen.to(self.device)
-        hidden = self.embed(torch.tensor([list(ids)]))[:, chosen]
-        positions = chosen[None]
-        seen = torch.arange(len(ids), device=self.device)[None] <= chosen[:, None]
-        mask = self._additive(seen[None])
-        rotary = self._rotary(hidden, positions)
+        hidden = self.embed(torch.tensor([list(ids)]))
+        chosen = torch.arange(len(ids), device=self.device)
+        deviation = torch.zeros(len(ids), device=self.device)
         made = []
-        for layer in range(self.num_layers):
-            cache = _Replace(self.kv_of(past, layer), chosen)
-            hidden = self._call(layer, hidden, mask, positions, rotary, cache)
+        for layer, num_kept in enumerate(kept):
+            theirs = self.kv_of(past, layer)
+            if num_kept < len(chosen) and (not num_kept or bool(deviation.any())):
+                most = deviation.topk(num_kept).indices.sort().values
+                chosen, hidden = chosen[most], hidden[:, most]
+            cache = _Replace(theirs, chosen)
+            if len(chosen):
+                seen = torch.arange(len(ids), device=self.device)[None] <= chosen[:, None]
+                rotary = self._rotary(hidden, chosen[None])
+                mask = self._additive(seen[None])
+                hidden = self._call(layer, hidden, mask, chosen[None], rotary, cache)
+            ours = [it[:, :, chosen].float() for it in cache.kv]
+            given = [it[:, :, chosen].float() for it in theirs]
+            deviation = sum(
+                (a - b).square().sum((0, 1, 3)) for a, b in zip(ours, given, strict=True)
+            )
             made.append((cache.kv[0].to(HOST), cache.kv[1].to(HOST)))
         return made
 
@@ -288,7 +300,8 @@ class _Replace(_Keep):
     """Some tokens of a whole prefix are new."""
 
     def __init__(self, past: KV, chosen: Tensor) -> None:
-        self._past, self._chosen = past, chosen
+        self.kv = self._past = past
+        self._chosen = chosen
 
     def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> KV:
         joined = (self._past[0].clone(), self._past[1].clone())

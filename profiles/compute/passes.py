@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-
-import torch
+from typing import Final
 
 from cachetree import EMPTY_SPAN, Span
 from profiles.compute.layered import KV, LayeredModel, Prefix, PrefixKV
+
+FILTERED: Final = 0.25
+"""By how much the first filter of a blend keeps more tokens than the mean, and the last fewer."""
 
 
 class DocumentPasses:
@@ -51,26 +53,23 @@ class DocumentPasses:
         return [made.get(layer) for layer in range(self._receiver.num_layers)]
 
     def blend(self, share: float) -> PrefixKV:
-        """The sender's KV with a share of the tokens recomputed at all layers (CacheBlend).
-
-        Chosen are the tokens whose KV differs most between the two models at the first layer where
-        any does.
-        """
-        num_chosen = max(1, round(share * len(self._ids)))
-        deviation = torch.zeros(len(self._ids))
-        for ours, theirs in zip(self.own, self.theirs, strict=True):
-            deviation = sum(
-                (a.float() - b.float()).square().sum((0, 1, 3))
-                for a, b in zip(ours, theirs, strict=True)
-            )
-            if bool(deviation.any()):
-                break
-        chosen = deviation.topk(num_chosen).indices.sort().values
+        """The sender's KV with tokens recomputed as CacheBlend does it, for a share of the compute
+        of a prefill."""
         self.count += 1
-        return self._receiver.blend(self._ids, chosen, self.theirs)
+        kept = tokens_kept(share, len(self._ids), self._receiver.num_layers)
+        return self._receiver.blend(self._ids, kept, self.theirs)
 
     def _sent(self) -> Prefix:
         if self._theirs is None:
             self._theirs = self._sender.prefix(self._ids, self._e_layers)
             self.count += 1
         return self._theirs
+
+
+def tokens_kept(share: float, num_tokens: int, num_layers: int) -> list[int]:
+    """Of each layer, for a share of all layers over all tokens: all at the first, and then ever
+    fewer, from a quarter more than the mean to a quarter less."""
+    mean = max(0.0, share * num_layers - 1) / max(1, num_layers - 1)
+    slope = min(FILTERED, (1 - mean) / mean) if mean else 0.0
+    steps = [1 - 2 * i / max(1, num_layers - 2) for i in range(num_layers - 1)]
+    return [num_tokens, *(round(num_tokens * mean * (1 + slope * it)) for it in steps)]

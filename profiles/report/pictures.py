@@ -39,6 +39,7 @@ _MARKS: Final = {
     _BLOCK: ("o", BLUE),
     _REFRESHED: ("v", GREEN),
     words.BASELINES[BaselineKind.CACHEBLEND]: ("s", ORANGE),
+    words.BASELINES[BaselineKind.TOKEN_SELECTION]: ("p", PALE),
     words.BASELINES[BaselineKind.CRITICAL_LAYERS]: ("^", PURPLE),
     words.BASELINES[BaselineKind.SPLIT_BLOCK]: ("D", GREEN),
     words.BASELINES[BaselineKind.SMALL_MODEL]: ("P", VERMILLION),

@@ -11,7 +11,8 @@ from profiles.evidence import Baseline, BaselineKind, FrontierPoint, Interval
 ABSENT: Final = "–"
 
 BASELINES: Final = {
-    BaselineKind.CACHEBLEND: "tokens, CacheBlend-style",
+    BaselineKind.CACHEBLEND: "CacheBlend",
+    BaselineKind.TOKEN_SELECTION: "token selection",
     BaselineKind.CRITICAL_LAYERS: "critical layers alone",
     BaselineKind.SPLIT_BLOCK: "block in several runs",
     BaselineKind.SMALL_MODEL: "smaller model",

@@ -263,6 +263,7 @@ def _baselines(world: World, block: Span) -> tuple[Baseline, ...]:
     single = tuple(Span(layer, layer + 1) for layer in block)
     kinds = [
         (BaselineKind.CACHEBLEND, float(len(block)), (), 0.62),
+        (BaselineKind.TOKEN_SELECTION, float(len(block)), (), 0.66),
         (BaselineKind.CRITICAL_LAYERS, 1.0, (Span(critical, critical + 1),), 0.83),
         (BaselineKind.SPLIT_BLOCK, float(len(block)), single, 0.31),
     ]

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from statistics import fmean
 
 import pytest
@@ -14,7 +15,9 @@ from cachetree.ids import EMPTY_SPAN, Span
 from cachetree.planning.profile import Recipe
 from profiles.compute.journal import temporary_journal
 from profiles.compute.judging import baselines, critical_runs, judge, split_runs
+from profiles.compute.layered import LayeredModel
 from profiles.compute.models import Pair, load_pair
+from profiles.compute.passes import tokens_kept
 from profiles.compute.study import Bench
 from profiles.compute.training import places_swept, sweep
 from profiles.data.documents import Document
@@ -223,6 +226,65 @@ def test_baselines_are_at_the_frontiers_sizes():
         ("critical_layers", 1), ("critical_layers", 3),
         ("split_block", 3), ("split_block", 3),
     ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def first() -> tuple[Pair, Document]:
+    pair = pair_in_float32(SHIPPED[0])
+    return pair, read_documents(DATA / "train.jsonl", pair.tokenizer)[0]
+
+
+def recomputed(blended, theirs) -> list[set[int]]:
+    """By layer, the tokens whose KV is not the sender's."""
+    return [
+        set((ours[0] != given[0]).any(-1).any(1)[0].nonzero()[:, 0].tolist())
+        for ours, given in zip(blended, theirs, strict=True)
+    ]
+
+
+def test_cacheblend_keeps_the_tokens_whose_kv_differed_most_at_the_layer_before(first):
+    pair, document = first
+    sender, receiver = LayeredModel(pair.sender), LayeredModel(pair.receiver)
+    theirs, own = (it.prefix(document.prefix, ()).kv for it in (sender, receiver))
+    num_tokens = len(document.prefix)
+    kept = [num_tokens, 40, 40, 20, *[5] * 7, 0]
+    found = receiver.blend(document.prefix, kept, theirs)
+    tokens = recomputed(found, theirs)
+    assert [len(it) for it in tokens] == kept
+    assert all(later <= before for before, later in pairwise(tokens))
+    for got, want in zip(found[0], own[0], strict=True):
+        assert torch.allclose(got, want, atol=1e-5), "the first layer is the receiver's own"
+    for layer in (0, 2):
+        far = sum(
+            (a - b).square().sum((0, 1, 3))
+            for a, b in zip(found[layer], theirs[layer], strict=True)
+        )
+        assert set(far.topk(kept[layer + 1]).indices.tolist()) == tokens[layer + 1]
+
+
+def test_cacheblend_of_all_tokens_is_the_receivers_own_and_of_none_begins_with_it(first):
+    pair, document = first
+    sender, receiver = LayeredModel(pair.sender), LayeredModel(pair.receiver)
+    theirs, own = (it.prefix(document.prefix, ()).kv for it in (sender, receiver))
+    num_tokens = len(document.prefix)
+    for num_own in (NUM_LAYERS, 1):
+        kept = [num_tokens] * num_own + [0] * (NUM_LAYERS - num_own)
+        found = receiver.blend(document.prefix, kept, theirs)
+        for layer in range(NUM_LAYERS):
+            want = own[layer] if layer < num_own else theirs[layer]
+            assert all(
+                torch.allclose(a, b, atol=1e-4) for a, b in zip(found[layer], want, strict=True)
+            )
+
+
+@pytest.mark.parametrize("share", [0.05, 1 / 12, 0.25, 0.5, 0.9, 1.0])
+def test_a_blend_takes_the_share_of_compute_that_was_asked_for(share):
+    """But for the first layer, which it takes in any case."""
+    kept = tokens_kept(share, 1000, NUM_LAYERS)
+    assert kept[0] == 1000 and all(later <= before for before, later in pairwise(kept))
+    assert sum(kept) == pytest.approx(max(1000, share * NUM_LAYERS * 1000), abs=NUM_LAYERS)
+    if 1 / 12 < share < 0.8:
+        assert kept[1] > 1.2 * sum(kept[1:]) / 11 > kept[-1]
 
 
 def test_every_transition_costs_quality():
