@@ -26,6 +26,12 @@ FAILED_GATE: Final = 3
 _LOCAL: Final = re.compile(r"(^|[=:])/(?:[^/]*/)*(?=[^/])")
 """The folders of an absolute path, which say nothing on another machine."""
 
+METRICS: Final = (
+    *("f1", "rouge_l", "edit_similarity", "exact_number"),
+    *("classification", "count", "retrieval"),
+)
+"""Values of `profiles.data.Metric`."""
+
 _PAIR: Final = ("sender", "receiver", "data", "out")
 
 
@@ -152,7 +158,7 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
         help="ask as the OpenAI chat endpoint does: each prompt is a user's message in the "
         "tokenizer's own chat template",
     )
-    data.add_argument("--metric", choices=["f1", "rouge_l", "edit_similarity", "exact_number"])
+    data.add_argument("--metric", choices=METRICS, help="default: the data set's own")
     data.add_argument("--max-new", type=int, metavar="N", help="longest answer in tokens")
     data.add_argument(
         "--max-prompt-tokens",

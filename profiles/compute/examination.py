@@ -56,7 +56,8 @@ class Answerer:
         """What the data set's metric says of an answer."""
         ids = [token for token in answer if token not in self.ends]
         text = self.tokenizer.decode(ids, skip_special_tokens=True)
-        return score(document.task, text, document.questions[question].answers)
+        asked = document.questions[question]
+        return score(document.task, text, asked.answers, asked.classes)
 
 
 class Examination:

@@ -18,7 +18,7 @@ from typing import Any, Final
 import msgspec
 
 from cachetree import ConfigError
-from profiles.data.metrics import Metric, final_number, needs_spaces
+from profiles.data.metrics import problem_with
 from profiles.data.records import Line, Record, RecordError, read_lines
 from profiles.data.tasks import TASKS, Task, TaskOptions
 
@@ -201,15 +201,9 @@ def _sourced(place: str, record: Record, options: TaskOptions) -> SourcedRecord:
         raise RecordError(f"{place}: {exc}") from exc
     if not record.answers:
         raise RecordError(f"{place} has no answers, so nothing can be judged by it")
-    if task.metric is Metric.EXACT_NUMBER and None in map(final_number, record.answers):
-        raise RecordError(
-            f"{place} has an answer without a number, which {task.metric.value} needs"
-        )
-    if any(needs_spaces(task.metric, it) for it in record.answers):
-        raise RecordError(
-            f"{place} has an answer in a script without spaces, in which {task.metric.value} finds "
-            "no words; judge it by --metric edit_similarity or exact_number"
-        )
+    for answer in record.answers:
+        if problem := problem_with(task.metric, answer, record.all_classes or ()):
+            raise RecordError(f"{place} has {problem}")
     return SourcedRecord(record=record, task=task, place=place, name=record.id or place)
 
 

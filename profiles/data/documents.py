@@ -45,6 +45,8 @@ class Question:
     """The first accepted answer as the prompt goes on with it, then EOS if the tokenizer has one;
     at least one token, at most the task's `max_new`."""
     answers: tuple[str, ...]
+    classes: tuple[str, ...] = ()
+    """Those that the data set knows, if it is about classes."""
     name: str
     """The record's `_id`, or `file:line`; no two questions that were loaded together share it."""
 
@@ -209,6 +211,7 @@ def _document(
             suffix=short[num_reused:],
             reference=_reference(it, text, ids, encode),
             answers=it.record.answers,
+            classes=it.record.all_classes or (),
             name=it.name,
         )
         for it, text, ids, short in zip(records, texts, prompts, kept, strict=True)

@@ -5,6 +5,9 @@
     rouge_l          words, by sentence                      rouge_score (the `rouge` package)
     edit_similarity  characters, in whole percent            code_sim_score, after its choice of a
                                                              line (`tasks.AnswerPart.CODE_LINE`)
+    classification   the classes named, one of which is it   classification_score
+    count            all numbers                             count_score
+    retrieval        all numbers, and "Paragraph 3"          retrieval_score
     exact_number     the final number of each                not in LongBench
 
 Where the numbers differ from LongBench's is said at each function.
@@ -27,6 +30,8 @@ _ARTICLES: Final = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION: Final = str.maketrans("", "", string.punctuation)
 _UNSPACED: Final = re.compile("[\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]")
 _NUMBER: Final = re.compile(r"((?<!\w)-)?\$?(\d[\d,]*(?:\.\d+)?|\.\d+)")
+_DIGITS: Final = re.compile(r"\d+")
+_PARAGRAPH: Final = re.compile(r"Paragraph (\d+)")
 _ANSWER_MARK: Final = "####"
 
 
@@ -37,18 +42,39 @@ class Metric(str, Enum):
     ROUGE_L = "rouge_l"
     EDIT_SIMILARITY = "edit_similarity"
     EXACT_NUMBER = "exact_number"
+    CLASSIFICATION = "classification"
+    COUNT = "count"
+    RETRIEVAL = "retrieval"
 
 
-def needs_spaces(metric: Metric, text: str) -> bool:
-    """Whether a metric counts words in a text that does not space them, such as Chinese: a whole
-    sentence would be one word, and nearly every answer wrong."""
-    return metric in (Metric.F1, Metric.ROUGE_L) and bool(_UNSPACED.search(text))
+def problem_with(metric: Metric, answer: str, classes: Sequence[str]) -> str:
+    """Why nothing can be judged by this accepted answer; empty where something can."""
+    if metric is Metric.EXACT_NUMBER and final_number(answer) is None:
+        return f"an answer without a number, which {metric.value} needs"
+    if metric in (Metric.F1, Metric.ROUGE_L) and _UNSPACED.search(answer):
+        # A whole sentence would be one word, and nearly every answer wrong.
+        return (
+            f"an answer in a script without spaces, in which {metric.value} finds no words; judge "
+            "it by --metric edit_similarity or exact_number"
+        )
+    if metric is Metric.CLASSIFICATION and answer not in classes:
+        return f"an answer that is none of its all_classes, which {metric.value} needs"
+    if metric is Metric.COUNT and not answer.isdecimal():
+        return f"an answer that is no number, which {metric.value} needs"
+    if metric is Metric.RETRIEVAL and not _PARAGRAPH.search(answer):
+        return f'an answer without "Paragraph 1" or another, which {metric.value} needs'
+    return ""
 
 
-def quality(metric: Metric, prediction: str, answers: Sequence[str]) -> float:
-    """The best score over the accepted answers; ValueError where none are accepted."""
+def quality(
+    metric: Metric, prediction: str, answers: Sequence[str], classes: Sequence[str] = ()
+) -> float:
+    """The best score over the accepted answers, of all `classes`; ValueError where none are
+    accepted."""
     if not answers:
         raise ValueError(f"{metric.value} needs at least one accepted answer")
+    if metric is Metric.CLASSIFICATION:
+        return max(classification(prediction, answer, classes) for answer in answers)
     return max(_SCORES[metric](prediction, answer) for answer in answers)
 
 
@@ -114,6 +140,27 @@ def exact_number(prediction: str, answer: str) -> float:
     return float(found is not None and found == final_number(answer))
 
 
+def classification(prediction: str, answer: str, classes: Sequence[str]) -> float:
+    """One over the classes that are named, where the right one is; parts of its name do not count.
+
+    LongBench's loop forgets to look at the class after one that it has left out.
+    """
+    named = [it for it in classes if it in prediction and (it == answer or it not in answer)]
+    return 1 / len(named) if answer in named else 0.0
+
+
+def count(prediction: str, answer: str) -> float:
+    """The share of all numbers that are the answer's."""
+    numbers = _DIGITS.findall(prediction)
+    return numbers.count(answer) / len(numbers) if numbers else 0.0
+
+
+def retrieval(prediction: str, answer: str) -> float:
+    """The same of the number of a paragraph."""
+    found = _PARAGRAPH.search(answer)
+    return count(prediction, found[1]) if found else 0.0
+
+
 def final_number(text: str) -> Decimal | None:
     """The number after the first `####`, or else the last one; None where there is none.
 
@@ -145,4 +192,6 @@ _SCORES: Final[Mapping[Metric, Callable[[str, str], float]]] = {
     Metric.ROUGE_L: rouge_l,
     Metric.EDIT_SIMILARITY: edit_similarity,
     Metric.EXACT_NUMBER: exact_number,
+    Metric.COUNT: count,
+    Metric.RETRIEVAL: retrieval,
 }

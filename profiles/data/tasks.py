@@ -28,6 +28,8 @@ class AnswerPart(str, Enum):
     CODE_LINE = "code_line"
     """The first line without a comment or code fence, as in LongBench's `code_sim_score`; empty
     where there is none."""
+    FIRST_LINE = "first_line"
+    """Without empty lines before it: what follows few-shot examples goes on with more of them."""
     BEFORE_NEXT_QUESTION = "before_next_question"
     """Up to where the model goes on with questions of its own, as few-shot examples suggest."""
 
@@ -65,9 +67,9 @@ class Task:
         return self.shared(context) + question.join(rest)
 
 
-def score(task: Task, text: str, answers: Sequence[str]) -> float:
-    """Quality of what a model wrote, 0 to 1."""
-    return quality(task.metric, _PARTS[task.answer_part](text), answers)
+def score(task: Task, text: str, answers: Sequence[str], classes: Sequence[str] = ()) -> float:
+    """Quality of what a model wrote, 0 to 1; `classes` are those that the data set knows."""
+    return quality(task.metric, _PARTS[task.answer_part](text), answers, classes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,6 +160,7 @@ def _code_line(text: str) -> str:
 _PARTS: Final[Mapping[AnswerPart, Callable[[str], str]]] = {
     AnswerPart.WHOLE: lambda text: text,
     AnswerPart.CODE_LINE: _code_line,
+    AnswerPart.FIRST_LINE: lambda text: text.lstrip("\n").partition("\n")[0],
     AnswerPart.BEFORE_NEXT_QUESTION: lambda text: text.partition("Question:")[0],
 }
 
@@ -167,10 +170,41 @@ _PASSAGES: Final = (
     "on the given passages. Only give me the answer and do not output any other words.\n\n"
     "Question: {input}\nAnswer:"
 )
+_STORY: Final = (  # As it is published, with a space missing.
+    "nswer the question{} asconcisely as you can, using a single phrase if possible. Do not "
+    "provide any explanation.\n\n"
+)
+_ARTICLE: Final = (
+    "Answer the question{} as concisely as you can, using a single phrase or sentence if possible. "
+    "If the question cannot be answered based on the information in the article, write "
+    '"unanswerable". If the question is a yes/no question, answer "yes", "no", or "unanswerable". '
+    "Do not provide any explanation.\n\n"
+)
 
 _ALL: Final = (
     Task(name="hotpotqa", template=_PASSAGES, metric=Metric.F1, max_new=32),
     Task(name="2wikimqa", template=_PASSAGES, metric=Metric.F1, max_new=32),
+    Task(name="musique", template=_PASSAGES, metric=Metric.F1, max_new=32),
+    Task(
+        name="narrativeqa",
+        template=(
+            "You are given a story, which can be either a novel or a movie script, and a question. "
+            f"A{_STORY.format('')}Story: {{context}}\n\n"
+            f"Now, a{_STORY.format(' based on the story')}Question: {{input}}\n\nAnswer:"
+        ),
+        metric=Metric.F1,
+        max_new=128,
+    ),
+    Task(
+        name="qasper",
+        template=(
+            "You are given a scientific article and a question. "
+            f"{_ARTICLE.format('')}Article: {{context}}\n\n"
+            f" {_ARTICLE.format(' based on the above article')}Question: {{input}}\n\nAnswer:"
+        ),
+        metric=Metric.F1,
+        max_new=128,
+    ),
     Task(
         name="multifieldqa_en",
         template=(
@@ -182,6 +216,26 @@ _ALL: Final = (
         max_new=64,
     ),
     Task(
+        name="gov_report",
+        template=(
+            "You are given a report by a government agency. Write a one-page summary of the report."
+            "\n\nReport:\n{context}\n\nNow, write a one-page summary of the report.\n\nSummary:"
+        ),
+        metric=Metric.ROUGE_L,
+        max_new=512,
+    ),
+    Task(
+        name="qmsum",
+        template=(
+            "You are given a meeting transcript and a query containing a question or instruction. "
+            "Answer the query in one or more sentences.\n\nTranscript:\n{context}\n\nNow, answer "
+            "the query based on the above meeting transcript in one or more sentences.\n\n"
+            "Query: {input}\nAnswer:"
+        ),
+        metric=Metric.ROUGE_L,
+        max_new=512,
+    ),
+    Task(
         name="multi_news",
         template=(
             "You are given several news passages. Write a one-page summary of all news. \n\n"
@@ -189,6 +243,60 @@ _ALL: Final = (
         ),
         metric=Metric.ROUGE_L,
         max_new=512,
+    ),
+    Task(
+        name="trec",
+        template=(
+            "Please determine the type of the question below. Here are some examples of questions."
+            "\n\n{context}\n{input}"
+        ),
+        metric=Metric.CLASSIFICATION,
+        max_new=64,
+        answer_part=AnswerPart.FIRST_LINE,
+    ),
+    Task(
+        name="triviaqa",
+        template=(
+            "Answer the question based on the given passage. Only give me the answer and do not "
+            "output any other words. The following are some examples.\n\n{context}\n\n{input}"
+        ),
+        metric=Metric.F1,
+        max_new=32,
+        answer_part=AnswerPart.FIRST_LINE,
+    ),
+    Task(
+        name="samsum",
+        template=(
+            "Summarize the dialogue into a few short sentences. The following are some examples."
+            "\n\n{context}\n\n{input}"
+        ),
+        metric=Metric.ROUGE_L,
+        max_new=128,
+        answer_part=AnswerPart.FIRST_LINE,
+    ),
+    Task(
+        name="passage_count",
+        template=(
+            "There are some paragraphs below sourced from Wikipedia. Some of them may be "
+            "duplicates. Please carefully read these paragraphs and determine how many unique "
+            "paragraphs there are after removing duplicates. In other words, how many "
+            "non-repeating paragraphs are there in total?\n\n{context}\n\nPlease enter the final "
+            "count of unique paragraphs after removing duplicates. The output format should only "
+            "contain the number, such as 1, 2, 3, and so on.\n\nThe final answer is: "
+        ),
+        metric=Metric.COUNT,
+        max_new=32,
+    ),
+    Task(
+        name="passage_retrieval_en",
+        template=(
+            "Here are 30 paragraphs from Wikipedia, along with an abstract. Please determine which "
+            "paragraph the abstract is from.\n\n{context}\n\nThe following is an abstract.\n\n"
+            "{input}\n\nPlease enter the number of the paragraph that the abstract is from. The "
+            'answer format must be like "Paragraph 1", "Paragraph 2", etc.\n\nThe answer is: '
+        ),
+        metric=Metric.RETRIEVAL,
+        max_new=32,
     ),
     Task(
         name="lcc",

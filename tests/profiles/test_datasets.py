@@ -83,12 +83,12 @@ def test_names_are_unique_among_all_sources(tmp_path):
 
 
 def test_a_directory_is_a_source_per_known_data_set(tmp_path):
-    for name in ("lcc", "hotpotqa", "narrativeqa"):
+    for name in ("lcc", "hotpotqa", "novels"):
         write_records([make_record(name)], tmp_path / f"{name}.jsonl")
     sources = load_sources([str(tmp_path)], TaskOptions())
     assert [source.name for source in sources] == ["hotpotqa.jsonl", "lcc.jsonl"]
     sources = load_sources([str(tmp_path)], AS_SHIPPED)
-    assert [it.name for it in sources] == ["hotpotqa.jsonl", "lcc.jsonl", "narrativeqa.jsonl"]
+    assert [it.name for it in sources] == ["hotpotqa.jsonl", "lcc.jsonl", "novels.jsonl"]
 
 
 def test_a_directory_without_known_files_says_which_are_known(tmp_path):

@@ -9,10 +9,12 @@ from hypothesis import strategies as st
 from rouge import Rouge
 from thefuzz import fuzz
 
+from profiles.cli import METRICS
 from profiles.data.metrics import (
     Metric,
     final_number,
     normalised_tokens,
+    problem_with,
     quality,
     rouge_l,
     token_f1,
@@ -41,6 +43,10 @@ def test_token_f1(prediction, answers, expected):
     assert quality(Metric.F1, prediction, answers) == token_f1(prediction, answers)
 
 
+def test_the_command_offers_every_metric():
+    assert tuple(it.value for it in Metric) == METRICS
+
+
 def test_articles_go_but_not_inside_words():
     assert normalised_tokens("a theme, an Anthem; the end") == ["theme", "anthem", "end"]
 
@@ -49,6 +55,50 @@ def test_articles_go_but_not_inside_words():
 def test_no_accepted_answer_is_an_error(metric):
     with pytest.raises(ValueError, match=f"{metric.value} needs at least one"):
         quality(metric, "red", [])
+
+
+@pytest.mark.parametrize(
+    ("metric", "prediction", "answer", "expected"),
+    [
+        (Metric.COUNT, "There are 7.", "7", 1.0),
+        (Metric.COUNT, "7 of 12", "7", 0.5),
+        (Metric.COUNT, "17", "7", 0.0),
+        (Metric.COUNT, "seven", "7", 0.0),
+        (Metric.RETRIEVAL, "Paragraph 3", "Paragraph 3", 1.0),
+        (Metric.RETRIEVAL, "the 3rd, or paragraph 30", "Paragraph 3", 0.5),
+        (Metric.RETRIEVAL, "Paragraph three", "Paragraph 3", 0.0),
+        (Metric.CLASSIFICATION, "Type: City", "City", 1.0),
+        (Metric.CLASSIFICATION, "City or Date", "City", 0.5),
+        (Metric.CLASSIFICATION, "Other location", "Other location", 1.0),
+        (Metric.CLASSIFICATION, "Other location", "location", 0.5),
+        (Metric.CLASSIFICATION, "a town", "City", 0.0),
+    ],
+)
+def test_longbenchs_scores_of_classes_and_numbers(metric, prediction, answer, expected):
+    """Worked out from its scorers by hand."""
+    classes = ["City", "Date", "location", "Other location"]
+    assert quality(metric, prediction, [answer], classes) == expected
+    assert quality(metric, prediction, ["Date", answer], classes) >= expected
+
+
+@pytest.mark.parametrize(
+    ("metric", "answer", "problem"),
+    [
+        (Metric.F1, "\u5317\u4eac\u662f\u9996\u90fd", "a script without spaces, in which f1"),
+        (Metric.ROUGE_L, "\u5317\u4eac", "a script without spaces, in which rouge_l"),
+        (Metric.EDIT_SIMILARITY, "\u5317\u4eac", ""),
+        (Metric.EXACT_NUMBER, "many", "without a number"),
+        (Metric.CLASSIFICATION, "Town", "none of its all_classes"),
+        (Metric.CLASSIFICATION, "City", ""),
+        (Metric.COUNT, "seven", "no number"),
+        (Metric.COUNT, "7", ""),
+        (Metric.RETRIEVAL, "3", 'without "Paragraph 1"'),
+        (Metric.RETRIEVAL, "Paragraph 3", ""),
+    ],
+)
+def test_answers_by_which_nothing_can_be_judged_are_refused(metric, answer, problem):
+    found = problem_with(metric, answer, ["City", "Date"])
+    assert problem in found and bool(problem) == bool(found)
 
 
 WORDS = st.sampled_from(["rain", "sun", "Sun", "wind,", "fog", "hail", "3", "\n", " ", "the"])

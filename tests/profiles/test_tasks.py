@@ -28,8 +28,18 @@ def test_every_longbench_task_has_its_published_length_and_metric():
     assert {name: (task.metric.value, task.max_new) for name, task in TASKS.items()} == {
         "hotpotqa": ("f1", 32),
         "2wikimqa": ("f1", 32),
+        "musique": ("f1", 32),
+        "narrativeqa": ("f1", 128),
+        "qasper": ("f1", 128),
         "multifieldqa_en": ("f1", 64),
+        "gov_report": ("rouge_l", 512),
+        "qmsum": ("rouge_l", 512),
         "multi_news": ("rouge_l", 512),
+        "trec": ("classification", 64),
+        "triviaqa": ("f1", 32),
+        "samsum": ("rouge_l", 128),
+        "passage_count": ("count", 32),
+        "passage_retrieval_en": ("retrieval", 32),
         "lcc": ("edit_similarity", 64),
         "repobench-p": ("edit_similarity", 64),
         "gsm8k": ("exact_number", 256),
@@ -83,6 +93,7 @@ CODE = "\n\n# a comment\n```\nx = 1  // no\n    return  x\nmore"
         (AnswerPart.WHOLE, CODE, CODE),
         (AnswerPart.CODE_LINE, CODE, "    return  x"),
         (AnswerPart.CODE_LINE, "# only a comment", ""),
+        (AnswerPart.FIRST_LINE, "\n\nred lamp\nQuestion: what?", "red lamp"),
         (AnswerPart.BEFORE_NEXT_QUESTION, "4 #### 4\n\nQuestion: 5?\nAnswer: 5", "4 #### 4\n\n"),
     ],
 )
@@ -90,6 +101,12 @@ def test_the_part_of_an_answer_that_is_judged(part, text, expected):
     task = make_task(metric=Metric.EDIT_SIMILARITY, answer_part=part)
     assert score(task, text, [expected]) == 1.0
     assert score(task, text, [expected + "!!!!"]) < 1.0
+
+
+def test_after_few_shot_examples_the_first_line_counts():
+    parts = {name for name, task in TASKS.items() if task.answer_part is AnswerPart.FIRST_LINE}
+    assert parts == {"trec", "triviaqa", "samsum"}
+    assert score(TASKS["trec"], "\nDate\nType: City", ["Date"], ["City", "Date"]) == 1.0
 
 
 def test_a_number_after_the_next_question_does_not_count():
