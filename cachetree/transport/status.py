@@ -72,10 +72,12 @@ class PeerStatus(PeerCounts, frozen=True, kw_only=True):  # type: ignore[misc]
 
     @property
     def is_ready(self) -> bool:
+        """Whether it can be read from."""
         return self.state is PeerState.READY
 
     @property
     def is_resting(self) -> bool:
+        """Whether it is left alone for a while."""
         return self.state is PeerState.RESTING
 
     @property
