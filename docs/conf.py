@@ -10,6 +10,7 @@ author = "the sglang-droidspeak authors"
 extensions = ["myst_parser"]
 html_theme = "furo"
 html_title = project
+html_extra_path = ["llms.txt"]
 myst_heading_anchors = 3
 myst_enable_extensions = ["dollarmath"]
 

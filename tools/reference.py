@@ -21,6 +21,8 @@ from cachetree.cli import parser as cachetree_parser
 from cachetree.metrics import METRICS
 from examples import break_even
 from sglang_droidspeak.cli import parser as droidspeak_parser
+from sglang_droidspeak.demo.conditions import Condition
+from sglang_droidspeak.demo.report import DemoReport
 from sglang_droidspeak.metrics import Metrics
 from sglang_droidspeak.request.controls import Controls
 from sglang_droidspeak.request.meta_info import RequestProvenance
@@ -139,6 +141,48 @@ def _option(action: argparse.Action) -> str:
     return "; ".join(told)
 
 
+def proof() -> str:
+    """Of the recorded run of `make demo`."""
+    run = msgspec.json.decode((ROOT / "benchmarks/results/demo.json").read_bytes(), type=DemoReport)
+    part, block = run.speed_on, run.speed_on.block
+    rows = [
+        ["full prefill, without reuse", Condition.FULL_PREFILL],
+        [f"**recompute layers [{block[0]}, {block[1]}), load the rest**", Condition.BLOCK],
+        ["recompute every layer: a check", Condition.ALL_LAYERS],
+        ["load every layer: the limit", Condition.FULL_REUSE],
+    ]
+    cells = (
+        [
+            name,
+            f"{run.speed[way].ttft_p50_ms / 1e3:.2f} s ({run.speed[way].ttft_p90_ms / 1e3:.2f})",
+            f"{run.speed[way].speedup:.1f} ×",
+        ]
+        for name, way in rows
+    )
+    f1 = {way: f"{run.quality[way].f1:.3f}" for way in Condition}
+    return (
+        table(["receiver strategy", "time to first token, median (p90)", "sooner"], cells)
+        + f"\n{part.num_requests} documents of {part.tokens_per_document:,.0f} tokens, "
+        f"{part.pair}, {part.dtype}; {run.environment.processor}, {run.environment.num_cores} "
+        f"cores, no GPU. Random weights show time alone. Quality is from the same run's trained "
+        f"pair ({run.quality_on.num_layers} layers, {run.quality_on.num_requests} questions, too "
+        f"small to be timed): token F1 {f1[Condition.FULL_PREFILL]} by full prefill, "
+        f"{f1[Condition.BLOCK]} with the profile's block, {f1[Condition.ALL_LAYERS]} with every "
+        f"layer recomputed, {f1[Condition.FULL_REUSE]} with none.\n"
+    )
+
+
+def sizes() -> str:
+    """Of the pair that `break_even` knows, with E at one layer."""
+    pair = break_even.Pair()
+    kv = pair.kv_bytes // (pair.layers - pair.block) * pair.layers
+    per_gib = (1 << 30) // (kv + pair.e_bytes)
+    return (
+        f"A model with the sizes of Llama-3-8B in bfloat16 takes {kv // 1024} KiB of KV and "
+        f"{pair.e_bytes // 1024} KiB of E for each token: 1 GiB holds {per_gib:,} tokens.\n"
+    )
+
+
 PARTS: Final[dict[str, Callable[[], str]]] = {
     "settings": lambda: fields_of(Settings, defaults=True),
     "controls": lambda: fields_of(Controls, defaults=True),
@@ -148,12 +192,26 @@ PARTS: Final[dict[str, Callable[[], str]]] = {
     "droidspeak": lambda: commands(droidspeak_parser()),
     "cachetree": lambda: commands(cachetree_parser()),
     "break_even": break_even.markdown,
+    "proof": proof,
+    "sizes": sizes,
 }
 
 
 def written(page: str) -> str:
     """The page with its parts made anew; raises KeyError for a name that none has."""
     return _PART.sub(lambda found: f"{found[1]}\n{PARTS[found[2]]()}\n{found[3]}", page)
+
+
+def llms() -> str:
+    """`llms.txt`: each page with its first paragraph, in the order of the contents."""
+    index = (ROOT / "docs/index.md").read_text()
+    lines = ["\n\n".join(index.split("\n\n")[:2])]
+    for caption, names in re.findall(r"```{toctree}\n:caption: (.*)\n([^`]*)```", index):
+        lines.append(f"\n## {caption}\n")
+        for name in names.split():
+            title, lead = (ROOT / f"docs/{name}.md").read_text().split("\n\n")[:2]
+            lines.append(f"- [{title.removeprefix('# ')}]({name}.md): {lead}")
+    return "\n".join(lines) + "\n"
 
 
 def pages() -> list[Path]:
@@ -163,6 +221,7 @@ def pages() -> list[Path]:
 def main() -> None:
     for path in pages():
         path.write_text(written(path.read_text()))
+    (ROOT / "docs/llms.txt").write_text(llms())
 
 
 if __name__ == "__main__":

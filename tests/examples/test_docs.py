@@ -33,7 +33,7 @@ def test_what_the_code_says_is_as_the_code_says_it(page: str) -> None:
 
 def test_every_part_that_can_be_made_is_in_a_page() -> None:
     used = re.findall(r"<!-- made: (\S+) -->", "\n".join(PAGES.values()))
-    assert sorted(used) == sorted(reference.PARTS)
+    assert set(used) == set(reference.PARTS)
 
 
 def test_every_outcome_has_a_cause_and_a_remedy() -> None:
@@ -103,6 +103,14 @@ def test_every_link_and_command_leads_somewhere(page: str) -> None:
     config = re.findall(r"--config (examples/\S+)", PAGES[page])
     for path in [*run, *config]:
         assert (ROOT / path).exists(), path
+
+
+def test_the_list_for_language_models_is_of_these_pages() -> None:
+    assert (ROOT / "docs/llms.txt").read_text() == reference.llms()
+
+
+def test_the_readme_is_short() -> None:
+    assert PAGES["README.md"].count("\n") < 150
 
 
 def test_first_screen_has_no_placeholder() -> None:
