@@ -27,8 +27,7 @@ EXTENSION = ROOT / "sglang_droidspeak"
 
 @pytest.mark.parametrize("page", PAGES)
 def test_what_the_code_says_is_as_the_code_says_it(page: str) -> None:
-    """`python -m tools.reference` writes it."""
-    assert reference.written(PAGES[page]) == PAGES[page]
+    assert reference.written(PAGES[page]) == PAGES[page], "run `python -m tools.reference`"
 
 
 def test_every_part_that_can_be_made_is_in_a_page() -> None:
