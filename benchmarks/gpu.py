@@ -21,6 +21,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from cachetree import Span
 from cachetree.checkpoint import Codec
 from sglang_droidspeak.request.loader import Copies
 from sglang_droidspeak.store.capture import EPool
@@ -44,7 +45,7 @@ class Stack:
 
 def captured(num_tokens: int) -> dict[str, Any]:
     runner = SimpleNamespace(dtype=torch.bfloat16, device="cuda")
-    pool, stack = EPool((1,), {}, 2 * num_tokens, HIDDEN, runner), Stack()
+    pool, stack = EPool((1,), {}, 2 * num_tokens, Span(0, HIDDEN), runner), Stack()
     pool.capture_from(stack)
     slots = torch.arange(num_tokens, device="cuda")
     e = torch.zeros(num_tokens, HIDDEN, dtype=torch.bfloat16, device="cuda")

@@ -129,7 +129,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         self._pool_index = PoolIndex(
             self._cache.tree, attachment.e_pool, self._provenance, params.page_size, num_slots
         )
-        low_rank = LowRank(attachment, self._models, largest_forward(runner))
+        low_rank = LowRank(attachment, self._models, largest_forward(runner), self._ranks)
         noted = self._pool_index
         planner = Planner(server, self._cache, self._meter, self._models, noted, low_rank)
         self._waiting = WaitingRequests(

@@ -8,10 +8,10 @@ every rank has to run the same forwards. So per round of scheduling with request
     every rank   whether it has what one forward of a partial prefill takes     ─► minimum ─► all
 
 Layers reduce over all ranks: a rank that fails has to say so before the others begin. One that
-fails within a layer ends the server. The others wait for it in the next sum over all ranks, and it
-cannot take part for form's sake: how many sums are left is known to SGLang's layers alone, which
-join some of them to the kernel after, as sizes and devices have it. A sum too many or too few would
-be taken for the next one's.
+fails within a layer, or where E is put together, ends the server. The others wait for it in the
+next sum over all ranks, and it cannot take part for form's sake: how many sums are left is known to
+SGLang's layers alone, which join some of them to the kernel after, as sizes and devices have it. A
+sum too many or too few would be taken for the next one's.
 
 SGLang's radix trees, and what is kept per slot, are the same on all ranks without being told.
 """
@@ -104,6 +104,17 @@ class Ranks:
                 f"droidspeak: rank {self.rank} failed within a layer, where the other ranks wait "
                 f"for it, so the server ends: {type(exc).__name__}: {exc}"
             ) from exc
+
+    def whole(self, shard: torch.Tensor) -> torch.Tensor:
+        """All ranks' columns side by side, of `[tokens, columns of this rank]`. Within `together`;
+        on the current stream."""
+        if self._size == 1:
+            return shard
+        from sglang_droidspeak.engine.names import tensor_model_parallel_all_gather
+
+        self.agree()
+        with self.apart():
+            return tensor_model_parallel_all_gather(shard)
 
     def least(self, values: Sequence[int]) -> Sequence[int]:
         """The smallest of all ranks' values, one by one; each rank has as many."""

@@ -43,7 +43,8 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that must be equal before one server may read another's KV.
 
     Two workers compare it field by field in their handshake; `tp_rank` is part of it because each
-    tensor-parallel rank exchanges its own shard of the heads with the same rank elsewhere.
+    tensor-parallel rank exchanges its own shard of the heads and of E's columns with the same rank
+    elsewhere.
     """
 
     architecture: str
@@ -101,17 +102,30 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def e_page_bytes(self) -> int:
-        """Bytes of one page of E at one layer: rows of `[token, hidden]`, encoded in vectors of
-        `head_dim`."""
+        """Bytes of one page of one rank's E at one layer: rows of `[token, e_width]`, encoded in
+        vectors of `head_dim`."""
         if self.codec is Codec.NONE:
-            return self.page_size * self.hidden_size * _DTYPE_BYTES[self.model_dtype]
-        if self.hidden_size % self.head_dim:
+            return self.page_size * self.e_width * _DTYPE_BYTES[self.model_dtype]
+        if self.e_width % self.head_dim:
+            ranks = f" over tp_size {self.tp_size}" if self.tp_size > 1 else ""
             raise ConfigError(
                 f"codec {self.codec.value} cuts E into pieces of head_dim {self.head_dim}, which "
-                f"does not divide hidden_size {self.hidden_size}; use codec none"
+                f"does not divide hidden_size {self.hidden_size}{ranks}; use codec none"
             )
-        vectors = self.hidden_size // self.head_dim
+        vectors = self.e_width // self.head_dim
         return self.page_size * vectors * self._vector_bytes(self.model_dtype)
+
+    @property
+    def e_width(self) -> int:
+        """Columns of E on each rank, those of the first rank first; raises ConfigError where
+        there are not as many for each."""
+        width, rest = divmod(self.hidden_size, self.tp_size)
+        if rest:
+            raise ConfigError(
+                f"tp_size is {self.tp_size}, which does not divide hidden_size {self.hidden_size}: "
+                "every rank keeps as many columns of E; choose another tp_size"
+            )
+        return width
 
     def page_bytes(self, kind: Kind) -> int:
         """Bytes of one page of one kind at one layer."""

@@ -3,6 +3,7 @@
 Heavy to import: only the scheduler process does.
 """
 
+from sglang.srt.distributed.communication_op import tensor_model_parallel_all_gather
 from sglang.srt.layers.layer_boundary.residual import batch as residual_batch
 from sglang.srt.lora.lora import LoRAAdapter
 from sglang.srt.lora.lora_registry import LoRARef
@@ -77,4 +78,5 @@ __all__ = [
     "get_token_to_kv_pool",
     "is_health_check_generate_req",
     "residual_batch",
+    "tensor_model_parallel_all_gather",
 ]

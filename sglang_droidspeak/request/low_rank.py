@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from cachetree.planning import Match, Plan
     from sglang_droidspeak.adapters.models import Models
     from sglang_droidspeak.engine.names import LoRAAdapter
+    from sglang_droidspeak.ranks import Ranks
     from sglang_droidspeak.store.capture import Attachment
 
 
@@ -49,13 +50,16 @@ class LowRank:
     adapter.
     """
 
-    def __init__(self, attachment: Attachment, models: Models, max_tokens: int) -> None:
+    def __init__(
+        self, attachment: Attachment, models: Models, max_tokens: int, ranks: Ranks
+    ) -> None:
         """Works on so many tokens at a time."""
         self._runner: Final = attachment.runner
         self._stack: Final = attachment.stack
         self._e_pool: Final = attachment.e_pool
         self._models: Final = models
         self._max_tokens: Final = max_tokens
+        self._ranks: Final = ranks
         self._is_linear: Final = is_linear(attachment.stack.attention(0))
         self._known: WeakKeyDictionary[LoRAAdapter, dict[int, KVFactors | None]] = (
             WeakKeyDictionary()
@@ -89,7 +93,7 @@ class LowRank:
         self, plan: Plan, layer: int, source: torch.Tensor, slots: torch.Tensor, at: Span
     ) -> None:
         """Write the receiver's K and V of tokens, which stand there in the prompt, into `slots`;
-        `source` has the sender's."""
+        `source` has the sender's. All ranks do so, within `Ranks.together`."""
         models = (plan.sender, plan.receiver)
         theirs, ours = (self._factors(it, layer) for it in models)
         changes = [change(*both) for both in zip(theirs, ours, strict=True)]
@@ -112,7 +116,7 @@ class LowRank:
         if layer in self._e_pool.reduced:
             xs = self._e_pool.shared[layer].split(self._e_pool.reduced[layer][slots])
             return [it and x @ it.b.T for it, x in zip(changes, xs, strict=True)]
-        x = self._stack.normed(layer, self._e_pool.e[layer][slots])
+        x = self._stack.normed(layer, self._ranks.whole(self._e_pool.e[layer][slots]))
         return [it and x @ it.a.T @ it.b.T for it in changes]
 
     def _factors(self, model: ModelId, layer: int) -> KVFactors | None:

@@ -138,6 +138,8 @@ class PartialPrefill:
             if it.e is not None
         ]
         e = torch.cat(rows) if len(rows) > 1 else next(iter(rows), None)
+        if e is not None:
+            e = self._ranks.whole(e)
         with prepared(forward_batch, runner, backend):
             self._ranks.agree()
             with self._ranks.apart():

@@ -77,7 +77,8 @@ class Source:
         """Block until all has come; raises FetchError where it has not by then."""
 
     def e(self, layer: int, at: Span) -> torch.Tensor:
-        """`[len(at), hidden]`, on the device or the host; raises FetchError without it."""
+        """`[len(at), columns of this rank]`, on the device or the host; raises FetchError without
+        it."""
         raise NotImplementedError
 
     def copy(self, layer: int, at: Span, slots: torch.Tensor) -> int:

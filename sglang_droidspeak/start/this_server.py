@@ -41,6 +41,8 @@ class ThisServer:
     identity: ModelIdentity
     profiles: tuple[PairProfile, ...]
     page_size: int
+    e_width: int
+    """Columns of E on each rank."""
     adapters: tuple[Path, ...] | None
     """Those that it starts with; None where it serves none at all."""
 
@@ -171,7 +173,7 @@ def _load(
     identity = read_model_identity(path, _cache_dir())
     refuse.model(identity, model_path)
     refuse.capture_layers(settings, identity)
-    _check_codec(settings.codec, identity, page_size)
+    e_width = _e_width(settings.codec, identity, page_size, tp_size)
     adapters = None if lora_paths is None else tuple(folder_of(it) for it in lora_paths)
     has_adapters = adapters is not None
     return ThisServer(
@@ -180,6 +182,7 @@ def _load(
         identity=identity,
         profiles=tuple(_read_profiles(settings, identity, has_adapters=has_adapters)),
         page_size=page_size,
+        e_width=e_width,
         adapters=adapters,
     )
 
@@ -197,18 +200,19 @@ def _cache_dir() -> Path:
     return user_cache_path("sglang-droidspeak")
 
 
-def _check_codec(codec: Codec, identity: ModelIdentity, page_size: int) -> None:
-    """Whether it can encode this model's KV and E; raises ConfigError."""
+def _e_width(codec: Codec, identity: ModelIdentity, page_size: int, tp_size: int) -> int:
+    """Of each rank; raises ConfigError where it, or what it has of KV, cannot be encoded."""
     family = Family.of(
         identity,
         model_dtype="float32",
         kv_dtype="float32",
         page_size=page_size,
         codec=codec,
-        tp_size=1,
+        tp_size=tp_size,
         tp_rank=0,
     )
     Layout.of(family, 1, ())
+    return family.e_width
 
 
 def _check_transport(settings: Settings, tp_size: int) -> None:

@@ -13,10 +13,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from cachetree import ConfigError
+from cachetree import ConfigError, Span
 from sglang_droidspeak.adapters.factors import SharedA, shared_a
 from sglang_droidspeak.engine.layers import LayerStack, OnE
-from sglang_droidspeak.engine.names import ForwardMode, MHATokenToKVPool, async_h2d
+from sglang_droidspeak.engine.names import (
+    ForwardMode,
+    MHATokenToKVPool,
+    async_h2d,
+    get_parallel,
+)
 from sglang_droidspeak.start import refuse
 
 if TYPE_CHECKING:
@@ -45,8 +50,10 @@ class Attachment:
 class EPool:
     """E of the transition layers for every KV slot, and whether it is there.
 
-    `e[layer]` is `[slots, hidden]` in the model's dtype; `valid` is `[slots]`. A slot's E is valid
+    `e[layer]` is `[slots, columns]` in the model's dtype; `valid` is `[slots]`. A slot's E is valid
     from SGLang's own forward over its token until the slot is loaded or partially prefilled.
+
+    Every rank computes all of E and keeps columns of its own; `Ranks.whole` puts them together.
 
     Where all adapters share A of K and of V, and only refreshes begin, `reduced[layer]` has A x in
     place of E: `[slots, rank of K + rank of V]`, with x what the projections read.
@@ -57,24 +64,27 @@ class EPool:
         layers: tuple[int, ...],
         shared: Mapping[int, SharedA],
         num_slots: int,
-        hidden: int,
+        columns: Span,
         runner: ModelRunner,
     ) -> None:
+        """`columns` are those that this rank keeps of E."""
+
         def rows(width: int) -> torch.Tensor:
             return torch.zeros(num_slots, width, dtype=runner.dtype, device=runner.device)
 
         self.layers = layers
         self.shared = {layer: it.on(runner) for layer, it in shared.items()}
-        self.e = {layer: rows(hidden) for layer in layers if layer not in shared}
+        self._columns = slice(columns.start, columns.stop)
+        self.e = {layer: rows(len(columns)) for layer in layers if layer not in shared}
         self.reduced = {layer: rows(it.rank) for layer, it in shared.items()}
         self.valid = torch.zeros(num_slots, dtype=torch.bool, device=runner.device)
-        self.no_rows = torch.empty(0, hidden, dtype=runner.dtype)
+        self.no_rows = torch.empty(0, len(columns), dtype=runner.dtype)
         """Tells dtype and width where no layer is kept."""
 
     def capture_from(self, stack: LayerStack) -> None:
         """Fill the pool in every forward from now on; call before CUDA graphs are captured."""
         for layer, rows in self.e.items():
-            stack.on_e(layer, _writer(rows, lambda e: e))
+            stack.on_e(layer, _writer(rows, lambda e: e[:, self._columns]))
         for layer, rows in self.reduced.items():
             stack.on_e(layer, _writer(rows, _reduction(stack, layer, self.shared[layer])))
         if self.layers:
@@ -184,9 +194,9 @@ def _marker(valid: torch.Tensor) -> OnE:
 
 
 def e_bytes_per_token(server: ThisServer, dtype: torch.dtype, shared: Mapping[int, SharedA]) -> int:
-    """With A x in place of E at the layers of `shared`."""
-    hidden = server.identity.hidden_size
-    widths = (shared[it].rank if it in shared else hidden for it in server.transition_layers)
+    """On each rank; with A x in place of E at the layers of `shared`."""
+    layers, width = server.transition_layers, server.e_width
+    widths = (shared[it].rank if it in shared else width for it in layers)
     return sum(widths) * dtype.itemsize
 
 
@@ -209,13 +219,9 @@ def attach(runner: ModelRunner, server: ThisServer) -> None:
         )
     num_slots = pool.size + pool.page_size
     provenance = Provenance(num_slots, runner.device)
-    e_pool = EPool(
-        server.transition_layers,
-        shared,
-        num_slots,
-        server.identity.hidden_size,
-        runner,
-    )
+    start = get_parallel().tp_rank * server.e_width
+    columns = Span(start, start + server.e_width)
+    e_pool = EPool(server.transition_layers, shared, num_slots, columns, runner)
     e_pool.capture_from(stack)
     setattr(pool, _ATTRIBUTE, Attachment(runner, stack, e_pool, provenance, server))
 

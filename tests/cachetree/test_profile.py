@@ -10,7 +10,7 @@ import pytest
 
 from cachetree.checkpoint.codec import Codec
 from cachetree.checkpoint.family import Family, ModelIdentity
-from cachetree.errors import FamilyMismatch, ProfileError
+from cachetree.errors import ConfigError, FamilyMismatch, ProfileError
 from cachetree.ids import EMPTY_SPAN, Span
 from cachetree.planning.profile import PROFILE_VERSION as VERSION
 from cachetree.planning.profile import (
@@ -167,6 +167,33 @@ def test_page_sizes_in_bytes() -> None:
         identity("r"), model_dtype="float32", kv_dtype="float32", page_size=16, tp_size=2, tp_rank=1
     )
     assert sharded.kv_page_bytes == 16 * 2 * 1 * 2 * 4
+    assert sharded.e_page_bytes == 16 * (8 // 2) * 4
+    assert msgspec.structs.replace(sharded, codec=Codec.INT8).e_page_bytes * 2 == (
+        msgspec.structs.replace(family, codec=Codec.INT8).e_page_bytes
+    )
+
+
+@pytest.mark.parametrize("codec", [Codec.NONE, Codec.INT8])
+def test_e_that_ranks_cannot_share_out_is_refused(codec: Codec) -> None:
+    def of(tp_size: int) -> Family:
+        model = identity("r")
+        return Family.of(
+            model,
+            model_dtype="float32",
+            kv_dtype="float32",
+            page_size=16,
+            codec=codec,
+            tp_size=tp_size,
+            tp_rank=0,
+        )
+
+    with pytest.raises(ConfigError, match="tp_size is 3, which does not divide hidden_size 8"):
+        _ = of(3).e_page_bytes
+    if codec is Codec.NONE:
+        assert of(8).e_page_bytes == 16 * 1 * 4
+    else:
+        with pytest.raises(ConfigError, match="not divide hidden_size 8 over tp_size 8; use codec"):
+            _ = of(8).e_page_bytes
 
 
 @pytest.mark.parametrize("codec", [Codec.NONE, Codec.INT8])

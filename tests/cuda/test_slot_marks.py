@@ -9,6 +9,7 @@ import pytest
 import torch
 from virtual_cuda import VirtualCuda
 
+from cachetree.ids import Span
 from sglang_droidspeak.engine.names import ForwardMode
 from sglang_droidspeak.store.capture import EPool, Provenance
 
@@ -41,7 +42,7 @@ class Stack:
 @pytest.fixture
 def pool(cuda: VirtualCuda) -> tuple[EPool, Stack]:
     runner = SimpleNamespace(dtype=torch.float32, device="cuda")
-    pool, stack = EPool((1, 3), {}, SLOTS, HIDDEN, runner), Stack()
+    pool, stack = EPool((1, 3), {}, SLOTS, Span(0, HIDDEN), runner), Stack()
     pool.capture_from(stack)
     return pool, stack
 
@@ -55,6 +56,22 @@ def test_e_is_written_inside_a_cuda_graph(cuda: VirtualCuda, pool) -> None:
     for layer in (1, 3):
         assert torch.equal(e_pool.e[layer][slots].cpu(), e[layer][:3].cpu())
     assert e_pool.valid.cpu().nonzero().flatten().tolist() == [5, 6, 9]
+
+
+def test_each_rank_keeps_its_columns_and_all_of_them_e(cuda: VirtualCuda) -> None:
+    runner = SimpleNamespace(dtype=torch.bfloat16, device="cuda")
+    slots, e = torch.tensor([5, 6, 9], device="cuda"), torch.randn(8, HIDDEN).bfloat16()
+    kept, num_bytes = [], []
+    for columns in (Span(0, HIDDEN), Span(0, HIDDEN // 2), Span(HIDDEN // 2, HIDDEN)):
+        rank, stack = EPool((1, 3), {}, SLOTS, columns, runner), Stack()
+        rank.capture_from(stack)
+        stack.forward(slots, {layer: e.to("cuda") for layer in (1, 3)})
+        num_bytes.append(sum(rows.nbytes for rows in rank.e.values()))
+        kept.append([rank.e[layer][slots].cpu() for layer in (1, 3)])
+    assert num_bytes == [2 * SLOTS * HIDDEN * 2, 2 * SLOTS * HIDDEN, 2 * SLOTS * HIDDEN]
+    for whole, first, second in zip(*kept, strict=True):
+        assert torch.equal(whole, e[:3])
+        assert torch.equal(torch.cat([first, second], 1), whole)
 
 
 def test_slots_lose_their_e_without_a_wait(cuda: VirtualCuda, pool) -> None:

@@ -23,6 +23,7 @@ from profiles.random_models import shape, write_adapter, write_models
 from sglang_droidspeak.adapters.factors import SharedA, shared_a
 from sglang_droidspeak.adapters.models import LoadedModel, Models
 from sglang_droidspeak.engine.layers import LayerStack
+from sglang_droidspeak.ranks import Ranks
 from sglang_droidspeak.request.low_rank import LowRank
 from sglang_droidspeak.store.capture import EPool
 from sglang_droidspeak.store.pool import pool_of
@@ -182,11 +183,11 @@ def rig(
         token_to_kv_pool=pool,
         lora_manager=SimpleNamespace(loras=adapters),
     )
-    e_pool = EPool((LAYER,), {LAYER: shared} if shared else {}, NUM_SLOTS, HIDDEN, runner)
+    e_pool = EPool((LAYER,), {LAYER: shared} if shared else {}, NUM_SLOTS, Span(0, HIDDEN), runner)
     e_pool.capture_from(stack)
     attachment = SimpleNamespace(runner=runner, stack=stack, e_pool=e_pool)
     return Rig(
-        low_rank=LowRank(attachment, models, CHUNK),
+        low_rank=LowRank(attachment, models, CHUNK, Ranks(None)),
         layer=layers[LAYER],
         pool=pool,
         e=torch.randn(len(TOKENS), HIDDEN),
@@ -254,6 +255,7 @@ def test_nor_is_k_that_is_more_than_a_projection_and_a_rotation(change: dict[str
         ),
         it.low_rank._models,
         CHUNK,
+        Ranks(None),
     )
     assert not low_rank.can_refresh(ModelId(BASE), ModelId("wide"), LAYER)
 

@@ -30,6 +30,7 @@ from sglang_droidspeak.fleet.servers import ServerFailed, ServerSpec, free_port,
 from sglang_droidspeak.start import refuse
 from sglang_droidspeak.start.config import LINKER_MODULE, cache_config
 from sglang_droidspeak.start.this_server import check_front_end, load_this_server
+from sglang_droidspeak.store.capture import e_bytes_per_token
 
 HERE = "tcp://127.0.0.1:7001"
 KEY = "ctpub-" + "0" * 64
@@ -128,6 +129,15 @@ def test_a_worker_that_is_pushed_to_is_read_from_too(model: Path) -> None:
     assert config.peers == config.stores == (HERE, there)
     assert "push_to" in refusal(model, {"push_to": [there], "host_gb": 0})
     assert "nonsense" in refusal(model, {"push_to": ["nonsense"]})
+
+
+def test_each_rank_has_memory_for_its_columns_of_e_alone(model: Path) -> None:
+    def bytes_per_token(*flags: str) -> int:
+        server = load_this_server(server_args(model, {"capture_layers": [1, 3]}, *flags))
+        return e_bytes_per_token(server, torch.bfloat16, {})
+
+    assert bytes_per_token() == 2 * 128 * 2
+    assert bytes_per_token("--tp-size", "2") == 2 * 64 * 2
 
 
 def test_what_stays_in_memory_reaches_the_cache(model: Path) -> None:

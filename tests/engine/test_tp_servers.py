@@ -246,8 +246,14 @@ def test_each_rank_fetches_its_shard_from_its_own_peer(team: Team) -> None:
     assert team.is_advertised(tokens)
     # The reader's own peers are told at the same time as these were.
     reply = eventually(lambda: found_by(team, tokens))
-    assert reply.provenance["location"] == team.address
+    told = reply.provenance
+    assert told["location"] == team.address
     reply.assert_equals(team.models.expected(READER, BASE, tokens, Span(2, 5)))
+    # Half of E too: what both ranks fetch is E once, as a server with one rank fetches it.
+    shard, whole = (family_of(team.models.whole[BASE], size) for size in (NUM_RANKS, 1))
+    assert NUM_RANKS * shard.e_page_bytes == whole.e_page_bytes
+    page_bytes = told["loaded_layers"] * shard.kv_page_bytes + shard.e_page_bytes
+    assert told["fetched_bytes"] == len(page_hashes(tokens)) * page_bytes
 
 
 def test_where_one_rank_cannot_begin_to_recompute_all_prefill_in_full(team: Team) -> None:
