@@ -39,6 +39,7 @@ and `keys` say who may do what, `backoff` how long who fails has to wait, `statu
 """
 
 from cachetree.transport.admin import ask, ask_status
+from cachetree.transport.backoff import Backoff, LogLimiter
 from cachetree.transport.config import PeerConfig, WorkerConfig
 from cachetree.transport.handshake import (
     Credentials,
@@ -54,7 +55,9 @@ from cachetree.transport.verbs import Source, Status
 from cachetree.transport.worker import Worker
 
 __all__ = [
+    "Backoff",
     "Credentials",
+    "LogLimiter",
     "Peer",
     "PeerConfig",
     "PeerState",

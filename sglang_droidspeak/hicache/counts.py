@@ -9,25 +9,22 @@ from collections.abc import Callable
 from typing import Final
 
 from cachetree import Clock
+from cachetree.transport import LogLimiter
 
 log = logging.getLogger(__name__)
-
-QUIET_S: Final = 60.0
-"""Between two lines of the log on damage."""
 
 Count = Callable[[str, int], None]
 """Takes a result and how many objects had it."""
 
 
 class Counts:
-    """Thread-safe."""
+    """Thread-safe, but for damage, which only the reader's thread sees."""
 
     def __init__(self, outside: Count, clock: Clock) -> None:
-        self._outside = outside
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._by_result: Counter[str] = Counter()
-        self._quiet_until_s = 0.0
+        self._outside: Final = outside
+        self._lock: Final = threading.Lock()
+        self._by_result: Final[Counter[str]] = Counter()
+        self._lines: Final = LogLimiter(clock)
 
     def add(self, result: str, num: int = 1) -> None:
         with self._lock:
@@ -36,16 +33,13 @@ class Counts:
 
     def add_damaged(self, key: str) -> None:
         self.add("damaged")
-        with self._lock:
-            if self._clock() < self._quiet_until_s:
-                return
-            self._quiet_until_s = self._clock() + QUIET_S
-        log.warning(
-            "object %s of the HiCache backend is damaged or not ours; others that are found within "
-            "%.0f s are counted and not logged",
-            key,
-            QUIET_S,
-        )
+        if self._lines.may("damage"):
+            log.warning(
+                "object %s of the HiCache backend is damaged or not ours; others that are found "
+                "within %.0f s are counted and not logged",
+                key,
+                LogLimiter.EVERY_S,
+            )
 
     def by_result(self) -> dict[str, int]:
         with self._lock:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from cachetree import Clock
+from cachetree.transport import Backoff
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +30,7 @@ class Guard:
         self._lock = threading.Lock()
         self._begun_at_s: dict[int, float] = {}
         self._num_failures = 0
-        self._pause_s = MIN_PAUSE_S
+        self._pauses: Final = Backoff(MIN_PAUSE_S, MAX_PAUSE_S)
         self._paused_until_s = 0.0
 
     @property
@@ -57,9 +58,8 @@ class Guard:
             self._num_failures += 1
             if self._num_failures % MAX_FAILURES:
                 return
-            pause_s = self._pause_s
+            pause_s = self._pauses.next_s()
             self._paused_until_s = self._clock() + pause_s
-            self._pause_s = min(2 * pause_s, MAX_PAUSE_S)
         log.warning(
             "the HiCache backend fails at %s (%s); it is asked again in %.0f s",
             self._purpose,
@@ -70,4 +70,4 @@ class Guard:
     def succeed(self) -> None:
         with self._lock:
             self._num_failures = 0
-            self._pause_s = MIN_PAUSE_S
+            self._pauses.reset()

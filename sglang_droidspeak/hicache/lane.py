@@ -7,12 +7,15 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from cachetree import Clock, ModelId, PageHash, Step
 from sglang_droidspeak.hicache.counts import Counts
 from sglang_droidspeak.hicache.guard import Guard
-from sglang_droidspeak.hicache.objects import ObjectBackend, Objects, Piece
+from sglang_droidspeak.hicache.objects import Objects, Piece
+
+if TYPE_CHECKING:
+    from sglang_droidspeak.engine.hicache import Backend
 
 T = TypeVar("T")
 
@@ -24,7 +27,7 @@ _KEYS_PER_CALL: Final = 128
 class Lane:
     """Every call may hang, or raise whatever the backend raises."""
 
-    backend: ObjectBackend
+    backend: Backend
     objects: Objects
     slots: range
     guard: Guard

@@ -16,9 +16,8 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 import msgspec
 
@@ -40,27 +39,6 @@ class Piece:
     """Counted from the first page of the fetch or the entry."""
     step: Step
     key: str
-
-
-class ObjectBackend(Protocol):
-    """What is needed of a backend; every call may hang or raise anything."""
-
-    @property
-    def slots(self) -> Sequence[memoryview]:
-        """Memory between which and the backend objects move."""
-
-    def num_leading(self, keys: Sequence[str]) -> int:
-        """How many of the first keys are there without a gap."""
-
-    def read(
-        self, keys: Sequence[str], slots: Sequence[int], sizes: Sequence[int]
-    ) -> Sequence[bool]:
-        """Fill the start of each slot; which of the objects were there."""
-
-    def write(self, keys: Sequence[str], slots: Sequence[int], sizes: Sequence[int]) -> bool:
-        """Store the start of each slot; False where one of them was not taken."""
-
-    def close(self) -> None: ...
 
 
 class Objects:

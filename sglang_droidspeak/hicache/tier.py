@@ -16,7 +16,7 @@ import logging
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -26,10 +26,13 @@ from cachetree.tree import CacheTree
 from sglang_droidspeak.hicache.counts import Count, Counts
 from sglang_droidspeak.hicache.guard import Guard
 from sglang_droidspeak.hicache.lane import Lane
-from sglang_droidspeak.hicache.objects import ObjectBackend, Objects
+from sglang_droidspeak.hicache.objects import Objects
 from sglang_droidspeak.hicache.reader import Reader
 from sglang_droidspeak.hicache.search import ABSENT_S, Searcher
 from sglang_droidspeak.hicache.writer import Writer
+
+if TYPE_CHECKING:
+    from sglang_droidspeak.engine.hicache import Backend
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +68,7 @@ class HiCacheTier:
     def __init__(
         self,
         tree: CacheTree,
-        backend: ObjectBackend,
+        backend: Backend,
         senders: Mapping[ModelId, Collection[int]],
         note_speed: NoteSpeed,
         *,

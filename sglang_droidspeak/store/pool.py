@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from cachetree.tree import CacheTree
-    from sglang_droidspeak.engine.names import Req, UnifiedRadixCache
+    from sglang_droidspeak.engine.names import NodeId, Req, UnifiedRadixCache
     from sglang_droidspeak.store.capture import EPool, Provenance
 
 
@@ -111,27 +111,22 @@ class PoolIndex:
         _node, slots = prefixes.slots_of(req, namespace, num_pages, tree)
         return len(slots) // self._page_size
 
-    def find(
-        self, plan: Plan, pages: Sequence[PageHash], req: Req, tree: UnifiedRadixCache
-    ) -> PoolPages | None:
-        """The slots of the plan's pages; None where the note was wrong, which it is no more."""
-        return self._look(plan, pages, req, tree, is_lock=False)
-
     def lock(
         self, plan: Plan, pages: Sequence[PageHash], req: Req, tree: UnifiedRadixCache
     ) -> PoolPages | None:
         """As `find`, and SGLang evicts none of them before they are released."""
-        return self._look(plan, pages, req, tree, is_lock=True)
+        found = self.find(plan, pages, req, tree)
+        if found is None:
+            return None
+        node, slots = found
+        lock = tree.lock(node)
+        return PoolPages(slots, lambda: tree.unlock(lock))
 
-    def _look(
-        self,
-        plan: Plan,
-        pages: Sequence[PageHash],
-        req: Req,
-        tree: UnifiedRadixCache,
-        *,
-        is_lock: bool,
-    ) -> PoolPages | None:
+    def find(
+        self, plan: Plan, pages: Sequence[PageHash], req: Req, tree: UnifiedRadixCache
+    ) -> tuple[NodeId, torch.Tensor] | None:
+        """The last node and the slots of the plan's pages; None where the note was wrong, which it
+        is no more."""
         namespace = plan.location.removeprefix(POOL_PREFIX)
         node, slots = prefixes.slots_of(req, namespace, plan.pages.stop, tree)
         num_there = self._provenance.num_exact(slots) // self._page_size
@@ -143,7 +138,4 @@ class PoolIndex:
             known = pages[: plan.pages.stop]
             self._tree.add_remote(plan.location, plan.sender, None, known, ())
             return None
-        if not is_lock:
-            return PoolPages(wanted)
-        lock = tree.lock(node)
-        return PoolPages(wanted, lambda: tree.unlock(lock))
+        return node, wanted

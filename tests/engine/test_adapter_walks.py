@@ -217,10 +217,11 @@ class Walk:
             assert match.location in living
             found = self.index.find(plan, pages, prompt, None)
             if found is not None:
+                _, slots = found
                 for at, page in enumerate(pages[: match.num_pages]):
-                    (slot_page,) = set((found.slots[at * PAGE : (at + 1) * PAGE] // PAGE).tolist())
+                    (slot_page,) = set((slots[at * PAGE : (at + 1) * PAGE] // PAGE).tolist())
                     assert self.engine.contents[slot_page] == Content(match.model, page)
-                assert self.provenance.is_exact(found.slots)
+                assert self.provenance.is_exact(slots)
                 self.num_hits += 1
 
     def _check_local(self, model: ModelId, pages: Sequence[PageHash]) -> None:

@@ -100,7 +100,7 @@ def test_what_is_noted_is_found(shelf: Shelf) -> None:
     (match,) = shelf.tree.match(pages)
     assert (match.location, match.num_pages, match.e_pages) == (pool_of(""), 6, {2: 6})
     found = shelf.index.find(shelf.plan(5), pages, None, None)
-    assert found.slots.tolist() == list(range(PAGE, 5 * PAGE))
+    assert found[1].tolist() == list(range(PAGE, 5 * PAGE))
 
 
 def test_what_sglang_has_evicted_is_a_miss_and_is_forgotten(shelf: Shelf) -> None:
