@@ -67,7 +67,7 @@ def quantization(server_args: Any) -> Quantization | None:
         raise ConfigError(f"SGLang cannot serve this checkpoint: {exc}") from exc
     if config.quantization is None:
         return None
-    stated = getattr(config.hf_config, "quantization_config", None) or {}
+    stated = config.hf_quant_config
     kv = stated.get("kv_cache_quant_algo") or stated.get("kv_cache_scheme") or ""
     return Quantization(config.quantization, str(kv))
 

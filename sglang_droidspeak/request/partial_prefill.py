@@ -39,8 +39,8 @@ class BlockTokens:
     tokens: Span
     block: Span
     e: Callable[[Span], torch.Tensor] | None
-    """E at block.start of some of these tokens, `[len, hidden]`: all of it at once would be large.
-    None where block.start is 0."""
+    """E at block.start of some of these tokens, `[len, columns of this rank]`: all of it at once
+    would be large. None where block.start is 0."""
     is_exact: bool = False
     """It is the receiver's own E, too, and so is what the block makes of it."""
 

@@ -1,6 +1,6 @@
 """Rows of KV and E between the KV pool's layout and the bytes that cachetree stores.
 
-stored, per layer   KV  [token, (K, V), head, head_dim]     E  [token, hidden]
+stored, per layer   KV  [token, (K, V), head, head_dim]     E  [token, column]
 pool, per layer     K   [slot, head, head_dim]   V  the same
 
 Where the family has a codec, every stored vector of `head_dim` is encoded.
