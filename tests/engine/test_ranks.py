@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
+import sys
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -60,9 +62,11 @@ def act(rank: int, store: str, results: Any) -> None:
     raised = [raised_by(ranks, *broken) for broken in ((), (1,), (0, 1))]
     # One that fails between two points holds up nobody at the second.
     raised.append(raised_by(ranks, 0, num_points=2))
+    sys.modules["sglang_droidspeak.engine.names"] = GATHERING  # SGLang's own brings all of it.
+    wholes = [whole_of(ranks, *broken) for broken in ((), (1,), (0,))]
     # Without the other one, which does not wait for it here as it would in a layer.
     raised.append(lost_by(ranks) if rank else "")
-    results.put((rank, ranks.is_first, told == [DECISIONS] * 2, nothing, least, raised))
+    results.put((rank, ranks.is_first, told == [DECISIONS] * 2, nothing, least, raised, wholes))
     results.close()
     results.join_thread()
     distributed.destroy_process_group()
@@ -79,6 +83,26 @@ def raised_by(ranks: Ranks, *broken: int, num_points: int = 0) -> str:
     except (MemoryError, AnotherRankFailed) as exc:
         return str(exc)
     return ""
+
+
+def gather(shard: torch.Tensor) -> torch.Tensor:
+    parts = [torch.empty_like(shard) for _ in range(NUM_RANKS)]
+    distributed.all_gather(parts, shard)
+    return torch.cat(parts, -1)
+
+
+GATHERING: Any = SimpleNamespace(tensor_model_parallel_all_gather=gather)
+
+
+def whole_of(ranks: Ranks, *broken: int) -> list[list[int]] | str:
+    """Of two tokens and a column on each rank; those that are broken have none."""
+    try:
+        with ranks.together():
+            if ranks.rank in broken:
+                raise MemoryError(f"on rank {ranks.rank}")
+            return ranks.whole(torch.tensor([[ranks.rank], [10 + ranks.rank]])).tolist()
+    except (MemoryError, AnotherRankFailed) as exc:
+        return str(exc)
 
 
 def lost_by(ranks: Ranks) -> str:
@@ -110,8 +134,16 @@ def test_all_do_as_the_first_and_as_much_as_the_least(tmp_path: Path) -> None:
         "so the server ends: MemoryError: in a layer"
     )
     assert found == [
-        (0, True, True, [], least, ["", OTHER, "on rank 0", "on rank 0", ""]),
-        (1, False, True, [], least, ["", "on rank 1", "on rank 1", OTHER, lost]),
+        (
+            *(0, True, True, [], least),
+            ["", OTHER, "on rank 0", "on rank 0", ""],
+            [[[0, 1], [10, 11]], OTHER, "on rank 0"],
+        ),
+        (
+            *(1, False, True, [], least),
+            ["", "on rank 1", "on rank 1", OTHER, lost],
+            [[[0, 1], [10, 11]], "on rank 1", OTHER],
+        ),
     ]
 
 
@@ -123,5 +155,7 @@ def test_one_rank_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ranks.is_first
     assert ranks.share(plans, list[Decision]) is plans
     assert ranks.least(plans) is plans
+    shard = torch.zeros(2, 3)
+    assert ranks.whole(shard) is shard
     with pytest.raises(MemoryError), ranks.together(), ranks.apart():
         raise MemoryError("nobody waits for it")
