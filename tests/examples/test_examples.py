@@ -152,7 +152,7 @@ def test_frontend_program(servers) -> None:
 def test_roles_read_one_another(lora_server) -> None:
     """As the page shows, but for the times."""
     (server,) = lora_server
-    (shown,) = re.findall(r"lora_roles\.py\n```\n\n```\n([^`]+)```", PAGE)
+    (shown,) = re.findall(r"lora_roles\.py\n```\n\n```text\n([^`]+)```", PAGE)
     lines = script("lora_roles.py", "--server", server.url)
     assert without_times(lines) == without_times(shown.splitlines())
     assert any(line.endswith(" reused") for line in lines)

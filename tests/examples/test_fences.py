@@ -1,0 +1,106 @@
+"""What stands in a page's fences is right: commands exist, settings are accepted, programs run.
+
+The servers' commands and scripts are run by `test_examples`.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import yaml
+
+from cachetree.cli import parser as cachetree
+from sglang_droidspeak.cli import parser as droidspeak
+from sglang_droidspeak.start.config import parse_settings
+from tools.reference import ROOT, pages
+
+CHECKOUT = "/path/to/this/checkout"
+LANGUAGES = {"bash", "python", "yaml", "text", "{toctree}"}
+_FENCE = re.compile(r"^ *```(\S*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Fence:
+    page: Path
+    language: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page.name}: {self.text.splitlines()[0][:40]}"
+
+
+def fences() -> Iterator[Fence]:
+    for page in pages():
+        for language, text in _FENCE.findall(page.read_text()):
+            yield Fence(page, language, textwrap.dedent(text))
+
+
+FENCES = list(fences())
+
+
+def of(language: str) -> list[Fence]:
+    return [fence for fence in FENCES if fence.language == language]
+
+
+def test_every_fence_says_what_it_is() -> None:
+    """So that no command is left out here."""
+    assert {fence.language for fence in FENCES} == LANGUAGES
+    for page in pages():
+        marks = re.findall(r"(?m)^ *```", page.read_text())
+        assert len(marks) == 2 * sum(fence.page == page for fence in FENCES), page
+
+
+@pytest.mark.parametrize("fence", of("bash"), ids=str)
+def test_commands_exist(fence: Fence) -> None:
+    for line in fence.text.replace("\\\n", "").splitlines():
+        if words := shlex.split(line, comments=True):
+            _check(words)
+
+
+def _check(words: list[str]) -> None:
+    match words:
+        case ["make", target]:
+            assert re.search(rf"(?m)^{target}:", (ROOT / "Makefile").read_text()), target
+        case ["droidspeak", *rest]:
+            droidspeak().parse_args(rest)
+        case ["cachetree", *rest]:
+            cachetree().parse_args(rest)
+        case ["pip", "install", *packages]:
+            for it in packages:
+                project = Path(it.replace(CHECKOUT, str(ROOT))) / "pyproject.toml"
+                assert it == f"sglang=={version('sglang')}" or project.exists()
+        case ["python", "-m", "sglang.launch_server", "--config", path, *_]:
+            assert (ROOT / path).exists()
+        case ["python", "-m", "benchmarks.simulate", path, *_]:
+            assert (ROOT / path).exists()
+        case ["python", "examples/break_even.py", *_]:
+            subprocess.run([sys.executable, *words[1:]], cwd=ROOT, check=True)
+        case ["python" | "bash", path]:
+            assert (ROOT / path).exists()
+        case _:
+            pytest.fail(f"nothing is known of {shlex.join(words)}")
+
+
+@pytest.mark.parametrize("fence", of("yaml"), ids=str)
+def test_settings_are_accepted(fence: Fence) -> None:
+    told = yaml.safe_load(fence.text)
+    linker = told.get("unified-cache-external-linker-config", {"linker_extra_config": told})
+    parse_settings(linker["linker_extra_config"])
+
+
+@pytest.mark.parametrize("fence", of("python"), ids=str)
+def test_programs_run(fence: Fence, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or are a part of an example, which runs beside its servers."""
+    monkeypatch.chdir(ROOT)
+    part = textwrap.indent(fence.text, "    ")
+    if not any(part in it.read_text() for it in (ROOT / "examples").glob("*.py")):
+        exec(compile(fence.text, str(fence.page), "exec"), {})
