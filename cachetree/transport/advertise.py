@@ -126,7 +126,7 @@ _NOTHING: Final = -1
 
 
 class Advertiser:
-    """A bounded queue between the tree's writers and one peer; it says nothing before `begin`.
+    """A bounded queue between the tree's writers and one peer.
 
     Used by the worker's thread, but for `knowing`. When the peer is too slow for the queue, the
     queue is dropped and a new snapshot begins: what the peer knows may be late, never wrong.
@@ -134,24 +134,18 @@ class Advertiser:
 
     def __init__(self, tree: CacheTree, max_pending: int, wake: Callable[[], None]) -> None:
         self._changes = ChangeQueue(tree.subscribe_kept, max_pending, wake)
-        self._has_begun = False
         self._num_learned = _NOTHING
         """Changes that the peer has told it knows."""
         self._told: deque[int] = deque()
         """Of each `Entries` that the peer has not answered, how many it knows with it."""
-        self._adverts: Iterator[Advert] = iter(())
-
-    def begin(self) -> None:
-        """With a snapshot."""
-        self._has_begun = True
         self._adverts = self._snapshot()
 
     def next(self) -> Advert | None:
         """What is to be told now; None where nothing is."""
-        if self._has_begun and self._changes.has_overflowed:
+        if self._changes.has_overflowed:
             self._adverts = self._snapshot()
         advert = next(self._adverts, None)
-        if advert is None and self._has_begun and (changes := self._changes.take()):
+        if advert is None and (changes := self._changes.take()):
             self._adverts = self._entries(changes)
             advert = next(self._adverts, None)
         return advert
@@ -159,7 +153,7 @@ class Advertiser:
     def knowing(self) -> Callable[[], bool]:
         """Asks whether the peer knows by now what was in the tree at this call. Any thread."""
         num_changes = self._changes.num_noted
-        return lambda: not self._has_begun or self._num_learned >= num_changes
+        return lambda: self._num_learned >= num_changes
 
     def learned(self) -> None:
         """The peer knows one more of the `Entries`; raises ProtocolError for one too many."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 from cachetree.checkpoint import Family
@@ -11,7 +11,7 @@ from cachetree.errors import FetchError, ProtocolError
 from cachetree.ids import ModelId, PageHash, Span
 from cachetree.memory import ArenaReader, Staging, checksum_of_parts
 from cachetree.transport import checked, verbs, wire
-from cachetree.transport.channel import Arrival
+from cachetree.transport.channel import Arrival, Channel
 from cachetree.transport.config import WorkerConfig
 from cachetree.transport.frames import Frame
 from cachetree.transport.wire import Fetch, Located, Refused
@@ -157,14 +157,14 @@ class StoreReceiver:
         tree: CacheTree,
         config: WorkerConfig,
         counts: verbs.Counts,
-        reply: Callable[[Reply], object],
+        channel: Channel,
         clock: Clock,
     ) -> None:
-        """`reply` tells the peer what becomes of its stores."""
+        """`channel` is where the peer is told what becomes of its stores."""
         self._tree = tree
         self._config = config
         self._counts = counts
-        self._reply = reply
+        self._channel = channel
         self._clock = clock
         self._open: dict[int, tuple[FetchReceiver, Reservation]] = {}
 
@@ -227,6 +227,9 @@ class StoreReceiver:
         """The peer is gone."""
         for id in tuple(self._open):
             self.cancel(id)
+
+    def _reply(self, message: Reply) -> None:
+        self._channel.put_message(wire.encode(message))
 
     def _close(self, id: int) -> Reservation:
         self._counts.num_open_stores -= 1

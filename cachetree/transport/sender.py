@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Final, NamedTuple
 
@@ -206,8 +206,7 @@ BURST: Final = 16
 
 
 class _Turn(NamedTuple):
-    identity: bytes
-    """Of the session it is sent to."""
+    channel: Channel
     stream: Stream
     on_drained: Callable[[], object]
 
@@ -220,12 +219,10 @@ class SendScheduler:
 
     def __init__(
         self,
-        channels: Mapping[bytes, Channel],
         counts: verbs.Counts,
         max_bytes_per_s: float | None,
         clock: Clock,
     ) -> None:
-        self._channels = channels
         self._counts = counts
         self._pace = Cap(max_bytes_per_s, clock) if max_bytes_per_s else Pace()
         self._turns: deque[_Turn] = deque()
@@ -246,12 +243,12 @@ class SendScheduler:
             timeout_s = min(timeout_s, self._pace.delay_s())
         return timeout_s
 
-    def add(self, identity: bytes, stream: Stream, on_drained: Callable[[], object]) -> None:
-        """Send it to that peer; call `on_drained` once its pages are given back."""
+    def add(self, channel: Channel, stream: Stream, on_drained: Callable[[], object]) -> None:
+        """Send it there; call `on_drained` once its pages are given back."""
         if not self._turns:
             self._pace.idle()
         stream.served_bytes = min((other.stream.served_bytes for other in self._turns), default=0)
-        self._turns.append(_Turn(identity, stream, on_drained))
+        self._turns.append(_Turn(channel, stream, on_drained))
 
     def send(self) -> None:
         """Up to `BURST` frames, each of the ready stream that got the fewest bytes."""
@@ -263,12 +260,6 @@ class SendScheduler:
             self._send(turn)
             if not self._can_send(turn):
                 ready.remove(turn)
-
-    def late(self) -> Iterator[tuple[bytes, Stream]]:
-        """Those whose deadline has passed, and whose they are."""
-        for identity, stream, _ in tuple(self._turns):
-            if stream.deadline.has_passed and not stream.is_over:
-                yield identity, stream
 
     def retire(self) -> None:
         """Give back the pages of streams that are over, once nobody reads them any more."""
@@ -292,12 +283,10 @@ class SendScheduler:
         return self._pace.limit(stream.flow.frame_bytes)
 
     def _can_send(self, turn: _Turn) -> bool:
-        channel = self._channels.get(turn.identity)
-        is_ready = turn.stream.is_ready(self._limit(turn.stream))
-        return channel is not None and is_ready and channel.has_room
+        return turn.stream.is_ready(self._limit(turn.stream)) and turn.channel.has_room
 
     def _send(self, turn: _Turn) -> None:
-        size = turn.stream.put(self._channels[turn.identity], self._pace.limit(MAX_FRAME_BYTES))
+        size = turn.stream.put(turn.channel, self._pace.limit(MAX_FRAME_BYTES))
         self._pace.spend(size)
         self._counts.num_sent_bytes += size
         if turn.stream.is_over:

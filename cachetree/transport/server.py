@@ -26,6 +26,8 @@ from cachetree.transport.wakeup import Wakeup
 _BACKLOG: Final = 4096
 """Connections that wait in the kernel; it keeps those that have said nothing for itself, and shows
 the others first."""
+_MAX_TICKETS: Final = 1024
+"""Given out and not used yet; for one more the oldest goes."""
 _MAX_PENDING: Final = 256
 """Connections that have shown a part of a ticket; for one more the oldest goes."""
 _TOKEN_S: Final = 2
@@ -56,8 +58,8 @@ class DataPort:
         # Who brings a ticket is met with it in hand, however many come with none.
         self._listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _TOKEN_S)
         self._port: Final[int] = self._listener.getsockname()[1]
-        self._tickets: dict[bytes, Ticket] = {}
-        """Given out and not used yet, by whom they were given to."""
+        self._tickets: dict[str, tuple[Ticket, Deadline]] = {}
+        """Given out and not used yet, by whom they were given to; oldest first."""
         self._pending: dict[int, tuple[socket.socket, bytearray, Deadline]] = {}
         """By descriptor, with what each has said so far; oldest first."""
         self._epoll = select.epoll()
@@ -65,20 +67,24 @@ class DataPort:
         self._epoll.register(self._listener, select.EPOLLIN)
         poller.register(self._epoll.fileno(), zmq.POLLIN)
 
-    def issue_ticket(self, identity: bytes) -> Ticket:
-        """A ticket for a session that has no data connection yet."""
-        ticket = self._tickets[identity] = new_ticket(self._port, self._config.window_bytes)
+    def issue_ticket(self, who: str) -> Ticket:
+        """For one connection of theirs within `silence_s`; they have no other ticket then."""
+        if len(self._tickets) == _MAX_TICKETS:
+            del self._tickets[next(iter(self._tickets))]
+        ticket = new_ticket(self._port, self._config.window_bytes)
+        self._tickets.pop(who, None)
+        self._tickets[who] = ticket, Deadline.after(self._config.silence_s, self._clock)
         return ticket
 
-    def forget(self, identity: bytes) -> None:
-        """Its ticket is not valid any more."""
-        self._tickets.pop(identity, None)
-
-    def arrivals(self, ready: Container[object]) -> Iterator[tuple[bytes, Channel] | Refusal]:
-        """The connections whose ticket was good, and those that were closed.
+    def arrivals(self, ready: Container[object]) -> Iterator[tuple[str, Channel] | Refusal]:
+        """The connections whose ticket was good, with whose it was, and those that were closed.
 
         `ready` are the descriptors that a poll found ready.
         """
+        for who, (_, deadline) in tuple(self._tickets.items()):
+            if not deadline.has_passed:
+                break
+            del self._tickets[who]
         if self._epoll.fileno() in ready:
             for descriptor, _ in self._epoll.poll(0):
                 if descriptor in self._pending:
@@ -95,7 +101,7 @@ class DataPort:
             self._dismiss(descriptor)
         self._epoll.close()
 
-    def _accept(self) -> Iterator[tuple[bytes, Channel] | Refusal]:
+    def _accept(self) -> Iterator[tuple[str, Channel] | Refusal]:
         for _ in range(_MAX_PENDING):
             try:
                 connection, _ = self._listener.accept()
@@ -109,7 +115,7 @@ class DataPort:
             self._epoll.register(connection, select.EPOLLIN)
             yield from self._hear(connection.fileno())
 
-    def _hear(self, descriptor: int) -> Iterator[tuple[bytes, Channel] | Refusal]:
+    def _hear(self, descriptor: int) -> Iterator[tuple[str, Channel] | Refusal]:
         """What that connection has said by now, if anything."""
         connection, token, _ = self._pending[descriptor]
         try:
@@ -124,9 +130,9 @@ class DataPort:
         elif len(token) == TOKEN_BYTES:
             yield self._admit(descriptor, token)
 
-    def _admit(self, descriptor: int, token: bytearray) -> tuple[bytes, Channel] | Refusal:
-        identity = self._owner(token)
-        if identity is None:
+    def _admit(self, descriptor: int, token: bytearray) -> tuple[str, Channel] | Refusal:
+        who = self._owner(token)
+        if who is None:
             host = _host_of(self._pending[descriptor][0])
             self._dismiss(descriptor)
             return Refusal(host, f"{host} came to bulk_port without a ticket")
@@ -134,15 +140,15 @@ class DataPort:
         self._epoll.unregister(connection)
         tune(connection)
         bound_silence(connection, self._config.silence_s)
-        seals = self._seals(self._tickets.pop(identity).key)
-        return identity, Channel(connection, seals, self._config.frame_bytes, self._wake)
+        seals = self._seals(self._tickets.pop(who)[0].key)
+        return who, Channel(connection, seals, self._config.frame_bytes, self._wake)
 
-    def _owner(self, token: bytearray) -> bytes | None:
+    def _owner(self, token: bytearray) -> str | None:
         """Takes the same time for every token."""
         owner = None
-        for identity, ticket in self._tickets.items():
+        for who, (ticket, _) in self._tickets.items():
             if hmac.compare_digest(ticket.token, token):
-                owner = identity
+                owner = who
         return owner
 
     def _dismiss(self, descriptor: int) -> None:
@@ -173,7 +179,7 @@ class Received(NamedTuple):
 
 
 class Router:
-    """A bound ROUTER socket, and the data connections of those who greeted there.
+    """A bound ROUTER socket, and the port for the sessions of those who greeted there.
 
     Used by one thread after construction; never blocks but in `wait`.
     """
@@ -205,8 +211,6 @@ class Router:
             self._context.destroy(linger=0)
             raise
         gate.register(self._poller)
-        self.channels: Final[dict[bytes, Channel]] = {}
-        """The data connections that are open, by the session."""
         self._ready: set[object] = set()
         """Sockets and descriptors that the last `wait` found ready."""
         self.refusals: list[Refusal] = []
@@ -249,43 +253,34 @@ class Router:
             is_admin = isinstance(message, verbs.Order) and self._gate.is_admin(header)
             yield Received(identity, message, is_admin, str(header.get("Peer-Address")))
 
-    def issue_ticket(self, identity: bytes) -> Ticket:
-        """To open a data connection for a new session."""
-        return self._data_port.issue_ticket(identity)
+    def issue_ticket(self, who: str) -> Ticket:
+        """To open the channel of a new session."""
+        return self._data_port.issue_ticket(who)
 
-    def arrivals(self) -> Iterator[bytes]:
-        """Whose data connections were opened since."""
+    def arrivals(self) -> Iterator[tuple[str, Channel]]:
+        """The channels that were opened since, and by whom; they are `drop`ped in the end."""
         for arrival in self._data_port.arrivals(self._ready):
             if isinstance(arrival, Refusal):
                 self.refusals.append(arrival)
                 continue
-            identity, channel = arrival
-            self.channels[identity] = channel
-            self._poller.register(channel.fileno(), zmq.POLLIN)
-            self._ready.add(channel.fileno())
-            yield identity
+            self._poller.register(arrival[1].fileno(), zmq.POLLIN)
+            self._ready.add(arrival[1].fileno())
+            yield arrival
 
-    def readable(self) -> Iterator[tuple[bytes, Channel]]:
-        """The data connections that something came over."""
-        for identity, channel in tuple(self.channels.items()):
-            if channel.fileno() in self._ready:
-                yield identity, channel
+    def is_readable(self, channel: Channel) -> bool:
+        """Whether something came over it."""
+        return channel.fileno() in self._ready
 
-    def forget(self, identity: bytes) -> None:
-        """The session is over."""
-        self._data_port.forget(identity)
-        channel = self.channels.pop(identity, None)
-        if channel is not None:
-            self._poller.unregister(channel.fileno())
-            channel.close()
+    def drop(self, channel: Channel) -> None:
+        """Its session is over."""
+        self._poller.unregister(channel.fileno())
+        channel.close()
 
     def send(self, identity: bytes, message: wire.ToPeer) -> None:
         """Over ZMQ; dropped where that peer is gone, or does not read."""
         self._socket.send_multipart([identity, wire.encode(message)], zmq.NOBLOCK)
 
     def close(self) -> None:
-        for identity in tuple(self.channels):
-            self.forget(identity)
         self._data_port.close()
         self._socket.disable_monitor()
         self._monitor.close(linger=0)

@@ -8,11 +8,12 @@ from cachetree.clock import Clock, Deadline
 from cachetree.errors import FetchError, ProtocolError, StaleEntry
 from cachetree.ids import ModelId, PageHash
 from cachetree.transport.advertise import Advertiser
+from cachetree.transport.channel import Channel
 from cachetree.transport.checked import flow_of, pages_of, steps_of
 from cachetree.transport.config import WorkerConfig
 from cachetree.transport.receiver import StoreReceiver
 from cachetree.transport.sender import Load, Stream
-from cachetree.transport.wire import Fetch, Store
+from cachetree.transport.wire import Fetch, Store, ToPeer, encode
 from cachetree.tree import CacheTree, Lease
 
 DRAIN_S: Final = 5.0
@@ -25,15 +26,15 @@ class Session:
 
     def __init__(
         self,
-        identity: bytes,
         name: str,
+        channel: Channel,
         tree: CacheTree,
         advertiser: Advertiser,
         stores: StoreReceiver,
         clock: Clock,
     ) -> None:
-        self.identity: Final = identity
         self.name: Final = name
+        self.channel: Final = channel
         self.heard_at_s = clock()
         self.streams: dict[int, Stream] = {}
         self.advertiser: Final = advertiser
@@ -43,6 +44,17 @@ class Session:
         self.promotions: set[Fetch | Store] = set()
         """Those that wait for pages to be read from disk."""
         self._last_id = 0
+
+    def tell(self, message: ToPeer) -> None:
+        """Dropped where the channel is over."""
+        self.channel.put_message(encode(message))
+
+    def advertise(self, most: int) -> None:
+        """Tell the peer what is new in the tree, in at most so many messages."""
+        for _ in range(most):
+            if not self.channel.has_room or (advert := self.advertiser.next()) is None:
+                return
+            self.tell(advert)
 
     def admit(self, fetch: Fetch) -> None:
         """Raise ProtocolError for one that is not the newest."""
@@ -82,6 +94,10 @@ class Session:
         if stream is not None:
             stream.end()
         return stream is not None
+
+    def late(self) -> list[int]:
+        """The streams whose deadline has passed."""
+        return [id for id, it in self.streams.items() if it.deadline.has_passed and not it.is_over]
 
     def close(self) -> None:
         """End everything; the streams still have to drain."""

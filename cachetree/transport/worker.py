@@ -66,7 +66,7 @@ class Worker:
         self._clock = clock
         self.epoch: Final = secrets.randbits(62) + 1
         """Random id of this worker's life."""
-        self._sessions: dict[bytes, Session] = {}
+        self._sessions: list[Session] = []
         self._counts = verbs.Counts()
         self._admin = AdminService(tree, disk, self.status, clock)
         self._promotion = DiskPromotion(tree, disk, self._counts, self.call_soon_threadsafe)
@@ -85,9 +85,7 @@ class Worker:
         except ConfigError:
             self._wakeup.close()
             raise
-        self._scheduler = SendScheduler(
-            self._router.channels, self._counts, config.max_bytes_per_s, clock
-        )
+        self._scheduler = SendScheduler(self._counts, config.max_bytes_per_s, clock)
         self.address: Final[Location] = self._router.address
         """The address bound, with the real port."""
         self._thread = threading.Thread(
@@ -97,7 +95,7 @@ class Worker:
 
     def knowing(self) -> Callable[[], bool]:
         """Asks whether all peers know by now what was in the tree at this call. Any thread."""
-        each = [session.advertiser.knowing() for session in tuple(self._sessions.values())]
+        each = [session.advertiser.knowing() for session in tuple(self._sessions)]
         return lambda: all(knows() for knows in each)
 
     def close(self) -> None:
@@ -142,12 +140,12 @@ class Worker:
                     self._turn()
                 except Exception:
                     log.exception("worker %s: internal error", self.address)
-                    for session in tuple(self._sessions.values()):
+                    for session in tuple(self._sessions):
                         self._end_session(session, "the worker failed; greet again")
                     self._scheduler.retire()
                     self._closing.wait(_IDLE_S)
         finally:
-            for session in tuple(self._sessions.values()):
+            for session in tuple(self._sessions):
                 self._end_session(session, "the worker is closing")
             self._scheduler.close()
             self._router.close()
@@ -157,8 +155,8 @@ class Worker:
         self._router.wait(self._timeout_ms())
         self._turned_at_s = self._clock()
         self._wakeup.drain()
-        for identity in self._router.arrivals():
-            self._sessions[identity].advertiser.begin()
+        for name, channel in self._router.arrivals():
+            self._begin_session(name, channel)
         for refusal in self._router.refusals:
             self._counts.num_failed_handshakes += 1
             self._warn(f"not let in: {refusal.why}", refusal.who)
@@ -166,33 +164,30 @@ class Worker:
             self._callbacks.popleft()()
         for received in self._router.receive():
             self._handle(received)
-        for identity, channel in self._router.readable():
-            self._take(identity, channel)
-        for identity, channel in self._router.channels.items():
-            self._advertise(self._sessions[identity], channel)
+        for session in tuple(self._sessions):
+            if self._router.is_readable(session.channel):
+                self._take(session)
+            session.advertise(BURST)
         self._scheduler.send()
-        for identity, channel in tuple(self._router.channels.items()):
-            if channel.error is not None:
-                self._turn_away(identity, str(channel.error))
         self._expire()
 
     def _timeout_ms(self) -> int:
         return round(1000 * min(_IDLE_S, self._scheduler.timeout_s()))
 
     def _handle(self, received: Received) -> None:
-        """Answer what needs no session; pass on the rest."""
+        """Answer what needs no session."""
         identity, message, is_admin, host = received
         match message:
             case ProtocolError():
                 self._counts.num_protocol_errors += 1
                 self._warn(f"a peer at {host} was cut off: {message}", f"cut off {host}")
-                self._turn_away(identity, wire.reason(message))
+                self._router.send(identity, wire.Bye(reason=wire.reason(message)))
             case wire.Hello():
                 self._greet(identity, message, host)
             case _ if isinstance(message, verbs.ToWorker):
                 self._admin.serve(message, self._answer_to(identity), is_admin=is_admin)
             case _:
-                self._turn_away(identity, "there is no session; say hello first")
+                self._router.send(identity, wire.Bye(reason="there is no session here; say hello"))
 
     def _serve(self, session: Session, message: wire.ToWorker) -> None:
         match message:
@@ -207,20 +202,17 @@ class Worker:
             case wire.Cancel():
                 if session.cancel(message.id):
                     self._counts.fetches_by_outcome["cancelled"] += 1
-                self._tell(session.identity, wire.Ended(id=message.id))
+                session.tell(wire.Ended(id=message.id))
             case wire.Ping():
-                self._tell(session.identity, wire.Pong())
+                session.tell(wire.Pong())
             case wire.Bye():
                 self._end_session(session, "goodbye")
             case _:
                 raise ProtocolError(f"a {type(message).__name__} has no place in a session")
 
     def _greet(self, identity: bytes, hello: wire.Hello, host: str) -> None:
-        known = self._sessions.get(identity)
-        if known is not None:
-            self._end_session(known, "greeted again")
         if len(self._sessions) >= self._config.max_peers:
-            self._turn_away(identity, f"the worker already serves {self._config.max_peers} peers")
+            self._router.send(identity, wire.Bye(reason=self._full))
             return
         arena = ticket = None
         try:
@@ -230,15 +222,7 @@ class Worker:
             self._counts.num_refused_peers += 1
             self._warn(f"refused: {exc}")
         else:
-            ticket = self._router.issue_ticket(identity)
-            name = f"peer {identity.hex()} at {host}"
-            max_pending = self._config.max_pending_changes
-            advertiser = Advertiser(self._tree, max_pending, self._wakeup.wake)
-            reply = partial(self._tell, identity)
-            stores = StoreReceiver(self._tree, self._config, self._counts, reply, self._clock)
-            self._sessions[identity] = Session(
-                identity, name, self._tree, advertiser, stores, self._clock
-            )
+            ticket = self._router.issue_ticket(f"peer {identity.hex()} at {host}")
             arena = self._tree.memory.file if self._config.shared_memory else None
         disk_bytes = self._disk.budget_bytes if self._disk else 0
         answer = wire.hello(
@@ -250,6 +234,18 @@ class Worker:
             budget_bytes=self._tree.host_bytes + disk_bytes,
         )
         self._router.send(identity, answer)
+
+    @property
+    def _full(self) -> str:
+        return f"the worker already serves {self._config.max_peers} peers"
+
+    def _begin_session(self, name: str, channel: Channel) -> None:
+        advertiser = Advertiser(self._tree, self._config.max_pending_changes, self._wakeup.wake)
+        stores = StoreReceiver(self._tree, self._config, self._counts, channel, self._clock)
+        session = Session(name, channel, self._tree, advertiser, stores, self._clock)
+        self._sessions.append(session)
+        if len(self._sessions) > self._config.max_peers:
+            self._end_session(session, self._full)
 
     def _accept(self, session: Session, fetch: wire.Fetch) -> None:
         """Open a fetch, after its pages have been read from disk where that is needed."""
@@ -286,7 +282,7 @@ class Worker:
             self._fail(session, fetch.id, exc)
         else:
             on_drained = partial(session.streams.pop, stream.id, None)
-            self._scheduler.add(session.identity, stream, on_drained)
+            self._scheduler.add(session.channel, stream, on_drained)
 
     def _credit(self, session: Session, credit: wire.Credit) -> None:
         stream = session.streams.get(credit.id)
@@ -306,19 +302,12 @@ class Worker:
             self._counts.num_protocol_errors += 1
         message = wire.fetch_failed(id, error)
         self._counts.fetches_by_outcome[message.error] += 1
-        self._tell(session.identity, message)
+        session.tell(message)
 
-    def _advertise(self, session: Session, channel: Channel) -> None:
-        for _ in range(BURST):
-            if not channel.has_room or (advert := session.advertiser.next()) is None:
-                return
-            channel.put_message(wire.encode(advert))
-
-    def _take(self, identity: bytes, channel: Channel) -> None:
-        """What came over a data connection."""
-        session = self._sessions[identity]
+    def _take(self, session: Session) -> None:
+        """What came over its channel."""
         try:
-            for arrival in channel.receive(session.stores):
+            for arrival in session.channel.receive(session.stores):
                 session.heard_at_s = self._clock()
                 if arrival.frame.id == frames.MESSAGE:
                     self._serve(session, wire.decode_to_worker(arrival.message))
@@ -326,26 +315,20 @@ class Worker:
                     session.stores.mark_received(arrival)
         except ProtocolError as exc:
             self._counts.num_protocol_errors += 1
-            self._warn(f"peer {identity.hex()} was cut off: {exc}", "cut off")
-            self._turn_away(identity, wire.reason(exc))
+            self._warn(f"{session.name} was cut off: {exc}", "cut off")
+            self._end_session(session, wire.reason(exc))
 
     def _expire(self) -> None:
         now_s = self._clock()
-        for identity, stream in self._scheduler.late():
-            error = DeadlineExceeded("the worker stopped at the deadline")
-            if (owner := self._sessions.get(identity)) is not None:
-                self._fail(owner, stream.id, error)
-        for session in tuple(self._sessions.values()):
-            if now_s - session.heard_at_s > self._config.silence_s:
-                self._end_session(session, f"silent for {self._config.silence_s} s")
+        for session in tuple(self._sessions):
+            for id in session.late():
+                self._fail(session, id, DeadlineExceeded("the worker stopped at the deadline"))
             session.stores.expire()
+            if session.channel.error is not None:
+                self._end_session(session, str(session.channel.error))
+            elif now_s - session.heard_at_s > self._config.silence_s:
+                self._end_session(session, f"silent for {self._config.silence_s} s")
         self._scheduler.retire()
-
-    def _tell(self, identity: bytes, message: wire.ToPeer) -> None:
-        """A peer, in its session; dropped where that is over."""
-        channel = self._router.channels.get(identity)
-        if channel is not None:
-            channel.put_message(wire.encode(message))
 
     def _warn(self, line: str, about: str = "") -> None:
         """Once a minute, of each that it is about."""
@@ -363,18 +346,12 @@ class Worker:
         self._callbacks.append(callback)
         self._wakeup.wake()
 
-    def _turn_away(self, identity: bytes, reason: str) -> None:
-        session = self._sessions.get(identity)
-        if session is not None:
-            self._end_session(session, reason)
-        else:
-            self._router.send(identity, wire.Bye(reason=reason))
-
     def _end_session(self, session: Session, reason: str) -> None:
-        if self._sessions.pop(session.identity, None) is not None:
+        if session in self._sessions:
+            self._sessions.remove(session)
             log.info("worker %s: %s left: %s", self.address, session.name, reason)
             lost = sum(not stream.is_over for stream in session.streams.values())
             self._counts.fetches_by_outcome["lost"] += lost
             session.close()
-            self._tell(session.identity, wire.Bye(reason=reason))
-            self._router.forget(session.identity)
+            session.tell(wire.Bye(reason=reason))
+            self._router.drop(session.channel)

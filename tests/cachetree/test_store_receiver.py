@@ -10,6 +10,7 @@ import pytest
 from push_parts import PAGE_TOTAL, PAGES, new_store
 from transport_parts import (
     E_LAYER,
+    FAMILY,
     MODEL,
     PAGE_BYTES,
     STEPS,
@@ -182,7 +183,8 @@ def test_a_store_and_a_fetch_of_one_number_do_not_meet() -> None:
         assert peer.frame(4, payload_of(steps[-1])) == wire.Stored(id=1), "it ended with the fetch"
 
 
-def test_a_payload_that_belongs_to_no_frame_ends_the_session() -> None:
+def test_a_message_that_has_no_place_in_a_session_ends_it() -> None:
     with accepting() as (_, peer):
-        peer.socket.send_multipart([wire.encode(wire.Ping()), b"more"])
-        assert isinstance(peer.receive(), wire.Bye)
+        bye = peer.ask(wire.hello(FAMILY, "", 0))
+        assert isinstance(bye, wire.Bye)
+        assert "a Hello has no place" in bye.reason

@@ -45,25 +45,25 @@ PAGES = pages_of(256)
 NUM_BYTES = 4 * 256 * PAGE_BYTES
 
 
-def counting(worker: Worker) -> Counter[bytes]:
+def counting(worker: Worker) -> Counter[str]:
     """Payload bytes sent to each peer while both have something to come."""
-    total: Counter[bytes] = Counter()
-    sent: Counter[bytes] = Counter()
+    total: Counter[str] = Counter()
+    sent: Counter[str] = Counter()
 
-    def count(identity: bytes, channel: Channel) -> None:
+    def count(name: str, channel: Channel) -> None:
         put = channel.put
 
         def counted(frame: Frame, payload: Sequence[memoryview]) -> None:
             put(frame, payload)
             if frame.id != MESSAGE:
-                total[identity] += frame.size
+                total[name] += frame.size
                 if len(total) == 2 and NUM_BYTES not in total.values():
-                    sent[identity] += frame.size
+                    sent[name] += frame.size
 
         channel.put = counted  # type: ignore[method-assign]
 
-    for identity, channel in worker._router.channels.items():
-        count(identity, channel)
+    for session in worker._sessions:
+        count(session.name, session.channel)
     return sent
 
 
@@ -166,7 +166,6 @@ def test_a_full_queue_of_adverts_ends_in_a_new_snapshot() -> None:
     """Whatever was dropped, the view is right whenever it is whole, and whole in the end."""
     source, tree = new_tree(PAGES[:1]), new_tree()
     advertiser = Advertiser(source, max_pending=3, wake=lambda: None)
-    advertiser.begin()
     view = RemoteView(tree, Location("tcp://worker:1"))
     num_resets = 0
 

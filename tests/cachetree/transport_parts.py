@@ -365,7 +365,7 @@ class ScriptedWorker:
             self.turn()
             for arrival in self._data_port.arrivals(ready):
                 assert isinstance(arrival, tuple)
-                identity, opened = arrival
+                identity, opened = bytes.fromhex(arrival[0]), arrival[1]
                 self.channels[identity] = opened
                 self._poller.register(opened.fileno(), zmq.POLLIN)
                 self.send(identity, wire.Reset())
@@ -383,7 +383,7 @@ class ScriptedWorker:
     def _hear(self, identity: bytes, message: wire.ToWorker) -> None:
         self.received.append(message)
         if isinstance(message, wire.Hello):
-            ticket = self._data_port.issue_ticket(identity)
+            ticket = self._data_port.issue_ticket(identity.hex())
             self.send(identity, wire.hello(self._family, "", 7, self._arena, ticket))
         elif isinstance(message, wire.Ping) and self.answers_pings:
             self.send(identity, wire.Pong())
