@@ -18,42 +18,29 @@ FRAME_S = 0.01
 """Under a cap a frame takes at most this long, so that a slow link stays smooth."""
 
 
-class Pace:
-    """When the next frame may go, and how large it may be: at once, without a cap."""
-
-    def delay_s(self) -> float:
-        """Seconds until the next frame may be sent; 0 for now."""
-        return 0.0
-
-    def limit(self, frame_bytes: int) -> int:
-        """The largest frame under this pace."""
-        return frame_bytes
-
-    def spend(self, num_bytes: int) -> None: ...
-
-    def idle(self) -> None:
-        """Nothing waits to be sent: unused time is not saved up."""
-
-
-class Cap(Pace):
-    """At most `bytes_per_s`, evenly."""
+class Cap:
+    """When the next frame may go, and how large it may be: at most `bytes_per_s`, evenly."""
 
     def __init__(self, bytes_per_s: float, clock: Clock) -> None:
+        """Infinity for no cap."""
         self._bytes_per_s = bytes_per_s
         self._clock = clock
         self._free_at_s = clock()
 
     def delay_s(self) -> float:
+        """Seconds until the next frame may be sent; 0 for now."""
         return max(0.0, self._free_at_s - self._clock())
 
     def limit(self, frame_bytes: int) -> int:
-        return min(frame_bytes, max(MIN_FRAME_BYTES, int(self._bytes_per_s * FRAME_S)))
+        """The largest frame of at most `frame_bytes`."""
+        return int(min(frame_bytes, max(MIN_FRAME_BYTES, self._bytes_per_s * FRAME_S)))
 
     def spend(self, num_bytes: int) -> None:
         start_s = max(self._free_at_s, self._clock() - MAX_LAG_S)
         self._free_at_s = start_s + num_bytes / self._bytes_per_s
 
     def idle(self) -> None:
+        """Nothing waits to be sent: unused time is not saved up."""
         self._free_at_s = max(self._free_at_s, self._clock())
 
 

@@ -17,7 +17,7 @@ from cachetree.memory import Pool, checksum, checksum_of_parts
 from cachetree.transport import verbs, wire
 from cachetree.transport.channel import Channel
 from cachetree.transport.frames import MAX_FRAME_BYTES, Flow, Frame
-from cachetree.transport.pace import Cap, Pace
+from cachetree.transport.pace import Cap
 from cachetree.transport.send_queue import SendQueue
 from cachetree.transport.wire import MAX_PLACES
 from cachetree.tree import Lease
@@ -224,7 +224,7 @@ class SendScheduler:
         clock: Clock,
     ) -> None:
         self._counts = counts
-        self._pace = Cap(max_bytes_per_s, clock) if max_bytes_per_s else Pace()
+        self._cap = Cap(max_bytes_per_s or math.inf, clock)
         self._turns: deque[_Turn] = deque()
         self._draining: list[_Turn] = []
 
@@ -240,13 +240,13 @@ class SendScheduler:
         remaining_s = (turn.stream.deadline.remaining_s() for turn in self._turns)
         timeout_s = min(remaining_s, default=math.inf)
         if any(map(self._can_send, self._turns)):
-            timeout_s = min(timeout_s, self._pace.delay_s())
+            timeout_s = min(timeout_s, self._cap.delay_s())
         return timeout_s
 
     def add(self, channel: Channel, stream: Stream, on_drained: Callable[[], object]) -> None:
         """Send it there; call `on_drained` once its pages are given back."""
         if not self._turns:
-            self._pace.idle()
+            self._cap.idle()
         stream.served_bytes = min((other.stream.served_bytes for other in self._turns), default=0)
         self._turns.append(_Turn(channel, stream, on_drained))
 
@@ -254,7 +254,7 @@ class SendScheduler:
         """Up to `BURST` frames, each of the ready stream that got the fewest bytes."""
         ready = [turn for turn in self._turns if self._can_send(turn)]
         for _ in range(BURST):
-            if not ready or self._pace.delay_s():
+            if not ready or self._cap.delay_s():
                 break
             turn = min(ready, key=lambda turn: turn.stream.served_bytes)
             self._send(turn)
@@ -280,14 +280,14 @@ class SendScheduler:
         self._draining.clear()
 
     def _limit(self, stream: Stream) -> int:
-        return self._pace.limit(stream.flow.frame_bytes)
+        return self._cap.limit(stream.flow.frame_bytes)
 
     def _can_send(self, turn: _Turn) -> bool:
         return turn.stream.is_ready(self._limit(turn.stream)) and turn.channel.has_room
 
     def _send(self, turn: _Turn) -> None:
-        size = turn.stream.put(turn.channel, self._pace.limit(MAX_FRAME_BYTES))
-        self._pace.spend(size)
+        size = turn.stream.put(turn.channel, self._cap.limit(MAX_FRAME_BYTES))
+        self._cap.spend(size)
         self._counts.num_sent_bytes += size
         if turn.stream.is_over:
             self._counts.fetches_by_outcome["ok"] += 1
