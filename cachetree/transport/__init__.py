@@ -38,7 +38,7 @@ A store, from the tree that has an entry to the tree that keeps it:
 and `keys` say who may do what, `backoff` how long who fails has to wait, `status` counts.
 """
 
-from cachetree.transport.admin import ask, ask_status
+from cachetree.transport.admin import ask
 from cachetree.transport.backoff import Backoff, LogLimiter
 from cachetree.transport.config import PeerConfig, WorkerConfig
 from cachetree.transport.handshake import (
@@ -68,7 +68,6 @@ __all__ = [
     "Worker",
     "WorkerConfig",
     "ask",
-    "ask_status",
     "check_peer",
     "check_ports",
     "check_worker",

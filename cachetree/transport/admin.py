@@ -65,19 +65,6 @@ def ask(
     return answer
 
 
-def ask_status(
-    address: str, *, timeout_s: float, credentials: Credentials | None = None
-) -> verbs.Status:
-    """As `ask`: how are you?"""
-    return ask(
-        address,
-        verbs.StatusRequest(),
-        verbs.Status,
-        timeout_s=timeout_s,
-        credentials=credentials,
-    )
-
-
 Answer = Callable[[verbs.ToPeer], None]
 """Called once, from whichever thread has the answer."""
 

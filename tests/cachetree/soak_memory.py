@@ -31,7 +31,7 @@ import numpy as np
 sys.path += [str(Path(__file__).parents[1] / name) for name in ("cachetree", "engine")]
 
 from processes import num_descriptors, num_threads, resident_bytes
-from transport_parts import content_of, pages_of
+from transport_parts import ask_status, content_of, pages_of
 
 from cachetree import (
     Cache,
@@ -47,7 +47,6 @@ from cachetree import (
     Step,
 )
 from cachetree.memory.staging import BudgetedStaging
-from cachetree.transport import ask_status
 from sglang_droidspeak.fleet.servers import WorkerSpec, free_port, running
 
 FAMILY = Family(

@@ -15,12 +15,22 @@ import pytest
 from disk_parts import files_bytes
 from push_parts import PAGE_TOTAL, cache_of
 from security_parts import new_party
-from transport_parts import E_LAYER, FAMILY, MODEL, eventually, new_tree, pages_of, store, worker_of
+from transport_parts import (
+    E_LAYER,
+    FAMILY,
+    MODEL,
+    ask_status,
+    eventually,
+    new_tree,
+    pages_of,
+    store,
+    worker_of,
+)
 
 from cachetree import Cache, ConfigError, Deadline, OrderDenied, PageHash, WorkerConfig
 from cachetree.cli import main
 from cachetree.cli.serve import read_config
-from cachetree.transport import ask, ask_status, verbs
+from cachetree.transport import ask, verbs
 from cachetree.tree.hashing import page_hashes
 
 PAGES = pages_of(64)

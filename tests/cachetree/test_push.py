@@ -19,6 +19,7 @@ from transport_parts import (
     FAMILY,
     FAST,
     ScriptedWorker,
+    ask_status,
     eventually,
     new_tree,
     pages_of,
@@ -26,7 +27,7 @@ from transport_parts import (
 )
 
 from cachetree import Cache, CacheConfig, ConfigError, Location, WorkerConfig
-from cachetree.transport import ask_status, wire
+from cachetree.transport import wire
 from cachetree.transport.advertise import ChangeQueue
 
 ACCEPTS = WorkerConfig(accepts=True)

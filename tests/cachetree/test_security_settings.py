@@ -18,6 +18,7 @@ from transport_parts import (
     FAMILY,
     FAST,
     MODEL,
+    ask_status,
     check_content,
     new_staging,
     new_tree,
@@ -38,7 +39,7 @@ from cachetree import (
     WorkerConfig,
 )
 from cachetree.cli import main
-from cachetree.transport import ask_status, credentials_of, keys
+from cachetree.transport import credentials_of, keys
 
 PAGES = pages_of(256)
 

@@ -19,6 +19,7 @@ from transport_parts import (
     PAGE_BYTES,
     STEPS,
     RecordingStaging,
+    ask_status,
     check_content,
     eventually,
     new_staging,
@@ -48,7 +49,6 @@ from cachetree import (
     WorkerConfig,
 )
 from cachetree.memory.arena import Arena
-from cachetree.transport import ask_status
 from cachetree.transport.sender import LOCATED_BYTES
 
 PAGES = pages_of(256)

@@ -37,7 +37,7 @@ from cachetree.clock import Clock
 from cachetree.memory.arena import Arena
 from cachetree.memory.copying import checksum
 from cachetree.memory.pool import PAGEABLE, ArenaFile, Pool
-from cachetree.transport import channel, wire
+from cachetree.transport import Credentials, ask, channel, verbs, wire
 from cachetree.transport.address import Address
 from cachetree.transport.channel import Channel
 from cachetree.transport.frames import MESSAGE, Frame
@@ -192,6 +192,14 @@ def flushed(channel: Channel) -> None:
     """Have all of it sent, to somebody who reads."""
     send_queue = channel.send_queue
     eventually(lambda: send_queue.has_written(send_queue.queued_bytes))
+
+
+def ask_status(
+    address: Location | str, *, timeout_s: float, credentials: Credentials | None = None
+) -> verbs.Status:
+    """What a worker says of itself."""
+    asked = verbs.StatusRequest()
+    return ask(address, asked, verbs.Status, timeout_s=timeout_s, credentials=credentials)
 
 
 def unheard() -> None:

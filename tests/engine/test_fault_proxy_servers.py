@@ -16,10 +16,10 @@ from engine_parts import CPU, ENV, Answer, Watcher, answer, eventually, prompt, 
 from fault_proxy import Fault, FaultProxy, Strike, Towards, Via
 from forked import ServerSpec
 from processes import num_descriptors, num_threads
+from transport_parts import ask_status
 
 from cachetree import Location
 from cachetree.checkpoint.identity import read_model_identity
-from cachetree.transport import ask_status
 from profiles.random_models import shape, write_models
 from sglang_droidspeak.fleet.servers import Server, free_port, running
 

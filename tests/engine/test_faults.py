@@ -35,13 +35,13 @@ from forked import ServerSpec
 from shelf import Shelf
 from stalling import StallingWorker
 from struck_parts import scraped
+from transport_parts import ask_status
 
 from cachetree.cache import Cache
 from cachetree.checkpoint.family import Family
 from cachetree.checkpoint.identity import read_model_identity
 from cachetree.config import CacheConfig
 from cachetree.ids import Location, Span
-from cachetree.transport import ask_status
 from profiles.random_models import shape, write_models
 from sglang_droidspeak.cli import main
 from sglang_droidspeak.fleet.servers import Server, free_port, running

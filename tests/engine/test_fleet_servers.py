@@ -12,8 +12,9 @@ import pytest
 from engine_parts import ENV, Answer, answer, eventually
 from namespaces import Namespaces
 from security_parts import Party, new_party
+from transport_parts import ask_status
 
-from cachetree.transport import Credentials, ask_status, credentials_of
+from cachetree.transport import Credentials, credentials_of
 from profiles.data import prompt_of, read_records
 from sglang_droidspeak.fleet.fleet import read_fleet, specs
 from sglang_droidspeak.fleet.servers import Process, Server, ServerSpec, WorkerSpec, running
