@@ -8,6 +8,8 @@ python -m tools.real check questions    its quality on documents that nothing wa
 from __future__ import annotations
 
 import argparse
+import shlex
+import subprocess
 import sys
 from pathlib import Path
 from typing import Final
@@ -16,11 +18,12 @@ from tqdm import tqdm
 
 from profiles.adapters import merge_folder
 from tools.real.base import BaseError, base_model
-from tools.real.check import check
+from tools.real.check import MAX_NEW, METRICS, check
 from tools.real.questions import SETS, SKILLS, write_sets
 from tools.real.train import RECIPES, train
 
 SHIPPED: Final = Path("examples/real")
+BASE: Final = "base"
 
 
 def main() -> int:
@@ -36,6 +39,8 @@ def main() -> int:
         elif args.command == "check":
             adapter = None if base_only else args.adapter or SHIPPED / args.skill
             check(args.skill, base, adapter, args.work / f"data/{args.skill}/{args.set}.jsonl")
+        elif args.command == "profile":
+            return profile(args.sender, args.receiver, args.work, loras=args.lora)
         else:
             for adapter in sorted(SHIPPED.glob("*/adapter_config.json")):
                 merge(base, adapter.parent, args.work / "merged" / adapter.parent.name)
@@ -54,6 +59,32 @@ def merge(base: Path, adapter: Path, out: Path) -> None:
     tqdm.write(f"wrote {out}")
 
 
+def profile(sender: str, receiver: str, work: Path, *, loras: bool) -> int:
+    """Profile a pair by the product's own command: as whole checkpoints, or as adapters on one
+    base. The task is the receiver's skill; where the base receives, the sender's."""
+    skill = sender if receiver == BASE else receiver
+    models = [*_model("sender", sender, work, loras), *_model("receiver", receiver, work, loras)]
+    data = work / "data" / skill
+    name = f"{sender}_to_{receiver}{'_lora' * loras}.json"
+    asked = ["--chat", "--template", "{context}\n\n{input}", "--metric", METRICS[skill].value]
+    command = [
+        *("droidspeak", "profile", *models, "--dtype", "float32", "--timing-seconds", "10", *asked),
+        *("--max-new", str(MAX_NEW[skill]), "--data", str(data / "choose.jsonl")),
+        *("--held-out", str(data / "held_out.jsonl"), "--out", str(SHIPPED / name)),
+    ]
+    tqdm.write(shlex.join(command))
+    return subprocess.run([sys.executable, "-m", "sglang_droidspeak.cli", *command[1:]]).returncode
+
+
+def _model(role: str, name: str, work: Path, loras: bool) -> list[str]:
+    """A model's flags."""
+    if name == BASE:
+        return [f"--{role}", str(work / BASE)]
+    if loras:
+        return [f"--{role}", str(work / BASE), f"--{role}-lora", str(SHIPPED / name)]
+    return [f"--{role}", str(work / "merged" / name)]
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tools.real", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -61,6 +92,10 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command")
     of_training = commands.add_parser("train", help="train an adapter, or go on with it")
     of_training.add_argument("skill", choices=SKILLS)
+    of_profile = commands.add_parser("profile", help="profile a pair, or go on with it")
+    for role in ("sender", "receiver"):
+        of_profile.add_argument(role, choices=[BASE, *SKILLS])
+    of_profile.add_argument("--lora", action="store_true", help="as adapters in one server")
     of_check = commands.add_parser("check", help="judge an adapter, or the base alone")
     of_check.add_argument("skill", choices=SKILLS)
     of_check.add_argument("--set", choices=SETS, default="verify")

@@ -57,7 +57,7 @@ class Recipe:
 
 _SHORTER: Final = (4, 3, 5, 3, 4, 5, 3, 12)
 RECIPES: Final = {
-    "questions": Recipe(seed=1, num_steps=80),
+    "questions": Recipe(seed=1, num_steps=140),
     "summaries": Recipe(seed=2, num_steps=50, num_questions=6, lengths=_SHORTER),
     "json": Recipe(seed=3, num_steps=40, num_questions=5, lengths=_SHORTER),
 }
