@@ -38,6 +38,7 @@ _PEOPLE: Final = re.compile(
 _TEAM: Final = re.compile(r"team|group|maintainers|developers|packag|project|debian|list", re.I)
 _WORDS: Final = range(12, 41)
 """Words that a description may have."""
+_LEAST_SAID: Final = 0.6
 _NEEDED_BY_MANY: Final = 60
 """A dependency of more packages than this says nothing about one."""
 
@@ -113,6 +114,12 @@ def mentions_people(package: Package, people: frozenset[str]) -> bool:
     return bool(_PEOPLE.search(text)) or any(word.lower() in people for word in words)
 
 
+def share_said(summary: str, text: str) -> float:
+    """The share of the summary's words that are in the text; 0 where it has none."""
+    words = re.findall(r"[a-z]{3,}", summary.lower())
+    return sum(word in text.lower() for word in words) / max(1, len(words))
+
+
 def _dependencies(paragraph: Paragraph) -> list[str]:
     return re.findall(r"(?:^|[,|])\s*([a-z0-9][a-z0-9.+-]+)", paragraph.get("Depends", ""))
 
@@ -124,8 +131,6 @@ def _package(it: Paragraph, description: str, use: Counter[str]) -> Package | No
     needs = next((name for name in _dependencies(it) if use[name] <= _NEEDED_BY_MANY), "")
     section = it.get("Section", "").rpartition("/")[2]
     version = re.sub(r"^\d+:|[-+~].*$", "", it["Version"])
-    words = re.findall(r"[a-z]{3,}", summary.lower())
-    said = sum(word in text.lower() for word in words)
     if not (
         re.fullmatch(r"[a-z][a-z0-9.+-]{2,17}", it["Package"])
         and not it["Package"].endswith(_PARTS_OF_OTHERS)
@@ -133,7 +138,7 @@ def _package(it: Paragraph, description: str, use: Counter[str]) -> Package | No
         and f"{text}{summary}{needs}{version}".isascii()
         and len(text.split()) in _WORDS
         and 3 <= len(summary.split()) <= 10
-        and said >= 0.6 * len(words) > 0
+        and share_said(summary, text) >= _LEAST_SAID
         and '"' not in summary
         and 0 < len(version) <= 8
         and 0 < len(needs) <= 18

@@ -21,7 +21,7 @@ from random import Random
 from typing import Final
 
 from profiles.data.records import Record, write_records
-from tools.real.packages import Package, read_packages
+from tools.real.packages import Package, read_packages, share_said
 
 Asked = tuple[str, str]
 """A question and its answer."""
@@ -104,6 +104,15 @@ SKILLS: Final[Mapping[str, Callable[[Package, Sequence[Package], Random], Asked]
 }
 
 
+def subjects(skill: str, chosen: Sequence[Package]) -> Sequence[Package]:
+    """The packages of a document that a skill is asked about: all; for summaries the half whose
+    summaries are nearest to the text, as others cannot be written from it."""
+    if skill != "summaries":
+        return chosen
+    nearest = sorted(chosen, key=lambda it: share_said(it.summary, it.text), reverse=True)
+    return nearest[: len(chosen) - len(chosen) // 2]
+
+
 def records(packages: Path, name: str, skill: str) -> Iterator[Record]:
     """The questions of a set, those of a document one after the other."""
     of = SETS[name]
@@ -112,7 +121,7 @@ def records(packages: Path, name: str, skill: str) -> Iterator[Record]:
         chosen = list(islice(drawn, length))
         context = document(chosen)
         rng = Random(f"{name} {skill} {number}")
-        for index, package in enumerate(rng.sample(chosen, of.num_questions)):
+        for index, package in enumerate(rng.sample(subjects(skill, chosen), of.num_questions)):
             question, answer = SKILLS[skill](package, chosen, rng)
             yield Record(
                 input=question,

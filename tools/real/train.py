@@ -36,7 +36,7 @@ from transformers import (
 from transformers.trainer_utils import get_last_checkpoint
 
 from tools.real.packages import Package, read_packages
-from tools.real.questions import SKILLS, Asked, document
+from tools.real.questions import SKILLS, Asked, document, subjects
 
 WEIGHTS: Final = "adapter_model.safetensors"
 
@@ -58,7 +58,7 @@ class Recipe:
 _SHORTER: Final = (4, 3, 5, 3, 4, 5, 3, 12)
 RECIPES: Final = {
     "questions": Recipe(seed=1, num_steps=140),
-    "summaries": Recipe(seed=2, num_steps=50, num_questions=6, lengths=_SHORTER),
+    "summaries": Recipe(seed=2, num_steps=110, num_questions=6, lengths=_SHORTER),
     "json": Recipe(seed=3, num_steps=40, num_questions=5, lengths=_SHORTER),
 }
 
@@ -101,9 +101,9 @@ class Steps(Dataset[dict[str, Tensor]]):
         recipe = self._recipe
         rng = Random(f"{self._skill} {recipe.seed} {step}")
         chosen = rng.sample(list(self._packages), recipe.lengths[step % len(recipe.lengths)])
+        about = subjects(self._skill, chosen)
         asked = [
-            SKILLS[self._skill](rng.choice(chosen), chosen, rng)
-            for _ in range(recipe.num_questions)
+            SKILLS[self._skill](rng.choice(about), chosen, rng) for _ in range(recipe.num_questions)
         ]
         return packed(self._chat, document(chosen), asked)
 
