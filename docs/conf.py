@@ -12,7 +12,6 @@ html_theme = "furo"
 html_title = project
 html_extra_path = ["llms.txt"]
 myst_heading_anchors = 3
-myst_enable_extensions = ["dollarmath"]
 
 
 def setup(app):

@@ -53,12 +53,13 @@ def field_docs(struct: type) -> dict[str, str]:
 
 
 def fields_of(struct: type, *, defaults: bool) -> str:
+    """A list, as a table's column of sentences is narrow on a small screen."""
     docs = field_docs(struct)
-    rows = (
-        [f"`{it.name}`", *([_shown(_default(it))] if defaults else []), docs[it.name]]
+    lines = (
+        (it.name, f" (default {_shown(_default(it))})" if defaults else "", docs[it.name])
         for it in msgspec.structs.fields(struct)
     )
-    return table(["key", "default", "meaning"] if defaults else ["field", "meaning"], rows)
+    return "".join(f"- **`{name}`**{default}: {doc}\n" for name, default, doc in lines)
 
 
 def _default(field: msgspec.structs.FieldInfo) -> object:
