@@ -1,21 +1,12 @@
 """Which of a sender's layers to load and which to recompute. Pure: values in, a value out."""
 
+from cachetree.planning.demand import Demand, Gate, Mode, NoReuse, Reason, Requested
+from cachetree.planning.gate import Profiles, index_profiles
 from cachetree.planning.link import FREE as FREE_LINK
 from cachetree.planning.link import Link
 from cachetree.planning.margin import Margin
 from cachetree.planning.plan import Match, Plan, Strategy
-from cachetree.planning.policy import (
-    Demand,
-    Gate,
-    Mode,
-    NoReuse,
-    Profiles,
-    Reason,
-    Requested,
-    choose,
-    index_profiles,
-    saving_s,
-)
+from cachetree.planning.policy import choose, saving_s
 from cachetree.planning.prediction import (
     Costs,
     full_prefill_s,

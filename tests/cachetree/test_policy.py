@@ -18,9 +18,7 @@ from msgspec import structs
 from benchmarks.schedule import Request, schedule
 from cachetree.checkpoint.family import ModelIdentity
 from cachetree.ids import EMPTY_SPAN, LOCAL, Location, Span
-from cachetree.planning.link import Link
-from cachetree.planning.plan import Match, Plan, Strategy
-from cachetree.planning.policy import (
+from cachetree.planning import (
     Demand,
     Gate,
     Mode,
@@ -32,6 +30,8 @@ from cachetree.planning.policy import (
     index_profiles,
     saving_s,
 )
+from cachetree.planning.link import Link
+from cachetree.planning.plan import Match, Plan, Strategy
 from cachetree.planning.prediction import (
     Costs,
     full_prefill_s,

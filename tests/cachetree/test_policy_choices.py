@@ -25,9 +25,7 @@ from test_policy import (
 )
 
 from cachetree.ids import EMPTY_SPAN, Location, Span
-from cachetree.planning.link import Link
-from cachetree.planning.plan import Plan
-from cachetree.planning.policy import (
+from cachetree.planning import (
     Demand,
     Gate,
     Mode,
@@ -37,6 +35,8 @@ from cachetree.planning.policy import (
     Requested,
     index_profiles,
 )
+from cachetree.planning.link import Link
+from cachetree.planning.plan import Plan
 from cachetree.planning.prediction import predict_ttft_s
 from cachetree.planning.profile import BlockQuality, PairProfile
 

@@ -11,7 +11,7 @@ import yaml
 
 from cachetree.cli.serve import read_config
 from cachetree.errors import Cancelled, FetchError
-from cachetree.planning.policy import Reason
+from cachetree.planning import Reason
 from sglang_droidspeak.request.source import ForwardWaitExceeded
 from sglang_droidspeak.start.config import parse_settings
 from sglang_droidspeak.start.refuse import ARCHITECTURES

@@ -1,0 +1,133 @@
+"""The gate: what a request may have recomputed with a sender's cache. Pure.
+
+own model      nothing: every layer loaded, exact, no profile needed
+another model  without a profile what is lossless: all layers from the first that differs, or
+               from one below it that has E; else only with a profile that passed its gate, one
+               of its proven plans, for prompts up to twice as long as it was measured on
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from cachetree.ids import EMPTY_SPAN, LOCAL, ModelId, Span
+from cachetree.planning.demand import Demand, Gate, NoReuse, Reason, Requested
+from cachetree.planning.plan import Match
+from cachetree.planning.profile import BEYOND, BlockQuality, PairProfile
+
+Profiles = Mapping[tuple[ModelId, ModelId], PairProfile]
+"""By (sender, receiver)."""
+
+
+def index_profiles(profiles: Iterable[PairProfile]) -> Profiles:
+    """Made once at start-up: a model id is a digest of its identity, too dear for each request."""
+    return {(it.sender.model_id, it.receiver.model_id): it for it in profiles}
+
+
+def allowed_recipes(
+    demand: Demand, match: Match, profiles: Profiles
+) -> list[BlockQuality] | NoReuse:
+    """What the gate lets this request compute anew with this sender."""
+    requested = demand.requested or Requested()
+    block = requested.block
+    if block is not None and _last_layer(requested) >= demand.num_layers:
+        too_large = f"layer {_last_layer(requested)} of a model of {demand.num_layers} layers"
+        return NoReuse(reason=Reason.UNGATED_BLOCK, detail=too_large)
+    if match.model == demand.receiver:
+        # The own cache is exact whatever is recomputed; a block only where asked for by name.
+        if block is None or requested.sender == match.model:
+            return [_quality(block or EMPTY_SPAN, 1.0)]
+        allowed = _allowed_of_others(demand, profiles)
+        if demand.gate is Gate.ENFORCE and _asked(requested) not in map(_what, allowed):
+            return _ungated(requested, allowed)
+        return [_quality(EMPTY_SPAN, 1.0)]
+    profile = profiles.get((match.model, demand.receiver))
+    is_free = demand.gate is Gate.OFF
+    if block is not None and is_free:
+        return [_quality(block, 0.0, requested.refreshed)]
+    lossless = _lossless(demand, match, profile)
+    if profile is None and not lossless:
+        return NoReuse(reason=Reason.NO_PROFILE, detail=f"no profile with sender {match.model}")
+    passed = profile is not None and (profile.passed or is_free)
+    proven = profile.blocks if profile is not None and passed else ()
+    num_tokens = demand.num_pages * demand.page_size
+    is_covered = is_free or profile is None or profile.covers(num_tokens)
+    allowed = lossless + list(proven if is_covered else ())
+    if not allowed and proven and profile is not None:
+        return NoReuse(
+            reason=Reason.LONGER_THAN_MEASURED,
+            detail=f"{num_tokens} tokens of prompt, and the profile was measured on at most "
+            f"{profile.measured_tokens}; it is used up to {BEYOND} times as many",
+        )
+    if not allowed:
+        reason = profile.reason if profile and not passed else "the profile has no proven block"
+        return NoReuse(reason=Reason.GATE_FAILED, detail=reason)
+    if block is None:
+        return allowed
+    asked = [it for it in allowed if _what(it) == _asked(requested)]
+    return asked or _ungated(requested, allowed)
+
+
+def _allowed_of_others(demand: Demand, profiles: Profiles) -> list[BlockQuality]:
+    """What the gate allows with one sender or another, of whom there is no match perhaps."""
+    known = {sender for sender, receiver in profiles if receiver == demand.receiver}
+    allowed: list[BlockQuality] = []
+    for sender in known | demand.first_differences.keys():
+        everything = Match(
+            model=sender,
+            location=LOCAL,
+            num_pages=demand.num_pages,
+            e_pages=dict.fromkeys(range(demand.num_layers), demand.num_pages),
+        )
+        free = replace(demand, requested=None)
+        recipes = allowed_recipes(free, everything, profiles)
+        allowed += recipes if isinstance(recipes, list) else []
+    return allowed
+
+
+def _what(recipe: BlockQuality) -> tuple[Span, tuple[int, ...]]:
+    return recipe.block, recipe.refreshed
+
+
+def _asked(requested: Requested) -> tuple[Span, tuple[int, ...]]:
+    return requested.block or EMPTY_SPAN, requested.refreshed
+
+
+def _ungated(requested: Requested, allowed: Sequence[BlockQuality]) -> NoReuse:
+    names = sorted({_named(*_what(it)) for it in allowed}) or ["none"]
+    return NoReuse(
+        reason=Reason.UNGATED_BLOCK,
+        detail=f"block {_named(*_asked(requested))} is none of those that a profile has "
+        f"proven; allowed: {', '.join(names)}",
+    )
+
+
+def _named(block: Span, refreshed: Sequence[int]) -> str:
+    """As a request names it."""
+    span = f"{block.start}:{block.stop}" if len(block) else "none"
+    return f"{span} refresh {','.join(map(str, refreshed))}" if refreshed else span
+
+
+def _last_layer(requested: Requested) -> int:
+    block = requested.block or EMPTY_SPAN
+    return max([block.stop - 1, *requested.refreshed])
+
+
+def first_difference(demand: Demand, sender: ModelId, profile: PairProfile | None) -> int:
+    known = demand.first_differences.get(sender)
+    return known if known is not None else profile.first_difference if profile else 0
+
+
+def _lossless(demand: Demand, match: Match, profile: PairProfile | None) -> list[BlockQuality]:
+    """Everything anew from the first layer that differs, or from one below it that has E."""
+    differs = first_difference(demand, match.model, profile)
+    quality = profile.full_prefill_quality if profile is not None else 1.0
+    if differs == demand.num_layers:
+        return [_quality(EMPTY_SPAN, quality)]
+    starts = {differs, *(layer for layer in match.e_pages if layer < differs)} - {0}
+    return [_quality(Span(start, demand.num_layers), quality) for start in sorted(starts)]
+
+
+def _quality(block: Span, quality: float, refreshed: tuple[int, ...] = ()) -> BlockQuality:
+    return BlockQuality(start=block.start, stop=block.stop, refreshed=refreshed, quality=quality)
