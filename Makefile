@@ -76,8 +76,7 @@ bench: $(INSTALLED)
 	$(BENCH)/profiler.py
 
 gpu: $(INSTALLED)
-	$(BIN)/python benchmarks/gpu.py
-	$(BIN)/python -m pytest -q tests/gpu
+	$(BIN)/python -m benchmarks.gpu
 
 soak: $(INSTALLED)
 	$(BIN)/python tests/cachetree/tree_walks.py --operations 1000000

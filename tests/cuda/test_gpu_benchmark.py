@@ -1,38 +1,147 @@
-"""`make gpu`, rehearsed: on a virtual device all parts run, and without one they say so."""
+"""`make gpu`, rehearsed: on a virtual device its parts run, and without one they say so."""
 
 from __future__ import annotations
 
-import importlib
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
 
+import flashinfer
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_flashinfer import NAMES
 from virtual_cuda import VirtualCuda
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu import attention, copies, parts, servers
+from benchmarks.gpu.parts import Found, NotHere, Part, attempt, within
+
+FIXTURES = Path(__file__).parent / "flashinfer"
+BFLOAT16 = 0.02
 
 
-@pytest.fixture
-def gpu(monkeypatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    monkeypatch.delitem(sys.modules, "gpu", raising=False)
-    return importlib.import_module("gpu")
-
-
-def test_all_parts_run_and_nothing_races(gpu: ModuleType, monkeypatch) -> None:
+def test_copies_run_and_nothing_races(monkeypatch) -> None:
     for name, value in {"HEADS": 1, "HIDDEN": 128, "LAYERS": 2, "REPEATS": 1}.items():
-        monkeypatch.setattr(gpu, name, value)
+        monkeypatch.setattr(copies, name, value)
     with VirtualCuda() as cuda:
-        found = gpu.measure(num_tokens=16)
-    assert found["captured"] == {"wrong_rows": 0}
-    assert found["pinned"].keys() == {"pinned_gb_per_s", "pageable_gb_per_s"}
-    assert found["overlap"].keys() == {"copies_ms", "compute_ms", "both_ms", "overlap"}
+        assert copies.captured(16) == {"wrong_rows": 0}
+        assert copies.pinned(16).keys() == {"pinned_gb_per_s", "pageable_gb_per_s"}
+        names = {"copies_ms", "compute_ms", "both_ms", "overlap"}
+        assert copies.overlap(16).keys() == names
     assert not cuda.races, cuda.races[0]
 
 
-def test_what_cannot_run_says_why(gpu: ModuleType) -> None:
-    def part(_num_tokens: int) -> dict:
-        raise RuntimeError("no device\nand more")
+def test_all_parts_together_have_ten_minutes() -> None:
+    assert sum(it.most_s for it in gpu.PARTS.values()) <= 600
 
-    assert gpu.attempt(part, 16) == {"not_run": "no device"}
+
+@pytest.mark.parametrize("name", gpu.PARTS)
+def test_a_part_says_what_this_machine_lacks(name: str, monkeypatch) -> None:
+    told: list[Found] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    attempt(gpu.PARTS[name], 16, told.append)
+    assert told == [{"not_run": "there is no CUDA device"}]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(parts.importlib.util, "find_spec", lambda _name: None)
+    attempt(gpu.PARTS[name], 16, told.append)
+    package = "flashinfer" if name == "flashinfer" else "sglang"
+    assert told[1:] == [{"not_run": f"{package} is not installed"}]
+
+
+def test_what_fails_keeps_what_was_found_before() -> None:
+    def run(num_tokens: int) -> Any:
+        yield {"tokens": num_tokens}
+        raise RuntimeError("no kernel image\nand more")
+
+    told: list[Found] = []
+    attempt(Part(run, 1), 16, told.append)
+    assert told[-1] == {"tokens": 16, "failed": "RuntimeError: no kernel image"}
+
+
+LONG = "import time; print('{\"found\": 1}', flush=True); time.sleep(600)"
+
+
+@pytest.mark.parametrize(
+    ("script", "most_s", "expected"),
+    [
+        ("print('a warning'); print('{\"found\": 1}'); print('{\"found\": 2}')", 60, {"found": 2}),
+        ("raise SystemExit(3)", 60, {"failed": "see its output above"}),
+        (LONG, 2, {"found": 1, "cut": "it was given 2 s"}),
+    ],
+)
+def test_a_part_that_takes_too_long_is_cut_and_says_so(
+    script: str, most_s: float, expected: Found
+) -> None:
+    assert within([sys.executable, "-S", "-c", script], most_s) == expected
+
+
+def test_a_missing_sanitizer_is_said(monkeypatch) -> None:
+    monkeypatch.setattr(gpu, "needs", lambda *_: None)
+    with pytest.raises(NotHere, match="no-such-sanitizer is not installed"):
+        list(gpu.sanitized(("no-such-sanitizer",), 16))
+
+
+def test_outcomes_of_tests_are_told_one_by_one() -> None:
+    lines = [
+        "tests/gpu/test_cuda_servers.py::test_blocks[llama] PASSED   [ 50%]\n",
+        "a log line\n",
+        "tests/gpu/test_cuda_servers.py::test_blocks[tp] SKIPPED (one device)   [100%]\n",
+    ]
+    first, second = (dict(it) for it in servers.outcomes(lines))
+    assert second == {"test_blocks[llama]": "passed", "test_blocks[tp]": "skipped"}
+    assert first
+
+
+def test_the_first_token_is_timed_once_the_prefix_is_on_offer() -> None:
+    asked: list[Any] = []
+
+    def generate(tokens: list[int], **options: Any) -> dict[str, Any]:
+        control = options.get("droidspeak", {})
+        asked.append((len(tokens), control))
+        outcome = "off" if "mode" in control else ("reused" if len(asked) > 4 else "no_match")
+        return {"meta_info": {"droidspeak": [{"outcome": outcome}]}}
+
+    server: Any = SimpleNamespace(generate=generate, flush=lambda: None)
+    *_, found = servers.measured(server, server, (20, 30))
+    assert {"layers", "recomputed", "20_full_ms", "30_reused_ms", "30_speedup"} <= found.keys()
+    assert {control.get("block") for _, control in asked} == {None, "3:5"}
+
+
+# A dump of FlashInfer's answer, and what tests have in its place.
+
+
+def replayed(path: Path) -> dict[str, float]:
+    """How far the reference that stands for FlashInfer's kernels is from what they have told."""
+    it = load_file(path)
+    paged: Any = NAMES["BatchPrefillWithPagedKVCacheWrapper"](torch.empty(0), "NHD")
+    paged.plan = SimpleNamespace(
+        page_size=1,
+        qo_indptr=it["new"],
+        paged_kv_indptr=it["before"],
+        paged_kv_indices=it["slots"],
+        paged_kv_last_page_len=torch.ones(len(it["new"]) - 1, dtype=torch.int32),
+    )
+    cache, scale = (it["keys"], it["values"]), it["q"].shape[-1] ** -0.5
+    asked = SimpleNamespace(q=it["q"], paged_kv_cache=cache, causal=False, sm_scale=scale)
+    out, lse = paged.compute(asked)
+    pairs = {"out": out, "lse": lse}
+    return {name: float((it[name] - told.float()).abs().max()) for name, told in pairs.items()}
+
+
+def test_flashinfer_on_devices_told_the_same() -> None:
+    """One file for each device that it was run on."""
+    for path in FIXTURES.glob("*.safetensors"):
+        assert replayed(path) == pytest.approx({"out": 0.0, "lse": 0.0}, abs=BFLOAT16), path
+
+
+def test_a_dump_is_replayed(tmp_path) -> None:
+    path, name = tmp_path / "dump.safetensors", "BatchPrefillWithPagedKVCacheWrapper"
+    with VirtualCuda(), patch.object(flashinfer, name, NAMES[name]):
+        attention.dump(path, workspace_bytes=64)
+    assert replayed(path) == {"out": 0.0, "lse": 0.0}
+    it = load_file(path)
+    save_file({**it, "slots": it["slots"].flip(0)}, path)
+    assert replayed(path)["out"] > BFLOAT16, "of other slots it would be another answer"

@@ -1,6 +1,6 @@
-"""Two servers on a GPU, with FlashInfer attention and CUDA graphs, against the oracle.
+"""Two servers on a GPU against the oracle: every attention, in CUDA graphs and without, two ranks.
 
-Quantised weights too: the oracle computes with the matrices that they stand for.
+Quantised weights too: the oracle computes with the matrices that they stand for. And adapters.
 
 Half precision on two implementations does not give equal bits: the first token and its
 log-probability are compared, with a tolerance, and the block must matter more than that.
@@ -9,11 +9,14 @@ log-probability are compared, with a tolerance, and the block must matter more t
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from engine_parts import answer, eventually, prompt, whole_pages
+from lora_parts import BASE, Checkpoints
 from quantised_parts import write_quantised
 
 from cachetree.ids import Span
@@ -32,10 +35,42 @@ BLOCKS = {"none": Span(0, 0), "0:3": Span(0, 3), "2:5": Span(2, 5), "all": Span(
 TOLERANCE = 0.1
 
 
-@pytest.fixture(scope="module", params=["unquantised", "awq", "gptq", "fp8"])
+OPTIONS = {"dtype": "bfloat16", "mem-fraction-static": 0.3, "page-size": 16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    architecture: str = "llama"
+    attention: str = "flashinfer"
+    recompute: str = "server"
+    weights: str = "unquantised"
+    has_graphs: bool = True
+    num_ranks: int = 1
+
+    @property
+    def options(self) -> dict[str, Any]:
+        more = {} if self.has_graphs else {"disable-cuda-graph": True}
+        return {**OPTIONS, "attention-backend": self.attention, "tp-size": self.num_ranks, **more}
+
+
+CASES = {
+    "llama_flashinfer": Case(),
+    "qwen3_fa3_eager": Case(architecture="qwen3", attention="fa3", has_graphs=False),
+    "llama_fa3_and_flashinfer": Case(attention="fa3", recompute="flashinfer"),
+    "qwen3_flashinfer_eager": Case(architecture="qwen3", has_graphs=False),
+    "two_ranks": Case(num_ranks=2),
+    **{it: Case(weights=it) for it in ("awq", "gptq", "fp8")},
+}
+"""Each attention, architecture, and graphs or none with each other's two."""
+
+
+@pytest.fixture(scope="module", params=CASES)
 def pair(request, tmp_path_factory) -> Iterator[tuple[dict[str, Path], Server, Server]]:
-    folder, weights = tmp_path_factory.mktemp("cuda"), request.param
-    config = shape("llama", layers=6, hidden=512, heads=8, kv_heads=4)
+    folder, case = tmp_path_factory.mktemp("cuda"), CASES[request.param]
+    weights = case.weights
+    if case.num_ranks > torch.cuda.device_count():
+        pytest.skip(f"needs {case.num_ranks} devices")
+    config = shape(case.architecture, layers=6, hidden=512, heads=8, kv_heads=4)
     config.intermediate_size = 1024  # Kernels for quantised weights take whole tiles.
     names = ("sender", "receiver")
     paths = write_models(folder, config, names, dtype=torch.bfloat16)
@@ -44,19 +79,19 @@ def pair(request, tmp_path_factory) -> Iterator[tuple[dict[str, Path], Server, S
         paths = [write_quantised(it, folder / f"{it.name}_{weights}", weights) for it in paths]
         tested = {"gpu_tested_weights": [weights]}
     models = dict(zip(names, paths, strict=True))
-    options = {"attention-backend": "flashinfer", "mem-fraction-static": 0.3, "page-size": 16}
-    address = f"tcp://127.0.0.1:{free_port()}"
+    options, shared = case.options, {**tested, "recompute_attention": case.recompute}
+    address = f"tcp://127.0.0.1:{free_port(case.num_ranks)}"
     sender = ServerSpec(
         model=models["sender"],
         name="sender",
         options=options,
-        droidspeak={"listen": address, "capture_layers": [2], **tested},
+        droidspeak={"listen": address, "capture_layers": [2], **shared},
     )
     receiver = ServerSpec(
         model=models["receiver"],
         name="receiver",
         options=options,
-        droidspeak={"peers": [address], "gate": "off", "host_gb": 0, **tested},
+        droidspeak={"peers": [address], "gate": "off", "host_gb": 0, **shared},
     )
     with running(sender, receiver, folder=folder / "logs") as (s, r):
         yield models, s, r
@@ -89,3 +124,22 @@ def test_blocks_agree_with_the_oracle(pair) -> None:
             assert reply.ids[0] == expected.ids[0]
         seen.add(round(expected.logprobs[0], 1))
     assert len(seen) > 1, "blocks must differ by more than the tolerance"
+
+
+def test_an_adapter_reads_what_the_base_has(tmp_path) -> None:
+    models = Checkpoints.write(tmp_path, {"adapter": {"rank": 8}})
+    lora = {"max-loras-per-batch": 2, "max-lora-rank": 8, "lora-target-modules": ["all"]}
+    spec = ServerSpec(
+        model=models.whole[BASE],
+        options={**OPTIONS, "lora-backend": "triton", **lora},
+        adapters=models.adapters,
+        droidspeak={"capture_layers": [2], "gate": "off"},
+    )
+    tokens, block = prompt(400, seed=2), Span(2, 5)
+    with running(spec, folder=tmp_path / "logs") as (server,):
+        answer(server, tokens, droidspeak={"mode": "off"}, max_new_tokens=1)
+        controls = models.controls(BASE, block)
+        reply = answer(server, tokens, lora_path="adapter", droidspeak=controls, max_new_tokens=8)
+    assert reply.provenance["outcome"] == "reused"
+    expected = models.expected("adapter", BASE, tokens, block)
+    assert reply.logprobs[0] == pytest.approx(expected.logprobs[0], abs=TOLERANCE)

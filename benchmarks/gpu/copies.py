@@ -1,25 +1,15 @@
-"""Does the CUDA path do on this device what it is written for? Under a minute; `make gpu`.
+"""E in a CUDA graph, and copies from host memory into KV slots, by the product's own classes.
 
-    captured   E that a CUDA graph writes is the E of each replay, in the slots of that replay
-    pinned     a copy of staged KV into slots from page-locked memory against one from pageable
-    overlap    the same copies on the extension's copy stream beside a matrix product: the share of
-               the shorter that ran beside the other (1: all of it)
-
-A part that cannot run here says why. Each part checks what it copied before it tells a time.
+Each part checks what it copied before it tells a time.
 """
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import result
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from cachetree import Span
 from cachetree.checkpoint import Codec
@@ -126,9 +116,6 @@ def overlap(num_tokens: int) -> dict[str, Any]:
     return dict(zip(names, (*alone_ms, both_ms, round(share, 3)), strict=True))
 
 
-PARTS = {"captured": captured, "pinned": pinned, "overlap": overlap}
-
-
 def median_ms(work: Callable[[], None]) -> float:
     """On the current stream, by its events, after one run that is not counted."""
     times = []
@@ -140,33 +127,3 @@ def median_ms(work: Callable[[], None]) -> float:
         stop.synchronize()
         times.append(start.elapsed_time(stop))
     return sorted(times[1:])[REPEATS // 2]
-
-
-def measure(num_tokens: int) -> dict[str, Mapping[str, Any]]:
-    return {name: attempt(part, num_tokens) for name, part in PARTS.items()}
-
-
-def attempt(part: Callable[[int], dict[str, Any]], num_tokens: int) -> Mapping[str, Any]:
-    try:
-        return part(num_tokens)
-    except (RuntimeError, AssertionError) as exc:  # CUDA's errors; torch that was built without it.
-        return {"not_run": str(exc).partition("\n")[0]}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--json", type=Path, help="append the JSON line to this file too")
-    args = parser.parse_args()
-    environment = result.here()
-    found = measure(args.tokens)
-    table = Table("part", "what", "found")
-    for part, values in found.items():
-        for what, value in values.items():
-            table.add_row(part, what, str(value))
-    Console().print(table)
-    result.write("gpu", found, environment, args.json)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,1 @@
+"""What the CUDA path does on this device: `python -m benchmarks.gpu`."""

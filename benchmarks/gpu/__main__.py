@@ -1,0 +1,139 @@
+"""Does the CUDA path do on this device what it is written for? Ten minutes at most; `make gpu`.
+
+    python -m benchmarks.gpu [--tokens 8192] [--json benchmarks/results/gpu.jsonl] [--only PART ...]
+
+    captured   E that a CUDA graph writes is the E of each replay, in the slots of that replay
+    pinned     a copy of staged KV into slots from page-locked memory against one from pageable
+    overlap    the same copies on the extension's copy stream beside a matrix product: the share of
+               the shorter that ran beside the other (1: all of it)
+    sanitizer  those three under torch's CUDA sanitizer; and under NVIDIA's
+    flashinfer its answer over a cached prefix, dumped for tests that have no device
+    oracle     blocks of llama and qwen3, with FlashInfer and FA3, in CUDA graphs and without, of
+               adapters and on two ranks, against plain transformers; then in quantised weights
+    ttft       an 8B-shaped pair with a quarter of its layers recomputed, at 2K, 10K and 40K tokens
+
+Each part has a time of its own after which it is cut; what it had found by then is told, and that
+it was cut. A part that cannot run here says why.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.gpu.parts import Found, NotHere, Part, attempt, needs, run_all, within
+
+DUMP = Path("build/flashinfer.safetensors")
+QUANTISED = "awq or gptq or fp8"
+_FEW_TOKENS = 256
+"""Under a sanitizer."""
+
+
+def on_device(name: str, num_tokens: int) -> Iterator[Found]:
+    needs("sglang")
+    from benchmarks.gpu import copies  # Imports SGLang, which takes seconds.
+
+    yield getattr(copies, name)(num_tokens)
+
+
+def sanitized(command: Sequence[str], _num_tokens: int) -> Iterator[Found]:
+    """The parts of `on_device` in one process that is watched."""
+    needs("sglang")
+    if shutil.which(command[0]) is None:
+        raise NotHere(f"{command[0]} is not installed")
+    only = [sys.executable, "-m", "benchmarks.gpu", "--here", "captured", "pinned", "overlap"]
+    done = subprocess.run([*command, *only, "--tokens", str(_FEW_TOKENS)], check=False)
+    yield {"found": "nothing"} if not done.returncode else {"failed": f"exit {done.returncode}"}
+
+
+def dumped(_num_tokens: int) -> Iterator[Found]:
+    needs("flashinfer")
+    from benchmarks.gpu import attention
+
+    DUMP.parent.mkdir(exist_ok=True)
+    attention.dump(DUMP)
+    yield {"dump": str(DUMP)}
+
+
+def compared(which: str, _num_tokens: int) -> Iterator[Found]:
+    needs("sglang")
+    from benchmarks.gpu import servers
+
+    yield from servers.oracle(which)
+
+
+def timed(num_tokens: int) -> Iterator[Found]:
+    needs("sglang")
+    from benchmarks.gpu import servers
+
+    yield from servers.ttft(num_tokens)
+
+
+TORCHS = ("env", "TORCH_CUDA_SANITIZER=1")
+NVIDIAS = ("compute-sanitizer", "--error-exitcode", "9", "--target-processes", "all")
+PARTS = {
+    "captured": Part(partial(on_device, "captured"), 20),
+    "pinned": Part(partial(on_device, "pinned"), 20),
+    "overlap": Part(partial(on_device, "overlap"), 20),
+    "torch_sanitizer": Part(partial(sanitized, TORCHS), 40),
+    "compute_sanitizer": Part(partial(sanitized, NVIDIAS), 60),
+    "flashinfer": Part(dumped, 60),
+    "oracle": Part(partial(compared, f"not ({QUANTISED})"), 190),
+    "quantised": Part(partial(compared, QUANTISED), 90),
+    "ttft": Part(timed, 90),
+}
+
+
+def tell(found: Found) -> None:
+    sys.stdout.write(json.dumps(found) + "\n")
+    sys.stdout.flush()
+
+
+def alone(num_tokens: int, name: str, part: Part) -> Found:
+    """In a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.gpu", "--here", name, "--tokens", str(num_tokens)]
+    return within(command, part.most_s)
+
+
+def table_of(found: Mapping[str, Mapping[str, Any]]) -> Table:
+    table = Table("part", "what", "found")
+    for part, values in found.items():
+        for what, value in values.items():
+            table.add_row(part, what, str(value))
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--here", nargs="+", choices=PARTS, help=argparse.SUPPRESS)
+    parser.add_argument("--json", type=Path, help="append the JSON line to this file too")
+    args = parser.parse_args()
+    if args.here:
+        failed = []
+        for name in args.here:
+            attempt(PARTS[name], args.tokens, lambda it: (tell(it), failed.append("failed" in it)))
+        os._exit(any(failed))  # A device that has failed may not let Python end.
+    from benchmarks import result
+
+    environment = result.here()
+    found = run_all({it: PARTS[it] for it in args.only}, partial(alone, args.tokens))
+    Console().print(table_of(found))
+    result.write("gpu", found, environment, args.json)
+    sys.exit(any("failed" in it for it in found.values()))
+
+
+if __name__ == "__main__":
+    main()

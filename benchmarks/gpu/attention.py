@@ -1,0 +1,53 @@
+"""FlashInfer on this device, as SGLang's backend calls it over a cached prefix: a dump.
+
+`tests/cuda/test_gpu_benchmark` replays those in `tests/cuda/flashinfer` on a CPU.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+HEADS, KV_HEADS, HEAD_DIM = 4, 2, 64
+NEW, BEFORE = (5, 3), (20, 7)
+"""Tokens of two prompts, and those that stand before them."""
+_WORKSPACE_BYTES = 128 << 20
+
+
+def edges(lengths: tuple[int, ...]) -> torch.Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).int()
+
+
+def dump(path: Path, workspace_bytes: int = _WORKSPACE_BYTES) -> None:
+    """Write what it was given, and its answer, to a file of tensors."""
+    import flashinfer
+
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*size: int) -> torch.Tensor:
+        return torch.randn(size, generator=generator).bfloat16()
+
+    num_slots = 4 * sum(BEFORE)
+    given = {
+        "q": random(sum(NEW), HEADS, HEAD_DIM),
+        "keys": random(num_slots, KV_HEADS, HEAD_DIM),
+        "values": random(num_slots, KV_HEADS, HEAD_DIM),
+        "slots": torch.randperm(num_slots, generator=generator)[: sum(BEFORE)].int(),
+        "new": edges(NEW),
+        "before": edges(BEFORE),
+    }
+    there = {name: it.to("cuda") for name, it in given.items()}
+    workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device="cuda")
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2")
+    last = torch.ones(len(NEW), dtype=torch.int32, device="cuda")
+    indices = (there["new"], there["before"], there["slots"], last)
+    wrapper.begin_forward(
+        *indices, HEADS, KV_HEADS, HEAD_DIM, 1, q_data_type=torch.bfloat16, non_blocking=True
+    )
+    cache = (there["keys"], there["values"])
+    scale = 1 / math.sqrt(HEAD_DIM)
+    out, lse = wrapper.forward_return_lse(there["q"], cache, causal=False, sm_scale=scale)
+    save_file({**given, "out": out.cpu().float(), "lse": lse.cpu().float()}, path)

@@ -1,0 +1,107 @@
+"""Real servers on this device: what blocks answer beside the oracle, and how soon."""
+
+from __future__ import annotations
+
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cachetree import Span
+from profiles.random_models import random_prompt, shape, write_models
+from sglang_droidspeak.fleet.servers import Server, ServerSpec, free_port, running
+
+ROOT = Path(__file__).parents[2]
+LAYERS, BLOCK = 8, Span(3, 5)
+"""Of the 32 layers of an 8B model eight, of which a quarter is recomputed."""
+LENGTHS = (2_000, 10_000, 40_000)
+REPEATS = 3
+_TOLD = re.compile(r"::(\S+) (PASSED|FAILED|SKIPPED|ERROR)")
+
+
+def ttft(_num_tokens: int) -> Iterator[dict[str, Any]]:
+    """Median ms to the first token, of a full prefill and with the block recomputed."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        config = shape("llama", layers=LAYERS, hidden=4096, heads=32, kv_heads=8)
+        config.intermediate_size, config.max_position_embeddings = 14336, 1 << 16
+        with torch.device("cuda"):
+            paths = write_models(folder, config, ("sender", "receiver"), dtype=torch.bfloat16)
+        torch.cuda.empty_cache()
+        with running(*pair(paths), folder=folder / "logs") as (sender, receiver):
+            yield from measured(sender, receiver, LENGTHS)
+
+
+def pair(paths: Sequence[Path]) -> list[ServerSpec]:
+    options = {"mem-fraction-static": 0.35, "page-size": 64, "max-running-requests": 8}
+    address = f"tcp://127.0.0.1:{free_port()}"
+    sends = {"listen": address, "capture_layers": [BLOCK.start], "host_gb": 8}
+    reads = {"peers": [address], "gate": "off", "host_gb": 0, "staging_gb": 4}
+    names = ("sender", "receiver")
+    return [
+        ServerSpec(model=path, name=name, options=options, droidspeak=settings)
+        for path, name, settings in zip(paths, names, (sends, reads), strict=True)
+    ]
+
+
+def measured(sender: Server, receiver: Server, lengths: Iterable[int]) -> Iterator[dict[str, Any]]:
+    """Interleaved; the first of each length warms up."""
+    found: dict[str, Any] = {"layers": LAYERS, "recomputed": len(BLOCK)}
+    controls = {"full": {"mode": "off"}, "reused": {"block": f"{BLOCK.start}:{BLOCK.stop}"}}
+    for length in lengths:
+        times: dict[str, list[float]] = {name: [] for name in controls}
+        for repeat in range(REPEATS + 1):
+            tokens = random_prompt(length, seed=repeat)
+            sender.generate(tokens, max_new_tokens=1)
+            for name, control in controls.items():
+                times[name].append(_first_token_ms(receiver, tokens, control))
+        full, reused = (statistics.median(it[1:]) for it in times.values())
+        found[f"{length}_full_ms"] = round(full, 2)
+        found[f"{length}_reused_ms"] = round(reused, 2)
+        found[f"{length}_speedup"] = round(full / reused, 3)
+        yield found
+
+
+def _first_token_ms(server: Server, tokens: Sequence[int], control: Mapping[str, str]) -> float:
+    """Asks again until what the sender has read is on offer."""
+    wanted = "off" if "mode" in control else "reused"
+    deadline = time.monotonic() + 20
+    while True:
+        server.flush()
+        started_s = time.perf_counter()
+        reply = server.generate(tokens, max_new_tokens=1, droidspeak=control)
+        took_s = time.perf_counter() - started_s
+        (told,) = reply["meta_info"]["droidspeak"]
+        if told["outcome"] == wanted:
+            return 1000 * took_s
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"{len(tokens)} tokens were not reused: {told['outcome']}")
+        time.sleep(0.1)
+
+
+def oracle(which: str) -> Iterator[dict[str, Any]]:
+    """`tests/gpu` by pytest: of each test its outcome."""
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-k", which]
+    with subprocess.Popen(
+        [*command, "tests/gpu"], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        yield from outcomes(process.stdout)
+    if process.returncode:
+        raise RuntimeError(f"pytest ended with {process.returncode}")
+
+
+def outcomes(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+    found: dict[str, Any] = {}
+    for line in lines:
+        sys.stderr.write(line)
+        if told := _TOLD.search(line):
+            found[told[1]] = told[2].lower()
+            yield found
