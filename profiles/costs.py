@@ -52,7 +52,7 @@ SAMPLED_LAYERS: Final = 4
 class Repeats:
     """Turns in which everything is timed once."""
 
-    least: int = 4
+    least: int = 2
     most: int = 32
     budget_s: float = 60.0
     """No turn starts later, but for the least."""
@@ -91,30 +91,20 @@ def choose_lengths(
     raise ConfigError(f"a model of {max_positions} positions is too short to be timed")
 
 
-def num_timings(
-    lengths: Sequence[int], held_out_lengths: Sequence[int], num_layers: int, repeats: Repeats
-) -> int:
-    """What the calls of `measure_costs`'s progress add up to."""
-    # Of each length: a chain of layers, K and V alone, three suffixes, two loads.
-    num_works = 7 * len(lengths) + len(_plans(num_layers)) * len(held_out_lengths)
-    return num_works * repeats.most
-
-
 def measure_costs(
     model: LayeredModel,
     *,
     lengths: Sequence[int],
     held_out_lengths: Sequence[int],
     num_suffix: int,
-    progress: Callable[[int], None],
+    progress: Callable[[float], None],
     repeats: Repeats = DEFAULT_REPEATS,
     timer: Timer = time.perf_counter,
 ) -> CostModel:
     """Time the model's parts at `lengths`, fit them, and judge that on plans at other lengths.
 
     Values are random and do not matter; the threads and the device are those that are set. Takes
-    twice the KV of the longest prefix in memory. `progress` gets the number of timings done since
-    its last call; one that stops early reports the rest at once.
+    twice the KV of the longest prefix in memory. `progress` gets the share that is done, up to 1.
     """
     receiver = TimedReceiver(model, max(*lengths, *held_out_lengths), num_suffix)
     groups = [
@@ -183,7 +173,7 @@ def fit(terms: Sequence[Sequence[float]], times_s: Sequence[float]) -> tuple[flo
 def time_in_turns(
     works: Sequence[Callable[[], object]],
     repeats: Repeats,
-    progress: Callable[[int], None],
+    progress: Callable[[float], None],
     now: Timer,
 ) -> list[float]:
     """Seconds that each takes, in its fastest turn."""
@@ -192,14 +182,17 @@ def time_in_turns(
     began_s = now()
     for turn in range(repeats.most):
         if turn >= repeats.least and now() - began_s > repeats.budget_s:
-            progress((repeats.most - turn) * len(works))
             break
-        for index in order:
+        for place, index in enumerate(order, start=1):
             start_s = now()
             works[index]()
-            fastest[index] = min(fastest[index], now() - start_s)
-            progress(1)
+            end_s = now()
+            fastest[index] = min(fastest[index], end_s - start_s)
+            spent = (end_s - began_s) / repeats.budget_s if repeats.budget_s else 1.0
+            turns = turn + place / len(works)
+            progress(max(turns / repeats.most, min(1.0, turns / repeats.least, spent)))
         order.reverse()
+    progress(1.0)
     return fastest
 
 

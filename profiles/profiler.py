@@ -54,7 +54,6 @@ from profiles.costs import (
     Repeats,
     choose_lengths,
     measure_costs,
-    num_timings,
 )
 from profiles.data import (
     Document,
@@ -326,14 +325,14 @@ def time_costs(
     longest = max(len(it.prefix) for it in documents)
     lengths, others = choose_lengths(longest, positions - 2 * num_suffix, settings.page_size)
     repeats = settings.timing
-    step_s = repeats.budget_s / num_timings(lengths, others, model.num_layers, repeats)
-    with shown(console, "timing", Clock(repeats.budget_s)) as done:
+    clock = Clock(repeats.budget_s)
+    with shown(console, "timing", clock) as done:
         return measure_costs(
             model,
             lengths=lengths,
             held_out_lengths=others,
             num_suffix=num_suffix,
-            progress=lambda num: done(num * step_s, True),
+            progress=lambda share: done(repeats.budget_s * (share - clock.share), True),
             repeats=repeats,
         )
 

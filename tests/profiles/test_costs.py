@@ -19,7 +19,6 @@ from profiles.costs import (
     choose_lengths,
     fit,
     measure_costs,
-    num_timings,
     prefix_pass_s,
     time_in_turns,
 )
@@ -149,12 +148,23 @@ def test_a_pass_ends_in_k_and_v_alone() -> None:
     assert prefix_pass_s(costs, 40, 0) == 0.0
 
 
-def test_progress_adds_up_however_early_it_stops() -> None:
+def test_progress_ends_at_all_however_early_it_stops() -> None:
     for budget_s in (0.0, math.inf):
-        done: list[int] = []
-        repeats = Repeats(least=1, most=3, budget_s=budget_s)
-        measured(done.append, repeats)
-        assert sum(done) == num_timings(LENGTHS, HELD_OUT, NUM_LAYERS, repeats)
+        done: list[float] = []
+        measured(done.append, Repeats(least=1, most=3, budget_s=budget_s))
+        assert done == sorted(done)
+        assert done[-1] == 1.0 and done[0] < 0.1
+
+
+def test_progress_follows_the_budget_or_the_turns_that_have_to_be() -> None:
+    """Of four works of half a second a turn, no fewer than two turns and no more than eight."""
+    for budget_s, num_done in ((10.0, 10), (1.0, 8), (math.inf, 32)):
+        done: list[float] = []
+        clock = iter(range(1000))
+        repeats = Repeats(least=2, most=8, budget_s=budget_s)
+        time_in_turns([lambda: None] * 4, repeats, done.append, lambda: next(clock) / 2)
+        halfway = done[num_done // 2 - 1]
+        assert halfway == pytest.approx(0.5, abs=0.15), (budget_s, done)
 
 
 def test_real_times_are_finite_and_none_is_missing() -> None:
@@ -278,7 +288,7 @@ def test_turns_end_with_the_budget_but_not_before_the_least(budget_s: float, tur
 
     time_in_turns([work], Repeats(least=2, most=6, budget_s=budget_s), done.append, clock)
     assert len(ran) == turns
-    assert sum(done) == 6
+    assert done[-1] == 1.0
 
 
 @given(st.integers(16, 200_000), st.integers(64, 200_000), st.sampled_from([1, 16, 48, 64, 256]))
