@@ -51,7 +51,8 @@ from rich.table import Table
 
 from profiles.compute import Answerer, Bench, Journal, ModelSource, load_pair, sweep
 from profiles.data import Document, Metric, TaskOptions
-from profiles.profiler import DTYPES, Settings, answerers, load_documents
+from profiles.profiler import answerers, load_documents
+from profiles.settings import DTYPES, Settings
 from profiles.stats import Score, Swept, grid
 
 PAIR: Final = Path(__file__).resolve().parents[1] / "examples" / "pairs"

@@ -5,6 +5,7 @@
     stats     what was measured ─► the frontier ─► the gate ─► a profile, or why there is none
     report    a profile for people
     costs     what a device takes; forecast and progress: how long a run will
+    settings  what is to be profiled, and how
     profiler  all of it; `verification` judges a profile on other data
 
     evidence       what a profile holds beside what servers read

@@ -15,7 +15,7 @@ import msgspec
 from profiles.evidence import MeasuredProfile, read_measured
 
 if TYPE_CHECKING:
-    from profiles.profiler import Settings
+    from profiles.settings import Settings
     from profiles.verification import Verification
 
 # Heavy imports (torch, transformers, matplotlib) wait until a command runs.
@@ -127,11 +127,15 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
         "--page-size", type=int, metavar="N", help="as the servers'; default: 16 tokens"
     )
     models.add_argument(
-        "--max-memory-gb",
-        type=float,
-        metavar="GIB",
-        help="for everything beside the models' weights; default: 8",
+        "--sender-device", metavar="DEVICE", help="default: the receiver's; for two that fit no one"
     )
+    for which, of in (("", "the host's memory"), ("device-", "each device's memory")):
+        models.add_argument(
+            f"--max-{which}memory-gb",
+            type=float,
+            metavar="GIB",
+            help=f"of {of}, beside the models' weights; default: most of what is free",
+        )
 
 
 def _add_data(parser: argparse.ArgumentParser) -> None:
@@ -276,7 +280,7 @@ def _settings(
     """What the arguments say; where they are silent, as another profile was made."""
     from profiles.compute import ModelSource
     from profiles.data import Metric, TaskOptions
-    from profiles.profiler import Settings
+    from profiles.settings import Settings
 
     chosen = {
         name: value

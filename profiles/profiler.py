@@ -13,7 +13,7 @@ import datetime
 import hashlib
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Final
@@ -38,6 +38,7 @@ from profiles.compute import (
     Sizes,
     Timed,
     baselines,
+    bounds_of,
     check_layers,
     judge,
     load_model,
@@ -50,15 +51,12 @@ from profiles.compute import (
 )
 from profiles.compute import SPLIT as TRAIN
 from profiles.costs import (
-    DEFAULT_REPEATS,
-    Repeats,
     choose_lengths,
     measure_costs,
 )
 from profiles.data import (
     Document,
     Source,
-    TaskOptions,
     data_files,
     load_sources,
     make_documents,
@@ -68,6 +66,7 @@ from profiles.environment import read_environment
 from profiles.evidence import CostModel, Making, MeasuredProfile
 from profiles.forecast import judging_s, sweep_s, typical_others, typical_plans
 from profiles.progress import Clock, duration, shown
+from profiles.settings import DTYPES, Settings, choose_device
 from profiles.stats import (
     MOST_TRIED,
     Candidate,
@@ -85,59 +84,8 @@ from profiles.stats import (
     shortlist,
 )
 
-DTYPES: Final = {
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float32": torch.float32,
-}
 SAMPLE_TOKENS: Final = 64
 PACKAGES: Final = ("sglang-droidspeak", "torch", "transformers")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """What is to be profiled, and how. Raises ConfigError for what cannot be."""
-
-    sender: ModelSource
-    receiver: ModelSource
-    small: ModelSource | None = None
-    """A smaller model to compare with."""
-    data: tuple[str, ...]
-    """Data sets as `profiles.data.datasets` names them."""
-    held_out: tuple[str, ...] = ()
-    """Likewise; where there are none, a share of `data` is held out."""
-    held_out_share: float = 0.5
-    data_dir: Path | None = None
-    options: TaskOptions = field(default_factory=TaskOptions)
-    max_prompt_tokens: int | None = None
-    out: Path
-    command: str = ""
-    tolerance: float = 0.05
-    """Largest accepted loss, relative to full prefill."""
-    group: int = 1
-    """Blocks begin and end at multiples of so many layers."""
-    page_size: int = 16
-    """Tokens per page of the servers; only whole pages are reused."""
-    dtype: str = "bfloat16"
-    device: str = "auto"
-    max_memory_gb: float = 8.0
-    seed: int = 0
-    pruned: bool = True
-    """Decode only plans that the fast measure leaves on the frontier."""
-    timing: Repeats = DEFAULT_REPEATS
-    """How often the parts of the cost model are timed."""
-
-    def __post_init__(self) -> None:
-        _require(0.0 < self.tolerance < 1.0, "tolerance", self.tolerance, "between 0 and 1")
-        _require(self.group >= 1, "group", self.group, "a number of layers, at least 1")
-        _require(self.page_size >= 1, "page-size", self.page_size, "at least 1 token")
-        _require(self.max_memory_gb > 0, "max-memory-gb", self.max_memory_gb, "more than 0")
-        _require(self.dtype in DTYPES, "dtype", self.dtype, " or ".join(DTYPES))
-
-
-def _require(holds: bool, flag: str, value: object, need: str) -> None:
-    if not holds:
-        raise ConfigError(f"--{flag} is {value}; it has to be {need}")
 
 
 def profile_pair(settings: Settings, console: Console) -> MeasuredProfile:
@@ -152,7 +100,8 @@ def profile_pair(settings: Settings, console: Console) -> MeasuredProfile:
     train, held_out = load_splits(settings, pair.tokenizer, positions)
     documents = [*train.documents, *held_out.documents]
     blocks = grid(pair.num_layers, settings.group)
-    sender, receiver = answerers(pair, documents, settings.max_memory_gb)
+    memory = settings.max_memory_gb, settings.max_device_memory_gb
+    sender, receiver = answerers(pair, documents, *memory)
     journal = Journal(_journal_path(settings, pair, train, held_out))
     costs = journal.costs
     if costs is None:
@@ -233,19 +182,8 @@ def open_pair(settings: Settings) -> Pair:
         dtype=DTYPES[settings.dtype],
         device=choose_device(settings.device),
         cache_dir=None,
+        sender_device=choose_device(settings.sender_device or settings.device),
     )
-
-
-def choose_device(name: str) -> torch.device:
-    """`auto` is an accelerator where there is one; ConfigError for a device that is not there."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as exc:
-        raise ConfigError(f"--device {name} cannot be used: {exc}; try auto or cpu") from exc
-    return device
 
 
 def load_splits(
@@ -293,15 +231,23 @@ def load_documents(
 
 
 def answerers(
-    pair: Pair, documents: Sequence[Document], max_memory_gb: float
+    pair: Pair,
+    documents: Sequence[Document],
+    host_gb: float | None = None,
+    device_gb: float | None = None,
 ) -> tuple[Answerer, Answerer]:
-    """Sender and receiver, with batches that fit into the memory."""
+    """Sender and receiver, with batches that fit into the memory that is stated, or there."""
     sender, receiver = LayeredModel(pair.sender), LayeredModel(pair.receiver)
     for model in (sender, receiver):
         check_layers(model, _sample(documents))
     num_mixtures = 2 * pair.num_layers + 1
-    room = make_room(Sizes.of(receiver), documents, num_mixtures, max_memory_gb)
-    return _answerer(sender, pair.tokenizer, room), _answerer(receiver, pair.tokenizer, room)
+    rooms = [
+        make_room(Sizes.of(it), documents, num_mixtures, bounds_of(host_gb, device_gb, it.device))
+        for it in (sender, receiver)
+    ]
+    return _answerer(sender, pair.tokenizer, rooms[0]), _answerer(
+        receiver, pair.tokenizer, rooms[1]
+    )
 
 
 def _sample(documents: Sequence[Document]) -> tuple[int, ...]:
@@ -375,7 +321,8 @@ def measure_small(
     _, documents = load_documents(settings, specs, tokenizer, positions)
     documents = [it for it in documents if it.questions[0].name in names]
     check_layers(model, _sample(documents))
-    room = make_room(Sizes.of(model), documents, 1, settings.max_memory_gb)
+    bounds = bounds_of(settings.max_memory_gb, settings.max_device_memory_gb, device)
+    room = make_room(Sizes.of(model), documents, 1, bounds)
     answerer = _answerer(model, tokenizer, room)
     qualities = []
     for document in documents:
@@ -401,6 +348,7 @@ def _journal_path(settings: Settings, pair: Pair, train: Data, held_out: Data) -
         tasks,
         settings.dtype,
         settings.device,
+        settings.sender_device,
         settings.group,
         settings.page_size,
         settings.max_prompt_tokens,

@@ -12,7 +12,8 @@ from cachetree.planning import Recipe
 from profiles.compute import HELD_OUT, Bench, temporary_journal
 from profiles.data import Document, data_files
 from profiles.evidence import FrontierPoint, MeasuredProfile, Split
-from profiles.profiler import Settings, Stage, answerers, judge_all, load_documents, open_pair
+from profiles.profiler import Stage, answerers, judge_all, load_documents, open_pair
+from profiles.settings import Settings
 from profiles.stats import Candidate, Data, interval, losses_of, qualities_of, split_of, verdict
 
 
@@ -41,7 +42,8 @@ def verify_profile(profile: MeasuredProfile, settings: Settings, console: Consol
     positions = pair.receiver.config.max_position_embeddings
     sources, documents = load_documents(settings, settings.data, pair.tokenizer, positions)
     _require_unseen(profile, documents)
-    sender, receiver = answerers(pair, documents, settings.max_memory_gb)
+    memory = settings.max_memory_gb, settings.max_device_memory_gb
+    sender, receiver = answerers(pair, documents, *memory)
     candidates = {it.recipe: Candidate(runs=it.recipe.runs) for it in profile.frontier}
     with temporary_journal() as journal:
         bench = Bench(sender=sender, receiver=receiver, journal=journal)

@@ -18,7 +18,7 @@ from profiles.compute.layered import KV, LayeredModel, check_layers
 from profiles.compute.mixtures import Asked, Mixture, decode
 from profiles.compute.models import ModelSource, Pair, load_model, load_pair, load_tokenizer
 from profiles.compute.passes import DocumentPasses
-from profiles.compute.room import Room, Sizes, longest_suffix, make_room
+from profiles.compute.room import Bounds, Room, Sizes, bounds_of, longest_suffix, make_room
 from profiles.compute.study import FIRST_NEW, REFERENCES, THEIRS, Bench, block_mixture
 from profiles.compute.training import SPLIT, places_swept, sweep
 
@@ -33,6 +33,7 @@ __all__ = [
     "Answerer",
     "Asked",
     "Bench",
+    "Bounds",
     "DocumentPasses",
     "Examination",
     "Journal",
@@ -46,6 +47,7 @@ __all__ = [
     "Tokens",
     "baselines",
     "block_mixture",
+    "bounds_of",
     "check_layers",
     "decode",
     "first_of_each_task",

@@ -6,9 +6,9 @@ lies in host memory, one tensor per layer; the rest lies on the model's device.
 
 Attention sees, for every row of a batch:
 
-    # [0, past)             keys and values that are given, shared by all rows
-    # [past, past + tail)   keys and values of the row's earlier tokens
-    # then                  the row's new tokens, causally
+    # [0, past)             keys and values that are given, shared by all rows   ┐
+    # [past, past + tail)   keys and values of the row's earlier tokens          ├ GrowingKV
+    # then                  the row's new tokens, causally                       ┘
 """
 
 from __future__ import annotations
@@ -47,6 +47,37 @@ class Prefix:
 
     kv: tuple[KV, ...]
     e: dict[int, Tensor]
+
+
+class GrowingKV:
+    """One layer's KV of rows: a past that all share, copied once, and room for their own tokens.
+
+    Attention reads it in place, so that a token costs no copy of what was there before.
+    """
+
+    def __init__(self, past: KV, num_rows: int, room: int) -> None:
+        self._num_past = self._length = past[0].shape[2]
+        self._whole = [_with_room(it, num_rows, room) for it in past]
+
+    def begin(self, num_rows: int) -> GrowingKV:
+        """Other rows, that many at most as there are, after the same past."""
+        self._length = self._num_past
+        self._whole = [it[:num_rows] for it in self._whole]
+        return self
+
+    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> KV:
+        start, self._length = self._length, self._length + keys.shape[2]
+        for whole, new in zip(self._whole, (keys, values), strict=True):
+            whole[:, :, start : self._length] = new
+        read_keys, read_values = (it[:, :, : self._length] for it in self._whole)
+        return read_keys, read_values
+
+
+def _with_room(past: Tensor, num_rows: int, room: int) -> Tensor:
+    _, heads, num_tokens, size = past.shape
+    whole = past.new_empty(num_rows, heads, num_tokens + room, size)
+    whole[:, :, :num_tokens] = past
+    return whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,18 +231,14 @@ class LayeredModel:
         like = torch.empty(0, dtype=self.dtype, device=self.device)
         return Placement(positions, self._rotary(like, positions), self._additive(seen))
 
-    def step(
-        self, layer: int, hidden: Tensor, past: KV, tail: KV | None, placement: Placement
-    ) -> tuple[Tensor, KV]:
-        """One layer over new tokens `[rows, new, hidden]`: what leaves it, and the longer tail.
+    def step(self, layer: int, hidden: Tensor, seen: GrowingKV, placement: Placement) -> Tensor:
+        """One layer over new tokens `[rows, new, hidden]`, whose KV `seen` keeps.
 
         The placement is of these rows, or of one row that stands for all.
         """
-        cache = _Join(past, tail)
-        leaving = self._call(
-            layer, hidden, placement.mask, placement.positions, placement.rotary, cache
+        return self._call(
+            layer, hidden, placement.mask, placement.positions, placement.rotary, seen
         )
-        return leaving, cache.tail
 
     def kv_of(self, source: PrefixKV, layer: int) -> KV:
         """A source's KV on the model's device; ValueError where it has none."""
@@ -265,7 +292,8 @@ def check_layers(model: LayeredModel, ids: Sequence[int]) -> None:
         hidden = model.embed(torch.tensor([list(ids[half:])]))
         placement = model.place(half, 0, len(ids) - half, [0])
         for layer in range(model.num_layers):
-            hidden, _ = model.step(layer, hidden, model.kv_of(kv, layer), None, placement)
+            seen = GrowingKV(model.kv_of(kv, layer), 1, len(ids) - half)
+            hidden = model.step(layer, hidden, seen, placement)
         distance = (model.logits(hidden[0, -1]) - expected.float()).abs().max()
     allowed = _ALLOWED[model.dtype] * expected.float().abs().max()
     if not distance <= allowed:
@@ -309,20 +337,3 @@ class _Replace(_Keep):
         joined[1][:, :, self._chosen] = values
         self.kv = joined
         return joined
-
-
-class _Join:
-    """New tokens follow a past that all rows share and a tail of each row's own."""
-
-    tail: KV
-
-    def __init__(self, past: KV, tail: KV | None) -> None:
-        self._past, self._tail = past, tail
-
-    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> KV:
-        if self._tail is not None:
-            keys = torch.cat([self._tail[0], keys], 2)
-            values = torch.cat([self._tail[1], values], 2)
-        self.tail = (keys, values)
-        past_keys, past_values = (it.expand(keys.shape[0], -1, -1, -1) for it in self._past)
-        return torch.cat([past_keys, keys], 2), torch.cat([past_values, values], 2)

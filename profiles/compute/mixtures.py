@@ -18,7 +18,7 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
-from profiles.compute.layered import KV, LayeredModel, PrefixKV
+from profiles.compute.layered import GrowingKV, LayeredModel, PrefixKV
 
 Mixture = tuple[int, ...]
 """Per layer, the index of a source."""
@@ -47,11 +47,11 @@ def forced(
         distinct = sorted(set(reads))
         fresh: list[Tensor] = []
         for source, group in groupby(distinct, key=itemgetter(0)):
+            parts = torch.cat([streams[stream] for _, stream in group]).split(max_rows)
             past = model.kv_of(sources[source], layer)
-            hidden = torch.cat([streams[stream] for _, stream in group])
-            parts = hidden.split(max_rows)
-            left = torch.cat([model.step(layer, it, past, None, placement)[0] for it in parts])
-            fresh.extend(left.split(num_rows))
+            seen = GrowingKV(past, len(parts[0]), rows.shape[1])
+            left = [model.step(layer, it, seen.begin(len(it)), placement) for it in parts]
+            fresh.extend(torch.cat(left).split(num_rows))
         index = {read: i for i, read in enumerate(distinct)}
         streams, at = fresh, [index[read] for read in reads]
     return [streams[stream] for stream in at]
@@ -94,14 +94,15 @@ def _decode(
     padding = [length - len(it.suffix) for it in asked]
     ids = torch.tensor([[0] * n + list(it.suffix) for n, it in zip(padding, asked, strict=True)])
     readers = [_readers(it.mixture[layer] for it in asked) for layer in range(model.num_layers)]
-    pasts = {
-        (layer, source): model.kv_of(sources[source], layer)
+    seen = {
+        (layer, source): GrowingKV(
+            model.kv_of(sources[source], layer), len(rows), length + max_new - 1
+        )
         for layer, by_source in enumerate(readers)
-        for source in by_source
+        for source, rows in by_source.items()
     }
-    num_past = next(iter(pasts.values()))[0].shape[2]
+    num_past = next(kv[0].shape[2] for kv in sources[asked[0].mixture[0]] if kv is not None)
     num_tail = 0
-    tails: dict[tuple[int, int], KV] = {}
     answers: list[list[int]] = [[] for _ in asked]
     for _ in range(max_new):
         hidden = model.embed(ids)
@@ -110,9 +111,8 @@ def _decode(
         for layer, by_source in enumerate(readers):
             leaving = torch.empty_like(hidden)
             for source, rows in by_source.items():
-                key = (layer, source)
-                leaving[rows], tails[key] = model.step(
-                    layer, hidden[rows], pasts[key], tails.get(key), placement.of_rows(rows)
+                leaving[rows] = model.step(
+                    layer, hidden[rows], seen[layer, source], placement.of_rows(rows)
                 )
             hidden = leaving
         ids = model.logits(hidden[:, -1:]).argmax(-1)

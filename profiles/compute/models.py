@@ -120,8 +120,10 @@ def load_pair(
     dtype: torch.dtype,
     device: torch.device,
     cache_dir: Path | None,
+    sender_device: torch.device | None = None,
 ) -> Pair:
-    """Load both models in `dtype` on `device`; a base that they share is read once.
+    """Load both models in `dtype` on `device`, or the sender on one of its own; a base that they
+    share is read once.
 
     On the CPU the models may share tensors that no adapter touches: write to neither. Identities
     are kept in `cache_dir`. Raises ConfigError naming the field, its values and the remedy where
@@ -131,7 +133,7 @@ def load_pair(
     _require_one_family(theirs, ours)
     differs_at = first_difference(sender.path, receiver.path, sender.adapter, receiver.adapter)
     weights = theirs.read_weights(dtype)
-    sending = _build(theirs, weights, dtype, device)
+    sending = _build(theirs, weights, dtype, sender_device or device)
     if not receiver.path.samefile(sender.path):
         weights = ours.read_weights(dtype)
     return Pair(

@@ -1,16 +1,17 @@
-"""How much of a document's work fits into the memory that the profiler may use. Pure.
+"""How much of a document's work fits into the memory that the profiler may use.
 
 Beside the two models' weights it holds, for one document at a time,
 
-    KV of the sender, of the receiver, of recomputes; E of the sender     kept, by prefix length
-    what a layer makes of a whole prefix, attention masks                 by prefix length
-    the residual streams of all mixtures of one starting layer            by suffix length
-    rows that go through a layer together                                 sized to the rest
-    distributions over the vocabulary                                     sized to the rest, in turn
+    KV of the sender, of the receiver, of recomputes; E of the sender    host    by prefix length
+    what a layer makes of a whole prefix, attention masks                device  by prefix length
+    the residual streams of all mixtures of one starting layer           device  by suffix length
+    rows that go through a layer together, with their KV of all layers   device  sized to the rest
+    distributions over the vocabulary                                    device  sized to the rest
 
-All but the first are freed and made again, layer after layer, but freed memory is not at once the
-system's: glibc unmaps blocks from 32 MiB on, and smaller ones leave holes, into which the next, of
-other sizes, may not fit. As much again as what is freed is set aside for those.
+Where the device is the host, one bound holds for both. All but the first are freed and made again,
+layer after layer, but freed memory is not at once the system's: glibc unmaps blocks from 32 MiB on,
+and smaller ones leave holes, into which the next, of other sizes, may not fit. As much again as
+what is freed is set aside for those.
 """
 
 from __future__ import annotations
@@ -20,11 +21,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
+import psutil
+import torch
+
 from cachetree import ConfigError
 from profiles.compute.layered import LayeredModel
 from profiles.data import Document
 
 GIB: Final = 1 << 30
+FREE_SHARE: Final = 0.8
+"""Of what is free that may be used where nothing is stated."""
 MOST_ROWS: Final = 256
 MOST_POSITIONS: Final = 8192
 MOST_HOLES: Final = GIB // 2
@@ -39,6 +45,26 @@ class Room:
     """Rows that go through a layer together."""
     positions: int
     """Tokens whose distributions over the vocabulary exist together."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """Bytes that may be used beside the models' weights."""
+
+    host: int
+    device: int | None = None
+    """None where the device is the host."""
+
+
+def bounds_of(host_gb: float | None, device_gb: float | None, device: torch.device) -> Bounds:
+    """What is stated, in GiB; where nothing is, most of what is free now."""
+    host = psutil.virtual_memory().available * FREE_SHARE if host_gb is None else host_gb * GIB
+    if device.type == "cpu":
+        return Bounds(host=int(host))
+    if device_gb is None:
+        free, _ = torch.get_device_module(device).mem_get_info(device)
+        return Bounds(host=int(host), device=int(FREE_SHARE * free))
+    return Bounds(host=int(host), device=int(device_gb * GIB))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,27 +114,31 @@ def _mlp(config: object) -> int:
     return num_experts * (3 * config.intermediate_size + 4 * config.hidden_size)
 
 
+def kept_bytes(sizes: Sizes, document: Document) -> int:
+    """On the host, whatever the batches are. Four: the sender's KV, the receiver's, and while
+    judging a recompute beside a CacheBlend."""
+    return sizes.num_layers * len(document.prefix) * (4 * sizes.kv + sizes.e)
+
+
 def held_bytes(sizes: Sizes, document: Document, num_mixtures: int) -> int:
-    """What has to be there whatever the batches are."""
+    """On the device, whatever the batches are."""
     num_prefix = len(document.prefix)
     num_rows, num_suffix = 2 * len(document.questions), longest_suffix(document)
-    # Four: the sender's, the receiver's, and while judging a recompute beside a CacheBlend.
-    kept = sizes.num_layers * num_prefix * (4 * sizes.kv + sizes.e)
     one_pass = num_prefix * (sizes.inner + sizes.attended)
     mask = num_prefix * num_prefix * sizes.seen
     # Four: entering a layer, read by one source, leaving it in parts, joined.
     streams = 4 * (num_mixtures + 1) * num_rows * num_suffix * sizes.e
-    return kept + _with_holes(one_pass + mask + streams)
+    return _with_holes(one_pass + mask + streams)
 
 
 def row_bytes(sizes: Sizes, document: Document) -> int:
-    """One row through one layer, and its own tokens' KV of all layers while it is decoded."""
+    """One row through one layer, and its KV of all layers while it is decoded."""
     num_suffix = longest_suffix(document)
     num_tokens = len(document.prefix) + num_suffix
     mask = num_suffix * num_tokens * sizes.seen
-    tails = num_suffix * sizes.num_layers * sizes.kv
+    grown = num_tokens * sizes.num_layers * sizes.kv
     in_layer = num_tokens * sizes.attended + num_suffix * sizes.inner
-    return in_layer + mask + tails + sizes.choice
+    return in_layer + mask + grown + sizes.choice
 
 
 def longest_suffix(document: Document) -> int:
@@ -119,25 +149,34 @@ def longest_suffix(document: Document) -> int:
 
 
 def make_room(
-    sizes: Sizes, documents: Iterable[Document], num_mixtures: int, max_memory_gb: float
+    sizes: Sizes, documents: Iterable[Document], num_mixtures: int, bounds: Bounds
 ) -> Room:
     """Batch sizes for the largest of the documents; ConfigError where not even one row fits."""
-    bound = max_memory_gb * GIB
     rows, positions = MOST_ROWS, MOST_POSITIONS
     for document in documents:
-        held, row = held_bytes(sizes, document, num_mixtures), row_bytes(sizes, document)
+        kept, held = kept_bytes(sizes, document), held_bytes(sizes, document, num_mixtures)
+        row = row_bytes(sizes, document)
         least = held + _with_holes(max(row, sizes.distribution))
-        if least > bound:
-            raise ConfigError(
-                f"--max-memory-gb is {max_memory_gb:g}, and a context of {len(document.prefix)} "
-                f"tokens (question {document.questions[0].name}) needs {_up(least)}; "
-                "raise it, or cut contexts with --max-prompt-tokens"
-            )
-        spare = bound - held
+        if bounds.device is None:
+            _require(kept + least, bounds.host, "max-memory-gb", document)
+            spare = bounds.host - kept - held
+        else:
+            _require(kept, bounds.host, "max-memory-gb", document)
+            _require(least, bounds.device, "max-device-memory-gb", document)
+            spare = bounds.device - held
         usable = max(spare / 2, spare - MOST_HOLES)  # the rest is for the holes
         rows = min(rows, int(usable / row))
         positions = min(positions, int(usable / sizes.distribution))
     return Room(rows=rows, positions=positions)
+
+
+def _require(needed: int, bound: int, flag: str, document: Document) -> None:
+    if needed > bound:
+        raise ConfigError(
+            f"--{flag} is {round(bound / GIB, 4):g}, and a context of {len(document.prefix)} "
+            f"tokens (question {document.questions[0].name}) needs {_up(needed)}; "
+            "raise it, or cut contexts with --max-prompt-tokens"
+        )
 
 
 def _up(num_bytes: int) -> str:

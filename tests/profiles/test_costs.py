@@ -160,9 +160,9 @@ def test_progress_follows_the_budget_or_the_turns_that_have_to_be() -> None:
     """Of four works of half a second a turn, no fewer than two turns and no more than eight."""
     for budget_s, num_done in ((10.0, 10), (1.0, 8), (math.inf, 32)):
         done: list[float] = []
-        clock = iter(range(1000))
+        now = (at / 2 for at in range(1000)).__next__
         repeats = Repeats(least=2, most=8, budget_s=budget_s)
-        time_in_turns([lambda: None] * 4, repeats, done.append, lambda: next(clock) / 2)
+        time_in_turns([lambda: None] * 4, repeats, done.append, now)
         halfway = done[num_done // 2 - 1]
         assert halfway == pytest.approx(0.5, abs=0.15), (budget_s, done)
 

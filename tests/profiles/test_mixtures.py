@@ -15,7 +15,7 @@ from test_oracle import (
 
 from cachetree.errors import ConfigError
 from cachetree.ids import EMPTY_SPAN, Span
-from profiles.compute.layered import LayeredModel, PrefixKV
+from profiles.compute.layered import GrowingKV, LayeredModel, PrefixKV
 from profiles.compute.mixtures import Asked, decode, forced
 from profiles.oracle import decode as oracle_decode
 from profiles.oracle import generate, partial_prefill, prefill
@@ -107,6 +107,21 @@ def test_an_answer_ends_with_its_end_token():
     asked = [Asked(mixture(ALL), tuple(SUFFIX))]
     ended = decode(layered, sources, asked, ends=frozenset({free[2]}), **options)
     assert ended == [free[: free.index(free[2]) + 1]]
+
+
+def test_the_past_is_copied_once_for_all_rows_and_tokens():
+    past = tuple(torch.randn(1, 2, 5, 4) for _ in range(2))
+    tokens = [tuple(torch.randn(3, 2, n, 4) for _ in range(2)) for n in (2, 1)]
+    seen = GrowingKV(past, 3, 3)
+    first, second = (seen.update(*it) for it in tokens)
+    for i in range(2):
+        parts = [past[i].expand(3, -1, -1, -1), tokens[0][i], tokens[1][i]]
+        assert torch.equal(first[i], torch.cat(parts[:2], 2))
+        assert torch.equal(second[i], torch.cat(parts, 2))
+        assert first[i].data_ptr() == second[i].data_ptr()
+    (keys, _) = seen.begin(2).update(*(it[:2] for it in tokens[1]))
+    assert torch.equal(keys, torch.cat([past[0].expand(2, -1, -1, -1), tokens[1][0][:2]], 2))
+    assert keys.data_ptr() == first[0].data_ptr()
 
 
 def test_a_blend_of_all_tokens_is_a_full_prefill_and_of_none_the_past():

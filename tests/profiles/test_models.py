@@ -159,6 +159,13 @@ def test_adapters_on_one_base_share_what_they_do_not_touch(models):
     assert pair.sender_identity.model_id != pair.receiver_identity.model_id
 
 
+def test_the_sender_may_have_a_device_of_its_own(models):
+    base, other, _ = models
+    elsewhere = {"sender_device": torch.device("meta")}
+    pair = pair_of(ModelSource(path=base), ModelSource(path=other), **elsewhere)
+    assert (pair.sender.device.type, pair.receiver.device.type) == ("meta", "cpu")
+
+
 def test_bases_of_their_own_are_each_read(models):
     base, other, adapter = models
     pair = pair_of(ModelSource(path=base, adapter=adapter), ModelSource(path=other))

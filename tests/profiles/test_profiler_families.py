@@ -36,8 +36,9 @@ from profiles.data.records import Record, write_records
 from profiles.data.tasks import TaskOptions, score
 from profiles.evidence import MeasuredBlock, MeasuredProfile, read_measured
 from profiles.oracle import decode, partial_prefill, prefill
-from profiles.profiler import DTYPES, Settings, load_splits, profile_pair
+from profiles.profiler import load_splits, profile_pair
 from profiles.random_models import VOCAB_SIZE, shape, write_models
+from profiles.settings import DTYPES, Settings
 from profiles.stats.frontier import grid
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "phi3", "mixtral"]

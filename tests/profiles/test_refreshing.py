@@ -19,7 +19,8 @@ from profiles.compute.study import Bench
 from profiles.costs import Repeats
 from profiles.data.records import read_records, write_records
 from profiles.oracle import decode, partial_prefill
-from profiles.profiler import Settings, answerers, profile_pair
+from profiles.profiler import answerers, profile_pair
+from profiles.settings import Settings
 from profiles.stats.choice import choose, recipes
 from profiles.stats.frontier import grid
 from profiles.stats.measured import Candidate, Score, Scores

@@ -11,13 +11,23 @@ from pathlib import Path
 from random import Random
 
 import msgspec
+import psutil
 import pytest
 import torch
 
 from cachetree.errors import ConfigError
 from profiles.compute.journal import temporary_journal
 from profiles.compute.models import ModelSource, Pair, load_pair
-from profiles.compute.room import GIB, MOST_POSITIONS, MOST_ROWS, Room, Sizes, make_room
+from profiles.compute.room import (
+    GIB,
+    MOST_POSITIONS,
+    MOST_ROWS,
+    Bounds,
+    Room,
+    Sizes,
+    bounds_of,
+    make_room,
+)
 from profiles.compute.study import Bench
 from profiles.compute.training import sweep
 from profiles.data.documents import Document, Question
@@ -64,7 +74,7 @@ LONG, SHORT = make_document(4000, 6), make_document(100, 1)
 
 
 def room(max_memory_gb: float, documents: Iterable[Document] = (LONG,)) -> Room:
-    return make_room(SIZES, documents, 65, max_memory_gb)
+    return make_room(SIZES, documents, 65, Bounds(host=int(max_memory_gb * GIB)))
 
 
 def test_batches_shrink_with_the_bound():
@@ -96,6 +106,30 @@ def test_what_does_not_fit_is_refused_with_what_would():
     assert room(need).rows >= 1
     with pytest.raises(ConfigError, match=f"needs {need}"):
         room(need - 0.01)
+
+
+def test_a_pair_of_32_layers_at_10_000_tokens_fits_a_host_of_8_gib_and_a_card_beside_its_weights():
+    """Of Llama 3 8B in bf16, whose weights take 30 GiB for both models: with 80 GiB they share a
+    card, and one that holds a single model has room for the other's share of the work too."""
+    document = make_document(10_000, 3)
+    host, weights = int(7.5 * GIB), 15 * GIB
+    of_both, of_one = (
+        make_room(SIZES, [document], 65, Bounds(host=host, device=device))
+        for device in (80 * GIB - 2 * weights, 24 * GIB - weights)
+    )
+    assert of_both.rows >= 24 and of_both.positions == MOST_POSITIONS
+    assert of_one.rows >= 3
+    with pytest.raises(ConfigError, match=r"--max-memory-gb is 7, .*needs 7\.33"):
+        make_room(SIZES, [document], 65, Bounds(host=7 * GIB, device=50 * GIB))
+    with pytest.raises(ConfigError, match=r"--max-device-memory-gb is 3, .*needs \d"):
+        make_room(SIZES, [document], 65, Bounds(host=host, device=3 * GIB))
+
+
+def test_what_is_not_stated_is_most_of_what_is_there():
+    free = psutil.virtual_memory().total
+    found = bounds_of(None, None, torch.device("cpu"))
+    assert found.device is None and 0 < found.host < free
+    assert bounds_of(2.0, None, torch.device("cpu")) == Bounds(host=2 * GIB)
 
 
 class Measured(msgspec.Struct, frozen=True):

@@ -21,7 +21,8 @@ from transformers.utils import logging
 from profiles.compute import ModelSource
 from profiles.costs import Repeats
 from profiles.data import write_records
-from profiles.profiler import Settings, profile_pair
+from profiles.profiler import profile_pair
+from profiles.settings import Settings
 from tools.pairs.questions import OPTIONS, PAGE_SIZE, SEEDS, SHIPPED, make_records
 from tools.pairs.stages import FOUNDATION
 
