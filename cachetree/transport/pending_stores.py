@@ -19,6 +19,7 @@ from cachetree.transport import checked, wire
 from cachetree.transport.advertise import ChangeQueue
 from cachetree.transport.config import PeerConfig
 from cachetree.transport.connection import Connection
+from cachetree.transport.frames import Flow
 from cachetree.transport.sender import Load, Stream
 from cachetree.transport.status import PushCounts, PusherStatus
 from cachetree.transport.wire import Refused
@@ -35,6 +36,8 @@ _MAX_WAITING: Final = 4096
 _PART_BYTES: Final = 64 << 20
 """Larger entries go in several stores, each of which can be read when it is there."""
 _STORE_S: Final = 30.0
+_FLOW: Final = Flow(frame_bytes=512 << 10, window_bytes=2 << 20)
+"""Behind no more than this waits what is asked for meanwhile."""
 _BURST: Final = 4
 """Frames sent before the peer looks at its fetches again."""
 
@@ -212,7 +215,8 @@ class PendingStores:
         """Raises StaleEntry."""
         steps = checked.steps_of_store(self._tree.family.num_layers, e_layers)
         load = Load(lease, steps, Span(wanted.skipped, lease.num_pages))
-        return Stream(wanted.id, load, checked.flow_of(wanted, self._config), self._deadline)
+        flow = Flow(*map(min, checked.flow_of(wanted, self._config), _FLOW))
+        return Stream(wanted.id, load, flow, self._deadline)
 
     def _send(self, link: Connection, stream: Stream) -> Work:
         channel = link.channel

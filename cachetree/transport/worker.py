@@ -306,9 +306,9 @@ class Worker:
 
     def _take(self, session: Session) -> None:
         """What came over its channel."""
+        session.heard_at_s = self._clock()
         try:
             for arrival in session.channel.receive(session.stores):
-                session.heard_at_s = self._clock()
                 if arrival.frame.id == frames.MESSAGE:
                     self._serve(session, wire.decode_to_worker(arrival.message))
                 else:
