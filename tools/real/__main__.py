@@ -1,8 +1,11 @@
 """The base model, the questions, and the adapters of real pairs.
 
-python -m tools.real                    the base, the data and whole checkpoints of the skills
-python -m tools.real train questions    train an adapter: 10 to 20 minutes on one core
-python -m tools.real check questions    its quality on documents that nothing was chosen on
+    python -m tools.real                    the base, the data and whole checkpoints of the skills
+    python -m tools.real train questions    train an adapter: 10 to 20 minutes on one core
+    python -m tools.real check questions    its quality on documents that nothing was chosen on
+    python -m tools.real profile base questions
+
+What is there is not made again, and what was stopped goes on.
 """
 
 from __future__ import annotations
@@ -28,7 +31,6 @@ BASE: Final = "base"
 
 def main() -> int:
     args = _parser().parse_args()
-    base_only = getattr(args, "base", False)
     try:
         base = base_model(args.work)
         files = write_sets(SHIPPED / "packages.jsonl", args.work / "data")
@@ -37,13 +39,15 @@ def main() -> int:
             packages, work = SHIPPED / "packages.jsonl", args.work / args.skill
             train(args.skill, RECIPES[args.skill], base, packages, work)
         elif args.command == "check":
-            adapter = None if base_only else args.adapter or SHIPPED / args.skill
+            adapter = None if args.base else args.adapter or SHIPPED / args.skill
             check(args.skill, base, adapter, args.work / f"data/{args.skill}/{args.set}.jsonl")
         elif args.command == "profile":
             return profile(args.sender, args.receiver, args.work, loras=args.lora)
         else:
             for adapter in sorted(SHIPPED.glob("*/adapter_config.json")):
-                merge(base, adapter.parent, args.work / "merged" / adapter.parent.name)
+                out = args.work / "merged" / adapter.parent.name
+                merge_folder(base, adapter.parent, out)
+                tqdm.write(f"wrote {out}")
     except BaseError as error:
         tqdm.write(f"real: {error}", file=sys.stderr)
         return 1
@@ -51,12 +55,6 @@ def main() -> int:
         tqdm.write("stopped; the same command continues", file=sys.stderr)
         return 130
     return 0
-
-
-def merge(base: Path, adapter: Path, out: Path) -> None:
-    """Write the base with an adapter merged into it as a checkpoint folder of its own."""
-    merge_folder(base, adapter, out)
-    tqdm.write(f"wrote {out}")
 
 
 def profile(sender: str, receiver: str, work: Path, *, loras: bool) -> int:
