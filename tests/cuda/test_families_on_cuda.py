@@ -4,6 +4,7 @@ recomputed and stored there equals what plain transformers computes."""
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,9 @@ from engine_on_cuda import (
     page_hashes,
     stored,
 )
+from safetensors.torch import load_file, save_file
+from sglang.srt.layers.linear import LinearBase
+from sglang.srt.layers.quantization.base_config import LinearMethodBase
 from transformers import AutoModelForCausalLM
 from virtual_cuda import VirtualCuda
 
@@ -57,6 +61,39 @@ def pair(request, tmp_path_factory) -> tuple[Path, Path]:
     return sender, receiver
 
 
+class StoredInFp8(LinearMethodBase):
+    """In place of SGLang's own for quantised weights, whose kernels need a device: a layer has no
+    matrix to look at, and makes it of what it stores as it runs."""
+
+    def __init__(self, layer: LinearBase) -> None:
+        layer.stored = torch.nn.Parameter(layer.weight.to(torch.float8_e4m3fn), requires_grad=False)
+        del layer.weight
+
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return torch.nn.functional.linear(x, layer.stored.to(x.dtype), bias)
+
+
+def quantised(runner: Any) -> Any:
+    layers = [it for it in runner.model.model.layers.modules() if isinstance(it, LinearBase)]
+    assert layers
+    for layer in layers:
+        layer.quant_method = StoredInFp8(layer)
+    return runner
+
+
+def test_layers_whose_weights_are_quantised_equal_it_too(tmp_path: Path) -> None:
+    pair = write_models(
+        tmp_path, shape("llama", layers=4, hidden=64, heads=2, kv_heads=1), ["s", "r"]
+    )
+    for path in pair:
+        weights = load_file(path / "model.safetensors")
+        for name in [it for it in weights if "_proj" in it]:
+            weights[name] = weights[name].to(torch.float8_e4m3fn).float()
+        save_file(weights, path / "model.safetensors", {"format": "pt"})
+    differences = fork(partial(play, *pair, quantised), dict[str, float])
+    assert differences == pytest.approx(dict.fromkeys(differences, 0.0), abs=TOLERANCE)
+
+
 def model_of(path: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
@@ -67,7 +104,9 @@ def test_what_happens_on_the_device_equals_the_oracle(pair) -> None:
     assert len(differences) == 7
 
 
-def play(sender: Path, receiver: Path) -> dict[str, float]:
+def play(
+    sender: Path, receiver: Path, changed: Callable[[Any], Any] = lambda runner: runner
+) -> dict[str, float]:
     """How far each is from what it should be."""
     ids = torch.tensor([TOKENS])
     theirs = prefill(model_of(sender), ids[:, :NUM_PREFIX])
@@ -81,7 +120,7 @@ def play(sender: Path, receiver: Path) -> dict[str, float]:
     expected_kv = [stored(kv) for kv in expected]
     found = {}
     cuda = VirtualCuda()
-    with on_device(load(receiver), receiver, (1,), cuda) as engine:
+    with on_device(changed(load(receiver)), receiver, (1,), cuda) as engine:
         first = engine.slots(PAGE, 3 * PAGE)
         engine.run(engine.batch(Part(TOKENS, first)))
         found["own KV"] = max(engine.differences(first[: len(TOKENS)], own_kv))
