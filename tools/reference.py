@@ -17,6 +17,8 @@ from typing import Final
 import msgspec
 from prometheus_client import Counter, Histogram
 
+from cachetree.checkpoint import Codec
+from cachetree.checkpoint.codec import vector_bytes
 from cachetree.cli import parser as cachetree_parser
 from cachetree.metrics import METRICS
 from examples import break_even
@@ -52,19 +54,17 @@ def field_docs(struct: type) -> dict[str, str]:
     return found
 
 
-def fields_of(struct: type, *, defaults: bool) -> str:
+def fields_of(
+    struct: type, beside: Callable[[msgspec.structs.FieldInfo], str] = lambda field: ""
+) -> str:
     """A list, as a table's column of sentences is narrow on a small screen."""
-    docs = field_docs(struct)
-    lines = (
-        (it.name, f" (default {_shown(_default(it))})" if defaults else "", docs[it.name])
-        for it in msgspec.structs.fields(struct)
-    )
-    return "".join(f"- **`{name}`**{default}: {doc}\n" for name, default, doc in lines)
+    docs, fields = field_docs(struct), msgspec.structs.fields(struct)
+    return "".join(f"- **`{it.name}`**{beside(it)}: {docs[it.name]}\n" for it in fields)
 
 
-def _default(field: msgspec.structs.FieldInfo) -> object:
+def _default(field: msgspec.structs.FieldInfo) -> str:
     made = field.default_factory
-    return field.default if made is msgspec.NODEFAULT else made()
+    return f" (default {_shown(field.default if made is msgspec.NODEFAULT else made())})"
 
 
 def _shown(value: object) -> str:
@@ -146,23 +146,20 @@ def proof() -> str:
     """Of the recorded run of `make demo`."""
     run = msgspec.json.decode((ROOT / "benchmarks/results/demo.json").read_bytes(), type=DemoReport)
     part, block = run.speed_on, run.speed_on.block
-    rows = [
-        ["full prefill, without reuse", Condition.FULL_PREFILL],
-        [f"**recompute layers [{block[0]}, {block[1]}), load the rest**", Condition.BLOCK],
-        ["recompute every layer: a check", Condition.ALL_LAYERS],
-        ["load every layer: the limit", Condition.FULL_REUSE],
-    ]
-    cells = (
-        [
-            name,
-            f"{run.speed[way].ttft_p50_ms / 1e3:.2f} s ({run.speed[way].ttft_p90_ms / 1e3:.2f})",
-            f"{run.speed[way].speedup:.1f} ×",
-        ]
-        for name, way in rows
-    )
+    ways = {
+        "full prefill, without reuse": Condition.FULL_PREFILL,
+        f"**recompute layers [{block[0]}, {block[1]}), load the rest**": Condition.BLOCK,
+        "recompute every layer: a check": Condition.ALL_LAYERS,
+        "load every layer: the limit": Condition.FULL_REUSE,
+    }
+    rows = []
+    for name, way in ways.items():
+        it = run.speed[way]
+        ttft = f"{it.ttft_p50_ms / 1e3:.2f} s ({it.ttft_p90_ms / 1e3:.2f})"
+        rows.append([name, ttft, f"{it.speedup:.1f} ×"])
     f1 = {way: f"{run.quality[way].f1:.3f}" for way in Condition}
     return (
-        table(["receiver strategy", "time to first token, median (p90)", "sooner"], cells)
+        table(["receiver strategy", "time to first token, median (p90)", "sooner"], rows)
         + f"\n{part.num_requests} documents of {part.tokens_per_document:,.0f} tokens, "
         f"{part.pair}, {part.dtype}; {run.environment.processor}, {run.environment.num_cores} "
         f"cores, no GPU. Random weights show time alone. Quality is from the same run's trained "
@@ -184,15 +181,24 @@ def sizes() -> str:
     )
 
 
+def codecs() -> str:
+    """Bytes of each, of those of bfloat16."""
+    plain = vector_bytes(Codec.NONE, 128, 2)
+    told = {it: vector_bytes(it, 128, 2) / plain for it in Codec if it is not Codec.NONE}
+    rows = ([f"`{it.value}`", f"{share:.2f}"] for it, share in told.items())
+    return table(["codec", "bytes, of those of bfloat16 with head_dim 128"], rows)
+
+
 PARTS: Final[dict[str, Callable[[], str]]] = {
-    "settings": lambda: fields_of(Settings, defaults=True),
-    "controls": lambda: fields_of(Controls, defaults=True),
-    "meta_info": lambda: fields_of(RequestProvenance, defaults=False),
+    "settings": lambda: fields_of(Settings, _default),
+    "controls": lambda: fields_of(Controls, _default),
+    "meta_info": lambda: fields_of(RequestProvenance),
     "request_metrics": request_metrics,
     "cache_metrics": cache_metrics,
     "droidspeak": lambda: commands(droidspeak_parser()),
     "cachetree": lambda: commands(cachetree_parser()),
     "break_even": break_even.markdown,
+    "codecs": codecs,
     "proof": proof,
     "sizes": sizes,
 }

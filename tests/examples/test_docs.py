@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib.metadata import version
 from pathlib import Path
 
 import documented_outcomes
@@ -12,6 +13,8 @@ import yaml
 from cachetree.cli.serve import read_config
 from cachetree.errors import Cancelled, FetchError
 from cachetree.planning import Reason
+from sglang_droidspeak.hicache.search import WAIT_S
+from sglang_droidspeak.request.planner import UNMEASURED_S
 from sglang_droidspeak.request.source import ForwardWaitExceeded
 from sglang_droidspeak.start.config import parse_settings
 from sglang_droidspeak.start.refuse import ARCHITECTURES
@@ -108,6 +111,18 @@ def test_every_metric_that_a_page_names_exists() -> None:
 
 def test_the_list_for_language_models_is_of_these_pages() -> None:
     assert (ROOT / "docs/llms.txt").read_text() == reference.llms()
+
+
+@pytest.mark.parametrize(
+    ("page", "text"),
+    [
+        ("docs/design.md", f"the wait is {UNMEASURED_S} s at most"),
+        ("docs/storage.md", f"waits at most {WAIT_S} s for the answer"),
+        ("docs/compatibility.md", f"SGLang other than {version('sglang')} "),
+    ],
+)
+def test_a_number_in_a_sentence_is_the_codes(page: str, text: str) -> None:
+    assert text in PAGES[page]
 
 
 def test_the_readme_is_short() -> None:
