@@ -3,15 +3,16 @@
     python benchmarks/never_slower.py [--json benchmarks/results/never_slower.json]
 
 Real fits and the real policy on a device that is computed from public figures. It serves some 400
-prompts of 32 to 40,000 tokens, in full or with a block recomputed, and fetches beside them, each
-with noise and now and then held up by others. What is learned from that chooses plans; they are
-compared by what they really take, which nobody has told the policy.
+prompts of 32 to 40,000 tokens, in full or with a block recomputed, and fetches beside them and
+loads them, each with noise and now and then held up by others. What is learned from that chooses
+plans; they are compared by what they really take, which nobody has told the policy.
 
 Physics of a pass over n tokens, c before each, through w layers of a Llama-3-8B:
 
     a layer   the longest of its launches, its products at the utilisation, and its weights read
     link      fetches share it evenly: bytes and as much of each other's, at the bandwidth
     copies    host to device, E before the block and KV beside it
+    overhead  of a fetch beside its bytes: a round trip, and until the scheduler sees its end
 
 Fixed plans to compare with are a full prefill and every proven block. A request that no other one
 shares the device with gives up a plan that waits longer than it saves, so that the best fixed plan
@@ -59,8 +60,11 @@ WEIGHTS = 2 * HIDDEN**2 + 2 * HIDDEN * KV_WIDTH + 3 * HIDDEN * MLP
 KV_BYTES, E_BYTES = 2 * 2 * KV_WIDTH, 2 * HIDDEN
 """Per token and layer, bfloat16."""
 PAGE, NUM_NEW, STEP_TOKENS = 16, 32, 8192
-OVERHEAD_S = 0.001
-"""Of any reuse: a round trip, and the scheduler's turns."""
+ROUND_TRIP_S, NOTICE_S = 0.0004, 0.0006
+OVERHEAD_S = ROUND_TRIP_S + NOTICE_S
+"""Of any reuse: a round trip, and until the scheduler sees its end."""
+COPY_LAUNCHES_S = 24 * 2 * 10e-6
+"""Of a load: for each layer a copy, and what scatters it."""
 BLOCKS = (Span(8, 16), Span(4, 20), Span(0, 28))
 GB_PER_S = tuple(0.05 * 1000 ** (i / 12) for i in range(13))
 TOKENS = (100, 200, 400, 800, 1600, 3200, 6400, 10_000, 20_000, 40_000)
@@ -126,9 +130,22 @@ class Server:
 
     def _pass(self, seconds: float, spread: float) -> None:
         is_held_up = self._random.random() < 0.02
-        self._now_s += (
-            seconds * self._random.lognormvariate(0.0, spread) * (10 if is_held_up else 1)
-        )
+        self._now_s += self._noisy(seconds, spread) * (10 if is_held_up else 1)
+
+    def _noisy(self, seconds: float, spread: float) -> float:
+        return seconds * self._random.lognormvariate(0.0, spread)
+
+    def _fetch(self, num_bytes: int) -> None:
+        began_s, link = self._now_s, self.bandwidth.link
+        self._pass(num_bytes / self.bytes_per_s, 0.05)
+        carried_s = self._now_s - began_s
+        if num_bytes >= Bandwidth.MIN_SAMPLE_BYTES:
+            self.bandwidth.sample(num_bytes, carried_s)
+        if link is not None:
+            took_s = carried_s + self._noisy(ROUND_TRIP_S, 0.3)
+            self.meter.fetched(took_s, num_bytes * link.byte_s, self._noisy(NOTICE_S, 0.5))
+        copy_s = self._noisy(num_bytes / self.device.pcie_bytes_per_s, 0.1)
+        self.meter.loaded(num_bytes, copy_s + COPY_LAUNCHES_S)
 
     def serve(self, num_requests: int) -> None:
         """Prompts of all lengths, each second one with a block; and their fetches."""
@@ -143,22 +160,19 @@ class Server:
                 with self.meter.forward([it]):
                     self._pass(self.device.pass_s(it, NUM_LAYERS), 0.03)
             if number % 4 == 1:
-                began_s, num_bytes = self._now_s, num_tokens * KV_BYTES * 24
-                self._pass(num_bytes / self.bytes_per_s, 0.05)
-                if num_bytes >= Bandwidth.MIN_SAMPLE_BYTES:
-                    self.bandwidth.sample(num_bytes, self._now_s - began_s)
+                self._fetch(num_tokens * KV_BYTES * 24)
 
     def costs(self, backlog: Sequence[int]) -> Costs:
         link = self.bandwidth.link
         assert link is not None
-        copy_byte_s = 1 / self.device.pcie_bytes_per_s
+        copy_byte_s = self.meter.copy_byte_s
         return Costs(
             kv_page_bytes=PAGE * KV_BYTES,
             e_page_bytes=PAGE * E_BYTES,
             prefill=self.meter.prefill,
             recompute=self.meter.recompute,
             links={FAR: replace(link, backlog=backlog, copy_byte_s=copy_byte_s)},
-            overhead_s=OVERHEAD_S,
+            overhead_s=self.meter.overhead_s,
         )
 
 
@@ -184,7 +198,8 @@ class Truth:
         rest = Span(plan.pages.stop * PAGE, self.num_tokens + NUM_NEW)
         pcie = self.server.device.pcie_bytes_per_s
         e_bytes, kv_bytes = self._bytes(plan)
-        loaded_s = max(e_bytes / pcie + self._recompute_s(plan), kv_bytes / pcie)
+        copied_s = COPY_LAUNCHES_S + kv_bytes / pcie
+        loaded_s = max(e_bytes / pcie + self._recompute_s(plan), copied_s)
         own_s = self.server.device.passes_s(rest, NUM_LAYERS)
         return self.wait_s(plan) + loaded_s + own_s
 

@@ -6,14 +6,19 @@ squares of relative errors in which a pass that was held up counts little. Of ev
 latest passes are kept, so that many short prompts do not drive out what is known of long ones, and
 how passes of a length differ from the fit corrects it there: a GPU takes the launches or the work,
 whichever is longer.
+
+A fetch costs its bytes at the link's speed, what copying them into slots takes, and beside that a
+round trip and until the scheduler sees its end.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import statistics
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -38,7 +43,15 @@ _LEAST_SPREAD: Final = 0.05
 _KNOWN_BEYOND: Final = 4
 """Passes this many times longer than the longest that was seen are predicted."""
 _MIN_LOAD_BYTES: Final = 256 << 10
-_NUM_LOADS: Final = 8
+_NUM_LOADS: Final = 16
+_PCIE_BYTE_S: Final = 1 / 12e9
+"""Page-locked copies over PCIe 3.0 x16, the slowest that such a device sits on: a prior."""
+_OVERHEAD_S: Final = 0.001
+"""A round trip in one rack, and a turn of the scheduler: a prior."""
+_SHORT_FETCH_S: Final = 0.01
+"""By its bytes. How much longer one of these takes is the round trip; of others it is noise."""
+_NUM_FETCHES: Final = 32
+_FETCHES_AGE_S: Final = 60.0
 _MAX_OPEN: Final = 64
 """Passes timed and not yet read; the oldest are dropped."""
 
@@ -139,6 +152,24 @@ def _solve(
     return a, b, c
 
 
+class _Recent:
+    """What two in three of the latest did not exceed, each for a minute: whoever avoids what was
+    slow would not see that it has recovered."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock: Final = clock
+        self._values: deque[tuple[float, float]] = deque(maxlen=_NUM_FETCHES)
+
+    def add(self, value: float) -> None:
+        self._values.append((self._clock(), value))
+
+    @property
+    def most(self) -> float | None:
+        since_s = self._clock() - _FETCHES_AGE_S
+        values = sorted(value for at_s, value in self._values if at_s >= since_s)
+        return values[2 * (len(values) - 1) // 3] if values else None
+
+
 class Meter:
     """Times what is served. On CUDA it does so with events and never synchronises.
 
@@ -162,7 +193,9 @@ class Meter:
         self._forwards: Final = Fit(lambda: prior)
         self._blocks: Final = Fit(self._layer_of_forward)
         self._open: deque[_Open] = deque(maxlen=_MAX_OPEN)
-        self._copies_byte_s: deque[float] = deque(maxlen=_NUM_LOADS)
+        self._copies: deque[tuple[int, float]] = deque(maxlen=_NUM_LOADS)
+        self._round_trips: Final = _Recent(clock)
+        self._notices: Final = _Recent(clock)
 
     @property
     def prefill(self) -> PrefillCost | None:
@@ -182,11 +215,26 @@ class Meter:
 
     @property
     def copy_byte_s(self) -> float:
-        """Of what the loader brings into slots; 0 until something was measured.
+        """Of what the loader brings into slots: the median of the latest bytes, of which long
+        loads have more. A prior until something was measured, and nothing on a CPU."""
+        if not self._copies:
+            return _PCIE_BYTE_S if self._on_cuda else 0.0
+        rates = sorted((seconds / num_bytes, num_bytes) for num_bytes, seconds in self._copies)
+        until = list(itertools.accumulate(num_bytes for _, num_bytes in rates))
+        return rates[bisect_left(until, until[-1] / 2)][0]
 
-        On CUDA, where copies run beside everything else, it stays so.
-        """
-        return statistics.median(self._copies_byte_s) if self._copies_byte_s else 0.0
+    @property
+    def overhead_s(self) -> float:
+        """Of any fetch, beside its bytes: the round trip, and until the scheduler sees its end."""
+        found = (self._round_trips.most, self._notices.most)
+        known = [it for it in found if it is not None]
+        return sum(known) if known else _OVERHEAD_S
+
+    def fetched(self, seconds: float, link_s: float, late_s: float) -> None:
+        """One took so long, `link_s` by its bytes and the link, and was seen `late_s` after."""
+        self._notices.add(late_s)
+        if link_s <= _SHORT_FETCH_S:
+            self._round_trips.add(max(0.0, seconds - link_s))
 
     def full_prefill_s(self, num_tokens: int) -> float | None:
         """Predicted time of all layers over the first so many tokens."""
@@ -194,8 +242,9 @@ class Meter:
         return None if cost is None or not cost.knows(num_tokens) else cost.seconds(0, num_tokens)
 
     def loaded(self, num_bytes: int, seconds: float) -> None:
-        if not self._on_cuda and num_bytes >= _MIN_LOAD_BYTES:
-            self._copies_byte_s.append(seconds / num_bytes)
+        """What the copies of one load took; on CUDA, of the copy stream."""
+        if num_bytes >= _MIN_LOAD_BYTES:
+            self._copies.append((num_bytes, seconds))
 
     def forward(self, tokens: Sequence[Span]) -> contextlib.AbstractContextManager[None]:
         """Measure a forward of all layers over these tokens of some prompts; none of none."""

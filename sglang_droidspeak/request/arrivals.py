@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from typing import TYPE_CHECKING, Final
 
-from cachetree import DeadlineExceeded, FetchError
+from cachetree import DeadlineExceeded, FetchError, is_pool
 from cachetree.planning import Plan, Reason, Strategy, layers_of_work
 from sglang_droidspeak.request.request import Phase
 
@@ -75,6 +76,8 @@ class Arrivals:
             request.failure = type(exc).__name__
             return Phase.SETTLED
         if arrival.is_complete:
+            if request.phase is Phase.FETCHING:
+                self._note_fetch(request.plan, arrival)
             return Phase.READY
         if request.is_impatient:
             return self._too_late(request, arrival)
@@ -91,6 +94,18 @@ class Arrivals:
         if arrival.elapsed_s > _RATE_S and rest_s > left_s:
             return self._too_late(request, arrival)
         return Phase.FETCHING
+
+    def _note_fetch(self, plan: Plan, arrival: Arrival) -> None:
+        """Its end is seen for the first time."""
+        if arrival.completed_s is None or is_pool(plan.location):
+            return  # Nothing was fetched.
+        link = self._sources.cache.link(plan.location)
+        if link is not None:
+            self._meter.fetched(
+                arrival.completed_s - arrival.started_s,
+                link.byte_s * arrival.num_bytes,
+                time.monotonic() - arrival.completed_s,
+            )
 
     def _recompute_s(self, plan: Plan) -> float | None:
         """Predicted; None until something was measured."""

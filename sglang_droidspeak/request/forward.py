@@ -77,6 +77,7 @@ class ForwardPass:
         """The batch has run; whether what it read was what it should have read."""
         requests = self._loading.pop(index, ())
         for request in requests:
+            self._meter.loaded(request.load.copied_bytes, request.load.copy_s)
             request.settle()
         return all(it.load.is_good for it in requests)
 
@@ -102,7 +103,6 @@ class ForwardPass:
         forward_s = time.monotonic() - started_s
         for request in requests:
             self._labels.metrics.count_load(request)
-            self._meter.loaded(request.load.copied_bytes, request.load.copied_s)
             self._labels.note(request.req, provenance_of(request, recompute, forward_s))
         return result
 

@@ -12,10 +12,17 @@ from cachetree import Deadline, FetchError, Kind, Span, Step
 from cachetree.planning import Plan
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+
     import torch
 
     from sglang_droidspeak.request.low_rank import LowRank
     from sglang_droidspeak.request.source import Source
+
+    Laps = list[tuple[torch.cuda.Event, torch.cuda.Event]]
+    Timed = Callable[[Laps], AbstractContextManager[None]]
+    """Around copies, to note when they ran."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -35,7 +42,9 @@ class Load:
     patience_s: float = math.inf
     """How long its forward may still wait for layers that are late."""
     copied_s: float = field(default=0.0, init=False)
-    """Time that the loader has spent copying, decoding included."""
+    """Time that the loader has spent copying, decoding included; on CUDA issuing the copies."""
+    laps: Laps = field(default_factory=list, init=False)
+    """On CUDA, before and after each layer's copies on their stream."""
     copied_bytes: int = field(default=0, init=False)
     """Out of host memory, as they are stored."""
     low_rank: list[int] = field(default_factory=list, init=False)
@@ -55,7 +64,14 @@ class Load:
         """Whether its slots hold what they should, however that came about."""
         return not (self.is_lost or (self.is_broken and not self._is_abandoned))
 
-    def copy(self, layer: int) -> None:
+    @property
+    def copy_s(self) -> float:
+        """What the copies took where they ran, once its batch is over."""
+        if not self.laps or not all(stop.query() for _, stop in self.laps):
+            return self.copied_s
+        return sum(start.elapsed_time(stop) for start, stop in self.laps) / 1000
+
+    def copy(self, layer: int, timed: Timed) -> None:
         """Copy a layer once it has come; not one that is computed, or does not come. Blocks."""
         if layer in self.plan.block or layer in self.plan.refreshed:
             return
@@ -66,7 +82,8 @@ class Load:
         with self._copying:
             if not self._is_abandoned:
                 started_s = time.monotonic()
-                self.copied_bytes += self.source.copy(layer, self.at, self.slots)
+                with timed(self.laps):
+                    self.copied_bytes += self.source.copy(layer, self.at, self.slots)
                 self.copied_s += time.monotonic() - started_s
 
     def refresh(self, low_rank: LowRank) -> None:

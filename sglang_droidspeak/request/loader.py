@@ -7,12 +7,16 @@ import logging
 import threading
 from collections.abc import Iterator, Sequence
 from queue import SimpleQueue
+from typing import TYPE_CHECKING
 
 import torch
 
 from cachetree import FetchError
 from sglang_droidspeak.engine.names import LayerWiseLoadCounter
 from sglang_droidspeak.request.load import Load
+
+if TYPE_CHECKING:
+    from sglang_droidspeak.request.load import Laps
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +73,7 @@ class Loader:
                     try:
                         with self._copies.of(index, layer):
                             for load in loads:
-                                load.copy(layer)
+                                load.copy(layer, self._copies.timed)
                     except Exception:
                         log.exception("loading layer %d failed", layer)
                         for load in loads:
@@ -102,6 +106,18 @@ class Copies:
             yield
             self._events[index, layer] = event = torch.cuda.Event()
             event.record(self._stream)
+
+    @contextlib.contextmanager
+    def timed(self, laps: Laps) -> Iterator[None]:
+        """Between two events of the copy stream; where the host copies, its clock does."""
+        if self._stream is None:
+            yield
+            return
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record(self._stream)
+        yield
+        stop.record(self._stream)
+        laps.append((start, stop))
 
     def record_reads(self, index: int) -> None:
         """The current stream copies out of host memory, too."""

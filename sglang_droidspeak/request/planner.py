@@ -167,7 +167,7 @@ class Planner:
         left = replace(plan, pages=Span(start, plan.pages.stop))
         costs = self._costs({plan.location})
         links = {it: replace(link, byte_s=0.0) for it, link in costs.links.items()}
-        saved_s = saving_s(left, demand, replace(costs, links=links))
+        saved_s = saving_s(left, demand, replace(costs, links=links, overhead_s=0.0))
         return saved_s is None or saved_s > 0
 
     def _is_experiment(self, requested: Requested) -> bool:
@@ -247,6 +247,7 @@ class Planner:
             prefill=self._meter.prefill,
             recompute=self._meter.recompute,
             links={it: replace(link, copy_byte_s=copy_byte_s) for it, link in links.items()},
+            overhead_s=self._meter.overhead_s,
         )
 
 

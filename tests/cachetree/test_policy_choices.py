@@ -24,7 +24,7 @@ from test_policy import (
     plan_for,
 )
 
-from cachetree.ids import EMPTY_SPAN, Location, Span
+from cachetree.ids import EMPTY_SPAN, POOL_PREFIX, Location, Span
 from cachetree.planning import (
     Demand,
     Gate,
@@ -59,6 +59,8 @@ def test_at_an_unknown_speed_of_the_link_the_recompute_and_the_fixed_cost_are_pr
     plan = plan_for(match(S))
     compute_s = 160 * (len(plan.block) - 1) * 1e-3
     assert predict_ttft_s(plan, page_size=16, costs=costs) == pytest.approx(0.25 + compute_s)
+    here = replace(plan, location=Location(f"{POOL_PREFIX}lora"))
+    assert predict_ttft_s(here, page_size=16, costs=costs) == pytest.approx(compute_s)
 
 
 def asking(block: Span, *refreshed: int, gate: Gate = Gate.ENFORCE) -> Demand:

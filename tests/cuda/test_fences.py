@@ -50,6 +50,8 @@ def a_load_from_a_peer(engine: Engine) -> None:
     request = engine.loading(slots[: 2 * PAGE], BLOCK, memory)
     land(request.source.staging)
     engine.run_with([request], Part(TOKENS, slots, 2 * PAGE))
+    # Between any two events a virtual device takes a millisecond, and two layers are copied.
+    assert request.load.copy_s == 0.002
     # The memory is another fetch's now.
     land(engine.loading(slots[: 2 * PAGE], BLOCK, memory).source.staging)
 

@@ -172,10 +172,32 @@ def test_a_recompute_is_measured_where_all_of_it_is_of_one_block(
     assert (meter.recompute is not None) == is_measured
 
 
-def test_copies_into_slots_are_measured_where_they_take_a_cores_time() -> None:
-    for device, byte_s in (("cpu", 1e-6), ("cuda", 0.0)):
-        meter = Meter(device, 4, 96, SHAPE)
-        for seconds in (1.0, 1.0, 50.0):
-            meter.loaded(1_000_000, seconds)
-        meter.loaded(1, 1.0)
-        assert meter.copy_byte_s == pytest.approx(byte_s)
+@pytest.mark.parametrize(("device", "prior"), [("cpu", 0.0), ("cuda", 1 / 12e9)])
+def test_copies_into_slots_take_what_most_bytes_took(device: str, prior: float) -> None:
+    meter = Meter(device, 4, 96, SHAPE)
+    assert meter.copy_byte_s == prior
+    for seconds in (1.0, 1.0, 50.0):
+        meter.loaded(1_000_000, seconds)
+    meter.loaded(1, 1.0)
+    assert meter.copy_byte_s == pytest.approx(1e-6)
+    for _ in range(3):  # On a device these take their launches.
+        meter.loaded(1 << 18, 1.0)
+    assert meter.copy_byte_s == pytest.approx(1e-6), "long loads have more bytes"
+    for _ in range(12):
+        meter.loaded(1_000_000, 2.0)
+    assert meter.copy_byte_s == pytest.approx(2e-6)
+
+
+def test_a_fetch_costs_its_round_trip_and_until_its_end_is_seen() -> None:
+    now_s = [7.0]
+    meter = Meter("cpu", 4, 96, SHAPE, lambda: now_s[0])
+    prior_s = meter.overhead_s
+    assert 0 < prior_s < 0.01
+    for trip_s, late_s in ((0.002, 0.003), (0.002, 0.003), (1.0, 1.0)):
+        meter.fetched(0.005 + trip_s, 0.005, late_s)
+    meter.fetched(20.0, 10.0, 0.003)
+    assert meter.overhead_s == pytest.approx(0.005), "of a long one the link's error is no trip"
+    meter.fetched(0.001, 0.005, 0.003)
+    assert meter.overhead_s == pytest.approx(0.005)
+    now_s[0] += 61.0
+    assert meter.overhead_s == prior_s, "who avoids fetches would not see that they recovered"

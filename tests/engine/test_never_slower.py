@@ -35,7 +35,11 @@ def _by_an_average(it: Costs) -> Costs:
     return replace(it, prefill=average, recompute=layer)
 
 
-@pytest.mark.parametrize("change", [_without_backlog, _by_an_average])
+def _without_overhead(it: Costs) -> Costs:
+    return replace(it, overhead_s=0.0)
+
+
+@pytest.mark.parametrize("change", [_without_backlog, _by_an_average, _without_overhead])
 def test_what_is_left_out_would_make_it_slower(change, monkeypatch: pytest.MonkeyPatch) -> None:
     costs = Server.costs
     monkeypatch.setattr(Server, "costs", lambda *args: change(costs(*args)))

@@ -73,6 +73,7 @@ def planned(
             prefill=costs.prefill,
             recompute=costs.recompute,
             copy_byte_s=0.0,
+            overhead_s=0.0,
             step_tokens=1 << 20,
         ),
         models=MagicMock(
@@ -155,7 +156,7 @@ def test_at_admission_what_was_fetched_costs_no_more_than_its_copies() -> None:
     """Seven pages of ten layers take 1.12 s, and are 70 MB."""
     for copy_byte_s, saves in ((0.0, True), (1.5e-8, True), (1.7e-8, False)):
         planner, found = planned(sender=R)
-        planner._meter.copy_byte_s = copy_byte_s
+        planner._meter.copy_byte_s, planner._meter.overhead_s = copy_byte_s, 9.0
         planner._cache.link = lambda _location: Link(byte_s=1.0)
         assert planner.still_saves(found.plan, found.demand, Held(3, 0)) == saves
 

@@ -17,6 +17,7 @@ from cachetree.clock import Clock, Deadline
 from cachetree.errors import Cancelled, DeadlineExceeded
 from cachetree.ids import Location, ModelId, Span
 from cachetree.memory.staging import Budget, BudgetedStaging, pageable
+from cachetree.planning.link import Link
 from cachetree.planning.plan import Plan
 from cachetree.planning.prefill_cost import PrefillCost
 from cachetree.tier import Search
@@ -53,6 +54,10 @@ class SilentCache:
         self.deadlines: list[Deadline] = []
         self.stagings: list[BudgetedStaging] = []
         self._clock = clock
+        self.measured: Link | None = None
+
+    def link(self, _location: Location) -> Link | None:
+        return self.measured
 
     def fetch(self, plan: Plan, _pages: Any, deadline: Deadline) -> BudgetedStaging:
         self.deadlines.append(deadline)
@@ -345,6 +350,24 @@ def test_the_wait_for_an_answer_of_a_store_counts_as_well(now: Now) -> None:
     waiting.pass_over([req.rid])
     now.now_s += SAVING_S + 1e-3
     assert not waiting.look([req], tree, is_decoding=False), "and then it waits for no fetch"
+
+
+def test_what_a_fetch_took_is_told_when_its_end_is_first_seen() -> None:
+    cache, req, told = SilentCache(), request(), []
+    cache.measured = Link(byte_s=1e-3, backlog=(7,))
+    meter: Any = SimpleNamespace(recompute=None, fetched=lambda *it: told.append(it))
+    waiting = waiting_on(cache, [], meter=meter)
+    assert waiting.look([req], None, is_decoding=False) == {req.rid}  # type: ignore[arg-type]
+    (staging,) = cache.stagings
+    for step in PLAN.steps:
+        staging.land(step, 40)
+    assert not told
+    for _ in range(2):
+        assert not waiting.look([req], None, is_decoding=False)  # type: ignore[arg-type]
+    ((seconds, link_s, late_s),) = told
+    assert seconds == staging.completed_s - staging.started_s
+    assert link_s == pytest.approx(staging.num_bytes * 1e-3)
+    assert 0 <= late_s <= time.monotonic() - staging.completed_s
 
 
 @pytest.mark.parametrize("is_optional", [True, False])
