@@ -265,7 +265,7 @@ if __name__ == "__main__":
 
 
 class WantingWorker(ScriptedWorker):
-    """Wants every store with the largest window, and credits nothing."""
+    """Wants every store with the largest window and credits nothing, until there is a fetch."""
 
     def _hear(self, identity: bytes, message: wire.ToWorker) -> None:
         super()._hear(identity, message)
@@ -274,16 +274,16 @@ class WantingWorker(ScriptedWorker):
                 id=message.id, skipped=0, frame_bytes=4 << 20, window_bytes=64 << 20
             )
             self.send(identity, wanted)
+        elif isinstance(message, wire.Fetch):
+            self.send(identity, wire.StoreRefused(id=1, error="no_room", reason="enough"))
 
 
 def test_a_fetch_is_asked_for_behind_little_of_what_is_pushed() -> None:
     tree = new_tree(pages_of(2048))
-    with (
-        WantingWorker(lambda *_: None) as worker,
-        peer_of(worker.address, tree, PeerConfig()) as peer,
-    ):
+    patient = PeerConfig(connect_s=20.0, silence_s=30.0)
+    with WantingWorker(lambda *_: None) as worker, peer_of(worker.address, tree, patient) as peer:
         peer.push()
         eventually(lambda: peer.push_status.num_pushed_bytes == 2 << 20)
         peer.fetch(MODEL, PAGES[:1], new_staging(1))
-        eventually(lambda: any(isinstance(it, wire.Fetch) for it in worker.received))
+        eventually(lambda: peer.push_status.num_refused)
         assert peer.push_status.num_pushed_bytes == 2 << 20

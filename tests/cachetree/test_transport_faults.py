@@ -197,7 +197,8 @@ class RudeWorker(ScriptedWorker):
 def test_another_answer_than_a_hello_ends_the_attempt(
     answer: tuple[bytes, ...], named: str
 ) -> None:
-    with RudeWorker(*answer) as worker, peer_of(worker.address, new_tree()) as peer:
+    patient = msgspec.structs.replace(FAST, connect_s=20.0)
+    with RudeWorker(*answer) as worker, peer_of(worker.address, new_tree(), patient) as peer:
         assert named in str(peer.error)
 
 

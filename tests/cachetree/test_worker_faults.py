@@ -187,7 +187,7 @@ def test_a_worker_keeps_the_deadline_by_itself() -> None:
         worker_of(new_tree(PAGES), frame_bytes=4096, window_bytes=8192) as worker,
         RawPeer(worker.address) as peer,
     ):
-        failure = peer.ask(a_fetch(timeout_ms=100))
+        failure = peer.ask(a_fetch(timeout_ms=500))
         assert isinstance(failure, wire.FetchFailed)
         assert failure.error == "deadline"
         assert len(peer.frames) == 2
