@@ -236,18 +236,24 @@ REFUSED: dict[str, tuple[object, ...]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def accepted(model: Path) -> Any:
+    """Arguments as SGLang resolved them."""
+    args = engine.resolved(server_args(model, {}))
+    refuse.arguments(args, hip=None)
+    return args
+
+
 @pytest.mark.parametrize(
     ("field", "value"), [(field, value) for field, values in REFUSED.items() for value in values]
 )
-def test_what_sglang_resolved_is_refused_by_name(model: Path, field: str, value: object) -> None:
-    args = engine.resolved(server_args(model, {}))
-    refuse.arguments(args, hip=None)
+def test_what_sglang_resolved_is_refused_by_name(accepted: Any, field: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"^{field} is {re.escape(repr(value))}: "):
-        refuse.arguments(Altered(args, field, value), hip=None)
+        refuse.arguments(Altered(accepted, field, value), hip=None)
 
 
-def test_every_argument_that_is_looked_at_is_tried(model: Path) -> None:
-    seen = Altered(engine.resolved(server_args(model, {})), "", None)
+def test_every_argument_that_is_looked_at_is_tried(accepted: Any) -> None:
+    seen = Altered(accepted, "", None)
     refuse.arguments(seen, hip=None)
     assert seen.asked == set(REFUSED)
 

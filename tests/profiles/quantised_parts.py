@@ -100,14 +100,11 @@ def _fp8(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
 
 
 def _fp8_of_blocks(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-    values, full = weight.to(torch.float8_e4m3fn), torch.empty_like(weight)
+    values = weight.to(torch.float8_e4m3fn)
     rows, columns = (-(-size // block) for size, block in zip(weight.shape, BLOCK, strict=True))
     scales = torch.rand(rows, columns) + 0.5
-    for row in range(weight.shape[0]):
-        for column in range(weight.shape[1]):
-            scale = scales[row // BLOCK[0], column // BLOCK[1]]
-            full[row, column] = values[row, column].float() * scale
-    return {"weight": values, "weight_scale_inv": scales}, full
+    of_each = torch.kron(scales, torch.ones(BLOCK))[: weight.shape[0], : weight.shape[1]]
+    return {"weight": values, "weight_scale_inv": scales}, values.float() * of_each
 
 
 _QUANTISE: Final[Mapping[str, Callable[[torch.Tensor], tuple[Tensors, torch.Tensor]]]] = {
