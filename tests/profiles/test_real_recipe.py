@@ -1,5 +1,6 @@
 """The recipe of the real pairs on a tiny model, and its data as the repository has it."""
 
+import json
 import os
 import re
 from dataclasses import replace
@@ -20,6 +21,7 @@ from tools.real.questions import SETS, SKILLS, document, shown, write_sets
 from tools.real.train import RECIPES, WEIGHTS, Chat, packed, train
 
 PACKAGES = Path(__file__).parents[2] / "examples/real/packages.jsonl"
+QUERY = "base_model.model.model.layers.0.self_attn.q_proj"
 TEMPLATE = "{% for m in messages %}<s>{{ m['role'] }}\n{{ m['content'] }}</s>\n{% endfor %}<s>"
 CONFIG = LlamaConfig(
     vocab_size=259,
@@ -176,6 +178,18 @@ def test_the_recipe_trains_to_its_end_and_goes_on_where_it_was_stopped(
     before = checkpoint.stat().st_mtime_ns
     train("json", recipe, base, PACKAGES, tmp_path / "whole")
     assert checkpoint.stat().st_mtime_ns == before
+
+
+def test_shipped_adapters_are_small_and_of_every_layer_of_the_base() -> None:
+    files = sorted(PACKAGES.parent.glob(f"*/{WEIGHTS}"))
+    assert files
+    assert all(file.parent.name in SKILLS and file.stat().st_size <= 10e6 for file in files)
+    for file in files:
+        weights = load_file(file)
+        assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
+        assert {re.search(r"layers\.(\d+)", name)[1] for name in weights} == {*map(str, range(30))}
+        assert weights[f"{QUERY}.lora_A.weight"].shape == (RECIPES[file.parent.name].rank, 576)
+        assert json.loads((file.parent / "adapter_config.json").read_text())["peft_type"] == "LORA"
 
 
 @pytest.fixture(scope="module")
