@@ -127,7 +127,9 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
         "--page-size", type=int, metavar="N", help="as the servers'; default: 16 tokens"
     )
     models.add_argument(
-        "--sender-device", metavar="DEVICE", help="default: the receiver's; for two that fit no one"
+        "--sender-device",
+        metavar="DEVICE",
+        help="default: the receiver's; another where one device cannot hold both models",
     )
     for which, of in (("", "the host's memory"), ("device-", "each device's memory")):
         models.add_argument(
