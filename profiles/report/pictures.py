@@ -199,7 +199,7 @@ def _quality(figure: Figure, profile: MeasuredProfile) -> None:
     scale, unit = words.unit_of_time(derived.full_prefill_s(profile))
     answered = [it for it in profile.measured if it.quality is not None]
     xs, ys = [len(it.block) for it in answered], [it.quality for it in answered]
-    left.scatter(xs, ys, s=8, color=PALE, linewidths=0, label="every block, training split")
+    left.scatter(xs, ys, s=8, color=PALE, linewidths=0, label="decoded blocks, training split")
     places = [(it.name, it.layers, scale * it.ttft_s, it.quality) for it in _points(profile)]
     floor, full = profile.quality_floor, profile.full_prefill_quality
     for axes, of_axes in ((left, 1), (right, 2)):
