@@ -13,6 +13,7 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+from simulate.replay import Unbacked
 
 from cachetree import (
     PAGE_HASH_BYTES,
@@ -23,7 +24,6 @@ from cachetree import (
     Reservation,
     Retention,
 )
-from cachetree.memory import PlainPool
 from cachetree.tree import POLICIES, split_hashes
 
 FAMILY = Family(
@@ -40,7 +40,6 @@ FAMILY = Family(
 )
 """Its sizes only scale the budget; nothing is allocated."""
 PAGE_BYTES = FAMILY.num_layers * FAMILY.kv_page_bytes
-NO_MEMORY = memoryview(b"")
 
 
 class Prompt:
@@ -177,14 +176,14 @@ class UntouchedDict(FlatDict):
 
 
 class Ours:
-    """CacheTree with a budget of `num_pages` per model and an allocator that gives no memory."""
+    """CacheTree with a budget of `num_pages` per model and a pool that lends no memory."""
 
     def __init__(self, num_models: int, num_pages: int, eviction: str) -> None:
         self.models = [ModelId(f"{i:032x}") for i in range(num_models)]
         self.tree = CacheTree(
             FAMILY,
             host_bytes=num_models * num_pages * PAGE_BYTES,
-            memory=PlainPool(lambda num_bytes: NO_MEMORY),
+            memory=Unbacked(),
             retention=Retention(eviction=eviction),
         )
         self._newcomer: Reservation | None = None

@@ -24,6 +24,7 @@ from cachetree import (
     Kind,
     Plan,
     Span,
+    Staging,
     Step,
     Worker,
     WorkerConfig,
@@ -166,8 +167,12 @@ def mirror(it: Bench, block: Span) -> None:
         with staging:
             for step in plan.steps:
                 staging.wait(step)
-            kv = [staging.view(Step(Kind.KV, layer)) for layer in range(NUM_LAYERS)]
-            e = {layer: staging.view(Step(Kind.E, layer)) for layer in plan.transition_layers}
+
+            def joined(kind: Kind, layer: int, it: Staging = staging) -> memoryview:
+                return memoryview(b"".join(it.views(Step(kind, layer))))
+
+            kv = [joined(Kind.KV, layer) for layer in range(NUM_LAYERS)]
+            e = {layer: joined(Kind.E, layer) for layer in plan.transition_layers}
             assert it.relay.store(match.model, None, pages, kv, e)
 
 

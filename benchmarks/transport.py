@@ -56,13 +56,11 @@ from cachetree import (
     PageHash,
     Peer,
     PeerConfig,
-    Staging,
     Step,
     Worker,
     WorkerConfig,
-    pageable,
 )
-from cachetree.memory import Arena, StagingPool
+from cachetree.memory import Arena, Blocks, staged
 from cachetree.transport import write_key_pair
 
 MODEL = ModelId("sender")
@@ -79,7 +77,7 @@ FAMILY = Family(
     page_size=64,
 )
 STEPS = (*(Step(Kind.KV, layer) for layer in range(FAMILY.num_layers)), Step(Kind.E, 3))
-"""In the order of the arena, so that all contenders send the same run of bytes."""
+"""In the order of the entry, so that all contenders send the same bytes."""
 BUFFER_BYTES = (0, 4 << 20)
 """Of raw sockets; 0 leaves them to the kernel."""
 MAX_FRAME_BYTES = 16 << 20
@@ -105,9 +103,12 @@ def serve(num_pages: int, directory: Path, has_keys: bool) -> None:
     tree = CacheTree(FAMILY, host_bytes=num_bytes, memory=arena)
     reservation = tree.reserve(MODEL, None, pages_of(num_pages), [3])
     assert reservation is not None
-    payload = reservation.whole()
-    words = np.frombuffer(payload, np.uint64)
-    words[:] = np.random.default_rng(0).integers(0, 1 << 63, words.size, dtype=np.uint64)
+    words = np.random.default_rng(0).integers(0, 1 << 63, num_bytes // 8, dtype=np.uint64)
+    payload, at = words.view(np.uint8).data, 0
+    for step in STEPS:
+        (view,) = reservation.views(step)
+        np.copyto(np.frombuffer(view, np.uint8), words.view(np.uint8)[at : at + view.nbytes])
+        at += view.nbytes
     reservation.commit()
     most = {"frame_bytes": MAX_FRAME_BYTES, "window_bytes": 4 * MAX_FRAME_BYTES}
     workers = [Worker(tree, WorkerConfig(**most))]
@@ -192,8 +193,8 @@ class Receiver:
         self._pages = pages_of(num_pages)
         self.num_bytes = sum(self._sizes.values())
         self._sender = sender
-        self._pool = StagingPool(pageable, 2 * self.num_bytes)
-        self._baseline, self._source = pageable(self.num_bytes), pageable(self.num_bytes)
+        self._arena = Arena(2 * self.num_bytes)
+        self._baseline, self._source = (np.empty(self.num_bytes, np.uint8).data for _ in range(2))
         for buffer in (self._baseline, self._source):
             np.frombuffer(buffer, np.uint8)[:] = 0
         self._tree = CacheTree(FAMILY, host_bytes=0)
@@ -257,11 +258,12 @@ class Receiver:
         return [self._baseline]
 
     def _fetch(self, peer: Peer) -> list[memoryview]:
-        staging = Staging(self._sizes, Deadline.after(120), self._pool.allocate)
+        parts = {step: Blocks(1, size) for step, size in self._sizes.items()}
+        staging = staged(self._arena, parts, Deadline.after(120))
         peer.fetch(MODEL, self._pages, staging)
         for step in STEPS:
             staging.wait(step)
-        return [staging.view(step) for step in STEPS]
+        return [view for step in STEPS for view in staging.views(step)]
 
     def check(self, runs: dict[str, Callable[[], list[memoryview]]]) -> None:
         """Each once, as a warm-up; afterwards memcpy's source holds the bytes too."""

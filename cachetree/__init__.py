@@ -38,7 +38,7 @@ from cachetree.ids import (
     entry_steps,
     is_pool,
 )
-from cachetree.memory import Allocate, BudgetedStaging, Staging, pageable
+from cachetree.memory import Register, Staging
 from cachetree.planning import Match, PairProfile, Plan, read_profile, write_profile
 from cachetree.status import CacheStatus, FetchCounts
 from cachetree.tier import MakeTier, NoteSpeed, Search, Tier, give_way
@@ -59,9 +59,7 @@ __all__ = [
     "LOCAL",
     "PAGE_HASH_BYTES",
     "POOL_PREFIX",
-    "Allocate",
     "AuthenticationError",
-    "BudgetedStaging",
     "Cache",
     "CacheConfig",
     "CacheStatus",
@@ -98,6 +96,7 @@ __all__ = [
     "ProfileError",
     "ProtocolError",
     "PusherStatus",
+    "Register",
     "Reservation",
     "Retention",
     "Search",
@@ -112,7 +111,6 @@ __all__ = [
     "give_way",
     "is_pool",
     "page_hashes",
-    "pageable",
     "read_profile",
     "read_yaml",
     "settings_of",

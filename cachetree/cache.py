@@ -6,7 +6,6 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Final, TypeVar
@@ -19,13 +18,14 @@ from cachetree.disk import DiskTier
 from cachetree.errors import ConfigError, DeadlineExceeded, FetchError, StaleEntry
 from cachetree.ids import LOCAL, Kind, Location, ModelId, PageHash, Step
 from cachetree.memory import (
-    Allocate,
-    Budget,
-    BudgetedStaging,
+    Arena,
+    Blocks,
+    NoRoom,
+    Register,
     Staging,
-    StagingPool,
-    pageable,
-    pool_of,
+    scatter,
+    staged,
+    unregistered,
 )
 from cachetree.planning import Link, Match, Plan
 from cachetree.status import CacheStatus, FetchLog
@@ -37,7 +37,7 @@ from cachetree.transport import (
 )
 from cachetree.transport.pace import Bandwidth
 from cachetree.transport.peer import NO_WORKER
-from cachetree.tree import CacheTree, Lease
+from cachetree.tree import CacheTree
 
 log = logging.getLogger(__name__)
 
@@ -47,8 +47,11 @@ T = TypeVar("T", bound=Tier)
 class Cache:
     """Entries of every model of one family, here and on the peers. `store`, `match`, `fetch`.
 
-    Thread-safe. Raises ConfigError for an address that is wrong or taken, a bad key, or a disk
-    directory that is another family's, another process's or cannot be written. A peer that cannot
+    Its memory is made here, all of it, and `register` makes it known to a device.
+
+    Thread-safe. Raises ConfigError for an address that is wrong or taken, a bad key, memory that
+    cannot be had or registered, or a disk directory that is another family's, another process's or
+    cannot be written. A peer that cannot
     be reached is no error: it is tried again, and its entries appear when it comes up.
     """
 
@@ -58,24 +61,25 @@ class Cache:
         config: CacheConfig,
         *,
         tiers: Sequence[MakeTier] = (),
-        allocate: Allocate = pageable,
+        register: Register = unregistered,
         clock: Clock = time.monotonic,
     ) -> None:
         self.family: Final = family
         self.tree: Final = CacheTree(
             family,
             host_bytes=config.host_bytes,
-            memory=pool_of(config.host_bytes, allocate),
+            memory=Arena(config.host_bytes, register),
             clock=clock,
             retention=config.retention,
         )
         self._clock = clock
-        self._budget = Budget(config.staging_bytes)
-        self._pool = StagingPool(allocate, config.staging_bytes)
+        self._arriving = Arena(config.staging_bytes, register)
+        self._staging_bytes: Final = config.staging_bytes
         self._fetch_log = FetchLog(family.page_size)
-        self._speeds = {LOCAL: Bandwidth(clock)}
+        self._speeds: dict[Location, Bandwidth] = {}
         self._under_way: dict[Location, WeakSet[Staging]] = defaultdict(WeakSet)
         """Fetches by where they read; some may be over."""
+        self._is_closed = False
         self._worker: Worker | None = None
         self._disk: DiskTier | None = None
         self._tiers: dict[Location, Tier] = {}
@@ -101,11 +105,8 @@ class Cache:
             for address in self._stores:
                 self._peers[address].push()
         except ConfigError:
-            self._close_transport()
-            self._close_tiers()
-            self.tree.memory.close()
+            self.close()
             raise
-        self._copier = ThreadPoolExecutor(1, thread_name_prefix="cachetree-copy")
 
     @property
     def address(self) -> Location | None:
@@ -147,7 +148,7 @@ class Cache:
             if reservation.pages:
                 for step, buffer in buffers:
                     skipped_bytes = reservation.skipped * family.page_bytes(step.kind)
-                    reservation.view(step)[:] = buffer.cast("B")[skipped_bytes:]
+                    scatter(reservation.views(step), buffer.cast("B")[skipped_bytes:])
             reservation.commit()
         return True
 
@@ -164,43 +165,68 @@ class Cache:
         searches = [tier.search(pages) for tier in self._tiers.values()]
         return [search for search in searches if not search.is_over]
 
-    def fetch(
-        self, plan: Plan, pages: Sequence[PageHash], deadline: Deadline
-    ) -> BudgetedStaging | None:
+    def fetch(self, plan: Plan, pages: Sequence[PageHash], deadline: Deadline) -> Staging | None:
         """Begin to land the steps of `plan` in host memory; returns at once.
 
         `pages` are all pages of the prompt, of which the plan takes `plan.pages`. None where the
         staging budget is used up: the request does a full prefill. Everything else that goes
-        wrong fails the staging.
+        wrong fails the staging. What is here is read where it lies, and there at once.
         """
-        num_pages = len(plan.pages)
-        sizes = {step: num_pages * self.family.page_bytes(step.kind) for step in plan.steps}
-        if not self._budget.take(sum(sizes.values())):
-            return None
-        try:
-            staging = BudgetedStaging(
-                sizes,
-                deadline,
-                self._pool.allocate,
-                self._budget,
-                partial(self._fetch_log.note, plan),
-            )
-        except BaseException:
-            self._budget.give_back(sum(sizes.values()))
-            raise
-        self._under_way[plan.location].add(staging)
         wanted = pages[plan.pages.start : plan.pages.stop]
+        parts = {it: Blocks(len(plan.pages), self.family.page_bytes(it.kind)) for it in plan.steps}
+        sizes = {step: num * size for step, (num, size) in parts.items()}
+        note_end = partial(self._fetch_log.note, plan)
+        try:
+            if self._is_closed:
+                raise FetchError("this cache is closed")
+            if len(wanted) != len(plan.pages):
+                raise FetchError(f"the plan takes pages {plan.pages} of {len(pages)}")
+            if plan.location == LOCAL:
+                return self._in_place(plan, wanted, deadline)
+            staging = staged(self._arriving, parts, deadline, note_end)
+        except NoRoom:
+            if self._arriving.lent_bytes + sum(sizes.values()) > self._staging_bytes:
+                return None
+            # The writer of a fetch that was released has not let go of it yet.
+            staging = Staging(sizes, deadline, note_end=note_end)
+        except FetchError as exc:
+            staging = Staging(sizes, deadline, {}, note_end)
+            staging.fail(exc)
+            return staging
+        self._under_way[plan.location].add(staging)
         source = self._tiers.get(plan.location) or self._peers.get(plan.location)
-        if len(wanted) != num_pages:
-            staging.fail(FetchError(f"the plan takes pages {plan.pages} of {len(pages)}"))
-        elif plan.location == LOCAL:
-            self._copy(plan.sender, wanted, staging)
-            for each in self._tiers.values():
-                each.note_use(plan.sender, wanted)
-        elif source is None:
+        if source is None:
             staging.fail(FetchError(f"{plan.location} is not a peer of this server"))
         else:
             source.fetch(plan.sender, wanted, staging)
+        return staging
+
+    def _in_place(self, plan: Plan, wanted: Sequence[PageHash], deadline: Deadline) -> Staging:
+        """A lease on pages that are here, as a fetch that is over; raises FetchError.
+
+        The views keep their bytes until they are released, also where the lease has ended before.
+        """
+        if deadline.has_passed:
+            raise DeadlineExceeded("the local fetch did not begin in time")
+        lease = self.tree.lease(plan.sender, wanted, "a local fetch", deadline, is_use=False)
+        if lease is None:
+            raise StaleEntry(f"{len(wanted)} pages of model {plan.sender} are no longer here")
+        try:
+            views = {step: lease.views(step) for step in plan.steps}
+        except StaleEntry:
+            lease.release()
+            raise
+        for tier in self._tiers.values():
+            tier.note_use(plan.sender, wanted)
+
+        def end(staging: Staging) -> None:
+            lease.release()
+            self._fetch_log.note(plan, staging)
+
+        sizes = {step: sum(view.nbytes for view in of) for step, of in views.items()}
+        staging = Staging(sizes, deadline, views, end)
+        for step, size in sizes.items():
+            staging.land(step, size)
         return staging
 
     def link(self, location: Location) -> Link | None:
@@ -241,8 +267,8 @@ class Cache:
             held_bytes=self.tree.held_bytes,
             num_pages=self.tree.num_pages,
             num_evictions=self.tree.num_evictions,
-            staging_bytes_in_use=self._budget.num_bytes,
-            staging_bytes=self._budget.limit_bytes,
+            staging_bytes_in_use=self._arriving.lent_bytes,
+            staging_bytes=self._staging_bytes,
             fetches=self._fetch_log.counts(),
             peers=tuple(peer.status for peer in self._peers.values()),
             stores=tuple(self._peers[address].push_status for address in self._stores),
@@ -258,10 +284,11 @@ class Cache:
         What a store has not been given or a tier has not written yet still is, for a few seconds
         at most.
         """
+        self._is_closed = True
         self._close_transport()
-        self._copier.shutdown(cancel_futures=False)
         self._close_tiers()
         self.tree.memory.close()
+        self._arriving.close()
 
     def __enter__(self) -> Cache:
         return self
@@ -290,34 +317,3 @@ class Cache:
         self._tiers[tier.location] = tier
         self._speeds[tier.location] = speed
         return tier
-
-    def _copy(self, model: ModelId, pages: Sequence[PageHash], staging: Staging) -> None:
-        lease = self.tree.lease(model, pages, "a local fetch", staging.deadline, is_use=False)
-        if lease is None:
-            staging.fail(StaleEntry(f"{len(pages)} pages of model {model} are no longer here"))
-            return
-        try:
-            self._copier.submit(self._copy_steps, lease, staging)
-        except RuntimeError:  # The pool is shut down.
-            lease.release()
-            staging.fail(FetchError("this cache is closed"))
-
-    def _copy_steps(self, lease: Lease, staging: Staging) -> None:
-        """In the copier's thread: fill `staging` from memory, step by step."""
-        begun_at_s = self._clock()
-        try:
-            with lease:
-                for step in staging.steps:
-                    if staging.deadline.has_passed:
-                        raise DeadlineExceeded("the local copy did not end in time")
-                    offset = 0
-                    for view in lease.views(step):
-                        staging.write(step, offset, view)
-                        offset += view.nbytes
-            if staging.num_bytes >= Bandwidth.MIN_SAMPLE_BYTES:
-                self._speeds[LOCAL].sample(staging.num_bytes, self._clock() - begun_at_s)
-        except FetchError as exc:
-            staging.fail(exc)
-        except Exception as exc:
-            log.exception("a local copy failed")
-            staging.fail(FetchError(f"internal error: {exc}"))

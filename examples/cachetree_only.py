@@ -18,5 +18,5 @@ with Cache(family, CacheConfig(host_bytes=1 << 20, serves=False)) as cache:
     with cache.fetch(plan, pages, Deadline.after(5)) as staging:  # None if there is no room.
         for step in plan.steps:
             staging.wait(step)
-            assert staging.view(step) == kv[step.layer]
+            assert b"".join(staging.views(step)) == kv[step.layer]
     print(f"{found.num_pages} pages of {found.model}: {staging.num_bytes} bytes, as stored")

@@ -18,7 +18,7 @@ import torch
 
 from cachetree import Cache, MakeTier
 from cachetree.checkpoint import Family
-from cachetree.memory import pageable
+from cachetree.memory import unregistered
 from sglang_droidspeak import engine
 from sglang_droidspeak.adapters.activated import ActivatedAdapters
 from sglang_droidspeak.adapters.models import Models
@@ -53,6 +53,7 @@ from sglang_droidspeak.start.this_server import folder_of
 from sglang_droidspeak.store.capture import attachment_of
 from sglang_droidspeak.store.insertions import Insertions
 from sglang_droidspeak.store.offloader import Offloader
+from sglang_droidspeak.store.page_locked import page_locked
 from sglang_droidspeak.store.pool import PoolIndex
 from sglang_droidspeak.store.rows import Coding, ServerPool, rows_of
 
@@ -110,7 +111,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
             ),
             cache_config(settings, server.identity.model_id, parallel.tp_rank),
             tiers=_tiers(server, self._metrics),
-            allocate=_page_locked if self._on_cuda else pageable,
+            register=page_locked if self._on_cuda else unregistered,
         )
         self._cache_metrics = CacheMetrics(self._cache.status) if has_metrics else None
         coding = Coding(settings.codec, server.identity.head_dim)
@@ -302,10 +303,6 @@ def _tiers(server: ThisServer, metrics: Metrics) -> list[MakeTier]:
             metrics.count_hicache_objects,
         )
     ]
-
-
-def _page_locked(num_bytes: int) -> memoryview:
-    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).numpy().data
 
 
 def _is_request_level(result: bool, _streamer: object, key: str) -> bool:

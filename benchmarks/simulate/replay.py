@@ -9,7 +9,7 @@ from typing import Final
 import msgspec
 
 from cachetree.ids import LOCAL, ModelId, Span
-from cachetree.memory import NO_MEMORY
+from cachetree.memory import Blocks, Loan
 from cachetree.planning import PrefillCost
 from cachetree.tree import CacheTree, Change, Retention
 
@@ -45,20 +45,16 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_hits / self.num_requests
 
 
-class _Unbacked:
-    """Counts as an arena does, where dropped pages are free at once, and lends nothing."""
+class Unbacked:
+    """Lends nothing, so that a tree counts bytes that are not there."""
 
-    unit_bytes: Final = 4096
     file: Final = None
 
-    def size_of(self, num_bytes: int) -> int:
-        return -(-num_bytes // self.unit_bytes) * self.unit_bytes
+    def take(self, parts: Sequence[Blocks]) -> Loan:
+        return Loan()
 
-    def take(self, num_bytes: int) -> memoryview:
-        return NO_MEMORY
-
-    def give_back(self, loan: memoryview, parts: Sequence[Span]) -> memoryview:
-        return NO_MEMORY
+    def give_back(self, loan: Loan, places: Sequence[Span]) -> None:
+        """Nothing was lent."""
 
     def close(self) -> None:
         """Nothing is kept here."""
@@ -87,7 +83,7 @@ def replay(
     tree = CacheTree(
         family,
         host_bytes=host_bytes,
-        memory=_Unbacked(),
+        memory=Unbacked(),
         clock=clock,
         retention=retention,
     )

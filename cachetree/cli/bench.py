@@ -142,10 +142,10 @@ def _store(
     reservation = tree.reserve(SYNTHETIC, None, pages, ())
     if reservation is None:
         raise ConfigError("mib is too small for a page; give more")
-    memory = reservation.whole()
-    block = os.urandom(min(memory.nbytes, 1 << 20))
-    for start in range(0, memory.nbytes, len(block)):
-        memory[start : start + len(block)] = block[: memory.nbytes - start]
+    block = os.urandom(1 << 20)
+    for view in (it for layer in range(tree.family.num_layers) for it in reservation.kv(layer)):
+        for start in range(0, view.nbytes, len(block)):
+            view[start : start + len(block)] = block[: view.nbytes - start]
     reservation.commit()
     peer = Peer(tree, address, config)
     peer.push()

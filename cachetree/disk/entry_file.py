@@ -27,7 +27,7 @@ from cachetree.checkpoint import Family
 from cachetree.disk.directory import FORMAT, family_digest
 from cachetree.errors import UNREADABLE
 from cachetree.ids import PAGE_HASH_BYTES, Kind, ModelId, PageHash, Span, Step
-from cachetree.memory import Layout, checksum, checksum_of_parts
+from cachetree.memory import Layout, checksum, checksum_of_parts, cut
 from cachetree.tree import join_hashes, split_hashes
 
 Views = Callable[[Step], Sequence[memoryview]]
@@ -215,18 +215,6 @@ def part_of(views: Views, num_pages: int, pages: Span) -> Views:
     return part
 
 
-def cut(views: Sequence[memoryview], span: Span) -> list[memoryview]:
-    """These bytes of the views as if they were one."""
-    parts: list[memoryview] = []
-    start = 0
-    for view in views:
-        part = Span(start, start + view.nbytes).intersection(span)
-        if len(part):
-            parts.append(view[part.start - start : part.stop - start])
-        start += view.nbytes
-    return parts
-
-
 # What lies where.
 
 
@@ -236,9 +224,12 @@ def _page_bytes(layout: Layout, kind: Kind) -> int:
 
 def _offset_of(layout: Layout, step: Step, page: int) -> int:
     """Where in the payload a page of a step begins; raises StaleEntry where there is no such E."""
-    at = layout.range_of(step, Span(page, page)).start
-    # In memory E comes last.
-    return (at - layout.num_layers * layout.num_pages * layout.kv_page_bytes) % layout.num_bytes
+    part = layout.part_of(step)
+    if step.kind is Kind.E:
+        part -= layout.num_layers
+        return (part * layout.num_pages + page) * layout.e_page_bytes
+    after_e = len(layout.e_layers) * layout.num_pages * layout.e_page_bytes
+    return after_e + (part * layout.num_pages + page) * layout.kv_page_bytes
 
 
 def _chunk_pages(layout: Layout, kind: Kind) -> int:

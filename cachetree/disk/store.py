@@ -117,9 +117,9 @@ class DiskStore:
         record = entry.record
         if pages.stop > len(record.pages):
             raise ValueError(f"{pages} exceeds the {len(record.pages)} pages of the entry")
-        wanted = record.layout.range_of(step, pages)
-        if into.nbytes != len(wanted):
-            raise ValueError(f"{len(wanted)} bytes do not go into {into.nbytes}")
+        num_bytes = record.layout.bytes_of(step, len(pages))
+        if into.nbytes != num_bytes:
+            raise ValueError(f"{num_bytes} bytes do not go into {into.nbytes}")
         with self._lock:
             if entry not in self._index or not self._is_open:
                 raise StaleEntry(f"pages of model {record.model} are no longer on disk")

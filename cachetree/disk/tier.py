@@ -259,27 +259,36 @@ class DiskTier:
             return False
         with reservation:
             if reservation.pages:
-                missing = Span(start + reservation.skipped, len(record.pages))
                 try:
                     for step in steps_of(record.layout):
-                        self._store.read(entry, step, missing, reservation.view(step))
+                        self._read_into(
+                            reservation.views(step), entry, step, start + reservation.skipped
+                        )
                 except StaleEntry:
                     return False
             reservation.commit()
         return True
 
+    def _read_into(
+        self, views: Sequence[memoryview], entry: DiskEntry, step: Step, page: int
+    ) -> None:
+        """The entry's pages from `page` on; each of the views has whole pages."""
+        for view in views:
+            num_pages = view.nbytes // entry.record.layout.bytes_of(step, 1)
+            self._store.read(entry, step, Span(page, page + num_pages), view)
+            page += num_pages
+
     def _read_step(
         self, step: Step, found: Sequence[tuple[DiskEntry, Span]], staging: Staging
     ) -> None:
-        whole = staging.view(step)
         offset = 0
         for entry, span in found:
             if staging.error is not None:
                 raise staging.error
             if staging.deadline.has_passed:
                 raise DeadlineExceeded("the read from disk did not end in time")
-            size = len(entry.record.layout.range_of(step, span))
-            self._store.read(entry, step, span, whole[offset : offset + size])
+            size = entry.record.layout.bytes_of(step, len(span))
+            self._store.read(entry, step, span, staging.room(step, offset, size))
             staging.land(step, size)
             offset += size
 

@@ -1,45 +1,51 @@
 """Host memory: where pages lie, and where fetched layers arrive.
 
-Pool     lends memory within a budget: `Arena` from a file that other processes of the host may
-         map, `PlainPool` from an allocator; what it lends is a loan
+Arena    all of it, made at start and known to the device; a `Pool`, which lends runs of bytes
+Loan     what a pool lent: parts, each in one run or a few
 Slab     the loan of one reservation: all layers of its pages, given back page by page
 Segment  consecutive pages of one slab
 Staging  the loan of one fetch, which fills it step by step
 """
 
-from cachetree.memory.arena import Arena, ArenaReader, pool_of
-from cachetree.memory.copying import PIECE_BYTES, checksum, checksum_of_parts, copy, copy_in_pieces
-from cachetree.memory.pool import NO_MEMORY, PAGEABLE, ArenaFile, NoRoom, PlainPool, Pool
+from cachetree.memory.arena import Arena, Register, unregistered
+from cachetree.memory.arena_reader import ArenaReader
+from cachetree.memory.copying import (
+    PIECE_BYTES,
+    checksum,
+    checksum_of_parts,
+    copy,
+    copy_in_pieces,
+    cut,
+    scatter,
+)
+from cachetree.memory.pool import ArenaFile, Blocks, Loan, NoRoom, Pool
 from cachetree.memory.ranges import Ranges
 from cachetree.memory.slab import Layout, Segment, Slab, join, kept_bytes
-from cachetree.memory.staging import Allocate, Budget, BudgetedStaging, Staging, pageable
-from cachetree.memory.staging_pool import StagingPool
+from cachetree.memory.staging import Staging, staged
 
 __all__ = [
-    "NO_MEMORY",
-    "PAGEABLE",
     "PIECE_BYTES",
-    "Allocate",
     "Arena",
     "ArenaFile",
     "ArenaReader",
-    "Budget",
-    "BudgetedStaging",
+    "Blocks",
     "Layout",
+    "Loan",
     "NoRoom",
-    "PlainPool",
     "Pool",
     "Ranges",
+    "Register",
     "Segment",
     "Slab",
     "Staging",
-    "StagingPool",
     "checksum",
     "checksum_of_parts",
     "copy",
     "copy_in_pieces",
+    "cut",
     "join",
     "kept_bytes",
-    "pageable",
-    "pool_of",
+    "scatter",
+    "staged",
+    "unregistered",
 ]

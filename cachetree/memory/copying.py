@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 import numpy as np
 import xxhash
+
+from cachetree.ids import Span
 
 PIECE_BYTES: Final = 256 << 10
 """What is copied, then read again for its checksum, before the next: far below a core's cache."""
@@ -16,6 +18,26 @@ def copy(into: memoryview, payload: memoryview) -> None:
     """As `into[:] = payload`, which would stop every other thread of Python meanwhile."""
     if payload.nbytes:
         np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(payload, np.uint8))
+
+
+def scatter(into: Sequence[memoryview], payload: memoryview) -> None:
+    """Fill the views with the payload as if they were one."""
+    at = 0
+    for view in into:
+        copy(view, payload[at : at + view.nbytes])
+        at += view.nbytes
+
+
+def cut(views: Sequence[memoryview], span: Span) -> list[memoryview]:
+    """These bytes of the views as if they were one."""
+    parts: list[memoryview] = []
+    start = 0
+    for view in views:
+        part = Span(start, start + view.nbytes).intersection(span)
+        if len(part):
+            parts.append(view[part.start - start : part.stop - start])
+        start += view.nbytes
+    return parts
 
 
 def copy_in_pieces(into: memoryview, payload: memoryview) -> Iterator[memoryview]:

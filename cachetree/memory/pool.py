@@ -1,17 +1,15 @@
-"""Where the pages of the tree lie: what every kind of host memory can do."""
+"""What lends host memory, and what it lends: bytes in runs, each part of a loan in its own."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import msgspec
 
 from cachetree.ids import Span
-from cachetree.memory.staging import Allocate, pageable
 
-NO_MEMORY: Final = memoryview(b"")
+_NO_MEMORY: Final = memoryview(b"")
 
 
 class ArenaFile(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -28,24 +26,47 @@ class NoRoom(MemoryError):
     """Memory within the budget cannot be had now."""
 
 
+class Blocks(NamedTuple):
+    """One part of a loan: `num` blocks of `size` bytes. No block is torn apart."""
+
+    num: int
+    size: int
+
+
+class Loan:
+    """Bytes of a pool. Whoever has a view of them keeps them from being lent again."""
+
+    __slots__ = ("memory", "runs")
+
+    def __init__(
+        self, memory: memoryview = _NO_MEMORY, runs: Sequence[Sequence[Span]] = ()
+    ) -> None:
+        self.memory = memory
+        """All of the pool's memory, as this loan sees it."""
+        self.runs: Final = runs
+        """Of each part, where it lies there; in one run mostly."""
+
+    def places(self, part: int, span: Span) -> list[Span]:
+        """Where these bytes of a part lie."""
+        found: list[Span] = []
+        start = 0
+        for run in self.runs[part]:
+            first, last = max(span.start - start, 0), min(span.stop - start, len(run))
+            if first < last:
+                found.append(Span(run.start + first, run.start + last))
+            start += len(run)
+        return found
+
+
 class Pool(Protocol):
     """Where slabs lie. Thread-safe."""
 
-    @property
-    def unit_bytes(self) -> int:
-        """The least that can be given back on its own, in place as in size."""
+    def take(self, parts: Sequence[Blocks]) -> Loan:
+        """Writable bytes for each part; raises NoRoom."""
 
-    def size_of(self, num_bytes: int) -> int:
-        """What a loan of that many bytes takes."""
-
-    def take(self, num_bytes: int) -> memoryview:
-        """A loan of writable bytes; raises NoRoom. It may block."""
-
-    def give_back(self, loan: memoryview, parts: Sequence[Span]) -> memoryview:
-        """Those whole units of `loan` are needed no more; returns the loan of the rest.
-
-        Whoever still views any part of the old loan keeps reading the same bytes.
-        """
+    def give_back(self, loan: Loan, places: Sequence[Span]) -> None:
+        """These bytes of the loan are needed no more. They are lent again once nobody has a view
+        that was taken of the loan before."""
 
     def close(self) -> None:
         """Lend no more; what is lent stays as long as it is viewed. Idempotent."""
@@ -56,32 +77,3 @@ class Pool(Protocol):
 
     def place_of(self, view: memoryview) -> int | None:
         """Where in `file` these bytes are; None where they are not in it."""
-
-
-class PlainPool:
-    """Allocations that live and go as a whole; the engine's on CUDA are page-locked."""
-
-    unit_bytes: Final = sys.maxsize
-    file: Final = None
-
-    def __init__(self, allocate: Allocate = pageable) -> None:
-        self._allocate = allocate
-
-    def size_of(self, num_bytes: int) -> int:
-        return num_bytes
-
-    def take(self, num_bytes: int) -> memoryview:
-        return self._allocate(num_bytes)
-
-    def give_back(self, loan: memoryview, parts: Sequence[Span]) -> memoryview:
-        """`parts` are always everything."""
-        return NO_MEMORY
-
-    def close(self) -> None:
-        """Nothing is kept here."""
-
-    def place_of(self, view: memoryview) -> int | None:
-        return None
-
-
-PAGEABLE: Final = PlainPool()

@@ -11,59 +11,47 @@ import numpy as np
 
 from cachetree.clock import Deadline
 from cachetree.errors import Cancelled, DeadlineExceeded, FetchError
-from cachetree.ids import Step
-from cachetree.memory.copying import copy
+from cachetree.ids import Span, Step
+from cachetree.memory.copying import copy, cut, scatter
+from cachetree.memory.pool import Blocks, Pool
 
-Allocate = Callable[[int], memoryview]
-"""Gives that many writable bytes; the engine passes a page-locked allocator on CUDA."""
+Views = Mapping[Step, Sequence[memoryview]]
+"""The bytes of each step, in as many runs as they lie in."""
 
-
-def pageable(num_bytes: int) -> memoryview:
-    """The default allocator: ordinary memory, not zeroed."""
-    return np.empty(num_bytes, dtype=np.uint8).data
+NoteEnd = Callable[["Staging"], None]
 
 
-class Budget:
-    """Bytes that may be in use at once."""
-
-    def __init__(self, limit_bytes: int) -> None:
-        self.num_bytes = 0
-        self.limit_bytes = limit_bytes
-        # Reentrant: garbage collection may give back in the middle of `take`.
-        self._lock = threading.RLock()
-
-    def take(self, num_bytes: int) -> bool:
-        with self._lock:
-            if self.num_bytes + num_bytes > self.limit_bytes:
-                return False
-            self.num_bytes += num_bytes
-            return True
-
-    def give_back(self, num_bytes: int) -> None:
-        with self._lock:
-            self.num_bytes -= num_bytes
+def _ordinary(sizes: Mapping[Step, int]) -> Views:
+    """Not zeroed."""
+    return {step: [np.empty(size, np.uint8).data] for step, size in sizes.items()}
 
 
 class Staging:
     """The steps of one plan in host memory, landing in order while a reader waits for them.
 
     One writer (a transport thread) calls `write` and `fail`; any number of readers call `wait`
-    and `view`. Whatever happens, every wait ends: a step lands, the fetch fails, or the deadline
-    passes. The buffers belong to this object and go with it.
+    and `views`. Whatever happens, every wait ends: a step lands, the fetch fails, or the deadline
+    passes. The memory goes back with `release`, leaving the context, or garbage collection, as soon
+    as nobody has a view of it.
     """
 
     def __init__(
-        self, sizes: Mapping[Step, int], deadline: Deadline, allocate: Allocate = pageable
+        self,
+        sizes: Mapping[Step, int],
+        deadline: Deadline,
+        views: Views | None = None,
+        note_end: NoteEnd = lambda staging: None,
     ) -> None:
+        """Ordinary memory where there are no `views`. `note_end` hears of the first `release`."""
+        self.sizes: Final = dict(sizes)
+        """Bytes of each step."""
         self.steps: Final[Sequence[Step]] = tuple(sizes)
         self.deadline: Final = deadline
         self.num_bytes: Final = sum(sizes.values())
-        arena = allocate(self.num_bytes)
-        self._views: dict[Step, memoryview] = {}
-        offset = 0
-        for step, size in sizes.items():
-            self._views[step] = arena[offset : offset + size]
-            offset += size
+        self._views = _ordinary(sizes) if views is None else views
+        self._across: tuple[Sequence[memoryview], memoryview] | None = None
+        """What the writer puts into a buffer of its own, and where it belongs."""
+        self._note_end: NoteEnd | None = note_end
         self._missing = dict(sizes)
         self._changed = threading.Condition()
         self._error: FetchError | None = None
@@ -83,16 +71,25 @@ class Staging:
     def room(self, step: Step, offset: int, size: int) -> memoryview:
         """Where a writer puts the bytes itself that it then counts by `land`.
 
-        Raises ValueError where they would not fit, Cancelled after `cancel`.
+        Raises ValueError where they would not fit, Cancelled after `cancel` or `release`.
         """
-        if offset < 0 or offset + size > self._views[step].nbytes or size > self._missing[step]:
+        if offset < 0 or offset + size > self.sizes[step] or size > self._missing[step]:
             raise ValueError(f"{size} bytes at {offset} do not fit {step}")
-        if isinstance(self._error, Cancelled):
-            raise self._error
-        return self._views[step][offset : offset + size]
+        views = self._views.get(step)
+        if views is None or isinstance(self._error, Cancelled):
+            raise _cancelled()
+        parts = cut(views, Span(offset, offset + size))
+        if len(parts) == 1:
+            self._across = None
+            return parts[0]
+        self._across = parts, memoryview(bytearray(size))
+        return self._across[1]
 
     def land(self, step: Step, size: int) -> None:
-        """Count bytes that the writer has put into `room` or `view(step)` itself."""
+        """Count bytes that the writer has put into the last `room` itself."""
+        if self._across is not None:
+            scatter(*self._across)
+            self._across = None
         with self._changed:
             self._missing[step] -= size
             self.num_landed_bytes += size
@@ -110,7 +107,7 @@ class Staging:
 
     def cancel(self) -> None:
         """The reader gives up; the writer learns of it at its next `write` or `error`."""
-        self.fail(Cancelled("the request no longer needs this fetch"))
+        self.fail(_cancelled())
 
     @property
     def error(self) -> FetchError | None:
@@ -126,8 +123,8 @@ class Staging:
         """Whether all bytes of `step` are there, so that `wait` would not block."""
         return not self._missing[step]
 
-    def view(self, step: Step) -> memoryview:
-        """The bytes of a step; meaningful once it has landed."""
+    def views(self, step: Step) -> Sequence[memoryview]:
+        """The bytes of a step, in as many runs as they lie in; meaningful once it has landed."""
         return self._views[step]
 
     def wait(self, step: Step, deadline: Deadline | None = None) -> None:
@@ -152,40 +149,46 @@ class Staging:
                     )
                     self._changed.notify_all()
 
-
-class BudgetedStaging(Staging):
-    """A staging buffer that counts against its cache's budget until it is released.
-
-    `release`, leaving the context, or garbage collection gives the bytes back; the first of them
-    counts. One that has not completed is cancelled by it.
-    """
-
-    def __init__(
-        self,
-        sizes: Mapping[Step, int],
-        deadline: Deadline,
-        allocate: Allocate,
-        budget: Budget,
-        note_end: Callable[[Staging], None],
-    ) -> None:
-        """`note_end` hears of the first `release`."""
-        super().__init__(sizes, deadline, allocate)
-        self._note_end: Callable[[Staging], None] | None = note_end
-        self._give_back = weakref.finalize(self, budget.give_back, self.num_bytes)
-
     def release(self) -> None:
-        """The caller reads no more. Idempotent."""
+        """The reader reads no more; what has not completed is cancelled. Idempotent."""
         self.cancel()
-        self._give_back()
+        self._views = {}
         note_end, self._note_end = self._note_end, None
         if note_end is not None:
             note_end(self)
 
-    def __enter__(self) -> BudgetedStaging:
+    def __enter__(self) -> Staging:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.release()
+
+
+def staged(
+    pool: Pool,
+    parts: Mapping[Step, Blocks],
+    deadline: Deadline,
+    note_end: NoteEnd = lambda staging: None,
+) -> Staging:
+    """In memory of a pool, which has it back at the end. Raises NoRoom."""
+    loan = pool.take(list(parts.values()))
+    views = {
+        step: [loan.memory[run.start : run.stop] for run in runs]
+        for step, runs in zip(parts, loan.runs, strict=True)
+    }
+
+    def end(staging: Staging) -> None:
+        give_back()
+        note_end(staging)
+
+    staging = Staging({it: num * size for it, (num, size) in parts.items()}, deadline, views, end)
+    places = [run for runs in loan.runs for run in runs]
+    give_back = weakref.finalize(staging, pool.give_back, loan, places)
+    return staging
+
+
+def _cancelled() -> Cancelled:
+    return Cancelled("the request no longer needs this fetch")
 
 
 def _name(step: Step) -> str:

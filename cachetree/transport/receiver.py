@@ -39,7 +39,7 @@ class FetchReceiver:
         """What the link had carried when the request was sent."""
         self._model = model
         self._pages = pages
-        self._sizes = [staging.view(step).nbytes for step in staging.steps]
+        self._sizes = list(staging.sizes.values())
         self._step = 0
         self._offset = 0
         self._placed_bytes = self._credited_bytes = 0
@@ -261,7 +261,7 @@ class StoreReceiver:
             num_pages = len(reservation.pages)
             sizes = {step: num_pages * family.page_bytes(step.kind) for step in steps}
             deadline = Deadline.after(seconds, self._clock)
-            staging = Staging(sizes, deadline, lambda num_bytes: reservation.whole())
+            staging = Staging(sizes, deadline, {it: reservation.views(it) for it in steps})
             receiver = FetchReceiver(model, reservation.pages, staging)
             self._open[store.id] = (receiver, reservation)
             self._counts.num_open_stores += 1

@@ -74,7 +74,7 @@ class Stream:
         self._step, self._offset = first
         self._index = 0
         """Which view of the step comes next."""
-        self._slabs = lease.slabs(pages)
+        self._slabs = [lease.slabs(step, pages) for step in steps]
         if not 0 <= self._step < len(steps):
             raise ProtocolError(f"a fetch begins with step {self._step} of {len(steps)}")
         # Raises StaleEntry here, before the first frame, where E is absent.
@@ -176,7 +176,7 @@ class Stream:
         """Of a long view it is remembered: what is cached is mostly sent more than once."""
         if len(views) > 1:
             return checksum_of_parts(views)
-        slab = self._slabs[self._index]
+        slab = self._slabs[self._step][self._index]
         known = slab.checksums
         key = (np.frombuffer(views[0], np.uint8).__array_interface__["data"][0], views[0].nbytes)
         found = known.get(key)

@@ -45,21 +45,23 @@ class Lease:
         return self.views(Step(Kind.E, layer), pages)
 
     def views(self, step: Step, pages: Span | None = None) -> list[memoryview]:
-        """KV or E of `pages` (counted from the lease's first; all by default), one view per run.
+        """KV or E of `pages` (counted from the lease's first; all by default), a view of each run.
 
         Raises StaleEntry where any of `pages` lacks E of that layer.
         """
         if self.is_over:
             raise StaleEntry(f"the lease of {self.owner} has ended")
-        return [segment.view(step, part) for segment, part in self._runs(pages)]
+        runs = self._runs(pages)
+        return [view for segment, part in runs for view in segment.views(step, part)]
 
     def keep(self, slab: Slab) -> None:
         """For the tree: these bytes give way to others, but not before this lease has gone."""
         self._segments = [it.kept() if it.slab is slab else it for it in self._segments]
 
-    def slabs(self, pages: Span | None = None) -> list[Slab]:
+    def slabs(self, step: Step, pages: Span | None = None) -> list[Slab]:
         """Of each of `views`."""
-        return [segment.slab for segment, _ in self._runs(pages)]
+        runs = self._runs(pages)
+        return [segment.slab for segment, part in runs for _ in segment.views(step, part)]
 
     def _runs(self, pages: Span | None) -> Iterator[tuple[Segment, Span]]:
         """The segments that `pages` lie in, and which of theirs."""
@@ -87,7 +89,7 @@ class Lease:
 class Reservation:
     """Room for new pages of one model, invisible to `match` until `commit`.
 
-    The owner fills the view of every step, then calls `commit`; `release` gives the room back.
+    The owner fills the views of every step, then calls `commit`; `release` gives the room back.
     Leaving the context without a commit releases. While it is open the page before the first one
     stays in the tree. Safe to use from one thread at a time.
     """
@@ -114,26 +116,22 @@ class Reservation:
         self._end = end
         self._is_open = True
 
-    def kv(self, layer: int) -> memoryview:
-        """`view` of KV."""
-        return self.view(Step(Kind.KV, layer))
+    def kv(self, layer: int) -> list[memoryview]:
+        """`views` of KV."""
+        return self.views(Step(Kind.KV, layer))
 
-    def e(self, layer: int) -> memoryview:
-        """`view` of E."""
-        return self.view(Step(Kind.E, layer))
+    def e(self, layer: int) -> list[memoryview]:
+        """`views` of E."""
+        return self.views(Step(Kind.E, layer))
 
-    def view(self, step: Step) -> memoryview:
-        """Writable, `len(pages) * family.page_bytes(kind)` bytes.
+    def views(self, step: Step) -> list[memoryview]:
+        """Writable: `len(pages) * family.page_bytes(kind)` bytes, in one run mostly, each of which
+        has whole pages.
 
         Raises StaleEntry for E of a layer for which no room was asked.
         """
         self._require_open()
-        return self.slab.view(step, Span(0, len(self.pages)))
-
-    def whole(self) -> memoryview:
-        """Writable: KV layer by layer, then E in rising order of layers, as `Layout` says."""
-        self._require_open()
-        return self.slab.whole
+        return self.slab.views(step, Span(0, len(self.pages)))
 
     def commit(self) -> None:
         """Publish the pages. Those that another reservation published meanwhile are dropped."""

@@ -12,7 +12,7 @@ from typing import Final
 from cachetree.checkpoint import Family
 from cachetree.clock import Clock, Deadline
 from cachetree.ids import Location, ModelId, PageHash
-from cachetree.memory import PAGEABLE, Layout, NoRoom, Pool, Slab
+from cachetree.memory import Arena, Layout, NoRoom, Pool, Slab
 from cachetree.planning import Match
 from cachetree.tree.entries import Change, Hold, Node
 from cachetree.tree.eviction import Eviction, Expiry, Retention, make_policy
@@ -46,14 +46,15 @@ class CacheTree:
         family: Family,
         *,
         host_bytes: int,
-        memory: Pool = PAGEABLE,
+        memory: Pool | None = None,
         clock: Clock = time.monotonic,
         retention: Retention = _LRU,
     ) -> None:
+        """An arena of its own where there is no `memory`. Raises ConfigError."""
         Layout.of(family, 1, ())  # Raises ConfigError where the codec does not fit the model.
         self.family: Final = family
         self.host_bytes: Final = host_bytes
-        self.memory: Final = memory
+        self.memory: Final[Pool] = Arena(host_bytes) if memory is None else memory
         self._clock = clock
         self._lock = threading.Lock()
         policy = make_policy(retention.eviction, family, host_bytes)

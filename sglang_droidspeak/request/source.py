@@ -1,4 +1,4 @@
-"""Where the pages of a plan come from: staged in host memory, or in this server's own KV pool.
+"""Where the pages of a plan come from: host memory, or this server's own KV pool.
 
 progress   what has come                            while the request waits
 admit      hold what is there from now on           when SGLang has slots for it
@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from cachetree import Deadline, DeadlineExceeded, FetchError, Kind, PageHash, Span, Step, is_pool
+from cachetree.memory import cut
+from sglang_droidspeak.store.rows import write_rows
 
 if TYPE_CHECKING:
     import torch
 
-    from cachetree import Cache, Plan
-    from cachetree.memory import BudgetedStaging
+    from cachetree import Cache, Plan, Staging
     from sglang_droidspeak.engine.names import Req, UnifiedRadixCache
     from sglang_droidspeak.request.low_rank import LowRank
     from sglang_droidspeak.start.this_server import ThisServer
@@ -106,9 +107,9 @@ class Source:
 
 
 class Staged(Source):
-    """Fetched from a peer or a disk into host memory, or being fetched."""
+    """Cached in host memory, and read where they lie; or fetched, or being fetched, into it."""
 
-    def __init__(self, plan: Plan, pool: ServerPool, staging: BudgetedStaging) -> None:
+    def __init__(self, plan: Plan, pool: ServerPool, staging: Staging) -> None:
         super().__init__(plan, pool)
         self.staging: Final = staging
 
@@ -150,9 +151,7 @@ class Staged(Source):
         return self._pool.coding.load(rows, self._pool.e_pool.no_rows)
 
     def copy(self, layer: int, at: Span, slots: torch.Tensor) -> int:
-        rows = self.rows(Step(Kind.KV, layer), at)
-        self._pool.rows.write_from(layer, slots, rows)
-        return rows.nbytes
+        return write_rows(self._pool.rows, layer, slots, self.rows(Step(Kind.KV, layer), at))
 
     def fail(self, error: FetchError) -> None:
         self.staging.fail(error)
@@ -160,12 +159,12 @@ class Staged(Source):
     def release(self) -> None:
         self.staging.release()
 
-    def rows(self, step: Step, at: Span) -> memoryview:
-        """The staged bytes of these tokens; they must have landed."""
-        view, tokens = self.staging.view(step), self._of_plan(at)
-        num_tokens = len(self._plan.pages) * self._pool.page_size
-        start, stop = (view.nbytes * it // num_tokens for it in (tokens.start, tokens.stop))
-        return view[start:stop]
+    def rows(self, step: Step, at: Span) -> list[memoryview]:
+        """The bytes of these tokens, in as many runs as they lie in; they must have landed."""
+        tokens = self._of_plan(at)
+        size, num_tokens = self.staging.sizes[step], len(self._plan.pages) * self._pool.page_size
+        span = Span(size * tokens.start // num_tokens, size * tokens.stop // num_tokens)
+        return cut(self.staging.views(step), span)
 
 
 class InPool(Source):

@@ -54,7 +54,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     gate: Literal["enforce", "off"] = "enforce"
     """`off` lets a request name any block of any sender, profile or not; for measurements."""
     host_gb: float = 2.0
-    """Host memory for this server's own KV and E, GiB; 0 stores nothing."""
+    """Host memory for this server's own KV and E, GiB; made, and on CUDA page-locked, at start.
+    0 stores nothing."""
     eviction: str = "lru"
     """What leaves that memory first: `lru` or `value`."""
     ttl_s: float | None = None
@@ -77,7 +78,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """How KV and E are kept and sent: `int8`, `fp8` and `int4` take fewer bytes and are not exact;
     the same on all that share."""
     staging_gb: float = 1.0
-    """Host memory for fetches in flight, GiB; one that does not fit is not made."""
+    """Host memory for fetches in flight, GiB, made at start too; a fetch that does not fit is not
+    made."""
     min_tokens: int = 64
     """Shorter reuse is not worth a fetch."""
     max_recompute_tokens: int = 32768

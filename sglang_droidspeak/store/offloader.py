@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from cachetree import ModelId, PageHash, give_way
+from sglang_droidspeak.store.rows import read_rows
 
 if TYPE_CHECKING:
     from cachetree import Cache
@@ -143,7 +144,7 @@ class Offloader:
                 return
             new = slots[reservation.skipped * (slots.shape[0] // len(pages)) :]
             for layer in range(tree.family.num_layers):
-                self._rows.read_into(layer, new, reservation.kv(layer))
+                read_rows(self._rows, layer, new, reservation.kv(layer))
             for layer in e_layers:
-                self._coding.store(self._e_pool.e[layer][new], reservation.e(layer))
+                self._coding.store_rows(self._e_pool.e[layer][new], reservation.e(layer))
             reservation.commit()

@@ -8,6 +8,7 @@ Where the family has a codec, every stored vector of `head_dim` is encoded.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -35,6 +36,35 @@ class PoolRows(Protocol):
         """Copy the KV of slots `source` to as many others, as above."""
 
 
+def read_rows(
+    rows: PoolRows, layer: int, slots: torch.Tensor, targets: Sequence[memoryview]
+) -> None:
+    """As `PoolRows.read_into`, to bytes that lie in several runs."""
+    for target, part in _parts(targets, slots):
+        rows.read_into(layer, part, target)
+
+
+def write_rows(
+    rows: PoolRows, layer: int, slots: torch.Tensor, sources: Sequence[memoryview]
+) -> int:
+    """As `PoolRows.write_from`, from bytes that lie in several runs; how many bytes those are."""
+    for source, part in _parts(sources, slots):
+        rows.write_from(layer, part, source)
+    return sum(source.nbytes for source in sources)
+
+
+def _parts(
+    runs: Sequence[memoryview], slots: torch.Tensor
+) -> Iterator[tuple[memoryview, torch.Tensor]]:
+    """The slots of each run."""
+    num_bytes, done, start = sum(run.nbytes for run in runs), 0, 0
+    for run in runs:
+        done += run.nbytes
+        stop = len(slots) * done // num_bytes
+        yield run, slots[start:stop]
+        start = stop
+
+
 @dataclass(frozen=True, slots=True)
 class Coding:
     """A family's codec, between tensors on any device and stored bytes."""
@@ -48,11 +78,22 @@ class Coding:
         encoded = encode(self.codec, values.reshape(-1, self.length))
         torch.frombuffer(target, dtype=torch.uint8).view(encoded.shape).copy_(encoded)
 
-    def load(self, raw: memoryview, like: torch.Tensor) -> torch.Tensor:
-        """As rows of the dtype and width of `like`; on the host, without a copy if not encoded."""
+    def store_rows(self, values: torch.Tensor, targets: Sequence[memoryview]) -> None:
+        """As `store`, rows into bytes that lie in several runs."""
+        for target, part in _parts(targets, values):
+            self.store(part, target)
+
+    def load(self, runs: Sequence[memoryview], like: torch.Tensor) -> torch.Tensor:
+        """As rows of the dtype and width of `like`: of one run on the host, and without a copy if
+        not encoded; of several where `like` is."""
         if self.codec is Codec.NONE:
-            return torch.frombuffer(raw, dtype=like.dtype).view(-1, like.shape[-1])
-        return self.load_onto("cpu", raw, like.dtype).view(-1, like.shape[-1])
+            parts = [torch.frombuffer(run, dtype=like.dtype) for run in runs]
+        else:
+            parts = [self.load_onto("cpu", run, like.dtype) for run in runs]
+        rows = [part.view(-1, like.shape[-1]) for part in parts]
+        if len(rows) == 1:
+            return rows[0]
+        return torch.cat([row.to(like.device, non_blocking=True) for row in rows])
 
     def load_onto(
         self, device: torch.device | str, raw: memoryview, dtype: torch.dtype

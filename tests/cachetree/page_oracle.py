@@ -5,8 +5,6 @@ A page is named by the text up to and including it, so "abc" is the page after "
 
 from __future__ import annotations
 
-import sys
-from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -78,8 +76,6 @@ class Oracle:
     budget: int = 16 * PAGE
     clock: FakeTime = field(default_factory=FakeTime)
     retention: Retention = field(default_factory=Retention)
-    unit_bytes: int = sys.maxsize
-    """What memory gives back: 1, every page of its own; else whole slabs."""
     local: dict[tuple[ModelId, str], Page] = field(default_factory=dict)
     remote: dict[tuple[Location, ModelId, str], tuple[int, ...]] = field(default_factory=dict)
     above: dict[str, str] = field(default_factory=dict)
@@ -108,15 +104,8 @@ class Oracle:
         return set().union(*[it.pages for it in self.pins.values()])
 
     def bytes_of(self, pages: Collection[tuple[ModelId, str]]) -> int:
-        """What stays at most where all pages but these go."""
-        kept = Counter(self.local[page].slab for page in pages)
-        there = Counter(page.slab for page in self.local.values())
-        num_bytes = 0
-        for slab, num in kept.items():
-            borders = FAMILY.num_layers + len(slab.e_layers) + 1
-            least = min(there[slab] * slab.page_bytes, num * slab.page_bytes + borders)
-            num_bytes += least if self.unit_bytes == 1 else slab.num_bytes
-        return num_bytes
+        """What stays where all pages but these go."""
+        return sum(self.local[page].slab.page_bytes for page in pages)
 
     def is_taken(self, model: ModelId, page: str, e_layers: Collection[int]) -> bool:
         """Whether storing it with this E adds to what is there, and takes nothing away."""

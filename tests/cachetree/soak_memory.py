@@ -46,7 +46,7 @@ from cachetree import (
     Span,
     Step,
 )
-from cachetree.memory.staging import BudgetedStaging
+from cachetree.memory.staging import Staging
 from sglang_droidspeak.fleet.servers import WorkerSpec, free_port, running
 
 FAMILY = Family(
@@ -139,7 +139,7 @@ def joined(pages: list[PageHash], step: Step) -> memoryview:
     return memoryview(b"".join(content_of(FAMILY, page, step) for page in pages))
 
 
-def begin(cache: Cache, pages: list[PageHash]) -> BudgetedStaging | None:
+def begin(cache: Cache, pages: list[PageHash]) -> Staging | None:
     """Raises IndexError where no worker has the pages."""
     found = [it.location for it in cache.match(pages) if it.location.startswith("tcp")]
     plan = Plan(
@@ -167,7 +167,8 @@ def take(cache: Cache, pages: list[PageHash], chance: random.Random) -> str:
         try:
             for step in staging.steps:
                 staging.wait(step)
-                assert staging.view(step) == joined(pages, step), "other bytes than were stored"
+                there = b"".join(staging.views(step))
+                assert there == joined(pages, step), "other bytes than were stored"
         except FetchError:
             return "gone"
     return "fetched"

@@ -1,9 +1,10 @@
-"""The arena: what is lent is nobody else's, and physical memory stays within the budget."""
+"""The arena: what is lent is nobody else's, and there is room as long as there are bytes."""
 
 from __future__ import annotations
 
 import gc
 import mmap
+import os
 import random
 from pathlib import Path
 
@@ -17,11 +18,10 @@ from tree_parts import FAMILY, FAR, path
 from cachetree import Deadline, ModelId
 from cachetree.checkpoint.family import Family
 from cachetree.ids import Span
-from cachetree.memory.arena import Arena, pool_of
-from cachetree.memory.pool import NoRoom, PlainPool
+from cachetree.memory.arena import Arena
+from cachetree.memory.pool import Blocks, Loan, NoRoom
 from cachetree.memory.ranges import Ranges
-from cachetree.memory.slab import Layout, Slab
-from cachetree.memory.staging import pageable
+from cachetree.memory.slab import Layout, Slab, kept_bytes
 from cachetree.tree.tree import CacheTree
 
 UNIT = mmap.PAGESIZE
@@ -55,115 +55,130 @@ def is_filled(loan: memoryview, mark: int) -> bool:
     return bool((np.frombuffer(loan, np.uint8) == mark).all())
 
 
+def places_of(loan: Loan) -> list[Span]:
+    return [run for runs in loan.runs for run in runs]
+
+
+def take(arena: Arena, *parts: tuple[int, int]) -> Loan:
+    return arena.take([Blocks(*part) for part in parts])
+
+
 @pytest.mark.parametrize("seed", range(4))
-def test_churn_never_lends_twice_and_stays_within_the_budget(seed: int) -> None:
+def test_churn_never_lends_twice_and_there_is_room_while_there_are_bytes(seed: int) -> None:
     chance = random.Random(seed)
-    budget = 64 * UNIT
+    budget = 600
     arena = Arena(budget)
-    lent: list[tuple[memoryview, list[Span], int]] = []
-    num_refused = 0
+    lent: list[tuple[Loan, list[Span], int]] = []
+    num_refused = num_torn = 0
     for number in range(4000):
         mark = number % 251
+        held = sum(len(place) for _, places, _ in lent for place in places)
         if chance.random() < 0.5:
+            parts = [(chance.randrange(20), 4), (chance.randrange(20), 4), (chance.randrange(9), 8)]
+            num_bytes = sum(num * size for num, size in parts)
             try:
-                loan = arena.take(chance.choice([1, UNIT, 3 * UNIT, 16 * UNIT - 5, 30 * UNIT]))
+                loan = take(arena, *parts)
             except NoRoom:
                 num_refused += 1
-                assert arena.held_bytes > budget - 30 * UNIT
+                assert held + num_bytes > budget - budget // 4, "small holes take no large blocks"
             else:
-                fill(loan, mark)
-                lent.append((loan, [Span(0, arena.size_of(loan.nbytes))], mark))
-                del loan
+                assert [sum(map(len, runs)) for runs in loan.runs] == [a * b for a, b in parts]
+                for runs, (_, size) in zip(loan.runs, parts, strict=True):
+                    num_torn += len(runs) > 1
+                    assert all(len(run) % size == 0 for run in runs)
+                places = places_of(loan)
+                for place in places:
+                    fill(loan.memory[place.start : place.stop], mark)
+                if places:
+                    lent.append((loan, places, mark))
         elif lent:
-            loan, parts, mark = lent.pop(chance.randrange(len(lent)))
-            assert all(is_filled(loan[part.start : part.stop], mark) for part in parts)
-            whole = parts.pop(chance.randrange(len(parts)))
-            cut = chance.randrange(0, len(whole), UNIT)
-            given = Span(whole.start + cut, whole.stop)
-            parts += [Span(whole.start, given.start)] * (cut > 0)
-            loan = arena.give_back(loan, [given])
-            if parts:
-                lent.append((loan, parts, mark))
+            loan, places, mark = lent.pop(chance.randrange(len(lent)))
+            assert all(is_filled(loan.memory[it.start : it.stop], mark) for it in places)
+            cut = chance.randrange(len(places))
+            arena.give_back(loan, places[cut:])
+            if cut:
+                lent.append((loan, places[:cut], mark))
             del loan
-        assert arena.held_bytes == sum(len(part) for _, parts, _ in lent for part in parts)
-        assert arena.physical_bytes <= budget + UNIT
-    assert 0 < num_refused < 1500
-    for loan, parts, mark in lent:
-        assert all(is_filled(loan[part.start : part.stop], mark) for part in parts)
+        assert arena.held_bytes == sum(len(it) for _, places, _ in lent for it in places)
+    assert num_refused and num_torn > 100
+    for loan, places, mark in lent:
+        assert all(is_filled(loan.memory[it.start : it.stop], mark) for it in places)
 
 
-def test_what_was_given_back_is_lent_again_while_it_is_warm() -> None:
-    arena = Arena(32 * UNIT)
-    loan = arena.take(16 * UNIT)
-    place = arena.place_of(loan)
-    fill(loan, 1)
-    loan = arena.give_back(loan, [Span(0, 16 * UNIT)])
-    again = arena.take(10 * UNIT)
-    assert arena.place_of(again) == place
-    assert is_filled(again, 1), "it has new pages"
-    assert arena.physical_bytes == 17 * UNIT
+def test_all_bytes_can_be_lent_however_they_are_torn() -> None:
+    arena = Arena(10 * 100)
+    loans = [take(arena, (1, 10)) for _ in range(100)]
+    for loan in loans[::2]:
+        arena.give_back(loan, places_of(loan))
+    loan = take(arena, (30, 10), (20, 10))
+    assert [len(runs) for runs in loan.runs] == [30, 20]
+    assert arena.held_bytes == 1000
+
+
+def test_a_loan_lies_in_the_shortest_run_that_takes_it() -> None:
+    arena = Arena(110)
+    loans = [take(arena, (num, 10)) for num in (4, 1, 3, 1, 2)]
+    holes = [places_of(loans[at])[0] for at in (0, 2)]
+    for at in (0, 2):
+        arena.give_back(loans[at], places_of(loans[at]))
+    assert [places_of(take(arena, (1, 10), (2, 10)))[0].start] == [holes[1].start]
+    again = take(arena, (2, 10), (2, 10))
+    assert [len(runs) for runs in again.runs] == [1, 1]
+    assert places_of(again)[0].start == holes[0].start
 
 
 def test_memory_that_somebody_views_is_neither_lent_nor_changed() -> None:
     arena = Arena(8 * UNIT)
-    loan = arena.take(8 * UNIT)
-    fill(loan, 7)
-    view = loan[UNIT : 2 * UNIT]
-    loan = arena.give_back(loan, [Span(4 * UNIT, 8 * UNIT)])
-    loan = arena.give_back(loan, [Span(0, 4 * UNIT)])
+    loan = take(arena, (8, UNIT))
+    (place,) = places_of(loan)
+    fill(loan.memory[place.start : place.stop], 7)
+    view = loan.memory[place.start + UNIT : place.start + 2 * UNIT]
+    middle = place.start + 4 * UNIT
+    arena.give_back(loan, [Span(middle, place.stop)])
+    arena.give_back(loan, [Span(place.start, middle)])
     assert arena.held_bytes == 8 * UNIT
     with pytest.raises(NoRoom):
-        arena.take(UNIT)
+        take(arena, (1, UNIT))
     assert is_filled(view, 7)
     del view, loan
     assert arena.held_bytes == 0
-    fill(arena.take(8 * UNIT), 8)
+    take(arena, (8, UNIT))
 
 
 def test_many_parts_given_back_under_one_view_come_back_without_recursion() -> None:
-    arena = Arena(5000 * UNIT)
-    loan = arena.take(5000 * UNIT)
-    view = loan[:1]
-    for at in range(5000):
-        loan = arena.give_back(loan, [Span(at * UNIT, (at + 1) * UNIT)])
-    assert arena.held_bytes == 5000 * UNIT
+    arena = Arena(5000)
+    loan = take(arena, (5000, 1))
+    (place,) = places_of(loan)
+    view = loan.memory[place.start : place.start + 1]
+    for at in range(place.start, place.stop):
+        arena.give_back(loan, [Span(at, at + 1)])
+    assert arena.held_bytes == 5000
     del view, loan
     assert arena.held_bytes == 0
 
 
-def test_no_run_of_free_places_long_enough_is_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cachetree.memory.arena._TIMES", 1)
-    arena = Arena(8 * UNIT)
-    first, middle, last = (arena.take(size * UNIT) for size in (3, 2, 3))
-    first = arena.give_back(first, [Span(0, 3 * UNIT)])
-    last = arena.give_back(last, [Span(0, 3 * UNIT)])
-    del first, last
-    with pytest.raises(NoRoom, match="no run"):
-        arena.take(6 * UNIT)
-    middle = arena.give_back(middle, [Span(0, 2 * UNIT)])
-    del middle
-    fill(arena.take(8 * UNIT), 1)
+def test_no_memory_is_allocated_after_the_start() -> None:
+    arena = Arena(64 * UNIT)
+    length = os.fstat(arena.file.fd).st_size
+    loans = [take(arena, (16, UNIT)) for _ in range(4)]
+    for loan in loans:
+        for place in places_of(loan):
+            fill(loan.memory[place.start : place.stop], 1)
+    assert os.fstat(arena.file.fd).st_size == length == 65 * UNIT
+    assert os.fstat(arena.file.fd).st_blocks * 512 == length
 
 
-def test_the_engines_allocator_and_no_budget_get_plain_memory() -> None:
-    assert isinstance(pool_of(0), PlainPool)
-    assert isinstance(pool_of((1 << 20) - 1), PlainPool)
-    assert isinstance(pool_of(1 << 20, lambda num_bytes: pageable(num_bytes)), PlainPool)
-    assert isinstance(pool_of(1 << 20), Arena)
-    assert pool_of(1 << 62).file is None, "no such file can be made"
-
-
-# Slabs give back whole units of dropped pages.
+# Slabs.
 
 
 @settings(deadline=None)
 @given(
     st.integers(1, 12),
-    st.sampled_from([256, 1000, 2048, 4096, 6000, 8192]),
+    st.sampled_from([256, 1000, 4096]),
     st.sampled_from([512, 4096, 5000]),
     st.permutations(range(12)),
 )
-def test_a_slab_gives_back_every_unit_of_dropped_pages_once(
+def test_a_slab_gives_back_every_dropped_page_once(
     num_pages: int, kv: int, e: int, order: list[int]
 ) -> None:
     layout = Layout(
@@ -172,33 +187,21 @@ def test_a_slab_gives_back_every_unit_of_dropped_pages_once(
     arena = Arena(1 << 20)
     slab = Slab(layout, arena)
     slab.fill()
-    fill(slab.whole, 9)
+
+    def views(page: int) -> list[memoryview]:
+        return [view for it in layout.steps for view in slab.views(it, Span(page, page + 1))]
+
     kept = set(range(num_pages))
-    for page in [page for page in order if page < num_pages]:
-        before = slab.num_bytes
-        bound = slab.least_bytes([Span(it, it + 1) for it in kept - {page}])
-        given = slab.drop_pages(Span(page, page + 1))
-        kept.remove(page)
-        assert given == before - slab.num_bytes
-        assert slab.num_bytes == arena.held_bytes == (oracle_bytes(layout, kept) if kept else 0)
-        assert slab.num_bytes <= bound
-        for it in kept:
-            for part in layout.ranges_of(Span(it, it + 1)):
-                assert is_filled(slab.whole[part.start : part.stop], 9)
-
-
-def oracle_bytes(layout: Layout, kept: set[int]) -> int:
-    """Units that hold any byte of a kept page, or of two layers, or end the slab."""
-    num_units = -(-layout.num_bytes // UNIT)
-    needed = set[int]()
-    for whole in layout.ranges_of(Span(0, layout.num_pages)):
-        for border in (whole.start, whole.stop):
-            if border % UNIT:
-                needed.add(border // UNIT)
     for page in kept:
-        for part in layout.ranges_of(Span(page, page + 1)):
-            needed |= set(range(part.start // UNIT, -(-part.stop // UNIT)))
-    return UNIT * len(needed & set(range(num_units)))
+        for view in views(page):
+            fill(view, page)
+    del view
+    for page in [page for page in order if page < num_pages]:
+        assert slab.drop_pages(Span(page, page + 1)) == 2 * kv + e
+        kept.remove(page)
+        assert slab.num_bytes == arena.held_bytes == len(kept) * (2 * kv + e)
+        assert kept_bytes((slab, Span(it, it + 1)) for it in kept) == slab.num_bytes
+        assert all(is_filled(view, it) for it in kept for view in views(it))
 
 
 LARGE = Family(**{**msgspec.structs.asdict(FAMILY), "num_kv_heads": 64, "head_dim": 64})
@@ -220,7 +223,6 @@ def test_a_tree_counts_what_its_arena_holds_page_by_page() -> None:
     assert tree.num_bytes == 8 * page_bytes
     assert tree.reserve(MODEL, None, path("0123456"), []) is None, "a, b are leased"
     assert tree.num_bytes == 8 * page_bytes, "and nothing went for it"
-    assert arena.physical_bytes == 8 * page_bytes + UNIT
     for layer in range(LARGE.num_layers):
         (view,) = lease.kv(layer)
         assert is_filled(view, 1)
@@ -257,7 +259,10 @@ def store(tree: CacheTree, text: str, start: int = 0, mark: int = 1) -> None:
     pages = path(text)
     reservation = tree.reserve(MODEL, pages[start - 1] if start else None, pages[start:], [])
     assert reservation is not None
-    fill(reservation.whole(), mark)
+    for layer in range(LARGE.num_layers):
+        for view in reservation.kv(layer):
+            fill(view, mark)
+    del view
     reservation.commit()
 
 
@@ -265,19 +270,21 @@ def test_a_closed_arena_lends_no_more_and_leaves_no_descriptor() -> None:
     gc.collect()  # What earlier tests left would give its descriptor back in between.
     before = set(Path("/proc/self/fd").iterdir())
     arena = Arena(8 * UNIT)
-    loan = arena.take(UNIT)
-    fill(loan, 3)
+    loan = take(arena, (1, UNIT))
+    (place,) = places_of(loan)
+    view = loan.memory[place.start : place.stop]
+    fill(view, 3)
     assert len(set(Path("/proc/self/fd").iterdir()) - before) == 1
     arena.close()
     arena.close()
     assert set(Path("/proc/self/fd").iterdir()) <= before
-    assert is_filled(loan, 3)
-    loan = arena.give_back(loan, [Span(0, UNIT)])
+    assert is_filled(view, 3)
+    arena.give_back(loan, [place])
     with pytest.raises(NoRoom):
-        arena.take(UNIT)
+        take(arena, (1, UNIT))
     base, num_bytes = arena._base, arena.file.num_bytes
     mapped = f"{base:x}-{base + num_bytes:x}"
     assert mapped in Path("/proc/self/maps").read_text()
-    del loan, arena
+    del loan, view, arena
     gc.collect()
     assert mapped not in Path("/proc/self/maps").read_text()

@@ -45,13 +45,13 @@ from cachetree import (
     PeerConfig,
     Plan,
     Span,
+    Staging,
     StaleEntry,
     Step,
     WorkerConfig,
 )
 from cachetree.cli import main
-from cachetree.memory import BudgetedStaging
-from cachetree.memory.staging_pool import StagingPool
+from cachetree.memory.arena import Register, address, unregistered
 
 PAGES = pages_of(64)
 FETCH_BYTES = 64 * 4 * PAGE_BYTES
@@ -59,8 +59,9 @@ FETCH_BYTES = 64 * 4 * PAGE_BYTES
 
 
 @contextlib.contextmanager
-def cache_of(**config: object) -> Iterator[Cache]:
-    with Cache(FAMILY, CacheConfig(host_bytes=64 << 20, peer=FAST, **config)) as cache:
+def cache_of(register: Register = unregistered, **settings: object) -> Iterator[Cache]:
+    config = CacheConfig(**{"host_bytes": 64 << 20, "peer": FAST, **settings})
+    with Cache(FAMILY, config, register=register) as cache:
         yield cache
 
 
@@ -114,9 +115,10 @@ def test_local_entries_are_fetched_the_same_way() -> None:
         assert staging is not None
         wait_all(staging)
         check_content(staging, PAGES)
-        eventually(lambda: cache.link(LOCAL))
+        staging.release()
+        assert cache.link(LOCAL) is None, "nothing moved"
         cache.tree.clear()
-        assert cache.tree.num_bytes == 0, "the copy kept its lease"
+        assert cache.tree.num_bytes == 0, "the fetch kept its lease"
 
 
 def test_store_skips_what_is_there_and_says_when_there_is_no_room() -> None:
@@ -155,7 +157,7 @@ def test_fetches_stay_within_the_staging_budget() -> None:
         fill(cache, PAGES)
 
         def fetch() -> object:
-            return cache.fetch(plan_at(LOCAL), PAGES, Deadline.after(5))
+            return cache.fetch(plan_at(Location("tcp://127.0.0.1:1")), PAGES, Deadline.after(5))
 
         first, second = fetch(), fetch()
         assert first is not None
@@ -177,43 +179,92 @@ def test_fetches_stay_within_the_staging_budget() -> None:
         assert fetch() is not None
 
 
-def test_an_allocation_that_fails_leaves_the_budget_whole() -> None:
-    def allocate(num_bytes: int) -> memoryview:
-        if num_bytes == FETCH_BYTES:
-            raise MemoryError
-        return memoryview(bytearray(num_bytes))
+def test_a_writer_that_is_late_keeps_no_other_fetch_from_its_memory() -> None:
+    with cache_of(serves=False, staging_bytes=FETCH_BYTES) as cache:
 
-    with Cache(FAMILY, CacheConfig(serves=False), allocate=allocate) as cache:
-        with pytest.raises(MemoryError):
-            cache.fetch(plan_at(LOCAL), PAGES, Deadline.after(5))
-        assert cache.status().staging_bytes_in_use == 0
+        def fetch() -> Staging | None:
+            return cache.fetch(plan_at(Location("tcp://127.0.0.1:1")), PAGES, Deadline.after(5))
+
+        staging = fetch()
+        assert staging is not None
+        assert fetch() is None
+        (late,) = staging.views(Step(Kind.KV, 0))
+        staging.release()
+        again = fetch()
+        assert again is not None
+        (view,) = again.views(Step(Kind.KV, 0))
+        np.frombuffer(late, np.uint8)[:] = 1
+        np.frombuffer(view, np.uint8)[:] = 2
+        assert bytes(late[:1]) == b"\1", "they share memory"
 
 
-def test_memory_is_lent_again_once_nothing_refers_to_it() -> None:
-    made: list[int] = []
+class Device:
+    """Knows the memory that was registered."""
 
-    def allocate(num_bytes: int) -> memoryview:
-        made.append(num_bytes)
-        return memoryview(bytearray(num_bytes))
+    def __init__(self) -> None:
+        self.registered: list[memoryview] = []
 
-    pool = StagingPool(allocate, limit_bytes=1 << 20)
-    first = pool.allocate(300_000)
-    assert first.nbytes == 300_000
-    part = first[5:10]
-    part[0] = 77
-    del first
-    other = pool.allocate(300_000)
-    assert len(made) == 2, "lent while a view of it was alive"
-    del part
-    again = pool.allocate(310_000)
-    assert len(made) == 2, "not lent again"
-    assert again[5] == 77
-    del again, other
-    assert pool.free_bytes == sum(made)
-    large = pool.allocate(1 << 20)
-    assert pool.free_bytes == 0, "free blocks stayed above the limit"
-    del large
-    assert pool.free_bytes == 1 << 20
+    def register(self, memory: memoryview) -> Callable[[], None]:
+        self.registered.append(memory)
+        return lambda: self.registered.remove(memory)
+
+    def knows(self, view: memoryview) -> bool:
+        at = address(np.frombuffer(view, np.uint8))
+        there = [np.frombuffer(it, np.uint8) for it in self.registered]
+        return any(0 <= at - address(it) < it.nbytes for it in there)
+
+
+def test_a_device_knows_all_memory_from_the_start_to_the_end() -> None:
+    device = Device()
+    far = plan_at(Location("tcp://127.0.0.1:1"))
+    with cache_of(serves=False, peers=(far.location,), register=device.register) as cache:
+        there = list(device.registered)
+        assert len(there) == 2
+        fill(cache, PAGES)
+        fetches = [cache.fetch(plan, PAGES, Deadline.after(5)) for plan in (plan_at(LOCAL), far)]
+        for staging in fetches:
+            assert staging is not None
+            assert all(device.knows(view) for it in staging.steps for view in staging.views(it))
+            staging.release()
+        assert device.registered == there, "registered while serving"
+    assert device.registered == []
+
+
+def test_memory_that_cannot_be_had_or_registered_is_one_error_at_start() -> None:
+    def refuse(memory: memoryview) -> Callable[[], None]:
+        raise ConfigError(f"{memory.nbytes} bytes cannot be registered")
+
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with pytest.raises(ConfigError, match="cannot be registered"):
+        Cache(FAMILY, CacheConfig(serves=False), register=refuse)
+    with pytest.raises(ConfigError, match="bytes of host memory cannot be had"):
+        Cache(FAMILY, CacheConfig(serves=False, host_bytes=1 << 62))
+    gc.collect()
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before
+
+
+def test_pages_that_are_here_are_read_where_they_lie() -> None:
+    with cache_of(serves=False, staging_bytes=0) as cache:
+        fill(cache, PAGES)
+        staging = cache.fetch(plan_at(LOCAL), PAGES, Deadline.after(5))
+        assert staging is not None and staging.is_complete
+        lease = cache.tree.lease(MODEL, PAGES, "test", Deadline.after(5))
+        assert lease is not None
+        for step in staging.steps:
+            theirs, ours = staging.views(step), lease.views(step)
+            assert list(map(place, theirs)) == list(map(place, ours)), "a copy"
+        lease.release()
+        cache.tree.clear()
+        assert cache.tree.num_pages == len(PAGES), "the fetch keeps them"
+        staging.release()
+        cache.tree.clear()
+        assert cache.tree.num_pages == 0
+        (counts,) = cache.status().fetches
+        assert (counts.location, counts.outcomes) == (LOCAL, {"ok": 1})
+
+
+def place(view: memoryview) -> tuple[int, int]:
+    return address(np.frombuffer(view, np.uint8)), view.nbytes
 
 
 def fails(cache: Cache, plan: Plan, seconds: float = 5.0) -> FetchError:
@@ -259,7 +310,7 @@ def test_a_link_is_told_from_what_was_given_up_with_what_is_under_way() -> None:
             assert receiver.wait_ready(20)
             plan = plan_at(sender.address)
 
-            def fetch() -> BudgetedStaging:
+            def fetch() -> Staging:
                 staging = receiver.fetch(plan, PAGES, Deadline.after(30))
                 assert staging is not None
                 return staging
@@ -278,7 +329,7 @@ def test_a_link_is_told_from_what_was_given_up_with_what_is_under_way() -> None:
             first.release()
             assert len(backlog()) == 1
             for step in second.steps:
-                second.land(step, second.view(step).nbytes)
+                second.land(step, second.sizes[step])
             assert not backlog(), "all of it has come"
 
 

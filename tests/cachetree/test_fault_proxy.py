@@ -50,7 +50,7 @@ from cachetree.cache import Cache
 from cachetree.config import CacheConfig
 from cachetree.memory.arena import Arena
 from cachetree.memory.copying import checksum
-from cachetree.memory.pool import PAGEABLE, ArenaFile, Pool
+from cachetree.memory.pool import ArenaFile, Pool
 from cachetree.planning.plan import Plan
 from cachetree.transport import wire
 from cachetree.transport.frames import Frame, pack
@@ -175,7 +175,7 @@ def nothing_stays() -> Iterator[None]:
     eventually(lambda: all(now <= then for now, then in zip(held(), before, strict=True)), 10)
 
 
-def strike_all(strikes: Sequence[Strike], first_seed: int, memory: Pool = PAGEABLE) -> None:
+def strike_all(strikes: Sequence[Strike], first_seed: int, memory: Pool | None = None) -> None:
     """Each on a connection of its own, to one worker; afterwards it serves nobody any more."""
     source = new_tree(PAGES, memory=memory)
     with worker_of(source, silence_s=1.0) as worker:

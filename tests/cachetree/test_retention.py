@@ -9,7 +9,6 @@ from cachetree.cache import Cache
 from cachetree.clock import Deadline
 from cachetree.config import CacheConfig
 from cachetree.errors import ConfigError, PinRefused
-from cachetree.memory.staging import pageable
 from cachetree.tree.eviction import POLICIES, Retention
 from cachetree.tree.tree import CacheTree
 
@@ -20,7 +19,7 @@ def test_a_pinned_prefix_stays_until_it_is_unpinned(policy: str) -> None:
     store(tree, A, "abcd")
     store(tree, B, "ab")
     assert tree.pin(A, path("ab")) == {A: 2}
-    assert tree.num_pinned_bytes == 4 * PAGE  # its memory goes as a whole
+    assert tree.num_pinned_bytes == 2 * PAGE
     for i in range(6):
         store(tree, B, chr(0x100 + i) + "yz")
     assert [num_pages(tree, model, "abcd") for model in (A, B)] == [2, 0]
@@ -89,11 +88,6 @@ def test_pins_keep_no_more_than_their_share() -> None:
     assert num_pages(tree, A, "abc") == 3
 
 
-def bytes_of(num_bytes: int) -> memoryview:
-    """In no arena, whose least unit is larger than these pages."""
-    return pageable(num_bytes)
-
-
 def test_a_cache_hands_its_settings_on() -> None:
     with pytest.raises(ConfigError, match="eviction is 'mru'"):
         CacheConfig(eviction="mru")
@@ -101,7 +95,7 @@ def test_a_cache_hands_its_settings_on() -> None:
         host_bytes=4 * PAGE, serves=False, eviction="value", ttl_s=10, max_pinned_share=0.25
     )
     clock = FakeTime()
-    with Cache(FAMILY, config, allocate=bytes_of, clock=clock) as cache:
+    with Cache(FAMILY, config, clock=clock) as cache:
         store(cache.tree, A, "a")
         assert num_pages(cache.tree, A, "a") == 1
         for text in "xyzw":

@@ -12,7 +12,8 @@ import pytest
 from cachetree.clock import Deadline
 from cachetree.errors import Cancelled, DeadlineExceeded, FetchError, ProtocolError
 from cachetree.ids import Kind, Step
-from cachetree.memory.staging import Staging, pageable
+from cachetree.memory import Arena, Blocks, NoRoom
+from cachetree.memory.staging import Staging, staged
 
 E2, KV0, KV1 = Step(Kind.E, 2), Step(Kind.KV, 0), Step(Kind.KV, 1)
 
@@ -48,11 +49,11 @@ def test_steps_land_piece_by_piece() -> None:
     staging.write(E2, 0, payload("ab"))
     assert staging.has_landed(E2) and not staging.is_complete
     staging.wait(E2)
-    assert bytes(staging.view(E2)) == b"abcd"
+    assert b"".join(staging.views(E2)) == b"abcd"
     staging.write(KV0, 0, payload("012345"))
     staging.write(KV1, 0, payload("678901"))
     assert staging.is_complete and staging.num_landed_bytes == 16
-    assert bytes(staging.view(KV0)) + bytes(staging.view(KV1)) == b"012345678901"
+    assert b"".join([*staging.views(KV0), *staging.views(KV1)]) == b"012345678901"
 
 
 @pytest.mark.parametrize(("offset", "text"), [(3, "ab"), (-1, "a"), (0, "abcde"), (5, "a")])
@@ -152,15 +153,44 @@ def test_the_time_of_the_last_byte_is_kept() -> None:
     assert staging.completed_s == 6.0
 
 
-def test_the_allocator_is_asked_once_for_everything() -> None:
-    asked: list[int] = []
+def test_bytes_that_cross_a_border_of_runs_come_to_their_places() -> None:
+    runs = [memoryview(bytearray(2)), memoryview(bytearray(4))]
+    staging = Staging({KV0: 6}, Deadline.after(30), {KV0: runs})
+    room = staging.room(KV0, 0, 3)
+    room[:] = b"xyz"
+    room = staging.room(KV0, 0, 3)  # The connection broke, and another one brings them.
+    room[:] = b"012"
+    staging.land(KV0, 3)
+    assert not staging.has_landed(KV0)
+    staging.write(KV0, 3, payload("345"))
+    assert staging.is_complete
+    assert [bytes(view) for view in staging.views(KV0)] == [b"01", b"2345"]
 
-    def allocate(num_bytes: int) -> memoryview:
-        asked.append(num_bytes)
-        return pageable(num_bytes)
 
-    Staging({E2: 4, KV0: 6}, Deadline.after(1), allocate)
-    assert asked == [10]
+def test_memory_goes_back_with_the_last_view_of_a_released_fetch() -> None:
+    pool = Arena(40)
+    ended: list[Staging] = []
+
+    def make() -> Staging:
+        return staged(pool, {KV0: Blocks(3, 10)}, Deadline.after(30), ended.append)
+
+    staging = make()
+    room = staging.room(KV0, 0, 30)
+    with pytest.raises(NoRoom):
+        make()
+    assert pool.lent_bytes == 30
+    staging.release()
+    staging.release()
+    assert ended == [staging]
+    with pytest.raises(Cancelled):
+        staging.room(KV0, 0, 30)
+    assert (pool.lent_bytes, pool.held_bytes) == (0, 30)
+    with pytest.raises(NoRoom):
+        make()
+    del room
+    assert pool.held_bytes == 0
+    make()
+    assert pool.held_bytes == 0, "it was dropped without a release"
 
 
 def test_deadlines_count_down() -> None:

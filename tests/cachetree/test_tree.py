@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import tracemalloc
+from collections.abc import Sequence
 
 import pytest
 from tree_parts import (
@@ -27,8 +28,7 @@ from tree_parts import (
 from cachetree.clock import Deadline
 from cachetree.errors import StaleEntry
 from cachetree.ids import LOCAL, ModelId, PageHash, Span
-from cachetree.memory.pool import PlainPool
-from cachetree.memory.staging import pageable
+from cachetree.memory import Arena, Blocks, Loan
 from cachetree.planning.plan import Match
 from cachetree.tree.entries import Change
 from cachetree.tree.tree import CacheTree
@@ -85,10 +85,11 @@ def test_a_released_or_abandoned_reservation_gives_its_bytes_back() -> None:
 
 
 def test_a_failed_allocation_leaves_nothing_behind() -> None:
-    def refuse(num_bytes: int) -> memoryview:
-        raise MemoryError(num_bytes)
+    class Broken(Arena):
+        def take(self, parts: Sequence[Blocks]) -> Loan:
+            raise MemoryError(parts)
 
-    tree = CacheTree(FAMILY, host_bytes=100 * PAGE, memory=PlainPool(refuse))
+    tree = CacheTree(FAMILY, host_bytes=100 * PAGE, memory=Broken(100 * PAGE))
     with pytest.raises(MemoryError):
         tree.reserve(A, None, path("ab"), [])
     assert tree.num_bytes == 0
@@ -100,7 +101,7 @@ def test_pages_that_the_model_has_are_skipped() -> None:
     reservation = tree.reserve(A, None, path("abcd"), [])
     assert reservation is not None
     assert (reservation.skipped, list(reservation.pages)) == (2, path("abcd")[2:])
-    assert len(reservation.kv(0)) == 2 * KV
+    assert sum(it.nbytes for it in reservation.kv(0)) == 2 * KV
     reservation.release()
     nothing = tree.reserve(A, None, path("ab"), [])
     assert nothing is not None
@@ -130,26 +131,27 @@ def test_two_reservations_of_the_same_pages_become_one_entry() -> None:
     second.commit()
     assert num_pages(tree, A, "abc") == 3
     assert tree.num_pages == 3
-    assert tree.num_bytes == 5 * PAGE  # the second slab lives on for its last page
+    assert tree.num_bytes == 3 * PAGE, "what both had is there once"
     tree.clear()
     assert tree.num_bytes == 0
 
 
 def test_a_split_keeps_every_byte_and_copies_none() -> None:
-    allocated: list[int] = []
+    lent: list[int] = []
 
-    def allocate(num_bytes: int) -> memoryview:
-        allocated.append(num_bytes)
-        return pageable(num_bytes)
+    class Counting(Arena):
+        def take(self, parts: Sequence[Blocks]) -> Loan:
+            lent.append(sum(part.num * part.size for part in parts))
+            return super().take(parts)
 
-    tree = CacheTree(FAMILY, host_bytes=100 * PAGE, memory=PlainPool(allocate))
+    tree = CacheTree(FAMILY, host_bytes=100 * PAGE, memory=Counting(100 * PAGE))
     store(tree, A, "abcdef", e_layers=[2])
     before = tree.lease(A, path("abcdef"), "before", far_future())
     assert before is not None
     whole = before.kv(1)
     store(tree, B, "abxy")
     store(tree, B, "abcd", start=2)
-    assert allocated == [6 * (PAGE + E), 4 * PAGE, 2 * PAGE]
+    assert lent == [6 * (PAGE + E), 4 * PAGE, 2 * PAGE]
     for layer in range(3):
         expected = b"".join(content(A, page, layer, "kv", KV) for page in path("abcdef"))
         assert read_kv(tree, A, path("abcdef"), layer) == expected
@@ -223,14 +225,14 @@ def test_eviction_of_one_model_leaves_the_others() -> None:
     assert [num_pages(tree, model, "ab") for model in (A, B)] == [0, 2]
 
 
-def test_bytes_come_back_when_the_last_page_of_an_allocation_goes() -> None:
+def test_bytes_come_back_with_each_page_that_goes() -> None:
     tree = make_tree(4)
     store(tree, A, "abcd")
     tree.add_remote(FAR, B, None, path("ab"), [])  # splits the node in two
     assert tree.num_bytes == 4 * PAGE
-    store(tree, A, "z")  # c, d alone would free nothing, so a, b go too
-    assert num_pages(tree, A, "abcd") == 0
-    assert tree.num_bytes == PAGE
+    store(tree, A, "z")
+    assert num_pages(tree, A, "abcd") == 2
+    assert tree.num_bytes == 3 * PAGE
 
 
 def test_remote_entries_hold_no_bytes_and_go_as_they_came() -> None:

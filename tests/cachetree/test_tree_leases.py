@@ -112,10 +112,12 @@ def test_leases_end_at_their_deadline() -> None:
     clock.now_s = 5.0
     view = lease.kv(0)[0]
     held = bytes(view)
-    store(tree, A, "z")
+    assert tree.reserve(A, None, path("z"), []) is None, "all bytes that there are can be seen"
     with pytest.raises(StaleEntry, match="slow reader"):
         lease.kv(0)
     assert bytes(view) == held  # a view taken before is never overwritten
+    del view
+    store(tree, A, "z")
 
 
 def test_an_open_reservation_keeps_its_parent() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -38,11 +36,10 @@ class TreeMachine(RuleBasedStateMachine):
     @initialize(
         policy=st.sampled_from(POLICIES),
         ttl_s=st.sampled_from((None, 3.0)),
-        unit_bytes=st.sampled_from((1, sys.maxsize)),
     )
-    def choose(self, policy: str, ttl_s: float | None, unit_bytes: int) -> None:
+    def choose(self, policy: str, ttl_s: float | None) -> None:
         retention = Retention(eviction=policy, ttl_s=ttl_s)
-        self.mirror = Mirror(retention=retention, unit_bytes=unit_bytes)
+        self.mirror = Mirror(retention=retention)
 
     @rule(name=names, text=texts, start=indices, e_layers=e_choices)
     def reserve(self, name: str, text: str, start: int, e_layers: tuple[int, ...]) -> None:

@@ -25,6 +25,7 @@ from tree_parts import FAMILY, KV, E, content
 from cachetree.clock import Deadline
 from cachetree.errors import PinRefused, StaleEntry
 from cachetree.ids import LOCAL, Location, ModelId, PageHash, Span
+from cachetree.memory import Blocks, Loan, scatter
 from cachetree.tree.entries import Change
 from cachetree.tree.hashing import page_hashes
 from cachetree.tree.tree import CacheTree
@@ -47,31 +48,31 @@ def path(text: str) -> list[PageHash]:
 
 
 class Memory:
-    """Lends whole loans, or takes back single bytes.
+    """Tears every part into its blocks, and lends them in reverse order.
 
     What is given back is written over as soon as nobody views the loan that it was a part of.
     """
 
     file = None
 
-    def __init__(self, unit_bytes: int) -> None:
-        self.unit_bytes = unit_bytes
+    def __init__(self) -> None:
         self.num_bytes = 0
 
-    def size_of(self, num_bytes: int) -> int:
-        return num_bytes
-
-    def take(self, num_bytes: int) -> memoryview:
+    def take(self, parts: Sequence[Blocks]) -> Loan:
+        num_bytes = at = sum(part.num * part.size for part in parts)
         self.num_bytes += num_bytes
-        return np.zeros(num_bytes, np.uint8)[:].data
+        runs = []
+        for num, size in parts:
+            runs.append([Span(at - (i + 1) * size, at - i * size) for i in range(num)])
+            at -= num * size
+        return Loan(np.zeros(num_bytes, np.uint8)[:].data, runs)
 
-    def give_back(self, loan: memoryview, parts: Sequence[Span]) -> memoryview:
-        old = loan.obj
+    def give_back(self, loan: Loan, places: Sequence[Span]) -> None:
+        old = loan.memory.obj
         assert isinstance(old, np.ndarray)
-        self.num_bytes -= sum(map(len, parts))
-        new = old.base[:]
-        weakref.finalize(old, self.write_over, old.base, parts).atexit = False
-        return new.data
+        self.num_bytes -= sum(map(len, places))
+        loan.memory = old.base[:].data
+        weakref.finalize(old, self.write_over, old.base, places).atexit = False
 
     def write_over(self, whole: np.ndarray[Any, Any], parts: Sequence[Span]) -> None:
         for part in parts:
@@ -95,7 +96,7 @@ class Mirror(Oracle):
     """What a reservation asks for now; None while everything may go."""
 
     def __post_init__(self) -> None:
-        self.memory = Memory(self.unit_bytes)
+        self.memory = Memory()
         self.num_pinned_bytes = 0
         self.tree = CacheTree(
             self.family,
@@ -143,9 +144,10 @@ class Mirror(Oracle):
             return
         for layer in range(FAMILY.num_layers):
             parts = [content(model, page, layer, "kv", KV) for page in handle.pages]
-            handle.kv(layer)[:] = b"".join(parts)
+            scatter(handle.kv(layer), memoryview(b"".join(parts)))
         for layer in e_layers:
-            handle.e(layer)[:] = b"".join(content(model, p, layer, "e", E) for p in handle.pages)
+            parts = [content(model, page, layer, "e", E) for page in handle.pages]
+            scatter(handle.e(layer), memoryview(b"".join(parts)))
         self.reservations.append(OpenReservation(handle, model, before, new, slab))
 
     def commit(self, index: int) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 from cachetree.checkpoint.family import Family
 from cachetree.clock import Deadline
 from cachetree.ids import LOCAL, Location, ModelId, PageHash
+from cachetree.memory import scatter
 from cachetree.tree.tree import CacheTree
 
 FAMILY = Family(
@@ -59,10 +60,10 @@ def store(
     with reservation:
         for layer in range(FAMILY.num_layers if reservation.pages else 0):
             parts = [content(model, page, layer, "kv", KV) for page in reservation.pages]
-            reservation.kv(layer)[:] = b"".join(parts)
+            scatter(reservation.kv(layer), memoryview(b"".join(parts)))
         for layer in e_layers if reservation.pages else ():
             parts = [content(model, page, layer, "e", E) for page in reservation.pages]
-            reservation.e(layer)[:] = b"".join(parts)
+            scatter(reservation.e(layer), memoryview(b"".join(parts)))
         reservation.commit()
     return reservation.pages
 

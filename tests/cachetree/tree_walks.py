@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import random
-import sys
 import time
 
 import msgspec
@@ -96,10 +95,7 @@ def random_walk(seed: int, num_operations: int, longest: int, retention: Retenti
     """Random operations on two families at once; returns how many entries were evicted."""
     rng = random.Random(seed)
     budget = (9 + longest) * PAGE
-    mirrors = [
-        Mirror(family, budget, retention=retention, unit_bytes=unit_bytes)
-        for family, unit_bytes in zip(FAMILIES, (1, sys.maxsize), strict=True)
-    ]
+    mirrors = [Mirror(family, budget, retention=retention) for family in FAMILIES]
     text = ""
     while sum(mirror.num_operations for mirror in mirrors) < num_operations:
         text = some_text(rng, longest, text)

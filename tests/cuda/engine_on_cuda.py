@@ -36,7 +36,7 @@ from cachetree.checkpoint.identity import read_model_identity
 from cachetree.clock import Deadline
 from cachetree.config import CacheConfig
 from cachetree.ids import Location, ModelId, PageHash, Span, Step
-from cachetree.memory.staging import Budget, BudgetedStaging
+from cachetree.memory import Staging
 from cachetree.planning.plan import Plan
 from cachetree.planning.prefill_cost import PrefillCost
 from profiles.oracle import KV
@@ -191,8 +191,8 @@ class Engine:
             tp_size=1,
             tp_rank=0,
         )
-        config = CacheConfig(serves=False, host_bytes=1 << 24)
-        self.cache = Cache(self.family, config, allocate=cuda.page_locked)
+        config = CacheConfig(serves=False, host_bytes=1 << 24, staging_bytes=1 << 20)
+        self.cache = Cache(self.family, config, register=cuda.register)
         self.offloader = Offloader(self.cache, rows, self.e_pool, self.coding, self.provenance)
         self.meter = Meter(
             runner.device, self.num_layers, 96, PrefillCost(token_s=1.0, context_s=0.0)
@@ -338,14 +338,11 @@ class Engine:
             assert source.admit()
         else:
             sizes = {step: len(pages) * self.family.page_bytes(step.kind) for step in plan.steps}
-            staging = BudgetedStaging(
-                sizes,
-                Deadline.after(300),
-                lambda num: pages_of[:num],
-                Budget(1 << 30),
-                lambda _: None,
-            )
-            source = Staged(plan, self.pool, staging)
+            views, at = {}, 0
+            for step, size in sizes.items():
+                views[step] = [pages_of[at : at + size]]
+                at += size
+            source = Staged(plan, self.pool, Staging(sizes, Deadline.after(300), views))
         return loading(plan, source, Span(0, len(slots)), slots, SimpleNamespace(rid=rid))
 
     def close(self) -> None:
@@ -366,10 +363,10 @@ def _request(part: Part) -> Req:
     return req
 
 
-def land(staging: BudgetedStaging, values: Mapping[Step, torch.Tensor] | None = None) -> None:
+def land(staging: Staging, values: Mapping[Step, torch.Tensor] | None = None) -> None:
     """As a transport's thread fills it: with these, or with ones for all steps."""
     if values is None:
-        values = {it: torch.ones(staging.view(it).nbytes // 4) for it in staging.steps}
+        values = {it: torch.ones(staging.sizes[it] // 4) for it in staging.steps}
     for step, tensor in values.items():
         staging.write(step, 0, memoryview(tensor.contiguous().numpy()).cast("B"))
 

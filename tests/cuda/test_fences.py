@@ -10,19 +10,24 @@ from __future__ import annotations
 import ast
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from engine_on_cuda import HERE, PAGE, Engine, Part, fork, land, load, on_device, page_hashes
+from request_parts import loading
 from virtual_cuda import ROOT, Line, VirtualCuda
 
+from cachetree.clock import Deadline
 from cachetree.errors import FetchError
-from cachetree.ids import Kind, Span, Step
+from cachetree.ids import LOCAL, Kind, Span, Step
+from cachetree.memory import Layout
 from profiles.random_models import shape, write_models
+from sglang_droidspeak.request.source import Staged
 from sglang_droidspeak.store.offloader import Offload
 from sglang_droidspeak.store.pool import PoolPages
 
@@ -83,6 +88,23 @@ def a_load_from_the_pool(engine: Engine) -> None:
     older_forward(engine, source)
 
 
+def a_load_of_what_is_cached(engine: Engine) -> None:
+    """The device reads the arena itself, and nothing is staged."""
+    an_offload(engine)
+    slots = engine.slots(8 * PAGE, 3 * PAGE)
+    older_forward(engine, slots)
+    plan = engine.loading(slots[: 2 * PAGE], BLOCK, PoolPages(slots)).plan
+    plan = replace(plan, location=LOCAL)
+    staging = engine.cache.fetch(plan, page_hashes(2), Deadline.after(300))
+    source = Staged(plan, engine.pool, staging)
+    req = SimpleNamespace(rid="r")
+    request = loading(plan, source, Span(0, 2 * PAGE), slots[: 2 * PAGE], req)
+    engine.run_with([request], Part(TOKENS, slots, 2 * PAGE))
+    # The memory is another prompt's now.
+    engine.cache.tree.clear()
+    an_offload(engine)
+
+
 def an_offload(engine: Engine) -> None:
     slots = engine.slots(PAGE, 2 * PAGE)
     older_forward(engine, slots)
@@ -100,7 +122,9 @@ def an_offload(engine: Engine) -> None:
         time.sleep(0.001)
     assert engine.offloader.pop_result()
     # A peer asks for what is stored, and SGLang gives the slots to another request.
-    engine.cuda.on_host(reads=engine.cuda.all_page_locked())
+    lease = engine.cache.tree.lease(HERE, page_hashes(2), "a peer", Deadline.after(60))
+    for step in Layout.of(engine.family, 2, engine.e_pool.e).steps:
+        engine.cuda.on_host(reads=lease.views(step))
     older_forward(engine, slots)
 
 
@@ -114,6 +138,7 @@ SCENARIOS = (
     a_load_from_a_peer,
     a_load_that_fails,
     a_load_from_the_pool,
+    a_load_of_what_is_cached,
     an_offload,
     a_measured_forward,
 )

@@ -210,8 +210,12 @@ class VirtualCuda:
         """Host memory that the device copies from and to while the host goes on."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).numpy().data
 
-    def all_page_locked(self) -> list[torch.Tensor]:
-        return [self._kept[it.start] for it in self._pinned]
+    def register(self, memory: memoryview) -> Callable[[], None]:
+        """As `cudaHostRegister`; returns what ends it."""
+        there = torch.frombuffer(memory, dtype=torch.uint8)
+        self._kept[there.data_ptr()] = there
+        self._pinned.append(range(there.data_ptr(), there.data_ptr() + there.nbytes))
+        return lambda: self._pinned.pop(0)
 
     def on_host(self, reads: Any = (), writes: Any = ()) -> None:
         """The calling thread reads and writes these buffers now."""

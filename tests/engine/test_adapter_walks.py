@@ -19,6 +19,7 @@ from engine_parts import PAGE, family_of
 from cachetree.checkpoint.adapters import Adapter
 from cachetree.clock import Deadline
 from cachetree.ids import EMPTY_SPAN, LOCAL, Kind, ModelId, PageHash, Span, Step, is_pool
+from cachetree.memory import scatter
 from cachetree.planning.plan import Plan
 from cachetree.tree.hashing import page_hashes
 from cachetree.tree.tree import CacheTree
@@ -190,11 +191,10 @@ class Walk:
         if reservation is not None:
             with reservation:
                 for layer in range(NUM_LAYERS) if reservation.pages else ():
-                    view = reservation.kv(layer)
-                    for at, page in enumerate(reservation.pages):
-                        tag = f"{weights:>8}".encode() + page
-                        start = at * self.tree.family.kv_page_bytes
-                        view[start : start + len(tag)] = tag
+                    page_bytes = self.tree.family.kv_page_bytes
+                    tags = [f"{weights:>8}".encode() + page for page in reservation.pages]
+                    kv = b"".join(tag.ljust(page_bytes, b"\0") for tag in tags)
+                    scatter(reservation.kv(layer), memoryview(kv))
                 reservation.commit()
 
     def look(self, lora_id: str | None, weights: str, prompt: Prompt) -> None:

@@ -300,7 +300,7 @@ class Reader:
         staging = self._cache.fetch(plan, pages, Deadline.after(20))
         for step in plan.steps:
             staging.wait(step)
-        layers = [np.frombuffer(staging.view(step), np.float32).copy() for step in plan.steps]
+        layers = [np.frombuffer(b"".join(staging.views(step)), np.float32) for step in plan.steps]
         staging.release()
         return layers
 

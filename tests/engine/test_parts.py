@@ -127,7 +127,7 @@ def test_a_load_reads_its_pages_of_the_staged_ones() -> None:
     it = loading_request().load
     step = Step(Kind.KV, 0)
     it.source.staging.write(step, 0, memoryview(bytes(range(40))))
-    assert bytes(it.source.rows(step, it.at)) == bytes(range(10, 30))
+    assert b"".join(it.source.rows(step, it.at)) == bytes(range(10, 30))
 
 
 def test_waiting_for_layers_is_bounded_and_ends_only_that_wait() -> None:

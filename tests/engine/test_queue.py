@@ -17,7 +17,7 @@ from test_waiting import PAGE, PLAN, SilentCache, planner_of, request, waiting_o
 from cachetree.clock import Deadline
 from cachetree.errors import Cancelled, FetchError
 from cachetree.ids import Kind, Step
-from cachetree.memory.staging import Budget, BudgetedStaging, pageable
+from cachetree.memory import Arena, Blocks, Staging, staged
 from cachetree.planning.prefill_cost import PrefillCost
 from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.ranks import Ranks
@@ -183,13 +183,12 @@ def test_a_retracted_request_waits_again_beside_another_and_is_told_once() -> No
     (told,) = taken.customized_info[KEY]
     assert told["exact"]
     waiting.clear()
-    assert cache.budget.num_bytes == 0
+    assert cache.memory.lent_bytes == 0
 
 
-def staging_of(budget: Budget) -> BudgetedStaging:
-    sizes = dict.fromkeys(PLAN.steps, STEP_BYTES)
-    assert budget.take(sum(sizes.values()))
-    return BudgetedStaging(sizes, Deadline.after(60), pageable, budget, lambda _staging: None)
+def staging_of(memory: Arena) -> Staging:
+    parts = dict.fromkeys(PLAN.steps, Blocks(1, STEP_BYTES))
+    return staged(memory, parts, Deadline.after(60))
 
 
 def test_a_load_that_is_cancelled_before_it_starts_gives_its_memory_back() -> None:
@@ -203,9 +202,9 @@ def test_a_load_that_is_cancelled_before_it_starts_gives_its_memory_back() -> No
     assert waiting.take("r1", keys, torch.arange(4 * PAGE))
     assert not waiting.take("r1", keys, torch.arange(4 * PAGE)), "it has slots"
     assert not waiting.cancel("r2")
-    assert cache.budget.num_bytes
+    assert cache.memory.lent_bytes
     assert waiting.cancel("r1")
-    assert cache.budget.num_bytes == 0
+    assert cache.memory.lent_bytes == 0
     assert isinstance(cache.stagings[0].error, Cancelled)
     assert not waiting.cancel("r1")
     assert not waiting.start()
@@ -218,8 +217,8 @@ class Held:
     """One request whose fetch is under way, and whose recompute takes longer than any fetch."""
 
     def __init__(self) -> None:
-        self.budget = Budget(1 << 20)
-        self.staging = staging_of(self.budget)
+        self.memory = Arena(1 << 20)
+        self.staging = staging_of(self.memory)
         settings = SimpleNamespace(
             hicache_backend=None,
             fetch_deadline_s=60.0,

@@ -16,7 +16,7 @@ import torch
 from cachetree.clock import Clock, Deadline
 from cachetree.errors import Cancelled, DeadlineExceeded
 from cachetree.ids import Location, ModelId, Span
-from cachetree.memory.staging import Budget, BudgetedStaging, pageable
+from cachetree.memory import Arena, Blocks, Staging, staged
 from cachetree.planning.link import Link
 from cachetree.planning.plan import Plan
 from cachetree.planning.prefill_cost import PrefillCost
@@ -50,21 +50,20 @@ class SilentCache:
     """Its worker takes every request, and sends nothing."""
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
-        self.budget = Budget(1 << 20)
+        self.memory = Arena(1 << 20)
         self.deadlines: list[Deadline] = []
-        self.stagings: list[BudgetedStaging] = []
+        self.stagings: list[Staging] = []
         self._clock = clock
         self.measured: Link | None = None
 
     def link(self, _location: Location) -> Link | None:
         return self.measured
 
-    def fetch(self, plan: Plan, _pages: Any, deadline: Deadline) -> BudgetedStaging:
+    def fetch(self, plan: Plan, _pages: Any, deadline: Deadline) -> Staging:
         self.deadlines.append(deadline)
-        sizes = dict.fromkeys(plan.steps, 40)
-        assert self.budget.take(sum(sizes.values()))
         mine = Deadline(deadline.at_s, self._clock)
-        staging = BudgetedStaging(sizes, mine, pageable, self.budget, lambda _staging: None)
+        parts = dict.fromkeys(plan.steps, Blocks(1, 40))
+        staging = staged(self.memory, parts, mine)
         self.stagings.append(staging)
         return staging
 
@@ -173,7 +172,7 @@ def test_a_request_is_held_until_one_deadline_after_its_first_sight() -> None:
     assert not waiting.look([req], tree, is_decoding=False)
     assert len(cache.deadlines) == 1
     assert len(notes) == 1
-    assert cache.budget.num_bytes == 0
+    assert cache.memory.lent_bytes == 0
 
 
 def test_a_plan_that_loads_nothing_is_ready_at_once() -> None:
@@ -258,7 +257,7 @@ def test_a_plan_that_was_not_carried_out_says_why(
     req.prefix_len = num_on_device * PAGE
     waiting.admitted([req])
     assert [told.outcome for told in notes] == [outcome]
-    assert cache.budget.num_bytes == 0
+    assert cache.memory.lent_bytes == 0
     waiting.admitted([req])
     assert len(notes) == 1
 
@@ -314,7 +313,7 @@ def test_a_request_waits_no_longer_than_reuse_saves(now: Now, num_landed: int) -
     assert not waiting.look([req], tree, is_decoding=False)
     (told,) = notes
     assert told.outcome == "fallback: SlowLink"
-    assert cache.budget.num_bytes == 0
+    assert cache.memory.lent_bytes == 0
     assert told.queued_ms == pytest.approx(1e3 * (4 * SAVING_S + 1e-3))
     # A worker that has not answered at all counts as failing, one that is slow does not.
     assert isinstance(cache.stagings[0].error, Cancelled if num_landed else DeadlineExceeded)
@@ -393,7 +392,7 @@ def test_what_no_longer_pays_when_it_has_come_takes_a_full_prefill(
     is_given_up = is_optional and not pays
     assert [told.outcome for told in notes] == (["slower"] if is_given_up else [])
     assert waiting.has_source(req.rid) != is_given_up
-    assert (cache.budget.num_bytes == 0) == is_given_up
+    assert (cache.memory.lent_bytes == 0) == is_given_up
 
 
 def test_a_follower_waits_no_longer_than_reading_saves(now: Now) -> None:
@@ -453,7 +452,7 @@ def test_which_held_requests_a_step_could_have_taken(
     assert [req.rid for req in scheduler.waiting_queue] == [it for it in "abcd" if it not in taken]
 
 
-def staged(share: float, is_decoding: bool) -> tuple[WaitingRequests, Any]:
+def all_staged(share: float, is_decoding: bool) -> tuple[WaitingRequests, Any]:
     """A request whose four pages have come; a step has 56 tokens, and three and a half pages."""
     cache, req = SilentCache(), request()
     named = {"is_experiment": True, "patience_s": math.inf}
@@ -483,7 +482,7 @@ def test_beside_who_decodes_no_more_is_loaded_than_a_step_recomputes(
     share: float, is_decoding: bool, num_pages: int
 ) -> None:
     """One page of the step stays for the request's own tokens."""
-    waiting, req = staged(share, is_decoding)
+    waiting, req = all_staged(share, is_decoding)
     pages = [page.hex() for page in reusable_pages(req, PAGE)]
     assert waiting.num_restorable(req.rid, pages[0]) == num_pages
     assert waiting.step_tokens(req.rid, 3 * PAGE) == math.ceil(3 * PAGE * share)
