@@ -231,7 +231,7 @@ class Held:
             WaitingRequests,
             sources=Sources(
                 SimpleNamespace(settings=settings, page_size=PAGE),
-                SimpleNamespace(fetch=lambda *_: self.staging),
+                SimpleNamespace(fetch=lambda *_: self.staging, link=lambda _location: None),
                 SimpleNamespace(has_approximate=False),
                 KV,
             ),
