@@ -145,7 +145,7 @@ def _option(action: argparse.Action) -> str:
 def proof() -> str:
     """Of the recorded run of `make demo`."""
     run = msgspec.json.decode((ROOT / "benchmarks/results/demo.json").read_bytes(), type=DemoReport)
-    part, block = run.speed_on, run.speed_on.block
+    part, block, machine = run.speed_on, run.speed_on.block, run.environment
     ways = {
         "full prefill, without reuse": Condition.FULL_PREFILL,
         f"**recompute layers [{block[0]}, {block[1]}), load the rest**": Condition.BLOCK,
@@ -161,12 +161,13 @@ def proof() -> str:
     return (
         table(["receiver strategy", "time to first token, median (p90)", "sooner"], rows)
         + f"\n{part.num_requests} documents of {part.tokens_per_document:,.0f} tokens, "
-        f"{part.pair}, {part.dtype}; {run.environment.processor}, {run.environment.num_cores} "
-        f"cores, no GPU. Random weights show time alone. Quality is from the same run's trained "
-        f"pair ({run.quality_on.num_layers} layers, {run.quality_on.num_requests} questions, too "
-        f"small to be timed): token F1 {f1[Condition.FULL_PREFILL]} by full prefill, "
-        f"{f1[Condition.BLOCK]} with the profile's block, {f1[Condition.ALL_LAYERS]} with every "
-        f"layer recomputed, {f1[Condition.FULL_REUSE]} with none.\n"
+        f"{part.pair}, {part.dtype}; {machine.processor}, {machine.num_cores} cores, "
+        f"{machine.accelerator or 'no GPU'}. Random weights show time alone. Quality is from the "
+        f"same run's trained pair ({run.quality_on.num_layers} layers, "
+        f"{run.quality_on.num_requests} questions, too small to be timed): token F1 "
+        f"{f1[Condition.FULL_PREFILL]} by full prefill, {f1[Condition.BLOCK]} with the profile's "
+        f"block, {f1[Condition.ALL_LAYERS]} with every layer recomputed, "
+        f"{f1[Condition.FULL_REUSE]} with none.\n"
     )
 
 
@@ -183,9 +184,7 @@ def sizes() -> str:
 
 def codecs() -> str:
     """Bytes of each, of those of bfloat16."""
-    plain = vector_bytes(Codec.NONE, 128, 2)
-    told = {it: vector_bytes(it, 128, 2) / plain for it in Codec if it is not Codec.NONE}
-    rows = ([f"`{it.value}`", f"{share:.2f}"] for it, share in told.items())
+    rows = ([f"`{it.value}`", f"{vector_bytes(it, 128, 2) / 256:.2f}"] for it in Codec)
     return table(["codec", "bytes, of those of bfloat16 with head_dim 128"], rows)
 
 
