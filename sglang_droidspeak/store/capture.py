@@ -78,8 +78,8 @@ class EPool:
         self.e = {layer: rows(len(columns)) for layer in layers if layer not in shared}
         self.reduced = {layer: rows(it.rank) for layer, it in shared.items()}
         self.valid = torch.zeros(num_slots, dtype=torch.bool, device=runner.device)
-        self.no_rows = torch.empty(0, len(columns), dtype=runner.dtype)
-        """Tells dtype and width where no layer is kept."""
+        self.no_rows = torch.empty(0, len(columns), dtype=runner.dtype, device=runner.device)
+        """Tells dtype, width and device where no layer is kept."""
 
     def capture_from(self, stack: LayerStack) -> None:
         """Fill the pool in every forward from now on; call before CUDA graphs are captured."""

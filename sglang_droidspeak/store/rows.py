@@ -84,12 +84,12 @@ class Coding:
             self.store(part, target)
 
     def load(self, runs: Sequence[memoryview], like: torch.Tensor) -> torch.Tensor:
-        """As rows of the dtype and width of `like`: of one run on the host, and without a copy if
-        not encoded; of several where `like` is."""
+        """As rows of the dtype and width of `like`: on its device where they are encoded, or of
+        several runs, on CUDA on the current stream; else on the host, without a copy."""
         if self.codec is Codec.NONE:
             parts = [torch.frombuffer(run, dtype=like.dtype) for run in runs]
         else:
-            parts = [self.load_onto("cpu", run, like.dtype) for run in runs]
+            parts = [self.load_onto(like.device, run, like.dtype) for run in runs]
         rows = [part.view(-1, like.shape[-1]) for part in parts]
         if len(rows) == 1:
             return rows[0]
