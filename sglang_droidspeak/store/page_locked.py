@@ -22,13 +22,13 @@ def page_locked(memory: memoryview) -> Callable[[], None]:
     error = cuda.cudaHostRegister(address, memory.nbytes, 0)
     if int(error):
         raise ConfigError(
-            f"{memory.nbytes} bytes of host memory cannot be page-locked ({error}); lower host_gb "
-            "or staging_gb, or raise the limit of locked memory (ulimit -l)"
+            f"{memory.nbytes} bytes of host memory cannot be page-locked (CUDA error "
+            f"{int(error)}); lower host_gb or staging_gb"
         )
 
     def end() -> None:
         error = cuda.cudaHostUnregister(address)
         if int(error):
-            log.warning("host memory stays page-locked: %s", error)
+            log.warning("host memory stays page-locked: CUDA error %d", int(error))
 
     return end

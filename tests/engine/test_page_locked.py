@@ -60,7 +60,7 @@ def test_an_arena_that_is_dropped_is_let_go(runtime: Runtime) -> None:
 
 def test_what_cannot_be_locked_is_one_line_with_a_remedy(runtime: Runtime) -> None:
     with pytest.raises(
-        ConfigError, match=r"cannot be page-locked \(2\); lower host_gb or"
+        ConfigError, match=r"cannot be page-locked \(CUDA error 2\); lower host_gb or"
     ) as caught:
         Arena(1 << 20, page_locked)
     assert "\n" not in str(caught.value)
@@ -70,4 +70,4 @@ def test_what_stays_locked_is_told(runtime: Runtime, caplog: pytest.LogCaptureFi
     arena = Arena(1 << 19, page_locked)
     runtime.locked.clear()
     arena.close()
-    assert "host memory stays page-locked: 713" in caplog.text
+    assert "host memory stays page-locked: CUDA error 713" in caplog.text
