@@ -25,6 +25,7 @@ from transport_parts import (
     RawPeer,
     check_content,
     eventually,
+    new_memory,
     new_staging,
     new_tree,
     pages_of,
@@ -241,7 +242,7 @@ def test_messages_that_nobody_reads_are_few() -> None:
 
 def _serve(window_bytes: int) -> None:
     pages = pages_of(NUM_LARGE)
-    tree = CacheTree(new_tree().family, host_bytes=256 << 20)
+    tree = CacheTree(new_tree().family, host_bytes=256 << 20, memory=new_memory())
     for at, page in enumerate(pages):
         store(tree, [page], pages[at - 1] if at else None)
     worker = Worker(tree, WorkerConfig(frame_bytes=64 << 10, window_bytes=window_bytes))
