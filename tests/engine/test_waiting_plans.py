@@ -69,7 +69,7 @@ def test_after_an_update_of_the_weights_nothing_is_planned() -> None:
     waiting, told = waiting_with(cache)
     assert look(waiting, first) == {"r1"}
     waiting.retire()
-    assert cache.budget.num_bytes == 0
+    assert cache.memory.lent_bytes == 0
     assert not look(waiting, first, second)
     assert {it.outcome for it in told.by_rid.values()} == {"weights_updated"}
 

@@ -69,7 +69,12 @@ def interrupted(args: list[str], folder: Path, after_lines: int, how: signal.Sig
     """Run until the journal has so many more lines, then send a signal."""
     target = num_lines(folder) + after_lines
     process = subprocess.Popen(
-        command(*args), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=ENVIRONMENT
+        command(*args),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=ENVIRONMENT,
+        # What a shell runs in the background ignores interrupts, and so do its children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     deadline = time.monotonic() + 120
     while num_lines(folder) < target and process.poll() is None:
