@@ -14,7 +14,7 @@ import functools
 import importlib.util
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             parse_config(config, f"workers.{name}")
         taken: dict[int, str] = {}
         for name, options in self.engines.items():
-            _check_flags(name, options)
+            check_flags(f"engines.{name}", options.keys() - {"droidspeak"})
             if not isinstance(options.get("model-path"), str):
                 raise ConfigError(f"engines.{name} has no model-path")
             port = options.get("port", _DEFAULT_PORT)
@@ -58,15 +58,15 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
                 parse_settings(options["droidspeak"], f"engines.{name}.droidspeak")
 
 
-def _check_flags(name: str, options: Mapping[str, Any]) -> None:
+def check_flags(where: str, options: Iterable[str]) -> None:
     """Raise ConfigError for an option that SGLang would refuse a minute later."""
     known = sglang_flags()
-    for option in options.keys() - {"droidspeak"}:
+    for option in options:
         # SGLang takes the beginning of a flag for the flag.
         if known and not any(flag.startswith(option) for flag in known):
             close = difflib.get_close_matches(option, known, n=1)
             meant = f"; did you mean {close[0]}?" if close else ""
-            raise ConfigError(f"engines.{name} has {option}, which SGLang does not know{meant}")
+            raise ConfigError(f"{where} has {option}, which SGLang does not know{meant}")
 
 
 @functools.cache

@@ -62,6 +62,19 @@ def free_port(num_ranks: int = 1) -> int:
     raise ServerFailed(f"no port between {_PORTS.start} and {_PORTS.stop} is free")
 
 
+def linker_options(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """SGLang's options that have a server use the extension with these settings."""
+    return {
+        "enable-unified-cache-external-linker": True,
+        "unified-cache-external-linker-backend": "dynamic",
+        "unified-cache-external-linker-config": {
+            "linker": "DroidSpeakLinker",
+            "linker_module_path": LINKER_MODULE,
+            "linker_extra_config": dict(settings),
+        },
+    }
+
+
 class Spec(Protocol):
     """What can be started."""
 
@@ -98,15 +111,7 @@ class ServerSpec:
             **self.options,
         }
         if self.droidspeak is not None:
-            options |= {
-                "enable-unified-cache-external-linker": True,
-                "unified-cache-external-linker-backend": "dynamic",
-                "unified-cache-external-linker-config": {
-                    "linker": "DroidSpeakLinker",
-                    "linker_module_path": LINKER_MODULE,
-                    "linker_extra_config": dict(self.droidspeak),
-                },
-            }
+            options |= linker_options(self.droidspeak)
         return yaml.safe_dump(options, sort_keys=False)
 
 

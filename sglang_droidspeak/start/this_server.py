@@ -139,7 +139,7 @@ def load_this_server(server_args: ServerArgs) -> ThisServer:
     tested = _settings(extra_json).gpu_tested_weights
     refuse.weights(args.model_path, engine.quantization(server_args), tested)
     paths = [getattr(it, "lora_path", None) for it in args.lora_paths or ()]
-    return _load(
+    return read_server(
         extra_json,
         args.model_path,
         args.revision,
@@ -155,7 +155,7 @@ def _settings(extra_json: bytes) -> Settings:
 
 
 @functools.cache
-def _load(
+def read_server(
     extra_json: bytes,
     model_path: str,
     revision: str | None,
@@ -163,6 +163,7 @@ def _load(
     tp_size: int,
     lora_paths: tuple[str, ...] | None,
 ) -> ThisServer:
+    """What settings mean for a checkpoint that is served so; raises ConfigError or ProfileError."""
     settings = _settings(extra_json)
     _check_transport(settings, tp_size)
     if settings.hicache_backend is not None:

@@ -1,0 +1,122 @@
+"""`droidspeak`: profile a pair, show what the extension does, start servers, look at them."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import signal
+import time
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+
+import msgspec
+
+from cachetree import CacheTreeError
+from cachetree.checkpoint import read_model_identity
+from profiles import cli as profiler
+from sglang_droidspeak.cli import demo, doctor, live, serve
+from sglang_droidspeak.cli.terminal import complain, show, show_json
+
+INTERRUPTED = 130
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    with _terminable():
+        try:
+            return args.run(args)
+        except KeyboardInterrupt:
+            complain("interrupted; nothing was left running")
+            return INTERRUPTED
+        except CacheTreeError as exc:
+            complain(str(exc))
+            return 1
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(prog="droidspeak", description=__doc__, allow_abbrev=False)
+    top.add_argument(
+        "--version",
+        action="version",
+        version=f"droidspeak {version('sglang-droidspeak')} for SGLang {version('sglang')}",
+    )
+    commands = top.add_subparsers(dest="command", required=True)
+    demo.add_parser(commands)
+    identity = commands.add_parser(
+        "identity",
+        help="print the model id of a checkpoint and what decides it",
+        description="The id by which profiles, requests and metrics name a model. It is computed "
+        "from the checkpoint's content; its folder's name means nothing.",
+        allow_abbrev=False,
+    )
+    identity.add_argument("path", type=Path, metavar="PATH", help="checkpoint folder")
+    identity.add_argument("--adapter", type=Path, metavar="PATH", help="PEFT adapter on it")
+    identity.add_argument("--json", action="store_true", help="one line of JSON")
+    identity.set_defaults(run=_identity)
+    serve.add_parser(commands)
+    up = commands.add_parser(
+        "up",
+        help="start the workers and engines of one file, and keep them until Ctrl-C",
+        description="Start every worker (`cachetree serve`) and every engine "
+        "(`sglang.launch_server`) of a file such as examples/fleet.yaml, wait until all are ready, "
+        "say so in a table, and tell when one of them ends. Ctrl-C ends them all.",
+        allow_abbrev=False,
+    )
+    up.add_argument("file", type=Path, metavar="FILE", help="YAML: workers and engines by name")
+    up.add_argument(
+        "--out", type=Path, default=Path("out/fleet"), metavar="DIR", help="logs and configurations"
+    )
+    up.add_argument("--device", help="of all engines, in place of what the file says")
+    up.set_defaults(run=_up)
+    live.add_parser(commands)
+    doctor.add_parser(commands)
+    profiler.add_commands(commands)
+    return top
+
+
+def _up(args: argparse.Namespace) -> int:
+    from sglang_droidspeak.fleet.fleet import read_fleet, shared_cores, specs
+    from sglang_droidspeak.fleet.servers import ServerFailed, running
+
+    options = {} if args.device is None else {"device": args.device}
+    wanted = specs(read_fleet(args.file), options)
+    show(f"starting {len(wanted)} processes; their logs are in {args.out}")
+    try:
+        with running(*wanted, folder=args.out, env=shared_cores(wanted)) as processes:
+            for process in processes:
+                show(f"{process.name:20} {process.address}")
+            show("ready; Ctrl-C ends them")
+            while processes:
+                time.sleep(0.5)
+                for process in [it for it in processes if not it.is_alive]:
+                    processes.remove(process)
+                    complain(f"{process.name} ended; {process.log} says why")
+    except ServerFailed as exc:
+        complain(str(exc))
+    return 1
+
+
+def _identity(args: argparse.Namespace) -> int:
+    identity = read_model_identity(args.path, adapter=args.adapter)
+    fields = {"model_id": identity.model_id, **msgspec.structs.asdict(identity)}
+    if args.json:
+        show_json(fields)
+    else:
+        for name, value in fields.items():
+            show(f"{name:20} {value}")
+    return 0
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """Let SIGTERM end the servers on its way out, as Ctrl-C does."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,83 @@
+"""Asking a running server: what its scheduler says, and `droidspeak peers`."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any, Final
+
+import requests
+
+from cachetree import CacheTreeError
+from sglang_droidspeak.cli.terminal import show
+from sglang_droidspeak.start.peers import KEY
+
+_PATIENCE_S: Final = 10
+
+
+class NoAnswer(CacheTreeError):
+    """A server is not there, is none of SGLang's, or runs without this extension."""
+
+
+def add_parser(commands: Any) -> None:
+    peers = commands.add_parser(
+        "peers",
+        help="show how the peers of a running server are doing",
+        description="Ask a running SGLang server which workers it reads from and how they are "
+        "doing. Exit status 1 where one of them is not ready.",
+        allow_abbrev=False,
+    )
+    peers.add_argument("url", metavar="URL", help="of SGLang, such as http://127.0.0.1:30000")
+    add_key(peers)
+    peers.set_defaults(run=_peers)
+
+
+def add_key(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--api-key", metavar="KEY", help="where the server asks for one")
+
+
+def state_of(url: str, key: str | None) -> dict[str, Any]:
+    """What the first rank's scheduler says in `/server_info`; raises NoAnswer."""
+    try:
+        state = _ask("GET", url, "/server_info", key).json()["internal_states"][0]
+        told = state.get(KEY)
+    except (LookupError, ValueError) as exc:
+        raise _is_another(url, exc) from exc
+    if told is None:
+        raise NoAnswer(f"{url} runs without droidspeak")
+    return state
+
+
+def post(args: argparse.Namespace, path: str, question: dict[str, Any]) -> dict[str, Any]:
+    """The answer of one of the server's pages; raises NoAnswer, with the server's own words."""
+    reply = _ask("POST", args.url, path, args.api_key, question)
+    try:
+        told = reply.json()
+    except ValueError as exc:
+        raise _is_another(args.url, exc) from exc
+    if reply.status_code == 404:
+        raise NoAnswer(f"{args.url}: {told.get('error', 'it runs without droidspeak')}")
+    return told
+
+
+def _ask(method: str, url: str, path: str, key: str | None, body: Any = None) -> requests.Response:
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    try:
+        reply = requests.request(
+            method, f"{url.rstrip('/')}{path}", headers=headers, json=body, timeout=_PATIENCE_S
+        )
+        if reply.status_code != 404:
+            reply.raise_for_status()
+    except requests.RequestException as exc:
+        raise _is_another(url, exc) from exc
+    return reply
+
+
+def _is_another(url: str, exc: Exception) -> NoAnswer:
+    return NoAnswer(f"{url} does not answer as an SGLang server does: {exc}")
+
+
+def _peers(args: argparse.Namespace) -> int:
+    peers = state_of(args.url, args.api_key)[KEY]["peers"]
+    for peer in peers:
+        show(f"{peer['address']:30} {peer['state']:12} {peer['reason']}".rstrip())
+    return int(any(peer["state"] != "ready" for peer in peers))

@@ -1,0 +1,134 @@
+"""`droidspeak serve`: SGLang's own server, with the nested options of this extension from flags."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+import yaml
+
+from cachetree import ConfigError
+from sglang_droidspeak.cli.terminal import show
+from sglang_droidspeak.fleet.fleet import check_flags
+from sglang_droidspeak.fleet.servers import linker_options
+from sglang_droidspeak.start.config import MIN_PAGE_SIZE
+
+_MODULE: Final = "sglang.launch_server"
+
+
+def add_parser(commands: Any) -> None:
+    serve = commands.add_parser(
+        "serve",
+        help="start an SGLang server that shares its cache",
+        description="Check the settings, then become `python -m sglang.launch_server` with them. "
+        "Mistakes end it with one line before anything is loaded.",
+        allow_abbrev=False,
+    )
+    serve.add_argument("--model", required=True, metavar="PATH", help="checkpoint to serve")
+    serve.add_argument(
+        "--listen", metavar="ADDRESS", help="where others read this server's cache, tcp://HOST:PORT"
+    )
+    for name, text in (
+        ("peer", "server whose cache it may read, tcp://HOST:PORT"),
+        ("push-to", "worker that keeps what it stores, tcp://HOST:PORT"),
+        ("profile", "profile of a pair, or a folder of them"),
+    ):
+        value = "PATH" if name == "profile" else "ADDRESS"
+        several = f"{text}; may be given several times"
+        serve.add_argument(f"--{name}", action="append", default=[], metavar=value, help=several)
+    serve.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="any other setting, as JSON or a word: `--set host_gb=8`; may be given several times",
+    )
+    serve.add_argument(
+        "--dry-run", action="store_true", help="print the same as YAML for SGLang, and end"
+    )
+    serve.add_argument(
+        "sglang", nargs="*", metavar="-- OPTIONS", help="SGLang's own, as in `-- --port 30001`"
+    )
+    serve.set_defaults(run=_serve)
+
+
+def _serve(args: argparse.Namespace) -> int:
+    options, rest = options_of(args), args.sglang
+    if args.dry_run:
+        show(f"# {shlex.join(['python', '-m', _MODULE, '--config', 'FILE', *rest])}")
+        show(yaml.safe_dump(options, sort_keys=False).rstrip())
+        return 0
+    command = [sys.executable, "-m", _MODULE, *_as_flags(options), *rest]
+    os.execv(sys.executable, command)
+
+
+def options_of(args: argparse.Namespace) -> dict[str, Any]:
+    """SGLang's options beside those that are given to it as they are; raises ConfigError and
+    ProfileError for what the server would refuse."""
+    from sglang_droidspeak.start.this_server import folder_of, read_server
+
+    settings = _settings(args)
+    check_flags("serve", (it[2:].partition("=")[0] for it in args.sglang if it.startswith("--")))
+    own = _own_flags().parse_known_args(args.sglang)[0]
+    adapters = tuple(it.partition("=")[2] or it for it in own.lora_paths)
+    try:
+        folder_of(args.model, own.revision)
+    except (OSError, ValueError) as exc:
+        reason = str(exc).partition("\n")[0]
+        raise ConfigError(
+            f"model {args.model} is no folder, and Hugging Face does not give it: {reason}"
+        ) from exc
+    read_server(
+        json.dumps(settings).encode(),
+        args.model,
+        own.revision,
+        own.page_size,
+        own.tp,
+        adapters if own.enable_lora or adapters else None,
+    )
+    return {"model-path": args.model, "page-size": own.page_size, **linker_options(settings)}
+
+
+def _settings(args: argparse.Namespace) -> dict[str, Any]:
+    flags = {
+        "listen": args.listen,
+        "peers": args.peer,
+        "push_to": args.push_to,
+        "profiles": args.profile,
+    }
+    return {name: value for name, value in flags.items() if value} | dict(map(_named, args.set))
+
+
+def _named(told: str) -> tuple[str, Any]:
+    name, equals, value = told.partition("=")
+    if not (name and equals):
+        raise ConfigError(f"--set is {told!r}; write NAME=VALUE, for example host_gb=8")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
+def _own_flags() -> argparse.ArgumentParser:
+    """Those of SGLang that the settings are checked against."""
+    flags = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    flags.add_argument("--page-size", type=int, default=MIN_PAGE_SIZE)
+    flags.add_argument(
+        "--tensor-parallel-size", "--tp-size", "--tp", dest="tp", type=int, default=1
+    )
+    flags.add_argument("--revision")
+    flags.add_argument("--enable-lora", action="store_true")
+    flags.add_argument("--lora-paths", nargs="*", default=[])
+    return flags
+
+
+def _as_flags(options: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in options.items():
+        yield f"--{name}"
+        if value is not True:
+            yield value if isinstance(value, str) else json.dumps(value)

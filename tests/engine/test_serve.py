@@ -1,0 +1,123 @@
+"""`droidspeak serve`: what it starts, and what it refuses before anything is started."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import yaml
+
+from sglang_droidspeak.cli import main
+from sglang_droidspeak.demo import DemoConfig
+from sglang_droidspeak.start.config import LINKER_MODULE, is_configured
+
+SHIPPED = DemoConfig()
+MODEL = ["serve", "--model", str(SHIPPED.receiver)]
+SETTINGS = ["--peer", "tcp://127.0.0.1:7001", "--profile", str(SHIPPED.profile)]
+OPTIONS = ["--", "--device", "cpu", "--port", "30001", "--sleep-on-idle"]
+
+
+class Started(Exception):
+    """In place of the process that would be another one from here on."""
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    command: list[str] = []
+
+    def execv(_path: str, argv: list[str]) -> None:
+        command[:] = argv
+        raise Started
+
+    monkeypatch.setattr(os, "execv", execv)
+    return command
+
+
+def arguments(words: list[str]) -> Any:
+    """As SGLang reads its command line."""
+    from sglang.srt.server_args import prepare_server_args
+
+    return prepare_server_args(words)
+
+
+def test_it_starts_what_the_dry_run_shows(started: list[str], tmp_path: Path, capsys: Any) -> None:
+    told = [*MODEL, *SETTINGS, "--set", "host_gb=0.25", "--set", "gate=off"]
+    with pytest.raises(Started):
+        main([*told, *OPTIONS])
+    assert started[1:3] == ["-m", "sglang.launch_server"]
+    ours = arguments(started[3:])
+    assert main([*told, "--dry-run", *OPTIONS]) == 0
+    shown = capsys.readouterr().out
+    file = tmp_path / "server.yaml"
+    file.write_text(shown)
+    command = shlex.split(shown.partition("\n")[0].removeprefix("# ").replace("FILE", str(file)))
+    theirs = arguments(command[3:])
+    assert msgspec.structs.asdict(ours) == msgspec.structs.asdict(theirs)
+    assert is_configured(ours)
+    assert (ours.device, ours.port, ours.page_size, ours.sleep_on_idle) == ("cpu", 30001, 16, True)
+    assert ours.unified_cache_external_linker_config == {
+        "linker": "DroidSpeakLinker",
+        "linker_module_path": LINKER_MODULE,
+        "linker_extra_config": {
+            "peers": ["tcp://127.0.0.1:7001"],
+            "profiles": [str(SHIPPED.profile)],
+            "host_gb": 0.25,
+            "gate": "off",
+        },
+    }
+
+
+def test_only_what_is_given_is_set(capsys: Any) -> None:
+    listen = ["--listen", "tcp://127.0.0.1:0", "--push-to", "tcp://127.0.0.1:7002"]
+    assert main([*MODEL, *listen, "--dry-run", "--", "--page-size", "32"]) == 0
+    shown = yaml.safe_load(capsys.readouterr().out)
+    assert shown["page-size"] == 32
+    extra = shown["unified-cache-external-linker-config"]["linker_extra_config"]
+    assert extra == {"listen": "tcp://127.0.0.1:0", "push_to": ["tcp://127.0.0.1:7002"]}
+
+
+def test_adapters_are_read_too(capsys: Any) -> None:
+    weights = SHIPPED.receiver.parent
+    told = ["serve", "--model", str(weights / "foundation"), "--dry-run", "--"]
+    assert main([*told, "--enable-lora", "--lora-paths", f"a={weights / 'receiver_lora'}"]) == 0
+    assert "--lora-paths" in capsys.readouterr().out.partition("\n")[0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--peer", "127.0.0.1:7001"], "peer.*tcp://"),
+        (["--profile", "no.json"], "no.json"),
+        (["--set", "hots_gb=1"], "hots_gb; did you mean host_gb?"),
+        (["--set", "host_gb"], "NAME=VALUE"),
+        (["--set", "host_gb=many"], "host_gb"),
+        (["--", "--mem-fraction-statc", "0.5"], "did you mean mem-fraction-static?"),
+        (["--listen", "tcp://0.0.0.0:7001"], "loopback"),
+    ],
+)
+def test_mistakes_are_one_line_before_anything_starts(
+    started: list[str], capsys: Any, flags: list[str], says: str
+) -> None:
+    assert main([*MODEL, *flags]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("droidspeak: ") and said.count("\n") == 1
+    assert re.search(says, said), said
+    assert not started
+
+
+def test_a_profile_of_others_is_refused(started: list[str], capsys: Any) -> None:
+    other = SHIPPED.receiver.parent / "foundation"
+    assert main(["serve", "--model", str(other), "--profile", str(SHIPPED.profile)]) == 1
+    assert str(SHIPPED.profile) in capsys.readouterr().err
+    assert not started
+
+
+def test_a_model_that_is_nowhere_is_refused(started: list[str], capsys: Any) -> None:
+    assert main(["serve", "--model", "/no/such/model"]) == 1
+    assert "model /no/such/model is no folder" in capsys.readouterr().err
+    assert not started
