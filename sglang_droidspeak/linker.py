@@ -37,6 +37,7 @@ from sglang_droidspeak.engine.names import (
 from sglang_droidspeak.metrics import CacheMetrics, Metrics
 from sglang_droidspeak.ranks import Ranks
 from sglang_droidspeak.request import meta_info
+from sglang_droidspeak.request.answers import Answers
 from sglang_droidspeak.request.forward import ForwardPass, largest_forward
 from sglang_droidspeak.request.in_flight import InFlightPrefills
 from sglang_droidspeak.request.labels import Labels
@@ -164,6 +165,10 @@ class DroidSpeakLinker(UnifiedCacheLinker):
             self._ranks,
             params.page_size,
         )
+        adapters = runner.lora_manager.lora_refs if runner.lora_manager is not None else {}
+        answers = Answers(
+            self._cache, planner, self._labels, self._activated, adapters, params.page_size
+        )
         engine.place_hooks(
             {
                 **queue.hooks,
@@ -173,7 +178,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
                 release.SLEEP_ON_IDLE: (self._replies.sleep, HookType.AROUND),
                 release.REPORT_ABORT: (self._labels.aborted, HookType.BEFORE),
                 release.REQUEST_LEVEL: (_is_request_level, HookType.AFTER),
-                release.INTERNAL_STATE: (self._add_peers, HookType.AFTER),
+                release.INTERNAL_STATE: (answers.add, HookType.AFTER),
             }
         )
         engine.place_hooks(
@@ -275,10 +280,6 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         if result.success:
             self._models.drop(lora_ref.lora_id)
             self._pool_index.forget(lora_ref.lora_id)
-
-    def _add_peers(self, output: Any, *_: object) -> None:
-        """To SGLang's answer about its scheduler's state."""
-        output.internal_state[peers.KEY] = peers.told(self._cache.sources())
 
     def close(self) -> None:
         self.reset()

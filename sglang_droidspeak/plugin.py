@@ -4,7 +4,8 @@ Only cold hooks are placed here. The hot ones are placed by the linker, so a ser
 configure it runs exactly SGLang's own code after start-up.
 
     process    hook                              when
-    front end  ServerArgs.check_server_args      checks the configuration before anything loads
+    front end  ServerArgs.check_server_args      checks the configuration before anything loads,
+               and adds the page that `droidspeak explain` asks
     scheduler  pool cell size, alloc_memory_pool counts and allocates E, before CUDA graphs
                available bytes                   without those of the recompute's attention
 """
@@ -36,9 +37,12 @@ def register() -> None:
 
 def _check_server_args(_result: None, server_args: ServerArgs) -> None:
     if is_configured(engine.resolved(server_args)):
+        from sglang_droidspeak.engine.asking import add_page
+        from sglang_droidspeak.start.peers import KEY
         from sglang_droidspeak.start.this_server import check_front_end
 
         check_front_end(server_args)
+        add_page(KEY)
         # A scheduler that is forked, not spawned, has only the hooks of this process.
         if multiprocessing.get_start_method(allow_none=True) == "fork":
             engine.place_hooks(_SCHEDULER_HOOKS)

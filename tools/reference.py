@@ -11,6 +11,7 @@ import ast
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -28,6 +29,7 @@ from sglang_droidspeak.demo.report import DemoReport
 from sglang_droidspeak.metrics import Metrics
 from sglang_droidspeak.request.controls import Controls
 from sglang_droidspeak.request.meta_info import RequestProvenance
+from sglang_droidspeak.request.outcomes import SECTIONS
 from sglang_droidspeak.start.config import Settings
 
 ROOT: Final = Path(__file__).resolve().parents[1]
@@ -188,6 +190,14 @@ def codecs() -> str:
     return table(["codec", "bytes, of those of bfloat16 with head_dim 128"], rows)
 
 
+def outcomes(section: str) -> str:
+    told = (
+        f"### `{name}`\n\n- **Cause:** {it.cause}\n- **Remedy:** {it.remedy}\n"
+        for name, it in SECTIONS[section].items()
+    )
+    return "\n".join(told)
+
+
 PARTS: Final[dict[str, Callable[[], str]]] = {
     "settings": lambda: fields_of(Settings, _default),
     "controls": lambda: fields_of(Controls, _default),
@@ -196,6 +206,7 @@ PARTS: Final[dict[str, Callable[[], str]]] = {
     "cache_metrics": cache_metrics,
     "droidspeak": lambda: commands(droidspeak_parser()),
     "cachetree": lambda: commands(cachetree_parser()),
+    **{f"outcomes_{it}": partial(outcomes, it) for it in SECTIONS},
     "break_even": break_even.markdown,
     "codecs": codecs,
     "proof": proof,

@@ -6,7 +6,7 @@ from cachetree.planning.link import FREE as FREE_LINK
 from cachetree.planning.link import Link
 from cachetree.planning.margin import Margin
 from cachetree.planning.plan import Match, Plan, Strategy
-from cachetree.planning.policy import choose, saving_s
+from cachetree.planning.policy import Considered, Weighed, choose, saving_s, weigh
 from cachetree.planning.prediction import (
     Costs,
     full_prefill_s,
@@ -36,6 +36,7 @@ __all__ = [
     "PROJECTION",
     "SECONDS_PER_TOKEN",
     "BlockQuality",
+    "Considered",
     "Costs",
     "Demand",
     "Gate",
@@ -53,6 +54,7 @@ __all__ = [
     "Recipe",
     "Requested",
     "Strategy",
+    "Weighed",
     "WrittenRecipe",
     "choose",
     "full_prefill_s",
@@ -63,5 +65,6 @@ __all__ = [
     "read_profile_as",
     "recompute_s",
     "saving_s",
+    "weigh",
     "write_profile",
 ]

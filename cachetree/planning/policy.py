@@ -18,11 +18,13 @@ measured yet count as nothing.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from cachetree.ids import Span, is_pool, nearness
+import msgspec
+
+from cachetree.ids import Location, ModelId, Span, is_pool, nearness
 from cachetree.planning.demand import Demand, Mode, NoReuse, Reason, Requested
 from cachetree.planning.gate import Profiles, allowed_recipes, first_difference
 from cachetree.planning.link import FREE
@@ -51,6 +53,94 @@ class _Candidate:
     """Seconds, or token-layers while the device's speed is unknown."""
     wait_s: float = 0.0
     """Of these seconds, how many the device has nothing to do, for it or for others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Considered:
+    """What a decision is made of: the same values decide the same again."""
+
+    demand: Demand
+    matches: Sequence[Match]
+    costs: Costs
+
+    @property
+    def full_prefill_s(self) -> float | None:
+        """Predicted for what the device has not; None while its speed is unknown."""
+        start = _num_held(self.demand) * self.demand.page_size
+        return full_prefill_s(Span(start, _num_tokens(self.demand)), self.costs)
+
+
+class Weighed(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One way of reuse as a decision saw it, for a person."""
+
+    sender: ModelId
+    location: Location
+    reason: str
+    """`taken`, `not the best`, `not asked for`, or a `Reason`."""
+    detail: str = ""
+    pages: tuple[int, int] | None = None
+    """Of the prompt; half-open, as `block` is. None where no recipe was allowed."""
+    block: tuple[int, int] | None = None
+    refreshed: tuple[int, ...] = ()
+    quality: float | None = None
+    """As in the profile; 1 for what is exact."""
+    exact: bool = False
+    ttft_s: float | None = None
+    """Predicted for the whole prompt, as `Considered.full_prefill_s` is. None while unknown, and
+    where there are too few pages."""
+    saving_s: float | None = None
+
+
+def weigh(considered: Considered, profiles: Profiles) -> list[Weighed]:
+    """All that `choose` chose from, and why each was or was not taken."""
+    demand, matches = considered.demand, considered.matches
+    chosen = choose(demand, matches, profiles, considered.costs)
+    return [way for it in matches for way in _ways(it, considered, profiles, chosen)]
+
+
+def _ways(
+    match: Match, considered: Considered, profiles: Profiles, chosen: Plan | NoReuse
+) -> Iterator[Weighed]:
+    demand, costs = considered.demand, considered.costs
+    sender = (demand.requested or Requested()).sender
+    if sender not in (None, match.model):
+        yield _way(match, "not asked for")
+        return
+    recipes = allowed_recipes(demand, match, profiles)
+    if isinstance(recipes, NoReuse):
+        why = _pick_of(recipes, demand, match, profiles, costs)
+        assert isinstance(why, NoReuse)
+        yield _way(match, why.reason.value, why.detail)
+        return
+    same = first_difference(demand, match.model, profiles.get((match.model, demand.receiver)))
+    for recipe in recipes:
+        plan = _whole_plan(demand, match, recipe, same)
+        possible = _candidate(demand, match, recipe, plan, costs)
+        pick = _pick_of([recipe], demand, match, profiles, costs)
+        if isinstance(pick, NoReuse):
+            way = _way(match, pick.reason.value, pick.detail)
+        else:
+            way = _way(match, "taken" if pick.plan == chosen else "not the best")
+        yield _told(way, recipe, plan, possible)
+
+
+def _way(match: Match, reason: str, detail: str = "") -> Weighed:
+    return Weighed(sender=match.model, location=match.location, reason=reason, detail=detail)
+
+
+def _told(way: Weighed, recipe: BlockQuality, plan: Plan, possible: _Candidate | None) -> Weighed:
+    plan = plan if possible is None else possible.plan
+    ttft_s = None if possible is None else possible.ttft_s
+    return msgspec.structs.replace(
+        way,
+        pages=(plan.pages.start, plan.pages.stop),
+        block=(plan.block.start, plan.block.stop) if len(plan.block) else None,
+        refreshed=plan.refreshed,
+        quality=recipe.quality,
+        exact=plan.is_exact,
+        ttft_s=ttft_s,
+        saving_s=None if possible is None or ttft_s is None else possible.saving,
+    )
 
 
 def saving_s(plan: Plan, demand: Demand, costs: Costs) -> float | None:
@@ -100,6 +190,16 @@ def _rank(it: _Candidate, demand: Demand) -> tuple[bool, float, bool, int, float
 def _pick(demand: Demand, match: Match, profiles: Profiles, costs: Costs) -> _Candidate | NoReuse:
     """The best plan that this match allows."""
     recipes = allowed_recipes(demand, match, profiles)
+    return _pick_of(recipes, demand, match, profiles, costs)
+
+
+def _pick_of(
+    recipes: Sequence[BlockQuality] | NoReuse,
+    demand: Demand,
+    match: Match,
+    profiles: Profiles,
+    costs: Costs,
+) -> _Candidate | NoReuse:
     if isinstance(recipes, NoReuse) and recipes.reason is Reason.UNGATED_BLOCK:
         return recipes
     if min(match.num_pages, demand.num_pages) - demand.first_page < demand.min_pages:

@@ -51,7 +51,7 @@ from cachetree.transport.handshake import (
 from cachetree.transport.keys import write_key_pair
 from cachetree.transport.peer import Peer
 from cachetree.transport.status import PeerState, PeerStatus, PusherStatus
-from cachetree.transport.verbs import Source, Status
+from cachetree.transport.verbs import Source, Status, StatusRequest
 from cachetree.transport.worker import Worker
 
 __all__ = [
@@ -65,6 +65,7 @@ __all__ = [
     "PusherStatus",
     "Source",
     "Status",
+    "StatusRequest",
     "Worker",
     "WorkerConfig",
     "ask",

@@ -15,7 +15,7 @@ import msgspec
 from cachetree import CacheTreeError
 from cachetree.checkpoint import read_model_identity
 from profiles import cli as profiler
-from sglang_droidspeak.cli import demo, doctor, live, serve
+from sglang_droidspeak.cli import demo, doctor, explain, live, serve
 from sglang_droidspeak.cli.terminal import complain, show, show_json
 
 INTERRUPTED = 130
@@ -70,6 +70,7 @@ def parser() -> argparse.ArgumentParser:
     up.add_argument("--device", help="of all engines, in place of what the file says")
     up.set_defaults(run=_up)
     live.add_parser(commands)
+    explain.add_parser(commands)
     doctor.add_parser(commands)
     profiler.add_commands(commands)
     return top

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import time
+from email.utils import parsedate_to_datetime
 from typing import Any, Final
 
 import requests
@@ -45,6 +47,12 @@ def state_of(url: str, key: str | None) -> dict[str, Any]:
     if told is None:
         raise NoAnswer(f"{url} runs without droidspeak")
     return state
+
+
+def clock_off_s(url: str, key: str | None) -> float:
+    """How far the server's clock is ahead of this one."""
+    told = _ask("GET", url, "/server_info", key).headers.get("Date")
+    return 0.0 if told is None else parsedate_to_datetime(told).timestamp() - time.time()
 
 
 def post(args: argparse.Namespace, path: str, question: dict[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@
     layers     its decoder layers: where E leaves them, and how a block of them is run
     replay     its batches: how prefix tokens are run once more, before a batch's own forward
     prefixes   its requests and its tree: pages, tenants, exact and approximate KV
+    asking     its HTTP server: how an operator asks the scheduler
     hashing, attention, hicache
 
 The next release gets a module of its own, a copy of this release's with what moved.

@@ -175,6 +175,6 @@ FIELDS: Mapping[str, str] = {
     ),
     f"{_HICACHE}.PoolTransfer": ("keys device_indices"),
     "sglang.srt.lora.lora.LoRAAdapter": ("layers scaling"),
-    "sglang.srt.lora.lora_registry.LoRARef": ("lora_id lora_path"),
+    "sglang.srt.lora.lora_registry.LoRARef": ("lora_id lora_name lora_path"),
     "sglang.srt.lora.lora_manager.LoRAManager": ("loras lora_refs fetch_new_loras"),
 }

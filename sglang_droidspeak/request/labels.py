@@ -12,11 +12,13 @@ import msgspec
 
 from sglang_droidspeak.engine.names import FINISH_ABORT, is_health_check_generate_req
 from sglang_droidspeak.engine.prefixes import tenant_of
+from sglang_droidspeak.request.considered import considered_of
 from sglang_droidspeak.request.meta_info import KEY, RequestProvenance
 
 if TYPE_CHECKING:
     import torch
 
+    from cachetree.planning import Considered
     from sglang_droidspeak.engine.names import Req
     from sglang_droidspeak.metrics import Metrics
 
@@ -26,6 +28,23 @@ _LABEL: Final = "droidspeak_label"
 _TOLD: Final = "droidspeak_told"
 _MAX_WARMED: Final = 256
 """Prompts with `n` above 1 that are answered at the same time."""
+MAX_TOLD: Final = 1000
+"""Requests that can still be explained,"""
+MAX_MATCHES: Final = 32_000
+"""or fewer, where each had so many models to read from."""
+
+
+class Told(msgspec.Struct, frozen=True):
+    """What is kept of a request that was answered: no token of it."""
+
+    provenance: RequestProvenance
+    num_tokens: int
+    considered: Considered | None
+    """What its plan, or that there is none, was chosen from; None where there was no choice."""
+
+    @property
+    def num_matches(self) -> int:
+        return len(self.considered.matches) if self.considered is not None else 0
 
 
 class Labels:
@@ -37,6 +56,9 @@ class Labels:
 
     def __init__(self, metrics: Metrics) -> None:
         self.metrics: Final = metrics
+        self.told: Final[OrderedDict[str, Told]] = OrderedDict()
+        """By request id, the latest last."""
+        self._num_matches = 0
         self._warmed: Final[OrderedDict[Hashable, RequestProvenance]] = OrderedDict()
         """By prompt: what SGLang's own request has read before the samples of `n` above 1."""
 
@@ -89,8 +111,16 @@ class Labels:
             label.mark = None
         told = msgspec.structs.replace(told, exact=label.mark is None)
         self.metrics.count_outcome(told.outcome)
+        self._keep(req.rid, Told(told, len(req.origin_input_ids), considered_of(req)))
         _write(req.rid, told)
         req.customized_info = {**(req.customized_info or {}), KEY: [msgspec.to_builtins(told)]}
+
+    def _keep(self, rid: str, told: Told) -> None:
+        replaced = self.told.pop(rid, None)
+        self.told[rid] = told
+        self._num_matches += told.num_matches - (replaced.num_matches if replaced else 0)
+        while len(self.told) > MAX_TOLD or self._num_matches > MAX_MATCHES:
+            self._num_matches -= self.told.popitem(last=False)[1].num_matches
 
 
 @dataclass(slots=True, eq=False)

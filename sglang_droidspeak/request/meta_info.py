@@ -9,6 +9,7 @@ import msgspec
 from cachetree import DISK, LOCAL, is_pool
 
 if TYPE_CHECKING:
+    from cachetree.planning import Plan
     from sglang_droidspeak.request.request import Request
 
 KEY = "droidspeak"
@@ -69,10 +70,9 @@ def provenance_of(
         return RequestProvenance(
             outcome=f"fallback: {load.cause}", sender=plan.sender, queued_ms=queued_ms
         )
-    is_own = plan.sender == plan.receiver and plan.location in (LOCAL, DISK)
     fetch = (arrival.started_s, arrival.completed_s or arrival.started_s)
     return RequestProvenance(
-        outcome="own" if is_own else "reused",
+        outcome=outcome_of(plan),
         reused_tokens=len(load.at),
         sender=plan.sender,
         location="pool" if is_pool(plan.location) else plan.location,
@@ -90,6 +90,12 @@ def provenance_of(
         forward_ms=_ms(forward_s),
         overlap=round(_overlap(fetch, recompute), 4),
     )
+
+
+def outcome_of(plan: Plan) -> str:
+    """Where nothing goes wrong."""
+    is_own = plan.sender == plan.receiver and plan.location in (LOCAL, DISK)
+    return "own" if is_own else "reused"
 
 
 def _ms(seconds: float) -> float:

@@ -8,10 +8,13 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
+import msgspec
+
 from cachetree import Location, ModelId, PageHash, Span, is_pool
 from cachetree.checkpoint import Codec
 from cachetree.planning import (
     FREE_LINK,
+    Considered,
     Costs,
     Demand,
     Gate,
@@ -21,11 +24,14 @@ from cachetree.planning import (
     Reason,
     Requested,
     choose,
+    full_prefill_s,
     index_profiles,
     layers_of_work,
+    recompute_s,
     saving_s,
 )
 from sglang_droidspeak.engine import prefixes
+from sglang_droidspeak.request.considered import consider
 from sglang_droidspeak.request.controls import Controls, parse_controls
 from sglang_droidspeak.start.peers import not_ready
 from sglang_droidspeak.store.pool import Held, PoolIndex, pool_of
@@ -83,6 +89,16 @@ class Declined:
         return self.outcome in _TAKES_WHAT_IS_THERE
 
 
+class Price(msgspec.Struct, frozen=True, kw_only=True):
+    """What a plan takes beside its link; None while the device's speed is unknown."""
+
+    num_tokens: int
+    full_prefill_s: float | None
+    recompute_s: float | None
+    e_bytes: int
+    kv_bytes: int
+
+
 class Planner:
     """Scheduler thread only."""
 
@@ -101,7 +117,7 @@ class Planner:
         self._models: Final = models
         self._pool: Final = pool
         self._low_rank: Final = low_rank
-        self._profiles = index_profiles(server.profiles)
+        self.profiles: Final = index_profiles(server.profiles)
         self._min_pages: Final = -(-server.settings.min_tokens // server.page_size)
 
     def plan(
@@ -137,7 +153,8 @@ class Planner:
         )
         while True:
             costs = self._costs({it.location for it in matches})
-            plan = choose(demand, matches, self._profiles, costs)
+            consider(req, Considered(demand, matches, costs))
+            plan = choose(demand, matches, self.profiles, costs)
             if isinstance(plan, NoReuse):
                 log.debug("request %s: %s: %s", req.rid, plan.reason.value, plan.detail)
                 return Declined(plan.reason.value, plan.detail)
@@ -187,8 +204,21 @@ class Planner:
         match = Match(model=sender, location=location, num_pages=len(pages), e_pages=e_pages)
         match = self._low_rank.of_pool(match, owner.model)
         costs = self._costs({location})
-        plan = choose(demand, [match], self._profiles, costs)
+        plan = choose(demand, [match], self.profiles, costs)
         return _patience_s(plan, demand, costs) if isinstance(plan, Plan) else 0.0
+
+    def price(self, plan: Plan) -> Price:
+        """Of a plan over a fast link, as it is predicted now."""
+        costs, tokens = self._costs(()), self._server.page_size
+        pages = Span(plan.pages.start * tokens, plan.pages.stop * tokens)
+        num_pages = len(plan.pages)
+        return Price(
+            num_tokens=len(pages),
+            full_prefill_s=full_prefill_s(pages, costs),
+            recompute_s=recompute_s(plan, tokens, costs),
+            e_bytes=num_pages * len(plan.transition_layers) * costs.e_page_bytes,
+            kv_bytes=num_pages * len(plan.loaded_layers) * costs.kv_page_bytes,
+        )
 
     def _step_share(self, plan: Plan) -> float:
         """By its layers, or such that `max_stall_ms` of recompute fill a step."""

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any, Final
-
-import msgspec
+from typing import Final
 
 from cachetree.transport import PeerState, Source
 
 KEY: Final = "droidspeak"
-"""Under which SGLang's `/server_info` has what `told` says."""
-
-
-def told(sources: Sequence[Source]) -> dict[str, Any]:
-    return {"peers": msgspec.to_builtins(sources)}
+"""Under which SGLang's `/server_info` has what this extension says."""
 
 
 def mark_log() -> None:

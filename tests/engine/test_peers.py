@@ -25,7 +25,7 @@ from sglang_droidspeak.adapters.models import Owner
 from sglang_droidspeak.cli import main
 from sglang_droidspeak.fleet.servers import free_port
 from sglang_droidspeak.request.planner import Planner
-from sglang_droidspeak.start.peers import KEY, mark_log, not_ready, told
+from sglang_droidspeak.start.peers import KEY, mark_log, not_ready
 
 FAMILY = Family(
     architecture="LlamaForCausalLM",
@@ -88,12 +88,12 @@ def info() -> Iterator[SimpleNamespace]:
 def test_the_command_shows_states_and_errors(info: SimpleNamespace, capsys: Any) -> None:
     there = f"tcp://127.0.0.1:{free_port()}"
     with Cache(FAMILY, CacheConfig(peers=(there,), serves=False, host_bytes=1 << 20)) as cache:
-        info.internal_state[KEY] = told(cache.sources())
+        info.internal_state[KEY] = {"peers": msgspec.to_builtins(cache.sources())}
         assert main(["peers", f"{info.url}/"]) == 1
         assert capsys.readouterr().out.split()[:2] == [there, "connecting"]
         with serving(there):
             assert cache.wait_ready(20)
-            info.internal_state[KEY] = told(cache.sources())
+            info.internal_state[KEY] = {"peers": msgspec.to_builtins(cache.sources())}
             assert main(["peers", info.url]) == 0
         assert capsys.readouterr().out.split()[:2] == [there, "ready"]
 

@@ -89,6 +89,7 @@ def planned(
         sampling_params=SimpleNamespace(custom_params={"droidspeak": controls or {}}),
         full_untruncated_fill_ids=list(range(num_pages * PAGE + 1)),
     )
+    planner.asked = req
     return planner, planner.plan(req, pages, TREE, 0)
 
 

@@ -81,6 +81,7 @@ def request(rid: str = "r1", lora_id: str | None = None) -> Any:
         lora_id=lora_id,
         kv=SimpleNamespace(holds_kv=False),
         output_ids=[],
+        origin_input_ids=(),
         skip_radix_cache_insert=False,
         customized_info=None,
         multimodal_inputs=None,

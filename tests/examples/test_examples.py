@@ -11,10 +11,13 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from profiles.data import prompt_of, read_records
+from sglang_droidspeak.cli import main
 from sglang_droidspeak.fleet.servers import Server, end_of, free_port, running
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -131,6 +134,38 @@ def test_curl(servers) -> None:
     assert provenance["outcome"] == "off"
     assert full["meta_info"]["cached_tokens"] == 0
     assert full["text"].strip() == "plumber"
+
+
+def test_explain(servers, tmp_path, capsys) -> None:
+    """What would become of a prompt, and what became of it."""
+    sender, receiver = servers
+    prompt = prompt_of(read_records(EXAMPLES / "pairs/data/held_out.jsonl")[-1])
+    (tmp_path / "prompt.txt").write_text(prompt)
+
+    def explain(*what: str) -> dict[str, Any]:
+        assert main(["explain", *what, "--url", receiver.url, "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    unsent = ["--text", str(tmp_path / "prompt.txt")]
+    assert explain(*unsent)["outcome"] == "no_match"
+    sender.generate(prompt, max_new_tokens=1, droidspeak={"publish": "before_reply"})
+    foreseen = explain(*unsent)
+    (holding,) = foreseen["holdings"]
+    assert holding["e_pages"]["2"] == holding["pages"] >= 5
+    # Of so small a model a full prefill may be sooner; the block is asked for by name below.
+    assert foreseen["outcome"] in ("reused", "slower")
+    assert foreseen["measured"] is None
+    assert [2, 5] in [it.get("block") for it in foreseen["ways"]]
+    reply = receiver.generate(prompt, max_new_tokens=1, droidspeak={"block": "2:5"})
+    told = explain(reply["meta_info"]["id"])
+    assert [told["measured"]] == reply["meta_info"]["droidspeak"]
+    assert told["outcome"] == "reused"
+    assert [it["reason"] for it in told["ways"] if it.get("block") == [2, 5]] == ["taken"]
+    assert told["prompt_tokens"] == reply["meta_info"]["prompt_tokens"]
+    assert main(["doctor", "--url", receiver.url]) == 0, capsys.readouterr().out
+    assert " peer tcp://" in capsys.readouterr().out
+    salted = explain(*unsent, "--cache-salt", "somebody")
+    assert (salted["outcome"], salted["holdings"]) == ("no_match", [])
 
 
 def test_openai_client(servers) -> None:

@@ -1,0 +1,204 @@
+"""What `droidspeak doctor` looks at: an installation, a configuration, a running server."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from importlib.metadata import entry_points, version
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import psutil
+
+from cachetree import CacheTreeError, ConfigError, read_yaml
+from cachetree.transport import Status, StatusRequest, ask, credentials_of
+from sglang_droidspeak.cli import live
+from sglang_droidspeak.start.config import LINKER_MODULE, Settings, parse_settings
+from sglang_droidspeak.start.peers import KEY
+
+GIB: Final = 1 << 30
+PATIENCE_S: Final = 2.0
+"""For a peer's answer."""
+_START: Final = "start it, or mend its address or keys"
+_CLOCKS_S: Final = 2.0
+"""A server's clock is told in whole seconds."""
+
+
+class Check(msgspec.Struct, frozen=True, kw_only=True):
+    """One line."""
+
+    name: str
+    ok: bool
+    found: str
+    remedy: str = ""
+
+
+def _check(name: str, ok: bool, found: str, remedy: str) -> Check:
+    return Check(name=name, ok=ok, found=found, remedy="" if ok else remedy)
+
+
+def installation() -> Iterator[Check]:
+    """Imports as much of SGLang and torch as tells what they are."""
+    import torch
+
+    from sglang_droidspeak.engine import probe, release
+
+    found = version("sglang")
+    install = f"pip install sglang=={release.VERSION}"
+    yield _check("SGLang", found.split("+")[0] == release.VERSION, found, install)
+    root = probe.installed()
+    moved = [*probe.lacking(root), *probe.changed(root)]
+    yield _check(
+        "hooks",
+        not moved,
+        f"{len(moved)} of {len(release.USED)} moved",
+        "`droidspeak doctor --sglang` lists them; reinstall SGLang where it was changed",
+    )
+    plugins = {it.name for it in entry_points(group="sglang.srt.plugins")}
+    yield _check(
+        "plugin",
+        "droidspeak" in plugins,
+        f"SGLang sees {', '.join(sorted(plugins)) or 'none'}",
+        "install sglang-droidspeak into the environment of SGLang",
+    )
+    platforms = ", ".join(it.name for it in entry_points(group="sglang.srt.platforms"))
+    on_cuda = torch.cuda.is_available()
+    device = torch.cuda.get_device_name() if on_cuda else platforms or "none"
+    yield _check(
+        "device",
+        on_cuda or bool(platforms),
+        f"{device}, torch {version('torch')}",
+        "no accelerator is seen; for a CPU install platforms/torch_cpu of the repository",
+    )
+
+
+def configuration(path: Path) -> Iterator[Check]:
+    """Of the file that `sglang.launch_server --config` takes, on the machine where it will run."""
+    from sglang_droidspeak.start.this_server import read_server
+
+    try:
+        options = read_yaml(path, "config")
+        settings, extra = _settings(options, path)
+        server = read_server(
+            msgspec.json.encode(extra),
+            str(options.get("model-path")),
+            options.get("revision"),
+            int(options.get("page-size", 1)),
+            int(options.get("tp-size", options.get("tensor-parallel-size", 1))),
+            None,
+        )
+    except CacheTreeError as exc:
+        yield Check(name="settings", ok=False, found=str(exc), remedy=f"correct {path}")
+        return
+    yield Check(name="settings", ok=True, found=f"model {server.identity.model_id}")
+    for it in server.profiles:
+        pair = f"{it.sender.model_id} to {it.receiver.model_id}"
+        yield _check(f"profile {pair}", it.is_usable, it.reason, "see `droidspeak profile show`")
+    yield from _room(settings)
+    for address in dict.fromkeys((*settings.peers, *settings.push_to)):
+        yield _peer(address, settings)
+
+
+def _settings(options: Any, path: Path) -> tuple[Settings, dict[str, Any]]:
+    linker = options.get("unified-cache-external-linker-config") if options else None
+    if not isinstance(linker, dict) or linker.get("linker_module_path") != LINKER_MODULE:
+        raise ConfigError(f"{path} does not configure droidspeak; `droidspeak serve` writes it")
+    extra = linker.get("linker_extra_config") or {}
+    return parse_settings(extra), extra
+
+
+def _room(settings: Settings) -> Iterator[Check]:
+    wanted, free = settings.host_gb + settings.staging_gb, psutil.virtual_memory().available / GIB
+    found = f"{wanted:.1f} GiB are taken at start, {free:.1f} GiB are free"
+    yield _check("memory", wanted < free, found, "lower host_gb or staging_gb")
+    if settings.disk_path is not None:
+        folder = Path(settings.disk_path).absolute()
+        place = next(it for it in (folder, *folder.parents) if it.exists())
+        free = psutil.disk_usage(str(place)).free / GIB
+        found = f"up to {settings.disk_gb:.1f} GiB are written, {free:.1f} GiB are free"
+        yield _check("disk", settings.disk_gb < free, found, "lower disk_gb, or make room")
+
+
+def _peer(address: str, settings: Settings) -> Check:
+    """Connects as the server would."""
+    name = f"peer {address}"
+    try:
+        keys = credentials_of(settings.key_file, settings.peer_keys.get(address))
+        told = ask(address, StatusRequest(), Status, timeout_s=PATIENCE_S, credentials=keys)
+    except CacheTreeError as exc:
+        return Check(name=name, ok=False, found=str(exc), remedy=_START)
+    return Check(name=name, ok=True, found=f"serves {told.model or 'many models'}")
+
+
+def running(url: str, key: str | None) -> Iterator[Check]:
+    """Of a server, by what it says itself."""
+    try:
+        state, off_s = live.state_of(url, key), live.clock_off_s(url, key)
+    except CacheTreeError as exc:
+        yield Check(name=url, ok=False, found=str(exc), remedy="start it, or give its --api-key")
+        return
+    told = state[KEY]
+    yield Check(name=url, ok=True, found=f"SGLang serves {state.get('model_path')}")
+    yield _check(
+        "clock", abs(off_s) < _CLOCKS_S, f"{off_s:+.0f} s", "set it by NTP: logs are compared by it"
+    )
+    degraded, is_up = told["health"]["degraded"], told["health"]["live"]
+    wrong = "; ".join([*degraded, *([] if is_up else ["the worker's thread is stuck"])])
+    restart = "see docs/operate.md; restart it where the thread is stuck"
+    yield _check("memory, disk", not wrong, wrong or "well", restart)
+    yield from _keys(state)
+    for it in told["peers"]:
+        found = " ".join([it["state"], it["reason"]]).strip()
+        yield _check(f"peer {it['address']}", it["state"] == "ready", found, _START)
+    if not told["pairs"]:
+        none = "none: only caches of this very model are read; `droidspeak profile` makes one"
+        yield Check(name="profiles", ok=True, found=none)
+    for pair in told["pairs"]:
+        name = f"profile {pair['sender']} to {pair['receiver']}"
+        yield _check(name, pair["usable"], pair["reason"], "see `droidspeak profile show`")
+        if pair["usable"] and pair["price"] is not None:
+            yield from _links(told["links"], pair)
+
+
+def _keys(state: Mapping[str, Any]) -> Iterator[Check]:
+    linker = state.get("unified_cache_external_linker_config") or {}
+    settings = parse_settings(linker.get("linker_extra_config") or {})
+    found = "sealed" if settings.key_file else "none"
+    if settings.listen is not None:
+        is_safe = not settings.insecure or settings.key_file is not None
+        seal = "give it a key_file and allowed_peers: others may read and change what it sends"
+        yield _check("keys", is_safe, f"{found}, listens at {settings.listen}", seal)
+
+
+def _links(links: Mapping[str, float], pair: Mapping[str, Any]) -> Iterator[Check]:
+    """Whether each link that was used of late is faster than break-even."""
+    price = pair["price"]
+    least = break_even_byte_s(price)
+    if least is None:
+        found = "no prefill was measured yet"
+        yield Check(name="break-even", ok=True, found=found)
+        return
+    for address, byte_s in links.items():
+        found = f"{byte_s / 1e9:.2f} GB/s, break-even {least / 1e9:.2f} GB/s"
+        yield _check(
+            f"link {address}",
+            byte_s > least,
+            f"{found} for {price['num_tokens']:,} tokens",
+            "take a faster link, a codec, or a profile with a smaller block; see docs/why.md",
+        )
+    if not links:
+        found = f"{least / 1e9:.2f} GB/s for {price['num_tokens']:,} tokens; no link was used yet"
+        yield Check(name="break-even", ok=True, found=found)
+
+
+def break_even_byte_s(price: Mapping[str, Any]) -> float | None:
+    """Speed of a link over which reuse takes as long as a full prefill (docs/why.md); infinite
+    where none is fast enough, None while the device's speed is unknown."""
+    full_s, block_s = price["full_prefill_s"], price["recompute_s"]
+    if full_s is None or block_s is None:
+        return None
+    if block_s >= full_s:
+        return math.inf
+    e_bytes, kv_bytes = price["e_bytes"], price["kv_bytes"]
+    return max((e_bytes + kv_bytes) / full_s, e_bytes / (full_s - block_s))

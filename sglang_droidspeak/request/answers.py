@@ -1,0 +1,230 @@
+"""What a running server tells an operator: of its peers, and of one request or prompt.
+
+Nothing of it names a token or a page of anybody's prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from cachetree import LOCAL, Location, ModelId, Span
+from cachetree.metrics import Health, health_of
+from cachetree.planning import PairProfile, Plan, Profiles, Weighed, weigh
+from cachetree.transport import Source
+from sglang_droidspeak.engine import asking, prefixes
+from sglang_droidspeak.request.considered import considered_of
+from sglang_droidspeak.request.labels import Told
+from sglang_droidspeak.request.meta_info import RequestProvenance, outcome_of
+from sglang_droidspeak.request.outcomes import advice_on
+from sglang_droidspeak.request.planner import Planned, Price
+from sglang_droidspeak.start.peers import KEY
+
+if TYPE_CHECKING:
+    from cachetree import Cache
+    from sglang_droidspeak.adapters.activated import ActivatedAdapters
+    from sglang_droidspeak.engine.names import LoRARef, Scheduler
+    from sglang_droidspeak.request.labels import Labels
+    from sglang_droidspeak.request.planner import Planner
+
+
+_USUAL_TOKENS: Final = 2048
+
+
+class Question(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Of a request that was answered, or else of a prompt that was not sent."""
+
+    request_id: str | None = None
+    input_ids: list[int] = []
+    adapter: str | None = None
+    """By the name that requests call it."""
+    extra_key: str | None = None
+    cache_salt: str | None = None
+
+
+class Holding(msgspec.Struct, frozen=True, kw_only=True):
+    """What one model has of the prompt at one place, from its start."""
+
+    model: str
+    location: str
+    pages: int
+    e_pages: Mapping[int, int]
+    """By layer: how many of them have E there."""
+
+
+class Explanation(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a request was or was not served from another's cache. Pages are whole ones, from the
+    prompt's start; those of `device` were there when it was planned."""
+
+    outcome: str
+    detail: str | None
+    cause: str
+    remedy: str
+    prompt_tokens: int
+    page_tokens: int
+    model: ModelId | None = None
+    device_pages: int = 0
+    holdings: Sequence[Holding] = ()
+    full_prefill_s: float | None = None
+    """Predicted, of what the device lacks."""
+    ways: Sequence[Weighed] = ()
+    measured: RequestProvenance | None = None
+    """None of a prompt that was not sent."""
+
+
+def explained(
+    it: Told, measured: RequestProvenance | None, page_tokens: int, profiles: Profiles
+) -> Explanation:
+    """Pure: the decision is made again, of what it was made of."""
+    seen, advice = it.considered, advice_on(it.provenance.outcome)
+    found = Explanation(
+        outcome=it.provenance.outcome,
+        detail=it.provenance.detail,
+        cause=advice.cause,
+        remedy=advice.remedy,
+        prompt_tokens=it.num_tokens,
+        page_tokens=page_tokens,
+        measured=measured,
+    )
+    if seen is None:
+        return found
+    demand = seen.demand
+    return msgspec.structs.replace(
+        found,
+        model=demand.receiver,
+        device_pages=max(demand.first_page, demand.first_approximate or 0),
+        holdings=[
+            Holding(model=m.model, location=m.location, pages=m.num_pages, e_pages=dict(m.e_pages))
+            for m in seen.matches
+        ],
+        full_prefill_s=seen.full_prefill_s,
+        ways=weigh(seen, profiles),
+    )
+
+
+class Pair(msgspec.Struct, frozen=True, kw_only=True):
+    """A profile that this server reads by."""
+
+    sender: ModelId
+    receiver: ModelId
+    usable: bool
+    reason: str
+    block: tuple[int, int] | None
+    """The recommended one."""
+    price: Price | None
+    """Of that, for a prompt of usual length."""
+
+
+class ServerState(msgspec.Struct, frozen=True, kw_only=True):
+    """What `/server_info` says of this extension."""
+
+    peers: Sequence[Source]
+    links: Mapping[str, float]
+    """Measured of late, by peer: bytes per second."""
+    pairs: Sequence[Pair]
+    health: Health
+
+
+class Answers:
+    """Scheduler thread only."""
+
+    def __init__(
+        self,
+        cache: Cache,
+        planner: Planner,
+        labels: Labels,
+        activated: ActivatedAdapters,
+        lora_refs: Mapping[str, LoRARef],
+        page_size: int,
+    ) -> None:
+        self._cache: Final = cache
+        self._planner: Final = planner
+        self._labels: Final = labels
+        self._activated: Final = activated
+        self._lora_refs: Final = lora_refs
+        self._page_size: Final = page_size
+
+    def add(self, output: Any, scheduler: Scheduler, recv_req: Any) -> None:
+        """Hooks Scheduler.get_internal_state: beside what SGLang says, or in its place."""
+        asked = asking.asked(recv_req)
+        if asked is None:
+            output.internal_state[KEY] = msgspec.to_builtins(self._state())
+        else:
+            output.internal_state = {KEY: self._answer(asked, scheduler)}
+
+    def _state(self) -> ServerState:
+        peers = self._cache.sources()
+        links = {it.address: self._cache.link(Location(it.address)) for it in peers}
+        return ServerState(
+            peers=peers,
+            links={at: 1 / it.byte_s for at, it in links.items() if it is not None and it.byte_s},
+            pairs=[self._pair(it) for it in self._planner.profiles.values()],
+            health=health_of(self._cache.status()),
+        )
+
+    def _pair(self, profile: PairProfile) -> Pair:
+        sender, receiver = profile.sender.model_id, profile.receiver.model_id
+        best, plan = profile.recommended, None
+        if best is not None:
+            plan = Plan(
+                sender=sender,
+                receiver=receiver,
+                location=LOCAL,
+                pages=Span(0, _USUAL_TOKENS // self._page_size),
+                block=best.block,
+                refreshed=best.refreshed,
+                num_layers=profile.receiver.num_layers,
+            )
+        return Pair(
+            sender=sender,
+            receiver=receiver,
+            usable=profile.is_usable,
+            reason=profile.reason,
+            block=None if best is None else (best.start, best.stop),
+            price=None if plan is None else self._planner.price(plan),
+        )
+
+    def _answer(self, asked: str, scheduler: Scheduler) -> dict[str, Any]:
+        try:
+            question = msgspec.json.decode(asked, type=Question)
+            return msgspec.to_builtins(self._explain(question, scheduler), str_keys=True)
+        except (msgspec.MsgspecError, LookupError) as exc:
+            return {"error": str(exc.args[0])}
+
+    def _explain(self, question: Question, scheduler: Scheduler) -> Explanation:
+        measured = None
+        if question.request_id is None:
+            it = self._unsent(question, scheduler)
+        elif question.request_id in self._labels.told:
+            it = self._labels.told[question.request_id]
+            measured = it.provenance
+        else:
+            raise LookupError(
+                f"no request {question.request_id!r} among the last {len(self._labels.told)} that "
+                "this server has answered"
+            )
+        return explained(it, measured, self._page_size, self._planner.profiles)
+
+    def _unsent(self, question: Question, scheduler: Scheduler) -> Told:
+        """What would become of it if it came now."""
+        lora_id = self._lora_id(question.adapter)
+        req = asking.unsent(question.input_ids, lora_id, question.extra_key, question.cache_salt)
+        self._activated.meet(req)
+        pages = prefixes.reusable_pages(req, self._page_size)
+        num_waiting = len(scheduler.waiting_queue)
+        planned = self._planner.plan(req, pages, scheduler.tree_cache, num_waiting)
+        if isinstance(planned, Planned):
+            outcome = RequestProvenance(outcome=outcome_of(planned.plan))
+        else:
+            outcome = RequestProvenance(outcome=planned.outcome, detail=planned.detail or None)
+        return Told(outcome, len(question.input_ids), considered_of(req))
+
+    def _lora_id(self, name: str | None) -> str | None:
+        if name is None:
+            return None
+        for lora_id, ref in self._lora_refs.items():
+            if ref.lora_name == name:
+                return lora_id
+        raise LookupError(f"this server has no adapter {name!r} now")

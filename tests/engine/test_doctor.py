@@ -1,0 +1,206 @@
+"""`droidspeak doctor`: what is well, what is not, and what to do."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import yaml
+from test_peers import FAMILY, info, serving  # noqa: F401
+from test_planner import PAGE, planned
+from test_policy import FAILED, FAR, MEASURED, PROFILES, links
+
+from cachetree.cache import Cache
+from cachetree.config import CacheConfig
+from cachetree.ids import Span
+from cachetree.planning import full_prefill_s, index_profiles, predict_ttft_s
+from sglang_droidspeak.cli import checks, main
+from sglang_droidspeak.cli.checks import Check, break_even_byte_s
+from sglang_droidspeak.engine import probe
+from sglang_droidspeak.fleet.servers import free_port
+from sglang_droidspeak.request.answers import Answers
+from sglang_droidspeak.start.peers import KEY
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To read all of SGLang takes seconds; another test does."""
+    monkeypatch.setattr(probe, "lacking", lambda _root: ())
+    monkeypatch.setattr(probe, "changed", lambda _root: ())
+
+
+def by_name(found: Any) -> dict[str, Check]:
+    return {it.name: it for it in found}
+
+
+def doctor(capsys: Any, *argv: str) -> tuple[int, str]:
+    return main(["doctor", *argv]), capsys.readouterr().out
+
+
+def test_this_installation_is_well(capsys: Any) -> None:
+    code, out = doctor(capsys)
+    assert code == 0
+    assert [line.split(":")[0] for line in out.splitlines()] == [
+        "ok    SGLang",
+        "ok    hooks",
+        "ok    plugin",
+        "ok    device",
+    ]
+
+
+def test_what_is_wrong_is_told_with_its_remedy(
+    capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe, "changed", lambda _root: ["a.b has another source"])
+    monkeypatch.setattr(checks, "version", lambda name: "0.5.22")
+    monkeypatch.setattr(checks, "entry_points", lambda group: [])
+    code, out = doctor(capsys, "--json")
+    told = {it["name"]: it for it in json.loads(out)}
+    assert (code, [it["ok"] for it in told.values()]) == (1, [False] * 4)
+    assert told["SGLang"]["remedy"] == "pip install sglang==0.5.23"
+    assert told["hooks"]["found"].startswith("1 of ")
+    assert "WRONG plugin: SGLang sees none; install" in doctor(capsys)[1]
+
+
+def configured(tmp_path: Path, **settings: Any) -> Path:
+    options = yaml.safe_load((ROOT / "examples/receiver.yaml").read_text())
+    linker = options["unified-cache-external-linker-config"]
+    linker["linker_extra_config"] |= {"peers": [], "host_gb": 0.01, "staging_gb": 0.01, **settings}
+    path = tmp_path / "server.yaml"
+    path.write_text(yaml.safe_dump(options))
+    return path
+
+
+def test_a_configuration_that_would_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(ROOT)
+    there = f"tcp://127.0.0.1:{free_port()}"
+    disk = {"disk_path": str(tmp_path / "a/b"), "disk_gb": 0.02}
+    with serving(there):
+        code, out = doctor(
+            capsys, "--config", str(configured(tmp_path, peers=[there], **disk)), "--json"
+        )
+    told = json.loads(out)
+    assert code == 0
+    names = [it["name"].split()[0] for it in told[4:]]
+    assert names == ["settings", "profile", "memory", "disk", "peer"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "name", "words"),
+    [
+        ({"host_gb": 1 << 30}, "memory", "are free"),
+        ({"disk_path": "/tmp", "disk_gb": 1 << 40}, "disk", "are free"),
+        ({"hots_gb": 1}, "settings", "did you mean host_gb?"),
+        ({"profiles": ["no.json"]}, "settings", "no.json"),
+    ],
+)
+def test_a_configuration_that_would_not(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    settings: dict[str, Any],
+    name: str,
+    words: str,
+) -> None:
+    monkeypatch.chdir(ROOT)
+    found = by_name(checks.configuration(configured(tmp_path, **settings)))
+    assert not found[name].ok and words in found[name].found and found[name].remedy
+    assert [it.ok for it in found.values()].count(False) == 1
+
+
+def test_a_peer_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(checks, "PATIENCE_S", 0.1)
+    there = f"tcp://127.0.0.1:{free_port()}"
+    found = by_name(checks.configuration(configured(tmp_path, peers=[there])))
+    assert not found[f"peer {there}"].ok
+    assert "no worker answered" in found[f"peer {there}"].found
+
+
+def test_a_file_of_another_server(tmp_path: Path) -> None:
+    (tmp_path / "server.yaml").write_text("model-path: m\n")
+    (found,) = checks.configuration(tmp_path / "server.yaml")
+    assert "does not configure droidspeak" in found.found
+
+
+def state(cache: Any, profiles: Any = PROFILES, **planner: Any) -> dict[str, Any]:
+    """What a server says, of this cache."""
+    asked, _ = planned(**planner)
+    asked.profiles = profiles
+    output = SimpleNamespace(internal_state={"model_path": "m"})
+    answers = Answers(cache, asked, None, None, {}, PAGE)  # type: ignore[arg-type]
+    answers.add(output, SimpleNamespace(), SimpleNamespace(rid=None))  # type: ignore[arg-type]
+    return output.internal_state
+
+
+def test_a_running_server(info: SimpleNamespace, capsys: Any) -> None:  # noqa: F811
+    there = f"tcp://127.0.0.1:{free_port()}"
+    with Cache(FAMILY, CacheConfig(peers=(there,), serves=False, host_bytes=1 << 20)) as cache:
+        info.internal_state = state(cache)
+        code, out = doctor(capsys, "--url", info.url)
+        assert code == 1
+        assert f"WRONG peer {there}: connecting" in out
+        with serving(there):
+            assert cache.wait_ready(20)
+            info.internal_state = state(cache)
+            code, out = doctor(capsys, "--url", info.url)
+    lines = out.splitlines()[4:]
+    assert [line.split(":")[0].split()[1] for line in lines] == [
+        *("http", "clock", "memory,", "peer", "profile", "break-even")
+    ]
+    assert code == 0, out
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "words"),
+    [
+        ({"health": {"live": True, "degraded": ["the disk is full"]}}, "memory, disk", "full"),
+        ({"health": {"live": False, "degraded": []}}, "memory, disk", "stuck"),
+        ({"links": {FAR: 1.0}}, f"link {FAR}", "0.00 GB/s, break-even"),
+    ],
+)
+def test_a_running_server_that_is_not_well(
+    info: SimpleNamespace,  # noqa: F811
+    change: dict[str, Any],
+    name: str,
+    words: str,
+) -> None:
+    with Cache(FAMILY, CacheConfig(serves=False, host_bytes=1 << 20)) as cache:
+        info.internal_state = state(cache)
+    info.internal_state[KEY] |= change
+    found = by_name(checks.running(info.url, None))
+    assert words in found[name].found and found[name].remedy
+    assert [it.ok for it in found.values()].count(False) == 1
+
+
+def test_a_profile_that_failed_and_keys_that_are_missing(info: SimpleNamespace) -> None:  # noqa: F811
+    with Cache(FAMILY, CacheConfig(serves=False, host_bytes=1 << 20)) as cache:
+        info.internal_state = state(cache, index_profiles([FAILED]))
+    extra = {"listen": "tcp://0.0.0.0:1", "insecure": True}
+    info.internal_state["unified_cache_external_linker_config"] = {"linker_extra_config": extra}
+    found = by_name(checks.running(info.url, None))
+    assert [name.split()[0] for name, it in found.items() if not it.ok] == ["keys", "profile"]
+    info.internal_state[KEY]["pairs"] = []
+    assert by_name(checks.running(info.url, None))["profiles"].ok
+    (nobody,) = checks.running(f"http://127.0.0.1:{free_port()}", None)
+    assert not nobody.ok
+
+
+def test_at_break_even_reuse_takes_as_long_as_a_full_prefill() -> None:
+    planner, found = planned(num_pages=128)
+    price = msgspec.to_builtins(planner.price(found.plan))
+    least = break_even_byte_s(price)
+    assert least is not None
+    costs = replace(MEASURED, links=links({FAR: least}))
+    reuse_s = predict_ttft_s(found.plan, page_size=PAGE, costs=costs)
+    assert reuse_s == pytest.approx(full_prefill_s(Span(0, 128 * PAGE), costs))
+    assert break_even_byte_s(price | {"recompute_s": None}) is None
+    assert break_even_byte_s(price | {"recompute_s": 1e9}) == float("inf")

@@ -1,0 +1,198 @@
+"""What a server says of one request: which outcome, why, what there was, and what to do."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from array import array
+from collections.abc import Iterator
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import documented_outcomes
+import msgspec
+import pytest
+from test_labels import Counts, request
+from test_planner import PAGE, planned
+from test_policy import DEMAND, FAR, MEASURED, PROFILES, R, S, match
+
+from cachetree.planning import Considered, Link
+from sglang_droidspeak.cli import main
+from sglang_droidspeak.cli.explain import lines
+from sglang_droidspeak.engine import asking
+from sglang_droidspeak.request.answers import Answers, explained
+from sglang_droidspeak.request.considered import consider, considered_of
+from sglang_droidspeak.request.labels import MAX_MATCHES, MAX_TOLD, Labels, Told
+from sglang_droidspeak.request.meta_info import RequestProvenance
+from sglang_droidspeak.start.peers import KEY
+
+MARK = asking._MARK
+SLOW = replace(MEASURED, links={FAR: Link(byte_s=1e-7)})
+
+
+def answers(labels: Labels) -> Answers:
+    planner = SimpleNamespace(profiles=PROFILES)
+    cache = SimpleNamespace(sources=lambda: ())
+    return Answers(cache, planner, labels, None, {}, PAGE)  # type: ignore[arg-type]
+
+
+def ask(labels: Labels, **question: Any) -> dict[str, Any]:
+    output = SimpleNamespace(internal_state={"sglang": "its own"})
+    asked = SimpleNamespace(rid=MARK + json.dumps(question))
+    answers(labels).add(output, SimpleNamespace(), asked)
+    assert output.internal_state.keys() == {KEY}
+    return json.loads(json.dumps(output.internal_state[KEY]))
+
+
+@pytest.fixture
+def labels() -> Labels:
+    return Labels(Counts())  # type: ignore[arg-type]
+
+
+def answered(labels: Labels, rid: str, told: RequestProvenance) -> Any:
+    req = request(rid)
+    labels.note(req, told)
+    labels.report([req])
+    return req
+
+
+@pytest.mark.parametrize("outcome", sorted(documented_outcomes.outcomes() - {"aborted"}))
+def test_every_outcome_has_its_cause_and_remedy(labels: Labels, outcome: str) -> None:
+    answered(labels, "r1", RequestProvenance(outcome=outcome, detail="so"))
+    told = ask(labels, request_id="r1")
+    page = re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", documented_outcomes.PAGE.read_text())
+    written = f"### `{outcome}`\n\n- **Cause:** {told['cause']}\n- **Remedy:** {told['remedy']}\n"
+    assert written in page
+    assert (told["outcome"], told["detail"]) == (outcome, "so")
+    assert (told["prompt_tokens"], told["page_tokens"]) == (3, PAGE)
+    shown = "\n".join(lines(told))
+    assert f"outcome  {outcome}: so" in shown and told["remedy"] in shown
+
+
+def test_an_aborted_request_is_explained(labels: Labels) -> None:
+    labels.aborted(None, None, request("r1"))
+    assert ask(labels, request_id="r1")["outcome"] == "aborted"
+
+
+@pytest.mark.parametrize(
+    ("told", "outcome", "reasons"),
+    [
+        ({}, "plan", {"taken", "not the best"}),
+        ({"sender": R}, "plan", {"taken"}),
+        ({"sender": "stranger"}, "no_profile", {"no_profile"}),
+        ({"min_tokens": 161}, "too_short", {"too_short"}),
+        ({"controls": {"block": "1:2"}}, "ungated_block", {"ungated_block"}),
+        ({"max_recompute_tokens": 1}, "recompute_too_long", {"recompute_too_long"}),
+        ({"costs": SLOW}, "slower", {"slower"}),
+        ({"controls": {"sender": R}}, "no_match", {"not asked for"}),
+        ({"controls": {"mode": "off"}}, "off", None),
+        ({"controls": {"florp": 1}}, "bad_controls", None),
+    ],
+)
+def test_what_a_request_was_chosen_from(told: Any, outcome: str, reasons: set[str] | None) -> None:
+    planner, found = planned(**told)
+    assert getattr(found, "outcome", "plan") == outcome
+    seen = considered_of(planner.asked)
+    if reasons is None:
+        assert seen is None
+        return
+    assert seen is not None
+    it = explained(Told(RequestProvenance(outcome=outcome), 161, seen), None, PAGE, PROFILES)
+    assert {way.reason for way in it.ways} == reasons
+    assert it.full_prefill_s == pytest.approx(1.61)
+    (holding,) = it.holdings
+    assert (holding.pages, holding.e_pages[3]) == (10, 10)
+    assert list(lines(msgspec.to_builtins(it, str_keys=True)))
+
+
+def test_the_last_thousand_are_known(labels: Labels) -> None:
+    for number in range(MAX_TOLD + 1):
+        answered(labels, f"r{number}", RequestProvenance(outcome="no_match"))
+    assert ask(labels, request_id="r1")["outcome"] == "no_match"
+    assert "no request 'r0' among the last 1000" in ask(labels, request_id="r0")["error"]
+    assert "florp" in ask(labels, florp=1)["error"]
+    assert "no adapter 'nobody'" in ask(labels, input_ids=[1], adapter="nobody")["error"]
+
+
+def test_who_has_many_to_choose_from_takes_the_room_of_others(labels: Labels) -> None:
+    many = Considered(DEMAND, [match(S)] * (MAX_MATCHES // 2), MEASURED)
+    for rid in ("a", "b", "b", "c"):
+        req = request(rid)
+        consider(req, many)
+        labels.note(req, RequestProvenance(outcome="no_match"))
+        labels.report([req])
+    assert list(labels.told) == ["b", "c"]
+
+
+def test_nothing_of_a_prompt_is_kept_or_told(labels: Labels) -> None:
+    req = request("r1", origin_input_ids=array("q", [77_777] * 3))
+    consider(req, Considered(DEMAND, [match(S)], MEASURED))
+    labels.note(req, RequestProvenance(outcome="no_match"))
+    labels.report([req])
+    (kept,) = labels.told.values()
+    assert "77777" not in repr(kept) + repr(ask(labels, request_id="r1"))
+
+
+@pytest.fixture
+def server() -> Iterator[SimpleNamespace]:
+    """An HTTP server that answers as SGLang's with this extension; by path."""
+    found = SimpleNamespace(asked={}, says={}, status=200, url="")
+
+    class Page(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            length = int(self.headers["Content-Length"])
+            found.asked[self.path] = json.loads(self.rfile.read(length))
+            self.send_response(found.status)
+            self.end_headers()
+            self.wfile.write(json.dumps(found.says[self.path]).encode())
+
+        def log_message(self, *_: Any) -> None: ...
+
+    with HTTPServer(("127.0.0.1", 0), Page) as httpd:
+        threading.Thread(target=httpd.serve_forever, daemon=True).start()
+        found.url = f"http://127.0.0.1:{httpd.server_port}"
+        yield found
+        httpd.shutdown()
+
+
+def test_the_command_asks_and_prints(
+    server: SimpleNamespace, labels: Labels, tmp_path: Path, capsys: Any
+) -> None:
+    measured = RequestProvenance(outcome="reused", reused_tokens=160, exact=False, fetch_ms=1.5)
+    seen = Considered(DEMAND, [match(S)], MEASURED)
+    it = explained(Told(measured, 161, seen), measured, PAGE, PROFILES)
+    server.says[asking.PATH] = json.loads(msgspec.json.encode(it))
+    assert main(["explain", "r1", "--url", server.url]) == 0
+    out = capsys.readouterr().out
+    assert server.asked == {asking.PATH: {"request_id": "r1"}}
+    assert "160 tokens reused, approximate: fetch 1.5 ms" in out
+    assert "layers [3, 6) anew: " in out and "quality 0.960: taken" in out
+    assert main(["explain", "r1", "--url", server.url, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == server.says[asking.PATH]
+
+    server.says["/tokenize"] = {"tokens": [5, 6]}
+    (tmp_path / "prompt").write_text("a b")
+    text = ["explain", "--text", str(tmp_path / "prompt"), "--model", server.url]
+    assert main([*text, "--cache-salt", "bob"]) == 0
+    assert server.asked["/tokenize"] == {"prompt": "a b"}
+    assert server.asked[asking.PATH] == {"input_ids": [5, 6], "cache_salt": "bob"}
+
+
+def test_the_command_says_what_is_wrong(server: SimpleNamespace, capsys: Any) -> None:
+    server.says[asking.PATH], server.status = {"error": "no request 'r1' here"}, 404
+    for argv, words in (
+        (["explain", "r1"], "no request 'r1' here"),
+        (["explain"], "give a REQUEST_ID, or a prompt"),
+        (["explain", "r1", "--adapter", "a"], "adapter is known of a request"),
+        (["explain", "--text", "/no/such"], "text /no/such cannot be read"),
+    ):
+        assert main([*argv, "--url", server.url]) == 1
+        said = capsys.readouterr().err
+        assert words in said and said.count("\n") == 1
+    server.says[asking.PATH] = {"detail": "Not Found"}
+    assert main(["explain", "r1", "--url", server.url]) == 1
+    assert "runs without droidspeak" in capsys.readouterr().err
