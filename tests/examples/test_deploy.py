@@ -1,0 +1,98 @@
+"""What stands under deploy/: made by the code, of metrics that exist, with commands that work."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import sglang
+import yaml
+
+from cachetree.cli import parser as cachetree
+from cachetree.cli.serve import read_config
+from sglang_droidspeak.cli import parser as droidspeak
+from sglang_droidspeak.cli.serve import options_of
+from tools import dashboard, reference
+
+ROOT = Path(__file__).resolve().parents[2]
+DEPLOY = ROOT / "deploy"
+RULES = yaml.safe_load((DEPLOY / "prometheus/alerts.yaml").read_text())["groups"][0]["rules"]
+PANELS = [it for it in json.loads(dashboard.PATH.read_text())["panels"] if it["type"] != "row"]
+QUERIES = [target["expr"] for panel in PANELS for target in panel["targets"]]
+
+
+def test_the_dashboard_is_as_it_is_made() -> None:
+    assert dashboard.PATH.read_text() == dashboard.made(), "run `python -m tools.dashboard`"
+
+
+@pytest.mark.parametrize("expression", [*QUERIES, *(it["expr"] for it in RULES)])
+def test_every_metric_of_a_panel_or_rule_exists(expression: str) -> None:
+    """With its labels; SGLang's stand in its source."""
+    told = reference.request_metrics() + reference.cache_metrics()
+    ours = dict(re.findall(r"`([\w:]+)(?:\{([^}]*)\})?` \|", told))
+    # Prometheus adds these; a histogram has `le`.
+    by_scrape = {"instance", "le"}
+    names = re.findall(r"[a-z]+:\w+", expression)
+    assert names
+    for name in names:
+        if name.startswith("sglang:"):
+            base = name.removesuffix("_bucket")
+            source = Path(sglang.__file__).parent / "srt/observability/metrics_collector.py"
+            assert f'"{base}"' in source.read_text()
+        else:
+            labels = set(ours[name.removesuffix("_bucket")].split(", ")) | by_scrape
+            used = {it for by in re.findall(r"by \(([^)]*)\)", expression) for it in by.split(", ")}
+            used |= set(re.findall(r"[{,] *(\w+)=", expression))
+            assert used <= labels or len(set(names)) > 1
+
+
+def test_outcomes_in_an_expression_are_outcomes() -> None:
+    import documented_outcomes
+
+    known = {it.partition(":")[0] for it in documented_outcomes.outcomes()}
+    for expression in [*QUERIES, *(it["expr"] for it in RULES)]:
+        for some in re.findall(r'outcome=~?"([^"]*)"', expression):
+            assert set(some.split("|")) <= known, expression
+
+
+def test_every_alert_has_its_entry_in_the_runbook() -> None:
+    page = (ROOT / "docs/operate.md").read_text()
+    assert re.findall(r"(?m)^### (Droidspeak\w+)$", page) == [it["alert"] for it in RULES]
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs Prometheus")
+def test_alerts_fire_when_they_should() -> None:
+    file = DEPLOY / "prometheus/alerts_test.yaml"
+    done = subprocess.run(["promtool", "test", "rules", file], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_each_alert_is_tried_firing_and_not() -> None:
+    told = yaml.safe_load((DEPLOY / "prometheus/alerts_test.yaml").read_text())["tests"]
+    tried = [
+        (it["alertname"], bool(it["exp_alerts"])) for part in told for it in part["alert_rule_test"]
+    ]
+    assert sorted(tried) == sorted((it["alert"], fires) for it in RULES for fires in (False, True))
+
+
+def test_the_services_start_as_they_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
+    families = set()
+    for name in ("reader", "answerer"):
+        program, *words = shlex.split(services[name]["command"])
+        assert program == "droidspeak"
+        options_of(droidspeak().parse_args(words))
+    program, *words = shlex.split(services["worker"]["command"])
+    assert program == "cachetree"
+    args = cachetree().parse_args(words)
+    families.add(read_config(args.config).family.kv_dtype)
+    targets = (DEPLOY / "prometheus/prometheus.yaml").read_text()
+    assert set(re.findall(r'"(\w+):\d+"', targets)) == {"worker", "reader", "answerer"}
+    for volume in services["prometheus"]["volumes"] + services["grafana"]["volumes"]:
+        assert (DEPLOY / volume.partition(":")[0]).is_dir()

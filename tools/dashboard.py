@@ -1,0 +1,188 @@
+"""Write the Grafana dashboard of deploy/: `python -m tools.dashboard`. A test writes it again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from string import ascii_uppercase
+from typing import Final, NamedTuple
+
+from grafana_foundation_sdk.builders import common, dashboard, prometheus, timeseries
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.models.common import LegendDisplayMode, LegendPlacement
+from grafana_foundation_sdk.models.dashboard import DataSourceRef
+
+PATH: Final = Path(__file__).resolve().parents[1] / "deploy/grafana/droidspeak.json"
+_SOURCE: Final = DataSourceRef(type_val="prometheus", uid="${source}")
+
+
+class Panel(NamedTuple):
+    title: str
+    unit: str
+    """Grafana's name of it."""
+    queries: dict[str, str]
+    """By legend."""
+
+
+def _rate(name: str, by: str) -> str:
+    return f"sum by ({by}) (rate({name}[$__rate_interval]))"
+
+
+def _quantile(name: str, share: float) -> str:
+    return f"histogram_quantile({share}, sum by (le) (rate({name}_bucket[$__rate_interval])))"
+
+
+def _outcomes(some: str, by: str = "instance") -> str:
+    """Requests per second with one of these outcomes."""
+    return _rate(f'droidspeak:requests_total{{outcome=~"{some}"}}', by)
+
+
+ROWS: Final[dict[str, tuple[Panel, ...]]] = {
+    "Reuse": (
+        Panel(
+            "Requests by outcome",
+            "reqps",
+            {"{{outcome}}": _rate("droidspeak:requests_total", "outcome")},
+        ),
+        Panel(
+            "Prompt tokens not prefilled in full",
+            "short",
+            {"{{instance}}": _rate("droidspeak:reused_tokens_total", "instance")},
+        ),
+        Panel(
+            "Fallbacks by cause",
+            "reqps",
+            {"{{cause}}": _rate("droidspeak:fallbacks_total", "cause")},
+        ),
+    ),
+    "Time": (
+        Panel(
+            "Time to first token, all requests",
+            "s",
+            {
+                "p50": _quantile("sglang:time_to_first_token_seconds", 0.5),
+                "p95": _quantile("sglang:time_to_first_token_seconds", 0.95),
+            },
+        ),
+        Panel(
+            "Reused requests in the queue",
+            "s",
+            {
+                "p50": _quantile("droidspeak:queued_seconds", 0.5),
+                "p95": _quantile("droidspeak:queued_seconds", 0.95),
+            },
+        ),
+        Panel(
+            "Partial prefill of a batch",
+            "s",
+            {
+                "p50": _quantile("droidspeak:recompute_seconds", 0.5),
+                "p95": _quantile("droidspeak:recompute_seconds", 0.95),
+            },
+        ),
+    ),
+    "Links": (
+        Panel(
+            "Fetched", "Bps", {"{{location}}": _rate("cachetree:fetched_bytes_total", "location")}
+        ),
+        Panel(
+            "Fetches by how they ended",
+            "ops",
+            {"{{location}} {{outcome}}": _rate("cachetree:fetches_total", "location, outcome")},
+        ),
+        Panel(
+            "Peers",
+            "short",
+            {
+                "ready {{instance}} {{location}}": "cachetree:peer_ready",
+                "left alone {{instance}} {{location}}": "cachetree:breaker_open",
+            },
+        ),
+        Panel(
+            "Served to peers",
+            "Bps",
+            {"{{instance}}": _rate("cachetree:sent_bytes_total", "instance")},
+        ),
+    ),
+    "Memory and disk": (
+        Panel(
+            "In use, of what is allowed",
+            "percentunit",
+            {"{{instance}} {{tier}}": "cachetree:bytes / cachetree:budget_bytes"},
+        ),
+        Panel("Cannot be evicted", "bytes", {"{{instance}}": "cachetree:held_bytes"}),
+        Panel("Evictions", "ops", {"{{tier}}": _rate("cachetree:evictions_total", "tier")}),
+        Panel(
+            "Faults of the disk",
+            "ops",
+            {
+                "not written": _rate("cachetree:disk_failed_writes_total", "instance"),
+                "damaged": _rate("cachetree:disk_damaged_entries_total", "instance"),
+            },
+        ),
+    ),
+    "Trust": (
+        Panel(
+            "Share of reuse that is another model's",
+            "percentunit",
+            {
+                "{{instance}}": f"{_outcomes('reused')} / {_outcomes('reused|own')}",
+            },
+        ),
+        Panel(
+            "Pairs that may not be reused",
+            "reqps",
+            {
+                "{{outcome}}": _outcomes(
+                    "no_profile|gate_failed|longer_than_measured|weights_updated", "outcome"
+                )
+            },
+        ),
+        Panel(
+            "Peers that were turned away",
+            "ops",
+            {
+                "key": _rate("cachetree:failed_handshakes_total", "instance"),
+                "family or release": _rate("cachetree:refused_peers_total", "instance"),
+            },
+        ),
+    ),
+    "Adapters": (
+        Panel(
+            "Adapters that do not share yet",
+            "reqps",
+            {
+                "{{outcome}}": _outcomes("reading_adapter|unknown_adapter", "outcome"),
+            },
+        ),
+    ),
+}
+
+
+def made() -> str:
+    board = (
+        dashboard.Dashboard("Cross-model KV reuse")
+        .uid("droidspeak")
+        .tags(["sglang", "droidspeak"])
+        .refresh("10s")
+        .time("now-1h", "now")
+        .with_variable(dashboard.DatasourceVariable("source").type("prometheus"))
+    )
+    for title, panels in ROWS.items():
+        board = board.with_row(dashboard.Row(title))
+        for panel in panels:
+            board = board.with_panel(_panel(panel, 24 // len(panels)))
+    return JSONEncoder(sort_keys=True, indent=1).encode(board.build()) + "\n"
+
+
+def _panel(panel: Panel, width: int) -> timeseries.Panel:
+    drawn = timeseries.Panel().title(panel.title).unit(panel.unit).min(0).datasource(_SOURCE)
+    legend = common.VizLegendOptions().display_mode(LegendDisplayMode.LIST).show_legend(True)
+    drawn = drawn.legend(legend.placement(LegendPlacement.BOTTOM))
+    for ref, (name, query) in zip(ascii_uppercase, panel.queries.items(), strict=False):
+        target = prometheus.Dataquery().expr(query).legend_format(name).ref_id(ref)
+        drawn = drawn.with_target(target)
+    return drawn.span(min(width, 12)).height(7)
+
+
+if __name__ == "__main__":
+    PATH.write_text(made())
