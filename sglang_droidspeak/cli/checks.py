@@ -18,11 +18,10 @@ from sglang_droidspeak.start.config import LINKER_MODULE, Settings, parse_settin
 from sglang_droidspeak.start.peers import KEY
 
 GIB: Final = 1 << 30
-PATIENCE_S: Final = 2.0
+PATIENCE_S: Final = 5.0
 """For a peer's answer."""
 _START: Final = "start it, or mend its address or keys"
 _CLOCKS_S: Final = 2.0
-"""A server's clock is told in whole seconds."""
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True):

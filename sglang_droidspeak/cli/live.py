@@ -50,9 +50,13 @@ def state_of(url: str, key: str | None) -> dict[str, Any]:
 
 
 def clock_off_s(url: str, key: str | None) -> float:
-    """How far the server's clock is ahead of this one."""
+    """How far the server's clock is ahead of this one at least; it is told in whole seconds."""
+    before_s = time.time()
     told = _ask("GET", url, "/server_info", key).headers.get("Date")
-    return 0.0 if told is None else parsedate_to_datetime(told).timestamp() - time.time()
+    if told is None:
+        return 0.0
+    told_s = parsedate_to_datetime(told).timestamp()
+    return max(0.0, told_s - time.time()) + min(0.0, told_s + 1 - before_s)
 
 
 def post(args: argparse.Namespace, path: str, question: dict[str, Any]) -> dict[str, Any]:

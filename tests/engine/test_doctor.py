@@ -19,7 +19,7 @@ from cachetree.cache import Cache
 from cachetree.config import CacheConfig
 from cachetree.ids import Span
 from cachetree.planning import full_prefill_s, index_profiles, predict_ttft_s
-from sglang_droidspeak.cli import checks, main
+from sglang_droidspeak.cli import checks, live, main
 from sglang_droidspeak.cli.checks import Check, break_even_byte_s
 from sglang_droidspeak.engine import probe
 from sglang_droidspeak.fleet.servers import free_port
@@ -179,6 +179,22 @@ def test_a_running_server_that_is_not_well(
     found = by_name(checks.running(info.url, None))
     assert words in found[name].found and found[name].remedy
     assert [it.ok for it in found.values()].count(False) == 1
+
+
+@pytest.mark.parametrize(("ahead_s", "is_well"), [(-60, False), (0, True), (60, False)])
+def test_a_clock_that_is_wrong(
+    info: SimpleNamespace,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    ahead_s: int,
+    is_well: bool,
+) -> None:
+    with Cache(FAMILY, CacheConfig(serves=False, host_bytes=1 << 20)) as cache:
+        info.internal_state = state(cache)
+    real_s = live.time.time
+    monkeypatch.setattr(live, "time", SimpleNamespace(time=lambda: real_s() - ahead_s))
+    found = by_name(checks.running(info.url, None))["clock"]
+    assert found.ok == is_well
+    assert is_well or found.found[0] == ("+" if ahead_s > 0 else "-")
 
 
 def test_a_profile_that_failed_and_keys_that_are_missing(info: SimpleNamespace) -> None:  # noqa: F811
