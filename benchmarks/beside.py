@@ -1,0 +1,92 @@
+"""Is a benchmark as fast as at another commit?
+
+    git worktree add --detach ../before 9dc6939
+    python benchmarks/beside.py ../before -- disk.py --mib 128 --repetitions 3
+
+The script of either checkout runs with that checkout's own code, in turns that begin with the other
+one each time, so that both meet the same hour of the machine. Compared are the medians over the
+rounds of every number in the lines of JSON that both write. A ratio of times above 1 is slower now,
+one of speeds faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from result import here, write
+
+NOW = Path(__file__).resolve().parents[1]
+
+
+def numbers(found: Any, name: str = "") -> Iterator[tuple[str, float]]:
+    """Each number of some JSON, by its path."""
+    if isinstance(found, dict):
+        for key, value in found.items():
+            if key != "environment":
+                yield from numbers(value, f"{name} / {key}" if name else key)
+    elif isinstance(found, list):
+        for index, value in enumerate(found):
+            yield from numbers(value, f"{name} {index}")
+    elif isinstance(found, int | float):
+        yield name, found
+
+
+def run(checkout: Path, script: list[str]) -> dict[str, float]:
+    path = os.pathsep.join(map(str, (checkout, checkout / "platforms" / "torch_cpu")))
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(checkout / "benchmarks" / script[0]), *script[1:]],
+        cwd=checkout,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return {name: value for line in lines for name, value in numbers({line["question"]: line})}
+
+
+def commit_of(checkout: Path) -> str:
+    return subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=checkout, text=True).strip()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("before", type=Path, help="a checkout of the other commit")
+    parser.add_argument("script", nargs="+", help="a benchmark and its arguments, after --")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", default="", help="print what has this pattern in its name")
+    parser.add_argument("--out", type=Path, help="append the result to this file too")
+    args = parser.parse_args()
+    environment = here()
+    checkouts = [args.before.resolve(), NOW]
+    found: list[list[dict[str, float]]] = [[], []]
+    for number in range(args.rounds):
+        for side in (0, 1) if number % 2 == 0 else (1, 0):
+            found[side].append(run(checkouts[side], args.script))
+    names = [name for name in found[0][0] if all(name in it for side in found for it in side)]
+    medians = {
+        name: [statistics.median(it[name] for it in side) for side in found] for name in names
+    }
+    for name, (before, now) in medians.items():
+        if re.search(args.only, name):
+            print(f"{now / before if before else 0:6.3f} {before:12.4g} {now:12.4g}  {name}")
+    result = {
+        "script": args.script,
+        "rounds": args.rounds,
+        "before": commit_of(args.before),
+        "before_and_now": medians,
+    }
+    write("beside", result, environment, args.out)
+
+
+if __name__ == "__main__":
+    main()
