@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -134,7 +135,7 @@ class Advertiser:
 
     def __init__(self, tree: CacheTree, max_pending: int, wake: Callable[[], None]) -> None:
         self._changes = ChangeQueue(tree.subscribe_kept, max_pending, wake)
-        self._num_learned = _NOTHING
+        self._num_learned: float = _NOTHING
         """Changes that the peer has told it knows."""
         self._told: deque[int] = deque()
         """Of each `Entries` that the peer has not answered, how many it knows with it."""
@@ -151,7 +152,8 @@ class Advertiser:
         return advert
 
     def knowing(self) -> Callable[[], bool]:
-        """Asks whether the peer knows by now what was in the tree at this call. Any thread."""
+        """Asks whether the peer knows by now what was in the tree at this call, or is gone. Any
+        thread."""
         num_changes = self._changes.num_noted
         return lambda: self._num_learned >= num_changes
 
@@ -162,7 +164,9 @@ class Advertiser:
         self._num_learned = max(self._num_learned, self._told.popleft())
 
     def close(self) -> None:
+        """The peer is gone: nobody waits for what it knows."""
         self._changes.close()
+        self._num_learned = math.inf
 
     def _snapshot(self) -> Iterator[Advert]:
         changes = self._changes.restart()

@@ -94,7 +94,8 @@ class Worker:
         self._thread.start()
 
     def knowing(self) -> Callable[[], bool]:
-        """Asks whether all peers know by now what was in the tree at this call. Any thread."""
+        """Asks whether all peers know by now what was in the tree at this call, but for those who
+        have left. Any thread."""
         each = [session.advertiser.knowing() for session in tuple(self._sessions)]
         return lambda: all(knows() for knows in each)
 

@@ -18,6 +18,7 @@ from transport_parts import (
     MODEL,
     PAGE_BYTES,
     STEPS,
+    RawPeer,
     RecordingStaging,
     ask_status,
     check_content,
@@ -139,6 +140,17 @@ def test_a_worker_can_be_asked_what_all_its_peers_know(max_pending_changes: int)
         stack.close()
         store(source, PAGES[128:129], PAGES[127])
         eventually(worker.knowing())
+
+
+def test_nobody_waits_for_what_a_peer_knows_that_has_left() -> None:
+    source = new_tree()
+    with worker_of(source) as worker:
+        with RawPeer(worker.address):
+            eventually(lambda: worker.status().num_peers == 1)
+            store(source, PAGES[:1])
+            knows = worker.knowing()
+            assert not knows(), "it never says that it has learned"
+        eventually(knows)
 
 
 def test_only_local_entries_are_advertised() -> None:
