@@ -7,7 +7,7 @@ Segment  consecutive pages of one slab
 Staging  the loan of one fetch, which fills it step by step
 """
 
-from cachetree.memory.arena import Arena, Register, unregistered
+from cachetree.memory.arena import Arena, Register, of_this_process, unregistered
 from cachetree.memory.arena_reader import ArenaReader
 from cachetree.memory.copying import (
     PIECE_BYTES,
@@ -19,8 +19,7 @@ from cachetree.memory.copying import (
     scatter,
 )
 from cachetree.memory.pool import ArenaFile, Blocks, Loan, NoRoom, Pool
-from cachetree.memory.ranges import Ranges
-from cachetree.memory.slab import Layout, Segment, Slab, join, kept_bytes
+from cachetree.memory.slab import Layout, Segment, Slab, join
 from cachetree.memory.staging import Staging, staged
 
 __all__ = [
@@ -33,7 +32,6 @@ __all__ = [
     "Loan",
     "NoRoom",
     "Pool",
-    "Ranges",
     "Register",
     "Segment",
     "Slab",
@@ -44,7 +42,7 @@ __all__ = [
     "copy_in_pieces",
     "cut",
     "join",
-    "kept_bytes",
+    "of_this_process",
     "scatter",
     "staged",
     "unregistered",

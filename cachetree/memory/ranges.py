@@ -54,13 +54,6 @@ class Ranges:
         self.num_bytes -= sum(map(len, out))
         return out
 
-    def around(self, number: int) -> Span:
-        """The span that holds it; empty where none does."""
-        at = bisect_right(self._starts, number) - 1
-        if at < 0 or self._stops[at] <= number:
-            return Span(number, number)
-        return Span(self._starts[at], self._stops[at])
-
     def __iter__(self) -> Iterator[Span]:
         return map(Span, self._starts, self._stops)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -10,7 +10,6 @@ from cachetree.checkpoint import Family
 from cachetree.errors import StaleEntry
 from cachetree.ids import Kind, Span, Step, entry_steps
 from cachetree.memory.pool import Blocks, Loan, Pool
-from cachetree.memory.ranges import Ranges
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,16 +125,6 @@ class Slab:
         num_bytes = len(pages) * self.layout.page_bytes
         self.num_bytes -= num_bytes
         return num_bytes
-
-
-def kept_bytes(runs: Iterable[tuple[Slab, Span]]) -> int:
-    """What is held once all pages but these are dropped."""
-    by_slab: dict[Slab, Ranges] = {}
-    for slab, pages in runs:
-        kept = by_slab.setdefault(slab, Ranges())
-        kept.take_out(pages)
-        kept.add(pages)
-    return sum(kept.num_bytes * slab.layout.page_bytes for slab, kept in by_slab.items())
 
 
 @dataclass(frozen=True, slots=True)

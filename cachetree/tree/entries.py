@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
@@ -149,10 +149,8 @@ class LocalEntry:
         "hits",
         "holds",
         "model",
-        "newer",
         "node",
         "num_children",
-        "older",
         "slab",
         "used",
         "used_at_s",
@@ -166,12 +164,10 @@ class LocalEntry:
         """Child nodes in which the same model has a local entry."""
         self.holds: frozenset[Hold] = _NOBODY
         # The eviction policy's: what it knows of walks that ended here, or below in what has since
-        # been evicted, and where it keeps the entry.
+        # been evicted.
         self.used = 0
         self.used_at_s = 0.0
         self.hits = 0.0
-        self.older: LocalEntry | None = None
-        self.newer: LocalEntry | None = None
 
     @property
     def parent(self) -> LocalEntry | None:
@@ -218,18 +214,12 @@ class LocalEntry:
 
     def line(self) -> list[Change]:
         """What the model has from the root to here, as additions in order."""
-        return [entry.change(added=True) for entry in self._upwards()][::-1]
-
-    def runs_above(self) -> Iterator[tuple[Slab, Span]]:
-        """The memory of this entry and of all that have to stay while it does."""
-        return ((entry.slab, entry.pages) for entry in self._upwards())
-
-    def _upwards(self) -> Iterator[LocalEntry]:
-        """From here to the root."""
+        entries: list[LocalEntry] = []
         entry: LocalEntry | None = self
         while entry is not None:
-            yield entry
+            entries.append(entry)
             entry = entry.parent
+        return [entry.change(added=True) for entry in reversed(entries)]
 
     def part(self, start: int, stop: int) -> Segment:
         """Storage of pages `[start, stop)` of the node."""
@@ -367,3 +357,14 @@ def below(entry: _Entry) -> Iterator[_Entry]:
         top = pending.pop()
         yield top
         pending += top.children
+
+
+def with_all_above(entries: Iterable[LocalEntry]) -> set[LocalEntry]:
+    """These, and what has to stay while they do."""
+    found: set[LocalEntry] = set()
+    for entry in entries:
+        above: LocalEntry | None = entry
+        while above is not None and above not in found:
+            found.add(above)
+            above = above.parent
+    return found

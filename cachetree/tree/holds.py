@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from cachetree.ids import Span
-from cachetree.memory import Slab, kept_bytes
-from cachetree.tree.entries import Hold, LocalEntry
+from cachetree.tree.entries import Hold, LocalEntry, with_all_above
 from cachetree.tree.lease import Lease, Reservation
 from cachetree.tree.pins import Pins
 from cachetree.tree.trie import PageTrie
@@ -39,19 +37,18 @@ class Holds:
 
     @property
     def num_bytes(self) -> int:
-        """What open reservations take, and pages that are held or above a held one, at most."""
-        return kept_bytes(self._held_runs() | self.pins.runs)
+        """What open reservations take, and pages that are held or above a held one."""
+        return self._bytes_with(self.pins.holds)
 
     def leave(self, num_bytes: int) -> bool:
         """Whether they keep no more than so much."""
         # Pins are many and seldom change: looked at one by one only where their sum is too much.
-        most = self.pins.num_bytes + kept_bytes(self._held_runs())
-        return most <= num_bytes or self.num_bytes <= num_bytes
+        return (
+            self.pins.num_bytes + self._bytes_with([]) <= num_bytes or self.num_bytes <= num_bytes
+        )
 
-    def _held_runs(self) -> set[tuple[Slab, Span]]:
-        """Of open reservations and leases, and all that stands above."""
-        runs = {(it.slab, Span(0, len(it.pages))) for it in self.open}
-        for hold in [it.hold for it in self.leases] + [it.hold for it in self.open]:
-            for entry in hold.entries:
-                runs.update(entry.runs_above())
-        return runs
+    def _bytes_with(self, pinned: list[Hold]) -> int:
+        """Of open reservations, leases and these, and all that stands above."""
+        holds = [*(it.hold for it in self.leases), *(it.hold for it in self.open), *pinned]
+        kept = with_all_above(entry for hold in holds for entry in hold.entries)
+        return sum([it.num_bytes for it in kept]) + sum([it.slab.num_bytes for it in self.open])

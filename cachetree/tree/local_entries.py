@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from cachetree.ids import ModelId, Span
-from cachetree.memory import Ranges, Slab
+from cachetree.memory import Slab
 from cachetree.tree.entries import Change, Hold, LocalEntry, Node, below
 from cachetree.tree.eviction import Eviction
 from cachetree.tree.holds import Holds
@@ -56,12 +56,13 @@ class LocalEntries:
         if not reservation.pages:
             return
         self._holds.open.discard(reservation)
-        left = Ranges(Span(0, len(reservation.pages)))
-        for kept in self._publish(reservation) if is_commit else ():
-            left.take_out(kept)
+        num_pages, at = len(reservation.pages), 0
+        kept = self._publish(reservation) if is_commit else []
         self.let_go(reservation.hold)
-        for span in left:
-            self.num_bytes -= reservation.slab.drop_pages(span)
+        for span in (*kept, Span(num_pages, num_pages)):
+            if at < span.start:
+                self.num_bytes -= reservation.slab.drop_pages(Span(at, span.start))
+            at = span.stop
 
     def let_go(self, hold: Hold) -> None:
         for entry in hold.clear():
@@ -81,7 +82,7 @@ class LocalEntries:
         return before - self.num_bytes
 
     def _publish(self, reservation: Reservation) -> list[Span]:
-        """Make entries of the reserved pages; returns the runs of pages that they keep."""
+        """Make entries of the reserved pages; returns which of them are kept, in order."""
         model, slab = reservation.model, reservation.slab
         place = None if reservation.parent is None else self._trie.find(reservation.parent)
         last = self._trie.last_with(model, place, reservation.pages, slab.layout.e_layers)
@@ -106,9 +107,9 @@ class LocalEntries:
     def _put(self, nodes: Sequence[Node], model: ModelId, slab: Slab, offset: int) -> list[Span]:
         """Give consecutive nodes the pages of a slab from `offset` on, where they have no better.
 
-        Returns which of its pages they took.
+        Returns which of its pages they took, in order; no two of the spans touch.
         """
-        kept = Ranges()
+        kept: list[Span] = []
         gained: list[LocalEntry] = []
         added: list[LocalEntry] = []
         for node in nodes:
@@ -128,14 +129,16 @@ class LocalEntries:
                 gained.append(entry)
             else:
                 continue
-            kept.add(span)
+            if kept and kept[-1].stop == span.start:
+                span = Span(kept.pop().start, span.stop)
+            kept.append(span)
         if gained:
             self._note_gain(gained)
         if added:
             self._eviction.add(added)
         elif gained:
             self._eviction.use(gained[-1:])
-        return list(kept)
+        return kept
 
     def _note_gain(self, gained: Sequence[LocalEntry]) -> None:
         """These, of one path, top first, have more E than before."""

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Final
 
 from cachetree.clock import Deadline
 from cachetree.errors import PinRefused
-from cachetree.ids import ModelId, PageHash, Span
-from cachetree.memory import Slab, kept_bytes
-from cachetree.tree.entries import Hold
+from cachetree.ids import ModelId, PageHash
+from cachetree.tree.entries import Hold, with_all_above
 from cachetree.tree.trie import PageTrie, Place, depth_of
 
-SlabPages = tuple[Slab, Span]
 PinName = tuple[ModelId | None, PageHash]
 """The model, None for all of them, and the last page of the prefix."""
 
@@ -27,18 +25,12 @@ class Pin:
     deadline: Deadline | None
     """None: until it is taken away."""
 
-    @property
-    def runs(self) -> set[SlabPages]:
-        """All memory that it keeps."""
-        return {run for entry in self.hold.entries for run in entry.runs_above()}
-
 
 class Pins:
     """All pins of a tree, and the bytes that they keep together. Takes no lock."""
 
     def __init__(self, trie: PageTrie, max_bytes: int) -> None:
         self.num_bytes = 0
-        self.runs: Set[SlabPages] = frozenset()
         self._trie = trie
         self._max_bytes: Final = max_bytes
         self._pins: dict[PinName, Pin] = {}
@@ -54,9 +46,8 @@ class Pins:
         places = {each: place for each, place in found.items() if place is not None}
         if not places:
             return {}, None
-        runs = {run for each, place in places.items() for run in _runs_of(each, place)}
         name = model, pages[-1]
-        self._check(name, runs)
+        self._check(name, places)
         depths = {each: depth_of(place) for each, place in places.items()}
         hold = Hold(max(depths.values()))
         for each, depth in depths.items():
@@ -84,31 +75,34 @@ class Pins:
         self.count()
         return holds
 
-    def _check(self, name: PinName, runs: Set[SlabPages]) -> None:
-        """Raise PinRefused where a pin of this name must not keep `runs`."""
-        others = {run for key, pin in self._pins.items() if key != name for run in pin.runs}
-        num_bytes = kept_bytes(others | runs)
+    @property
+    def holds(self) -> list[Hold]:
+        return [pin.hold for pin in self._pins.values()]
+
+    def _check(self, name: PinName, places: Mapping[ModelId, Place]) -> None:
+        """Raise PinRefused where a pin of this name must not keep what is until `places`."""
+        holds = [pin.hold for key, pin in self._pins.items() if key != name]
+        others = with_all_above(entry for hold in holds for entry in hold.entries)
+        new_bytes = 0
+        for model, place in places.items():
+            last = place.node.local[model]
+            if last not in others:
+                new_bytes += place.stop * last.slab.layout.page_bytes
+                above = with_all_above([last.parent] if last.parent else []) - others
+                new_bytes += sum(entry.num_bytes for entry in above)
+        num_bytes = new_bytes + sum(entry.num_bytes for entry in others)
         if num_bytes > self._max_bytes:
             raise PinRefused(
-                f"pins would keep {num_bytes} bytes, {num_bytes - kept_bytes(others)} of them for "
-                f"this one, and may keep {self._max_bytes}; unpin something, or raise "
-                "max_pinned_share or the budget"
+                f"pins would keep {num_bytes} bytes, {new_bytes} of them for this one, and may "
+                f"keep {self._max_bytes}; unpin something, or raise max_pinned_share or the budget"
             )
 
     def count(self) -> None:
         """Look anew at the memory that they keep."""
-        self.runs = {run for pin in self._pins.values() for run in pin.runs}
-        self.num_bytes = kept_bytes(self.runs)
+        kept = with_all_above(entry for hold in self.holds for entry in hold.entries)
+        self.num_bytes = sum(entry.num_bytes for entry in kept)
         self._next_s = min(map(_at, self._pins.values()), default=inf)
 
 
 def _at(pin: Pin) -> float:
     return pin.deadline.at_s if pin.deadline else inf
-
-
-def _runs_of(model: ModelId, place: Place) -> Iterator[SlabPages]:
-    """The memory of the pages from the root to the end of `place`."""
-    entry = place.node.local[model]
-    yield entry.slab, Span(entry.first, entry.first + place.stop)
-    if entry.parent is not None:
-        yield from entry.parent.runs_above()

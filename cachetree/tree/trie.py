@@ -219,12 +219,14 @@ def _leads_to(below: Node, above: Node, pages: Sequence[PageHash], depth: int) -
 
     `depth` pages stand before the first.
     """
-    node = below.parent
-    while node is not None and node.start > above.start:
-        if node.last_page != pages[node.start + node.num_pages - 1 - depth]:
-            return False
+    node, stop = below, above.stop
+    while node.start > stop:
+        page = pages[node.start - 1 - depth]
+        assert node.parent is not None
         node = node.parent
-    return node is above
+        if node.last_page != page:
+            return False
+    return node.parent is above
 
 
 def depth_of(place: Place | None) -> int:
