@@ -143,8 +143,8 @@ class Segment:
         return self.slab.views(step, span, self.memory)
 
     def kept(self) -> Segment:
-        """The same, readable as long as it is there."""
-        return Segment(self.slab, self.pages, self.slab.memory)
+        """The same, readable as long as it is there, whatever the slab gives back from now on."""
+        return self if self.memory else Segment(self.slab, self.pages, self.slab.memory)
 
 
 def join(segments: Sequence[Segment]) -> list[Segment]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tree_oracle import Memory
 from tree_parts import FAMILY, FAR, KV, PAGE, A, B, E, content, far_future, make_tree, path, store
 
 from cachetree.ids import ModelId
@@ -90,6 +91,19 @@ def test_readers_go_on_and_pins_stay_while_pages_gain() -> None:
     assert is_right(tree, A, "abcd", [0, 1])
     tree.clear()
     assert is_right(tree, A, "abcd", [0, 1]), "it is pinned"
+
+
+def test_readers_go_on_while_their_pages_gain_one_after_the_other() -> None:
+    tree = CacheTree(FAMILY, host_bytes=100 * PAGE, memory=Memory())
+    store(tree, A, "abcd")
+    tree.add_remote(FAR, A, None, path("ab"), [])  # Splits the node in two.
+    lease = tree.lease(A, path("abcd"), "test", far_future())
+    assert lease is not None
+    for start, stop in ((0, 2), (2, 4)):
+        assert store(tree, A, "abcd"[:stop], start, e_layers=[1]) == tuple(path("abcd"))[start:stop]
+    for layer in range(FAMILY.num_layers):
+        expected = b"".join(content(A, page, layer, "kv", KV) for page in path("abcd"))
+        assert b"".join(lease.kv(layer)) == expected
 
 
 def test_of_two_stores_of_the_same_pages_the_one_with_more_e_stays() -> None:

@@ -71,12 +71,14 @@ class Memory:
         old = loan.memory.obj
         assert isinstance(old, np.ndarray)
         self.num_bytes -= sum(map(len, places))
-        loan.memory = old.base[:].data
-        weakref.finalize(old, self.write_over, old.base, places).atexit = False
+        new = old.base[:]
+        loan.memory = new.data
+        # Who views the old one keeps the new one, so that what is given back later waits, too.
+        weakref.finalize(old, self.write_over, new, places).atexit = False
 
-    def write_over(self, whole: np.ndarray[Any, Any], parts: Sequence[Span]) -> None:
+    def write_over(self, there: np.ndarray[Any, Any], parts: Sequence[Span]) -> None:
         for part in parts:
-            whole[part.start : part.stop] = 0xEE
+            there[part.start : part.stop] = 0xEE
 
     def place_of(self, view: memoryview) -> int | None:
         return None
