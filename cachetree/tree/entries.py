@@ -9,7 +9,6 @@ from typing import Final, TypeVar
 
 from cachetree.ids import Location, ModelId, PageHash, Span
 from cachetree.memory import Segment, Slab
-from cachetree.tree.hashing import num_common_pages, split_hashes
 from cachetree.tree.page_index import Run
 
 RemoteKey = tuple[Location, ModelId]
@@ -259,7 +258,7 @@ class Node:
         self.run = run
         self.first = first
         self.num_pages = num_pages
-        self.last_page = run.page(first + num_pages - 1) if num_pages else None
+        self.last_page = run.pages[first + num_pages - 1] if num_pages else None
         self.start: int = parent.stop if parent else 0
         """How many pages stand before this node."""
         self.children: dict[PageHash, Node] = {}
@@ -273,7 +272,7 @@ class Node:
 
     @property
     def first_page(self) -> PageHash:
-        return self.run.page(self.first)
+        return self.run.pages[self.first]
 
     @property
     def parent_page(self) -> PageHash | None:
@@ -281,12 +280,7 @@ class Node:
 
     @property
     def pages(self) -> tuple[PageHash, ...]:
-        return split_hashes(self.hashes)
-
-    @property
-    def hashes(self) -> bytes:
-        """The pages side by side."""
-        return self._hashes(0, self.num_pages)
+        return self.run.pages_of(self)
 
     @property
     def is_empty(self) -> bool:
@@ -295,17 +289,19 @@ class Node:
     def num_common(self, index: int, pages: Sequence[PageHash], offset: int) -> int:
         """How many leading pages this node from page `index` on and `pages[offset:]` share."""
         most = min(self.num_pages - index, len(pages) - offset)
-        return num_common_pages(
-            self._hashes(index, index + most), b"".join(pages[offset : offset + most])
-        )
+        first = self.first + index
+        ours, theirs = self.run.pages[first : first + most], tuple(pages[offset : offset + most])
+        if ours == theirs:
+            return most
+        return next(at for at, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b)
 
     def num_chained(self, index: int, pages: Sequence[PageHash], offset: int) -> int:
         """As `num_common`, where a page that is the same says that all before it are."""
         same, different = 0, min(self.num_pages - index, len(pages) - offset) + 1
-        first = self.first + index - 1
+        ours, first = self.run.pages, self.first + index - 1
         at = different - 1
         while different - same > 1:
-            if self.run.has(pages[offset + at - 1], first + at):
+            if ours[first + at] == pages[offset + at - 1]:
                 same = at
             else:
                 different = at
@@ -329,7 +325,7 @@ class Node:
         children = self.children
         num_tail_pages, self.num_pages = self.num_pages - index, index
         tail = Node(self, self.run, self.first + index, num_tail_pages)
-        self.last_page = self.run.page(self.first + index - 1)
+        self.last_page = self.run.pages[self.first + index - 1]
         tail.children, self.children = children, {tail.first_page: tail}
         for child in children.values():
             child.parent = tail
@@ -342,9 +338,6 @@ class Node:
                 if hold.stop > tail.start:
                     hold.add(entry)
         return tail
-
-    def _hashes(self, start: int, stop: int) -> bytes:
-        return self.run.hashes_of(self.first + start, self.first + stop)
 
 
 _Entry = TypeVar("_Entry", LocalEntry, RemoteEntry)

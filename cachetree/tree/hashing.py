@@ -63,18 +63,3 @@ def split_hashes(hashes: bytes) -> tuple[PageHash, ...]:
     # Naming the type of each would take longer than all the rest.
     pages = [hashes[at : at + size] for at in range(0, len(hashes), size)]
     return tuple(cast("list[PageHash]", pages))
-
-
-def num_common_pages(ours: bytes, theirs: bytes) -> int:
-    """How many leading pages of two equally long runs are the same."""
-    if ours == theirs:
-        return len(ours) // PAGE_HASH_BYTES
-    same, different = 0, len(ours) // PAGE_HASH_BYTES
-    while different - same > 1:
-        middle = (same + different) // 2
-        part = slice(same * PAGE_HASH_BYTES, middle * PAGE_HASH_BYTES)
-        if ours[part] == theirs[part]:
-            same = middle
-        else:
-            different = middle
-    return same

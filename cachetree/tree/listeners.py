@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from cachetree.ids import DISK, Location, ModelId, PageHash
+from cachetree.ids import DISK, Location, ModelId
 from cachetree.tree.entries import Change, LocalEntry, Node
-from cachetree.tree.hashing import split_hashes
 
 Listener = Callable[[Change], None]
-Sighting = tuple[ModelId, PageHash | None, bytes, tuple[int, ...]]
-"""Of an entry that is there: its model, the page before, its pages side by side, layers with E."""
 
 
 class ChangeListeners:
@@ -33,16 +30,15 @@ class ChangeListeners:
         self._of_kept.append(listener)
 
     @staticmethod
-    def in_memory(node: Node) -> Iterator[Sighting]:
-        for model, entry in node.local.items():
-            yield model, node.parent_page, node.hashes, entry.e_layers
+    def in_memory(node: Node) -> Iterator[Change]:
+        return (entry.change(added=True) for entry in node.local.values())
 
     @staticmethod
-    def kept(node: Node) -> Iterator[Sighting]:
+    def kept(node: Node) -> Iterator[Change]:
         yield from ChangeListeners.in_memory(node)
         for (location, model), entry in node.remote.items():
             if location == DISK and model not in node.local:
-                yield model, node.parent_page, node.hashes, entry.e_layers
+                yield _change([node], model, entry.e_layers, added=True)
 
     def leave(self, listener: Listener) -> None:
         for listeners in (self._of_memory, self._of_kept):
@@ -79,12 +75,6 @@ class ChangeListeners:
                 change = _change([node], model, (), added=False)
                 for listener in self._of_kept:
                     listener(change)
-
-
-def addition(seen: Sighting) -> Change:
-    model, parent, hashes, e_layers = seen
-    pages = split_hashes(hashes)
-    return Change(added=True, model=model, parent=parent, pages=pages, e_layers=e_layers)
 
 
 def _change(

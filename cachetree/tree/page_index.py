@@ -1,6 +1,6 @@
 """Where a page is: a dict to the run of pages that it came with, and bisection in its nodes.
 
-A page costs 16 bytes in its run, its key, and a place in one flat dict; the dict refers to nothing
+A page costs its key, 8 bytes in its run, and a place in one flat dict; neither refers to anything
 that garbage collection would follow. A split changes a run's nodes and no page's place.
 """
 
@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from bisect import bisect_right, insort_right
 from collections.abc import Sequence
-from itertools import count
+from itertools import chain, count
 from operator import attrgetter
 from typing import Final, Generic, Protocol, TypeVar
 
-from cachetree.ids import PAGE_HASH_BYTES, PageHash
-from cachetree.tree.hashing import join_hashes, split_hashes
+from cachetree.ids import PageHash
+from cachetree.tree.hashing import join_hashes
 
 
 class Part(Protocol):
@@ -36,11 +36,10 @@ class Run(Generic[P]):
     Pages that are no node's any more stay until they are the greater part.
     """
 
-    __slots__ = ("hashes", "id", "nodes", "num_indexed_pages")
+    __slots__ = ("id", "nodes", "num_indexed_pages", "pages")
 
-    def __init__(self, hashes: bytes, id: int) -> None:
-        self.hashes = hashes
-        """The pages side by side."""
+    def __init__(self, pages: Sequence[PageHash], id: int) -> None:
+        self.pages = tuple(pages)
         self.id: Final = id
         """Given by the index."""
         self.nodes: list[P] = []
@@ -48,20 +47,10 @@ class Run(Generic[P]):
         self.num_indexed_pages = len(self)
 
     def __len__(self) -> int:
-        return len(self.hashes) // PAGE_HASH_BYTES
+        return len(self.pages)
 
-    def page(self, index: int) -> PageHash:
-        return PageHash(self.hashes_of(index, index + 1))
-
-    def hashes_of(self, start: int, stop: int) -> bytes:
-        return self.hashes[start * PAGE_HASH_BYTES : stop * PAGE_HASH_BYTES]
-
-    def index_of(self, page: PageHash) -> int:
-        """Which of the pages it is; raises ValueError where it is none of them."""
-        at = self.hashes.index(page)
-        while at % PAGE_HASH_BYTES:  # Found across two pages.
-            at = self.hashes.index(page, at + 1)
-        return at // PAGE_HASH_BYTES
+    def pages_of(self, part: Part) -> tuple[PageHash, ...]:
+        return self.pages[part.first : part.first + part.num_pages]
 
     def node_at(self, index: int) -> P:
         """The node that covers page `index`, which is indexed."""
@@ -74,11 +63,8 @@ class Run(Generic[P]):
             return None
         node = self.nodes[at]
         index = depth - node.start
-        is_there = index < node.num_pages and self.has(page, node.first + index)
+        is_there = index < node.num_pages and self.pages[node.first + index] == page
         return node if is_there else None
-
-    def has(self, page: PageHash, index: int) -> bool:
-        return self.hashes.startswith(page, index * PAGE_HASH_BYTES)
 
     def add(self, node: P) -> None:
         insort_right(self.nodes, node, key=_first)
@@ -90,9 +76,7 @@ class Run(Generic[P]):
         """Drop the pages that are no node's if they are the greater part."""
         if 2 * self.num_indexed_pages >= len(self):
             return
-        self.hashes = b"".join(
-            [self.hashes_of(node.first, node.first + node.num_pages) for node in self.nodes]
-        )
+        self.pages = tuple(chain.from_iterable([self.pages_of(node) for node in self.nodes]))
         first = 0
         for node in self.nodes:
             node.first = first
@@ -117,7 +101,7 @@ class PageIndex(Generic[P]):
         if run_id is None:
             return None
         run = self._runs[run_id]
-        index = run.index_of(page)
+        index = run.pages.index(page)
         return run.node_at(index), index
 
     def find_at(self, page: PageHash, depth: int) -> P | None:
@@ -127,8 +111,8 @@ class PageIndex(Generic[P]):
 
     def add(self, pages: Sequence[PageHash]) -> Run[P] | None:
         """Index a new run of `pages`, up to the first that is here already or comes twice."""
-        hashes = join_hashes(pages)
-        run: Run[P] = Run(hashes, next(self._new_ids))
+        join_hashes(pages)  # Raises ValueError.
+        run: Run[P] = Run(pages, next(self._new_ids))
         new = dict.fromkeys(pages, run.id)
         if len(new) < len(pages) or not self._run_ids.keys().isdisjoint(new):
             num_new = self._num_new(pages)
@@ -140,7 +124,7 @@ class PageIndex(Generic[P]):
     def remove(self, parts: Sequence[tuple[Run[P], int, int]]) -> None:
         """Forget pages `[start, stop)` of each run, and runs with their last page."""
         for run, start, stop in parts:
-            for page in split_hashes(run.hashes_of(start, stop)):
+            for page in run.pages[start:stop]:
                 del self._run_ids[page]
             run.num_indexed_pages -= stop - start
             if not run.num_indexed_pages:

@@ -18,7 +18,7 @@ from cachetree.tree.entries import Change, Hold, Node
 from cachetree.tree.eviction import Eviction, Expiry, Retention, make_policy
 from cachetree.tree.holds import Holds
 from cachetree.tree.lease import Lease, Reservation
-from cachetree.tree.listeners import ChangeListeners, Listener, Sighting, addition
+from cachetree.tree.listeners import ChangeListeners, Listener
 from cachetree.tree.local_entries import LocalEntries
 from cachetree.tree.matching import find_matches
 from cachetree.tree.remote_entries import RemoteEntries
@@ -325,7 +325,7 @@ class CacheTree:
             self._listeners.join_kept(listener)
         return self._there(self._listeners.kept), partial(self._unsubscribe, listener)
 
-    def _there(self, of_node: Callable[[Node], Iterator[Sighting]]) -> Iterator[Change]:
+    def _there(self, of_node: Callable[[Node], Iterator[Change]]) -> Iterator[Change]:
         nodes = self._trie.root.walk()
         is_more = True
         while is_more:
@@ -335,7 +335,7 @@ class CacheTree:
             is_more = len(some) == SLICE
             if is_more:
                 time.sleep(_PAUSE_S)
-            yield from map(addition, seen)
+            yield from seen
 
     def _in_slices(self, work: Callable[[int], bool]) -> None:
         """Call it with how much it may do while others wait, until there is no more to do."""

@@ -27,7 +27,7 @@ class PageTrie:
     """
 
     def __init__(self, eviction: Eviction) -> None:
-        self.root: Final = Node(None, Run[Node](b"", 0), 0, 0)
+        self.root: Final = Node(None, Run[Node]((), 0), 0, 0)
         self._eviction = eviction
         self._index = PageIndex[Node]()
 
