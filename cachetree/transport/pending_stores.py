@@ -36,8 +36,8 @@ _MAX_WAITING: Final = 4096
 _PART_BYTES: Final = 64 << 20
 """Larger entries go in several stores, each of which can be read when it is there."""
 _STORE_S: Final = 30.0
-_FLOW: Final = Flow(frame_bytes=512 << 10, window_bytes=2 << 20)
-"""Behind no more than this waits what is asked for meanwhile."""
+_FLOW: Final = Flow(frame_bytes=4 << 20, window_bytes=16 << 20)
+"""Behind no more than this waits what is asked for meanwhile; 2 MiB took a third more CPU."""
 _BURST: Final = 4
 """Frames sent before the peer looks at its fetches again."""
 

@@ -283,7 +283,7 @@ def test_a_fetch_is_asked_for_behind_little_of_what_is_pushed() -> None:
     patient = PeerConfig(connect_s=20.0, silence_s=30.0)
     with WantingWorker(lambda *_: None) as worker, peer_of(worker.address, tree, patient) as peer:
         peer.push()
-        eventually(lambda: peer.push_status.num_pushed_bytes == 2 << 20)
+        eventually(lambda: peer.push_status.num_pushed_bytes == 16 << 20)
         peer.fetch(MODEL, PAGES[:1], new_staging(1))
         eventually(lambda: peer.push_status.num_refused)
-        assert peer.push_status.num_pushed_bytes == 2 << 20
+        assert peer.push_status.num_pushed_bytes == 16 << 20
