@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import entry_points, version
 from pathlib import Path
 from typing import Any, Final
@@ -84,7 +84,7 @@ def configuration(path: Path) -> Iterator[Check]:
             str(options.get("model-path")),
             options.get("revision"),
             int(options.get("page-size", 1)),
-            int(options.get("tp-size", options.get("tensor-parallel-size", 1))),
+            int(options.get("tp-size", options.get("tp", 1))),
             None,
         )
     except CacheTreeError as exc:
@@ -156,8 +156,9 @@ def running(url: str, key: str | None) -> Iterator[Check]:
     for pair in told["pairs"]:
         name = f"profile {pair['sender']} to {pair['receiver']}"
         yield _check(name, pair["usable"], pair["reason"], "see `droidspeak profile show`")
-        if pair["usable"] and pair["price"] is not None:
-            yield from _links(told["links"], pair)
+    prices = [it["price"] for it in told["pairs"] if it["usable"] and it["price"]]
+    if told["peers"]:
+        yield from _links(told["links"], prices)
 
 
 def _keys(state: Mapping[str, Any]) -> Iterator[Check]:
@@ -170,25 +171,19 @@ def _keys(state: Mapping[str, Any]) -> Iterator[Check]:
         yield _check("keys", is_safe, f"{found}, listens at {settings.listen}", seal)
 
 
-def _links(links: Mapping[str, float], pair: Mapping[str, Any]) -> Iterator[Check]:
-    """Whether each link that was used of late is faster than break-even."""
-    price = pair["price"]
-    least = break_even_byte_s(price)
-    if least is None:
-        found = "no prefill was measured yet"
-        yield Check(name="break-even", ok=True, found=found)
+def _links(links: Mapping[str, float], prices: Sequence[Mapping[str, Any]]) -> Iterator[Check]:
+    """Whether each link that was used of late is faster than the break-even of every pair."""
+    known = [it for it in map(break_even_byte_s, prices) if it is not None]
+    if not known:
+        yield Check(name="break-even", ok=True, found="no prefill was measured yet")
         return
+    least = f"break-even {max(known) / 1e9:.2f} GB/s for {prices[0]['num_tokens']:,} tokens"
     for address, byte_s in links.items():
-        found = f"{byte_s / 1e9:.2f} GB/s, break-even {least / 1e9:.2f} GB/s"
-        yield _check(
-            f"link {address}",
-            byte_s > least,
-            f"{found} for {price['num_tokens']:,} tokens",
-            "take a faster link, a codec, or a profile with a smaller block; see docs/why.md",
-        )
+        slow = "take a faster link, a codec, or a profile with a smaller block; see docs/why.md"
+        found = f"{byte_s / 1e9:.2f} GB/s, {least}"
+        yield _check(f"link {address}", byte_s > max(known), found, slow)
     if not links:
-        found = f"{least / 1e9:.2f} GB/s for {price['num_tokens']:,} tokens; no link was used yet"
-        yield Check(name="break-even", ok=True, found=found)
+        yield Check(name="break-even", ok=True, found=f"{least}; no link was used yet")
 
 
 def break_even_byte_s(price: Mapping[str, Any]) -> float | None:

@@ -89,7 +89,7 @@ def lines(told: dict[str, Any]) -> Iterator[str]:
     for it in told["holdings"]:
         e = ", ".join(f"layer {layer} of {num}" for layer, num in it["e_pages"].items())
         who = f"{it['model']} at {it['location']}"
-        yield f"has it   {who}: {it['pages']:,} pages, E at {e or 'none'}"
+        yield f"has it   {who}: {it['num_pages']:,} pages, E at {e or 'none'}"
     for it in told["ways"]:
         yield f"way      {_way(it)}"
     if told["measured"]:

@@ -75,7 +75,6 @@ def options_of(args: argparse.Namespace) -> dict[str, Any]:
     settings = _settings(args)
     check_flags("serve", (it[2:].partition("=")[0] for it in args.sglang if it.startswith("--")))
     own = _own_flags().parse_known_args(args.sglang)[0]
-    adapters = tuple(it.partition("=")[2] or it for it in own.lora_paths)
     try:
         folder_of(args.model, own.revision)
     except (OSError, ValueError) as exc:
@@ -89,7 +88,7 @@ def options_of(args: argparse.Namespace) -> dict[str, Any]:
         own.revision,
         own.page_size,
         own.tp,
-        adapters if own.enable_lora or adapters else None,
+        () if own.enable_lora or own.lora_paths else None,
     )
     return {"model-path": args.model, "page-size": own.page_size, **linker_options(settings)}
 

@@ -5,6 +5,7 @@ Nothing of it names a token or a page of anybody's prompt.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -12,7 +13,7 @@ import msgspec
 
 from cachetree import LOCAL, Location, ModelId, Span
 from cachetree.metrics import Health, health_of
-from cachetree.planning import PairProfile, Plan, Profiles, Weighed, weigh
+from cachetree.planning import Match, PairProfile, Plan, Profiles, Weighed, weigh
 from cachetree.transport import Source
 from sglang_droidspeak.engine import asking, prefixes
 from sglang_droidspeak.request.considered import considered_of
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from sglang_droidspeak.request.planner import Planner
 
 
+log = logging.getLogger(__name__)
+
 _USUAL_TOKENS: Final = 2048
 
 
@@ -44,16 +47,6 @@ class Question(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     cache_salt: str | None = None
 
 
-class Holding(msgspec.Struct, frozen=True, kw_only=True):
-    """What one model has of the prompt at one place, from its start."""
-
-    model: str
-    location: str
-    pages: int
-    e_pages: Mapping[int, int]
-    """By layer: how many of them have E there."""
-
-
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     """Why a request was or was not served from another's cache. Pages are whole ones, from the
     prompt's start; those of `device` were there when it was planned."""
@@ -66,7 +59,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     page_tokens: int
     model: ModelId | None = None
     device_pages: int = 0
-    holdings: Sequence[Holding] = ()
+    holdings: Sequence[Match] = ()
     full_prefill_s: float | None = None
     """Predicted, of what the device lacks."""
     ways: Sequence[Weighed] = ()
@@ -95,10 +88,7 @@ def explained(
         found,
         model=demand.receiver,
         device_pages=max(demand.first_page, demand.first_approximate or 0),
-        holdings=[
-            Holding(model=m.model, location=m.location, pages=m.num_pages, e_pages=dict(m.e_pages))
-            for m in seen.matches
-        ],
+        holdings=seen.matches,
         full_prefill_s=seen.full_prefill_s,
         ways=weigh(seen, profiles),
     )
@@ -172,7 +162,7 @@ class Answers:
                 sender=sender,
                 receiver=receiver,
                 location=LOCAL,
-                pages=Span(0, _USUAL_TOKENS // self._page_size),
+                pages=Span(0, max(1, _USUAL_TOKENS // self._page_size)),
                 block=best.block,
                 refreshed=best.refreshed,
                 num_layers=profile.receiver.num_layers,
@@ -192,6 +182,9 @@ class Answers:
             return msgspec.to_builtins(self._explain(question, scheduler), str_keys=True)
         except (msgspec.MsgspecError, LookupError) as exc:
             return {"error": str(exc.args[0])}
+        except Exception as exc:
+            log.exception("an operator's question was not answered")
+            return {"error": f"{type(exc).__name__}: {exc}; the server's log has more"}
 
     def _explain(self, question: Question, scheduler: Scheduler) -> Explanation:
         measured = None
@@ -209,6 +202,8 @@ class Answers:
 
     def _unsent(self, question: Question, scheduler: Scheduler) -> Told:
         """What would become of it if it came now."""
+        if not question.input_ids:
+            raise LookupError("there is no request_id, and no prompt in input_ids")
         lora_id = self._lora_id(question.adapter)
         req = asking.unsent(question.input_ids, lora_id, question.extra_key, question.cache_salt)
         self._activated.meet(req)

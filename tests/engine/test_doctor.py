@@ -26,6 +26,7 @@ from sglang_droidspeak.fleet.servers import free_port
 from sglang_droidspeak.request.answers import Answers
 from sglang_droidspeak.start.peers import KEY
 
+NEAR = {"address": FAR, "state": "ready", "reason": ""}
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -164,7 +165,7 @@ def test_a_running_server(info: SimpleNamespace, capsys: Any) -> None:  # noqa: 
     [
         ({"health": {"live": True, "degraded": ["the disk is full"]}}, "memory, disk", "full"),
         ({"health": {"live": False, "degraded": []}}, "memory, disk", "stuck"),
-        ({"links": {FAR: 1.0}}, f"link {FAR}", "0.00 GB/s, break-even"),
+        ({"peers": [NEAR], "links": {FAR: 1.0}}, f"link {FAR}", "0.00 GB/s, break-even"),
     ],
 )
 def test_a_running_server_that_is_not_well(

@@ -105,7 +105,7 @@ def test_what_a_request_was_chosen_from(told: Any, outcome: str, reasons: set[st
     assert {way.reason for way in it.ways} == reasons
     assert it.full_prefill_s == pytest.approx(1.61)
     (holding,) = it.holdings
-    assert (holding.pages, holding.e_pages[3]) == (10, 10)
+    assert (holding.num_pages, holding.e_pages[3]) == (10, 10)
     assert list(lines(msgspec.to_builtins(it, str_keys=True)))
 
 
@@ -116,6 +116,8 @@ def test_the_last_thousand_are_known(labels: Labels) -> None:
     assert "no request 'r0' among the last 1000" in ask(labels, request_id="r0")["error"]
     assert "florp" in ask(labels, florp=1)["error"]
     assert "no adapter 'nobody'" in ask(labels, input_ids=[1], adapter="nobody")["error"]
+    assert "no prompt" in ask(labels)["error"]
+    assert "the server's log has more" in ask(labels, input_ids=[-1])["error"]
 
 
 def test_who_has_many_to_choose_from_takes_the_room_of_others(labels: Labels) -> None:

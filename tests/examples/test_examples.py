@@ -151,7 +151,7 @@ def test_explain(servers, tmp_path, capsys) -> None:
     sender.generate(prompt, max_new_tokens=1, droidspeak={"publish": "before_reply"})
     foreseen = explain(*unsent)
     (holding,) = foreseen["holdings"]
-    assert holding["e_pages"]["2"] == holding["pages"] >= 5
+    assert holding["e_pages"]["2"] == holding["num_pages"] >= 5
     # Of so small a model a full prefill may be sooner; the block is asked for by name below.
     assert foreseen["outcome"] in ("reused", "slower")
     assert foreseen["measured"] is None
