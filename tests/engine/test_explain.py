@@ -139,6 +139,27 @@ def test_nothing_of_a_prompt_is_kept_or_told(labels: Labels) -> None:
     assert "77777" not in repr(kept) + repr(ask(labels, request_id="r1"))
 
 
+def test_where_there_is_an_admin_key_the_page_asks_for_it() -> None:
+    from sglang.srt.entrypoints.http_server import app
+    from sglang.srt.utils import auth
+
+    for _ in range(2):
+        asking.add_page(KEY)
+    assert [getattr(it, "path", "") for it in app.routes].count(asking.PATH) == 1
+    scope = {"type": "http", "method": "POST", "path": asking.PATH, "headers": []}
+    level = auth._get_auth_level_from_app_and_scope(app, scope)
+    for given, is_allowed in (("admin", True), ("user", False), ("", False)):
+        decision = auth.decide_request_auth(
+            method="POST",
+            path=asking.PATH,
+            authorization_header=f"Bearer {given}" if given else None,
+            api_key="user",
+            admin_api_key="admin",
+            auth_level=level,
+        )
+        assert decision.allowed == is_allowed
+
+
 @pytest.fixture
 def server() -> Iterator[SimpleNamespace]:
     """An HTTP server that answers as SGLang's with this extension; by path."""
