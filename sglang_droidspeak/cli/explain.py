@@ -87,13 +87,20 @@ def lines(told: dict[str, Any]) -> Iterator[str]:
         yield f"model    {told['model']}"
         yield f"         full prefill of the rest {_seconds(told['full_prefill_s'])}"
     for it in told["holdings"]:
-        e = ", ".join(f"layer {layer} of {num}" for layer, num in it["e_pages"].items())
-        who = f"{it['model']} at {it['location']}"
-        yield f"has it   {who}: {it['num_pages']:,} pages, E at {e or 'none'}"
+        yield f"has it   {it['model']} at {it['location']}: {_held(it)}"
     for it in told["ways"]:
         yield f"way      {_way(it)}"
     if told["measured"]:
         yield f"measured {_measured(told['measured'])}"
+
+
+def _held(it: dict[str, Any]) -> str:
+    num_pages, e_pages = it["num_pages"], it["e_pages"].items()
+    whole = ", ".join(layer for layer, num in e_pages if num >= num_pages)
+    parts = [f"of the first {num:,} at layer {layer}" for layer, num in e_pages if num < num_pages]
+    if whole:
+        parts = [f"of all at layers {whole}", *parts]
+    return f"{num_pages:,} pages, E {', '.join(parts) or 'at no layer'}"
 
 
 def _way(it: dict[str, Any]) -> str:
@@ -106,10 +113,10 @@ def _way(it: dict[str, Any]) -> str:
         anew += f", {it['refreshed']} refreshed"
     quality = "exact" if it.get("exact") else f"quality {it['quality']:.3f}"
     pages = f"pages [{it['pages'][0]}, {it['pages'][1]})"
-    times = _seconds(it.get("ttft_s"))
-    if "saving_s" in it:
-        times += f", saves {it['saving_s']:.3f} s"
-    return f"{who}, {pages}, {anew}: {times}, {quality}: {why}"
+    times = (
+        f"{it['ttft_s']:.3f} s predicted, saves {it['saving_s']:.3f} s, " if "ttft_s" in it else ""
+    )
+    return f"{who}, {pages}, {anew}: {times}{quality}: {why}"
 
 
 def _measured(it: dict[str, Any]) -> str:
