@@ -140,7 +140,10 @@ def running(url: str, key: str | None) -> Iterator[Check]:
     told = state[KEY]
     yield Check(name=url, ok=True, found=f"SGLang serves {state.get('model_path')}")
     yield _check(
-        "clock", abs(off_s) < _CLOCKS_S, f"{off_s:+.0f} s", "set it by NTP: logs are compared by it"
+        "clock",
+        abs(off_s) < _CLOCKS_S,
+        f"{off_s:+.0f} s" if off_s else "well",
+        "set it by NTP: logs are compared by it",
     )
     degraded, is_up = told["health"]["degraded"], told["health"]["live"]
     wrong = "; ".join([*degraded, *([] if is_up else ["the worker's thread is stuck"])])
@@ -175,7 +178,9 @@ def _links(links: Mapping[str, float], prices: Sequence[Mapping[str, Any]]) -> I
     """Whether each link that was used of late is faster than the break-even of every pair."""
     known = [it for it in map(break_even_byte_s, prices) if it is not None]
     if not known:
-        yield Check(name="break-even", ok=True, found="no prefill was measured yet")
+        yield Check(
+            name="break-even", ok=True, found="no prefill of such a length was measured yet"
+        )
         return
     least = f"break-even {max(known) / 1e9:.2f} GB/s for {prices[0]['num_tokens']:,} tokens"
     for address, byte_s in links.items():

@@ -185,6 +185,6 @@ _BY_OUTCOME: Final = {name: it for part in SECTIONS.values() for name, it in par
 
 
 def advice_on(outcome: str) -> Advice:
-    """As plain text; of the fault in general where the cause of a fallback has no text."""
+    """As plain text, with links by their files; of a fetch in general where a cause has no text."""
     found = _BY_OUTCOME.get(outcome) or _BY_OUTCOME["fallback: FetchError"]
-    return Advice(*(re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", it) for it in found))
+    return Advice(*(re.sub(r"\[([^]]+)\]\(([^)]+)\)", r"\1 (docs/\2)", it) for it in found))

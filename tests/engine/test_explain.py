@@ -64,7 +64,7 @@ def answered(labels: Labels, rid: str, told: RequestProvenance) -> Any:
 def test_every_outcome_has_its_cause_and_remedy(labels: Labels, outcome: str) -> None:
     answered(labels, "r1", RequestProvenance(outcome=outcome, detail="so"))
     told = ask(labels, request_id="r1")
-    page = re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", documented_outcomes.PAGE.read_text())
+    page = re.sub(r"\[([^]]+)\]\(([^)]+)\)", r"\1 (docs/\2)", documented_outcomes.PAGE.read_text())
     written = f"### `{outcome}`\n\n- **Cause:** {told['cause']}\n- **Remedy:** {told['remedy']}\n"
     assert written in page
     assert (told["outcome"], told["detail"]) == (outcome, "so")

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import sglang
 import yaml
+from prometheus_client import CollectorRegistry, Counter
+from prometheus_client.exposition import choose_encoder
 
 from cachetree.cli import parser as cachetree
 from cachetree.cli.serve import read_config
@@ -78,6 +80,21 @@ def test_each_alert_is_tried_firing_and_not() -> None:
         (it["alertname"], bool(it["exp_alerts"])) for part in told for it in part["alert_rule_test"]
     ]
     assert sorted(tried) == sorted((it["alert"], fires) for it in RULES for fires in (False, True))
+
+
+@pytest.mark.parametrize("accept", ["", "; escaping=allow-utf-8"])
+def test_metrics_have_their_names_however_they_are_scraped(accept: str) -> None:
+    """As Prometheus 2 and 3 ask, and after what the configuration renames."""
+    registry = CollectorRegistry()
+    Counter("droidspeak:requests", "", ["outcome"], registry=registry).labels("own").inc()
+    encode, _ = choose_encoder(f"application/openmetrics-text; version=1.0.0{accept}")
+    (job,) = yaml.safe_load((DEPLOY / "prometheus/prometheus.yaml").read_text())["scrape_configs"]
+    (rule,) = job["metric_relabel_configs"]
+    assert (rule["source_labels"], rule["target_label"]) == (["__name__"], "__name__")
+    names = re.findall(r"(?m)^(\w[\w:]+)\{", encode(registry).decode())
+    replacement = re.sub(r"\$(\d)", r"\\\1", rule["replacement"])
+    renamed = [re.sub(f"^(?:{rule['regex']})$", replacement, it) for it in names]
+    assert "droidspeak:requests_total" in renamed
 
 
 def test_the_services_start_as_they_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
