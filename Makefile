@@ -72,7 +72,6 @@ bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks.simulate benchmarks/traces/multi_lora.jsonl
 	$(BENCH)/disk.py
 	$(BENCH)/compression.py
-	$(BENCH)/low_rank.py
 	$(BENCH)/profiler.py
 
 gpu: $(INSTALLED)

@@ -1,6 +1,6 @@
 """What do adapters of one server save when they read one another's context?
 
-    python benchmarks/lora.py [--adapters 1 2 4 8 16] [--rounds 1] [--plan refresh] [--shared-a]
+    python benchmarks/lora.py [--adapters 1 2 4 8 16] [--rounds 1]
 
 One base of 12 layers × 768 and adapters of rank 8 on q, k, v and o, all random, and one document of
 2,000 tokens with a question of each adapter's own. SGLang alone keeps a tree per adapter, so each
@@ -11,9 +11,6 @@ Physics: a full prefill is 12 layers for every token, the block about 2.1 of the
 and V of the third), so at best the second adapter's first token comes 12 / 2.1 = 5.7 times sooner,
 less the forward over the question; and of n adapters sent at once the work is 12 + 2.1 (n - 1)
 layers in place of 12 n, 3.6 times less for 8. Decoding is the same on both sides.
-
-`--plan refresh` refreshes all layers but the first in low rank, 2 × 16 × 1536 products per token of
-a layer's 12 × 768², and keeps E at each of them; with `--shared-a`, 16 numbers in its place.
 
 Contenders take turns on fresh documents. Before times are compared, outputs are: SGLang's answer
 with an oracle's full prefill of the merged weights, the extension's with the oracle's same plan;
@@ -40,9 +37,10 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from cachetree import EMPTY_SPAN, Span
 from cachetree.checkpoint import ModelIdentity, read_model_identity
 from cachetree.planning import PROFILE_VERSION as VERSION
-from cachetree.planning import BlockQuality, PairProfile, Recipe, write_profile
+from cachetree.planning import BlockQuality, PairProfile, write_profile
 from profiles.adapters import merge_folder
 from profiles.oracle import Generated, decode, partial_prefill
 from profiles.random_models import random_prompt, shape, write_adapter, write_models
@@ -51,10 +49,7 @@ from sglang_droidspeak.fleet.servers import Server, ServerSpec, running
 NUM_LAYERS = 12
 HIDDEN = 768
 RANK = 8
-PLANS = {
-    "block": BlockQuality(start=4, stop=7, quality=0.9),
-    "refresh": BlockQuality(start=0, stop=0, refreshed=tuple(range(1, NUM_LAYERS)), quality=0.9),
-}
+BLOCK = BlockQuality(start=4, stop=7, quality=0.9)
 NUM_QUESTION = 24
 MAX_NEW = 16
 ENV = {"OMP_NUM_THREADS": "1"}
@@ -68,8 +63,6 @@ class Models:
     base: Path
     adapters: Sequence[Path]
     profiles: Path
-    plan: BlockQuality
-    shares_a: bool
 
 
 @dataclass(frozen=True)
@@ -103,7 +96,6 @@ class Bench:
     servers: Mapping[str, Server]
     names: Sequence[str]
     sizes: Sizes
-    plan: BlockQuality
 
     def prompts(self, seed: int) -> list[list[int]]:
         """One document with a question of each adapter's own."""
@@ -173,21 +165,20 @@ def made_up(sender: ModelIdentity, receiver: ModelIdentity, best: BlockQuality) 
     )
 
 
-def write(folder: Path, num_adapters: int, plan: BlockQuality, shares_a: bool) -> Models:
+def write(folder: Path, num_adapters: int) -> Models:
     """The base, its adapters, and a profile of every ordered pair of them."""
     config = shape("llama", layers=NUM_LAYERS, hidden=HIDDEN, heads=12, kv_heads=12)
     (base,) = write_models(folder, config, ["base"])
     adapters: list[Path] = []
     for seed in range(num_adapters):
-        a_of = adapters[0] if adapters and shares_a else None
         path = folder / f"adapter-{seed}"
-        adapters.append(write_adapter(path, base, rank=RANK, std=0.02, seed=seed, a_of=a_of))
+        adapters.append(write_adapter(path, base, rank=RANK, std=0.02, seed=seed))
     profiles = folder / "profiles"
     profiles.mkdir()
     models = [read_model_identity(base, None, it) for it in (None, *adapters)]
     for index, (sender, receiver) in enumerate(permutations(models, 2)):
-        write_profile(made_up(sender, receiver, plan), profiles / f"{index}.json")
-    return Models(base, adapters, profiles, plan, shares_a)
+        write_profile(made_up(sender, receiver, BLOCK), profiles / f"{index}.json")
+    return Models(base, adapters, profiles)
 
 
 def options(sizes: Sizes, num_requests: int) -> dict[str, Any]:
@@ -221,7 +212,7 @@ def bench(models: Models, sizes: Sizes, count: int) -> Iterator[Bench]:
         droidspeak={"profiles": [str(models.profiles)], "host_gb": 0},
     )
     with running(alone, extended, env=ENV) as (one, other):
-        yield Bench({ALONE: one, EXTENDED: other}, list(adapters), sizes, models.plan)
+        yield Bench({ALONE: one, EXTENDED: other}, list(adapters), sizes)
 
 
 def measure(it: Bench, rounds: int) -> Rounds:
@@ -231,11 +222,11 @@ def measure(it: Bench, rounds: int) -> Rounds:
         turns = CONTENDERS if index % 2 else CONTENDERS[::-1]
         prompts = it.prompts(seed=2 * index)
         sequences = {who: it.sequence(who, prompts) for who in turns}
-        require_plan(sequences[EXTENDED], it.plan)
+        require_plan(sequences[EXTENDED])
         assert sequences[ALONE][0].ids == sequences[EXTENDED][0].ids, "full prefills must agree"
         prompts = it.prompts(seed=2 * index + 1)
         bursts = {who: it.burst(who, prompts) for who in turns}
-        require_plan(bursts[EXTENDED][1], it.plan)
+        require_plan(bursts[EXTENDED][1])
         if index == 0:
             continue
         found.readers.extend(sequences[EXTENDED][1:])
@@ -248,14 +239,13 @@ def measure(it: Bench, rounds: int) -> Rounds:
     return found
 
 
-def require_plan(samples: Sequence[Sample], plan: BlockQuality) -> None:
+def require_plan(samples: Sequence[Sample]) -> None:
     """One of them computed the document, and the others read it as the profile says."""
     outcomes = sorted(sample.told["outcome"] for sample in samples)
     assert outcomes == ["no_match"] + ["reused"] * (len(samples) - 1), outcomes
     readers = [sample.told for sample in samples if sample.told["outcome"] == "reused"]
     assert all(told["location"] == "pool" for told in readers), readers
-    wanted = ([plan.start, plan.stop] if len(plan.block) else None, list(plan.refreshed))
-    assert all((told["block"], told["low_rank"]) == wanted for told in readers), readers
+    assert all(told["block"] == [BLOCK.start, BLOCK.stop] for told in readers), readers
 
 
 def compare_outputs(it: Bench, models: Models, folder: Path) -> None:
@@ -269,8 +259,8 @@ def compare_outputs(it: Bench, models: Models, folder: Path) -> None:
     sender, receiver = merged
     shared, tokens = it.sizes.num_shared, prompts[1]
     expected = {
-        ALONE: answer(receiver, receiver, tokens, shared, Recipe()),
-        EXTENDED: answer(receiver, sender, tokens, shared, it.plan.recipe),
+        ALONE: answer(receiver, receiver, tokens, shared, EMPTY_SPAN),
+        EXTENDED: answer(receiver, sender, tokens, shared, BLOCK.block),
     }
     for who, wanted in expected.items():
         samples = it.sequence(who, prompts, max_new=MAX_NEW)
@@ -287,10 +277,10 @@ def answer(
     sender: PreTrainedModel,
     tokens: list[int],
     num_shared: int,
-    plan: Recipe,
+    block: Span,
 ) -> Generated:
     ids = torch.tensor([tokens])
-    prefix = partial_prefill(receiver, sender, ids[:, :num_shared], plan.block, 0, plan.refreshed)
+    prefix = partial_prefill(receiver, sender, ids[:, :num_shared], block)
     return decode(receiver, prefix, ids[:, num_shared:], MAX_NEW)
 
 
@@ -350,11 +340,9 @@ def cell(of: Mapping[str, float]) -> str:
     return f"{of['median']:.0f} ({of['min']:.0f}-{of['max']:.0f})" if of["max"] else ""
 
 
-def memory(sizes: Sizes, count: int, models: Models) -> dict[str, int]:
+def memory(sizes: Sizes, count: int) -> dict[str, int]:
     """Bytes on the device. Every adapter keeps its own KV of the document, with and without."""
-    e_layers = {models.plan.start, *models.plan.refreshed} - {0}  # The same for all pairs.
-    width = 2 * RANK if models.plan.refreshed and (models.shares_a or count == 1) else HIDDEN
-    kv_token, e_token = 4 * 2 * NUM_LAYERS * HIDDEN, 4 * len(e_layers) * width
+    kv_token, e_token = 4 * 2 * NUM_LAYERS * HIDDEN, 4 * HIDDEN  # E at one layer for all pairs.
     num_slots = options(sizes, count)["max-total-tokens"] + sizes.page
     return {
         "kv_bytes_per_token": kv_token,
@@ -372,8 +360,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1, help="measured, after one that warms up")
     parser.add_argument("--tokens", type=int, default=2000)
     parser.add_argument("--page-size", type=int, default=16)
-    parser.add_argument("--plan", choices=PLANS, default="block")
-    parser.add_argument("--shared-a", action="store_true", help="adapters differ in B alone")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     environment = result.here()
@@ -381,17 +367,17 @@ def main() -> None:
     sizes = Sizes(args.tokens, args.page_size)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        models = write(folder, max(args.adapters), PLANS[args.plan], args.shared_a)
+        models = write(folder, max(args.adapters))
         rows: list[dict[str, Any]] = []
         for count in args.adapters:
             with bench(models, sizes, count) as it:
                 if count > 1 and all(row["adapters"] == 1 for row in rows):
                     compare_outputs(it, models, folder)
                 found = summarise(measure(it, args.rounds), count)
-                rows.append(found | memory(sizes, count, models))
+                rows.append(found | memory(sizes, count))
                 console.print(f"{count} adapters: measured")
     print_growth(rows, sizes)
-    asked = {it: getattr(args, it) for it in ("tokens", "page_size", "rounds", "plan", "shared_a")}
+    asked = {it: getattr(args, it) for it in ("tokens", "page_size", "rounds")}
     result.write("lora", asked | {"counts": rows}, environment, args.json)
 
 

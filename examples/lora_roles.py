@@ -29,8 +29,8 @@ QUESTIONS = {
     "guide": "question : where lives duvib ?",
 }
 RECOMPUTED = {
-    "expert": {"block": "0:5", "refresh": "5,6,7,8,9,10,11"},
-    "clerk": {"block": "0:6", "refresh": "6,7"},
+    "expert": {"block": "0:5"},
+    "clerk": {"block": "0:5"},
 }
 """What each role's profile recommends, asked for by name: by itself the server reuses where that is
 predicted to be faster, which it may not be for models this small."""

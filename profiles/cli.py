@@ -64,7 +64,10 @@ def add_commands(commands: Any) -> None:
         "--tolerance", type=float, metavar="X", help="largest relative loss; default: 0.05"
     )
     choice.add_argument(
-        "--group", type=int, metavar="N", help="grid of the blocks in layers; default: 1"
+        "--group",
+        type=int,
+        metavar="N",
+        help="grid of the blocks in layers; default: 1 up to 16 layers, 2 up to 32, and so on",
     )
     choice.add_argument(
         "--no-prune",

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from cachetree import PairProfile, Span
-from cachetree.planning import LayerTimes, WrittenRecipe, read_profile_as
+from cachetree.planning import LayerTimes, WrittenBlock, read_profile_as
 
 
 class Interval(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,8 +98,8 @@ class LayerSensitivity(msgspec.Struct, frozen=True, kw_only=True):
     """Means over the questions of each context of the training split that was swept, in order."""
 
 
-class MeasuredBlock(WrittenRecipe, frozen=True, kw_only=True):
-    """One block on the training split, with or without layers refreshed beside it."""
+class MeasuredBlock(WrittenBlock, frozen=True, kw_only=True):
+    """One block on the training split."""
 
     fidelity: Fidelity
     """Over as many questions as it was measured on."""
@@ -118,12 +118,9 @@ class TaskLoss(msgspec.Struct, frozen=True, kw_only=True):
     """Contexts like these that would show it to be within the tolerance; None where none would."""
 
 
-class FrontierPoint(WrittenRecipe, frozen=True, kw_only=True):
-    """No plan of its kind at as little work or less is as good on the training split, or none stays
-    as close to full prefill there.
-
-    Kinds are blocks, refreshed layers alone, and both together.
-    """
+class FrontierPoint(WrittenBlock, frozen=True, kw_only=True):
+    """No block of at most its size is as good on the training split, or none stays as close to
+    full prefill there."""
 
     train_quality: float
     held_out: Interval
@@ -291,10 +288,8 @@ class MeasuredProfile(PairProfile, frozen=True, kw_only=True):
     layers: tuple[LayerSensitivity, ...]
     measured: tuple[MeasuredBlock, ...]
     """Every block of the grid, by start, then by stop."""
-    refreshes: tuple[MeasuredBlock, ...] = ()
-    """Plans with refreshed layers; none where the two models are not of one base."""
     frontier: tuple[FrontierPoint, ...]
-    """By work."""
+    """By size."""
     order: tuple[int, ...]
     """Places in the frontier of what the gate tries, the first one first."""
     baselines: tuple[Baseline, ...]

@@ -10,7 +10,7 @@ from profiles.compute import NUM_SHOWN, REFERENCES, baselines, first_of_each_tas
 from profiles.costs import prefix_pass_s
 from profiles.data import Document
 from profiles.evidence import CostModel
-from profiles.stats import MOST_TRIED, Candidate, recipes, spread
+from profiles.stats import MOST_TRIED, Candidate, spread
 
 DECODED_SHARE: Final = 0.5
 """Of answers over plans worth trying that differ from the receiver's own, as far as one can know
@@ -57,21 +57,16 @@ def judging_s(
     )
 
 
-def typical_plans(num_layers: int, *, refreshed_from: int | None) -> list[Candidate]:
-    """What the training split's plans may be, before they are known; of models of one base with
-    layers refreshed from the first that differs."""
+def typical_plans(num_layers: int) -> list[Candidate]:
+    """What the training split's plans may be, before they are known."""
     sizes = spread(range(1, num_layers), MOST_TRIED)
     blocks = [Span((num_layers - it) // 2, (num_layers + it) // 2) for it in sizes]
-    plans = [Candidate(runs=(it,)) for it in blocks]
-    if refreshed_from is not None:
-        found = recipes(blocks, range(num_layers), refreshed_from)
-        plans += [Candidate(runs=it.runs) for it in found]
-    return plans
+    return [Candidate(runs=(it,)) for it in blocks]
 
 
 def typical_others(num_layers: int) -> list[Candidate]:
     """Likewise what they are compared with."""
-    blocks = [it.runs[0] for it in typical_plans(num_layers, refreshed_from=None)]
+    blocks = [it.runs[0] for it in typical_plans(num_layers)]
     return baselines(blocks, blocks[len(blocks) // 2], range(num_layers))
 
 

@@ -6,7 +6,6 @@ dtype, for one sequence at a time: ids are `[1, tokens]`.
     # layers [0, block.start)           loaded      sender's KV
     # layers [block.start, block.stop)  recomputed  receiver's KV, from sender's E at block.start
     # layers [block.stop, num_layers)   loaded      sender's KV
-    # layers in refreshed               projected   receiver's K and V, from the sender's E there
     #
     # tokens [0, own)                   the receiver's own KV at every layer (exact)
     # tokens [own, num_tokens)          as above; the recomputed ones attend over the own ones too
@@ -100,16 +99,15 @@ def partial_prefill(
     ids: Tensor,
     block: Span,
     own: int = 0,
-    refreshed: Sequence[int] = (),
 ) -> list[KV]:
     """The receiver's KV for `ids` at all layers: see the tables above. An empty block loads all."""
     theirs = prefill(sender, ids)
     ours = prefill(receiver, ids[:, :own]).kv if own else [_cut(kv, 0, 0) for kv in theirs.kv]
     recomputed: dict[int, KV] = {}
-    embeddings = receiver.get_input_embeddings()(ids)
-    for span in (*([block] if len(block) else []), *(Span(at, at + 1) for at in refreshed)):
-        entering = theirs.e[span.start] if span.start > 0 else embeddings
-        recomputed |= recompute(receiver, entering[:, own:], span, ours)
+    if len(block):
+        embeddings = receiver.get_input_embeddings()(ids)
+        entering = theirs.e[block.start] if block.start > 0 else embeddings
+        recomputed = recompute(receiver, entering[:, own:], block, ours)
     num_tokens = ids.shape[1]
     loaded = [
         _join(our_kv, _cut(their_kv, own, num_tokens))

@@ -1,6 +1,6 @@
 """The profiler: a pair of models and a data set in, a trusted pair profile out (§4.2, §5.4).
 
-    data ─► train ─► every block by KL ─► the best, and layers refreshed beside them, by the metric
+    data ─► train ─► every block by KL ─► the best ones by the metric
             held out ─► judge the frontier and the baselines ─► gate ─► profile
 
 Everything that was measured is kept beside the profile until the profile is written, so that the
@@ -68,7 +68,6 @@ from profiles.forecast import judging_s, sweep_s, typical_others, typical_plans
 from profiles.progress import Clock, duration, shown
 from profiles.settings import DTYPES, Settings, choose_device
 from profiles.stats import (
-    MOST_TRIED,
     Candidate,
     Data,
     Findings,
@@ -77,9 +76,9 @@ from profiles.stats import (
     Subject,
     build,
     choose,
+    default_group,
     grid,
     interval,
-    refreshing,
     sensitive_first,
     shortlist,
 )
@@ -99,7 +98,8 @@ def profile_pair(settings: Settings, console: Console) -> MeasuredProfile:
     positions = pair.receiver.config.max_position_embeddings
     train, held_out = load_splits(settings, pair.tokenizer, positions)
     documents = [*train.documents, *held_out.documents]
-    blocks = grid(pair.num_layers, settings.group)
+    group = settings.group or default_group(pair.num_layers)
+    blocks = grid(pair.num_layers, group)
     memory = settings.max_memory_gb, settings.max_device_memory_gb
     sender, receiver = answerers(pair, documents, *memory)
     journal = Journal(_journal_path(settings, pair, train, held_out))
@@ -109,13 +109,10 @@ def profile_pair(settings: Settings, console: Console) -> MeasuredProfile:
         journal.put(Timed(costs=costs))
     places = places_swept(train.documents, pruned=settings.pruned)
     training = sweep_s(train.documents, places, blocks, costs, pruned=settings.pruned)
-    is_one_base = settings.sender.path.samefile(settings.receiver.path)
-    typical = typical_plans(
-        pair.num_layers, refreshed_from=pair.first_difference if is_one_base else None
-    )
+    typical = typical_plans(pair.num_layers)
     others = typical_others(pair.num_layers)
     later_s = judging_s(train.documents, typical, (), costs)
-    later_s += judging_s(held_out.documents, typical[:MOST_TRIED], others, costs)
+    later_s += judging_s(held_out.documents, typical, others, costs)
     console.print(
         f"{pair.num_layers} layers, {len(blocks)} blocks, {len(documents)} contexts, "
         f"about {duration(sum(training.values()) + later_s)}",
@@ -129,22 +126,16 @@ def profile_pair(settings: Settings, console: Console) -> MeasuredProfile:
         )
         swept = sweep(ticking, train.documents, blocks, pruned=settings.pruned)
     listed = shortlist(swept)
-    if is_one_base:
-        listed += refreshing(swept, pair.first_difference)
-    candidates = [Candidate(runs=it.runs) for it in listed]
+    candidates = [Candidate(runs=(it,)) for it in listed]
     stage = Stage(split=TRAIN, title="choosing", candidates=candidates)
     tried = judge_all(bench, train.documents, stage, costs, console)
-    plans = {it: tried.candidates[Candidate(runs=it.runs)] for it in listed}
+    plans = {it: tried.candidates[Candidate(runs=(it,))] for it in listed}
     choice = choose(plans, interval(tried.full_prefill).mean, settings.tolerance)
     others = [
-        *(Candidate(runs=it.runs) for it in choice.frontier if it not in choice.order),
-        *baselines(
-            [recipe.block for recipe in choice.frontier if not recipe.refreshed],
-            choice.expected.block if choice.expected else None,
-            sensitive_first(swept.layers),
-        ),
+        *(Candidate(runs=(it,)) for it in choice.frontier if it not in choice.order),
+        *baselines(choice.frontier, choice.expected, sensitive_first(swept.layers)),
     ]
-    asked = [Candidate(runs=it.runs) for it in choice.order]
+    asked = [Candidate(runs=(it,)) for it in choice.order]
     stage = Stage(split=HELD_OUT, title="judging", candidates=asked, others=others)
     judged = judge_all(bench, held_out.documents, stage, costs, console)
     small = None
@@ -165,6 +156,7 @@ def profile_pair(settings: Settings, console: Console) -> MeasuredProfile:
         _making(
             settings,
             journal,
+            group,
             elapsed_s=before_s + time.monotonic() - began,
             sweep_passes=len({it.start for it in blocks}) + 1,
         ),
@@ -361,7 +353,9 @@ def _journal_path(settings: Settings, pair: Pair, train: Data, held_out: Data) -
     return settings.out.with_name(f".{settings.out.name}.{digest}.jsonl")
 
 
-def _making(settings: Settings, journal: Journal, *, elapsed_s: float, sweep_passes: int) -> Making:
+def _making(
+    settings: Settings, journal: Journal, group: int, *, elapsed_s: float, sweep_passes: int
+) -> Making:
     environment = read_environment(PACKAGES)
     return Making(
         date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
@@ -372,7 +366,7 @@ def _making(settings: Settings, journal: Journal, *, elapsed_s: float, sweep_pas
         device=str(choose_device(settings.device)),
         dtype=settings.dtype,
         seed=settings.seed,
-        group=settings.group,
+        group=group,
         page_size=settings.page_size,
         template=settings.options.template or "",
         chat=settings.options.chat,

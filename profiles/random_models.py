@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -99,12 +99,8 @@ def write_adapter(
     layers: Sequence[int] | None = None,
     std: float = 0.05,
     seed: int = 0,
-    a_of: Path | None = None,
 ) -> Path:
-    """A LoRA adapter on `base` as PEFT would save it, of random factors that change its answers.
-
-    With the A of another adapter of that rank, where that has one and it is named.
-    """
+    """A LoRA adapter on `base` as PEFT would save it, of random factors that change its answers."""
     config = AutoConfig.from_pretrained(base)
     head_dim = config.head_dim
     inner, kv = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
@@ -128,10 +124,6 @@ def write_adapter(
             columns, rows = sizes[module]
             factors[f"{name}.lora_A.weight"] = std * torch.randn(rank, columns, generator=generator)
             factors[f"{name}.lora_B.weight"] = std * torch.randn(rows, rank, generator=generator)
-    if a_of is not None:
-        others = load_file(a_of / "adapter_model.safetensors")
-        shared = {it for it in others if it in factors and it.endswith("lora_A.weight")}
-        factors |= {it: others[it] for it in shared}
     folder.mkdir(parents=True)
     save_file(factors, folder / "adapter_model.safetensors")
     stated = {

@@ -40,8 +40,9 @@ class Settings:
     command: str = ""
     tolerance: float = 0.05
     """Largest accepted loss, relative to full prefill."""
-    group: int = 1
-    """Blocks begin and end at multiples of so many layers."""
+    group: int | None = None
+    """Blocks begin and end at multiples of so many layers; None is 1 up to 16 layers, 2 up to 32,
+    and so on (`profiles.stats.default_group`)."""
     page_size: int = 16
     """Tokens per page of the servers; only whole pages are reused."""
     dtype: str = "bfloat16"
@@ -60,7 +61,12 @@ class Settings:
 
     def __post_init__(self) -> None:
         _require(0.0 < self.tolerance < 1.0, "tolerance", self.tolerance, "between 0 and 1")
-        _require(self.group >= 1, "group", self.group, "a number of layers, at least 1")
+        _require(
+            self.group is None or self.group >= 1,
+            "group",
+            self.group,
+            "a number of layers, at least 1",
+        )
         _require(self.page_size >= 1, "page-size", self.page_size, "at least 1 token")
         for flag in ("max-memory-gb", "max-device-memory-gb"):
             bound = getattr(self, flag.replace("-", "_"))

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 from rich.console import Console
 
-from cachetree import ModelIdentity, ProfileError
-from cachetree.planning import Recipe
+from cachetree import ModelIdentity, ProfileError, Span
 from profiles.compute import HELD_OUT, Bench, temporary_journal
 from profiles.data import Document, data_files
 from profiles.evidence import FrontierPoint, MeasuredProfile, Split
@@ -44,7 +43,7 @@ def verify_profile(profile: MeasuredProfile, settings: Settings, console: Consol
     _require_unseen(profile, documents)
     memory = settings.max_memory_gb, settings.max_device_memory_gb
     sender, receiver = answerers(pair, documents, *memory)
-    candidates = {it.recipe: Candidate(runs=it.recipe.runs) for it in profile.frontier}
+    candidates = {it.block: Candidate(runs=(it.block,)) for it in profile.frontier}
     with temporary_journal() as journal:
         bench = Bench(sender=sender, receiver=receiver, journal=journal)
         stage = Stage(split=HELD_OUT, title="judging", candidates=[*candidates.values()])
@@ -53,8 +52,8 @@ def verify_profile(profile: MeasuredProfile, settings: Settings, console: Consol
     split = split_of(data, judged.sender, judged.full_prefill, judged.full_reuse)
     plans = {}
     for point in profile.frontier:
-        qualities = qualities_of(judged.candidates[candidates[point.recipe]])
-        plans[point.recipe] = msgspec.structs.replace(
+        qualities = qualities_of(judged.candidates[candidates[point.block]])
+        plans[point.block] = msgspec.structs.replace(
             point,
             held_out=interval(qualities),
             tasks=losses_of(documents, judged.full_prefill, qualities, profile.tolerance),
@@ -70,13 +69,13 @@ def verify_profile(profile: MeasuredProfile, settings: Settings, console: Consol
 
 
 def _asked(
-    profile: MeasuredProfile, plans: Mapping[Recipe, FrontierPoint]
+    profile: MeasuredProfile, plans: Mapping[Span, FrontierPoint]
 ) -> Sequence[FrontierPoint]:
     """The recommended plan; where there is none, the first that was tried: the verdict holds where
     that one fails."""
     if profile.recommended is not None:
-        return [plans[profile.recommended.recipe]]
-    return [plans[profile.frontier[place].recipe] for place in profile.order[:1]]
+        return [plans[profile.recommended.block]]
+    return [plans[profile.frontier[place].block] for place in profile.order[:1]]
 
 
 def _require_same(role: str, expected: ModelIdentity, found: ModelIdentity) -> None:

@@ -2,7 +2,7 @@
 
     engine     what SGLang is to us: the only room that names it
     start      settings, what is refused, what this server is
-    adapters   LoRA: which models one server answers as, and their factors
+    adapters   LoRA: which models one server answers as
     store      E and provenance by KV slot, what the pool has, the way out into the cache
     request    what one request goes through: begin there
 

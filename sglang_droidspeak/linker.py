@@ -42,7 +42,6 @@ from sglang_droidspeak.request.forward import ForwardPass, largest_forward
 from sglang_droidspeak.request.in_flight import InFlightPrefills
 from sglang_droidspeak.request.labels import Labels
 from sglang_droidspeak.request.loader import Copies, Loader
-from sglang_droidspeak.request.low_rank import LowRank
 from sglang_droidspeak.request.planner import Planner
 from sglang_droidspeak.request.queue import Queue
 from sglang_droidspeak.request.replies import Replies
@@ -131,9 +130,8 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         self._pool_index = PoolIndex(
             self._cache.tree, attachment.e_pool, self._provenance, params.page_size, num_slots
         )
-        low_rank = LowRank(attachment, self._models, largest_forward(runner), self._ranks)
         noted = self._pool_index
-        planner = Planner(server, self._cache, self._meter, self._models, noted, low_rank)
+        planner = Planner(server, self._cache, self._meter, self._models, noted)
         self._waiting = WaitingRequests(
             Sources(server, self._cache, noted, server_pool),
             self._meter,
@@ -143,7 +141,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
             self._ranks,
         )
         self._forward = ForwardPass(
-            attachment, self._loader, low_rank, self._meter, self._labels, self._ranks
+            attachment, self._loader, self._meter, self._labels, self._ranks
         )
         with torch.get_device_module(runner.device).stream(forward_stream):
             self._forward.warm()

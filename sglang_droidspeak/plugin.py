@@ -51,13 +51,11 @@ def _check_server_args(_result: None, server_args: ServerArgs) -> None:
 def _count_e(cell_size: int, _configurator: object, kvc: Any, _num_layers: int) -> int:
     if not is_configured(engine.resolved(kvc.server_args)):
         return cell_size
-    from sglang_droidspeak.adapters.factors import shared_a
     from sglang_droidspeak.start.this_server import load_this_server
     from sglang_droidspeak.store.capture import e_bytes_per_token
 
     server = load_this_server(kvc.server_args)
-    shared = shared_a(server, kvc.model)
-    return cell_size + e_bytes_per_token(server, kvc.model_config.dtype, shared)
+    return cell_size + e_bytes_per_token(server, kvc.model_config.dtype)
 
 
 def _leave_attention(available: int, kvc: Any, *_args: object, **_kwargs: object) -> int:

@@ -173,6 +173,45 @@ def proof() -> str:
     )
 
 
+class _Plan(msgspec.Struct, frozen=True):
+    block: tuple[int, int]
+    refreshed: tuple[int, ...]
+    kl: float | None
+    quality: float
+
+
+class _Pair(msgspec.Struct, frozen=True):
+    pair: str
+    contexts: int
+    full_prefill: float
+    plans: tuple[_Plan, ...]
+
+
+def refreshed_layers() -> str:
+    """Of each block the plan that stays closest to full prefill by refreshed layers beside it."""
+    raw = (ROOT / "benchmarks/results/refreshed_layers.json").read_bytes()
+    rows = []
+    for pair in msgspec.convert(msgspec.json.decode(raw)["pairs"], tuple[_Pair, ...]):
+        of_block: dict[tuple[int, int], list[_Plan]] = {}
+        for plan in pair.plans:
+            of_block.setdefault(plan.block, []).append(plan)
+        for (start, stop), plans in sorted(of_block.items()):
+            alone = [it for it in plans if not it.refreshed]
+            beside = [it for it in plans if it.refreshed]
+            if alone and beside:
+                best = min(beside, key=lambda it: it.kl or 0.0)
+                said = f"[{start}, {stop})" if stop else "none"
+                row = [pair.pair, str(pair.contexts), f"{pair.full_prefill:.3f}", said]
+                found = [f"{_kl(it)} {it.quality:.3f}" for it in (alone[0], best)]
+                rows.append([*row, found[0], str(len(best.refreshed)), found[1]])
+    head = ["sender → receiver", "contexts", "F1 of full prefill", "block", "alone: KL, F1"]
+    return table([*head, "layers refreshed", "with them: KL, F1"], rows)
+
+
+def _kl(plan: _Plan) -> str:
+    return "–" if plan.kl is None else f"{plan.kl:.4f}"
+
+
 def sizes() -> str:
     """Of the pair that `break_even` knows, with E at one layer."""
     pair = break_even.Pair()
@@ -210,6 +249,7 @@ PARTS: Final[dict[str, Callable[[], str]]] = {
     "break_even": break_even.markdown,
     "codecs": codecs,
     "proof": proof,
+    "refreshed_layers": refreshed_layers,
     "sizes": sizes,
 }
 
@@ -232,7 +272,8 @@ def llms() -> str:
 
 
 def pages() -> list[Path]:
-    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    others = ROOT / "README.md", ROOT / "benchmarks/README.md"
+    return [*others, *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def main() -> None:

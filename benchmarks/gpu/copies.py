@@ -35,7 +35,7 @@ class Stack:
 
 def captured(num_tokens: int) -> dict[str, Any]:
     runner = SimpleNamespace(dtype=torch.bfloat16, device="cuda")
-    pool, stack = EPool((1,), {}, 2 * num_tokens, Span(0, HIDDEN), runner), Stack()
+    pool, stack = EPool((1,), 2 * num_tokens, Span(0, HIDDEN), runner), Stack()
     pool.capture_from(stack)
     slots = torch.arange(num_tokens, device="cuda")
     e = torch.zeros(num_tokens, HIDDEN, dtype=torch.bfloat16, device="cuda")

@@ -41,13 +41,11 @@ class Reason(str, Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Requested:
-    """What one request asks for itself. A `block` is obeyed without a look at the costs, and so are
-    the layers to refresh beside it."""
+    """What one request asks for itself. A `block` is obeyed without a look at the costs."""
 
     mode: Mode = Mode.AUTO
     sender: ModelId | None = None
     block: Span | None = None
-    refreshed: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

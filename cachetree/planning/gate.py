@@ -31,21 +31,21 @@ def allowed_recipes(
     """What the gate lets this request compute anew with this sender."""
     requested = demand.requested or Requested()
     block = requested.block
-    if block is not None and _last_layer(requested) >= demand.num_layers:
-        too_large = f"layer {_last_layer(requested)} of a model of {demand.num_layers} layers"
+    if block is not None and block.stop > demand.num_layers:
+        too_large = f"layer {block.stop - 1} of a model of {demand.num_layers} layers"
         return NoReuse(reason=Reason.UNGATED_BLOCK, detail=too_large)
     if match.model == demand.receiver:
         # The own cache is exact whatever is recomputed; a block only where asked for by name.
         if block is None or requested.sender == match.model:
             return [_quality(block or EMPTY_SPAN, 1.0)]
         allowed = _allowed_of_others(demand, profiles)
-        if demand.gate is Gate.ENFORCE and _asked(requested) not in map(_what, allowed):
-            return _ungated(requested, allowed)
+        if demand.gate is Gate.ENFORCE and block not in (it.block for it in allowed):
+            return _ungated(block, allowed)
         return [_quality(EMPTY_SPAN, 1.0)]
     profile = profiles.get((match.model, demand.receiver))
     is_free = demand.gate is Gate.OFF
     if block is not None and is_free:
-        return [_quality(block, 0.0, requested.refreshed)]
+        return [_quality(block, 0.0)]
     lossless = _lossless(demand, match, profile)
     if profile is None and not lossless:
         return NoReuse(reason=Reason.NO_PROFILE, detail=f"no profile with sender {match.model}")
@@ -65,8 +65,7 @@ def allowed_recipes(
         return NoReuse(reason=Reason.GATE_FAILED, detail=reason)
     if block is None:
         return allowed
-    asked = [it for it in allowed if _what(it) == _asked(requested)]
-    return asked or _ungated(requested, allowed)
+    return [it for it in allowed if it.block == block] or _ungated(block, allowed)
 
 
 def _allowed_of_others(demand: Demand, profiles: Profiles) -> list[BlockQuality]:
@@ -86,32 +85,18 @@ def _allowed_of_others(demand: Demand, profiles: Profiles) -> list[BlockQuality]
     return allowed
 
 
-def _what(recipe: BlockQuality) -> tuple[Span, tuple[int, ...]]:
-    return recipe.block, recipe.refreshed
-
-
-def _asked(requested: Requested) -> tuple[Span, tuple[int, ...]]:
-    return requested.block or EMPTY_SPAN, requested.refreshed
-
-
-def _ungated(requested: Requested, allowed: Sequence[BlockQuality]) -> NoReuse:
-    names = sorted({_named(*_what(it)) for it in allowed}) or ["none"]
+def _ungated(block: Span, allowed: Sequence[BlockQuality]) -> NoReuse:
+    names = sorted({_named(it.block) for it in allowed}) or ["none"]
     return NoReuse(
         reason=Reason.UNGATED_BLOCK,
-        detail=f"block {_named(*_asked(requested))} is none of those that a profile has "
-        f"proven; allowed: {', '.join(names)}",
+        detail=f"block {_named(block)} is none of those that a profile has proven; allowed: "
+        f"{', '.join(names)}",
     )
 
 
-def _named(block: Span, refreshed: Sequence[int]) -> str:
+def _named(block: Span) -> str:
     """As a request names it."""
-    span = f"{block.start}:{block.stop}" if len(block) else "none"
-    return f"{span} refresh {','.join(map(str, refreshed))}" if refreshed else span
-
-
-def _last_layer(requested: Requested) -> int:
-    block = requested.block or EMPTY_SPAN
-    return max([block.stop - 1, *requested.refreshed])
+    return f"{block.start}:{block.stop}" if len(block) else "none"
 
 
 def first_difference(demand: Demand, sender: ModelId, profile: PairProfile | None) -> int:
@@ -129,5 +114,5 @@ def _lossless(demand: Demand, match: Match, profile: PairProfile | None) -> list
     return [_quality(Span(start, demand.num_layers), quality) for start in sorted(starts)]
 
 
-def _quality(block: Span, quality: float, refreshed: tuple[int, ...] = ()) -> BlockQuality:
-    return BlockQuality(start=block.start, stop=block.stop, refreshed=refreshed, quality=quality)
+def _quality(block: Span, quality: float) -> BlockQuality:
+    return BlockQuality(start=block.start, stop=block.stop, quality=quality)

@@ -30,8 +30,6 @@ class Match(msgspec.Struct, frozen=True, kw_only=True):
     num_pages: int
     e_pages: Mapping[int, int]
     """For each layer with E: how many pages from the start have it without a gap."""
-    reduced_pages: Mapping[int, int] = {}
-    """The same of layers with less than E, which does for a refresh and for no block."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,11 +40,8 @@ class Plan:
         layers [block.start, block.stop)  recomputed  our KV, from the sender's E at block.start
         layers [block.stop, num_layers)   loaded      sender's KV
 
-        layers in refreshed               projected   our K and V, from the sender's E there
-
     An empty block loads every layer. A block that starts at 0 begins with the receiver's own
-    embeddings and needs no E. A refreshed layer stands outside the block and costs no attention:
-    its K and V are what the receiver makes of the residual stream that the sender had there.
+    embeddings and needs no E.
     """
 
     sender: ModelId
@@ -54,7 +49,6 @@ class Plan:
     location: Location
     pages: Span
     block: Span
-    refreshed: tuple[int, ...] = ()
     num_layers: int
     first_difference: int = 0
     """First layer at which sender and receiver differ: below it their KV is bit-identical, and so
@@ -66,21 +60,13 @@ class Plan:
 
     @property
     def transition_layers(self) -> tuple[int, ...]:
-        """The layers whose E is fetched, ascending: where what is computed anew begins."""
-        begins = self.block.start if len(self.block) else 0
-        return tuple(sorted({begins, *self.refreshed} - {0}))
+        """The layer whose E is fetched, where the block begins; none where it needs none."""
+        return (self.block.start,) if len(self.block) and self.block.start else ()
 
     @property
     def loaded_layers(self) -> tuple[int, ...]:
         """The layers whose KV is the sender's, ascending."""
-        computed = {*self.block, *self.refreshed}
-        return tuple(layer for layer in range(self.num_layers) if layer not in computed)
-
-    @property
-    def computed_spans(self) -> tuple[Span, ...]:
-        """The runs of layers that are computed anew, each from E at its first layer."""
-        alone = (Span(layer, layer + 1) for layer in self.refreshed)
-        return (*((self.block,) if len(self.block) else ()), *alone)
+        return tuple(layer for layer in range(self.num_layers) if layer not in self.block)
 
     @property
     def is_exact(self) -> bool:

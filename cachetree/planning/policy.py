@@ -37,7 +37,7 @@ from cachetree.planning.prediction import (
     recompute_s,
     times_of,
 )
-from cachetree.planning.profile import PROJECTION, BlockQuality
+from cachetree.planning.profile import BlockQuality
 
 NEARLY: Final = 1.05
 """Plans whose predicted TTFT is within this factor of the fastest one's are as good as that."""
@@ -81,7 +81,6 @@ class Weighed(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     pages: tuple[int, int] | None = None
     """Of the prompt; half-open, as `block` is. None where no recipe was allowed."""
     block: tuple[int, int] | None = None
-    refreshed: tuple[int, ...] = ()
     quality: float | None = None
     """As in the profile; 1 for what is exact."""
     exact: bool = False
@@ -135,7 +134,6 @@ def _told(way: Weighed, recipe: BlockQuality, plan: Plan, possible: _Candidate |
         way,
         pages=(plan.pages.start, plan.pages.stop),
         block=(plan.block.start, plan.block.stop) if len(plan.block) else None,
-        refreshed=plan.refreshed,
         quality=recipe.quality,
         exact=plan.is_exact,
         ttft_s=ttft_s,
@@ -219,9 +217,7 @@ def _pick_of(
         if any(_candidate(free, match, *each, costs) for each in whole):
             short = "what may be recomputed at a time is less than the fewest pages worth a fetch"
             return NoReuse(reason=Reason.RECOMPUTE_TOO_LONG, detail=short)
-        layers = sorted(
-            {layer for recipe in recipes for layer in (recipe.start, *recipe.refreshed)}
-        )
+        layers = sorted({recipe.start for recipe in recipes})
         return NoReuse(
             reason=Reason.NO_E,
             detail=f"{match.model} lacks E at some of layers {layers} for pages from "
@@ -246,7 +242,6 @@ def _whole_plan(demand: Demand, match: Match, recipe: BlockQuality, first_differ
         location=match.location,
         pages=Span(demand.first_page, max(demand.first_page, stop)),
         block=recipe.block,
-        refreshed=recipe.refreshed,
         num_layers=demand.num_layers,
         first_difference=first_difference,
         is_lossy=demand.is_lossy and not is_pool(match.location),
@@ -262,7 +257,7 @@ def _candidate(
 ) -> _Candidate | None:
     """The plan for as many pages as E and the device's time allow; None for too few."""
     start, stop = plan.pages.start, plan.pages.stop
-    stop = min([stop, *(_num_pages_with(match, recipe, it) for it in plan.transition_layers)])
+    stop = min([stop, *(match.e_pages.get(it, 0) for it in plan.transition_layers)])
     stop = min(stop, start + _most_recomputed_pages(demand, plan, costs))
     if stop - start < demand.min_pages:
         return None
@@ -292,14 +287,6 @@ def _num_held(demand: Demand) -> int:
     return max(demand.first_page, demand.first_approximate or 0)
 
 
-def _num_pages_with(match: Match, recipe: BlockQuality, layer: int) -> int:
-    """How many pages have what the recipe begins with at this layer."""
-    num_pages = match.e_pages.get(layer, 0)
-    if layer in recipe.refreshed:
-        return max(num_pages, match.reduced_pages.get(layer, 0))
-    return num_pages
-
-
 def _by_load(
     demand: Demand, match: Match, profiles: Profiles, possible: Sequence[_Candidate]
 ) -> _Candidate:
@@ -315,11 +302,7 @@ def _by_load(
         recommended = profile.recommended if profile else None
         longest = max(len(it.plan.pages) for it in possible)
         for it in possible:
-            recipe = (it.plan.block, it.plan.refreshed)
-            is_recommended = recommended is not None and recipe == (
-                recommended.block,
-                recommended.refreshed,
-            )
+            is_recommended = recommended is not None and it.plan.block == recommended.block
             if is_recommended and len(it.plan.pages) == longest:
                 return it
     return max(possible, key=lambda it: (_saved_page_layers(it.plan), it.quality))
@@ -357,5 +340,5 @@ def _most_recomputed_pages(demand: Demand, plan: Plan, costs: Costs) -> int:
     return min(most)
 
 
-def _saved_page_layers(plan: Plan) -> float:
-    return len(plan.pages) * (len(plan.loaded_layers) + (1 - PROJECTION) * len(plan.refreshed))
+def _saved_page_layers(plan: Plan) -> int:
+    return len(plan.pages) * len(plan.loaded_layers)

@@ -9,7 +9,6 @@ from cachetree.ids import Location, Span, is_pool
 from cachetree.planning.link import FREE, Link
 from cachetree.planning.plan import Plan
 from cachetree.planning.prefill_cost import PrefillCost
-from cachetree.planning.profile import PROJECTION
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +30,7 @@ def predict_ttft_s(plan: Plan, *, page_size: int, costs: Costs) -> float | None:
     """Seconds until the KV of `plan.pages` is there; None while the device's speed is unknown.
 
     E comes first, then the transfer of KV overlaps the block. A block costs one full layer less
-    than it has: its last one needs only K and V. Refreshed layers need only those, too. What has
+    than it has: its last one needs only K and V. What has
     come is copied to the device, KV beside the block. The own forward over new tokens is not
     included.
     """
@@ -78,6 +77,6 @@ def recompute_s(plan: Plan, page_size: int, costs: Costs) -> float | None:
     return work * cost.seconds(plan.pages.start * page_size, plan.pages.stop * page_size)
 
 
-def layers_of_work(plan: Plan) -> float:
-    """A block's last layer needs K and V alone, and so does a refreshed one."""
-    return max(0, len(plan.block) - 1) + PROJECTION * len(plan.refreshed)
+def layers_of_work(plan: Plan) -> int:
+    """A block's last layer needs K and V alone."""
+    return max(0, len(plan.block) - 1)

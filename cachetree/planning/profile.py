@@ -5,7 +5,6 @@ A file holds this and the evidence for it (`profiles.evidence`). Servers read th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -15,71 +14,26 @@ from cachetree.checkpoint import ModelIdentity
 from cachetree.errors import UNREADABLE, ProfileError, written
 from cachetree.ids import EMPTY_SPAN, Span
 
-PROFILE_VERSION = 3
-
-PROJECTION: Final = 0.2
-"""Of a layer's time, what Q, K and V take: 3 of the 16 squares of the hidden size in a Llama layer
-with an MLP of four times its width. With fewer KV heads it is less."""
+PROFILE_VERSION = 4
 
 BEYOND: Final = 2
 """Times the longest measured prefix: what reuse loses grows with the length, and nobody measured
 beyond."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
-    """Which layers a plan computes anew: a block, layers refreshed one by one outside it, or both.
-
-    str() is for people: `[2, 5) with [0, 2), [7, 8) refreshed`.
-    """
-
-    block: Span = EMPTY_SPAN
-    refreshed: tuple[int, ...] = ()
-    """Ascending."""
-
-    @property
-    def runs(self) -> tuple[Span, ...]:
-        """Each begins with the sender's E at its first layer and ends in K and V alone."""
-        alone = (Span(layer, layer + 1) for layer in self.refreshed)
-        return (*((self.block,) if len(self.block) else ()), *alone)
-
-    @property
-    def work(self) -> float:
-        """Compute in layers."""
-        return round(sum(len(run) - 1 + PROJECTION for run in self.runs), 6)
-
-    def __str__(self) -> str:
-        spans: list[Span] = []
-        for layer in self.refreshed:
-            joins = spans and spans[-1].stop == layer
-            spans.append(Span(spans.pop().start if joins else layer, layer + 1))
-        block = f"[{self.block.start}, {self.block.stop})"
-        refreshed = ", ".join(f"[{it.start}, {it.stop})" for it in spans) + " refreshed"
-        if not spans:
-            return block
-        return f"{block} with {refreshed}" if len(self.block) else refreshed
-
-
-class WrittenRecipe(msgspec.Struct, frozen=True, kw_only=True):
-    """A recipe as a profile writes it: only layers `[start, stop)` are the receiver's own, and the
-    K and V of the `refreshed` ones outside are projected from the sender's residual stream there.
-    """
+class WrittenBlock(msgspec.Struct, frozen=True, kw_only=True):
+    """A block as a profile writes it: layers `[start, stop)` are computed anew."""
 
     start: int
     stop: int
-    refreshed: tuple[int, ...] = ()
 
     @property
     def block(self) -> Span:
         return Span(self.start, self.stop)
 
-    @property
-    def recipe(self) -> Recipe:
-        return Recipe(block=self.block, refreshed=self.refreshed)
 
-
-class BlockQuality(WrittenRecipe, frozen=True, kw_only=True):
-    """Quality of the receiver's answers by one recipe."""
+class BlockQuality(WrittenBlock, frozen=True, kw_only=True):
+    """Quality of the receiver's answers with one block."""
 
     quality: float
     """Mean of the profile's metric over its held-out questions, 0 to 1."""
@@ -156,11 +110,6 @@ class PairProfile(msgspec.Struct, frozen=True, kw_only=True):
 
     def transition_layers(self) -> frozenset[int]:
         """Layers at which a sender of this pair should keep E."""
-        refreshed = self.recommended.refreshed if self.recommended and self.passed else ()
-        return self.block_starts() | (frozenset(refreshed) - {0})
-
-    def block_starts(self) -> frozenset[int]:
-        """Those of them at which a block begins."""
         starts = {(self.lossless or EMPTY_SPAN).start}
         if self.recommended and self.passed:
             starts.add(self.recommended.start)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from cachetree.planning import PROJECTION, Recipe
+from cachetree import Span
 from profiles.evidence import (
     FrontierPoint,
     MeasuredBlock,
@@ -41,7 +41,7 @@ def recommended(profile: MeasuredProfile) -> FrontierPoint | None:
     found = profile.recommended
     if found is None or len(found.block) >= profile.receiver.num_layers:
         return None
-    return next((it for it in profile.frontier if it.recipe == found.recipe), None)
+    return next((it for it in profile.frontier if it.block == found.block), None)
 
 
 def judged(profile: MeasuredProfile) -> FrontierPoint | None:
@@ -50,15 +50,11 @@ def judged(profile: MeasuredProfile) -> FrontierPoint | None:
     return recommended(profile) or first
 
 
-def moved_share(profile: MeasuredProfile, recipe: Recipe) -> float:
-    """Bytes of KV and E that a plan loads where sender and receiver share no pool, of all KV's."""
+def moved_share(profile: MeasuredProfile, block: Span) -> float:
+    """Bytes of KV and E that are loaded beside a block where sender and receiver share no pool, of
+    all KV's."""
     all_kv, _ = profile.costs.moved_bytes(())
-    return sum(profile.costs.moved_bytes(recipe.runs)) / all_kv
-
-
-def compute(recipe: Recipe) -> float:
-    """In layers; a refreshed one counts as its projection."""
-    return len(recipe.block) + PROJECTION * len(recipe.refreshed)
+    return sum(profile.costs.moved_bytes((block,))) / all_kv
 
 
 def critical_layers(profile: MeasuredProfile) -> tuple[int, ...]:

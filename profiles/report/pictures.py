@@ -34,10 +34,8 @@ BLUE, ORANGE, VERMILLION = "#0072B2", "#E69F00", "#D55E00"
 GREEN, PURPLE, INK, PALE, BAND = "#009E73", "#CC79A7", "#222222", "#9aa3af", "#e2ecf4"
 
 _STYLE: Final = Path(__file__).with_name("pictures.mplstyle")
-_BLOCK, _REFRESHED = "block", "with refreshed layers"
 _MARKS: Final = {
-    _BLOCK: ("o", BLUE),
-    _REFRESHED: ("v", GREEN),
+    "block": ("o", BLUE),
     words.BASELINES[BaselineKind.CACHEBLEND]: ("s", ORANGE),
     words.BASELINES[BaselineKind.TOKEN_SELECTION]: ("p", PALE),
     words.BASELINES[BaselineKind.CRITICAL_LAYERS]: ("^", PURPLE),
@@ -145,9 +143,9 @@ def _blocks(figure: Figure, profile: MeasuredProfile) -> None:
 
 
 def _mark(axes: Axes, profile: MeasuredProfile, grid: _Grid) -> None:
-    """What is good enough, and what is recommended if it is a block and nothing else."""
+    """What is good enough, and what is recommended."""
     found = derived.recommended(profile)
-    recommended = [it for it in profile.measured if found and it.recipe == found.recipe]
+    recommended = [it for it in profile.measured if found and it.block == found.block]
     within = f"within {words.percent(profile.tolerance)} of full prefill"
     for chosen, marker, size, name in (
         (derived.within_tolerance(profile), "o", 3, within),
@@ -211,7 +209,7 @@ def _quality(figure: Figure, profile: MeasuredProfile) -> None:
         axes.set_xlim(left=-0.03 * max(it[of_axes] for it in places))
     if recommended is not None:
         for axes, x in (
-            (left, derived.compute(recommended.recipe)),
+            (left, len(recommended.block)),
             (right, scale * recommended.ttft_s),
         ):
             ring = {"ms": 13, "mfc": "none", "mec": VERMILLION, "mew": 2}
@@ -237,8 +235,7 @@ def _points(profile: MeasuredProfile) -> Iterator[_Point]:
     """The frontier, what one could do instead, and what bounds them."""
     split, num_layers = profile.held_out, profile.receiver.num_layers
     for it in profile.frontier:
-        name = _REFRESHED if it.refreshed else _BLOCK
-        yield _Point(name, derived.compute(it.recipe), it.ttft_s, it.held_out)
+        yield _Point("block", len(it.block), it.ttft_s, it.held_out)
     for it in profile.baselines:
         yield _Point(words.BASELINES[it.kind], it.recomputed_layers, it.ttft_s, it.quality)
     yield _Point("full reuse", 0, derived.full_reuse_s(profile), split.full_reuse)
@@ -257,7 +254,7 @@ def _draw(axes: Axes, series: Sequence[tuple[float, Interval]], name: str) -> No
         ecolor=f"{colour}99",
         marker=marker,
         markeredgecolor=INK,
-        linestyle="-" if name == _BLOCK else "none",
+        linestyle="-" if name == "block" else "none",
         label=name,
         zorder=4,
     )
@@ -314,8 +311,8 @@ PICTURES: Final = (
         "quality",
         "Quality against compute and time",
         "Better is up and to the left. Plans of the frontier and what one could do instead, with "
-        "their 95 % intervals on the held-out split, against the layers that they compute (a "
-        "refreshed one counts 0.2) and the time to the first token that the cost model predicts.",
+        "their 95 % intervals on the held-out split, against the layers that they compute and the "
+        "time to the first token that the cost model predicts.",
         _quality,
     ),
 )

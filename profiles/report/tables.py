@@ -40,7 +40,10 @@ def summary(profile: MeasuredProfile) -> Table:
     full = split.full_prefill
     metric = f"held-out {words.metric_name(profile.metric)}"
     rows = [
-        ("recommended plan", str(plan.recipe) if plan else "none: every prompt is a full prefill"),
+        (
+            "recommended plan",
+            words.span(plan.block) if plan else "none: every prompt is a full prefill",
+        ),
         (f"{metric}, full prefill", words.quality(full.mean)),
         (f"{metric}, full reuse", words.quality(split.full_reuse.mean)),
     ]
@@ -82,11 +85,11 @@ def _errors(profile: MeasuredProfile) -> str:
 
 def frontier(profile: MeasuredProfile) -> Table:
     recommended = profile.recommended
-    usable = {it.recipe for it in profile.blocks}
+    usable = {it.block for it in profile.blocks}
     marked = frozenset(
         place
         for place, it in enumerate(profile.frontier)
-        if recommended is not None and it.recipe == recommended.recipe
+        if recommended is not None and it.block == recommended.block
     )
     return Table(
         title="Frontier",
@@ -97,7 +100,6 @@ def frontier(profile: MeasuredProfile) -> Table:
             "held-out [95 %]",
             "at most",
             "KL",
-            "work",
             "moved",
             "TTFT",
             "of full",
@@ -105,29 +107,26 @@ def frontier(profile: MeasuredProfile) -> Table:
         ),
         rows=tuple(
             (
-                str(it.recipe),
-                str(len(it.block)) + (f" + {len(it.refreshed)}" if it.refreshed else ""),
+                words.span(it.block),
+                str(len(it.block)),
                 words.quality(it.train_quality),
                 words.quality_interval(it.held_out),
                 words.bound(it),
                 words.small(it.fidelity.kl),
-                f"{it.recipe.work:.1f}",
-                words.percent(derived.moved_share(profile, it.recipe)),
+                words.percent(derived.moved_share(profile, it.block)),
                 words.seconds(it.ttft_s),
                 words.percent(derived.ttft_ratio(profile, it.ttft_s)),
-                "yes" if it.recipe in usable else "no",
+                "yes" if it.block in usable else "no",
             )
             for it in profile.frontier
         ),
         marked=marked,
         caption=(
             "[first, end): layers that the receiver recomputes, while it loads the sender's KV for "
-            "the others; refreshed: K and V from the sender's residual stream there, without "
-            "attention. Layers: recomputed + refreshed. At most: share of full prefill's quality "
-            f"that is lost with {words.percent(1 - ERROR_RATE)} confidence, at the task least "
-            "sure, where the gate may ask. Work: compute in layers. Moved: KV and E in per cent "
-            "of all KV, where they come from elsewhere, as TTFT expects. Served: what a server "
-            "may use" + ("; * recommended" if marked else "")
+            "the others. At most: share of full prefill's quality that is lost with "
+            f"{words.percent(1 - ERROR_RATE)} confidence, at the task least sure, where the gate "
+            "may ask. Moved: KV and E in per cent of all KV, where they come from elsewhere, as "
+            "TTFT expects. Served: what a server may use" + ("; * recommended" if marked else "")
         ),
     )
 
@@ -137,6 +136,7 @@ def tasks(profile: MeasuredProfile) -> Table:
     closest."""
     plan = derived.judged(profile)
     losses = plan.tasks if plan else ()
+    named = words.span(plan.block) if plan else "none was judged"
     return Table(
         title="Tasks",
         headers=(
@@ -165,9 +165,9 @@ def tasks(profile: MeasuredProfile) -> Table:
             for task, loss in zip_longest(profile.held_out.tasks, losses)
         ),
         caption=(
-            f"held-out; plan: {plan.recipe if plan else 'none was judged'}; at most: share of full "
-            f"prefill's quality that it loses with {words.percent(1 - ERROR_RATE)} confidence at "
-            f"most; {words.percent(profile.tolerance)} is accepted at every task"
+            f"held-out; plan: {named}; at most: share of full prefill's quality that it loses with "
+            f"{words.percent(1 - ERROR_RATE)} confidence at most; "
+            f"{words.percent(profile.tolerance)} is accepted at every task"
         ),
     )
 

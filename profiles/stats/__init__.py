@@ -20,12 +20,10 @@ from profiles.stats.choice import (
     MOST_TRIED,
     choose,
     qualities_of,
-    recipes,
-    refreshing,
     sensitive_first,
     shortlist,
 )
-from profiles.stats.frontier import grid
+from profiles.stats.frontier import default_group, grid
 from profiles.stats.gate import ERROR_RATE, finding, interval, verdict
 from profiles.stats.measured import Candidate, Judged, Score, Scores, Swept, spread
 
@@ -43,13 +41,12 @@ __all__ = [
     "Swept",
     "build",
     "choose",
+    "default_group",
     "finding",
     "grid",
     "interval",
     "losses_of",
     "qualities_of",
-    "recipes",
-    "refreshing",
     "sensitive_first",
     "shortlist",
     "split_of",

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, TypeVar
 
-from cachetree import ModelIdentity
+from cachetree import ModelIdentity, Span
 from cachetree.planning import PROFILE_VERSION as VERSION
-from cachetree.planning import BlockQuality, Recipe
+from cachetree.planning import BlockQuality
 from profiles.evidence import (
     Baseline,
     BaselineKind,
@@ -67,7 +67,7 @@ class Findings:
     """All that was measured."""
 
     swept: Swept
-    plans: Mapping[Recipe, Scores]
+    plans: Mapping[Span, Scores]
     """Those that were decoded on the training split."""
     tried: Judged
     """The same, with what the models do by themselves."""
@@ -90,7 +90,7 @@ def build(
     full = split.full_prefill
     points = {}
     for it in choice.frontier:
-        plan = qualities_of(judged.candidates[Candidate(runs=it.runs)])
+        plan = qualities_of(judged.candidates[Candidate(runs=(it,))])
         tasks: tuple[TaskLoss, ...] = ()
         if it in choice.order:
             tasks = losses_of(held_out.documents, judged.full_prefill, plan, tolerance)
@@ -120,10 +120,8 @@ def build(
         held_out=split,
         layers=tuple(_layer(layer, scores) for layer, scores in enumerate(swept.layers)),
         measured=tuple(
-            _measured(it, found.plans.get(it, swept.blocks[it.block]))
-            for it in (Recipe(block=block) for block in sorted(swept.blocks))
+            _measured(it, found.plans.get(it, swept.blocks[it])) for it in sorted(swept.blocks)
         ),
-        refreshes=tuple(_measured(it, its) for it, its in found.plans.items() if it.refreshed),
         frontier=tuple(points.values()),
         order=tuple(choice.frontier.index(it) for it in choice.order),
         baselines=tuple(_baselines(judged, found.small, subject.costs, split)),
@@ -202,13 +200,12 @@ def _layer(layer: int, scores: Scores) -> LayerSensitivity:
     )
 
 
-def _measured(recipe: Recipe, scores: Scores) -> MeasuredBlock:
+def _measured(block: Span, scores: Scores) -> MeasuredBlock:
     answered = [score for score in _flat(scores) if score.quality is not None]
     is_known = len(answered) == len(_flat(scores))
     return MeasuredBlock(
-        start=recipe.block.start,
-        stop=recipe.block.stop,
-        refreshed=recipe.refreshed,
+        start=block.start,
+        stop=block.stop,
         fidelity=_fidelity(scores),
         quality=quality_of(scores) if is_known else None,
         num_questions=len(answered),
@@ -216,19 +213,18 @@ def _measured(recipe: Recipe, scores: Scores) -> MeasuredBlock:
 
 
 def _point(
-    recipe: Recipe,
+    block: Span,
     trained: Scores,
     judged: Judged,
     costs: CostModel,
     split: Split,
     tasks: tuple[TaskLoss, ...],
 ) -> FrontierPoint:
-    candidate = Candidate(runs=recipe.runs)
+    candidate = Candidate(runs=(block,))
     scores = judged.candidates[candidate]
     return FrontierPoint(
-        start=recipe.block.start,
-        stop=recipe.block.stop,
-        refreshed=recipe.refreshed,
+        start=block.start,
+        stop=block.stop,
         train_quality=quality_of(trained),
         held_out=interval(qualities_of(scores)),
         tasks=tasks,
@@ -238,12 +234,7 @@ def _point(
 
 
 def _as_usable(point: FrontierPoint) -> BlockQuality:
-    return BlockQuality(
-        start=point.start,
-        stop=point.stop,
-        refreshed=point.refreshed,
-        quality=point.held_out.mean,
-    )
+    return BlockQuality(start=point.start, stop=point.stop, quality=point.held_out.mean)
 
 
 def _baselines(

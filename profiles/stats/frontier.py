@@ -8,11 +8,26 @@ first.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from math import ceil
+from typing import Final, TypeVar
 
 from cachetree import Span
 
 Plan = TypeVar("Plan")
+
+
+MOST_STARTS: Final = 16
+"""Places where blocks begin, where nothing else is asked for: a pass over the prefix each, and the
+blocks are as the square of them."""
+
+
+def default_group(num_layers: int) -> int:
+    """Layers between two starts of blocks.
+
+    >>> [default_group(it) for it in (12, 16, 30, 32, 80)]
+    [1, 1, 2, 2, 5]
+    """
+    return ceil(num_layers / MOST_STARTS)
 
 
 def grid(num_layers: int, group: int) -> list[Span]:

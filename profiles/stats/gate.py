@@ -143,7 +143,7 @@ def finding(plan: FrontierPoint, split: Split) -> str:
     """What a plan loses, in a sentence; where there are several tasks, at the one least sure."""
     task, lost = _worst(plan, split)
     return (
-        f"the plan {plan.recipe} has {lost.quality:.3f} where full prefill has "
+        f"the plan [{plan.start}, {plan.stop}) has {lost.quality:.3f} where full prefill has "
         f"{task.full_prefill:.3f} on held-out questions{_of(task, split)}, so that with "
         f"{1 - ERROR_RATE:.0%} confidence it loses {lost.bound:.1%} of that at most"
     )

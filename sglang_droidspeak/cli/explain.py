@@ -109,8 +109,6 @@ def _way(it: dict[str, Any]) -> str:
     if "pages" not in it:
         return f"{who}: {why}"
     anew = f"layers [{it['block'][0]}, {it['block'][1]}) anew" if "block" in it else "all loaded"
-    if "refreshed" in it:
-        anew += f", {it['refreshed']} refreshed"
     quality = "exact" if it.get("exact") else f"quality {it['quality']:.3f}"
     pages = f"pages [{it['pages'][0]}, {it['pages'][1]})"
     times = (

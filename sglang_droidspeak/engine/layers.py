@@ -62,16 +62,6 @@ class LayerStack:
     def attention(self, layer: int) -> Any:
         return self._layers[layer].self_attn
 
-    def normed(self, layer: int, e: torch.Tensor) -> torch.Tensor:
-        """What the projections of `layer` read where E is `e`, `[tokens, hidden]`."""
-        return self._layers[layer].input_layernorm(e)
-
-    def rotated(self, layer: int, positions: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """K, `[tokens, kv_heads * head_dim]`, rotated, perhaps in place."""
-        # SGLang rotates queries with it.
-        _, keys = self.attention(layer).rotary_emb(positions, torch.zeros_like(keys), keys)
-        return keys
-
     def run(self, block: Span, e: torch.Tensor | None, forward_batch: ForwardBatch) -> None:
         """Run layers `[block.start, block.stop)` over the batch's tokens for their KV alone.
 

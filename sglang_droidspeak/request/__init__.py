@@ -9,7 +9,7 @@
                           hidden. Too late, or not worth it any more: a full prefill
     loading    load       SGLang has slots: pages of the source, slots of the request
                loader     a thread copies layer after layer into them
-               forward    low_rank and partial_prefill compute the others, and what has not come
+               forward    partial_prefill computes the others, and what has not come
                           in time is prefilled in full; then SGLang's own forward runs
     settled    labels     what it has read is noted (meta_info), and told once, with its answer
                replies    which may wait until others can read what it has left

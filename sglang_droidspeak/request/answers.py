@@ -164,7 +164,6 @@ class Answers:
                 location=LOCAL,
                 pages=Span(0, max(1, _USUAL_TOKENS // self._page_size)),
                 block=best.block,
-                refreshed=best.refreshed,
                 num_layers=profile.receiver.num_layers,
             )
         return Pair(

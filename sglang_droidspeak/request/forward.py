@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from sglang_droidspeak.request.labels import Labels
     from sglang_droidspeak.request.load import Load
     from sglang_droidspeak.request.loader import Loader
-    from sglang_droidspeak.request.low_rank import LowRank
     from sglang_droidspeak.request.request import Request
     from sglang_droidspeak.store.capture import Attachment
 
@@ -40,7 +39,6 @@ class ForwardPass:
         self,
         attachment: Attachment,
         loader: Loader,
-        low_rank: LowRank,
         meter: Meter,
         labels: Labels,
         ranks: Ranks,
@@ -50,7 +48,6 @@ class ForwardPass:
         self._e_pool = attachment.e_pool
         self._forward_wait_s = server.settings.forward_wait_s
         self._loader = loader
-        self._low_rank = low_rank
         self._provenance = attachment.provenance
         self._meter = meter
         self._labels = labels
@@ -118,8 +115,6 @@ class ForwardPass:
         started_s = time.monotonic()
         try:
             with self._ranks.together():
-                for load in loads.values():
-                    load.refresh(self._low_rank)
                 self._run(batch, list(_computed(loads)))
         except RanksApart:
             raise
@@ -187,14 +182,13 @@ class ForwardPass:
 
 
 def _computed(loads: Mapping[int, Load]) -> Iterator[BlockTokens]:
-    """By row of the batch: what is computed anew, and was not refreshed already."""
+    """By row of the batch: what is computed anew."""
     for row, load in loads.items():
-        for block in load.plan.computed_spans:
-            if block.start in load.low_rank:
-                continue
-            e = partial(load.source.e, block.start) if block.start else None
-            is_exact = load.plan.is_exact
-            yield BlockTokens(row=row, tokens=load.at, block=block, e=e, is_exact=is_exact)
+        block = load.plan.block
+        if not len(block):
+            continue
+        e = partial(load.source.e, block.start) if block.start else None
+        yield BlockTokens(row=row, tokens=load.at, block=block, e=e, is_exact=load.plan.is_exact)
 
 
 def _tokens_of(batch: ScheduleBatch) -> list[Span]:

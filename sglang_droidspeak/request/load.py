@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     import torch
 
-    from sglang_droidspeak.request.low_rank import LowRank
     from sglang_droidspeak.request.source import Source
 
     Laps = list[tuple[torch.cuda.Event, torch.cuda.Event]]
@@ -47,8 +46,6 @@ class Load:
     """On CUDA, before and after each layer's copies on their stream."""
     copied_bytes: int = field(default=0, init=False)
     """Out of host memory, as they are stored."""
-    low_rank: list[int] = field(default_factory=list, init=False)
-    """Layers refreshed by what the adapters' factors change, without the model's own matrix."""
     cause: str = field(default="", init=False)
     """Why its pages were prefilled in full after all; empty where they were not."""
     is_broken: bool = field(default=False, init=False)
@@ -73,7 +70,7 @@ class Load:
 
     def copy(self, layer: int, timed: Timed) -> None:
         """Copy a layer once it has come; not one that is computed, or does not come. Blocks."""
-        if layer in self.plan.block or layer in self.plan.refreshed:
+        if layer in self.plan.block:
             return
         try:
             self.source.wait(Step(Kind.KV, layer))
@@ -85,14 +82,6 @@ class Load:
                 with timed(self.laps):
                     self.copied_bytes += self.source.copy(layer, self.at, self.slots)
                 self.copied_s += time.monotonic() - started_s
-
-    def refresh(self, low_rank: LowRank) -> None:
-        """Refresh in low rank what can be; the rest is projected anew."""
-        self.low_rank += [
-            layer
-            for layer in self.plan.refreshed
-            if self.source.refresh(low_rank, layer, self.at, self.slots)
-        ]
 
     def wait_staged(self, deadline: Deadline) -> FetchError | None:
         """Block until every layer is there; why it is not, where it is not by then."""

@@ -31,10 +31,6 @@ class RequestProvenance(msgspec.Struct, frozen=True, kw_only=True):
     """Where it lay: a peer's address, or `local`, `pool`, `disk` or `hicache`."""
     block: tuple[int, int] | None = None
     """Layers recomputed, half-open; null where none were."""
-    refreshed: tuple[int, ...] = ()
-    """Layers outside the block whose K and V were projected anew."""
-    low_rank: tuple[int, ...] = ()
-    """Those of them for which the adapters' factors were enough, without the model's matrix."""
     recomputed_layers: int = 0
     """How many layers were recomputed."""
     loaded_layers: int = 0
@@ -77,8 +73,6 @@ def provenance_of(
         sender=plan.sender,
         location="pool" if is_pool(plan.location) else plan.location,
         block=(plan.block.start, plan.block.stop) if len(plan.block) else None,
-        refreshed=plan.refreshed,
-        low_rank=tuple(load.low_rank),
         recomputed_layers=len(plan.block),
         loaded_layers=len(plan.loaded_layers),
         fetched_bytes=arrival.num_bytes,

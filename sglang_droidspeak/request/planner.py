@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from sglang_droidspeak.adapters.models import Models, Owner
     from sglang_droidspeak.cost import Meter
     from sglang_droidspeak.engine.names import Req, UnifiedRadixCache
-    from sglang_droidspeak.request.low_rank import LowRank
     from sglang_droidspeak.start.this_server import ThisServer
 
 log = logging.getLogger(__name__)
@@ -109,14 +108,12 @@ class Planner:
         meter: Meter,
         models: Models,
         pool: PoolIndex,
-        low_rank: LowRank,
     ) -> None:
         self._server: Final = server
         self._cache: Final = cache
         self._meter: Final = meter
         self._models: Final = models
         self._pool: Final = pool
-        self._low_rank: Final = low_rank
         self.profiles: Final = index_profiles(server.profiles)
         self._min_pages: Final = -(-server.settings.min_tokens // server.page_size)
 
@@ -139,7 +136,7 @@ class Planner:
             return Declined(Reason.OFF.value)
         if num_pages < self._min_pages <= (len(req.full_untruncated_fill_ids) - 1) // page_size:
             return Declined("logprobs", "a prompt's log-probabilities take its prefill")
-        matches = self._matches(req, owner, pages)
+        matches = self._matches(req, pages)
         if not matches:
             return Declined(Reason.NO_MATCH.value, not_ready(self._cache.sources()))
         demand = self._demand(req, owner, controls, requested, len(pages))
@@ -202,7 +199,6 @@ class Planner:
         demand = self._demand(req, owner, controls, self._requested(controls), len(pages))
         e_pages = dict.fromkeys(self._server.transition_layers, len(pages))
         match = Match(model=sender, location=location, num_pages=len(pages), e_pages=e_pages)
-        match = self._low_rank.of_pool(match, owner.model)
         costs = self._costs({location})
         plan = choose(demand, [match], self.profiles, costs)
         return _patience_s(plan, demand, costs) if isinstance(plan, Plan) else 0.0
@@ -228,22 +224,16 @@ class Planner:
         cost = self._meter.recompute
         return 0.0 if cost is None else work * cost.seconds(0, self._meter.step_tokens) / most_s
 
-    def _matches(self, req: Req, owner: Owner, pages: Sequence[PageHash]) -> list[Match]:
+    def _matches(self, req: Req, pages: Sequence[PageHash]) -> list[Match]:
         """What others have; what the device has of this model SGLang finds itself."""
         mine = pool_of(prefixes.namespace_of(req))
-        found = self._cache.match(pages) if pages else []
-        return [
-            self._low_rank.of_pool(it, owner.model) if is_pool(it.location) else it
-            for it in found
-            if it.location != mine
-        ]
+        return [it for it in self._cache.match(pages) if it.location != mine] if pages else []
 
     def _requested(self, controls: Controls) -> Requested:
         num_layers = self._server.identity.num_layers
         return Requested(
             sender=None if controls.sender is None else ModelId(controls.sender),
             block=controls.span(num_layers),
-            refreshed=controls.refreshed(num_layers),
         )
 
     def _demand(

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from cachetree import Cache, Plan, Staging
     from sglang_droidspeak.engine.names import Req, UnifiedRadixCache
-    from sglang_droidspeak.request.low_rank import LowRank
     from sglang_droidspeak.start.this_server import ThisServer
     from sglang_droidspeak.store.pool import PoolIndex, PoolPages
     from sglang_droidspeak.store.rows import ServerPool
@@ -85,11 +84,6 @@ class Source:
     def copy(self, layer: int, at: Span, slots: torch.Tensor) -> int:
         """Copy the KV of these tokens into as many slots; the bytes that came from host memory."""
         raise NotImplementedError
-
-    def refresh(self, low_rank: LowRank, layer: int, at: Span, slots: torch.Tensor) -> bool:
-        """Make the receiver's KV of a layer, in these slots, from the sender's; False where that
-        cannot be done."""
-        return False
 
     def adopt_e(self, at: Span, slots: torch.Tensor) -> None:
         """The slots have been loaded with what is exact: give them E, where it lies beside."""
@@ -194,12 +188,6 @@ class InPool(Source):
     def copy(self, layer: int, at: Span, slots: torch.Tensor) -> int:
         self._pool.rows.copy(layer, self._slots(at), slots)
         return 0
-
-    def refresh(self, low_rank: LowRank, layer: int, at: Span, slots: torch.Tensor) -> bool:
-        if not low_rank.can_refresh(self._plan.sender, self._plan.receiver, layer):
-            return False
-        low_rank.refresh(self._plan, layer, self._slots(at), slots, at)
-        return True
 
     def adopt_e(self, at: Span, slots: torch.Tensor) -> None:
         plan = self._plan

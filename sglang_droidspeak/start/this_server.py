@@ -59,15 +59,6 @@ class ThisServer:
         return tuple(sorted(frozenset().union(self._first_differences, *sends)))
 
     @property
-    def refreshed_layers(self) -> frozenset[int]:
-        """Of `transition_layers` those where E would serve refreshes within this server and nothing
-        else: no block begins there, no setting names them, and what is computed stays here."""
-        if self.settings.capture_layers is not None or self.settings.host_gb > 0:
-            return frozenset()
-        starts = (p.block_starts() for p in self._profiles_of("sender"))
-        return frozenset(self.transition_layers).difference(self._first_differences, *starts)
-
-    @property
     def senders(self) -> dict[ModelId, frozenset[int]]:
         """Models whose caches this server may use, and the layers whose E it needs of each."""
         receives = self._profiles_of("receiver")

@@ -7,14 +7,12 @@ decoded tokens need no bookkeeping: whoever holds the slots of a prefix holds it
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from cachetree import ConfigError, Span
-from sglang_droidspeak.adapters.factors import SharedA, shared_a
 from sglang_droidspeak.engine.layers import LayerStack, OnE
 from sglang_droidspeak.engine.names import (
     ForwardMode,
@@ -31,9 +29,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _ATTRIBUTE = "droidspeak"
-
-_Kept = Callable[[torch.Tensor], torch.Tensor]
-"""What is kept of E, `[tokens, hidden]`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +49,11 @@ class EPool:
     from SGLang's own forward over its token until the slot is loaded or partially prefilled.
 
     Every rank computes all of E and keeps columns of its own; `Ranks.whole` puts them together.
-
-    Where all adapters share A of K and of V, and only refreshes begin, `reduced[layer]` has A x in
-    place of E: `[slots, rank of K + rank of V]`, with x what the projections read.
     """
 
     def __init__(
         self,
         layers: tuple[int, ...],
-        shared: Mapping[int, SharedA],
         num_slots: int,
         columns: Span,
         runner: ModelRunner,
@@ -73,10 +64,8 @@ class EPool:
             return torch.zeros(num_slots, width, dtype=runner.dtype, device=runner.device)
 
         self.layers = layers
-        self.shared = {layer: it.on(runner) for layer, it in shared.items()}
         self._columns = slice(columns.start, columns.stop)
-        self.e = {layer: rows(len(columns)) for layer in layers if layer not in shared}
-        self.reduced = {layer: rows(it.rank) for layer, it in shared.items()}
+        self.e = {layer: rows(len(columns)) for layer in layers}
         self.valid = torch.zeros(num_slots, dtype=torch.bool, device=runner.device)
         self.no_rows = torch.empty(0, len(columns), dtype=runner.dtype, device=runner.device)
         """Tells dtype, width and device where no layer is kept."""
@@ -84,9 +73,7 @@ class EPool:
     def capture_from(self, stack: LayerStack) -> None:
         """Fill the pool in every forward from now on; call before CUDA graphs are captured."""
         for layer, rows in self.e.items():
-            stack.on_e(layer, _writer(rows, lambda e: e[:, self._columns]))
-        for layer, rows in self.reduced.items():
-            stack.on_e(layer, _writer(rows, _reduction(stack, layer, self.shared[layer])))
+            stack.on_e(layer, _writer(rows, self._columns))
         if self.layers:
             stack.on_e(max(self.layers), _marker(self.valid))
 
@@ -96,7 +83,7 @@ class EPool:
     def adopt(self, source: torch.Tensor, slots: torch.Tensor, first_own: int) -> None:
         """`slots` are the same tokens of a model that is equal below layer `first_own`, and whose
         layers from there on have just run."""
-        for layer, rows in (self.e | self.reduced).items():
+        for layer, rows in self.e.items():
             if layer < first_own:
                 rows[slots] = rows[source]
         self.valid[slots] = self.valid[source]
@@ -169,19 +156,14 @@ class Provenance:
         self._any = False
 
 
-def _writer(rows: torch.Tensor, kept: _Kept) -> OnE:
+def _writer(rows: torch.Tensor, columns: slice) -> OnE:
     def write(forward_batch: ForwardBatch, value: torch.Tensor) -> None:
         # In most partial prefills the stream is the receiver's continuation of another model's E.
         if getattr(forward_batch, "has_own_e", True):
             slots = forward_batch.out_cache_loc
-            rows[slots] = kept(value[: slots.shape[0]])
+            rows[slots] = value[: slots.shape[0], columns]
 
     return write
-
-
-def _reduction(stack: LayerStack, layer: int, shared: SharedA) -> _Kept:
-    a = torch.cat([shared.k, shared.v])
-    return lambda e: stack.normed(layer, e) @ a.T
 
 
 def _marker(valid: torch.Tensor) -> OnE:
@@ -193,11 +175,9 @@ def _marker(valid: torch.Tensor) -> OnE:
     return mark
 
 
-def e_bytes_per_token(server: ThisServer, dtype: torch.dtype, shared: Mapping[int, SharedA]) -> int:
-    """On each rank; with A x in place of E at the layers of `shared`."""
-    layers, width = server.transition_layers, server.e_width
-    widths = (shared[it].rank if it in shared else width for it in layers)
-    return sum(widths) * dtype.itemsize
+def e_bytes_per_token(server: ThisServer, dtype: torch.dtype) -> int:
+    """On each rank."""
+    return len(server.transition_layers) * server.e_width * dtype.itemsize
 
 
 def attach(runner: ModelRunner, server: ThisServer) -> None:
@@ -207,21 +187,11 @@ def attach(runner: ModelRunner, server: ThisServer) -> None:
     pool = runner.token_to_kv_pool
     refuse.kv_pool(pool, MHATokenToKVPool)
     stack = LayerStack(runner.model)
-    shared = shared_a(server, runner.model)
-    if shared:
-        num_bytes = [e_bytes_per_token(server, runner.dtype, it) for it in ({}, shared)]
-        log.info(
-            "droidspeak: all adapters have the same A at layers %s, so that what it makes of E is "
-            "kept there in place of E: %d bytes per token and not %d",
-            sorted(shared),
-            num_bytes[1],
-            num_bytes[0],
-        )
     num_slots = pool.size + pool.page_size
     provenance = Provenance(num_slots, runner.device)
     start = get_parallel().tp_rank * server.e_width
     columns = Span(start, start + server.e_width)
-    e_pool = EPool(server.transition_layers, shared, num_slots, columns, runner)
+    e_pool = EPool(server.transition_layers, num_slots, columns, runner)
     e_pool.capture_from(stack)
     setattr(pool, _ATTRIBUTE, Attachment(runner, stack, e_pool, provenance, server))
 

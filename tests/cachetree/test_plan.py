@@ -54,19 +54,6 @@ def test_where_e_is_needed_and_what_is_exact(
     assert plan(block, sender=R).is_exact
 
 
-def test_refreshed_layers_start_from_e_of_their_own() -> None:
-    it = plan(Span(2, 4), refreshed=(0, 5))
-    assert it.transition_layers == (2, 5), "layer 0 starts from the receiver's own embeddings"
-    assert it.loaded_layers == (1, 4)
-    assert it.computed_spans == (Span(2, 4), Span(0, 1), Span(5, 6))
-    assert it.steps == (
-        Step(Kind.E, 2),
-        Step(Kind.E, 5),
-        Step(Kind.KV, 1),
-        Step(Kind.KV, 4),
-    )
-
-
 @pytest.mark.parametrize(
     ("block", "first_difference", "is_exact"),
     [

@@ -13,7 +13,6 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec import structs
 
 from benchmarks.schedule import Request, schedule
 from cachetree.checkpoint.family import ModelIdentity
@@ -121,11 +120,7 @@ def plan_for(
     (taken,) = [
         it for it in weigh(Considered(demand, matches, costs), profiles) if it.reason == "taken"
     ]
-    assert (taken.sender, taken.location, taken.refreshed) == (
-        plan.sender,
-        plan.location,
-        plan.refreshed,
-    )
+    assert (taken.sender, taken.location) == (plan.sender, plan.location)
     assert taken.pages == (plan.pages.start, plan.pages.stop)
     assert taken.block == ((plan.block.start, plan.block.stop) if len(plan.block) else None)
     return plan
@@ -190,37 +185,6 @@ def test_a_difference_that_the_server_found_itself_needs_no_profile() -> None:
     assert (same.sender, len(same.block), same.is_exact) == (O, 0, True)
     none = replace(DEMAND, first_differences={S: 0})
     assert reason_for(match(S), demand=none, profiles={}) is Reason.NO_PROFILE
-
-
-def test_refreshed_layers_cost_their_projections_and_e() -> None:
-    refreshing = BlockQuality(start=0, stop=0, refreshed=(3, 4), quality=0.99)
-    profile = msgspec.structs.replace(PROFILE, blocks=(refreshing,), recommended=None)
-    profiles = index_profiles([profile])
-    plan = plan_for(match(S), profiles=profiles, costs=MEASURED)
-    assert (plan.refreshed, plan.transition_layers) == ((3, 4), (3, 4))
-    predicted = predict_ttft_s(plan, page_size=16, costs=MEASURED)
-    e_s, kv_s, compute_s = 10 * 2 * 2e-6, 10 * 8 * 1e-6, 10 * 16 * 2 * 0.2 * 1e-3
-    assert predicted == pytest.approx(e_s + max(kv_s, compute_s), rel=1e-3)
-    assert plan_for(match(S, e={3: 10, 4: 6}), profiles=profiles).pages == Span(0, 6)
-    assert reason_for(match(S, e={3: 10}), profiles=profiles) is Reason.NO_E
-    asked = replace(DEMAND, requested=Requested(block=Span(0, 0), refreshed=(3, 4)))
-    assert plan_for(match(S), demand=asked, profiles=profiles).refreshed == (3, 4)
-    asked = replace(DEMAND, requested=Requested(block=Span(0, 0), refreshed=(4,)))
-    assert reason_for(match(S), demand=asked, profiles=profiles) is Reason.UNGATED_BLOCK
-    asked = replace(DEMAND, requested=Requested(block=Span(0, 0), refreshed=(10,)), gate=Gate.OFF)
-    assert reason_for(match(S), demand=asked) is Reason.UNGATED_BLOCK
-
-
-def test_less_than_e_does_for_a_refresh_and_for_no_block() -> None:
-    beside = BlockQuality(start=3, stop=5, refreshed=(7,), quality=0.99)
-    profile = msgspec.structs.replace(PROFILE, blocks=(beside,), recommended=None)
-    for e, reduced, found in (({3: 9}, {7: 6}, 6), ({3: 9, 7: 8}, {7: 6}, 8), ({7: 9}, {3: 9}, 0)):
-        there = structs.replace(match(S, e=e), reduced_pages=reduced)
-        plan = choose(DEMAND, [there], index_profiles([profile]), UNKNOWN)
-        assert (len(plan.pages) if isinstance(plan, Plan) else 0) == found
-    upper = replace(DEMAND, first_differences={S: 6})
-    there = structs.replace(match(S, e={}), reduced_pages={3: 10, 6: 10})
-    assert reason_for(there, demand=upper, profiles={}) is Reason.NO_E, "nor for a lossless one"
 
 
 def test_one_step_recomputes_only_so_much() -> None:

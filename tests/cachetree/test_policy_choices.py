@@ -50,8 +50,8 @@ def profile_with(*blocks: BlockQuality, full: float = 1.0) -> dict:
     return index_profiles([made])
 
 
-def block(start: int, stop: int, quality: float, *refreshed: int) -> BlockQuality:
-    return BlockQuality(start=start, stop=stop, quality=quality, refreshed=refreshed)
+def block(start: int, stop: int, quality: float) -> BlockQuality:
+    return BlockQuality(start=start, stop=stop, quality=quality)
 
 
 def test_at_an_unknown_speed_of_the_link_the_recompute_and_the_fixed_cost_are_predicted() -> None:
@@ -63,11 +63,11 @@ def test_at_an_unknown_speed_of_the_link_the_recompute_and_the_fixed_cost_are_pr
     assert predict_ttft_s(here, page_size=16, costs=costs) == pytest.approx(compute_s)
 
 
-def asking(block: Span, *refreshed: int, gate: Gate = Gate.ENFORCE) -> Demand:
-    return replace(DEMAND, gate=gate, requested=Requested(block=block, refreshed=refreshed))
+def asking(block: Span, gate: Gate = Gate.ENFORCE) -> Demand:
+    return replace(DEMAND, gate=gate, requested=Requested(block=block))
 
 
-REFRESHING = profile_with(block(3, 6, 0.96, 8, 9), block(0, 0, 0.95))
+PROVEN = profile_with(block(3, 6, 0.96), block(0, 0, 0.95))
 NONE_PROVEN = index_profiles([msgspec.structs.replace(PROFILE, blocks=(), recommended=None)])
 SHORT = "what may be recomputed at a time is less than the fewest pages worth a fetch"
 
@@ -122,23 +122,23 @@ def measured_on(num_tokens: int) -> Profiles:
         (
             asking(Span(3, 5)),
             [match(S)],
-            REFRESHING,
+            PROVEN,
             Reason.UNGATED_BLOCK,
-            "block 3:5 is none of those that a profile has proven; allowed: 3:6 refresh 8,9, none",
+            "block 3:5 is none of those that a profile has proven; allowed: 3:6, none",
         ),
         (
-            asking(Span(3, 5), 7),
+            asking(Span(3, 5)),
             [match(R)],
             index_profiles([FAILED]),
             Reason.UNGATED_BLOCK,
-            "block 3:5 refresh 7 is none of those that a profile has proven; allowed: none",
+            "block 3:5 is none of those that a profile has proven; allowed: none",
         ),
         (
             DEMAND,
-            [match(S, e={3: 10, 8: 10})],
-            REFRESHING | profile_with(block(3, 6, 0.96, 8, 9)),
+            [match(S, e={8: 10})],
+            profile_with(block(3, 6, 0.96), block(5, 9, 0.97)),
             Reason.NO_E,
-            f"{S} lacks E at some of layers [3, 8, 9] for pages from 0",
+            f"{S} lacks E at some of layers [3, 5] for pages from 0",
         ),
         (
             replace(DEMAND, max_recompute_tokens=15),
@@ -221,12 +221,6 @@ def test_of_plans_that_save_the_same_the_better_one_is_taken(full: float, chosen
     assert plan.block == chosen
 
 
-def test_an_experiment_refreshes_the_layers_that_it_names() -> None:
-    requested = Requested(block=Span(3, 6), refreshed=(8, 9))
-    plan = plan_for(match(S), demand=replace(DEMAND, gate=Gate.OFF, requested=requested))
-    assert (plan.block, plan.refreshed) == (Span(3, 6), (8, 9))
-
-
 def test_where_no_plan_is_in_time_the_fastest_is_taken() -> None:
     profiles = profile_with(block(0, 8, 0.99), block(2, 7, 0.97), block(3, 6, 0.96))
     demand = replace(DEMAND, ttft_target_s=0.001)
@@ -241,21 +235,6 @@ def test_a_plan_that_takes_exactly_the_target_is_in_time() -> None:
         match(S, location=FAR), demand=replace(DEMAND, ttft_target_s=exactly_s), costs=costs
     )
     assert again.block == slow.block == Span(0, 8)
-
-
-@pytest.mark.parametrize(
-    ("blocks", "chosen"),
-    [
-        # A refreshed layer saves nearly what a loaded one does, and never more.
-        ((block(2, 7, 0.97), block(3, 6, 0.97, 8, 9)), (Span(3, 6), (8, 9))),
-        ((block(3, 6, 0.97, 8, 9), block(3, 6, 0.96)), (Span(3, 6), ())),
-    ],
-)
-def test_under_load_refreshed_layers_count_as_what_they_save(
-    blocks: tuple[BlockQuality, ...], chosen: tuple[Span, tuple[int, ...]]
-) -> None:
-    plan: Plan = plan_for(match(S), demand=BUSY, profiles=profile_with(*blocks))
-    assert (plan.block, plan.refreshed) == chosen
 
 
 def test_a_profile_is_used_up_to_twice_the_length_that_it_was_measured_on() -> None:

@@ -14,10 +14,8 @@ from cachetree.errors import ConfigError, FamilyMismatch, ProfileError
 from cachetree.ids import EMPTY_SPAN, Span
 from cachetree.planning.profile import PROFILE_VERSION as VERSION
 from cachetree.planning.profile import (
-    PROJECTION,
     BlockQuality,
     PairProfile,
-    Recipe,
     read_profile,
     write_profile,
 )
@@ -67,37 +65,15 @@ def test_a_profile_survives_the_disk(tmp_path: Path) -> None:
     assert BLOCK.block == Span(1, 3)
 
 
-@pytest.mark.parametrize(
-    ("recipe", "runs", "work", "said"),
-    [
-        (Recipe(), [], 0.0, "[0, 0)"),
-        (Recipe(block=Span(2, 5)), [(2, 5)], 2 + PROJECTION, "[2, 5)"),
-        (Recipe(refreshed=(1,)), [(1, 2)], PROJECTION, "[1, 2) refreshed"),
-        (
-            Recipe(block=Span(2, 5), refreshed=(0, 1, 7)),
-            [(2, 5), (0, 1), (1, 2), (7, 8)],
-            2 + 4 * PROJECTION,
-            "[2, 5) with [0, 2), [7, 8) refreshed",
-        ),
-    ],
-)
-def test_a_recipe_is_runs_of_layers(
-    recipe: Recipe, runs: list[tuple[int, int]], work: float, said: str
-) -> None:
-    assert recipe.runs == tuple(Span(*run) for run in runs)
-    assert recipe.work == pytest.approx(work)
-    assert str(recipe) == said
-
-
-def test_a_profile_without_refreshed_layers_is_read_as_such(tmp_path: Path) -> None:
-    """As profiles were before plans could refresh."""
+def test_a_profile_whose_plans_could_refresh_layers_is_refused(tmp_path: Path) -> None:
+    """Its blocks alone were never proven."""
     file = tmp_path / "pair.json"
     write_profile(profile(BLOCK), file)
     found = json.loads(file.read_text())
-    for block in (*found["blocks"], found["recommended"]):
-        assert block.pop("refreshed") == []
-    file.write_text(json.dumps(found))
-    assert read_profile(file).recommended == BLOCK
+    found["recommended"]["refreshed"] = [4, 5]
+    file.write_text(json.dumps(found | {"version": 3}))
+    with pytest.raises(ProfileError, match="make the profile again"):
+        read_profile(file)
 
 
 def test_what_follows_from_a_profile() -> None:
@@ -105,9 +81,6 @@ def test_what_follows_from_a_profile() -> None:
     assert profile(BLOCK).transition_layers() == {1}
     assert profile(BlockQuality(start=0, stop=3, quality=0.8)).transition_layers() == frozenset()
     assert profile(None).transition_layers() == frozenset()
-    beside = BlockQuality(start=2, stop=3, refreshed=(0, 1, 3), quality=0.8)
-    assert profile(beside).transition_layers() == {1, 2, 3}
-    assert profile(beside).block_starts() == {2}
 
 
 def test_models_that_are_equal_below_a_layer_need_no_gate() -> None:

@@ -173,7 +173,7 @@ class Engine:
         self.num_layers = identity.num_layers
         self.stack = LayerStack(runner.model)
         slots = pool.size + pool.page_size
-        self.e_pool = EPool(tuple(e_layers), {}, slots, Span(0, identity.hidden_size), runner)
+        self.e_pool = EPool(tuple(e_layers), slots, Span(0, identity.hidden_size), runner)
         self.e_pool.capture_from(self.stack)
         settings = SimpleNamespace(forward_wait_s=300.0, recompute_attention=recompute)
         server = SimpleNamespace(identity=identity, settings=settings)
@@ -204,7 +204,6 @@ class Engine:
             self.pass_ = ForwardPass(
                 Attachment(runner, self.stack, self.e_pool, self.provenance, server),
                 self.loader,
-                SimpleNamespace(can_refresh=lambda *_: False),
                 self.meter,
                 self.labels,
                 Ranks(None),

@@ -35,7 +35,7 @@ def test_encoded_e_is_decoded_on_the_device(codec: Codec) -> None:
     decoded = coding.load([memoryview(raw)], torch.empty(0, HIDDEN))
     with VirtualCuda() as cuda:
         runner: Any = SimpleNamespace(dtype=torch.float32, device="cuda")
-        e_pool = EPool((1,), {}, PAGE, Span(0, HIDDEN), runner)
+        e_pool = EPool((1,), PAGE, Span(0, HIDDEN), runner)
         memory = cuda.page_locked(len(raw))
         memory[:] = raw
         step, edge = Step(Kind.E, 1), 3 * len(raw) // 4

@@ -42,7 +42,7 @@ class Stack:
 @pytest.fixture
 def pool(cuda: VirtualCuda) -> tuple[EPool, Stack]:
     runner = SimpleNamespace(dtype=torch.float32, device="cuda")
-    pool, stack = EPool((1, 3), {}, SLOTS, Span(0, HIDDEN), runner), Stack()
+    pool, stack = EPool((1, 3), SLOTS, Span(0, HIDDEN), runner), Stack()
     pool.capture_from(stack)
     return pool, stack
 
@@ -63,7 +63,7 @@ def test_each_rank_keeps_its_columns_and_all_of_them_e(cuda: VirtualCuda) -> Non
     slots, e = torch.tensor([5, 6, 9], device="cuda"), torch.randn(8, HIDDEN).bfloat16()
     kept, num_bytes = [], []
     for columns in (Span(0, HIDDEN), Span(0, HIDDEN // 2), Span(HIDDEN // 2, HIDDEN)):
-        rank, stack = EPool((1, 3), {}, SLOTS, columns, runner), Stack()
+        rank, stack = EPool((1, 3), SLOTS, columns, runner), Stack()
         rank.capture_from(stack)
         stack.forward(slots, {layer: e.to("cuda") for layer in (1, 3)})
         num_bytes.append(sum(rows.nbytes for rows in rank.e.values()))

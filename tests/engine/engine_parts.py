@@ -56,12 +56,11 @@ def oracle(
     num_reused: int,
     max_new: int,
     own: int = 0,
-    refreshed: Sequence[int] = (),
 ) -> Generated:
     """What the receiver must answer when tokens [own, num_reused) come from the sender."""
     ids = torch.tensor([list(prompt)])
     reused = ids[:, :num_reused]
-    prefix = partial_prefill(_load(receiver), _load(sender), reused, block, own, refreshed)
+    prefix = partial_prefill(_load(receiver), _load(sender), reused, block, own)
     return decode(_load(receiver), prefix, ids[:, num_reused:], max_new)
 
 

@@ -58,11 +58,10 @@ class Checkpoints:
     def model_id(self, name: str) -> ModelId:
         return self.identity(name).model_id
 
-    def controls(self, sender: str, block: Span, *refreshed: int) -> dict[str, str]:
+    def controls(self, sender: str, block: Span) -> dict[str, str]:
         """What a request says that wants just this."""
-        refresh = {"refresh": ",".join(map(str, refreshed))} if refreshed else {}
         literal = f"{block.start}:{block.stop}" if len(block) else "none"
-        return {"sender": self.model_id(sender), "block": literal, **refresh}
+        return {"sender": self.model_id(sender), "block": literal}
 
     def expected(
         self,
@@ -70,7 +69,7 @@ class Checkpoints:
         sender: str,
         tokens: Sequence[int],
         block: Span,
-        *refreshed: int,
+        *,
         num_reused: int | None = None,
     ) -> Generated:
         """The oracle's answer where so many tokens are the sender's; None: as many as can be."""
@@ -81,5 +80,4 @@ class Checkpoints:
             block=block,
             num_reused=whole_pages(len(tokens)) if num_reused is None else num_reused,
             max_new=12,
-            refreshed=refreshed,
         )

@@ -146,38 +146,6 @@ def test_block_equals_the_oracle(trio: Trio, block: Span) -> None:
     assert reply.provenance["exact"] == (block == Span(0, NUM_LAYERS))
 
 
-@pytest.mark.parametrize(
-    ("block", "refreshed"), [(Span(0, 0), (3,)), (Span(2, 4), (0, 4, 5)), (Span(0, 0), range(6))]
-)
-def test_refreshed_layers_equal_the_oracle(
-    trio: Trio, block: Span, refreshed: Sequence[int]
-) -> None:
-    tokens = prompt(200, seed=120 + len(refreshed))
-    trio.send("sender", tokens)
-    controls = {
-        "sender": read_model_identity(trio.models["sender"]).model_id,
-        "block": literal(block),
-        "refresh": ",".join(map(str, refreshed)),
-    }
-    reply = answer(trio.receiver, tokens, droidspeak=controls)
-    files, num_reused = trio.models, whole_pages(len(tokens))
-    expected = oracle(
-        files["receiver"],
-        files["sender"],
-        tokens,
-        block=block,
-        num_reused=num_reused,
-        max_new=12,
-        refreshed=refreshed,
-    )
-    reply.assert_equals(expected)
-    assert reply.provenance["refreshed"] == list(refreshed)
-    assert reply.provenance["low_rank"] == [], "the sender's pages came over the link"
-    assert reply.provenance["reused_tokens"] == num_reused
-    plain = trio.expected("sender", tokens, block)
-    assert max(abs(a - b) for a, b in zip(plain.logprobs, expected.logprobs, strict=True)) > 1e-3
-
-
 def test_blocks_differ_from_each_other_and_from_own_prefill(trio: Trio) -> None:
     """Without this the equality above could hold for a server that ignores the block."""
     tokens = prompt(200, seed=103)

@@ -80,22 +80,6 @@ def test_controls_refuse_a_wrong_block(block: str) -> None:
         Controls(block=block).span(num_layers=6)
 
 
-def test_controls_name_layers_to_refresh() -> None:
-    assert Controls(block="2:4", refresh="5,0").refreshed(num_layers=6) == (0, 5)
-    assert Controls(block="2:4").refreshed(num_layers=6) == ()
-
-
-@pytest.mark.parametrize("refresh", ["3", "6", "-1", "a", "1,,2"])
-def test_controls_refuse_wrong_layers_to_refresh(refresh: str) -> None:
-    with pytest.raises(ValueError, match="refresh"):
-        Controls(block="2:4", refresh=refresh).refreshed(num_layers=6)
-
-
-def test_layers_are_refreshed_only_beside_a_block() -> None:
-    with pytest.raises(ValueError, match="refresh"):
-        Controls(refresh="5").refreshed(num_layers=6)
-
-
 @pytest.mark.parametrize("params", [{"droidspeak": {"mod": "off"}}, {"droidspeak": 3}])
 def test_controls_refuse_what_they_do_not_know(params: dict) -> None:
     with pytest.raises(ValueError, match="droidspeak"):

@@ -36,7 +36,6 @@ PLAN = Plan(
     location=Location("tcp://127.0.0.1:7001"),
     pages=Span(1, 40),
     block=Span(2, 5),
-    refreshed=(7, 9),
     num_layers=12,
 )
 DECISIONS = [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import re
 import shutil
@@ -20,7 +19,7 @@ from msgspec.structs import replace
 
 from cachetree.checkpoint.identity import read_model_identity
 from cachetree.errors import ConfigError
-from cachetree.planning.profile import BlockQuality, write_profile
+from cachetree.planning.profile import write_profile
 from cachetree.transport import write_key_pair
 from cachetree.tree.eviction import Retention
 from profiles.random_models import shape, write_models
@@ -134,7 +133,7 @@ def test_a_worker_that_is_pushed_to_is_read_from_too(model: Path) -> None:
 def test_each_rank_has_memory_for_its_columns_of_e_alone(model: Path) -> None:
     def bytes_per_token(*flags: str) -> int:
         server = load_this_server(server_args(model, {"capture_layers": [1, 3]}, *flags))
-        return e_bytes_per_token(server, torch.bfloat16, {})
+        return e_bytes_per_token(server, torch.bfloat16)
 
     assert bytes_per_token() == 2 * 128 * 2
     assert bytes_per_token("--tp-size", "2") == 2 * 64 * 2
@@ -447,24 +446,6 @@ def test_transition_layers_come_from_passed_profiles(model: Path, tmp_path: Path
         write_profile(profile_of(own, other, passed=passed), folder / "pair.json")
         server = load_this_server(server_args(model, {"profiles": [str(folder)]}))
         assert server.transition_layers == layers
-
-
-def test_some_layers_serve_refreshes_alone(model: Path, tmp_path: Path) -> None:
-    """Where no block begins, nothing leaves the server and nobody named layers."""
-    own = read_model_identity(model)
-    recipe = BlockQuality(start=2, stop=3, refreshed=(1, 3), quality=0.9)
-    for name, made in (("one", recipe), ("other", replace(recipe, start=3, stop=4, refreshed=()))):
-        profile = profile_of(own, replace(own, weights=name))
-        write_profile(replace(profile, recommended=made), tmp_path / f"{name}.json")
-
-    def refreshed(profiles: Path, **extra: Any) -> frozenset[int]:
-        extra = {"profiles": [str(profiles)], "host_gb": 0} | extra
-        found = load_this_server(server_args(model, extra))
-        return dataclasses.replace(found, adapters=()).refreshed_layers
-
-    assert refreshed(tmp_path / "one.json") == {1, 3}
-    assert refreshed(tmp_path) == {1}, "a block of the other begins at 3"
-    assert refreshed(tmp_path, host_gb=1) == refreshed(tmp_path, capture_layers=[1]) == frozenset()
 
 
 def test_senders_are_those_of_usable_profiles_and_the_model_itself(

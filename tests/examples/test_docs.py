@@ -21,10 +21,7 @@ from sglang_droidspeak.start.refuse import ARCHITECTURES
 from tools import reference
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = {
-    it.relative_to(ROOT).as_posix(): it.read_text()
-    for it in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
-}
+PAGES = {it.relative_to(ROOT).as_posix(): it.read_text() for it in reference.pages()}
 EXTENSION = ROOT / "sglang_droidspeak"
 
 

@@ -170,7 +170,7 @@ def _sound() -> dict[str, list[bytes]]:
         ],
         "public_key": [public_text],
         "secret_key": [secret_text],
-        "profile": [made, b'{"x":' + deep, b'{"version":3,"\xff":1}'],
+        "profile": [made, b'{"x":' + deep, b'{"version":4,"\xff":1}'],
         "evidence": [made],
         "serve_config": [
             b"family:\n"

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 import pytest
 
 from cachetree.ids import Span
-from cachetree.planning.profile import Recipe
 from profiles.stats.choice import MOST_TRIED, choose, sensitive_first, shortlist
 from profiles.stats.measured import Score, Scores, Swept
 
@@ -18,13 +17,13 @@ def scores(kl: float, quality: float | None = None, nll: float = 0.0) -> Scores:
     return [(score,) * 3] * 12
 
 
-def plans_of(measured: Mapping[tuple[int, int], tuple[float, float]]) -> dict[Recipe, Scores]:
+def plans_of(measured: Mapping[tuple[int, int], tuple[float, float]]) -> dict[Span, Scores]:
     """From KL and quality of each block."""
-    return {Recipe(block=Span(*it)): scores(*values) for it, values in measured.items()}
+    return {Span(*it): scores(*values) for it, values in measured.items()}
 
 
 def order_of(measured: Mapping[tuple[int, int], tuple[float, float]]) -> list[tuple[int, int]]:
-    return [(it.block.start, it.block.stop) for it in choose(plans_of(measured), FULL, 0.05).order]
+    return [(it.start, it.stop) for it in choose(plans_of(measured), FULL, 0.05).order]
 
 
 def test_a_lucky_plan_does_not_drive_out_one_that_equals_full_prefill():
@@ -44,7 +43,7 @@ def test_what_is_not_good_enough_waits_until_all_that_is_has_passed():
     measured = {(1, 2): (0.3, 0.5), (1, 4): (0.2, 0.8), (1, 5): (0.01, 0.7), (0, 6): (0.1, 0.9)}
     assert order_of(measured) == [(0, 6), (1, 5), (1, 4), (1, 2)]
     choice = choose(plans_of(measured), FULL, 0.05)
-    assert choice.expected == Recipe(block=Span(0, 6))
+    assert choice.expected == Span(0, 6)
     bad = {it: values for it, values in measured.items() if it != (0, 6)}
     assert choose(plans_of(bad), FULL, 0.05).expected is None
     assert order_of(bad) == [(1, 5), (1, 4), (1, 2)], "for a reason that has numbers"
@@ -84,7 +83,7 @@ def test_what_is_decoded_is_close_or_makes_the_reference_likely():
         (0, 3): (0.2, 0.7),
         (0, 6): (0.0, 0.0),
     }
-    listed = [(it.block.start, it.block.stop) for it in shortlist(swept_of(blocks))]
+    listed = [(it.start, it.stop) for it in shortlist(swept_of(blocks))]
     assert listed == [(1, 2), (3, 4), (0, 3)]
 
 

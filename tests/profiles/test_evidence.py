@@ -6,7 +6,6 @@ import msgspec
 import pytest
 
 from cachetree.ids import EMPTY_SPAN, Span
-from cachetree.planning.profile import Recipe
 from profiles.evidence import CostModel, HeldOutTime
 
 COSTS = CostModel(
@@ -55,13 +54,13 @@ def test_every_transition_loads_e_again() -> None:
 
 
 def test_in_one_pool_nothing_is_loaded() -> None:
-    refreshed = Recipe(block=Span(1, 3), refreshed=(0, 4)).runs
+    several = (Span(1, 3), Span(0, 1), Span(4, 5))
     compute_s = LAYER_S + 3 * (0.5 + 20 * 0.02)
-    assert COSTS.in_pool_s(refreshed, N, M) == pytest.approx(compute_s + SUFFIX_S)
+    assert COSTS.in_pool_s(several, N, M) == pytest.approx(compute_s + SUFFIX_S)
     # E at 1 and at 4; layer 0 starts from the receiver's own embeddings.
-    assert COSTS.moved_bytes(refreshed) == (2 * 4, 2 * 8)
+    assert COSTS.moved_bytes(several) == (2 * 4, 2 * 8)
     loads_s = 2 * 0.25 + (2 * 4 + 2 * 8) * 20 * 0.001
-    assert COSTS.ttft_s(refreshed, N, M) == pytest.approx(loads_s + compute_s + SUFFIX_S)
+    assert COSTS.ttft_s(several, N, M) == pytest.approx(loads_s + compute_s + SUFFIX_S)
 
 
 @pytest.mark.parametrize(("measured", "error"), [((10.0, 20.0, 5.0), 0.5), ((10.0, 5.0), 0.5)])

@@ -160,7 +160,7 @@ def test_the_verdict_of_a_shipped_pair_holds_on_unseen_data(shipped, unseen, tmp
     """Of its plans only the recommended one, which decides; the others would be measured too."""
     profile, path = read_measured(shipped.profile), tmp_path / "pair.json"
     chosen = profile.recommended
-    points = tuple(it for it in profile.frontier if it.recipe == chosen.recipe)
+    points = tuple(it for it in profile.frontier if it.block == chosen.block)
     write_profile(msgspec.structs.replace(profile, frontier=points), path)
     args = [*flags(shipped), *FAST, "--data", str(unseen), "--json"]
     assert main(["profile", "verify", str(path), *args]) == 0

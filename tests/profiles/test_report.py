@@ -185,7 +185,7 @@ def test_a_row_for_each_task_says_what_is_known_there(tmp_path: Path) -> None:
     assert "Tasks" in text and "edit similarity" in text and "31.4 %" in text
     failed = failed_profile()
     first_tried = failed.frontier[failed.order[0]]
-    assert f"plan: {first_tried.recipe};" in tables.tasks(failed).caption
+    assert f"plan: [{first_tried.start}, {first_tried.stop});" in tables.tasks(failed).caption
 
 
 def said(profile: MeasuredProfile) -> dict[str, str]:

@@ -12,7 +12,6 @@ from shipped import SHIPPED, Shipped
 from transformers import DynamicCache
 
 from cachetree.ids import EMPTY_SPAN, Span
-from cachetree.planning.profile import Recipe
 from profiles.compute.journal import temporary_journal
 from profiles.compute.judging import baselines, critical_runs, judge, split_runs
 from profiles.compute.layered import LayeredModel
@@ -123,11 +122,10 @@ def test_what_is_decoded_has_a_block_as_good_as_any_of_its_size_that_is_good_eno
     blocks = {it: scores for it, scores in swept.blocks.items() if len(it) < NUM_LAYERS}
     listed = shortlist(swept)
     assert len(listed) < 0.3 * len(blocks), "a list of everything proves nothing"
-    plans = {Recipe(block=it): scores for it, scores in blocks.items()}
     full = mean(swept.full_prefill)
-    everything = choose(plans, full, 0.05)
+    everything = choose(blocks, full, 0.05)
     assert everything.expected is not None
-    assert choose({it: plans[it] for it in listed}, full, 0.05).expected == everything.expected
+    assert choose({it: blocks[it] for it in listed}, full, 0.05).expected == everything.expected
 
 
 def test_a_pruned_sweep_decodes_full_reuse_alone_and_measures_the_same(swept_pair):

@@ -1,0 +1,78 @@
+"""Plans of several runs of layers, as what one could do instead has them, on real passes."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from shipped import DATA, SHIPPED
+
+from cachetree.ids import Span
+from profiles.compute.journal import temporary_journal
+from profiles.compute.judging import critical_runs, judge
+from profiles.compute.models import Pair, load_pair
+from profiles.compute.study import Bench
+from profiles.data import Document
+from profiles.oracle import decode, prefill, recompute
+from profiles.profiler import answerers
+from profiles.stats.measured import Candidate
+from tools.pairs.questions import read_documents
+
+NUM_LAYERS = 12
+
+
+@pytest.fixture(scope="module")
+def pair() -> Pair:
+    options = {"dtype": torch.float32, "device": torch.device("cpu"), "cache_dir": None}
+    return load_pair(SHIPPED[1].sender, SHIPPED[1].receiver, **options)
+
+
+def document_of(pair: Pair, number: int) -> Document:
+    return read_documents(DATA / "train.jsonl", pair.tokenizer)[number]
+
+
+def test_scores_are_the_oracles(pair: Pair) -> None:
+    """Layers picked at random; the seed prints where one disagrees."""
+    seed = random.randrange(1000)
+    picked = random.Random(seed)
+    document = document_of(pair, seed % 24)
+    sender, receiver = answerers(pair, [document], 2.0)
+    layers = [picked.sample(range(NUM_LAYERS), number) for number in (2, 4, 7)]
+    plans = [Candidate(runs=critical_runs(it)) for it in (*layers, range(NUM_LAYERS))]
+    with temporary_journal() as journal:
+        bench = Bench(sender=sender, receiver=receiver, journal=journal)
+        judged = judge(bench, [document], plans, "some")
+    ids = torch.tensor([document.prefix])
+    theirs = prefill(pair.sender, ids)
+    nothing = [(k[:, :, :0], v[:, :, :0]) for k, v in theirs.kv]
+    for plan in plans:
+        kv = dict(enumerate(theirs.kv))
+        for run in plan.runs:
+            own = pair.receiver.get_input_embeddings()(ids)
+            kv |= recompute(pair.receiver, theirs.e[run.start] if run.start else own, run, nothing)
+        for index, question in enumerate(document.questions):
+            suffix = torch.tensor([question.suffix])
+            written = decode(pair.receiver, list(kv.values()), suffix, 8).ids
+            stops = [i for i, token in enumerate(written) if token in receiver.ends]
+            text = written[: stops[0] + 1] if stops else written
+            expected = receiver.quality(document, index, tuple(text))
+            found = judged.candidates[plan][0][index].quality
+            assert found == expected, f"seed {seed}, {plan.runs}, {question.name}"
+
+
+def test_no_more_layers_are_kept_than_the_model_has(pair: Pair) -> None:
+    """Of what candidates have in common, the passes are made once as long as there is room."""
+    document = document_of(pair, 0)
+    sender, receiver = answerers(pair, [document], 2.0)
+    plans = [
+        Candidate(runs=(Span(2, 5), Span(7, 8), Span(8, 9))),
+        Candidate(runs=(Span(2, 4), Span(8, 9), Span(9, 10))),
+        Candidate(runs=tuple(Span(it, it + 1) for it in range(NUM_LAYERS))),
+    ]
+    with temporary_journal() as journal:
+        bench = Bench(sender=sender, receiver=receiver, journal=journal)
+        judge(bench, [document], plans, "some")
+        # Both models; [2, 5), 7, 8; then 9. With [2, 5) kept there is no room for all layers, so
+        # they are made anew, but for layer 0, which is the receiver's own.
+        assert journal.num_passes == 2 + 3 + 1 + (NUM_LAYERS - 1)
