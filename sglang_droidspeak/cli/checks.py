@@ -14,7 +14,8 @@ import psutil
 from cachetree import CacheTreeError, ConfigError, read_yaml
 from cachetree.transport import Status, StatusRequest, ask, credentials_of
 from sglang_droidspeak.cli import live
-from sglang_droidspeak.start.config import LINKER_MODULE, Settings, parse_settings
+from sglang_droidspeak.cli.serve import server_of
+from sglang_droidspeak.start.config import LINKER_MODULE, MIN_PAGE_SIZE, Settings, parse_settings
 from sglang_droidspeak.start.peers import KEY
 
 GIB: Final = 1 << 30
@@ -22,6 +23,8 @@ PATIENCE_S: Final = 5.0
 """For a peer's answer."""
 _START: Final = "start it, or mend its address or keys"
 _CLOCKS_S: Final = 2.0
+_SERVERS: Final = ("page-size", "tp", "tp-size", "tensor-parallel-size", "revision")
+"""Options of SGLang that settings are checked against."""
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,19 +77,11 @@ def installation() -> Iterator[Check]:
 
 def configuration(path: Path) -> Iterator[Check]:
     """Of the file that `sglang.launch_server --config` takes, on the machine where it will run."""
-    from sglang_droidspeak.start.this_server import read_server
-
     try:
         options = read_yaml(path, "config")
         settings, extra = _settings(options, path)
-        server = read_server(
-            msgspec.json.encode(extra),
-            str(options.get("model-path")),
-            options.get("revision"),
-            int(options.get("page-size", 1)),
-            int(options.get("tp-size", options.get("tp", 1))),
-            None,
-        )
+        flags = [f"--{name}={value}" for name, value in options.items() if name in _SERVERS]
+        server = server_of(extra, str(options.get("model-path")), flags)
     except CacheTreeError as exc:
         yield Check(name="settings", ok=False, found=str(exc), remedy=f"correct {path}")
         return
@@ -100,9 +95,12 @@ def configuration(path: Path) -> Iterator[Check]:
 
 
 def _settings(options: Any, path: Path) -> tuple[Settings, dict[str, Any]]:
-    linker = options.get("unified-cache-external-linker-config") if options else None
+    options = options or {}
+    linker = options.get("unified-cache-external-linker-config")
     if not isinstance(linker, dict) or linker.get("linker_module_path") != LINKER_MODULE:
         raise ConfigError(f"{path} does not configure droidspeak; `droidspeak serve` writes it")
+    if options.get("page-size", 1) < MIN_PAGE_SIZE:
+        raise ConfigError(f"page-size is less than {MIN_PAGE_SIZE}, as it is by default; set it")
     extra = linker.get("linker_extra_config") or {}
     return parse_settings(extra), extra
 

@@ -7,8 +7,8 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
 
 import yaml
 
@@ -17,6 +17,9 @@ from sglang_droidspeak.cli.terminal import show
 from sglang_droidspeak.fleet.fleet import check_flags
 from sglang_droidspeak.fleet.servers import linker_options
 from sglang_droidspeak.start.config import MIN_PAGE_SIZE
+
+if TYPE_CHECKING:
+    from sglang_droidspeak.start.this_server import ThisServer
 
 _MODULE: Final = "sglang.launch_server"
 
@@ -70,27 +73,33 @@ def _serve(args: argparse.Namespace) -> int:
 def options_of(args: argparse.Namespace) -> dict[str, Any]:
     """SGLang's options beside those that are given to it as they are; raises ConfigError and
     ProfileError for what the server would refuse."""
-    from sglang_droidspeak.start.this_server import folder_of, read_server
-
     settings = _settings(args)
     check_flags("serve", (it[2:].partition("=")[0] for it in args.sglang if it.startswith("--")))
-    own = _own_flags().parse_known_args(args.sglang)[0]
+    server = server_of(settings, args.model, args.sglang)
+    return {"model-path": args.model, "page-size": server.page_size, **linker_options(settings)}
+
+
+def server_of(settings: Mapping[str, Any], model: str, flags: Sequence[str]) -> ThisServer:
+    """What the settings mean for a model that SGLang serves with these flags; raises ConfigError or
+    ProfileError."""
+    from sglang_droidspeak.start.this_server import folder_of, read_server
+
+    own = _own_flags().parse_known_args(flags)[0]
     try:
-        folder_of(args.model, own.revision)
+        folder_of(model, own.revision)
     except (OSError, ValueError) as exc:
         reason = str(exc).partition("\n")[0]
         raise ConfigError(
-            f"model {args.model} is no folder, and Hugging Face does not give it: {reason}"
+            f"model {model} is no folder, and Hugging Face does not give it: {reason}"
         ) from exc
-    read_server(
+    return read_server(
         json.dumps(settings).encode(),
-        args.model,
+        model,
         own.revision,
         own.page_size,
         own.tp,
         () if own.enable_lora or own.lora_paths else None,
     )
-    return {"model-path": args.model, "page-size": own.page_size, **linker_options(settings)}
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:

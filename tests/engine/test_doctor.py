@@ -130,6 +130,10 @@ def test_a_file_of_another_server(tmp_path: Path) -> None:
     (tmp_path / "server.yaml").write_text("model-path: m\n")
     (found,) = checks.configuration(tmp_path / "server.yaml")
     assert "does not configure droidspeak" in found.found
+    path = configured(tmp_path)
+    path.write_text(path.read_text().replace("page-size: 16", ""))
+    (found,) = checks.configuration(path)
+    assert "page-size is less than 16" in found.found
 
 
 def state(cache: Any, profiles: Any = PROFILES, **planner: Any) -> dict[str, Any]:
