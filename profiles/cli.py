@@ -70,6 +70,12 @@ def add_commands(commands: Any) -> None:
         help="grid of the blocks in layers; default: 1 up to 16 layers, 2 up to 32, and so on",
     )
     choice.add_argument(
+        "--plans",
+        type=int,
+        metavar="N",
+        help="blocks that are decoded and tried by the gate at most; default: 12",
+    )
+    choice.add_argument(
         "--no-prune",
         dest="pruned",
         action="store_const",

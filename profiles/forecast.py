@@ -57,9 +57,9 @@ def judging_s(
     )
 
 
-def typical_plans(num_layers: int) -> list[Candidate]:
+def typical_plans(num_layers: int, most: int = MOST_TRIED) -> list[Candidate]:
     """What the training split's plans may be, before they are known."""
-    sizes = spread(range(1, num_layers), MOST_TRIED)
+    sizes = spread(range(1, num_layers), most)
     blocks = [Span((num_layers - it) // 2, (num_layers + it) // 2) for it in sizes]
     return [Candidate(runs=(it,)) for it in blocks]
 

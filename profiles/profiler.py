@@ -109,7 +109,7 @@ def profile_pair(settings: Settings, console: Console) -> MeasuredProfile:
         journal.put(Timed(costs=costs))
     places = places_swept(train.documents, pruned=settings.pruned)
     training = sweep_s(train.documents, places, blocks, costs, pruned=settings.pruned)
-    typical = typical_plans(pair.num_layers)
+    typical = typical_plans(pair.num_layers, settings.plans)
     others = typical_others(pair.num_layers)
     later_s = judging_s(train.documents, typical, (), costs)
     later_s += judging_s(held_out.documents, typical, others, costs)
@@ -125,12 +125,13 @@ def profile_pair(settings: Settings, console: Console) -> MeasuredProfile:
             bench, tick=lambda it, is_new: done(training[it.document, it.step], is_new)
         )
         swept = sweep(ticking, train.documents, blocks, pruned=settings.pruned)
-    listed = shortlist(swept)
+    listed = shortlist(swept, settings.plans)
     candidates = [Candidate(runs=(it,)) for it in listed]
     stage = Stage(split=TRAIN, title="choosing", candidates=candidates)
     tried = judge_all(bench, train.documents, stage, costs, console)
     plans = {it: tried.candidates[Candidate(runs=(it,))] for it in listed}
-    choice = choose(plans, interval(tried.full_prefill).mean, settings.tolerance)
+    full = interval(tried.full_prefill).mean
+    choice = choose(plans, full, settings.tolerance, settings.plans)
     others = [
         *(Candidate(runs=(it,)) for it in choice.frontier if it not in choice.order),
         *baselines(choice.frontier, choice.expected, sensitive_first(swept.layers)),

@@ -12,6 +12,7 @@ from cachetree import ConfigError
 from profiles.compute import ModelSource
 from profiles.costs import DEFAULT_REPEATS, Repeats
 from profiles.data import TaskOptions
+from profiles.stats import MOST_TRIED
 
 DTYPES: Final = {
     "bfloat16": torch.bfloat16,
@@ -43,6 +44,9 @@ class Settings:
     group: int | None = None
     """Blocks begin and end at multiples of so many layers; None is 1 up to 16 layers, 2 up to 32,
     and so on (`profiles.stats.default_group`)."""
+    plans: int = MOST_TRIED
+    """Blocks whose answers are decoded and that the gate tries, at most; and half as many more that
+    may be worth it all the same."""
     page_size: int = 16
     """Tokens per page of the servers; only whole pages are reused."""
     dtype: str = "bfloat16"
@@ -67,6 +71,7 @@ class Settings:
             self.group,
             "a number of layers, at least 1",
         )
+        _require(self.plans >= 2, "plans", self.plans, "at least 2")
         _require(self.page_size >= 1, "page-size", self.page_size, "at least 1 token")
         for flag in ("max-memory-gb", "max-device-memory-gb"):
             bound = getattr(self, flag.replace("-", "_"))

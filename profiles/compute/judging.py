@@ -25,7 +25,7 @@ from profiles.stats import Candidate, Judged, Score, spread
 
 SPLIT: Final = "held_out"
 NUM_SPLITS: Final = 3
-NUM_SHOWN: Final = 16
+NUM_SHOWN: Final = 8
 """Contexts of each task on which is measured what the gate does not ask about."""
 
 

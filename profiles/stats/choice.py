@@ -42,27 +42,29 @@ def sensitive_first(layers: Sequence[Scores]) -> list[int]:
     return sorted(range(len(layers)), key=lambda it: -kl_of(layers[it]))
 
 
-def shortlist(swept: Swept) -> list[Span]:
+def shortlist(swept: Swept, most: int = MOST_TRIED) -> list[Span]:
     """Blocks that may be worth their work, by work; all layers are no plan."""
     smaller = {it: scores for it, scores in swept.blocks.items() if len(it) < len(swept.layers)}
     kl = {it: kl_of(scores) for it, scores in smaller.items()}
     likelihood = {it: -_nll_of(scores) for it, scores in smaller.items()}
     near = frontier({it: -value for it, value in kl.items()}, kl, len)
-    chosen = {*spread(near, MOST_TRIED), *spread(frontier(likelihood, kl, len))}
+    chosen = {*spread(near, most), *spread(frontier(likelihood, kl, len), most // 2)}
     return sorted(chosen, key=lambda it: (len(it), it.start))
 
 
-def choose(plans: Mapping[Span, Scores], full_prefill: float, tolerance: float) -> Choice:
+def choose(
+    plans: Mapping[Span, Scores], full_prefill: float, tolerance: float, most: int = MOST_TRIED
+) -> Choice:
     """From blocks smaller than all layers, whose answers to all training questions are known."""
     quality = {it: quality_of(scores) for it, scores in plans.items()}
     kl = {it: kl_of(scores) for it, scores in plans.items()}
     closeness = {it: -value for it, value in kl.items()}
     shown = {block for values in (quality, closeness) for block in frontier(values, kl, len)}
     good = {it: closeness[it] for it in plans if quality[it] >= (1 - tolerance) * full_prefill}
-    near = spread(frontier(good, kl, len), MOST_TRIED)
+    near = spread(frontier(good, kl, len), most)
     least = len(near[0]) if near else inf
     below = {it: closeness[it] for it in plans if len(it) < least}
-    order = [*spread(frontier(below, kl, len)), *near]
+    order = [*spread(frontier(below, kl, len), most // 2), *near]
     return Choice(
         frontier=sorted({*shown, *order}, key=len),
         order=tuple(reversed(order)),

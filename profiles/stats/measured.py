@@ -80,5 +80,7 @@ def spread(values: Sequence[T], most: int = MOST_SIZES) -> list[T]:
     """At most so many of them, evenly, the first and the last among them."""
     if len(values) <= most:
         return list(values)
+    if most == 1:
+        return [values[-1]]
     step = (len(values) - 1) / (most - 1)
     return [values[round(i * step)] for i in range(most)]

@@ -74,6 +74,19 @@ def swept_of(blocks: Mapping[tuple[int, int], tuple[float, float]]) -> Swept:
     )
 
 
+@pytest.mark.parametrize("most", [2, 4])
+def test_no_more_plans_are_decoded_and_tried_than_asked_for(most):
+    """Half as many again may be worth it all the same."""
+    kl = {(start, 20): (start / 20) ** 2 + 0.01 for start in range(1, 20)}
+    listed = shortlist(swept_of({it: (value, value) for it, value in kl.items()}), most)
+    assert most <= len(listed) <= most + most // 2
+    quality = {it: (value, FULL if it[0] < 12 else 0.5) for it, value in kl.items()}
+    choice = choose(plans_of(quality), FULL, 0.05, most)
+    assert len([it for it in choice.order if it.start < 12]) == most
+    assert len(choice.order) == most + most // 2
+    assert choice.expected == Span(11, 20)
+
+
 def test_what_is_decoded_is_close_or_makes_the_reference_likely():
     blocks = {
         (1, 2): (0.5, 0.9),

@@ -14,7 +14,9 @@ from safetensors.torch import load_file
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from profiles.compute.training import NUM_SWEPT
 from profiles.data import by_context, read_records
+from profiles.stats.gate import loss_bound
 from tools.real.base import BaseError, base_model, convert, require_digest
 from tools.real.packages import PARTS, Package, mentions_people, read_packages
 from tools.real.questions import SETS, SKILLS, document, shown, write_sets
@@ -224,10 +226,15 @@ def test_sets_are_large_enough_to_judge_by_and_are_always_the_same(tmp_path: Pat
             name: {c for c, _ in by_context(read_records(tmp_path / f"one/{skill}/{name}.jsonl"))}
             for name in SETS
         }
-        assert len(contexts["choose"]) >= 60
-        assert len(contexts["held_out"]) >= 60
+        assert len(contexts["choose"]) >= NUM_SWEPT, "every block is measured on so many"
+        nothing_lost = [[0.85]] * len(contexts["held_out"])
+        assert loss_bound(nothing_lost, nothing_lost) < 0.05, "else no pair could pass"
         assert all(len(contexts[name]) == SETS[name].num_documents for name in SETS)
-        assert not any(one & other for one, other in combinations(contexts.values(), 2))
+        named = {
+            name: {it for context in of for it in re.findall(r"^Package: (.+)$", context, re.M)}
+            for name, of in contexts.items()
+        }
+        assert not any(one & other for one, other in combinations(named.values(), 2))
 
 
 def test_answers_are_in_the_document_but_summaries_are_not(tmp_path: Path) -> None:
