@@ -136,14 +136,12 @@ class Server:
         return seconds * self._random.lognormvariate(0.0, spread)
 
     def _fetch(self, num_bytes: int) -> None:
-        began_s, link = self._now_s, self.bandwidth.link
+        began_s = self._now_s
         self._pass(num_bytes / self.bytes_per_s, 0.05)
-        carried_s = self._now_s - began_s
+        self._now_s += self._noisy(ROUND_TRIP_S, 0.3)
         if num_bytes >= Bandwidth.MIN_SAMPLE_BYTES:
-            self.bandwidth.sample(num_bytes, carried_s)
-        if link is not None:
-            took_s = carried_s + self._noisy(ROUND_TRIP_S, 0.3)
-            self.meter.fetched(took_s, num_bytes * link.byte_s, self._noisy(NOTICE_S, 0.5))
+            self.bandwidth.sample(num_bytes, self._now_s - began_s)
+        self.meter.noticed(self._noisy(NOTICE_S, 0.5))
         copy_s = self._noisy(num_bytes / self.device.pcie_bytes_per_s, 0.1)
         self.meter.loaded(num_bytes, copy_s + COPY_LAUNCHES_S)
 
@@ -160,19 +158,21 @@ class Server:
                 with self.meter.forward([it]):
                     self._pass(self.device.pass_s(it, NUM_LAYERS), 0.03)
             if number % 4 == 1:
+                if self.bandwidth.link is not None:
+                    self.costs([])  # It was planned, by what had been learned until then.
                 self._fetch(num_tokens * KV_BYTES * 24)
 
     def costs(self, backlog: Sequence[int]) -> Costs:
         link = self.bandwidth.link
         assert link is not None
-        copy_byte_s = self.meter.copy_byte_s
+        fixed_s = link.fixed_s + self.meter.notice_s
+        link = replace(link, fixed_s=fixed_s, backlog=backlog, copy_byte_s=self.meter.copy_byte_s)
         return Costs(
             kv_page_bytes=PAGE * KV_BYTES,
             e_page_bytes=PAGE * E_BYTES,
             prefill=self.meter.prefill,
             recompute=self.meter.recompute,
-            links={FAR: replace(link, backlog=backlog, copy_byte_s=copy_byte_s)},
-            overhead_s=self.meter.overhead_s,
+            links={FAR: link},
         )
 
 

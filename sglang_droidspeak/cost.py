@@ -7,8 +7,8 @@ latest passes are kept, so that many short prompts do not drive out what is know
 how passes of a length differ from the fit corrects it there: a GPU takes the launches or the work,
 whichever is longer.
 
-A fetch costs its bytes at the link's speed, what copying them into slots takes, and beside that a
-round trip and until the scheduler sees its end.
+A fetch costs what the link takes (`cachetree.transport.pace`), what copying it into slots takes,
+and until the scheduler sees its end.
 """
 
 from __future__ import annotations
@@ -46,12 +46,10 @@ _MIN_LOAD_BYTES: Final = 256 << 10
 _NUM_LOADS: Final = 16
 _PCIE_BYTE_S: Final = 1 / 12e9
 """Page-locked copies over PCIe 3.0 x16, the slowest that such a device sits on: a prior."""
-_OVERHEAD_S: Final = 0.001
-"""A round trip in one rack, and a turn of the scheduler: a prior."""
-_SHORT_FETCH_S: Final = 0.01
-"""By its bytes. How much longer one of these takes is the round trip; of others it is noise."""
-_NUM_FETCHES: Final = 32
-_FETCHES_AGE_S: Final = 60.0
+_NOTICE_S: Final = 0.001
+"""A turn of the scheduler: a prior."""
+_NUM_NOTICES: Final = 32
+_NOTICES_AGE_S: Final = 60.0
 _MAX_OPEN: Final = 64
 """Passes timed and not yet read; the oldest are dropped."""
 
@@ -152,24 +150,6 @@ def _solve(
     return a, b, c
 
 
-class _Recent:
-    """What two in three of the latest did not exceed, each for a minute: whoever avoids what was
-    slow would not see that it has recovered."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock: Final = clock
-        self._values: deque[tuple[float, float]] = deque(maxlen=_NUM_FETCHES)
-
-    def add(self, value: float) -> None:
-        self._values.append((self._clock(), value))
-
-    @property
-    def most(self) -> float | None:
-        since_s = self._clock() - _FETCHES_AGE_S
-        values = sorted(value for at_s, value in self._values if at_s >= since_s)
-        return values[2 * (len(values) - 1) // 3] if values else None
-
-
 class Meter:
     """Times what is served. On CUDA it does so with events and never synchronises.
 
@@ -194,8 +174,8 @@ class Meter:
         self._blocks: Final = Fit(self._layer_of_forward)
         self._open: deque[_Open] = deque(maxlen=_MAX_OPEN)
         self._copies: deque[tuple[int, float]] = deque(maxlen=_NUM_LOADS)
-        self._round_trips: Final = _Recent(clock)
-        self._notices: Final = _Recent(clock)
+        self._notices: Final[deque[tuple[float, float]]] = deque(maxlen=_NUM_NOTICES)
+        """When, and how late."""
 
     @property
     def prefill(self) -> PrefillCost | None:
@@ -224,17 +204,16 @@ class Meter:
         return rates[bisect_left(until, until[-1] / 2)][0]
 
     @property
-    def overhead_s(self) -> float:
-        """Of any fetch, beside its bytes: the round trip, and until the scheduler sees its end."""
-        found = (self._round_trips.most, self._notices.most)
-        known = [it for it in found if it is not None]
-        return sum(known) if known else _OVERHEAD_S
+    def notice_s(self) -> float:
+        """From the end of a fetch until the scheduler sees it: what two in three did not exceed,
+        each for a minute. Whoever avoids what was slow would not see that it has recovered."""
+        since_s = self._clock() - _NOTICES_AGE_S
+        known = sorted(late_s for at_s, late_s in self._notices if at_s >= since_s)
+        return known[2 * (len(known) - 1) // 3] if known else _NOTICE_S
 
-    def fetched(self, seconds: float, link_s: float, late_s: float) -> None:
-        """One took so long, `link_s` by its bytes and the link, and was seen `late_s` after."""
-        self._notices.add(late_s)
-        if link_s <= _SHORT_FETCH_S:
-            self._round_trips.add(max(0.0, seconds - link_s))
+    def noticed(self, late_s: float) -> None:
+        """The end of a fetch was seen so long after it."""
+        self._notices.append((self._clock(), late_s))
 
     def full_prefill_s(self, num_tokens: int) -> float | None:
         """Predicted time of all layers over the first so many tokens."""

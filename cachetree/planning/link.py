@@ -16,6 +16,8 @@ class Link:
     """
 
     byte_s: float
+    fixed_s: float = 0.0
+    """Of any fetch, however short: a round trip, and until its end is seen."""
     margin: float = 1.0
     """What transfers of late took of what was predicted."""
     backlog: Sequence[int] = ()
@@ -26,7 +28,7 @@ class Link:
     """From host memory into the device's KV slots."""
 
     def seconds(self, num_bytes: int) -> float:
-        """Until that many bytes of a new fetch have come."""
+        """Until that many bytes of a new fetch have come, beside `fixed_s`."""
         if not num_bytes:
             return 0.0
         shared = sum(min(rest, num_bytes) for rest in self.backlog)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from cachetree.ids import Location, Span, is_pool
+from cachetree.ids import Location, Span
 from cachetree.planning.link import FREE, Link
 from cachetree.planning.plan import Plan
 from cachetree.planning.prefill_cost import PrefillCost
@@ -22,8 +22,6 @@ class Costs:
     recompute: PrefillCost | None = None
     """Of one layer of a block."""
     links: Mapping[Location, Link] = field(default_factory=dict)
-    overhead_s: float = 0.0
-    """Fixed cost of any fetch: one round trip, and until the scheduler sees what came."""
 
 
 def predict_ttft_s(plan: Plan, *, page_size: int, costs: Costs) -> float | None:
@@ -50,13 +48,13 @@ def times_of(plan: Plan, page_size: int, costs: Costs) -> Times | None:
     compute_s = recompute_s(plan, page_size, costs)
     if compute_s is None or costs.recompute is None:
         return None
-    compute_s *= costs.recompute.margin
     e_bytes = len(plan.pages) * len(plan.transition_layers) * costs.e_page_bytes
     kv_bytes = len(plan.pages) * len(plan.loaded_layers) * costs.kv_page_bytes
     link = costs.links.get(plan.location, FREE)
     has_e_s, has_all_s = link.seconds(e_bytes), link.seconds(e_bytes + kv_bytes)
-    overhead_s = 0.0 if is_pool(plan.location) else costs.overhead_s
-    wait_s = overhead_s + max(has_e_s, has_all_s - compute_s)
+    # A recompute that is shorter than most hides less of the transfer.
+    wait_s = link.fixed_s + max(has_e_s, has_all_s - compute_s / costs.recompute.margin)
+    compute_s *= costs.recompute.margin
     rest_s = max(link.copy_s(e_bytes) + compute_s, link.copy_s(kv_bytes))
     return Times(wait_s, wait_s + rest_s)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable
+from dataclasses import replace
 from itertools import accumulate
 
 from cachetree.clock import Clock
@@ -45,42 +46,55 @@ class Cap:
 
 
 class Bandwidth:
-    """What recent fetches achieved on one link: their median, the latest counting most.
+    """What recent fetches took on one link: a time of any, however short, and one per byte.
 
-    One that stalled does not move it, two in a row that were slow do. A plan that avoids a slow
-    link would never learn that it recovered: it is taken to be twice as fast for every `MAX_AGE_S`
-    beyond the first without a sample. One thread samples, any may read.
+    One fetch that stalled moves neither. Where two in a row were much slower or much faster than
+    predicted, the link has changed, and what came before is forgotten. The fixed time is what two
+    in three short fetches did not exceed beside their bytes; of the rate, a median, each fetch
+    tells as much as its bytes are of its time. A plan that avoids a slow link would never learn
+    that it recovered: it is taken to be twice as fast for every `MAX_AGE_S` beyond the first
+    without a sample. One thread samples, any may read.
     """
 
     MAX_AGE_S = 60.0
     MIN_SAMPLE_BYTES = 256 << 10
-    _NUM_KEPT = 8
-    _FADE = 0.75
-    """Of a sample's weight with each that follows."""
+    _NUM_KEPT = 16
+    _CHANGED = 1.5
+    """Times as long as predicted, or as short."""
+    _SHORT_S = 0.01
+    """By its bytes. What one of these takes longer is the fixed time; of others it is noise."""
+    _TRIP_S = 0.0005
+    """In one rack: taken where no short fetch showed another."""
+    _LONG = 4.0
+    """Times the fixed time, by its bytes."""
+    _ROUNDS = 4
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._rates: deque[float] = deque(maxlen=self._NUM_KEPT)
+        self._samples: deque[tuple[int, float]] = deque(maxlen=self._NUM_KEPT)
         self._margin = Margin()
-        self._known: tuple[float, float, float] | None = None
-        """Bytes per second, the margin, and when they were sampled."""
+        self._off = 0
+        """1 after a sample that was much slower than predicted, -1 after one that was faster."""
+        self._known: tuple[Link, float] | None = None
+        """And when it was sampled."""
 
     @property
     def bytes_per_s(self) -> float | None:
         """None where there was no sample for `MAX_AGE_S`."""
-        if self._known is None or self._clock() - self._known[2] > self.MAX_AGE_S:
+        known = self._known
+        if known is None or self._clock() - known[1] > self.MAX_AGE_S:
             return None
-        return self._known[0]
+        return 1 / known[0].byte_s
 
     @property
     def link(self) -> Link | None:
         """With nothing under way; None where nothing was measured yet."""
         if self._known is None:
             return None
-        rate, margin, sampled_at_s = self._known
-        age_s = self._clock() - sampled_at_s
-        rate *= 2.0 ** max(0.0, age_s / self.MAX_AGE_S - 1)
-        return Link(byte_s=1 / rate, margin=margin)
+        known, sampled_at_s = self._known
+        faster = 2.0 ** max(0.0, (self._clock() - sampled_at_s) / self.MAX_AGE_S - 1)
+        fixed_s = (known.fixed_s or self._TRIP_S) / faster
+        return replace(known, byte_s=known.byte_s / faster, fixed_s=fixed_s)
 
     def sample(self, num_bytes: int, seconds: float) -> None:
         """Bytes that the link carried while one fetch lived.
@@ -88,17 +102,41 @@ class Bandwidth:
         Less than `MIN_SAMPLE_BYTES` measures the round trip: leave it out, or where a fetch was
         given up, it says that these had not come.
         """
-        rate = max(num_bytes, self.MIN_SAMPLE_BYTES) / max(seconds, 1e-9)
+        num_bytes, seconds = max(num_bytes, self.MIN_SAMPLE_BYTES), max(seconds, 1e-9)
         if self._known is not None:
-            self._margin.add(1 / rate, 1 / self._known[0])
-        self._rates.append(rate)
-        weights = [self._FADE**age for age in range(len(self._rates))]
-        newest_first = zip(reversed(self._rates), weights, strict=True)
-        median = weighted_median(sorted(newest_first))
-        self._known = (median, self._margin.factor, self._clock())
+            known, _ = self._known
+            bytes_s = num_bytes * known.byte_s
+            if bytes_s >= self._LONG * known.fixed_s:  # Else it tells how trips vary.
+                self._margin.add(seconds, known.fixed_s + bytes_s)
+            self._forget_another_link(seconds / (known.fixed_s + bytes_s))
+        self._samples.append((num_bytes, seconds))
+        self._known = self._fit(), self._clock()
+
+    def _forget_another_link(self, ratio: float) -> None:
+        off = int(ratio > self._CHANGED) - int(ratio < 1 / self._CHANGED)
+        if off and off == self._off:
+            last = self._samples[-1]
+            self._samples.clear()
+            self._samples.append(last)
+        self._off = off
+
+    def _fit(self) -> Link:
+        fixed_s, byte_s = 0.0, weighted_median((s / n, n) for n, s in self._samples)
+        for _ in range(self._ROUNDS):
+            trips_s = sorted(
+                s - n * byte_s for n, s in self._samples if n * byte_s <= self._SHORT_S
+            )
+            fixed_s = max(0.0, trips_s[2 * (len(trips_s) - 1) // 3]) if trips_s else 0.0
+            # Where all of it were fixed time, a fetch would tell nothing of its bytes.
+            byte_s = weighted_median(
+                (max(s - fixed_s, s / 2) / n, n * byte_s / (fixed_s + n * byte_s))
+                for n, s in self._samples
+            )
+        return Link(byte_s=byte_s, fixed_s=fixed_s, margin=self._margin.factor)
 
 
-def weighted_median(pairs: Sequence[tuple[float, float]]) -> float:
-    """Of (value, weight), ascending."""
-    until = list(accumulate(weight for _, weight in pairs))
-    return pairs[bisect_left(until, until[-1] / 2)][0]
+def weighted_median(pairs: Iterable[tuple[float, float]]) -> float:
+    """Of (value, weight); 0 of none."""
+    ascending = sorted(pairs)
+    until = list(accumulate(weight for _, weight in ascending))
+    return ascending[bisect_left(until, until[-1] / 2)][0] if ascending else 0.0

@@ -17,7 +17,7 @@ import math
 import time
 from typing import TYPE_CHECKING, Final
 
-from cachetree import DeadlineExceeded, FetchError, is_pool
+from cachetree import LOCAL, DeadlineExceeded, FetchError, is_pool
 from cachetree.planning import Plan, Reason, Strategy, layers_of_work
 from sglang_droidspeak.request.request import Phase
 
@@ -77,7 +77,7 @@ class Arrivals:
             return Phase.SETTLED
         if arrival.is_complete:
             if request.phase is Phase.FETCHING:
-                self._note_fetch(request.plan, arrival)
+                self._note_end(request.plan, arrival)
             return Phase.READY
         if request.is_impatient:
             return self._too_late(request, arrival)
@@ -95,17 +95,11 @@ class Arrivals:
             return self._too_late(request, arrival)
         return Phase.FETCHING
 
-    def _note_fetch(self, plan: Plan, arrival: Arrival) -> None:
-        """Its end is seen for the first time."""
-        if arrival.completed_s is None or is_pool(plan.location):
-            return  # Nothing was fetched.
-        link = self._sources.cache.link(plan.location)
-        if link is not None:
-            self._meter.fetched(
-                arrival.completed_s - arrival.started_s,
-                link.byte_s * arrival.num_bytes,
-                time.monotonic() - arrival.completed_s,
-            )
+    def _note_end(self, plan: Plan, arrival: Arrival) -> None:
+        """It is seen for the first time."""
+        is_here = plan.location == LOCAL or is_pool(plan.location)
+        if arrival.completed_s is not None and not is_here:
+            self._meter.noticed(time.monotonic() - arrival.completed_s)
 
     def _recompute_s(self, plan: Plan) -> float | None:
         """Predicted; None until something was measured."""

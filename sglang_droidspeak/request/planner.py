@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from cachetree import Location, ModelId, PageHash, Span, is_pool
+from cachetree import LOCAL, Location, ModelId, PageHash, Span, is_pool
 from cachetree.checkpoint import Codec
 from cachetree.planning import (
     FREE_LINK,
@@ -18,6 +18,7 @@ from cachetree.planning import (
     Costs,
     Demand,
     Gate,
+    Link,
     Match,
     NoReuse,
     Plan,
@@ -180,8 +181,8 @@ class Planner:
         demand = replace(demand, first_page=held.exact, first_approximate=approximate)
         left = replace(plan, pages=Span(start, plan.pages.stop))
         costs = self._costs({plan.location})
-        links = {it: replace(link, byte_s=0.0) for it, link in costs.links.items()}
-        saved_s = saving_s(left, demand, replace(costs, links=links, overhead_s=0.0))
+        links = {it: replace(link, byte_s=0.0, fixed_s=0.0) for it, link in costs.links.items()}
+        saved_s = saving_s(left, demand, replace(costs, links=links))
         return saved_s is None or saved_s > 0
 
     def _is_experiment(self, requested: Requested) -> bool:
@@ -258,17 +259,21 @@ class Planner:
         )
 
     def _costs(self, locations: Collection[Location]) -> Costs:
-        """What comes from the pool is copied beside the recompute, and taken to cost nothing."""
-        family, copy_byte_s = self._cache.family, self._meter.copy_byte_s
-        links = {it: self._cache.link(it) or FREE_LINK for it in locations if not is_pool(it)}
         return Costs(
-            kv_page_bytes=family.kv_page_bytes,
-            e_page_bytes=family.e_page_bytes,
+            kv_page_bytes=self._cache.family.kv_page_bytes,
+            e_page_bytes=self._cache.family.e_page_bytes,
             prefill=self._meter.prefill,
             recompute=self._meter.recompute,
-            links={it: replace(link, copy_byte_s=copy_byte_s) for it, link in links.items()},
-            overhead_s=self._meter.overhead_s,
+            links={it: self._link(it) for it in locations if not is_pool(it)},
         )
+
+    def _link(self, location: Location) -> Link:
+        """What comes from the pool is copied beside the recompute, and taken to cost nothing; what
+        lies in this server's own memory is read there."""
+        found = self._cache.link(location) or FREE_LINK
+        notice_s = 0.0 if location == LOCAL else self._meter.notice_s
+        copy_byte_s = self._meter.copy_byte_s
+        return replace(found, fixed_s=found.fixed_s + notice_s, copy_byte_s=copy_byte_s)
 
 
 def _patience_s(plan: Plan, demand: Demand, costs: Costs) -> float:

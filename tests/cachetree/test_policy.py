@@ -278,7 +278,8 @@ def test_a_plan_that_is_not_faster_is_not_used() -> None:
     # A larger block moves fewer bytes: E 0.4 s + max(0.4 s KV, 1.12 s) beats 1.6 s.
     plan = plan_for(match(S, location=FAR), costs=replace(slow, links=links({FAR: 40 * MB})))
     assert plan.block == Span(0, 8)
-    expensive = replace(MEASURED, overhead_s=2.0)
+    far = MEASURED.links[FAR]
+    expensive = replace(MEASURED, links={FAR: replace(far, fixed_s=2.0)})
     assert reason_for(match(R, location=FAR), costs=expensive) is Reason.SLOWER
 
 

@@ -55,8 +55,8 @@ def block(start: int, stop: int, quality: float) -> BlockQuality:
 
 
 def test_at_an_unknown_speed_of_the_link_the_recompute_and_the_fixed_cost_are_predicted() -> None:
-    costs = replace(MEASURED, links={}, overhead_s=0.25)
-    plan = plan_for(match(S))
+    costs = replace(MEASURED, links={FAR: Link(byte_s=0.0, fixed_s=0.25)})
+    plan = plan_for(match(S, location=FAR))
     compute_s = 160 * (len(plan.block) - 1) * 1e-3
     assert predict_ttft_s(plan, page_size=16, costs=costs) == pytest.approx(0.25 + compute_s)
     here = replace(plan, location=Location(f"{POOL_PREFIX}lora"))

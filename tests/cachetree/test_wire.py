@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
+from random import Random
 
 import msgspec
 import pytest
@@ -289,6 +290,39 @@ def test_a_link_that_is_avoided_is_tried_again_in_the_end() -> None:
         assert bandwidth.link is not None
         assert bandwidth.link.byte_s == pytest.approx(1 / rate)
         assert (bandwidth.bytes_per_s is None) == (age_s > 60), "only what is new is told"
+
+
+@pytest.mark.parametrize("trip_s", [0.0, 0.0004, 0.05])
+def test_a_round_trip_is_told_from_the_rate(trip_s: float) -> None:
+    """Though one fetch in ten is held up, and each is some per cent off."""
+    random, mb = Random(1), 1 << 20
+    bandwidth = Bandwidth(FakeTime())
+    for turn in range(60):
+        num_mb = random.choice((1, 2, 4, 20, 400))
+        taken_s = trip_s + num_mb * 1e-4 * random.lognormvariate(0.0, 0.03)
+        bandwidth.sample(num_mb * mb, taken_s * (10 if turn % 10 == 3 else 1))
+    link = bandwidth.link
+    assert link is not None
+    assert link.fixed_s == pytest.approx(trip_s, rel=0.05, abs=3e-5)
+    assert link.byte_s * mb == pytest.approx(1e-4, rel=0.15)
+
+
+def test_one_length_of_fetches_tells_no_round_trip() -> None:
+    bandwidth, mb = Bandwidth(FakeTime()), 1 << 20
+    for _ in range(4):
+        bandwidth.sample(4 * mb, 0.004)
+    assert bandwidth.link == Link(byte_s=0.001 / mb, fixed_s=Bandwidth._TRIP_S)
+
+
+def test_a_round_trip_that_was_long_is_believed_to_have_recovered() -> None:
+    clock, mb = FakeTime(), 1 << 20
+    bandwidth = Bandwidth(clock)
+    for num_mb in (1, 100, 1, 100):
+        bandwidth.sample(num_mb * mb, 0.02 + num_mb * 1e-3)
+    clock.now_s += 120.0
+    link = bandwidth.link
+    assert link is not None
+    assert (link.fixed_s, link.byte_s * mb) == (pytest.approx(0.01), pytest.approx(0.0005))
 
 
 def test_predictions_that_were_too_short_make_a_margin() -> None:

@@ -14,7 +14,7 @@ from permissive import made
 from test_policy import ALL_E, FAR, MEASURED, PROFILE, R, S, match
 
 from cachetree.checkpoint.codec import Codec
-from cachetree.ids import PageHash, Span
+from cachetree.ids import LOCAL, Location, PageHash, Span
 from cachetree.planning import Costs, Link
 from sglang_droidspeak.adapters.models import Owner
 from sglang_droidspeak.request.planner import UNMEASURED_S, Planner
@@ -39,11 +39,13 @@ def planned(
     sender: str = S,
     controls: dict[str, Any] | None = None,
     costs: Costs = MEASURED,
+    location: Location = FAR,
+    notice_s: float = 0.0,
     **settings: Any,
 ) -> Any:
     """The planner, too."""
     pages = [PageHash(bytes([number] * 16)) for number in range(num_pages)]
-    found = match(sender, num_pages, FAR, dict.fromkeys(ALL_E, num_pages))
+    found = match(sender, num_pages, location, dict.fromkeys(ALL_E, num_pages))
     asked = {
         "min_tokens": 1,
         "ttft_target_ms": None,
@@ -73,7 +75,7 @@ def planned(
             prefill=costs.prefill,
             recompute=costs.recompute,
             copy_byte_s=0.0,
-            overhead_s=0.0,
+            notice_s=notice_s,
             step_tokens=1 << 20,
         ),
         models=MagicMock(
@@ -153,12 +155,24 @@ def test_at_admission_counts_what_the_device_has_by_then(
     assert planner.still_saves(found.plan, demand, held) == saves
 
 
+@pytest.mark.parametrize(
+    ("location", "fixed_s", "patience_s"), [(FAR, 0.3, 1.1), (FAR, 0.0, 1.4), (LOCAL, 0.0, 1.6)]
+)
+def test_only_what_is_fetched_takes_a_round_trip_and_is_noticed_late(
+    location: Location, fixed_s: float, patience_s: float
+) -> None:
+    """Ten pages of this model take 1.6 s in full; what is read in place is there at once."""
+    costs = replace(MEASURED, links={FAR: Link(byte_s=0.0, fixed_s=fixed_s)})
+    found = plan(sender=R, location=location, costs=costs, notice_s=0.2)
+    assert found.patience_s == pytest.approx(patience_s)
+
+
 def test_at_admission_what_was_fetched_costs_no_more_than_its_copies() -> None:
     """Seven pages of ten layers take 1.12 s, and are 70 MB."""
     for copy_byte_s, saves in ((0.0, True), (1.5e-8, True), (1.7e-8, False)):
         planner, found = planned(sender=R)
-        planner._meter.copy_byte_s, planner._meter.overhead_s = copy_byte_s, 9.0
-        planner._cache.link = lambda _location: Link(byte_s=1.0)
+        planner._meter.copy_byte_s, planner._meter.notice_s = copy_byte_s, 9.0
+        planner._cache.link = lambda _location: Link(byte_s=1.0, fixed_s=9.0)
         assert planner.still_saves(found.plan, found.demand, Held(3, 0)) == saves
 
 

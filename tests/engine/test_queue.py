@@ -12,7 +12,7 @@ import pytest
 import torch
 from permissive import made
 from sglang.srt.managers.schedule_policy import SchedulePolicy
-from test_waiting import PAGE, PLAN, SilentCache, planner_of, request, waiting_on
+from test_waiting import PAGE, PLAN, FakeMeter, SilentCache, planner_of, request, waiting_on
 
 from cachetree.clock import Deadline
 from cachetree.errors import Cancelled, FetchError
@@ -193,7 +193,7 @@ def staging_of(memory: Arena) -> Staging:
 
 def test_a_load_that_is_cancelled_before_it_starts_gives_its_memory_back() -> None:
     cache, req, tree = SilentCache(), request(), None
-    waiting = waiting_on(cache, [], meter=SimpleNamespace(recompute=SLOW))
+    waiting = waiting_on(cache, [], meter=FakeMeter(recompute=SLOW))
     assert waiting.look([req], tree, is_decoding=False)
     assert not waiting.cancel("r1"), "it has no slots yet"
     cache.stagings[0].land(E, STEP_BYTES)
@@ -235,7 +235,7 @@ class Held:
                 SimpleNamespace(has_approximate=False),
                 KV,
             ),
-            meter=SimpleNamespace(
+            meter=FakeMeter(
                 recompute=SLOW,
                 full_prefill_s=lambda _tokens: 3600.0,
             ),

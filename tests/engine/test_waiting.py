@@ -17,7 +17,6 @@ from cachetree.clock import Clock, Deadline
 from cachetree.errors import Cancelled, DeadlineExceeded
 from cachetree.ids import Location, ModelId, Span
 from cachetree.memory import Arena, Blocks, Staging, staged
-from cachetree.planning.link import Link
 from cachetree.planning.plan import Plan
 from cachetree.planning.prefill_cost import PrefillCost
 from cachetree.tier import Search
@@ -54,10 +53,6 @@ class SilentCache:
         self.deadlines: list[Deadline] = []
         self.stagings: list[Staging] = []
         self._clock = clock
-        self.measured: Link | None = None
-
-    def link(self, _location: Location) -> Link | None:
-        return self.measured
 
     def fetch(self, plan: Plan, _pages: Any, deadline: Deadline) -> Staging:
         self.deadlines.append(deadline)
@@ -69,6 +64,13 @@ class SilentCache:
 
     def search(self, _pages: Any) -> list[Search]:
         return [Search(Deadline(math.inf, self._clock))]
+
+
+class FakeMeter(SimpleNamespace):
+    """Knows what it is made with."""
+
+    def noticed(self, late_s: float) -> None:
+        """Of no use here."""
 
 
 class Request(SimpleNamespace):
@@ -123,7 +125,7 @@ def waiting_on(
     parts: Any = {
         "server": SimpleNamespace(settings=settings, page_size=PAGE),
         "cache": cache,
-        "meter": SimpleNamespace(recompute=None),
+        "meter": FakeMeter(recompute=None),
         "labels": SimpleNamespace(note=lambda _req, told: notes.append(told)),
         "planner": SimpleNamespace(plan=lambda *_: planned),
         "pool": SimpleNamespace(has_approximate=False),
@@ -289,7 +291,7 @@ def planner_of(**planned: Any) -> Any:
 
 OPTIONAL = planner_of(patience_s=SAVING_S)
 """Chosen by the server, which predicts that it saves so much."""
-METER: Any = SimpleNamespace(
+METER: Any = FakeMeter(
     recompute=PrefillCost(token_s=1e-3, context_s=0.0), full_prefill_s=lambda n: SAVING_S
 )
 
@@ -352,10 +354,9 @@ def test_the_wait_for_an_answer_of_a_store_counts_as_well(now: Now) -> None:
     assert not waiting.look([req], tree, is_decoding=False), "and then it waits for no fetch"
 
 
-def test_what_a_fetch_took_is_told_when_its_end_is_first_seen() -> None:
+def test_how_late_the_end_of_a_fetch_is_seen_is_told_once() -> None:
     cache, req, told = SilentCache(), request(), []
-    cache.measured = Link(byte_s=1e-3, backlog=(7,))
-    meter: Any = SimpleNamespace(recompute=None, fetched=lambda *it: told.append(it))
+    meter: Any = SimpleNamespace(recompute=None, noticed=told.append)
     waiting = waiting_on(cache, [], meter=meter)
     assert waiting.look([req], None, is_decoding=False) == {req.rid}  # type: ignore[arg-type]
     (staging,) = cache.stagings
@@ -364,9 +365,7 @@ def test_what_a_fetch_took_is_told_when_its_end_is_first_seen() -> None:
     assert not told
     for _ in range(2):
         assert not waiting.look([req], None, is_decoding=False)  # type: ignore[arg-type]
-    ((seconds, link_s, late_s),) = told
-    assert seconds == staging.completed_s - staging.started_s
-    assert link_s == pytest.approx(staging.num_bytes * 1e-3)
+    (late_s,) = told
     assert 0 <= late_s <= time.monotonic() - staging.completed_s
 
 
@@ -458,7 +457,7 @@ def all_staged(share: float, is_decoding: bool) -> tuple[WaitingRequests, Any]:
     cache, req = SilentCache(), request()
     named = {"is_experiment": True, "patience_s": math.inf}
     planner = planner_of(**named, step_share=share)
-    meter: Any = SimpleNamespace(recompute=None, step_tokens=56)
+    meter: Any = FakeMeter(recompute=None, step_tokens=56)
     waiting = waiting_on(cache, [], planner=planner, meter=meter)
     tree: Any = None
     assert waiting.look([req], tree, is_decoding=is_decoding) == {req.rid}

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from test_waiting import METER, PAGE, PLAN, Now, planner_of, request
+from test_waiting import METER, PAGE, PLAN, FakeMeter, Now, planner_of, request
 from waiting_parts import (
     NUM_PAGES,
     STEP_BYTES,
@@ -148,7 +148,7 @@ def test_the_rest_is_expected_at_the_rate_so_far_and_a_twentieth_more(
 ) -> None:
     """60 of 120 bytes in 0.45 s: the rest takes 0.4725 s, of patience less what was waited."""
     planner = planner_of(**WANTED | {"patience_s": patience_s})
-    meter = SimpleNamespace(recompute=PrefillCost(token_s=1e-9, context_s=0.0))
+    meter = FakeMeter(recompute=PrefillCost(token_s=1e-9, context_s=0.0))
     waiting, (req, told) = landed(now, 60, 0.45, planner=planner, meter=meter)
     assert bool(look(waiting, req)) == is_held
     if not is_held:
@@ -162,7 +162,7 @@ def test_the_rest_may_come_while_the_plans_tokens_are_recomputed(
     """One layer of 48 tokens. E has come, and the rest takes 0.4725 s."""
     plan = replace(PLAN, pages=Span(1, 4))
     planner = planner_of(**WANTED | {"plan": plan})
-    meter = SimpleNamespace(recompute=PrefillCost(token_s=token_s, context_s=0.0))
+    meter = FakeMeter(recompute=PrefillCost(token_s=token_s, context_s=0.0))
     waiting, (req, _) = landed(now, 60, 0.45, planner=planner, meter=meter)
     assert bool(look(waiting, req)) == is_held
 

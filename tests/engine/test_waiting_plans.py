@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from test_waiting import METER, PAGE, Now, planner_of, request
+from test_waiting import METER, PAGE, FakeMeter, Now, planner_of, request
 from waiting_parts import NUM_PAGES, TREE, WANTED, Asked, asking, look, waiting_with
 
 from cachetree.errors import FetchError
@@ -197,7 +197,7 @@ def test_a_store_that_cannot_be_asked_is_not_waited_for() -> None:
 @pytest.mark.parametrize("full_s", [0.5, None])
 def test_a_store_is_waited_for_as_long_as_the_prefill_takes(now: Now, full_s: float | None) -> None:
     cache, req, asked = Asked(now, held=Held(1, 0)), request(), []
-    meter = SimpleNamespace(
+    meter = FakeMeter(
         recompute=None, full_prefill_s=lambda num_tokens: asked.append(num_tokens) or full_s
     )
     req.sampling_params.custom_params = None
