@@ -52,13 +52,7 @@ class ForwardPass:
         self._meter = meter
         self._labels = labels
         self._ranks = ranks
-        self._prefill = PartialPrefill(
-            attachment.runner,
-            attachment.stack,
-            largest_forward(attachment.runner),
-            ranks,
-            server.settings.recompute_attention,
-        )
+        self._prefill = PartialPrefill(attachment, largest_forward(attachment.runner), ranks)
         self._loading: dict[int, Sequence[Request]] = {}
         """Of each batch that has not ended, by the index that it waits on."""
 

@@ -21,9 +21,9 @@ from sglang_droidspeak.ranks import RanksApart
 from sglang_droidspeak.start.config import MIN_PAGE_SIZE
 
 if TYPE_CHECKING:
-    from sglang_droidspeak.engine.layers import LayerStack
-    from sglang_droidspeak.engine.names import ModelRunner, ScheduleBatch
+    from sglang_droidspeak.engine.names import ScheduleBatch
     from sglang_droidspeak.ranks import Ranks
+    from sglang_droidspeak.store.capture import Attachment
 
 log = logging.getLogger(__name__)
 
@@ -76,30 +76,28 @@ def pack(prefixes: Iterable[BlockTokens], max_tokens: int) -> Iterator[list[Bloc
 class PartialPrefill:
     """Drives the block forwards of one model runner; scheduler thread only."""
 
-    def __init__(
-        self,
-        runner: ModelRunner,
-        stack: LayerStack,
-        max_tokens: int,
-        ranks: Ranks,
-        attention: str,
-    ) -> None:
+    def __init__(self, attachment: Attachment, max_tokens: int, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._runner = runner
-        self._stack = stack
+        self._runner = attachment.runner
+        self._stack = attachment.stack
+        self._no_e = attachment.e_pool.no_rows
         self._max_tokens = max_tokens
-        self._attention = recompute_attention(runner, attention)
+        choice = attachment.server.settings.recompute_attention
+        self._attention = recompute_attention(self._runner, choice)
 
     def warm(self) -> None:
-        """Run two layers over a few tokens, without tokens before them and with: what has to be
-        compiled or loaded is then, and not under the first request. At start, on the stream of
-        forwards. Raises ConfigError where it does not run."""
-        block = Span(0, min(2, len(self._stack)))
-        halves = Span(0, _WARM_TOKENS // 2), Span(_WARM_TOKENS // 2, _WARM_TOKENS)
+        """Run two layers over a few tokens: from the embeddings, and after these from E, which all
+        ranks put together. What has to be compiled, loaded or connected is then, and not under the
+        first request. At start, on the stream of forwards. Raises ConfigError where it does not
+        run."""
+        block, half = Span(0, min(2, len(self._stack))), _WARM_TOKENS // 2
+        e = self._no_e.new_zeros(half, self._no_e.shape[1])
+        first = BlockTokens(row=0, tokens=Span(0, half), block=block, e=None)
+        rest = replace(first, tokens=Span(half, _WARM_TOKENS), e=lambda _tokens: e)
         try:
             with on_padding(self._runner, _WARM_TOKENS) as batch, self._ranks.together():
-                for tokens in halves:
-                    self.run(batch, [BlockTokens(row=0, tokens=tokens, block=block, e=None)])
+                for tokens in (first, rest):
+                    self.run(batch, [tokens])
         except RanksApart:
             raise
         except Exception as exc:

@@ -19,6 +19,7 @@ from virtual_cuda import VirtualCuda
 from cachetree.ids import Span
 from profiles.random_models import random_prompt, shape, write_models
 from sglang_droidspeak.engine.attention import attention_bytes, recompute_attention
+from sglang_droidspeak.engine.layers import LayerStack
 from sglang_droidspeak.start.config import LINKER_MODULE
 
 MIB = 1 << 20
@@ -38,6 +39,7 @@ class Start(msgspec.Struct, frozen=True):
     has_own_workspace: bool
     runs: list[list[int]]
     """Before a request came."""
+    began_with_e: list[bool]
     num_made_later: int
     outcome: str
     table: list[int]
@@ -45,10 +47,19 @@ class Start(msgspec.Struct, frozen=True):
 
 
 def start(model: Path) -> Start:
-    cuda = VirtualCuda()
-    with on_device(load(model), model, (1,), cuda) as engine:
+    cuda, run, began_with_e = VirtualCuda(), LayerStack.run, []
+
+    def watched(stack: LayerStack, block: Span, e: Any, batch: Any) -> None:
+        began_with_e.append(e is not None)
+        run(stack, block, e, batch)
+
+    with (
+        patch.object(LayerStack, "run", watched),
+        on_device(load(model), model, (1,), cuda) as engine,
+    ):
         (made,) = engine.made
         runs, table = list(made.runs), engine.runner.req_to_token_pool.req_to_token[0, :PAGE]
+        warmed = list(began_with_e)
         slots = engine.slots(PAGE, 3 * PAGE)
         request = engine.loading(slots[: 2 * PAGE], Span(1, 3), cuda.page_locked(1 << 18))
         land(request.source.staging)
@@ -59,6 +70,7 @@ def start(model: Path) -> Start:
             is_servers_own=made is engine.runner.attn_backend,
             has_own_workspace=made.has_own_workspace and not engine.runner.init_new_workspace,
             runs=runs,
+            began_with_e=warmed,
             num_made_later=len(engine.made) - 1,
             outcome=outcome,
             table=table.tolist(),
@@ -71,6 +83,7 @@ def test_a_second_instance_has_run_with_and_without_tokens_before_when_requests_
         is_servers_own=False,
         has_own_workspace=True,
         runs=[[0], [PAGE // 2]],
+        began_with_e=[False, True],
         num_made_later=0,
         outcome="reused",
         table=[0] * PAGE,
