@@ -52,7 +52,7 @@ class Objects:
         """KV of all layers, in the order of writing."""
         self.markers: Final = (self.written[0], self.written[-1])
         """Where both are, a page is taken to be whole."""
-        self._prefix: Final = f"droidspeak1-{digest[:16]}"
+        self._prefix: Final = f"droidspeak2-{digest[:16]}"
         self._family: Final = family
         largest = _HEADER.size + max(map(family.page_bytes, Kind))
         self.slot_bytes: Final = -(-largest // _SLOT_UNIT) * _SLOT_UNIT

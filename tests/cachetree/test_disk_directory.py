@@ -74,10 +74,10 @@ def test_another_family_is_refused_by_the_name_of_the_field(tmp_path: Path) -> N
     ("manifest", "named"),
     [
         (
-            {"format": 2},
-            "format is 2 there and 3 here; name another directory, or remove this one$",
+            {"format": 3},
+            "format is 3 there and 4 here; name another directory, or remove this one$",
         ),
-        ({"format": 4}, "format is 4 there and 3 here"),
+        ({"format": 5}, "format is 5 there and 4 here"),
         ({"family": {"page_size": "many"}}, "family"),
         ("nonsense", "cannot be read"),
         ({"format": None}, "format"),
