@@ -115,11 +115,10 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         )
         self._cache_metrics = CacheMetrics(self._cache.status) if has_metrics else None
         coding = Coding(settings.codec, server.identity.head_dim)
-        rows = rows_of(pool, coding)
-        server_pool = ServerPool(rows, attachment.e_pool, coding, params.page_size)
+        server_pool = ServerPool(rows_of(pool, coding), attachment.e_pool, coding, params.page_size)
         self._loader = Loader(pool.layer_num, Copies(forward_stream, runner.device))
         self.layer_done_counter = self._loader.counter
-        self._offloader = Offloader(self._cache, rows, attachment.e_pool, coding, self._provenance)
+        self._offloader = Offloader(self._cache, server_pool, self._provenance)
         self._labels = Labels(self._metrics)
         self._replies = Replies(
             self._cache, self._offloader, self._labels, settings.fetch_deadline_s

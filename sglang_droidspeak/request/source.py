@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Final
 
 from cachetree import Deadline, DeadlineExceeded, FetchError, Kind, PageHash, Span, Step, is_pool
 from cachetree.memory import cut
-from sglang_droidspeak.store.rows import write_rows
 
 if TYPE_CHECKING:
     import torch
@@ -145,7 +144,7 @@ class Staged(Source):
         return self._pool.coding.load(rows, self._pool.e_pool.no_rows)
 
     def copy(self, layer: int, at: Span, slots: torch.Tensor) -> int:
-        return write_rows(self._pool.rows, layer, slots, self.rows(Step(Kind.KV, layer), at))
+        return self._pool.load(layer, slots, self.rows(Step(Kind.KV, layer), at))
 
     def fail(self, error: FetchError) -> None:
         self.staging.fail(error)

@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from cachetree import ModelId, PageHash, give_way
-from sglang_droidspeak.store.rows import read_rows
+from cachetree import Kind, ModelId, PageHash, Step, give_way
 
 if TYPE_CHECKING:
     from cachetree import Cache
-    from sglang_droidspeak.store.capture import EPool, Provenance
-    from sglang_droidspeak.store.rows import Coding, PoolRows
+    from sglang_droidspeak.store.capture import Provenance
+    from sglang_droidspeak.store.rows import ServerPool
 
 log = logging.getLogger(__name__)
 
@@ -40,21 +39,15 @@ class Offload:
 
 
 class Offloader:
-    """Stores exact KV only; approximate nodes are let go, since they never become exact."""
+    """Stores exact KV only; approximate nodes are let go, since they never become exact. On CUDA it
+    copies on a stream of its own."""
 
-    def __init__(
-        self,
-        cache: Cache,
-        rows: PoolRows,
-        e_pool: EPool,
-        coding: Coding,
-        provenance: Provenance,
-    ) -> None:
+    def __init__(self, cache: Cache, pool: ServerPool, provenance: Provenance) -> None:
         self._cache = cache
-        self._rows = rows
-        self._e_pool = e_pool
-        self._coding = coding
+        self._pool = pool
         self.provenance = provenance
+        self._device = torch.get_device_module(pool.e_pool.valid.device)
+        self._stream = self._device.Stream()
         self._todo: SimpleQueue[Offload | None] = SimpleQueue()
         self._results: SimpleQueue[bool] = SimpleQueue()
         self.is_stopped = False
@@ -97,7 +90,7 @@ class Offloader:
 
     def _run(self) -> None:
         give_way()
-        with torch.inference_mode():
+        with torch.inference_mode(), self._device.stream(self._stream):
             while (offload := self._todo.get()) is not None:
                 try:
                     self._store(offload)
@@ -114,17 +107,18 @@ class Offloader:
         if not self.provenance.is_exact(offload.context):
             return
         pages, slots, parent = offload.pages, offload.slots, offload.parent
-        if not self._e_pool.e:
+        e_pool = self._pool.e_pool
+        if not e_pool.e:
             self._store_pages(offload.model, parent, pages, slots, ())
             return
         # Loaded pages hold no E of their own; what was computed after them does.
         page_size = slots.shape[0] // len(pages)
-        cut = self._e_pool.num_pages_without(slots, page_size)
+        cut = e_pool.num_pages_without(slots, page_size)
         if cut:
             self._store_pages(offload.model, parent, pages[:cut], slots[: cut * page_size], ())
             parent = pages[cut - 1]
         if cut < len(pages):
-            e_layers, rest = tuple(self._e_pool.e), slots[cut * page_size :]
+            e_layers, rest = tuple(e_pool.e), slots[cut * page_size :]
             self._store_pages(offload.model, parent, pages[cut:], rest, e_layers)
 
     def _store_pages(
@@ -144,7 +138,7 @@ class Offloader:
                 return
             new = slots[reservation.skipped * (slots.shape[0] // len(pages)) :]
             for layer in range(tree.family.num_layers):
-                read_rows(self._rows, layer, new, reservation.kv(layer))
+                self._pool.store(Step(Kind.KV, layer), new, reservation.kv(layer))
             for layer in e_layers:
-                self._coding.store_rows(self._e_pool.e[layer][new], reservation.e(layer))
+                self._pool.store(Step(Kind.E, layer), new, reservation.e(layer))
             reservation.commit()

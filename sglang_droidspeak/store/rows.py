@@ -10,17 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 import torch
 
+from cachetree import Kind, Step
 from cachetree.checkpoint import Codec, vector_bytes
 from cachetree.checkpoint.codecs import decode, encode
 
 if TYPE_CHECKING:
     from sglang_droidspeak.engine.names import MHATokenToKVPool
     from sglang_droidspeak.store.capture import EPool
+
+_PIECE_TOKENS: Final = 1024
+"""Of a Llama-3-8B 4 MiB of KV per layer."""
 
 
 class PoolRows(Protocol):
@@ -36,35 +40,6 @@ class PoolRows(Protocol):
         """Copy the KV of slots `source` to as many others, as above."""
 
 
-def read_rows(
-    rows: PoolRows, layer: int, slots: torch.Tensor, targets: Sequence[memoryview]
-) -> None:
-    """As `PoolRows.read_into`, to bytes that lie in several runs."""
-    for target, part in _parts(targets, slots):
-        rows.read_into(layer, part, target)
-
-
-def write_rows(
-    rows: PoolRows, layer: int, slots: torch.Tensor, sources: Sequence[memoryview]
-) -> int:
-    """As `PoolRows.write_from`, from bytes that lie in several runs; how many bytes those are."""
-    for source, part in _parts(sources, slots):
-        rows.write_from(layer, part, source)
-    return sum(source.nbytes for source in sources)
-
-
-def _parts(
-    runs: Sequence[memoryview], slots: torch.Tensor
-) -> Iterator[tuple[memoryview, torch.Tensor]]:
-    """The slots of each run."""
-    num_bytes, done, start = sum(run.nbytes for run in runs), 0, 0
-    for run in runs:
-        done += run.nbytes
-        stop = len(slots) * done // num_bytes
-        yield run, slots[start:stop]
-        start = stop
-
-
 @dataclass(frozen=True, slots=True)
 class Coding:
     """A family's codec, between tensors on any device and stored bytes."""
@@ -77,11 +52,6 @@ class Coding:
         """Write `values`, whose elements fill whole vectors; returns when they are there."""
         encoded = encode(self.codec, values.reshape(-1, self.length))
         torch.frombuffer(target, dtype=torch.uint8).view(encoded.shape).copy_(encoded)
-
-    def store_rows(self, values: torch.Tensor, targets: Sequence[memoryview]) -> None:
-        """As `store`, rows into bytes that lie in several runs."""
-        for target, part in _parts(targets, values):
-            self.store(part, target)
 
     def load(self, runs: Sequence[memoryview], like: torch.Tensor) -> torch.Tensor:
         """As rows of the dtype and width of `like`: on its device where they are encoded, or of
@@ -112,6 +82,34 @@ class ServerPool:
     e_pool: EPool
     coding: Coding
     page_size: int
+
+    def store(self, step: Step, slots: torch.Tensor, targets: Sequence[memoryview]) -> None:
+        """Copy what these slots hold to host bytes, which may lie in several runs; returns when it
+        is there. In pieces, because each is gathered in the device's memory first."""
+        for target, part in _parts(targets, slots, _PIECE_TOKENS):
+            if step.kind is Kind.E:
+                self.coding.store(self.e_pool.e[step.layer][part], target)
+            else:
+                self.rows.read_into(step.layer, part, target)
+
+    def load(self, layer: int, slots: torch.Tensor, sources: Sequence[memoryview]) -> int:
+        """As `PoolRows.write_from`, from bytes in several runs; how many bytes those are."""
+        for source, part in _parts(sources, slots, len(slots)):
+            self.rows.write_from(layer, part, source)
+        return sum(source.nbytes for source in sources)
+
+
+def _parts(
+    runs: Sequence[memoryview], slots: torch.Tensor, most: int
+) -> Iterator[tuple[memoryview, torch.Tensor]]:
+    """The runs in order, each in pieces of at most so many slots, and these."""
+    row_bytes, at = sum(run.nbytes for run in runs) // len(slots), 0
+    for run in runs:
+        for start in range(0, run.nbytes, most * row_bytes):
+            piece = run[start : start + most * row_bytes]
+            num_slots = piece.nbytes // row_bytes
+            yield piece, slots[at : at + num_slots]
+            at += num_slots
 
 
 def rows_of(pool: MHATokenToKVPool, coding: Coding) -> PoolRows:

@@ -193,7 +193,7 @@ class Engine:
         )
         config = CacheConfig(serves=False, host_bytes=1 << 24, staging_bytes=1 << 20)
         self.cache = Cache(self.family, config, register=cuda.register)
-        self.offloader = Offloader(self.cache, rows, self.e_pool, self.coding, self.provenance)
+        self.offloader = Offloader(self.cache, self.pool, self.provenance)
         self.meter = Meter(
             runner.device, self.num_layers, 96, PrefillCost(token_s=1.0, context_s=0.0)
         )

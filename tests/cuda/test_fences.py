@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ from profiles.random_models import shape, write_models
 from sglang_droidspeak.request.source import Staged
 from sglang_droidspeak.store.offloader import Offload
 from sglang_droidspeak.store.pool import PoolPages
+from sglang_droidspeak.store.rows import DeviceRows
 
 TOKENS = list(range(4, 4 + 2 * PAGE + 4))
 BLOCK = Span(1, 3)
@@ -159,10 +161,15 @@ class Seen:
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory) -> dict[tuple[str, Line | None], Seen]:
-    """Each scenario as it is, and without each of the fences that it passes, until one needs it."""
+def model(tmp_path_factory) -> Path:
     config = shape("llama", layers=4, hidden=64, heads=1, kv_heads=1)
-    (model,) = write_models(tmp_path_factory.mktemp("model"), config, ["model"])
+    (path,) = write_models(tmp_path_factory.mktemp("model"), config, ["model"])
+    return path
+
+
+@pytest.fixture(scope="module")
+def seen(model) -> dict[tuple[str, Line | None], Seen]:
+    """Each scenario as it is, and without each of the fences that it passes, until one needs it."""
     return {(it.scenario, it.dropped): it for it in fork(partial(play_all, model), list[Seen])}
 
 
@@ -201,6 +208,28 @@ def test_nothing_races(seen, scenario: str) -> None:
 @pytest.mark.parametrize("scenario", ["a_load_from_a_peer", "a_load_from_the_pool"])
 def test_the_host_waits_for_nothing_until_the_forward_is_launched(seen, scenario: str) -> None:
     assert sorted(map(str, seen[scenario, None].waits)) == []
+
+
+def streams_of_an_offload(model: Path) -> list[bool]:
+    """Of what it gathers: whether something else runs on that stream, too."""
+    cuda, read, streams = VirtualCuda(), DeviceRows.read_into, []
+
+    def watched(rows: DeviceRows, *args: Any) -> None:
+        streams.append(torch.cuda.current_stream())
+        read(rows, *args)
+
+    with (
+        patch.object(DeviceRows, "read_into", watched),
+        on_device(load(model), model, (1,), cuda) as engine,
+    ):
+        an_offload(engine)
+        engine.close()
+        busy = (cuda.default_stream, engine.forwards, engine.schedule)
+    return [any(it is other for other in busy) for it in streams]
+
+
+def test_what_is_stored_is_copied_on_a_stream_of_its_own(model) -> None:
+    assert fork(partial(streams_of_an_offload, model), list[bool]) == [False] * 4
 
 
 def test_every_fence_is_needed(seen) -> None:

@@ -25,6 +25,7 @@ from sglang_droidspeak.request.loader import Copies, Loader
 from sglang_droidspeak.request.request import Request
 from sglang_droidspeak.request.source import Staged
 from sglang_droidspeak.store.capture import Provenance
+from sglang_droidspeak.store.rows import ServerPool
 
 PAGE, NUM_LAYERS, NUM_TOKENS = 16, 4, 64
 EVERYTHING = Span(0, NUM_LAYERS)
@@ -77,9 +78,8 @@ class Rig:
         monkeypatch.setattr(forward, "PartialPrefill", lambda *_: self.prefills)
         monkeypatch.setattr(forward, "largest_forward", lambda _runner: NUM_TOKENS)
         self.loader = Loader(NUM_LAYERS, Copies(None, "cpu"))
-        self.pool: Any = SimpleNamespace(
-            rows=self.rows, e_pool=MagicMock(), coding=MagicMock(), page_size=PAGE
-        )
+        parts: Any = (self.rows, MagicMock(), MagicMock())
+        self.pool = ServerPool(*parts, PAGE)
         self.provenance = Provenance(1024, "cpu")
         server = SimpleNamespace(
             identity=SimpleNamespace(num_layers=NUM_LAYERS),
@@ -103,9 +103,9 @@ class Rig:
         self.req = request()
 
     def loading(self) -> Request:
-        staging = Staging(dict.fromkeys(PLAN.steps, 40), Deadline.after(60))
+        staging = Staging(dict.fromkeys(PLAN.steps, NUM_TOKENS), Deadline.after(60))
         for step in PLAN.steps:
-            staging.write(step, 0, memoryview(bytes(40)))
+            staging.write(step, 0, memoryview(bytes(NUM_TOKENS)))
         staging.release = lambda: self.released.append(staging)  # type: ignore[attr-defined]
         source = Staged(PLAN, self.pool, staging)
         return loading(PLAN, source, Span(0, NUM_TOKENS), SLOTS, self.req)

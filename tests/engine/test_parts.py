@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 from request_parts import loading
 
 from cachetree.cache import Cache
+from cachetree.checkpoint import Codec
 from cachetree.checkpoint.family import Family
 from cachetree.clock import Deadline
 from cachetree.config import CacheConfig
@@ -30,7 +31,9 @@ from sglang_droidspeak.request.partial_prefill import BlockTokens, pack
 from sglang_droidspeak.request.request import Request
 from sglang_droidspeak.request.source import ForwardWaitExceeded, Staged
 from sglang_droidspeak.store.capture import Provenance
+from sglang_droidspeak.store.rows import Coding, ServerPool
 
+PAGE = 16
 MIDDLE = Span(2, 4)
 
 
@@ -90,7 +93,7 @@ def test_controls_are_optional() -> None:
     assert parse_controls(None) == parse_controls({"other": 1}) == Controls()
 
 
-KV: Any = SimpleNamespace(page_size=16)
+KV: Any = SimpleNamespace(page_size=PAGE)
 
 
 def loading_request(deadline_s: float = 5.0) -> Request:
@@ -257,3 +260,32 @@ def test_a_hook_goes_on_top_of_another_plugins() -> None:
     place_hooks({target: (lambda original: original() + 10, HookType.AROUND)})
     place_hooks({target: (lambda original: original() * 2, HookType.AROUND)})
     assert module.answer() == 22
+
+
+class Rows:
+    """A KV pool of one byte per slot."""
+
+    def __init__(self) -> None:
+        self.gathered: list[int] = []
+
+    def read_into(self, _layer: int, slots: torch.Tensor, target: memoryview) -> None:
+        self.gathered.append(len(slots))
+        target[:] = bytes((slots % 251).tolist())
+
+
+def test_what_is_stored_is_gathered_in_pieces() -> None:
+    """Of a long node all at once would take as much memory of the device again."""
+    slots, rows = torch.randperm(3000), Rows()
+    e = torch.arange(6000, dtype=torch.float32).view(3000, 2)
+    parts: Any = (rows, SimpleNamespace(e={1: e}), Coding(Codec.NONE, 2))
+    pool = ServerPool(*parts, PAGE)
+    for step, row_bytes in ((Step(Kind.KV, 0), 1), (Step(Kind.E, 1), 8)):
+        runs = [memoryview(bytearray(num * row_bytes)) for num in (1008, 1992)]
+        pool.store(step, slots, runs)
+        stored = b"".join(runs)
+        if step.kind is Kind.KV:
+            assert stored == bytes((slots % 251).tolist())
+        else:
+            values = torch.frombuffer(bytearray(stored), dtype=torch.float32)
+            assert torch.equal(values, e[slots].flatten())
+    assert rows.gathered == [1008, 1024, 968]
