@@ -140,6 +140,8 @@ class Staged(Source):
             raise it.error
 
     def e(self, layer: int, at: Span) -> torch.Tensor:
+        """Decoded where it is encoded, on a CPU by this very thread: the recompute begins with it,
+        and would wait for whoever else decoded it."""
         rows = self.rows(Step(Kind.E, layer), at)
         return self._pool.coding.load(rows, self._pool.e_pool.no_rows)
 

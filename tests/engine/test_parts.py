@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 import types
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,14 +20,16 @@ from cachetree.checkpoint import Codec
 from cachetree.checkpoint.family import Family
 from cachetree.clock import Deadline
 from cachetree.config import CacheConfig
-from cachetree.errors import DeadlineExceeded
+from cachetree.errors import DeadlineExceeded, FetchError
 from cachetree.ids import EMPTY_SPAN, Kind, Location, ModelId, PageHash, Span, Step
 from cachetree.memory.staging import Staging
 from cachetree.planning.plan import Plan
 from sglang_droidspeak.engine import HookType, place_hooks
 from sglang_droidspeak.engine.names import ForwardMode
 from sglang_droidspeak.metrics import CacheMetrics
+from sglang_droidspeak.request import load as load_of_a_request
 from sglang_droidspeak.request.controls import Controls, parse_controls
+from sglang_droidspeak.request.load import Load
 from sglang_droidspeak.request.meta_info import provenance_of
 from sglang_droidspeak.request.partial_prefill import BlockTokens, pack
 from sglang_droidspeak.request.request import Request
@@ -115,6 +119,51 @@ def test_a_load_reads_its_pages_of_the_staged_ones() -> None:
     step = Step(Kind.KV, 0)
     it.source.staging.write(step, 0, memoryview(bytes(range(40))))
     assert b"".join(it.source.rows(step, it.at)) == bytes(range(10, 30))
+
+
+class Pages:
+    """A source of which every layer is there, ten bytes each."""
+
+    def __init__(self) -> None:
+        self.failed: list[FetchError] = []
+
+    def wait(self, _step: Step) -> None:
+        """It has come."""
+
+    def copy(self, _layer: int, _at: Span, _slots: torch.Tensor) -> int:
+        return 10
+
+    def fail(self, error: FetchError) -> None:
+        self.failed.append(error)
+
+
+def load_of(source: Any) -> Load:
+    plan = loading_request().plan
+    return Load(plan=plan, source=source, at=Span(48, 80), slots=torch.arange(32))
+
+
+def test_a_load_counts_the_bytes_and_the_time_of_its_copies(monkeypatch) -> None:
+    seconds = iter([1.0, 1.5, 2.0, 2.25])
+    monkeypatch.setattr(load_of_a_request, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    it, noted = load_of(Pages()), []
+
+    @contextlib.contextmanager
+    def timed(laps: Any) -> Iterator[None]:
+        noted.append(laps)
+        yield
+
+    for layer in range(4):  # Two of them are computed.
+        it.copy(layer, timed)
+    assert (it.copied_bytes, it.copied_s, it.copy_s) == (20, 0.75, 0.75)
+    assert all(laps is it.laps for laps in noted)
+
+
+def test_what_is_given_up_ends_its_fetch_and_says_so() -> None:
+    source, error = Pages(), FetchError("a test")
+    it = load_of(source)
+    it.abandon(error)
+    assert source.failed == [error]
+    assert str(it.wait_staged(Deadline.after(5))) == "the load was given up"
 
 
 def test_waiting_for_layers_is_bounded_and_ends_only_that_wait() -> None:
