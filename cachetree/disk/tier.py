@@ -67,8 +67,7 @@ class DiskTier:
         self._waiting: queue.SimpleQueue[Change | _Use | None] = queue.SimpleQueue()
         self._num_late = 0
         self._is_warm = False
-        self._promoting = threading.Lock()
-        self._num_promotions = 0
+        self._promotions = threading.BoundedSemaphore(_MAX_PROMOTIONS)
         self._closes_at_s = float("inf")
         self._store: Final = DiskStore(tree.family, config, self._show)
         self._reads: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -106,10 +105,8 @@ class DiskTier:
         What is not in the tree by then could not be read, has no room there, or is late. False,
         without `done`, where too much waits to be read.
         """
-        with self._promoting:
-            if self._num_promotions >= _MAX_PROMOTIONS:
-                return False
-            self._num_promotions += 1
+        if not self._promotions.acquire(blocking=False):
+            return False
         return self._submit(partial(self._promote_and_tell, model, page, deadline, done))
 
     def note_use(self, model: ModelId, pages: Sequence[PageHash]) -> None:
@@ -238,8 +235,7 @@ class DiskTier:
         try:
             self._promote(model, page, deadline)
         finally:
-            with self._promoting:
-                self._num_promotions -= 1
+            self._promotions.release()
             done()
 
     def _promote(self, model: ModelId, page: PageHash, deadline: Deadline) -> None:

@@ -17,7 +17,7 @@ class Expiry:
         self._policy = policy
         self._ttl_s = ttl_s
         self._clock = clock
-        self._heap = LeafHeap(lambda entry: entry.used_at_s)
+        self._heap = LeafHeap(lambda entry: entry.used_at_s, _inherit)
         self.victims = policy.victims
 
     def add(self, entries: Sequence[LocalEntry]) -> None:
@@ -38,12 +38,7 @@ class Expiry:
 
     def remove(self, entry: LocalEntry) -> None:
         self._policy.remove(entry)
-        self._heap.drop(entry)
-        parent = entry.parent
-        if parent is not None:
-            parent.used_at_s = max(parent.used_at_s, entry.used_at_s)
-            if parent.is_evictable:
-                self._heap.put(parent)
+        self._heap.remove(entry)
 
     def free(self, entry: LocalEntry) -> None:
         self._policy.free(entry)
@@ -56,3 +51,7 @@ class Expiry:
             if entry.used_at_s > before_s:
                 return
             yield entry
+
+
+def _inherit(above: LocalEntry, entry: LocalEntry) -> None:
+    above.used_at_s = max(above.used_at_s, entry.used_at_s)

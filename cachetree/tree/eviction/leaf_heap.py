@@ -17,8 +17,14 @@ class LeafHeap:
     that is no longer its own goes back under the right one. Entries that came to the top while they
     had children or were held are left out until they are put in again."""
 
-    def __init__(self, key: Callable[[LocalEntry], float]) -> None:
+    def __init__(
+        self,
+        key: Callable[[LocalEntry], float],
+        inherit: Callable[[LocalEntry, LocalEntry], None],
+    ) -> None:
+        """`inherit` gives an entry what is known of uses of one below it, which goes."""
         self._key = key
+        self._inherit = inherit
         self._queued: dict[LocalEntry, float] = {}
         """The key under which each one lies in the heap; what lies there under another is void."""
         self._heap: list[tuple[float, int, LocalEntry]] = []
@@ -31,14 +37,19 @@ class LeafHeap:
             self._queued[entry] = key
             heappush(self._heap, self._item(key, entry))
 
-    def drop(self, entry: LocalEntry) -> None:
+    def remove(self, entry: LocalEntry) -> None:
+        """An entry without children goes. The one above it, which has lost it, may be next."""
         self._queued.pop(entry, None)
+        if (parent := entry.parent) is not None:
+            self._inherit(parent, entry)
+            if parent.is_evictable:
+                self.put(parent)
         if len(self._heap) > 2 * len(self._queued) + _SLACK:
             self._heap = [item for item in self._heap if self._is_valid(item)]
             heapify(self._heap)
 
     def leaves(self) -> Iterator[LocalEntry]:
-        """Each is dropped before the next is asked for."""
+        """Each is removed before the next is asked for."""
         while self._heap:
             item = self._heap[0]
             entry = item[2]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from cachetree.tree.entries import LocalEntry
 from cachetree.tree.eviction.leaf_heap import LeafHeap
@@ -12,8 +12,11 @@ class Lru:
     """Local entries in the order of their last use, exactly: `used` counts the uses."""
 
     def __init__(self) -> None:
-        self._heap = LeafHeap(lambda entry: entry.used)
+        self._heap = LeafHeap(lambda entry: entry.used, _inherit)
         self._num_uses = 0
+        self.remove = self._heap.remove
+        self.free = self._heap.put
+        self.victims = self._heap.leaves
 
     def add(self, entries: Sequence[LocalEntry]) -> None:
         self.use(entries[-1:])
@@ -27,16 +30,6 @@ class Lru:
     def split(self, head: LocalEntry, tail: LocalEntry) -> None:
         tail.used = head.used
 
-    def remove(self, entry: LocalEntry) -> None:
-        self._heap.drop(entry)
-        parent = entry.parent
-        if parent is not None:
-            parent.used = max(parent.used, entry.used)
-            if parent.is_evictable:
-                self._heap.put(parent)
 
-    def free(self, entry: LocalEntry) -> None:
-        self._heap.put(entry)
-
-    def victims(self) -> Iterator[LocalEntry]:
-        return self._heap.leaves()
+def _inherit(above: LocalEntry, entry: LocalEntry) -> None:
+    above.used = max(above.used, entry.used)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from math import inf, log2
 from typing import Final
 
@@ -39,7 +39,10 @@ class ByValue:
         self._half_life_bytes = HALF_LIFE * max(1, host_bytes)
         self._now = 0.0
         """In half-lives."""
-        self._heap = LeafHeap(self.key)
+        self._heap = LeafHeap(self.key, _inherit)
+        self.remove = self._heap.remove
+        self.free = self._heap.put
+        self.victims = self._heap.leaves
 
     def add(self, entries: Sequence[LocalEntry]) -> None:
         self._now += sum([entry.num_bytes for entry in entries]) / self._half_life_bytes
@@ -55,25 +58,15 @@ class ByValue:
     def split(self, head: LocalEntry, tail: LocalEntry) -> None:
         tail.hits, head.hits = head.hits, -inf
 
-    def remove(self, entry: LocalEntry) -> None:
-        self._heap.drop(entry)
-        parent = entry.parent
-        if parent is not None:
-            parent.hits = _log_sum(parent.hits, entry.hits)
-            if parent.is_evictable:
-                self._heap.put(parent)
-
-    def free(self, entry: LocalEntry) -> None:
-        self._heap.put(entry)
-
-    def victims(self) -> Iterator[LocalEntry]:
-        return self._heap.leaves()
-
     def key(self, entry: LocalEntry) -> float:
         """The logarithm of the value, as seen from time 0."""
         node = entry.node
         seconds = self._cost.seconds(node.start * self._page_tokens, node.stop * self._page_tokens)
         return entry.hits + log2(seconds / entry.num_bytes)
+
+
+def _inherit(above: LocalEntry, entry: LocalEntry) -> None:
+    above.hits = _log_sum(above.hits, entry.hits)
 
 
 def _log_sum(a: float, b: float) -> float:
