@@ -358,7 +358,8 @@ def test_a_match_copies_no_hashes() -> None:
 
 
 def test_threads_share_one_tree() -> None:
-    tree = CacheTree(FAMILY, host_bytes=40 * PAGE)
+    # What is given back is not lent again while another thread still has a view of it.
+    tree = CacheTree(FAMILY, host_bytes=40 * PAGE, memory=Arena(80 * PAGE))
     errors: list[BaseException] = []
 
     def use(model: ModelId, letters: str) -> None:
