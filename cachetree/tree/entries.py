@@ -9,7 +9,6 @@ from typing import Final, TypeVar
 
 from cachetree.ids import Location, ModelId, PageHash, Span
 from cachetree.memory import Segment, Slab
-from cachetree.tree.page_index import Run
 
 RemoteKey = tuple[Location, ModelId]
 
@@ -235,7 +234,7 @@ class LocalEntry:
 
 
 class Node:
-    """A part of a run of pages: `num_pages` from the run's page `first` on.
+    """Consecutive pages, and who has them.
 
     Every entry covers all of them. The entries of a child are a subset of its parent's: a match is
     prefix-closed for each (model, location), so a node without entries has no children.
@@ -243,44 +242,31 @@ class Node:
 
     __slots__ = (
         "children",
-        "first",
-        "last_page",
         "local",
         "num_pages",
+        "pages",
         "parent",
         "remote",
-        "run",
         "start",
     )
 
-    def __init__(self, parent: Node | None, run: Run[Node], first: int, num_pages: int) -> None:
+    def __init__(self, parent: Node | None, pages: tuple[PageHash, ...]) -> None:
         self.parent = parent
-        self.run = run
-        self.first = first
-        self.num_pages = num_pages
-        self.last_page = run.pages[first + num_pages - 1] if num_pages else None
+        self.pages = pages
+        self.num_pages = len(pages)
         self.start: int = parent.stop if parent else 0
         """How many pages stand before this node."""
         self.children: dict[PageHash, Node] = {}
         self.local: dict[ModelId, LocalEntry] = {}
         self.remote: dict[RemoteKey, RemoteEntry] = {}
-        run.add(self)
 
     @property
     def stop(self) -> int:
         return self.start + self.num_pages
 
     @property
-    def first_page(self) -> PageHash:
-        return self.run.pages[self.first]
-
-    @property
     def parent_page(self) -> PageHash | None:
-        return self.parent.last_page if self.parent else None
-
-    @property
-    def pages(self) -> tuple[PageHash, ...]:
-        return self.run.pages_of(self)
+        return self.parent.pages[-1] if self.parent and self.parent.pages else None
 
     @property
     def is_empty(self) -> bool:
@@ -289,8 +275,7 @@ class Node:
     def num_common(self, index: int, pages: Sequence[PageHash], offset: int) -> int:
         """How many leading pages this node from page `index` on and `pages[offset:]` share."""
         most = min(self.num_pages - index, len(pages) - offset)
-        first = self.first + index
-        ours, theirs = self.run.pages[first : first + most], tuple(pages[offset : offset + most])
+        ours, theirs = self.pages[index : index + most], tuple(pages[offset : offset + most])
         if ours == theirs:
             return most
         return next(at for at, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b)
@@ -298,10 +283,10 @@ class Node:
     def num_chained(self, index: int, pages: Sequence[PageHash], offset: int) -> int:
         """As `num_common`, where a page that is the same says that all before it are."""
         same, different = 0, min(self.num_pages - index, len(pages) - offset) + 1
-        ours, first = self.run.pages, self.first + index - 1
+        ours = self.pages
         at = different - 1
         while different - same > 1:
-            if ours[first + at] == pages[offset + at - 1]:
+            if ours[index + at - 1] == pages[offset + at - 1]:
                 same = at
             else:
                 different = at
@@ -319,14 +304,13 @@ class Node:
     def split(self, index: int) -> Node:
         """Cut before page `index`; this node keeps the head, the tail is returned.
 
-        Storage and hashes are divided by arithmetic, nothing is copied. The caller tells the
+        Storage is divided by arithmetic, nothing is copied. The caller tells the index and the
         eviction policy.
         """
         children = self.children
-        num_tail_pages, self.num_pages = self.num_pages - index, index
-        tail = Node(self, self.run, self.first + index, num_tail_pages)
-        self.last_page = self.run.pages[self.first + index - 1]
-        tail.children, self.children = children, {tail.first_page: tail}
+        tail_pages, self.pages, self.num_pages = self.pages[index:], self.pages[:index], index
+        tail = Node(self, tail_pages)
+        tail.children, self.children = children, {tail_pages[0]: tail}
         for child in children.values():
             child.parent = tail
         tail.remote = {key: entry.split(tail) for key, entry in self.remote.items()}

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 from cachetree.ids import ModelId, PageHash
 from cachetree.tree.entries import Node
 from cachetree.tree.eviction.protocol import Eviction
-from cachetree.tree.page_index import PageIndex, Run
+from cachetree.tree.page_index import PageIndex
 
 
 class Place(NamedTuple):
@@ -27,17 +27,18 @@ class PageTrie:
     """
 
     def __init__(self, eviction: Eviction) -> None:
-        self.root: Final = Node(None, Run[Node]((), 0), 0, 0)
+        self.root: Final = Node(None, ())
         self._eviction = eviction
         self._index = PageIndex[Node]()
 
     def find(self, page: PageHash) -> Place | None:
         """Where `page` is."""
-        found = self._index.find(page)
-        if found is None:
+        node = self._index.find(page)
+        if node is None:
             return None
-        node, index = found
-        return Place(node, index - node.first, index - node.first + 1)
+        # Mostly the last one, after which others come.
+        index = node.num_pages - 1 if node.pages[-1] == page else node.pages.index(page)
+        return Place(node, index, index + 1)
 
     def deepest(self, parent: Place | None, pages: Sequence[PageHash]) -> Place | None:
         """The end of the longest prefix of `pages` found right after `parent`; None if it is empty.
@@ -182,11 +183,12 @@ class PageTrie:
         return nodes
 
     def _grow(self, parent: Node, pages: Sequence[PageHash]) -> list[Node]:
-        run = self._index.add(pages)
-        if run is None:
+        num_new = self._index.num_new(pages)
+        if not num_new:
             return []
-        node = Node(parent, run, 0, len(run))
+        node = Node(parent, tuple(pages[:num_new]))
         parent.children[pages[0]] = node
+        self._index.put(node)
         return [node]
 
     def split(self, node: Node, index: int) -> Node:
@@ -194,6 +196,7 @@ class PageTrie:
         if index in (0, node.num_pages):
             return node
         tail = node.split(index)
+        self._index.put(tail)
         for model, entry in tail.local.items():
             self._eviction.split(node.local[model], entry)
             if entry.is_evictable:
@@ -202,16 +205,10 @@ class PageTrie:
 
     def prune(self, nodes: Iterable[Node]) -> None:
         """Take out those of `nodes` in which nobody has an entry."""
-        gone = {node: node.parent for node in nodes if node.is_empty}
-        if not gone:
-            return
-        for node, parent in gone.items():
-            assert parent is not None
-            del parent.children[node.first_page]
-            node.run.drop(node)
-        self._index.remove([(node.run, node.first, node.first + node.num_pages) for node in gone])
-        for run in {node.run for node in gone if node.run.nodes}:
-            run.compact()
+        for node in {node for node in nodes if node.is_empty}:
+            assert node.parent is not None
+            del node.parent.children[node.pages[0]]
+            self._index.remove(node)
 
 
 def _leads_to(below: Node, above: Node, pages: Sequence[PageHash], depth: int) -> bool:
@@ -224,7 +221,7 @@ def _leads_to(below: Node, above: Node, pages: Sequence[PageHash], depth: int) -
         page = pages[node.start - 1 - depth]
         assert node.parent is not None
         node = node.parent
-        if node.last_page != page:
+        if node.pages[-1] != page:
             return False
     return node.parent is above
 

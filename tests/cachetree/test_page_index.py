@@ -9,7 +9,7 @@ import pytest
 
 from cachetree.ids import PageHash
 from cachetree.tree.entries import Node
-from cachetree.tree.page_index import PageIndex, Run
+from cachetree.tree.page_index import PageIndex
 
 NUM_CROWDED = 64
 
@@ -25,7 +25,7 @@ def some_page(rng: random.Random) -> PageHash:
 @pytest.mark.parametrize("seed", range(6))
 def test_it_finds_what_a_dict_finds(seed: int) -> None:
     rng = random.Random(seed)
-    index = PageIndex()
+    index = PageIndex[Node]()
     where: dict[PageHash, tuple[Node, int]] = {}
     nodes: list[Node] = []
     for _ in range(300):
@@ -36,63 +36,38 @@ def test_it_finds_what_a_dict_finds(seed: int) -> None:
                 pages[at] = rng.choice([*where, *pages])
             known = [i for i, it in enumerate(pages) if it in where or it in pages[:i]]
             num_new = known[0] if known else len(pages)
-            run = index.add(pages)
+            assert index.num_new(pages) == num_new
             if num_new == 0:
-                assert run is None
                 continue
-            assert run is not None and len(run) == num_new
+            made = [Node(None, tuple(pages[:num_new]))]
+            index.put(made[0])
             cut = rng.randint(0, num_new - 1)
-            above = None
-            for first, stop in ((0, cut), (cut, num_new)):
-                if first < stop:
-                    above = Node(above, run, first, stop - first)
-                    nodes.append(above)
-                    where |= {pages[i]: (above, i) for i in range(first, stop)}
+            if cut:
+                made.append(made[0].split(cut))
+                index.put(made[1])
+            nodes += made
+            where |= {page: (node, i) for node in made for i, page in enumerate(node.pages)}
         else:
-            gone = [nodes.pop(rng.randrange(len(nodes))) for _ in range(min(3, len(nodes)))]
-            for node in gone:
+            for node in [nodes.pop(rng.randrange(len(nodes))) for _ in range(min(3, len(nodes)))]:
                 for page in node.pages:
                     del where[page]
-                node.run.drop(node)
-            index.remove([(node.run, node.first, node.first + node.num_pages) for node in gone])
-            for run in {node.run for node in gone}:
-                run.compact()
-                for node in run.nodes:
-                    pages_of_node = node.pages
-                    where |= {it: (node, node.first + i) for i, it in enumerate(pages_of_node)}
+                index.remove(node)
         for page in rng.sample(list(where), min(50, len(where))):
             node, at = where[page]
-            depth = node.start + at - node.first
-            assert index.find(page) == (node, at)
-            assert index.find_at(page, depth) is node
-            assert index.find_at(page, depth + rng.choice((-1, 1))) is None
+            assert index.find(page) is node
+            assert index.find_at(page, node.start + at) is node
+            assert index.find_at(page, node.start + at + rng.choice((-1, 1))) is None
         missing = some_page(rng)
         assert index.find(missing) is None and index.find_at(missing, 0) is None
-    assert all(index.find(page) == place for page, place in where.items())
-    while nodes:
-        node = nodes.pop()
-        node.run.drop(node)
-        index.remove([(node.run, node.first, node.first + node.num_pages)])
-        assert len(node.run.nodes) == 0 or index.find(node.run.nodes[0].first_page) is not None
+    assert all(index.find(page) is node for page, (node, _) in where.items())
+    for node in nodes:
+        index.remove(node)
     assert all(index.find(page) is None for page in where)
     # What is gone takes no room, which `find` would not show.
-    assert not index._run_ids and not index._runs
-
-
-def test_a_run_keeps_no_more_than_twice_the_pages_of_its_nodes() -> None:
-    run = Run([PageHash(i.to_bytes(16, "big")) for i in range(10)], 1)
-    head, middle, tail = (Node(None, run, *part) for part in ((0, 2), (2, 6), (8, 2)))
-    pages = [*head.pages, *tail.pages]
-    run.drop(middle)
-    run.num_indexed_pages -= middle.num_pages
-    run.compact()
-    assert len(run) == 4
-    assert [*head.pages, *tail.pages] == pages
-    assert list(run.pages) == pages
-    assert run.node_at(2) is tail
+    assert not index._ids and not index._holders
 
 
 def test_a_hash_of_another_size_is_refused() -> None:
-    index = PageIndex()
+    index = PageIndex[Node]()
     with pytest.raises(ValueError, match="16 bytes"):
-        index.add([PageHash(b"short")])
+        index.num_new([PageHash(b"short")])
