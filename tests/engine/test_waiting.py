@@ -354,6 +354,31 @@ def test_the_wait_for_an_answer_of_a_store_counts_as_well(now: Now) -> None:
     assert not waiting.look([req], tree, is_decoding=False), "and then it waits for no fetch"
 
 
+def test_a_fetch_for_which_there_was_no_memory_is_begun_once_there_is() -> None:
+    cache, req, fetch = SilentCache(), request(), SilentCache.fetch
+    waiting, tree = waiting_on(cache, []), None
+    cache.fetch = lambda *_: None  # type: ignore[method-assign, assignment]
+    for _ in range(2):
+        assert not waiting.look([req], tree, is_decoding=False), "it may go on without"  # type: ignore[arg-type]
+    cache.fetch = lambda *it: fetch(cache, *it)  # type: ignore[method-assign]
+    assert waiting.look([req], tree, is_decoding=False) == {req.rid}  # type: ignore[arg-type]
+    assert len(cache.stagings) == 1
+
+
+def test_other_ranks_are_told_a_plan_and_not_what_it_was_chosen_by() -> None:
+    """The first thinks again for all of them."""
+    told: list[Any] = []
+    ranks = SimpleNamespace(
+        is_first=True, share=lambda it, _kind: told.append(it) or it, least=lambda it: it
+    )
+    planner = planner_of(patience_s=1e3, demand=object())
+    waiting = waiting_on(SilentCache(), [], planner=planner, ranks=ranks)
+    req, tree = request(), None
+    waiting.look([req], tree, is_decoding=False)  # type: ignore[arg-type]
+    (((rid, _, planned),),) = told
+    assert (rid, planned.plan, planned.demand) == (req.rid, PLAN, None)
+
+
 @pytest.mark.parametrize(("location", "is_fetched"), [(PLAN.location, True), (LOCAL, False)])
 def test_how_late_the_end_of_a_fetch_is_seen_is_told_once(
     location: Location, is_fetched: bool
@@ -370,7 +395,7 @@ def test_how_late_the_end_of_a_fetch_is_seen_is_told_once(
     assert not told
     for _ in range(2):
         assert not waiting.look([req], None, is_decoding=False)  # type: ignore[arg-type]
-    assert len(told) == is_fetched
+        assert len(told) == is_fetched
     for late_s in told:
         assert 0 <= late_s <= time.monotonic() - staging.completed_s
 
