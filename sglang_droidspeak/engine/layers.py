@@ -59,9 +59,6 @@ class LayerStack:
 
         boundary.prepare = prepare_and_see
 
-    def attention(self, layer: int) -> Any:
-        return self._layers[layer].self_attn
-
     def run(self, block: Span, e: torch.Tensor | None, forward_batch: ForwardBatch) -> None:
         """Run layers `[block.start, block.stop)` over the batch's tokens for their KV alone.
 

@@ -5,7 +5,6 @@ Heavy to import: only the scheduler process does.
 
 from sglang.srt.distributed.communication_op import tensor_model_parallel_all_gather
 from sglang.srt.layers.layer_boundary.residual import batch as residual_batch
-from sglang.srt.lora.lora import LoRAAdapter
 from sglang.srt.lora.lora_registry import LoRARef
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req, ScheduleBatch
 from sglang.srt.managers.schedule_policy import PrefillAdder

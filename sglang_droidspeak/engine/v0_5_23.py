@@ -174,7 +174,6 @@ FIELDS: Mapping[str, str] = {
         "req_to_token_pool token_to_kv_pool_allocator page_size tp_cache_group"
     ),
     f"{_HICACHE}.PoolTransfer": ("keys device_indices"),
-    "sglang.srt.lora.lora.LoRAAdapter": ("layers scaling"),
     "sglang.srt.lora.lora_registry.LoRARef": ("lora_id lora_name lora_path"),
-    "sglang.srt.lora.lora_manager.LoRAManager": ("loras lora_refs fetch_new_loras"),
+    "sglang.srt.lora.lora_manager.LoRAManager": ("lora_refs fetch_new_loras"),
 }
