@@ -60,7 +60,7 @@ from cachetree import (
     Worker,
     WorkerConfig,
 )
-from cachetree.memory import Arena, Blocks, of_this_process, staged
+from cachetree.memory import Arena, Blocks, staged
 from cachetree.transport import write_key_pair
 
 MODEL = ModelId("sender")
@@ -193,7 +193,7 @@ class Receiver:
         self._pages = pages_of(num_pages)
         self.num_bytes = sum(self._sizes.values())
         self._sender = sender
-        self._arena = Arena(2 * self.num_bytes, back=of_this_process)
+        self._arena = Arena(2 * self.num_bytes)
         self._baseline, self._source = (np.empty(self.num_bytes, np.uint8).data for _ in range(2))
         for buffer in (self._baseline, self._source):
             np.frombuffer(buffer, np.uint8)[:] = 0

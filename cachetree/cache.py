@@ -23,7 +23,6 @@ from cachetree.memory import (
     NoRoom,
     Register,
     Staging,
-    of_this_process,
     scatter,
     staged,
     unregistered,
@@ -74,7 +73,7 @@ class Cache:
             retention=config.retention,
         )
         self._clock = clock
-        self._arriving = Arena(config.staging_bytes, register, of_this_process)
+        self._arriving = Arena(config.staging_bytes, register)
         self._staging_bytes: Final = config.staging_bytes
         self._fetch_log = FetchLog(family.page_size)
         self._speeds: dict[Location, Bandwidth] = {}

@@ -7,7 +7,7 @@ Segment  consecutive pages of one slab
 Staging  the loan of one fetch, which fills it step by step
 """
 
-from cachetree.memory.arena import Arena, Register, of_this_process, unregistered
+from cachetree.memory.arena import Arena, Register, unregistered
 from cachetree.memory.arena_reader import ArenaReader
 from cachetree.memory.copying import (
     PIECE_BYTES,
@@ -42,7 +42,6 @@ __all__ = [
     "copy_in_pieces",
     "cut",
     "join",
-    "of_this_process",
     "scatter",
     "staged",
     "unregistered",

@@ -1,10 +1,12 @@
-"""Host memory: made once, registered with the device once, lent in runs.
+"""Host memory in a file without a name: made once, registered with the device once, lent in runs.
 
-    [0, 1 page)   in a file, a random nonce, by which another process of the host knows it
+    [0, 1 page)   a random nonce, by which another process of the host knows the file
     [1 page, ..)  loans and free runs
 
 It is as long as its budget, so that nothing is allocated later. A loan lies in one run where one is
 long enough, else in as few as may be, so that there is room as long as there are bytes.
+
+Seals keep everybody from changing its size under its readers and its owner.
 """
 
 from __future__ import annotations
@@ -18,8 +20,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,44 +44,6 @@ def unregistered(memory: memoryview) -> Callable[[], None]:
     return lambda: None
 
 
-class Backing(NamedTuple):
-    """What an arena lies in."""
-
-    memory: Block
-    file: ArenaFile | None
-    """From where others may read it."""
-    close: Callable[[], None]
-    """Lets them no more."""
-
-
-def in_file(size: int) -> Backing:
-    """Without a name, for other processes of the host to map; raises OSError.
-
-    Seals keep everybody from changing its size under its readers and its owner.
-    """
-    fd = os.memfd_create("cachetree", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.ftruncate(fd, size)
-        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
-        memory = mapped(fd, size, mmap.PROT_READ | mmap.PROT_WRITE)
-    except (OSError, OverflowError):
-        os.close(fd)
-        raise
-    memory[:NONCE_BYTES] = np.frombuffer(nonce := secrets.token_bytes(NONCE_BYTES), np.uint8)
-    file = ArenaFile(pid=os.getpid(), fd=fd, num_bytes=size, nonce=nonce)
-    return Backing(memory, file, partial(os.close, fd))
-
-
-def of_this_process(size: int) -> Backing:
-    """Nobody else's; raises MemoryError.
-
-    numpy asks for huge pages, which systems seldom give to files: to fill small ones takes a third
-    more.
-    """
-    return Backing(np.empty(size, np.uint8), None, lambda: None)
-
-
 class Arena:
     """Lends `num_bytes` at most. Thread-safe; nothing blocks.
 
@@ -88,20 +51,20 @@ class Arena:
     ConfigError where the system does not give so much, or `register` does.
     """
 
-    def __init__(
-        self,
-        num_bytes: int,
-        register: Register = unregistered,
-        back: Callable[[int], Backing] = in_file,
-    ) -> None:
+    def __init__(self, num_bytes: int, register: Register = unregistered) -> None:
         size = mmap.PAGESIZE + num_bytes
         try:
-            self._all, file, close_file = back(size)
-        except (OSError, OverflowError, MemoryError, ValueError) as exc:
+            fd = os.memfd_create("cachetree", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            close = weakref.finalize(self, os.close, fd)
+            os.ftruncate(fd, size)
+            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+            self._all = mapped(fd, size, mmap.PROT_READ | mmap.PROT_WRITE)
+        except (OSError, OverflowError) as exc:
             raise ConfigError(f"{num_bytes} bytes of host memory cannot be had: {exc}") from exc
-        close = weakref.finalize(self, close_file)
         self._base = address(self._all)
-        self.file: Final = file
+        self._all[:NONCE_BYTES] = np.frombuffer(nonce := secrets.token_bytes(NONCE_BYTES), np.uint8)
+        self.file: Final = ArenaFile(pid=os.getpid(), fd=fd, num_bytes=size, nonce=nonce)
         self._num_bytes = num_bytes
         self._lent_bytes = 0
         self._free = Ranges(Span(mmap.PAGESIZE, size))
@@ -152,7 +115,7 @@ class Arena:
 
     def place_of(self, view: memoryview) -> int | None:
         place = address(np.frombuffer(view, np.uint8)) - self._base
-        return place if self.file and 0 <= place < self.file.num_bytes else None
+        return place if 0 <= place < self.file.num_bytes else None
 
     def close(self) -> None:
         """Lend no more, let nobody else read, and let the device go; what is lent stays as long as

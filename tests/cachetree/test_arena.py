@@ -6,7 +6,6 @@ import gc
 import mmap
 import os
 import random
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -19,7 +18,7 @@ from tree_parts import FAMILY, FAR, path
 from cachetree import Deadline, ModelId
 from cachetree.checkpoint.family import Family
 from cachetree.ids import Span
-from cachetree.memory.arena import Arena, Backing, in_file, of_this_process
+from cachetree.memory.arena import Arena
 from cachetree.memory.pool import Blocks, Loan, NoRoom
 from cachetree.memory.ranges import Ranges
 from cachetree.memory.slab import Layout, Slab
@@ -61,14 +60,11 @@ def take(arena: Arena, *parts: tuple[int, int]) -> Loan:
     return arena.take([Blocks(*part) for part in parts])
 
 
-@pytest.mark.parametrize("back", [in_file, of_this_process])
 @pytest.mark.parametrize("seed", range(4))
-def test_churn_never_lends_twice_and_there_is_room_while_there_are_bytes(
-    seed: int, back: Callable[[int], Backing]
-) -> None:
+def test_churn_never_lends_twice_and_there_is_room_while_there_are_bytes(seed: int) -> None:
     chance = random.Random(seed)
     budget = 600
-    arena = Arena(budget, back=back)
+    arena = Arena(budget)
     lent: list[tuple[Loan, list[Span], int]] = []
     num_refused = num_torn = 0
     for number in range(4000):
@@ -264,16 +260,6 @@ def store(tree: CacheTree, text: str, start: int = 0, mark: int = 1) -> None:
             fill(view, mark)
     del view
     reservation.commit()
-
-
-def test_memory_of_this_process_is_in_no_file_that_others_could_read() -> None:
-    before = set(Path("/proc/self/fd").iterdir())
-    arena = Arena(8 * UNIT, back=of_this_process)
-    assert set(Path("/proc/self/fd").iterdir()) <= before
-    loan = take(arena, (1, UNIT))
-    (place,) = places_of(loan)
-    assert arena.file is None
-    assert arena.place_of(loan.memory[place.start : place.stop]) is None
 
 
 def test_a_closed_arena_lends_no_more_and_leaves_no_descriptor() -> None:
