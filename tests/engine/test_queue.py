@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -16,7 +17,7 @@ from test_waiting import PAGE, PLAN, FakeMeter, SilentCache, planner_of, request
 
 from cachetree.clock import Deadline
 from cachetree.errors import Cancelled, FetchError
-from cachetree.ids import Kind, Step
+from cachetree.ids import Kind, Location, Step
 from cachetree.memory import Arena, Blocks, Staging, staged
 from cachetree.planning.prefill_cost import PrefillCost
 from sglang_droidspeak.engine import prefixes
@@ -26,6 +27,7 @@ from sglang_droidspeak.request.meta_info import KEY, RequestProvenance
 from sglang_droidspeak.request.queue import Queue
 from sglang_droidspeak.request.source import Sources
 from sglang_droidspeak.request.waiting import WaitingRequests
+from sglang_droidspeak.store.pool import PoolPages
 
 STEP_BYTES = 40
 KV: Any = SimpleNamespace(page_size=PAGE)
@@ -189,6 +191,21 @@ def test_a_retracted_request_waits_again_beside_another_and_is_told_once() -> No
 def staging_of(memory: Arena) -> Staging:
     parts = dict.fromkeys(PLAN.steps, Blocks(1, STEP_BYTES))
     return staged(memory, parts, Deadline.after(60))
+
+
+def test_what_the_pool_has_no_more_takes_no_slots() -> None:
+    """SGLang may evict it while the request waits, until its slots are given."""
+    in_pool = replace(PLAN, location=Location("pool:another"))
+    locks = iter([None, PoolPages(torch.arange(4 * PAGE))])
+    pool = SimpleNamespace(has_approximate=False, find=lambda *_: True, lock=lambda *_: next(locks))
+    planner = planner_of(plan=in_pool, patience_s=1e3)
+    waiting = waiting_on(SilentCache(), [], planner=planner, pool=pool)
+    req, tree = request(), None
+    assert not waiting.look([req], tree, is_decoding=False), "nothing is to be fetched"
+    keys = [page.hex() for page in prefixes.own_pages_of(req, 4 * PAGE, PAGE)]
+    assert not waiting.take("r1", keys, torch.arange(4 * PAGE))
+    assert not waiting.start()
+    assert waiting.take("r1", keys, torch.arange(4 * PAGE))
 
 
 def test_a_load_that_is_cancelled_before_it_starts_gives_its_memory_back() -> None:
