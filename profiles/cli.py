@@ -67,7 +67,7 @@ def add_commands(commands: Any) -> None:
         "--group",
         type=int,
         metavar="N",
-        help="grid of the blocks in layers; default: 1 up to 16 layers, 2 up to 32, and so on",
+        help="grid of the blocks in layers; default: 1 up to 16 layers, 2 up to 32, …",
     )
     choice.add_argument(
         "--plans",

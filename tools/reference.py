@@ -10,7 +10,7 @@ import argparse
 import ast
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -23,9 +23,11 @@ from cachetree.checkpoint.codec import vector_bytes
 from cachetree.cli import parser as cachetree_parser
 from cachetree.metrics import METRICS
 from examples import break_even
+from profiles.evidence import read_measured
+from profiles.report import derived, words
 from sglang_droidspeak.cli import parser as droidspeak_parser
 from sglang_droidspeak.demo.conditions import Condition
-from sglang_droidspeak.demo.report import DemoReport
+from sglang_droidspeak.demo.report import DemoReport, Part, described, hardware
 from sglang_droidspeak.metrics import Metrics
 from sglang_droidspeak.request.controls import Controls
 from sglang_droidspeak.request.meta_info import RequestProvenance
@@ -144,32 +146,55 @@ def _option(action: argparse.Action) -> str:
     return "; ".join(told)
 
 
+SHORT: Final = 1000
+"""Tokens of documents that are too short to be timed."""
+
+
 def proof() -> str:
-    """Of the recorded run of `make demo`."""
+    """Of the recorded run of `make demo`: quality and time of one pair; where its documents are too
+    short, time of the random one and a sentence about quality."""
     run = msgspec.json.decode((ROOT / "benchmarks/results/demo.json").read_bytes(), type=DemoReport)
-    part, block, machine = run.speed_on, run.speed_on.block, run.environment
+    pair, ceiling, where = run.pair, run.ceiling, hardware(run.environment)
+    quality = {way: f"{pair.conditions[way].quality:.3f}" for way in Condition}
+    if ceiling is None or pair.tokens_per_document >= SHORT:
+        told = f"{pair.num_questions} questions about {described(pair)}; {where}.\n"
+        return _ways(pair, quality, pair.metric) + f"\nOne run: {told}" + _ceiling(ceiling)
+    return (
+        _ways(ceiling, {}, "")
+        + f"\n{described(ceiling)}; {where}. Random weights show time alone. Quality is from the "
+        f"same run's trained pair ({pair.num_layers} layers, {pair.num_questions} questions, too "
+        f"short to be timed): {pair.metric} {quality[Condition.FULL_PREFILL]} by full prefill, "
+        f"{quality[Condition.BLOCK]} with the profile's block, {quality[Condition.ALL_LAYERS]} "
+        f"with every layer recomputed, {quality[Condition.FULL_REUSE]} with none.\n"
+    )
+
+
+def _ways(part: Part, quality: Mapping[Condition, str], metric: str) -> str:
     ways = {
         "full prefill, without reuse": Condition.FULL_PREFILL,
-        f"**recompute layers [{block[0]}, {block[1]}), load the rest**": Condition.BLOCK,
+        f"**recompute layers [{part.block[0]}, {part.block[1]}), load the rest**": Condition.BLOCK,
         "recompute every layer: a check": Condition.ALL_LAYERS,
         "load every layer: the limit": Condition.FULL_REUSE,
     }
     rows = []
     for name, way in ways.items():
-        it = run.speed[way]
+        it = part.conditions[way]
         ttft = f"{it.ttft_p50_ms / 1e3:.2f} s ({it.ttft_p90_ms / 1e3:.2f})"
-        rows.append([name, ttft, f"{it.speedup:.1f} ×"])
-    f1 = {way: f"{run.quality[way].f1:.3f}" for way in Condition}
+        rows.append([name, *([quality[way]] if metric else []), ttft, f"{it.speedup:.1f} ×"])
+    judged = [f"quality ({metric})"] if metric else []
+    head = ["receiver strategy", *judged, "time to first token, median (p90)", "sooner"]
+    return table(head, rows)
+
+
+def _ceiling(part: Part | None) -> str:
+    """What the mechanism saves where a pair needs few layers."""
+    if part is None:
+        return ""
+    full, block = (part.conditions[it] for it in (Condition.FULL_PREFILL, Condition.BLOCK))
     return (
-        table(["receiver strategy", "time to first token, median (p90)", "sooner"], rows)
-        + f"\n{part.num_requests} documents of {part.tokens_per_document:,.0f} tokens, "
-        f"{part.pair}, {part.dtype}; {machine.processor}, {machine.num_cores} cores, "
-        f"{machine.accelerator or 'no GPU'}. Random weights show time alone. Quality is from the "
-        f"same run's trained pair ({run.quality_on.num_layers} layers, "
-        f"{run.quality_on.num_requests} questions, too small to be timed): token F1 "
-        f"{f1[Condition.FULL_PREFILL]} by full prefill, {f1[Condition.BLOCK]} with the profile's "
-        f"block, {f1[Condition.ALL_LAYERS]} with every layer recomputed, "
-        f"{f1[Condition.FULL_REUSE]} with none.\n"
+        "\nThe mechanism's ceiling, from random weights, which show time alone: "
+        f"{full.ttft_p50_ms / 1e3:.2f} s by full prefill and {block.ttft_p50_ms / 1e3:.2f} s with "
+        f"the block, {block.speedup:.1f} × sooner ({described(part)}).\n"
     )
 
 
@@ -212,6 +237,37 @@ def _kl(plan: _Plan) -> str:
     return "–" if plan.kl is None else f"{plan.kl:.4f}"
 
 
+def real_pairs() -> str:
+    """Every profile of `examples/real`, passed or not; qualities are held-out."""
+    rows = []
+    for file in sorted((ROOT / "examples/real").glob("*_to_*.json")):
+        found, split = read_measured(file), read_measured(file).held_out
+        plan = derived.judged(found)
+        sender, receiver = file.stem.removesuffix("_lora").split("_to_")
+        judged = ["–"] * 4
+        if plan is not None:
+            judged = [
+                words.span(plan.block),
+                words.quality(plan.held_out.mean),
+                words.bound(plan),
+                words.percent(derived.ttft_ratio(found, plan.ttft_s)),
+            ]
+        rows.append(
+            [
+                f"`{sender}` → `{receiver}`",
+                "adapters" if file.stem.endswith("_lora") else "checkpoints",
+                words.quality(split.full_prefill.mean),
+                words.quality(split.full_reuse.mean),
+                *judged,
+                "yes" if found.passed else "no",
+                f"{found.measured_tokens:,}",
+            ]
+        )
+    head = ["sender → receiver", "as", "full prefill", "full reuse", "plan", "with the plan"]
+    head += ["loses at most", "TTFT of full prefill's, predicted", "passed", "tokens measured"]
+    return table(head, rows)
+
+
 def sizes() -> str:
     """Of the pair that `break_even` knows, with E at one layer."""
     pair = break_even.Pair()
@@ -249,6 +305,7 @@ PARTS: Final[dict[str, Callable[[], str]]] = {
     "break_even": break_even.markdown,
     "codecs": codecs,
     "proof": proof,
+    "real_pairs": real_pairs,
     "refreshed_layers": refreshed_layers,
     "sizes": sizes,
 }
@@ -272,7 +329,7 @@ def llms() -> str:
 
 
 def pages() -> list[Path]:
-    others = ROOT / "README.md", ROOT / "benchmarks/README.md"
+    others = [ROOT / f"{it}README.md" for it in ("", "benchmarks/", "examples/real/")]
     return [*others, *sorted((ROOT / "docs").rglob("*.md"))]
 
 

@@ -19,9 +19,10 @@ def add_parser(commands: Any) -> None:
         help="start a sender and a receiver, and measure what reuse costs and saves",
         description="Start two SGLang servers, have one read documents, and have the other "
         "answer questions about them: by full prefill, full reuse, the profile's block, and "
-        "the block of all layers. Without a pair it takes the one that is shipped, and times "
-        "a randomly initialised pair of 12 layers × 768 on documents of 2,000 tokens; your "
-        "own pair is timed on your own documents. Exit status 1 where a check does not hold.",
+        "the block of all layers. Without a pair it takes the real one that `python -m "
+        "tools.real profile base questions` makes in a clone, if it passed, or else the small "
+        "one, and times a randomly initialised pair of 12 layers × 768 as well. Exit status 1 "
+        "where a check does not hold.",
         allow_abbrev=False,
     )
     demo.set_defaults(run=_demo)
@@ -35,15 +36,14 @@ def add_parser(commands: Any) -> None:
     pair.add_argument(
         "--template",
         metavar="TEXT",
-        help="prompt with {context} and {input}; default for your own pair: "
-        r"'{context}\n\n{input}', with the tokenizer's own special tokens",
+        help="prompt with {context}, then {input}; default: as the profile was made",
     )
-    pair.add_argument("--max-new", type=int, metavar="N", help="longest answer")
+    pair.add_argument(
+        "--max-new", type=int, metavar="N", help="longest answer; default: as the profile was made"
+    )
     measure = demo.add_argument_group("measurement")
     measure.add_argument("--num-questions", type=int, metavar="N", help="only the first N")
-    measure.add_argument(
-        "--num-documents", type=int, metavar="N", help="documents that are timed; default: 6"
-    )
+    measure.add_argument("--num-documents", type=int, metavar="N", help="only the first N")
     measure.add_argument("--out", type=Path, default=Path("out/demo"), metavar="DIR")
     servers = demo.add_argument_group("servers")
     servers.add_argument(
@@ -72,21 +72,11 @@ def _demo(args: argparse.Namespace) -> int:
         missing = " and ".join(f"--{name}" for name in _PAIR if name not in given)
         complain(f"--{given[0]} needs {missing} too")
         return 2
-    config = DemoConfig()
-    if given:
-        config = replace(
-            config,
-            template="{context}\n\n{input}",
-            max_new=32,
-            random_pair=None,
-            options={},
-            host_gb=4.0,
-        )
     names = (*_PAIR, "template", "max_new", "num_questions", "num_documents")
     names += ("out", "device", "dtype", "host_gb")
     chosen = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     try:
-        config = replace(config, **chosen)
+        config = DemoConfig(**chosen) if given else replace(DemoConfig.shipped(), **chosen)
         if args.options is not None:
             config = replace(config, options={**config.options, **_read_options(args.options)})
         run_demo(config, Console())

@@ -10,28 +10,36 @@ from statistics import fmean
 
 from rich.console import Console
 
+from profiles.data import Document
 from profiles.environment import read_environment
 from sglang_droidspeak.demo.checks import equality_failures, quality_failures, reuse_failures
 from sglang_droidspeak.demo.conditions import Condition
 from sglang_droidspeak.demo.config import DemoConfig, RandomPair
-from sglang_droidspeak.demo.documents import Document, from_records, random_documents
-from sglang_droidspeak.demo.measure import ask_all, time_all
+from sglang_droidspeak.demo.documents import random_documents
+from sglang_droidspeak.demo.measure import ask_all
 from sglang_droidspeak.demo.picture import draw
 from sglang_droidspeak.demo.progress import Steps
 from sglang_droidspeak.demo.report import DemoReport, Part, table_of, write_json
-from sglang_droidspeak.demo.results import Samples, quality_of, speed_of
-from sglang_droidspeak.demo.rig import DemoFailed, Rig, Subject, started
+from sglang_droidspeak.demo.results import Samples, measured_of
+from sglang_droidspeak.demo.rig import DemoFailed, Subject, started
 
 PACKAGES = ("sglang-droidspeak", "sglang", "torch", "transformers")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """One part of the demo."""
+class Asked:
+    """What a pair answered."""
 
-    on: Part
-    documents: Sequence[Document]
+    part: Part
     samples: Samples
+
+    @property
+    def failures(self) -> list[str]:
+        part = self.part
+        return [
+            *reuse_failures(self.samples, part.pair),
+            *equality_failures(self.samples, part.pair, part.dtype),
+        ]
 
 
 def run_demo(config: DemoConfig, console: Console) -> DemoReport:
@@ -43,27 +51,21 @@ def run_demo(config: DemoConfig, console: Console) -> DemoReport:
     steps = Steps(console)
     environment = read_environment(PACKAGES)
     subject, profile = config.pair()
+    documents = config.documents(profile)
     (config.out / "logs").mkdir(parents=True, exist_ok=True)
+    if config.instead:
+        steps.say(config.instead)
 
-    if config.random_pair is None:
-        answered, timed = _own_pair(config, subject, steps)
-    else:
-        answered = _quality(config, subject, steps)
-        timed = _random_speed(config, config.random_pair, steps)
+    asked = [_ask(config, subject, documents, steps)]
+    if config.random_pair is not None:
+        asked.append(_ask_random(config, config.random_pair, steps))
 
-    accepted = [it.answers for document in answered.documents for it in document.questions]
-    quality, speed = quality_of(answered.samples, accepted), speed_of(timed.samples)
     report = DemoReport(
-        quality=quality,
-        speed=speed,
-        quality_on=answered.on,
-        speed_on=timed.on,
+        pair=asked[0].part,
+        ceiling=asked[1].part if asked[1:] else None,
         failures=[
-            *reuse_failures(answered.samples, "quality"),
-            *reuse_failures(timed.samples, "speed"),
-            *equality_failures(answered.samples, "quality", answered.on.dtype),
-            *equality_failures(timed.samples, "speed", timed.on.dtype),
-            *quality_failures(quality, profile),
+            *(failure for it in asked for failure in it.failures),
+            *quality_failures(asked[0].part.conditions, profile),
         ],
         elapsed_s=round(steps.elapsed_s, 1),
         environment=environment,
@@ -80,61 +82,36 @@ def run_demo(config: DemoConfig, console: Console) -> DemoReport:
     return report
 
 
-def _quality(config: DemoConfig, subject: Subject, steps: Steps) -> Measured:
-    with _started(config, subject, "the trained pair", steps) as rig:
-        return _answer(config, rig, steps)
-
-
-def _own_pair(config: DemoConfig, subject: Subject, steps: Steps) -> tuple[Measured, Measured]:
-    """Both parts on one pair of servers."""
-    with _started(config, subject, "the pair", steps) as rig:
-        answered = _answer(config, rig, steps)
-        documents = answered.documents[: config.num_documents + 1]
-        if len(documents) < 2:
-            raise DemoFailed(f"{config.data} has one document; timing needs another to warm up")
-        return answered, _time(rig, documents, answered.on.pair, steps)
-
-
-def _random_speed(config: DemoConfig, pair: RandomPair, steps: Steps) -> Measured:
-    with tempfile.TemporaryDirectory(prefix="droidspeak-demo-") as folder:
-        with steps.waiting(f"Write two models, {pair.title}"):
-            subject = config.make_random(pair, Path(folder))
-        with _started(config, subject, "the random pair", steps) as rig:
-            documents = random_documents(
-                config.num_documents + 1, pair.num_tokens, pair.num_new_tokens
-            )
-            return _time(rig, documents, pair.title, steps)
-
-
-def _started(config: DemoConfig, subject: Subject, title: str, steps: Steps):
-    folder = config.out / "logs" / title.replace(" ", "_")
-    return started(subject, folder, config.env, steps.waiting(f"Start two servers: {title}"))
-
-
-def _answer(config: DemoConfig, rig: Rig, steps: Steps) -> Measured:
-    documents = from_records(config.records(), config.template, rig.tokenize)
-    num_questions = sum(len(document.questions) for document in documents)
-    with steps.counted("Answer questions, four ways", num_questions * len(Condition)) as advance:
-        samples = ask_all(rig, documents, config.max_new, advance)
-    pair = f"{config.sender.name} → {config.receiver.name}"
-    return Measured(on=_part(rig, documents, samples, pair), documents=documents, samples=samples)
-
-
-def _time(rig: Rig, documents: Sequence[Document], pair: str, steps: Steps) -> Measured:
-    with steps.counted("Time long documents, four ways", len(documents) * len(Condition)) as it:
-        samples = time_all(rig, documents, it)
-    part = _part(rig, documents[1:], samples, pair)
-    return Measured(on=part, documents=documents, samples=samples)
-
-
-def _part(rig: Rig, documents: Sequence[Document], samples: Samples, pair: str) -> Part:
-    subject = rig.subject
-    return Part(
-        pair=pair,
+def _ask(
+    config: DemoConfig, subject: Subject, documents: Sequence[Document], steps: Steps
+) -> Asked:
+    """Both servers, started and ended, and their answers."""
+    folder = config.out / "logs" / subject.title.replace(" ", "_").replace("/", "_")
+    total = len(Condition) * sum(len(it.questions) for it in documents)
+    waiting = steps.waiting(f"Start two servers: {subject.title}")
+    with (
+        started(subject, folder, config.env, waiting) as rig,
+        steps.counted("Answer questions, four ways", total) as advance,
+    ):
+        samples = ask_all(rig, documents, advance)
+    metrics = {it.task.metric.value for it in documents if it.questions[0].answers}
+    part = Part(
+        pair=subject.title,
         num_layers=subject.sender_identity.num_layers,
         block=(subject.block.start, subject.block.stop),
         dtype=subject.dtype,
+        metric="+".join(sorted(metrics)),
         num_documents=len(documents),
-        num_requests=len(samples[Condition.BLOCK]),
-        tokens_per_document=round(fmean(len(document.shared) for document in documents), 1),
+        num_questions=len(samples[Condition.BLOCK]),
+        tokens_per_document=round(fmean(len(it.prefix) for it in documents), 1),
+        conditions=measured_of(samples),
     )
+    return Asked(part=part, samples=samples)
+
+
+def _ask_random(config: DemoConfig, pair: RandomPair, steps: Steps) -> Asked:
+    with tempfile.TemporaryDirectory(prefix="droidspeak-demo-") as folder:
+        with steps.waiting(f"Write two models, {pair.title}"):
+            subject = config.make_random(pair, Path(folder))
+        documents = random_documents(pair.num_documents, pair.num_tokens, pair.num_new_tokens)
+        return _ask(config, subject, documents, steps)

@@ -5,22 +5,33 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
-from cachetree import CacheTreeError, ModelIdentity, PairProfile, Span, read_profile
+from cachetree import CacheTreeError, ModelIdentity, Span, read_profile
 from cachetree.checkpoint import read_model_identity
-from profiles.data import Record, RecordError, read_records
+from profiles.compute import ModelSource, load_tokenizer
+from profiles.data import Document, Metric, TaskOptions, load_sources, make_documents
 from profiles.environment import ROOT
+from profiles.evidence import MeasuredProfile, read_measured
 from profiles.random_models import shape, write_models
-from sglang_droidspeak.demo.rig import DemoFailed, Subject
+from sglang_droidspeak.demo.rig import PAGE_SIZE, DemoFailed, Subject
 
 PAIRS: Final = ROOT / "examples/pairs"
 """The small pairs, in a clone."""
+_REAL: Final = ROOT / "build/real"
+"""Where `python -m tools.real` puts the real pair and its data."""
+_SENDER, _SKILL = "base", "questions"
+_PROFILE: Final = ROOT / f"examples/real/{_SENDER}_to_{_SKILL}.json"
+_NOT_HERE: Final = (
+    "No real pair with a profile that passed is here; `python -m tools.real profile base "
+    "questions` makes one. The small trained pair takes its place: its documents are too short to "
+    "be timed."
+)
 
 _CPU_OPTIONS: Mapping[str, Any] = {
     "device": "cpu",
@@ -50,6 +61,7 @@ class RandomPair:
     hidden: int = 768
     heads: int = 12
     block: Span = _TIMED_BLOCK
+    num_documents: int = 6
     num_tokens: int = 2000
     num_new_tokens: int = 24
 
@@ -60,27 +72,61 @@ class RandomPair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoConfig:
-    """Defaults are the small pair of the repository."""
+    """A pair, what it is asked, and how it is served. `shipped` is what runs by default."""
 
-    sender: Path = PAIRS / "weights/sender"
-    receiver: Path = PAIRS / "weights/receiver"
-    profile: Path = PAIRS / "sender_to_receiver.json"
-    data: Path = PAIRS / "data/held_out.jsonl"
-    template: str = "<bos> {context} {input}"
-    max_new: int = 8
+    sender: Path
+    receiver: Path
+    profile: Path
+    data: Path
+    template: str | None = None
+    """None: as the profile was made; and so for `max_new`."""
+    max_new: int | None = None
     num_questions: int | None = None
     """Only the first of the data's questions; None: all."""
-    num_documents: int = 6
-    """Documents that are timed; one more warms up."""
-    random_pair: RandomPair | None = RandomPair()
-    """What is timed; None times the pair itself on its own documents."""
+    num_documents: int | None = None
+    """Likewise of its documents."""
+    random_pair: RandomPair | None = None
+    """What else is timed."""
+    instead: str = ""
+    """What a person should know about the choice of the pair."""
     device: str = "auto"
     dtype: str | None = None
     """None: float32 on a CPU, where answers can then be compared exactly; else bfloat16."""
-    options: Mapping[str, Any] = field(default_factory=lambda: _SMALL)
+    options: Mapping[str, Any] = field(default_factory=dict)
     """SGLang's own, for all servers."""
-    host_gb: float = 1.0
+    host_gb: float = 4.0
     out: Path = Path("out/demo")
+
+    @classmethod
+    def small(cls, instead: str = "") -> DemoConfig:
+        """The small trained pair of the repository."""
+        return cls(
+            sender=PAIRS / "weights/sender",
+            receiver=PAIRS / "weights/receiver",
+            profile=PAIRS / "sender_to_receiver.json",
+            data=PAIRS / "data/held_out.jsonl",
+            random_pair=RandomPair(),
+            instead=instead,
+            options=_SMALL,
+            host_gb=1.0,
+        )
+
+    @classmethod
+    def shipped(cls) -> DemoConfig:
+        """The real pair where it has been made and has passed, on documents of about 2,000 tokens;
+        else the small one."""
+        real = cls(
+            sender=_REAL / _SENDER,
+            receiver=_REAL / "merged" / _SKILL,
+            profile=_PROFILE,
+            data=_REAL / f"data/{_SKILL}/long.jsonl",
+            num_documents=5,
+            random_pair=RandomPair(),
+            options=_SMALL,
+            host_gb=1.0,
+        )
+        is_made = all(it.exists() for it in (real.sender, real.receiver, real.profile, real.data))
+        return real if is_made and read_profile(real.profile).passed else cls.small(_NOT_HERE)
 
     @property
     def is_on_cpu(self) -> bool:
@@ -107,13 +153,28 @@ class DemoConfig:
         num_threads = max(1, len(os.sched_getaffinity(0)) // 2)
         return {"OMP_NUM_THREADS": str(num_threads), **_CPU_ENV}
 
-    def records(self) -> Sequence[Record]:
+    def documents(self, profile: MeasuredProfile) -> list[Document]:
+        """What the pair is asked, in the tokens that a server would make of it."""
+        made = profile.made
+        template = self.template or made.template or None
+        options = TaskOptions(
+            template=template,
+            metric=Metric(profile.metric) if template else None,
+            max_new=self.max_new or made.max_new or None,
+            chat=made.chat,
+        )
         try:
-            return read_records(self.data)[: self.num_questions]
-        except RecordError as exc:
+            (source,) = load_sources([str(self.data)], options)
+            chosen = [replace(source, records=source.records[: self.num_questions])]
+            tokenizer = load_tokenizer(ModelSource(self.receiver))
+            documents = make_documents(
+                chosen, tokenizer, page_size=PAGE_SIZE, max_prompt_tokens=None
+            )
+        except CacheTreeError as exc:
             raise DemoFailed(str(exc)) from exc
+        return documents[: self.num_documents]
 
-    def pair(self) -> tuple[Subject, PairProfile]:
+    def pair(self) -> tuple[Subject, MeasuredProfile]:
         """The pair whose quality is measured; DemoFailed where its profile does not allow it."""
         if self.sender.is_relative_to(PAIRS) and not PAIRS.is_dir():
             raise DemoFailed(
@@ -123,7 +184,7 @@ class DemoConfig:
             )
         try:
             sender, receiver = read_model_identity(self.sender), read_model_identity(self.receiver)
-            profile = read_profile(self.profile)
+            profile = read_measured(self.profile)
         except CacheTreeError as exc:
             raise DemoFailed(str(exc)) from exc
         for role, model, expected in (
@@ -140,7 +201,9 @@ class DemoConfig:
                 f"profile {self.profile} did not pass its gate: {profile.reason}; "
                 "a server would not reuse this pair"
             )
-        return self._subject(self.sender, self.receiver, sender, profile.recommended.block), profile
+        title = f"{self.sender.name} → {self.receiver.name}"
+        models = self.sender, self.receiver
+        return self._subject(title, models, sender, profile.recommended.block), profile
 
     def make_random(self, pair: RandomPair, folder: Path) -> Subject:
         """Write the pair that is timed, without a progress bar of its own."""
@@ -154,12 +217,15 @@ class DemoConfig:
         dtype = getattr(torch, self.resolved_dtype)
         with contextlib.redirect_stderr(io.StringIO()):  # transformers' own progress bars
             sender, receiver = write_models(folder, config, ["sender", "receiver"], dtype=dtype)
-        return self._subject(sender, receiver, read_model_identity(sender), pair.block)
+        identity = read_model_identity(sender)
+        return self._subject(pair.title, (sender, receiver), identity, pair.block)
 
     def _subject(
-        self, sender: Path, receiver: Path, identity: ModelIdentity, block: Span
+        self, title: str, models: tuple[Path, Path], identity: ModelIdentity, block: Span
     ) -> Subject:
+        sender, receiver = models
         return Subject(
+            title=title,
             sender=sender,
             receiver=receiver,
             sender_identity=identity,

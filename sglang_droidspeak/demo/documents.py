@@ -1,73 +1,35 @@
-"""Documents with questions, as token ids."""
+"""What the sender reads and the receiver is asked: as the profiler makes it of questions about
+documents, or random tokens. The sender reads whole pages."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import takewhile
+from typing import Final
 
-from profiles.data import Record, by_context
+from profiles.data import Document, Metric, Question, Task
 from profiles.random_models import random_prompt
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    prompt: tuple[int, ...]
-    """Document and question."""
-    answers: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Document:
-    shared: tuple[int, ...]
-    """What the sender reads: the tokens with which all prompts of this document begin."""
-    questions: tuple[Question, ...]
-
-    def num_reusable(self, page_size: int) -> int:
-        """Tokens that a cache can give each question: whole pages, never a prompt's last token."""
-        shortest = min(len(question.prompt) for question in self.questions)
-        return min(len(self.shared), shortest - 1) // page_size * page_size
-
-
-def from_records(
-    records: Sequence[Record],
-    template: str,
-    tokenize: Callable[[Sequence[str]], Sequence[Sequence[int]]],
-) -> list[Document]:
-    """One document per context.
-
-    A tokenizer may join the end of the document with the start of the question, so what they share
-    is found in the tokens, not in the text.
-    """
-    documents = []
-    for context, group in by_context(records):
-        texts = [template.format(context=context, input=record.input) for record in group]
-        alone, *prompts = tokenize([template.format(context=context, input=""), *texts])
-        questions = tuple(
-            Question(prompt=tuple(prompt), answers=record.answers)
-            for prompt, record in zip(prompts, group, strict=True)
-        )
-        shared = common_start([alone, *prompts])
-        documents.append(Document(shared=shared, questions=questions))
-    return documents
+_RANDOM: Final = Task(name="random", template="{context}{input}", metric=Metric.F1, max_new=4)
+"""Enough to compare answers; the time to the first token does not depend on the others."""
 
 
 def random_documents(num_documents: int, num_tokens: int, num_new_tokens: int) -> list[Document]:
-    """Documents of the randomly initialised models' tokens, with one question each."""
-    documents = []
-    for seed in range(num_documents):
-        shared = random_prompt(num_tokens, seed)
-        question = random_prompt(num_new_tokens, num_documents + seed)
-        prompt = Question(prompt=(*shared, *question), answers=())
-        documents.append(Document(shared=tuple(shared), questions=(prompt,)))
-    return documents
+    """Documents of the randomly initialised models' tokens; one question each, without an answer.
 
-
-def common_start(sequences: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """The longest prefix that all have.
-
-    >>> common_start([[1, 2, 3], [1, 2, 4, 5], [1, 2]])
-    (1, 2)
+    `num_tokens` are whole pages.
     """
-    columns = zip(*sequences, strict=False)
-    return tuple(column[0] for column in takewhile(lambda it: len(set(it)) == 1, columns))
+    return [
+        Document(
+            context="",
+            prefix=tuple(random_prompt(num_tokens, seed)),
+            questions=(
+                Question(
+                    suffix=tuple(random_prompt(num_new_tokens, num_documents + seed)),
+                    reference=(),
+                    answers=(),
+                    name=str(seed),
+                ),
+            ),
+            task=_RANDOM,
+        )
+        for seed in range(num_documents)
+    ]

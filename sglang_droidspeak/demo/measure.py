@@ -1,46 +1,42 @@
-"""The two parts of the demo: how good the answers are, and how soon they begin."""
+"""Every question under every condition: how good the answers are, and how soon they begin."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
 
+from profiles.data import Document
 from sglang_droidspeak.demo.conditions import Condition, rotated
-from sglang_droidspeak.demo.documents import Document
 from sglang_droidspeak.demo.progress import Advance
 from sglang_droidspeak.demo.results import Sample, Samples
 from sglang_droidspeak.demo.rig import Rig
 
-TIMED_NEW_TOKENS = 4
-"""Enough to compare answers; the time to the first does not depend on the others."""
+WARM_TOKENS: Final = 256
+"""Of the last document, which is read and asked about first, so that nothing is new to the servers
+when times begin to count."""
 
 
-def ask_all(rig: Rig, documents: Sequence[Document], max_new: int, advance: Advance) -> Samples:
-    """Every question of every document under every condition."""
+def ask_all(rig: Rig, documents: Sequence[Document], advance: Advance) -> Samples:
+    """Blocks until all is answered; `advance` is called after each counted answer."""
+    last = documents[-1]
+    short = replace(last, prefix=last.prefix[:WARM_TOKENS], questions=last.questions[:1])
+    _ask(rig, 0, short, {condition: [] for condition in Condition}, lambda: None)
     samples: dict[Condition, list[Sample]] = {condition: [] for condition in Condition}
     for index, document in enumerate(documents):
-        rig.send(document)
-        for condition in rotated(index):
-            for question in document.questions:
-                sample = rig.ask(condition, document, question, max_new_tokens=max_new)
-                samples[condition].append(sample)
-                advance()
+        _ask(rig, index, document, samples, advance)
     return samples
 
 
-def time_all(rig: Rig, documents: Sequence[Document], advance: Advance) -> Samples:
-    """The first question of every document under every condition; the first document warms up."""
-    samples: dict[Condition, list[Sample]] = {condition: [] for condition in Condition}
-    for index, document in enumerate(documents):
-        rig.send(document)
-        for condition in rotated(index):
-            sample = rig.ask(
-                condition,
-                document,
-                document.questions[0],
-                max_new_tokens=TIMED_NEW_TOKENS,
-                sampling_params={"ignore_eos": True},
-            )
-            if index > 0:
-                samples[condition].append(sample)
+def _ask(
+    rig: Rig,
+    index: int,
+    document: Document,
+    samples: dict[Condition, list[Sample]],
+    advance: Advance,
+) -> None:
+    rig.send(document)
+    for condition in rotated(index):
+        for question in document.questions:
+            samples[condition].append(rig.ask(condition, document, question))
             advance()
-    return samples

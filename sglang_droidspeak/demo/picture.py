@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from matplotlib.figure import Figure
 
 from sglang_droidspeak.demo.conditions import Condition
-from sglang_droidspeak.demo.report import DemoReport, hardware
+from sglang_droidspeak.demo.report import DemoReport, Part, described, hardware
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,29 +28,26 @@ def draw(report: DemoReport, path: Path) -> None:
     """Write a PNG, without a display."""
     figure = Figure(figsize=(11.5, 4.8), layout="constrained")
     left, right = figure.subplots(1, 2)
-    _draw_quality(left, report)
-    _draw_speed(right, report)
-    figure.suptitle("A prefix that another model has read: how good, how soon")
+    _draw_quality(left, report.pair)
+    _draw_speed(right, report.pair)
+    figure.suptitle(
+        f"A prefix that another model has read: how good, how soon\n{described(report.pair)}"
+    )
     figure.supxlabel(hardware(report.environment), fontsize=8, color="#555555")
     figure.savefig(path, dpi=150)
 
 
-def _draw_quality(axes: Axes, report: DemoReport) -> None:
-    part = report.quality_on
-    values = [report.quality[condition].f1 for condition in Condition]
-    bars = axes.bar(_labels(report.quality_on.block), values, color=list(COLOURS.values()))
+def _draw_quality(axes: Axes, part: Part) -> None:
+    values = [part.conditions[condition].quality or 0.0 for condition in Condition]
+    bars = axes.bar(_labels(part.block), values, color=list(COLOURS.values()))
     axes.bar_label(bars, [f"{value:.3f}" for value in values], padding=2)
     axes.set_ylim(0, 1.12)
-    axes.set_ylabel("token F1 (0 to 1)")
-    axes.set_title(
-        f"Quality: {part.num_requests} questions, {part.num_layers} layers\n{part.pair}",
-        fontsize=10,
-    )
+    axes.set_ylabel(f"{part.metric} (0 to 1)")
+    axes.set_title(f"Quality: {part.num_questions} questions", fontsize=10)
 
 
-def _draw_speed(axes: Axes, report: DemoReport) -> None:
-    part = report.speed_on
-    rows = [report.speed[condition] for condition in Condition]
+def _draw_speed(axes: Axes, part: Part) -> None:
+    rows = [part.conditions[condition] for condition in Condition]
     medians = [row.ttft_p50_ms / 1000 for row in rows]
     above = [max(0.0, row.ttft_p90_ms - row.ttft_p50_ms) / 1000 for row in rows]
     bars = axes.bar(
@@ -72,11 +69,7 @@ def _draw_speed(axes: Axes, report: DemoReport) -> None:
         )
     axes.set_ylim(0, 1.2 * max(map(sum, zip(medians, above, strict=True))))
     axes.set_ylabel("time to first token in s\n(bar: median, whisker: p90)")
-    axes.set_title(
-        f"Speed: {part.num_requests} documents of {part.tokens_per_document:,.0f} tokens, "
-        f"{part.num_layers} layers\n{part.pair}",
-        fontsize=10,
-    )
+    axes.set_title("Speed, the same requests", fontsize=10)
 
 
 def _labels(block: tuple[int, int]) -> list[str]:

@@ -10,13 +10,13 @@ from rich.table import Table
 
 from profiles.environment import Environment
 from sglang_droidspeak.demo.conditions import Condition
-from sglang_droidspeak.demo.results import Quality, Reuse, Speed
+from sglang_droidspeak.demo.results import Measured
 
 ABSENT = "–"
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
-    """What one part of the demo was run on."""
+    """One pair of models, all conditions on the same documents."""
 
     pair: str
     """In words, for captions."""
@@ -24,21 +24,23 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     block: tuple[int, int]
     """Layers recomputed under `block`, half-open."""
     dtype: str
+    metric: str
+    """Empty where no answers are known."""
     num_documents: int
-    num_requests: int
-    """Per condition."""
+    num_questions: int
     tokens_per_document: float
     """Mean; what the sender read."""
+    conditions: dict[Condition, Measured]
 
 
 class DemoReport(msgspec.Struct, frozen=True, kw_only=True):
     """`demo.json`."""
 
-    version: int = 1
-    quality: dict[Condition, Quality]
-    speed: dict[Condition, Speed]
-    quality_on: Part
-    speed_on: Part
+    version: int = 2
+    pair: Part
+    ceiling: Part | None
+    """Random weights: what the mechanism can save where a pair needs few layers, and nothing about
+    quality. None for a user's own pair."""
     failures: list[str]
     """Checks that did not hold; empty for a demo that counts."""
     elapsed_s: float
@@ -50,18 +52,11 @@ def write_json(report: DemoReport, path: Path) -> None:
 
 
 def table_of(report: DemoReport) -> Table:
-    """F1 from the quality part, everything else from the speed part."""
-    quality_on, speed_on = report.quality_on, report.speed_on
+    """The pair, a row per condition; the ceiling is a line below."""
+    pair = report.pair
     table = Table(
         title="One receiver, four ways to read a document that another model has read",
-        caption=(
-            f"F1: {quality_on.num_requests} questions on {quality_on.num_documents} documents, "
-            f"{quality_on.pair}, {_block(quality_on)}, {quality_on.dtype}\n"
-            f"the rest: {speed_on.num_requests} documents of "
-            f"{speed_on.tokens_per_document:,.0f} tokens, {speed_on.pair}, "
-            f"{_block(speed_on)}, {speed_on.dtype}\n"
-            f"{hardware(report.environment)}"
-        ),
+        caption="\n".join(_captions(report)),
         caption_justify="left",
         box=box.SIMPLE,
         padding=(0, 1, 0, 0),
@@ -69,30 +64,51 @@ def table_of(report: DemoReport) -> Table:
     )
     table.add_column("condition", no_wrap=True)
     for title in (
-        "F1",
+        pair.metric,
         "TTFT\np50 ms",
         "TTFT\np90 ms",
         "faster",
         "tokens\nreused",
-        f"layers\nof {speed_on.num_layers}",
+        f"layers\nof {pair.num_layers}",
         "MB\nmoved",
         "overlap",
     ):
         table.add_column(title, justify="right", no_wrap=True)
     for condition in Condition:
-        quality, speed = report.quality[condition], report.speed[condition]
+        found = pair.conditions[condition]
         table.add_row(
             condition.title,
-            f"{quality.f1:.3f}",
-            f"{speed.ttft_p50_ms:,.0f}",
-            f"{speed.ttft_p90_ms:,.0f}",
-            f"{speed.speedup:.1f} ×",
-            f"{speed.tokens_reused:,.0f}" if speed.tokens_reused else ABSENT,
-            f"{_layers(condition, speed, speed_on.num_layers):.0f}",
-            f"{speed.bytes_moved / 1e6:,.1f}" if speed.bytes_moved else ABSENT,
-            _overlap(speed),
+            ABSENT if found.quality is None else f"{found.quality:.3f}",
+            f"{found.ttft_p50_ms:,.0f}",
+            f"{found.ttft_p90_ms:,.0f}",
+            f"{found.speedup:.1f} ×",
+            f"{found.tokens_reused:,.0f}" if found.tokens_reused else ABSENT,
+            f"{_layers(condition, found, pair.num_layers):.0f}",
+            f"{found.bytes_moved / 1e6:,.1f}" if found.bytes_moved else ABSENT,
+            _overlap(found),
         )
     return table
+
+
+def _captions(report: DemoReport) -> list[str]:
+    lines = [f"{report.pair.num_questions} questions, {described(report.pair)}"]
+    if report.ceiling is not None:
+        full, block = (
+            report.ceiling.conditions[it] for it in (Condition.FULL_PREFILL, Condition.BLOCK)
+        )
+        lines += [
+            f"The mechanism's ceiling, time alone: {described(report.ceiling)}: "
+            f"{full.ttft_p50_ms:,.0f} ms by full prefill, {block.ttft_p50_ms:,.0f} with the "
+            f"block, {block.speedup:.1f} × faster"
+        ]
+    return [*lines, hardware(report.environment)]
+
+
+def described(part: Part) -> str:
+    return (
+        f"{part.num_documents} documents of {part.tokens_per_document:,.0f} tokens, {part.pair}, "
+        f"block [{part.block[0]}, {part.block[1]}) of {part.num_layers} layers, {part.dtype}"
+    )
 
 
 def hardware(environment: Environment) -> str:
@@ -103,16 +119,12 @@ def hardware(environment: Environment) -> str:
     )
 
 
-def _block(part: Part) -> str:
-    return f"block [{part.block[0]}, {part.block[1]})"
-
-
-def _layers(condition: Condition, speed: Speed, num_layers: int) -> float:
+def _layers(condition: Condition, found: Measured, num_layers: int) -> float:
     """Layers computed for the document; a full prefill's are in no provenance."""
-    return num_layers if condition is Condition.FULL_PREFILL else speed.layers_recomputed
+    return num_layers if condition is Condition.FULL_PREFILL else found.layers_recomputed
 
 
-def _overlap(reuse: Reuse) -> str:
+def _overlap(found: Measured) -> str:
     """Means something only where there is both a fetch and a recompute."""
-    both = reuse.bytes_moved and reuse.layers_recomputed
-    return f"{reuse.overlap:.0%}" if both else ABSENT
+    both = found.bytes_moved and found.layers_recomputed
+    return f"{found.overlap:.0%}" if both else ABSENT

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,8 @@ import requests
 
 from cachetree import Cache, CacheConfig, Family, ModelIdentity, Span
 from cachetree.tree import page_hashes
+from profiles.data import Document, Question, score
 from sglang_droidspeak.demo.conditions import Condition
-from sglang_droidspeak.demo.documents import Document, Question
 from sglang_droidspeak.demo.results import Sample
 from sglang_droidspeak.fleet.servers import (
     Server,
@@ -30,9 +30,9 @@ from sglang_droidspeak.request.meta_info import KEY, RequestProvenance
 PUBLISH_S = 60.0
 SETTLE_S = 0.05
 """The receiver gets the same advertisement as the watcher, on a thread of its own."""
-
-
 READY_S = 30.0
+PAGE_SIZE = 16
+"""Tokens."""
 
 Waiting = contextlib.AbstractContextManager[Callable[[float], None]]
 """A step of the progress that ends when the servers are ready."""
@@ -46,6 +46,7 @@ class DemoFailed(Exception):
 class Subject:
     """One pair of models, and how it is served."""
 
+    title: str
     sender: Path
     receiver: Path
     sender_identity: ModelIdentity
@@ -55,7 +56,7 @@ class Subject:
     """SGLang's own options, for both servers."""
     host_gb: float = 1.0
     """Host memory for the sender's KV and E."""
-    page_size: int = 16
+    page_size: int = PAGE_SIZE
 
     @property
     def family(self) -> Family:
@@ -107,13 +108,10 @@ class Rig:
         self._receiver = receiver
         self._watcher = watcher
 
-    def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
-        return self._receiver.tokenize(texts)
-
     def send(self, document: Document) -> None:
-        """Have the sender read the document, and wait until peers know of every whole page."""
-        self._sender.generate(document.shared, max_new_tokens=1, timeout_s=600)
-        pages = page_hashes(document.shared, self.subject.page_size)
+        """Have the sender read the document, and wait until peers know of every page."""
+        self._sender.generate(document.prefix, max_new_tokens=1, timeout_s=600)
+        pages = page_hashes(document.prefix, self.subject.page_size)
         sender_id = self.subject.sender_identity.model_id
         deadline_s = time.monotonic() + PUBLISH_S
         while True:
@@ -128,26 +126,30 @@ class Rig:
             time.sleep(0.01)
         time.sleep(SETTLE_S)
 
-    def ask(
-        self, condition: Condition, document: Document, question: Question, **options: Any
-    ) -> Sample:
+    def ask(self, condition: Condition, document: Document, question: Question) -> Sample:
         """One answer of a receiver whose device cache is empty."""
         self._receiver.flush()
         subject = self.subject
         ttft_s, reply = self._receiver.stream(
-            question.prompt,
+            [*document.prefix, *question.suffix],
+            max_new_tokens=document.task.max_new,
             droidspeak=condition.controls(subject.sender_identity.model_id, subject.block),
             timeout_s=600,
-            **options,
         )
         (provenance,) = reply["meta_info"][KEY]
         return Sample(
             ttft_ms=1000 * ttft_s,
-            text=reply["text"],
+            quality=_quality(document, question, reply["text"]),
             token_ids=tuple(reply["output_ids"]),
-            num_reusable=document.num_reusable(subject.page_size),
+            num_reusable=len(document.prefix),
             provenance=msgspec.convert(provenance, RequestProvenance),
         )
+
+
+def _quality(document: Document, question: Question, text: str) -> float | None:
+    if not question.answers:
+        return None
+    return score(document.task, text, question.answers, question.classes)
 
 
 @contextlib.contextmanager

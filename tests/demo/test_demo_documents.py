@@ -1,65 +1,43 @@
-"""What the sender reads and what the receiver is asked, as tokens."""
+"""What the sender reads and the receiver is asked, as tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import pytest
-
-from profiles.data import Record
+from profiles.evidence import read_measured
+from sglang_droidspeak.demo import DemoConfig
 from sglang_droidspeak.demo.conditions import Condition, rotated
-from sglang_droidspeak.demo.documents import from_records, random_documents
+from sglang_droidspeak.demo.documents import random_documents
+
+SMALL = DemoConfig.small()
 
 
-def record(context: str, question: str) -> Record:
-    return Record(
-        input=question,
-        context=context,
-        answers=("x",),
-        length=len(context.split()),
-        dataset="d",
-        language="en",
-        all_classes=None,
-        id=question,
+def test_documents_are_asked_as_the_profile_was_made() -> None:
+    profile = read_measured(SMALL.profile)
+    documents = SMALL.documents(profile)
+    assert sum(len(it.questions) for it in documents) == 72
+    assert {it.task.template for it in documents} == {profile.made.template}
+    assert {it.task.max_new for it in documents} == {profile.made.max_new}
+    assert all(len(it.prefix) % 16 == 0 for it in documents)
+
+
+def test_template_and_length_of_answers_can_be_others() -> None:
+    other = DemoConfig(
+        sender=SMALL.sender,
+        receiver=SMALL.receiver,
+        profile=SMALL.profile,
+        data=SMALL.data,
+        template="{context} : {input}",
+        max_new=3,
+        num_questions=4,
     )
-
-
-def by_letter(texts: Sequence[str]) -> list[list[int]]:
-    """A tokenizer that joins a blank with the letter after it, as byte-pair encodings do."""
-    return [[hash(piece) for piece in text.replace(" ", "\0 ").split("\0")] for text in texts]
-
-
-def test_questions_on_one_context_are_one_document() -> None:
-    records = [record("a b c", "q1"), record("a b c", "q2"), record("d e", "q3")]
-    documents = from_records(records, "{context} {input}", by_letter)
-    assert [len(document.questions) for document in documents] == [2, 1]
-    assert documents[0].shared == tuple(by_letter(["a b c"])[0])
-
-
-def test_a_token_that_the_question_changes_is_not_shared() -> None:
-    (document,) = from_records([record("a b c", "d")], "{context}{input}", by_letter)
-    assert document.shared == tuple(by_letter(["a b"])[0])
-
-
-def test_the_question_is_never_part_of_what_is_shared() -> None:
-    (document,) = from_records(
-        [record("a b", "same"), record("a b", "same")], "{context} {input}", by_letter
-    )
-    assert document.shared == tuple(by_letter(["a b"])[0])
-
-
-@pytest.mark.parametrize(
-    ("num_tokens", "num_new", "expected"), [(33, 5, 32), (32, 1, 32), (31, 9, 16)]
-)
-def test_reusable_are_whole_pages(num_tokens: int, num_new: int, expected: int) -> None:
-    (document,) = random_documents(1, num_tokens, num_new)
-    assert len(document.questions[0].prompt) == num_tokens + num_new
-    assert document.num_reusable(16) == expected
+    documents = other.documents(read_measured(SMALL.profile))
+    assert [len(it.questions) for it in documents] == [3, 1]
+    assert {(it.task.template, it.task.max_new) for it in documents} == {("{context} : {input}", 3)}
 
 
 def test_random_documents_differ_from_their_first_page_on() -> None:
     documents = random_documents(5, 32, 4)
-    assert len({document.shared[:16] for document in documents}) == 5
+    assert len({it.prefix[:16] for it in documents}) == 5
+    assert {(len(it.prefix), len(it.questions[0].suffix)) for it in documents} == {(32, 4)}
 
 
 def test_no_condition_always_comes_first() -> None:

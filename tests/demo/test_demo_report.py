@@ -7,13 +7,14 @@ import json
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from rich.console import Console
 
 from profiles.environment import read_environment
 from sglang_droidspeak.demo.conditions import Condition
 from sglang_droidspeak.demo.picture import draw
 from sglang_droidspeak.demo.report import DemoReport, Part, table_of, write_json
-from sglang_droidspeak.demo.results import Quality, Speed
+from sglang_droidspeak.demo.results import Measured
 
 MEANS = {
     "num_requests": 6,
@@ -29,25 +30,24 @@ MEANS = {
 NOTHING = dict.fromkeys(MEANS, 0) | {"num_requests": 6}
 
 
-@pytest.fixture
-def report() -> DemoReport:
-    part = Part(
-        pair="sender → receiver",
+def part(block_ms: float = 1000.0, quality: float | None = 0.986) -> Part:
+    times = dict(zip(Condition, (4000.0, 400.0, block_ms, 4100.0), strict=True))
+    qualities = dict.fromkeys(Condition, quality)
+    if quality is not None:
+        qualities |= {Condition.FULL_PREFILL: 0.993, Condition.FULL_REUSE: 0.167}
+    return Part(
+        pair="sender → receiver" if quality else "random weights",
         num_layers=12,
         block=(4, 7),
         dtype="float32",
+        metric="f1" if quality else "",
         num_documents=6,
-        num_requests=6,
+        num_questions=6,
         tokens_per_document=2000.0,
-    )
-    times = dict(zip(Condition, (4000.0, 400.0, 1000.0, 4100.0), strict=True))
-    f1 = dict(zip(Condition, (0.993, 0.167, 0.986, 0.993), strict=True))
-    means = {it: NOTHING if it is Condition.FULL_PREFILL else MEANS for it in Condition}
-    return DemoReport(
-        quality={it: Quality(**means[it], f1=f1[it]) for it in Condition},
-        speed={
-            it: Speed(
-                **means[it],
+        conditions={
+            it: Measured(
+                **(NOTHING if it is Condition.FULL_PREFILL else MEANS),
+                quality=qualities[it],
                 ttft_p50_ms=times[it],
                 ttft_p90_ms=times[it] * 1.2,
                 speedup=round(4000 / times[it], 2),
@@ -55,8 +55,14 @@ def report() -> DemoReport:
             )
             for it in Condition
         },
-        quality_on=part,
-        speed_on=part,
+    )
+
+
+@pytest.fixture
+def report() -> DemoReport:
+    return DemoReport(
+        pair=part(),
+        ceiling=part(block_ms=800.0, quality=None),
         failures=[],
         elapsed_s=123.4,
         environment=read_environment(("sglang", "torch")),
@@ -66,27 +72,42 @@ def report() -> DemoReport:
 def test_json_has_a_place_for_every_number(report: DemoReport, tmp_path: Path) -> None:
     write_json(report, tmp_path / "demo.json")
     found = json.loads((tmp_path / "demo.json").read_text())
-    names = {"full_prefill", "full_reuse", "block", "all_layers"}
-    assert set(found["quality"]) == set(found["speed"]) == names
-    assert found["quality"]["block"]["f1"] == 0.986
-    speed = found["speed"]["block"]
-    assert (speed["ttft_p50_ms"], speed["ttft_p90_ms"], speed["speedup"]) == (1000.0, 1200.0, 4.0)
-    assert speed["tokens_reused"] == 2000
-    assert (speed["layers_recomputed"], speed["bytes_moved"]) == (3, 116_736_000)
-    assert speed["overlap"] == 0.93
+    conditions = found["pair"]["conditions"]
+    assert set(conditions) == {"full_prefill", "full_reuse", "block", "all_layers"}
+    block = conditions["block"]
+    assert block["quality"] == 0.986
+    assert (block["ttft_p50_ms"], block["ttft_p90_ms"], block["speedup"]) == (1000.0, 1200.0, 4.0)
+    assert block["tokens_reused"] == 2000
+    assert (block["layers_recomputed"], block["bytes_moved"]) == (3, 116_736_000)
+    assert block["overlap"] == 0.93
+    assert found["ceiling"]["conditions"]["block"]["quality"] is None
     assert found["environment"]["num_cores"] >= 1
     assert set(found["environment"]["versions"]) >= {"sglang", "torch", "python"}
 
 
-def test_table_has_one_row_per_condition(report: DemoReport) -> None:
+def printed(report: DemoReport) -> list[str]:
     out = io.StringIO()
     Console(file=out, width=80).print(table_of(report))
-    lines = out.getvalue().splitlines()
+    return out.getvalue().splitlines()
+
+
+def test_table_has_one_row_per_condition(report: DemoReport) -> None:
+    lines = printed(report)
     (block,) = [line.split() for line in lines if line.strip().startswith("block ")]
     assert block == ["block", "0.986", "1,000", "1,200", "4.0", "×", "2,000", "3", "116.7", "93%"]
     (full,) = [line.split() for line in lines if line.strip().startswith("full prefill ")]
     assert full[2:] == ["0.993", "4,000", "4,800", "1.0", "×", "–", "12", "–", "–"]
     assert "layers" in lines[1] and "of 12" in lines[2]
+
+
+def test_random_weights_are_a_line_of_their_own(report: DemoReport) -> None:
+    said = " ".join(" ".join(printed(report)).split())
+    assert "ceiling, time alone: 6 documents of 2,000 tokens, random weights" in said
+    assert "4,000 ms by full prefill, 800 with the block, 5.0 × faster" in said
+
+
+def test_an_own_pair_has_no_ceiling(report: DemoReport) -> None:
+    assert "ceiling" not in " ".join(printed(replace(report, ceiling=None)))
 
 
 def test_picture_is_a_png(report: DemoReport, tmp_path: Path) -> None:

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from cachetree import ModelIdentity, PairProfile
 from cachetree.planning.profile import PROFILE_VERSION as VERSION
 from cachetree.planning.profile import BlockQuality
 from sglang_droidspeak.demo.checks import equality_failures, quality_failures, reuse_failures
 from sglang_droidspeak.demo.conditions import Condition
-from sglang_droidspeak.demo.results import (
-    Sample,
-    percentile,
-    quality_of,
-    speed_of,
-)
+from sglang_droidspeak.demo.results import Sample, measured_of
 from sglang_droidspeak.request.meta_info import RequestProvenance
 
 REUSED = RequestProvenance(
@@ -29,7 +21,7 @@ NOTHING = RequestProvenance(outcome="off")
 def sample(**changes) -> Sample:
     values = {
         "ttft_ms": 10.0,
-        "text": "guard",
+        "quality": 1.0,
         "token_ids": (7, 2),
         "num_reusable": 128,
         "provenance": REUSED,
@@ -75,31 +67,25 @@ def profile(tolerance: float = 0.05) -> PairProfile:
     )
 
 
-@given(
-    st.lists(st.floats(0, 1e6), min_size=1, max_size=40),
-    st.floats(0, 100),
-)
-def test_percentile_is_numpys(values: list[float], percent: float) -> None:
-    assert percentile(values, percent) == pytest.approx(np.percentile(values, percent))
-
-
-def test_percentile_of_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match="no values"):
-        percentile([], 50)
-
-
-def test_quality_is_the_mean_f1_and_the_means_of_the_reuse() -> None:
-    mixed = [sample(), sample(text="baker", provenance=NOTHING)]
-    quality = quality_of(samples(2, block=mixed), [("guard",), ("guard",)])
-    assert quality[Condition.FULL_REUSE].f1 == 1.0
-    block = quality[Condition.BLOCK]
-    assert (block.f1, block.num_requests, block.num_reused) == (0.5, 2, 1)
+def test_a_condition_is_the_means_of_its_requests() -> None:
+    mixed = [sample(), sample(quality=0.0, provenance=NOTHING)]
+    found = measured_of(samples(2, block=mixed))
+    assert found[Condition.FULL_REUSE].quality == 1.0
+    block = found[Condition.BLOCK]
+    assert (block.quality, block.num_requests, block.num_reused) == (0.5, 2, 1)
     assert (block.tokens_reused, block.layers_recomputed, block.bytes_moved) == (64, 1.5, 500)
+
+
+def test_random_weights_have_no_quality() -> None:
+    nobody_knows = {condition: [sample(quality=None)] for condition in Condition}
+    found = measured_of(nobody_knows)
+    assert {it.quality for it in found.values()} == {None}
+    assert list(quality_failures(found, profile())) == []
 
 
 def test_speed_is_relative_to_the_median_of_full_prefill() -> None:
     slow = [sample(ttft_ms=ms, provenance=NOTHING) for ms in (300.0, 100.0, 200.0)]
-    speed = speed_of(samples(3, full_prefill=slow, block=[sample(ttft_ms=50.0)] * 3))
+    speed = measured_of(samples(3, full_prefill=slow, block=[sample(ttft_ms=50.0)] * 3))
     assert speed[Condition.FULL_PREFILL].ttft_p50_ms == 200.0
     assert speed[Condition.FULL_PREFILL].ttft_p90_ms == 280.0
     assert speed[Condition.FULL_PREFILL].speedup == 1.0
@@ -108,7 +94,7 @@ def test_speed_is_relative_to_the_median_of_full_prefill() -> None:
 
 def test_a_good_demo_has_no_failures() -> None:
     good = samples()
-    quality = quality_of(good, [("guard",)] * 10)
+    quality = measured_of(good)
     assert [*reuse_failures(good, "quality"), *equality_failures(good, "quality", "float32")] == []
     assert list(quality_failures(quality, profile())) == []
 
@@ -152,7 +138,7 @@ def test_in_16_bits_most_first_tokens_must_agree() -> None:
 
 @pytest.mark.parametrize(("tolerance", "num_failures"), [(0.05, 1), (0.2, 0)])
 def test_the_block_must_keep_the_profiles_promise(tolerance: float, num_failures: int) -> None:
-    worse = samples(block=[sample(text="baker")] + [sample()] * 9)
-    quality = quality_of(worse, [("guard",)] * 10)
-    assert quality[Condition.BLOCK].f1 == 0.9
+    worse = samples(block=[sample(quality=0.0)] + [sample()] * 9)
+    quality = measured_of(worse)
+    assert quality[Condition.BLOCK].quality == 0.9
     assert len(list(quality_failures(quality, profile(tolerance)))) == num_failures

@@ -11,10 +11,11 @@ from msgspec.structs import replace
 
 from cachetree.checkpoint.identity import read_model_identity
 from cachetree.planning.profile import read_profile, write_profile
+from profiles.evidence import read_measured
 from sglang_droidspeak.cli import main
-from sglang_droidspeak.demo import DemoConfig
+from sglang_droidspeak.demo import DemoConfig, config
 
-SHIPPED = DemoConfig()
+SMALL = DemoConfig.small()
 
 
 def run(capsys, *argv: str) -> tuple[int, str, str]:
@@ -24,9 +25,9 @@ def run(capsys, *argv: str) -> tuple[int, str, str]:
 
 
 def test_identity_prints_the_id_that_profiles_use(capsys) -> None:
-    code, out, _ = run(capsys, "identity", str(SHIPPED.sender))
+    code, out, _ = run(capsys, "identity", str(SMALL.sender))
     assert code == 0
-    assert read_profile(SHIPPED.profile).sender.model_id in out
+    assert read_profile(SMALL.profile).sender.model_id in out
 
 
 def test_version_names_both(capsys) -> None:
@@ -39,10 +40,10 @@ def test_version_names_both(capsys) -> None:
 
 
 def test_identity_as_json(capsys) -> None:
-    code, out, _ = run(capsys, "identity", str(SHIPPED.receiver), "--json")
+    code, out, _ = run(capsys, "identity", str(SMALL.receiver), "--json")
     fields = json.loads(out)
     assert code == 0
-    assert fields["model_id"] == read_model_identity(SHIPPED.receiver).model_id
+    assert fields["model_id"] == read_model_identity(SMALL.receiver).model_id
     assert fields["num_layers"] == 12
 
 
@@ -67,7 +68,7 @@ def test_an_own_pair_needs_all_four(capsys) -> None:
 
 
 def own_pair(tmp_path: Path, **changes: Path) -> list[str]:
-    files = {name: getattr(SHIPPED, name) for name in ("sender", "receiver", "profile", "data")}
+    files = {name: getattr(SMALL, name) for name in ("sender", "receiver", "profile", "data")}
     argv = ["demo", "--out", str(tmp_path / "out")]
     for name, path in {**files, **changes}.items():
         argv += [f"--{name}", str(path)]
@@ -75,13 +76,13 @@ def own_pair(tmp_path: Path, **changes: Path) -> list[str]:
 
 
 def test_a_profile_of_another_pair_is_refused(capsys, tmp_path: Path) -> None:
-    code, _, err = run(capsys, *own_pair(tmp_path, sender=SHIPPED.receiver))
+    code, _, err = run(capsys, *own_pair(tmp_path, sender=SMALL.receiver))
     assert code == 1
     assert "has sender" in err and "profile this pair" in err
 
 
 def test_a_profile_that_failed_its_gate_is_refused(capsys, tmp_path: Path) -> None:
-    failed = replace(read_profile(SHIPPED.profile), passed=False, reason="too bad")
+    failed = replace(read_measured(SMALL.profile), passed=False, reason="too bad")
     write_profile(failed, tmp_path / "failed.json")
     code, _, err = run(capsys, *own_pair(tmp_path, profile=tmp_path / "failed.json"))
     assert code == 1
@@ -94,3 +95,25 @@ def test_options_that_are_no_keys_are_refused(capsys, tmp_path: Path, text: str)
     code, _, err = run(capsys, "demo", "--options", str(tmp_path / "options.yaml"))
     assert code == 1
     assert "options" in err
+
+
+def test_where_the_real_pair_is_not_made_the_small_one_takes_its_place(monkeypatch) -> None:
+    monkeypatch.setattr(config, "_REAL", Path("nowhere"))
+    found = DemoConfig.shipped()
+    assert found.sender == SMALL.sender
+    assert "python -m tools.real" in found.instead
+
+
+def test_the_real_pair_is_taken_where_it_is_made(monkeypatch, tmp_path: Path) -> None:
+    for made in ("base", "merged/questions", "data/questions/long.jsonl"):
+        (tmp_path / made).mkdir(parents=True)
+    monkeypatch.setattr(config, "_REAL", tmp_path)
+    monkeypatch.setattr(config, "_PROFILE", SMALL.profile)
+    found = DemoConfig.shipped()
+    assert (found.sender, found.receiver) == (tmp_path / "base", tmp_path / "merged/questions")
+    assert not found.instead
+    failed = replace(read_measured(SMALL.profile), passed=False, reason="too bad")
+    write_profile(failed, tmp_path / "failed.json")
+    for profile in ("failed.json", "none.json"):
+        monkeypatch.setattr(config, "_PROFILE", tmp_path / profile)
+        assert DemoConfig.shipped().sender == SMALL.sender

@@ -27,6 +27,7 @@ from tools.real.train import RECIPES, train
 
 SHIPPED: Final = Path("examples/real")
 BASE: Final = "base"
+WEIGHTS: Final = "model.safetensors"
 
 
 def main() -> int:
@@ -44,10 +45,7 @@ def main() -> int:
         elif args.command == "profile":
             return profile(args.sender, args.receiver, args.work, loras=args.lora)
         else:
-            for adapter in sorted(SHIPPED.glob("*/adapter_config.json")):
-                out = args.work / "merged" / adapter.parent.name
-                merge_folder(base, adapter.parent, out)
-                tqdm.write(f"wrote {out}")
+            merge_all(base, args.work / "merged")
     except BaseError as error:
         tqdm.write(f"real: {error}", file=sys.stderr)
         return 1
@@ -55,6 +53,17 @@ def main() -> int:
         tqdm.write("stopped; the same command continues", file=sys.stderr)
         return 130
     return 0
+
+
+def merge_all(base: Path, folder: Path) -> None:
+    """Each shipped skill as a whole checkpoint, where that is not there or older than its parts."""
+    for adapter in sorted(SHIPPED.glob("*/adapter_model.safetensors")):
+        out = folder / adapter.parent.name
+        made, parts = out / WEIGHTS, (adapter, base / WEIGHTS)
+        if made.exists() and made.stat().st_mtime > max(it.stat().st_mtime for it in parts):
+            continue
+        merge_folder(base, adapter.parent, out)
+        tqdm.write(f"wrote {out}")
 
 
 def profile(sender: str, receiver: str, work: Path, *, loras: bool) -> int:
