@@ -166,7 +166,7 @@ class DemoConfig:
         try:
             (source,) = load_sources([str(self.data)], options)
             chosen = [replace(source, records=source.records[: self.num_questions])]
-            tokenizer = load_tokenizer(ModelSource(self.receiver))
+            tokenizer = load_tokenizer(ModelSource(path=self.receiver))
             documents = make_documents(
                 chosen, tokenizer, page_size=PAGE_SIZE, max_prompt_tokens=None
             )
