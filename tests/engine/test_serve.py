@@ -16,7 +16,7 @@ from sglang_droidspeak.cli import main
 from sglang_droidspeak.demo import DemoConfig
 from sglang_droidspeak.start.config import LINKER_MODULE, is_configured
 
-SHIPPED = DemoConfig()
+SHIPPED = DemoConfig.small()
 MODEL = ["serve", "--model", str(SHIPPED.receiver)]
 SETTINGS = ["--peer", "tcp://127.0.0.1:7001", "--profile", str(SHIPPED.profile)]
 OPTIONS = ["--", "--device", "cpu", "--port", "30001", "--sleep-on-idle"]

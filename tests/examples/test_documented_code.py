@@ -21,6 +21,7 @@ import yaml
 from cachetree.cli import parser as cachetree
 from sglang_droidspeak.cli import parser as droidspeak
 from sglang_droidspeak.start.config import parse_settings
+from tools.real.__main__ import parser as real
 from tools.reference import ROOT, pages
 
 CHECKOUT = "/path/to/this/checkout"
@@ -82,6 +83,8 @@ def _check(words: list[str]) -> None:
             assert (ROOT / path).exists()
         case ["python", "-m", "benchmarks.simulate", path, *_]:
             assert (ROOT / path).exists()
+        case ["python", "-m", "tools.real", *rest]:
+            real().parse_args(rest)
         case ["python", "examples/break_even.py", *_]:
             subprocess.run([sys.executable, *words[1:]], cwd=ROOT, check=True)
         case ["python" | "bash", path]:

@@ -31,7 +31,7 @@ WEIGHTS: Final = "model.safetensors"
 
 
 def main() -> int:
-    args = _parser().parse_args()
+    args = parser().parse_args()
     try:
         base = base_model(args.work)
         files = write_sets(SHIPPED / "packages.jsonl", args.work / "data")
@@ -93,7 +93,7 @@ def _model(role: str, name: str, work: Path, loras: bool) -> list[str]:
     return [f"--{role}", str(work / "merged" / name)]
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tools.real", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--work", type=Path, default=Path("build/real"), help="where all goes")
