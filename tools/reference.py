@@ -268,6 +268,33 @@ def real_pairs() -> str:
     return table(head, rows)
 
 
+class _Rate(msgspec.Struct, frozen=True):
+    mb_per_s: float
+    off_ttft_p50_ms: float
+    auto_ttft_p50_ms: float
+    ratio: float
+    paired_ratio: float
+    outcomes: dict[str, int]
+
+
+def link_sweep() -> str:
+    """What `auto` costs at each rate of a link, beside a full prefill of the same document."""
+    raw = (ROOT / "benchmarks/results/link_sweep.json").read_bytes()
+    rows = [
+        [
+            f"{it.mb_per_s:,.0f}",
+            f"{it.off_ttft_p50_ms:,.0f}",
+            f"{it.auto_ttft_p50_ms:,.0f}",
+            f"{it.ratio:.3f}",
+            f"{it.paired_ratio:.3f}",
+            ", ".join(f"{num} `{outcome}`" for outcome, num in it.outcomes.items()),
+        ]
+        for it in msgspec.convert(msgspec.json.decode(raw)["rates"], tuple[_Rate, ...])
+    ]
+    head = ["link, MB/s", "TTFT of full prefill, ms", "of `auto`", "ratio", "median of pairs"]
+    return table([*head, "outcomes of `auto`"], rows)
+
+
 def sizes() -> str:
     """Of the pair that `break_even` knows, with E at one layer."""
     pair = break_even.Pair()
@@ -304,6 +331,7 @@ PARTS: Final[dict[str, Callable[[], str]]] = {
     **{f"outcomes_{it}": partial(outcomes, it) for it in SECTIONS},
     "break_even": break_even.markdown,
     "codecs": codecs,
+    "link_sweep": link_sweep,
     "proof": proof,
     "real_pairs": real_pairs,
     "refreshed_layers": refreshed_layers,
