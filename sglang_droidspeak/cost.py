@@ -14,11 +14,9 @@ and until the scheduler sees its end.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import statistics
 import time
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +27,7 @@ import torch
 from scipy.optimize import nnls
 
 from cachetree import Span
-from cachetree.planning import Margin, PrefillCost
+from cachetree.planning import Margin, PrefillCost, most_of, weighted_median
 
 _PER_LENGTH: Final = 8
 """Passes kept of each power of two of tokens."""
@@ -199,17 +197,17 @@ class Meter:
         loads have more. A prior until something was measured, and nothing on a CPU."""
         if not self._copies:
             return _PCIE_BYTE_S if self._on_cuda else 0.0
-        rates = sorted((seconds / num_bytes, num_bytes) for num_bytes, seconds in self._copies)
-        until = list(itertools.accumulate(num_bytes for _, num_bytes in rates))
-        return rates[bisect_left(until, until[-1] / 2)][0]
+        return weighted_median(
+            (seconds / num_bytes, num_bytes) for num_bytes, seconds in self._copies
+        )
 
     @property
     def notice_s(self) -> float:
         """From the end of a fetch until the scheduler sees it: what two in three did not exceed,
         each for a minute. Whoever avoids what was slow would not see that it has recovered."""
         since_s = self._clock() - _NOTICES_AGE_S
-        known = sorted(late_s for at_s, late_s in self._notices if at_s >= since_s)
-        return known[2 * (len(known) - 1) // 3] if known else _NOTICE_S
+        known_s = most_of(late_s for at_s, late_s in self._notices if at_s >= since_s)
+        return _NOTICE_S if known_s is None else known_s
 
     def noticed(self, late_s: float) -> None:
         """The end of a fetch was seen so long after it."""

@@ -5,6 +5,7 @@ from cachetree.planning.gate import Profiles, index_profiles
 from cachetree.planning.link import FREE as FREE_LINK
 from cachetree.planning.link import Link
 from cachetree.planning.margin import Margin
+from cachetree.planning.medians import most_of, weighted_median
 from cachetree.planning.plan import Match, Plan, Strategy
 from cachetree.planning.policy import Considered, Weighed, choose, saving_s, weigh
 from cachetree.planning.prediction import (
@@ -56,11 +57,13 @@ __all__ = [
     "full_prefill_s",
     "index_profiles",
     "layers_of_work",
+    "most_of",
     "predict_ttft_s",
     "read_profile",
     "read_profile_as",
     "recompute_s",
     "saving_s",
     "weigh",
+    "weighted_median",
     "write_profile",
 ]

@@ -28,9 +28,8 @@ def predict_ttft_s(plan: Plan, *, page_size: int, costs: Costs) -> float | None:
     """Seconds until the KV of `plan.pages` is there; None while the device's speed is unknown.
 
     E comes first, then the transfer of KV overlaps the block. A block costs one full layer less
-    than it has: its last one needs only K and V. What has
-    come is copied to the device, KV beside the block. The own forward over new tokens is not
-    included.
+    than it has: its last one needs only K and V. What has come is copied to the device, KV beside
+    the block. The own forward over new tokens is not included.
     """
     times = times_of(plan, page_size, costs)
     return None if times is None else times.ttft_s

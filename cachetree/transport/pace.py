@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import replace
-from itertools import accumulate
 
 from cachetree.clock import Clock
-from cachetree.planning import Link, Margin
+from cachetree.planning import Link, Margin, most_of, weighted_median
 from cachetree.transport.frames import MIN_FRAME_BYTES
 
 MAX_LAG_S = 0.05
@@ -123,20 +120,11 @@ class Bandwidth:
     def _fit(self) -> Link:
         fixed_s, byte_s = 0.0, weighted_median((s / n, n) for n, s in self._samples)
         for _ in range(self._ROUNDS):
-            trips_s = sorted(
-                s - n * byte_s for n, s in self._samples if n * byte_s <= self._SHORT_S
-            )
-            fixed_s = max(0.0, trips_s[2 * (len(trips_s) - 1) // 3]) if trips_s else 0.0
+            trips_s = (s - n * byte_s for n, s in self._samples if n * byte_s <= self._SHORT_S)
+            fixed_s = max(0.0, most_of(trips_s) or 0.0)
             # Where all of it were fixed time, a fetch would tell nothing of its bytes.
             byte_s = weighted_median(
                 (max(s - fixed_s, s / 2) / n, n * byte_s / (fixed_s + n * byte_s))
                 for n, s in self._samples
             )
         return Link(byte_s=byte_s, fixed_s=fixed_s, margin=self._margin.factor)
-
-
-def weighted_median(pairs: Iterable[tuple[float, float]]) -> float:
-    """Of (value, weight); 0 of none."""
-    ascending = sorted(pairs)
-    until = list(accumulate(weight for _, weight in ascending))
-    return ascending[bisect_left(until, until[-1] / 2)][0] if ascending else 0.0
