@@ -14,7 +14,7 @@ import psutil
 from cachetree import CacheTreeError, ConfigError, read_yaml
 from cachetree.transport import Status, StatusRequest, ask, credentials_of
 from sglang_droidspeak.cli import live
-from sglang_droidspeak.cli.serve import server_of
+from sglang_droidspeak.cli.serve import as_flags, server_of
 from sglang_droidspeak.start.config import LINKER_MODULE, MIN_PAGE_SIZE, Settings, parse_settings
 from sglang_droidspeak.start.peers import KEY
 
@@ -23,8 +23,6 @@ PATIENCE_S: Final = 5.0
 """For a peer's answer."""
 _START: Final = "start it, or mend its address or keys"
 _CLOCKS_S: Final = 2.0
-_SERVERS: Final = ("page-size", "tp", "tp-size", "tensor-parallel-size", "revision")
-"""Options of SGLang that settings are checked against."""
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,8 +78,7 @@ def configuration(path: Path) -> Iterator[Check]:
     try:
         options = read_yaml(path, "config")
         settings, extra = _settings(options, path)
-        flags = [f"--{name}={value}" for name, value in options.items() if name in _SERVERS]
-        server = server_of(extra, str(options.get("model-path")), flags)
+        server = server_of(extra, str(options.get("model-path")), [*as_flags(options)])
     except CacheTreeError as exc:
         yield Check(name="settings", ok=False, found=str(exc), remedy=f"correct {path}")
         return

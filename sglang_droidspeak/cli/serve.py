@@ -66,7 +66,7 @@ def _serve(args: argparse.Namespace) -> int:
         show(f"# {shlex.join(['python', '-m', _MODULE, '--config', 'FILE', *rest])}")
         show(yaml.safe_dump(options, sort_keys=False).rstrip())
         return 0
-    command = [sys.executable, "-m", _MODULE, *_as_flags(options), *rest]
+    command = [sys.executable, "-m", _MODULE, *as_flags(options), *rest]
     os.execv(sys.executable, command)
 
 
@@ -135,8 +135,11 @@ def _own_flags() -> argparse.ArgumentParser:
     return flags
 
 
-def _as_flags(options: Mapping[str, Any]) -> Iterator[str]:
+def as_flags(options: Mapping[str, Any]) -> Iterator[str]:
+    """What SGLang makes of the options of a configuration file."""
     for name, value in options.items():
+        if value is False:
+            continue
         yield f"--{name}"
         if value is not True:
             yield value if isinstance(value, str) else json.dumps(value)

@@ -117,6 +117,16 @@ def test_a_configuration_that_would_not(
     assert [it.ok for it in found.values()].count(False) == 1
 
 
+def test_adapters_are_enabled_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Profiles of adapters are then those of this server, as they are where it starts."""
+    monkeypatch.chdir(ROOT)
+    path = configured(tmp_path, profiles=["examples/pairs/sender_lora_to_receiver_lora.json"])
+    options = yaml.safe_load(path.read_text()) | {"model-path": "examples/pairs/weights/foundation"}
+    for is_enabled in (True, False):
+        path.write_text(yaml.safe_dump(options | {"enable-lora": is_enabled}))
+        assert by_name(checks.configuration(path))["settings"].ok == is_enabled
+
+
 def test_a_peer_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(checks, "PATIENCE_S", 0.1)
