@@ -37,6 +37,7 @@ from cachetree.transport import (
 )
 from cachetree.transport.pace import Bandwidth
 from cachetree.transport.peer import NO_WORKER
+from cachetree.transport.tracing import NoteServed, untraced
 from cachetree.tree import CacheTree
 
 log = logging.getLogger(__name__)
@@ -63,6 +64,7 @@ class Cache:
         tiers: Sequence[MakeTier] = (),
         register: Register = unregistered,
         clock: Clock = time.monotonic,
+        note_served: NoteServed = untraced,
     ) -> None:
         self.family: Final = family
         self.tree: Final = CacheTree(
@@ -94,7 +96,12 @@ class Cache:
                 self._add_tier(make)
             if config.serves:
                 self._worker = Worker(
-                    self.tree, config.worker, disk=self._disk, sources=self.sources, clock=clock
+                    self.tree,
+                    config.worker,
+                    disk=self._disk,
+                    sources=self.sources,
+                    clock=clock,
+                    note_served=note_served,
                 )
             own_epoch = self._worker.epoch if self._worker else NO_WORKER
             for address in map(Location, config.peers):
@@ -165,7 +172,9 @@ class Cache:
         searches = [tier.search(pages) for tier in self._tiers.values()]
         return [search for search in searches if not search.is_over]
 
-    def fetch(self, plan: Plan, pages: Sequence[PageHash], deadline: Deadline) -> Staging | None:
+    def fetch(
+        self, plan: Plan, pages: Sequence[PageHash], deadline: Deadline, traceparent: str = ""
+    ) -> Staging | None:
         """Begin to land the steps of `plan` in host memory; returns at once.
 
         `pages` are all pages of the prompt, of which the plan takes `plan.pages`. None where the
@@ -193,6 +202,7 @@ class Cache:
             staging = Staging(sizes, deadline, {}, note_end)
             staging.fail(exc)
             return staging
+        staging.traceparent = traceparent
         self._under_way[plan.location].add(staging)
         source = self._tiers.get(plan.location) or self._peers.get(plan.location)
         if source is None:

@@ -18,6 +18,7 @@ from cachetree.cli.show import show
 from cachetree.config import CacheConfig, read_yaml, settings_of
 from cachetree.errors import ConfigError
 from cachetree.metrics import StatusPage, parse_http
+from cachetree.transport.tracing import exported
 
 _SERVED: Final = {"accepts": True, "admin": ()}
 """What else than by default a worker does that runs alone: it is there to be given entries, and
@@ -61,6 +62,9 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     cache: CacheConfig = CacheConfig()
     http: str = ""
     """`HOST:PORT` of /metrics and /health; a port alone is for this machine. Empty for none."""
+    traces: str = ""
+    """`HOST:PORT` of a collector that takes spans (OTLP over gRPC, not encrypted): of fetches for
+    requests that their server traces. Empty for none."""
 
     def __post_init__(self) -> None:
         if self.http:
@@ -91,7 +95,9 @@ def run(config: ServeConfig) -> None:
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
-    with Cache(config.family, config.cache) as cache, contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
+        note_served = stack.enter_context(exported(config.traces))
+        cache = stack.enter_context(Cache(config.family, config.cache, note_served=note_served))
         show(f"serving at {cache.address}")
         if config.http:
             page = StatusPage(*parse_http(config.http, field="http"), cache.status)

@@ -59,6 +59,11 @@ class Staging:
         self.started_s: Final = deadline.clock()
         self.completed_s: float | None = None
         """When the last byte landed, on the deadline's clock."""
+        self.traceparent = ""
+        """Of the request that it is for, set before the writer begins; empty where that is not
+        traced."""
+        self.landed_s: dict[Step, float] = {}
+        """When each step was there, on the same clock; only of one that is traced."""
 
     def write(self, step: Step, offset: int, payload: memoryview) -> None:
         """Copy `payload` into the step at `offset`; each byte must come exactly once.
@@ -94,6 +99,8 @@ class Staging:
             self._missing[step] -= size
             self.num_landed_bytes += size
             if not self._missing[step]:
+                if self.traceparent:
+                    self.landed_s[step] = self.deadline.clock()
                 if self.is_complete:
                     self.completed_s = self.deadline.clock()
                 self._changed.notify_all()

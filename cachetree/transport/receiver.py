@@ -78,6 +78,7 @@ class FetchReceiver:
             window_bytes=window_bytes,
             reads_arena=reads_arena,
             timeout_ms=int(self.staging.deadline.remaining_s() * 1000),
+            traceparent=self.staging.traceparent,
         )
 
     @property

@@ -68,9 +68,11 @@ class Stream:
         self.served_bytes = 0
         """Sent, on top of what its neighbours had been sent when it came."""
         self.is_over = False
+        self.is_cut = False
+        """It ended before all was sent."""
         self._arena = arena
         """If the receiver reads it."""
-        self._sent_bytes = 0
+        self.sent_bytes = 0
         self._step, self._offset = first
         self._index = 0
         """Which view of the step comes next."""
@@ -117,7 +119,7 @@ class Stream:
             channel.put(frame, views)
             self._send_queue = channel.send_queue
             self._queued_bytes = channel.send_queue.queued_bytes
-        self._sent_bytes += frame.size
+        self.sent_bytes += frame.size
         self.served_bytes += frame.size
         self.in_flight_bytes += frame.size
         self._offset += frame.size
@@ -127,13 +129,14 @@ class Stream:
 
     def credit(self, num_bytes: int) -> None:
         """The receiver placed that much in all; raises ProtocolError for more than was sent."""
-        if not 0 < num_bytes <= self._sent_bytes:
-            raise ProtocolError(f"a credit of {num_bytes} bytes where {self._sent_bytes} were sent")
-        self.in_flight_bytes = min(self.in_flight_bytes, self._sent_bytes - num_bytes)
+        if not 0 < num_bytes <= self.sent_bytes:
+            raise ProtocolError(f"a credit of {num_bytes} bytes where {self.sent_bytes} were sent")
+        self.in_flight_bytes = min(self.in_flight_bytes, self.sent_bytes - num_bytes)
 
     def end(self) -> None:
         """Send no more, of what waits for the kernel neither."""
         self.is_over = True
+        self.is_cut |= bool(self._rest)
         if self._send_queue is not None:
             self._send_queue.drop(self.id)
         self._rest.clear()

@@ -68,6 +68,7 @@ MAX_PLACES: Final = 256
 
 Layers = Annotated[tuple[int, ...], msgspec.Meta(max_length=verbs.MAX_LAYERS)]
 Steps = Annotated[tuple[tuple[str, int], ...], msgspec.Meta(max_length=2 * verbs.MAX_LAYERS)]
+Traceparent = Annotated[str, msgspec.Meta(max_length=55)]
 Places = Annotated[tuple[tuple[int, int], ...], msgspec.Meta(max_length=MAX_PLACES)]
 
 
@@ -136,6 +137,8 @@ class Fetch(msgspec.Struct, frozen=True, kw_only=True, tag="fetch"):
     """Whether the peer copies from the worker's arena itself."""
     timeout_ms: int
     """What was left of the deadline when this was sent; clocks are not compared."""
+    traceparent: Traceparent = ""
+    """As in W3C's Trace Context, of the request that it is for; empty where that is not traced."""
 
 
 class Store(msgspec.Struct, frozen=True, kw_only=True, tag="store"):

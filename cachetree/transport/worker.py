@@ -31,9 +31,10 @@ from cachetree.transport.config import WorkerConfig
 from cachetree.transport.disk_promotion import DiskPromotion
 from cachetree.transport.handshake import gate_of
 from cachetree.transport.receiver import StoreReceiver
-from cachetree.transport.sender import BURST, SendScheduler
+from cachetree.transport.sender import BURST, SendScheduler, Stream
 from cachetree.transport.server import Received, Router
 from cachetree.transport.session import Session
+from cachetree.transport.tracing import NoteServed, Served, untraced
 from cachetree.transport.wakeup import CLOSE_S, Wakeup
 from cachetree.tree import CacheTree
 
@@ -57,8 +58,10 @@ class Worker:
         disk: DiskTier | None = None,
         sources: Callable[[], tuple[verbs.Source, ...]] = tuple,
         clock: Clock = time.monotonic,
+        note_served: NoteServed = untraced,
     ) -> None:
         """`sources` tells what this server reads from, and is called from any thread."""
+        self._note_served: Final = note_served
         self._tree = tree
         self._sources = sources
         self._config = config
@@ -258,7 +261,7 @@ class Worker:
             return
         deadline = self._deadline(fetch)
         page = fetch.pages[-PAGE_HASH_BYTES:]
-        go_on = partial(self._open, session, fetch, deadline)
+        go_on = partial(self._open, session, fetch, deadline, self._clock())
         self._promotion.promote(session, fetch, page, deadline, go_on)
 
     def _store(self, session: Session, store: wire.Store) -> None:
@@ -274,16 +277,25 @@ class Worker:
         seconds = min(max(request.timeout_ms, 0) / 1000, self._config.max_fetch_s)
         return Deadline.after(seconds, self._clock)
 
-    def _open(self, session: Session, fetch: wire.Fetch, deadline: Deadline) -> None:
+    def _open(
+        self, session: Session, fetch: wire.Fetch, deadline: Deadline, begun_s: float
+    ) -> None:
         try:
             if len(self._scheduler) >= self._config.max_streams:
                 raise FetchError(f"the worker already serves {len(self._scheduler)} fetches")
             stream = session.open(fetch, self._config, deadline)
         except FetchError as exc:
             self._fail(session, fetch.id, exc)
+            self._note_served(Served(fetch, self._clock() - begun_s, 0, wire.reason(exc)))
         else:
-            on_drained = partial(session.streams.pop, stream.id, None)
+            on_drained = partial(self._drained, session, fetch, stream, begun_s)
             self._scheduler.add(session.channel, stream, on_drained)
+
+    def _drained(self, session: Session, fetch: wire.Fetch, stream: Stream, begun_s: float) -> None:
+        session.streams.pop(stream.id, None)
+        error = "it ended before all was sent" if stream.is_cut else ""
+        seconds = self._clock() - begun_s
+        self._note_served(Served(fetch, seconds, stream.sent_bytes, error))
 
     def _credit(self, session: Session, credit: wire.Credit) -> None:
         stream = session.streams.get(credit.id)

@@ -1,0 +1,100 @@
+"""Spans of what a worker serves, each in the trace of the request that the fetch is for.
+
+OpenTelemetry is loaded where tracing was turned on, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from cachetree.errors import ConfigError
+from cachetree.ids import PAGE_HASH_BYTES
+from cachetree.transport import wire
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import TracerProvider
+
+_MAX_MODEL_CHARS: Final = 64
+_EXPORT_S: Final = 5
+"""The longest that a collector is waited for."""
+
+
+class Served(NamedTuple):
+    """A fetch that is over: at its end, or before its first frame."""
+
+    fetch: wire.Fetch
+    seconds: float
+    """Since it was asked for, until nobody read its pages any more."""
+    num_bytes: int
+    """Sent."""
+    error: str
+    """Why it was not served to its end; empty where it was."""
+
+
+NoteServed = Callable[[Served], None]
+"""Called in the worker's thread, after the fact; must not block or raise."""
+
+
+def untraced(_served: Served) -> None:
+    """Where tracing is off."""
+
+
+def spans(provider: TracerProvider | None = None) -> NoteServed:
+    """Makes them with this provider, or else with the process's own."""
+    from opentelemetry import trace
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    tracer = trace.get_tracer("cachetree", tracer_provider=provider)
+    propagator = TraceContextTextMapPropagator()
+
+    def note(served: Served) -> None:
+        fetch = served.fetch
+        parent = propagator.extract({"traceparent": fetch.traceparent})
+        if not trace.get_current_span(parent).get_span_context().is_valid:
+            return  # What a peer says may be anything.
+        stop_ns = time.time_ns()
+        span = tracer.start_span(
+            "cachetree.serve",
+            parent,
+            trace.SpanKind.SERVER,
+            {
+                "cachetree.model": fetch.model[:_MAX_MODEL_CHARS],
+                "cachetree.pages": len(fetch.pages) // PAGE_HASH_BYTES,
+                "cachetree.steps": len(fetch.steps),
+                "cachetree.bytes": served.num_bytes,
+            },
+            start_time=stop_ns - int(1e9 * served.seconds),
+        )
+        if served.error:
+            span.set_status(trace.StatusCode.ERROR, served.error)
+        span.end(stop_ns)
+
+    return note
+
+
+@contextmanager
+def exported(endpoint: str) -> Iterator[NoteServed]:
+    """Spans for a collector at `HOST:PORT`, by OTLP over gRPC; none where that is empty. Raises
+    ConfigError where OpenTelemetry is not installed."""
+    if not endpoint:
+        yield untraced
+        return
+    try:
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError as exc:
+        raise ConfigError(
+            f"traces needs OpenTelemetry, and {exc}; pip install 'sglang[tracing]'"
+        ) from exc
+    provider = TracerProvider(resource=Resource.create({SERVICE_NAME: "cachetree"}))
+    exporter = OTLPSpanExporter(endpoint=endpoint, insecure=True, timeout=_EXPORT_S)
+    provider.add_span_processor(BatchSpanProcessor(exporter))
+    try:
+        yield spans(provider)
+    finally:
+        provider.shutdown()
