@@ -28,11 +28,12 @@ from numpy.typing import NDArray
 from cachetree.errors import ConfigError
 from cachetree.ids import Span
 from cachetree.memory.pool import ArenaFile, Blocks, Loan, NoRoom
-from cachetree.memory.ranges import Ranges
 
 NONCE_BYTES: Final = 16
 
 Block = NDArray[np.uint8]
+Run = tuple[int, int]
+"""Of bytes, half-open."""
 
 Register = Callable[[memoryview], Callable[[], None]]
 """Makes memory known to a device, as it stays from now on; returns what ends that. Raises
@@ -67,7 +68,8 @@ class Arena:
         self.file: Final = ArenaFile(pid=os.getpid(), fd=fd, num_bytes=size, nonce=nonce)
         self._num_bytes = num_bytes
         self._lent_bytes = 0
-        self._free = Ranges(Span(mmap.PAGESIZE, size))
+        self._free: list[Run] = [(mmap.PAGESIZE, size)]
+        """From where to where: ascending, and no two touch."""
         # Filled by finalizers, which may run in any thread at any place and so take no lock.
         self._given: deque[int] = deque()
         self._returned: deque[tuple[Sequence[Span], Block]] = deque()
@@ -87,7 +89,7 @@ class Arena:
         """Bytes lent, or given back and still viewed."""
         with self._lock:
             self._collect()
-            return self._num_bytes - self._free.num_bytes
+            return self._num_bytes - _num_bytes(self._free)
 
     def take(self, parts: Sequence[Blocks]) -> Loan:
         """There is no room also while what was given back is still viewed."""
@@ -95,16 +97,13 @@ class Arena:
             self._collect()
             if not self._ends[0].alive:
                 raise NoRoom("the memory is closed")
-            runs = _runs_for(parts, self._free)
-            for run in joined([run for of_part in runs for run in of_part]):
-                self._free.take_out(run)
-                self._lent_bytes += len(run)
+            runs, self._free = _runs_for(parts, self._free)
+            self._lent_bytes += sum(part.num * part.size for part in parts)
         return Loan(self._all[:].data, runs)
 
     def give_back(self, loan: Loan, places: Sequence[Span]) -> None:
         old, new = loan.memory.obj, self._all[:]
         loan.memory = new.data
-        places = joined(places)
         self._given.append(sum(map(len, places)))
         # Views of the old memory keep the new one too, so that what is given back later waits for
         # them as well.
@@ -128,27 +127,36 @@ class Arena:
         """With the lock held."""
         while self._given:
             self._lent_bytes -= self._given.popleft()
+        returned: list[Run] = []
         while self._returned:
-            for place in self._returned.popleft()[0]:
-                self._free.add(place)
+            returned += [(it.start, it.stop) for it in self._returned.popleft()[0]]
+        if returned:
+            self._free = joined(self._free + returned)
 
 
-def joined(places: Sequence[Span]) -> list[Span]:
-    """The same bytes; those that follow each other are one span."""
-    found: list[Span] = []
-    for place in places:
-        if found and found[-1].stop == place.start:
-            place = Span(found.pop().start, place.stop)
-        found.append(place)
+def joined(runs: list[Run]) -> list[Run]:
+    """The same bytes, ascending; those that follow each other are one run."""
+    found: list[Run] = []
+    for start, stop in sorted(runs):
+        if found and found[-1][1] == start:
+            start, _ = found.pop()
+        if start < stop:
+            found.append((start, stop))
     return found
 
 
-def _runs_for(parts: Sequence[Blocks], free: Ranges) -> list[list[Span]]:
-    """In the shortest free run that takes all of them, else in the longest ones; raises NoRoom."""
+def _num_bytes(runs: Sequence[Run]) -> int:
+    return sum(stop - start for start, stop in runs)
+
+
+def _runs_for(parts: Sequence[Blocks], free: Sequence[Run]) -> tuple[list[list[Span]], list[Run]]:
+    """For each part, and what is free then: in the shortest free run that takes all of them, else
+    in the longest ones; raises NoRoom."""
     num_bytes = sum(part.num * part.size for part in parts)
-    by_size = sorted(free, key=len)
-    enough = [run for run in by_size if len(run) >= num_bytes]
-    holes = [(run.start, run.stop) for run in enough[:1] or by_size[::-1]]
+    by_size = sorted(free, key=lambda run: run[1] - run[0])
+    first = next((at for at, (a, b) in enumerate(by_size) if b - a >= num_bytes), None)
+    holes = by_size[::-1] if first is None else [by_size.pop(first)]
+    others = [] if first is None else by_size
     found: list[list[Span]] = [[] for _ in parts]
     # Large blocks first: what they leave of a hole takes small ones.
     for size in sorted({part.size for part in parts}, reverse=True):
@@ -157,7 +165,7 @@ def _runs_for(parts: Sequence[Blocks], free: Ranges) -> list[list[Span]]:
             num = part.num if part.size == size else 0
             while num:
                 if at == len(holes):
-                    raise NoRoom(f"{num_bytes} bytes where {free.num_bytes} are free")
+                    raise NoRoom(f"{num_bytes} bytes where {_num_bytes(free)} are free")
                 start, stop = holes[at]
                 num_here = min(num, (stop - start) // size)
                 if num_here:
@@ -165,7 +173,7 @@ def _runs_for(parts: Sequence[Blocks], free: Ranges) -> list[list[Span]]:
                     holes[at] = (start + num_here * size, stop)
                     num -= num_here
                 at += num > 0
-    return found
+    return found, sorted([it for it in (*others, *holes) if it[0] < it[1]])
 
 
 def mapped(fd: int, num_bytes: int, access: int) -> Block:

@@ -18,30 +18,22 @@ from tree_parts import FAMILY, FAR, path
 from cachetree import Deadline, ModelId
 from cachetree.checkpoint.family import Family
 from cachetree.ids import Span
-from cachetree.memory.arena import Arena
+from cachetree.memory.arena import Arena, joined
 from cachetree.memory.pool import Blocks, Loan, NoRoom
-from cachetree.memory.ranges import Ranges
 from cachetree.memory.slab import Layout, Slab
 from cachetree.tree.tree import CacheTree
 
 UNIT = mmap.PAGESIZE
 MODEL = ModelId("m")
-spans = st.tuples(st.integers(0, 40), st.integers(0, 12)).map(lambda it: Span(it[0], sum(it)))
 
 
-@given(st.lists(st.tuples(st.booleans(), spans), max_size=40))
-def test_ranges_are_a_set_in_few_spans(steps: list[tuple[bool, Span]]) -> None:
-    ranges, oracle = Ranges(), set[int]()
-    for adds, span in steps:
-        out = ranges.take_out(span)
-        assert {number for part in out for number in part} == oracle & set(span)
-        oracle -= set(span)
-        if adds:
-            ranges.add(span)
-            oracle |= set(span)
-        assert [number for part in ranges for number in part] == sorted(oracle)
-        assert ranges.num_bytes == len(oracle)
-        assert len(ranges) == sum(number - 1 not in oracle for number in oracle)
+@given(st.sets(st.integers(0, 40)), st.randoms())
+def test_free_bytes_are_few_runs(numbers: set[int], chance: random.Random) -> None:
+    runs = [(number, number + 1) for number in numbers]
+    chance.shuffle(runs)
+    found = joined(runs)
+    assert [number for run in found for number in range(*run)] == sorted(numbers)
+    assert len(found) == sum(number - 1 not in numbers for number in numbers)
 
 
 def fill(loan: memoryview, mark: int) -> None:
