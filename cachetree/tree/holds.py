@@ -1,11 +1,30 @@
-"""Who keeps local pages from eviction: leases, open reservations and pins."""
+"""Who keeps local pages from eviction: leases, open reservations, and prefixes that are pinned."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Final
+
+from cachetree.clock import Deadline
+from cachetree.errors import PinRefused
+from cachetree.ids import ModelId, PageHash
 from cachetree.tree.entries import Hold, LocalEntry, with_all_above
 from cachetree.tree.lease import Lease, Reservation
-from cachetree.tree.pins import Pins
-from cachetree.tree.trie import PageTrie
+from cachetree.tree.trie import PageTrie, Place, depth_of
+
+PinName = tuple[ModelId | None, PageHash]
+"""The model, None for all of them, and the last page of the prefix."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pin:
+    """What stays in memory though nobody reads it, as an operator wants it."""
+
+    hold: Hold
+    until_s: float
+    """Infinity: until it is taken away."""
 
 
 class Holds:
@@ -15,9 +34,15 @@ class Holds:
     """
 
     def __init__(self, trie: PageTrie, max_pinned_bytes: int) -> None:
-        self.pins = Pins(trie, max_pinned_bytes)
         self.open: set[Reservation] = set()
         self.leases: set[Lease] = set()
+        self.num_pinned_bytes = 0
+        """That all pins keep together."""
+        self._trie: Final = trie
+        self._max_pinned_bytes: Final = max_pinned_bytes
+        self._pins: dict[PinName, Pin] = {}
+        self._next_s = inf
+        """When the next pin ends."""
 
     def end(self, lease: Lease) -> Hold:
         self.leases.discard(lease)
@@ -32,23 +57,87 @@ class Holds:
 
     def expired(self, now_s: float) -> list[Hold]:
         """Ends the leases and pins whose time is over."""
-        over = [lease for lease in self.leases if lease.deadline.at_s <= now_s]
-        return [self.end(lease) for lease in over] + self.pins.expired(now_s)
+        late = [lease for lease in self.leases if lease.deadline.at_s <= now_s]
+        holds = [self.end(lease) for lease in late]
+        if now_s >= self._next_s:
+            over = [name for name, pin in self._pins.items() if pin.until_s <= now_s]
+            holds += [self._pins.pop(name).hold for name in over]
+            self.count_pinned()
+        return holds
 
     @property
     def num_bytes(self) -> int:
         """What open reservations take, and pages that are held or above a held one."""
-        return self._bytes_with(self.pins.holds)
+        return self._bytes_with(pin.hold for pin in self._pins.values())
 
     def leave(self, num_bytes: int) -> bool:
         """Whether they keep no more than so much."""
         # Pins are many and seldom change: looked at one by one only where their sum is too much.
-        return (
-            self.pins.num_bytes + self._bytes_with([]) <= num_bytes or self.num_bytes <= num_bytes
+        return self.num_pinned_bytes + self._bytes_with(()) <= num_bytes or (
+            self.num_bytes <= num_bytes
         )
 
-    def _bytes_with(self, pinned: list[Hold]) -> int:
+    def pin(
+        self, model: ModelId | None, pages: Sequence[PageHash], deadline: Deadline | None
+    ) -> tuple[dict[ModelId, int], Hold | None]:
+        """As `CacheTree.pin`; also the hold of the pin that this one took the place of."""
+        top = self._trie.root.children.get(pages[0]) if pages else None
+        models = [] if top is None else list(top.local) if model is None else [model]
+        found = {each: self._trie.last_local(each, None, pages) for each in models}
+        places = {each: place for each, place in found.items() if place is not None}
+        if not places:
+            return {}, None
+        name = model, pages[-1]
+        self._check(name, places)
+        depths = {each: depth_of(place) for each, place in places.items()}
+        hold = Hold(max(depths.values()))
+        for each, depth in depths.items():
+            end = self._trie.find(pages[depth - 1])
+            assert end is not None
+            self._trie.split(end.node, end.stop)  # What follows is not kept.
+            hold.add(end.node.local[each])
+        replaced = self.unpin(model, pages)
+        self._pins[name] = Pin(hold=hold, until_s=deadline.at_s if deadline else inf)
+        self.count_pinned()
+        return depths, replaced
+
+    def unpin(self, model: ModelId | None, pages: Sequence[PageHash]) -> Hold | None:
+        """Returns what the pin held; None where there is none."""
+        pin = self._pins.pop((model, pages[-1]), None) if pages else None
+        self.count_pinned()
+        return pin.hold if pin else None
+
+    def count_pinned(self) -> None:
+        """Look anew at the memory that pins keep."""
+        kept = _kept(pin.hold for pin in self._pins.values())
+        self.num_pinned_bytes = sum(entry.num_bytes for entry in kept)
+        self._next_s = min((pin.until_s for pin in self._pins.values()), default=inf)
+
+    def _check(self, name: PinName, places: Mapping[ModelId, Place]) -> None:
+        """Raise PinRefused where a pin of this name must not keep what is until `places`."""
+        others = _kept(pin.hold for key, pin in self._pins.items() if key != name)
+        new_bytes = 0
+        for model, place in places.items():
+            last = place.node.local[model]
+            if last not in others:
+                new_bytes += place.stop * last.slab.layout.page_bytes
+                above = with_all_above([last.parent] if last.parent else []) - others
+                new_bytes += sum(entry.num_bytes for entry in above)
+        num_bytes = new_bytes + sum(entry.num_bytes for entry in others)
+        if num_bytes > self._max_pinned_bytes:
+            raise PinRefused(
+                f"pins would keep {num_bytes} bytes, {new_bytes} of them for this one, and may "
+                f"keep {self._max_pinned_bytes}; unpin something, or raise max_pinned_share or the "
+                "budget"
+            )
+
+    def _bytes_with(self, pinned: Iterable[Hold]) -> int:
         """Of open reservations, leases and these, and all that stands above."""
-        holds = [*(it.hold for it in self.leases), *(it.hold for it in self.open), *pinned]
-        kept = with_all_above(entry for hold in holds for entry in hold.entries)
+        held = [it.hold for it in self.leases] + [it.hold for it in self.open]
+        kept = _kept((*held, *pinned))
         return sum([it.num_bytes for it in kept]) + sum([it.slab.num_bytes for it in self.open])
+
+
+def _kept(holds: Iterable[Hold]) -> set[LocalEntry]:
+    """What they hold, and what stands above it."""
+    return with_all_above(entry for hold in holds for entry in hold.entries)

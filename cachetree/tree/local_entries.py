@@ -147,7 +147,7 @@ class LocalEntries:
         for entry in gained:
             if entry.is_evictable:
                 self._eviction.free(entry)
-        self._holds.pins.count()
+        self._holds.count_pinned()
 
     def _make_room(self, num_bytes: int) -> bool:
         """Evict until the `num_bytes` of a new, open reservation fit; nothing where they cannot."""

@@ -86,7 +86,7 @@ class CacheTree:
     @property
     def num_pinned_bytes(self) -> int:
         """Of `num_bytes`, what pins keep."""
-        return self._holds.pins.num_bytes
+        return self._holds.num_pinned_bytes
 
     @property
     def held_bytes(self) -> int:
@@ -212,7 +212,7 @@ class CacheTree:
         """
         with self._lock:
             self._sweep()
-            depths, replaced = self._holds.pins.pin(model, pages, deadline)
+            depths, replaced = self._holds.pin(model, pages, deadline)
             if replaced is not None:
                 self._local.let_go(replaced)
             return depths
@@ -220,7 +220,7 @@ class CacheTree:
     def unpin(self, model: ModelId | None, pages: Sequence[PageHash]) -> bool:
         """End the pin made with the same model and pages; False where there is none."""
         with self._lock:
-            hold = self._holds.pins.unpin(model, pages)
+            hold = self._holds.unpin(model, pages)
             if hold is not None:
                 self._local.let_go(hold)
             return hold is not None
