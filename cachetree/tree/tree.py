@@ -230,11 +230,6 @@ class CacheTree:
         with self._lock:
             self._sweep()
 
-    def clear(self) -> None:
-        """Drop all local entries but those that a lease, a pin or an open reservation keeps."""
-        with self._lock:
-            self._local.evict(self._eviction.victims())
-
     def evict(self, model: ModelId | None = None, pages: Sequence[PageHash] = ()) -> int:
         """Drop the local entries that begin with `pages`, but what others descend from.
 

@@ -203,7 +203,7 @@ def test_a_pin_keeps_a_prefix_for_a_while(run: Run) -> None:
         store(cache.tree, PAGES)
         prefix = ("--pages", *hexes(PAGES[:16]))
         assert run("pin", cache.address, *prefix)["pages_by_model"] == {MODEL: 16}
-        cache.tree.clear()
+        cache.tree.evict()
         assert [match.num_pages for match in cache.match(PAGES)] == [16]
         assert run("unpin", cache.address, *prefix)["was_pinned"] is True
         assert run("unpin", cache.address, *prefix)["was_pinned"] is False
@@ -211,7 +211,7 @@ def test_a_pin_keeps_a_prefix_for_a_while(run: Run) -> None:
 
         def is_gone() -> bool:
             cache.tree.sweep()
-            cache.tree.clear()
+            cache.tree.evict()
             return not cache.match(PAGES)
 
         eventually(is_gone)

@@ -216,7 +216,7 @@ def test_a_tree_counts_what_its_arena_holds_page_by_page() -> None:
         assert is_filled(view, 1)
     del view
     lease.release()
-    tree.clear()
+    tree.evict()
     assert tree.num_bytes == arena.held_bytes == 0
 
 

@@ -117,7 +117,7 @@ def test_local_entries_are_fetched_the_same_way() -> None:
         check_content(staging, PAGES)
         staging.release()
         assert cache.link(LOCAL) is None, "nothing moved"
-        cache.tree.clear()
+        cache.tree.evict()
         assert cache.tree.num_bytes == 0, "the fetch kept its lease"
 
 
@@ -254,10 +254,10 @@ def test_pages_that_are_here_are_read_where_they_lie() -> None:
             theirs, ours = staging.views(step), lease.views(step)
             assert list(map(place, theirs)) == list(map(place, ours)), "a copy"
         lease.release()
-        cache.tree.clear()
+        cache.tree.evict()
         assert cache.tree.num_pages == len(PAGES), "the fetch keeps them"
         staging.release()
-        cache.tree.clear()
+        cache.tree.evict()
         assert cache.tree.num_pages == 0
         (counts,) = cache.status().fetches
         assert (counts.location, counts.outcomes) == (LOCAL, {"ok": 1})

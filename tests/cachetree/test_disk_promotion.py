@@ -58,7 +58,7 @@ def on_disk_only(folder: Path, **config: object) -> Iterator[tuple[Cache, Locati
         store(worker.tree, PAGES[:20])
         store(worker.tree, PAGES)
         settle(worker, 64)
-        worker.tree.clear()
+        worker.tree.evict()
         assert worker.tree.num_pages == 0
         assert worker.address
         yield worker, worker.address
@@ -105,7 +105,7 @@ def test_an_advert_ends_only_with_the_last_copy(tmp_path: Path) -> None:
             store(worker.tree, PAGES)
             settle(worker, 64)
             eventually(lambda: seen(cache, worker.address))  # type: ignore[arg-type]
-            worker.tree.clear()
+            worker.tree.evict()
             store(worker.tree, pages_of(1, "a marker"))
             settle(worker, 65)
             eventually(lambda: cache.match(pages_of(1, "a marker")))
@@ -119,7 +119,7 @@ def test_an_advert_ends_only_with_the_last_copy(tmp_path: Path) -> None:
             worker._disk.evict(None, (), lambda freed: None)  # type: ignore[union-attr]
             eventually(lambda: not worker.status().disk.num_pages)  # type: ignore[union-attr]
             eventually(lambda: seen(cache, worker.address) == [(64, {E_LAYER: 64})])  # type: ignore[arg-type]
-            worker.tree.clear()
+            worker.tree.evict()
             eventually(lambda: not seen(cache, worker.address))  # type: ignore[arg-type]
 
 
@@ -211,7 +211,7 @@ def test_a_local_fetch_from_disk_is_promoted_where_there_is_room(tmp_path: Path)
     with on_disk_only(tmp_path) as (worker, _):
         fetched(worker, DISK, PAGES)
         eventually(lambda: worker.tree.num_pages == 64)
-        worker.tree.clear()
+        worker.tree.evict()
         other = pages_of(1, "other")
         store(worker.tree, other)
         settle(worker, 65)

@@ -115,7 +115,7 @@ def test_a_fetch_joins_entries_of_a_long_prompt(tmp_path: Path) -> None:
             parent = pages[start - 1] if start else None
             store(cache.tree, pages[start : start + 16], parent)
         eventually(lambda: num_found(cache, pages, DISK) == 64)
-        cache.tree.clear()
+        cache.tree.evict()
         assert num_found(cache, pages, LOCAL) == 0
         fetch(cache, pages, Span(0, 64))
         fetch(cache, pages, Span(10, 40))
@@ -141,7 +141,7 @@ def test_what_is_partly_in_memory_is_completed(tmp_path: Path) -> None:
     with open_cache(tmp_path) as cache:
         store_and_wait(cache, prompt(0))
         store_and_wait(cache, prompt(1))
-        cache.tree.clear()
+        cache.tree.evict()
         store(cache.tree, prompt(1)[:3])
         assert cache._disk is not None
         cache._disk._warm_up()
@@ -291,7 +291,7 @@ def test_a_disk_that_hangs_hinders_no_close(
     monkeypatch.setattr("cachetree.disk.tier._GRACE_S", 0.1)
     cache = open_cache(tmp_path)
     store_and_wait(cache, prompt(0))
-    cache.tree.clear()
+    cache.tree.evict()
     (file,) = data_files(tmp_path)
     file.unlink()
     os.mkfifo(file)  # Whoever opens it waits for somebody to write.

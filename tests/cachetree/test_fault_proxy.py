@@ -198,7 +198,7 @@ def strike_all(strikes: Sequence[Strike], first_seed: int, memory: Pool | None =
         assert len(lost) <= MAX_LOST * len(strikes), lost
         eventually(lambda: worker.status().num_streams == 0)
         eventually(lambda: worker.status().num_peers == 0)
-    source.clear()
+    source.evict()
     assert source.num_pages == 0, "a lease was not given back"
 
 

@@ -94,7 +94,7 @@ def test_a_worker_that_lost_the_beginning_is_given_it_again() -> None:
             store(cache.tree, PAGES[:20])
             store(cache.tree, PAGES[:40])
             eventually(num_pushed(cache, stored=2))
-            worker.tree.clear()
+            worker.tree.evict()
             store(cache.tree, PAGES)
             eventually(num_pushed(cache, stored=5, waiting=0))
             fetched(cache, worker.address, PAGES)
@@ -107,7 +107,7 @@ def test_what_left_memory_before_its_turn_is_skipped() -> None:
     with at_worker(address) as cache:
         store(cache.tree, PAGES[:20])
         eventually(lambda: cache.status().stores[0].error)
-        cache.tree.clear()
+        cache.tree.evict()
         with cache_of(worker=WorkerConfig(accepts=True, listen=address)):
             eventually(num_pushed(cache, gone=1, waiting=0, stored=0))
 

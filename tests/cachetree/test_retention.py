@@ -38,7 +38,7 @@ def test_a_pin_of_all_models_takes_what_each_has() -> None:
     assert tree.pin(None, path("abcdef")) == {A: 4, B: 2}
     assert tree.pin(None, path("z")) == {}
     assert tree.pin(A, []) == {}
-    tree.clear()
+    tree.evict()
     assert [num_pages(tree, model, "abcd") for model in (A, B)] == [4, 2]
     assert num_pages(tree, B, "abx") == 2
 

@@ -156,14 +156,14 @@ def test_pages_stay_until_the_last_of_them_is_credited(arena: Arena) -> None:
         peer.fetch(MODEL, PAGES, staging)
         eventually(lambda: worker.status().num_sent_bytes == staging.num_bytes)
         eventually(lambda: worker.status().num_streams == 0)
-        source.clear()
+        source.evict()
         assert source.num_pages == 16, "everything was located, and nothing read yet"
         staging.go_on.set()
         wait_all(staging)
         check_content(staging, PAGES)
 
         def is_free() -> bool:
-            source.clear()
+            source.evict()
             return source.num_pages == 0
 
         eventually(is_free)
@@ -180,7 +180,7 @@ def test_a_receiver_that_goes_frees_what_it_has_not_read(arena: Arena) -> None:
             staging.go_on.set()
 
         def is_free() -> bool:
-            source.clear()
+            source.evict()
             return source.num_pages == 0
 
         eventually(is_free)

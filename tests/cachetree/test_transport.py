@@ -120,7 +120,7 @@ def test_peers_learn_of_what_comes_and_what_goes() -> None:
         assert tree.match(PAGES)[0].num_pages == 10
         store(source, PAGES[10:20], PAGES[9])
         eventually(lambda: num_matched(tree) == 20)
-        source.clear()
+        source.evict()
         eventually(lambda: not tree.match(PAGES))
 
 
@@ -178,7 +178,7 @@ def test_a_slow_subscriber_gets_a_new_snapshot_instead_of_a_gap() -> None:
         for stop in range(2, 129):
             store(source, PAGES[stop - 1 : stop], PAGES[stop - 2])
             if stop % 32 == 0:
-                source.clear()
+                source.evict()
                 store(source, PAGES[:stop])
         eventually(lambda: num_matched(tree) == 128)
         assert peer.status.num_resyncs > 1
@@ -218,7 +218,7 @@ def test_pages_that_are_gone_are_stale() -> None:
         with pytest.raises(StaleEntry):
             wait_all(no_e)
         assert worker.status().num_failed_fetches == 3
-        source.clear()
+        source.evict()
         assert source.num_pages == 0, "a refused fetch kept its lease"
 
 
@@ -281,7 +281,7 @@ def test_cancel_stops_the_stream_and_frees_the_lease() -> None:
             wait_all(staging)
 
         def is_free() -> bool:
-            source.clear()
+            source.evict()
             return source.num_pages == 0
 
         eventually(is_free)

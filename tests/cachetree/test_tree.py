@@ -132,7 +132,7 @@ def test_two_reservations_of_the_same_pages_become_one_entry() -> None:
     assert num_pages(tree, A, "abc") == 3
     assert tree.num_pages == 3
     assert tree.num_bytes == 3 * PAGE, "what both had is there once"
-    tree.clear()
+    tree.evict()
     assert tree.num_bytes == 0
 
 
@@ -322,7 +322,7 @@ def test_subscribers_learn_of_every_change_in_order() -> None:
     ]
     unsubscribe()
     unsubscribe()
-    tree.clear()
+    tree.evict()
     assert len(changes) == 3
 
 
@@ -336,7 +336,7 @@ def test_a_long_conversation_does_not_exhaust_the_stack() -> None:
     assert tree.match(pages)[0].num_pages == 2500
     assert len(list(tree.subscribe(lambda change: None)[0])) == 2500
     tree.forget(FAR)
-    tree.clear()
+    tree.evict()
     assert tree.num_bytes == 0
 
 
@@ -386,7 +386,7 @@ def test_threads_share_one_tree() -> None:
     for thread in threads:
         thread.join()
     assert not errors
-    tree.clear()
+    tree.evict()
     assert tree.num_bytes == 0
 
 

@@ -50,7 +50,7 @@ def test_pages_that_are_stored_again_with_more_e_have_it() -> None:
         (True, tuple(path("abcde")), (0, 1))
     ]
     assert tree.num_pages == 5 + 2 + 4
-    tree.clear()
+    tree.evict()
     assert tree.num_bytes == tree.num_pages == 0
 
 
@@ -89,7 +89,7 @@ def test_readers_go_on_and_pins_stay_while_pages_gain() -> None:
         assert b"".join(lease.kv(layer)) == expected
     lease.release()
     assert is_right(tree, A, "abcd", [0, 1])
-    tree.clear()
+    tree.evict()
     assert is_right(tree, A, "abcd", [0, 1]), "it is pinned"
 
 

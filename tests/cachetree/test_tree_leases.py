@@ -73,7 +73,7 @@ def test_a_leased_page_and_all_before_it_stay() -> None:
     lease = tree.lease(A, path("abc")[2:], "test", far_future())
     assert lease is not None
     assert tree.reserve(A, None, path("z"), []) is None
-    tree.clear()
+    tree.evict()
     assert num_pages(tree, A, "abcd") == 4
     lease.release()
     with pytest.raises(StaleEntry):
@@ -87,7 +87,7 @@ def test_a_lease_on_the_head_of_a_split_node_frees_the_tail() -> None:
     store(tree, A, "abcd")
     assert tree.lease(A, path("ab"), "test", far_future()) is not None
     store(tree, B, "ab")
-    tree.clear()
+    tree.evict()
     assert num_pages(tree, A, "abcd") == 2
     assert num_pages(tree, B, "ab") == 0
 
@@ -97,7 +97,7 @@ def test_a_lease_on_the_tail_of_a_split_node_keeps_the_head() -> None:
     store(tree, A, "abcd")
     assert tree.lease(A, path("abcd")[2:], "test", far_future()) is not None
     store(tree, B, "ab")
-    tree.clear()
+    tree.evict()
     assert num_pages(tree, A, "abcd") == 4
 
 
@@ -125,9 +125,9 @@ def test_an_open_reservation_keeps_its_parent() -> None:
     store(tree, A, "ab")
     reservation = tree.reserve(A, path("ab")[1], path("abc")[2:], [])
     assert reservation is not None
-    tree.clear()
+    tree.evict()
     assert num_pages(tree, A, "ab") == 2
     reservation.commit()
     assert num_pages(tree, A, "abc") == 3
-    tree.clear()
+    tree.evict()
     assert (tree.num_bytes, tree.num_pages) == (0, 0)

@@ -139,7 +139,7 @@ class TreeMachine(RuleBasedStateMachine):
         for pin in list(self.mirror.pins):
             self.mirror.unpin(*pin)
         self.mirror.unsubscribe()
-        self.mirror.tree.clear()
+        self.mirror.tree.evict()
         assert (self.mirror.tree.num_bytes, self.mirror.tree.num_pages) == (0, 0)
         assert self.mirror.memory.num_bytes == 0
 

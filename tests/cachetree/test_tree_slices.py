@@ -145,6 +145,6 @@ def test_no_flood_of_adverts_exceeds_the_limit_or_keeps_a_store_out(seed: int) -
             store(tree, A, stored)
             assert num_pages(tree, A, stored) == len(stored)
     tree.forget(FAR)
-    tree.clear()
+    tree.evict()
     assert (tree.num_remote_pages(FAR), tree.num_pages) == (0, 0)
     assert not any(tree.match(path(text)) for text in texts)

@@ -118,7 +118,7 @@ def test_a_fetch_that_makes_no_sense_is_answered(
         answer = peer.ask(a_fetch(**changed))
         assert isinstance(answer, wire.FetchFailed)
         assert answer.error == "protocol"
-        source.clear()
+        source.evict()
         assert source.num_pages == 0, "the refused fetch kept its lease"
 
 
@@ -224,7 +224,7 @@ def test_a_receiver_that_vanishes_or_stalls_frees_its_lease() -> None:
         eventually(lambda: worker.status().num_streams == 0)
 
         def is_free() -> bool:
-            source.clear()
+            source.evict()
             return source.num_pages == 0
 
         eventually(is_free)
@@ -242,5 +242,5 @@ def test_a_worker_that_closes_in_mid_stream_frees_its_leases() -> None:
         with pytest.raises(FetchError, match="clos"):
             wait_all(staging)
         peer.close()
-    source.clear()
+    source.evict()
     assert source.num_pages == 0

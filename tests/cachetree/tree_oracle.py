@@ -255,7 +255,7 @@ class Mirror(Oracle):
         self.num_operations += 1
         self.sweep()
         self.wanted_bytes = None
-        self.tree.clear()
+        self.tree.evict()
         assert all(not self.is_evictable(model, page) for model, page in self.local)
 
     def add_remote(

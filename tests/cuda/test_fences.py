@@ -103,7 +103,7 @@ def a_load_of_what_is_cached(engine: Engine) -> None:
     request = loading(plan, source, Span(0, 2 * PAGE), slots[: 2 * PAGE], req)
     engine.run_with([request], Part(TOKENS, slots, 2 * PAGE))
     # The memory is another prompt's now.
-    engine.cache.tree.clear()
+    engine.cache.tree.evict()
     an_offload(engine)
 
 

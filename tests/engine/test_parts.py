@@ -290,7 +290,7 @@ def test_a_caches_metrics_are_copied_and_counters_only_rise() -> None:
         reservation = cache.tree.reserve(ModelId("m"), None, pages, ())
         assert reservation is not None
         reservation.commit()
-        cache.tree.clear()
+        cache.tree.evict()
         for _ in range(2):
             metrics._copy()
             labels = {"tier": "memory"}
