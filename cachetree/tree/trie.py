@@ -212,18 +212,18 @@ class PageTrie:
 
 
 def _leads_to(below: Node, above: Node, pages: Sequence[PageHash], depth: int) -> bool:
-    """Whether the nodes from `above`, which ends in `pages`, to `below` end in pages of it, too.
+    """Whether all nodes between `above`, which ends in `pages`, and `below`, which is one of them,
+    begin with the page of it that belongs there. Who has that one has no other node instead.
 
     `depth` pages stand before the first.
     """
     node, stop = below, above.stop
-    while node.start > stop:
-        page = pages[node.start - 1 - depth]
+    while node is not above and node.start >= stop:
+        if node.pages[0] != pages[node.start - depth]:
+            return False
         assert node.parent is not None
         node = node.parent
-        if node.pages[-1] != page:
-            return False
-    return node.parent is above
+    return node is above
 
 
 def depth_of(place: Place | None) -> int:

@@ -280,6 +280,17 @@ def test_an_advert_of_pages_after_others_is_no_way_to_them(head: str) -> None:
         assert num_pages(tree, A, text) == num
 
 
+def test_no_advert_of_other_pages_first_hides_those_that_are_here() -> None:
+    """It says of c and d that they come after x, and at which depth they are is right."""
+    tree = make_tree()
+    store(tree, A, "a")
+    store(tree, A, "ab")
+    tree.add_remote(FAR, B, None, path("a"), [])
+    tree.add_remote(FAR, B, path("a")[0], [path("x")[0], *path("abcd")[2:]], [])
+    for text in ("abc", "abcd", "abcdef"):
+        assert num_pages(tree, A, text) == 2
+
+
 def test_no_advert_keeps_a_page_out_that_is_here() -> None:
     tree = make_tree()
     store(tree, A, "ab")
