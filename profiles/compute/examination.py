@@ -4,6 +4,7 @@ fast    the receiver's own answer and the reference are given token by token, ov
         at once: how far are the distributions from those over its own KV?
 exact   the answer is decoded, and judged by the data set's metric. Where every token of the
         own answer is still the most likely one, decoding would repeat it: nothing to do.
+        Where not, the own answer is the draft: what is the same costs no step.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Answerer:
     def answer(self, document: Document, kv: PrefixKV) -> list[Tokens]:
         """Greedy answers to all questions over one source."""
         mixture = (0,) * self.model.num_layers
-        asked = [Asked(mixture, question.suffix) for question in document.questions]
+        asked = [Asked(mixture, it.suffix, it.reference) for it in document.questions]
         return self.answer_all(document, [kv], asked)
 
     def answer_all(
@@ -88,7 +89,10 @@ class Examination:
             if decoded[i] and not measured[i].same[self._given.own[question]]
         ]
         questions = self._document.questions
-        asked = [Asked(mixtures[i], questions[question].suffix) for i, question in missing]
+        asked = [
+            Asked(mixtures[i], questions[question].suffix, self._answers[question])
+            for i, question in missing
+        ]
         answers = self._answerer.answer_all(self._document, sources, asked) if asked else []
         qualities = {
             (i, question): self._answerer.quality(self._document, question, answer)

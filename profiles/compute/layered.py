@@ -52,24 +52,24 @@ class Prefix:
 class GrowingKV:
     """One layer's KV of rows: a past that all share, copied once, and room for their own tokens.
 
-    Attention reads it in place, so that a token costs no copy of what was there before.
+    Attention reads it in place, so that a token costs no copy of what was there before. A token is
+    written where it is placed, over what was guessed for that place before.
     """
 
     def __init__(self, past: KV, num_rows: int, room: int) -> None:
-        self._num_past = self._length = past[0].shape[2]
-        self._whole = [_with_room(it, num_rows, room) for it in past]
+        self._whole = [_with_room(it, num_rows, room + 1) for it in past]
 
-    def begin(self, num_rows: int) -> GrowingKV:
-        """Other rows, that many at most as there are, after the same past."""
-        self._length = self._num_past
-        self._whole = [it[:num_rows] for it in self._whole]
+    def begin(self, num_rows: int, placement: Placement) -> GrowingKV:
+        """New tokens of that many rows, at most as there are, are at this placement."""
+        self._num_rows, self._placement = num_rows, placement
         return self
 
     def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> KV:
-        start, self._length = self._length, self._length + keys.shape[2]
+        rows = torch.arange(self._num_rows, device=keys.device)[:, None]
         for whole, new in zip(self._whole, (keys, values), strict=True):
-            whole[:, :, start : self._length] = new
-        read_keys, read_values = (it[:, :, : self._length] for it in self._whole)
+            whole[rows, :, self._placement.columns] = new.transpose(1, 2)
+        num_keys = self._placement.mask.shape[-1]
+        read_keys, read_values = (it[: self._num_rows, :, :num_keys] for it in self._whole)
         return read_keys, read_values
 
 
@@ -77,6 +77,7 @@ def _with_room(past: Tensor, num_rows: int, room: int) -> Tensor:
     _, heads, num_tokens, size = past.shape
     whole = past.new_empty(num_rows, heads, num_tokens + room, size)
     whole[:, :, :num_tokens] = past
+    whole[:, :, num_tokens:] = 0  # attention weighs with 0 what a row has not written
     return whole
 
 
@@ -85,6 +86,9 @@ class Placement:
     """Where new tokens stand and what they see: the same in every layer of a forward."""
 
     positions: Tensor
+    columns: Tensor
+    """Where their keys and values go: to their positions; those of padding to the end of the room,
+    which nobody reads."""
     rotary: tuple[Tensor, Tensor]
     mask: Tensor
 
@@ -92,7 +96,8 @@ class Placement:
         """Of some rows of a batch."""
         cos, sin = self.rotary
         picked = list(rows)
-        return Placement(self.positions[picked], (cos[picked], sin[picked]), self.mask[picked])
+        rotary = cos[picked], sin[picked]
+        return Placement(self.positions[picked], self.columns[picked], rotary, self.mask[picked])
 
 
 class LayeredModel:
@@ -217,27 +222,34 @@ class LayeredModel:
             made.append((cache.kv[0].to(HOST), cache.kv[1].to(HOST)))
         return made
 
-    def place(self, num_past: int, num_tail: int, num_new: int, pads: Sequence[int]) -> Placement:
-        """New tokens after a past that all rows share and a tail of each row's own.
+    def place(self, num_past: int, kept: Sequence[int], given: Sequence[int]) -> Placement:
+        """New tokens after a past that all rows share and what is kept of each row's own.
 
-        The first `pads[row]` tokens of a row's tail are no tokens: they align rows of different
-        lengths at their ends, and nothing that counts depends on them.
+        Of row i those are the first `given[i]`, after `kept[i]`; the others, up to the longest
+        row's, are padding, and nothing that counts depends on them.
         """
-        padding = torch.tensor(pads, device=self.device)[:, None]
-        places = torch.arange(num_tail, num_tail + num_new, device=self.device)[None]
-        positions = (num_past + places - padding).clamp(min=0)
-        keys = torch.arange(-num_past, num_tail + num_new, device=self.device)[None, None]
-        seen = (keys <= places[..., None]) & ((keys >= padding[..., None]) | (keys < 0))
+        first, length = (torch.tensor(it, device=self.device)[:, None] for it in (kept, given))
+        offsets = torch.arange(max(given), device=self.device)[None]
+        is_token, places = offsets < length, num_past + first + offsets
+        positions = places.where(is_token, 0)
+        num_keys = num_past + int((first + length).max())
+        seen = torch.arange(num_keys, device=self.device) <= positions[..., None]
         like = torch.empty(0, dtype=self.dtype, device=self.device)
-        return Placement(positions, self._rotary(like, positions), self._additive(seen))
+        return Placement(
+            positions=positions,
+            columns=places.where(is_token, -1),
+            rotary=self._rotary(like, positions),
+            mask=self._additive(seen),
+        )
 
     def step(self, layer: int, hidden: Tensor, seen: GrowingKV, placement: Placement) -> Tensor:
         """One layer over new tokens `[rows, new, hidden]`, whose KV `seen` keeps.
 
         The placement is of these rows, or of one row that stands for all.
         """
+        cache = seen.begin(len(hidden), placement)
         return self._call(
-            layer, hidden, placement.mask, placement.positions, placement.rotary, seen
+            layer, hidden, placement.mask, placement.positions, placement.rotary, cache
         )
 
     def kv_of(self, source: PrefixKV, layer: int) -> KV:
@@ -290,7 +302,7 @@ def check_layers(model: LayeredModel, ids: Sequence[int]) -> None:
         expected = model.model(input_ids=whole, logits_to_keep=1).logits[0, -1]
         kv = model.prefix(ids[:half], ()).kv
         hidden = model.embed(torch.tensor([list(ids[half:])]))
-        placement = model.place(half, 0, len(ids) - half, [0])
+        placement = model.place(half, [0], [len(ids) - half])
         for layer in range(model.num_layers):
             seen = GrowingKV(model.kv_of(kv, layer), 1, len(ids) - half)
             hidden = model.step(layer, hidden, seen, placement)

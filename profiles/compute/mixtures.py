@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby, islice
 from operator import itemgetter
 
 import torch
@@ -39,7 +39,7 @@ def forced(
     """
     num_rows = rows.shape[0]
     num_past = next(kv[0].shape[2] for kv in sources[mixtures[0][0]] if kv is not None)
-    placement = model.place(num_past, 0, rows.shape[1], [0])
+    placement = model.place(num_past, [0], [rows.shape[1]])
     streams = [model.embed(rows)]
     at = [0] * len(mixtures)
     for layer in range(model.num_layers):
@@ -50,7 +50,7 @@ def forced(
             parts = torch.cat([streams[stream] for _, stream in group]).split(max_rows)
             past = model.kv_of(sources[source], layer)
             seen = GrowingKV(past, len(parts[0]), rows.shape[1])
-            left = [model.step(layer, it, seen.begin(len(it)), placement) for it in parts]
+            left = [model.step(layer, it, seen, placement) for it in parts]
             fresh.extend(torch.cat(left).split(num_rows))
         index = {read: i for i, read in enumerate(distinct)}
         streams, at = fresh, [index[read] for read in reads]
@@ -63,6 +63,8 @@ class Asked:
 
     mixture: Mixture
     suffix: tuple[int, ...]
+    draft: tuple[int, ...] = ()
+    """What the answer may be. It changes no answer; what is right of it is had in one step."""
 
 
 def decode(
@@ -74,54 +76,94 @@ def decode(
     ends: frozenset[int],
     max_rows: int,
 ) -> list[list[int]]:
-    """Greedy answers, in order; the token that ends one is its last."""
+    """Greedy answers, in order; the token that ends one is its last.
+
+    At most `max_rows` are decoded together, and have as many distributions at a time.
+    """
     answers: list[list[int]] = []
     for first in range(0, len(asked), max_rows):
-        answers += _decode(model, sources, asked[first : first + max_rows], max_new, ends)
+        rows = [_Row(it, max_new, ends) for it in asked[first : first + max_rows]]
+        _decode(model, sources, rows, max_rows)
+        answers += [row.answer for row in rows]
     return answers
+
+
+class _Row:
+    """An answer, as far as it is known, and what the next step is given of it.
+
+    # given   known tokens that have not gone through the layers, then guesses from the draft
+    """
+
+    def __init__(self, asked: Asked, max_new: int, ends: frozenset[int]) -> None:
+        self.mixture, self.answer = asked.mixture, list[int]()
+        self.given = [*asked.suffix, *asked.draft[: max_new - 1]]
+        self.num_known = len(asked.suffix)
+        """Of those that are given; the others are guesses."""
+        self.num_kept = 0
+        """Tokens that have gone through the layers and are right."""
+        self.most = len(asked.suffix) + max_new
+        self._draft, self._place, self._max_new, self._ends = asked.draft, 0, max_new, ends
+
+    def take(self, chosen: Sequence[int]) -> None:
+        """The most likely tokens after the last known one and after each guess."""
+        guessed = [*self.given[self.num_known :], None]
+        right = 0
+        for token, guess in zip(chosen, guessed, strict=True):
+            self.answer.append(token)
+            if token in self._ends or len(self.answer) == self._max_new:
+                self.given = []
+                return
+            if token != guess:
+                break
+            right += 1
+        self.num_kept += self.num_known + right
+        self._place = self._after(self.answer[-1], self._place + right)
+        most = min(2 * right + 1, self._max_new - len(self.answer) - 1)
+        self.given = [self.answer[-1], *self._draft[self._place :][:most]]
+        self.num_known = 1
+
+    def _after(self, token: int, place: int) -> int:
+        """Where the draft goes on: behind the token nearest to a place, or behind that place."""
+        found = [i for i, it in enumerate(self._draft) if it == token]
+        return min(found, key=lambda i: abs(i - place), default=place) + 1
 
 
 @torch.inference_mode()
 def _decode(
-    model: LayeredModel,
-    sources: Sequence[PrefixKV],
-    asked: Sequence[Asked],
-    max_new: int,
-    ends: frozenset[int],
-) -> list[list[int]]:
-    """One batch. Suffixes are padded in front, so that all rows end at the same place."""
-    length = max(len(it.suffix) for it in asked)
-    padding = [length - len(it.suffix) for it in asked]
-    ids = torch.tensor([[0] * n + list(it.suffix) for n, it in zip(padding, asked, strict=True)])
-    readers = [_readers(it.mixture[layer] for it in asked) for layer in range(model.num_layers)]
+    model: LayeredModel, sources: Sequence[PrefixKV], rows: Sequence[_Row], max_rows: int
+) -> None:
+    """One batch, step by step."""
+    readers = [_readers(it.mixture[layer] for it in rows) for layer in range(model.num_layers)]
     seen = {
         (layer, source): GrowingKV(
-            model.kv_of(sources[source], layer), len(rows), length + max_new - 1
+            model.kv_of(sources[source], layer), len(reading), max(it.most for it in rows)
         )
         for layer, by_source in enumerate(readers)
-        for source, rows in by_source.items()
+        for source, reading in by_source.items()
     }
-    num_past = next(kv[0].shape[2] for kv in sources[asked[0].mixture[0]] if kv is not None)
-    num_tail = 0
-    answers: list[list[int]] = [[] for _ in asked]
-    for _ in range(max_new):
-        hidden = model.embed(ids)
-        placement = model.place(num_past, num_tail, ids.shape[1], padding)
-        num_tail += ids.shape[1]
+    num_past = next(kv[0].shape[2] for kv in sources[rows[0].mixture[0]] if kv is not None)
+    while width := max(len(row.given) for row in rows):
+        given = [len(row.given) for row in rows]
+        hidden = model.embed(
+            torch.tensor([[*row.given, *[0] * (width - len(row.given))] for row in rows])
+        )
+        placement = model.place(num_past, [row.num_kept for row in rows], given)
         for layer, by_source in enumerate(readers):
             leaving = torch.empty_like(hidden)
-            for source, rows in by_source.items():
-                leaving[rows] = model.step(
-                    layer, hidden[rows], seen[layer, source], placement.of_rows(rows)
+            for source, reading in by_source.items():
+                leaving[reading] = model.step(
+                    layer, hidden[reading], seen[layer, source], placement.of_rows(reading)
                 )
             hidden = leaving
-        ids = model.logits(hidden[:, -1:]).argmax(-1)
-        for answer, token in zip(answers, ids[:, 0].tolist(), strict=True):
-            if not answer or answer[-1] not in ends:
-                answer.append(token)
-        if all(answer[-1] in ends for answer in answers):
-            break
-    return answers
+        places = [
+            (i, place) for i, row in enumerate(rows) for place in range(row.num_known - 1, given[i])
+        ]
+        ahead = torch.tensor(places, device=model.device).split(max_rows)
+        chosen = [model.logits(hidden[it[:, 0], it[:, 1]]).argmax(-1).tolist() for it in ahead]
+        tokens = iter(chain.from_iterable(chosen))
+        for i, row in enumerate(rows):
+            if row.given:
+                row.take(list(islice(tokens, given[i] - row.num_known + 1)))
 
 
 def _readers(sources: Iterable[int]) -> dict[int, list[int]]:

@@ -1,5 +1,8 @@
 """Layer spans and mixtures of sources give what the oracle gives, whatever they share."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import pytest
 import torch
 from rounding import assert_differ_by_rounding, rounding
@@ -109,19 +112,85 @@ def test_an_answer_ends_with_its_end_token():
     assert ended == [free[: free.index(free[2]) + 1]]
 
 
+def drafts_of(answer: Sequence[int]) -> list[tuple[int, ...]]:
+    """Right, wrong here and there, too short, too long, and of another answer altogether."""
+    wrong = int(not answer[2])
+    return [
+        (),
+        tuple(answer),
+        (*answer, 7, 8),
+        tuple(answer[:3]),
+        (*answer[:2], wrong, *answer[3:]),
+        (*answer[:2], wrong, *answer[2:]),
+        (*answer[:2], *answer[3:]),
+        (wrong,) * 5,
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_draft_changes_no_answer(dtype):
+    _, _, layered, sources = made("llama", dtype)
+    options = {"max_new": 9, "max_rows": 13}
+    suffixes = [tuple(SUFFIX[:length]) for length in (7, 3)]
+    free = [Asked(mixture(block), suffix) for block in BLOCKS for suffix in suffixes]
+    answers = decode(layered, sources, free, ends=frozenset(), **options)
+    ends = frozenset({answers[0][4], answers[3][6]})
+    expected = decode(layered, sources, free, ends=ends, **options)
+    drafted = [
+        (replace(it, draft=draft), answer)
+        for it, whole, answer in zip(free, answers, expected, strict=True)
+        for draft in drafts_of(whole)
+    ]
+    found = decode(layered, sources, [it for it, _ in drafted], ends=ends, **options)
+    for (asked, answer), got in zip(drafted, found, strict=True):
+        assert got == answer, asked
+
+
+def test_what_is_right_of_a_draft_costs_no_step(monkeypatch):
+    _, _, layered, sources = made("llama")
+    asked = Asked(mixture(ALL), tuple(SUFFIX))
+    options = {"max_new": 9, "ends": frozenset(), "max_rows": 8}
+    (answer,) = decode(layered, sources, [asked], **options)
+    other = [*answer[:4], int(not answer[4]), *answer[5:]]
+    forwards: list[None] = []
+    embed = layered.embed
+    monkeypatch.setattr(layered, "embed", lambda ids: forwards.append(None) or embed(ids))
+    for draft, num_forwards in ((answer, 1), (other, 2), ((), 9)):
+        forwards.clear()
+        assert decode(layered, sources, [replace(asked, draft=tuple(draft))], **options) == [answer]
+        assert len(forwards) == num_forwards, draft
+
+
 def test_the_past_is_copied_once_for_all_rows_and_tokens():
-    past = tuple(torch.randn(1, 2, 5, 4) for _ in range(2))
-    tokens = [tuple(torch.randn(3, 2, n, 4) for _ in range(2)) for n in (2, 1)]
-    seen = GrowingKV(past, 3, 3)
-    first, second = (seen.update(*it) for it in tokens)
+    _, _, layered, sources = made("llama")
+    past = sources[SENDER][0]
+    heads, size = past[0].shape[1], past[0].shape[3]
+    tokens = [tuple(torch.randn(3, heads, n, size) for _ in range(2)) for n in (2, 1)]
+    seen, num_past = GrowingKV(past, 3, 3), len(IDS)
+    first = seen.begin(3, layered.place(num_past, [0], [2])).update(*tokens[0])
+    second = seen.begin(3, layered.place(num_past, [2], [1])).update(*tokens[1])
     for i in range(2):
         parts = [past[i].expand(3, -1, -1, -1), tokens[0][i], tokens[1][i]]
         assert torch.equal(first[i], torch.cat(parts[:2], 2))
         assert torch.equal(second[i], torch.cat(parts, 2))
         assert first[i].data_ptr() == second[i].data_ptr()
-    (keys, _) = seen.begin(2).update(*(it[:2] for it in tokens[1]))
-    assert torch.equal(keys, torch.cat([past[0].expand(2, -1, -1, -1), tokens[1][0][:2]], 2))
+    again = [it[:2] for it in tokens[1]]
+    (keys, _) = seen.begin(2, layered.place(num_past, [0], [1])).update(*again)
+    assert torch.equal(keys, torch.cat([past[0].expand(2, -1, -1, -1), again[0]], 2))
     assert keys.data_ptr() == first[0].data_ptr()
+
+
+def test_padding_is_written_where_nobody_reads():
+    _, _, layered, sources = made("llama")
+    past = sources[SENDER][0]
+    heads, size = past[0].shape[1], past[0].shape[3]
+    keys, values = (torch.randn(2, heads, 3, size) for _ in range(2))
+    placement = layered.place(len(IDS), [0, 2], [3, 1])
+    seen = GrowingKV(past, 2, 3).begin(2, placement)
+    read, _ = seen.update(keys, values)
+    assert read.shape[2] == placement.mask.shape[-1] == len(IDS) + 3
+    assert torch.equal(read[0, :, -3:], keys[0])
+    assert torch.equal(read[1, :, -1], keys[1, :, 0])
 
 
 def test_a_blend_of_all_tokens_is_a_full_prefill_and_of_none_the_past():
