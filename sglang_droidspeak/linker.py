@@ -19,11 +19,12 @@ import torch
 from cachetree import Cache, MakeTier
 from cachetree.checkpoint import Family
 from cachetree.memory import unregistered
+from cachetree.transport import serve_spans, untraced
 from sglang_droidspeak import engine
 from sglang_droidspeak.adapters.activated import ActivatedAdapters
 from sglang_droidspeak.adapters.models import Models
 from sglang_droidspeak.cost import Meter
-from sglang_droidspeak.engine import HookType, release
+from sglang_droidspeak.engine import HookType, release, tracing
 from sglang_droidspeak.engine.hashing import ensure_page_hashes
 from sglang_droidspeak.engine.names import (
     CacheInitParams,
@@ -46,6 +47,7 @@ from sglang_droidspeak.request.planner import Planner
 from sglang_droidspeak.request.queue import Queue
 from sglang_droidspeak.request.replies import Replies
 from sglang_droidspeak.request.source import Sources
+from sglang_droidspeak.request.traces import traces_of_requests
 from sglang_droidspeak.request.waiting import WaitingRequests
 from sglang_droidspeak.start import peers, refuse
 from sglang_droidspeak.start.config import cache_config
@@ -112,6 +114,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
             cache_config(settings, server.identity.model_id, parallel.tp_rank),
             tiers=_tiers(server, self._metrics),
             register=page_locked if self._on_cuda else unregistered,
+            note_served=serve_spans() if tracing.is_on() else untraced,
         )
         self._cache_metrics = CacheMetrics(self._cache.status) if has_metrics else None
         coding = Coding(settings.codec, server.identity.head_dim)
@@ -119,7 +122,8 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         self._loader = Loader(pool.layer_num, Copies(forward_stream, runner.device))
         self.layer_done_counter = self._loader.counter
         self._offloader = Offloader(self._cache, server_pool, self._provenance)
-        self._labels = Labels(self._metrics)
+        traces = traces_of_requests()
+        self._labels = Labels(self._metrics, traces)
         self._replies = Replies(
             self._cache, self._offloader, self._labels, settings.fetch_deadline_s
         )
@@ -132,7 +136,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         noted = self._pool_index
         planner = Planner(server, self._cache, self._meter, self._models, noted)
         self._waiting = WaitingRequests(
-            Sources(server, self._cache, noted, server_pool),
+            Sources(server, self._cache, noted, server_pool, traces.context_of),
             self._meter,
             self._labels,
             planner,

@@ -51,6 +51,7 @@ from cachetree.transport.handshake import (
 from cachetree.transport.keys import write_key_pair
 from cachetree.transport.peer import Peer
 from cachetree.transport.status import PeerState, PeerStatus, PusherStatus
+from cachetree.transport.tracing import serve_spans, untraced
 from cachetree.transport.verbs import Source, Status, StatusRequest
 from cachetree.transport.worker import Worker
 
@@ -73,5 +74,7 @@ __all__ = [
     "check_ports",
     "check_worker",
     "credentials_of",
+    "serve_spans",
+    "untraced",
     "write_key_pair",
 ]

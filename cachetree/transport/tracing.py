@@ -42,7 +42,7 @@ def untraced(_served: Served) -> None:
     """Where tracing is off."""
 
 
-def spans(provider: TracerProvider | None = None) -> NoteServed:
+def serve_spans(provider: TracerProvider | None = None) -> NoteServed:
     """Makes them with this provider, or else with the process's own."""
     from opentelemetry import trace
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -95,6 +95,6 @@ def exported(endpoint: str) -> Iterator[NoteServed]:
     exporter = OTLPSpanExporter(endpoint=endpoint, insecure=True, timeout=_EXPORT_S)
     provider.add_span_processor(BatchSpanProcessor(exporter))
     try:
-        yield spans(provider)
+        yield serve_spans(provider)
     finally:
         provider.shutdown()

@@ -130,6 +130,7 @@ class Decisions:
             if not declined.may_be_approximate:
                 prefixes.move(req, approximate=False)
             told = RequestProvenance(outcome=declined.outcome, detail=declined.detail or None)
+            self._labels.traces.matched(request, declined.outcome)
             self._labels.note(req, told)
 
     def _plan(self, request: Request, tree: UnifiedRadixCache, num_waiting: int) -> Declined | None:
@@ -183,4 +184,5 @@ class Decisions:
             else request.pages
         )
         request.match_s = request.age_s
+        self._labels.traces.matched(request)
         request.fetch(self._sources, tree)

@@ -95,6 +95,7 @@ class ForwardPass:
         for request in requests:
             self._labels.metrics.count_load(request)
             self._labels.note(request.req, provenance_of(request, recompute, forward_s))
+            self._labels.traces.loaded(request, recompute)
         return result
 
     def _before(self, batch: ScheduleBatch, requests: Sequence[Request]) -> tuple[float, float]:
@@ -153,7 +154,9 @@ class ForwardPass:
             load.cause = type(error).__name__
             log.warning("request %s: %s; it does a full prefill", req.rid, error)
             self._loader.abandon(load, error)
+            begun_s = time.monotonic()
             self._prefill_in_full(batch, row, load)
+            self._labels.traces.fell_back(req, load.cause, begun_s)
             if not load.at.start:
                 prefixes.move(req, approximate=False)
         elif load.plan.is_exact:

@@ -14,6 +14,7 @@ from sglang_droidspeak.engine.names import FINISH_ABORT, is_health_check_generat
 from sglang_droidspeak.engine.prefixes import tenant_of
 from sglang_droidspeak.request.considered import considered_of
 from sglang_droidspeak.request.meta_info import KEY, RequestProvenance
+from sglang_droidspeak.request.traces import UNTRACED, Traces
 
 if TYPE_CHECKING:
     import torch
@@ -54,8 +55,9 @@ class Labels:
     happens to the request later, its retraction too, changes nothing. Scheduler thread only.
     """
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: Metrics, traces: Traces = UNTRACED) -> None:
         self.metrics: Final = metrics
+        self.traces: Final = traces
         self.told: Final[OrderedDict[str, Told]] = OrderedDict()
         """By request id, the latest last."""
         self._num_matches = 0
@@ -66,6 +68,7 @@ class Labels:
         """What is known so far; the last word counts, and none once the request has its label."""
         if not _is_told(req):
             _label_of(req).provenance = provenance
+            self.traces.noted(req, provenance)
 
     def read(self, reqs: Sequence[Req], marks: torch.Tensor) -> None:
         """A prefill of these requests is about to run; `marks` says, on the host once it has, which

@@ -42,6 +42,9 @@ class Load:
     """How long its forward may still wait for layers that are late."""
     copied_s: float = field(default=0.0, init=False)
     """Time that the loader has spent copying, decoding included; on CUDA issuing the copies."""
+    first_copy_s: float = field(default=0.0, init=False)
+    last_copy_s: float = field(default=0.0, init=False)
+    """When the first began and the last ended, on monotonic time."""
     laps: Laps = field(default_factory=list, init=False)
     """On CUDA, before and after each layer's copies on their stream."""
     copied_bytes: int = field(default=0, init=False)
@@ -81,7 +84,9 @@ class Load:
                 started_s = time.monotonic()
                 with timed(self.laps):
                     self.copied_bytes += self.source.copy(layer, self.at, self.slots)
-                self.copied_s += time.monotonic() - started_s
+                self.last_copy_s = time.monotonic()
+                self.copied_s += self.last_copy_s - started_s
+                self.first_copy_s = self.first_copy_s or started_s
 
     def wait_staged(self, deadline: Deadline) -> FetchError | None:
         """Block until every layer is there; why it is not, where it is not by then."""

@@ -59,7 +59,7 @@ class Request:
         self.req: Final = req
         self.phase = Phase.SEEN
         """Changed by `reach` alone."""
-        self._seen_s: Final = time.monotonic()
+        self.seen_s: Final = time.monotonic()
         self.runnable_s: float | None = None
         """When a step first could have taken it, on monotonic time: its wait counts from then."""
         self.patience_s = math.inf
@@ -98,7 +98,7 @@ class Request:
 
     @property
     def age_s(self) -> float:
-        return time.monotonic() - self._seen_s
+        return time.monotonic() - self.seen_s
 
     @property
     def waited_s(self) -> float:

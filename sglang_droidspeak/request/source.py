@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from cachetree import Deadline, DeadlineExceeded, FetchError, Kind, PageHash, Span, Step, is_pool
 from cachetree.memory import cut
@@ -47,6 +47,14 @@ class Arrival:
         return time.monotonic() - self.started_s
 
 
+class Landing(NamedTuple):
+    """A step that has come whole."""
+
+    step: Step
+    num_bytes: int
+    at_s: float
+
+
 class ForwardWaitExceeded(FetchError):
     """Layers predicted to have arrived had not when the forward had waited for them."""
 
@@ -56,6 +64,8 @@ class Source:
     their place in the prompt, and are of the plan's pages."""
 
     arrival: Arrival
+    landings: Sequence[Landing] = ()
+    """Of what was fetched for a request that is traced, in this order."""
 
     def __init__(self, plan: Plan, pool: ServerPool) -> None:
         self._plan: Final = plan
@@ -116,6 +126,11 @@ class Staged(Source):
             num_landed_bytes=it.num_landed_bytes,
             has_e=all(it.has_landed(Step(Kind.E, at)) for at in self._plan.transition_layers),
         )
+
+    @property
+    def landings(self) -> list[Landing]:
+        it = self.staging
+        return [Landing(step, it.sizes[step], at_s) for step, at_s in it.landed_s.items()]
 
     def progress(self) -> Arrival:
         it = self.staging
@@ -210,12 +225,19 @@ class Sources:
     """Makes them. Scheduler thread only."""
 
     def __init__(
-        self, server: ThisServer, cache: Cache, noted: PoolIndex, pool: ServerPool
+        self,
+        server: ThisServer,
+        cache: Cache,
+        noted: PoolIndex,
+        pool: ServerPool,
+        context_of: Callable[[Req], str] = lambda _req: "",
     ) -> None:
+        """`context_of` gives the trace context that a request's fetch carries."""
         self.server: Final = server
         self.cache: Final = cache
         self.noted: Final = noted
         self._pool: Final = pool
+        self._context_of: Final = context_of
 
     def of(
         self, plan: Plan, pages: Sequence[PageHash], req: Req, tree: UnifiedRadixCache
@@ -224,5 +246,5 @@ class Sources:
         if is_pool(plan.location):
             return InPool(plan, self._pool, lambda: self.noted.lock(plan, pages, req, tree))
         deadline = Deadline.after(self.server.settings.fetch_deadline_s)
-        staging = self.cache.fetch(plan, pages, deadline)
+        staging = self.cache.fetch(plan, pages, deadline, self._context_of(req))
         return None if staging is None else Staged(plan, self._pool, staging)

@@ -84,6 +84,7 @@ class WaitingRequests:
                 is_on_device = request.req.prefix_len >= request.plan.pages.stop * self._page_size
                 cause = "no_slots" if request.source else "staging_full"
                 outcome = Reason.TOO_SHORT.value if is_on_device else cause
+                self._labels.traces.given_up(request, outcome)
                 self._labels.note(request.req, RequestProvenance(outcome=outcome))
             request.settle()
 
@@ -171,4 +172,5 @@ class WaitingRequests:
         cause = request.failure or FetchError.__name__
         outcome = cause if cause == Reason.SLOWER.value else f"fallback: {cause}"
         queued_ms = round(1000 * request.age_s, 3)
+        self._labels.traces.given_up(request, cause)
         self._labels.note(request.req, RequestProvenance(outcome=outcome, queued_ms=queued_ms))

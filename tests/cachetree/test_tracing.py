@@ -36,7 +36,7 @@ def traced_sender() -> Iterator[tuple[Cache, InMemorySpanExporter]]:
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     config = CacheConfig(host_bytes=64 << 20)
-    with Cache(FAMILY, config, note_served=tracing.spans(provider)) as sender:
+    with Cache(FAMILY, config, note_served=tracing.serve_spans(provider)) as sender:
         assert fill(sender, PAGES)
         yield sender, exporter
 

@@ -32,6 +32,7 @@ from engine_parts import (
 )
 from fault_proxy import Fault, FaultProxy, Strike, Towards, Via
 from forked import ServerSpec
+from otlp_collector import Collected, Collector, collecting
 from shelf import Shelf
 from stalling import StallingWorker
 from struck_parts import scraped
@@ -135,6 +136,20 @@ class Pair:
     replica: StallingWorker
     """Offers the receiver's own KV."""
     silent: Silent
+    collector: Collector
+
+    def spans(self, reply: Answer) -> list[Collected]:
+        """Of its trace, so far."""
+        spans, rid = list(self.collector.spans), reply.meta["id"]
+        roots = {it.trace_id for it in spans if it.attributes.get("rid") == rid}
+        return [it for it in spans if it.trace_id in roots]
+
+    def trace(self, reply: Answer, *names: str) -> list[Collected]:
+        """Its spans of these names, one each, once they have come and so has its root."""
+        eventually(lambda: set(names) <= {it.name for it in self.spans(reply)})
+        found = {name: [it for it in self.spans(reply) if it.name == name] for name in names}
+        assert all(len(spans) == 1 for spans in found.values()), found
+        return [spans[0] for spans in found.values()]
 
     def send(self, tokens: list[int], salt: str | None = None) -> None:
         answer(self.sender, tokens, max_new_tokens=1, cache_salt=salt)
@@ -161,10 +176,13 @@ def pair(tmp_path_factory) -> Iterator[Pair]:
     )
     address = f"tcp://127.0.0.1:{free_port()}"
     family = family_of(paths["receiver"])
+    stack = ExitStack()
+    collector = stack.enter_context(collecting())
+    traced = {"enable-trace": True, "otlp-traces-endpoint": collector.endpoint}
     sender = ServerSpec(
         model=paths["sender"],
         name="sender",
-        options=CPU,
+        options={**CPU, **traced},
         droidspeak={
             "listen": address,
             "capture_layers": [1, 2, 3],
@@ -176,14 +194,13 @@ def pair(tmp_path_factory) -> Iterator[Pair]:
     own = read_model_identity(paths["receiver"]).model_id
     replica = StallingWorker(family, own, prompt(500, seed=78))
     (folder / "silent").mkdir()
-    stack = ExitStack()
     silent = stack.enter_context(
         silent_in(folder / "silent", family, paths["receiver"], prompt(700, seed=79))
     )
     receiver = ServerSpec(
         model=paths["receiver"],
         name="receiver",
-        options={**CPU, "enable-metrics": True},
+        options={**CPU, **traced, "enable-metrics": True},
         droidspeak={
             "peers": [address, stalling.address, replica.address, silent.proxy.address],
             "gate": "off",
@@ -202,7 +219,7 @@ def pair(tmp_path_factory) -> Iterator[Pair]:
     ):
         watcher = Watcher(paths["receiver"], [address])
         try:
-            yield Pair(paths, s, r, watcher, address, stalling, replica, silent)
+            yield Pair(paths, s, r, watcher, address, stalling, replica, silent, collector)
         finally:
             watcher.close()
 
@@ -241,6 +258,9 @@ def test_deadline(pair: Pair) -> None:
     assert reply.provenance["outcome"] in ("fallback: DeadlineExceeded", "staging_full")
     assert reply.provenance["queued_ms"] <= 1000 * (DEADLINE_S + alone.meta["e2e_latency"])
     assert same(reply, alone)
+    if reply.provenance["outcome"] != "staging_full":
+        (given_up,) = pair.trace(reply, "droidspeak.fallback")
+        assert given_up.attributes == {"droidspeak.cause": "DeadlineExceeded"}
 
 
 def test_last_layer_never_comes_after_admission(pair: Pair) -> None:
@@ -257,6 +277,9 @@ def test_last_layer_never_comes_after_admission(pair: Pair) -> None:
         assert reply.meta["cached_tokens"] == whole_pages(500), "it was admitted with the load"
         assert reply.provenance["exact"]
         assert same(reply, alone)
+    (prefill,) = pair.trace(reply, "droidspeak.fallback")
+    assert prefill.attributes == {"droidspeak.cause": "ForwardWaitExceeded"}
+    assert prefill.stop_ns > prefill.start_ns
 
 
 def test_a_link_that_is_slower_than_a_prefill_is_given_up(pair: Pair) -> None:
@@ -408,6 +431,38 @@ def test_metrics(pair: Pair) -> None:
     # As it was told, in milliseconds with three decimals.
     assert 1e3 * rose("droidspeak:queued_seconds_sum") == pytest.approx(told["queued_ms"], abs=1e-3)
     assert scraped(metrics)["cachetree:peer_ready", pair.sender_address] == 1
+
+
+def test_a_request_is_told_in_its_trace(pair: Pair) -> None:
+    """With what the sender did for it."""
+    tokens = prompt(160, seed=11)
+    pair.send(tokens)
+    reply = answer(pair.receiver, tokens, droidspeak={"block": "2:4"})
+    told = reply.provenance
+    names = ["match", "fetch_e", "fetch_kv", "wait", "recompute", "load"]
+    spans = pair.trace(reply, "cachetree.serve", *(f"droidspeak.{name}" for name in names))
+    serve, match, e, kv, wait, recompute, load = spans
+    assert (e.stop_ns, e.attributes["droidspeak.layers"]) == (kv.start_ns, 1)
+    assert kv.attributes["droidspeak.layers"] == told["loaded_layers"]
+    fetched = [it.attributes["droidspeak.bytes"] for it in (e, kv)]
+    assert sum(fetched) == serve.attributes["cachetree.bytes"] == told["fetched_bytes"]
+    assert not serve.error
+    # SGLang compares its clocks anew with every request; these two were told earlier, or elsewhere.
+    slack_ns = 10_000_000_000
+    assert abs(e.start_ns - serve.start_ns) < slack_ns
+    assert abs(match.stop_ns - wait.start_ns) < slack_ns
+    assert wait.start_ns <= wait.stop_ns <= recompute.start_ns
+    assert recompute.attributes["droidspeak.layers"] == told["recomputed_layers"] == 2
+    assert load.start_ns <= load.stop_ns
+    assert match.attributes["droidspeak.sender"] == told["sender"]
+    assert match.attributes["droidspeak.block"] == "[2, 4)"
+    for span, name in ((recompute, "recompute_ms"), (kv, "fetch_ms")):
+        begun_ns = e.start_ns if span is kv else span.start_ns
+        assert (span.stop_ns - begun_ns) / 1e6 == pytest.approx(told[name], abs=2)
+    outcome = "droidspeak.outcome"
+    eventually(lambda: any(outcome in it.attributes for it in pair.spans(reply)))
+    (scheduler,) = (it for it in pair.spans(reply) if outcome in it.attributes)
+    assert scheduler.attributes[outcome] == told["outcome"] == "reused"
 
 
 def test_sender_stalls(pair: Pair) -> None:

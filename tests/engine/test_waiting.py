@@ -30,6 +30,7 @@ from sglang_droidspeak.request.meta_info import RequestProvenance
 from sglang_droidspeak.request.planner import Declined, Planned, Planner
 from sglang_droidspeak.request.queue import Queue
 from sglang_droidspeak.request.source import Sources
+from sglang_droidspeak.request.traces import UNTRACED
 from sglang_droidspeak.request.waiting import WaitingRequests
 
 PAGE = 16
@@ -54,7 +55,7 @@ class SilentCache:
         self.stagings: list[Staging] = []
         self._clock = clock
 
-    def fetch(self, plan: Plan, _pages: Any, deadline: Deadline) -> Staging:
+    def fetch(self, plan: Plan, _pages: Any, deadline: Deadline, _context: str) -> Staging:
         self.deadlines.append(deadline)
         mine = Deadline(deadline.at_s, self._clock)
         parts = dict.fromkeys(plan.steps, Blocks(1, 40))
@@ -126,7 +127,7 @@ def waiting_on(
         "server": SimpleNamespace(settings=settings, page_size=PAGE),
         "cache": cache,
         "meter": FakeMeter(recompute=None),
-        "labels": SimpleNamespace(note=lambda _req, told: notes.append(told)),
+        "labels": SimpleNamespace(note=lambda _req, told: notes.append(told), traces=UNTRACED),
         "planner": SimpleNamespace(plan=lambda *_: planned),
         "pool": SimpleNamespace(has_approximate=False),
         "in_flight": SimpleNamespace(

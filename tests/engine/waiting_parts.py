@@ -11,6 +11,7 @@ import torch
 from test_waiting import PAGE, PLAN, SilentCache, planner_of, waiting_on
 
 from sglang_droidspeak.engine.prefixes import own_pages_of
+from sglang_droidspeak.request.traces import UNTRACED, Traces
 from sglang_droidspeak.request.waiting import WaitingRequests
 from sglang_droidspeak.store.pool import Held
 
@@ -27,6 +28,7 @@ class Told:
     """Labels: what each request was told last, by its id."""
 
     by_rid: dict[str, Any] = field(default_factory=dict)
+    traces: Traces = UNTRACED
 
     def note(self, req: Any, told: Any) -> None:
         self.by_rid[req.rid] = told
@@ -47,9 +49,9 @@ class Asked(SilentCache):
         self.searched.append(list(pages))
         return super().search(pages)
 
-    def fetch(self, plan: Any, pages: Any, deadline: Any) -> Any:
+    def fetch(self, plan: Any, pages: Any, deadline: Any, context: str) -> Any:
         self.fetched.append((plan, list(pages)))
-        return super().fetch(plan, pages, deadline)
+        return super().fetch(plan, pages, deadline, context)
 
     def held(self, req: Any, num_pages: int, tree: Any) -> Held:
         self.where.append((req.rid, num_pages, tree))

@@ -1,0 +1,53 @@
+"""SGLang's trace of a request: slices that are added after the fact, and what else hangs on it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from sglang.srt.observability.req_time_stats import RequestStageConfig
+from sglang.srt.observability.trace import get_global_tracing_enabled
+
+if TYPE_CHECKING:
+    from sglang_droidspeak.engine.names import Req
+
+Attributes = Mapping[str, str | int | float]
+
+_LEVEL = 2
+"""SGLANG_TRACE_LEVEL below which there are none."""
+
+
+def is_on() -> bool:
+    """Whether this process was started with `--enable-trace`."""
+    return bool(get_global_tracing_enabled())
+
+
+def context_of(req: Req) -> str:
+    """A W3C traceparent; empty where this request is not traced."""
+    trace = req.time_stats.trace_ctx
+    if not trace.tracing_enable:
+        return ""
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    carrier: dict[str, str] = {}
+    TraceContextTextMapPropagator().inject(carrier, trace.root_span_context)
+    return carrier.get("traceparent", "")
+
+
+def add_slice(
+    req: Req,
+    name: str,
+    start_s: float,
+    stop_s: float,
+    attributes: Attributes = {},  # noqa: B006
+) -> None:
+    """Times are monotonic; SGLang's performance counter is the same clock on Linux."""
+    stage = RequestStageConfig(f"droidspeak.{name}", level=_LEVEL)
+    named = {f"droidspeak.{key}": value for key, value in attributes.items()}
+    req.time_stats.trace_slice(stage, start_s, stop_s, named)
+
+
+def mark(req: Req, attributes: Attributes) -> None:
+    """Of all that this scheduler does for the request."""
+    named = {f"droidspeak.{key}": value for key, value in attributes.items()}
+    req.time_stats.trace_ctx.trace_set_thread_attrs(named)
