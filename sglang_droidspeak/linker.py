@@ -135,6 +135,8 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         )
         noted = self._pool_index
         planner = Planner(server, self._cache, self._meter, self._models, noted)
+        self._profiles = planner.profiles
+        self._metrics.tell_pairs(self._profiles)
         self._waiting = WaitingRequests(
             Sources(server, self._cache, noted, server_pool, traces.context_of),
             self._meter,
@@ -268,6 +270,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
             return
         log.warning("weights are updated in place: droidspeak is off until this server restarts")
         self._is_retired = self._offloader.is_stopped = True
+        self._metrics.tell_pairs(self._profiles, are_off=True)
         self._waiting.retire()
         self._cache.stop_serving()
 

@@ -13,6 +13,7 @@ from cachetree.metrics import METRICS
 
 if TYPE_CHECKING:
     from cachetree import CacheStatus
+    from cachetree.planning import Profiles
     from sglang_droidspeak.request.request import Request
 
 log = logging.getLogger(__name__)
@@ -35,6 +36,19 @@ class Metrics:
             "Requests by what became of them: reused, or why not",
             ["outcome"],
             registry=registry,
+        )
+        self.approximate: Final = Counter(
+            "droidspeak:approximate_requests",
+            "Requests whose answer depends on another model's KV, or on encoded KV",
+            registry=registry,
+        )
+        self.pair_usable: Final = Gauge(
+            "droidspeak:pair_usable",
+            "1 where what a sender has computed may be reused for a receiver, 0 where its profile "
+            "did not pass, or weights were updated",
+            ["sender", "receiver"],
+            registry=registry,
+            multiprocess_mode="livemax",
         )
         self.reused_tokens: Final = Counter(
             "droidspeak:reused_tokens", "Prompt tokens not prefilled in full", registry=registry
@@ -71,12 +85,18 @@ class Metrics:
         """Called by the tier's threads."""
         self.hicache_objects.labels(result).inc(num)
 
-    def count_outcome(self, outcome: str) -> None:
-        """A request, once; `outcome` as in its meta_info."""
+    def count_outcome(self, outcome: str, *, exact: bool = True) -> None:
+        """A request, once; `outcome` and `exact` as in its meta_info."""
         kind, _, cause = outcome.partition(": ")
         self.requests.labels(kind).inc()
+        self.approximate.inc(not exact)
         if cause:
             self.fallbacks.labels(cause).inc()
+
+    def tell_pairs(self, profiles: Profiles, *, are_off: bool = False) -> None:
+        """Which of them may be reused; none where they are off."""
+        for (sender, receiver), profile in profiles.items():
+            self.pair_usable.labels(sender, receiver).set(profile.is_usable and not are_off)
 
     def count_load(self, request: Request) -> None:
         """One that has loaded, or was prefilled in full where it should have."""

@@ -122,14 +122,20 @@ ROWS: Final[dict[str, tuple[Panel, ...]]] = {
     ),
     "Trust": (
         Panel(
-            "Share of reuse that is another model's",
+            "Share of answers that are approximate",
             "percentunit",
             {
-                "{{instance}}": f"{_outcomes('reused')} / {_outcomes('reused|own')}",
+                "{{instance}}": f"{_rate('droidspeak:approximate_requests_total', 'instance')} / "
+                f"{_rate('droidspeak:requests_total', 'instance')}"
             },
         ),
         Panel(
-            "Pairs that may not be reused",
+            "Pairs that are on (1) or off (0)",
+            "short",
+            {"{{instance}} {{sender}} for {{receiver}}": "droidspeak:pair_usable"},
+        ),
+        Panel(
+            "Requests whose pair may not be reused",
             "reqps",
             {
                 "{{outcome}}": _outcomes(

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
-from prometheus_client import Counter, Histogram
+from prometheus_client import Counter, Gauge, Histogram
 
 from cachetree.checkpoint import Codec
 from cachetree.checkpoint.codec import vector_bytes
@@ -88,7 +88,7 @@ def request_metrics() -> str:
     """Those of `Metrics`, as they are scraped."""
     rows = []
     for metric in vars(Metrics(enabled=False)).values():
-        if isinstance(metric, Counter | Histogram):
+        if isinstance(metric, Counter | Gauge | Histogram):
             (told,) = metric.describe()
             sample = told.name + "_total" * isinstance(metric, Counter)
             rows.append([_labelled(sample, metric._labelnames), told.type, told.documentation])

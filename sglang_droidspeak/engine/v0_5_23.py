@@ -53,6 +53,8 @@ _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 _LINKER = "sglang.srt.mem_cache.unified_cache.unified_cache_linker"
 _TREE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
 _HICACHE = "sglang.srt.mem_cache.hicache_storage"
+_TRACE = "sglang.srt.observability.trace"
+_STATS = "sglang.srt.observability.req_time_stats.ReqTimeStatsBase"
 _STREAM = "sglang.srt.layers.layer_boundary.residual.batch"
 
 USED: Mapping[str, str] = {
@@ -130,6 +132,9 @@ USED: Mapping[str, str] = {
         "6678ec61cd40 worker batch"
     ),
     "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool.set_kv_buffer": "896c2fd0838b",
+    f"{_STATS}.trace_slice": "a6619f570a83 stage start_time end_time attrs",
+    f"{_TRACE}.TraceReqContext.trace_set_thread_attrs": "f674873d9d8f attrs",
+    f"{_TRACE}.get_global_tracing_enabled": "fae878f2e990",
 }
 
 FIELDS: Mapping[str, str] = {
@@ -138,8 +143,10 @@ FIELDS: Mapping[str, str] = {
         "rid lora_id extra_key cache_salt origin_input_ids output_ids "
         "full_untruncated_fill_ids kv prefix_len sampling_params customized_info finished "
         "finished_output finished_reason to_finish is_retracted skip_radix_cache_insert "
-        "multimodal_inputs input_embeds positional_embed_overrides session"
+        "multimodal_inputs input_embeds positional_embed_overrides session time_stats"
     ),
+    _STATS: "trace_ctx",
+    f"{_TRACE}.TraceReqContext": "tracing_enable root_span_context",
     f"{_BATCH}.ScheduleBatch": (
         "forward_mode reqs input_ids prefill_input_ids_cpu req_pool_indices "
         "req_pool_indices_cpu prefix_lens extend_lens extend_num_tokens seq_lens "

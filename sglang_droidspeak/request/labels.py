@@ -113,7 +113,7 @@ class Labels:
         if label.mark is not None and not label.mark:
             label.mark = None
         told = msgspec.structs.replace(told, exact=label.mark is None)
-        self.metrics.count_outcome(told.outcome)
+        self.metrics.count_outcome(told.outcome, exact=told.exact)
         self._keep(req.rid, Told(told, len(req.origin_input_ids), considered_of(req)))
         _write(req.rid, told)
         req.customized_info = {**(req.customized_info or {}), KEY: [msgspec.to_builtins(told)]}

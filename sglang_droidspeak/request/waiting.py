@@ -84,7 +84,8 @@ class WaitingRequests:
                 is_on_device = request.req.prefix_len >= request.plan.pages.stop * self._page_size
                 cause = "no_slots" if request.source else "staging_full"
                 outcome = Reason.TOO_SHORT.value if is_on_device else cause
-                self._labels.traces.given_up(request, outcome)
+                if not is_on_device:
+                    self._labels.traces.given_up(request, cause)
                 self._labels.note(request.req, RequestProvenance(outcome=outcome))
             request.settle()
 

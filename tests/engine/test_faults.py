@@ -425,6 +425,8 @@ def test_metrics(pair: Pair) -> None:
         return scraped(metrics).get((name, *labels), 0.0) - before.get((name, *labels), 0.0)
 
     assert rose("droidspeak:requests_total", "reused") == 1
+    assert rose("droidspeak:approximate_requests_total") == 1
+    assert told["exact"] is False
     assert rose("droidspeak:reused_tokens_total") == told["reused_tokens"] == whole_pages(160)
     assert rose("droidspeak:fetched_bytes_total") == told["fetched_bytes"]
     assert rose("droidspeak:queued_seconds_count") == 1

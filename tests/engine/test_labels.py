@@ -16,6 +16,7 @@ from cachetree.planning.prefill_cost import PrefillCost
 from sglang_droidspeak.cost import Meter
 from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.engine.names import ForwardMode
+from sglang_droidspeak.metrics import Metrics
 from sglang_droidspeak.ranks import Ranks
 from sglang_droidspeak.request import forward
 from sglang_droidspeak.request.labels import Labels
@@ -28,9 +29,11 @@ class Counts:
 
     def __init__(self) -> None:
         self.outcomes: Counter[str] = Counter()
+        self.num_approximate = 0
 
-    def count_outcome(self, outcome: str) -> None:
+    def count_outcome(self, outcome: str, *, exact: bool) -> None:
         self.outcomes[outcome] += 1
+        self.num_approximate += not exact
 
 
 def request(rid: str = "r1", *, n: int = 1, max_new_tokens: int = 8, **fields: Any) -> Any:
@@ -88,13 +91,37 @@ def test_it_waits_for_the_end_of_the_prefill(labels: Labels, counts: Counts) -> 
 
 
 @pytest.mark.parametrize("is_approximate", [False, True])
-def test_it_is_exact_where_what_it_read_was(labels: Labels, is_approximate: bool) -> None:
+def test_it_is_exact_where_what_it_read_was(
+    labels: Labels, counts: Counts, is_approximate: bool
+) -> None:
     """Whatever was planned: a twin may have left other KV on the device since."""
     other, req = request("r0"), request()
     labels.note(req, RequestProvenance(outcome="no_match"))
     labels.read([other, req], torch.tensor([False, is_approximate]))
     labels.report([req])
     assert told(req) == RequestProvenance(outcome="no_match", exact=not is_approximate)
+    assert counts.num_approximate == is_approximate
+
+
+def test_metrics_say_how_much_is_approximate_and_which_pairs_are_on() -> None:
+    metrics = Metrics(enabled=False)
+    for exact in (True, False, True):
+        metrics.count_outcome("reused", exact=exact)
+    assert sample(metrics.approximate) == 1
+    profiles: Any = {
+        ("s", "r"): SimpleNamespace(is_usable=True),
+        ("s", "q"): SimpleNamespace(is_usable=False),
+    }
+    metrics.tell_pairs(profiles)
+    on, off = metrics.pair_usable.labels("s", "r"), metrics.pair_usable.labels("s", "q")
+    assert (sample(on), sample(off)) == (1, 0)
+    metrics.tell_pairs(profiles, are_off=True)
+    assert (sample(on), sample(off)) == (0, 0)
+
+
+def sample(metric: Any) -> float:
+    (told,) = metric.collect()
+    return told.samples[0].value
 
 
 def test_whatever_ends_without_an_answer_is_counted_once(labels: Labels, counts: Counts) -> None:

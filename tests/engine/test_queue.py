@@ -153,7 +153,7 @@ def test_nobody_is_lost_where_a_step_fails() -> None:
 def test_a_retracted_request_waits_again_beside_another_and_is_told_once() -> None:
     """Of its second reading: its first answer was on its way, as with SGLang's overlap schedule."""
     outcomes: Counter[str] = Counter()
-    labels = Labels(SimpleNamespace(count_outcome=lambda it: outcomes.update([it])))  # type: ignore[arg-type]
+    labels = Labels(SimpleNamespace(count_outcome=lambda it, exact: outcomes.update([it])))  # type: ignore[arg-type]
     cache, taken, other = SilentCache(lambda: 0.0), request("taken"), request("other")
     taken.prefix_len = 0
     waiting, tree = waiting_on(cache, [], labels=labels, is_experiment=False), None

@@ -233,7 +233,11 @@ def test_a_request_reads_approximate_kv_only_by_its_plan() -> None:
 @pytest.mark.parametrize("is_approximate", [False, True])
 def test_what_was_told_to_be_exact_stays_so(is_approximate: bool) -> None:
     """A request that was retracted after its first tokens were sent is planned again."""
-    cache, req, metrics = SilentCache(), request(), SimpleNamespace(count_outcome=lambda _: None)
+    cache, req, metrics = (
+        SilentCache(),
+        request(),
+        SimpleNamespace(count_outcome=lambda *_, exact: None),
+    )
     labels = Labels(metrics)  # type: ignore[arg-type]
     labels.read([req], torch.tensor([is_approximate]))
     labels.report([req])

@@ -124,7 +124,7 @@ def test_one_without_memory_reads_the_longer_of_what_the_device_has() -> None:
 def test_who_was_told_to_be_exact_is_told_why_it_reads_nothing() -> None:
     outcomes: list[Any] = []
     req = request()
-    labels = Labels(SimpleNamespace(count_outcome=outcomes.append))  # type: ignore[arg-type]
+    labels = Labels(SimpleNamespace(count_outcome=lambda it, exact: outcomes.append(it)))  # type: ignore[arg-type]
     labels.report([req])
     cache = Asked(held=Held(1, 3))
     planner = planner_of(**WANTED | {"is_experiment": False})

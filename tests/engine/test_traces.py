@@ -1,0 +1,159 @@
+"""Slices of a request's trace: what they say of it, and that there are none where tracing is off.
+
+With real servers and a collector: test_faults.py.
+"""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from test_waiting import PLAN, request
+from waiting_parts import STEP_BYTES, Asked, Told, loading, look, waiting_with
+
+from cachetree.errors import DeadlineExceeded
+from sglang_droidspeak.engine import tracing
+from sglang_droidspeak.request.labels import Labels
+from sglang_droidspeak.request.meta_info import RequestProvenance
+from sglang_droidspeak.request.planner import Declined
+from sglang_droidspeak.request.traces import UNTRACED, SGLangTraces, traces_of_requests
+from sglang_droidspeak.request.waiting import WaitingRequests
+
+CONTEXT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+class Stats:
+    """In place of SGLang's: the slices and marks that it was given."""
+
+    def __init__(self) -> None:
+        self.slices: list[tuple[str, float, float, dict[str, Any]]] = []
+        self.marks: dict[str, Any] = {}
+        self.trace_ctx = SimpleNamespace(
+            tracing_enable=False, trace_set_thread_attrs=self.marks.update
+        )
+
+    def trace_slice(self, stage: Any, start: float, stop: float, told: dict[str, Any]) -> None:
+        self.slices.append((stage.stage_name, start, stop, told))
+
+    def of(self, name: str) -> tuple[float, float, dict[str, Any]]:
+        (found,) = (it[1:] for it in self.slices if it[0] == f"droidspeak.{name}")
+        return found
+
+
+def traced_request() -> Any:
+    req = request()
+    req.time_stats = Stats()
+    return req
+
+
+def waiting_and_traced(cache: Asked, **parts: Any) -> WaitingRequests:
+    return waiting_with(cache, labels=Told(traces=SGLangTraces()), **parts)[0]
+
+
+def test_what_was_fetched_copied_and_recomputed_is_told_once_it_has_run() -> None:
+    cache, req = Asked(time.monotonic), traced_request()
+    waiting = waiting_and_traced(cache)
+    look(waiting, req)
+    (staging,) = cache.stagings
+    staging.traceparent = CONTEXT
+    taken, _ = loading(waiting, cache, req)
+    taken.load.first_copy_s, taken.load.last_copy_s, taken.load.copied_s = 5.0, 7.5, 2.0
+    SGLangTraces().loaded(taken, (3.0, 4.0))
+    stats = req.time_stats
+    e_start, e_stop, e = stats.of("fetch_e")
+    kv_start, kv_stop, kv = stats.of("fetch_kv")
+    assert e_start == staging.started_s <= e_stop == kv_start <= kv_stop
+    assert e == {"droidspeak.layers": 1, "droidspeak.bytes": STEP_BYTES}
+    assert kv == {"droidspeak.layers": 2, "droidspeak.bytes": 2 * STEP_BYTES}
+    assert stats.of("wait")[1] == taken.seen_s + taken.queued_s
+    tokens = len(taken.load.at)
+    assert stats.of("recompute") == (
+        3.0,
+        4.0,
+        {"droidspeak.tokens": tokens, "droidspeak.layers": len(PLAN.block)},
+    )
+    layers = len(PLAN.loaded_layers)
+    told = {"droidspeak.tokens": tokens, "droidspeak.layers": layers, "droidspeak.busy_ms": 2000.0}
+    assert stats.of("load") == (5.0, 7.5, told)
+
+
+def test_a_plan_and_how_long_it_waited_are_told_when_it_is_given_up() -> None:
+    cache, req = Asked(), traced_request()
+    waiting = waiting_and_traced(cache)
+    assert look(waiting, req) == {req.rid}
+    start, stop, match = req.time_stats.of("match")
+    assert start <= stop
+    assert match["droidspeak.sender"] == PLAN.sender
+    assert match["droidspeak.block"] == f"[{PLAN.block.start}, {PLAN.block.stop})"
+    (staging,) = cache.stagings
+    staging.fail(DeadlineExceeded("late"))
+    assert not look(waiting, req)
+    assert req.time_stats.of("wait")[1] >= stop
+    begun, ended, why = req.time_stats.of("fallback")
+    assert (begun, why) == (ended, {"droidspeak.cause": "DeadlineExceeded"})
+
+
+def test_why_there_is_no_plan_is_told_with_its_match() -> None:
+    req = traced_request()
+    planner = SimpleNamespace(plan=lambda *_: Declined("no_profile"))
+    assert not look(waiting_and_traced(Asked(), planner=planner), req)
+    ((name, *_, told),) = req.time_stats.slices
+    assert (name, told["droidspeak.outcome"]) == ("droidspeak.match", "no_profile")
+
+
+def test_who_is_admitted_without_its_load_is_told_of() -> None:
+    cache, req = Asked(), traced_request()
+    waiting = waiting_and_traced(cache)
+    look(waiting, req)
+    cache.land()
+    look(waiting, req)
+    req.prefix_len = 0
+    waiting.admitted([req])
+    assert req.time_stats.of("fallback")[2] == {"droidspeak.cause": "no_slots"}
+
+
+def test_what_is_known_of_a_request_marks_its_scheduler_span() -> None:
+    labels, req = Labels(SimpleNamespace(), SGLangTraces()), traced_request()  # type: ignore[arg-type]
+    labels.note(req, RequestProvenance(outcome="reused", reused_tokens=7, sender="s"))
+    assert req.time_stats.marks == {
+        "droidspeak.outcome": "reused",
+        "droidspeak.reused_tokens": 7,
+        "droidspeak.sender": "s",
+    }
+
+
+def test_the_context_is_that_of_the_requests_root() -> None:
+    root = TraceContextTextMapPropagator().extract({"traceparent": CONTEXT})
+    req = traced_request()
+    req.time_stats.trace_ctx = SimpleNamespace(tracing_enable=True, root_span_context=root)
+    assert SGLangTraces().context_of(req) == CONTEXT
+    req.time_stats.trace_ctx.tracing_enable = False
+    assert SGLangTraces().context_of(req) == ""
+
+
+def test_without_tracing_nothing_is_done_nor_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request here has no stats: to look at them raises."""
+    assert traces_of_requests() is UNTRACED
+    for name in ("add_slice", "mark", "context_of"):
+        monkeypatch.setattr(tracing, name, None)
+    cache, req = Asked(), request()
+    waiting, told = waiting_with(cache)
+    look(waiting, req)
+    assert told.traces is UNTRACED
+    (staging,) = cache.stagings
+    assert (staging.traceparent, staging.landed_s) == ("", {})
+    staging.fail(DeadlineExceeded("late"))
+    look(waiting, req)
+    assert told.by_rid[req.rid].outcome == "fallback: DeadlineExceeded"
+    nothing: Any = object()
+    UNTRACED.loaded(nothing, (0.0, 1.0))
+    UNTRACED.fell_back(nothing, "", 0.0)
+    UNTRACED.noted(nothing, nothing)
+
+
+def test_with_tracing_it_is_sglangs_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracing, "get_global_tracing_enabled", lambda: True)
+    assert isinstance(traces_of_requests(), SGLangTraces)
