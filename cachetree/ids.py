@@ -28,6 +28,9 @@ POOL_PREFIX: Final = "pool:"
 
 PAGE_HASH_BYTES: Final = 16
 
+MAX_LAYERS: Final = 1024
+"""No model has more: it bounds what others may say of one."""
+
 
 def is_pool(location: Location) -> bool:
     """Whether it is a namespace of the engine's own KV pool."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import Annotated
 
 import msgspec
 
-from cachetree.ids import Kind, Location, ModelId, Span, Step
+from cachetree.ids import MAX_LAYERS, Kind, Location, ModelId, Span, Step
 
 
 class Strategy(str, Enum):
@@ -28,7 +29,7 @@ class Match(msgspec.Struct, frozen=True, kw_only=True):
     model: ModelId
     location: Location
     num_pages: int
-    e_pages: Mapping[int, int]
+    e_pages: Annotated[Mapping[int, int], msgspec.Meta(max_length=MAX_LAYERS)]
     """For each layer with E: how many pages from the start have it without a gap."""
 
 

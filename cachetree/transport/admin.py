@@ -104,7 +104,7 @@ class AdminService:
             case verbs.StatusRequest():
                 answer(self._status())
             case verbs.Find():
-                answer(self._find(pages_of(asked.pages)))
+                answer(verbs.Found(holdings=tuple(self._tree.match(pages_of(asked.pages)))))
             case verbs.Evict():
                 self._evict(_model(asked.model), pages_of(asked.pages), answer)
             case verbs.Pin():
@@ -120,19 +120,6 @@ class AdminService:
             case verbs.Unpin():
                 pages = pages_of(asked.pages)
                 answer(verbs.Unpinned(was_pinned=self._tree.unpin(_model(asked.model), pages)))
-
-    def _find(self, pages: Sequence[PageHash]) -> verbs.Found:
-        return verbs.Found(
-            holdings=tuple(
-                verbs.Holding(
-                    model=match.model,
-                    location=match.location,
-                    num_pages=match.num_pages,
-                    e_pages=dict(match.e_pages),
-                )
-                for match in self._tree.match(pages)
-            )
-        )
 
     def _evict(self, model: ModelId | None, pages: Sequence[PageHash], answer: Answer) -> None:
         num_bytes = self._tree.evict(model, pages)

@@ -9,14 +9,13 @@ import msgspec
 
 from cachetree.checkpoint import Family
 from cachetree.disk import DiskStatus
+from cachetree.planning import Match
 
-MAX_LAYERS: Final = 1024
 MAX_MODELS: Final = 1 << 16
 MAX_COUNTS: Final = 256
 MAX_SOURCES: Final = 4096
 
 ByModel = Annotated[dict[str, int], msgspec.Meta(max_length=MAX_MODELS)]
-ByLayer = Annotated[dict[int, int], msgspec.Meta(max_length=MAX_LAYERS)]
 ByName = Annotated[dict[str, int], msgspec.Meta(max_length=MAX_COUNTS)]
 
 
@@ -87,18 +86,8 @@ class Find(msgspec.Struct, frozen=True, kw_only=True, tag="find"):
     pages: bytes
 
 
-class Holding(msgspec.Struct, frozen=True, kw_only=True):
-    """The longest prefix that one model has at one location."""
-
-    model: str
-    location: str
-    num_pages: int
-    e_pages: ByLayer
-    """For each layer with E: how many pages from the start have it."""
-
-
 class Found(msgspec.Struct, frozen=True, kw_only=True, tag="found"):
-    holdings: Annotated[tuple[Holding, ...], msgspec.Meta(max_length=MAX_MODELS)]
+    holdings: Annotated[tuple[Match, ...], msgspec.Meta(max_length=MAX_MODELS)]
 
 
 class Evict(msgspec.Struct, frozen=True, kw_only=True, tag="evict"):

@@ -48,6 +48,7 @@ from cachetree.errors import (
     ProtocolError,
     StaleEntry,
 )
+from cachetree.ids import MAX_LAYERS
 from cachetree.memory import ArenaFile, checksum
 from cachetree.transport import verbs
 from cachetree.transport.frames import MAX_MESSAGE_BYTES, Frame
@@ -66,8 +67,8 @@ MAX_ENTRIES: Final = 256
 MAX_PLACES: Final = 256
 """In one `Located`."""
 
-Layers = Annotated[tuple[int, ...], msgspec.Meta(max_length=verbs.MAX_LAYERS)]
-Steps = Annotated[tuple[tuple[str, int], ...], msgspec.Meta(max_length=2 * verbs.MAX_LAYERS)]
+Layers = Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_LAYERS)]
+Steps = Annotated[tuple[tuple[str, int], ...], msgspec.Meta(max_length=2 * MAX_LAYERS)]
 Traceparent = Annotated[str, msgspec.Meta(max_length=55)]
 Places = Annotated[tuple[tuple[int, int], ...], msgspec.Meta(max_length=MAX_PLACES)]
 

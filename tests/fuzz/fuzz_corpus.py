@@ -16,6 +16,7 @@ import msgspec
 from fuzz_targets import PAGES, TARGETS, sealed
 from transport_parts import E_LAYER, FAMILY, MODEL
 
+from cachetree import LOCAL, Match
 from cachetree.disk import entry_file as files
 from cachetree.disk.directory import FORMAT
 from cachetree.memory.copying import checksum
@@ -90,9 +91,7 @@ def _messages() -> tuple[list[bytes], list[bytes]]:
         wire.FetchFailed(id=3, error="stale", reason="gone"),
         wire.Pong(),
         wire.Bye(reason="closing"),
-        verbs.Found(
-            holdings=(verbs.Holding(model=MODEL, location="local", num_pages=2, e_pages={2: 1}),)
-        ),
+        verbs.Found(holdings=(Match(model=MODEL, location=LOCAL, num_pages=2, e_pages={2: 1}),)),
         verbs.Pinned(pages_by_model={MODEL: 2}),
         verbs.Denied(reason="no"),
     ]
