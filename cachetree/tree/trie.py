@@ -212,18 +212,20 @@ class PageTrie:
 
 
 def _leads_to(below: Node, above: Node, pages: Sequence[PageHash], depth: int) -> bool:
-    """Whether all nodes between `above`, which ends in `pages`, and `below`, which is one of them,
-    begin with the page of it that belongs there. Who has that one has no other node instead.
+    """Whether the nodes from `above`, which ends in `pages`, to `below`, which has one of them,
+    have at both of their ends what belongs there.
 
-    `depth` pages stand before the first.
+    Who has the first page of a node has no other node in its place; who has the last one, where it
+    is right, has all of the node right. `depth` pages stand before the first.
     """
     node, stop = below, above.stop
-    while node is not above and node.start >= stop:
-        if node.pages[0] != pages[node.start - depth]:
+    while node.start > stop:
+        at, parent = node.start - depth, node.parent
+        assert parent is not None
+        if node.pages[0] != pages[at] or parent.pages[-1] != pages[at - 1]:
             return False
-        assert node.parent is not None
-        node = node.parent
-    return node is above
+        node = parent
+    return node.parent is above and node.pages[0] == pages[node.start - depth]
 
 
 def depth_of(place: Place | None) -> int:

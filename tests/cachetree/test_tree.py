@@ -291,6 +291,17 @@ def test_no_advert_of_other_pages_first_hides_those_that_are_here() -> None:
         assert num_pages(tree, A, text) == 2
 
 
+def test_an_advert_after_pages_that_were_stored_together_is_no_way_to_all_of_them() -> None:
+    """Of b and x, which are one node, the first is right."""
+    tree = make_tree()
+    store(tree, A, "a")
+    store(tree, A, "abx")
+    tree.add_remote(FAR, B, None, path("abx"), [])
+    tree.add_remote(FAR, B, path("abx")[-1], path("abcde")[3:], [])
+    for text, num in (("abcd", 2), ("abcde", 2), ("abcdef", 2), ("abxy", 3)):
+        assert num_pages(tree, A, text) == num
+
+
 def test_no_advert_keeps_a_page_out_that_is_here() -> None:
     tree = make_tree()
     store(tree, A, "ab")
