@@ -80,6 +80,15 @@ def prepared(forward_batch: ForwardBatch, runner: ModelRunner, attention: Any) -
         yield
 
 
+def run_as_sglang(forward_batch: ForwardBatch, runner: ModelRunner) -> None:
+    """The model's own forward, as SGLang runs a batch; what it answers is dropped."""
+    with torch.no_grad():
+        runner.forward(forward_batch)
+    # "All that the scheduler may overwrite has been read" is said of this forward. A batch's own,
+    # which comes after it, does not always say so, and must not be taken to have.
+    runner.shared_read_done_event = None
+
+
 def _extending(
     batch: ScheduleBatch, parts: Sequence[tuple[int, Span]], runner: ModelRunner
 ) -> ScheduleBatch:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 
 from cachetree import ConfigError, Span
 from sglang_droidspeak.engine.attention import recompute_attention
-from sglang_droidspeak.engine.replay import on_padding, prepared, replay_of
+from sglang_droidspeak.engine.replay import on_padding, prepared, replay_of, run_as_sglang
 from sglang_droidspeak.ranks import RanksApart
 from sglang_droidspeak.start.config import MIN_PAGE_SIZE
 
@@ -116,16 +116,19 @@ class PartialPrefill:
         RanksApart for what goes wrong within them.
         """
         for pieces in pack(prefixes, self._max_tokens):
-            self._forward(batch, pieces, self._attention)
+            self._forward(batch, pieces)
 
     def run_in_full(self, batch: ScheduleBatch, row: int, tokens: Span) -> None:
-        """The same for all layers of these tokens of a row, on the attention that SGLang's own
-        forwards run on: where the other one has failed, it would fail again."""
-        everything = BlockTokens(row=row, tokens=tokens, block=Span(0, len(self._stack)), e=None)
-        for pieces in pack([everything], self._max_tokens):
-            self._forward(batch, pieces, self._runner.attn_backend)
+        """SGLang's own forward over these tokens of a row, in parts of its own size: nothing of
+        what may have failed has a part in it. Within `Ranks.together`, as `run`."""
+        for start in range(tokens.start, tokens.stop, self._max_tokens):
+            part = Span(start, min(tokens.stop, start + self._max_tokens))
+            forward_batch = replay_of(batch, [(row, part)], self._runner)
+            self._ranks.agree()
+            with self._ranks.apart():
+                run_as_sglang(forward_batch, self._runner)
 
-    def _forward(self, batch: ScheduleBatch, pieces: Sequence[BlockTokens], backend: Any) -> None:
+    def _forward(self, batch: ScheduleBatch, pieces: Sequence[BlockTokens]) -> None:
         runner = self._runner
         forward_batch = replay_of(batch, [(it.row, it.tokens) for it in pieces], runner)
         forward_batch.has_own_e = pieces[0].is_exact
@@ -138,7 +141,7 @@ class PartialPrefill:
         e = torch.cat(rows) if len(rows) > 1 else next(iter(rows), None)
         if e is not None:
             e = self._ranks.whole(e)
-        with prepared(forward_batch, runner, backend):
+        with prepared(forward_batch, runner, self._attention):
             self._ranks.agree()
             with self._ranks.apart():
                 self._stack.run(pieces[0].block, e, forward_batch)

@@ -168,6 +168,7 @@ class Engine:
         self.schedule, self.forwards = torch.cuda.Stream(), torch.cuda.Stream()
         _move(runner, cuda)
         runner.attn_backend = plain_attention(runner)
+        runner.forward = self._forward_of_runner
         identity = read_model_identity(model)
         pool = runner.token_to_kv_pool
         self.num_layers = identity.num_layers
@@ -270,11 +271,20 @@ class Engine:
         runner = self.runner
         self.loader.counter.set_consumer(batch.hicache_consumer_index)
         it = ForwardBatch.init_new(batch, runner, return_hidden_states_before_norm=False)
+        assert runner.shared_read_done_event is None, "what it says is not of this forward"
+        with torch.no_grad():
+            runner.forward(it)
+        runner.shared_read_done_event = None  # The scheduler's thread takes it.
+
+    def _forward_of_runner(self, it: ForwardBatch) -> None:
+        """In place of ModelRunner.forward, which is this where there are no CUDA graphs."""
+        runner = self.runner
         context = ForwardContext(attn_backend=runner.attn_backend)
-        with torch.no_grad(), forward_context(context, forward_batch=it):
+        with forward_context(context, forward_batch=it):
             runner._prepare_eager_forward_batch(it)
             runner.attn_backend.init_forward_metadata(it)
             runner.model.forward(it.input_ids, it.positions, it)
+        runner.shared_read_done_event = torch.cuda.Event()
 
     def run_with(
         self,
