@@ -75,7 +75,7 @@ class Arrivals:
             log.warning("request %s: %s; it does a full prefill", request.req.rid, exc)
             request.failure = type(exc).__name__
             return Phase.SETTLED
-        if arrival.is_complete:
+        if arrival.is_complete and arrival.has_e:
             if request.phase is Phase.FETCHING:
                 self._note_end(request.plan, arrival)
             return Phase.READY

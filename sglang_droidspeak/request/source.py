@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from cachetree import Deadline, DeadlineExceeded, FetchError, Kind, PageHash, Span, Step, is_pool
 from cachetree.memory import cut
+from sglang_droidspeak.request.decoding import Decoder
 
 if TYPE_CHECKING:
     import torch
 
     from cachetree import Cache, Plan, Staging
     from sglang_droidspeak.engine.names import Req, UnifiedRadixCache
+    from sglang_droidspeak.request.decoding import Decoding
     from sglang_droidspeak.start.this_server import ThisServer
     from sglang_droidspeak.store.pool import PoolIndex, PoolPages
     from sglang_droidspeak.store.rows import ServerPool
@@ -36,7 +38,7 @@ class Arrival:
     num_bytes: int = 0
     num_landed_bytes: int = 0
     has_e: bool = True
-    """Of every layer at which a recompute begins."""
+    """Where a recompute begins with it, as it is read there."""
 
     @property
     def is_complete(self) -> bool:
@@ -155,8 +157,6 @@ class Staged(Source):
             raise it.error
 
     def e(self, layer: int, at: Span) -> torch.Tensor:
-        """Decoded where it is encoded, on a CPU by this very thread: the recompute begins with it,
-        and would wait for whoever else decoded it."""
         rows = self.rows(Step(Kind.E, layer), at)
         return self._pool.coding.load(rows, self._pool.e_pool.no_rows)
 
@@ -175,6 +175,57 @@ class Staged(Source):
         size, num_tokens = self.staging.sizes[step], len(self._plan.pages) * self._pool.page_size
         span = Span(size * tokens.start // num_tokens, size * tokens.stop // num_tokens)
         return cut(self.staging.views(step), span)
+
+
+class StagedForHost(Staged):
+    """The same with E that is encoded, where no device decodes it as it is read: it is there when
+    it is decoded.
+
+    The decoder's thread reads the bytes where they have landed. Who releases them while it does
+    need not wait: memory that is viewed is not lent again.
+    """
+
+    def __init__(self, plan: Plan, pool: ServerPool, staging: Staging, decoder: Decoder) -> None:
+        """Of a plan that begins with E."""
+        super().__init__(plan, pool, staging)
+        self._decoder: Final = decoder
+        self._decoding: Decoding | None = None
+
+    @property
+    def arrival(self) -> Arrival:
+        is_decoded = self._decoding is not None and self._decoding.is_over
+        return replace(super().arrival, has_e=is_decoded)
+
+    def progress(self) -> Arrival:
+        arrival = super().progress()
+        if self._decoding is None and super().arrival.has_e:
+            self._decoding = self._begin()
+        if arrival.has_e:
+            self._rows()
+        return arrival
+
+    def e(self, layer: int, at: Span) -> torch.Tensor:
+        tokens = self._of_plan(at)
+        return self._rows()[tokens.start : tokens.stop]
+
+    def release(self) -> None:
+        super().release()
+        decoding, self._decoding = self._decoding, None
+        if decoding is not None:
+            decoding.end()
+
+    def _begin(self) -> Decoding | None:
+        (layer,), like = self._plan.transition_layers, self._pool.e_pool.no_rows
+        runs = list(self.staging.views(Step(Kind.E, layer)))
+        num_bytes = len(self._plan.pages) * self._pool.page_size * like.shape[1] * like.itemsize
+        return self._decoder.begin(num_bytes, lambda: self._pool.coding.load(runs, like))
+
+    def _rows(self) -> torch.Tensor:
+        assert self._decoding is not None, "not ready"
+        try:
+            return self._decoding.rows()
+        except Exception as exc:
+            raise FetchError(f"E could not be decoded: {exc}") from exc
 
 
 class InPool(Source):
@@ -238,6 +289,7 @@ class Sources:
         self.noted: Final = noted
         self._pool: Final = pool
         self._context_of: Final = context_of
+        self._decoder: Final = Decoder()
 
     def of(
         self, plan: Plan, pages: Sequence[PageHash], req: Req, tree: UnifiedRadixCache
@@ -247,4 +299,8 @@ class Sources:
             return InPool(plan, self._pool, lambda: self.noted.lock(plan, pages, req, tree))
         deadline = Deadline.after(self.server.settings.fetch_deadline_s)
         staging = self.cache.fetch(plan, pages, deadline, self._context_of(req))
-        return None if staging is None else Staged(plan, self._pool, staging)
+        if staging is None:
+            return None
+        if plan.transition_layers and self._pool.decodes_on_host:
+            return StagedForHost(plan, self._pool, staging, self._decoder)
+        return Staged(plan, self._pool, staging)

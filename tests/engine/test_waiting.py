@@ -137,7 +137,8 @@ def waiting_on(
     }
     parts |= others
     server, cache, pool = (parts.pop(name) for name in ("server", "cache", "pool"))
-    sources = Sources(server, cache, pool, SimpleNamespace(page_size=PAGE))  # type: ignore[arg-type]
+    kv: Any = SimpleNamespace(page_size=PAGE, decodes_on_host=False)
+    sources = Sources(server, cache, pool, kv)
     return WaitingRequests(sources, **parts)
 
 
