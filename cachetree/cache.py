@@ -295,8 +295,12 @@ class Cache:
         at most.
         """
         self._is_closed = True
-        self._close_transport()
-        self._close_tiers()
+        for peer in self._peers.values():
+            peer.close()
+        if self._worker is not None:
+            self._worker.close()
+        for tier in self._tiers.values():
+            tier.close()
         self.tree.memory.close()
         self._arriving.close()
 
@@ -305,16 +309,6 @@ class Cache:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _close_transport(self) -> None:
-        for peer in self._peers.values():
-            peer.close()
-        if self._worker is not None:
-            self._worker.close()
-
-    def _close_tiers(self) -> None:
-        for tier in self._tiers.values():
-            tier.close()
 
     def _add_tier(self, make: Callable[[CacheTree, NoteSpeed], T]) -> T:
         speed = Bandwidth(self._clock)

@@ -8,42 +8,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import count
-from typing import Generic, Protocol, TypeVar
 
 from cachetree.ids import PageHash
+from cachetree.tree.entries import Node
 from cachetree.tree.hashing import join_hashes
 
 
-class Holder(Protocol):
-    """What has consecutive pages; `start` others stand before the first."""
-
-    pages: tuple[PageHash, ...]
-    start: int
-
-
-H = TypeVar("H", bound=Holder)
-
-
-class PageIndex(Generic[H]):
-    """Finds what holds a page. Takes no lock."""
+class PageIndex:
+    """Finds the node that has a page. Takes no lock."""
 
     def __init__(self) -> None:
         self._ids: dict[PageHash, int] = {}
-        self._holders: dict[int, H] = {}
+        self._nodes: dict[int, Node] = {}
         self._new_ids = count(1)
 
-    def find(self, page: PageHash) -> H | None:
+    def find(self, page: PageHash) -> Node | None:
         id = self._ids.get(page)
-        return None if id is None else self._holders[id]
+        return None if id is None else self._nodes[id]
 
-    def find_at(self, page: PageHash, depth: int) -> H | None:
-        """What holds `page` after `depth` others; None where it is elsewhere, too."""
-        holder = self.find(page)
-        if holder is None:
+    def find_at(self, page: PageHash, depth: int) -> Node | None:
+        """The node that has `page` after `depth` others; None where it is elsewhere, too."""
+        node = self.find(page)
+        if node is None:
             return None
-        index = depth - holder.start
-        is_there = 0 <= index < len(holder.pages) and holder.pages[index] == page
-        return holder if is_there else None
+        index = depth - node.start
+        is_there = 0 <= index < len(node.pages) and node.pages[index] == page
+        return node if is_there else None
 
     def num_new(self, pages: Sequence[PageHash]) -> int:
         """How many there are before the first that is here already or comes twice.
@@ -60,15 +50,15 @@ class PageIndex(Generic[H]):
             seen.add(page)
         return len(pages)
 
-    def put(self, holder: H) -> None:
+    def put(self, node: Node) -> None:
         """It has its pages from now on, whoever had them before."""
         id = next(self._new_ids)
-        self._holders[id] = holder
-        self._ids.update(dict.fromkeys(holder.pages, id))
+        self._nodes[id] = node
+        self._ids.update(dict.fromkeys(node.pages, id))
 
-    def remove(self, holder: H) -> None:
+    def remove(self, node: Node) -> None:
         """Forget its pages."""
         ids = self._ids
-        del self._holders[ids[holder.pages[0]]]
-        for page in holder.pages:
+        del self._nodes[ids[node.pages[0]]]
+        for page in node.pages:
             del ids[page]

@@ -29,7 +29,7 @@ class PageTrie:
     def __init__(self, eviction: Eviction) -> None:
         self.root: Final = Node(None, ())
         self._eviction = eviction
-        self._index = PageIndex[Node]()
+        self._index = PageIndex()
 
     def find(self, page: PageHash) -> Place | None:
         """Where `page` is."""

@@ -25,7 +25,7 @@ def some_page(rng: random.Random) -> PageHash:
 @pytest.mark.parametrize("seed", range(6))
 def test_it_finds_what_a_dict_finds(seed: int) -> None:
     rng = random.Random(seed)
-    index = PageIndex[Node]()
+    index = PageIndex()
     where: dict[PageHash, tuple[Node, int]] = {}
     nodes: list[Node] = []
     for _ in range(300):
@@ -64,10 +64,10 @@ def test_it_finds_what_a_dict_finds(seed: int) -> None:
         index.remove(node)
     assert all(index.find(page) is None for page in where)
     # What is gone takes no room, which `find` would not show.
-    assert not index._ids and not index._holders
+    assert not index._ids and not index._nodes
 
 
 def test_a_hash_of_another_size_is_refused() -> None:
-    index = PageIndex[Node]()
+    index = PageIndex()
     with pytest.raises(ValueError, match="16 bytes"):
         index.num_new([PageHash(b"short")])
