@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from profiles.compute.layered import LayeredModel, PrefixKV
-from profiles.compute.mixtures import Asked, Mixture, decode, forced
+from profiles.compute.mixtures import Asked, Given, Mixture, decode, forced
 from profiles.compute.room import Room
 from profiles.data import Document, score
 from profiles.stats import Score
@@ -71,7 +71,7 @@ class Examination:
         self, answerer: Answerer, document: Document, own: PrefixKV, answers: Sequence[Tokens]
     ) -> None:
         self._answerer, self._document, self._answers = answerer, document, answers
-        self._given = _Given.of(document, answers)
+        self._texts = _Texts.of(document, answers)
         self.qualities = [answerer.quality(document, i, it) for i, it in enumerate(answers)]
         """Of the own answers."""
         self._own = self._streams([own], [(0,) * answerer.model.num_layers])[0]
@@ -86,7 +86,7 @@ class Examination:
             (i, question)
             for i in range(len(mixtures))
             for question in range(num_questions)
-            if decoded[i] and not measured[i].same[self._given.own[question]]
+            if decoded[i] and not measured[i].same[self._texts.own[question]]
         ]
         questions = self._document.questions
         asked = [
@@ -111,7 +111,7 @@ class Examination:
         ]
 
     def _score(self, measured: _Measured, question: int, quality: float | None) -> Score:
-        own, reference = self._given.own[question], self._given.reference[question]
+        own, reference = self._texts.own[question], self._texts.reference[question]
         return Score(
             kl=measured.kl[own],
             agreement=measured.agreement[own],
@@ -121,28 +121,30 @@ class Examination:
         )
 
     def _streams(self, sources: Sequence[PrefixKV], mixtures: Sequence[Mixture]) -> Tensor:
-        """`[mixtures, answer tokens, hidden]`: what the answers' tokens are predicted from."""
-        given, rows = self._given, self._answerer.room.rows
-        streams = forced(self._answerer.model, sources, mixtures, given.rows, rows)
-        return torch.stack([stream[given.row_of, given.place_of] for stream in streams])
+        """`[mixtures, places, hidden]`: what the answers' tokens are predicted from."""
+        texts, rows = self._texts, self._answerer.room.rows
+        streams = forced(self._answerer.model, sources, mixtures, texts.given, rows)
+        return torch.stack([stream[texts.places[:, 0], texts.places[:, 1]] for stream in streams])
 
     @torch.inference_mode()
     def _measure(self, streams: Tensor) -> list[_Measured]:
         """Per mixture, means over the tokens of each given answer."""
-        given, model = self._given, self._answerer.model
-        num_mixtures, num_tokens = streams.shape[:2]
-        values = torch.empty(num_mixtures, 3, num_tokens)
+        texts, model = self._texts, self._answerer.model
+        num_mixtures, num_places = streams.shape[:2]
+        values = torch.empty(num_mixtures, 3, len(texts.targets))
         positions = self._answerer.room.positions
-        for tokens in torch.arange(num_tokens).split(positions):
-            expected = model.logits(self._own[tokens]).log_softmax(-1)
-            targets = given.targets[tokens].to(model.device)
-            for part in torch.arange(num_mixtures).split(max(1, positions // len(tokens))):
-                got = model.logits(streams[part][:, tokens]).log_softmax(-1)
-                kl = (expected.exp() * (expected - got)).sum(-1).clamp(min=0)
-                nll = -got.gather(-1, targets.expand(len(part), -1)[..., None])[..., 0]
-                same = (got.argmax(-1) == targets).float()
-                values[part[:, None], :, tokens] = torch.stack([kl, nll, same], -1).cpu()
-        return [_Measured.of(value, given) for value in values]
+        for places in torch.arange(num_places).split(positions):
+            expected = model.logits(self._own[places]).log_softmax(-1)
+            tokens = torch.isin(texts.place_of, places).nonzero()[:, 0]
+            targets = texts.targets[tokens].to(model.device)
+            at = (texts.place_of[tokens] - places[0]).to(model.device)
+            for part in torch.arange(num_mixtures).split(max(1, positions // len(places))):
+                got = model.logits(streams[part][:, places]).log_softmax(-1)
+                kl = (expected.exp() * (expected - got)).sum(-1).clamp(min=0)[:, at]
+                same = (got.argmax(-1)[:, at] == targets).float()
+                found = torch.stack([kl, -got[:, at, targets], same], 1).cpu()
+                values[part[:, None, None], torch.arange(3)[:, None], tokens] = found
+        return [_Measured.of(value, texts) for value in values]
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,50 +157,53 @@ class _Measured:
     same: list[bool]
 
     @classmethod
-    def of(cls, values: Tensor, given: _Given) -> _Measured:
-        sums = torch.zeros(3, len(given.lengths)).index_add_(1, given.row_of, values)
-        kl, nll, agreement = (sums / torch.tensor(given.lengths)).tolist()
-        same = [round(it) for it in sums[2].tolist()]
-        is_same = [num == length for num, length in zip(same, given.lengths, strict=True)]
+    def of(cls, values: Tensor, texts: _Texts) -> _Measured:
+        lengths = torch.tensor(texts.lengths)
+        text_of = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+        sums = torch.zeros(3, len(lengths)).index_add_(1, text_of, values)
+        kl, nll, agreement = (sums / lengths).tolist()
+        is_same = (sums[2].round() == lengths).tolist()
         return cls(kl, nll, agreement, is_same)
 
 
 @dataclass(frozen=True, slots=True)
-class _Given:
-    """Token rows for teacher forcing: each question with each answer that differs."""
+class _Texts:
+    """For teacher forcing: each question with the own answer and with the reference."""
 
-    rows: Tensor
-    """`[rows, tokens]`, padded behind."""
-    row_of: Tensor
-    """Row of every answer token, in order."""
+    given: Given
+    """A row for each question."""
+    places: Tensor
+    """`[places, 2]`: row and place in it from which some token of an answer is predicted."""
     place_of: Tensor
-    """Where in the row that token is predicted."""
+    """Of every answer token, in order, which of those."""
     targets: Tensor
     lengths: list[int]
-    """Answer tokens of each row."""
-    own: list[int]
-    """Row of each question's own answer."""
-    reference: list[int]
+    """Answer tokens of each text."""
+    own: range
+    """Text of each question's own answer."""
+    reference: range
 
     @classmethod
-    def of(cls, document: Document, answers: Sequence[Tokens]) -> _Given:
-        index: dict[tuple[Tokens, Tokens], int] = {}
-        own, reference = [], []
-        for question, answer in zip(document.questions, answers, strict=True):
-            own.append(index.setdefault((question.suffix, answer), len(index)))
-            reference.append(index.setdefault((question.suffix, question.reference), len(index)))
+    def of(cls, document: Document, answers: Sequence[Tokens]) -> _Texts:
+        pairs = [
+            (question.suffix, (answer, question.reference))
+            for question, answer in zip(document.questions, answers, strict=True)
+        ]
         # The last token of an answer predicts nothing that counts.
-        texts = [(*suffix, *answer[:-1]) for suffix, answer in index]
-        width = max(len(text) for text in texts)
-        rows = [[*text, *([0] * (width - len(text)))] for text in texts]
-        lengths = [len(answer) for _, answer in index]
-        places = [len(suffix) - 1 + i for suffix, answer in index for i in range(len(answer))]
+        given = Given.of([[(*suffix, *it[:-1]) for it in both] for suffix, both in pairs])
+        written = [(len(suffix) - 1, answer) for suffix, both in pairs for answer in both]
+        index: dict[tuple[int, int], int] = {}
+        place_of = [
+            index.setdefault((row, place), len(index))
+            for (row, path), (first, _) in zip(given.paths, written, strict=True)
+            for place in path[first:]
+        ]
         return cls(
-            rows=torch.tensor(rows),
-            row_of=torch.repeat_interleave(torch.arange(len(index)), torch.tensor(lengths)),
-            place_of=torch.tensor(places),
-            targets=torch.tensor([token for _, answer in index for token in answer]),
-            lengths=lengths,
-            own=own,
-            reference=reference,
+            given=given,
+            places=torch.tensor([*index]),
+            place_of=torch.tensor(place_of),
+            targets=torch.tensor([token for _, answer in written for token in answer]),
+            lengths=[len(answer) for _, answer in written],
+            own=range(0, len(written), 2),
+            reference=range(1, len(written), 2),
         )

@@ -24,33 +24,80 @@ Mixture = tuple[int, ...]
 """Per layer, the index of a source."""
 
 
+@dataclass(frozen=True, slots=True)
+class Given:
+    """Texts whose tokens are known; those of one row share what they begin with.
+
+    # places   0  1  2  3  4  5  6        texts   0 1 2 3 4    places 0 1 2 3 4
+    # tokens   a  b  c  d  e  D  E                a b c D E    places 0 1 2 5 6
+    """
+
+    ids: Tensor
+    """`[rows, places]`, padded behind."""
+    depths: Tensor
+    """Likewise: tokens of the text before."""
+    seen: Tensor
+    """`[rows, places, places]`: the text up to and with each token."""
+    paths: Sequence[tuple[int, list[int]]]
+    """Of each text, row after row: its row, and the places of its tokens."""
+
+    @classmethod
+    def of(cls, rows: Sequence[Sequence[Sequence[int]]]) -> Given:
+        """Each row's texts."""
+        paths: list[tuple[int, list[int]]] = []
+        found: list[list[tuple[int, int]]] = []
+        for row, texts in enumerate(rows):
+            places: dict[tuple[int, int], int] = {}
+            for text in texts:
+                path: list[int] = []
+                for token in text:
+                    before = path[-1] if path else -1
+                    path.append(places.setdefault((before, token), len(places)))
+                paths.append((row, path))
+            found.append([*places])
+        shape = len(found), max(map(len, found))
+        ids, depths = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
+        seen = torch.eye(shape[1], dtype=torch.bool).repeat(shape[0], 1, 1)
+        for row, tokens in enumerate(found):
+            for place, (before, token) in enumerate(tokens):
+                ids[row, place] = token
+                if before >= 0:
+                    depths[row, place] = depths[row, before] + 1
+                    seen[row, place] |= seen[row, before]
+        return cls(ids, depths, seen, paths)
+
+
 @torch.inference_mode()
 def forced(
     model: LayeredModel,
     sources: Sequence[PrefixKV],
     mixtures: Sequence[Mixture],
-    rows: Tensor,
+    given: Given,
     max_rows: int,
 ) -> list[Tensor]:
-    """Run given tokens, `[rows, tokens]` right-padded, over every mixture.
+    """Run given tokens over every mixture.
 
-    Returns for each mixture the residual stream after the last layer, `[rows, tokens, hidden]`.
+    Returns for each mixture the residual stream after the last layer, `[rows, places, hidden]`.
     At most `max_rows` rows go through a layer at a time.
     """
-    num_rows = rows.shape[0]
+    num_rows, num_places = given.ids.shape
     num_past = next(kv[0].shape[2] for kv in sources[mixtures[0][0]] if kv is not None)
-    placement = model.place(num_past, [0], [rows.shape[1]])
-    streams = [model.embed(rows)]
+    placement = model.place_tree(num_past, given.depths, given.seen)
+    streams = [model.embed(given.ids)]
     at = [0] * len(mixtures)
     for layer in range(model.num_layers):
         reads = [(mixture[layer], at[i]) for i, mixture in enumerate(mixtures)]
         distinct = sorted(set(reads))
         fresh: list[Tensor] = []
         for source, group in groupby(distinct, key=itemgetter(0)):
-            parts = torch.cat([streams[stream] for _, stream in group]).split(max_rows)
+            entering = torch.cat([streams[stream] for _, stream in group])
+            parts = torch.arange(len(entering)).split(max_rows)
             past = model.kv_of(sources[source], layer)
-            seen = GrowingKV(past, len(parts[0]), rows.shape[1])
-            left = [model.step(layer, it, seen, placement) for it in parts]
+            seen = GrowingKV(past, len(parts[0]), num_places)
+            left = [
+                model.step(layer, entering[it], seen, placement.of_rows(it % num_rows))
+                for it in parts
+            ]
             fresh.extend(torch.cat(left).split(num_rows))
         index = {read: i for i, read in enumerate(distinct)}
         streams, at = fresh, [index[read] for read in reads]
@@ -152,7 +199,10 @@ def _decode(
             leaving = torch.empty_like(hidden)
             for source, reading in by_source.items():
                 leaving[reading] = model.step(
-                    layer, hidden[reading], seen[layer, source], placement.of_rows(reading)
+                    layer,
+                    hidden[reading],
+                    seen[layer, source],
+                    placement.of_rows(torch.tensor(reading)),
                 )
             hidden = leaving
         places = [

@@ -123,7 +123,7 @@ def kept_bytes(sizes: Sizes, document: Document) -> int:
 def held_bytes(sizes: Sizes, document: Document, num_mixtures: int) -> int:
     """On the device, whatever the batches are."""
     num_prefix = len(document.prefix)
-    num_rows, num_suffix = 2 * len(document.questions), longest_suffix(document)
+    num_rows, num_suffix = len(document.questions), longest_suffix(document)
     one_pass = num_prefix * (sizes.inner + sizes.attended)
     mask = num_prefix * num_prefix * sizes.seen
     # Four: entering a layer, read by one source, leaving it in parts, joined.
@@ -142,10 +142,9 @@ def row_bytes(sizes: Sizes, document: Document) -> int:
 
 
 def longest_suffix(document: Document) -> int:
-    """Tokens of the longest question with its answer."""
-    return max(
-        len(it.suffix) + max(len(it.reference), document.task.max_new) for it in document.questions
-    )
+    """Tokens of the longest question with the own answer and the reference."""
+    longest = max(len(it.suffix) + len(it.reference) for it in document.questions)
+    return longest + document.task.max_new
 
 
 def make_room(

@@ -23,8 +23,9 @@ from profiles.data import Document
 from profiles.stats import Score, Scores, Swept
 
 SPLIT: Final = "train"
-NUM_SWEPT: Final = 24
-"""Contexts of each task that tell blocks apart by their KL."""
+NUM_SWEPT: Final = 12
+"""Contexts of each task that tell blocks apart by their KL. On two real pairs the best block of a
+size on any 12 of 24 contexts has 0.1 and 2 % more KL on all 24 than the one that is best there."""
 
 
 def sweep(
