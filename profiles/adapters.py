@@ -203,8 +203,9 @@ def merged(
 ) -> dict[str, Tensor]:
     """The base's weights with an adapter's tensors merged: see the table above.
 
-    Sums are made in float32 and come in `dtype`, or in that of the matrix; what the adapter does
-    not touch is the base's own tensor. Raises ConfigError where the two do not fit.
+    Sums are made in float64, so that every machine rounds them to the same bytes, and come in
+    `dtype`, or in that of the matrix; what the adapter does not touch is the base's own tensor.
+    Raises ConfigError where the two do not fit.
     """
     result = dict(base)
     factors: dict[str, dict[str, Tensor]] = defaultdict(dict)
@@ -219,13 +220,13 @@ def merged(
     for module, parts in factors.items():
         a, b = _factors(module, parts)
         factor = scale if isinstance(scale, float) else scale(module, a.shape[0])
-        changes = {"weight": factor * b.float() @ a.float()}
+        changes = {"weight": factor * b.double() @ a.double()}
         if "B.bias" in parts:
-            changes["bias"] = factor * parts["B.bias"].float()
+            changes["bias"] = factor * parts["B.bias"].double()
         for part, change in changes.items():
             name = f"{module}.{part}"
             _require_fitting(base, name, change.shape)
-            result[name] = (result[name].float() + change).to(dtype or base[name].dtype)
+            result[name] = (result[name].double() + change).to(dtype or base[name].dtype)
     return result
 
 
