@@ -19,10 +19,9 @@ def add_parser(commands: Any) -> None:
         help="start a sender and a receiver, and measure what reuse costs and saves",
         description="Start two SGLang servers, have one read documents, and have the other "
         "answer questions about them: by full prefill, full reuse, the profile's block, and "
-        "the block of all layers. Without a pair it takes the real one that `python -m "
-        "tools.real profile base questions` makes in a clone, if it passed, or else the small "
-        "one, and times a randomly initialised pair of 12 layers × 768 as well. Exit status 1 "
-        "where a check does not hold.",
+        "the block of all layers. Without a pair it takes the real one that `make real` makes in "
+        "a clone, or else the small one, and times a randomly initialised pair of 12 layers × "
+        "768 as well. Exit status 1 where a check does not hold.",
         allow_abbrev=False,
     )
     demo.set_defaults(run=_demo)
