@@ -10,6 +10,8 @@ author = "the sglang-droidspeak authors"
 extensions = ["myst_parser"]
 html_theme = "furo"
 html_title = project
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 html_extra_path = ["llms.txt"]
 myst_heading_anchors = 3
 

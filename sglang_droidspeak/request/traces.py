@@ -100,7 +100,8 @@ class SGLangTraces(Traces):
     def _waited(self, request: Request, until_s: float) -> None:
         """How long, and how its fetch went meanwhile."""
         planned_s = request.seen_s + request.match_s
-        told = {"runnable_ms": round(1000 * request.waited_s, 3)}
+        runnable_s = until_s if request.runnable_s is None else request.runnable_s
+        told = {"runnable_ms": round(1000 * max(0.0, until_s - runnable_s), 3)}
         tracing.add_slice(request.req, "wait", planned_s, until_s, told)
         if request.source is None:
             return

@@ -60,6 +60,7 @@ def test_what_was_fetched_copied_and_recomputed_is_told_once_it_has_run() -> Non
     (staging,) = cache.stagings
     staging.traceparent = CONTEXT
     taken, _ = loading(waiting, cache, req)
+    taken.runnable_s = taken.seen_s + taken.queued_s - 1.5
     taken.load.first_copy_s, taken.load.last_copy_s, taken.load.copied_s = 5.0, 7.5, 2.0
     SGLangTraces().loaded(taken, (3.0, 4.0))
     stats = req.time_stats
@@ -68,7 +69,9 @@ def test_what_was_fetched_copied_and_recomputed_is_told_once_it_has_run() -> Non
     assert e_start == staging.started_s <= e_stop == kv_start <= kv_stop
     assert e == {"droidspeak.layers": 1, "droidspeak.bytes": STEP_BYTES}
     assert kv == {"droidspeak.layers": 2, "droidspeak.bytes": 2 * STEP_BYTES}
-    assert stats.of("wait")[1] == taken.seen_s + taken.queued_s
+    _, admitted_s, wait = stats.of("wait")
+    assert admitted_s == taken.seen_s + taken.queued_s
+    assert wait == {"droidspeak.runnable_ms": 1500.0}
     tokens = len(taken.load.at)
     assert stats.of("recompute") == (
         3.0,

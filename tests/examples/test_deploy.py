@@ -100,15 +100,16 @@ def test_metrics_have_their_names_however_they_are_scraped(accept: str) -> None:
 def test_the_services_start_as_they_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
-    families = set()
     for name in ("reader", "answerer"):
         program, *words = shlex.split(services[name]["command"])
         assert program == "droidspeak"
         options_of(droidspeak().parse_args(words))
+        assert words[words.index("--otlp-traces-endpoint") + 1] == "tempo:4317"
     program, *words = shlex.split(services["worker"]["command"])
     assert program == "cachetree"
     args = cachetree().parse_args(words)
-    families.add(read_config(args.config).family.kv_dtype)
+    config = read_config(args.config)
+    assert config.traces == "tempo:4317"
     targets = (DEPLOY / "prometheus/prometheus.yaml").read_text()
     assert set(re.findall(r'"(\w+):\d+"', targets)) == {"worker", "reader", "answerer"}
     for volume in services["prometheus"]["volumes"] + services["grafana"]["volumes"]:
