@@ -5,6 +5,7 @@ The servers' commands and scripts are run by `test_examples`.
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
@@ -88,6 +89,9 @@ def _check(words: list[str]) -> None:
             real().parse_args(rest)
         case ["python", "examples/break_even.py", *_]:
             subprocess.run([sys.executable, *words[1:]], cwd=ROOT, check=True)
+        case ["curl", url, "-H", "Content-Type: application/json", "-d", body]:
+            assert url.endswith("/generate")
+            assert set(json.loads(body)) <= {"text", "sampling_params"}
         case ["python" | "bash", path]:
             assert (ROOT / path).exists()
         case _:
