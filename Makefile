@@ -25,7 +25,9 @@ $(INSTALLED): pyproject.toml platforms/torch_cpu/pyproject.toml
 	$(BIN)/python -m pip install --progress-bar on -e '.[test,check,docs]' -e platforms/torch_cpu
 	@touch $@
 
+# Without the real pair, which has to be downloaded, the demo takes the small one and says so.
 demo: $(INSTALLED)
+	@$(BIN)/python -m tools.real || true
 	$(BIN)/droidspeak demo --out out/demo
 
 # A file is one process's from start to end; those of few tests are not the last, as they take long.
