@@ -64,7 +64,7 @@ from profiles.data import (
 )
 from profiles.environment import read_environment
 from profiles.evidence import CostModel, Making, MeasuredProfile
-from profiles.forecast import judging_s, sweep_s, typical_others, typical_plans
+from profiles.forecast import Forecast, typical_others, typical_plans
 from profiles.progress import Clock, duration, shown
 from profiles.settings import DTYPES, Settings, choose_device
 from profiles.stats import (
@@ -108,11 +108,12 @@ def profile_pair(settings: Settings, console: Console) -> MeasuredProfile:
         costs = time_costs(receiver.model, documents, settings, console)
         journal.put(Timed(costs=costs))
     places = places_swept(train.documents, pruned=settings.pruned)
-    training = sweep_s(train.documents, places, blocks, costs, pruned=settings.pruned)
+    forecast = Forecast(costs, receiver.model.head_layers)
+    training = forecast.sweep(train.documents, places, blocks, pruned=settings.pruned)
     typical = typical_plans(pair.num_layers, settings.plans)
     others = typical_others(pair.num_layers)
-    later_s = judging_s(train.documents, typical, (), costs)
-    later_s += judging_s(held_out.documents, typical, others, costs)
+    later_s = forecast.judging(train.documents, typical, ())
+    later_s += forecast.judging(held_out.documents, typical, others)
     console.print(
         f"{pair.num_layers} layers, {len(blocks)} blocks, {len(documents)} contexts, "
         f"about {duration(sum(training.values()) + later_s)}",
@@ -294,7 +295,8 @@ def judge_all(
     costs: CostModel,
     console: Console,
 ) -> Judged:
-    forecast_s = judging_s(documents, stage.candidates, stage.others, costs)
+    forecast = Forecast(costs, bench.receiver.model.head_layers)
+    forecast_s = forecast.judging(documents, stage.candidates, stage.others)
     step_s = forecast_s / num_steps(documents, stage.candidates, stage.others, bench.num_layers)
     with shown(console, stage.title, Clock(forecast_s)) as done:
         ticking = replace(bench, tick=lambda _, is_new: done(step_s, is_new))

@@ -128,6 +128,9 @@ class LayeredModel:
         """Of one token at one layer."""
         self.e_bytes = config.hidden_size * self.dtype.itemsize
         """Of one token."""
+        of_layer = sum(it.numel() for it in self.layers[0].parameters())
+        self.head_layers = model.get_input_embeddings().weight.numel() / of_layer
+        """What the head computes for a token, in times of a layer."""
         names = inspect.signature(type(self.layers[0]).forward).parameters
         self._cache_name = "past_key_values" if "past_key_values" in names else "past_key_value"
 

@@ -10,10 +10,11 @@ from cachetree.ids import Span
 from profiles.data.documents import Document, Question
 from profiles.data.metrics import Metric
 from profiles.data.tasks import Task
-from profiles.forecast import judging_s, sweep_s, typical_others, typical_plans
+from profiles.forecast import Forecast, typical_others, typical_plans
 from profiles.progress import Clock, duration, shown
 from profiles.stats.frontier import grid
 
+FORECAST = Forecast(COSTS, 2.0)
 TASK = Task(name="t", template="{context} {input}", metric=Metric.F1, max_new=4)
 
 
@@ -33,29 +34,29 @@ def test_durations_are_for_people(seconds, text):
 
 
 def test_every_step_of_the_sweep_has_a_forecast():
-    forecast = sweep_s([document(32), document(64)], [0, 1], grid(6, 1), COSTS, pruned=True)
+    forecast = FORECAST.sweep([document(32), document(64)], [0, 1], grid(6, 1), pruned=True)
     starts = ["references", *(f"start:{start}" for start in range(1, 6))]
     assert set(forecast) == {(index, step) for index in range(2) for step in starts}
     assert all(seconds > 0 for seconds in forecast.values())
     assert forecast[1, "start:1"] > forecast[0, "start:1"] > forecast[0, "start:5"]
     assert forecast[0, "references"] > forecast[0, "start:1"], "two passes, and every layer alone"
     coarse_blocks = [Span(0, 3), Span(0, 6), Span(3, 6)]
-    coarse = sweep_s([document(32)], [0], coarse_blocks, COSTS, pruned=True)
+    coarse = FORECAST.sweep([document(32)], [0], coarse_blocks, pruned=True)
     assert sum(coarse.values()) < sum(forecast[0, step] for step in starts)
-    decoded = sweep_s([document(32)], [0], coarse_blocks, COSTS, pruned=False)
+    decoded = FORECAST.sweep([document(32)], [0], coarse_blocks, pruned=False)
     assert sum(decoded.values()) > sum(coarse.values())
 
 
 def test_judging_grows_with_the_documents_and_with_the_plans():
     plans = typical_plans(6)
-    one = judging_s([document(32)], plans, (), COSTS)
-    assert judging_s([document(32)] * 3, plans, (), COSTS) == pytest.approx(3 * one)
-    assert judging_s([document(32)], plans[:2], (), COSTS) < one
+    one = FORECAST.judging([document(32)], plans, ())
+    assert FORECAST.judging([document(32)] * 3, plans, ()) == pytest.approx(3 * one)
+    assert FORECAST.judging([document(32)], plans[:2], ()) < one
     others = typical_others(6)
-    assert judging_s([document(32)], plans, others, COSTS) > one
+    assert FORECAST.judging([document(32)], plans, others) > one
     many = [document(32)] * 50
-    shown = judging_s(many, plans, others, COSTS) - judging_s(many, plans, (), COSTS)
-    assert shown < 49 * (judging_s([document(32)], plans, others, COSTS) - one)
+    shown = FORECAST.judging(many, plans, others) - FORECAST.judging(many, plans, ())
+    assert shown < 49 * (FORECAST.judging([document(32)], plans, others) - one)
 
 
 def test_what_is_left_follows_the_speed_so_far():
