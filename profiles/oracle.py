@@ -16,7 +16,7 @@ the beginning of the suffix.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -99,14 +99,16 @@ def partial_prefill(
     ids: Tensor,
     block: Span,
     own: int = 0,
+    correct: Callable[[Tensor], Tensor] = lambda e: e,
 ) -> list[KV]:
-    """The receiver's KV for `ids` at all layers: see the tables above. An empty block loads all."""
+    """The receiver's KV for `ids` at all layers: see the tables above. An empty block loads all.
+    `correct` is what becomes of the sender's E before the block begins."""
     theirs = prefill(sender, ids)
     ours = prefill(receiver, ids[:, :own]).kv if own else [_cut(kv, 0, 0) for kv in theirs.kv]
     recomputed: dict[int, KV] = {}
     if len(block):
         embeddings = receiver.get_input_embeddings()(ids)
-        entering = theirs.e[block.start] if block.start > 0 else embeddings
+        entering = correct(theirs.e[block.start]) if block.start > 0 else embeddings
         recomputed = recompute(receiver, entering[:, own:], block, ours)
     num_tokens = ids.shape[1]
     loaded = [

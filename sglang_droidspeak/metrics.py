@@ -53,6 +53,11 @@ class Metrics:
         self.reused_tokens: Final = Counter(
             "droidspeak:reused_tokens", "Prompt tokens not prefilled in full", registry=registry
         )
+        self.corrected_tokens: Final = Counter(
+            "droidspeak:corrected_tokens",
+            "Reused prompt tokens whose E a map corrected",
+            registry=registry,
+        )
         self.fetched_bytes: Final = Counter(
             "droidspeak:fetched_bytes", "Bytes of E and KV staged for requests", registry=registry
         )
@@ -104,6 +109,7 @@ class Metrics:
         self.queued_s.observe(request.queued_s)
         if not request.load.cause:
             self.reused_tokens.inc(len(request.load.at))
+            self.corrected_tokens.inc(len(request.load.at) if request.plan.e_map else 0)
 
 
 class CacheMetrics:

@@ -58,18 +58,21 @@ def _count_e(cell_size: int, _configurator: object, kvc: Any, _num_layers: int) 
     return cell_size + e_bytes_per_token(server, kvc.model_config.dtype)
 
 
-def _leave_attention(available: int, kvc: Any, *_args: object, **_kwargs: object) -> int:
+def _leave_recompute(available: int, kvc: Any, *_args: object, **_kwargs: object) -> int:
     if not is_configured(engine.resolved(kvc.server_args)):
         return available
     from sglang_droidspeak.engine.attention import attention_bytes
     from sglang_droidspeak.start.this_server import load_this_server
+    from sglang_droidspeak.store.capture import correction_bytes
 
-    choice = load_this_server(kvc.server_args).settings.recompute_attention
-    num_bytes = attention_bytes(choice, kvc.model_config.hf_config.architectures)
+    server, model = load_this_server(kvc.server_args), kvc.model_config
+    choice = server.settings.recompute_attention
+    num_bytes = attention_bytes(choice, model.hf_config.architectures)
+    num_bytes += correction_bytes(server, model.dtype)
     if available <= num_bytes:
         raise ConfigError(
-            f"the attention of recomputes takes {num_bytes >> 20} MiB of the {available >> 20} MiB "
-            "that are left for KV; raise --mem-fraction-static"
+            f"the attention of recomputes and the maps of E take {num_bytes >> 20} MiB of the "
+            f"{available >> 20} MiB that are left for KV; raise --mem-fraction-static"
         )
     return available - num_bytes
 
@@ -84,6 +87,6 @@ def _attach(_result: None, runner: ModelRunner, *_args: object, **_kwargs: objec
 
 _SCHEDULER_HOOKS = {
     release.CELL_SIZE: (_count_e, HookType.AFTER),
-    release.AVAILABLE_BYTES: (_leave_attention, HookType.AFTER),
+    release.AVAILABLE_BYTES: (_leave_recompute, HookType.AFTER),
     release.ALLOC_MEMORY_POOL: (_attach, HookType.AFTER),
 }

@@ -29,10 +29,11 @@ class Rule:
 
 RULES = (
     Rule(where=("cachetree",), never=("sglang", "sglang_droidspeak", "profiles", "transformers")),
-    # Codecs compute on tensors, the transport wraps an engine's; nothing else knows of torch.
+    # Codecs and corrections compute on tensors, the transport wraps an engine's; nothing else
+    # knows of torch.
     Rule(
         where=("cachetree",),
-        unless=("cachetree/transport", "cachetree/checkpoint/codecs"),
+        unless=("cachetree/transport", "cachetree/checkpoint/codecs", "cachetree/corrections"),
         never=("torch",),
     ),
     Rule(where=("cachetree",), unless=("cachetree/transport",), never=("zmq",)),

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
+import msgspec
+
 from cachetree.ids import EMPTY_SPAN, LOCAL, ModelId, Span
 from cachetree.planning.demand import Demand, Gate, NoReuse, Reason, Requested
 from cachetree.planning.plan import Match
@@ -45,7 +47,9 @@ def allowed_recipes(
     profile = profiles.get((match.model, demand.receiver))
     is_free = demand.gate is Gate.OFF
     if block is not None and is_free:
-        return [_quality(block, 0.0)]
+        known = profile.blocks if profile is not None else ()
+        e_map = next((it.e_map for it in known if it.block == block), None)
+        return [msgspec.structs.replace(_quality(block, 0.0), e_map=e_map)]
     lossless = _lossless(demand, match, profile)
     if profile is None and not lossless:
         return NoReuse(reason=Reason.NO_PROFILE, detail=f"no profile with sender {match.model}")

@@ -54,6 +54,9 @@ class Plan:
     first_difference: int = 0
     """First layer at which sender and receiver differ: below it their KV is bit-identical, and so
     is E at it. 0 promises nothing."""
+    e_map: str = ""
+    """Digest of the map that corrects E before the block begins; empty where none does. What is
+    exact has none."""
     is_lossy: bool = False
     """What is loaded was encoded: even the receiver's own KV comes back approximate."""
     strategy: Strategy = Strategy.PIPELINED

@@ -84,6 +84,8 @@ class Weighed(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     quality: float | None = None
     """As in the profile; 1 for what is exact."""
     exact: bool = False
+    e_corrected: bool = False
+    """Whether a map brings the sender's E closer to the receiver's first."""
     ttft_s: float | None = None
     """Predicted for the whole prompt, as `Considered.full_prefill_s` is. None while unknown, and
     where there are too few pages."""
@@ -136,6 +138,7 @@ def _told(way: Weighed, recipe: BlockQuality, plan: Plan, possible: _Candidate |
         block=(plan.block.start, plan.block.stop) if len(plan.block) else None,
         quality=recipe.quality,
         exact=plan.is_exact,
+        e_corrected=bool(plan.e_map),
         ttft_s=ttft_s,
         saving_s=None if possible is None or ttft_s is None else possible.saving,
     )
@@ -246,7 +249,11 @@ def _whole_plan(demand: Demand, match: Match, recipe: BlockQuality, first_differ
         first_difference=first_difference,
         is_lossy=demand.is_lossy and not is_pool(match.location),
     )
-    if plan.is_exact or demand.first_approximate is None:
+    if plan.is_exact:
+        return plan
+    if recipe.e_map is not None:
+        plan = replace(plan, e_map=recipe.e_map.sha256)
+    if demand.first_approximate is None:
         return plan
     first = demand.first_approximate
     return replace(plan, pages=Span(first, max(first, stop)))

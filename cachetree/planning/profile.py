@@ -32,11 +32,39 @@ class WrittenBlock(msgspec.Struct, frozen=True, kw_only=True):
         return Span(self.start, self.stop)
 
 
-class BlockQuality(WrittenBlock, frozen=True, kw_only=True):
+class EMap(msgspec.Struct, frozen=True, kw_only=True):
+    """A linear map that brings the sender's E closer to the receiver's before a block begins; its
+    tensors lie beside the profile (`cachetree.corrections`)."""
+
+    layer: int
+    rank: int | None
+    """Of the matrix: 0 for a bias alone, None for a whole one."""
+    dtype: str
+    sha256: str
+    """Of its tensors."""
+
+    @property
+    def kind(self) -> str:
+        return "full" if self.rank is None else f"rank {self.rank}" if self.rank else "bias"
+
+    @property
+    def name(self) -> str:
+        return f"layer {self.layer}, {self.kind}"
+
+    def shapes(self, hidden: int) -> tuple[tuple[int, ...], ...]:
+        """Of its bias and its factors."""
+        if self.rank is None:
+            return (hidden,), (hidden, hidden)
+        return ((hidden,), (hidden, self.rank), (self.rank, hidden)) if self.rank else ((hidden,),)
+
+
+class BlockQuality(WrittenBlock, frozen=True, kw_only=True, omit_defaults=True):
     """Quality of the receiver's answers with one block."""
 
     quality: float
     """Mean of the profile's metric over its held-out questions, 0 to 1."""
+    e_map: EMap | None = None
+    """What corrects E at its start; None leaves E as the sender's."""
 
 
 class LayerTimes(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,6 +109,30 @@ class PairProfile(msgspec.Struct, frozen=True, kw_only=True):
     """The longest prefix of a held-out prompt; None where a profile does not say."""
 
     costs: LayerTimes | None = None
+
+    @property
+    def e_maps(self) -> tuple[EMap, ...]:
+        """Those of its plans, each once."""
+        found = {it.e_map.sha256: it.e_map for it in self.blocks if it.e_map is not None}
+        return tuple(found.values())
+
+    def uncorrected(self) -> PairProfile:
+        """Without the plans that correct E; it did not pass where no other but all layers is."""
+        blocks = tuple(it for it in self.blocks if it.e_map is None)
+        if len(blocks) == len(self.blocks):
+            return self
+        plain = [it for it in blocks if len(it.block) < self.receiver.num_layers]
+        passed = self.passed and bool(plain)
+        reason = self.reason
+        if self.passed and not passed:
+            reason = "all of its plans correct E; set e_correction to profile"
+        return msgspec.structs.replace(
+            self,
+            blocks=blocks,
+            recommended=min(plain, key=lambda it: len(it.block), default=None),
+            passed=passed,
+            reason=reason,
+        )
 
     def covers(self, num_tokens: int) -> bool:
         """Whether what was proven may be taken to hold for prefixes of this length."""

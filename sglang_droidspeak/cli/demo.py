@@ -43,6 +43,13 @@ def add_parser(commands: Any) -> None:
     measure = demo.add_argument_group("measurement")
     measure.add_argument("--num-questions", type=int, metavar="N", help="only the first N")
     measure.add_argument("--num-documents", type=int, metavar="N", help="only the first N")
+    measure.add_argument(
+        "--no-correction",
+        dest="correction",
+        action="store_const",
+        const=False,
+        help="the same block from the sender's E as it is, where the profile corrects E",
+    )
     measure.add_argument("--out", type=Path, default=Path("out/demo"), metavar="DIR")
     servers = demo.add_argument_group("servers")
     servers.add_argument(
@@ -72,7 +79,7 @@ def _demo(args: argparse.Namespace) -> int:
         complain(f"--{given[0]} needs {missing} too")
         return 2
     names = (*_PAIR, "template", "max_new", "num_questions", "num_documents")
-    names += ("out", "device", "dtype", "host_gb")
+    names += ("correction", "out", "device", "dtype", "host_gb")
     chosen = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     try:
         config = DemoConfig(**chosen) if given else replace(DemoConfig.shipped(), **chosen)

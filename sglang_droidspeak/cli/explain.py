@@ -109,6 +109,7 @@ def _way(it: dict[str, Any]) -> str:
     if "pages" not in it:
         return f"{who}: {why}"
     anew = f"layers [{it['block'][0]}, {it['block'][1]}) anew" if "block" in it else "all loaded"
+    anew += ", E corrected" if it.get("e_corrected") else ""
     quality = "exact" if it.get("exact") else f"quality {it['quality']:.3f}"
     pages = f"pages [{it['pages'][0]}, {it['pages'][1]})"
     times = (

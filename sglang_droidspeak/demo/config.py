@@ -84,6 +84,8 @@ class DemoConfig:
     """Only the first of the data's questions; None: all."""
     num_documents: int | None = None
     """Likewise of its documents."""
+    correction: bool = True
+    """Whether E is corrected where the profile's plan says so."""
     random_pair: RandomPair | None = None
     """What else is timed."""
     instead: str = ""
@@ -202,7 +204,11 @@ class DemoConfig:
             )
         title = f"{self.sender.name} → {self.receiver.name}"
         models = self.sender, self.receiver
-        return self._subject(title, models, sender, profile.recommended.block), profile
+        best = profile.recommended
+        subject = self._subject(title, models, sender, best.block)
+        if best.e_map is not None and self.correction:
+            subject = replace(subject, title=f"{title}, E corrected", e_maps_of=self.profile)
+        return subject, profile
 
     def make_random(self, pair: RandomPair, folder: Path) -> Subject:
         """Write the pair that is timed, without a progress bar of its own."""

@@ -52,6 +52,8 @@ class Subject:
     sender_identity: ModelIdentity
     block: Span
     dtype: str
+    e_maps_of: Path | None = None
+    """Profile whose map corrects E before the block begins; None where none does."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """SGLang's own options, for both servers."""
     host_gb: float = 1.0
@@ -72,6 +74,9 @@ class Subject:
     def specs(self, listen: str) -> tuple[ServerSpec, ServerSpec]:
         options = {**self.options, "dtype": self.dtype, "page-size": self.page_size}
         e_layers = [self.block.start] if self.block.start else []
+        maps: dict[str, Any] = {}
+        if self.e_maps_of is not None:
+            maps = {"profiles": [str(self.e_maps_of)], "e_correction": "profile"}
         return (
             ServerSpec(
                 model=self.sender,
@@ -94,6 +99,7 @@ class Subject:
                     "gate": "off",
                     "host_gb": 0,
                     "staging_gb": self.host_gb,
+                    **maps,
                 },
             ),
         )

@@ -185,7 +185,14 @@ def _computed(loads: Mapping[int, Load]) -> Iterator[BlockTokens]:
         if not len(block):
             continue
         e = partial(load.source.e, block.start) if block.start else None
-        yield BlockTokens(row=row, tokens=load.at, block=block, e=e, is_exact=load.plan.is_exact)
+        yield BlockTokens(
+            row=row,
+            tokens=load.at,
+            block=block,
+            e=e,
+            e_map=load.plan.e_map,
+            is_exact=load.plan.is_exact,
+        )
 
 
 def _tokens_of(batch: ScheduleBatch) -> list[Span]:

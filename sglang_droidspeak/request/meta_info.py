@@ -33,6 +33,8 @@ class RequestProvenance(msgspec.Struct, frozen=True, kw_only=True):
     """Layers recomputed, half-open; null where none were."""
     recomputed_layers: int = 0
     """How many layers were recomputed."""
+    e_corrected: bool = False
+    """Whether a map of the profile brought the sender's E closer to this model's before."""
     loaded_layers: int = 0
     """How many layers were loaded."""
     fetched_bytes: int = 0
@@ -74,6 +76,7 @@ def provenance_of(
         location="pool" if is_pool(plan.location) else plan.location,
         block=(plan.block.start, plan.block.stop) if len(plan.block) else None,
         recomputed_layers=len(plan.block),
+        e_corrected=bool(plan.e_map),
         loaded_layers=len(plan.loaded_layers),
         fetched_bytes=arrival.num_bytes,
         match_ms=_ms(request.match_s),

@@ -41,12 +41,18 @@ class BlockTokens:
     e: Callable[[Span], torch.Tensor] | None
     """E at block.start of some of these tokens, `[len, columns of this rank]`: all of it at once
     would be large. None where block.start is 0."""
+    e_map: str = ""
+    """Digest of the map that corrects E first; empty where it stays as it is."""
     is_exact: bool = False
     """It is the receiver's own E, too, and so is what the block makes of it."""
 
     def goes_with(self, other: BlockTokens) -> bool:
         """Whether one forward can compute both."""
-        return (self.block, self.is_exact) == (other.block, other.is_exact)
+        return self.kind == other.kind
+
+    @property
+    def kind(self) -> tuple[Span, bool, str]:
+        return self.block, self.is_exact, self.e_map
 
 
 def pack(prefixes: Iterable[BlockTokens], max_tokens: int) -> Iterator[list[BlockTokens]]:
@@ -59,7 +65,7 @@ def pack(prefixes: Iterable[BlockTokens], max_tokens: int) -> Iterator[list[Bloc
     """
     forward: list[BlockTokens] = []
     room = max_tokens
-    for prefix in sorted(prefixes, key=lambda it: (it.block, it.is_exact, it.row)):
+    for prefix in sorted(prefixes, key=lambda it: (it.kind, it.row)):
         start = prefix.tokens.start
         while start < prefix.tokens.stop:
             if not room or (forward and not forward[-1].goes_with(prefix)):
@@ -81,22 +87,23 @@ class PartialPrefill:
         self._runner = attachment.runner
         self._stack = attachment.stack
         self._no_e = attachment.e_pool.no_rows
+        self._corrections = attachment.corrections
         self._max_tokens = max_tokens
         choice = attachment.server.settings.recompute_attention
         self._attention = recompute_attention(self._runner, choice)
 
     def warm(self) -> None:
         """Run two layers over a few tokens: from the embeddings, and after these from E, which all
-        ranks put together. What has to be compiled, loaded or connected is then, and not under the
-        first request. At start, on the stream of forwards. Raises ConfigError where it does not
-        run."""
+        ranks put together, also corrected by each map. What has to be compiled, loaded or connected
+        is then, and not under the first request. At start, on the stream of forwards. Raises
+        ConfigError where it does not run."""
         block, half = Span(0, min(2, len(self._stack))), _WARM_TOKENS // 2
         e = self._no_e.new_zeros(half, self._no_e.shape[1])
         first = BlockTokens(row=0, tokens=Span(0, half), block=block, e=None)
         rest = replace(first, tokens=Span(half, _WARM_TOKENS), e=lambda _tokens: e)
         try:
             with on_padding(self._runner, _WARM_TOKENS) as batch, self._ranks.together():
-                for tokens in (first, rest):
+                for tokens in (first, rest, *(replace(rest, e_map=it) for it in self._corrections)):
                     self.run(batch, [tokens])
         except RanksApart:
             raise
@@ -141,6 +148,8 @@ class PartialPrefill:
         e = torch.cat(rows) if len(rows) > 1 else next(iter(rows), None)
         if e is not None:
             e = self._ranks.whole(e)
+            if pieces[0].e_map:
+                e = self._corrections[pieces[0].e_map](e)
         with prepared(forward_batch, runner, self._attention):
             self._ranks.agree()
             with self._ranks.apart():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -15,6 +15,7 @@ from platformdirs import user_cache_path
 
 from cachetree import CacheTreeError, ModelId
 from cachetree.checkpoint import Codec, Family, ModelIdentity, read_adapter, read_model_identity
+from cachetree.corrections import Correction, read_corrections
 from cachetree.memory import Layout
 from cachetree.planning import SECONDS_PER_TOKEN, PairProfile, PrefillCost, read_profile
 from cachetree.transport import check_peer, check_ports, check_worker
@@ -45,6 +46,8 @@ class ThisServer:
     """Columns of E on each rank."""
     adapters: tuple[Path, ...] | None
     """Those that it starts with; None where it serves none at all."""
+    corrections: Mapping[str, Correction]
+    """Maps of E of the profiles in which this model may receive, by digest, in host memory."""
 
     @functools.cached_property
     def transition_layers(self) -> tuple[int, ...]:
@@ -168,14 +171,20 @@ def read_server(
     e_width = _e_width(settings.codec, identity, page_size, tp_size)
     adapters = None if lora_paths is None else tuple(folder_of(it) for it in lora_paths)
     has_adapters = adapters is not None
+    profiles = dict(_read_profiles(settings, identity, has_adapters=has_adapters))
+    corrections: dict[str, Correction] = {}
+    for file, profile in profiles.items():
+        if has_adapters or profile.receiver == identity:
+            corrections |= read_corrections(profile, file)
     return ThisServer(
         settings=settings,
         folder=path,
         identity=identity,
-        profiles=tuple(_read_profiles(settings, identity, has_adapters=has_adapters)),
+        profiles=tuple(profiles.values()),
         page_size=page_size,
         e_width=e_width,
         adapters=adapters,
+        corrections=corrections,
     )
 
 
@@ -220,8 +229,8 @@ def _check_transport(settings: Settings, tp_size: int) -> None:
 
 def _read_profiles(
     settings: Settings, identity: ModelIdentity, *, has_adapters: bool
-) -> Iterable[PairProfile]:
-    """A profile that is named has to be usable; a folder may hold those of a whole fleet.
+) -> Iterable[tuple[Path, PairProfile]]:
+    """By their files. One that is named has to be usable; a folder may hold those of a whole fleet.
 
     Where there are adapters, those of its family may be of pairs that are loaded later.
     """
@@ -230,6 +239,8 @@ def _read_profiles(
         files = sorted(path.glob("*.json")) if path.is_dir() else [path]
         for file in files:
             profile, is_named = read_profile(file), file == path
+            if settings.e_correction == "off":
+                profile = profile.uncorrected()
             sides = (profile.sender, profile.receiver)
             if has_adapters:
                 sides = tuple(msgspec.structs.replace(it, weights=identity.weights) for it in sides)
@@ -242,4 +253,4 @@ def _read_profiles(
                 if is_named:
                     refuse.failed_profile(settings, failed)
                 log.warning("%s; it is not used", failed)
-            yield profile
+            yield file, profile

@@ -23,6 +23,9 @@ from sglang_droidspeak.engine.names import (
 from sglang_droidspeak.start import refuse
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from cachetree.corrections import Correction
     from sglang_droidspeak.engine.names import ForwardBatch, ModelRunner, ScheduleBatch
     from sglang_droidspeak.start.this_server import ThisServer
 
@@ -40,6 +43,8 @@ class Attachment:
     e_pool: EPool
     provenance: Provenance
     server: ThisServer
+    corrections: Mapping[str, Correction]
+    """Of E, by digest, on the device in the model's dtype."""
 
 
 class EPool:
@@ -175,6 +180,12 @@ def _marker(valid: torch.Tensor) -> OnE:
     return mark
 
 
+def correction_bytes(server: ThisServer, dtype: torch.dtype) -> int:
+    """What all maps take on each rank's device."""
+    tensors = [tensor for it in server.corrections.values() for tensor in it.tensors]
+    return sum(it.numel() for it in tensors) * dtype.itemsize
+
+
 def e_bytes_per_token(server: ThisServer, dtype: torch.dtype) -> int:
     """On each rank."""
     return len(server.transition_layers) * server.e_width * dtype.itemsize
@@ -193,7 +204,11 @@ def attach(runner: ModelRunner, server: ThisServer) -> None:
     columns = Span(start, start + server.e_width)
     e_pool = EPool(server.transition_layers, num_slots, columns, runner)
     e_pool.capture_from(stack)
-    setattr(pool, _ATTRIBUTE, Attachment(runner, stack, e_pool, provenance, server))
+    corrections = {
+        name: it.to(runner.device, runner.dtype) for name, it in server.corrections.items()
+    }
+    found = Attachment(runner, stack, e_pool, provenance, server, corrections)
+    setattr(pool, _ATTRIBUTE, found)
 
 
 def attachment_of(pool: MHATokenToKVPool) -> Attachment:

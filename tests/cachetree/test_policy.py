@@ -41,7 +41,7 @@ from cachetree.planning.prediction import (
 )
 from cachetree.planning.prefill_cost import PrefillCost
 from cachetree.planning.profile import PROFILE_VERSION as VERSION
-from cachetree.planning.profile import BlockQuality, PairProfile
+from cachetree.planning.profile import BlockQuality, EMap, PairProfile
 
 MB = 1_000_000
 FAR = Location("tcp://far:1")
@@ -345,6 +345,32 @@ def test_a_request_may_name_a_block_that_passed() -> None:
     # What was asked for is done, even where it does not pay.
     slow = replace(MEASURED, links=links({FAR: MB}))
     assert plan_for(match(S, location=FAR), demand=asks(2, 7), costs=slow).block == Span(2, 7)
+
+
+def test_a_plan_names_the_map_of_its_block_unless_it_is_exact() -> None:
+    e_map = EMap(layer=3, rank=None, dtype="float32", sha256="digest")
+    corrected = msgspec.structs.replace(RECOMMENDED, e_map=e_map)
+    blocks = (corrected, *PROFILE.blocks[1:])
+    profile = msgspec.structs.replace(PROFILE, blocks=blocks, recommended=corrected)
+    profiles = index_profiles([profile])
+    assert plan_for(match(S), profiles=profiles).e_map == "digest"
+    assert plan_for(match(S)).e_map == ""
+    considered = Considered(DEMAND, [match(S)], UNKNOWN)
+    assert [it.e_corrected for it in weigh(considered, profiles)] == [True, False, False]
+
+    def asks(start: int, stop: int, gate: Gate = Gate.ENFORCE) -> Demand:
+        return replace(DEMAND, requested=Requested(block=Span(start, stop)), gate=gate)
+
+    for gate in Gate:
+        assert plan_for(match(S), demand=asks(3, 6, gate), profiles=profiles).e_map == "digest"
+        assert plan_for(match(S), demand=asks(2, 7, gate), profiles=profiles).e_map == ""
+    # What is lossless has nothing to correct, whatever a profile says.
+    whole = msgspec.structs.replace(corrected, stop=10)
+    same = msgspec.structs.replace(profile, blocks=(whole,), recommended=whole, first_difference=3)
+    plan = choose(asks(3, 10), [match(S)], index_profiles([same]), UNKNOWN)
+    assert isinstance(plan, Plan)
+    assert plan.is_exact
+    assert plan.e_map == ""
 
 
 def test_a_named_block_on_the_own_cache_needs_the_own_name() -> None:

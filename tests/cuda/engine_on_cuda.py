@@ -35,6 +35,7 @@ from cachetree.checkpoint.family import Family
 from cachetree.checkpoint.identity import read_model_identity
 from cachetree.clock import Deadline
 from cachetree.config import CacheConfig
+from cachetree.corrections import Correction
 from cachetree.ids import Location, ModelId, PageHash, Span, Step
 from cachetree.memory import Staging
 from cachetree.planning.plan import Plan
@@ -70,6 +71,8 @@ NUM_SLOTS = 512
 CHUNK = 48
 """Tokens of one prefill, so that what is recomputed is cut, too."""
 HERE, PEER = ModelId("here"), ModelId("peer")
+MAP = "map"
+"""Digest of the one that there is: E and half of E, and a bias."""
 
 
 def fork(function: Callable[[], T], kind: type[T]) -> T:
@@ -199,11 +202,21 @@ class Engine:
             runner.device, self.num_layers, 96, PrefillCost(token_s=1.0, context_s=0.0)
         )
         runner.prefill_attention_backend_str = runner.decode_attention_backend_str = "plain"
+        hidden = identity.hidden_size
+        half = Correction(torch.full((hidden,), 0.25), (torch.eye(hidden) / 2,))
+        half = half.to("cuda", runner.dtype)
         metrics = Metrics(enabled=False)
         self.labels = Labels(metrics)
         with patch.dict(ATTENTION_BACKENDS, {"plain": self._another}):
             self.pass_ = ForwardPass(
-                Attachment(runner, self.stack, self.e_pool, self.provenance, server),
+                Attachment(
+                    runner,
+                    self.stack,
+                    self.e_pool,
+                    self.provenance,
+                    server,
+                    {MAP: half},
+                ),
                 self.loader,
                 self.meter,
                 self.labels,
@@ -330,6 +343,7 @@ class Engine:
         pages_of: memoryview | PoolPages,
         sender: ModelId = HERE,
         rid: str = "r",
+        e_map: str = "",
     ) -> Request:
         """Of all pages of `slots`: staged in that memory, or from the pool. `HERE` is this
         model: what it loads of its own is not approximate."""
@@ -341,6 +355,7 @@ class Engine:
             pages=pages,
             block=block,
             num_layers=self.num_layers,
+            e_map=e_map,
         )
         if isinstance(pages_of, PoolPages):
             source: Source = InPool(plan, self.pool, lambda: pages_of)

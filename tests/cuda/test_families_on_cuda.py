@@ -13,6 +13,7 @@ import pytest
 import torch
 from engine_on_cuda import (
     HERE,
+    MAP,
     PAGE,
     PEER,
     Engine,
@@ -101,7 +102,7 @@ def model_of(path: Path) -> Any:
 def test_what_happens_on_the_device_equals_the_oracle(pair) -> None:
     differences = fork(partial(play, *pair), dict[str, float])
     assert differences == pytest.approx(dict.fromkeys(differences, 0.0), abs=TOLERANCE)
-    assert len(differences) == 8
+    assert len(differences) == 10
 
 
 def play(
@@ -112,12 +113,17 @@ def play(
     theirs = prefill(model_of(sender), ids[:, :NUM_PREFIX])
     ours = prefill(model_of(receiver), ids)
     expected = partial_prefill(model_of(receiver), model_of(sender), ids[:, :NUM_PREFIX], BLOCK)
+    both = model_of(receiver), model_of(sender)
+    corrected = partial_prefill(
+        *both, ids[:, :NUM_PREFIX], BLOCK, correct=lambda e: e + e / 2 + 0.25
+    )
     values = {Step(Kind.E, at): e[0] for at, e in enumerate(theirs.e)}
     values |= {Step(Kind.KV, at): stored(kv) for at, kv in enumerate(theirs.kv)}
     own = {Step(Kind.E, at): e[0, :NUM_PREFIX] for at, e in enumerate(ours.e)}
     own |= {Step(Kind.KV, at): stored(kv)[:NUM_PREFIX] for at, kv in enumerate(ours.kv)}
     own_kv = [stored(kv) for kv in ours.kv]
     expected_kv = [stored(kv) for kv in expected]
+    corrected_kv = [stored(kv) for kv in corrected]
     found = {}
     cuda = VirtualCuda()
     with on_device(changed(load(receiver)), receiver, (1,), cuda) as engine:
@@ -132,6 +138,23 @@ def play(
         land(request.source.staging, {step: values[step] for step in request.plan.steps})
         assert engine.run_with([request], Part(TOKENS, slots, NUM_PREFIX)) == ["reused"]
         found["loaded"] = max(engine.differences(slots[:NUM_PREFIX], expected_kv))
+
+        # Of one batch, one request's E stays as it is, and the other's is corrected.
+        plain, mapped = engine.slots(19 * PAGE, 3 * PAGE), engine.slots(22 * PAGE, 3 * PAGE)
+        memory = [cuda.page_locked(1 << 18) for _ in range(2)]
+        requests = [
+            engine.loading(plain[:NUM_PREFIX], BLOCK, memory[0], PEER, "plain"),
+            engine.loading(mapped[:NUM_PREFIX], BLOCK, memory[1], PEER, "mapped", MAP),
+        ]
+        for it in requests:
+            land(it.source.staging, {step: values[step] for step in it.plan.steps})
+        parts = (
+            Part(TOKENS, plain, NUM_PREFIX, "plain"),
+            Part(TOKENS, mapped, NUM_PREFIX, "mapped"),
+        )
+        assert engine.run_with(requests, *parts) == ["reused", "reused"]
+        found["beside a corrected one"] = max(engine.differences(plain[:NUM_PREFIX], expected_kv))
+        found["corrected"] = max(engine.differences(mapped[:NUM_PREFIX], corrected_kv))
 
         slots = engine.slots(7 * PAGE, 3 * PAGE)
         pages = PoolPages(first[:NUM_PREFIX])

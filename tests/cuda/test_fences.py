@@ -19,7 +19,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from engine_on_cuda import HERE, PAGE, Engine, Part, fork, land, load, on_device, page_hashes
+from engine_on_cuda import HERE, MAP, PAGE, Engine, Part, fork, land, load, on_device, page_hashes
 from request_parts import loading
 from virtual_cuda import ROOT, Line, VirtualCuda
 
@@ -54,7 +54,7 @@ def a_load_from_a_peer(engine: Engine) -> None:
     memory = engine.cuda.page_locked(STAGED_BYTES)
     slots = engine.slots(PAGE, 3 * PAGE)
     older_forward(engine, slots)
-    request = engine.loading(slots[: 2 * PAGE], BLOCK, memory)
+    request = engine.loading(slots[: 2 * PAGE], BLOCK, memory, e_map=MAP)
     land(request.source.staging)
     engine.run_with([request], Part(TOKENS, slots, 2 * PAGE))
     # Between any two events a virtual device takes a millisecond, and two layers are copied.
@@ -84,7 +84,7 @@ def a_load_from_the_pool(engine: Engine) -> None:
     source, slots = engine.slots(PAGE, 2 * PAGE), engine.slots(4 * PAGE, 3 * PAGE)
     older_forward(engine, source)
     older_forward(engine, slots)
-    request = engine.loading(slots[: 2 * PAGE], BLOCK, PoolPages(source))
+    request = engine.loading(slots[: 2 * PAGE], BLOCK, PoolPages(source), e_map=MAP)
     engine.run_with([request], Part(TOKENS, slots, 2 * PAGE))
     # SGLang may give the source's slots to another request now.
     older_forward(engine, source)

@@ -56,11 +56,12 @@ def oracle(
     num_reused: int,
     max_new: int,
     own: int = 0,
+    correct: Callable[[torch.Tensor], torch.Tensor] = lambda e: e,
 ) -> Generated:
     """What the receiver must answer when tokens [own, num_reused) come from the sender."""
     ids = torch.tensor([list(prompt)])
     reused = ids[:, :num_reused]
-    prefix = partial_prefill(_load(receiver), _load(sender), reused, block, own)
+    prefix = partial_prefill(_load(receiver), _load(sender), reused, block, own, correct)
     return decode(_load(receiver), prefix, ids[:, num_reused:], max_new)
 
 

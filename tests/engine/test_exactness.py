@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import threading
@@ -12,8 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
+import msgspec
 import pytest
 import requests
+import torch
 from engine_parts import (
     CPU,
     SLOW_DEVICE,
@@ -29,16 +32,48 @@ from forked import ServerSpec
 from struck_parts import scraped
 
 from cachetree.checkpoint.identity import read_model_identity
+from cachetree.corrections import Correction, write_corrections
 from cachetree.ids import Span
-from cachetree.planning.profile import write_profile
+from cachetree.planning.profile import BlockQuality, PairProfile, write_profile
 from profiles.oracle import Generated
 from profiles.random_models import shape, write_models
 from sglang_droidspeak.fleet.servers import Server, free_port, running
 
 pytestmark = pytest.mark.server
 
-NUM_LAYERS = 6
+NUM_LAYERS, HIDDEN = 6, 256
 BLOCKS = [Span(0, 0), Span(0, 3), Span(1, 2), Span(2, 5), Span(4, 6), Span(5, 6), Span(0, 6)]
+
+
+_DRAWN = torch.Generator().manual_seed(17)
+
+
+def drawn(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=_DRAWN) / HIDDEN**0.5
+
+
+CORRECTED = {
+    Span(1, 4): Correction(drawn(HIDDEN), (drawn(HIDDEN, 4), 16 * drawn(4, HIDDEN))),
+    Span(3, 5): Correction(drawn(HIDDEN), (drawn(HIDDEN, HIDDEN),)),
+    Span(4, 5): Correction(drawn(HIDDEN)),
+    Span(3, 4): Correction(torch.zeros(HIDDEN), (torch.zeros(HIDDEN, HIDDEN),)),
+}
+"""Blocks of the profile that begin with corrected E: of low rank, whole, by a bias, and as is."""
+
+
+def with_maps(profile: PairProfile) -> PairProfile:
+    corrected = [
+        BlockQuality(start=it.start, stop=it.stop, quality=0.5, e_map=correction.named(it.start))
+        for it, correction in CORRECTED.items()
+    ]
+    return msgspec.structs.replace(profile, blocks=(*profile.blocks, *corrected))
+
+
+def corrected_by_hand(block: Span, e: torch.Tensor) -> torch.Tensor:
+    it, moved = CORRECTED[block], e.clone()
+    for factor in it.factors:
+        moved = moved @ factor
+    return e + (moved if it.factors else 0) + it.bias
 
 
 def literal(block: Span) -> str:
@@ -93,11 +128,14 @@ ONE_FAMILY = pytest.mark.parametrize("trio", ["llama"], indirect=True, scope="mo
 def trio(request, tmp_path_factory) -> Iterator[Trio]:
     names = ["sender", "receiver"] if request.param == "qwen3" else ["sender", "second", "receiver"]
     folder = tmp_path_factory.mktemp(request.param)
-    config = shape(request.param, layers=NUM_LAYERS, hidden=256, heads=4, kv_heads=2)
+    config = shape(request.param, layers=NUM_LAYERS, hidden=HIDDEN, heads=4, kv_heads=2)
     models = dict(zip(names, write_models(folder, config, names), strict=True))
     profile = folder / "pair.json"
     sender, receiver = (read_model_identity(models[name]) for name in ("sender", "receiver"))
-    write_profile(profile_of(sender, receiver), profile)
+    paired = with_maps(profile_of(sender, receiver))
+    write_profile(paired, profile)
+    maps = {it.named(block.start).sha256: it for block, it in CORRECTED.items()}
+    write_corrections(paired, maps, profile)
     ports = {name: free_port() for name in names}
     specs = [
         ServerSpec(
@@ -121,6 +159,7 @@ def trio(request, tmp_path_factory) -> Iterator[Trio]:
                 "listen": f"tcp://127.0.0.1:{ports['receiver']}",
                 "peers": [f"tcp://127.0.0.1:{ports[name]}" for name in names[:-1]],
                 "profiles": [str(profile)],
+                "e_correction": "profile",
                 "gate": "off",
                 "host_gb": 0.5,
             },
@@ -151,6 +190,60 @@ def test_blocks_differ_from_each_other_and_from_own_prefill(trio: Trio) -> None:
     tokens = prompt(200, seed=103)
     answers = [trio.expected("sender", tokens, block) for block in BLOCKS]
     assert len({tuple(round(x, 4) for x in it.logprobs) for it in answers}) == len(BLOCKS)
+
+
+def expected_of_corrected(trio: Trio, tokens: list[int], block: Span, num_reused: int) -> Generated:
+    return oracle(
+        trio.models["receiver"],
+        trio.models["sender"],
+        tokens,
+        block=block,
+        num_reused=num_reused,
+        max_new=12,
+        correct=functools.partial(corrected_by_hand, block),
+    )
+
+
+@pytest.mark.parametrize("block", CORRECTED, ids=literal)
+def test_a_block_from_corrected_e_equals_the_oracle(trio: Trio, block: Span) -> None:
+    """Chunk by chunk of the prompt; a map that changes nothing gives what none would give."""
+    tokens = prompt(200, seed=150 + list(CORRECTED).index(block))
+    trio.send("sender", tokens)
+    reply = trio.receive("sender", tokens, block)
+    reply.assert_equals(expected_of_corrected(trio, tokens, block, whole_pages(200)))
+    told = reply.provenance
+    assert (told["outcome"], told["exact"], told["e_corrected"]) == ("reused", False, True)
+    plain = trio.expected("sender", tokens, block)
+    if block == Span(3, 4):
+        assert reply.ids == plain.ids
+    else:
+        assert reply.logprobs != pytest.approx(plain.logprobs, abs=2e-3), "not corrected"
+
+
+@ONE_FAMILY
+def test_one_batch_corrects_e_of_some(trio: Trio) -> None:
+    """Each by the map of its own plan; another sender's, of the same block, by none."""
+    cases = [("sender", it) for it in CORRECTED] + [("sender", Span(2, 5)), ("second", Span(3, 5))]
+    prompts = [prompt(140 + 21 * i, seed=170 + i) for i in range(len(cases))]
+    for (sender, _block), tokens in zip(cases, prompts, strict=True):
+        trio.send(sender, tokens)
+    with ThreadPoolExecutor(len(cases)) as pool:
+        replies = [
+            pool.submit(trio.receive, sender, tokens, block)
+            for (sender, block), tokens in zip(cases, prompts, strict=True)
+        ]
+        for (sender, block), tokens, reply in zip(cases, prompts, replies, strict=True):
+            told = reply.result().provenance
+            num_reused = told["reused_tokens"]
+            is_corrected = sender == "sender" and block in CORRECTED
+            assert told["e_corrected"] == is_corrected
+            if is_corrected:
+                expected = expected_of_corrected(trio, tokens, block, num_reused)
+            else:
+                expected = trio.expected(sender, tokens, block, num_reused=num_reused)
+            reply.result().assert_equals(expected)
+    counted = scraped(f"{trio.receiver.url}/metrics").items()
+    assert sum(it for (name, *_), it in counted if name == "droidspeak:corrected_tokens_total") > 0
 
 
 def test_every_layer_anew_equals_the_receiver_alone(trio: Trio) -> None:

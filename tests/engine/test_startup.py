@@ -18,8 +18,9 @@ from engine_parts import ENV, profile_of
 from msgspec.structs import replace
 
 from cachetree.checkpoint.identity import read_model_identity
+from cachetree.corrections import Correction, maps_path, write_corrections
 from cachetree.errors import ConfigError
-from cachetree.planning.profile import write_profile
+from cachetree.planning.profile import BlockQuality, write_profile
 from cachetree.transport import write_key_pair
 from cachetree.tree.eviction import Retention
 from profiles.random_models import shape, write_models
@@ -28,8 +29,12 @@ from sglang_droidspeak.engine import Quantization, probe
 from sglang_droidspeak.fleet.servers import ServerFailed, ServerSpec, free_port, running
 from sglang_droidspeak.start import refuse
 from sglang_droidspeak.start.config import LINKER_MODULE, cache_config
-from sglang_droidspeak.start.this_server import check_front_end, load_this_server
-from sglang_droidspeak.store.capture import e_bytes_per_token
+from sglang_droidspeak.start.this_server import (
+    check_front_end,
+    load_this_server,
+    read_server,
+)
+from sglang_droidspeak.store.capture import correction_bytes, e_bytes_per_token
 
 HERE = "tcp://127.0.0.1:7001"
 KEY = "ctpub-" + "0" * 64
@@ -469,6 +474,37 @@ def test_a_named_profile_has_to_have_passed(model: Path, tmp_path: Path) -> None
     assert f"{path} did not pass its gate: a test" in line
     server = load_this_server(server_args(model, {"profiles": [str(path)], "gate": "off"}))
     assert [profile.passed for profile in server.profiles] == [False], "for measurements"
+
+
+def test_maps_of_e_are_read_where_plans_with_them_are_used(model: Path, tmp_path: Path) -> None:
+    own = read_model_identity(model)
+    other, path = replace(own, weights="other"), tmp_path / "pair.json"
+    width = own.hidden_size
+    it = Correction(torch.ones(width), (torch.zeros(width, 2), torch.zeros(2, width)))
+    best = BlockQuality(start=1, stop=2, quality=0.9, e_map=it.named(1))
+    plain = profile_of(other, own)
+    paired = replace(plain, blocks=(best, *plain.blocks), recommended=best)
+    write_profile(paired, path)
+    write_corrections(paired, {best.e_map.sha256: it}, path)
+    extra = {"profiles": [str(path)], "e_correction": "profile"}
+    server = load_this_server(server_args(model, extra))
+    assert server.profiles == (paired,)
+    assert torch.equal(server.corrections[best.e_map.sha256].bias, it.bias)
+    assert correction_bytes(server, torch.bfloat16) == 2 * (width + 4 * width)
+    assert server.senders[other.model_id] == {1}
+
+    off = load_this_server(server_args(model, {"profiles": [str(path)]}))
+    assert off.profiles == (replace(plain, recommended=plain.blocks[0]),)
+    assert not off.corrections, "nobody would use them"
+    write_corrections(replace(paired, sender=own), {best.e_map.sha256: it}, path)
+    read_server.cache_clear()
+    line = refusal(model, extra)
+    assert f"{maps_path(path)}: sender is {own.model_id}, and the profile needs" in line
+    assert "leave e_correction off" in line
+    write_profile(replace(paired, blocks=(best,)), path)
+    read_server.cache_clear()
+    line = refusal(model, {"profiles": [str(path)]})
+    assert "all of its plans correct E; set e_correction to profile" in line
 
 
 def test_unreadable_profile(model: Path, tmp_path: Path) -> None:

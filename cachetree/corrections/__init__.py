@@ -1,0 +1,173 @@
+"""Maps that bring a sender's E closer to the receiver's, and the file that keeps those of a pair.
+
+    E of the block's input = E + E · factors + bias        E: [tokens, hidden], the sender's
+
+A profile names each map by its layer, rank, dtype and digest; the tensors lie in a safetensors file
+beside the profile, which says whose they are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Final
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save_file
+from torch import Tensor
+
+from cachetree.errors import ProfileError, written
+from cachetree.planning import EMap, PairProfile
+
+__all__ = ["Correction", "maps_path", "read_corrections", "write_corrections"]
+
+DTYPES: Final = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
+_HEADER_BYTES: Final = 64 << 10
+"""More than names, shapes and the pair's identity take."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Correction:
+    """One map's tensors, all of one dtype and on one device."""
+
+    bias: Tensor
+    """`[hidden]`."""
+    factors: tuple[Tensor, ...] = ()
+    """Their product is `[hidden, hidden]`: one matrix, two of low rank, or none."""
+
+    def __call__(self, e: Tensor) -> Tensor:
+        """`[tokens, hidden]`, of the map's dtype and device; products are added up in float32."""
+        moved = e
+        for factor in self.factors[:-1]:
+            moved = moved @ factor
+        if self.factors:
+            e = torch.addmm(e, moved, self.factors[-1])
+        return e + self.bias
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.bias, *self.factors)
+
+    def named(self, layer: int) -> EMap:
+        """As a profile names it that corrects E of this layer by it; on the host."""
+        digest = hashlib.sha256()
+        for tensor in self.tensors:
+            digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
+        rank = self.factors[0].shape[1] if len(self.factors) == 2 else 0
+        return EMap(
+            layer=layer,
+            rank=None if len(self.factors) == 1 else rank,
+            dtype=str(self.bias.dtype).removeprefix("torch."),
+            sha256=digest.hexdigest(),
+        )
+
+    def to(self, device: torch.device | str, dtype: torch.dtype) -> Correction:
+        bias, *factors = (it.to(device, dtype).contiguous() for it in self.tensors)
+        return Correction(bias, tuple(factors))
+
+
+def maps_path(profile: Path) -> Path:
+    """Where the maps lie of a profile that lies there."""
+    return profile.with_suffix(".maps.safetensors")
+
+
+def write_corrections(
+    profile: PairProfile, corrections: Mapping[str, Correction], path: Path
+) -> None:
+    """Replace the file beside the profile that is written to `path` by the maps that it names, out
+    of these by digest; remove it where it names none."""
+    file = maps_path(path)
+    if not profile.e_maps:
+        file.unlink(missing_ok=True)
+        return
+    tensors = {
+        name: tensor
+        for it in profile.e_maps
+        for name, tensor in zip(_names(it), corrections[it.sha256].tensors, strict=True)
+    }
+    fresh = file.with_name(f".{file.name}.tmp")
+    save_file(tensors, fresh, metadata=_pair(profile))
+    fresh.replace(file)
+
+
+def read_corrections(profile: PairProfile, path: Path) -> dict[str, Correction]:
+    """All maps that the profile read from `path` names, by digest, in host memory.
+
+    Raises ProfileError naming the field, its value and the remedy for maps that are not there, of
+    another pair, or not of the stated shapes, dtype and content. A file larger than these need is
+    not read.
+    """
+    if not profile.e_maps:
+        return {}
+    file, hidden = maps_path(path), profile.receiver.hidden_size
+    for it in profile.blocks:
+        if it.e_map is not None and it.e_map.layer != it.start:
+            block = f"the layer of the map of block {it.start}:{it.stop}"
+            raise _refused(file, block, str(it.e_map.layer), str(it.start))
+    shapes = [shape for it in profile.e_maps for shape in it.shapes(hidden)]
+    most = _HEADER_BYTES + sum(4 * prod(shape) for shape in shapes)
+    try:
+        size = file.stat().st_size
+        if size > most:
+            raise _refused(file, "size", f"{size} bytes", f"at most {most} by its profile")
+        raw = file.read_bytes()
+        tensors, pair = load(raw), _metadata(raw)
+    except OSError as exc:
+        raise ProfileError(
+            f"maps {written(file)} of profile {path.name} cannot be read: {exc.strerror}; copy "
+            "them beside the profile, or leave e_correction off"
+        ) from exc
+    except (SafetensorError, ValueError, KeyError) as exc:
+        raise _refused(file, "format", str(exc), "safetensors") from exc
+    for side, model in _pair(profile).items():
+        if pair.get(side) != model:
+            raise _refused(file, side, str(pair.get(side)), model)
+    return {it.sha256: _checked(file, it, hidden, tensors) for it in profile.e_maps}
+
+
+def _checked(file: Path, it: EMap, hidden: int, tensors: Mapping[str, Tensor]) -> Correction:
+    found = []
+    for name, shape in zip(_names(it), it.shapes(hidden), strict=True):
+        tensor = tensors.get(name)
+        if tensor is None:
+            raise _refused(file, name, "missing", f"one of shape {list(shape)}")
+        if tensor.shape != shape:
+            raise _refused(file, f"shape of {name}", str(list(tensor.shape)), str(list(shape)))
+        if tensor.dtype != DTYPES.get(it.dtype):
+            raise _refused(file, f"dtype of {name}", str(tensor.dtype), it.dtype)
+        found.append(tensor)
+    correction = Correction(found[0], tuple(found[1:]))
+    if (sha256 := correction.named(it.layer).sha256) != it.sha256:
+        raise _refused(file, f"sha256 of {it.name}", sha256, it.sha256)
+    return correction
+
+
+def _refused(file: Path, field: str, value: str, needed: str) -> ProfileError:
+    return ProfileError(
+        f"maps {written(file)}: {field} is {value}, and the profile needs {needed}; copy profile "
+        "and maps together, make both again with `droidspeak profile`, or leave e_correction off"
+    )
+
+
+def _pair(profile: PairProfile) -> dict[str, str]:
+    return {"sender": profile.sender.model_id, "receiver": profile.receiver.model_id}
+
+
+def _metadata(raw: bytes) -> dict[str, str]:
+    length = int.from_bytes(raw[:8], "little")
+    found: dict[str, str] = json.loads(raw[8 : 8 + length]).get("__metadata__", {})
+    return found
+
+
+def _names(it: EMap) -> Sequence[str]:
+    num_factors = len(it.shapes(1)) - 1
+    return [f"{it.name}: {part}" for part in ("bias", *map(str, range(num_factors)))]

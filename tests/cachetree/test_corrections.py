@@ -1,0 +1,157 @@
+"""Maps of E: what they compute, and which files of them are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_profile import profile
+
+from cachetree.corrections import Correction, maps_path, read_corrections, write_corrections
+from cachetree.errors import ProfileError
+from cachetree.planning.profile import BlockQuality, PairProfile, read_profile, write_profile
+
+HIDDEN = 8
+
+
+def drawn(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+CORRECTIONS = [
+    Correction(drawn(HIDDEN), (drawn(HIDDEN, HIDDEN),)),
+    Correction(drawn(HIDDEN), (drawn(HIDDEN, 2), drawn(2, HIDDEN))),
+    Correction(drawn(HIDDEN).bfloat16()),
+]
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> tuple[PairProfile, Path]:
+    """A profile of a plan without a map, and of three with one."""
+    path = tmp_path / "pair.json"
+    plain = BlockQuality(start=0, stop=4, quality=0.79)
+    blocks = [
+        BlockQuality(start=1 + i, stop=3 + i, quality=0.78, e_map=it.named(1 + i))
+        for i, it in enumerate(CORRECTIONS)
+    ]
+    found = msgspec.structs.replace(profile(blocks[0]), blocks=(*blocks, plain))
+    write_profile(found, path)
+    write_corrections(found, {it.named(0).sha256: it for it in CORRECTIONS}, path)
+    return found, path
+
+
+def test_a_map_adds_what_its_matrices_and_its_bias_say() -> None:
+    e = drawn(5, HIDDEN)
+    for it in CORRECTIONS[:2]:
+        moved = e.double()
+        for factor in it.factors:
+            moved = moved @ factor.double()
+        assert torch.allclose(it(e).double(), e + moved + it.bias, atol=1e-4)
+    assert torch.equal(Correction(drawn(HIDDEN))(e), e + drawn(HIDDEN))
+
+
+def test_zeros_change_nothing() -> None:
+    e = drawn(5, HIDDEN)
+    assert torch.equal(Correction(torch.zeros(HIDDEN), (torch.zeros(HIDDEN, HIDDEN),))(e), e)
+
+
+def test_maps_survive_the_disk(made: tuple[PairProfile, Path]) -> None:
+    found, path = made
+    assert read_profile(path) == found
+    read = read_corrections(found, path)
+    assert list(read) == [it.sha256 for it in found.e_maps]
+    for name, it in zip(read, CORRECTIONS, strict=True):
+        assert len(read[name].tensors) == len(it.tensors)
+        assert all(map(torch.equal, read[name].tensors, it.tensors))
+
+
+def test_without_maps_nothing_is_read_and_nothing_is_left(tmp_path: Path) -> None:
+    path = tmp_path / "pair.json"
+    plain = profile(BlockQuality(start=1, stop=3, quality=0.78))
+    maps_path(path).write_bytes(b"of before")
+    write_corrections(plain, {}, path)
+    assert not maps_path(path).exists()
+    assert read_corrections(plain, path) == {}
+    write_profile(plain, path)
+    assert "e_map" not in path.read_text(), "as profiles were before there were maps"
+
+
+def refusal(made: tuple[PairProfile, Path]) -> str:
+    with pytest.raises(ProfileError) as refused:
+        read_corrections(*made)
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+def rewrite(path: Path, change: dict[str, torch.Tensor | None], **pair: str) -> None:
+    """With other tensors, or of another pair."""
+    file, found = maps_path(path), read_profile(path)
+    tensors = load_file(file) | change
+    metadata = {"sender": found.sender.model_id, "receiver": found.receiver.model_id} | pair
+    kept = {name: it for name, it in tensors.items() if it is not None}
+    save_file(kept, file, metadata=metadata)
+
+
+def test_a_missing_file_is_refused(made: tuple[PairProfile, Path]) -> None:
+    maps_path(made[1]).unlink()
+    told = refusal(made)
+    assert "pair.maps.safetensors of profile pair.json cannot be read: No such file" in told
+
+
+def test_maps_of_another_pair_are_refused(made: tuple[PairProfile, Path]) -> None:
+    rewrite(made[1], {}, receiver="somebody")
+    told = refusal(made)
+    assert f"receiver is somebody, and the profile needs {made[0].receiver.model_id}" in told
+    assert "leave e_correction off" in told
+
+
+def test_other_numbers_are_refused(made: tuple[PairProfile, Path]) -> None:
+    rewrite(made[1], {"layer 1, full: bias": torch.zeros(HIDDEN)})
+    assert "sha256 of layer 1, full is " in refusal(made)
+
+
+def test_other_shapes_and_dtypes_are_refused(made: tuple[PairProfile, Path]) -> None:
+    rewrite(made[1], {"layer 2, rank 2: 0": drawn(HIDDEN, 1)})
+    told = refusal(made)
+    assert "shape of layer 2, rank 2: 0 is [8, 1], and the profile needs [8, 2]" in told
+    rewrite(made[1], {"layer 2, rank 2: 0": drawn(HIDDEN, 2).half()})
+    assert "dtype of layer 2, rank 2: 0 is torch.float16" in refusal(made)
+    rewrite(made[1], {"layer 2, rank 2: 0": None})
+    assert "layer 2, rank 2: 0 is missing" in refusal(made)
+
+
+def test_a_file_that_is_too_large_is_not_read(
+    made: tuple[PairProfile, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rewrite(made[1], {"more": torch.zeros(1 << 20)})
+    monkeypatch.setattr(Path, "read_bytes", lambda _: pytest.fail("it was read"))
+    assert "size is 4195" in refusal(made)
+
+
+@pytest.mark.parametrize("raw", [b"", b"no safetensors", b"\x08\0\0\0\0\0\0\0notjson!"])
+def test_what_is_no_safetensors_file_is_refused(made: tuple[PairProfile, Path], raw: bytes) -> None:
+    maps_path(made[1]).write_bytes(raw)
+    assert "format is " in refusal(made)
+
+
+def test_a_map_of_another_layer_is_refused(made: tuple[PairProfile, Path]) -> None:
+    found, path = made
+    moved = msgspec.structs.replace(found.blocks[0], start=2)
+    wrong = msgspec.structs.replace(found, blocks=(moved,))
+    told = refusal((wrong, path))
+    assert "the layer of the map of block 2:3 is 1, and the profile needs 2" in told
+
+
+def test_without_corrected_plans_another_is_recommended(made: tuple[PairProfile, Path]) -> None:
+    found, _ = made
+    plain = found.uncorrected()
+    assert (plain.blocks, plain.recommended) == (found.blocks[-1:], None)
+    assert not plain.passed, "what is left are all layers"
+    smaller = BlockQuality(start=1, stop=3, quality=0.78)
+    both = msgspec.structs.replace(found, blocks=(*found.blocks, smaller))
+    assert both.uncorrected().recommended == smaller
+    assert both.uncorrected().passed
+    assert plain.uncorrected() is plain
