@@ -83,6 +83,13 @@ def add_commands(commands: Any) -> None:
         help="decode the answers of all blocks, not only of those on the frontier of KL",
     )
     choice.add_argument(
+        "--e-correction",
+        action="store_const",
+        const=True,
+        help="also try plans that correct the sender's E by a map, fitted on the contexts that "
+        "choose; it is kept beside the profile, and used where servers set e_correction",
+    )
+    choice.add_argument(
         "--timing-seconds",
         type=float,
         metavar="X",
@@ -248,11 +255,13 @@ def _verify(args: argparse.Namespace) -> int:
     from rich.console import Console
     from transformers.utils import logging
 
+    from cachetree.corrections import read_corrections
     from profiles.verification import verify_profile
 
     logging.disable_progress_bar()
     console = Console(stderr=args.json)
-    found = verify_profile(profile, _settings(args, made_as=profile), console)
+    corrections = read_corrections(profile, args.profile)
+    found = verify_profile(profile, _settings(args, made_as=profile), console, corrections)
     if args.json:
         _print(msgspec.json.encode(found).decode())
     else:

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from cachetree import PairProfile, Span
-from cachetree.planning import LayerTimes, WrittenBlock, read_profile_as
+from cachetree.planning import EMap, LayerTimes, WrittenBlock, read_profile_as
 
 
 class Interval(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,9 +118,12 @@ class TaskLoss(msgspec.Struct, frozen=True, kw_only=True):
     """Contexts like these that would show it to be within the tolerance; None where none would."""
 
 
-class FrontierPoint(WrittenBlock, frozen=True, kw_only=True):
+class FrontierPoint(WrittenBlock, frozen=True, kw_only=True, omit_defaults=True):
     """No block of at most its size is as good on the training split, or none stays as close to
     full prefill there."""
+
+    e_map: EMap | None = None
+    """What corrects E at its start, fitted on contexts of the training split."""
 
     train_quality: float
     held_out: Interval

@@ -12,7 +12,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -25,11 +25,14 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from cachetree import ConfigError, write_profile
+from cachetree.corrections import write_corrections
 from cachetree.planning import PROFILE_VERSION as VERSION
+from cachetree.planning import EMap
 from profiles.compute import (
     HELD_OUT,
     Answerer,
     Bench,
+    Fits,
     Journal,
     LayeredModel,
     ModelSource,
@@ -81,6 +84,7 @@ from profiles.stats import (
     interval,
     sensitive_first,
     shortlist,
+    spread,
 )
 
 SAMPLE_TOKENS: Final = 64
@@ -121,24 +125,32 @@ def profile_pair(settings: Settings, console: Console) -> MeasuredProfile:
     )
     before_s = journal.seconds
     bench = Bench(sender=sender, receiver=receiver, journal=journal)
+    starts = sorted({it.start for it in blocks} - {0}) if settings.e_correction else []
+    fits = Fits(starts, pair.receiver.config.hidden_size, receiver.model.device)
     with shown(console, "training", Clock(sum(training.values()))) as done:
         ticking = replace(
             bench, tick=lambda it, is_new: done(training[it.document, it.step], is_new)
         )
-        swept = sweep(ticking, train.documents, blocks, pruned=settings.pruned)
-    listed = shortlist(swept, settings.plans)
-    candidates = [Candidate(runs=(it,)) for it in listed]
+        swept = sweep(ticking, train.documents, blocks, pruned=settings.pruned, fits=fits)
+    maps = fits.maps(receiver.model.dtype)
+    corrections = {name.sha256: it for name, it in maps.items()}
+    bench = replace(bench, corrections=corrections)
+    candidates = [Candidate(runs=(it,)) for it in shortlist(swept, settings.plans)]
+    candidates += corrected(candidates, maps, settings.plans)
     stage = Stage(split=TRAIN, title="choosing", candidates=candidates)
     tried = judge_all(bench, train.documents, stage, costs, console)
-    plans = {it: tried.candidates[Candidate(runs=(it,))] for it in listed}
+    plans = {it: tried.candidates[it] for it in candidates}
     full = interval(tried.full_prefill).mean
     choice = choose(plans, full, settings.tolerance, settings.plans)
     others = [
-        *(Candidate(runs=(it,)) for it in choice.frontier if it not in choice.order),
-        *baselines(choice.frontier, choice.expected, sensitive_first(swept.layers)),
+        *(it for it in choice.frontier if it not in choice.order),
+        *baselines(
+            [it.block for it in choice.frontier],
+            choice.expected and choice.expected.block,
+            sensitive_first(swept.layers),
+        ),
     ]
-    asked = [Candidate(runs=(it,)) for it in choice.order]
-    stage = Stage(split=HELD_OUT, title="judging", candidates=asked, others=others)
+    stage = Stage(split=HELD_OUT, title="judging", candidates=choice.order, others=others)
     judged = judge_all(bench, held_out.documents, stage, costs, console)
     small = None
     if settings.small is not None:
@@ -163,9 +175,19 @@ def profile_pair(settings: Settings, console: Console) -> MeasuredProfile:
             sweep_passes=len({it.start for it in blocks}) + 1,
         ),
     )
+    write_corrections(profile, corrections, settings.out)
     write_profile(profile, settings.out)
     journal.remove()
     return profile
+
+
+def corrected(plans: Sequence[Candidate], maps: Collection[EMap], most: int) -> list[Candidate]:
+    """The same blocks from corrected E: half as many as are decoded without."""
+    maps_at = {it.layer: it for it in maps}
+    found = [
+        replace(it, e_map=maps_at[it.block.start]) for it in plans if it.block.start in maps_at
+    ]
+    return spread(found, most // 2)
 
 
 def open_pair(settings: Settings) -> Pair:

@@ -58,6 +58,8 @@ class Settings:
     max_device_memory_gb: float | None = None
     """Likewise of each device's."""
     seed: int = 0
+    e_correction: bool = False
+    """Try plans with corrected E, too."""
     pruned: bool = True
     """Decode only plans that the fast measure leaves on the frontier."""
     timing: Repeats = DEFAULT_REPEATS

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 import msgspec
 from rich.console import Console
 
-from cachetree import ModelIdentity, ProfileError, Span
+from cachetree import ModelIdentity, ProfileError
+from cachetree.corrections import Correction
 from profiles.compute import HELD_OUT, Bench, temporary_journal
 from profiles.data import Document, data_files
 from profiles.evidence import FrontierPoint, MeasuredProfile, Split
@@ -29,8 +30,13 @@ class Verification(msgspec.Struct, frozen=True, kw_only=True):
     """Whether that is the profile's verdict too."""
 
 
-def verify_profile(profile: MeasuredProfile, settings: Settings, console: Console) -> Verification:
-    """Judge a profile's plans on `settings.data`, all of it.
+def verify_profile(
+    profile: MeasuredProfile,
+    settings: Settings,
+    console: Console,
+    corrections: Mapping[str, Correction],
+) -> Verification:
+    """Judge a profile's plans on `settings.data`, all of it, with its maps by digest.
 
     Raises ProfileError where the models are not the profile's, naming the field, and where a
     context is the profile's.
@@ -43,17 +49,17 @@ def verify_profile(profile: MeasuredProfile, settings: Settings, console: Consol
     _require_unseen(profile, documents)
     memory = settings.max_memory_gb, settings.max_device_memory_gb
     sender, receiver = answerers(pair, documents, *memory)
-    candidates = {it.block: Candidate(runs=(it.block,)) for it in profile.frontier}
+    candidates = [Candidate(runs=(it.block,), e_map=it.e_map) for it in profile.frontier]
     with temporary_journal() as journal:
-        bench = Bench(sender=sender, receiver=receiver, journal=journal)
-        stage = Stage(split=HELD_OUT, title="judging", candidates=[*candidates.values()])
+        bench = Bench(sender=sender, receiver=receiver, journal=journal, corrections=corrections)
+        stage = Stage(split=HELD_OUT, title="judging", candidates=candidates)
         judged = judge_all(bench, documents, stage, profile.costs, console)
     data = Data(files=data_files(sources, documents), documents=documents)
     split = split_of(data, judged.sender, judged.full_prefill, judged.full_reuse)
     plans = {}
-    for point in profile.frontier:
-        qualities = qualities_of(judged.candidates[candidates[point.block]])
-        plans[point.block] = msgspec.structs.replace(
+    for point, candidate in zip(profile.frontier, candidates, strict=True):
+        qualities = qualities_of(judged.candidates[candidate])
+        plans[candidate] = msgspec.structs.replace(
             point,
             held_out=interval(qualities),
             tasks=losses_of(documents, judged.full_prefill, qualities, profile.tolerance),
@@ -69,13 +75,14 @@ def verify_profile(profile: MeasuredProfile, settings: Settings, console: Consol
 
 
 def _asked(
-    profile: MeasuredProfile, plans: Mapping[Span, FrontierPoint]
+    profile: MeasuredProfile, plans: Mapping[Candidate, FrontierPoint]
 ) -> Sequence[FrontierPoint]:
     """The recommended plan; where there is none, the first that was tried: the verdict holds where
     that one fails."""
-    if profile.recommended is not None:
-        return [plans[profile.recommended.block]]
-    return [plans[profile.frontier[place].block] for place in profile.order[:1]]
+    best = profile.recommended
+    if best is not None:
+        return [plans[Candidate(runs=(best.block,), e_map=best.e_map)]]
+    return [[*plans.values()][place] for place in profile.order[:1]]
 
 
 def _require_same(role: str, expected: ModelIdentity, found: ModelIdentity) -> None:

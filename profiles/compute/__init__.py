@@ -11,6 +11,7 @@ training    every block by KL; judging: any plan by the metric
 """
 
 from profiles.compute.examination import Answerer, Examination, Tokens
+from profiles.compute.fitting import NO_FITS, Fits
 from profiles.compute.journal import Journal, Timed, temporary_journal
 from profiles.compute.judging import NUM_SHOWN, baselines, first_of_each_task, judge, num_steps
 from profiles.compute.judging import SPLIT as HELD_OUT
@@ -26,6 +27,7 @@ __all__ = [
     "FIRST_NEW",
     "HELD_OUT",
     "KV",
+    "NO_FITS",
     "NUM_SHOWN",
     "REFERENCES",
     "SPLIT",
@@ -36,6 +38,7 @@ __all__ = [
     "Bounds",
     "DocumentPasses",
     "Examination",
+    "Fits",
     "Journal",
     "LayeredModel",
     "Mixture",

@@ -139,12 +139,15 @@ class _Batch:
         return ";".join(it.name for it in self.candidates)
 
     @property
-    def made(self) -> list[Span]:
-        """Runs to recompute: what others begin with is taken from the longest."""
-        stops: dict[int, int] = {}
-        for run in (run for it in self.candidates for run in it.runs):
-            stops[run.start] = max(run.stop, stops.get(run.start, 0))
-        return [Span(start, stop) for start, stop in stops.items()]
+    def made(self) -> list[tuple[Span, str]]:
+        """Runs to recompute, with the map of their E; what others begin with is taken from the
+        longest."""
+        stops: dict[tuple[int, str], int] = {}
+        for it in self.candidates:
+            for run in it.runs:
+                begin = run.start, _map_of(it)
+                stops[begin] = max(run.stop, stops.get(begin, 0))
+        return [(Span(start, stop), e_map) for (start, e_map), stop in stops.items()]
 
     @property
     def is_blend(self) -> bool:
@@ -153,13 +156,13 @@ class _Batch:
     def sources(self, passes: DocumentPasses) -> list[PrefixKV]:
         if self.is_blend:
             return [passes.blend(self.candidates[0].share)]
-        return [passes.new(run) for run in self.made]
+        return [passes.new(run, e_map) for run, e_map in self.made]
 
     def mixtures(self, num_layers: int) -> list[Mixture]:
         if self.is_blend:
             return [(FIRST_NEW,) * num_layers]
-        places = {run.start: FIRST_NEW + i for i, run in enumerate(self.made)}
-        return [_mixture(it.runs, places, num_layers) for it in self.candidates]
+        places = {(run.start, e_map): FIRST_NEW + i for i, (run, e_map) in enumerate(self.made)}
+        return [_mixture(it, places, num_layers) for it in self.candidates]
 
 
 def _batches(candidates: Iterable[Candidate], num_layers: int) -> list[_Batch]:
@@ -167,7 +170,7 @@ def _batches(candidates: Iterable[Candidate], num_layers: int) -> list[_Batch]:
     batches: list[_Batch] = []
     for it in candidates:
         joined = _Batch((*batches[-1].candidates, it)) if batches else _Batch((it,))
-        fits = max(sum(map(len, joined.made)), len(joined.candidates)) <= num_layers
+        fits = max(sum(len(run) for run, _ in joined.made), len(joined.candidates)) <= num_layers
         if batches and fits and not it.share and not batches[-1].is_blend:
             batches[-1] = joined
         else:
@@ -175,9 +178,13 @@ def _batches(candidates: Iterable[Candidate], num_layers: int) -> list[_Batch]:
     return batches
 
 
-def _mixture(runs: Iterable[Span], places: Mapping[int, int], num_layers: int) -> Mixture:
+def _map_of(it: Candidate) -> str:
+    return "" if it.e_map is None else it.e_map.sha256
+
+
+def _mixture(it: Candidate, places: Mapping[tuple[int, str], int], num_layers: int) -> Mixture:
     reads = [THEIRS] * num_layers
-    for run in runs:
+    for run in it.runs:
         for layer in run:
-            reads[layer] = places[run.start]
+            reads[layer] = places[run.start, _map_of(it)]
     return tuple(reads)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Final
 
-from cachetree import EMPTY_SPAN, Span
+from torch import Tensor
+
+from cachetree import Span
+from cachetree.corrections import Correction
 from profiles.compute.layered import KV, LayeredModel, Prefix, PrefixKV
 
 FILTERED: Final = 0.25
@@ -15,7 +19,8 @@ FILTERED: Final = 0.25
 class DocumentPasses:
     """What sender and receiver compute for one prefix; all of it stays in host memory.
 
-    `e_layers` are the layers at which the sender's E is kept.
+    `e_layers` are the layers at which the sender's E is kept, `own_e_layers` those at which the
+    receiver's is; `corrections` are maps of E by digest.
     """
 
     def __init__(
@@ -24,10 +29,13 @@ class DocumentPasses:
         receiver: LayeredModel,
         ids: Sequence[int],
         e_layers: Collection[int],
+        own_e_layers: Collection[int] = (),
+        corrections: Mapping[str, Correction] = MappingProxyType({}),
     ) -> None:
+        self._own_e_layers, self._corrections = own_e_layers, corrections
         self._sender, self._receiver, self._ids, self._e_layers = sender, receiver, ids, e_layers
         self._theirs: Prefix | None = None
-        self._own: tuple[KV, ...] | None = None
+        self._own: Prefix | None = None
         self.count = 0
         """Prefix passes made so far."""
 
@@ -39,16 +47,21 @@ class DocumentPasses:
     @property
     def own(self) -> tuple[KV, ...]:
         """The receiver's KV: what a recompute of all layers from its own embeddings gives."""
-        if self._own is None:
-            self._own = self._receiver.prefix(self._ids, EMPTY_SPAN).kv
-            self.count += 1
-        return self._own
+        return self._received().kv
 
-    def new(self, layers: Span) -> PrefixKV:
-        """The receiver's KV of `layers`, from the sender's E at the first; None elsewhere."""
+    def e_of_both(self, layer: int) -> tuple[Tensor, Tensor]:
+        """The sender's and the receiver's, at a layer at which both are kept."""
+        return self._sent().e[layer], self._received().e[layer]
+
+    def new(self, layers: Span, e_map: str = "") -> PrefixKV:
+        """The receiver's KV of `layers`, from the sender's E at the first, corrected by the map of
+        that digest if any; None elsewhere."""
         if layers.start == 0:
             return self.own
-        made = self._receiver.recompute(self._sent().e[layers.start], layers)
+        e = self._sent().e[layers.start]
+        if e_map:
+            e = self._corrections[e_map](e[0])[None]
+        made = self._receiver.recompute(e, layers)
         self.count += 1
         return [made.get(layer) for layer in range(self._receiver.num_layers)]
 
@@ -58,6 +71,12 @@ class DocumentPasses:
         self.count += 1
         kept = tokens_kept(share, len(self._ids), self._receiver.num_layers)
         return self._receiver.blend(self._ids, kept, self.theirs)
+
+    def _received(self) -> Prefix:
+        if self._own is None:
+            self._own = self._receiver.prefix(self._ids, self._own_e_layers)
+            self.count += 1
+        return self._own
 
     def _sent(self) -> Prefix:
         if self._theirs is None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 from cachetree import Span
+from cachetree.corrections import Correction
 from profiles.compute.examination import Answerer, Examination
 from profiles.compute.journal import Entry, Journal
 from profiles.compute.layered import PrefixKV
@@ -32,6 +33,8 @@ class Bench:
     sender: Answerer
     receiver: Answerer
     journal: Journal
+    corrections: Mapping[str, Correction] = field(default_factory=dict)
+    """Maps of E by digest, for plans that name one."""
     tick: Callable[[Entry, bool], None] = lambda entry, is_new: None
     """Called after each step, with whether it was measured just now or found in the journal."""
 
@@ -44,11 +47,19 @@ class Study:
     """Measures one document of one split. Nothing is computed that the journal has."""
 
     def __init__(
-        self, bench: Bench, split: str, index: int, document: Document, e_layers: Collection[int]
+        self,
+        bench: Bench,
+        split: str,
+        index: int,
+        document: Document,
+        e_layers: Collection[int],
+        own_e_layers: Collection[int] = (),
     ) -> None:
         self._bench, self._document, self._split, self._index = bench, document, split, index
         models = bench.sender.model, bench.receiver.model
-        self.passes = DocumentPasses(*models, document.prefix, e_layers)
+        self.passes = DocumentPasses(
+            *models, document.prefix, e_layers, own_e_layers, bench.corrections
+        )
         self._examination: Examination | None = None
 
     def references(self, mixtures: Sequence[Mixture], decoded: Sequence[bool]) -> Entry:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from cachetree import Span
+from profiles.compute.fitting import NO_FITS, Fits
 from profiles.compute.journal import Entry
 from profiles.compute.judging import first_of_each_task
 from profiles.compute.mixtures import Mixture
@@ -29,14 +30,21 @@ size on any 12 of 24 contexts has 0.1 and 2 % more KL on all 24 than the one tha
 
 
 def sweep(
-    bench: Bench, documents: Sequence[Document], blocks: Sequence[Span], *, pruned: bool
+    bench: Bench,
+    documents: Sequence[Document],
+    blocks: Sequence[Span],
+    *,
+    pruned: bool,
+    fits: Fits = NO_FITS,
 ) -> Swept:
     """Measure document after document: all of them and by the metric too, or, with `pruned`, those
-    at `places_swept`, and nothing but full reuse by the metric."""
+    at `places_swept`, and nothing but full reuse by the metric. `fits` are given both E of each."""
     contexts: list[Context] = []
     for index in places_swept(documents, pruned=pruned):
-        study = Study(bench, SPLIT, index, documents[index], {block.start for block in blocks})
+        starts = {block.start for block in blocks}
+        study = Study(bench, SPLIT, index, documents[index], starts, fits.layers)
         contexts.append(_measure(study, bench.num_layers, blocks, is_decoded=not pruned))
+        fits.add(study.passes)
     first = [context.references for context in contexts]
     return Swept(
         sender=[entry.sender for entry in first],

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from cachetree import Span
+from cachetree.planning import BlockQuality
 from profiles.evidence import (
     FrontierPoint,
     MeasuredBlock,
@@ -41,7 +42,12 @@ def recommended(profile: MeasuredProfile) -> FrontierPoint | None:
     found = profile.recommended
     if found is None or len(found.block) >= profile.receiver.num_layers:
         return None
-    return next((it for it in profile.frontier if it.block == found.block), None)
+    return next((it for it in profile.frontier if is_same(it, found)), None)
+
+
+def is_same(point: FrontierPoint, plan: BlockQuality) -> bool:
+    """Whether both are of one block, from E as it is or corrected by one map."""
+    return (point.block, point.e_map) == (plan.block, plan.e_map)
 
 
 def judged(profile: MeasuredProfile) -> FrontierPoint | None:

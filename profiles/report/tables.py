@@ -85,11 +85,11 @@ def _errors(profile: MeasuredProfile) -> str:
 
 def frontier(profile: MeasuredProfile) -> Table:
     recommended = profile.recommended
-    usable = {it.block for it in profile.blocks}
+    usable = {(it.block, it.e_map) for it in profile.blocks}
     marked = frozenset(
         place
         for place, it in enumerate(profile.frontier)
-        if recommended is not None and it.block == recommended.block
+        if recommended is not None and derived.is_same(it, recommended)
     )
     return Table(
         title="Frontier",
@@ -107,7 +107,7 @@ def frontier(profile: MeasuredProfile) -> Table:
         ),
         rows=tuple(
             (
-                words.span(it.block),
+                words.plan(it),
                 str(len(it.block)),
                 words.quality(it.train_quality),
                 words.quality_interval(it.held_out),
@@ -116,7 +116,7 @@ def frontier(profile: MeasuredProfile) -> Table:
                 words.percent(derived.moved_share(profile, it.block)),
                 words.seconds(it.ttft_s),
                 words.percent(derived.ttft_ratio(profile, it.ttft_s)),
-                "yes" if it.block in usable else "no",
+                "yes" if (it.block, it.e_map) in usable else "no",
             )
             for it in profile.frontier
         ),

@@ -130,6 +130,10 @@ def small(value: float) -> str:
     return "0" if value == 0 else f"{value:#.2g}".rstrip(".")
 
 
+def plan(it: FrontierPoint) -> str:
+    return span(it.block) + ("" if it.e_map is None else f", E by {it.e_map.kind}")
+
+
 def span(block: Span) -> str:
     return f"[{block.start}, {block.stop})"
 

@@ -67,11 +67,11 @@ class Findings:
     """All that was measured."""
 
     swept: Swept
-    plans: Mapping[Span, Scores]
+    plans: Mapping[Candidate, Scores]
     """Those that were decoded on the training split."""
     tried: Judged
     """The same, with what the models do by themselves."""
-    choice: Choice
+    choice: Choice[Candidate]
     judged: Judged
     small: SmallModel | None
 
@@ -90,7 +90,7 @@ def build(
     full = split.full_prefill
     points = {}
     for it in choice.frontier:
-        plan = qualities_of(judged.candidates[Candidate(runs=(it,))])
+        plan = qualities_of(judged.candidates[it])
         tasks: tuple[TaskLoss, ...] = ()
         if it in choice.order:
             tasks = losses_of(held_out.documents, judged.full_prefill, plan, tolerance)
@@ -120,7 +120,8 @@ def build(
         held_out=split,
         layers=tuple(_layer(layer, scores) for layer, scores in enumerate(swept.layers)),
         measured=tuple(
-            _measured(it, found.plans.get(it, swept.blocks[it])) for it in sorted(swept.blocks)
+            _measured(it, found.plans.get(Candidate(runs=(it,)), swept.blocks[it]))
+            for it in sorted(swept.blocks)
         ),
         frontier=tuple(points.values()),
         order=tuple(choice.frontier.index(it) for it in choice.order),
@@ -213,18 +214,18 @@ def _measured(block: Span, scores: Scores) -> MeasuredBlock:
 
 
 def _point(
-    block: Span,
+    candidate: Candidate,
     trained: Scores,
     judged: Judged,
     costs: CostModel,
     split: Split,
     tasks: tuple[TaskLoss, ...],
 ) -> FrontierPoint:
-    candidate = Candidate(runs=(block,))
     scores = judged.candidates[candidate]
     return FrontierPoint(
-        start=block.start,
-        stop=block.stop,
+        start=candidate.block.start,
+        stop=candidate.block.stop,
+        e_map=candidate.e_map,
         train_quality=quality_of(trained),
         held_out=interval(qualities_of(scores)),
         tasks=tasks,
@@ -234,7 +235,9 @@ def _point(
 
 
 def _as_usable(point: FrontierPoint) -> BlockQuality:
-    return BlockQuality(start=point.start, stop=point.stop, quality=point.held_out.mean)
+    return BlockQuality(
+        start=point.start, stop=point.stop, quality=point.held_out.mean, e_map=point.e_map
+    )
 
 
 def _baselines(

@@ -8,11 +8,11 @@ full prefill is better.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from math import inf
 from statistics import fmean
-from typing import Final
+from typing import Final, Generic, Protocol, TypeVar
 
 from cachetree import Span
 from profiles.stats.frontier import frontier
@@ -22,18 +22,25 @@ MOST_TRIED: Final = 12
 """Plans of a kind that are decoded, and that the gate tries, at most."""
 
 
+class Plan(Hashable, Sized, Protocol):
+    """A block, or a candidate; its length are the layers that are computed anew."""
+
+
+P = TypeVar("P", bound=Plan)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class Choice(Generic[P]):
     """What the training split says."""
 
-    frontier: list[Span]
+    frontier: list[P]
     """By size: where no other of at most that size is as good by the metric, or where none stays
     as close to full prefill."""
-    order: tuple[Span, ...]
+    order: tuple[P, ...]
     """What the gate will try, from most work to least: plans that are good enough, none of which
     another at as little work or less stays closer than; then smaller ones that are not, in case
     that was bad luck. Every one stays closer to full prefill than those after it in its part."""
-    expected: Span | None
+    expected: P | None
     """What it will recommend, if held-out data are like these."""
 
 
@@ -53,9 +60,9 @@ def shortlist(swept: Swept, most: int = MOST_TRIED) -> list[Span]:
 
 
 def choose(
-    plans: Mapping[Span, Scores], full_prefill: float, tolerance: float, most: int = MOST_TRIED
-) -> Choice:
-    """From blocks smaller than all layers, whose answers to all training questions are known."""
+    plans: Mapping[P, Scores], full_prefill: float, tolerance: float, most: int = MOST_TRIED
+) -> Choice[P]:
+    """From plans smaller than all layers, whose answers to all training questions are known."""
     quality = {it: quality_of(scores) for it, scores in plans.items()}
     kl = {it: kl_of(scores) for it, scores in plans.items()}
     closeness = {it: -value for it, value in kl.items()}

@@ -142,10 +142,11 @@ def verdict(plans: Sequence[FrontierPoint], split: Split, tolerance: float) -> t
 def finding(plan: FrontierPoint, split: Split) -> str:
     """What a plan loses, in a sentence; where there are several tasks, at the one least sure."""
     task, lost = _worst(plan, split)
+    corrected = "" if plan.e_map is None else " with corrected E"
     return (
-        f"the plan [{plan.start}, {plan.stop}) has {lost.quality:.3f} where full prefill has "
-        f"{task.full_prefill:.3f} on held-out questions{_of(task, split)}, so that with "
-        f"{1 - ERROR_RATE:.0%} confidence it loses {lost.bound:.1%} of that at most"
+        f"the plan [{plan.start}, {plan.stop}){corrected} has {lost.quality:.3f} where full "
+        f"prefill has {task.full_prefill:.3f} on held-out questions{_of(task, split)}, so that "
+        f"with {1 - ERROR_RATE:.0%} confidence it loses {lost.bound:.1%} of that at most"
     )
 
 

@@ -9,6 +9,7 @@ from typing import Final, TypeVar
 import msgspec
 
 from cachetree import Span
+from cachetree.planning import EMap
 from profiles.evidence import BaselineKind
 
 MOST_SIZES: Final = 6
@@ -54,15 +55,27 @@ class Candidate:
     """None for a plan of the frontier."""
     runs: tuple[Span, ...] = ()
     share: float = 0.0
+    e_map: EMap | None = None
+    """What corrects the sender's E; only of a plan, which is one run."""
 
     @property
     def name(self) -> str:
         if self.share:
             return f"tokens:{self.share:.4f}"
-        return "layers:" + ",".join(f"{run.start}-{run.stop}" for run in self.runs)
+        corrected = "" if self.e_map is None else f"+{self.e_map.sha256[:16]}"
+        return "layers:" + ",".join(f"{run.start}-{run.stop}" for run in self.runs) + corrected
+
+    @property
+    def block(self) -> Span:
+        """Of a plan."""
+        return self.runs[0]
+
+    def __len__(self) -> int:
+        """Layers of its runs."""
+        return sum(map(len, self.runs))
 
     def recomputed_layers(self, num_layers: int) -> float:
-        return self.share * num_layers or sum(len(run) for run in self.runs)
+        return self.share * num_layers or len(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,13 +14,16 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 from shipped import ASKED, DATA, SHIPPED, WEIGHTS, flags
 
+from cachetree.corrections import read_corrections
 from cachetree.planning.profile import write_profile
+from profiles.compute import DocumentPasses, Fits, LayeredModel, load_pair
 from profiles.data.records import read_records, write_records
 from profiles.evidence import BaselineKind, MeasuredProfile, read_measured
 from sglang_droidspeak.cli import main
-from tools.pairs.questions import make_records
+from tools.pairs.questions import make_records, read_documents
 from tools.pairs.stranger import SEED, write_stranger
 
 FINE_TUNES = SHIPPED[0]
@@ -121,6 +124,35 @@ def test_a_run_that_was_stopped_twice_ends_like_one_that_was_not(few, tmp_path):
     assert 0 <= other.made.prefix_passes - one.made.prefix_passes <= 2 * 2
     assert journals(whole) == journals(stopped) == []
     assert one.made.sweep_passes_per_context == 4 + 1
+
+
+def test_corrected_plans_are_tried_with_maps_of_the_training_contexts(few, tmp_path):
+    """And are served, judged and read back like others."""
+    data, out = tmp_path / "more.jsonl", tmp_path / "pair.json"
+    write_records(read_records(DATA / "train.jsonl")[:18], data)
+    args = [*few, "--plans", "4", "--out", str(out)]
+    args[args.index("--data") + 1] = str(data)
+    status, said = run(*args, "--e-correction")
+    assert status == 0, said
+    profile = read_measured(out)
+    corrected = [it for it in profile.frontier if it.e_map is not None]
+    assert corrected, "on this pair a map stays closer to full prefill than none"
+    assert any(it.e_map is None for it in profile.frontier)
+    assert "E by " in run("show", str(out))[1]
+    maps = read_corrections(profile, out)
+    assert len(maps) == len(profile.e_maps) > 0
+
+    settings = {"dtype": torch.float32, "device": torch.device("cpu"), "cache_dir": None}
+    pair = load_pair(FINE_TUNES.sender, FINE_TUNES.receiver, **settings)
+    models = LayeredModel(pair.sender), LayeredModel(pair.receiver)
+    layers = sorted({it.layer for it in profile.e_maps})
+    fits = Fits(layers, pair.receiver.config.hidden_size, "cpu")
+    for document in read_documents(data, pair.tokenizer):
+        fits.add(DocumentPasses(*models, document.prefix, layers, layers))
+    for it, expected in fits.maps(torch.float32).items():
+        (found,) = (maps[at.sha256] for at in profile.e_maps if at.layer == it.layer)
+        for one, other in zip(found.tensors, expected.tensors, strict=True):
+            assert torch.allclose(one, other, rtol=1e-3, atol=1e-4)
 
 
 def test_the_summary_comes_first_and_the_verdict_last(few, tmp_path, monkeypatch):

@@ -1,0 +1,119 @@
+"""Maps of E are what least squares says, and what they explain is counted right."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_judging import SHIPPED, document_of
+
+from cachetree.corrections import Correction
+from cachetree.ids import Span
+from profiles.compute import DocumentPasses, LayeredModel, load_pair
+from profiles.compute.fitting import RANKS, Fits, Moments, fit
+from profiles.oracle import prefill, recompute
+
+HIDDEN = 24
+
+
+def drawn(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def rows(seed: int, scatter: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
+    """E of the two models: the second differs by a map of rank 8, a bias, and by chance."""
+    x = 0.3 + drawn(seed, 400, HIDDEN)
+    x[0] *= 1000  # As of the first token of many models.
+    change = drawn(1, HIDDEN, 8) @ drawn(2, 8, HIDDEN) / 5
+    return x, x + x @ change + drawn(3, HIDDEN) + scatter * drawn(seed + 50, 400, HIDDEN)
+
+
+def moments(*seeds: int, scatter: float = 0.0) -> Moments:
+    found = Moments(HIDDEN)
+    for seed in seeds:
+        theirs, ours = rows(seed, scatter)
+        found.add(theirs[None], ours[None])
+    return found
+
+
+def test_a_map_is_found_where_there_is_one() -> None:
+    fitted = fit(moments(10, 11), moments(12))
+    theirs, ours = rows(13)
+    by_rank = dict(zip(RANKS, fitted, strict=True))
+    for rank in (8, 16, None):
+        assert by_rank[rank].explained > 0.999
+        error = (by_rank[rank].correction(theirs) - ours)[1:].square().mean()
+        assert error < 1e-3 * (theirs - ours)[1:].square().mean()
+    assert by_rank[0].explained < 0.5
+
+
+@pytest.mark.parametrize("rank", RANKS)
+def test_what_is_explained_is_what_is_seen_row_by_row(rank: int | None) -> None:
+    first, second = moments(10, 11, scatter=2.0), moments(12, scatter=2.0)
+    it = first.solve(1e-3).of_rank(rank)
+    theirs, ours = rows(12, 2.0)
+    weight = 1 / theirs.square().mean(1, keepdim=True)
+    left = (weight * (it(theirs) - ours).square()).sum() / (weight * (theirs - ours).square()).sum()
+    assert second.explained(it) == pytest.approx(1 - float(left), abs=1e-3)
+
+
+def test_chance_is_not_fitted() -> None:
+    """The penalty is chosen on other contexts: what a map cannot know it leaves alone."""
+    first, second = Moments(HIDDEN), Moments(HIDDEN)
+    for seed, part in ((20, first), (21, second)):
+        x = drawn(seed, 60, HIDDEN)
+        part.add(x, x + drawn(seed + 5, 60, HIDDEN))
+    whole = fit(first, second)[-1]
+    assert whole.explained < 0.05
+
+
+class _Passes:
+    """Of one context, at one layer."""
+
+    def __init__(self, seed: int, *, is_equal: bool = False) -> None:
+        theirs, ours = rows(seed)
+        self._both = theirs, theirs if is_equal else ours
+
+    def e_of_both(self, _layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._both
+
+
+def test_the_smallest_map_that_is_as_good_is_taken() -> None:
+    fits = Fits([5], HIDDEN, "cpu")
+    for seed in range(30, 38):
+        fits.add(_Passes(seed))
+    ((named, correction),) = fits.maps(torch.bfloat16).items()
+    assert (named.layer, named.rank, named.dtype) == (5, 8, "bfloat16")
+    assert correction.bias.dtype == torch.bfloat16
+    assert correction.named(5) == named
+
+
+def test_there_is_no_map_where_e_is_equal_or_too_few_contexts_came() -> None:
+    equal, few = Fits([5], HIDDEN, "cpu"), Fits([5], HIDDEN, "cpu")
+    for seed in range(30, 38):
+        equal.add(_Passes(seed, is_equal=True))
+    for seed in range(30, 33):
+        few.add(_Passes(seed))
+    assert equal.maps(torch.float32) == few.maps(torch.float32) == {}
+
+
+def test_a_block_from_corrected_e_is_the_oracles() -> None:
+    options = {"dtype": torch.float32, "device": torch.device("cpu"), "cache_dir": None}
+    pair = load_pair(SHIPPED[1].sender, SHIPPED[1].receiver, **options)
+    document, hidden = document_of(pair, 0), pair.receiver.config.hidden_size
+    it = Correction(drawn(1, hidden), (drawn(2, hidden, hidden) / hidden,))
+    passes = DocumentPasses(
+        LayeredModel(pair.sender),
+        LayeredModel(pair.receiver),
+        document.prefix,
+        [3],
+        corrections={"map": it},
+    )
+    theirs = prefill(pair.sender, torch.tensor([document.prefix]))
+    nothing = [(k[:, :, :0], v[:, :, :0]) for k, v in theirs.kv]
+    e = theirs.e[3] + theirs.e[3] @ it.factors[0] + it.bias
+    expected = recompute(pair.receiver, e, Span(3, 6), nothing)
+    found, plain = passes.new(Span(3, 6), "map"), passes.new(Span(3, 6))
+    for layer, (keys, values) in expected.items():
+        for one, other, uncorrected in zip(found[layer], (keys, values), plain[layer], strict=True):
+            assert torch.allclose(one, other, atol=1e-4)
+            assert not torch.allclose(one, uncorrected, atol=1e-2)
