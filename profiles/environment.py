@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import shutil
 import subprocess
 from collections.abc import Iterable
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import msgspec
@@ -32,10 +33,10 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_environment(packages: Iterable[str]) -> Environment:
-    """`packages` are the names of distributions; all of them have to be installed."""
+    """`packages` are the names of distributions; those that are not installed have no version."""
     pages, page_bytes = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     return Environment(
-        versions={name: version(name) for name in packages} | {"python": platform.python_version()},
+        versions={**_versions(packages), "python": platform.python_version()},
         processor=_processor(),
         num_cores=len(os.sched_getaffinity(0)),
         memory_gib=round(pages * page_bytes / 2**30, 1),
@@ -43,6 +44,14 @@ def read_environment(packages: Iterable[str]) -> Environment:
         load_before=round(os.getloadavg()[0], 2),
         commit=_commit(),
     )
+
+
+def _versions(packages: Iterable[str]) -> dict[str, str]:
+    found = {}
+    for name in packages:
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def _processor() -> str:

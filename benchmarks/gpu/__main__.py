@@ -41,15 +41,15 @@ _FEW_TOKENS = 256
 
 
 def on_device(name: str, num_tokens: int) -> Iterator[Found]:
-    needs("sglang")
-    from benchmarks.gpu import copies  # Imports SGLang, which takes seconds.
+    needs()
+    from benchmarks.gpu import copies
 
     yield getattr(copies, name)(num_tokens)
 
 
 def sanitized(command: Sequence[str], _num_tokens: int) -> Iterator[Found]:
     """The parts of `on_device` in one process that is watched."""
-    needs("sglang")
+    needs()
     if shutil.which(command[0]) is None:
         raise NotHere(f"{command[0]} is not installed")
     only = [sys.executable, "-m", "benchmarks.gpu", "--here", "captured", "pinned", "overlap"]

@@ -10,9 +10,9 @@ fewest layers; while none do, the one that recomputes the most within the TTFT t
 recommended one where there is no target. Without a target the choice is among those that are nearly
 as fast as the fastest: over a slow link more layers may be sooner. A plan that is predicted to be
 no faster than full prefill is not used, nor, while no others compute, one that saves less than its
-request would wait for the link: that request would give it up. Transfers and recomputes are taken
-to last as long as nine in ten of late would (`cachetree.planning.margin`). Costs that are not
-measured yet count as nothing.
+request would wait for the link: that request would give it up. A transfer, or a recompute, is taken
+to last as long as nine in ten of late would (`cachetree.planning.margin`); not both at once. Costs
+that are not measured yet count as nothing.
 """
 
 from __future__ import annotations

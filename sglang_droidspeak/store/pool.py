@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
     from cachetree.tree import CacheTree
     from sglang_droidspeak.engine.names import NodeId, Req, UnifiedRadixCache
-    from sglang_droidspeak.store.capture import EPool, Provenance
+    from sglang_droidspeak.store.capture import Provenance
+    from sglang_droidspeak.store.e_pool import EPool
 
 
 def pool_of(namespace: str) -> Location:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from operator import attrgetter
 
 import msgspec
 import pytest
@@ -38,6 +39,7 @@ from cachetree.planning.prediction import (
     full_prefill_s,
     predict_ttft_s,
     recompute_s,
+    times_of,
 )
 from cachetree.planning.prefill_cost import PrefillCost
 from cachetree.planning.profile import PROFILE_VERSION as VERSION
@@ -480,6 +482,21 @@ def test_a_block_that_took_longer_of_late_is_predicted_to_take_longer() -> None:
     plan = plan_for(match(S, location=FAR))
     assert plan.block == Span(3, 6)
     assert predict_ttft_s(plan, page_size=16, costs=late) == pytest.approx(0.02 + 0.32 * 1.25)
+
+
+@pytest.mark.parametrize("slower", [1, 30, 1000])
+def test_a_late_transfer_and_a_recompute_that_is_off_are_not_expected_at_once(slower: int) -> None:
+    assert MEASURED.recompute is not None
+    link = replace(MEASURED.links[FAR], byte_s=slower * MEASURED.links[FAR].byte_s)
+    measured = replace(MEASURED, links={FAR: link})
+    late = replace(measured, links={FAR: replace(link, margin=1.4)})
+    off = replace(measured, recompute=replace(MEASURED.recompute, margin=1.25))
+    both = replace(late, recompute=off.recompute)
+    plan = plan_for(match(S, location=FAR))
+    for of in (attrgetter("wait_s"), attrgetter("ttft_s")):
+        times = [of(times_of(plan, 16, costs)) for costs in (both, late, off, measured)]
+        assert times[0] == max(times[1:3]) >= times[3]
+    assert times[0] > times[3]
 
 
 def test_while_one_of_the_speeds_is_unknown_so_is_what_a_plan_saves() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +20,32 @@ from virtual_cuda import VirtualCuda
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import attention, copies, parts, servers
 from benchmarks.gpu.parts import Found, NotHere, Part, attempt, within
+from profiles.environment import read_environment
 
+ROOT = Path(__file__).parents[2]
+SERVED = ("oracle", "quantised", "ttft")
+"""Parts that start servers."""
+WITHOUT_SGLANG = """
+import json, sys, types
+names = ("sglang", "sglang.srt", "sglang.srt.platforms")
+for name in names:  # For the virtual device alone, which tells SGLang that memory can be pinned.
+    sys.modules[name] = types.ModuleType(name)
+sys.modules[names[-1]].current_platform = types.SimpleNamespace(is_pin_memory_available=None)
+sys.path.insert(0, "tests/cuda")
+from virtual_cuda import VirtualCuda
+for name in names:
+    del sys.modules[name]
+sys.modules["sglang"] = None
+from benchmarks.gpu import __main__ as gpu, copies, parts
+from benchmarks.gpu.parts import attempt
+copies.HEADS, copies.HIDDEN, copies.LAYERS, copies.REPEATS = 1, 128, 2, 1
+parts.torch = types.SimpleNamespace(cuda=types.SimpleNamespace(is_available=lambda: True))
+found = {}
+with VirtualCuda():
+    for name in ("captured", "pinned", "overlap", "oracle", "quantised", "ttft"):
+        attempt(gpu.PARTS[name], 16, lambda it: found.update({name: it}))
+print(json.dumps(found))
+"""
 FIXTURES = Path(__file__).parent / "flashinfer"
 BFLOAT16 = 0.02
 
@@ -46,9 +73,26 @@ def test_a_part_says_what_this_machine_lacks(name: str, monkeypatch) -> None:
     assert told == [{"not_run": "there is no CUDA device"}]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(parts.importlib.util, "find_spec", lambda _name: None)
-    attempt(gpu.PARTS[name], 16, told.append)
-    package = "flashinfer" if name == "flashinfer" else "sglang"
-    assert told[1:] == [{"not_run": f"{package} is not installed"}]
+    package = {"flashinfer": "flashinfer", **dict.fromkeys(SERVED, "sglang")}.get(name)
+    if package is not None:
+        attempt(gpu.PARTS[name], 16, told.append)
+        assert told[1:] == [{"not_run": f"{package} is not installed"}]
+
+
+def test_what_needs_no_sglang_runs_without_it() -> None:
+    script = [sys.executable, "-c", WITHOUT_SGLANG]
+    done = subprocess.run(script, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout)
+    assert found["captured"] == {"wrong_rows": 0}
+    assert "pinned_gb_per_s" in found["pinned"] and "overlap" in found["overlap"]
+    for name in SERVED:
+        assert found[name] == {"not_run": "sglang is not installed"}
+
+
+def test_the_line_at_the_end_names_what_is_installed() -> None:
+    versions = read_environment(["torch", "no-such-package"]).versions
+    assert versions.keys() == {"torch", "python"}
 
 
 def test_what_fails_keeps_what_was_found_before() -> None:

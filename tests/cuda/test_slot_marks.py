@@ -11,7 +11,8 @@ from virtual_cuda import VirtualCuda
 
 from cachetree.ids import Span
 from sglang_droidspeak.engine.names import ForwardMode
-from sglang_droidspeak.store.capture import EPool, Provenance
+from sglang_droidspeak.store.capture import Provenance
+from sglang_droidspeak.store.e_pool import EPool
 
 HIDDEN, SLOTS = 64, 64
 NOWHERE = torch.empty(0, dtype=torch.int64)

@@ -1,0 +1,84 @@
+"""E of the transition layers, kept per KV slot. Runs without SGLang."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from cachetree import Span
+
+if TYPE_CHECKING:
+    from sglang_droidspeak.engine.layers import LayerStack, OnE
+    from sglang_droidspeak.engine.names import ForwardBatch, ModelRunner
+
+
+class EPool:
+    """E of the transition layers for every KV slot, and whether it is there.
+
+    `e[layer]` is `[slots, columns]` in the model's dtype; `valid` is `[slots]`. A slot's E is valid
+    from SGLang's own forward over its token until the slot is loaded or partially prefilled.
+
+    Every rank computes all of E and keeps columns of its own; `Ranks.whole` puts them together.
+    """
+
+    def __init__(
+        self,
+        layers: tuple[int, ...],
+        num_slots: int,
+        columns: Span,
+        runner: ModelRunner,
+    ) -> None:
+        """`columns` are those that this rank keeps of E."""
+
+        def rows(width: int) -> torch.Tensor:
+            return torch.zeros(num_slots, width, dtype=runner.dtype, device=runner.device)
+
+        self.layers = layers
+        self._columns = slice(columns.start, columns.stop)
+        self.e = {layer: rows(len(columns)) for layer in layers}
+        self.valid = torch.zeros(num_slots, dtype=torch.bool, device=runner.device)
+        self.no_rows = torch.empty(0, len(columns), dtype=runner.dtype, device=runner.device)
+        """Tells dtype, width and device where no layer is kept."""
+
+    def capture_from(self, stack: LayerStack) -> None:
+        """Fill the pool in every forward from now on; call before CUDA graphs are captured."""
+        for layer, rows in self.e.items():
+            stack.on_e(layer, _writer(rows, self._columns))
+        if self.layers:
+            stack.on_e(max(self.layers), _marker(self.valid))
+
+    def invalidate(self, slots: torch.Tensor) -> None:
+        self.valid.index_fill_(0, slots, False)
+
+    def adopt(self, source: torch.Tensor, slots: torch.Tensor, first_own: int) -> None:
+        """`slots` are the same tokens of a model that is equal below layer `first_own`, and whose
+        layers from there on have just run."""
+        for layer, rows in self.e.items():
+            if layer < first_own:
+                rows[slots] = rows[source]
+        self.valid[slots] = self.valid[source]
+
+    def num_pages_without(self, slots: torch.Tensor, page_size: int) -> int:
+        """How many leading pages end with the last one that lacks E somewhere; 0: all have it."""
+        lacks = (~self.valid[slots].view(-1, page_size).all(1)).nonzero()
+        return int(lacks[-1]) + 1 if len(lacks) else 0
+
+
+def _writer(rows: torch.Tensor, columns: slice) -> OnE:
+    def write(forward_batch: ForwardBatch, value: torch.Tensor) -> None:
+        # In most partial prefills the stream is the receiver's continuation of another model's E.
+        if getattr(forward_batch, "has_own_e", True):
+            slots = forward_batch.out_cache_loc
+            rows[slots] = value[: slots.shape[0], columns]
+
+    return write
+
+
+def _marker(valid: torch.Tensor) -> OnE:
+    def mark(forward_batch: ForwardBatch, _value: torch.Tensor) -> None:
+        if not hasattr(forward_batch, "has_own_e"):
+            # Not `valid[...] = True`: that copies a scalar from the host, which no graph captures.
+            valid.index_fill_(0, forward_batch.out_cache_loc, True)
+
+    return mark
