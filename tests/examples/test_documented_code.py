@@ -20,13 +20,14 @@ import pytest
 import yaml
 
 from cachetree.cli import parser as cachetree
+from profiles.data.records import read_records
 from sglang_droidspeak.cli import parser as droidspeak
 from sglang_droidspeak.start.config import parse_settings
 from tools.real.__main__ import parser as real
 from tools.reference import ROOT, pages
 
 CHECKOUT = "/path/to/this/checkout"
-LANGUAGES = {"bash", "python", "yaml", "text", "{toctree}"}
+LANGUAGES = {"bash", "json", "python", "yaml", "text", "{toctree}"}
 _FENCE = re.compile(r"^ *```(\S*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 
 
@@ -59,6 +60,13 @@ def test_every_fence_says_what_it_is() -> None:
     for page in pages():
         marks = re.findall(r"(?m)^ *```", page.read_text())
         assert len(marks) == 2 * sum(fence.page == page for fence in FENCES), page
+
+
+@pytest.mark.parametrize("fence", of("json"), ids=str)
+def test_data_can_be_read(fence: Fence, tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text(fence.text)
+    assert read_records(path)
 
 
 @pytest.mark.parametrize("fence", of("bash"), ids=str)
