@@ -1,11 +1,14 @@
 """Random operations on the tree and its oracle, as many as you like.
 
 python tests/cachetree/tree_walks.py [--operations 1000000] [--seed N]
+
+Ends in one JSON line, or at the first difference; the last seed that was printed shows it again.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import time
 
@@ -120,7 +123,14 @@ def main() -> None:
         num_done += num_operations
         seed += 1
         path.cache_clear()
-    print(f"{num_done} operations, {num_evictions} evictions, 0 differences from the oracle")
+    summary = {
+        "question": "differences between the tree and its oracle",
+        "seed": args.seed,
+        "operations": num_done,
+        "evictions": num_evictions,
+        "differences": 0,
+    }
+    print(json.dumps(summary))
 
 
 if __name__ == "__main__":
