@@ -52,6 +52,8 @@ KINDS: Final = {0: "bias", None: "full"} | {it: f"rank {it}" for it in RANKS if 
 TRYING: Final = 4
 """Every such context chooses the penalty."""
 NUM_DRAWS: Final = 2000
+FEWEST: Final = 8
+"""Contexts of which a mean is told."""
 
 
 class Found(msgspec.Struct, frozen=True, kw_only=True):
@@ -258,7 +260,7 @@ def report(state: Path) -> None:
     told = {
         "environment": msgspec.to_builtins(here()),
         "fitted": [msgspec.to_builtins(it) for it in sorted(fits, key=lambda it: it.pair)],
-        "measured": [_told(found) for found in sets if found],
+        "measured": [_told(found) for found in sets if len(found) >= FEWEST],
     }
     RESULTS.write_text(json.dumps(told, indent=1) + "\n")
 
