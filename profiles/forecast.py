@@ -105,9 +105,9 @@ class Forecast:
         return self.costs.suffix_s + layers_s + FOLLOWED * followed * self.costs.layer_token_s
 
     def _alone_s(self, document: Document) -> float:
-        """The own answers, which the references draft; the sender's, which may be others as long as
-        those; and what plans are compared with."""
-        free_s = _longest(document) * self.costs.suffix_s
+        """The own answers, which the references draft; the sender's, some as long as those and some
+        as long as they may be; and what plans are compared with."""
+        free_s = (_longest(document) + document.task.max_new) / 2 * self.costs.suffix_s
         once_s = self._forced_s(document, self.costs.num_layers, 1)
         return free_s + once_s + self._decoded_s(document, 1 + DECODED_SHARE)
 
