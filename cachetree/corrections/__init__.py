@@ -170,4 +170,6 @@ def _metadata(raw: bytes) -> dict[str, str]:
 
 def _names(it: EMap) -> Sequence[str]:
     num_factors = len(it.shapes(1)) - 1
-    return [f"{it.name}: {part}" for part in ("bias", *map(str, range(num_factors)))]
+    # A layer may have two maps of one rank.
+    name = f"{it.name}, {it.sha256[:8]}"
+    return [f"{name}: {part}" for part in ("bias", *map(str, range(num_factors)))]

@@ -26,6 +26,10 @@ CORRECTIONS = [
     Correction(drawn(HIDDEN), (drawn(HIDDEN, 2), drawn(2, HIDDEN))),
     Correction(drawn(HIDDEN).bfloat16()),
 ]
+NAMES = [
+    f"layer {1 + i}, {kind}, {CORRECTIONS[i].named(1 + i).sha256[:8]}"
+    for i, kind in enumerate(("full", "rank 2"))
+]
 
 
 @pytest.fixture
@@ -66,6 +70,16 @@ def test_maps_survive_the_disk(made: tuple[PairProfile, Path]) -> None:
     for name, it in zip(read, CORRECTIONS, strict=True):
         assert len(read[name].tensors) == len(it.tensors)
         assert all(map(torch.equal, read[name].tensors, it.tensors))
+
+
+def test_a_layer_may_have_two_maps_of_a_rank(made: tuple[PairProfile, Path]) -> None:
+    found, path = made
+    zeros = Correction(torch.zeros(HIDDEN), (torch.zeros(HIDDEN, HIDDEN),))
+    other = BlockQuality(start=1, stop=2, quality=0.7, e_map=zeros.named(1))
+    both = msgspec.structs.replace(found, blocks=(*found.blocks, other))
+    maps = {it.named(0).sha256: it for it in (*CORRECTIONS, zeros)}
+    write_corrections(both, maps, path)
+    assert read_corrections(both, path).keys() == maps.keys()
 
 
 def test_without_maps_nothing_is_read_and_nothing_is_left(tmp_path: Path) -> None:
@@ -109,18 +123,18 @@ def test_maps_of_another_pair_are_refused(made: tuple[PairProfile, Path]) -> Non
 
 
 def test_other_numbers_are_refused(made: tuple[PairProfile, Path]) -> None:
-    rewrite(made[1], {"layer 1, full: bias": torch.zeros(HIDDEN)})
+    rewrite(made[1], {f"{NAMES[0]}: bias": torch.zeros(HIDDEN)})
     assert "sha256 of layer 1, full is " in refusal(made)
 
 
 def test_other_shapes_and_dtypes_are_refused(made: tuple[PairProfile, Path]) -> None:
-    rewrite(made[1], {"layer 2, rank 2: 0": drawn(HIDDEN, 1)})
+    rewrite(made[1], {f"{NAMES[1]}: 0": drawn(HIDDEN, 1)})
     told = refusal(made)
-    assert "shape of layer 2, rank 2: 0 is [8, 1], and the profile needs [8, 2]" in told
-    rewrite(made[1], {"layer 2, rank 2: 0": drawn(HIDDEN, 2).half()})
-    assert "dtype of layer 2, rank 2: 0 is torch.float16" in refusal(made)
-    rewrite(made[1], {"layer 2, rank 2: 0": None})
-    assert "layer 2, rank 2: 0 is missing" in refusal(made)
+    assert f"shape of {NAMES[1]}: 0 is [8, 1], and the profile needs [8, 2]" in told
+    rewrite(made[1], {f"{NAMES[1]}: 0": drawn(HIDDEN, 2).half()})
+    assert f"dtype of {NAMES[1]}: 0 is torch.float16" in refusal(made)
+    rewrite(made[1], {f"{NAMES[1]}: 0": None})
+    assert f"{NAMES[1]}: 0 is missing" in refusal(made)
 
 
 def test_a_file_that_is_too_large_is_not_read(
