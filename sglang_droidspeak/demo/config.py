@@ -121,7 +121,7 @@ class DemoConfig:
             receiver=_REAL / "merged" / _SKILL,
             profile=_PROFILE,
             data=_REAL / f"data/{_SKILL}/long.jsonl",
-            num_documents=5,
+            num_documents=3,
             random_pair=RandomPair(),
             options=_SMALL,
             host_gb=1.0,
