@@ -88,6 +88,7 @@ USED: Mapping[str, str] = {
         "53f9f0da3b38 batch model_runner capture_hidden_mode return_hidden_states_before_norm"
     ),
     f"{_RUNNER}._prepare_eager_forward_batch": "b866c35b5396 forward_batch",
+    f"{_RUNNER}.forward": "a9579bc20fe6 forward_batch",
     "sglang.srt.model_executor.model_runner_components.attention_backend_setup"
     "._build_backend_from_str": "1c1999c3ea92 model_runner backend_str init_new_workspace",
     "sglang.srt.mem_cache.kv_index_translator.KVIndexTranslator.bind_and_verify_backends": (
@@ -163,7 +164,7 @@ FIELDS: Mapping[str, str] = {
         "model dtype device server_args attn_backend prefill_attention_backend_str "
         "decode_attention_backend_str init_new_workspace kv_index_translator model_config "
         "spec_algorithm token_to_kv_pool_allocator lora_manager req_to_token_pool token_to_kv_pool "
-        "is_draft_worker"
+        "is_draft_worker shared_read_done_event"
     ),
     f"{SCHEDULER_MODULE}.Scheduler": (
         "waiting_queue chunked_req grammar_manager tree_cache policy "

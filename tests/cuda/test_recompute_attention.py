@@ -82,8 +82,8 @@ def test_a_second_instance_has_run_with_and_without_tokens_before_when_requests_
         num_made=1,
         is_servers_own=False,
         has_own_workspace=True,
-        runs=[[0], [PAGE // 2]],
-        began_with_e=[False, True],
+        runs=[[0], [PAGE // 2], [PAGE // 2]],  # the last with E corrected by its one map
+        began_with_e=[False, True, True],
         num_made_later=0,
         outcome="reused",
         table=[0] * PAGE,
