@@ -158,7 +158,7 @@ class Planner:
                 return Declined(plan.reason.value, plan.detail)
             if not is_pool(plan.location) or self._pool.find(plan, pages, req, tree) is not None:
                 break
-            matches = self._matches(req, owner, pages)  # The note was wrong and is mended.
+            matches = self._matches(req, pages)  # The note was wrong and is mended.
         if self._server.settings.gate == "off":
             plan = replace(plan, strategy=controls.strategy)
         is_optional = requested.block is None

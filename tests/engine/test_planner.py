@@ -18,7 +18,7 @@ from cachetree.ids import LOCAL, Location, PageHash, Span
 from cachetree.planning import Costs, Link
 from sglang_droidspeak.adapters.models import Owner
 from sglang_droidspeak.request.planner import UNMEASURED_S, Planner
-from sglang_droidspeak.store.pool import Held
+from sglang_droidspeak.store.pool import Held, pool_of
 
 PAGE = 16
 TREE = SimpleNamespace(
@@ -181,3 +181,19 @@ def test_what_was_asked_for_by_name_is_not_thought_over() -> None:
     found = plan(controls={"block": "3:6"}, gate="off")
     assert (found.plan.block, found.demand, found.patience_s) == (Span(3, 6), None, math.inf)
     assert plan().demand is not None
+
+
+def test_a_wrong_note_of_the_pool_is_mended_and_planned_without() -> None:
+    """SGLang had evicted the pages: the next best place is read, if there is one."""
+    planner, _ = planned()
+    here, there = pool_of("a"), FAR
+    notes = [match(S, 10, it, dict.fromkeys(ALL_E, 10)) for it in (here, there)]
+    planner._cache.match = lambda _pages: list(notes)
+
+    def find(*_: Any) -> None:
+        notes.pop(0)
+
+    planner._pool.find = find
+    pages = [PageHash(bytes([number] * 16)) for number in range(10)]
+    assert planner.plan(planner.asked, pages, TREE, 0).plan.location == there
+    assert not notes[1:]
