@@ -27,7 +27,7 @@ def index_profiles(profiles: Iterable[PairProfile]) -> Profiles:
     return {(it.sender.model_id, it.receiver.model_id): it for it in profiles}
 
 
-def allowed_recipes(
+def allowed_blocks(
     demand: Demand, match: Match, profiles: Profiles
 ) -> list[BlockQuality] | NoReuse:
     """What the gate lets this request compute anew with this sender."""
@@ -84,8 +84,8 @@ def _allowed_of_others(demand: Demand, profiles: Profiles) -> list[BlockQuality]
             e_pages=dict.fromkeys(range(demand.num_layers), demand.num_pages),
         )
         free = replace(demand, requested=None)
-        recipes = allowed_recipes(free, everything, profiles)
-        allowed += recipes if isinstance(recipes, list) else []
+        blocks = allowed_blocks(free, everything, profiles)
+        allowed += blocks if isinstance(blocks, list) else []
     return allowed
 
 

@@ -26,7 +26,7 @@ import msgspec
 
 from cachetree.ids import Location, ModelId, Span, is_pool, nearness
 from cachetree.planning.demand import Demand, Mode, NoReuse, Reason, Requested
-from cachetree.planning.gate import Profiles, allowed_recipes, first_difference
+from cachetree.planning.gate import Profiles, allowed_blocks, first_difference
 from cachetree.planning.link import FREE
 from cachetree.planning.plan import Match, Plan
 from cachetree.planning.prediction import (
@@ -44,12 +44,17 @@ NEARLY: Final = 1.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Candidate:
+class _Option:
+    """One block that the gate allows with one match."""
+
     plan: Plan
+    """For as many pages as E and the device's time allow; for all, where these are too few."""
     quality: float
-    ttft_s: float | None
+    reason: Reason | None = None
+    """Why it cannot be taken, whatever else there is."""
+    ttft_s: float | None = None
     """Predicted for the whole prompt; None while the device's speed is unknown."""
-    saving: float
+    saving: float = 0.0
     """Seconds, or token-layers while the device's speed is unknown."""
     wait_s: float = 0.0
     """Of these seconds, how many the device has nothing to do, for it or for others."""
@@ -79,7 +84,7 @@ class Weighed(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """`taken`, `not the best`, `not asked for`, or a `Reason`."""
     detail: str = ""
     pages: tuple[int, int] | None = None
-    """Of the prompt; half-open, as `block` is. None where no recipe was allowed."""
+    """Of the prompt; half-open, as `block` is. None where no block was allowed."""
     block: tuple[int, int] | None = None
     quality: float | None = None
     """As in the profile; 1 for what is exact."""
@@ -102,46 +107,29 @@ def weigh(considered: Considered, profiles: Profiles) -> list[Weighed]:
 def _ways(
     match: Match, considered: Considered, profiles: Profiles, chosen: Plan | NoReuse
 ) -> Iterator[Weighed]:
-    demand, costs = considered.demand, considered.costs
-    sender = (demand.requested or Requested()).sender
-    if sender not in (None, match.model):
-        yield _way(match, "not asked for")
+    demand = considered.demand
+    way = Weighed(sender=match.model, location=match.location, reason="not asked for")
+    if (demand.requested or Requested()).sender not in (None, match.model):
+        yield way
         return
-    recipes = allowed_recipes(demand, match, profiles)
-    if isinstance(recipes, NoReuse):
-        why = _pick_of(recipes, demand, match, profiles, costs)
-        assert isinstance(why, NoReuse)
-        yield _way(match, why.reason.value, why.detail)
+    options = _options(demand, match, profiles, considered.costs)
+    if isinstance(options, NoReuse):
+        yield msgspec.structs.replace(way, reason=options.reason.value, detail=options.detail)
         return
-    same = first_difference(demand, match.model, profiles.get((match.model, demand.receiver)))
-    for recipe in recipes:
-        plan = _whole_plan(demand, match, recipe, same)
-        possible = _candidate(demand, match, recipe, plan, costs)
-        pick = _pick_of([recipe], demand, match, profiles, costs)
-        if isinstance(pick, NoReuse):
-            way = _way(match, pick.reason.value, pick.detail)
-        else:
-            way = _way(match, "taken" if pick.plan == chosen else "not the best")
-        yield _told(way, recipe, plan, possible)
-
-
-def _way(match: Match, reason: str, detail: str = "") -> Weighed:
-    return Weighed(sender=match.model, location=match.location, reason=reason, detail=detail)
-
-
-def _told(way: Weighed, recipe: BlockQuality, plan: Plan, possible: _Candidate | None) -> Weighed:
-    plan = plan if possible is None else possible.plan
-    ttft_s = None if possible is None else possible.ttft_s
-    return msgspec.structs.replace(
-        way,
-        pages=(plan.pages.start, plan.pages.stop),
-        block=(plan.block.start, plan.block.stop) if len(plan.block) else None,
-        quality=recipe.quality,
-        exact=plan.is_exact,
-        e_corrected=bool(plan.e_map),
-        ttft_s=ttft_s,
-        saving_s=None if possible is None or ttft_s is None else possible.saving,
-    )
+    for it in options:
+        plan, miss = it.plan, _miss([it], demand, match)
+        yield msgspec.structs.replace(
+            way,
+            reason=miss.reason.value if miss else "taken" if plan == chosen else "not the best",
+            detail=miss.detail if miss else "",
+            pages=(plan.pages.start, plan.pages.stop),
+            block=(plan.block.start, plan.block.stop) if len(plan.block) else None,
+            quality=it.quality,
+            exact=plan.is_exact,
+            e_corrected=bool(plan.e_map),
+            ttft_s=it.ttft_s,
+            saving_s=None if it.ttft_s is None else it.saving,
+        )
 
 
 def saving_s(plan: Plan, demand: Demand, costs: Costs) -> float | None:
@@ -174,7 +162,7 @@ def choose(
         return NoReuse(reason=Reason.OFF, detail="the request asked for a full prefill")
     wanted = [it for it in matches if requested.sender in (None, it.model)]
     picks = [_pick(demand, match, profiles, costs) for match in wanted]
-    found = [pick for pick in picks if isinstance(pick, _Candidate)]
+    found = [pick for pick in picks if isinstance(pick, _Option)]
     if found:
         return max(found, key=lambda it: _rank(it, demand)).plan
     misses = [pick for pick in picks if isinstance(pick, NoReuse)]
@@ -182,61 +170,57 @@ def choose(
     return max([nothing, *misses], key=lambda miss: list(Reason).index(miss.reason))
 
 
-def _rank(it: _Candidate, demand: Demand) -> tuple[bool, float, bool, int, float]:
+def _rank(it: _Option, demand: Demand) -> tuple[bool, float, bool, int, float]:
     """Largest saving first; then exact before approximate, near before far, the better one."""
     meets = _meets(it, demand)
     return meets, it.saving, it.plan.is_exact, nearness(it.plan.location), it.quality
 
 
-def _pick(demand: Demand, match: Match, profiles: Profiles, costs: Costs) -> _Candidate | NoReuse:
+def _pick(demand: Demand, match: Match, profiles: Profiles, costs: Costs) -> _Option | NoReuse:
     """The best plan that this match allows."""
-    recipes = allowed_recipes(demand, match, profiles)
-    return _pick_of(recipes, demand, match, profiles, costs)
+    options = _options(demand, match, profiles, costs)
+    if isinstance(options, NoReuse):
+        return options
+    possible = [it for it in options if it.reason is None]
+    return _miss(options, demand, match) or _by_load(demand, match, profiles, possible)
 
 
-def _pick_of(
-    recipes: Sequence[BlockQuality] | NoReuse,
-    demand: Demand,
-    match: Match,
-    profiles: Profiles,
-    costs: Costs,
-) -> _Candidate | NoReuse:
-    if isinstance(recipes, NoReuse) and recipes.reason is Reason.UNGATED_BLOCK:
-        return recipes
+def _options(
+    demand: Demand, match: Match, profiles: Profiles, costs: Costs
+) -> list[_Option] | NoReuse:
+    allowed = allowed_blocks(demand, match, profiles)
+    if isinstance(allowed, NoReuse) and allowed.reason is Reason.UNGATED_BLOCK:
+        return allowed
     if min(match.num_pages, demand.num_pages) - demand.first_page < demand.min_pages:
         have = f"{match.num_pages} pages of {match.model}, {demand.first_page} on the device"
         return NoReuse(reason=Reason.TOO_SHORT, detail=have)
-    if isinstance(recipes, NoReuse):
-        return recipes
-    profile = profiles.get((match.model, demand.receiver))
-    same = first_difference(demand, match.model, profile)
-    whole = [(it, _whole_plan(demand, match, it, same)) for it in recipes]
-    if max(len(plan.pages) for _, plan in whole) < demand.min_pages:
-        have = f"{match.num_pages} pages of {match.model}, {demand.first_approximate} approximate"
-        return NoReuse(reason=Reason.TOO_SHORT, detail=f"{have} on the device")
-    possible = [it for each in whole if (it := _candidate(demand, match, *each, costs))]
-    if not possible:
-        free = replace(demand, max_recompute_tokens=None, max_recompute_s=None)
-        if any(_candidate(free, match, *each, costs) for each in whole):
-            short = "what may be recomputed at a time is less than the fewest pages worth a fetch"
-            return NoReuse(reason=Reason.RECOMPUTE_TOO_LONG, detail=short)
-        layers = sorted({recipe.start for recipe in recipes})
-        return NoReuse(
-            reason=Reason.NO_E,
-            detail=f"{match.model} lacks E at some of layers {layers} for pages from "
-            f"{demand.first_page}",
-        )
-    explicit = demand.requested is not None and demand.requested.block is not None
-    faster = possible if explicit else [it for it in possible if _is_worth_it(it)]
-    if not faster:
-        return NoReuse(
-            reason=Reason.SLOWER,
-            detail=f"{match.model} at {match.location}: full prefill is faster, or nearly so",
-        )
-    return _by_load(demand, match, profiles, faster)
+    if isinstance(allowed, NoReuse):
+        return allowed
+    same = first_difference(demand, match.model, profiles.get((match.model, demand.receiver)))
+    whole = [(_whole_plan(demand, match, it, same), it.quality) for it in allowed]
+    return [_option(demand, match, plan, quality, costs) for plan, quality in whole]
 
 
-def _whole_plan(demand: Demand, match: Match, recipe: BlockQuality, first_difference: int) -> Plan:
+def _miss(options: Sequence[_Option], demand: Demand, match: Match) -> NoReuse | None:
+    """Why none of one match's options can be taken: what stood in the way of the best of them."""
+    reasons = {it.reason for it in options}
+    reason = next((it for it in reversed(Reason) if it in reasons), None)
+    if reason is None or None in reasons:
+        return None
+    layers = sorted({it.plan.block.start for it in options})
+    details = {
+        Reason.TOO_SHORT: f"{match.num_pages} pages of {match.model}, {demand.first_approximate} "
+        "approximate on the device",
+        Reason.NO_E: f"{match.model} lacks E at some of layers {layers} for pages from "
+        f"{demand.first_page}",
+        Reason.RECOMPUTE_TOO_LONG: "what may be recomputed at a time is less than the fewest pages "
+        "worth a fetch",
+        Reason.SLOWER: f"{match.model} at {match.location}: full prefill is faster, or nearly so",
+    }
+    return NoReuse(reason=reason, detail=details[reason])
+
+
+def _whole_plan(demand: Demand, match: Match, it: BlockQuality, first_difference: int) -> Plan:
     """For all pages that there are, whether or not they have E."""
     stop = min(match.num_pages, demand.num_pages)
     plan = Plan(
@@ -244,45 +228,52 @@ def _whole_plan(demand: Demand, match: Match, recipe: BlockQuality, first_differ
         receiver=demand.receiver,
         location=match.location,
         pages=Span(demand.first_page, max(demand.first_page, stop)),
-        block=recipe.block,
+        block=it.block,
         num_layers=demand.num_layers,
         first_difference=first_difference,
         is_lossy=demand.is_lossy and not is_pool(match.location),
     )
     if plan.is_exact:
         return plan
-    if recipe.e_map is not None:
-        plan = replace(plan, e_map=recipe.e_map.sha256)
+    if it.e_map is not None:
+        plan = replace(plan, e_map=it.e_map.sha256)
     if demand.first_approximate is None:
         return plan
     first = demand.first_approximate
     return replace(plan, pages=Span(first, max(first, stop)))
 
 
-def _candidate(
-    demand: Demand, match: Match, recipe: BlockQuality, plan: Plan, costs: Costs
-) -> _Candidate | None:
-    """The plan for as many pages as E and the device's time allow; None for too few."""
+def _option(demand: Demand, match: Match, plan: Plan, quality: float, costs: Costs) -> _Option:
+    """Of a plan for all pages that there are."""
     start, stop = plan.pages.start, plan.pages.stop
-    stop = min([stop, *(match.e_pages.get(it, 0) for it in plan.transition_layers)])
-    stop = min(stop, start + _most_recomputed_pages(demand, plan, costs))
-    if stop - start < demand.min_pages:
-        return None
-    plan = replace(plan, pages=Span(start, stop))
+    with_e = min([stop, *(match.e_pages.get(it, 0) for it in plan.transition_layers)])
+    at_once = min(with_e, start + _most_recomputed_pages(demand, plan, costs))
+    for end, reason in (
+        (stop, Reason.TOO_SHORT),
+        (with_e, Reason.NO_E),
+        (at_once, Reason.RECOMPUTE_TOO_LONG),
+    ):
+        if end - start < demand.min_pages:
+            return _Option(plan=plan, quality=quality, reason=reason)
+    plan = replace(plan, pages=Span(start, at_once))
+    found = _priced(_Option(plan=plan, quality=quality), demand, costs)
+    is_explicit = demand.requested is not None and demand.requested.block is not None
+    if is_explicit or 0 < found.saving >= found.wait_s:
+        return found
+    return replace(found, reason=Reason.SLOWER)
+
+
+def _priced(it: _Option, demand: Demand, costs: Costs) -> _Option:
+    plan = it.plan
     times = times_of(plan, demand.page_size, costs)
-    rest_s = full_prefill_s(Span(stop * demand.page_size, _num_tokens(demand)), costs)
+    rest = Span(plan.pages.stop * demand.page_size, _num_tokens(demand))
+    rest_s = full_prefill_s(rest, costs)
     saving = None if times is None else _saving_s(plan, demand, costs, times)
     if times is None or saving is None or rest_s is None:
-        in_vain = demand.num_layers * (_num_held(demand) - start)
-        saved = demand.page_size * (_saved_page_layers(plan) - in_vain)
-        return _Candidate(plan=plan, quality=recipe.quality, ttft_s=None, saving=saved)
-    return _Candidate(
-        plan=plan,
-        quality=recipe.quality,
-        ttft_s=times.ttft_s + rest_s,
-        saving=saving,
-        wait_s=0.0 if _are_others_computing(demand, plan, costs) else times.wait_s,
-    )
+        in_vain = demand.num_layers * (_num_held(demand) - plan.pages.start)
+        return replace(it, saving=demand.page_size * (_saved_page_layers(plan) - in_vain))
+    wait_s = 0.0 if _are_others_computing(demand, plan, costs) else times.wait_s
+    return replace(it, ttft_s=times.ttft_s + rest_s, saving=saving, wait_s=wait_s)
 
 
 def _are_others_computing(demand: Demand, plan: Plan, costs: Costs) -> bool:
@@ -295,8 +286,8 @@ def _num_held(demand: Demand) -> int:
 
 
 def _by_load(
-    demand: Demand, match: Match, profiles: Profiles, possible: Sequence[_Candidate]
-) -> _Candidate:
+    demand: Demand, match: Match, profiles: Profiles, possible: Sequence[_Option]
+) -> _Option:
     """One of the blocks of one match, by how pressing the request is."""
     if demand.num_waiting == 0 and demand.ttft_target_s is not None:
         in_time = [it for it in possible if _meets(it, demand)]
@@ -315,17 +306,13 @@ def _by_load(
     return max(possible, key=lambda it: (_saved_page_layers(it.plan), it.quality))
 
 
-def _nearly_fastest(possible: Sequence[_Candidate]) -> Sequence[_Candidate]:
+def _nearly_fastest(possible: Sequence[_Option]) -> Sequence[_Option]:
     """All of them while the device's speed is unknown."""
     fastest_s = min(it.ttft_s or 0.0 for it in possible)
     return [it for it in possible if (it.ttft_s or 0.0) <= NEARLY * fastest_s]
 
 
-def _is_worth_it(it: _Candidate) -> bool:
-    return 0 < it.saving >= it.wait_s
-
-
-def _meets(it: _Candidate, demand: Demand) -> bool:
+def _meets(it: _Option, demand: Demand) -> bool:
     target_s = demand.ttft_target_s
     return target_s is None or it.ttft_s is None or it.ttft_s <= target_s
 
