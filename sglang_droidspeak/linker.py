@@ -50,7 +50,7 @@ from sglang_droidspeak.request.replies import Replies
 from sglang_droidspeak.request.source import Sources
 from sglang_droidspeak.request.traces import traces_of_requests
 from sglang_droidspeak.request.waiting import WaitingRequests
-from sglang_droidspeak.start import peers, refuse
+from sglang_droidspeak.start import refuse
 from sglang_droidspeak.start.config import cache_config
 from sglang_droidspeak.start.this_server import folder_of
 from sglang_droidspeak.store.capture import attachment_of
@@ -84,7 +84,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
     ) -> None:
         refuse.tree_components({it.name for it in components})
         ensure_page_hashes()
-        peers.mark_log()
+        mark_log()
         pool = params.token_to_kv_pool_allocator.get_kvcache()
         attachment = attachment_of(pool)
         server, runner = attachment.server, attachment.runner
@@ -293,6 +293,16 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         if self._cache_metrics is not None:
             self._cache_metrics.close()
         self._cache.close()
+
+
+def mark_log() -> None:
+    """Have the cache's lines about peers begin with `droidspeak: ` in this server's log."""
+    logging.getLogger("cachetree.peer").addFilter(_mark)
+
+
+def _mark(record: logging.LogRecord) -> bool:
+    record.msg = f"droidspeak: {record.msg}"
+    return True
 
 
 def _tiers(server: ThisServer, metrics: Metrics) -> list[MakeTier]:

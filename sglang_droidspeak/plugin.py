@@ -38,7 +38,7 @@ def register() -> None:
 def _check_server_args(_result: None, server_args: ServerArgs) -> None:
     if is_configured(engine.resolved(server_args)):
         from sglang_droidspeak.engine.asking import add_page
-        from sglang_droidspeak.start.peers import KEY
+        from sglang_droidspeak.request.meta_info import KEY
         from sglang_droidspeak.start.this_server import check_front_end
 
         check_front_end(server_args)

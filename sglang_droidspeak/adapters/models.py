@@ -88,7 +88,7 @@ class Models:
         self._reading: dict[str, _Reading] = {}
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="droidspeak-adapters")
         self._differences: dict[LoraId, Mapping[ModelId, int]] = {}
-        self._lora_ids: Mapping[ModelId, LoraId] = {}
+        """Found of the models that are loaded now."""
 
     def __len__(self) -> int:
         return len(self._loaded)
@@ -97,13 +97,6 @@ class Models:
         """None for an adapter whose content is not known: it shares with nobody."""
         loaded = self._loaded.get(lora_id)
         return loaded.model_id if loaded is not None else None
-
-    @property
-    def lora_ids(self) -> Mapping[ModelId, LoraId]:
-        """One of each model that is loaded."""
-        if not self._lora_ids:
-            self._lora_ids = {it.model_id: lora_id for lora_id, it in self._loaded.items()}
-        return self._lora_ids
 
     def invocation(self, lora_id: LoraId) -> tuple[int, ...]:
         """Tokens from which an adapter acts; empty where it acts from the start."""
@@ -135,7 +128,7 @@ class Models:
         """Raises ConfigError where the folder's content cannot be read."""
         self._loaded[lora_id] = loaded = self._read(folder)
         self._invocations[lora_id] = loaded.adapter.invocation if loaded.adapter else ()
-        self._forget()
+        self._differences.clear()
 
     def load(self, lora_id: str, folder: Path, load: Callable[[], object]) -> None:
         """Have `load` read the adapter, and a thread find out which one it is."""
@@ -169,22 +162,17 @@ class Models:
             is_agreed = ranks.share(model, ModelId | None) == model
             if all(ranks.least([is_agreed])) and found is not None:
                 self._loaded[lora_id] = found
-                self._forget()
+                self._differences.clear()
 
     def drop(self, lora_id: str) -> None:
         self._loaded.pop(lora_id, None)
         self._invocations.pop(lora_id, None)
         if lora_id in self._reading:  # It stays there until all ranks have read it.
             self._reading[lora_id].is_loaded = False
-        self._forget()
+        self._differences.clear()
 
     def _read(self, folder: Path) -> LoadedModel:
         return LoadedModel(self._identify(folder), read_adapter(folder, self._num_layers))
-
-    def _forget(self) -> None:
-        """What was found of the models that were loaded until now."""
-        self._differences.clear()
-        self._lora_ids = {}
 
 
 def _stamp(folder: Path) -> bytes:

@@ -15,8 +15,8 @@ from cachetree import CacheTreeError, ConfigError, read_yaml
 from cachetree.transport import Status, StatusRequest, ask, credentials_of
 from sglang_droidspeak.cli import live
 from sglang_droidspeak.cli.serve import as_flags, server_of
+from sglang_droidspeak.request.meta_info import KEY
 from sglang_droidspeak.start.config import LINKER_MODULE, MIN_PAGE_SIZE, Settings, parse_settings
-from sglang_droidspeak.start.peers import KEY
 
 GIB: Final = 1 << 30
 PATIENCE_S: Final = 5.0

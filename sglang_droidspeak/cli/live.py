@@ -11,7 +11,7 @@ import requests
 
 from cachetree import CacheTreeError
 from sglang_droidspeak.cli.terminal import show
-from sglang_droidspeak.start.peers import KEY
+from sglang_droidspeak.request.meta_info import KEY
 
 _PATIENCE_S: Final = 10
 

@@ -8,7 +8,7 @@ from typing import Any
 from cachetree import MakeTier, ModelId, NoteSpeed
 from cachetree.tree import CacheTree
 from sglang_droidspeak.engine.hicache import Backend
-from sglang_droidspeak.hicache.counts import Count
+from sglang_droidspeak.hicache.lane import Count
 from sglang_droidspeak.hicache.objects import Objects
 from sglang_droidspeak.hicache.tier import HICACHE, HiCacheStatus, HiCacheTier, num_slots
 

@@ -10,7 +10,6 @@ from itertools import islice
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from cachetree import Clock, ModelId, PageHash, Step
-from sglang_droidspeak.hicache.counts import Counts
 from sglang_droidspeak.hicache.guard import Guard
 from sglang_droidspeak.hicache.objects import Objects, Piece
 
@@ -18,6 +17,9 @@ if TYPE_CHECKING:
     from sglang_droidspeak.engine.hicache import Backend
 
 T = TypeVar("T")
+
+Count = Callable[[str, int], None]
+"""Takes a result, and how many objects had it; from any thread."""
 
 _KEYS_PER_CALL: Final = 128
 """As many as SGLang asks about at once."""
@@ -31,7 +33,7 @@ class Lane:
     objects: Objects
     slots: range
     guard: Guard
-    counts: Counts
+    count: Count
     clock: Clock
 
     def num_leading(self, model: ModelId, pages: Sequence[PageHash], step: Step) -> int:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 
 from cachetree import DeadlineExceeded, FetchError, ModelId, NoteSpeed, PageHash, StaleEntry
 from cachetree.memory import Staging
+from cachetree.transport import LogLimiter
 from sglang_droidspeak.hicache.lane import Lane, Turns
 from sglang_droidspeak.hicache.objects import Piece
+
+log = logging.getLogger(__name__)
 
 _Fetch = tuple[ModelId, Sequence[PageHash], Staging]
 
@@ -26,6 +30,7 @@ class Reader:
         self._lose = lose
         self._note_speed = note_speed
         self._is_closed = False
+        self._lines = LogLimiter(lane.clock)
         self._turns: Turns[_Fetch] = Turns("hicache-read", self._read_all)
 
     def fetch(self, model: ModelId, pages: Sequence[PageHash], staging: Staging) -> None:
@@ -53,7 +58,7 @@ class Reader:
                 staging.fail(exc)
             except Exception as exc:  # noqa: BLE001  # The guard counts it, and says so.
                 guard.fail(repr(exc))
-                self._lane.counts.add("failed")
+                self._lane.count("failed", 1)
                 self._lose(model, pages, False)
                 staging.fail(FetchError(f"the HiCache backend failed: {exc!r}"))
             del staging
@@ -69,7 +74,7 @@ class Reader:
                 found = lane.read(batch)
             except Exception as exc:
                 culprit = self._culprit(batch, exc)
-                lane.counts.add_damaged(culprit.key)
+                self._note_damage(culprit)
                 self._lose(model, pages[culprit.page :], True)
                 raise StaleEntry(f"{culprit.key} cannot be read") from exc
             for index, piece in enumerate(batch):
@@ -79,13 +84,23 @@ class Reader:
                     payload = lane.objects.open(piece.key, piece.step, lane.memory(index))
                 if payload is None:
                     if is_there:
-                        lane.counts.add_damaged(piece.key)
+                        self._note_damage(piece)
                     else:
-                        lane.counts.add("missing")
+                        lane.count("missing", 1)
                     self._lose(model, pages[piece.page :], True)
                     raise StaleEntry(f"{piece.key} is {'damaged' if is_there else 'not there'}")
                 staging.write(piece.step, piece.page * payload.nbytes, payload)
-            lane.counts.add("read", len(batch))
+            lane.count("read", len(batch))
+
+    def _note_damage(self, piece: Piece) -> None:
+        self._lane.count("damaged", 1)
+        if self._lines.may("damage"):
+            log.warning(
+                "object %s of the HiCache backend is damaged or not ours; others that are found "
+                "within %.0f s are counted and not logged",
+                piece.key,
+                LogLimiter.EVERY_S,
+            )
 
     def _culprit(self, batch: Sequence[Piece], error: Exception) -> Piece:
         """The one object for which a batch failed; raises `error` where the backend does."""

@@ -11,10 +11,10 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 from cachetree import Clock, Deadline, Kind, Location, ModelId, PageHash, Search, Step
+from cachetree.planning import Match
 from cachetree.tree import CacheTree
 from sglang_droidspeak.hicache.lane import Lane, Turns
 from sglang_droidspeak.hicache.writer import Show
@@ -46,14 +46,6 @@ class AbsentPages:
 
     def has(self, model: ModelId, page: PageHash) -> bool:
         return self._until_s.get((model, page), 0.0) > self._clock()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Known:
-    """What the tree shows of one model in the backend."""
-
-    num_pages: int = 0
-    e_pages: Mapping[int, int]
 
 
 class Searcher:
@@ -90,17 +82,18 @@ class Searcher:
         """Whether the thread has ended; one that hangs in the backend is left behind."""
         return self._turns.close(timeout_s)
 
-    def _unknown(self, pages: Sequence[PageHash]) -> dict[ModelId, _Known]:
-        """The models of which there may be more than the tree shows."""
-        known = dict.fromkeys(self._senders, _Known(e_pages={}))
-        for it in self._tree.match(pages):
-            if it.location == self._location and it.model in known:
-                known[it.model] = _Known(num_pages=it.num_pages, e_pages=it.e_pages)
-        return {
-            model: it
-            for model, it in known.items()
-            if it.num_pages < len(pages) and not self.absent.has(model, pages[it.num_pages])
-        }
+    def _unknown(self, pages: Sequence[PageHash]) -> list[Match]:
+        """What the tree shows of those models of which there may be more."""
+        there = {it.model: it for it in self._tree.match(pages) if it.location == self._location}
+        shown = (
+            there.get(it) or Match(model=it, location=self._location, num_pages=0, e_pages={})
+            for it in self._senders
+        )
+        return [
+            it
+            for it in shown
+            if it.num_pages < len(pages) and not self.absent.has(it.model, pages[it.num_pages])
+        ]
 
     # In the thread.
 
@@ -120,8 +113,8 @@ class Searcher:
                 search.end()
 
     def _answer(self, pages: Sequence[PageHash]) -> None:
-        for model, known in self._unknown(pages).items():
-            start = known.num_pages
+        for known in self._unknown(pages):
+            model, start = known.model, known.num_pages
             new = pages[start:]
             num_new = len(new)
             for marker in self._lane.objects.markers:

@@ -15,6 +15,7 @@ import contextlib
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
@@ -23,9 +24,8 @@ import msgspec
 from cachetree import Clock, Deadline, Location, ModelId, NoteSpeed, PageHash, Search
 from cachetree.memory import Staging
 from cachetree.tree import CacheTree
-from sglang_droidspeak.hicache.counts import Count, Counts
 from sglang_droidspeak.hicache.guard import Guard
-from sglang_droidspeak.hicache.lane import Lane
+from sglang_droidspeak.hicache.lane import Count, Lane
 from sglang_droidspeak.hicache.objects import Objects
 from sglang_droidspeak.hicache.reader import Reader
 from sglang_droidspeak.hicache.search import ABSENT_S, Searcher
@@ -80,12 +80,14 @@ class HiCacheTier:
         self._backend = backend
         self._num_known = 0
         self._showing = threading.Lock()
-        self._counts = Counts(count, clock)
+        self._tell_count = count
+        self._counts: Counter[str] = Counter()
+        self._counting = threading.Lock()
         self._reading = Guard("reading", clock)
         self._writing = Guard("writing", clock)
         objects, half = Objects(tree.family), len(backend.slots) // 2
         reading, writing = (
-            Lane(backend, objects, slots, guard, self._counts, clock)
+            Lane(backend, objects, slots, guard, self._count, clock)
             for slots, guard in (
                 (range(half), self._reading),
                 (range(half, 2 * half), self._writing),
@@ -106,8 +108,10 @@ class HiCacheTier:
         return self._searcher.search(pages)
 
     def status(self) -> HiCacheStatus:
+        with self._counting:
+            objects = dict(self._counts)
         return HiCacheStatus(
-            objects=self._counts.by_result(),
+            objects=objects,
             num_late_entries=self._writer.num_late,
             is_reading_paused=self._reading.is_open,
             is_writing_paused=self._writing.is_open,
@@ -126,6 +130,11 @@ class HiCacheTier:
                 self._backend.close()
         else:
             log.warning("the HiCache backend does not return; it is left as it is")
+
+    def _count(self, result: str, num: int) -> None:
+        with self._counting:
+            self._counts[result] += num
+        self._tell_count(result, num)
 
     def _show(
         self,

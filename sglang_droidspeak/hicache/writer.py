@@ -62,7 +62,7 @@ class Writer:
                 is_written = self._lane.clock() < self._closes_at_s and self._write(change)
                 self.num_late += not is_written
             except Exception as exc:  # noqa: BLE001  # The guard counts it, and says so.
-                self._lane.counts.add("failed")
+                self._lane.count("failed", 1)
                 self._lane.guard.fail(repr(exc))
 
     def _write(self, change: Change) -> bool:
@@ -99,7 +99,7 @@ class Writer:
                 payload = _leased(lease, piece.step, start + piece.page)
                 lane.objects.seal(piece.key, piece.step, payload, lane.memory(index))
             is_taken = lane.write(batch)
-            lane.counts.add("written" if is_taken else "failed", len(batch))
+            lane.count("written" if is_taken else "failed", len(batch))
             if not is_taken:
                 lane.guard.fail("it does not take what is written")
                 return False

@@ -16,12 +16,10 @@ from cachetree.metrics import Health, health_of
 from cachetree.planning import Match, PairProfile, Plan, Profiles, Weighed, weigh
 from cachetree.transport import Source
 from sglang_droidspeak.engine import asking, prefixes
-from sglang_droidspeak.request.considered import considered_of
 from sglang_droidspeak.request.labels import Told
-from sglang_droidspeak.request.meta_info import RequestProvenance, outcome_of
+from sglang_droidspeak.request.meta_info import KEY, RequestProvenance, outcome_of
 from sglang_droidspeak.request.outcomes import advice_on
 from sglang_droidspeak.request.planner import Planned, Price
-from sglang_droidspeak.start.peers import KEY
 
 if TYPE_CHECKING:
     from cachetree import Cache
@@ -213,7 +211,7 @@ class Answers:
             outcome = RequestProvenance(outcome=outcome_of(planned.plan))
         else:
             outcome = RequestProvenance(outcome=planned.outcome, detail=planned.detail or None)
-        return Told(outcome, len(question.input_ids), considered_of(req))
+        return Told(outcome, len(question.input_ids), planned.considered)
 
     def _lora_id(self, name: str | None) -> str | None:
         if name is None:

@@ -16,7 +16,7 @@ from cachetree import FetchError, Location, is_pool
 from cachetree.planning import Reason
 from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.request.controls import parse_controls
-from sglang_droidspeak.request.labels import must_stay_exact
+from sglang_droidspeak.request.labels import consider, must_stay_exact
 from sglang_droidspeak.request.meta_info import RequestProvenance
 from sglang_droidspeak.request.planner import UNMEASURED_S, Declined, Planned
 from sglang_droidspeak.request.request import Phase, Request
@@ -87,7 +87,7 @@ class Decisions:
         mine: list[_Decision] = []
         for it in seen:
             if it.phase != Phase.SEEN:
-                told = replace(it.planned, demand=None) if it.is_waiting else None
+                told = replace(it.planned, considered=None) if it.is_waiting else None
                 mine.append((it.req.rid, prefixes.is_approximate(it.req), told))
         by_rid = {it.req.rid: it for it in seen}
         for rid, is_approximate, planned in self._ranks.share(mine, list[_Decision]):
@@ -137,6 +137,7 @@ class Decisions:
         """Take up a plan, or wait for another request; else why there is none."""
         req = request.req
         planned = self._planner.plan(req, request.pages, tree, num_waiting)
+        consider(req, planned.considered)
         if isinstance(planned, Planned) and not planned.plan.is_exact and must_stay_exact(req):
             planned = Declined(Reason.SLOWER.value, "it is exact so far")
         if isinstance(planned, Declined) and planned.may_be_approximate:

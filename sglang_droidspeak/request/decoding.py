@@ -22,37 +22,21 @@ class Decoder:
     so much of it is made ahead."""
 
     def __init__(self) -> None:
-        self._held_bytes = 0
+        self._bytes: dict[Future[torch.Tensor], int] = {}
         # One thread, made when first needed: it computes beside the forward that runs.
         self._thread: Final = ThreadPoolExecutor(1, thread_name_prefix="droidspeak-decoder")
 
-    def begin(self, num_bytes: int, decode: Callable[[], torch.Tensor]) -> Decoding | None:
+    def begin(
+        self, num_bytes: int, decode: Callable[[], torch.Tensor]
+    ) -> Future[torch.Tensor] | None:
         """None while what others hold leaves no room. `decode` runs on the decoder's thread."""
-        if self._held_bytes and self._held_bytes + num_bytes > _MOST_BYTES:
+        if self._bytes and sum(self._bytes.values()) + num_bytes > _MOST_BYTES:
             return None
-        self._held_bytes += num_bytes
-        return Decoding(self._thread.submit(decode), lambda: self._end(num_bytes))
+        rows = self._thread.submit(decode)
+        self._bytes[rows] = num_bytes
+        return rows
 
-    def _end(self, num_bytes: int) -> None:
-        self._held_bytes -= num_bytes
-
-
-class Decoding:
-    """E of one layer of one request, until `end`."""
-
-    def __init__(self, rows: Future[torch.Tensor], end: Callable[[], None]) -> None:
-        self._rows: Final = rows
-        self._end: Final = end
-
-    @property
-    def is_over(self) -> bool:
-        return self._rows.done()
-
-    def rows(self) -> torch.Tensor:
-        """Blocks until it is over; raises what went wrong."""
-        return self._rows.result()
-
-    def end(self) -> None:
-        """Nobody reads it any more."""
-        self._rows.cancel()
-        self._end()
+    def end(self, rows: Future[torch.Tensor]) -> None:
+        """Nobody reads them any more."""
+        rows.cancel()
+        del self._bytes[rows]

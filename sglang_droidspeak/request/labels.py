@@ -12,7 +12,6 @@ import msgspec
 
 from sglang_droidspeak.engine.names import FINISH_ABORT, is_health_check_generate_req
 from sglang_droidspeak.engine.prefixes import tenant_of
-from sglang_droidspeak.request.considered import considered_of
 from sglang_droidspeak.request.meta_info import KEY, RequestProvenance
 from sglang_droidspeak.request.traces import UNTRACED, Traces
 
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("droidspeak.request")
 
 _LABEL: Final = "droidspeak_label"
-_TOLD: Final = "droidspeak_told"
 _MAX_WARMED: Final = 256
 """Prompts with `n` above 1 that are answered at the same time."""
 MAX_TOLD: Final = 1000
@@ -66,16 +64,17 @@ class Labels:
 
     def note(self, req: Req, provenance: RequestProvenance) -> None:
         """What is known so far; the last word counts, and none once the request has its label."""
-        if not _is_told(req):
-            _label_of(req).provenance = provenance
+        label = _label_of(req)
+        if not label.is_told:
+            label.provenance = provenance
             self.traces.noted(req, provenance)
 
     def read(self, reqs: Sequence[Req], marks: torch.Tensor) -> None:
         """A prefill of these requests is about to run; `marks` says, on the host once it has, which
         of them read approximate KV."""
-        for row, req in enumerate(reqs):
-            if not _is_told(req):
-                _label_of(req).mark = marks[row]
+        for row, label in enumerate(map(_label_of, reqs)):
+            if not label.is_told:
+                label.mark = marks[row]
 
     def report(self, reqs: Sequence[Req], skip_req: Req | None = None) -> None:
         """Before SGLang sends what is new of these.
@@ -83,7 +82,7 @@ class Labels:
         `skip_req` has not been prefilled to its end; what was retracted meanwhile will be again.
         """
         # Of a batch that decodes all are told: this is all that it costs.
-        for req in [req for req in reqs if not getattr(req, _TOLD, False)]:
+        for req in [req for req in reqs if not _label_of(req).is_told]:
             if not (req is skip_req or req.is_retracted):
                 ended = req.finished_reason or req.to_finish
                 self._tell(req, is_aborted=isinstance(ended, FINISH_ABORT))
@@ -95,9 +94,9 @@ class Labels:
 
     def _tell(self, req: Req, *, is_aborted: bool) -> None:
         label, params = _label_of(req), req.sampling_params
-        if _is_told(req):
+        if label.is_told:
             return
-        setattr(req, _TOLD, True)
+        label.is_told = True
         if is_health_check_generate_req(req):
             return
         told = label.provenance
@@ -114,7 +113,7 @@ class Labels:
             label.mark = None
         told = msgspec.structs.replace(told, exact=label.mark is None)
         self.metrics.count_outcome(told.outcome, exact=told.exact)
-        self._keep(req.rid, Told(told, len(req.origin_input_ids), considered_of(req)))
+        self._keep(req.rid, Told(told, len(req.origin_input_ids), label.considered))
         _write(req.rid, told)
         req.customized_info = {**(req.customized_info or {}), KEY: [msgspec.to_builtins(told)]}
 
@@ -131,10 +130,9 @@ class _Label:
     provenance: RequestProvenance
     mark: torch.Tensor | None = None
     """Whether its prompt's KV is approximate; None while none is."""
-
-
-def _is_told(req: Req) -> bool:
-    return getattr(req, _TOLD, False)
+    considered: Considered | None = None
+    is_told: bool = False
+    """Its request was answered: nothing of it changes any more."""
 
 
 def _label_of(req: Req) -> _Label:
@@ -147,7 +145,13 @@ def _label_of(req: Req) -> _Label:
 
 def must_stay_exact(req: Req) -> bool:
     """Whether it was told to be exact, and retracted since."""
-    return _is_told(req) and _label_of(req).mark is None
+    label = _label_of(req)
+    return label.is_told and label.mark is None
+
+
+def consider(req: Req, considered: Considered | None) -> None:
+    """What its plan, or that there is none, was chosen from; the last word counts."""
+    _label_of(req).considered = considered
 
 
 def _prompt(req: Req) -> Hashable:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from sglang_droidspeak.request.request import Request
 
 KEY = "droidspeak"
+"""In `/server_info`, too."""
 
 
 class RequestProvenance(msgspec.Struct, frozen=True, kw_only=True):

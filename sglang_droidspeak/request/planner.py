@@ -31,14 +31,14 @@ from cachetree.planning import (
     recompute_s,
     saving_s,
 )
+from cachetree.transport import PeerState
 from sglang_droidspeak.engine import prefixes
-from sglang_droidspeak.request.considered import consider
 from sglang_droidspeak.request.controls import Controls, parse_controls
-from sglang_droidspeak.start.peers import not_ready
 from sglang_droidspeak.store.pool import Held, PoolIndex, pool_of
 
 if TYPE_CHECKING:
     from cachetree import Cache
+    from cachetree.transport import Source
     from sglang_droidspeak.adapters.models import Models, Owner
     from sglang_droidspeak.cost import Meter
     from sglang_droidspeak.engine.names import Req, UnifiedRadixCache
@@ -66,9 +66,15 @@ class Planned:
     by name infinite."""
     step_share: float
     """How much of SGLang's tokens of one step a token takes whose layers are recomputed."""
-    demand: Demand | None = None
-    """What the plan answers, and the server may think again about; None where it was asked for by
-    name, or another rank made it, which thinks for all."""
+    considered: Considered | None = None
+    """What it was chosen from; None where another rank made it."""
+
+    @property
+    def demand(self) -> Demand | None:
+        """What the plan answers, and the server may think again about; None where it was asked for
+        by name, or another rank made it, which thinks for all."""
+        is_optional = self.considered is not None and self.patience_s < math.inf
+        return self.considered.demand if is_optional else None
 
     @property
     def is_approximate(self) -> bool:
@@ -82,6 +88,8 @@ class Declined:
 
     outcome: str
     detail: str = ""
+    considered: Considered | None = None
+    """None where there was nothing to choose from."""
 
     @property
     def may_be_approximate(self) -> bool:
@@ -151,11 +159,11 @@ class Planner:
         )
         while True:
             costs = self._costs({it.location for it in matches})
-            consider(req, Considered(demand, matches, costs))
+            considered = Considered(demand, matches, costs)
             plan = choose(demand, matches, self.profiles, costs)
             if isinstance(plan, NoReuse):
                 log.debug("request %s: %s: %s", req.rid, plan.reason.value, plan.detail)
-                return Declined(plan.reason.value, plan.detail)
+                return Declined(plan.reason.value, plan.detail, considered)
             if not is_pool(plan.location) or self._pool.find(plan, pages, req, tree) is not None:
                 break
             matches = self._matches(req, pages)  # The note was wrong and is mended.
@@ -167,7 +175,7 @@ class Planner:
             is_experiment=self._is_experiment(requested),
             patience_s=_patience_s(plan, demand, costs) if is_optional else math.inf,
             step_share=self._step_share(plan),
-            demand=demand if is_optional else None,
+            considered=considered,
         )
 
     def still_saves(self, plan: Plan, demand: Demand, held: Held) -> bool:
@@ -274,6 +282,12 @@ class Planner:
         notice_s = 0.0 if location == LOCAL else self._meter.notice_s
         copy_byte_s = self._meter.copy_byte_s
         return replace(found, fixed_s=found.fixed_s + notice_s, copy_byte_s=copy_byte_s)
+
+
+def not_ready(sources: Sequence[Source]) -> str:
+    """Such as `1 of 2 peers not ready`; empty where all are."""
+    num_late = sum(it.state != PeerState.READY for it in sources)
+    return f"{num_late} of {len(sources)} peers not ready" if num_late else ""
 
 
 def _patience_s(plan: Plan, demand: Demand, costs: Costs) -> float:

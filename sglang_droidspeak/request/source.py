@@ -18,11 +18,12 @@ from cachetree.memory import cut
 from sglang_droidspeak.request.decoding import Decoder
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     import torch
 
     from cachetree import Cache, Plan, Staging
     from sglang_droidspeak.engine.names import Req, UnifiedRadixCache
-    from sglang_droidspeak.request.decoding import Decoding
     from sglang_droidspeak.start.this_server import ThisServer
     from sglang_droidspeak.store.pool import PoolIndex, PoolPages
     from sglang_droidspeak.store.rows import ServerPool
@@ -189,17 +190,16 @@ class StagedForHost(Staged):
         """Of a plan that begins with E."""
         super().__init__(plan, pool, staging)
         self._decoder: Final = decoder
-        self._decoding: Decoding | None = None
+        self._decoded: Future[torch.Tensor] | None = None
 
     @property
     def arrival(self) -> Arrival:
-        is_decoded = self._decoding is not None and self._decoding.is_over
-        return replace(super().arrival, has_e=is_decoded)
+        return replace(super().arrival, has_e=self._decoded is not None and self._decoded.done())
 
     def progress(self) -> Arrival:
         arrival = super().progress()
-        if self._decoding is None and super().arrival.has_e:
-            self._decoding = self._begin()
+        if self._decoded is None and super().arrival.has_e:
+            self._decoded = self._begin()
         if arrival.has_e:
             self._rows()
         return arrival
@@ -210,20 +210,20 @@ class StagedForHost(Staged):
 
     def release(self) -> None:
         super().release()
-        decoding, self._decoding = self._decoding, None
-        if decoding is not None:
-            decoding.end()
+        decoded, self._decoded = self._decoded, None
+        if decoded is not None:
+            self._decoder.end(decoded)
 
-    def _begin(self) -> Decoding | None:
+    def _begin(self) -> Future[torch.Tensor] | None:
         (layer,), like = self._plan.transition_layers, self._pool.e_pool.no_rows
         runs = list(self.staging.views(Step(Kind.E, layer)))
         num_bytes = len(self._plan.pages) * self._pool.page_size * like.shape[1] * like.itemsize
         return self._decoder.begin(num_bytes, lambda: self._pool.coding.load(runs, like))
 
     def _rows(self) -> torch.Tensor:
-        assert self._decoding is not None, "not ready"
+        assert self._decoded is not None, "not ready"
         try:
-            return self._decoding.rows()
+            return self._decoded.result()
         except Exception as exc:
             raise FetchError(f"E could not be decoded: {exc}") from exc
 

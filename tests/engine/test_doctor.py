@@ -24,7 +24,7 @@ from sglang_droidspeak.cli.checks import Check, break_even_byte_s
 from sglang_droidspeak.engine import probe
 from sglang_droidspeak.fleet.servers import free_port
 from sglang_droidspeak.request.answers import Answers
-from sglang_droidspeak.start.peers import KEY
+from sglang_droidspeak.request.meta_info import KEY
 
 NEAR = {"address": FAR, "state": "ready", "reason": ""}
 ROOT = Path(__file__).resolve().parents[2]

@@ -25,10 +25,14 @@ from sglang_droidspeak.cli import main
 from sglang_droidspeak.cli.explain import lines
 from sglang_droidspeak.engine import asking
 from sglang_droidspeak.request.answers import Answers, explained
-from sglang_droidspeak.request.considered import consider, considered_of
-from sglang_droidspeak.request.labels import MAX_MATCHES, MAX_TOLD, Labels, Told
-from sglang_droidspeak.request.meta_info import RequestProvenance
-from sglang_droidspeak.start.peers import KEY
+from sglang_droidspeak.request.labels import (
+    MAX_MATCHES,
+    MAX_TOLD,
+    Labels,
+    Told,
+    consider,
+)
+from sglang_droidspeak.request.meta_info import KEY, RequestProvenance
 
 MARK = asking._MARK
 SLOW = replace(MEASURED, links={FAR: Link(byte_s=1e-7)})
@@ -94,9 +98,9 @@ def test_an_aborted_request_is_explained(labels: Labels) -> None:
     ],
 )
 def test_what_a_request_was_chosen_from(told: Any, outcome: str, reasons: set[str] | None) -> None:
-    planner, found = planned(**told)
+    _, found = planned(**told)
     assert getattr(found, "outcome", "plan") == outcome
-    seen = considered_of(planner.asked)
+    seen = found.considered
     if reasons is None:
         assert seen is None
         return

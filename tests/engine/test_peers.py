@@ -24,8 +24,9 @@ from cachetree.transport import WorkerConfig
 from sglang_droidspeak.adapters.models import Owner
 from sglang_droidspeak.cli import main
 from sglang_droidspeak.fleet.servers import free_port
-from sglang_droidspeak.request.planner import Planner
-from sglang_droidspeak.start.peers import KEY, mark_log, not_ready
+from sglang_droidspeak.linker import mark_log
+from sglang_droidspeak.request.meta_info import KEY
+from sglang_droidspeak.request.planner import Planner, not_ready
 
 FAMILY = Family(
     architecture="LlamaForCausalLM",

@@ -163,12 +163,11 @@ def test_models_are_known_by_content(model: Path, tmp_path: Path) -> None:
     models.add("l", lower)
     assert models.first_differences(None) == {"upper": 2, "lower": 1}
     assert models.first_differences("u") == {BASE: 2, "lower": 1}
-    assert models.lora_ids == {BASE: None, "upper": "u", "lower": "l"}
     models.add("twin", lower)
     models.drop("l")
-    assert models.lora_ids["lower"] == "twin"
+    assert (models.of("l"), models.of("twin")) == (None, "lower")
+    assert models.first_differences(None) == {"upper": 2, "lower": 1}
     models.drop("twin")
-    assert "lower" not in models.lora_ids
     assert (models.of("l"), models.first_differences(None)) == (None, {"upper": 2})
 
 

@@ -377,7 +377,7 @@ def test_other_ranks_are_told_a_plan_and_not_what_it_was_chosen_by() -> None:
     ranks = SimpleNamespace(
         is_first=True, share=lambda it, _kind: told.append(it) or it, least=lambda it: it
     )
-    planner = planner_of(patience_s=1e3, demand=object())
+    planner = planner_of(patience_s=1e3, considered=SimpleNamespace(demand=object()))
     waiting = waiting_on(SilentCache(), [], planner=planner, ranks=ranks)
     req, tree = request(), None
     waiting.look([req], tree, is_decoding=False)  # type: ignore[arg-type]
@@ -415,7 +415,7 @@ def test_what_no_longer_pays_when_it_has_come_takes_a_full_prefill(
     notes: list[RequestProvenance] = []
     cache, req, asked = SilentCache(), request(), []
     demand: Any = object() if is_optional else None
-    planner = planner_of(patience_s=1e3, demand=demand)
+    planner = planner_of(patience_s=1e3, considered=SimpleNamespace(demand=demand))
     planner.still_saves = lambda *args: asked.append(args) or pays
     pool = SimpleNamespace(has_approximate=False, held=lambda *_: "held")
     waiting = waiting_on(cache, notes, planner=planner, pool=pool)

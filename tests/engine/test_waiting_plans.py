@@ -136,7 +136,10 @@ def test_who_was_told_to_be_exact_is_told_why_it_reads_nothing() -> None:
 
 def test_what_has_come_is_planned_again_with_what_the_device_has() -> None:
     cache, req = Asked(held=Held(2, 0)), request()
-    planner = planner_of(**WANTED | {"is_experiment": False}, demand=object())
+    planner = planner_of(
+        **WANTED | {"is_experiment": False, "patience_s": 1e3},
+        considered=SimpleNamespace(demand=object()),
+    )
     asked: list[Any] = []
     planner.still_saves = lambda _plan, _demand, held: asked.append(held) or True
     waiting, _ = waiting_with(cache, planner=planner)
