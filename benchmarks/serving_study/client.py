@@ -1,0 +1,110 @@
+"""Sends requests when they are due, whether or not earlier ones were answered (an open loop)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import msgspec
+
+TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ask:
+    """One request that is due."""
+
+    at_s: float
+    """From the start of the run."""
+    url: str
+    document: int
+    tokens: Sequence[int]
+    num_new: int
+    """Tokens to generate."""
+    controls: Mapping[str, Any] | None
+    """Of the extension; None where the server has none."""
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """One request that was answered; times in seconds from the start of the run."""
+
+    document: int
+    replica: str
+    due_s: float
+    sent_s: float
+    tokens_s: list[float]
+    """When each token was here; the first tells the TTFT."""
+    output_ids: list[int]
+    cached_tokens: int
+    outcome: str
+    """The extension's, or `none` where a server has no extension."""
+    reused_tokens: int = 0
+    recomputed_layers: int = 0
+
+    @property
+    def ttft_s(self) -> float:
+        """From when it was due: what a client that waited for its turn would feel."""
+        return self.tokens_s[0] - self.due_s
+
+    @property
+    def latency_s(self) -> float:
+        return self.tokens_s[-1] - self.due_s
+
+    @property
+    def lag_s(self) -> float:
+        """How late this client was."""
+        return self.sent_s - self.due_s
+
+
+def run(asks: Sequence[Ask]) -> list[Answer]:
+    """In the order asked. Raises aiohttp.ClientError where a server fails one."""
+    return asyncio.run(_run(asks))
+
+
+async def _run(asks: Sequence[Ask]) -> list[Answer]:
+    limits = aiohttp.TCPConnector(limit=0)
+    timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
+    async with aiohttp.ClientSession(
+        connector=limits, timeout=timeout, raise_for_status=True
+    ) as session:
+        started_s = time.perf_counter()
+        return await asyncio.gather(*(_send(session, ask, started_s) for ask in asks))
+
+
+async def _send(session: aiohttp.ClientSession, ask: Ask, started_s: float) -> Answer:
+    params: dict[str, Any] = {
+        "temperature": 0,
+        "max_new_tokens": ask.num_new,
+        "ignore_eos": True,
+    }
+    if ask.controls is not None:
+        params["custom_params"] = {"droidspeak": dict(ask.controls)}
+    body = {"input_ids": list(ask.tokens), "stream": True, "sampling_params": params}
+    await asyncio.sleep(started_s + ask.at_s - time.perf_counter())
+    sent_s = time.perf_counter() - started_s
+    tokens_s: list[float] = []
+    last: dict[str, Any] = {}
+    async with session.post(f"{ask.url}/generate", json=body) as reply:
+        async for line in reply.content:
+            if line.startswith(b"data: {"):
+                last = json.loads(line.removeprefix(b"data: "))
+                now_s = time.perf_counter() - started_s
+                tokens_s += [now_s] * (len(last["output_ids"]) - len(tokens_s))
+    said = (last["meta_info"].get("droidspeak") or [{"outcome": "none"}])[0]
+    return Answer(
+        document=ask.document,
+        replica=ask.url,
+        due_s=round(ask.at_s, 5),
+        sent_s=round(sent_s, 5),
+        tokens_s=[round(at_s, 5) for at_s in tokens_s],
+        output_ids=last["output_ids"],
+        cached_tokens=last["meta_info"]["cached_tokens"],
+        outcome=said["outcome"],
+        reused_tokens=said.get("reused_tokens", 0),
+        recomputed_layers=said.get("recomputed_layers", 0),
+    )

@@ -1,0 +1,100 @@
+"""What a run of requests says: percentiles with intervals, goodput, and the queue that theory has.
+
+Names are those of `sglang.benchmark.serving` where it has one.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from scipy.stats import bootstrap
+
+from .client import Answer
+
+PERCENTILES = (50, 90, 99)
+CONFIDENCE = 0.95
+ATTAINED = 0.9
+"""Share of requests within the target from which a rate counts as served."""
+
+
+def trimmed(answers: Sequence[Answer], share: float = 0.1) -> list[Answer]:
+    """Without the first ones, which find an empty queue."""
+    return list(answers[int(share * len(answers)) :])
+
+
+def summary(answers: Sequence[Answer], rate: float, target_s: float) -> dict[str, Any]:
+    """`rate` is what was offered, requests per second; `target_s` of the TTFT."""
+    span_s = max(it.tokens_s[-1] for it in answers) - min(it.due_s for it in answers)
+    gaps = [b - a for it in answers for a, b in zip(it.tokens_s, it.tokens_s[1:], strict=False)]
+    good = sum(it.ttft_s <= target_s for it in answers)
+    return {
+        "request_rate": rate,
+        "completed": len(answers),
+        "request_throughput": len(answers) / span_s,
+        "request_goodput": good / span_s,
+        "attainment": good / len(answers),
+        "ttft_target_ms": 1000 * target_s,
+        **_percentiles("ttft_ms", [it.ttft_s for it in answers]),
+        **_percentiles("itl_ms", gaps),
+        **_percentiles("e2e_latency_ms", [it.latency_s for it in answers]),
+        "p99_send_lag_ms": 1000 * float(np.percentile([it.lag_s for it in answers], 99)),
+        "cached_tokens": sum(it.cached_tokens for it in answers),
+        "reused_tokens": sum(it.reused_tokens for it in answers),
+        "recomputed_layers": dict(Counter(str(it.recomputed_layers) for it in answers)),
+        "outcomes": dict(Counter(it.outcome for it in answers)),
+    }
+
+
+def _percentiles(name: str, values_s: Sequence[float]) -> dict[str, Any]:
+    """Each with its interval, in ms."""
+    found: dict[str, Any] = {}
+    for percent in PERCENTILES:
+        key = f"{'median' if percent == 50 else f'p{percent}'}_{name}"
+        found[key] = 1000 * float(np.percentile(values_s, percent))
+        found[f"{key}_interval"] = [1000 * it for it in _interval(values_s, percent)]
+    return found
+
+
+def _interval(values_s: Sequence[float], percent: float) -> tuple[float, float]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Of values that are all alike.
+        found = bootstrap(
+            (np.asarray(values_s),),
+            lambda sample, axis: np.percentile(sample, percent, axis=axis),
+            n_resamples=500,
+            confidence_level=CONFIDENCE,
+            method="percentile",
+            rng=0,
+        ).confidence_interval
+    return float(found.low), float(found.high)
+
+
+def mean_wait_s(per_s: float, services_s: Sequence[float]) -> float | None:
+    """Of a queue with Poisson arrivals and one server (M/G/1, Pollaczek and Khinchine):
+    λ E[S²] / 2 (1 - ρ); None where it grows without end."""
+    services = np.asarray(services_s)
+    load = per_s * services.mean()
+    if load >= 1:
+        return None
+    return float(per_s * (services**2).mean() / (2 * (1 - load)))
+
+
+def served_rate(rows: Sequence[dict[str, Any]]) -> float:
+    """The highest rate at which `ATTAINED` of the requests kept the target, between the measured
+    rates on a straight line; 0 where none did."""
+    ordered = sorted(rows, key=lambda row: row["request_rate"])
+    best = 0.0
+    for at, row in enumerate(ordered):
+        if row["attainment"] >= ATTAINED:
+            best = row["request_rate"]
+            continue
+        if at and ordered[at - 1]["attainment"] >= ATTAINED:
+            before = ordered[at - 1]
+            part = (before["attainment"] - ATTAINED) / (before["attainment"] - row["attainment"])
+            best = before["request_rate"] + part * (row["request_rate"] - before["request_rate"])
+        break
+    return best

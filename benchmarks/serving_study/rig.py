@@ -1,0 +1,230 @@
+"""Real servers: replicas of a receiver, with the extension and without, and a worker beside them.
+
+A sender reads every document once and stores it in the worker, then ends. Replicas of the receiver
+with the extension read from the worker; as many run SGLang alone. Each computes with one thread.
+Requests go to the replicas of one kind in turns.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from cachetree import Cache, CacheConfig, Family
+from cachetree.checkpoint import read_model_identity
+from cachetree.planning import PROFILE_VERSION, BlockQuality, PairProfile, write_profile
+from cachetree.tree import page_hashes
+from profiles.random_models import random_prompt, shape, write_models
+from sglang_droidspeak.fleet.servers import Server, ServerSpec, WorkerSpec, free_port, running
+
+from .client import Ask
+
+PAGE = 16
+STORED_S = 60.0
+
+
+class Size(msgspec.Struct, frozen=True, kw_only=True):
+    """Of the models, of what they are asked, and for how long."""
+
+    layers: int
+    hidden: int
+    heads: int
+    block: tuple[int, int]
+    """What the receiver recomputes; half of the layers more where there is time."""
+    wide_block: tuple[int, int]
+    num_replicas: int
+    num_documents: int
+    document_tokens: int
+    question_tokens: int
+    new_tokens: int
+    num_requests: int
+    """Of each contender at each rate."""
+    loads: tuple[float, ...]
+    """Rates, as shares of what the replicas can do at most by full prefill."""
+    more_loads: tuple[float, ...]
+    """Further ones for contenders that reuse."""
+    burst_loads: tuple[float, ...]
+    """Of runs whose rate doubles or comes in bursts."""
+
+    @property
+    def pool_tokens(self) -> int:
+        """Fewer than half of the documents, so that no replica has one in its own cache when it
+        comes again."""
+        return int(0.4 * self.num_documents * (self.document_tokens + self.question_tokens))
+
+
+FULL = Size(
+    layers=12,
+    hidden=768,
+    heads=12,
+    block=(4, 7),
+    wide_block=(2, 9),
+    num_replicas=2,
+    num_documents=48,
+    document_tokens=500,
+    question_tokens=24,
+    new_tokens=8,
+    num_requests=100,
+    loads=(0.3, 0.6, 0.9, 1.1),
+    more_loads=(2.0, 3.5),
+    burst_loads=(0.4, 0.7),
+)
+QUICK = Size(
+    layers=6,
+    hidden=256,
+    heads=4,
+    block=(2, 4),
+    wide_block=(2, 5),
+    num_replicas=1,
+    num_documents=12,
+    document_tokens=256,
+    question_tokens=16,
+    new_tokens=4,
+    num_requests=12,
+    loads=(0.5,),
+    more_loads=(),
+    burst_loads=(0.4,),
+)
+
+
+@dataclass(frozen=True)
+class Rig:
+    size: Size
+    alone: Sequence[Server]
+    """SGLang without the extension."""
+    reusing: Sequence[Server]
+    documents: Sequence[Sequence[int]]
+    """Each with its question."""
+
+    def ask(
+        self, number: int, document: int, at_s: float, controls: Mapping[str, Any] | None
+    ) -> Ask:
+        """The `number`th request: replicas take turns; None asks SGLang alone."""
+        replicas = self.alone if controls is None else self.reusing
+        return Ask(
+            at_s=at_s,
+            url=replicas[number % len(replicas)].url,
+            document=document,
+            tokens=self.documents[document],
+            num_new=self.size.new_tokens,
+            controls=controls,
+        )
+
+    def flush(self) -> None:
+        for server in (*self.alone, *self.reusing):
+            server.flush()
+
+
+@contextmanager
+def rig(folder: Path, size: Size, say: Callable[[str], None]) -> Iterator[Rig]:
+    config = shape(
+        "llama", layers=size.layers, hidden=size.hidden, heads=size.heads, kv_heads=size.heads
+    )
+    sender, receiver = write_models(folder, config, ["sender", "receiver"])
+    profile = folder / "profile.json"
+    write_profile(_profile(sender, receiver, size), profile)
+    options = {
+        "dtype": "float32",
+        "page-size": PAGE,
+        "max-running-requests": 8,
+        "chunked-prefill-size": 4096,
+        "device": "cpu",
+        "sleep-on-idle": True,
+    }
+    small = {**options, "max-total-tokens": max(1024, size.pool_tokens)}
+    settings = {"host_gb": 0, "gate": "off", "profiles": [str(profile)], "fetch_deadline_s": 60}
+    prompts = [random_prompt(size.document_tokens, seed=i) for i in range(size.num_documents)]
+    listen = f"tcp://127.0.0.1:{free_port()}"
+    e_layers = sorted({size.block[0], size.wide_block[0]})
+    worker = WorkerSpec(config=_worker(receiver, size, listen))
+    sends = {"push_to": [listen], "capture_layers": e_layers, "host_gb": 1}
+    replicas = {
+        name: [
+            ServerSpec(model=receiver, name=f"{name}-{i}", options=small, droidspeak=droidspeak)
+            for i in range(size.num_replicas)
+        ]
+        for name, droidspeak in (("alone", None), ("reusing", {**settings, "peers": [listen]}))
+    }
+    writing = ServerSpec(
+        model=sender,
+        name="sender",
+        options={**options, "max-total-tokens": 8192},
+        droidspeak=sends,
+    )
+    one_thread = {"OMP_NUM_THREADS": "1"}
+    specs = (writing, *replicas["alone"], *replicas["reusing"])
+    say("servers start")
+    with (
+        running(worker, folder=folder / "worker"),
+        running(*specs, folder=folder / "logs", env=one_thread) as (server, *others),
+    ):
+        say("the sender reads every document")
+        for prompt in prompts:
+            server.generate(prompt, max_new_tokens=1)
+        _until_stored(receiver, listen, prompts)
+        server.stop()
+        asked = [
+            [*prompt, *random_prompt(size.question_tokens, seed=9000 + i)]
+            for i, prompt in enumerate(prompts)
+        ]
+        yield Rig(size, others[: size.num_replicas], others[size.num_replicas :], asked)
+
+
+def _worker(model: Path, size: Size, listen: str) -> dict[str, Any]:
+    row_bytes = size.hidden * 4
+    token_bytes = row_bytes * (2 * size.layers + 2)
+    return {
+        "family": {"model": str(model), "kv_dtype": "float32", "page_size": PAGE},
+        "cache": {
+            "host_bytes": int(1.3 * token_bytes * size.num_documents * size.document_tokens),
+            "worker": {"listen": listen},
+        },
+    }
+
+
+def _profile(sender: Path, receiver: Path, size: Size) -> PairProfile:
+    """Made up: two blocks, of which the wider one answers a little better."""
+    blocks = tuple(
+        BlockQuality(start=start, stop=stop, quality=quality)
+        for (start, stop), quality in ((size.wide_block, 0.9), (size.block, 0.88))
+    )
+    return PairProfile(
+        version=PROFILE_VERSION,
+        sender=read_model_identity(sender),
+        receiver=read_model_identity(receiver),
+        metric="f1",
+        data_sha256="0" * 64,
+        num_questions=100,
+        sender_quality=0.1,
+        full_prefill_quality=0.9,
+        full_reuse_quality=0.2,
+        tolerance=0.05,
+        blocks=blocks,
+        recommended=blocks[-1],
+        passed=True,
+        reason="made up for models of random weights",
+    )
+
+
+def _until_stored(model: Path, address: str, prompts: Sequence[Sequence[int]]) -> None:
+    family = Family.of(
+        read_model_identity(model),
+        model_dtype="float32",
+        kv_dtype="float32",
+        page_size=PAGE,
+        tp_size=1,
+        tp_rank=0,
+    )
+    deadline = time.monotonic() + STORED_S
+    with Cache(family, CacheConfig(peers=(address,), serves=False)) as cache:
+        for prompt in prompts:
+            pages = page_hashes(prompt, PAGE)
+            while not any(it.num_pages == len(pages) for it in cache.match(pages)):
+                assert time.monotonic() < deadline, "the worker did not get every document"
+                time.sleep(0.05)

@@ -1,0 +1,194 @@
+"""Which studies there are, and what each compares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from .arrivals import at_rate, gamma, poisson, shuffled_rounds, stepped
+from .client import Answer, run
+from .measures import mean_wait_s, served_rate, summary, trimmed
+from .rig import Rig
+
+ALONE = "SGLang alone"
+SEED = 7
+TARGET = 2.0
+"""Times the TTFT of a full prefill on an idle server."""
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Idle:
+    """What each contender takes and says while nobody else asks."""
+
+    rig: Rig
+    contenders: Mapping[str, Mapping[str, Any] | None]
+    """Name to controls of the extension; None is SGLang alone. Two blocks: the wider one answers a
+    little better."""
+    answers: Mapping[str, Sequence[Answer]]
+    """One of every document."""
+    target_s: float
+    """Of the TTFT."""
+
+    @property
+    def capacity_per_s(self) -> float:
+        """The most that all replicas can do by full prefill, one prompt after the other."""
+        return self.rig.size.num_replicas / float(np.mean(self.services_s(ALONE)))
+
+    def services_s(self, name: str) -> list[float]:
+        return [answer.latency_s for answer in self.answers[name]]
+
+    def summary(self) -> dict[str, Any]:
+        means = {name: float(np.mean(self.services_s(name))) for name in self.contenders}
+        return {
+            "capacity_per_s": self.capacity_per_s,
+            "ttft_target_ms": 1000 * self.target_s,
+            "idle_ttft_ms": {name: _mean_ttft_ms(of) for name, of in self.answers.items()},
+            "idle_latency_ms": {name: 1000 * of for name, of in means.items()},
+            "bound": {name: means[ALONE] / of for name, of in means.items()},
+        }
+
+
+@dataclass(frozen=True)
+class Found:
+    """What is kept of a study."""
+
+    summary: Mapping[str, Any]
+    requests: Sequence[Mapping[str, Any]]
+    """Every one that was sent: `client.Answer`, whose and at which load."""
+
+
+def measure_idle(it: Rig, say: Say) -> Idle:
+    """Raises AssertionError where a contender that should reuse does not."""
+    (start, stop), (wide_start, wide_stop) = it.size.block, it.size.wide_block
+    answers = {ALONE: _answers_when_idle(it, None, say)}
+    target_s = TARGET * float(np.median([answer.ttft_s for answer in answers[ALONE]]))
+    contenders: dict[str, Mapping[str, Any] | None] = {
+        ALONE: None,
+        "full reuse": {"block": "none"},
+        "block": {"block": f"{start}:{stop}"},
+        "wide block": {"block": f"{wide_start}:{wide_stop}"},
+        "adaptive": {"ttft_target_ms": 1000 * target_s},
+    }
+    for name, controls in contenders.items():
+        if controls is not None:
+            answers[name] = _answers_when_idle(it, controls, say)
+            outcomes = {answer.outcome for answer in answers[name]}
+            assert outcomes == {"reused"}, f"{name}: {outcomes}"
+    return Idle(it, contenders, answers, target_s)
+
+
+def poisson_arrivals(idle: Idle, say: Say) -> Found:
+    """S15: Poisson arrivals, each for one of a shared set of documents; two replicas in turns.
+
+    One replica serves one prompt after the other, so the most that reuse can gain in throughput is
+    what it saves of a request's whole service, decoding included (`bound`).
+    """
+    size = idle.rig.size
+    times_s = poisson(size.num_requests, SEED)
+    loads = (*size.loads, *size.more_loads)
+    streams = {load: at_rate(times_s, load * idle.capacity_per_s) for load in loads}
+    names = [name for name in idle.contenders if name != "wide block"]
+    rows, requests = _measure(idle, streams, names, say)
+    for name, of in rows.items():
+        for row in of:
+            wait_s = mean_wait_s(row["request_rate"] / size.num_replicas, idle.services_s(name))
+            row["mean_wait_ms_in_theory"] = None if wait_s is None else 1000 * wait_s
+    served = {name: served_rate(of) for name, of in rows.items()}
+    return Found({**idle.summary(), "served_per_s": served, "rows": rows}, requests)
+
+
+def bursts(idle: Idle, say: Say) -> Found:
+    """S21: requests beyond the TTFT target where the rate doubles in the middle of a run, and where
+    they come in bursts (gaps of a Gamma distribution, coefficient of variation 2).
+
+    Adaptive has the block and the wide block, of which the latter answers a little better.
+    """
+    size = idle.rig.size
+    names = [ALONE, "wide block", "adaptive"]
+    even, uneven = poisson(size.num_requests, SEED), gamma(size.num_requests, SEED, cv=2.0)
+    found: dict[str, Any] = {}
+    requests: list[dict[str, Any]] = []
+    for kind in ("step", "gamma"):
+        streams = {
+            load: stepped(even, load * idle.capacity_per_s, 2.0)
+            if kind == "step"
+            else at_rate(uneven, load * idle.capacity_per_s)
+            for load in size.burst_loads
+        }
+        found[kind], sent = _measure(idle, streams, names, say)
+        requests += [{"kind": kind, **it} for it in sent]
+    least = size.block[1] - size.block[0]
+    below = [
+        it
+        for it in requests
+        if it["arm"] == "adaptive" and it["reused_tokens"] and it["recomputed_layers"] < least
+    ]
+    return Found({**idle.summary(), "below_the_quality_floor": len(below), "rows": found}, requests)
+
+
+STUDIES: Mapping[str, Callable[[Idle, Say], Found]] = {"s15": poisson_arrivals, "s21": bursts}
+
+
+def _measure(
+    idle: Idle,
+    streams: Mapping[float, Sequence[float]],
+    names: Sequence[str],
+    say: Say,
+) -> tuple[dict[str, list[dict[str, Any]]], list[dict[str, Any]]]:
+    """Each contender at each load, and all requests; a load's stream is when its requests come.
+
+    SGLang alone is not asked for loads that only reuse can bear.
+    """
+    it = idle.rig
+    documents = shuffled_rounds(it.size.num_requests, it.size.num_documents, SEED)
+    rows: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    requests: list[dict[str, Any]] = []
+    for load, times_s in streams.items():
+        for name in names:
+            controls = idle.contenders[name]
+            if controls is None and load in it.size.more_loads:
+                continue
+            say(f"{name} at {load} of full prefill's capacity, {times_s[-1]:.0f} s")
+            it.flush()
+            due = zip(times_s, documents, strict=True)
+            asks = [it.ask(number, of, at_s, controls) for number, (at_s, of) in enumerate(due)]
+            answers = run(asks)
+            kept = trimmed(answers)
+            found = summary(kept, load * idle.capacity_per_s, idle.target_s)
+            alike = _share_alike(answers, idle)
+            rows[name].append(
+                {"load": load, **found, "mean_ttft_ms": _mean_ttft_ms(kept), "same_answers": alike}
+            )
+            requests += [{"arm": name, "load": load, **msgspec.to_builtins(it)} for it in answers]
+    return rows, requests
+
+
+def _answers_when_idle(it: Rig, controls: Mapping[str, Any] | None, say: Say) -> list[Answer]:
+    """To every document, one request after the other, nothing in a cache of its own; each replica
+    is asked once before, as a server's first requests are slow."""
+    say(f"an idle server, {controls or ALONE}")
+    it.flush()
+    for number in range(it.size.num_replicas):
+        run([it.ask(number, number, 0.0, controls)])
+    it.flush()
+    asks = [it.ask(of, of, 0.0, controls) for of in range(it.size.num_documents)]
+    return [answer for ask in asks for answer in run([ask])]
+
+
+def _share_alike(answers: Sequence[Answer], idle: Idle) -> float:
+    """Of the answers, how many are what an idle server says where it computes the same layers."""
+    right = {_what_was_done(it): it.output_ids for of in idle.answers.values() for it in of}
+    return sum(it.output_ids == right[_what_was_done(it)] for it in answers) / len(answers)
+
+
+def _what_was_done(it: Answer) -> tuple[int, bool, int]:
+    return it.document, it.reused_tokens > 0, it.recomputed_layers
+
+
+def _mean_ttft_ms(answers: Sequence[Answer]) -> float:
+    return 1000 * float(np.mean([it.ttft_s for it in answers]))

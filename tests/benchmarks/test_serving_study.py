@@ -1,0 +1,139 @@
+"""The serving study: its arithmetic, and all of it once on tiny servers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.serving_study.arrivals import at_rate, gamma, poisson, shuffled_rounds, stepped
+from benchmarks.serving_study.client import Answer
+from benchmarks.serving_study.measures import mean_wait_s, served_rate, summary, trimmed
+
+ROOT = Path(__file__).parents[2]
+
+
+def answer(due_s: float, ttft_s: float, *gaps_s: float, **more: object) -> Answer:
+    tokens_s = np.cumsum([due_s + ttft_s, *gaps_s]).tolist()
+    told = {"document": 0, "replica": "", "output_ids": [1], "cached_tokens": 0, "outcome": "none"}
+    return Answer(due_s=due_s, sent_s=due_s, tokens_s=tokens_s, **{**told, **more})
+
+
+def test_gaps_have_the_mean_and_the_spread_that_they_should() -> None:
+    for cv in (1.0, 2.0):
+        gaps = np.diff(gamma(200_000, seed=1, cv=cv))
+        assert gaps.mean() == pytest.approx(1, abs=0.02)
+        assert gaps.std() / gaps.mean() == pytest.approx(cv, abs=0.03)
+
+
+def test_two_rates_differ_in_the_pace_alone() -> None:
+    slow, fast = (at_rate(poisson(50, seed=3), rate) for rate in (1.0, 4.0))
+    assert [4 * time for time in fast] == pytest.approx(slow)
+    assert poisson(50, seed=3) != poisson(50, seed=4)
+
+
+def test_the_rate_doubles_in_the_middle() -> None:
+    even = poisson(40_000, seed=2)
+    times = np.array(stepped(even, 0.5, 2.0))
+    first, second = np.diff(times[:20_000]), np.diff(times[20_000:])
+    assert first.mean() == pytest.approx(2, rel=0.03)
+    assert second.mean() == pytest.approx(1, rel=0.03)
+    assert (np.diff(times) > 0).all()
+
+
+def test_every_document_is_read_before_one_is_read_again() -> None:
+    order = shuffled_rounds(25, 10, seed=5)
+    assert sorted(order[:10]) == sorted(order[10:20]) == list(range(10))
+    assert order[:10] != order[10:20]
+    assert len(order) == 25
+
+
+@pytest.mark.parametrize("load", [0.3, 0.7])
+def test_the_wait_of_theory_is_that_of_a_simulated_queue(load: float) -> None:
+    generator = np.random.default_rng(8)
+    services = generator.choice([0.2, 1.0], 300_000, p=[0.6, 0.4])
+    rate = load / services.mean()
+    arrivals = np.cumsum(generator.exponential(1 / rate, len(services)))
+    free_s = 0.0
+    waits = []
+    for arrival, service in zip(arrivals, services, strict=True):
+        waits.append(max(0.0, free_s - arrival))
+        free_s = max(free_s, arrival) + service
+    assert mean_wait_s(rate, services.tolist()) == pytest.approx(np.mean(waits), rel=0.05)
+
+
+def test_a_queue_that_cannot_keep_up_has_no_mean_wait() -> None:
+    assert mean_wait_s(2.0, [0.5, 0.6]) is None
+
+
+def test_the_served_rate_is_where_nine_of_ten_keep_the_target() -> None:
+    rows = [{"request_rate": r, "attainment": a} for r, a in ((1, 1.0), (2, 0.95), (4, 0.85))]
+    assert served_rate(rows) == pytest.approx(3.0)
+    assert served_rate(rows[:2]) == 2
+    assert served_rate(rows[2:]) == 0
+    assert served_rate([rows[1], {"request_rate": 3, "attainment": 0.5}, rows[2]]) < 3
+
+
+def test_a_request_that_waits_for_the_client_is_late_all_the_same() -> None:
+    late = Answer(
+        document=0,
+        replica="",
+        due_s=1.0,
+        sent_s=1.5,
+        tokens_s=[2.0, 2.1],
+        output_ids=[1, 2],
+        cached_tokens=0,
+        outcome="none",
+    )
+    assert late.ttft_s == 1.0
+    assert late.lag_s == 0.5
+    assert late.latency_s == pytest.approx(1.1)
+
+
+def test_what_a_run_says() -> None:
+    answers = [answer(float(i), 0.1 if i % 4 else 0.5, 0.01, 0.03) for i in range(100)]
+    found = summary(answers, rate=1.0, target_s=0.2)
+    assert found["attainment"] == 0.75
+    assert found["request_goodput"] == pytest.approx(0.75 * found["request_throughput"])
+    assert found["median_ttft_ms"] == pytest.approx(100)
+    assert found["p90_ttft_ms"] == pytest.approx(500)
+    assert found["median_itl_ms"] == pytest.approx(20)
+    low, high = found["median_ttft_ms_interval"]
+    assert [low, high] == pytest.approx([100, 100])
+    assert found["outcomes"] == {"none": 100}
+    assert len(trimmed(answers)) == 90
+
+
+def test_intervals_hold_the_median_as_often_as_they_say() -> None:
+    generator = np.random.default_rng(4)
+    held = 0
+    for _ in range(150):
+        answers = [answer(0.0, ttft_s, 0.1) for ttft_s in generator.exponential(1.0, 60)]
+        low, high = summary(answers, 1.0, 1.0)["median_ttft_ms_interval"]
+        held += low <= 1000 * np.log(2) <= high
+    assert 0.87 < held / 150 <= 1, "95 % of them, of 150"
+
+
+@pytest.mark.server
+def test_all_studies_on_tiny_servers(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.serving_study", "--quick", "--out", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    poisson_found = json.loads((tmp_path / "s15.json").read_text())
+    for name, rows in poisson_found["rows"].items():
+        for row in rows:
+            assert row["outcomes"]["none" if name == "SGLang alone" else "reused"] > 0, name
+            assert row["same_answers"] == 1.0, name
+    requests = [json.loads(line) for line in (tmp_path / "s15_requests.jsonl").open()]
+    layers = {"SGLang alone": set(), "full reuse": {0}, "block": {2}, "adaptive": {2, 3}}
+    for it in requests:
+        assert it["recomputed_layers"] in layers[it["arm"]] or not it["reused_tokens"]
+    assert json.loads((tmp_path / "s21.json").read_text())["below_the_quality_floor"] == 0
+    assert len(requests) == 4 * 12
+    assert {len(it["tokens_s"]) for it in requests} == {4}
+    for name in ("s15", "s21"):
+        assert (tmp_path / f"{name}.png").stat().st_size > 10_000
