@@ -48,7 +48,6 @@ from sglang_droidspeak.request.planner import Planner
 from sglang_droidspeak.request.queue import Queue
 from sglang_droidspeak.request.replies import Replies
 from sglang_droidspeak.request.source import Sources
-from sglang_droidspeak.request.traces import traces_of_requests
 from sglang_droidspeak.request.waiting import WaitingRequests
 from sglang_droidspeak.start import refuse
 from sglang_droidspeak.start.config import cache_config
@@ -123,8 +122,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         self._loader = Loader(pool.layer_num, Copies(forward_stream, runner.device))
         self.layer_done_counter = self._loader.counter
         self._offloader = Offloader(self._cache, server_pool, self._provenance)
-        traces = traces_of_requests()
-        self._labels = Labels(self._metrics, traces)
+        self._labels = Labels(self._metrics)
         self._replies = Replies(
             self._cache, self._offloader, self._labels, settings.fetch_deadline_s
         )
@@ -139,7 +137,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         self._profiles = planner.profiles
         self._metrics.tell_pairs(self._profiles)
         self._waiting = WaitingRequests(
-            Sources(server, self._cache, noted, server_pool, traces.context_of),
+            Sources(server, self._cache, noted, server_pool),
             self._meter,
             self._labels,
             planner,

@@ -24,13 +24,12 @@ def is_on() -> bool:
 
 def context_of(req: Req) -> str:
     """A W3C traceparent; empty where this request is not traced."""
-    trace = req.time_stats.trace_ctx
-    if not trace.tracing_enable:
+    if not is_on() or not req.time_stats.trace_ctx.tracing_enable:
         return ""
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
     carrier: dict[str, str] = {}
-    TraceContextTextMapPropagator().inject(carrier, trace.root_span_context)
+    TraceContextTextMapPropagator().inject(carrier, req.time_stats.trace_ctx.root_span_context)
     return carrier.get("traceparent", "")
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 from cachetree import FetchError, Location, is_pool
 from cachetree.planning import Reason
 from sglang_droidspeak.engine import prefixes
+from sglang_droidspeak.request import traces
 from sglang_droidspeak.request.controls import parse_controls
 from sglang_droidspeak.request.labels import consider, must_stay_exact
 from sglang_droidspeak.request.meta_info import RequestProvenance
@@ -130,7 +131,7 @@ class Decisions:
             if not declined.may_be_approximate:
                 prefixes.move(req, approximate=False)
             told = RequestProvenance(outcome=declined.outcome, detail=declined.detail or None)
-            self._labels.traces.matched(request, declined.outcome)
+            traces.matched(request, declined.outcome)
             self._labels.note(req, told)
 
     def _plan(self, request: Request, tree: UnifiedRadixCache, num_waiting: int) -> Declined | None:
@@ -185,5 +186,5 @@ class Decisions:
             else request.pages
         )
         request.match_s = request.age_s
-        self._labels.traces.matched(request)
+        traces.matched(request)
         request.fetch(self._sources, tree)

@@ -13,6 +13,7 @@ from sglang_droidspeak import engine
 from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.engine.names import ForwardMode
 from sglang_droidspeak.ranks import RanksApart
+from sglang_droidspeak.request import traces
 from sglang_droidspeak.request.meta_info import provenance_of
 from sglang_droidspeak.request.partial_prefill import BlockTokens, PartialPrefill
 
@@ -95,7 +96,7 @@ class ForwardPass:
         for request in requests:
             self._labels.metrics.count_load(request)
             self._labels.note(request.req, provenance_of(request, recompute, forward_s))
-            self._labels.traces.loaded(request, recompute)
+            traces.loaded(request, recompute)
         return result
 
     def _before(self, batch: ScheduleBatch, requests: Sequence[Request]) -> tuple[float, float]:
@@ -156,7 +157,7 @@ class ForwardPass:
             self._loader.abandon(load, error)
             begun_s = time.monotonic()
             self._prefill_in_full(batch, row, load)
-            self._labels.traces.fell_back(req, load.cause, begun_s)
+            traces.fell_back(req, load.cause, begun_s)
             if not load.at.start:
                 prefixes.move(req, approximate=False)
         elif load.plan.is_exact:

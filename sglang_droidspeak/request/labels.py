@@ -12,8 +12,8 @@ import msgspec
 
 from sglang_droidspeak.engine.names import FINISH_ABORT, is_health_check_generate_req
 from sglang_droidspeak.engine.prefixes import tenant_of
+from sglang_droidspeak.request import traces
 from sglang_droidspeak.request.meta_info import KEY, RequestProvenance
-from sglang_droidspeak.request.traces import UNTRACED, Traces
 
 if TYPE_CHECKING:
     import torch
@@ -53,9 +53,8 @@ class Labels:
     happens to the request later, its retraction too, changes nothing. Scheduler thread only.
     """
 
-    def __init__(self, metrics: Metrics, traces: Traces = UNTRACED) -> None:
+    def __init__(self, metrics: Metrics) -> None:
         self.metrics: Final = metrics
-        self.traces: Final = traces
         self.told: Final[OrderedDict[str, Told]] = OrderedDict()
         """By request id, the latest last."""
         self._num_matches = 0
@@ -67,7 +66,7 @@ class Labels:
         label = _label_of(req)
         if not label.is_told:
             label.provenance = provenance
-            self.traces.noted(req, provenance)
+            traces.noted(req, provenance)
 
     def read(self, reqs: Sequence[Req], marks: torch.Tensor) -> None:
         """A prefill of these requests is about to run; `marks` says, on the host once it has, which

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from cachetree import Deadline, DeadlineExceeded, FetchError, Kind, PageHash, Span, Step, is_pool
 from cachetree.memory import cut
+from sglang_droidspeak.engine import tracing
 from sglang_droidspeak.request.decoding import Decoder
 
 if TYPE_CHECKING:
@@ -281,14 +282,11 @@ class Sources:
         cache: Cache,
         noted: PoolIndex,
         pool: ServerPool,
-        context_of: Callable[[Req], str] = lambda _req: "",
     ) -> None:
-        """`context_of` gives the trace context that a request's fetch carries."""
         self.server: Final = server
         self.cache: Final = cache
         self.noted: Final = noted
         self._pool: Final = pool
-        self._context_of: Final = context_of
         self._decoder: Final = Decoder()
 
     def of(
@@ -298,7 +296,7 @@ class Sources:
         if is_pool(plan.location):
             return InPool(plan, self._pool, lambda: self.noted.lock(plan, pages, req, tree))
         deadline = Deadline.after(self.server.settings.fetch_deadline_s)
-        staging = self.cache.fetch(plan, pages, deadline, self._context_of(req))
+        staging = self.cache.fetch(plan, pages, deadline, tracing.context_of(req))
         if staging is None:
             return None
         if plan.transition_layers and self._pool.decodes_on_host:

@@ -7,12 +7,17 @@ wait       from its plan until it was admitted, or the plan given up
 recompute  the partial prefill of its batch
 load       from the first copy into its slots to the last, beside the recompute and the forward
 fallback   the full prefill in place of what did not come; a moment where the queue gave it up
+
+Of a server without `--enable-trace` nothing is done, and nothing of a request looked at. Scheduler
+thread only.
 """
 
 from __future__ import annotations
 
+import functools
 import time
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from cachetree import Kind
 from sglang_droidspeak.engine import tracing
@@ -23,98 +28,84 @@ if TYPE_CHECKING:
     from sglang_droidspeak.request.request import Request
 
 
-class Traces:
-    """Of a server that does not trace: nothing is done, and nothing of a request looked at.
-    Scheduler thread only."""
+def _where_it_is_on(tell: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(tell)
+    def told(*args: object) -> None:
+        if tracing.is_on():
+            tell(*args)
 
-    def context_of(self, req: Req) -> str:
-        """For who serves its fetch; empty where it is not traced."""
-        return ""
-
-    def matched(self, request: Request, outcome: str = "") -> None:
-        """It was planned, or declined with this outcome."""
-
-    def noted(self, req: Req, provenance: RequestProvenance) -> None:
-        """What is known so far of where its KV comes from."""
-
-    def given_up(self, request: Request, cause: str) -> None:
-        """It was planned, and is admitted without what it was to load."""
-
-    def fell_back(self, req: Req, cause: str, begun_s: float) -> None:
-        """It was prefilled in full, from then until now."""
-
-    def loaded(self, request: Request, recompute: tuple[float, float]) -> None:
-        """Its batch has run; `recompute` is (start, stop) on monotonic time."""
+    return told
 
 
-UNTRACED: Final = Traces()
-
-
-class SGLangTraces(Traces):
-    """Of a server with `--enable-trace`."""
-
-    def context_of(self, req: Req) -> str:
-        return tracing.context_of(req)
-
-    def matched(self, request: Request, outcome: str = "") -> None:
-        told: dict[str, str | int] = {"pages": len(request.pages)}
-        if outcome:
-            told["outcome"] = outcome
-        else:
-            plan = request.plan
-            told |= {"sender": plan.sender, "location": plan.location}
-            told |= {
-                "planned_pages": len(plan.pages),
-                "block": f"[{plan.block.start}, {plan.block.stop})",
-            }
-        tracing.add_slice(request.req, "match", request.seen_s, time.monotonic(), told)
-
-    def noted(self, req: Req, provenance: RequestProvenance) -> None:
-        told = {
-            "outcome": provenance.outcome,
-            "sender": provenance.sender,
-            "location": provenance.location,
-            "reused_tokens": provenance.reused_tokens,
+@_where_it_is_on
+def matched(request: Request, outcome: str = "") -> None:
+    """It was planned, or declined with this outcome."""
+    told: dict[str, str | int] = {"pages": len(request.pages)}
+    if outcome:
+        told["outcome"] = outcome
+    else:
+        plan = request.plan
+        told |= {"sender": plan.sender, "location": plan.location}
+        told |= {
+            "planned_pages": len(plan.pages),
+            "block": f"[{plan.block.start}, {plan.block.stop})",
         }
-        tracing.mark(req, {key: value for key, value in told.items() if value is not None})
-
-    def given_up(self, request: Request, cause: str) -> None:
-        now_s = time.monotonic()
-        self._waited(request, now_s)
-        tracing.add_slice(request.req, "fallback", now_s, now_s, {"cause": cause})
-
-    def fell_back(self, req: Req, cause: str, begun_s: float) -> None:
-        tracing.add_slice(req, "fallback", begun_s, time.monotonic(), {"cause": cause})
-
-    def loaded(self, request: Request, recompute: tuple[float, float]) -> None:
-        req, load = request.req, request.load
-        self._waited(request, request.seen_s + request.queued_s)
-        if len(load.plan.block):
-            told = {"tokens": len(load.at), "layers": len(load.plan.block)}
-            tracing.add_slice(req, "recompute", *recompute, told)
-        if load.copied_s:
-            told = {"tokens": len(load.at), "layers": len(load.plan.loaded_layers)}
-            busy = {"busy_ms": round(1000 * load.copied_s, 3)}
-            tracing.add_slice(req, "load", load.first_copy_s, load.last_copy_s, told | busy)
-
-    def _waited(self, request: Request, until_s: float) -> None:
-        """How long, and how its fetch went meanwhile."""
-        planned_s = request.seen_s + request.match_s
-        runnable_s = until_s if request.runnable_s is None else request.runnable_s
-        told = {"runnable_ms": round(1000 * max(0.0, until_s - runnable_s), 3)}
-        tracing.add_slice(request.req, "wait", planned_s, until_s, told)
-        if request.source is None:
-            return
-        begun_s = request.source.arrival.started_s
-        for kind in (Kind.E, Kind.KV):
-            landings = [it for it in request.source.landings if it.step.kind is kind]
-            if landings:
-                sizes = {"layers": len(landings), "bytes": sum(it.num_bytes for it in landings)}
-                stop_s = landings[-1].at_s
-                tracing.add_slice(request.req, f"fetch_{kind.value}", begun_s, stop_s, sizes)
-                begun_s = stop_s
+    tracing.add_slice(request.req, "match", request.seen_s, time.monotonic(), told)
 
 
-def traces_of_requests() -> Traces:
-    """In the scheduler process, after SGLang has begun to trace."""
-    return SGLangTraces() if tracing.is_on() else UNTRACED
+@_where_it_is_on
+def noted(req: Req, provenance: RequestProvenance) -> None:
+    """What is known so far of where its KV comes from."""
+    told = {
+        "outcome": provenance.outcome,
+        "sender": provenance.sender,
+        "location": provenance.location,
+        "reused_tokens": provenance.reused_tokens,
+    }
+    tracing.mark(req, {key: value for key, value in told.items() if value is not None})
+
+
+@_where_it_is_on
+def given_up(request: Request, cause: str) -> None:
+    """It was planned, and is admitted without what it was to load."""
+    now_s = time.monotonic()
+    _waited(request, now_s)
+    tracing.add_slice(request.req, "fallback", now_s, now_s, {"cause": cause})
+
+
+@_where_it_is_on
+def fell_back(req: Req, cause: str, begun_s: float) -> None:
+    """It was prefilled in full, from then until now."""
+    tracing.add_slice(req, "fallback", begun_s, time.monotonic(), {"cause": cause})
+
+
+@_where_it_is_on
+def loaded(request: Request, recompute: tuple[float, float]) -> None:
+    """Its batch has run; `recompute` is (start, stop) on monotonic time."""
+    req, load = request.req, request.load
+    _waited(request, request.seen_s + request.queued_s)
+    if len(load.plan.block):
+        told = {"tokens": len(load.at), "layers": len(load.plan.block)}
+        tracing.add_slice(req, "recompute", *recompute, told)
+    if load.copied_s:
+        told = {"tokens": len(load.at), "layers": len(load.plan.loaded_layers)}
+        busy = {"busy_ms": round(1000 * load.copied_s, 3)}
+        tracing.add_slice(req, "load", load.first_copy_s, load.last_copy_s, told | busy)
+
+
+def _waited(request: Request, until_s: float) -> None:
+    """How long, and how its fetch went meanwhile."""
+    planned_s = request.seen_s + request.match_s
+    runnable_s = until_s if request.runnable_s is None else request.runnable_s
+    told = {"runnable_ms": round(1000 * max(0.0, until_s - runnable_s), 3)}
+    tracing.add_slice(request.req, "wait", planned_s, until_s, told)
+    if request.source is None:
+        return
+    begun_s = request.source.arrival.started_s
+    for kind in (Kind.E, Kind.KV):
+        landings = [it for it in request.source.landings if it.step.kind is kind]
+        if landings:
+            sizes = {"layers": len(landings), "bytes": sum(it.num_bytes for it in landings)}
+            stop_s = landings[-1].at_s
+            tracing.add_slice(request.req, f"fetch_{kind.value}", begun_s, stop_s, sizes)
+            begun_s = stop_s

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from cachetree import FetchError, Span
 from cachetree.planning import Reason
 from sglang_droidspeak.engine import prefixes
+from sglang_droidspeak.request import traces
 from sglang_droidspeak.request.arrivals import Arrivals
 from sglang_droidspeak.request.decisions import Decisions
 from sglang_droidspeak.request.meta_info import RequestProvenance
@@ -85,7 +86,7 @@ class WaitingRequests:
                 cause = "no_slots" if request.source else "staging_full"
                 outcome = Reason.TOO_SHORT.value if is_on_device else cause
                 if not is_on_device:
-                    self._labels.traces.given_up(request, cause)
+                    traces.given_up(request, cause)
                 self._labels.note(request.req, RequestProvenance(outcome=outcome))
             request.settle()
 
@@ -173,5 +174,5 @@ class WaitingRequests:
         cause = request.failure or FetchError.__name__
         outcome = cause if cause == Reason.SLOWER.value else f"fallback: {cause}"
         queued_ms = round(1000 * request.age_s, 3)
-        self._labels.traces.given_up(request, cause)
+        traces.given_up(request, cause)
         self._labels.note(request.req, RequestProvenance(outcome=outcome, queued_ms=queued_ms))

@@ -12,16 +12,17 @@ from typing import Any
 import pytest
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from test_waiting import PLAN, request
-from waiting_parts import STEP_BYTES, Asked, Told, loading, look, waiting_with
+from waiting_parts import STEP_BYTES, Asked, loading, look, waiting_with
 
 from cachetree.errors import DeadlineExceeded
 from sglang_droidspeak.engine import tracing
+from sglang_droidspeak.request import traces
 from sglang_droidspeak.request.labels import Labels
 from sglang_droidspeak.request.meta_info import RequestProvenance
 from sglang_droidspeak.request.planner import Declined
-from sglang_droidspeak.request.traces import UNTRACED, SGLangTraces, traces_of_requests
 from sglang_droidspeak.request.waiting import WaitingRequests
 
+ON = pytest.mark.usefixtures("is_on")
 CONTEXT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
@@ -43,6 +44,11 @@ class Stats:
         return found
 
 
+@pytest.fixture
+def is_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracing, "get_global_tracing_enabled", lambda: True)
+
+
 def traced_request() -> Any:
     req = request()
     req.time_stats = Stats()
@@ -50,9 +56,10 @@ def traced_request() -> Any:
 
 
 def waiting_and_traced(cache: Asked, **parts: Any) -> WaitingRequests:
-    return waiting_with(cache, labels=Told(traces=SGLangTraces()), **parts)[0]
+    return waiting_with(cache, **parts)[0]
 
 
+@ON
 def test_what_was_fetched_copied_and_recomputed_is_told_once_it_has_run() -> None:
     cache, req = Asked(time.monotonic), traced_request()
     waiting = waiting_and_traced(cache)
@@ -62,7 +69,7 @@ def test_what_was_fetched_copied_and_recomputed_is_told_once_it_has_run() -> Non
     taken, _ = loading(waiting, cache, req)
     taken.runnable_s = taken.seen_s + taken.queued_s - 1.5
     taken.load.first_copy_s, taken.load.last_copy_s, taken.load.copied_s = 5.0, 7.5, 2.0
-    SGLangTraces().loaded(taken, (3.0, 4.0))
+    traces.loaded(taken, (3.0, 4.0))
     stats = req.time_stats
     e_start, e_stop, e = stats.of("fetch_e")
     kv_start, kv_stop, kv = stats.of("fetch_kv")
@@ -83,6 +90,7 @@ def test_what_was_fetched_copied_and_recomputed_is_told_once_it_has_run() -> Non
     assert stats.of("load") == (5.0, 7.5, told)
 
 
+@ON
 def test_a_plan_and_how_long_it_waited_are_told_when_it_is_given_up() -> None:
     cache, req = Asked(), traced_request()
     waiting = waiting_and_traced(cache)
@@ -99,6 +107,7 @@ def test_a_plan_and_how_long_it_waited_are_told_when_it_is_given_up() -> None:
     assert (begun, why) == (ended, {"droidspeak.cause": "DeadlineExceeded"})
 
 
+@ON
 def test_why_there_is_no_plan_is_told_with_its_match() -> None:
     req = traced_request()
     planner = SimpleNamespace(plan=lambda *_: Declined("no_profile"))
@@ -107,6 +116,7 @@ def test_why_there_is_no_plan_is_told_with_its_match() -> None:
     assert (name, told["droidspeak.outcome"]) == ("droidspeak.match", "no_profile")
 
 
+@ON
 def test_who_is_admitted_without_its_load_is_told_of() -> None:
     cache, req = Asked(), traced_request()
     waiting = waiting_and_traced(cache)
@@ -118,8 +128,9 @@ def test_who_is_admitted_without_its_load_is_told_of() -> None:
     assert req.time_stats.of("fallback")[2] == {"droidspeak.cause": "no_slots"}
 
 
+@ON
 def test_what_is_known_of_a_request_marks_its_scheduler_span() -> None:
-    labels, req = Labels(SimpleNamespace(), SGLangTraces()), traced_request()  # type: ignore[arg-type]
+    labels, req = Labels(SimpleNamespace()), traced_request()  # type: ignore[arg-type]
     labels.note(req, RequestProvenance(outcome="reused", reused_tokens=7, sender="s"))
     assert req.time_stats.marks == {
         "droidspeak.outcome": "reused",
@@ -128,35 +139,29 @@ def test_what_is_known_of_a_request_marks_its_scheduler_span() -> None:
     }
 
 
+@ON
 def test_the_context_is_that_of_the_requests_root() -> None:
     root = TraceContextTextMapPropagator().extract({"traceparent": CONTEXT})
     req = traced_request()
     req.time_stats.trace_ctx = SimpleNamespace(tracing_enable=True, root_span_context=root)
-    assert SGLangTraces().context_of(req) == CONTEXT
+    assert tracing.context_of(req) == CONTEXT
     req.time_stats.trace_ctx.tracing_enable = False
-    assert SGLangTraces().context_of(req) == ""
+    assert tracing.context_of(req) == ""
 
 
 def test_without_tracing_nothing_is_done_nor_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request here has no stats: to look at them raises."""
-    assert traces_of_requests() is UNTRACED
-    for name in ("add_slice", "mark", "context_of"):
+    for name in ("add_slice", "mark"):
         monkeypatch.setattr(tracing, name, None)
     cache, req = Asked(), request()
     waiting, told = waiting_with(cache)
     look(waiting, req)
-    assert told.traces is UNTRACED
     (staging,) = cache.stagings
     assert (staging.traceparent, staging.landed_s) == ("", {})
     staging.fail(DeadlineExceeded("late"))
     look(waiting, req)
     assert told.by_rid[req.rid].outcome == "fallback: DeadlineExceeded"
     nothing: Any = object()
-    UNTRACED.loaded(nothing, (0.0, 1.0))
-    UNTRACED.fell_back(nothing, "", 0.0)
-    UNTRACED.noted(nothing, nothing)
-
-
-def test_with_tracing_it_is_sglangs_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracing, "get_global_tracing_enabled", lambda: True)
-    assert isinstance(traces_of_requests(), SGLangTraces)
+    traces.loaded(nothing, (0.0, 1.0))
+    traces.fell_back(nothing, "", 0.0)
+    traces.noted(nothing, nothing)

@@ -30,7 +30,6 @@ from sglang_droidspeak.request.meta_info import RequestProvenance
 from sglang_droidspeak.request.planner import Declined, Planned, Planner
 from sglang_droidspeak.request.queue import Queue
 from sglang_droidspeak.request.source import Sources
-from sglang_droidspeak.request.traces import UNTRACED
 from sglang_droidspeak.request.waiting import WaitingRequests
 
 PAGE = 16
@@ -127,7 +126,7 @@ def waiting_on(
         "server": SimpleNamespace(settings=settings, page_size=PAGE),
         "cache": cache,
         "meter": FakeMeter(recompute=None),
-        "labels": SimpleNamespace(note=lambda _req, told: notes.append(told), traces=UNTRACED),
+        "labels": SimpleNamespace(note=lambda _req, told: notes.append(told)),
         "planner": SimpleNamespace(plan=lambda *_: planned),
         "pool": SimpleNamespace(has_approximate=False),
         "in_flight": SimpleNamespace(

@@ -11,7 +11,6 @@ import torch
 from test_waiting import PAGE, PLAN, SilentCache, planner_of, waiting_on
 
 from sglang_droidspeak.engine.prefixes import own_pages_of
-from sglang_droidspeak.request.traces import UNTRACED, Traces
 from sglang_droidspeak.request.waiting import WaitingRequests
 from sglang_droidspeak.store.pool import Held
 
@@ -28,7 +27,6 @@ class Told:
     """Labels: what each request was told last, by its id."""
 
     by_rid: dict[str, Any] = field(default_factory=dict)
-    traces: Traces = UNTRACED
 
     def note(self, req: Any, told: Any) -> None:
         self.by_rid[req.rid] = told
