@@ -11,6 +11,8 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass, fields
 
+from sglang_droidspeak.cli.checks import break_even_byte_s
+
 LINKS = {"10 Gbit/s": 1.25e9, "25 Gbit/s": 3.125e9, "100 Gbit/s": 12.5e9}
 SPEEDS = (2_000, 10_000, 40_000)
 
@@ -54,8 +56,8 @@ class Pair:
 
     def break_even(self) -> float:
         """Bytes per second at which both take equally long."""
-        of_all = (self.e_bytes + self.kv_bytes) / self.full_s
-        return max(of_all, self.e_bytes / (self.full_s - self.block_s))
+        price = {"full_prefill_s": self.full_s, "recompute_s": self.block_s}
+        return break_even_byte_s({**price, "e_bytes": self.e_bytes, "kv_bytes": self.kv_bytes})
 
 
 def markdown(pair: Pair | None = None) -> str:

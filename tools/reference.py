@@ -26,8 +26,8 @@ from examples import break_even
 from profiles.evidence import read_measured
 from profiles.report import derived, words
 from sglang_droidspeak.cli import parser as droidspeak_parser
-from sglang_droidspeak.demo.conditions import Condition
 from sglang_droidspeak.demo.report import DemoReport, Part, described, hardware
+from sglang_droidspeak.demo.results import Condition
 from sglang_droidspeak.metrics import Metrics
 from sglang_droidspeak.request.controls import Controls
 from sglang_droidspeak.request.meta_info import RequestProvenance

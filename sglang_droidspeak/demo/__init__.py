@@ -1,6 +1,6 @@
 """`droidspeak demo`: two real servers share prefixes, and what it costs and saves is measured.
 
-config ─► documents ─► rig (two servers) ─► measure ─► results, checks ─► report, picture
+config ─► rig (two servers) ─► measure ─► results, checks ─► report, picture
 """
 
 from sglang_droidspeak.demo.command import run_demo

@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from cachetree.planning import PairProfile
-from sglang_droidspeak.demo.conditions import Condition
-from sglang_droidspeak.demo.results import Measured, Samples
+from sglang_droidspeak.demo.results import Condition, Measured, Samples
 
 LEAST_REUSED_SHARE = 0.9
 """A fetch that misses its deadline on a busy machine is no defect; a tenth of them is."""

@@ -13,14 +13,12 @@ from rich.console import Console
 from profiles.data import Document
 from profiles.environment import read_environment
 from sglang_droidspeak.demo.checks import equality_failures, quality_failures, reuse_failures
-from sglang_droidspeak.demo.conditions import Condition
 from sglang_droidspeak.demo.config import DemoConfig, RandomPair
-from sglang_droidspeak.demo.documents import random_documents
-from sglang_droidspeak.demo.measure import ask_all
+from sglang_droidspeak.demo.measure import ask_all, random_documents
 from sglang_droidspeak.demo.picture import draw
 from sglang_droidspeak.demo.progress import Steps
 from sglang_droidspeak.demo.report import DemoReport, Part, table_of, write_json
-from sglang_droidspeak.demo.results import Samples, measured_of
+from sglang_droidspeak.demo.results import Condition, Samples, measured_of
 from sglang_droidspeak.demo.rig import DemoFailed, Subject, started
 
 PACKAGES = ("sglang-droidspeak", "sglang", "torch", "transformers")

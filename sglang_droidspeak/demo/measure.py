@@ -1,4 +1,7 @@
-"""Every question under every condition: how good the answers are, and how soon they begin."""
+"""Every question under every condition: how good the answers are, and how soon they begin.
+
+What is asked is as the profiler makes it of questions about documents, or random tokens.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
-from profiles.data import Document
-from sglang_droidspeak.demo.conditions import Condition, rotated
+from profiles.data import Document, Metric, Question, Task
+from profiles.random_models import random_prompt
 from sglang_droidspeak.demo.progress import Advance
-from sglang_droidspeak.demo.results import Sample, Samples
+from sglang_droidspeak.demo.results import Condition, Sample, Samples, rotated
 from sglang_droidspeak.demo.rig import Rig
 
+_RANDOM: Final = Task(name="random", template="{context}{input}", metric=Metric.F1, max_new=4)
+"""Enough to compare answers; the time to the first token does not depend on the others."""
 WARM_TOKENS: Final = 256
 """Of the last document, which is read and asked about first, so that nothing is new to the servers
 when times begin to count."""
@@ -40,3 +45,26 @@ def _ask(
         for question in document.questions:
             samples[condition].append(rig.ask(condition, document, question))
             advance()
+
+
+def random_documents(num_documents: int, num_tokens: int, num_new_tokens: int) -> list[Document]:
+    """Documents of the randomly initialised models' tokens; one question each, without an answer.
+
+    `num_tokens` are whole pages.
+    """
+    return [
+        Document(
+            context="",
+            prefix=tuple(random_prompt(num_tokens, seed)),
+            questions=(
+                Question(
+                    suffix=tuple(random_prompt(num_new_tokens, num_documents + seed)),
+                    reference=(),
+                    answers=(),
+                    name=str(seed),
+                ),
+            ),
+            task=_RANDOM,
+        )
+        for seed in range(num_documents)
+    ]

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from matplotlib.figure import Figure
 
-from sglang_droidspeak.demo.conditions import Condition
 from sglang_droidspeak.demo.report import DemoReport, Part, described, hardware
+from sglang_droidspeak.demo.results import Condition
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -9,8 +9,7 @@ from rich import box
 from rich.table import Table
 
 from profiles.environment import Environment
-from sglang_droidspeak.demo.conditions import Condition
-from sglang_droidspeak.demo.results import Measured
+from sglang_droidspeak.demo.results import Condition, Measured
 
 ABSENT = "–"
 

@@ -15,8 +15,7 @@ import requests
 from cachetree import Cache, CacheConfig, Family, ModelIdentity, Span
 from cachetree.tree import page_hashes
 from profiles.data import Document, Question, score
-from sglang_droidspeak.demo.conditions import Condition
-from sglang_droidspeak.demo.results import Sample
+from sglang_droidspeak.demo.results import Condition, Sample
 from sglang_droidspeak.fleet.servers import (
     Server,
     ServerFailed,

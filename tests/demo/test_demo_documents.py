@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from profiles.evidence import read_measured
 from sglang_droidspeak.demo import DemoConfig
-from sglang_droidspeak.demo.conditions import Condition, rotated
-from sglang_droidspeak.demo.documents import random_documents
+from sglang_droidspeak.demo.measure import random_documents
+from sglang_droidspeak.demo.results import Condition, rotated
 
 SMALL = DemoConfig.small()
 

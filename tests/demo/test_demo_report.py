@@ -11,10 +11,9 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from profiles.environment import read_environment
-from sglang_droidspeak.demo.conditions import Condition
 from sglang_droidspeak.demo.picture import draw
 from sglang_droidspeak.demo.report import DemoReport, Part, table_of, write_json
-from sglang_droidspeak.demo.results import Measured
+from sglang_droidspeak.demo.results import Condition, Measured
 
 MEANS = {
     "num_requests": 6,
