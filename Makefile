@@ -5,6 +5,7 @@
 # make bench   the benchmarks, 45 minutes;  make soak   random operations, faults and inputs: an hour or more
 # make docs    the documentation, into build/docs
 # make gpu     what the CUDA path does on this device, where there is one
+# make newest  what of the newest SGLang that the package index offers is not as it was read
 # make pairs   train the small model pairs again, from a seed;  make profiles   profile them
 # make real    a real model, its skills and what they are asked, into build/real
 PYTHON ?= python3
@@ -12,7 +13,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo quick test test-all mutants check docs bench gpu soak pairs profiles real install
+.PHONY: demo quick test test-all mutants check docs bench gpu newest soak pairs profiles real install
 .DEFAULT_GOAL := test
 
 install: $(INSTALLED)
@@ -78,6 +79,14 @@ bench: $(INSTALLED)
 
 gpu: $(INSTALLED)
 	$(BIN)/python -m benchmarks.gpu
+
+# To be read, not passed: a release that moved something is no error of this one.
+newest: $(INSTALLED)
+	@rm -rf build/newest
+	@$(BIN)/python -m pip download -q --no-deps --only-binary :all: -d build/newest sglang
+	@$(BIN)/python -m zipfile -e build/newest/sglang-*.whl build/newest
+	@ls -d build/newest/*.dist-info
+	@$(BIN)/droidspeak doctor --sglang build/newest || true
 
 soak: $(INSTALLED)
 	$(BIN)/python tests/cachetree/tree_walks.py --operations 1000000

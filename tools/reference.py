@@ -26,7 +26,7 @@ from examples import break_even
 from profiles.evidence import read_measured
 from profiles.report import derived, words
 from sglang_droidspeak.cli import parser as droidspeak_parser
-from sglang_droidspeak.demo.report import DemoReport, Part, described, hardware
+from sglang_droidspeak.demo.report import DemoReport, MeasuredPair, described, hardware
 from sglang_droidspeak.demo.results import Condition
 from sglang_droidspeak.metrics import Metrics
 from sglang_droidspeak.request.controls import Controls
@@ -169,7 +169,7 @@ def proof() -> str:
     )
 
 
-def _ways(part: Part, quality: Mapping[Condition, str], metric: str) -> str:
+def _ways(part: MeasuredPair, quality: Mapping[Condition, str], metric: str) -> str:
     ways = {
         "full prefill, without reuse": Condition.FULL_PREFILL,
         f"**recompute layers [{part.block[0]}, {part.block[1]}), load the rest**": Condition.BLOCK,
@@ -186,7 +186,7 @@ def _ways(part: Part, quality: Mapping[Condition, str], metric: str) -> str:
     return table(head, rows)
 
 
-def _ceiling(part: Part | None) -> str:
+def _ceiling(part: MeasuredPair | None) -> str:
     """What the mechanism saves where a pair needs few layers."""
     if part is None:
         return ""

@@ -17,7 +17,7 @@ from sglang_droidspeak.demo.config import DemoConfig, RandomPair
 from sglang_droidspeak.demo.measure import ask_all, random_documents
 from sglang_droidspeak.demo.picture import draw
 from sglang_droidspeak.demo.progress import Steps
-from sglang_droidspeak.demo.report import DemoReport, Part, table_of, write_json
+from sglang_droidspeak.demo.report import DemoReport, MeasuredPair, table_of, write_json
 from sglang_droidspeak.demo.results import Condition, Samples, measured_of
 from sglang_droidspeak.demo.rig import DemoFailed, Subject, started
 
@@ -28,7 +28,7 @@ PACKAGES = ("sglang-droidspeak", "sglang", "torch", "transformers")
 class Asked:
     """What a pair answered."""
 
-    part: Part
+    part: MeasuredPair
     samples: Samples
 
     @property
@@ -93,7 +93,7 @@ def _ask(
     ):
         samples = ask_all(rig, documents, advance)
     metrics = {it.task.metric.value for it in documents if it.questions[0].answers}
-    part = Part(
+    part = MeasuredPair(
         pair=subject.title,
         num_layers=subject.sender_identity.num_layers,
         block=(subject.block.start, subject.block.stop),

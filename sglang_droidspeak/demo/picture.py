@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from matplotlib.figure import Figure
 
-from sglang_droidspeak.demo.report import DemoReport, Part, described, hardware
+from sglang_droidspeak.demo.report import DemoReport, MeasuredPair, described, hardware
 from sglang_droidspeak.demo.results import Condition
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def draw(report: DemoReport, path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def _draw_quality(axes: Axes, part: Part) -> None:
+def _draw_quality(axes: Axes, part: MeasuredPair) -> None:
     values = [part.conditions[condition].quality or 0.0 for condition in Condition]
     bars = axes.bar(_labels(part.block), values, color=list(COLOURS.values()))
     axes.bar_label(bars, [f"{value:.3f}" for value in values], padding=2)
@@ -46,7 +46,7 @@ def _draw_quality(axes: Axes, part: Part) -> None:
     axes.set_title(f"Quality: {part.num_questions} questions", fontsize=10)
 
 
-def _draw_speed(axes: Axes, part: Part) -> None:
+def _draw_speed(axes: Axes, part: MeasuredPair) -> None:
     rows = [part.conditions[condition] for condition in Condition]
     medians = [row.ttft_p50_ms / 1000 for row in rows]
     above = [max(0.0, row.ttft_p90_ms - row.ttft_p50_ms) / 1000 for row in rows]

@@ -14,7 +14,7 @@ from sglang_droidspeak.demo.results import Condition, Measured
 ABSENT = "–"
 
 
-class Part(msgspec.Struct, frozen=True, kw_only=True):
+class MeasuredPair(msgspec.Struct, frozen=True, kw_only=True):
     """One pair of models, all conditions on the same documents."""
 
     pair: str
@@ -36,8 +36,8 @@ class DemoReport(msgspec.Struct, frozen=True, kw_only=True):
     """`demo.json`."""
 
     version: int = 2
-    pair: Part
-    ceiling: Part | None
+    pair: MeasuredPair
+    ceiling: MeasuredPair | None
     """Random weights: what the mechanism can save where a pair needs few layers, and nothing about
     quality. None for a user's own pair."""
     failures: list[str]
@@ -103,7 +103,7 @@ def _captions(report: DemoReport) -> list[str]:
     return [*lines, hardware(report.environment)]
 
 
-def described(part: Part) -> str:
+def described(part: MeasuredPair) -> str:
     return (
         f"{part.num_documents} documents of {part.tokens_per_document:,.0f} tokens, {part.pair}, "
         f"block [{part.block[0]}, {part.block[1]}) of {part.num_layers} layers, {part.dtype}"

@@ -70,25 +70,20 @@ def explained(
 ) -> Explanation:
     """Pure: the decision is made again, of what it was made of."""
     seen, advice = it.considered, advice_on(it.provenance.outcome)
-    found = Explanation(
+    demand = None if seen is None else seen.demand
+    return Explanation(
         outcome=it.provenance.outcome,
         detail=it.provenance.detail,
         cause=advice.cause,
         remedy=advice.remedy,
         prompt_tokens=it.num_tokens,
         page_tokens=page_tokens,
+        model=demand and demand.receiver,
+        device_pages=max(demand.first_page, demand.first_approximate or 0) if demand else 0,
+        holdings=seen.matches if seen else (),
+        full_prefill_s=seen and seen.full_prefill_s,
+        ways=weigh(seen, profiles) if seen else (),
         measured=measured,
-    )
-    if seen is None:
-        return found
-    demand = seen.demand
-    return msgspec.structs.replace(
-        found,
-        model=demand.receiver,
-        device_pages=max(demand.first_page, demand.first_approximate or 0),
-        holdings=seen.matches,
-        full_prefill_s=seen.full_prefill_s,
-        ways=weigh(seen, profiles),
     )
 
 

@@ -46,12 +46,9 @@ class BlockTokens:
     is_exact: bool = False
     """It is the receiver's own E, too, and so is what the block makes of it."""
 
-    def goes_with(self, other: BlockTokens) -> bool:
-        """Whether one forward can compute both."""
-        return self.kind == other.kind
-
     @property
     def kind(self) -> tuple[Span, bool, str]:
+        """One forward can compute those of a kind."""
         return self.block, self.is_exact, self.e_map
 
 
@@ -68,7 +65,7 @@ def pack(prefixes: Iterable[BlockTokens], max_tokens: int) -> Iterator[list[Bloc
     for prefix in sorted(prefixes, key=lambda it: (it.kind, it.row)):
         start = prefix.tokens.start
         while start < prefix.tokens.stop:
-            if not room or (forward and not forward[-1].goes_with(prefix)):
+            if not room or (forward and forward[-1].kind != prefix.kind):
                 yield forward
                 forward, room = [], max_tokens
             stop = min(prefix.tokens.stop, start + room)

@@ -132,26 +132,22 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         for field in ("host_gb", "disk_gb", "staging_gb", "forward_wait_s"):
             if getattr(self, field) < 0:
                 raise ConfigError(f"{field} is {getattr(self, field)}; give 0 or more")
-        for field in ("min_tokens", "max_recompute_tokens", "fetch_deadline_s", "peer_cooldown_s"):
-            if getattr(self, field) <= 0:
-                raise ConfigError(f"{field} is {getattr(self, field)}; give a positive number")
-        if self.max_stall_ms is not None and self.max_stall_ms <= 0:
-            raise ConfigError(f"max_stall_ms is {self.max_stall_ms}; give a positive number")
+        positive = ("min_tokens", "max_recompute_tokens", "fetch_deadline_s", "peer_cooldown_s")
+        for field in (*positive, "max_stall_ms"):
+            value = getattr(self, field)
+            if value is not None and value <= 0:
+                raise ConfigError(f"{field} is {value}; give a positive number")
         Retention(eviction=self.eviction, ttl_s=self.ttl_s, max_pinned_share=self.max_pinned_share)
         if (self.disk_path is None) != (self.disk_gb == 0):
             raise ConfigError(
                 f"disk_path is {self.disk_path} and disk_gb {self.disk_gb}; give both, or neither"
             )
-        if self.disk_path is not None and self.host_gb == 0:
-            raise ConfigError(
-                "disk_path is set and host_gb is 0, so nothing is ever stored; set host_gb, or "
-                "remove disk_path"
-            )
-        if self.push_to and self.host_gb == 0:
-            raise ConfigError(
-                "push_to is set and host_gb is 0, so nothing is ever stored; set host_gb, or "
-                "remove push_to"
-            )
+        for field in ("disk_path", "push_to"):
+            if getattr(self, field) and self.host_gb == 0:
+                raise ConfigError(
+                    f"{field} is set and host_gb is 0, so nothing is ever stored; set host_gb, or "
+                    f"remove {field}"
+                )
         if self.hicache_config and self.hicache_backend is None:
             raise ConfigError(
                 f"hicache_config is {self.hicache_config} and hicache_backend is not set; set it, "

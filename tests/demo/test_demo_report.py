@@ -12,7 +12,7 @@ from rich.console import Console
 
 from profiles.environment import read_environment
 from sglang_droidspeak.demo.picture import draw
-from sglang_droidspeak.demo.report import DemoReport, Part, table_of, write_json
+from sglang_droidspeak.demo.report import DemoReport, MeasuredPair, table_of, write_json
 from sglang_droidspeak.demo.results import Condition, Measured
 
 MEANS = {
@@ -29,12 +29,12 @@ MEANS = {
 NOTHING = dict.fromkeys(MEANS, 0) | {"num_requests": 6}
 
 
-def part(block_ms: float = 1000.0, quality: float | None = 0.986) -> Part:
+def part(block_ms: float = 1000.0, quality: float | None = 0.986) -> MeasuredPair:
     times = dict(zip(Condition, (4000.0, 400.0, block_ms, 4100.0), strict=True))
     qualities = dict.fromkeys(Condition, quality)
     if quality is not None:
         qualities |= {Condition.FULL_PREFILL: 0.993, Condition.FULL_REUSE: 0.167}
-    return Part(
+    return MeasuredPair(
         pair="sender → receiver" if quality else "random weights",
         num_layers=12,
         block=(4, 7),
