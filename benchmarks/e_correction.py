@@ -1,19 +1,21 @@
 """How much closer to full prefill is a block that begins with corrected E?
 
     python benchmarks/e_correction.py measure NAME --sender DIR --receiver DIR --fit FILE \\
-        --on FILE --blocks 15:25,10:25,5:25 --state DIR [--real] [--contexts N] [--seconds 240]
+        --on FILE --blocks 14:24,20:24 --state DIR [--real] [--contexts N] [--seconds 240] \\
+        [--kinds bias,full] [--no-answers]
+    python benchmarks/e_correction.py texts FILE
     python benchmarks/e_correction.py report --state DIR
 
 `measure` fits the maps on the contexts of one file (`profiles.compute.fitting`; every fourth one
 chooses the penalty) and measures each block on those of another, which share none: with E as the
-sender's, with a bias added, and with maps of each rank. It stops after so many seconds and goes on
-from `--state` when called again. `report` puts all that was measured into
-`results/e_correction.json`.
+sender's, and corrected by the map that the profiler would take, or by those of other kinds, too.
+Full reuse and linear KV maps (`kv_maps`) stand beside. It stops after so many seconds and goes on
+from `--state` when called again. `texts` writes contexts of another kind than package records: this
+repository's pages and code. `report` puts all that was measured into `results/e_correction.json`.
 
-The measure: the receiver is given the reference answers token by token over its own KV, and over
-that of each plan. KL and total variation (TV) of the distributions of these tokens, means by
-question; nothing is decoded. Differences are paired by context, with 95 % intervals by the
-bootstrap over contexts. All in float32 on one thread.
+The measures: KL and total variation (TV) of the receiver's next tokens to full prefill's, along
+full prefill's answers; F1 of the decoded answers. Means over a context's questions. Differences are
+paired by context, with 95 % intervals by the bootstrap over contexts. All in float32 on one thread.
 
 Physics: one recomputed layer takes about 12 hidden² products a token (Llama's sizes), a whole map
 hidden², one of rank 16 32 hidden. So a map costs at most a twelfth of a layer.
@@ -23,7 +25,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,31 +34,44 @@ from typing import Any, Final
 
 import msgspec
 import torch
+from kv_maps import KVMaps
 from result import here
 from safetensors.torch import load_file, save_file
 
 from cachetree import Span
 from cachetree.corrections import Correction
-from profiles.compute import Answerer, ModelSource, block_mixture
-from profiles.compute.fitting import RANKS, Fitted, Moments, fit
-from profiles.compute.mixtures import forced
+from profiles.compute import (
+    THEIRS,
+    Answerer,
+    DocumentPasses,
+    Examination,
+    ModelSource,
+    block_mixture,
+)
+from profiles.compute.fitting import AS_GOOD, RANKS, TRYING, Fitted, Moments, fit
 from profiles.data import Document, Metric, TaskOptions
+from profiles.data.records import Record, write_records
 from profiles.profiler import answerers, load_documents, open_pair
 from profiles.settings import Settings
+from profiles.stats import interval
 
-RESULTS: Final = Path(__file__).resolve().parent / "results" / "e_correction.json"
+ROOT: Final = Path(__file__).resolve().parent.parent
+RESULTS: Final = ROOT / "benchmarks/results/e_correction.json"
 REAL: Final = TaskOptions(template="{context}\n\n{input}", chat=True, metric=Metric.F1, max_new=56)
 SMALL: Final = TaskOptions(template="<bos> {context} {input}", metric=Metric.F1, max_new=8)
-KINDS: Final = {0: "bias", None: "full"} | {it: f"rank {it}" for it in RANKS if it}
-TRYING: Final = 4
-"""Every such context chooses the penalty."""
-NUM_DRAWS: Final = 2000
+KINDS: Final = [{0: "bias", None: "full"}.get(it, f"rank {it}") for it in RANKS]
+CORRECTED: Final = "corrected"
+"""By the kind that the profiler takes."""
+FOR_KV_MAPS: Final = 24
+"""Contexts that those are fitted on."""
 FEWEST: Final = 8
 """Contexts of which a mean is told."""
+TEXT_CHARACTERS: Final = 1_600
+ASKED: Final = ("What is this text about?", "Which names are in this text?")
 
 
 class Found(msgspec.Struct, frozen=True, kw_only=True):
-    """One context: KL and TV by plan, means over its questions."""
+    """One context: means over its questions, by plan."""
 
     pair: str
     on: str
@@ -66,6 +80,8 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     questions: int
     kl: dict[str, float]
     tv: dict[str, float]
+    f1: dict[str, float]
+    """That of full prefill, too; nothing where answers were not decoded."""
 
 
 class Maps(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,18 +101,23 @@ def main() -> None:
     for flag in ("sender", "receiver", "fit", "on"):
         measuring.add_argument(f"--{flag}", type=Path, required=True)
     measuring.add_argument("--blocks", required=True)
+    measuring.add_argument("--kinds", default="", help=f"of maps, beside that taken: {KINDS}")
     measuring.add_argument("--real", action="store_true", help="prompts of the real pairs")
+    measuring.add_argument("--no-answers", action="store_true", help="KL and TV alone")
     measuring.add_argument("--contexts", type=int, default=40)
-    measuring.add_argument("--fit-contexts", type=int, default=150)
     measuring.add_argument("--seconds", type=float, default=240)
+    writing = commands.add_parser("texts")
+    writing.add_argument("file", type=Path)
     reporting = commands.add_parser("report")
     for it in (measuring, reporting):
         it.add_argument("--state", type=Path, required=True)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    args.state.mkdir(parents=True, exist_ok=True)
     if args.command == "measure":
+        args.state.mkdir(parents=True, exist_ok=True)
         measure(args)
+    elif args.command == "texts":
+        write_records(texts(), args.file)
     else:
         report(args.state)
 
@@ -119,9 +140,10 @@ def measure(args: argparse.Namespace) -> None:
     _, documents = load_documents(settings, [str(args.on)], pair.tokenizer, positions)
     known = {it.context for it in fitted_on}
     assert not known & {it.context for it in documents}, "judged on what the maps are fitted on"
-    sender, receiver = answerers(pair, [*fitted_on, *documents])
+    both = answerers(pair, [*fitted_on, *documents])
     blocks = [Span(*map(int, it.split(":"))) for it in args.blocks.split(",")]
-    maps = _maps(args, sender, receiver, fitted_on[: args.fit_contexts])
+    kinds = [CORRECTED, *filter(None, args.kinds.split(","))]
+    bench = Bench(*both, blocks, kinds, *_fitted(args, *both, blocks, fitted_on))
     results = args.state / f"{args.name}.{args.on.stem}.jsonl"
     found = _read(results)
     with results.open("ab") as file:
@@ -130,7 +152,7 @@ def measure(args: argparse.Namespace) -> None:
                 continue
             if time.monotonic() - began > args.seconds:
                 break
-            kl, tv = judge(sender, receiver, document, blocks, maps)
+            kl, tv, f1 = bench.judge(document, is_answered=not args.no_answers)
             line = Found(
                 pair=args.name,
                 on=args.on.stem,
@@ -139,70 +161,80 @@ def measure(args: argparse.Namespace) -> None:
                 questions=len(document.questions),
                 kl=kl,
                 tv=tv,
+                f1=f1,
             )
             found.append(line)
             file.write(msgspec.json.encode(line) + b"\n")
             file.flush()
     for name in found[0].kl if found else ():
         kl, tv = (fmean(getattr(it, of)[name] for it in found) for of in ("kl", "tv"))
-        sys.stdout.write(f"{name:24s} KL {kl:.4f}  TV {tv:.4f}\n")
-    sys.stdout.write(f"{len(found)} contexts, {time.monotonic() - began:.0f} s\n")
+        f1 = fmean(it.f1.get(name, 0.0) for it in found)
+        sys.stdout.write(f"{name:24s} KL {kl:.4f}  TV {tv:.4f}  F1 {f1:.4f}\n")
+    sys.stdout.write(f"{args.name} {args.on.stem}: {len(found)} contexts, ")
+    sys.stdout.write(f"{time.monotonic() - began:.0f} s\n")
 
 
-def _maps(
-    args: argparse.Namespace, sender: Answerer, receiver: Answerer, documents: Sequence[Document]
-) -> dict[tuple[int, str], Correction]:
-    """By layer and kind; of every other layer."""
+def _fitted(
+    args: argparse.Namespace,
+    sender: Answerer,
+    receiver: Answerer,
+    blocks: Sequence[Span],
+    documents: Sequence[Document],
+) -> tuple[dict[str, Correction], KVMaps]:
+    """Maps of E by layer and kind, and linear KV maps; from the state where they are there."""
     file, told = args.state / f"{args.name}.maps", args.state / f"{args.name}.fit.json"
-    layers = range(1 if receiver.model.num_layers < 16 else 5, receiver.model.num_layers)
-    layers = layers if receiver.model.num_layers < 16 else range(5, 30, 5)
+    of_kv = args.state / f"{args.name}.kv_maps"
+    layers = sorted({it.start for it in blocks} - {0})
     if not told.exists():
         hidden = receiver.model.model.config.hidden_size
         parts = {it: (Moments(hidden), Moments(hidden)) for it in layers}
-        for index, document in enumerate(documents):
-            theirs = sender.model.prefix(document.prefix, layers).e
-            ours = receiver.model.prefix(document.prefix, layers).e
-            for layer, (first, second) in parts.items():
-                part = second if index % TRYING == TRYING - 1 else first
-                part.add(theirs[layer], ours[layer])
+
+        def passed() -> Iterator[Any]:
+            for index, document in enumerate(documents):
+                ids = document.prefix
+                both = DocumentPasses(sender.model, receiver.model, ids, layers, layers)
+                for layer, them in parts.items():
+                    them[index % TRYING == TRYING - 1].add(*both.e_of_both(layer))
+                if index < FOR_KV_MAPS:
+                    yield both.theirs, both.own
+
+        matrices = KVMaps.fit(receiver.model, passed()).matrices
+        save_file({f"{i:03}": it for i, it in enumerate(matrices)}, of_kv)
         fitted = {layer: fit(*both) for layer, both in parts.items()}
         tensors = {
             f"{layer}|{kind}|{i}": tensor
             for layer, many in fitted.items()
-            for kind, it in zip(KINDS_IN_ORDER, many, strict=True)
+            for kind, it in zip(KINDS, many, strict=True)
             for i, tensor in enumerate(it.correction.tensors)
         }
         save_file(tensors, file)
-        told.write_bytes(
-            msgspec.json.encode(
-                Maps(
-                    pair=args.name,
-                    contexts=len(documents),
-                    tokens=sum(len(it.prefix) for it in documents),
-                    layers={
-                        layer: _described(many, parts[layer]) for layer, many in fitted.items()
-                    },
-                )
-            )
+        maps = Maps(
+            pair=args.name,
+            contexts=len(documents),
+            tokens=sum(len(it.prefix) for it in documents),
+            layers={layer: _described(many, parts[layer]) for layer, many in fitted.items()},
         )
-    read: dict[tuple[int, str], list[torch.Tensor]] = {}
+        told.write_bytes(msgspec.json.encode(maps))
+    read: dict[str, list[torch.Tensor]] = {}
     for name, tensor in sorted(load_file(file).items()):
         layer, kind, _ = name.split("|")
-        read.setdefault((int(layer), kind), []).append(tensor)
-    return {key: Correction(it[0], tuple(it[1:])) for key, it in read.items()}
-
-
-KINDS_IN_ORDER: Final = [KINDS[it] for it in RANKS]
+        read.setdefault(f"{layer}|{kind}", []).append(tensor)
+    found = {key: Correction(it[0], tuple(it[1:])) for key, it in read.items()}
+    for layer, it in msgspec.json.decode(told.read_bytes(), type=Maps).layers.items():
+        found[f"{layer}|{CORRECTED}"] = found[f"{layer}|{it['taken']}"]
+    return found, KVMaps([it for _, it in sorted(load_file(of_kv).items())])
 
 
 def _described(many: Sequence[Fitted], parts: tuple[Moments, Moments]) -> dict[str, Any]:
     """Explained share by kind, and what kind of a matrix the whole map adds to the identity."""
+    explained = {kind: it.explained for kind, it in zip(KINDS, many, strict=True)}
     matrix = many[-1].correction.factors[0]
     values = torch.linalg.svdvals(matrix)
     symmetric = (matrix + matrix.T) / 2
     return {
         "distance": round((parts[0] + parts[1]).distance, 6),
-        "explained": {kind: it.explained for kind, it in zip(KINDS_IN_ORDER, many, strict=True)},
+        "explained": explained,
+        "taken": next(k for k, it in explained.items() if it >= AS_GOOD * max(explained.values())),
         "singular_values": [round(float(it), 5) for it in values[:16]],
         "energy_of_16": round(float(values[:16].square().sum() / values.square().sum()), 4),
         "symmetric": round(float(symmetric.square().sum() / matrix.square().sum()), 4),
@@ -210,47 +242,60 @@ def _described(many: Sequence[Fitted], parts: tuple[Moments, Moments]) -> dict[s
     }
 
 
-@torch.inference_mode()
-def judge(
-    sender: Answerer,
-    receiver: Answerer,
-    document: Document,
-    blocks: Sequence[Span],
-    maps: Mapping[tuple[int, str], Correction],
-) -> tuple[dict[str, float], dict[str, float]]:
-    """KL and TV of every plan over one context."""
-    model = receiver.model
-    num_layers = model.num_layers
-    theirs = sender.model.prefix(document.prefix, [it.start for it in blocks])
-    sources: list[Any] = [theirs.kv, model.prefix(document.prefix, ()).kv]
-    mixtures = {"own": (1,) * num_layers, "reuse": (0,) * num_layers}
-    for start in sorted({it.start for it in blocks}):
-        from_start = [it for it in blocks if it.start == start]
-        whole = Span(start, max(it.stop for it in from_start))
-        e = theirs.e[start]
-        for kind in ("", *KINDS_IN_ORDER):
-            entering = maps[start, kind](e[0])[None] if kind else e
-            made = model.recompute(entering, whole)
-            sources.append([made.get(layer) for layer in range(num_layers)])
-            for it in from_start:
-                name = f"[{it.start}, {it.stop})" + (f" {kind}" if kind else "")
-                mixtures[name] = block_mixture(it, num_layers, len(sources) - 1)
-    texts = [(*it.suffix, *it.reference[:-1]) for it in document.questions]
-    width = max(map(len, texts))
-    rows = torch.tensor([[*text, *([0] * (width - len(text)))] for text in texts])
-    streams = forced(model, sources, list(mixtures.values()), rows, receiver.room.rows)
-    kl, tv = dict.fromkeys(mixtures, 0.0), dict.fromkeys(mixtures, 0.0)
-    for row, question in enumerate(document.questions):
-        places = slice(len(question.suffix) - 1, len(texts[row]))
-        expected = model.logits(streams[0][row, places]).log_softmax(-1)
-        for name, stream in zip(mixtures, streams, strict=True):
-            got = model.logits(stream[row, places]).log_softmax(-1)
-            p = expected.exp()
-            share = 1 / len(document.questions)
-            kl[name] += share * float((p * (expected - got)).sum(-1).mean())
-            tv[name] += share * float((p - got.exp()).abs().sum(-1).mean() / 2)
-    del kl["own"], tv["own"]
-    return kl, tv
+class Bench:
+    """What is measured of every document."""
+
+    def __init__(
+        self,
+        sender: Answerer,
+        receiver: Answerer,
+        blocks: Sequence[Span],
+        kinds: Sequence[str],
+        maps: Mapping[str, Correction],
+        kv_maps: KVMaps,
+    ) -> None:
+        self._sender, self._receiver, self._blocks = sender, receiver, blocks
+        self._kinds, self._maps, self._kv_maps = kinds, maps, kv_maps
+
+    def judge(self, document: Document, *, is_answered: bool) -> tuple[dict[str, float], ...]:
+        """KL, TV and F1 of every plan."""
+        model = self._receiver.model
+        starts = {it.start for it in self._blocks}
+        passes = DocumentPasses(
+            self._sender.model, model, document.prefix, starts, (), dict(self._maps)
+        )
+        sources: list[Any] = [passes.theirs, self._kv_maps(model, passes.theirs)]
+        mixtures = {"reuse": (THEIRS,) * model.num_layers, "KV maps": (1,) * model.num_layers}
+        for start in sorted(starts):
+            of_start = [it for it in self._blocks if it.start == start]
+            whole = Span(start, max(it.stop for it in of_start))
+            for kind in ("", *(self._kinds if start else ())):
+                sources.append(passes.new(whole, f"{start}|{kind}" if kind else ""))
+                for it in of_start:
+                    name = f"[{it.start}, {it.stop}) {kind}".strip()
+                    mixtures[name] = block_mixture(it, model.num_layers, len(sources) - 1)
+        answers = self._receiver.answer(document, passes.own)
+        examination = Examination(self._receiver, document, passes.own, answers)
+        scores = examination.examine(
+            sources, list(mixtures.values()), [is_answered] * len(mixtures)
+        )
+        by_name = dict(zip(mixtures, scores, strict=True))
+        kl = {name: fmean(it.kl for it in of) for name, of in by_name.items()}
+        tv = {name: fmean(it.tv for it in of) for name, of in by_name.items()}
+        f1 = {}
+        if is_answered:
+            f1 = {name: fmean(it.quality or 0.0 for it in of) for name, of in by_name.items()}
+            f1["full prefill"] = fmean(examination.qualities)
+        return kl, tv, f1
+
+
+def texts() -> Iterator[Record]:
+    """Pages and code of this repository, in turns."""
+    pages, code = (sorted(ROOT.glob(it)) for it in ("docs/*.md", "cachetree/*/*.py"))
+    for both in zip(pages, code[:: len(code) // len(pages)], strict=False):
+        for context in (it.read_text()[:TEXT_CHARACTERS] for it in both):
+            for question in ASKED:
+                yield Record(input=question, context=context, answers=(context[:40],))
 
 
 def report(state: Path) -> None:
@@ -270,38 +315,37 @@ def _told(found: Sequence[Found]) -> dict[str, Any]:
     for name in found[0].kl:
         plain = name.split(")")[0] + ")"
         plan: dict[str, Any] = {"plan": name}
-        for of in ("kl", "tv"):
+        for of in ("kl", "tv", "f1") if found[0].f1 else ("kl", "tv"):
             values = [getattr(it, of)[name] for it in found]
             plan[of] = round(fmean(values), 6)
-            if name not in ("reuse", plain):
-                base = [getattr(it, of)[plain] for it in found]
-                plan[f"{of}_gain"] = _interval([a - b for a, b in zip(values, base, strict=True)])
+            if plain in found[0].kl and name != plain:
+                before = [getattr(it, of)[plain] for it in found]
+                plan[f"{of}_gain"] = _paired(values, before)
+        if found[0].f1:
+            full = [it.f1["full prefill"] for it in found]
+            plan["f1_to_full"] = _paired([it.f1[name] for it in found], full)
         plans.append(plan)
+    answered = {"full_prefill": round(fmean(it.f1["full prefill"] for it in found), 6)}
     return {
         "pair": found[0].pair,
         "on": found[0].on,
         "contexts": len(found),
         "questions": sum(it.questions for it in found),
         "mean_tokens": round(fmean(it.tokens for it in found)),
+        **(answered if found[0].f1 else {}),
         "plans": plans,
     }
 
 
-def _interval(values: Sequence[float]) -> list[float]:
-    """Mean, and the 95 % interval of it."""
-    draw = random.Random(0)
-    means = sorted(fmean(draw.choices(values, k=len(values))) for _ in range(NUM_DRAWS))
-    low, high = means[NUM_DRAWS // 40], means[-NUM_DRAWS // 40]
-    return [round(it, 6) for it in (fmean(values), low, high)]
+def _paired(values: Sequence[float], others: Sequence[float]) -> list[float]:
+    """Mean difference, and the 95 % interval of it."""
+    found = interval([[a - b] for a, b in zip(values, others, strict=True)])
+    return [found.mean, found.low, found.high]
 
 
 def _read(file: Path) -> list[Found]:
-    return list(_lines(file)) if file.exists() else []
-
-
-def _lines(file: Path) -> Iterator[Found]:
-    for line in file.read_bytes().splitlines():
-        yield msgspec.json.decode(line, type=Found)
+    lines = file.read_bytes().splitlines() if file.exists() else []
+    return [msgspec.json.decode(it, type=Found) for it in lines]
 
 
 if __name__ == "__main__":

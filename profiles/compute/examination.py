@@ -118,6 +118,7 @@ class Examination:
             own_nll=measured.nll[own],
             reference_nll=measured.nll[reference],
             quality=quality,
+            tv=measured.tv[own],
         )
 
     def _streams(self, sources: Sequence[PrefixKV], mixtures: Sequence[Mixture]) -> Tensor:
@@ -131,7 +132,7 @@ class Examination:
         """Per mixture, means over the tokens of each given answer."""
         texts, model = self._texts, self._answerer.model
         num_mixtures, num_places = streams.shape[:2]
-        values = torch.empty(num_mixtures, 3, len(texts.targets))
+        values = torch.empty(num_mixtures, 4, len(texts.targets))
         positions = self._answerer.room.positions
         for places in torch.arange(num_places).split(positions):
             expected = model.logits(self._own[places]).log_softmax(-1)
@@ -140,10 +141,12 @@ class Examination:
             at = (texts.place_of[tokens] - places[0]).to(model.device)
             for part in torch.arange(num_mixtures).split(max(1, positions // len(places))):
                 got = model.logits(streams[part][:, places]).log_softmax(-1)
-                kl = (expected.exp() * (expected - got)).sum(-1).clamp(min=0)[:, at]
+                likely = expected.exp()
+                kl = (likely * (expected - got)).sum(-1).clamp(min=0)[:, at]
+                tv = (likely - got.exp()).abs().sum(-1)[:, at] / 2
                 same = (got.argmax(-1)[:, at] == targets).float()
-                found = torch.stack([kl, -got[:, at, targets], same], 1).cpu()
-                values[part[:, None, None], torch.arange(3)[:, None], tokens] = found
+                found = torch.stack([kl, -got[:, at, targets], same, tv], 1).cpu()
+                values[part[:, None, None], torch.arange(4)[:, None], tokens] = found
         return [_Measured.of(value, texts) for value in values]
 
 
@@ -154,16 +157,17 @@ class _Measured:
     kl: list[float]
     nll: list[float]
     agreement: list[float]
+    tv: list[float]
     same: list[bool]
 
     @classmethod
     def of(cls, values: Tensor, texts: _Texts) -> _Measured:
         lengths = torch.tensor(texts.lengths)
         text_of = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-        sums = torch.zeros(3, len(lengths)).index_add_(1, text_of, values)
-        kl, nll, agreement = (sums / lengths).tolist()
+        sums = torch.zeros(4, len(lengths)).index_add_(1, text_of, values)
+        kl, nll, agreement, tv = (sums / lengths).tolist()
         is_same = (sums[2].round() == lengths).tolist()
-        return cls(kl, nll, agreement, is_same)
+        return cls(kl, nll, agreement, tv, is_same)
 
 
 @dataclass(frozen=True, slots=True)

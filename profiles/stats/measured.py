@@ -27,6 +27,8 @@ class Score(msgspec.Struct, frozen=True, array_like=True):
     reference_nll: float
     quality: float | None
     """None where it was not to be decoded."""
+    tv: float = 0.0
+    """Total variation; 0 in journals of before it was measured."""
 
 
 Scores = list[Sequence[Score]]
