@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from cachetree import Span
-from profiles.compute import NUM_SHOWN, REFERENCES, baselines, first_of_each_task
+from profiles.compute import NUM_FITTED, NUM_SHOWN, REFERENCES, baselines, first_of_each_task
 from profiles.costs import prefix_pass_s
 from profiles.data import Document
 from profiles.evidence import CostModel
@@ -51,6 +51,14 @@ class Forecast:
             )
             for index in places
             for start, of_start in sorted(starts.items())
+        }
+
+    def fitting(self, documents: Sequence[Document]) -> dict[int, float]:
+        """Of each document that maps of E are fitted on, by its place."""
+        num_layers = self.costs.num_layers
+        return {
+            place: 2 * prefix_pass_s(self.costs, len(documents[place].prefix), num_layers)
+            for place in first_of_each_task(documents, NUM_FITTED)
         }
 
     def judging(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -24,15 +24,14 @@ import transformers
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from cachetree import ConfigError, write_profile
+from cachetree import ConfigError, Span, write_profile
 from cachetree.corrections import write_corrections
 from cachetree.planning import PROFILE_VERSION as VERSION
-from cachetree.planning import EMap
 from profiles.compute import (
     HELD_OUT,
     Answerer,
     Bench,
-    Fits,
+    Entry,
     Journal,
     LayeredModel,
     ModelSource,
@@ -43,6 +42,7 @@ from profiles.compute import (
     baselines,
     bounds_of,
     check_layers,
+    fit_maps,
     judge,
     load_model,
     load_pair,
@@ -51,6 +51,7 @@ from profiles.compute import (
     num_steps,
     places_swept,
     sweep,
+    sweep_corrected,
 )
 from profiles.compute import SPLIT as TRAIN
 from profiles.costs import (
@@ -79,12 +80,12 @@ from profiles.stats import (
     Subject,
     build,
     choose,
+    closest,
     default_group,
     grid,
     interval,
     sensitive_first,
     shortlist,
-    spread,
 )
 
 SAMPLE_TOKENS: Final = 64
@@ -125,18 +126,18 @@ def profile_pair(settings: Settings, console: Console) -> MeasuredProfile:
     )
     before_s = journal.seconds
     bench = Bench(sender=sender, receiver=receiver, journal=journal)
-    starts = sorted({it.start for it in blocks} - {0}) if settings.e_correction else []
-    fits = Fits(starts, pair.receiver.config.hidden_size, receiver.model.device)
     with shown(console, "training", Clock(sum(training.values()))) as done:
         ticking = replace(
             bench, tick=lambda it, is_new: done(training[it.document, it.step], is_new)
         )
-        swept = sweep(ticking, train.documents, blocks, pruned=settings.pruned, fits=fits)
-    maps = fits.maps(receiver.model.dtype)
-    corrections = {name.sha256: it for name, it in maps.items()}
-    bench = replace(bench, corrections=corrections)
-    candidates = [Candidate(runs=(it,)) for it in shortlist(swept, settings.plans)]
-    candidates += corrected(candidates, maps, settings.plans)
+        swept = sweep(ticking, train.documents, blocks, pruned=settings.pruned)
+    listed = shortlist(swept, settings.plans)
+    candidates = [Candidate(runs=(it,)) for it in listed]
+    if settings.e_correction:
+        ends = {it.stop for it in listed}
+        late = [it for it in blocks if it.start and it.stop in ends]
+        bench, found = corrected(bench, train.documents, late, settings, console)
+        candidates += found
     stage = Stage(split=TRAIN, title="choosing", candidates=candidates)
     tried = judge_all(bench, train.documents, stage, costs, console)
     plans = {it: tried.candidates[it] for it in candidates}
@@ -172,22 +173,41 @@ def profile_pair(settings: Settings, console: Console) -> MeasuredProfile:
             journal,
             group,
             elapsed_s=before_s + time.monotonic() - began,
-            sweep_passes=len({it.start for it in blocks}) + 1,
+            sweep_passes=len({it.start for it in blocks}) + 1 + len(bench.corrections),
         ),
     )
-    write_corrections(profile, corrections, settings.out)
+    write_corrections(profile, bench.corrections, settings.out)
     write_profile(profile, settings.out)
     journal.remove()
     return profile
 
 
-def corrected(plans: Sequence[Candidate], maps: Collection[EMap], most: int) -> list[Candidate]:
-    """The same blocks from corrected E: half as many as are decoded without."""
-    maps_at = {it.layer: it for it in maps}
-    found = [
-        replace(it, e_map=maps_at[it.block.start]) for it in plans if it.block.start in maps_at
-    ]
-    return spread(found, most // 2)
+def corrected(
+    bench: Bench,
+    documents: Sequence[Document],
+    blocks: Sequence[Span],
+    settings: Settings,
+    console: Console,
+) -> tuple[Bench, list[Candidate]]:
+    """The bench with maps that are fitted on these documents, and of the blocks from the E that
+    they correct those that stay closest to full prefill."""
+    assert bench.journal.costs is not None
+    forecast = Forecast(bench.journal.costs, bench.receiver.model.head_layers)
+    fitting = forecast.fitting(documents)
+    with shown(console, "fitting", Clock(sum(fitting.values()))) as done:
+        layers = sorted({it.start for it in blocks})
+        maps = fit_maps(bench, documents, layers, lambda place: done(fitting[place], True))
+    bench = replace(bench, corrections={name.sha256: it for name, it in maps.items()})
+    places = places_swept(documents, pruned=settings.pruned)
+    screening = forecast.sweep(documents, places, blocks, pruned=True)
+    with shown(console, "screening", Clock(sum(screening.values()))) as done:
+
+        def tick(it: Entry, is_new: bool) -> None:
+            done(screening[it.document, it.step.partition("+")[0]], is_new)
+
+        ticking = replace(bench, tick=tick)
+        scores = sweep_corrected(ticking, documents, blocks, [*maps], pruned=settings.pruned)
+    return bench, closest(scores, settings.plans)
 
 
 def open_pair(settings: Settings) -> Pair:

@@ -11,8 +11,8 @@ training    every block by KL; judging: any plan by the metric
 """
 
 from profiles.compute.examination import Answerer, Examination, Tokens
-from profiles.compute.fitting import NO_FITS, Fits
-from profiles.compute.journal import Journal, Timed, temporary_journal
+from profiles.compute.fitting import NUM_FITTED, Fits, fit_maps
+from profiles.compute.journal import Entry, Journal, Timed, temporary_journal
 from profiles.compute.judging import NUM_SHOWN, baselines, first_of_each_task, judge, num_steps
 from profiles.compute.judging import SPLIT as HELD_OUT
 from profiles.compute.layered import KV, LayeredModel, check_layers
@@ -21,13 +21,13 @@ from profiles.compute.models import ModelSource, Pair, load_model, load_pair, lo
 from profiles.compute.passes import DocumentPasses
 from profiles.compute.room import Bounds, Room, Sizes, bounds_of, longest_suffix, make_room
 from profiles.compute.study import FIRST_NEW, REFERENCES, THEIRS, Bench, block_mixture
-from profiles.compute.training import SPLIT, places_swept, sweep
+from profiles.compute.training import SPLIT, places_swept, sweep, sweep_corrected
 
 __all__ = [
     "FIRST_NEW",
     "HELD_OUT",
     "KV",
-    "NO_FITS",
+    "NUM_FITTED",
     "NUM_SHOWN",
     "REFERENCES",
     "SPLIT",
@@ -37,6 +37,7 @@ __all__ = [
     "Bench",
     "Bounds",
     "DocumentPasses",
+    "Entry",
     "Examination",
     "Fits",
     "Journal",
@@ -54,6 +55,7 @@ __all__ = [
     "check_layers",
     "decode",
     "first_of_each_task",
+    "fit_maps",
     "judge",
     "load_model",
     "load_pair",
@@ -63,5 +65,6 @@ __all__ = [
     "num_steps",
     "places_swept",
     "sweep",
+    "sweep_corrected",
     "temporary_journal",
 ]

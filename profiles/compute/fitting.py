@@ -9,7 +9,7 @@ much a map explains; nothing of a token is kept. Two matrices of hidden × 2 hid
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -18,7 +18,10 @@ from torch import Tensor
 
 from cachetree.corrections import Correction
 from cachetree.planning import EMap
+from profiles.compute.judging import first_of_each_task
 from profiles.compute.passes import DocumentPasses
+from profiles.compute.study import Bench
+from profiles.data import Document
 
 PENALTIES: Final = (1e-5, 1e-4, 1e-3, 1e-2)
 """Tried, relative to the mean variance of a column of E."""
@@ -26,6 +29,8 @@ RANKS: Final = (0, 8, 16, 64, None)
 """Of maps; 0 is a bias alone, None a whole matrix."""
 AS_GOOD: Final = 0.98
 """A map that explains this share of what the best one does, with less, is taken."""
+NUM_FITTED: Final = 36
+"""Contexts of each task that maps are fitted on."""
 TRYING: Final = 4
 """Every such context chooses the penalty and the rank."""
 
@@ -159,5 +164,18 @@ class Fits:
         return found
 
 
-NO_FITS: Final = Fits((), 0, "cpu")
-"""Nothing is fitted."""
+def fit_maps(
+    bench: Bench,
+    documents: Sequence[Document],
+    layers: Sequence[int],
+    done: Callable[[int], None] = lambda place: None,
+) -> dict[EMap, Correction]:
+    """The maps of these layers from the first contexts of each task. `done` is called after each
+    with its place. Nothing is kept in the journal: two passes over a context."""
+    models = bench.sender.model, bench.receiver.model
+    hidden = bench.receiver.model.model.config.hidden_size
+    fits = Fits(layers, hidden, bench.receiver.model.device)
+    for place in first_of_each_task(documents, NUM_FITTED):
+        fits.add(DocumentPasses(*models, documents[place].prefix, layers, layers))
+        done(place)
+    return fits.maps(bench.receiver.model.dtype)

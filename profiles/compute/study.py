@@ -62,6 +62,10 @@ class Study:
         )
         self._examination: Examination | None = None
 
+    @property
+    def num_layers(self) -> int:
+        return self._bench.num_layers
+
     def references(self, mixtures: Sequence[Mixture], decoded: Sequence[bool]) -> Entry:
         """What both models answer by themselves, and mixtures of the sender's and the own KV.
 

@@ -10,18 +10,18 @@ That is L + 1 passes over a context at group 1, whatever the number of blocks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from cachetree import Span
-from profiles.compute.fitting import NO_FITS, Fits
+from cachetree.planning import EMap
 from profiles.compute.journal import Entry
 from profiles.compute.judging import first_of_each_task
 from profiles.compute.mixtures import Mixture
 from profiles.compute.study import FIRST_NEW, OWN, THEIRS, Bench, Study, block_mixture
 from profiles.data import Document
-from profiles.stats import Score, Scores, Swept
+from profiles.stats import Candidate, Score, Scores, Swept
 
 SPLIT: Final = "train"
 NUM_SWEPT: Final = 12
@@ -35,16 +35,14 @@ def sweep(
     blocks: Sequence[Span],
     *,
     pruned: bool,
-    fits: Fits = NO_FITS,
 ) -> Swept:
     """Measure document after document: all of them and by the metric too, or, with `pruned`, those
-    at `places_swept`, and nothing but full reuse by the metric. `fits` are given both E of each."""
+    at `places_swept`, and nothing but full reuse by the metric."""
     contexts: list[Context] = []
     for index in places_swept(documents, pruned=pruned):
         starts = {block.start for block in blocks}
-        study = Study(bench, SPLIT, index, documents[index], starts, fits.layers)
+        study = Study(bench, SPLIT, index, documents[index], starts)
         contexts.append(_measure(study, bench.num_layers, blocks, is_decoded=not pruned))
-        fits.add(study.passes)
     first = [context.references for context in contexts]
     return Swept(
         sender=[entry.sender for entry in first],
@@ -53,6 +51,29 @@ def sweep(
         layers=[[entry.scores[1 + layer] for entry in first] for layer in range(bench.num_layers)],
         blocks=_scores_of(contexts, blocks),
     )
+
+
+def sweep_corrected(
+    bench: Bench,
+    documents: Sequence[Document],
+    blocks: Sequence[Span],
+    e_maps: Collection[EMap],
+    *,
+    pruned: bool,
+) -> dict[Candidate, Scores]:
+    """The blocks that begin where a map corrects E, on the documents that `sweep` takes, by their
+    KL alone. The bench has the maps."""
+    found: dict[Candidate, Scores] = {}
+    for index in places_swept(documents, pruned=pruned):
+        study = Study(bench, SPLIT, index, documents[index], {it.layer for it in e_maps})
+        for e_map in e_maps:
+            from_start = [block for block in blocks if block.start == e_map.layer]
+            ends = ",".join(str(block.stop) for block in from_start)
+            step = f"start:{e_map.layer}+{e_map.sha256[:16]}:{ends}"
+            entry = _from_start(study, step, from_start, e_map.sha256, is_decoded=False)
+            for block, scores in zip(from_start, entry.scores, strict=True):
+                found.setdefault(Candidate(runs=(block,), e_map=e_map), []).append(scores)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +100,22 @@ def _measure(study: Study, num_layers: int, blocks: Sequence[Span], *, is_decode
     found = dict(zip(from_0, references.scores[1 + num_layers :], strict=True))
     for start in sorted({block.start for block in blocks} - {0}):
         from_start = [block for block in blocks if block.start == start]
-        entry = study.compare(
-            f"start:{start}",
-            lambda start=start: [study.passes.new(Span(start, num_layers))],
-            [block_mixture(block, num_layers, FIRST_NEW) for block in from_start],
-            [is_decoded] * len(from_start),
-        )
+        entry = _from_start(study, f"start:{start}", from_start, "", is_decoded=is_decoded)
         found.update(zip(from_start, entry.scores, strict=True))
     return Context(references, found)
+
+
+def _from_start(
+    study: Study, step: str, blocks: Sequence[Span], e_map: str, *, is_decoded: bool
+) -> Entry:
+    """Blocks that begin at the same layer, from one pass."""
+    longest = Span(blocks[0].start, max(block.stop for block in blocks))
+    return study.compare(
+        step,
+        lambda: [study.passes.new(longest, e_map)],
+        [block_mixture(block, study.num_layers, FIRST_NEW) for block in blocks],
+        [is_decoded] * len(blocks),
+    )
 
 
 def _one_reused(layer: int, num_layers: int) -> Mixture:

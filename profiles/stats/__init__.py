@@ -19,6 +19,7 @@ from profiles.stats.artifact import (
 from profiles.stats.choice import (
     MOST_TRIED,
     choose,
+    closest,
     qualities_of,
     sensitive_first,
     shortlist,
@@ -41,6 +42,7 @@ __all__ = [
     "Swept",
     "build",
     "choose",
+    "closest",
     "default_group",
     "finding",
     "grid",

@@ -54,9 +54,14 @@ def shortlist(swept: Swept, most: int = MOST_TRIED) -> list[Span]:
     smaller = {it: scores for it, scores in swept.blocks.items() if len(it) < len(swept.layers)}
     kl = {it: kl_of(scores) for it, scores in smaller.items()}
     likelihood = {it: -_nll_of(scores) for it, scores in smaller.items()}
-    near = frontier({it: -value for it, value in kl.items()}, kl, len)
-    chosen = {*spread(near, most), *spread(frontier(likelihood, kl, len), most // 2)}
+    chosen = {*closest(smaller, most), *spread(frontier(likelihood, kl, len), most // 2)}
     return sorted(chosen, key=lambda it: (len(it), it.start))
+
+
+def closest(plans: Mapping[P, Scores], most: int = MOST_TRIED) -> list[P]:
+    """Of plans those that no other at as little work stays closer to full prefill than, by work."""
+    kl = {it: kl_of(scores) for it, scores in plans.items()}
+    return spread(frontier({it: -value for it, value in kl.items()}, kl, len), most)
 
 
 def choose(

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import pytest
 
 from cachetree.ids import Span
-from profiles.stats.choice import MOST_TRIED, choose, sensitive_first, shortlist
+from profiles.stats.choice import MOST_TRIED, choose, closest, sensitive_first, shortlist
 from profiles.stats.measured import Score, Scores, Swept
 
 FULL = 0.916
@@ -98,6 +98,13 @@ def test_what_is_decoded_is_close_or_makes_the_reference_likely():
     }
     listed = [(it.start, it.stop) for it in shortlist(swept_of(blocks))]
     assert listed == [(1, 2), (3, 4), (0, 3)]
+
+
+def test_of_plans_at_a_size_the_closest_is_tried_and_none_that_a_smaller_one_is_closer_than():
+    plans = {Span(1, 4): 0.3, Span(2, 5): 0.2, Span(3, 5): 0.4, Span(0, 4): 0.25, Span(0, 5): 0.1}
+    found = {it: scores(kl) for it, kl in plans.items()}
+    assert closest(found) == [Span(3, 5), Span(2, 5), Span(0, 5)]
+    assert closest(found, 2) == [Span(3, 5), Span(0, 5)]
 
 
 def test_layers_are_ranked_by_their_kl():

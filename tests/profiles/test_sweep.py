@@ -12,13 +12,14 @@ from shipped import SHIPPED, Shipped
 from transformers import DynamicCache
 
 from cachetree.ids import EMPTY_SPAN, Span
+from profiles.compute.fitting import fit_maps
 from profiles.compute.journal import temporary_journal
 from profiles.compute.judging import baselines, critical_runs, judge, split_runs
 from profiles.compute.layered import LayeredModel
 from profiles.compute.models import Pair, load_pair
 from profiles.compute.passes import tokens_kept
 from profiles.compute.study import Bench
-from profiles.compute.training import places_swept, sweep
+from profiles.compute.training import places_swept, sweep, sweep_corrected
 from profiles.data.documents import Document
 from profiles.oracle import decode, partial_prefill
 from profiles.profiler import answerers
@@ -106,6 +107,29 @@ def test_all_layers_are_a_full_prefill(swept_pair):
     swept = swept_pair.swept
     assert kl_of(swept.blocks[Span(0, NUM_LAYERS)]) < 1e-6
     assert fmean(qualities(swept.blocks[Span(0, NUM_LAYERS)])) == mean(swept.full_prefill)
+
+
+def test_blocks_from_corrected_e_stay_as_close_as_the_gate_will_find_them() -> None:
+    pair = pair_in_float32(SHIPPED[0])
+    documents = read_documents(DATA / "train.jsonl", pair.tokenizer)[:4]
+    sender, receiver = answerers(pair, documents, 2.0)
+    with temporary_journal() as journal:
+        bench = Bench(sender=sender, receiver=receiver, journal=journal)
+        swept = sweep(bench, documents, [*grid(NUM_LAYERS, 3), Span(2, 5)], pruned=True)
+        maps = fit_maps(bench, documents, [2, 3])
+        assert {it.layer for it in maps} == {2, 3}
+        bench = replace(bench, corrections={it.sha256: maps[it] for it in maps})
+        blocks = [Span(2, 5), Span(3, 6), Span(3, 9), Span(6, 9)]
+        found = sweep_corrected(bench, documents, blocks, [*maps], pruned=True)
+        judged = judge(bench, documents, [*found], "train").candidates
+        is_new: list[bool] = []
+        again = replace(bench, tick=lambda _, new: is_new.append(new))
+        assert sweep_corrected(again, documents, blocks, [*maps], pruned=True) == found
+    assert not any(is_new) and len(is_new) == 2 * len(documents)
+    assert {it.block for it in found} == {Span(2, 5), Span(3, 6), Span(3, 9)}
+    for candidate, scores in found.items():
+        assert kl_of(scores) == pytest.approx(kl_of(judged[candidate]), abs=1e-5)
+        assert kl_of(scores) < kl_of(swept.blocks[candidate.block])
 
 
 def test_one_layer_dominates(swept_pair):
