@@ -86,6 +86,7 @@ def loaded(request: Request, recompute: tuple[float, float]) -> None:
     _waited(request, request.seen_s + request.queued_s)
     if len(load.plan.block):
         told = {"tokens": len(load.at), "layers": len(load.plan.block)}
+        told["e_corrected"] = bool(load.plan.e_map)
         tracing.add_slice(req, "recompute", *recompute, told)
     if load.copied_s:
         told = {"tokens": len(load.at), "layers": len(load.plan.loaded_layers)}

@@ -8,8 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import pytest
 import requests
+import torch
 from breaking import BROKEN_BLOCK, NUM_BROKEN
 from engine_parts import (
     CPU,
@@ -31,8 +33,9 @@ from stalling import StallingWorker
 
 from cachetree.cache import Cache
 from cachetree.config import CacheConfig
+from cachetree.corrections import Correction, write_corrections
 from cachetree.ids import EMPTY_SPAN, Span
-from cachetree.planning.profile import write_profile
+from cachetree.planning import BlockQuality, write_profile
 from profiles.adapters import merge_folder
 from profiles.random_models import write_adapter
 from sglang_droidspeak.fleet.servers import Server, free_port, running
@@ -46,6 +49,10 @@ READER = "reader"
 LATE, NEVER = "late", "never"
 """Models of workers whose second rank does not send the last layer, and does not send anything."""
 NUM_STALLED = 330
+_DRAWN = torch.Generator().manual_seed(17)
+_BIAS, _MATRIX = (torch.randn(*it, 256, generator=_DRAWN) / 16 for it in ((), (256,)))
+CORRECTED, E_MAP = Span(3, 5), Correction(_BIAS, (_MATRIX,))
+"""A block of the reader's profile, and what corrects E before it."""
 ADAPTERS = {"wide": {"rank": 8}, "upper": {"rank": 4, "layers": (4, 5), "seed": 1}}
 TP = {**CPU, "tp-size": NUM_RANKS}
 ENV_OF_RANKS = {
@@ -111,7 +118,12 @@ def team(tmp_path_factory) -> Iterator[Team]:
     base, reader = models.whole[BASE], models.whole[READER]
     address = f"tcp://127.0.0.1:{free_port(NUM_RANKS)}"
     profile = folder / "pair.json"
-    write_profile(profile_of(models.identity(BASE), models.identity(READER)), profile)
+    named = E_MAP.named(CORRECTED.start)
+    block = BlockQuality(start=CORRECTED.start, stop=CORRECTED.stop, quality=0.5, e_map=named)
+    paired = profile_of(models.identity(BASE), models.identity(READER))
+    paired = msgspec.structs.replace(paired, blocks=(*paired.blocks, block))
+    write_profile(paired, profile)
+    write_corrections(paired, {named.sha256: E_MAP}, profile)
     with contextlib.ExitStack() as stack:
         stalls = [
             stack.enter_context(stalling(base, LATE, 1, seed=600)),
@@ -137,6 +149,7 @@ def team(tmp_path_factory) -> Iterator[Team]:
                 "host_gb": 0,
                 "peers": [address, *stalls],
                 "profiles": [str(profile)],
+                "e_correction": "profile",
                 "fetch_deadline_s": DEADLINE_S,
             },
         )
@@ -239,7 +252,7 @@ def test_each_rank_fetches_its_shard_from_its_own_peer(team: Team) -> None:
     team.ask(BASE, tokens, max_new_tokens=1)
     assert team.is_advertised(tokens)
     # The reader's own peers are told at the same time as these were.
-    reply = eventually(lambda: found_by(team, tokens))
+    reply = eventually(lambda: found_by(team, tokens, Span(2, 5)))
     told = reply.provenance
     assert told["location"] == team.address
     reply.assert_equals(team.models.expected(READER, BASE, tokens, Span(2, 5)))
@@ -250,6 +263,27 @@ def test_each_rank_fetches_its_shard_from_its_own_peer(team: Team) -> None:
     assert told["fetched_bytes"] == len(page_hashes(tokens)) * page_bytes
 
 
+def test_each_rank_corrects_e_that_all_put_together(team: Team) -> None:
+    tokens = prompt(200, seed=509)
+    team.ask(BASE, tokens, max_new_tokens=1)
+    assert team.is_advertised(tokens)
+    reply = eventually(lambda: found_by(team, tokens, CORRECTED))
+    assert reply.provenance["e_corrected"]
+    reply.assert_equals(
+        oracle(
+            team.models.whole[READER],
+            team.models.whole[BASE],
+            tokens,
+            block=CORRECTED,
+            num_reused=whole_pages(len(tokens)),
+            max_new=12,
+            correct=lambda e: e + e @ _MATRIX + _BIAS,
+        )
+    )
+    plain = team.models.expected(READER, BASE, tokens, CORRECTED)
+    assert reply.logprobs != pytest.approx(plain.logprobs, abs=2e-3), "not corrected"
+
+
 def test_where_one_rank_cannot_begin_to_recompute_all_prefill_in_full(team: Team) -> None:
     """None of them waits in a layer for one that will not come."""
     tokens = prompt(NUM_BROKEN + 10, seed=507)
@@ -258,7 +292,7 @@ def test_where_one_rank_cannot_begin_to_recompute_all_prefill_in_full(team: Team
     team.ask(BASE, tokens, max_new_tokens=1)
     assert team.is_advertised(tokens)
     outcomes = ("fallback: FetchError", "reused")
-    reply = eventually(lambda: found_by(team, tokens, outcomes))
+    reply = eventually(lambda: found_by(team, tokens, Span(2, 5), outcomes))
     assert reply.provenance["outcome"] == "fallback: FetchError"
     assert reply.ids == alone.ids
     assert reply.logprobs == pytest.approx(alone.logprobs, abs=2e-4)
@@ -286,8 +320,10 @@ def approximate(team: Team, tokens: list[int]) -> Answer | None:
     return None
 
 
-def found_by(team: Team, tokens: list[int], outcomes: Sequence[str] = ("reused",)) -> Answer | None:
-    reply = team.receive(READER, BASE, tokens, Span(2, 5))
+def found_by(
+    team: Team, tokens: list[int], block: Span, outcomes: Sequence[str] = ("reused",)
+) -> Answer | None:
+    reply = team.receive(READER, BASE, tokens, block)
     team.reader.flush()
     return reply if reply.provenance["outcome"] in outcomes else None
 

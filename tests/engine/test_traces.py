@@ -6,13 +6,14 @@ With real servers and a collector: test_faults.py.
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-from test_waiting import PLAN, request
-from waiting_parts import STEP_BYTES, Asked, loading, look, waiting_with
+from test_waiting import PLAN, planner_of, request
+from waiting_parts import STEP_BYTES, WANTED, Asked, loading, look, waiting_with
 
 from cachetree.errors import DeadlineExceeded
 from sglang_droidspeak.engine import tracing
@@ -60,9 +61,11 @@ def waiting_and_traced(cache: Asked, **parts: Any) -> WaitingRequests:
 
 
 @ON
-def test_what_was_fetched_copied_and_recomputed_is_told_once_it_has_run() -> None:
+@pytest.mark.parametrize("e_map", ["", "digest"])
+def test_what_was_fetched_copied_and_recomputed_is_told_once_it_has_run(e_map: str) -> None:
     cache, req = Asked(time.monotonic), traced_request()
-    waiting = waiting_and_traced(cache)
+    planner = planner_of(**WANTED, plan=replace(PLAN, e_map=e_map))
+    waiting = waiting_and_traced(cache, planner=planner)
     look(waiting, req)
     (staging,) = cache.stagings
     staging.traceparent = CONTEXT
@@ -79,12 +82,10 @@ def test_what_was_fetched_copied_and_recomputed_is_told_once_it_has_run() -> Non
     _, admitted_s, wait = stats.of("wait")
     assert admitted_s == taken.seen_s + taken.queued_s
     assert wait == {"droidspeak.runnable_ms": 1500.0}
-    tokens = len(taken.load.at)
-    assert stats.of("recompute") == (
-        3.0,
-        4.0,
-        {"droidspeak.tokens": tokens, "droidspeak.layers": len(PLAN.block)},
-    )
+    tokens, layers = len(taken.load.at), len(PLAN.block)
+    told = {"droidspeak.tokens": tokens, "droidspeak.layers": layers}
+    told["droidspeak.e_corrected"] = bool(e_map)
+    assert stats.of("recompute") == (3.0, 4.0, told)
     layers = len(PLAN.loaded_layers)
     told = {"droidspeak.tokens": tokens, "droidspeak.layers": layers, "droidspeak.busy_ms": 2000.0}
     assert stats.of("load") == (5.0, 7.5, told)
