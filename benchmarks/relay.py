@@ -90,10 +90,14 @@ class Bench:
 
 
 @contextmanager
-def bench(folder: Path, setup: Setup) -> Iterator[Bench]:
+def bench(
+    folder: Path, setup: Setup, prepare: Callable[[list[Path]], None] = lambda models: None
+) -> Iterator[Bench]:
+    """`prepare` is given the models before their servers start."""
     config = shape("llama", layers=NUM_LAYERS, hidden=HIDDEN, heads=12, kv_heads=12)
     names = ["model"] if setup.is_one_model else ["sender", "receiver"]
     paths = write_models(folder, config, names)
+    prepare(paths)
     options = {
         "dtype": setup.dtype,
         "page-size": PAGE,
