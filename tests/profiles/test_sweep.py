@@ -202,6 +202,8 @@ def test_scores_are_the_oracles(shipped):
             kl = (expected.exp() * (expected - got)).sum(-1).mean()
             where = f"seed {seed}, block {block}, {question.name}"
             assert score.kl == pytest.approx(float(kl), abs=2e-4), where
+            tv = (expected.exp() - got.exp()).abs().sum(-1).mean() / 2
+            assert score.tv == pytest.approx(float(tv), abs=2e-4), where
             assert score.own_nll == pytest.approx(-float(got.gather(1, targets).mean()), abs=1e-3)
             agreement = (got.argmax(-1) == targets[:, 0]).float().mean()
             assert score.agreement == pytest.approx(float(agreement), abs=1e-6), where
