@@ -60,7 +60,7 @@ class RandomPair:
     hidden: int = 768
     heads: int = 12
     block: Span = _TIMED_BLOCK
-    num_documents: int = 6
+    num_documents: int = 3
     num_tokens: int = 2000
     num_new_tokens: int = 24
 
@@ -84,6 +84,8 @@ class DemoConfig:
     """Only the first of the data's questions; None: all."""
     num_documents: int | None = None
     """Likewise of its documents."""
+    num_questions_each: int | None = None
+    """Likewise of each document's questions."""
     correction: bool = True
     """Whether E is corrected where the profile's plan says so."""
     random_pair: RandomPair | None = None
@@ -122,6 +124,7 @@ class DemoConfig:
             profile=_PROFILE,
             data=_REAL / f"data/{_SKILL}/long.jsonl",
             num_documents=3,
+            num_questions_each=2,
             random_pair=RandomPair(),
             options=_SMALL,
             host_gb=1.0,
@@ -173,7 +176,10 @@ class DemoConfig:
             )
         except CacheTreeError as exc:
             raise DemoFailed(str(exc)) from exc
-        return documents[: self.num_documents]
+        return [
+            replace(it, questions=it.questions[: self.num_questions_each])
+            for it in documents[: self.num_documents]
+        ]
 
     def pair(self) -> tuple[Subject, MeasuredProfile]:
         """The pair whose quality is measured; DemoFailed where its profile does not allow it."""

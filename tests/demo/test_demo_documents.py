@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from profiles.evidence import read_measured
 from sglang_droidspeak.demo import DemoConfig
 from sglang_droidspeak.demo.measure import random_documents
@@ -32,6 +34,13 @@ def test_template_and_length_of_answers_can_be_others() -> None:
     documents = other.documents(read_measured(SMALL.profile))
     assert [len(it.questions) for it in documents] == [3, 1]
     assert {(it.task.template, it.task.max_new) for it in documents} == {("{context} : {input}", 3)}
+
+
+def test_a_few_questions_of_a_few_documents_can_be_asked() -> None:
+    few = replace(SMALL, num_documents=2, num_questions_each=2)
+    whole, documents = (it.documents(read_measured(it.profile)) for it in (SMALL, few))
+    assert [it.prefix for it in documents] == [it.prefix for it in whole[:2]]
+    assert [it.questions for it in documents] == [it.questions[:2] for it in whole[:2]]
 
 
 def test_random_documents_differ_from_their_first_page_on() -> None:
