@@ -16,10 +16,13 @@ from typing import Any
 import pytest
 import requests
 import torch
-from engine_parts import CPU, ENV, Watcher, answer, eventually, prompt
+from engine_parts import CPU, ENV, Watcher, answer, eventually, profile_of, prompt
 from forked import ServerSpec
 from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+from struck_parts import scraped
 
+from cachetree.checkpoint.identity import read_model_identity
+from cachetree.planning import write_profile
 from profiles.random_models import shape, write_models
 from sglang_droidspeak.engine import HookType, place_hooks, release
 from sglang_droidspeak.fleet.servers import Server, free_port, running
@@ -127,13 +130,15 @@ def updated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Updated]:
     config = shape("llama", layers=4, hidden=128, heads=2, kv_heads=2)
     model, whole = write_models(folder, config, ["model", "whole"], seed=9)
     models = {"model": model, "whole": whole, "missing": folder / "missing"}
+    pair = folder / "pair.json"
+    write_profile(profile_of(*(read_model_identity(it) for it in (whole, model))), pair)
     addresses = {name: f"tcp://127.0.0.1:{free_port()}" for name in NAMES}
     specs = [
         ServerSpec(
             model=model,
             name=name,
-            options=CPU,
-            droidspeak={"listen": addresses[name], "host_gb": 0.25},
+            options={**CPU, "enable-metrics": True},
+            droidspeak={"listen": addresses[name], "host_gb": 0.25, "profiles": [str(pair)]},
         )
         for name in NAMES
     ]
@@ -142,6 +147,12 @@ def updated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Updated]:
         yield Updated(dict(zip(NAMES, servers, strict=True)), models, watchers)
         for watcher in watchers.values():
             watcher.close()
+
+
+def usable(server: Server) -> set[float]:
+    """What its metrics say of its pairs."""
+    found = scraped(f"{server.url}/metrics").items()
+    return {value for (name, *_), value in found if name == "droidspeak:pair_usable"}
 
 
 @pytest.mark.server
@@ -153,6 +164,7 @@ def test_nothing_is_stored_served_or_reused_any_more(updated: Updated, name: str
     watcher.wait_for(tokens, model)
     server.flush()
     assert answer(server, tokens).provenance["location"] == "local"
+    eventually(lambda: usable(server) == {1.0})
     assert updated.update(name) == (name != "missing")
     eventually(lambda: watcher.num_pages(tokens, model) == 0)
     server.flush()
@@ -162,5 +174,6 @@ def test_nothing_is_stored_served_or_reused_any_more(updated: Updated, name: str
         0,
     )
     assert (after.logprobs == before.logprobs) == (name != "whole")
+    eventually(lambda: usable(server) == {0.0})
     answer(server, prompt(100, seed=2))
     assert watcher.num_pages(prompt(100, seed=2), model) == 0

@@ -1,6 +1,7 @@
-"""What stands in a page's fences is right: commands exist, settings are accepted, programs run.
+"""What stands in a page's fences is right: commands run, settings are accepted, programs run.
 
-The servers' commands and scripts are run by `test_examples`.
+What needs servers is run by `test_examples`. What takes minutes (`make`, `pip`, `droidspeak
+profile`, `demo` and `up`) is only read here as it would read its words; tests of its own run it.
 """
 
 from __future__ import annotations
@@ -19,14 +20,25 @@ from pathlib import Path
 import pytest
 import yaml
 
+from cachetree.cli import main as cachetree_main
 from cachetree.cli import parser as cachetree
 from profiles.data.records import read_records
+from benchmarks.simulate.__main__ import main as simulate
+from sglang_droidspeak.cli import main
 from sglang_droidspeak.cli import parser as droidspeak
 from sglang_droidspeak.start.config import parse_settings
 from tools.real.__main__ import parser as real
 from tools.reference import ROOT, pages
 
 CHECKOUT = "/path/to/this/checkout"
+PAIRS = ROOT / "examples/pairs"
+STAND_INS = {
+    "examples": ROOT / "examples",
+    "pair.json": PAIRS / "sender_to_receiver.json",
+    **dict.fromkeys(("PATH", "models/reader"), PAIRS / "weights/sender"),
+    **dict.fromkeys(("MODEL", "models/answerer"), PAIRS / "weights/receiver"),
+}
+"""What the pages' commands find in the folder where they run."""
 LANGUAGES = {"bash", "json", "python", "yaml", "text", "{toctree}"}
 _FENCE = re.compile(r"^ *```(\S*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 
@@ -69,19 +81,44 @@ def test_data_can_be_read(fence: Fence, tmp_path: Path) -> None:
     assert read_records(path)
 
 
+def commands(fence: Fence) -> list[list[str]]:
+    """Each in words, without comments."""
+    lines = fence.text.replace("\\\n", "").splitlines()
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a reader would be who has what the pages speak of, and the beginning of each trace."""
+    (tmp_path / "models").mkdir()
+    (tmp_path / "benchmarks/traces").mkdir(parents=True)
+    for trace in (ROOT / "benchmarks/traces").iterdir():
+        head = trace.read_text().splitlines(keepends=True)[:100]
+        (tmp_path / "benchmarks/traces" / trace.name).write_text("".join(head))
+    for name, path in STAND_INS.items():
+        (tmp_path / name).symlink_to(path)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.usefixtures("folder")
 @pytest.mark.parametrize("fence", of("bash"), ids=str)
-def test_commands_exist(fence: Fence) -> None:
-    for line in fence.text.replace("\\\n", "").splitlines():
-        if words := shlex.split(line, comments=True):
-            _check(words)
+def test_commands_run(fence: Fence) -> None:
+    for words in commands(fence):
+        _run(words)
 
 
-def _check(words: list[str]) -> None:
+def _run(words: list[str]) -> None:
     match words:
         case ["make", target]:
             assert re.search(rf"(?m)^{target}:", (ROOT / "Makefile").read_text()), target
+        case ["droidspeak", "profile", "show", *_] | ["droidspeak", "report" | "identity", *_]:
+            assert main(words[1:]) == 0
+        case ["droidspeak", "serve", *rest]:
+            assert main(["serve", "--dry-run", *rest]) == 0
         case ["droidspeak", *rest]:
             droidspeak().parse_args(rest)
+        case ["cachetree", "keygen", *_]:
+            assert cachetree_main(words[1:]) == 0
         case ["cachetree", *rest]:
             cachetree().parse_args(rest)
         case ["pip", "install", *packages]:
@@ -90,18 +127,18 @@ def _check(words: list[str]) -> None:
                 is_sglang = it.replace("[tracing]", "") == f"sglang=={version('sglang')}"
                 assert is_sglang or project.exists()
         case ["python", "-m", "sglang.launch_server", "--config", path, *_]:
-            assert (ROOT / path).exists()
-        case ["python", "-m", "benchmarks.simulate", path, *_]:
-            assert (ROOT / path).exists()
+            assert Path(path).exists()
+        case ["python", "-m", "benchmarks.simulate", *rest]:
+            assert simulate(rest) == 0
         case ["python", "-m", "tools.real", *rest]:
             real().parse_args(rest)
         case ["python", "examples/break_even.py", *_]:
-            subprocess.run([sys.executable, *words[1:]], cwd=ROOT, check=True)
+            subprocess.run([sys.executable, *words[1:]], check=True)
         case ["curl", url, "-H", "Content-Type: application/json", "-d", body]:
             assert url.endswith("/generate")
             assert set(json.loads(body)) <= {"text", "sampling_params"}
         case ["python" | "bash", path]:
-            assert (ROOT / path).exists()
+            assert Path(path).exists()
         case _:
             pytest.fail(f"nothing is known of {shlex.join(words)}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_documented_code import commands, of
 
 from profiles.data import prompt_of, read_records
 from sglang_droidspeak.cli import main
@@ -23,6 +25,7 @@ from sglang_droidspeak.fleet.servers import Server, end_of, free_port, running
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 PAGE = (ROOT / "docs/lora.md").read_text()
+QUICK_START = (ROOT / "docs/quickstart.md").read_text()
 PORTS = ("30000", "30001", "30010")
 CPU = "\ndevice: cpu\nsleep-on-idle: true\n"
 """What the quick start says to add where there is no accelerator."""
@@ -130,6 +133,10 @@ def test_curl(servers) -> None:
     assert provenance["block"] == [2, 5]
     assert provenance["exact"] is False
     assert reused["text"].strip() == "guard"
+    (shown,) = re.findall(r'"meta_info": {(.*?), \.\.\.}\]', QUICK_START, re.DOTALL)
+    seen = json.dumps({**reused["meta_info"], **provenance})
+    for field in re.findall(r'"\w+": (?:"\w+"|\w+|\[\d[^]]*\])', shown):
+        assert field in seen
     (provenance,) = full["meta_info"]["droidspeak"]
     assert provenance["outcome"] == "off"
     assert full["meta_info"]["cached_tokens"] == 0
@@ -162,13 +169,43 @@ def test_explain(servers, tmp_path, capsys) -> None:
     assert told["outcome"] == "reused"
     assert [it["reason"] for it in told["ways"] if it.get("block") == [2, 5]] == ["taken"]
     assert told["prompt_tokens"] == reply["meta_info"]["prompt_tokens"]
-    # Whether this machine's links are fast enough for so small a model, nobody knows.
-    main(["doctor", "--url", receiver.url, "--json"])
-    checks = {it["name"]: it["ok"] for it in json.loads(capsys.readouterr().out)}
-    assert {name: ok for name, ok in checks.items() if not ok and "link" not in name} == {}
-    assert any(name.startswith("peer tcp://") for name in checks)
     salted = explain(*unsent, "--cache-salt", "somebody")
     assert (salted["outcome"], salted["holdings"]) == ("no_match", [])
+
+
+def test_what_the_pages_ask_of_servers(servers, tmp_path, monkeypatch, capsys) -> None:
+    """As it stands there, but for ports and the request's id."""
+    sender, receiver = servers
+    told = sender.generate("a prompt", max_new_tokens=1)
+    stand_ins = {
+        "http://127.0.0.1:30000": sender.url,
+        "http://127.0.0.1:30001": receiver.url,
+        "REQUEST_ID": told["meta_info"]["id"],
+    }
+    (tmp_path / "examples").symlink_to(EXAMPLES)
+    (tmp_path / "prompt.txt").write_text("a prompt")
+    monkeypatch.chdir(tmp_path)
+    ran = []
+    for words in itertools.chain.from_iterable(map(commands, of("bash"))):
+        line = "\n".join(words)
+        for shown, real in stand_ins.items():
+            line = line.replace(shown, real)
+        match line.split("\n"):
+            case ["droidspeak", "explain" | "peers" as ran_one, *rest]:
+                assert main([ran_one, *rest]) == 0
+            case ["droidspeak", "doctor" as ran_one, *rest]:
+                main([ran_one, *rest])
+            case ["curl" as ran_one, url, *rest]:
+                text = subprocess.check_output(["curl", "-s", url, *rest])
+                assert "droidspeak" in json.loads(text)["meta_info"]
+            case _:
+                continue
+        ran.append(ran_one)
+    assert sorted(ran) == ["curl"] * 2 + ["doctor"] * 3 + ["explain"] * 2 + ["peers"]
+    # The page's port is not this sender's; whether the links are fast enough for so small a model,
+    # nobody knows.
+    wrong = re.findall(r"(?m)^WRONG (.*)", capsys.readouterr().out)
+    assert [it for it in wrong if not it.startswith(("link ", "peer tcp://127.0.0.1:30010"))] == []
 
 
 def test_openai_client(servers) -> None:
