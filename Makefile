@@ -95,23 +95,32 @@ soak: $(INSTALLED)
 	$(BIN)/python tests/fuzz/fuzz.py
 
 pairs: $(INSTALLED)
-	$(BIN)/python -m tools.pairs
+	$(BIN)/python -m tools.pairs.train
 
-# The small pairs' prompts, answers and data; exit status 3 would say that a pair did not pass.
+# The small pairs' prompts, answers and data: 24 documents choose a block and 96 judge it. Exit status
+# 3 would say that a pair did not pass, and is no failure: its profile teaches a server to refuse.
 PAIRS := examples/pairs
-PROFILE := OMP_NUM_THREADS=1 $(BIN)/droidspeak profile --data $(PAIRS)/data/train.jsonl \
-	--held-out build/pairs/data/held_out.jsonl \
-	--template '<bos> {context} {input}' --metric f1 --max-new 8
+QUESTIONS := $(BIN)/python -m tools.pairs.questions
+PROFILE := OMP_NUM_THREADS=1 $(BIN)/droidspeak profile --template '<bos> {context} {input}' \
+	--metric f1 --max-new 8
+BIOGRAPHIES := --data $(PAIRS)/data/train.jsonl --held-out build/pairs/biographies/held_out.jsonl
+TABLES := --data build/pairs/few_tables/train.jsonl --held-out build/pairs/tables/held_out.jsonl
+ADAPTER := --receiver $(PAIRS)/weights/foundation --receiver-lora $(PAIRS)/weights
+OR_NOT := || test $$? -eq 3
 
 profiles: $(INSTALLED)
-	$(BIN)/python -m tools.pairs.questions --documents 96 --out build/pairs/data
-	$(PROFILE) --sender $(PAIRS)/weights/sender --receiver $(PAIRS)/weights/receiver \
-		--out $(PAIRS)/sender_to_receiver.json
-	$(PROFILE) --sender $(PAIRS)/weights/foundation --sender-lora $(PAIRS)/weights/sender_lora \
-		--receiver $(PAIRS)/weights/foundation --receiver-lora $(PAIRS)/weights/receiver_lora \
+	$(QUESTIONS) --documents 96 --out build/pairs/biographies
+	$(QUESTIONS) --task tables --documents 96 --out build/pairs/tables
+	$(QUESTIONS) --task tables --out build/pairs/few_tables
+	$(PROFILE) $(BIOGRAPHIES) --sender $(PAIRS)/weights/sender \
+		--receiver $(PAIRS)/weights/receiver --out $(PAIRS)/sender_to_receiver.json
+	$(PROFILE) $(BIOGRAPHIES) --sender $(PAIRS)/weights/foundation \
+		--sender-lora $(PAIRS)/weights/sender_lora $(ADAPTER)/receiver_lora \
 		--out $(PAIRS)/sender_lora_to_receiver_lora.json
-	$(BIN)/python -m tools.pairs.adapter_profiles --out build/pairs/profiles
-	cp build/pairs/profiles/*.json $(PAIRS)
+	$(PROFILE) $(BIOGRAPHIES) --sender $(PAIRS)/weights/foundation $(ADAPTER)/receiver_lora \
+		--out $(PAIRS)/foundation_to_receiver_lora.json $(OR_NOT)
+	$(PROFILE) $(TABLES) --sender $(PAIRS)/weights/foundation $(ADAPTER)/tables_lora \
+		--out $(PAIRS)/foundation_to_tables_lora.json $(OR_NOT)
 
 real: $(INSTALLED)
 	$(BIN)/python -m tools.real

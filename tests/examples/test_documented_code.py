@@ -20,10 +20,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from benchmarks.simulate.__main__ import main as simulate
 from cachetree.cli import main as cachetree_main
 from cachetree.cli import parser as cachetree
 from profiles.data.records import read_records
-from benchmarks.simulate.__main__ import main as simulate
 from sglang_droidspeak.cli import main
 from sglang_droidspeak.cli import parser as droidspeak
 from sglang_droidspeak.start.config import parse_settings

@@ -135,8 +135,8 @@ def test_curl(servers) -> None:
     assert reused["text"].strip() == "guard"
     (shown,) = re.findall(r'"meta_info": {(.*?), \.\.\.}\]', QUICK_START, re.DOTALL)
     seen = json.dumps({**reused["meta_info"], **provenance})
-    for field in re.findall(r'"\w+": (?:"\w+"|\w+|\[\d[^]]*\])', shown):
-        assert field in seen
+    for it in re.findall(r'"\w+": (?:"\w+"|\w+|\[\d[^]]*\])', shown):
+        assert it in seen
     (provenance,) = full["meta_info"]["droidspeak"]
     assert provenance["outcome"] == "off"
     assert full["meta_info"]["cached_tokens"] == 0

@@ -16,6 +16,7 @@ import msgspec
 import pytest
 import torch
 from shipped import ASKED, DATA, SHIPPED, WEIGHTS, flags
+from stranger import SEED, write_stranger
 
 from cachetree.corrections import read_corrections
 from cachetree.planning.profile import write_profile
@@ -24,7 +25,6 @@ from profiles.data.records import read_records, write_records
 from profiles.evidence import BaselineKind, MeasuredProfile, read_measured
 from sglang_droidspeak.cli import main
 from tools.pairs.questions import make_records, read_documents
-from tools.pairs.stranger import SEED, write_stranger
 
 FINE_TUNES = SHIPPED[0]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -10,6 +10,7 @@ from statistics import fmean
 import pytest
 import torch
 from safetensors.torch import load_file
+from stranger import SCALE, SEED, in_other_coordinates, write_stranger
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from cachetree.checkpoint.identity import first_difference, read_model_identity
@@ -23,7 +24,6 @@ from profiles.profiler import answerers
 from profiles.stats.choice import choose
 from profiles.stats.frontier import grid
 from tools.pairs.questions import read_documents
-from tools.pairs.stranger import SCALE, SEED, in_other_coordinates, write_stranger
 
 PAIRS = Path(__file__).parents[2] / "examples" / "pairs"
 SENDER, RECEIVER = PAIRS / "weights" / "sender", PAIRS / "weights" / "receiver"
@@ -104,7 +104,7 @@ def test_no_number_is_rounded(both):
 
 def test_the_command_is_deterministic_and_minds_its_seed(both, tmp_path):
     out = tmp_path / "stranger"
-    command = [sys.executable, "-m", "tools.pairs.stranger", "--out", str(out)]
+    command = [sys.executable, "-m", "tests.profiles.stranger", "--out", str(out)]
     done = subprocess.run(
         command, cwd=PAIRS.parents[1], check=True, capture_output=True, text=True, timeout=240
     )

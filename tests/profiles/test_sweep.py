@@ -8,6 +8,7 @@ from statistics import fmean
 
 import pytest
 import torch
+from pair_check import properties_of
 from shipped import SHIPPED, Shipped
 from transformers import DynamicCache
 
@@ -26,7 +27,6 @@ from profiles.profiler import answerers
 from profiles.stats.choice import choose, sensitive_first, shortlist
 from profiles.stats.frontier import grid
 from profiles.stats.measured import Candidate, Swept
-from tools.pairs.check import properties_of
 from tools.pairs.questions import DATA, read_documents
 
 NUM_LAYERS = 12

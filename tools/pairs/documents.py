@@ -4,7 +4,6 @@ A document is a list of short sentences. A question names the entity it asks abo
 word before `?`; that is what a small model learns to look up.
 
     plain                facts about people, shuffled; forward and reverse questions
-    chain                "P holds the X . the X is in C ."
     moves                "P went to C ." repeated; first and last place
     code                 "let v3 = 7 12 ;", "let v9 = v3 ;"
     mixed_biographies    the name once, then "she ..."; relations differ between people
@@ -141,21 +140,6 @@ def _rare_value(rng: Random, draw: Draw, used: list[str]) -> str:
     return value
 
 
-def write_chain(rng: Random, num_tokens: int) -> Document:
-    people = _people(rng, max(2, num_tokens // 12), 30)
-    sentences, questions = [], []
-    for person, thing in zip(people, rng.sample(V.things, len(people)), strict=True):
-        city = rng.choice(V.cities)
-        sentences += [f"{person} holds the {thing} .", f"the {thing} is in {city} ."]
-        questions += [
-            Question(f"where is the {thing} ?", city),
-            Question(f"where is the thing of {person} ?", city),
-            Question(f"what holds {person} ?", thing),
-        ]
-    rng.shuffle(sentences)
-    return Document(tuple(sentences), tuple(questions))
-
-
 def write_moves(rng: Random, num_tokens: int) -> Document:
     num_moves = max(3, num_tokens // 5)
     people = rng.sample(V.names, max(2, num_moves // 3))
@@ -234,7 +218,6 @@ def write_tables(rng: Random, num_tokens: int) -> Document:
 
 WRITERS: Final[Mapping[str, Writer]] = {
     "plain": write_plain,
-    "chain": write_chain,
     "moves": write_moves,
     "code": write_code,
     "mixed_biographies": write_mixed_biographies,

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from typing import Final
 
-PAD, BOS, EOS, UNK = "<pad>", "<bos>", "<eos>", "<unk>"
+_SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
 BOS_ID: Final = 1
 EOS_ID: Final = 2
-NUM_SPECIAL: Final = 4
 
 _FUNCTION_WORDS = (
     "question answer : . , ; | = ? who where what does is in the a of lives works as owns likes "
@@ -74,7 +72,7 @@ class Vocabulary:
         self.variables = tuple(f"v{i}" for i in range(40))
         self.numbers = tuple(str(i) for i in range(40))
         invented = (*self.names, *self.cities, *self.firms, *self.variables, *self.numbers)
-        words = [PAD, BOS, EOS, UNK, *fixed, *invented]
+        words = [*_SPECIAL, *fixed, *invented]
         while len(words) % 64:
             words.append(f"<extra{len(words)}>")
         self.words = tuple(words)
@@ -83,9 +81,6 @@ class Vocabulary:
     def encode(self, text: str) -> list[int]:
         """Ids of the space-separated words; a word outside the vocabulary is a KeyError."""
         return [self.ids[word] for word in text.split()]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return " ".join(self.words[i] for i in ids)
 
 
 VOCABULARY: Final = Vocabulary()

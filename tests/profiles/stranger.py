@@ -1,6 +1,6 @@
 """A sender that answers like the shipped one and whose cache nobody else can read.
 
-    python -m tools.pairs.stranger --out DIR
+    python -m tests.profiles.stranger --out DIR
 
 A transformer computes the same function in many coordinates, and trainings that start apart end in
 different ones. This takes a checkpoint to others, by a seed:
@@ -126,7 +126,7 @@ def write_stranger(origin: Path, out: Path, seed: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tools.pairs.stranger")
+    parser = argparse.ArgumentParser(prog="python -m tests.profiles.stranger")
     parser.add_argument("--out", type=Path, required=True, help="the folder to write")
     parser.add_argument("--origin", type=Path, default=_ORIGIN, help="checkpoint to start from")
     parser.add_argument("--seed", type=int, default=SEED)

@@ -1,6 +1,6 @@
 """Does a pair show the effect that it was trained for?
 
-    python -m tools.pairs.check --sender DIR --receiver DIR
+    python -m tests.profiles.pair_check --sender DIR --receiver DIR
 
 The bounds are properties of the method, not of one set of weights: every training of the recipe
 has to meet them.
@@ -98,7 +98,7 @@ def _mean(contexts: Sequence[Sequence[float]]) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tools.pairs.check")
+    parser = argparse.ArgumentParser(prog="python -m tests.profiles.pair_check")
     parser.add_argument("--sender", type=Path, required=True)
     parser.add_argument("--receiver", type=Path, required=True)
     args = parser.parse_args()
