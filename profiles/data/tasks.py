@@ -1,7 +1,8 @@
 """How a data set is asked and judged: template, metric, length of the answer.
 
-The prompts, metrics and lengths of the LongBench sets are those that LongBench v1 publishes
-(`dataset2prompt.json`, `dataset2maxlen.json`, `eval.py`).
+`tasks.json` has those that are known. Prompts, metrics and lengths of the LongBench sets are those
+that LongBench v1 publishes (`dataset2prompt.json`, `dataset2maxlen.json`, `eval.py`). The context
+of GSM8K is worked examples (`datasets.few_shot`), each of which ends in a blank line.
 """
 
 from __future__ import annotations
@@ -9,8 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from importlib.resources import files
 from string import Formatter
 from typing import Final
+
+import msgspec
 
 from cachetree import ConfigError
 from profiles.data.metrics import Metric, quality
@@ -164,161 +168,7 @@ _PARTS: Final[Mapping[AnswerPart, Callable[[str], str]]] = {
     AnswerPart.BEFORE_NEXT_QUESTION: lambda text: text.partition("Question:")[0],
 }
 
-_PASSAGES: Final = (
-    "Answer the question based on the given passages. Only give me the answer and do not output "
-    "any other words.\n\nThe following are given passages.\n{context}\n\nAnswer the question based "
-    "on the given passages. Only give me the answer and do not output any other words.\n\n"
-    "Question: {input}\nAnswer:"
-)
-_STORY: Final = (  # As it is published, with a space missing.
-    "nswer the question{} asconcisely as you can, using a single phrase if possible. Do not "
-    "provide any explanation.\n\n"
-)
-_ARTICLE: Final = (
-    "Answer the question{} as concisely as you can, using a single phrase or sentence if possible. "
-    "If the question cannot be answered based on the information in the article, write "
-    '"unanswerable". If the question is a yes/no question, answer "yes", "no", or "unanswerable". '
-    "Do not provide any explanation.\n\n"
-)
-
-_ALL: Final = (
-    Task(name="hotpotqa", template=_PASSAGES, metric=Metric.F1, max_new=32),
-    Task(name="2wikimqa", template=_PASSAGES, metric=Metric.F1, max_new=32),
-    Task(name="musique", template=_PASSAGES, metric=Metric.F1, max_new=32),
-    Task(
-        name="narrativeqa",
-        template=(
-            "You are given a story, which can be either a novel or a movie script, and a question. "
-            f"A{_STORY.format('')}Story: {{context}}\n\n"
-            f"Now, a{_STORY.format(' based on the story')}Question: {{input}}\n\nAnswer:"
-        ),
-        metric=Metric.F1,
-        max_new=128,
-    ),
-    Task(
-        name="qasper",
-        template=(
-            "You are given a scientific article and a question. "
-            f"{_ARTICLE.format('')}Article: {{context}}\n\n"
-            f" {_ARTICLE.format(' based on the above article')}Question: {{input}}\n\nAnswer:"
-        ),
-        metric=Metric.F1,
-        max_new=128,
-    ),
-    Task(
-        name="multifieldqa_en",
-        template=(
-            "Read the following text and answer briefly.\n\n{context}\n\nNow, answer the following "
-            "question based on the above text, only give me the answer and do not output any other "
-            "words.\n\nQuestion: {input}\nAnswer:"
-        ),
-        metric=Metric.F1,
-        max_new=64,
-    ),
-    Task(
-        name="gov_report",
-        template=(
-            "You are given a report by a government agency. Write a one-page summary of the report."
-            "\n\nReport:\n{context}\n\nNow, write a one-page summary of the report.\n\nSummary:"
-        ),
-        metric=Metric.ROUGE_L,
-        max_new=512,
-    ),
-    Task(
-        name="qmsum",
-        template=(
-            "You are given a meeting transcript and a query containing a question or instruction. "
-            "Answer the query in one or more sentences.\n\nTranscript:\n{context}\n\nNow, answer "
-            "the query based on the above meeting transcript in one or more sentences.\n\n"
-            "Query: {input}\nAnswer:"
-        ),
-        metric=Metric.ROUGE_L,
-        max_new=512,
-    ),
-    Task(
-        name="multi_news",
-        template=(
-            "You are given several news passages. Write a one-page summary of all news. \n\n"
-            "News:\n{context}\n\nNow, write a one-page summary of all the news.\n\nSummary:"
-        ),
-        metric=Metric.ROUGE_L,
-        max_new=512,
-    ),
-    Task(
-        name="trec",
-        template=(
-            "Please determine the type of the question below. Here are some examples of questions."
-            "\n\n{context}\n{input}"
-        ),
-        metric=Metric.CLASSIFICATION,
-        max_new=64,
-        answer_part=AnswerPart.FIRST_LINE,
-    ),
-    Task(
-        name="triviaqa",
-        template=(
-            "Answer the question based on the given passage. Only give me the answer and do not "
-            "output any other words. The following are some examples.\n\n{context}\n\n{input}"
-        ),
-        metric=Metric.F1,
-        max_new=32,
-        answer_part=AnswerPart.FIRST_LINE,
-    ),
-    Task(
-        name="samsum",
-        template=(
-            "Summarize the dialogue into a few short sentences. The following are some examples."
-            "\n\n{context}\n\n{input}"
-        ),
-        metric=Metric.ROUGE_L,
-        max_new=128,
-        answer_part=AnswerPart.FIRST_LINE,
-    ),
-    Task(
-        name="passage_count",
-        template=(
-            "There are some paragraphs below sourced from Wikipedia. Some of them may be "
-            "duplicates. Please carefully read these paragraphs and determine how many unique "
-            "paragraphs there are after removing duplicates. In other words, how many "
-            "non-repeating paragraphs are there in total?\n\n{context}\n\nPlease enter the final "
-            "count of unique paragraphs after removing duplicates. The output format should only "
-            "contain the number, such as 1, 2, 3, and so on.\n\nThe final answer is: "
-        ),
-        metric=Metric.COUNT,
-        max_new=32,
-    ),
-    Task(
-        name="passage_retrieval_en",
-        template=(
-            "Here are 30 paragraphs from Wikipedia, along with an abstract. Please determine which "
-            "paragraph the abstract is from.\n\n{context}\n\nThe following is an abstract.\n\n"
-            "{input}\n\nPlease enter the number of the paragraph that the abstract is from. The "
-            'answer format must be like "Paragraph 1", "Paragraph 2", etc.\n\nThe answer is: '
-        ),
-        metric=Metric.RETRIEVAL,
-        max_new=32,
-    ),
-    Task(
-        name="lcc",
-        template="Please complete the code given below. \n{context}Next line of code:\n",
-        metric=Metric.EDIT_SIMILARITY,
-        max_new=64,
-        answer_part=AnswerPart.CODE_LINE,
-    ),
-    Task(
-        name="repobench-p",
-        template="Please complete the code given below. \n{context}{input}Next line of code:\n",
-        metric=Metric.EDIT_SIMILARITY,
-        max_new=64,
-        answer_part=AnswerPart.CODE_LINE,
-    ),
-    # The context is worked examples (`datasets.few_shot`), each ending in a blank line.
-    Task(
-        name="gsm8k",
-        template="{context}Question: {input}\nAnswer:",
-        metric=Metric.EXACT_NUMBER,
-        max_new=256,
-        answer_part=AnswerPart.BEFORE_NEXT_QUESTION,
-    ),
+_ALL: Final = msgspec.json.decode(
+    files(__package__).joinpath("tasks.json").read_bytes(), type=tuple[Task, ...]
 )
 TASKS: Final[Mapping[str, Task]] = {task.name: task for task in _ALL}
