@@ -1,6 +1,6 @@
 """The baseline of `profiler.py`: every configuration of a pair by itself, with plain transformers.
 
-# for every block           a partial prefill of its own (`profiles.oracle`) of the context
+# for every block           a partial prefill of its own (`oracle.py`) of the context
 # for every question        the given answers: one forward; the decoded one: a forward a token
 """
 
@@ -13,13 +13,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
+from oracle import KV, Prefill, prefill, recompute
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from cachetree import Span
 from profiles.compute import Answerer, Tokens
 from profiles.data import Document
-from profiles.oracle import KV, Prefill, prefill, recompute
 from profiles.stats import Score, grid
 
 

@@ -33,6 +33,7 @@ from typing import Any
 
 import result
 import torch
+from oracle import Generated, decode, partial_prefill
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -42,7 +43,6 @@ from cachetree.checkpoint import ModelIdentity, read_model_identity
 from cachetree.planning import PROFILE_VERSION as VERSION
 from cachetree.planning import BlockQuality, PairProfile, write_profile
 from profiles.adapters import merge_folder
-from profiles.oracle import Generated, decode, partial_prefill
 from profiles.random_models import random_prompt, shape, write_adapter, write_models
 from sglang_droidspeak.fleet.servers import Server, ServerSpec, running
 

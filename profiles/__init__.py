@@ -10,7 +10,6 @@
 
     evidence       what a profile holds beside what servers read
     adapters       a LoRA adapter merged into its base
-    oracle         partial prefill with plain transformers: the reference for tests
     random_models  checkpoints of any shape
 
 A folder imports from those above it. Nothing here imports sglang, and nothing runs in a server.

@@ -29,6 +29,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from virtual_cuda import Line, VirtualCuda, VirtualTensor
 
+from benchmarks.oracle import KV
 from cachetree.cache import Cache
 from cachetree.checkpoint.codec import Codec
 from cachetree.checkpoint.family import Family
@@ -40,7 +41,6 @@ from cachetree.ids import Location, ModelId, PageHash, Span, Step
 from cachetree.memory import Staging
 from cachetree.planning.plan import Plan
 from cachetree.planning.prefill_cost import PrefillCost
-from profiles.oracle import KV
 from sglang_droidspeak.cost import Meter
 from sglang_droidspeak.engine.layers import LayerStack
 from sglang_droidspeak.engine.names import (

@@ -31,9 +31,9 @@ from sglang.srt.layers.quantization.base_config import LinearMethodBase
 from transformers import AutoModelForCausalLM
 from virtual_cuda import VirtualCuda
 
+from benchmarks.oracle import partial_prefill, prefill
 from cachetree.clock import Deadline
 from cachetree.ids import Kind, Span, Step
-from profiles.oracle import partial_prefill, prefill
 from profiles.random_models import random_prompt, shape, write_models
 from sglang_droidspeak.store.offloader import Offload
 from sglang_droidspeak.store.pool import PoolPages

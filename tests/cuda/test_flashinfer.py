@@ -25,8 +25,8 @@ from test_families_on_cuda import model_of
 from torch.utils._python_dispatch import _disable_current_modes
 from virtual_cuda import VirtualCuda
 
+from benchmarks.oracle import partial_prefill, prefill
 from cachetree.ids import Kind, Span, Step
-from profiles.oracle import partial_prefill, prefill
 from profiles.random_models import random_prompt, shape, write_models
 
 BLOCK = Span(1, 4)

@@ -14,6 +14,7 @@ import torch
 from sglang.srt.mem_cache.utils import storage_namespace_seed
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from benchmarks.oracle import Generated, decode, partial_prefill
 from cachetree.cache import Cache
 from cachetree.checkpoint.family import Family, ModelIdentity
 from cachetree.checkpoint.identity import read_model_identity
@@ -22,7 +23,6 @@ from cachetree.ids import ModelId, PageHash, Span
 from cachetree.planning.profile import PROFILE_VERSION as VERSION
 from cachetree.planning.profile import BlockQuality, PairProfile
 from cachetree.tree import hashing
-from profiles.oracle import Generated, decode, partial_prefill
 from profiles.random_models import random_prompt
 from sglang_droidspeak.fleet.servers import Server
 

@@ -33,7 +33,7 @@ from typing import Any
 
 import requests
 
-sys.path += [str(Path(__file__).parents[1] / name) for name in ("cachetree", "engine")]
+sys.path += [str(Path(__file__).parents[1] / name) for name in ("..", "cachetree", "engine")]
 
 from engine_parts import CPU, ENV, PAGE, Answer, Watcher, answer, prompt
 from fault_proxy import Fault, FaultProxy, Strike, Towards, Via

@@ -12,8 +12,8 @@ from engine_parts import SLOW_DEVICE, Answer, answer, prompt
 from forked import ServerSpec
 from lora_parts import BASE, WITH_LORA, Checkpoints
 
+from benchmarks.oracle import Generated
 from cachetree.ids import EMPTY_SPAN
-from profiles.oracle import Generated
 from sglang_droidspeak.fleet.servers import Server, running
 
 pytestmark = pytest.mark.server

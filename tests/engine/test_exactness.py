@@ -31,11 +31,11 @@ from engine_parts import (
 from forked import ServerSpec
 from struck_parts import scraped
 
+from benchmarks.oracle import Generated
 from cachetree.checkpoint.identity import read_model_identity
 from cachetree.corrections import Correction, write_corrections
 from cachetree.ids import Span
 from cachetree.planning.profile import BlockQuality, PairProfile, write_profile
-from profiles.oracle import Generated
 from profiles.random_models import shape, write_models
 from sglang_droidspeak.fleet.servers import Server, free_port, running
 

@@ -20,10 +20,10 @@ from engine_parts import (
 )
 from forked import ServerSpec
 
+from benchmarks.oracle import Generated
 from cachetree.checkpoint.identity import read_model_identity
 from cachetree.ids import Span
 from cachetree.planning.profile import write_profile
-from profiles.oracle import Generated
 from profiles.random_models import shape, write_models
 from sglang_droidspeak.fleet.servers import Server, running
 

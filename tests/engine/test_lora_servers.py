@@ -25,13 +25,13 @@ from engine_parts import (
 from forked import ServerSpec
 from lora_parts import BASE, NUM_LAYERS, WITH_LORA, Checkpoints
 
+from benchmarks.oracle import Generated
 from cachetree.cache import Cache
 from cachetree.clock import Deadline
 from cachetree.config import CacheConfig
 from cachetree.ids import EMPTY_SPAN, Location, ModelId, PageHash, Span
 from cachetree.planning.plan import Plan
 from profiles.adapters import merge_folder
-from profiles.oracle import Generated
 from profiles.random_models import write_adapter
 from sglang_droidspeak.fleet.servers import Server, free_port, running
 

@@ -18,6 +18,7 @@ from engine_parts import CPU, ENV, PAGE, Watcher, answer, oracle
 from forked import ServerSpec
 from test_mixtures import oracle_logits
 
+from benchmarks.oracle import Generated, partial_prefill
 from cachetree.ids import EMPTY_SPAN, Span
 from profiles.compute import (
     FIRST_NEW,
@@ -36,7 +37,6 @@ from profiles.compute import (
     load_pair,
 )
 from profiles.data import Document, Metric, Question, TaskOptions, load_sources, make_documents
-from profiles.oracle import Generated, partial_prefill
 from sglang_droidspeak.fleet.servers import Server, free_port, running
 
 pytestmark = pytest.mark.server

@@ -19,9 +19,9 @@ from engine_parts import answer, eventually, prompt, whole_pages
 from lora_parts import BASE, Checkpoints
 from quantised_parts import write_quantised
 
+from benchmarks.oracle import generate
 from cachetree.ids import Span
 from profiles.compute.models import ModelSource, load_model
-from profiles.oracle import generate
 from profiles.random_models import shape, write_models
 from sglang_droidspeak.fleet.servers import Server, ServerSpec, free_port, running
 

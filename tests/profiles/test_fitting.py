@@ -6,11 +6,11 @@ import pytest
 import torch
 from test_judging import SHIPPED, document_of
 
+from benchmarks.oracle import prefill, recompute
 from cachetree.corrections import Correction
 from cachetree.ids import Span
 from profiles.compute import DocumentPasses, LayeredModel, load_pair
 from profiles.compute.fitting import RANKS, Fits, Moments, fit
-from profiles.oracle import prefill, recompute
 
 HIDDEN = 24
 

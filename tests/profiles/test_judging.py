@@ -8,13 +8,13 @@ import pytest
 import torch
 from shipped import DATA, SHIPPED
 
+from benchmarks.oracle import decode, prefill, recompute
 from cachetree.ids import Span
 from profiles.compute.journal import temporary_journal
 from profiles.compute.judging import critical_runs, judge
 from profiles.compute.models import Pair, load_pair
 from profiles.compute.study import Bench
 from profiles.data import Document
-from profiles.oracle import decode, prefill, recompute
 from profiles.profiler import answerers
 from profiles.stats.measured import Candidate
 from tools.pairs.questions import read_documents

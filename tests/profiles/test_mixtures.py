@@ -16,12 +16,12 @@ from test_oracle import (
     make_model,
 )
 
+from benchmarks.oracle import decode as oracle_decode
+from benchmarks.oracle import generate, partial_prefill, prefill
 from cachetree.errors import ConfigError
 from cachetree.ids import EMPTY_SPAN, Span
 from profiles.compute.layered import GrowingKV, LayeredModel, PrefixKV
 from profiles.compute.mixtures import Asked, Given, decode, forced
-from profiles.oracle import decode as oracle_decode
-from profiles.oracle import generate, partial_prefill, prefill
 
 ALL = Span(0, NUM_LAYERS)
 IDS, SUFFIX = PREFIX_IDS[0].tolist(), SUFFIX_IDS[0].tolist()

@@ -29,8 +29,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from benchmarks.oracle import decode, generate, partial_prefill, prefill, recompute
 from cachetree.ids import EMPTY_SPAN, Span
-from profiles.oracle import decode, generate, partial_prefill, prefill, recompute
 
 NUM_LAYERS = 5
 PREFIX, SUFFIX, MAX_NEW = 48, 7, 6

@@ -26,6 +26,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from benchmarks.oracle import decode, partial_prefill, prefill
 from cachetree.errors import ConfigError
 from cachetree.ids import Span
 from profiles.compute.models import ModelSource, load_tokenizer
@@ -35,7 +36,6 @@ from profiles.data.metrics import Metric
 from profiles.data.records import Record, write_records
 from profiles.data.tasks import TaskOptions, score
 from profiles.evidence import MeasuredBlock, MeasuredProfile, read_measured
-from profiles.oracle import decode, partial_prefill, prefill
 from profiles.profiler import load_splits, profile_pair
 from profiles.random_models import VOCAB_SIZE, shape, write_models
 from profiles.settings import DTYPES, Settings

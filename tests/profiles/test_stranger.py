@@ -13,13 +13,13 @@ from safetensors.torch import load_file
 from stranger import SCALE, SEED, in_other_coordinates, write_stranger
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
+from benchmarks.oracle import decode, prefill
 from cachetree.checkpoint.identity import first_difference, read_model_identity
 from profiles.compute.journal import temporary_journal
 from profiles.compute.models import ModelSource, load_pair
 from profiles.compute.study import Bench
 from profiles.compute.training import sweep
 from profiles.data.records import prompt_of, read_records
-from profiles.oracle import decode, prefill
 from profiles.profiler import answerers
 from profiles.stats.choice import choose
 from profiles.stats.frontier import grid

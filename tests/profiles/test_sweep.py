@@ -12,6 +12,7 @@ from pair_check import properties_of
 from shipped import SHIPPED, Shipped
 from transformers import DynamicCache
 
+from benchmarks.oracle import decode, partial_prefill
 from cachetree.ids import EMPTY_SPAN, Span
 from profiles.compute.fitting import fit_maps
 from profiles.compute.journal import temporary_journal
@@ -22,7 +23,6 @@ from profiles.compute.passes import tokens_kept
 from profiles.compute.study import Bench
 from profiles.compute.training import places_swept, sweep, sweep_corrected
 from profiles.data.documents import Document
-from profiles.oracle import decode, partial_prefill
 from profiles.profiler import answerers
 from profiles.stats.choice import choose, sensitive_first, shortlist
 from profiles.stats.frontier import grid
