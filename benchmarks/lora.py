@@ -34,6 +34,7 @@ from typing import Any
 import result
 import torch
 from oracle import Generated, decode, partial_prefill
+from random_adapters import write_adapter
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -43,7 +44,7 @@ from cachetree.checkpoint import ModelIdentity, read_model_identity
 from cachetree.planning import PROFILE_VERSION as VERSION
 from cachetree.planning import BlockQuality, PairProfile, write_profile
 from profiles.adapters import merge_folder
-from profiles.random_models import random_prompt, shape, write_adapter, write_models
+from profiles.random_models import random_prompt, shape, write_models
 from sglang_droidspeak.fleet.servers import Server, ServerSpec, running
 
 NUM_LAYERS = 12

@@ -28,10 +28,11 @@ from pathlib import Path
 from typing import Any
 
 import result
+from random_adapters import write_adapter
 from rich.console import Console
 from rich.table import Table
 
-from profiles.random_models import random_prompt, shape, write_adapter, write_models
+from profiles.random_models import random_prompt, shape, write_models
 from sglang_droidspeak.fleet.servers import Server, ServerSpec, free_port, running
 
 OPTIONS = {

@@ -10,7 +10,7 @@ import argparse
 import ast
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -26,7 +26,7 @@ from examples import break_even
 from profiles.evidence import read_measured
 from profiles.report import derived, words
 from sglang_droidspeak.cli import parser as droidspeak_parser
-from sglang_droidspeak.demo.report import DemoReport, MeasuredPair, described, hardware
+from sglang_droidspeak.demo.report import DemoReport, described, hardware
 from sglang_droidspeak.demo.results import Condition
 from sglang_droidspeak.metrics import Metrics
 from sglang_droidspeak.request.controls import Controls
@@ -146,55 +146,33 @@ def _option(action: argparse.Action) -> str:
     return "; ".join(told)
 
 
-SHORT: Final = 1000
-"""Tokens of documents that are too short to be timed."""
-
-
 def proof() -> str:
-    """Of the recorded run of `make demo`: quality and time of one pair; where its documents are too
-    short, time of the random one and a sentence about quality."""
+    """Of the recorded run of `make demo`: quality and time of one pair, then the random one's."""
     run = msgspec.json.decode((ROOT / "benchmarks/results/demo.json").read_bytes(), type=DemoReport)
-    pair, ceiling, where = run.pair, run.ceiling, hardware(run.environment)
-    quality = {way: f"{pair.conditions[way].quality:.3f}" for way in Condition}
-    if ceiling is None or pair.tokens_per_document >= SHORT:
-        told = f"{pair.num_questions} questions about {described(pair)}; {where}.\n"
-        return _ways(pair, quality, pair.metric) + f"\nOne run: {told}" + _ceiling(ceiling)
-    return (
-        _ways(ceiling, {}, "")
-        + f"\n{described(ceiling)}; {where}. Random weights show time alone. Quality is from the "
-        f"same run's trained pair ({pair.num_layers} layers, {pair.num_questions} questions, too "
-        f"short to be timed): {pair.metric} {quality[Condition.FULL_PREFILL]} by full prefill, "
-        f"{quality[Condition.BLOCK]} with the profile's block, {quality[Condition.ALL_LAYERS]} "
-        f"with every layer recomputed, {quality[Condition.FULL_REUSE]} with none.\n"
-    )
-
-
-def _ways(part: MeasuredPair, quality: Mapping[Condition, str], metric: str) -> str:
+    pair, ceiling = run.pair, run.ceiling
+    first, end = pair.block
     ways = {
         "full prefill, without reuse": Condition.FULL_PREFILL,
-        f"**recompute layers [{part.block[0]}, {part.block[1]}), load the rest**": Condition.BLOCK,
+        f"**recompute layers [{first}, {end}), load the rest**": Condition.BLOCK,
         "recompute every layer: a check": Condition.ALL_LAYERS,
         "load every layer: the limit": Condition.FULL_REUSE,
     }
     rows = []
     for name, way in ways.items():
-        it = part.conditions[way]
+        it = pair.conditions[way]
         ttft = f"{it.ttft_p50_ms / 1e3:.2f} s ({it.ttft_p90_ms / 1e3:.2f})"
-        rows.append([name, *([quality[way]] if metric else []), ttft, f"{it.speedup:.1f} ×"])
-    judged = [f"quality ({metric})"] if metric else []
-    head = ["receiver strategy", *judged, "time to first token, median (p90)", "sooner"]
-    return table(head, rows)
-
-
-def _ceiling(part: MeasuredPair | None) -> str:
-    """What the mechanism saves where a pair needs few layers."""
-    if part is None:
-        return ""
-    full, block = (part.conditions[it] for it in (Condition.FULL_PREFILL, Condition.BLOCK))
-    return (
+        rows.append([name, f"{it.quality:.3f}", ttft, f"{it.speedup:.1f} ×"])
+    head = ["receiver strategy", f"quality ({pair.metric})"]
+    told = table([*head, "time to first token, median (p90)", "sooner"], rows)
+    where = hardware(run.environment)
+    told += f"\nOne run: {pair.num_questions} questions about {described(pair)}; {where}.\n"
+    if ceiling is None:
+        return told
+    full, block = (ceiling.conditions[it] for it in (Condition.FULL_PREFILL, Condition.BLOCK))
+    return told + (
         "\nThe mechanism's ceiling, from random weights, which show time alone: "
         f"{full.ttft_p50_ms / 1e3:.2f} s by full prefill and {block.ttft_p50_ms / 1e3:.2f} s with "
-        f"the block, {block.speedup:.1f} × sooner ({described(part)}).\n"
+        f"the block, {block.speedup:.1f} × sooner ({described(ceiling)}).\n"
     )
 
 

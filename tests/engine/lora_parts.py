@@ -10,11 +10,12 @@ from typing import Any
 from engine_parts import CPU, oracle, whole_pages
 
 from benchmarks.oracle import Generated
+from benchmarks.random_adapters import write_adapter
 from cachetree.checkpoint.family import ModelIdentity
 from cachetree.checkpoint.identity import read_model_identity
 from cachetree.ids import ModelId, Span
 from profiles.adapters import merge_folder
-from profiles.random_models import shape, write_adapter, write_models
+from profiles.random_models import shape, write_models
 
 NUM_LAYERS = 6
 BASE = "base"

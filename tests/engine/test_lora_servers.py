@@ -26,13 +26,13 @@ from forked import ServerSpec
 from lora_parts import BASE, NUM_LAYERS, WITH_LORA, Checkpoints
 
 from benchmarks.oracle import Generated
+from benchmarks.random_adapters import write_adapter
 from cachetree.cache import Cache
 from cachetree.clock import Deadline
 from cachetree.config import CacheConfig
 from cachetree.ids import EMPTY_SPAN, Location, ModelId, PageHash, Span
 from cachetree.planning.plan import Plan
 from profiles.adapters import merge_folder
-from profiles.random_models import write_adapter
 from sglang_droidspeak.fleet.servers import Server, free_port, running
 
 pytestmark = pytest.mark.server

@@ -15,12 +15,13 @@ import pytest
 import torch
 from engine_parts import PAGE, family_of
 
+from benchmarks.random_adapters import write_adapter
 from cachetree.errors import ConfigError
 from cachetree.ids import EMPTY_SPAN, ModelId, PageHash, Span
 from cachetree.planning.plan import Plan
 from cachetree.tree.hashing import page_hashes
 from cachetree.tree.tree import CacheTree
-from profiles.random_models import random_prompt, shape, write_adapter, write_models
+from profiles.random_models import random_prompt, shape, write_models
 from sglang_droidspeak.adapters.models import Models
 from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.ranks import Ranks

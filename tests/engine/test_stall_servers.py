@@ -13,7 +13,8 @@ import requests
 from engine_parts import CPU, ENV
 from forked import ServerSpec
 
-from profiles.random_models import random_prompt, shape, write_adapter, write_models
+from benchmarks.random_adapters import write_adapter
+from profiles.random_models import random_prompt, shape, write_models
 from sglang_droidspeak.fleet.servers import Server, running
 
 pytestmark = [pytest.mark.server, pytest.mark.alone, pytest.mark.slow]

@@ -31,13 +31,13 @@ from forked import BEFORE, ServerSpec
 from lora_parts import BASE, NUM_LAYERS, WITH_LORA, Checkpoints
 from stalling import StallingWorker
 
+from benchmarks.random_adapters import write_adapter
 from cachetree.cache import Cache
 from cachetree.config import CacheConfig
 from cachetree.corrections import Correction, write_corrections
 from cachetree.ids import EMPTY_SPAN, Span
 from cachetree.planning import BlockQuality, write_profile
 from profiles.adapters import merge_folder
-from profiles.random_models import write_adapter
 from sglang_droidspeak.fleet.servers import Server, free_port, running
 from sglang_droidspeak.start.config import at_rank
 
