@@ -134,6 +134,10 @@ def running(url: str, key: str | None) -> Iterator[Check]:
         return
     told = state[KEY]
     yield Check(name=url, ok=True, found=f"SGLang serves {state.get('model_path')}")
+    settings = _settings_of(state)
+    attention, storage = state.get("attention_backend"), settings.hicache_backend
+    used = f"attention by {attention or 'default'}, storage {storage or 'none'}"
+    yield Check(name="backends", ok=True, found=used)
     yield _check(
         "clock",
         abs(off_s) < _CLOCKS_S,
@@ -144,7 +148,7 @@ def running(url: str, key: str | None) -> Iterator[Check]:
     wrong = "; ".join([*degraded, *([] if is_up else ["the worker's thread is stuck"])])
     restart = "see docs/operate.md; restart it where the thread is stuck"
     yield _check("memory, disk", not wrong, wrong or "well", restart)
-    yield from _keys(state)
+    yield from _keys(settings)
     for it in told["peers"]:
         found = " ".join([it["state"], it["reason"]]).strip()
         yield _check(f"peer {it['address']}", it["state"] == "ready", found, _START)
@@ -159,9 +163,12 @@ def running(url: str, key: str | None) -> Iterator[Check]:
         yield from _links(told["links"], prices)
 
 
-def _keys(state: Mapping[str, Any]) -> Iterator[Check]:
+def _settings_of(state: Mapping[str, Any]) -> Settings:
     linker = state.get("unified_cache_external_linker_config") or {}
-    settings = parse_settings(linker.get("linker_extra_config") or {})
+    return parse_settings(linker.get("linker_extra_config") or {})
+
+
+def _keys(settings: Settings) -> Iterator[Check]:
     found = "sealed" if settings.key_file else "none"
     if settings.listen is not None:
         is_safe = not settings.insecure or settings.key_file is not None

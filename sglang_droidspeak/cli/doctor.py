@@ -16,11 +16,11 @@ def add_parser(commands: Any) -> None:
         help="check an installation, a configuration and running servers",
         description="Check this installation: versions, hooks, plugin and device. With --config "
         "also what a server would find at start: settings, profiles, memory, disk, peers and keys. "
-        "With --url also running servers: clock, memory, disk, keys, peers, profiles, and whether "
-        "links are faster than break-even. A line each, with the remedy where something is wrong; "
-        "then exit status 1. With --sglang, instead: compare what this package hooks, calls and "
-        "reads of SGLang with the source of the installed one, or of one that was unpacked into a "
-        "folder.",
+        "With --url also running servers: backends, clock, memory, disk, keys, peers, profiles, "
+        "and whether links are faster than break-even. A line each, with the remedy where "
+        "something is wrong; then exit status 1. With --sglang, instead: compare what this "
+        "package hooks, calls and reads of SGLang with the source of the installed one, or of one "
+        "that was unpacked into a folder.",
         allow_abbrev=False,
     )
     doctor.add_argument(

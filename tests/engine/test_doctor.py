@@ -169,7 +169,7 @@ def test_a_running_server(info: SimpleNamespace, capsys: Any) -> None:  # noqa: 
             code, out = doctor(capsys, "--url", info.url)
     lines = out.splitlines()[4:]
     assert [line.split(":")[0].split()[1] for line in lines] == [
-        *("http", "clock", "memory,", "peer", "profile", "break-even")
+        *("http", "backends", "clock", "memory,", "peer", "profile", "break-even")
     ]
     assert code == 0, out
 
