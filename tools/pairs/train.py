@@ -197,21 +197,7 @@ def make_row(rng: Random, task: str, length: int) -> Row:
 def train(wanted: FineTune, foundation: Path, out: Path) -> None:
     """Train a model and write it to `out`, a full one in bf16. Takes minutes and shows how far it
     is. Raises RecipeError where it answers outside of its bounds."""
-    torch.manual_seed(wanted.seed)
-    model: LlamaForCausalLM | PeftModel = LlamaForCausalLM.from_pretrained(
-        # On a CPU and below about 500 tokens, fused attention's backward pass takes longer.
-        foundation,
-        dtype=torch.float32,
-        attn_implementation="eager",
-    )
-    if wanted.lora is not None:
-        config = LoraConfig(
-            task_type="CAUSAL_LM",
-            r=wanted.lora.rank,
-            lora_alpha=wanted.lora.alpha,
-            target_modules=list(wanted.lora.targets),
-        )
-        model = get_peft_model(model, config)
+    model = _started(wanted, foundation)
     optimizers = optimizers_of(model, wanted.lora)
     schedules = [LambdaLR(it, wanted.rate) for it in optimizers]
     lengths = chain.from_iterable(repeat(it, it.num_steps) for it in wanted.phases)
@@ -225,14 +211,39 @@ def train(wanted: FineTune, foundation: Path, out: Path) -> None:
             schedule.step()
             optimizer.zero_grad()
         bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
-    for task, (least, most) in wanted.answers.items():
-        reached = accuracy(model, task)
-        tqdm.write(f"{wanted.name}: {task} {reached:.3f}")
-        if not least <= reached <= most:
-            raise RecipeError(f"{wanted.name}: {task} {reached:.3f}, outside [{least}, {most}]")
+    _judge(wanted, model)
     part = out.with_suffix(".part")
     write_model(model, foundation, part)
     part.rename(out)
+
+
+def _started(wanted: FineTune, foundation: Path) -> LlamaForCausalLM | PeftModel:
+    """Before the first step, in float32."""
+    torch.manual_seed(wanted.seed)
+    # On a CPU and below about 500 tokens, fused attention's backward pass takes longer.
+    model = LlamaForCausalLM.from_pretrained(
+        foundation, dtype=torch.float32, attn_implementation="eager"
+    )
+    if wanted.lora is None:
+        return model
+    return get_peft_model(
+        model,
+        LoraConfig(
+            task_type="CAUSAL_LM",
+            r=wanted.lora.rank,
+            lora_alpha=wanted.lora.alpha,
+            target_modules=list(wanted.lora.targets),
+        ),
+    )
+
+
+def _judge(wanted: FineTune, model: LlamaForCausalLM | PeftModel) -> None:
+    for task, (least, most) in wanted.answers.items():
+        reached = accuracy(model, task)
+        told = f"{wanted.name}: {task} {reached:.3f}"
+        tqdm.write(told)
+        if not least <= reached <= most:
+            raise RecipeError(f"{told}, outside [{least}, {most}]")
 
 
 def _drawn(wanted: FineTune, phase: Phase, step: int) -> list[Row]:
