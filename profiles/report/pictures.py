@@ -123,7 +123,9 @@ def _blocks(figure: Figure, profile: MeasuredProfile) -> None:
     left.imshow(dropped, cmap=ListedColormap([BAND]))
     quality = grid.table([(it, it.quality) for it in profile.measured])
     known = [profile.train.full_prefill.mean, *quality.compressed()]
-    _shade(left, quality, Normalize(min(*known, max(known) - 1e-3), max(known)), "cividis")
+    bar = _shade(left, quality, Normalize(min(*known, max(known) - 1e-3), max(known)), "cividis")
+    bar.locator = MaxNLocator(4)
+    bar.update_ticks()
     kl = [it.fidelity.kl for it in profile.measured]
     most = max(kl) or 1.0
     least = min(max(min(kl), most * _SMALLEST_KL), most / 2)
