@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
@@ -31,59 +32,51 @@ class Metrics:
 
     def __init__(self, *, enabled: bool) -> None:
         registry = REGISTRY if enabled else None
-        self.requests: Final = Counter(
+        counter, gauge, histogram = (
+            partial(it, registry=registry) for it in (Counter, Gauge, Histogram)
+        )
+        self.requests: Final[Counter] = counter(
             "droidspeak:requests",
             "Requests by what became of them: reused, or why not",
             ["outcome"],
-            registry=registry,
         )
-        self.approximate: Final = Counter(
+        self.approximate: Final[Counter] = counter(
             "droidspeak:approximate_requests",
             "Requests whose answer depends on another model's KV, or on encoded KV",
-            registry=registry,
         )
-        self.pair_usable: Final = Gauge(
+        self.pair_usable: Final[Gauge] = gauge(
             "droidspeak:pair_usable",
             "1 where what a sender has computed may be reused for a receiver, 0 where its profile "
             "did not pass, or weights were updated",
             ["sender", "receiver"],
-            registry=registry,
             multiprocess_mode="livemax",
         )
-        self.reused_tokens: Final = Counter(
-            "droidspeak:reused_tokens", "Prompt tokens not prefilled in full", registry=registry
+        self.reused_tokens: Final[Counter] = counter(
+            "droidspeak:reused_tokens", "Prompt tokens not prefilled in full"
         )
-        self.corrected_tokens: Final = Counter(
-            "droidspeak:corrected_tokens",
-            "Reused prompt tokens whose E a map corrected",
-            registry=registry,
+        self.corrected_tokens: Final[Counter] = counter(
+            "droidspeak:corrected_tokens", "Reused prompt tokens whose E a map corrected"
         )
-        self.fetched_bytes: Final = Counter(
-            "droidspeak:fetched_bytes", "Bytes of E and KV staged for requests", registry=registry
+        self.fetched_bytes: Final[Counter] = counter(
+            "droidspeak:fetched_bytes", "Bytes of E and KV staged for requests"
         )
-        self.fallbacks: Final = Counter(
+        self.fallbacks: Final[Counter] = counter(
             "droidspeak:fallbacks",
             "Reuse that was begun and ended in a full prefill, by cause",
             ["cause"],
-            registry=registry,
         )
-        self.hicache_objects: Final = Counter(
+        self.hicache_objects: Final[Counter] = counter(
             "droidspeak:hicache_objects",
             "Objects of the HiCache backend by what became of them",
             ["result"],
-            registry=registry,
         )
-        self.queued_s: Final = Histogram(
+        self.queued_s: Final[Histogram] = histogram(
             "droidspeak:queued_seconds",
             "From a request's first sight to its admission with staged layers",
             buckets=_SECONDS,
-            registry=registry,
         )
-        self.recompute_s: Final = Histogram(
-            "droidspeak:recompute_seconds",
-            "Partial prefill of one batch",
-            buckets=_SECONDS,
-            registry=registry,
+        self.recompute_s: Final[Histogram] = histogram(
+            "droidspeak:recompute_seconds", "Partial prefill of one batch", buckets=_SECONDS
         )
 
     def count_hicache_objects(self, result: str, num: int) -> None:
