@@ -4,7 +4,8 @@
     python -m benchmarks.serving_study --quick      the same on tiny models, in a minute
     python -m benchmarks.serving_study --draw       the pictures alone, from what is kept
 
-    studies    which there are, what each compares
+    studies    those of requests for documents, and what each compares
+    agents     that of two agents which call one another
     rig        real servers: a worker that holds what a sender has read, replicas with the extension
                and without
     arrivals   when requests come

@@ -40,6 +40,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     tokens_s: list[float]
     """When each token was here; the first tells the TTFT."""
     output_ids: list[int]
+    prompt_tokens: int
     cached_tokens: int
     outcome: str
     """The extension's, or `none` where a server has no extension."""
@@ -66,17 +67,23 @@ def run(asks: Sequence[Ask]) -> list[Answer]:
     return asyncio.run(_run(asks))
 
 
+def session() -> aiohttp.ClientSession:
+    """That sends as many at once as are due."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0),
+        timeout=aiohttp.ClientTimeout(total=TIMEOUT_S),
+        raise_for_status=True,
+    )
+
+
 async def _run(asks: Sequence[Ask]) -> list[Answer]:
-    limits = aiohttp.TCPConnector(limit=0)
-    timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
-    async with aiohttp.ClientSession(
-        connector=limits, timeout=timeout, raise_for_status=True
-    ) as session:
+    async with session() as http:
         started_s = time.perf_counter()
-        return await asyncio.gather(*(_send(session, ask, started_s) for ask in asks))
+        return await asyncio.gather(*(send(http, ask, started_s) for ask in asks))
 
 
-async def _send(session: aiohttp.ClientSession, ask: Ask, started_s: float) -> Answer:
+async def send(http: aiohttp.ClientSession, ask: Ask, started_s: float) -> Answer:
+    """When it is due; `started_s` is the start of the run on `time.perf_counter`."""
     params: dict[str, Any] = {
         "temperature": 0,
         "max_new_tokens": ask.num_new,
@@ -89,7 +96,7 @@ async def _send(session: aiohttp.ClientSession, ask: Ask, started_s: float) -> A
     sent_s = time.perf_counter() - started_s
     tokens_s: list[float] = []
     last: dict[str, Any] = {}
-    async with session.post(f"{ask.url}/generate", json=body) as reply:
+    async with http.post(f"{ask.url}/generate", json=body) as reply:
         async for line in reply.content:
             if line.startswith(b"data: {"):
                 last = json.loads(line.removeprefix(b"data: "))
@@ -103,6 +110,7 @@ async def _send(session: aiohttp.ClientSession, ask: Ask, started_s: float) -> A
         sent_s=round(sent_s, 5),
         tokens_s=[round(at_s, 5) for at_s in tokens_s],
         output_ids=last["output_ids"],
+        prompt_tokens=len(ask.tokens),
         cached_tokens=last["meta_info"]["cached_tokens"],
         outcome=said["outcome"],
         reused_tokens=said.get("reused_tokens", 0),

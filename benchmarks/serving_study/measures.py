@@ -38,9 +38,9 @@ def summary(answers: Sequence[Answer], rate: float, target_s: float) -> dict[str
         "request_goodput": good / span_s,
         "attainment": good / len(answers),
         "ttft_target_ms": 1000 * target_s,
-        **_percentiles("ttft_ms", [it.ttft_s for it in answers]),
-        **_percentiles("itl_ms", gaps),
-        **_percentiles("e2e_latency_ms", [it.latency_s for it in answers]),
+        **percentiles("ttft_ms", [it.ttft_s for it in answers]),
+        **percentiles("itl_ms", gaps),
+        **percentiles("e2e_latency_ms", [it.latency_s for it in answers]),
         "p99_send_lag_ms": 1000 * float(np.percentile([it.lag_s for it in answers], 99)),
         "cached_tokens": sum(it.cached_tokens for it in answers),
         "reused_tokens": sum(it.reused_tokens for it in answers),
@@ -49,7 +49,7 @@ def summary(answers: Sequence[Answer], rate: float, target_s: float) -> dict[str
     }
 
 
-def _percentiles(name: str, values_s: Sequence[float]) -> dict[str, Any]:
+def percentiles(name: str, values_s: Sequence[float]) -> dict[str, Any]:
     """Each with its interval, in ms."""
     found: dict[str, Any] = {}
     for percent in PERCENTILES:

@@ -53,4 +53,20 @@ def draw_bursts(found: Mapping[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
-DRAWN = {"s15": draw_poisson, "s21": draw_bursts}
+def draw_agents(found: Mapping[str, Any], path: Path) -> None:
+    """TTFT of all turns but the first, and a problem's whole time, against problems per second."""
+    figure = Figure(figsize=(9, 4.2), layout="constrained")
+    names = {"ttft_ms": "TTFT of a turn, seconds", "problem_ms": "a problem, seconds"}
+    for axes, (key, label) in zip(figure.subplots(1, 2), names.items(), strict=True):
+        for index, (name, rows) in enumerate(found["rows"].items()):
+            rates = [row["problem_rate"] for row in rows]
+            for percentile, style in (("median", "-"), ("p90", "--")):
+                seconds = [row[f"{percentile}_{key}"] / 1000 for row in rows]
+                said = name if percentile == "median" else None
+                axes.plot(rates, seconds, style, marker="o", color=f"C{index}", label=said)
+        axes.set(xlabel="problems per second", ylabel=label)
+        axes.legend()
+    figure.savefig(path, dpi=130)
+
+
+DRAWN = {"s15": draw_poisson, "s16": draw_agents, "s21": draw_bursts}

@@ -27,6 +27,8 @@ from .client import Ask
 
 PAGE = 16
 STORED_S = 60.0
+SETTINGS = {"gate": "off", "fetch_deadline_s": 60}
+"""Of servers with the extension."""
 
 
 class Size(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,6 +53,14 @@ class Size(msgspec.Struct, frozen=True, kw_only=True):
     """Further ones for contenders that reuse."""
     burst_loads: tuple[float, ...]
     """Of runs whose rate doubles or comes in bursts."""
+    num_problems: int
+    """That two agents work on."""
+    num_rounds: int
+    """Of coder and tester, for each of them."""
+    turn_tokens: int
+    """That an agent says."""
+    problem_loads: tuple[float, ...]
+    """Rates of problems, as shares of what the agents can do without reuse."""
 
     @property
     def pool_tokens(self) -> int:
@@ -74,6 +84,10 @@ FULL = Size(
     loads=(0.3, 0.6, 0.9, 1.1),
     more_loads=(2.0, 3.5),
     burst_loads=(0.4, 0.7),
+    num_problems=40,
+    num_rounds=2,
+    turn_tokens=32,
+    problem_loads=(0.3, 0.6, 0.9),
 )
 QUICK = Size(
     layers=6,
@@ -90,6 +104,10 @@ QUICK = Size(
     loads=(0.5,),
     more_loads=(),
     burst_loads=(0.4,),
+    num_problems=4,
+    num_rounds=2,
+    turn_tokens=8,
+    problem_loads=(0.6,),
 )
 
 
@@ -127,18 +145,9 @@ def rig(folder: Path, size: Size, say: Callable[[str], None]) -> Iterator[Rig]:
         "llama", layers=size.layers, hidden=size.hidden, heads=size.heads, kv_heads=size.heads
     )
     sender, receiver = write_models(folder, config, ["sender", "receiver"])
-    profile = folder / "profile.json"
-    write_profile(_profile(sender, receiver, size), profile)
-    options = {
-        "dtype": "float32",
-        "page-size": PAGE,
-        "max-running-requests": 8,
-        "chunked-prefill-size": 4096,
-        "device": "cpu",
-        "sleep-on-idle": True,
-    }
-    small = {**options, "max-total-tokens": max(1024, size.pool_tokens)}
-    settings = {"host_gb": 0, "gate": "off", "profiles": [str(profile)], "fetch_deadline_s": 60}
+    profile = write_profile_of(sender, receiver, size)
+    small = {**options(), "max-total-tokens": max(1024, size.pool_tokens)}
+    settings = {**SETTINGS, "host_gb": 0, "profiles": [str(profile)]}
     prompts = [random_prompt(size.document_tokens, seed=i) for i in range(size.num_documents)]
     listen = f"tcp://127.0.0.1:{free_port()}"
     e_layers = sorted({size.block[0], size.wide_block[0]})
@@ -154,7 +163,7 @@ def rig(folder: Path, size: Size, say: Callable[[str], None]) -> Iterator[Rig]:
     writing = ServerSpec(
         model=sender,
         name="sender",
-        options={**options, "max-total-tokens": 8192},
+        options={**options(), "max-total-tokens": 8192},
         droidspeak=sends,
     )
     one_thread = {"OMP_NUM_THREADS": "1"}
@@ -176,6 +185,18 @@ def rig(folder: Path, size: Size, say: Callable[[str], None]) -> Iterator[Rig]:
         yield Rig(size, others[: size.num_replicas], others[size.num_replicas :], asked)
 
 
+def options() -> dict[str, Any]:
+    """Of SGLang, for all servers."""
+    return {
+        "dtype": "float32",
+        "page-size": PAGE,
+        "max-running-requests": 8,
+        "chunked-prefill-size": 4096,
+        "device": "cpu",
+        "sleep-on-idle": True,
+    }
+
+
 def _worker(model: Path, size: Size, listen: str) -> dict[str, Any]:
     row_bytes = size.hidden * 4
     token_bytes = row_bytes * (2 * size.layers + 2)
@@ -188,13 +209,13 @@ def _worker(model: Path, size: Size, listen: str) -> dict[str, Any]:
     }
 
 
-def _profile(sender: Path, receiver: Path, size: Size) -> PairProfile:
-    """Made up: two blocks, of which the wider one answers a little better."""
+def write_profile_of(sender: Path, receiver: Path, size: Size) -> Path:
+    """A made-up one beside the receiver: two blocks, the wider one answers a little better."""
     blocks = tuple(
         BlockQuality(start=start, stop=stop, quality=quality)
         for (start, stop), quality in ((size.wide_block, 0.9), (size.block, 0.88))
     )
-    return PairProfile(
+    profile = PairProfile(
         version=PROFILE_VERSION,
         sender=read_model_identity(sender),
         receiver=read_model_identity(receiver),
@@ -210,6 +231,9 @@ def _profile(sender: Path, receiver: Path, size: Size) -> PairProfile:
         passed=True,
         reason="made up for models of random weights",
     )
+    path = receiver.parent / f"{sender.name}_to_{receiver.name}.json"
+    write_profile(profile, path)
+    return path
 
 
 def _until_stored(model: Path, address: str, prompts: Sequence[Sequence[int]]) -> None:

@@ -19,7 +19,14 @@ ROOT = Path(__file__).parents[2]
 
 def answer(due_s: float, ttft_s: float, *gaps_s: float, **more: object) -> Answer:
     tokens_s = np.cumsum([due_s + ttft_s, *gaps_s]).tolist()
-    told = {"document": 0, "replica": "", "output_ids": [1], "cached_tokens": 0, "outcome": "none"}
+    told = {
+        "document": 0,
+        "replica": "",
+        "output_ids": [1],
+        "prompt_tokens": 1,
+        "cached_tokens": 0,
+        "outcome": "none",
+    }
     return Answer(due_s=due_s, sent_s=due_s, tokens_s=tokens_s, **{**told, **more})
 
 
@@ -86,6 +93,7 @@ def test_a_request_that_waits_for_the_client_is_late_all_the_same() -> None:
         sent_s=1.5,
         tokens_s=[2.0, 2.1],
         output_ids=[1, 2],
+        prompt_tokens=1,
         cached_tokens=0,
         outcome="none",
     )
@@ -135,5 +143,8 @@ def test_all_studies_on_tiny_servers(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "s21.json").read_text())["below_the_quality_floor"] == 0
     assert len(requests) == 4 * 12
     assert {len(it["tokens_s"]) for it in requests} == {4}
-    for name in ("s15", "s21"):
+    agents = json.loads((tmp_path / "s16.json").read_text())["rows"]
+    assert agents["SGLang alone"][0]["reused_tokens"] == 0
+    assert agents["block"][0]["reused_tokens"] > 0
+    for name in ("s15", "s16", "s21"):
         assert (tmp_path / f"{name}.png").stat().st_size > 10_000
