@@ -65,6 +65,10 @@ class Setup:
     sends: Mapping[str, Any] = field(default_factory=dict)
     """More settings of the sender, and of the receiver."""
     reads: Mapping[str, Any] = field(default_factory=dict)
+    models: Sequence[Path] = ()
+    """Sender and receiver, in place of random ones."""
+    documents: Sequence[Sequence[int]] = ()
+    """In place of random ones."""
 
 
 @dataclass(frozen=True)
@@ -91,12 +95,12 @@ class Bench:
 
 @contextmanager
 def bench(
-    folder: Path, setup: Setup, prepare: Callable[[list[Path]], None] = lambda models: None
+    folder: Path, setup: Setup, prepare: Callable[[Sequence[Path]], None] = lambda models: None
 ) -> Iterator[Bench]:
     """`prepare` is given the models before their servers start."""
     config = shape("llama", layers=NUM_LAYERS, hidden=HIDDEN, heads=12, kv_heads=12)
     names = ["model"] if setup.is_one_model else ["sender", "receiver"]
-    paths = write_models(folder, config, names)
+    paths = setup.models or write_models(folder, config, names)
     prepare(paths)
     options = {
         "dtype": setup.dtype,
@@ -133,7 +137,9 @@ def bench(
         tp_size=1,
         tp_rank=0,
     )
-    documents = [random_prompt(setup.num_shared, seed=i) for i in range(setup.num_documents)]
+    documents = setup.documents or [
+        random_prompt(setup.num_shared, seed=i) for i in range(setup.num_documents)
+    ]
     with (
         console.status("starting two servers"),
         running(*specs, folder=folder / "logs", env={"OMP_NUM_THREADS": "1"}) as (s, r),
