@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 from prometheus_client import Counter, Gauge, Histogram
@@ -33,6 +33,7 @@ from sglang_droidspeak.request.controls import Controls
 from sglang_droidspeak.request.meta_info import RequestProvenance
 from sglang_droidspeak.request.outcomes import SECTIONS
 from sglang_droidspeak.start.config import Settings
+from tools import e_tables
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 _PART: Final = re.compile(r"(<!-- made: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -190,55 +191,6 @@ class _Pair(msgspec.Struct, frozen=True):
     plans: tuple[_Plan, ...]
 
 
-def e_correction() -> str:
-    """KL of each block from the sender's E as it is, and from corrected E."""
-    rows = []
-    for found in _e_correction()["measured"]:
-        plans = {it["plan"]: it for it in found["plans"]}
-        for name, plain in plans.items():
-            if f"{name} full" not in plans:
-                continue
-            kinds = [plans[f"{name} {it}"] for it in _E_MAPS]
-            mean, low, high = plans[f"{name} full"]["kl_gain"]
-            rows.append(
-                [
-                    f"{found['pair'].replace('_', ' ')}, {found['contexts']} contexts",
-                    name,
-                    *(f"{it['kl']:.4f}" for it in (plans["reuse"], plain, *kinds)),
-                    f"{mean:+.4f} [{low:+.4f}, {high:+.4f}]",
-                ]
-            )
-    return table(["pair", "block", "reuse", "as it is", *_E_MAPS, "full − as it is"], rows)
-
-
-def e_maps() -> str:
-    """What maps explain of the distance between two models' E, layer by layer."""
-    rows = [
-        [
-            it["pair"].replace("_", " "),
-            layer,
-            f"{found['distance']:.4f}",
-            *(words.percent(found["explained"][kind]) for kind in _E_MAPS),
-            words.percent(found["energy_of_16"]),
-            words.percent(found["symmetric"]),
-        ]
-        for it in _e_correction()["fitted"]
-        for layer, found in it["layers"].items()
-    ]
-    head = ["pair", "layer", "distance", *_E_MAPS, "in 16 directions", "symmetric"]
-    return table(head, rows)
-
-
-_E_MAPS: Final = ("bias", "rank 8", "rank 16", "rank 64", "full")
-
-
-def _e_correction() -> dict[str, Any]:
-    found: dict[str, Any] = msgspec.json.decode(
-        (ROOT / "benchmarks/results/e_correction.json").read_bytes()
-    )
-    return found
-
-
 def refreshed_layers() -> str:
     """Of each block the plan that stays closest to full prefill by refreshed layers beside it."""
     raw = (ROOT / "benchmarks/results/refreshed_layers.json").read_bytes()
@@ -361,8 +313,10 @@ PARTS: Final[dict[str, Callable[[], str]]] = {
     "link_sweep": link_sweep,
     "proof": proof,
     "real_pairs": real_pairs,
-    "e_correction": e_correction,
-    "e_maps": e_maps,
+    "e_correction": lambda: table(*e_tables.blocks()),
+    "e_beside": lambda: table(*e_tables.beside()),
+    "e_kinds": lambda: table(*e_tables.kinds()),
+    "e_maps": lambda: table(*e_tables.maps()),
     "refreshed_layers": refreshed_layers,
     "sizes": sizes,
 }
