@@ -9,7 +9,9 @@ import msgspec
 
 from profiles.report import words
 
-RESULTS: Final = Path(__file__).resolve().parent.parent / "benchmarks/results/e_correction.json"
+_FOLDER: Final = Path(__file__).resolve().parent.parent / "benchmarks/results"
+RESULTS: Final = _FOLDER / "e_correction.json"
+COST: Final = _FOLDER / "e_correction_cost.json"
 KINDS: Final = ("bias", "rank 8", "rank 16", "rank 64", "full")
 SETS: Final = {"long": "long", "texts": "pages and code"}
 
@@ -84,6 +86,29 @@ def _of_set(found: dict[str, Any]) -> str:
     on = SETS.get(found["on"])
     pair = found["pair"].replace("_", " ")
     return f"{pair}, {found['contexts']}{f' {on}' if on else ''}"
+
+
+def cost() -> Table:
+    """Time to first token on servers."""
+    rows = []
+    for it in msgspec.json.decode(COST.read_bytes()):
+        corrected, plain = it["corrected"], it["plain"]
+        mean, low, high = (f"{100 * value:+.1f}" for value in it["ttft_added"])
+        rows.append(
+            [
+                f"{it['pair'].replace('_', ' ')}, {it['documents']} of {it['tokens']:,} tokens",
+                f"{it['full prefill']['ttft_p50_ms'] / 1e3:.2f} s",
+                *(f"{_block(at)}: {at['ttft_p50_ms'] / 1e3:.2f} s" for at in (plain, corrected)),
+                f"{mean} % [{low}, {high}]",
+            ]
+        )
+    head = ["pair, documents", "full prefill", "E as it is", "corrected", "corrected − as it is"]
+    return head, rows
+
+
+def _block(it: dict[str, Any]) -> str:
+    start, stop = it["block"]
+    return f"[{start}, {stop})"
 
 
 def maps() -> Table:
