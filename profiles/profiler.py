@@ -12,7 +12,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -31,6 +31,7 @@ from profiles.compute import (
     HELD_OUT,
     Answerer,
     Bench,
+    DocumentPasses,
     Entry,
     Journal,
     LayeredModel,
@@ -196,7 +197,14 @@ def corrected(
     fitting = forecast.fitting(documents)
     with shown(console, "fitting", Clock(sum(fitting.values()))) as done:
         layers = sorted({it.start for it in blocks})
-        maps = fit_maps(bench, documents, layers, lambda place: done(fitting[place], True))
+        models = bench.sender.model, bench.receiver.model
+
+        def contexts() -> Iterator[DocumentPasses]:
+            for place, seconds in fitting.items():
+                yield DocumentPasses(*models, documents[place].prefix, layers, layers)
+                done(seconds, True)
+
+        maps = fit_maps(contexts(), layers, models[1].dtype, models[1].device)
     bench = replace(bench, corrections={name.sha256: it for name, it in maps.items()})
     places = places_swept(documents, pruned=settings.pruned)
     screening = forecast.sweep(documents, places, blocks, pruned=True)

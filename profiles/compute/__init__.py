@@ -11,7 +11,7 @@ training    every block by KL; judging: any plan by the metric
 """
 
 from profiles.compute.examination import Answerer, Examination, Tokens
-from profiles.compute.fitting import NUM_FITTED, Fits, fit_maps
+from profiles.compute.fitting import NUM_FITTED, fit_maps
 from profiles.compute.journal import Entry, Journal, Timed, temporary_journal
 from profiles.compute.judging import NUM_SHOWN, baselines, first_of_each_task, judge, num_steps
 from profiles.compute.judging import SPLIT as HELD_OUT
@@ -39,7 +39,6 @@ __all__ = [
     "DocumentPasses",
     "Entry",
     "Examination",
-    "Fits",
     "Journal",
     "LayeredModel",
     "Mixture",

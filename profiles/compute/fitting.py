@@ -9,7 +9,7 @@ much a map explains; nothing of a token is kept. Two matrices of hidden × 2 hid
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -18,10 +18,7 @@ from torch import Tensor
 
 from cachetree.corrections import Correction
 from cachetree.planning import EMap
-from profiles.compute.judging import first_of_each_task
 from profiles.compute.passes import DocumentPasses
-from profiles.compute.study import Bench
-from profiles.data import Document
 
 PENALTIES: Final = (1e-5, 1e-4, 1e-3, 1e-2)
 """Tried, relative to the mean variance of a column of E."""
@@ -134,48 +131,29 @@ def fit(first: Moments, second: Moments, ranks: Iterable[int | None] = RANKS) ->
     ]
 
 
-class Fits:
-    """Fits of all layers at which blocks begin; contexts come one by one."""
-
-    def __init__(self, layers: Sequence[int], hidden: int, device: torch.device | str) -> None:
-        self.layers = layers
-        self._parts = {it: [Moments(hidden, device) for _ in range(2)] for it in layers}
-        self._num_contexts = 0
-
-    def add(self, passes: DocumentPasses) -> None:
-        """One context of the split that chooses: its E at all layers, of both models."""
-        self._num_contexts += 1
-        for layer, parts in self._parts.items():
-            parts[self._num_contexts % TRYING == 0].add(*passes.e_of_both(layer))
-
-    def maps(self, dtype: torch.dtype) -> dict[EMap, Correction]:
-        """For each layer the smallest map that is as good as the best; none where none explains
-        anything, or too few contexts came."""
-        found = {}
-        for layer, (first, second) in self._parts.items():
-            if self._num_contexts < TRYING:
-                continue
-            fitted = fit(first, second)
-            best = max(it.explained for it in fitted)
-            if best > 0:
-                it = next(it for it in fitted if it.explained >= AS_GOOD * best)
-                correction = it.correction.to("cpu", dtype)
-                found[correction.named(layer)] = correction
-        return found
-
-
 def fit_maps(
-    bench: Bench,
-    documents: Sequence[Document],
+    contexts: Iterable[DocumentPasses],
     layers: Sequence[int],
-    done: Callable[[int], None] = lambda place: None,
+    dtype: torch.dtype,
+    device: torch.device | str,
 ) -> dict[EMap, Correction]:
-    """The maps of these layers from the first contexts of each task. `done` is called after each
-    with its place. Nothing is kept in the journal: two passes over a context."""
-    models = bench.sender.model, bench.receiver.model
-    hidden = bench.receiver.model.model.config.hidden_size
-    fits = Fits(layers, hidden, bench.receiver.model.device)
-    for place in first_of_each_task(documents, NUM_FITTED):
-        fits.add(DocumentPasses(*models, documents[place].prefix, layers, layers))
-        done(place)
-    return fits.maps(bench.receiver.model.dtype)
+    """For each layer, at which both E are kept, the smallest map that is as good as the best; none
+    where none explains anything, or too few contexts came. They are taken one by one."""
+    parts: dict[int, tuple[Moments, Moments]] = {}
+    num_contexts = 0
+    for passes in contexts:
+        num_contexts += 1
+        for layer in layers:
+            theirs, ours = passes.e_of_both(layer)
+            if layer not in parts:
+                parts[layer] = Moments(theirs.shape[-1], device), Moments(theirs.shape[-1], device)
+            parts[layer][num_contexts % TRYING == 0].add(theirs, ours)
+    found = {}
+    for layer, (first, second) in parts.items() if num_contexts >= TRYING else ():
+        fitted = fit(first, second)
+        best = max(it.explained for it in fitted)
+        if best > 0:
+            it = next(it for it in fitted if it.explained >= AS_GOOD * best)
+            correction = it.correction.to("cpu", dtype)
+            found[correction.named(layer)] = correction
+    return found

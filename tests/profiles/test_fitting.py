@@ -10,7 +10,7 @@ from benchmarks.oracle import prefill, recompute
 from cachetree.corrections import Correction
 from cachetree.ids import Span
 from profiles.compute import DocumentPasses, LayeredModel, load_pair
-from profiles.compute.fitting import RANKS, Fits, Moments, fit
+from profiles.compute.fitting import RANKS, Moments, fit, fit_maps
 
 HIDDEN = 24
 
@@ -78,22 +78,18 @@ class _Passes:
 
 
 def test_the_smallest_map_that_is_as_good_is_taken() -> None:
-    fits = Fits([5], HIDDEN, "cpu")
-    for seed in range(30, 38):
-        fits.add(_Passes(seed))
-    ((named, correction),) = fits.maps(torch.bfloat16).items()
+    contexts = (_Passes(seed) for seed in range(30, 38))
+    ((named, correction),) = fit_maps(contexts, [5], torch.bfloat16, "cpu").items()
     assert (named.layer, named.rank, named.dtype) == (5, 8, "bfloat16")
     assert correction.bias.dtype == torch.bfloat16
     assert correction.named(5) == named
 
 
 def test_there_is_no_map_where_e_is_equal_or_too_few_contexts_came() -> None:
-    equal, few = Fits([5], HIDDEN, "cpu"), Fits([5], HIDDEN, "cpu")
-    for seed in range(30, 38):
-        equal.add(_Passes(seed, is_equal=True))
-    for seed in range(30, 33):
-        few.add(_Passes(seed))
-    assert equal.maps(torch.float32) == few.maps(torch.float32) == {}
+    equal = [_Passes(seed, is_equal=True) for seed in range(30, 38)]
+    few = [_Passes(seed) for seed in range(30, 33)]
+    for contexts in (equal, few, []):
+        assert fit_maps(contexts, [5], torch.float32, "cpu") == {}
 
 
 def test_a_block_from_corrected_e_is_the_oracles() -> None:

@@ -20,7 +20,7 @@ from stranger import SEED, write_stranger
 
 from cachetree.corrections import read_corrections
 from cachetree.planning.profile import write_profile
-from profiles.compute import DocumentPasses, Fits, LayeredModel, load_pair
+from profiles.compute import DocumentPasses, LayeredModel, fit_maps, load_pair
 from profiles.data.records import read_records, write_records
 from profiles.evidence import BaselineKind, MeasuredProfile, read_measured
 from sglang_droidspeak.cli import main
@@ -146,10 +146,9 @@ def test_corrected_plans_are_tried_with_maps_of_the_training_contexts(few, tmp_p
     pair = load_pair(FINE_TUNES.sender, FINE_TUNES.receiver, **settings)
     models = LayeredModel(pair.sender), LayeredModel(pair.receiver)
     layers = sorted({it.layer for it in profile.e_maps})
-    fits = Fits(layers, pair.receiver.config.hidden_size, "cpu")
-    for document in read_documents(data, pair.tokenizer):
-        fits.add(DocumentPasses(*models, document.prefix, layers, layers))
-    for it, expected in fits.maps(torch.float32).items():
+    documents = read_documents(data, pair.tokenizer)
+    contexts = (DocumentPasses(*models, it.prefix, layers, layers) for it in documents)
+    for it, expected in fit_maps(contexts, layers, torch.float32, "cpu").items():
         (found,) = (maps[at.sha256] for at in profile.e_maps if at.layer == it.layer)
         for one, other in zip(found.tensors, expected.tensors, strict=True):
             assert torch.allclose(one, other, rtol=1e-3, atol=1e-4)

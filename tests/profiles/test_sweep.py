@@ -19,7 +19,7 @@ from profiles.compute.journal import temporary_journal
 from profiles.compute.judging import baselines, critical_runs, judge, split_runs
 from profiles.compute.layered import LayeredModel
 from profiles.compute.models import Pair, load_pair
-from profiles.compute.passes import tokens_kept
+from profiles.compute.passes import DocumentPasses, tokens_kept
 from profiles.compute.study import Bench
 from profiles.compute.training import places_swept, sweep, sweep_corrected
 from profiles.data.documents import Document
@@ -116,7 +116,9 @@ def test_blocks_from_corrected_e_stay_as_close_as_the_gate_will_find_them() -> N
     with temporary_journal() as journal:
         bench = Bench(sender=sender, receiver=receiver, journal=journal)
         swept = sweep(bench, documents, [*grid(NUM_LAYERS, 3), Span(2, 5)], pruned=True)
-        maps = fit_maps(bench, documents, [2, 3])
+        models = sender.model, receiver.model
+        contexts = (DocumentPasses(*models, it.prefix, [2, 3], [2, 3]) for it in documents)
+        maps = fit_maps(contexts, [2, 3], torch.float32, "cpu")
         assert {it.layer for it in maps} == {2, 3}
         bench = replace(bench, corrections={it.sha256: maps[it] for it in maps})
         blocks = [Span(2, 5), Span(3, 6), Span(3, 9), Span(6, 9)]
