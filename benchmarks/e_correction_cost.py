@@ -60,7 +60,7 @@ def main() -> None:
             num_documents=args.documents,
             dtype=args.dtype,
             sends={"capture_layers": [it.start for it in blocks.values()]},
-            reads={"profiles": [str(profile)], "e_correction": "profile"},
+            reads={"profiles": [str(profile)]},
             models=(args.sender, args.receiver) if args.sender else (),
             documents=_documents(args) if args.data else (),
         )

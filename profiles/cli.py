@@ -87,7 +87,7 @@ def add_commands(commands: Any) -> None:
         action="store_const",
         const=True,
         help="also try plans that correct the sender's E by a map, fitted on the contexts that "
-        "choose; it is kept beside the profile, and used where servers set e_correction",
+        "choose; it is kept beside the profile, for servers",
     )
     choice.add_argument(
         "--timing-seconds",

@@ -58,7 +58,7 @@ def beside() -> Table:
         others = plans["reuse"], plans["KV maps"]
         rows.append(
             [
-                *(_of_set(found), found["questions"], f"{found['mean_tokens']:,}"),
+                *(_of_set(found), str(found["questions"]), f"{found['mean_tokens']:,}"),
                 *(f"{it['kl']:.4f}" for it in others),
                 *(f"{it['tv']:.4f}" for it in others),
                 f"{found['full_prefill']:.3f}" if "full_prefill" in found else "–",

@@ -124,7 +124,7 @@ def read_corrections(profile: PairProfile, path: Path) -> dict[str, Correction]:
     except OSError as exc:
         raise ProfileError(
             f"maps {written(file)} of profile {path.name} cannot be read: {exc.strerror}; copy "
-            "them beside the profile, or leave e_correction off"
+            "them beside the profile, or set e_correction: off"
         ) from exc
     except (SafetensorError, ValueError, KeyError) as exc:
         raise _refused(file, "format", str(exc), "safetensors") from exc
@@ -154,7 +154,7 @@ def _checked(file: Path, it: EMap, hidden: int, tensors: Mapping[str, Tensor]) -
 def _refused(file: Path, field: str, value: str, needed: str) -> ProfileError:
     return ProfileError(
         f"maps {written(file)}: {field} is {value}, and the profile needs {needed}; copy profile "
-        "and maps together, make both again with `droidspeak profile`, or leave e_correction off"
+        "and maps together, make both again with `droidspeak profile`, or set e_correction: off"
     )
 
 

@@ -75,7 +75,7 @@ class Subject:
         e_layers = [self.block.start] if self.block.start else []
         maps: dict[str, Any] = {}
         if self.e_maps_of is not None:
-            maps = {"profiles": [str(self.e_maps_of)], "e_correction": "profile"}
+            maps = {"profiles": [str(self.e_maps_of)]}
         return (
             ServerSpec(
                 model=self.sender,

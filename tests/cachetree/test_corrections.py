@@ -119,7 +119,7 @@ def test_maps_of_another_pair_are_refused(made: tuple[PairProfile, Path]) -> Non
     rewrite(made[1], {}, receiver="somebody")
     told = refusal(made)
     assert f"receiver is somebody, and the profile needs {made[0].receiver.model_id}" in told
-    assert "leave e_correction off" in told
+    assert "set e_correction: off" in told
 
 
 def test_other_numbers_are_refused(made: tuple[PairProfile, Path]) -> None:

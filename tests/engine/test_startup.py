@@ -486,24 +486,25 @@ def test_maps_of_e_are_read_where_plans_with_them_are_used(model: Path, tmp_path
     paired = replace(plain, blocks=(best, *plain.blocks), recommended=best)
     write_profile(paired, path)
     write_corrections(paired, {best.e_map.sha256: it}, path)
-    extra = {"profiles": [str(path)], "e_correction": "profile"}
+    extra = {"profiles": [str(path)]}
     server = load_this_server(server_args(model, extra))
     assert server.profiles == (paired,)
     assert torch.equal(server.corrections[best.e_map.sha256].bias, it.bias)
     assert correction_bytes(server, torch.bfloat16) == 2 * (width + 4 * width)
     assert server.senders[other.model_id] == {1}
 
-    off = load_this_server(server_args(model, {"profiles": [str(path)]}))
+    without = extra | {"e_correction": "off"}
+    off = load_this_server(server_args(model, without))
     assert off.profiles == (replace(plain, recommended=plain.blocks[0]),)
     assert not off.corrections, "nobody would use them"
     write_corrections(replace(paired, sender=own), {best.e_map.sha256: it}, path)
     read_server.cache_clear()
     line = refusal(model, extra)
     assert f"{maps_path(path)}: sender is {own.model_id}, and the profile needs" in line
-    assert "leave e_correction off" in line
+    assert "set e_correction: off" in line
     write_profile(replace(paired, blocks=(best,)), path)
     read_server.cache_clear()
-    line = refusal(model, {"profiles": [str(path)]})
+    line = refusal(model, without)
     assert "all of its plans correct E; set e_correction to profile" in line
 
 

@@ -149,7 +149,6 @@ def team(tmp_path_factory) -> Iterator[Team]:
                 "host_gb": 0,
                 "peers": [address, *stalls],
                 "profiles": [str(profile)],
-                "e_correction": "profile",
                 "fetch_deadline_s": DEADLINE_S,
             },
         )
