@@ -8,6 +8,7 @@ DOCS = Path(__file__).parent
 project = "sglang-droidspeak"
 author = "the sglang-droidspeak authors"
 extensions = ["myst_parser"]
+smartquotes_action = "q"  # Two dashes are the beginning of a flag.
 html_theme = "furo"
 html_title = project
 html_static_path = ["_static"]

@@ -331,7 +331,9 @@ def llms() -> str:
     """`llms.txt`: each page with its first paragraph, in the order of the contents."""
     index = (ROOT / "docs/index.md").read_text()
     lines = ["\n\n".join(index.split("\n\n")[:2])]
-    for caption, names in re.findall(r"```{toctree}\n:caption: (.*)\n([^`]*)```", index):
+    for caption, names in re.findall(
+        r"```{toctree}\n:maxdepth: 1\n:caption: (.*)\n([^`]*)```", index
+    ):
         lines.append(f"\n## {caption}\n")
         for name in names.split():
             title, lead = (ROOT / f"docs/{name}.md").read_text().split("\n\n")[:2]
