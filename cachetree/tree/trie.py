@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 
 from cachetree.ids import ModelId, PageHash
 from cachetree.tree.entries import Node
-from cachetree.tree.eviction.protocol import Eviction
+from cachetree.tree.eviction import Eviction
 from cachetree.tree.page_index import PageIndex
 
 

@@ -24,9 +24,7 @@ from tree_parts import (
 from cachetree.errors import ConfigError
 from cachetree.ids import PageHash
 from cachetree.tree.entries import Change
-from cachetree.tree.eviction import POLICIES, Retention
-from cachetree.tree.eviction.leaf_heap import LeafHeap
-from cachetree.tree.eviction.value import HALF_LIFE
+from cachetree.tree.eviction import HALF_LIFE, POLICIES, Retention
 from cachetree.tree.tree import CacheTree
 
 SIZE = 19
@@ -228,8 +226,7 @@ def test_a_search_meets_the_same_obstacle_once(policy: str) -> None:
 
 def test_stale_places_in_the_heap_do_not_pile_up() -> None:
     tree = policy_tree("value", 4)
-    heap = tree._eviction._heap  # type: ignore[attr-defined]
-    assert isinstance(heap, LeafHeap)
+    order = tree._eviction
     for i in range(500):
         store(tree, A, chr(0x100 + i) + "ab")
-    assert len(heap._heap) <= 2 * len(heap._queued) + 64
+    assert len(order._heap) <= 2 * len(order._queued) + 64

@@ -1,0 +1,268 @@
+"""Which local entry goes next: `lru` or `value`, and with a time to live what goes unasked.
+
+The disk store below the tree keeps to LRU: what it moves between its files follows the order of
+use, whatever memory does.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from heapq import heapify, heappop, heappush, heapreplace
+from math import inf, log2
+from typing import Final
+
+import msgspec
+
+from cachetree.checkpoint import Family
+from cachetree.clock import Clock
+from cachetree.errors import ConfigError
+from cachetree.planning import PrefillCost
+from cachetree.tree.entries import LocalEntry
+
+POLICIES: Final = ("lru", "value")
+
+HALF_LIFE: Final = 0.25
+"""After this share of the budget has come in, a use counts half. Where it is longer, what was read
+by many while their task lasted outstays the task: on the shipped multi-agent trace and 64 GiB, a
+half-life of one budget saves two thirds as much."""
+
+_SLACK: Final = 64
+
+
+class Retention(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What leaves memory first, what leaves it unasked, and how much may be kept in it by force."""
+
+    eviction: str = "lru"
+    """Which entry makes room for a new one: one of `POLICIES`."""
+    ttl_s: float | None = None
+    """Entries that nobody has used for so long go; None: only when room is needed."""
+    max_pinned_share: float = 0.5
+    """Of the budget, how much pins may hold at once."""
+
+    def __post_init__(self) -> None:
+        if self.eviction not in POLICIES:
+            raise ConfigError(f"eviction is {self.eviction!r}; give one of {', '.join(POLICIES)}")
+        if self.ttl_s is not None and not self.ttl_s > 0:
+            raise ConfigError(f"ttl_s is {self.ttl_s}; give a positive number, or leave it out")
+        if not 0 <= self.max_pinned_share <= 1:
+            raise ConfigError(f"max_pinned_share is {self.max_pinned_share}; give 0 to 1")
+
+
+class Eviction(ABC):
+    """Orders the local entries of a tree, the least key first. The tree calls it under its lock.
+
+    A walk is noted at the entry where it ended only, and counts for all above that one too. It need
+    not be noted there: eviction is leaf first, so an entry's turn comes when the last one below it
+    has gone, which leaves it what it knew of uses.
+
+    A use only ever raises a key, and costs nothing in the heap: an entry that comes to the top with
+    a key that is no longer its own goes back under the right one. One that came to the top while it
+    had children or was held is left out; `remove` of the last below, or `free`, puts it back. So no
+    search meets the same obstacle twice.
+    """
+
+    def __init__(self) -> None:
+        self._queued: dict[LocalEntry, float] = {}
+        """The key under which each one lies in the heap; what lies there under another is void."""
+        self._heap: list[tuple[float, int, LocalEntry]] = []
+        self._num_put = 0
+
+    @abstractmethod
+    def key(self, entry: LocalEntry) -> float: ...
+
+    @abstractmethod
+    def use(self, entries: Iterable[LocalEntry]) -> None:
+        """Walks ended at these, all at once."""
+
+    @abstractmethod
+    def inherit(self, above: LocalEntry, entry: LocalEntry) -> None:
+        """`entry` goes, and leaves what is known of its uses to the one above it."""
+
+    @abstractmethod
+    def split(self, head: LocalEntry, tail: LocalEntry) -> None:
+        """`head` has been cut in two; `tail` is new and has its children, and takes its uses.
+
+        If `tail` may go, `free` says so next.
+        """
+
+    def add(self, entries: Sequence[LocalEntry]) -> None:
+        """New entries of one path, top first; the last one has been used."""
+        self.use(entries[-1:])
+        self.free(entries[-1])
+
+    def free(self, entry: LocalEntry) -> None:
+        """This one may go now: nobody holds it any more, or it was cut off one that is held."""
+        key = self.key(entry)
+        if self._queued.get(entry, inf) > key:
+            self._queued[entry] = key
+            heappush(self._heap, self._item(key, entry))
+
+    def remove(self, entry: LocalEntry) -> None:
+        """An entry without children goes. The one above it, which has lost it, may be next."""
+        self._queued.pop(entry, None)
+        if (parent := entry.parent) is not None:
+            self.inherit(parent, entry)
+            if parent.is_evictable:
+                self.free(parent)
+        if len(self._heap) > 2 * len(self._queued) + _SLACK:
+            self._heap = [item for item in self._heap if self._is_valid(item)]
+            heapify(self._heap)
+
+    def victims(self) -> Iterator[LocalEntry]:
+        """Evictable entries, those to go first first; each is removed before the next is asked."""
+        while self._heap:
+            item = self._heap[0]
+            entry = item[2]
+            key = self.key(entry) if self._is_valid(item) and entry.is_evictable else None
+            if key == item[0]:
+                yield entry
+            elif key is not None:
+                self._queued[entry] = key
+                heapreplace(self._heap, self._item(key, entry))
+            else:
+                heappop(self._heap)
+                if self._is_valid(item):
+                    del self._queued[entry]
+
+    def _item(self, key: float, entry: LocalEntry) -> tuple[float, int, LocalEntry]:
+        self._num_put += 1
+        return key, self._num_put, entry
+
+    def _is_valid(self, item: tuple[float, int, LocalEntry]) -> bool:
+        return self._queued.get(item[2]) == item[0]
+
+
+class Lru(Eviction):
+    """`lru`: what has not been used for longest goes, exactly: `used` counts the uses."""
+
+    _num_uses = 0
+
+    def key(self, entry: LocalEntry) -> float:
+        return entry.used
+
+    def use(self, entries: Iterable[LocalEntry]) -> None:
+        for entry in entries:
+            self._num_uses += 1
+            entry.used = self._num_uses
+
+    def inherit(self, above: LocalEntry, entry: LocalEntry) -> None:
+        above.used = max(above.used, entry.used)
+
+    def split(self, head: LocalEntry, tail: LocalEntry) -> None:
+        tail.used = head.used
+
+
+class ByValue(Eviction):
+    """`value`: what saves least per byte goes.
+
+    Expected saving = seconds to recompute × probability of reuse ÷ bytes.
+
+    seconds      of the prefill model, which makes a token dearer the more stand before it. All
+                 models of a family have the same sizes, so that the price of a token alone decides
+                 nothing
+    probability  in proportion to the uses, of which each counts half as much after the cache has
+                 taken in `HALF_LIFE` of its budget. Being made is the first use; uses of what went
+                 from below an entry are its own
+    bytes        KV and E
+
+    All uses fade alike, so that two entries keep their order until one is used: the logarithm of an
+    entry's value at time 0 is a key that time does not change, and a heap of those needs no ageing.
+    Approximations: E has no price of its own, and a walk that leads to a new entry counts at the
+    one above it twice, then and when the new one goes. Without the depth it is LFU with ageing.
+    """
+
+    def __init__(self, family: Family, host_bytes: int) -> None:
+        super().__init__()
+        self._cost = PrefillCost.of(family)
+        self._page_tokens = family.page_size
+        self._half_life_bytes = HALF_LIFE * max(1, host_bytes)
+        self._now = 0.0
+        """In half-lives."""
+
+    def key(self, entry: LocalEntry) -> float:
+        """The logarithm of the value, as seen from time 0."""
+        node = entry.node
+        seconds = self._cost.seconds(node.start * self._page_tokens, node.stop * self._page_tokens)
+        return entry.hits + log2(seconds / entry.num_bytes)
+
+    def add(self, entries: Sequence[LocalEntry]) -> None:
+        self._now += sum([entry.num_bytes for entry in entries]) / self._half_life_bytes
+        for entry in entries:
+            entry.hits = -inf
+        super().add(entries)
+
+    def use(self, entries: Iterable[LocalEntry]) -> None:
+        for entry in entries:
+            entry.hits = _log_sum(entry.hits, self._now)
+
+    def inherit(self, above: LocalEntry, entry: LocalEntry) -> None:
+        above.hits = _log_sum(above.hits, entry.hits)
+
+    def split(self, head: LocalEntry, tail: LocalEntry) -> None:
+        tail.hits, head.hits = head.hits, -inf
+
+
+class Expiry(Eviction):
+    """Entries in the order of the time of their last use, and a policy that is told all that it is.
+
+    It is the policy's to say who makes room.
+    """
+
+    def __init__(self, policy: Eviction, ttl_s: float, clock: Clock) -> None:
+        super().__init__()
+        self._policy = policy
+        self._ttl_s = ttl_s
+        self._clock = clock
+
+    def key(self, entry: LocalEntry) -> float:
+        return entry.used_at_s
+
+    def add(self, entries: Sequence[LocalEntry]) -> None:
+        self._policy.add(entries)
+        entries[-1].used_at_s = self._clock()
+        super().free(entries[-1])
+
+    def use(self, entries: Iterable[LocalEntry]) -> None:
+        used = list(entries)
+        self._policy.use(used)
+        now_s = self._clock()
+        for entry in used:
+            entry.used_at_s = now_s
+
+    def inherit(self, above: LocalEntry, entry: LocalEntry) -> None:
+        above.used_at_s = max(above.used_at_s, entry.used_at_s)
+
+    def split(self, head: LocalEntry, tail: LocalEntry) -> None:
+        self._policy.split(head, tail)
+        tail.used_at_s = head.used_at_s
+
+    def free(self, entry: LocalEntry) -> None:
+        self._policy.free(entry)
+        super().free(entry)
+
+    def remove(self, entry: LocalEntry) -> None:
+        self._policy.remove(entry)
+        super().remove(entry)
+
+    def victims(self) -> Iterator[LocalEntry]:
+        return self._policy.victims()
+
+    def expired(self) -> Iterator[LocalEntry]:
+        """As `victims`, but only those that have not been used for the time to live."""
+        before_s = self._clock() - self._ttl_s
+        for entry in super().victims():
+            if entry.used_at_s > before_s:
+                return
+            yield entry
+
+
+def make_policy(name: str, family: Family, host_bytes: int) -> Eviction:
+    """The policy of this name, one of `POLICIES`, for a budget of `host_bytes`."""
+    return ByValue(family, host_bytes) if name == "value" else Lru()
+
+
+def _log_sum(a: float, b: float) -> float:
+    """log2(2^a + 2^b), also where the powers are beyond a float."""
+    low, high = min(a, b), max(a, b)
+    return high + log2(1 + 2.0 ** (low - high)) if low > -inf else high
