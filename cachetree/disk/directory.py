@@ -18,7 +18,7 @@ import msgspec
 from cachetree.checkpoint import Family
 from cachetree.errors import UNREADABLE, ConfigError
 
-FORMAT: Final = 4
+FORMAT: Final = 5
 """Of everything in the directory; a release that changes any of it counts up."""
 
 TEMPORARY: Final = ".new"

@@ -1,12 +1,12 @@
 """One entry as a file: what lies where, written whole or not at all, read a layer at a time.
 
     prefix    magic, size and checksum of the header
-    header    msgpack: family, model, pages and the one before them, layers with E, checksums
-    payload   E in rising order of layers, then KV layer by layer; of each layer all pages in order
+    header    msgpack: a `Record`
+    payload   the steps of its layout, one after the other; of each all pages in order
 
-E comes first, as a fetch needs it first. Where a layer lies follows from how many pages and which
-layers with E there are, so that any pages of it are read alone. A checksum covers one chunk:
-consecutive pages of one layer, `CHUNK_BYTES` or one page, so little more is read than was asked.
+Where a layer lies follows from the layout, so that any pages of it are read alone. A checksum
+covers one chunk: consecutive pages of one layer, `CHUNK_BYTES` or one page, so little more is read
+than was asked.
 """
 
 from __future__ import annotations
@@ -16,19 +16,18 @@ import itertools
 import os
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
 
 from cachetree.checkpoint import Family
 from cachetree.disk.directory import FORMAT, family_digest
 from cachetree.errors import UNREADABLE
-from cachetree.ids import PAGE_HASH_BYTES, Kind, ModelId, PageHash, Span, Step
+from cachetree.ids import PAGE_HASH_BYTES, ModelId, PageHash, Span, Step
 from cachetree.memory import Layout, checksum, checksum_of_parts, cut
-from cachetree.tree import join_hashes, split_hashes
 
 Views = Callable[[Step], Sequence[memoryview]]
 """All pages of a step, in order, in as many runs of bytes as they lie in.
@@ -44,6 +43,7 @@ _PREFIX: Final = struct.Struct("<8sQQ")
 _CHECKSUM_BYTES: Final = 8
 _HEADER_BYTES: Final = 256
 """More than a header takes besides the model, pages, layers and checksums."""
+_WRITTEN_PAGE_BYTES: Final = PAGE_HASH_BYTES + 2
 _MAX_HEADER_BYTES: Final = 16 << 20
 """What a damaged file can have allocated; the header of a file of gigabytes is smaller."""
 _FIRST_READ_BYTES: Final = 4096
@@ -51,50 +51,34 @@ _FIRST_READ_BYTES: Final = 4096
 _MAX_PARTS: Final = 512
 """Of one `writev`; the kernel takes 1024."""
 
+Page = Annotated[PageHash, msgspec.Meta(min_length=PAGE_HASH_BYTES, max_length=PAGE_HASH_BYTES)]
 
-class Header(msgspec.Struct, frozen=True, kw_only=True):
-    """What an entry is."""
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """An entry without its payload."""
 
     family: bytes
     """Digest; the family itself is in the directory's manifest."""
-    model: str
-    num_before: int
+    model: ModelId
+    num_before: Annotated[int, msgspec.Meta(ge=0)]
     """How many pages stand before the first."""
-    parent: bytes
-    """The last of these; empty at the root."""
-    pages: bytes
-    e_layers: tuple[int, ...]
-    checksums: tuple[bytes, ...]
-    """Of each step in the order of the payload: 8 bytes per chunk, little-endian."""
+    parent: Page | None
+    """The last of these; None at the root."""
+    pages: tuple[Page, ...]
+    layout: Layout
+    checksums: tuple[bytes, ...] = ()
+    """Of each step: 8 bytes per chunk, little-endian."""
 
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[Header] = msgspec.msgpack.Decoder(Header)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
-    """An entry without its payload. `checksums` are as in `Header`."""
-
-    model: ModelId
-    num_before: int
-    parent: PageHash | None
-    pages: tuple[PageHash, ...]
-    layout: Layout
-    checksums: tuple[bytes, ...] = ()
-
-
-def steps_of(layout: Layout) -> tuple[Step, ...]:
-    """In the order of the payload."""
-    e = (Step(Kind.E, layer) for layer in layout.e_layers)
-    return (*e, *(Step(Kind.KV, layer) for layer in range(layout.num_layers)))
+_decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
 
 
 def most_bytes(model: ModelId, layout: Layout) -> int:
     """No file of this layout is larger."""
     num_steps = layout.num_layers + len(layout.e_layers)
     text = 4 * len(model)  # UTF-8 at its longest.
-    per_page = layout.page_bytes + PAGE_HASH_BYTES + num_steps * _CHECKSUM_BYTES
+    per_page = layout.page_bytes + _WRITTEN_PAGE_BYTES + num_steps * _CHECKSUM_BYTES
     around = _PREFIX.size + _HEADER_BYTES + text + num_steps * 2 * _CHECKSUM_BYTES
     return around + layout.num_pages * per_page
 
@@ -135,26 +119,27 @@ def read_head(head: bytes, num_bytes: int, family: Family) -> Record | None:
     if checksum(body) != _PREFIX.unpack_from(head)[2]:
         return None
     try:
-        header = _decoder.decode(body)
+        record = _decoder.decode(body)
     except UNREADABLE:
         return None
-    return _record_of(header, family, num_bytes - len(head))
+    return record if _is_whole(record, family, num_bytes - len(head)) else None
 
 
 def read_pages(path: Path, record: Record, step: Step, pages: Span, into: memoryview) -> None:
     """Fill `into` with verified bytes; raises OSError, and leaves it undefined, where it cannot."""
-    page_bytes = _page_bytes(record.layout, step.kind)
-    expected = record.checksums[steps_of(record.layout).index(step)]
+    page_bytes = record.layout.bytes_of(step, 1)
+    expected = record.checksums[record.layout.part_of(step)]
     with _opened(path) as handle:
         payload = os.lseek(handle, 0, os.SEEK_END) - record.layout.num_bytes
-        for number, chunk in _chunks_of(record.layout, step.kind, pages):
+        first = payload + _offset_of(record.layout, step)
+        for number, chunk in _chunks_of(record.layout, step, pages):
             part = chunk.intersection(pages)
             to = into[
                 (part.start - pages.start) * page_bytes : (part.stop - pages.start) * page_bytes
             ]
             is_whole = part == chunk
             read = to if is_whole else memoryview(bytearray(len(chunk) * page_bytes))
-            _read(handle, read, payload + _offset_of(record.layout, step, chunk.start))
+            _read(handle, read, first + chunk.start * page_bytes)
             if checksum(read) != int.from_bytes(expected[8 * number : 8 * number + 8], "little"):
                 raise OSError("the bytes do not have the checksum that they were written with")
             if not is_whole:
@@ -165,16 +150,16 @@ def read_pages(path: Path, record: Record, step: Step, pages: Span, into: memory
 # Writing.
 
 
-def write_record(handle: int, new: Record, views: Views, family: Family) -> Record:
+def write_record(handle: int, new: Record, views: Views) -> Record:
     """Write an entry, whose checksums are computed on the way; returns it with them.
 
     Raises OSError, and whatever `views` raises.
     """
-    blank = replace(new, checksums=tuple(map(bytes, _checksum_sizes(new.layout))))
-    payload = len(_head_of(blank, family))
-    made = replace(new, checksums=_write_payload(handle, new.layout, views, payload))
-    _write(handle, [memoryview(_head_of(made, family))], 0)
-    views(steps_of(new.layout)[0])
+    blank = msgspec.structs.replace(new, checksums=_no_checksums(new.layout))
+    checksums = _write_payload(handle, new.layout, views, len(head_of(blank)))
+    made = msgspec.structs.replace(new, checksums=checksums)
+    _write(handle, [memoryview(head_of(made))], 0)
+    views(new.layout.steps[0])
     return made
 
 
@@ -183,14 +168,14 @@ def _write_payload(handle: int, layout: Layout, views: Views, offset: int) -> tu
     batch: list[memoryview] = []
     num_bytes = 0
     everything = Span(0, layout.num_pages)
-    for step in steps_of(layout):
+    for step in layout.steps:
         whole = views(step)
-        page_bytes = _page_bytes(layout, step.kind)
+        page_bytes = layout.bytes_of(step, 1)
         num_given, num_due = sum(view.nbytes for view in whole), layout.num_pages * page_bytes
         if num_given != num_due:
             raise ValueError(f"{step} has {num_given} bytes where {num_due} belong")
         values: list[int] = []
-        for _, chunk in _chunks_of(layout, step.kind, everything):
+        for _, chunk in _chunks_of(layout, step, everything):
             parts = cut(whole, Span(chunk.start * page_bytes, chunk.stop * page_bytes))
             values.append(checksum_of_parts(parts))
             batch += parts
@@ -218,27 +203,22 @@ def part_of(views: Views, num_pages: int, pages: Span) -> Views:
 # What lies where.
 
 
-def _page_bytes(layout: Layout, kind: Kind) -> int:
-    return layout.kv_page_bytes if kind is Kind.KV else layout.e_page_bytes
-
-
-def _offset_of(layout: Layout, step: Step, page: int) -> int:
-    """Where in the payload a page of a step begins; raises StaleEntry where there is no such E."""
+def _offset_of(layout: Layout, step: Step) -> int:
+    """Where in the payload a step begins; raises StaleEntry where there is no such E."""
     part = layout.part_of(step)
-    if step.kind is Kind.E:
-        part -= layout.num_layers
-        return (part * layout.num_pages + page) * layout.e_page_bytes
-    after_e = len(layout.e_layers) * layout.num_pages * layout.e_page_bytes
-    return after_e + (part * layout.num_pages + page) * layout.kv_page_bytes
+    num_kv = min(part, layout.num_layers)
+    return layout.num_pages * (
+        num_kv * layout.kv_page_bytes + (part - num_kv) * layout.e_page_bytes
+    )
 
 
-def _chunk_pages(layout: Layout, kind: Kind) -> int:
-    return max(1, CHUNK_BYTES // _page_bytes(layout, kind))
+def _chunk_pages(layout: Layout, step: Step) -> int:
+    return max(1, CHUNK_BYTES // layout.bytes_of(step, 1))
 
 
-def _chunks_of(layout: Layout, kind: Kind, pages: Span) -> Iterator[tuple[int, Span]]:
+def _chunks_of(layout: Layout, step: Step, pages: Span) -> Iterator[tuple[int, Span]]:
     """The number of each chunk with any of `pages` of one layer, and which pages it has."""
-    size = _chunk_pages(layout, kind)
+    size = _chunk_pages(layout, step)
     for number in range(pages.start // size, -(-pages.stop // size)):
         yield number, Span(number * size, min((number + 1) * size, layout.num_pages))
 
@@ -246,19 +226,9 @@ def _chunks_of(layout: Layout, kind: Kind, pages: Span) -> Iterator[tuple[int, S
 # The head.
 
 
-def _head_of(record: Record, family: Family) -> bytes:
+def head_of(record: Record) -> bytes:
     """Prefix and header; its size does not depend on the checksums' values."""
-    header = _encoder.encode(
-        Header(
-            family=family_digest(family),
-            model=record.model,
-            num_before=record.num_before,
-            parent=record.parent or b"",
-            pages=join_hashes(record.pages),
-            e_layers=record.layout.e_layers,
-            checksums=record.checksums,
-        )
-    )
+    header = _encoder.encode(record)
     return _PREFIX.pack(_MAGIC, len(header), checksum(header)) + header
 
 
@@ -271,43 +241,26 @@ def _head_bytes(head: bytes, num_bytes: int) -> int:
     return size if magic == _MAGIC and size <= min(num_bytes, _MAX_HEADER_BYTES) else 0
 
 
-def _record_of(header: Header, family: Family, payload_bytes: int) -> Record | None:
-    num_pages, rest = divmod(len(header.pages), PAGE_HASH_BYTES)
-    layout = Layout.of(family, num_pages, header.e_layers)
-    is_whole = (
-        header.family == family_digest(family)
-        and num_pages > 0
-        and not rest
-        and header.num_before >= 0
-        and len(header.parent) == (PAGE_HASH_BYTES if header.num_before else 0)
-        and _are_layers(header.e_layers, family.num_layers)
-        and layout.num_bytes == payload_bytes
-        and tuple(map(len, header.checksums)) == _checksum_sizes(layout)
+def _is_whole(record: Record, family: Family, payload_bytes: int) -> bool:
+    """Whether it is an entry of this family, with so much behind it."""
+    layers = record.layout.e_layers
+    return (
+        record.family == family_digest(family)
+        and len(record.pages) > 0
+        and (record.parent is None) == (record.num_before == 0)
+        and all(0 <= layer < family.num_layers for layer in layers)
+        and all(a < b for a, b in itertools.pairwise(layers))
+        and record.layout == Layout.of(family, len(record.pages), layers)
+        and record.layout.num_bytes == payload_bytes
+        and tuple(map(len, record.checksums)) == tuple(map(len, _no_checksums(record.layout)))
     )
-    if not is_whole:
-        return None
-    return Record(
-        model=ModelId(header.model),
-        num_before=header.num_before,
-        parent=PageHash(header.parent) if header.parent else None,
-        pages=split_hashes(header.pages),
-        layout=layout,
-        checksums=header.checksums,
-    )
-
-
-def _are_layers(layers: tuple[int, ...], num_layers: int) -> bool:
-    """Whether they rise, and the model has them."""
-    rises = all(a < b for a, b in itertools.pairwise(layers))
-    return not layers or (rises and layers[0] >= 0 and layers[-1] < num_layers)
 
 
 @lru_cache
-def _checksum_sizes(layout: Layout) -> tuple[int, ...]:
-    """Bytes of the checksums of each step."""
-    kv, e = (-(-layout.num_pages // _chunk_pages(layout, kind)) for kind in (Kind.KV, Kind.E))
-    chunks = (e,) * len(layout.e_layers) + (kv,) * layout.num_layers
-    return tuple([_CHECKSUM_BYTES * num for num in chunks])
+def _no_checksums(layout: Layout) -> tuple[bytes, ...]:
+    """Zeros in place of those of each step."""
+    nums = [-(-layout.num_pages // _chunk_pages(layout, step)) for step in layout.steps]
+    return tuple([bytes(_CHECKSUM_BYTES * num) for num in nums])
 
 
 @contextlib.contextmanager

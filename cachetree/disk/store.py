@@ -15,7 +15,7 @@ from typing import Final
 from cachetree.checkpoint import Family
 from cachetree.disk import entry_file as files
 from cachetree.disk.config import DiskConfig, DiskCounts, DiskStatus
-from cachetree.disk.directory import Directory, new_file
+from cachetree.disk.directory import Directory, family_digest, new_file
 from cachetree.disk.entry_file import Record, Views, largest_fitting, most_bytes
 from cachetree.disk.index import DiskEntry, DiskIndex
 from cachetree.errors import ConfigError, StaleEntry
@@ -169,6 +169,7 @@ class DiskStore:
                 layout = largest_fitting(model, layout, self.config.max_file_bytes)
                 stop = start + layout.num_pages
                 part = Record(
+                    family=family_digest(self.family),
                     model=model,
                     num_before=num_before,
                     parent=before,
@@ -288,7 +289,7 @@ class DiskStore:
             with new_file(path, is_synced=self.config.sync) as handle:
                 self._make_room(most)
                 taken = most
-                record = files.write_record(handle, part, views, self.family)
+                record = files.write_record(handle, part, views)
                 num_bytes = os.fstat(handle).st_size
         except OSError as exc:
             if not self._is_failing:

@@ -15,7 +15,6 @@ import msgspec
 
 from cachetree.clock import Clock, Deadline
 from cachetree.disk.config import DiskConfig, DiskStatus
-from cachetree.disk.entry_file import steps_of
 from cachetree.disk.index import DiskEntry
 from cachetree.disk.store import DiskStore
 from cachetree.errors import DeadlineExceeded, FetchError, StaleEntry
@@ -256,7 +255,7 @@ class DiskTier:
         with reservation:
             if reservation.pages:
                 try:
-                    for step in steps_of(record.layout):
+                    for step in record.layout.steps:
                         self._read_into(
                             reservation.views(step), entry, step, start + reservation.skipped
                         )

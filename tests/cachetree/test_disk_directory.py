@@ -74,10 +74,10 @@ def test_another_family_is_refused_by_the_name_of_the_field(tmp_path: Path) -> N
     ("manifest", "named"),
     [
         (
-            {"format": 3},
-            "format is 3 there and 4 here; name another directory, or remove this one$",
+            {"format": 4},
+            "format is 4 there and 5 here; name another directory, or remove this one$",
         ),
-        ({"format": 5}, "format is 5 there and 4 here"),
+        ({"format": 6}, "format is 6 there and 5 here"),
         ({"family": {"page_size": "many"}}, "family"),
         ("nonsense", "cannot be read"),
         ({"format": None}, "format"),

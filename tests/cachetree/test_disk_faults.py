@@ -226,7 +226,7 @@ def test_every_flipped_bit_of_a_payload_and_of_a_head_is_detected(tmp_path: Path
         with file.open("r+b", buffering=0) as raw:
             handle = raw.fileno()
             whole = file.read_bytes()
-            for number, step in enumerate([Step(Kind.E, 0), *(Step(Kind.KV, i) for i in range(3))]):
+            for number, step in enumerate(entry.record.layout.steps):
                 base = payload + number * into.nbytes
                 read_pages(file, entry.record, step, everything, into)
                 for at in range(base, base + into.nbytes):

@@ -18,7 +18,7 @@ from transport_parts import E_LAYER, FAMILY, MODEL
 
 from cachetree import LOCAL, Match
 from cachetree.disk import entry_file as files
-from cachetree.disk.directory import FORMAT
+from cachetree.disk.directory import FORMAT, family_digest
 from cachetree.memory.copying import checksum
 from cachetree.memory.slab import Layout
 from cachetree.transport import verbs, wire, write_key_pair
@@ -103,14 +103,15 @@ def _record() -> tuple[bytes, bytes]:
     """A header, and the payload of zeros that its checksums are not of."""
     layout = Layout.of(FAMILY, 2, (E_LAYER,))
     blank = files.Record(
+        family=family_digest(FAMILY),
         model=MODEL,
         num_before=1,
         parent=PAGES[0],
         pages=tuple(PAGES[1:3]),
         layout=layout,
-        checksums=tuple(map(bytes, files._checksum_sizes(layout))),
+        checksums=files._no_checksums(layout),
     )
-    return files._head_of(blank, FAMILY)[files._PREFIX.size :], bytes(layout.num_bytes)
+    return files.head_of(blank)[files._PREFIX.size :], bytes(layout.num_bytes)
 
 
 def _records() -> list[bytes]:
