@@ -7,8 +7,7 @@ Segment  consecutive pages of one slab
 Staging  the loan of one fetch, which fills it step by step
 """
 
-from cachetree.memory.arena import Arena, Register, unregistered
-from cachetree.memory.arena_reader import ArenaReader
+from cachetree.memory.arena import Arena, ArenaReader, Register, unregistered
 from cachetree.memory.copying import (
     PIECE_BYTES,
     checksum,

@@ -1,7 +1,6 @@
 """How a cache tells an operator how it does: metrics, health, and the page that serves both."""
 
-from cachetree.metrics.health import Health, health_of
-from cachetree.metrics.http import StatusPage, parse_http
+from cachetree.metrics.http import Health, StatusPage, health_of, parse_http
 from cachetree.metrics.metrics import METRICS, Metric, StatusCollector
 
 __all__ = [

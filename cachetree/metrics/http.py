@@ -1,4 +1,5 @@
-"""The page on which a cache answers monitors: /metrics and /health."""
+"""The page on which a cache answers monitors: /metrics, and whether it lives, can serve, and is as
+well as it should be, three questions apart, at /health."""
 
 from __future__ import annotations
 
@@ -13,7 +14,6 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.exposition import ThreadingWSGIServer
 
 from cachetree.errors import ConfigError
-from cachetree.metrics.health import health_of
 from cachetree.metrics.metrics import StatusCollector
 from cachetree.status import CacheStatus
 
@@ -23,8 +23,47 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _LOOPBACK: Final = "127.0.0.1"
+_STUCK_S: Final = 5.0
+"""A worker's thread turns four times a second also where nothing happens."""
+_NEARLY_ALL: Final = 0.95
 _PATIENCE_S: Final = 5.0
 """For a request to come whole."""
+
+
+class Health(msgspec.Struct, frozen=True, kw_only=True):
+    """What `/health` says."""
+
+    live: bool
+    """The worker's thread turns; otherwise only a restart helps."""
+    ready: bool
+    """It listens, and has read into memory what it wanted to of its disk."""
+    degraded: tuple[str, ...]
+    """What is wrong, though it serves; empty where nothing is."""
+
+
+def health_of(status: CacheStatus) -> Health:
+    live = status.worker_turn_age_s < _STUCK_S
+    return Health(
+        live=live,
+        ready=live and (status.disk is None or status.disk.is_warm),
+        degraded=tuple(_complaints(status)),
+    )
+
+
+def _complaints(status: CacheStatus) -> list[str]:
+    complaints = []
+    if status.disk is not None and status.disk.is_failing:
+        complaints.append("the disk cannot be written")
+    if status.held_bytes > _NEARLY_ALL * status.host_bytes:
+        complaints.append(
+            f"{status.held_bytes} of {status.host_bytes} bytes of memory cannot be evicted"
+        )
+    complaints += [
+        f"worker {peer.address} failed too often and is left alone for a while"
+        for peer in status.peers
+        if peer.is_resting
+    ]
+    return complaints
 
 
 def parse_http(value: str, *, field: str) -> tuple[str, int]:

@@ -1,9 +1,9 @@
 """Moves pages between servers: a worker serves a tree, a peer fetches from it and stores in it.
 
-Two processes hold one session: one TCP connection with the messages of `wire` (`checked` says what
-cannot be) and the payloads of `frames` in one order, which `sealing` guards. Over ZMQ goes what
-needs no session: the hello that begins one, and what an operator asks (`verbs`). Where pages lie in
-memory that both can read, the messages say where, and no payload goes over TCP.
+Two processes hold one session: one TCP connection with the messages of `wire` and payloads in one
+order, which `frames` guards. Over ZMQ goes what needs no session: the hello that begins one, and
+what an operator asks (`verbs`). Where pages lie in memory that both can read, the messages say
+where, and no payload goes over TCP.
 
 A fetch, from the reader to the pages and back:
 
@@ -13,8 +13,8 @@ A fetch, from the reader to the pages and back:
     receiver         writes the request
     connection, channel ══ Fetch ═══════════► server           the sockets
                                               worker           one thread, all sessions
-                                              disk_promotion   what is only on disk comes first
-                                              session          leases the pages
+                                              session          what is only on disk comes first;
+                                                               leases the pages
                                               sender           cuts them into frames, in fair turns
     channel          ◄═════════ frames ══════ send_queue       gives them to the kernel
     pending_fetches
@@ -27,7 +27,7 @@ A store, from the tree that has an entry to the tree that keeps it:
     peer             one thread, one session
     pending_stores   one entry at a time
     connection, channel ══ Store ═══════════► server, worker
-                                              disk_promotion   the page before it comes first
+                                              session          the page before it comes first
     pending_stores   ◄═════════ Wanted ══════ receiver         takes room for it
     sender           cuts it into frames
     send_queue       ══════════ frames ═════► channel

@@ -20,9 +20,9 @@ from cachetree.errors import (
 from cachetree.ids import ModelId, PageHash
 from cachetree.transport import verbs, wire
 from cachetree.transport.address import parse_remote
-from cachetree.transport.checked import pages_of
 from cachetree.transport.connection import Question
 from cachetree.transport.handshake import Credentials
+from cachetree.transport.wire import pages_of
 from cachetree.tree import CacheTree
 
 _RETRY_MS: Final = 10

@@ -12,8 +12,7 @@ from typing import Final
 from cachetree.errors import ProtocolError
 from cachetree.ids import PAGE_HASH_BYTES, Location, ModelId
 from cachetree.memory import Layout
-from cachetree.transport.checked import pages_of
-from cachetree.transport.wire import Entries, Entry, Reset, Synced
+from cachetree.transport.wire import Entries, Entry, Reset, Synced, pages_of
 from cachetree.tree import CacheTree, Change, Listener, join_hashes
 
 Subscribe = Callable[[Listener], tuple[Iterator[Change], Callable[[], None]]]

@@ -14,10 +14,9 @@ import xxhash
 
 from cachetree.errors import FetchError, ProtocolError
 from cachetree.memory import checksum
-from cachetree.transport import frames, sealing
+from cachetree.transport import frames
 from cachetree.transport.address import Address
-from cachetree.transport.frames import Frame
-from cachetree.transport.sealing import Ticket, Unsealed
+from cachetree.transport.frames import Frame, Ticket, Unsealed
 from cachetree.transport.send_queue import SendQueue
 
 _MAX_READS: Final = 64
@@ -161,7 +160,7 @@ class Channel:
 
     def _await_piece(self) -> None:
         assert self._frame is not None
-        size = min(sealing.PIECE_BYTES, self._frame.size - self._at)
+        size = min(frames.PIECE_BYTES, self._frame.size - self._at)
         tag_bytes = self._seals.piece_tag_bytes
         if self._into is not None:
             self._piece = self._into[self._at : self._at + size]
@@ -170,7 +169,7 @@ class Channel:
         self._unit, self._unit_at = self._piece, 0
         if tag_bytes:
             if not self._sealed:
-                self._sealed = memoryview(bytearray(sealing.PIECE_BYTES + tag_bytes))
+                self._sealed = memoryview(bytearray(frames.PIECE_BYTES + tag_bytes))
             self._unit = self._sealed[: size + tag_bytes]
 
     def _divert(self) -> None:
@@ -183,7 +182,7 @@ class Channel:
 
     def _scrap_of(self, size: int) -> memoryview:
         if not self._scrap:
-            self._scrap = memoryview(bytearray(sealing.PIECE_BYTES))
+            self._scrap = memoryview(bytearray(frames.PIECE_BYTES))
         return self._scrap[:size]
 
     def _read(self) -> bool:

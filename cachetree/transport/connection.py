@@ -16,9 +16,9 @@ from cachetree.memory import ArenaFile, ArenaReader
 from cachetree.transport import channel, wire
 from cachetree.transport.address import Address
 from cachetree.transport.channel import Arrival, Channel, Sink
+from cachetree.transport.frames import Ticket
 from cachetree.transport.handshake import FAILURES, Credentials
 from cachetree.transport.receiver import NOT_ASKED
-from cachetree.transport.sealing import Ticket
 from cachetree.transport.wakeup import Wakeup
 
 ONCE_MS: Final = -1

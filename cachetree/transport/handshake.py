@@ -9,7 +9,7 @@
                                       ◄──   ready        now messages pass
 
 Nothing that a peer sends is seen by a worker's decoders before `ready`. Its data connection needs
-no keys: the ticket that `sealing` draws comes over this one.
+no keys: the ticket that `frames` tells of comes over this one.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from cachetree.errors import AuthenticationError, CacheTreeError, FetchError
 from cachetree.transport import keys
 from cachetree.transport.address import open_port, parse_address, parse_listen, parse_remote
 from cachetree.transport.config import PeerConfig, WorkerConfig
+from cachetree.transport.frames import Seals, Unsealed
 from cachetree.transport.keys import KeyPair, PublicKey
-from cachetree.transport.sealing import Seals, Unsealed
 
 FAILURES: Final = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL

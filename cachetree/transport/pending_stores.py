@@ -15,7 +15,7 @@ from cachetree.clock import Clock, Deadline
 from cachetree.errors import CacheTreeError, DeadlineExceeded, ProtocolError, StaleEntry
 from cachetree.ids import Location, Span
 from cachetree.memory import Layout
-from cachetree.transport import checked, wire
+from cachetree.transport import wire
 from cachetree.transport.advertise import ChangeQueue
 from cachetree.transport.config import PeerConfig
 from cachetree.transport.connection import Connection
@@ -213,9 +213,9 @@ class PendingStores:
 
     def _stream(self, wanted: wire.Wanted, lease: Lease, e_layers: tuple[int, ...]) -> Stream:
         """Raises StaleEntry."""
-        steps = checked.steps_of_store(self._tree.family.num_layers, e_layers)
+        steps = wire.steps_of_store(self._tree.family.num_layers, e_layers)
         load = Load(lease, steps, Span(wanted.skipped, lease.num_pages))
-        flow = Flow(*map(min, checked.flow_of(wanted, self._config), _FLOW))
+        flow = Flow(*map(min, wire.flow_of(wanted, self._config), _FLOW))
         return Stream(wanted.id, load, flow, self._deadline)
 
     def _send(self, link: Connection, stream: Stream) -> Work:

@@ -10,7 +10,7 @@ from cachetree.clock import Clock, Deadline
 from cachetree.errors import FetchError, ProtocolError
 from cachetree.ids import ModelId, PageHash, Span
 from cachetree.memory import ArenaReader, Staging, checksum_of_parts
-from cachetree.transport import checked, verbs, wire
+from cachetree.transport import verbs, wire
 from cachetree.transport.channel import Arrival, Channel
 from cachetree.transport.config import WorkerConfig
 from cachetree.transport.frames import Frame
@@ -247,8 +247,8 @@ class StoreReceiver:
             raise _Refusal(Refused.BUSY, f"{num_open} stores are open")
         if store.id in self._open:
             raise ProtocolError(f"store {store.id} is open already")
-        pages, parents = checked.pages_of(store.pages), checked.pages_of(store.parent)
-        steps = checked.steps_of_store(family.num_layers, store.e_layers)
+        pages, parents = wire.pages_of(store.pages), wire.pages_of(store.parent)
+        steps = wire.steps_of_store(family.num_layers, store.e_layers)
         if not pages or len(set(pages)) < len(pages) or len(parents) > 1 or not store.model:
             raise ProtocolError("a store names no model, no pages, a page twice, or two parents")
         model, parent = ModelId(store.model), parents[0] if parents else None

@@ -16,9 +16,8 @@ from queue import Empty, SimpleQueue
 from typing import Final, NamedTuple
 
 from cachetree.tier import give_way
-from cachetree.transport import frames, sealing
-from cachetree.transport.frames import Frame
-from cachetree.transport.sealing import Unsealed
+from cachetree.transport import frames
+from cachetree.transport.frames import Frame, Unsealed
 from cachetree.transport.wakeup import CLOSE_S
 
 log = logging.getLogger(__name__)
@@ -34,7 +33,7 @@ _MANY_MESSAGES: Final = 64
 """Whoever can wait puts no more while so many wait."""
 _MAX_MESSAGES: Final = 1024
 """With so many nobody reads on the other side."""
-_MAX_SEALED: Final = (1 << 20) // sealing.PIECE_BYTES
+_MAX_SEALED: Final = (1 << 20) // frames.PIECE_BYTES
 """Sealed pieces that wait for the kernel."""
 
 

@@ -19,8 +19,8 @@ from cachetree.transport import verbs, wire
 from cachetree.transport.address import Address, open_port
 from cachetree.transport.channel import Channel, bound_silence, silence_limits, tune
 from cachetree.transport.config import WorkerConfig
+from cachetree.transport.frames import TOKEN_BYTES, Ticket, Unsealed, new_ticket
 from cachetree.transport.handshake import FAILURES, Gate, Refusal, refusal_at_worker
-from cachetree.transport.sealing import TOKEN_BYTES, Ticket, Unsealed, new_ticket
 from cachetree.transport.wakeup import Wakeup
 
 _BACKLOG: Final = 4096

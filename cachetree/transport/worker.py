@@ -28,12 +28,11 @@ from cachetree.transport.advertise import Advertiser
 from cachetree.transport.backoff import LogLimiter
 from cachetree.transport.channel import Channel
 from cachetree.transport.config import WorkerConfig
-from cachetree.transport.disk_promotion import DiskPromotion
 from cachetree.transport.handshake import gate_of
 from cachetree.transport.receiver import StoreReceiver
 from cachetree.transport.sender import BURST, SendScheduler, Stream
 from cachetree.transport.server import Received, Router
-from cachetree.transport.session import Session
+from cachetree.transport.session import DiskPromotion, Session
 from cachetree.transport.tracing import NoteServed, Served, untraced
 from cachetree.transport.wakeup import CLOSE_S, Wakeup
 from cachetree.tree import CacheTree

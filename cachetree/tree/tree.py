@@ -20,9 +20,8 @@ from cachetree.tree.holds import Holds
 from cachetree.tree.lease import Lease, Reservation
 from cachetree.tree.listeners import ChangeListeners, Listener
 from cachetree.tree.local_entries import LocalEntries
-from cachetree.tree.matching import find_matches
 from cachetree.tree.remote_entries import RemoteEntries
-from cachetree.tree.trie import PageTrie, depth_of
+from cachetree.tree.trie import PageTrie, depth_of, find_matches
 
 _LRU: Final = Retention()
 SLICE: Final = 16

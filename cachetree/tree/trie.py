@@ -1,14 +1,17 @@
-"""The structure of the tree: nodes, the index of their pages, and how they split and go."""
+"""The structure of the tree: nodes, the index of their pages, how they split and go, and the walk
+that says for all models and locations at once who has the longest prefix of a prompt."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from itertools import count
 from typing import Final, NamedTuple
 
-from cachetree.ids import ModelId, PageHash
-from cachetree.tree.entries import Node
+from cachetree.ids import LOCAL, Location, ModelId, PageHash
+from cachetree.planning import Match
+from cachetree.tree.entries import EReach, LocalEntry, Node, RemoteEntry, RemoteKey
 from cachetree.tree.eviction import Eviction
-from cachetree.tree.page_index import PageIndex
+from cachetree.tree.hashing import join_hashes
 
 
 class Place(NamedTuple):
@@ -17,6 +20,61 @@ class Place(NamedTuple):
     node: Node
     start: int
     stop: int
+
+
+class PageIndex:
+    """Finds the node that has a page. Takes no lock.
+
+    A page costs its key, 8 bytes in its node, and a place in one flat dict, from it to the number
+    of the node; neither refers to anything that garbage collection would follow, however many pages
+    there are.
+    """
+
+    def __init__(self) -> None:
+        self._ids: dict[PageHash, int] = {}
+        self._nodes: dict[int, Node] = {}
+        self._new_ids = count(1)
+
+    def find(self, page: PageHash) -> Node | None:
+        id = self._ids.get(page)
+        return None if id is None else self._nodes[id]
+
+    def find_at(self, page: PageHash, depth: int) -> Node | None:
+        """The node that has `page` after `depth` others; None where it is elsewhere, too."""
+        node = self.find(page)
+        if node is None:
+            return None
+        index = depth - node.start
+        is_there = 0 <= index < len(node.pages) and node.pages[index] == page
+        return node if is_there else None
+
+    def num_new(self, pages: Sequence[PageHash]) -> int:
+        """How many there are before the first that is here already or comes twice.
+
+        Raises ValueError for a hash of a wrong size.
+        """
+        join_hashes(pages)
+        if len(new := set(pages)) == len(pages) and self._ids.keys().isdisjoint(new):
+            return len(pages)
+        seen: set[PageHash] = set()
+        for index, page in enumerate(pages):
+            if page in seen or page in self._ids:
+                return index
+            seen.add(page)
+        return len(pages)
+
+    def put(self, node: Node) -> None:
+        """It has its pages from now on, whoever had them before."""
+        id = next(self._new_ids)
+        self._nodes[id] = node
+        self._ids.update(dict.fromkeys(node.pages, id))
+
+    def remove(self, node: Node) -> None:
+        """Forget its pages."""
+        ids = self._ids
+        del self._nodes[ids[node.pages[0]]]
+        for page in node.pages:
+            del ids[page]
 
 
 class PageTrie:
@@ -231,3 +289,39 @@ def _leads_to(below: Node, above: Node, pages: Sequence[PageHash], depth: int) -
 def depth_of(place: Place | None) -> int:
     """How many pages there are from the root to the end of `place`."""
     return 0 if place is None else place.node.start + place.stop
+
+
+def find_matches(
+    trie: PageTrie, pages: Sequence[PageHash]
+) -> tuple[list[Match], Collection[LocalEntry], Collection[RemoteEntry]]:
+    """The longest prefix of `pages` per (model, location), and the entries where they end."""
+    found: list[Match] = []
+    used: dict[ModelId, LocalEntry] = {}
+    known: dict[RemoteKey, RemoteEntry] = {}
+    place = trie.deepest(None, pages)
+    if place is None:
+        return found, (), ()
+    top = trie.root.children[pages[0]]
+    node, num_pages = place.node, depth_of(place)
+    # Upwards: whoever has an entry in a node has one in every node above it.
+    while True:
+        if len(node.local) > len(used):
+            for model, entry in node.local.items():
+                if model not in used:
+                    used[model] = entry
+                    found.append(_match(LOCAL, model, num_pages, entry.e_reach))
+        if len(node.remote) > len(known):
+            for key, remote in node.remote.items():
+                if key not in known:
+                    known[key] = remote
+                    found.append(_match(*key, num_pages, remote.e_reach))
+        if len(used) == len(top.local) and len(known) == len(top.remote):
+            return found, used.values(), known.values()
+        assert node.parent is not None
+        node, num_pages = node.parent, node.start
+
+
+def _match(location: Location, model: ModelId, num_pages: int, e_reach: EReach) -> Match:
+    return Match(
+        model=model, location=location, num_pages=num_pages, e_pages=e_reach.pages(num_pages)
+    )

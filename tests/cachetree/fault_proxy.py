@@ -28,7 +28,7 @@ from enum import Enum
 from cachetree import Location, ProtocolError
 from cachetree.transport import frames, wire
 from cachetree.transport.address import Address, parse_remote
-from cachetree.transport.sealing import TOKEN_BYTES, Unsealed
+from cachetree.transport.frames import TOKEN_BYTES, Unsealed
 
 DELAY_S = 0.15
 BYTES_PER_S = 1e6

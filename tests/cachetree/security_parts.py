@@ -16,7 +16,7 @@ from transport_parts import FAMILY, FAST, Nowhere, unheard
 
 from cachetree import Location, PeerConfig
 from cachetree.transport import Credentials, channel, credentials_of, keys, wire
-from cachetree.transport.sealing import Seals, Ticket
+from cachetree.transport.frames import Seals, Ticket
 
 
 @dataclass(frozen=True)

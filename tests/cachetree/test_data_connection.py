@@ -20,9 +20,17 @@ from cachetree.memory.copying import checksum
 from cachetree.transport import channel
 from cachetree.transport.address import Address
 from cachetree.transport.channel import Arrival, Channel
-from cachetree.transport.frames import MAX_MESSAGE_BYTES, MESSAGE, Frame, pack
+from cachetree.transport.frames import (
+    KEY_BYTES,
+    MAX_MESSAGE_BYTES,
+    MESSAGE,
+    PIECE_BYTES,
+    Frame,
+    Seals,
+    Unsealed,
+    pack,
+)
 from cachetree.transport.handshake import Refusal
-from cachetree.transport.sealing import KEY_BYTES, PIECE_BYTES, Seals, Unsealed
 from cachetree.transport.send_queue import SendQueue
 from cachetree.transport.server import _MAX_PENDING, DataPort
 

@@ -53,9 +53,8 @@ from cachetree.memory.copying import checksum
 from cachetree.memory.pool import ArenaFile, Pool
 from cachetree.planning.plan import Plan
 from cachetree.transport import wire
-from cachetree.transport.frames import Frame, pack
+from cachetree.transport.frames import Frame, Unsealed, pack
 from cachetree.transport.receiver import FetchReceiver
-from cachetree.transport.sealing import Unsealed
 from cachetree.tree import join_hashes
 
 PAGES = pages_of(4)

@@ -9,7 +9,7 @@ import pytest
 
 from cachetree.ids import PageHash
 from cachetree.tree.entries import Node
-from cachetree.tree.page_index import PageIndex
+from cachetree.tree.trie import PageIndex
 
 NUM_CROWDED = 64
 

@@ -10,8 +10,8 @@ import pytest
 from transport_parts import FAMILY
 
 from cachetree import ProtocolError
-from cachetree.transport import sealing, wire
-from cachetree.transport.sealing import KEY_BYTES, PIECE_BYTES, Seals, Ticket, Unsealed, new_ticket
+from cachetree.transport import frames, wire
+from cachetree.transport.frames import KEY_BYTES, PIECE_BYTES, Seals, Ticket, Unsealed, new_ticket
 
 HEADER, PAYLOAD = b"header" * 9, memoryview(bytes(range(256)) * 40)
 
@@ -119,7 +119,7 @@ def test_a_header_in_clear_that_is_lost_repeated_or_damaged_ends_what_follows() 
 
 def test_no_nonce_comes_twice() -> None:
     nonces = {
-        sealing._nonce(number, by_worker=by_worker)
+        frames._nonce(number, by_worker=by_worker)
         for number in (0, 1, 255, 256, 1 << 40)
         for by_worker in (False, True)
     }

@@ -55,8 +55,7 @@ from cachetree import (
 )
 from cachetree.memory.arena import Arena
 from cachetree.transport import frames
-from cachetree.transport.frames import Frame
-from cachetree.transport.sealing import Seals
+from cachetree.transport.frames import Frame, Seals
 
 PAGES = pages_of(256)
 ELSEWHERE = "127.0.0.2"

@@ -39,8 +39,7 @@ from cachetree import (
     Step,
 )
 from cachetree.transport import frames, wire
-from cachetree.transport.frames import MAX_MESSAGE_BYTES, Frame
-from cachetree.transport.sealing import Unsealed
+from cachetree.transport.frames import MAX_MESSAGE_BYTES, Frame, Unsealed
 
 PAGES = pages_of(16)
 SIZE = 16 * PAGE_BYTES

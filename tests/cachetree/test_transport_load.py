@@ -39,8 +39,7 @@ from cachetree import CacheTree, Location, Worker, WorkerConfig
 from cachetree.transport import wire
 from cachetree.transport.advertise import Advertiser, RemoteView
 from cachetree.transport.channel import Channel
-from cachetree.transport.frames import MESSAGE, Frame
-from cachetree.transport.sealing import Unsealed
+from cachetree.transport.frames import MESSAGE, Frame, Unsealed
 
 PAGES = pages_of(256)
 NUM_BYTES = 4 * 256 * PAGE_BYTES

@@ -17,8 +17,8 @@ from transport_parts import FAMILY, pages_of
 from cachetree import Family
 from cachetree.errors import ConfigError, ProtocolError
 from cachetree.ids import Kind, ModelId, Step
-from cachetree.planning.link import Link
-from cachetree.transport import PeerConfig, WorkerConfig, advertise, checked, verbs, wire
+from cachetree.planning import Link
+from cachetree.transport import PeerConfig, WorkerConfig, advertise, verbs, wire
 from cachetree.transport.address import parse_listen, parse_remote
 from cachetree.transport.frames import Frame
 from cachetree.transport.pace import Bandwidth, Cap
@@ -135,16 +135,16 @@ def test_a_list_that_is_too_long_is_not_read() -> None:
 
 def test_pages_are_whole() -> None:
     pages = pages_of(3)
-    assert list(checked.pages_of(join_hashes(pages))) == pages
+    assert list(wire.pages_of(join_hashes(pages))) == pages
     with pytest.raises(ProtocolError, match="whole number"):
-        checked.pages_of(b"x" * 17)
+        wire.pages_of(b"x" * 17)
 
 
 def test_steps_are_checked() -> None:
-    assert checked.steps_of(FETCH, 4) == (Step(Kind.E, 2), Step(Kind.KV, 0))
+    assert wire.steps_of(FETCH, 4) == (Step(Kind.E, 2), Step(Kind.KV, 0))
     for steps in ((("e", 4),), (("kv", -1),), (("q", 1),), (("kv", 1), ("kv", 1))):
         with pytest.raises(ProtocolError):
-            checked.steps_of(msgspec.structs.replace(FETCH, steps=steps), 4)
+            wire.steps_of(msgspec.structs.replace(FETCH, steps=steps), 4)
 
 
 def test_a_long_change_is_cut_into_entries_that_follow_each_other() -> None:

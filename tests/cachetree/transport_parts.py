@@ -42,8 +42,7 @@ from cachetree.memory.pool import ArenaFile, Blocks, Loan, Pool
 from cachetree.transport import Credentials, ask, channel, verbs, wire
 from cachetree.transport.address import Address
 from cachetree.transport.channel import Channel
-from cachetree.transport.frames import MESSAGE, Frame
-from cachetree.transport.sealing import Unsealed
+from cachetree.transport.frames import MESSAGE, Frame, Unsealed
 from cachetree.transport.server import DataPort
 
 FAMILY = Family(

@@ -22,8 +22,7 @@ from cachetree.disk.directory import FORMAT, family_digest
 from cachetree.memory.copying import checksum
 from cachetree.memory.slab import Layout
 from cachetree.transport import verbs, wire, write_key_pair
-from cachetree.transport.frames import MESSAGE, Frame, pack
-from cachetree.transport.sealing import KEY_BYTES, Seals, Unsealed
+from cachetree.transport.frames import KEY_BYTES, MESSAGE, Frame, Seals, Unsealed, pack
 from cachetree.tree import join_hashes
 
 CORPUS = Path(__file__).with_name("corpus.msgpack")

@@ -28,14 +28,13 @@ from cachetree.disk.directory import Directory
 from cachetree.errors import UNREADABLE, CacheTreeError, ConfigError, ProfileError, ProtocolError
 from cachetree.memory.copying import checksum
 from cachetree.planning.profile import read_profile
-from cachetree.transport import checked, frames, keys, verbs, wire
+from cachetree.transport import frames, keys, verbs, wire
 from cachetree.transport.address import parse_listen, parse_remote
 from cachetree.transport.admin import AdminService
 from cachetree.transport.advertise import RemoteView
 from cachetree.transport.channel import Channel
-from cachetree.transport.frames import Frame
+from cachetree.transport.frames import KEY_BYTES, Frame, Seals, Unsealed
 from cachetree.transport.receiver import FetchReceiver
-from cachetree.transport.sealing import KEY_BYTES, Seals, Unsealed
 from cachetree.tree import join_hashes
 from cachetree.tree.tree import CacheTree
 from profiles.evidence import read_measured
@@ -84,12 +83,12 @@ def to_worker(data: bytes) -> None:
         case wire.Hello():
             wire.family_of(message)
         case wire.Fetch():
-            checked.steps_of(message, FAMILY.num_layers)
-            checked.pages_of(message.pages)
+            wire.steps_of(message, FAMILY.num_layers)
+            wire.pages_of(message.pages)
         case wire.Store():
-            checked.steps_of_store(FAMILY.num_layers, message.e_layers)
-            checked.pages_of(message.pages)
-            checked.pages_of(message.parent)
+            wire.steps_of_store(FAMILY.num_layers, message.e_layers)
+            wire.pages_of(message.pages)
+            wire.pages_of(message.parent)
         case verbs.Find() | verbs.Evict() | verbs.Pin() | verbs.Unpin():
             answers: list[verbs.ToPeer] = []
             AdminService(new_tree(PAGES[:4]), None, _no_status).serve(
@@ -210,7 +209,7 @@ def adverts(data: bytes) -> None:
 
 
 def pages(data: bytes) -> None:
-    assert b"".join(checked.pages_of(data)) == data
+    assert b"".join(wire.pages_of(data)) == data
 
 
 def record(data: bytes) -> None:
