@@ -19,7 +19,7 @@ import msgspec
 from prometheus_client import Counter, Gauge, Histogram
 
 from cachetree.checkpoint import Codec
-from cachetree.checkpoint.codec import vector_bytes
+from cachetree.checkpoint.family import vector_bytes
 from cachetree.cli import parser as cachetree_parser
 from cachetree.metrics import METRICS
 from examples import break_even

@@ -4,8 +4,13 @@
 """
 
 from cachetree.checkpoint.adapters import Adapter, read_adapter, read_invocation
-from cachetree.checkpoint.codec import SCALE_BYTES, Codec, vector_bytes
-from cachetree.checkpoint.family import Family, ModelIdentity
+from cachetree.checkpoint.family import (
+    SCALE_BYTES,
+    Codec,
+    Family,
+    ModelIdentity,
+    vector_bytes,
+)
 from cachetree.checkpoint.identity import first_difference, read_model_identity
 from cachetree.checkpoint.safetensors_files import weight_files
 

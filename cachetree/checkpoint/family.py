@@ -1,16 +1,45 @@
-"""Which models may exchange caches, and how large a page of each kind is."""
+"""Which models may exchange caches, how they keep them, and how large a page of each kind is."""
 
 from __future__ import annotations
 
 import hashlib
+from enum import Enum
+from typing import Final
 
 import msgspec
 
-from cachetree.checkpoint.codec import Codec, vector_bytes
 from cachetree.errors import ConfigError, FamilyMismatch
 from cachetree.ids import Kind, ModelId
 
+SCALE_BYTES: Final = 2
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+class Codec(str, Enum):
+    """How a family keeps KV and E: as they are, or in fewer bytes. `checkpoint.codecs` computes.
+
+    Names are in configurations and on the wire, and never change.
+    """
+
+    NONE = "none"
+    """Bytes as they are."""
+    INT8 = "int8"
+    FP8 = "fp8"
+    INT4 = "int4"
+
+
+def vector_bytes(codec: Codec, length: int, value_bytes: int) -> int:
+    """Bytes that a vector of `length` values takes; ConfigError for a length that cannot be."""
+    if codec is Codec.NONE:
+        return length * value_bytes
+    if codec is not Codec.INT4:
+        return length + SCALE_BYTES
+    if length < 2 or length & (length - 1):
+        raise ConfigError(
+            f"codec int4 rotates vectors of a power of two, and this model's have {length}; "
+            "use int8 or fp8"
+        )
+    return length // 2 + SCALE_BYTES
 
 
 class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import time
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
-from cachetree.cli.prefix import add_prefix, is_given, prefix_of
 from cachetree.cli.show import show, show_fields, show_json
-from cachetree.errors import ConfigError, OrderDenied
+from cachetree.errors import ConfigError, OrderDenied, written
+from cachetree.ids import PAGE_HASH_BYTES, PageHash
 from cachetree.transport import Credentials, ask, credentials_of, verbs
+from cachetree.tree import join_hashes, page_hashes
 
 _Answer = TypeVar("_Answer", bound=verbs.ToPeer)
 
@@ -29,7 +31,7 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         add_worker(command)
         command.set_defaults(run=run)
         if name not in ("status", "ping"):
-            add_prefix(command)
+            _add_prefix(command)
         if name in ("evict", "pin", "unpin"):
             command.add_argument("--model", default="", help="its id; all models without it")
         if name == "evict":
@@ -81,7 +83,7 @@ def _ping(args: argparse.Namespace) -> None:
 
 
 def _match(args: argparse.Namespace) -> None:
-    found = answer_to(args, verbs.Find(pages=prefix_of(args)), verbs.Found)
+    found = answer_to(args, verbs.Find(pages=_prefix_of(args)), verbs.Found)
     if args.json:
         show_json(found)
         return
@@ -93,16 +95,16 @@ def _match(args: argparse.Namespace) -> None:
 
 
 def _evict(args: argparse.Namespace) -> None:
-    if args.all and (args.model or is_given(args)):
+    if args.all and (args.model or _is_given(args)):
         raise ConfigError("give --all, or what to evict; not both")
-    if not (args.all or args.model or is_given(args)):
+    if not (args.all or args.model or _is_given(args)):
         raise ConfigError("say what to evict: a prefix, --model, or --all")
-    pages = prefix_of(args) if is_given(args) else b""
+    pages = _prefix_of(args) if _is_given(args) else b""
     _show(args, answer_to(args, verbs.Evict(model=args.model, pages=pages), verbs.Evicted))
 
 
 def _pin(args: argparse.Namespace) -> None:
-    order = verbs.Pin(model=args.model, pages=prefix_of(args), ttl_s=args.ttl)
+    order = verbs.Pin(model=args.model, pages=_prefix_of(args), ttl_s=args.ttl)
     pinned = answer_to(args, order, verbs.Pinned)
     if not any(pinned.pages_by_model.values()):
         whose = f"of model {args.model} " if args.model else ""
@@ -111,5 +113,61 @@ def _pin(args: argparse.Namespace) -> None:
 
 
 def _unpin(args: argparse.Namespace) -> None:
-    order = verbs.Unpin(model=args.model, pages=prefix_of(args))
+    order = verbs.Unpin(model=args.model, pages=_prefix_of(args))
     _show(args, answer_to(args, order, verbs.Unpinned))
+
+
+# A prefix is named by page hashes, or by the tokens that they come from.
+
+
+def _add_prefix(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--pages", nargs="+", metavar="HASH", help="page hashes from the first on, hexadecimal"
+    )
+    command.add_argument(
+        "--tokens", type=Path, metavar="FILE", help="token ids of a prompt, between spaces"
+    )
+    command.add_argument("--page-size", type=int, metavar="N", help="tokens per page of --tokens")
+    command.add_argument(
+        "--salt", default="", metavar="HEX", help="32 bytes of the tenant that --tokens belong to"
+    )
+
+
+def _is_given(args: argparse.Namespace) -> bool:
+    return args.pages is not None or args.tokens is not None
+
+
+def _prefix_of(args: argparse.Namespace) -> bytes:
+    """The pages side by side; raises ConfigError."""
+    if (args.pages is None) == (args.tokens is None):
+        raise ConfigError("name a prefix, either by --pages, or by --tokens with --page-size")
+    if args.pages is not None:
+        return join_hashes([_page(text) for text in args.pages])
+    if args.page_size is None or args.page_size <= 0:
+        raise ConfigError("--tokens needs --page-size: give that of the family, for example 64")
+    try:
+        tokens = [int(word) for word in args.tokens.read_text().split()]
+        pages = page_hashes(tokens, args.page_size, bytes.fromhex(args.salt))
+    except OSError as exc:
+        raise ConfigError(
+            f"--tokens {written(args.tokens)} cannot be read: {exc.strerror}"
+        ) from exc
+    except (ValueError, OverflowError) as exc:
+        raise ConfigError(
+            f"--tokens {args.tokens}, or --salt: {exc}; give integers there, and hex here"
+        ) from exc
+    if not pages:
+        raise ConfigError(
+            f"--tokens {args.tokens} has {len(tokens)} tokens, which is less than a page"
+        )
+    return join_hashes(pages)
+
+
+def _page(text: str) -> PageHash:
+    try:
+        page = bytes.fromhex(text)
+    except ValueError:
+        page = b""
+    if len(page) != PAGE_HASH_BYTES:
+        raise ConfigError(f"--pages has {text!r}; a page hash is {2 * PAGE_HASH_BYTES} hex digits")
+    return PageHash(page)

@@ -4,8 +4,7 @@ from cachetree.planning.demand import Demand, Gate, Mode, NoReuse, Reason, Reque
 from cachetree.planning.gate import Profiles, index_profiles
 from cachetree.planning.link import FREE as FREE_LINK
 from cachetree.planning.link import Link
-from cachetree.planning.margin import Margin
-from cachetree.planning.medians import most_of, weighted_median
+from cachetree.planning.margin import Margin, most_of, weighted_median
 from cachetree.planning.plan import Match, Plan, Strategy
 from cachetree.planning.policy import Considered, Weighed, choose, saving_s, weigh
 from cachetree.planning.prediction import (

@@ -1,8 +1,12 @@
-"""How much longer than predicted things take."""
+"""What most of some measurements tell, whatever a few were, and how much longer than predicted
+things take."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
+from collections.abc import Iterable
+from itertools import accumulate
 from typing import Final
 
 QUANTILE: Final = 0.9
@@ -28,3 +32,16 @@ class Margin:
         ratios = sorted(self._ratios)
         found = ratios[int(QUANTILE * (len(ratios) - 1))] if ratios else 1.0
         return min(max(found, 1.0), MOST)
+
+
+def weighted_median(pairs: Iterable[tuple[float, float]]) -> float:
+    """Of (value, weight); 0 of none."""
+    ascending = sorted(pairs)
+    until = list(accumulate(weight for _, weight in ascending))
+    return ascending[bisect_left(until, until[-1] / 2)][0] if ascending else 0.0
+
+
+def most_of(values: Iterable[float]) -> float | None:
+    """What two in three do not exceed; None of none."""
+    ascending = sorted(values)
+    return ascending[2 * (len(ascending) - 1) // 3] if ascending else None

@@ -7,8 +7,8 @@ import pytest
 import torch
 from transport_parts import FAMILY
 
-from cachetree.checkpoint.codec import Codec, vector_bytes
 from cachetree.checkpoint.codecs import decode, encode
+from cachetree.checkpoint.family import Codec, vector_bytes
 from cachetree.errors import ConfigError
 
 LOSSY = (Codec.INT8, Codec.FP8, Codec.INT4)

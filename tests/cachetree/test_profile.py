@@ -8,8 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from cachetree.checkpoint.codec import Codec
-from cachetree.checkpoint.family import Family, ModelIdentity
+from cachetree.checkpoint.family import Codec, Family, ModelIdentity
 from cachetree.errors import ConfigError, FamilyMismatch, ProfileError
 from cachetree.ids import EMPTY_SPAN, Span
 from cachetree.planning.profile import PROFILE_VERSION as VERSION

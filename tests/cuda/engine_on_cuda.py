@@ -31,8 +31,7 @@ from virtual_cuda import Line, VirtualCuda, VirtualTensor
 
 from benchmarks.oracle import KV
 from cachetree.cache import Cache
-from cachetree.checkpoint.codec import Codec
-from cachetree.checkpoint.family import Family
+from cachetree.checkpoint.family import Codec, Family
 from cachetree.checkpoint.identity import read_model_identity
 from cachetree.clock import Deadline
 from cachetree.config import CacheConfig

@@ -9,7 +9,7 @@ import pytest
 import torch
 from virtual_cuda import VirtualCuda
 
-from cachetree.checkpoint.codec import Codec, vector_bytes
+from cachetree.checkpoint.family import Codec, vector_bytes
 from cachetree.ids import Kind, Location, ModelId, Span, Step
 from cachetree.planning.plan import Plan
 from sglang_droidspeak.request.source import Staged

@@ -12,7 +12,7 @@ from forked import ServerSpec
 from shipped import DATA, SHIPPED
 
 from cachetree import Cache, CacheConfig
-from cachetree.checkpoint.codec import Codec
+from cachetree.checkpoint.family import Codec
 from profiles.data import by_context, context_prompt, prompt_of, read_records, token_f1
 from sglang_droidspeak.fleet.servers import Server, free_port, running
 

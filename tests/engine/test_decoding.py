@@ -13,7 +13,7 @@ import torch
 from request_parts import planned_as
 from test_waiting import FakeMeter, request
 
-from cachetree.checkpoint.codec import Codec, vector_bytes
+from cachetree.checkpoint.family import Codec, vector_bytes
 from cachetree.clock import Deadline
 from cachetree.errors import FetchError
 from cachetree.ids import Kind, Location, ModelId, Span, Step

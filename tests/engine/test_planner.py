@@ -13,7 +13,7 @@ import torch
 from permissive import made
 from test_policy import ALL_E, FAR, MEASURED, PROFILE, R, S, match
 
-from cachetree.checkpoint.codec import Codec
+from cachetree.checkpoint.family import Codec
 from cachetree.ids import LOCAL, Location, PageHash, Span
 from cachetree.planning import Costs, Link
 from sglang_droidspeak.adapters.models import Owner

@@ -27,7 +27,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from cachetree.checkpoint.codec import SCALE_BYTES, Codec, vector_bytes
+from cachetree.checkpoint.family import SCALE_BYTES, Codec, vector_bytes
 
 __all__ = ["decode", "encode"]
 
