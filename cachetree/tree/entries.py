@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -82,36 +83,33 @@ class EReach:
         return {**self.ended, **dict.fromkeys(self.whole, num_pages)}
 
 
-class RemoteEntry:
-    """What is said to be elsewhere of one model for all pages of one node."""
+_Entry = TypeVar("_Entry", bound="Entry")
 
-    __slots__ = ("e_layers", "e_reach", "key", "node", "num_children", "order")
 
-    def __init__(
-        self,
-        node: Node,
-        key: RemoteKey,
-        e_layers: tuple[int, ...],
-        order: OrderedDict[RemoteEntry, None],
-    ) -> None:
+class Entry(ABC):
+    """What one model has at one place of all pages of one node."""
+
+    __slots__ = ("e_layers", "e_reach", "node", "num_children")
+
+    def __init__(self, node: Node, e_layers: tuple[int, ...]) -> None:
         self.node: Final = node
-        self.key: Final = key
-        self.order: Final = order
-        """Of one location, the coldest first; those with children need not be in it."""
         self.num_children = 0
-        """Child nodes in which the same location has the same model."""
+        """Child nodes in which the same model has one at the same place."""
         self.set_e(e_layers)
 
-    @property
-    def parent(self) -> RemoteEntry | None:
-        above = self.node.parent
-        return above.remote.get(self.key) if above else None
+    @abstractmethod
+    def at(self: _Entry, node: Node) -> _Entry | None:
+        """That of the same model at the same place in another node."""
 
     @property
-    def children(self) -> Iterator[RemoteEntry]:
-        """What the same location has of the same model in the nodes below."""
+    def parent(self: _Entry) -> _Entry | None:
+        above = self.node.parent
+        return self.at(above) if above else None
+
+    @property
+    def children(self: _Entry) -> Iterator[_Entry]:
         nodes = self.node.children.values() if self.num_children else ()
-        return (node.remote[self.key] for node in nodes if self.key in node.remote)
+        return filter(None, map(self.at, nodes))
 
     def set_e(self, e_layers: tuple[int, ...]) -> None:
         """After that of the node above has its own."""
@@ -120,6 +118,27 @@ class RemoteEntry:
         self.e_reach: EReach = EReach.of(
             e_layers, above.e_reach if above else None, self.node.start
         )
+
+
+class RemoteEntry(Entry):
+    """What is said to be elsewhere."""
+
+    __slots__ = ("key", "order")
+
+    def __init__(
+        self,
+        node: Node,
+        key: RemoteKey,
+        e_layers: tuple[int, ...],
+        order: OrderedDict[RemoteEntry, None],
+    ) -> None:
+        self.key: Final = key
+        self.order: Final = order
+        """Of one location, the coldest first; those with children need not be in it."""
+        super().__init__(node, e_layers)
+
+    def at(self, node: Node) -> RemoteEntry | None:
+        return node.remote.get(self.key)
 
     def use(self) -> None:
         self.order[self] = None
@@ -134,32 +153,16 @@ class RemoteEntry:
         return entry
 
 
-class LocalEntry:
-    """One model's KV and E for all pages of one node, in this process's memory.
+class LocalEntry(Entry):
+    """KV and E in this process's memory: pages `[first, first + node.num_pages)` of the slab."""
 
-    They are pages `[first, first + node.num_pages)` of the slab.
-    """
-
-    __slots__ = (
-        "e_layers",
-        "e_reach",
-        "first",
-        "hits",
-        "holds",
-        "model",
-        "node",
-        "num_children",
-        "slab",
-        "used",
-        "used_at_s",
-    )
+    __slots__ = ("first", "hits", "holds", "model", "slab", "used", "used_at_s")
 
     def __init__(self, node: Node, model: ModelId, slab: Slab, first: int) -> None:
-        self.node = node
         self.model: Final = model
-        self.replace(slab, first)
-        self.num_children = 0
-        """Child nodes in which the same model has a local entry."""
+        self.slab = slab
+        self.first = first
+        super().__init__(node, slab.layout.e_layers)
         self.holds: frozenset[Hold] = _NOBODY
         # The eviction policy's: what it knows of walks that ended here, or below in what has since
         # been evicted.
@@ -167,35 +170,18 @@ class LocalEntry:
         self.used_at_s = 0.0
         self.hits = 0.0
 
-    @property
-    def parent(self) -> LocalEntry | None:
-        """The entry of the same model in the node above."""
-        above = self.node.parent
-        return above.local[self.model] if above and above.num_pages else None
+    def at(self, node: Node) -> LocalEntry | None:
+        return node.local.get(self.model)
 
     def replace(self, slab: Slab, first: int) -> None:
-        """Take the same pages from another slab; the caller then sees to `reach` below."""
+        """Take the same pages from another slab; the caller then sees to `set_e` below."""
         self.slab = slab
         self.first = first
-        self.e_layers = slab.layout.e_layers
-        self.reach()
-
-    def reach(self) -> None:
-        """After the entry above has done so."""
-        above = self.parent
-        self.e_reach: EReach = EReach.of(
-            self.e_layers, above.e_reach if above else None, self.node.start
-        )
+        self.set_e(slab.layout.e_layers)
 
     def gains(self, e_layers: Collection[int]) -> bool:
         """Whether storing its pages again with E at these layers adds some and loses none."""
         return set(self.e_layers) < set(e_layers)
-
-    @property
-    def children(self) -> Iterator[LocalEntry]:
-        """The model's entries in the nodes below."""
-        nodes = self.node.children.values() if self.num_children else ()
-        return (node.local[self.model] for node in nodes if self.model in node.local)
 
     @property
     def pages(self) -> Span:
@@ -322,9 +308,6 @@ class Node:
                 if hold.stop > tail.start:
                     hold.add(entry)
         return tail
-
-
-_Entry = TypeVar("_Entry", LocalEntry, RemoteEntry)
 
 
 def below(entry: _Entry) -> Iterator[_Entry]:

@@ -143,7 +143,7 @@ class LocalEntries:
     def _note_gain(self, gained: Sequence[LocalEntry]) -> None:
         """These, of one path, top first, have more E than before."""
         for entry in below(gained[0]):
-            entry.reach()
+            entry.set_e(entry.e_layers)
         for entry in gained:
             if entry.is_evictable:
                 self._eviction.free(entry)

@@ -56,15 +56,8 @@ class RemoteEntries:
 
     def reach(self, location: Location, model: ModelId, pages: Sequence[PageHash]) -> int:
         """How many of `pages` it has, from the root."""
-        place = self._trie.deepest(None, pages)
-        if place is None:
-            return 0
-        node, num_pages = place.node, depth_of(place)
-        while (location, model) not in node.remote:
-            if node.parent is None:
-                return 0
-            node, num_pages = node.parent, node.start
-        return num_pages
+        key = (location, model)
+        return depth_of(self._trie.last_where(lambda node: key in node.remote, None, pages))
 
     def drop(self, location: Location, model: ModelId, pages: Sequence[PageHash]) -> None:
         key = (location, model)

@@ -3,7 +3,7 @@ that says for all models and locations at once who has the longest prefix of a p
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import count
 from typing import Final, NamedTuple
 
@@ -171,11 +171,17 @@ class PageTrie:
         self, model: ModelId, place: Place | None, pages: Sequence[PageHash]
     ) -> Place | None:
         """The end of the leading `pages` after `place` that the model has; `place` where none."""
+        return self.last_where(lambda node: model in node.local, place, pages)
+
+    def last_where(
+        self, has: Callable[[Node], bool], place: Place | None, pages: Sequence[PageHash]
+    ) -> Place | None:
+        """The same of those who have what is in a node."""
         last = self.deepest(place, pages)
         if last is None:
             return place
         node, stop = last.node, last.stop
-        while model not in node.local:
+        while not has(node):
             if node.parent is None:
                 return None
             node = node.parent
