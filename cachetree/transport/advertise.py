@@ -10,7 +10,7 @@ from itertools import chain
 from typing import Final
 
 from cachetree.errors import ProtocolError
-from cachetree.ids import PAGE_HASH_BYTES, Location, ModelId
+from cachetree.ids import PAGE_HASH_BYTES, Location, ModelId, Span
 from cachetree.memory import Layout
 from cachetree.transport.wire import Entries, Entry, Reset, Synced, pages_of
 from cachetree.tree import CacheTree, Change, Listener, join_hashes
@@ -94,13 +94,13 @@ def entries_of(change: Change) -> Iterator[Entry]:
     """
     starts = range(0, len(change.pages), ENTRY_PAGES)
     for start in starts if change.added else reversed(starts):
-        before = change.pages[start - 1] if start else change.parent
+        part = change.part(Span(start, min(start + ENTRY_PAGES, len(change.pages))))
         yield Entry(
-            added=change.added,
-            model=change.model,
-            parent=before or b"",
-            pages=join_hashes(change.pages[start : start + ENTRY_PAGES]),
-            e_layers=change.e_layers,
+            added=part.added,
+            model=part.model,
+            parent=part.parent or b"",
+            pages=join_hashes(part.pages),
+            e_layers=part.e_layers,
         )
 
 

@@ -6,7 +6,6 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import replace
 from typing import Final
 
 import msgspec
@@ -277,8 +276,4 @@ def _parts(change: Change, page_bytes: int) -> Iterator[Change]:
     """The entry in stores of about `_PART_BYTES`, each the parent of the next."""
     num_pages = max(1, _PART_BYTES // page_bytes)
     for start in range(0, len(change.pages), num_pages):
-        yield replace(
-            change,
-            parent=change.pages[start - 1] if start else change.parent,
-            pages=change.pages[start : start + num_pages],
-        )
+        yield change.part(Span(start, min(start + num_pages, len(change.pages))))

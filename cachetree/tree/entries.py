@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
 from cachetree.ids import Location, ModelId, PageHash, Span
@@ -28,6 +28,11 @@ class Change:
     """The page before the first of `pages`; None at the root."""
     pages: tuple[PageHash, ...]
     e_layers: tuple[int, ...]
+
+    def part(self, pages: Span) -> Change:
+        """Of some of the pages, counted from the first."""
+        parent = self.pages[pages.start - 1] if pages.start else self.parent
+        return replace(self, parent=parent, pages=self.pages[pages.start : pages.stop])
 
 
 class Hold:

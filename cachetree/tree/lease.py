@@ -7,9 +7,9 @@ from typing import Final
 
 from cachetree.clock import Deadline
 from cachetree.errors import StaleEntry
-from cachetree.ids import Kind, ModelId, PageHash, Span, Step
+from cachetree.ids import Kind, Span, Step
 from cachetree.memory import Segment, Slab, join
-from cachetree.tree.entries import Hold
+from cachetree.tree.entries import Change, Hold
 
 
 class Lease:
@@ -96,18 +96,18 @@ class Reservation:
 
     def __init__(
         self,
-        model: ModelId,
-        parent: PageHash | None,
-        pages: tuple[PageHash, ...],
+        change: Change,
         skipped: int,
         slab: Slab,
         hold: Hold,
         end: Callable[[Reservation, bool], None],
     ) -> None:
-        self.model: Final = model
-        self.parent: Final = parent
+        self.change: Final = change
+        """What a commit publishes, unless others do so before."""
+        self.model: Final = change.model
+        self.parent: Final = change.parent
         """The page before the first of `pages`."""
-        self.pages: Final = pages
+        self.pages: Final = change.pages
         """The pages that are really new; empty where the model has all of them."""
         self.skipped: Final = skipped
         """How many leading pages the model already had."""

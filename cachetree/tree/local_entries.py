@@ -8,7 +8,7 @@ from typing import Final
 
 from cachetree.ids import ModelId, Span
 from cachetree.memory import Slab
-from cachetree.tree.entries import Change, Hold, LocalEntry, Node, below
+from cachetree.tree.entries import Hold, LocalEntry, Node, below
 from cachetree.tree.eviction import Eviction
 from cachetree.tree.holds import Holds
 from cachetree.tree.lease import Reservation
@@ -94,14 +94,7 @@ class LocalEntries:
             nodes = self._trie.cover(parent, pages)
         kept = self._put(nodes, model, slab, first)
         for span in kept:
-            change = Change(
-                added=True,
-                model=model,
-                parent=reservation.pages[span.start - 1] if span.start else reservation.parent,
-                pages=reservation.pages[span.start : span.stop],
-                e_layers=slab.layout.e_layers,
-            )
-            self._listeners.published(change)
+            self._listeners.published(reservation.change.part(span))
         return kept
 
     def _put(self, nodes: Sequence[Node], model: ModelId, slab: Slab, offset: int) -> list[Span]:

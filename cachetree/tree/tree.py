@@ -11,7 +11,7 @@ from typing import Final
 
 from cachetree.checkpoint import Family
 from cachetree.clock import Clock, Deadline
-from cachetree.ids import Location, ModelId, PageHash
+from cachetree.ids import Location, ModelId, PageHash, Span
 from cachetree.memory import Arena, Layout, NoRoom, Pool, Slab
 from cachetree.planning import Match
 from cachetree.tree.entries import Change, Hold, Node
@@ -133,12 +133,15 @@ class CacheTree:
                 return None
             last = self._trie.last_with(model, place, pages, e_layers)
             skipped = depth_of(last) - depth_of(place)
-            new = tuple(pages[skipped:])
-            slab = Slab(Layout.of(self.family, len(new), sorted(set(e_layers))), self.memory)
+            layers = tuple(sorted(set(e_layers)))
+            whole = Change(
+                added=True, model=model, parent=parent, pages=tuple(pages), e_layers=layers
+            )
+            new = whole.part(Span(skipped, len(pages)))
+            slab = Slab(Layout.of(self.family, len(new.pages), layers), self.memory)
             hold = Hold(depth_of(last))
-            before = pages[skipped - 1] if skipped else parent
-            reservation = Reservation(model, before, new, skipped, slab, hold, self._end)
-            if not new:
+            reservation = Reservation(new, skipped, slab, hold, self._end)
+            if not new.pages:
                 return reservation
             if last is not None:
                 hold.add(last.node.local[model])
