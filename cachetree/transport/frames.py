@@ -53,6 +53,16 @@ MESSAGE: Final = 0
 _FIELDS: Final = struct.Struct("<QQQII")
 HEADER_BYTES: Final = _FIELDS.size
 
+KEY_BYTES: Final = 32
+TAG_BYTES: Final = 16
+"""What a seal adds."""
+
+TOKEN_BYTES: Final = 32
+
+PIECE_BYTES: Final = 256 << 10
+"""Payloads are sealed, received and read again for their checksum in pieces of this size: far
+below a core's cache."""
+
 
 class Flow(NamedTuple):
     """How a stream of frames is bounded."""
@@ -61,6 +71,17 @@ class Flow(NamedTuple):
     """Largest payload."""
     window_bytes: int
     """Most bytes sent and not credited."""
+
+    def within(self, limits: Flow) -> Flow:
+        """What both sides keep to where one asks for this; raises ProtocolError."""
+        window_bytes = min(self.window_bytes, limits.window_bytes)
+        frame_bytes = min(self.frame_bytes, limits.frame_bytes, window_bytes // 2)
+        if frame_bytes < MIN_FRAME_BYTES:
+            raise ProtocolError(
+                f"the other side asks for frames of {self.frame_bytes} in a window of "
+                f"{self.window_bytes}; the least is {MIN_FRAME_BYTES} and twice that"
+            )
+        return Flow(frame_bytes, window_bytes)
 
 
 class Frame(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,17 +106,6 @@ def unpack(header: memoryview | bytes) -> Frame:
         raise ProtocolError(f"a header of a frame has {len(header)} bytes, not {HEADER_BYTES}")
     id, offset, digest, step, size = _FIELDS.unpack_from(header)
     return Frame(id=id, step=step, offset=offset, size=size, checksum=digest)
-
-
-KEY_BYTES: Final = 32
-TAG_BYTES: Final = 16
-"""What a seal adds."""
-
-TOKEN_BYTES: Final = 32
-
-PIECE_BYTES: Final = 256 << 10
-"""Payloads are sealed, received and read again for their checksum in pieces of this size: far
-below a core's cache."""
 
 
 class Ticket(msgspec.Struct, frozen=True, kw_only=True):

@@ -214,7 +214,8 @@ class PendingStores:
         """Raises StaleEntry."""
         steps = wire.steps_of_store(self._tree.family.num_layers, e_layers)
         load = Load(lease, steps, Span(wanted.skipped, lease.num_pages))
-        flow = Flow(*map(min, wire.flow_of(wanted, self._config), _FLOW))
+        ours = Flow(self._config.frame_bytes, self._config.window_bytes)
+        flow = Flow(wanted.frame_bytes, wanted.window_bytes).within(ours).within(_FLOW)
         return Stream(wanted.id, load, flow, self._deadline)
 
     def _send(self, link: Connection, stream: Stream) -> Work:

@@ -12,10 +12,11 @@ from cachetree.ids import PAGE_HASH_BYTES, ModelId, PageHash
 from cachetree.transport.advertise import Advertiser
 from cachetree.transport.channel import Channel
 from cachetree.transport.config import WorkerConfig
+from cachetree.transport.frames import Flow
 from cachetree.transport.receiver import StoreReceiver
 from cachetree.transport.sender import Load, Stream
 from cachetree.transport.verbs import Counts
-from cachetree.transport.wire import Fetch, Store, ToPeer, encode, flow_of, pages_of, steps_of
+from cachetree.transport.wire import Fetch, Store, ToPeer, encode, pages_of, steps_of
 from cachetree.tree import CacheTree, Lease
 
 DRAIN_S: Final = 5.0
@@ -71,7 +72,8 @@ class Session:
         steps = steps_of(fetch, family.num_layers)
         if not pages or not steps:
             raise ProtocolError("a fetch names no pages or no steps")
-        flow = flow_of(fetch, config)
+        asked = Flow(fetch.frame_bytes, fetch.window_bytes)
+        flow = asked.within(Flow(config.frame_bytes, config.window_bytes))
         lease = self._lease(fetch, pages, deadline)
         try:
             stream = Stream(

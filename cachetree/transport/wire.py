@@ -52,14 +52,7 @@ from cachetree.errors import (
 from cachetree.ids import MAX_LAYERS, Kind, PageHash, Step, entry_steps
 from cachetree.memory import ArenaFile, checksum
 from cachetree.transport import verbs
-from cachetree.transport.config import PeerConfig, WorkerConfig
-from cachetree.transport.frames import (
-    MAX_MESSAGE_BYTES,
-    MIN_FRAME_BYTES,
-    Flow,
-    Frame,
-    Ticket,
-)
+from cachetree.transport.frames import MAX_MESSAGE_BYTES, Frame, Ticket
 from cachetree.tree import split_hashes
 
 PROTOCOL_VERSION: Final = 7
@@ -409,15 +402,3 @@ def steps_of_store(num_layers: int, e_layers: Sequence[int]) -> tuple[Step, ...]
     if any(not 0 <= layer < num_layers for layer in e_layers):
         raise ProtocolError(f"a store names E of layers {list(e_layers)} of {num_layers}")
     return entry_steps(num_layers, e_layers)
-
-
-def flow_of(message: Fetch | Wanted, config: PeerConfig | WorkerConfig) -> Flow:
-    """What its sender and we both keep to."""
-    window_bytes = min(message.window_bytes, config.window_bytes)
-    frame_bytes = min(message.frame_bytes, config.frame_bytes, window_bytes // 2)
-    if frame_bytes < MIN_FRAME_BYTES:
-        raise ProtocolError(
-            f"the other side asks for frames of {message.frame_bytes} in a window of "
-            f"{message.window_bytes}; the least is {MIN_FRAME_BYTES} and twice that"
-        )
-    return Flow(frame_bytes, window_bytes)
