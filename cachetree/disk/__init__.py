@@ -12,7 +12,7 @@
 An entry is a span of pages that were stored together, of one model, with all its layers: a file of
 megabytes, within which a layer is one range. Where another branch begins in its middle the tree
 splits its node; the file stays whole, and what follows it names the page that it comes after. So
-nothing is copied, one file may stand behind several nodes, and it goes when nothing stands on any
+nothing is copied, one file may be behind several nodes, and it goes when nothing descends from any
 of its pages. Pages that gain E are written again, KV too, to a file that takes their place.
 
     config      what an operator may set, and what a store says of itself

@@ -50,7 +50,7 @@ class DiskEntry:
 
 
 class DiskIndex:
-    """Entries of all models; of each one, an entry is there only with all that it stands on.
+    """Entries of all models; of each one, an entry is there only with all that it descends from.
 
     It takes no lock and touches no file.
     """
@@ -58,14 +58,14 @@ class DiskIndex:
     def __init__(self) -> None:
         self._entry_of: dict[ModelId, dict[PageHash, DiskEntry]] = {}
         # From the least to the most recently used. A use moves the path up to the root to the
-        # end, the root last: whatever stands on an entry comes before it.
+        # end, the root last: whatever descends from an entry comes before it.
         self._recency: OrderedDict[DiskEntry, None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._recency)
 
     def __iter__(self) -> Iterator[DiskEntry]:
-        """From the least recently used to the most; the first has nothing that stands on it."""
+        """From the least recently used to the most; the first has nothing that descends from it."""
         return iter(self._recency)
 
     def __reversed__(self) -> Iterator[DiskEntry]:
@@ -109,7 +109,7 @@ class DiskIndex:
         return found
 
     def path_to(self, entry: DiskEntry | None) -> list[DiskEntry]:
-        """The entry and what it stands on, up to the root."""
+        """The entry and what it descends from, up to the root."""
         path: list[DiskEntry] = []
         while entry is not None:
             path.append(entry)
@@ -117,7 +117,7 @@ class DiskIndex:
         return path
 
     def above(self, entry: DiskEntry) -> list[DiskEntry]:
-        """What stands on it, parents before children; looks at every entry."""
+        """What descends from it, parents before children; looks at every entry."""
         pages = set(entry.pages)
         found: list[DiskEntry] = []
         for each in reversed(self._recency):
@@ -166,13 +166,13 @@ class DiskIndex:
         return replaced
 
     def touch(self, entry: DiskEntry) -> None:
-        """Mark the entry and what it stands on as used now."""
+        """Mark the entry and what it descends from as used now."""
         for each in self.path_to(entry):
             self._recency[each] = None
             self._recency.move_to_end(each)
 
     def drop(self, entry: DiskEntry) -> None:
-        """Take out an entry that nothing stands on."""
+        """Take out an entry that nothing descends from."""
         del self._recency[entry]
         of_model = self._entry_of[entry.record.model]
         for page in entry.pages:

@@ -37,8 +37,8 @@ class DiskStore:
     evict, wait for each other and block on the disk. Files, the write under way included, never
     exceed the budget. Opening reads every entry's header, not its payload.
 
-    Eviction deletes the least recently used entry that no other stands on. A read that has opened
-    its file ends with the right bytes; the device has them back when it ends.
+    Eviction deletes the least recently used entry that no other descends from. A read that has
+    opened its file ends with the right bytes; the device has them back when it ends.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class DiskStore:
     ) -> None:
         """Raises ConfigError for a directory that is another's, and for a budget too small.
 
-        `listener` hears of every entry that is there or comes, after what it stands on, and of
+        `listener` hears of every entry that is there or comes, after what it descends from, and of
         every one that goes, before that. It is called under the store's lock: it must not block,
         raise or call the store.
         """
@@ -82,7 +82,7 @@ class DiskStore:
     def find(self, model: ModelId, pages: Sequence[PageHash]) -> list[tuple[DiskEntry, Span]]:
         """The entries that hold the longest prefix of `pages`, and which of their pages it is.
 
-        `pages` may begin anywhere. The entries and what they stand on count as used.
+        `pages` may begin anywhere. The entries and what they descend from count as used.
         """
         with self._lock:
             found = self._index.find(model, pages)
@@ -104,7 +104,7 @@ class DiskStore:
             return self._index.path_to(entry)[::-1]
 
     def entries(self) -> list[DiskEntry]:
-        """From the most recently used to the least; each comes after what it stands on."""
+        """From the most recently used to the least; each comes after what it descends from."""
         with self._lock:
             return list(reversed(self._index))
 
@@ -112,7 +112,7 @@ class DiskStore:
         """Fill `into` with these pages of an entry (counted from its first); blocks on the disk.
 
         Raises StaleEntry where the entry is gone, has no such E, or turns out damaged, which drops
-        it and all that stands on it; what is in `into` then must not be used.
+        it and all that descends from it; what is in `into` then must not be used.
         """
         record = entry.record
         if pages.stop > len(record.pages):
@@ -181,7 +181,7 @@ class DiskStore:
                 start = stop
 
     def evict(self, model: ModelId | None, pages: Sequence[PageHash]) -> int:
-        """Drop what begins with `pages`, and of them what nothing else stands on.
+        """Drop what begins with `pages`, and of them what nothing else descends from.
 
         Of one model, or of all; everything where `pages` is empty. Returns the bytes of their
         files.
@@ -228,7 +228,7 @@ class DiskStore:
         self._newest = max((number for number, _ in there), default=0)
         useless: list[DiskEntry] = []
         with self._lock:
-            # Parents before what stands on them, which may have been written before.
+            # Parents before what descends from them, which may have been written before.
             for entry in sorted(found, key=lambda it: it.record.num_before):
                 is_orphan = self._index.depth_of(entry.record.model, entry.record.parent) is None
                 self._counts.num_damaged_entries += is_orphan
@@ -363,7 +363,7 @@ class DiskStore:
         return replaced
 
     def _drop(self, entry: DiskEntry) -> list[DiskEntry]:
-        """Take out the entry and all that stands on it, which comes first in the answer."""
+        """Take out the entry and all that descends from it, which comes first in the answer."""
         dropped = [entry, *self._index.above(entry)][::-1]
         for each in dropped:
             self._drop_alone(each)
