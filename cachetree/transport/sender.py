@@ -234,10 +234,6 @@ class SendScheduler:
     def __len__(self) -> int:
         return len(self._turns)
 
-    def in_flight_bytes(self) -> list[int]:
-        """Bytes sent and not yet placed, per stream; from any thread."""
-        return [turn.stream.in_flight_bytes for turn in tuple(self._turns)]
-
     def timeout_s(self) -> float:
         """How long nobody has to look."""
         remaining_s = (turn.stream.deadline.remaining_s() for turn in self._turns)

@@ -130,10 +130,6 @@ class Worker:
         """Since the worker's thread last turned; from any thread."""
         return self._clock() - self._turned_at_s
 
-    def in_flight_bytes(self) -> list[int]:
-        """Bytes sent and not yet placed, per stream; from any thread."""
-        return self._scheduler.in_flight_bytes()
-
     # Everything below runs in the worker's thread.
 
     def _run(self) -> None:

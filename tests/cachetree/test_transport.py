@@ -23,6 +23,7 @@ from transport_parts import (
     ask_status,
     check_content,
     eventually,
+    in_flight_bytes,
     new_staging,
     new_tree,
     pages_of,
@@ -243,9 +244,9 @@ def test_a_stalled_receiver_holds_no_more_than_its_window() -> None:
     with worker_of(new_tree(PAGES)) as worker, peer_of(worker.address, new_tree()) as peer:
         staging = StalledStaging()
         peer.fetch(MODEL, PAGES, staging)
-        eventually(lambda: worker.in_flight_bytes() == [FAST.window_bytes])
+        eventually(lambda: in_flight_bytes(worker) == [FAST.window_bytes])
         time.sleep(0.1)
-        assert worker.in_flight_bytes() == [FAST.window_bytes]
+        assert in_flight_bytes(worker) == [FAST.window_bytes]
         assert worker.status().num_sent_bytes == FAST.window_bytes
         staging.go_on.set()
         wait_all(staging)

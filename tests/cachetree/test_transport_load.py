@@ -25,6 +25,7 @@ from transport_parts import (
     RawPeer,
     check_content,
     eventually,
+    in_flight_bytes,
     new_memory,
     new_staging,
     new_tree,
@@ -150,15 +151,15 @@ def growth(window_bytes: int, fault: Fault) -> tuple[int, int]:
 
 @pytest.mark.parametrize("fault", [Fault.THROTTLE, Fault.STALL])
 def test_a_slow_receiver_takes_no_more_than_its_credit(fault: Fault) -> None:
-    num_bytes, in_flight_bytes = growth(FAST.window_bytes, fault)
-    assert in_flight_bytes <= FAST.window_bytes
+    num_bytes, most_in_flight = growth(FAST.window_bytes, fault)
+    assert most_in_flight <= FAST.window_bytes
     assert num_bytes < SLACK_BYTES
 
 
 def test_nor_with_a_window_as_large_as_the_fetch() -> None:
     """What the kernel does not take stays where it is."""
-    num_bytes, in_flight_bytes = growth(LARGE_BYTES, Fault.STALL)
-    assert in_flight_bytes > FAST.window_bytes, "the window did not matter"
+    num_bytes, most_in_flight = growth(LARGE_BYTES, Fault.STALL)
+    assert most_in_flight > FAST.window_bytes, "the window did not matter"
     assert num_bytes < SLACK_BYTES
 
 
@@ -249,7 +250,7 @@ def _serve(window_bytes: int) -> None:
     for _ in sys.stdin:
         num_pages = int(Path("/proc/self/statm").read_text().split()[1])
         resident = num_pages * os.sysconf("SC_PAGE_SIZE")
-        print(resident, sum(worker.in_flight_bytes()), flush=True)
+        print(resident, sum(in_flight_bytes(worker)), flush=True)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from transport_parts import (
     RawPeer,
     check_content,
     eventually,
+    in_flight_bytes,
     new_staging,
     new_tree,
     pages_of,
@@ -172,12 +173,12 @@ def test_a_credit_that_is_late_or_comes_twice_does_no_harm() -> None:
         RawPeer(worker.address) as peer,
     ):
         peer.send(a_fetch())
-        eventually(lambda: worker.in_flight_bytes() == [8192])
+        eventually(lambda: in_flight_bytes(worker) == [8192])
         for num_bytes in (4096, 4096, 1, 8192, 4096):
             peer.send(wire.Credit(id=1, num_bytes=num_bytes))
         eventually(lambda: worker.status().num_sent_bytes == 2 * 8192)
         assert peer.ask(wire.Ping()) == wire.Pong()
-        assert worker.in_flight_bytes() == [8192]
+        assert in_flight_bytes(worker) == [8192]
         assert worker.status().num_protocol_errors == 0
 
 

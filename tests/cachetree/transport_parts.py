@@ -170,6 +170,11 @@ def check_content(staging: Staging, pages: Sequence[PageHash]) -> None:
         assert b"".join(staging.views(step)) == expected, step
 
 
+def in_flight_bytes(worker: Worker) -> list[int]:
+    """Sent and not yet placed, per stream."""
+    return [turn.stream.in_flight_bytes for turn in tuple(worker._scheduler._turns)]
+
+
 def eventually(condition: Callable[[], object], seconds: float = 20.0) -> None:
     give_up_at_s = time.monotonic() + seconds
     while not condition():
