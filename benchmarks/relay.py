@@ -128,8 +128,8 @@ def bench(
             (paths[-1], "receiver", reads),
         )
     ]
-    family = Family.of(
-        read_model_identity(paths[-1]),
+    family = Family(
+        **read_model_identity(paths[-1]).shape,
         model_dtype=setup.dtype,
         kv_dtype=setup.dtype,
         page_size=PAGE,

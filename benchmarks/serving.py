@@ -63,8 +63,8 @@ def fetch_for_ever(address: str, model: str, way: str) -> None:
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     strange_work = _strange_work(way)  # Before there are threads: it may fork.
     path = Path(model)
-    family = Family.of(
-        read_model_identity(path),
+    family = Family(
+        **read_model_identity(path).shape,
         model_dtype="float32",
         kv_dtype="float32",
         page_size=PAGE,

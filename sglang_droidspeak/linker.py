@@ -102,8 +102,8 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         has_metrics = get_observability().enable_metrics
         self._metrics = Metrics(enabled=has_metrics and self._ranks.is_first)
         self._cache = Cache(
-            Family.of(
-                server.identity,
+            Family(
+                **server.identity.shape,
                 model_dtype=str(runner.dtype).removeprefix("torch."),
                 kv_dtype=str(pool.dtype).removeprefix("torch."),
                 page_size=params.page_size,

@@ -237,8 +237,8 @@ def write_profile_of(sender: Path, receiver: Path, size: Size) -> Path:
 
 
 def _until_stored(model: Path, address: str, prompts: Sequence[Sequence[int]]) -> None:
-    family = Family.of(
-        read_model_identity(model),
+    family = Family(
+        **read_model_identity(model).shape,
         model_dtype="float32",
         kv_dtype="float32",
         page_size=PAGE,

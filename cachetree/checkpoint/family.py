@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from enum import Enum
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -67,6 +67,11 @@ class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
         """Of all its fields; equal on every machine."""
         return ModelId(hashlib.sha256(msgspec.json.encode(self, order="sorted")).hexdigest()[:32])
 
+    @property
+    def shape(self) -> dict[str, Any]:
+        """The fields of its `Family` that do not depend on how a server runs it."""
+        return {it: getattr(self, it) for it in Family.__struct_fields__ if hasattr(self, it)}
+
 
 class Family(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that must be equal before one server may read another's KV.
@@ -92,35 +97,6 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     """How KV and E are kept and sent. All but `none` are lossy: what comes back is not exact."""
     tp_size: int = 1
     tp_rank: int = 0
-
-    @classmethod
-    def of(
-        cls,
-        model: ModelIdentity,
-        *,
-        model_dtype: str,
-        kv_dtype: str,
-        page_size: int,
-        tp_size: int,
-        tp_rank: int,
-        codec: Codec = Codec.NONE,
-    ) -> Family:
-        """The family of a model as one server runs it."""
-        return cls(
-            architecture=model.architecture,
-            num_layers=model.num_layers,
-            hidden_size=model.hidden_size,
-            num_kv_heads=model.num_kv_heads,
-            head_dim=model.head_dim,
-            rope=model.rope,
-            tokenizer=model.tokenizer,
-            model_dtype=model_dtype,
-            kv_dtype=kv_dtype,
-            page_size=page_size,
-            codec=codec,
-            tp_size=tp_size,
-            tp_rank=tp_rank,
-        )
 
     @property
     def kv_page_bytes(self) -> int:

@@ -42,8 +42,8 @@ class CheckpointFamily(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     tp_rank: int = 0
 
     def family(self) -> Family:
-        return Family.of(
-            read_model_identity(Path(self.model)),
+        return Family(
+            **read_model_identity(Path(self.model)).shape,
             model_dtype=self.model_dtype or self.kv_dtype,
             kv_dtype=self.kv_dtype,
             page_size=self.page_size,

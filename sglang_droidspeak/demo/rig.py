@@ -61,8 +61,8 @@ class Subject:
 
     @property
     def family(self) -> Family:
-        return Family.of(
-            self.sender_identity,
+        return Family(
+            **self.sender_identity.shape,
             model_dtype=self.dtype,
             kv_dtype=self.dtype,
             page_size=self.page_size,

@@ -203,8 +203,8 @@ def _cache_dir() -> Path:
 
 def _e_width(codec: Codec, identity: ModelIdentity, page_size: int, tp_size: int) -> int:
     """Of each rank; raises ConfigError where it, or what it has of KV, cannot be encoded."""
-    family = Family.of(
-        identity,
+    family = Family(
+        **identity.shape,
         model_dtype="float32",
         kv_dtype="float32",
         page_size=page_size,

@@ -125,8 +125,8 @@ def test_a_model_is_all_of_its_identity() -> None:
 
 
 def test_page_sizes_in_bytes() -> None:
-    family = Family.of(
-        identity("r"),
+    family = Family(
+        **identity("r").shape,
         model_dtype="bfloat16",
         kv_dtype="bfloat16",
         page_size=16,
@@ -135,8 +135,13 @@ def test_page_sizes_in_bytes() -> None:
     )
     assert family.kv_page_bytes == 16 * 2 * 2 * 2 * 2  # tokens, K and V, heads, head_dim, bytes
     assert family.e_page_bytes == 16 * 8 * 2
-    sharded = Family.of(
-        identity("r"), model_dtype="float32", kv_dtype="float32", page_size=16, tp_size=2, tp_rank=1
+    sharded = Family(
+        **identity("r").shape,
+        model_dtype="float32",
+        kv_dtype="float32",
+        page_size=16,
+        tp_size=2,
+        tp_rank=1,
     )
     assert sharded.kv_page_bytes == 16 * 2 * 1 * 2 * 4
     assert sharded.e_page_bytes == 16 * (8 // 2) * 4
@@ -149,8 +154,8 @@ def test_page_sizes_in_bytes() -> None:
 def test_e_that_ranks_cannot_share_out_is_refused(codec: Codec) -> None:
     def of(tp_size: int) -> Family:
         model = identity("r")
-        return Family.of(
-            model,
+        return Family(
+            **model.shape,
             model_dtype="float32",
             kv_dtype="float32",
             page_size=16,
@@ -171,8 +176,8 @@ def test_e_that_ranks_cannot_share_out_is_refused(codec: Codec) -> None:
 @pytest.mark.parametrize("codec", [Codec.NONE, Codec.INT8])
 def test_e_has_the_models_dtype_and_kv_its_own(codec: Codec) -> None:
     def of(model_dtype: str, kv_dtype: str) -> Family:
-        return Family.of(
-            identity("r"),
+        return Family(
+            **identity("r").shape,
             model_dtype=model_dtype,
             kv_dtype=kv_dtype,
             page_size=16,
@@ -189,8 +194,8 @@ def test_e_has_the_models_dtype_and_kv_its_own(codec: Codec) -> None:
 
 
 def test_a_family_mismatch_names_the_field() -> None:
-    family = Family.of(
-        identity("r"),
+    family = Family(
+        **identity("r").shape,
         model_dtype="bfloat16",
         kv_dtype="bfloat16",
         page_size=16,

@@ -188,8 +188,8 @@ class Engine:
         self.pool = ServerPool(rows, self.e_pool, self.coding, PAGE)
         self.loader = Loader(pool.layer_num, Copies(self.forwards, runner.device))
         pool.register_layer_transfer_counter(self.loader.counter)
-        self.family = Family.of(
-            identity,
+        self.family = Family(
+            **identity.shape,
             model_dtype=str(runner.dtype).removeprefix("torch."),
             kv_dtype=str(pool.dtype).removeprefix("torch."),
             page_size=PAGE,

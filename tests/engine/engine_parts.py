@@ -130,8 +130,8 @@ def page_hashes(
 
 def family_of(model: Path, tp_size: int = 1, tp_rank: int = 0) -> Family:
     """The family of a model as these servers run it."""
-    return Family.of(
-        read_model_identity(model),
+    return Family(
+        **read_model_identity(model).shape,
         model_dtype="float32",
         kv_dtype="float32",
         page_size=PAGE,

@@ -105,8 +105,8 @@ def test_anchors_have_a_place(tmp_path):
 
 def test_a_worker_reads_its_family_from_a_checkpoint(tmp_path):
     path = written(tmp_path, {"family": FAMILY})
-    expected = Family.of(
-        read_model_identity(MODEL),
+    expected = Family(
+        **read_model_identity(MODEL).shape,
         model_dtype="bfloat16",
         kv_dtype="bfloat16",
         page_size=32,
