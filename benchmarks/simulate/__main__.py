@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> None:
     retentions = [Retention(eviction=name) for name in args.policy.split(",")]
     trace = read_trace(args.trace)
     family = trace.header.family
-    cost = PrefillCost.of(family, args.seconds_per_token)
+    cost = PrefillCost.of_sizes(family.hidden_size, args.seconds_per_token)
     if args.attention_tokens is not None:
         context_s = args.seconds_per_token / args.attention_tokens
         cost = PrefillCost(token_s=args.seconds_per_token, context_s=context_s)

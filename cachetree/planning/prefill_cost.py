@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from math import ceil, inf, log2
 from typing import Final
 
-from cachetree.checkpoint.family import Family
-
 SECONDS_PER_TOKEN: Final = 1e-4
 """About what an 8B model takes on one GPU; without knowledge of the machine only ratios count."""
 _ATTENTION_TOKENS_PER_HIDDEN: Final = 6
@@ -35,15 +33,13 @@ class PrefillCost:
     """(log2 of tokens, observed / predicted), ascending; between them linear, beyond them flat."""
 
     @classmethod
-    def of_sizes(cls, hidden_size: int, seconds_per_token: float) -> PrefillCost:
+    def of_sizes(
+        cls, hidden_size: int, seconds_per_token: float = SECONDS_PER_TOKEN
+    ) -> PrefillCost:
         """From the sizes alone. Per layer a token takes about 24 h² operations (12 h² weights) and
         4 h for every token before it, so that both are equal at 6 h."""
         attention_tokens = _ATTENTION_TOKENS_PER_HIDDEN * hidden_size
         return cls(token_s=seconds_per_token, context_s=seconds_per_token / attention_tokens)
-
-    @classmethod
-    def of(cls, family: Family, seconds_per_token: float = SECONDS_PER_TOKEN) -> PrefillCost:
-        return cls.of_sizes(family.hidden_size, seconds_per_token)
 
     @property
     def attention_tokens(self) -> float:

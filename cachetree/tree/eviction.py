@@ -174,7 +174,7 @@ class ByValue(Eviction):
 
     def __init__(self, family: Family, host_bytes: int) -> None:
         super().__init__()
-        self._cost = PrefillCost.of(family)
+        self._cost = PrefillCost.of_sizes(family.hidden_size)
         self._page_tokens = family.page_size
         self._half_life_bytes = HALF_LIFE * max(1, host_bytes)
         self._now = 0.0

@@ -17,7 +17,7 @@ from cachetree import CacheTreeError, ModelId
 from cachetree.checkpoint import Codec, Family, ModelIdentity, read_adapter, read_model_identity
 from cachetree.corrections import Correction, read_corrections
 from cachetree.memory import Layout
-from cachetree.planning import SECONDS_PER_TOKEN, PairProfile, PrefillCost, read_profile
+from cachetree.planning import PairProfile, PrefillCost, read_profile
 from cachetree.transport import check_peer, check_ports, check_worker
 from sglang_droidspeak import engine
 from sglang_droidspeak.engine.probe import require_supported
@@ -81,7 +81,7 @@ class ThisServer:
         times = (it.costs for it in self._profiles_of("receiver") if it.costs is not None)
         measured = next(times, None)
         if measured is None:
-            return PrefillCost.of_sizes(self.identity.hidden_size, SECONDS_PER_TOKEN)
+            return PrefillCost.of_sizes(self.identity.hidden_size)
         return PrefillCost(
             fixed_s=measured.layer_s,
             token_s=measured.layer_token_s,
