@@ -72,7 +72,7 @@ class Cache:
             host_bytes=config.host_bytes,
             memory=Arena(config.host_bytes, register),
             clock=clock,
-            retention=config.retention,
+            retention=config,
         )
         self._clock = clock
         self._arriving = Arena(config.staging_bytes, register)

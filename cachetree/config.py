@@ -24,19 +24,11 @@ _MAX_YAML_DEPTH: Final = 32
 _T = TypeVar("_T", bound=msgspec.Struct)
 
 
-class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The settings of one `Cache`."""
+class CacheConfig(Retention, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The settings of one `Cache`; those of `Retention` say what stays in its memory."""
 
     host_bytes: int = 4 << 30
     """Budget of the entries held here."""
-    eviction: str = "lru"
-    """Which of them make room for new ones: lru or value (`cachetree.tree.eviction`). The
-    disk keeps to LRU."""
-    ttl_s: float | None = None
-    """Entries in memory that nobody has used for so long go at the next sweep, which comes with
-    every new entry; None keeps them until room is needed."""
-    max_pinned_share: float = 0.5
-    """Of `host_bytes`, how much pins may keep at once."""
     staging_bytes: int = 1 << 30
     """Budget of the fetches under way and not yet released."""
     disk_path: str = ""
@@ -52,7 +44,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     peers: tuple[str, ...] = ()
     """Addresses of the workers to read from. Each is trusted to have computed what it serves, for
     all tenants."""
-    peer_keys: dict[str, str] = {}
+    peer_keys: dict[str, str] = msgspec.field(default_factory=dict)
     """Address of a peer to its public key, or to the file that holds it. A peer that is named here
     is spoken to in cipher, with `peer.key_file` as own key; the others in clear."""
     stores: tuple[str, ...] = ()
@@ -69,7 +61,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         for field in ("host_bytes", "staging_bytes"):
             if getattr(self, field) < 0:
                 raise ConfigError(f"{field} is {getattr(self, field)}; it must be 0 or more")
-        self.retention  # noqa: B018  raises ConfigError
+        super().__post_init__()
         if bool(self.disk_path) != (self.disk_bytes > 0):
             raise ConfigError(
                 f"disk_path is {self.disk_path!r} and disk_bytes {self.disk_bytes}; "
@@ -94,13 +86,6 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ConfigError(
                 f"peer_keys has {address}, which is not in peers; write the address alike in both"
             )
-
-    @property
-    def retention(self) -> Retention:
-        """What leaves memory, and what may stay, as the tree takes it; raises ConfigError."""
-        return Retention(
-            eviction=self.eviction, ttl_s=self.ttl_s, max_pinned_share=self.max_pinned_share
-        )
 
     def peer_at(self, address: str) -> PeerConfig:
         """How it reads from this one."""

@@ -34,11 +34,12 @@ class Retention(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """What leaves memory first, what leaves it unasked, and how much may be kept in it by force."""
 
     eviction: str = "lru"
-    """Which entry makes room for a new one: one of `POLICIES`."""
+    """Which entries in memory make room for new ones: one of `POLICIES`. The disk keeps to LRU."""
     ttl_s: float | None = None
-    """Entries that nobody has used for so long go; None: only when room is needed."""
+    """Entries in memory that nobody has used for so long go at the next sweep, which comes with
+    every new entry; None keeps them until room is needed."""
     max_pinned_share: float = 0.5
-    """Of the budget, how much pins may hold at once."""
+    """Of the budget of memory, how much pins may keep at once."""
 
     def __post_init__(self) -> None:
         if self.eviction not in POLICIES:

@@ -22,7 +22,6 @@ from cachetree.corrections import Correction, maps_path, write_corrections
 from cachetree.errors import ConfigError
 from cachetree.planning.profile import BlockQuality, write_profile
 from cachetree.transport import write_key_pair
-from cachetree.tree.eviction import Retention
 from profiles.random_models import shape, write_models
 from sglang_droidspeak import engine
 from sglang_droidspeak.engine import Quantization, probe
@@ -147,8 +146,8 @@ def test_each_rank_has_memory_for_its_columns_of_e_alone(model: Path) -> None:
 def test_what_stays_in_memory_reaches_the_cache(model: Path) -> None:
     extra = {"eviction": "value", "ttl_s": 60, "max_pinned_share": 0.25}
     server = load_this_server(server_args(model, extra))
-    retention = cache_config(server.settings, server.identity.model_id).retention
-    assert retention == Retention(eviction="value", ttl_s=60, max_pinned_share=0.25)
+    config = cache_config(server.settings, server.identity.model_id)
+    assert (config.eviction, config.ttl_s, config.max_pinned_share) == ("value", 60, 0.25)
 
 
 def test_keys_reach_the_cache(model: Path, tmp_path: Path) -> None:
