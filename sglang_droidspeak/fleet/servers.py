@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import requests
 import yaml
@@ -75,12 +75,6 @@ def linker_options(settings: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-class Spec(Protocol):
-    """What can be started."""
-
-    def start(self, folder: Path, env: Mapping[str, str]) -> Process: ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class ServerSpec:
     """One `python -m sglang.launch_server --config FILE`."""
@@ -126,6 +120,9 @@ class WorkerSpec:
 
     def start(self, folder: Path, env: Mapping[str, str]) -> Worker:
         return Worker(self, folder, env)
+
+
+Spec = ServerSpec | WorkerSpec
 
 
 class Process:
@@ -252,9 +249,7 @@ class Server(Process):
     ) -> dict[str, Any]:
         """Greedy completion through `/generate`; raises requests.HTTPError on an error status."""
         body = _body(prompt, max_new_tokens, droidspeak, payload)
-        reply = requests.post(f"{self.url}/generate", json=body, timeout=timeout_s)
-        reply.raise_for_status()
-        return reply.json()
+        return self.post("/generate", timeout_s, **body)
 
     def replies(
         self,
@@ -289,13 +284,11 @@ class Server(Process):
 
     def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids as the server itself would make them of each text."""
-        reply = requests.post(f"{self.url}/tokenize", json={"prompt": list(texts)}, timeout=60)
-        reply.raise_for_status()
-        return reply.json()["tokens"]
+        return self.post("/tokenize", prompt=list(texts))["tokens"]
 
-    def post(self, path: str, **body: Any) -> dict[str, Any]:
-        """Any other JSON endpoint; raises requests.HTTPError on an error status."""
-        reply = requests.post(f"{self.url}{path}", json=body, timeout=60)
+    def post(self, path: str, timeout_s: float = 60, /, **body: Any) -> dict[str, Any]:
+        """Any JSON endpoint; raises requests.HTTPError on an error status."""
+        reply = requests.post(f"{self.url}{path}", json=body, timeout=timeout_s)
         reply.raise_for_status()
         return reply.json()
 
