@@ -8,7 +8,8 @@ Two real servers. The first command takes randomly initialised models of 12 laye
 receiver recomputes three layers, [4, 7) from E corrected by a whole matrix, and [5, 8) from E as it
 is: as much work, but for the map. The second takes a real pair, the maps of `e_correction.py
 measure` (`STATE/NAME.maps`), and two blocks that stay as close to full prefill. Full prefill stands
-beside. All are asked in turns about the same documents, for one token each.
+beside. All are asked in turns about the same documents, for one token each. *Processor time* is of
+the block alone, in this process: what else runs on the machine counts for little in it.
 
 Physics: a layer takes 12 hidden² products a token and attention beside, the map one hidden²: of
 three layers of which the last computes keys and values alone, 4 % at most.
@@ -19,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -30,16 +32,17 @@ from e_correction import REAL
 from relay import Bench, Sample, Setup, bench, median, publish, ttft
 from safetensors.torch import load_file
 
-from cachetree import Span, write_profile
+from cachetree import ModelIdentity, Span, write_profile
 from cachetree.checkpoint import read_model_identity
 from cachetree.corrections import Correction, write_corrections
 from cachetree.planning import PROFILE_VERSION, BlockQuality, PairProfile
-from profiles.compute import ModelSource, load_tokenizer
+from profiles.compute import LayeredModel, ModelSource, load_model, load_tokenizer
 from profiles.data import load_sources, make_documents
 from profiles.stats import interval
 
 RESULTS: Final = Path(__file__).resolve().parent / "results" / "e_correction_cost.json"
 NUM_SHARED: Final = 2000
+NUM_TIMES: Final = 5
 
 
 def main() -> None:
@@ -71,10 +74,14 @@ def main() -> None:
         with bench(Path(name), setup, prepare) as it:
             publish(it)
             samples = asked(it, blocks)
-            tokens = len(it.documents[0])
+            document = it.documents[0]
+        models = setup.models or (Path(name) / "sender", Path(name) / "receiver")
+        correction = _correction(args.corrected, args.maps, read_model_identity(models[1]))
+        added = processor_time(models[1], document, args.corrected, correction)
     told: dict[str, Any] = {
         "pair": f"{args.sender.name}_to_{args.receiver.name}" if args.sender else "random weights",
-        "tokens": tokens,
+        "tokens": len(document),
+        "processor_time_added": added,
         "dtype": args.dtype,
         "documents": len(samples["plain"]),
         "full prefill": {"ttft_p50_ms": round(median(samples["full prefill"], ttft), 1)},
@@ -109,13 +116,7 @@ def _documents(args: argparse.Namespace) -> list[tuple[int, ...]]:
 def _write_profile(models: Sequence[Path], block: Span, maps: Path | None, path: Path) -> None:
     """With one plan, whose E a whole matrix corrects."""
     sender, receiver = map(read_model_identity, models)
-    if maps is None:
-        hidden, drawn = receiver.hidden_size, torch.Generator().manual_seed(0)
-        matrix = torch.randn(hidden, hidden, generator=drawn) / hidden
-        it = Correction(torch.zeros(hidden), (matrix,))
-    else:
-        found = load_file(maps)
-        it = Correction(found[f"{block.start}|full|0"], (found[f"{block.start}|full|1"],))
+    it = _correction(block, maps, receiver)
     named = it.named(block.start)
     plan = BlockQuality(start=block.start, stop=block.stop, quality=0.9, e_map=named)
     profile = PairProfile(
@@ -136,6 +137,39 @@ def _write_profile(models: Sequence[Path], block: Span, maps: Path | None, path:
     )
     write_profile(profile, path)
     write_corrections(profile, {named.sha256: it}, path)
+
+
+def _correction(block: Span, maps: Path | None, receiver: ModelIdentity) -> Correction:
+    if maps is not None:
+        found = load_file(maps)
+        return Correction(found[f"{block.start}|full|0"], (found[f"{block.start}|full|1"],))
+    hidden, drawn = receiver.hidden_size, torch.Generator().manual_seed(0)
+    matrix = torch.randn(hidden, hidden, generator=drawn) / hidden
+    return Correction(torch.zeros(hidden), (matrix,))
+
+
+@torch.inference_mode()
+def processor_time(
+    path: Path, document: Sequence[int], block: Span, correction: Correction
+) -> dict[str, float]:
+    """Shares of the map in a block over a document and in its full prefill, by one thread."""
+    torch.set_num_threads(1)
+    settings = {"dtype": torch.float32, "device": torch.device("cpu")}
+    model = LayeredModel(load_model(ModelSource(path=path), **settings))
+    e = model.prefix(document, [block.start]).e[block.start]
+    ways = {
+        "map": lambda: correction(e[0]),
+        "block": lambda: model.recompute(e, block),
+        "full prefill": lambda: model.prefix(document, ()),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(NUM_TIMES):
+        for name, way in ways.items():
+            began = time.process_time()
+            way()
+            seconds[name].append(time.process_time() - began)
+    least = {name: min(of) for name, of in seconds.items()}
+    return {f"of {it}": round(least["map"] / least[it], 5) for it in ("block", "full prefill")}
 
 
 def asked(it: Bench, blocks: Mapping[str, Span]) -> dict[str, list[Sample]]:

@@ -100,10 +100,11 @@ def cost() -> Table:
                 f"{it['full prefill']['ttft_p50_ms'] / 1e3:.2f} s",
                 *(f"{_block(at)}: {at['ttft_p50_ms'] / 1e3:.2f} s" for at in (plain, corrected)),
                 f"{mean} % [{low}, {high}]",
+                *(f"{100 * share:.1f} %" for share in it["processor_time_added"].values()),
             ]
         )
     head = ["pair, documents", "full prefill", "E as it is", "corrected", "corrected − as it is"]
-    return head, rows
+    return [*head, "map, of the block", "of full prefill"], rows
 
 
 def _block(it: dict[str, Any]) -> str:

@@ -316,6 +316,7 @@ PARTS: Final[dict[str, Callable[[], str]]] = {
     "e_correction": lambda: table(*e_tables.blocks()),
     "e_beside": lambda: table(*e_tables.beside()),
     "e_kinds": lambda: table(*e_tables.kinds()),
+    "e_cost": lambda: table(*e_tables.cost()),
     "e_maps": lambda: table(*e_tables.maps()),
     "refreshed_layers": refreshed_layers,
     "sizes": sizes,
