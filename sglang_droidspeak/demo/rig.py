@@ -12,9 +12,9 @@ from typing import Any
 import msgspec
 import requests
 
-from cachetree import Cache, CacheConfig, Family, ModelIdentity, Span
-from cachetree.tree import page_hashes
+from cachetree import ModelIdentity, Span
 from profiles.data import Document, Question, score
+from sglang_droidspeak.cli.live import state_of
 from sglang_droidspeak.demo.results import Condition, Sample
 from sglang_droidspeak.fleet.servers import (
     Server,
@@ -27,9 +27,9 @@ from sglang_droidspeak.fleet.servers import (
 from sglang_droidspeak.request.meta_info import KEY, RequestProvenance
 
 PUBLISH_S = 60.0
-SETTLE_S = 0.05
-"""The receiver gets the same advertisement as the watcher, on a thread of its own."""
+"""Longest that a document's pages take to be on offer."""
 READY_S = 30.0
+_LOOK_S = 0.05
 PAGE_SIZE = 16
 """Tokens."""
 
@@ -57,21 +57,9 @@ class Subject:
     """SGLang's own options, for both servers."""
     host_gb: float = 1.0
     """Host memory for the sender's KV and E."""
-    page_size: int = PAGE_SIZE
-
-    @property
-    def family(self) -> Family:
-        return Family(
-            **self.sender_identity.shape,
-            model_dtype=self.dtype,
-            kv_dtype=self.dtype,
-            page_size=self.page_size,
-            tp_size=1,
-            tp_rank=0,
-        )
 
     def specs(self, listen: str) -> tuple[ServerSpec, ServerSpec]:
-        options = {**self.options, "dtype": self.dtype, "page-size": self.page_size}
+        options = {**self.options, "dtype": self.dtype, "page-size": PAGE_SIZE}
         e_layers = [self.block.start] if self.block.start else []
         maps: dict[str, Any] = {}
         if self.e_maps_of is not None:
@@ -85,6 +73,7 @@ class Subject:
                     "listen": listen,
                     "capture_layers": e_layers,
                     "host_gb": self.host_gb,
+                    "fetch_deadline_s": PUBLISH_S,
                 },
             ),
             ServerSpec(
@@ -107,29 +96,15 @@ class Subject:
 class Rig:
     """Made by `started`. Methods block; any failure raises DemoFailed with the servers' logs."""
 
-    def __init__(self, subject: Subject, sender: Server, receiver: Server, watcher: Cache) -> None:
+    def __init__(self, subject: Subject, sender: Server, receiver: Server) -> None:
         self.subject = subject
         self._sender = sender
         self._receiver = receiver
-        self._watcher = watcher
 
     def send(self, document: Document) -> None:
-        """Have the sender read the document, and wait until peers know of every page."""
-        self._sender.generate(document.prefix, max_new_tokens=1, timeout_s=600)
-        pages = page_hashes(document.prefix, self.subject.page_size)
-        sender_id = self.subject.sender_identity.model_id
-        deadline_s = time.monotonic() + PUBLISH_S
-        while True:
-            found = [it.num_pages for it in self._watcher.match(pages) if it.model == sender_id]
-            if max(found, default=0) == len(pages):
-                break
-            if time.monotonic() > deadline_s:
-                raise DemoFailed(
-                    f"the sender advertised {max(found, default=0)} of {len(pages)} pages within "
-                    f"{PUBLISH_S:.0f} s; the end of its log:\n{end_of(self._sender.log)}"
-                )
-            time.sleep(0.01)
-        time.sleep(SETTLE_S)
+        """Have the sender read the document; the receiver knows of every page then."""
+        publish = {"publish": "before_reply"}
+        self._sender.generate(document.prefix, max_new_tokens=1, droidspeak=publish, timeout_s=600)
 
     def ask(self, condition: Condition, document: Document, question: Question) -> Sample:
         """One answer of a receiver whose device cache is empty."""
@@ -169,13 +144,16 @@ def started(
             servers = stack.enter_context(
                 running(*subject.specs(listen), folder=folder, env=env, on_wait=on_wait)
             )
-        watcher = stack.enter_context(
-            Cache(subject.family, CacheConfig(peers=(listen,), serves=False))
-        )
-        if not watcher.wait_ready(READY_S):
-            (peer,) = watcher.status().peers
-            raise DemoFailed(f"the sender's cache at {listen} is {peer.state}: {peer.error}")
-        yield Rig(subject, *servers, watcher)
+        _wait_connected(servers[1], listen)
+        yield Rig(subject, *servers)
+
+
+def _wait_connected(receiver: Server, listen: str) -> None:
+    deadline_s = time.monotonic() + READY_S
+    while (peer := state_of(receiver.url, None)[KEY]["peers"][0])["state"] != "ready":
+        if time.monotonic() > deadline_s:
+            raise DemoFailed(f"the sender's cache at {listen} is {peer['state']}: {peer['reason']}")
+        time.sleep(_LOOK_S)
 
 
 @contextlib.contextmanager
