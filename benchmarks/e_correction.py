@@ -325,14 +325,14 @@ def _told(found: Sequence[Found]) -> dict[str, Any]:
             full = [it.f1["full prefill"] for it in found]
             plan["f1_to_full"] = _paired([it.f1[name] for it in found], full)
         plans.append(plan)
-    answered = {"full_prefill": round(fmean(it.f1["full prefill"] for it in found), 6)}
+    own = [it.f1["full prefill"] for it in found if it.f1]
     return {
         "pair": found[0].pair,
         "on": found[0].on,
         "contexts": len(found),
         "questions": sum(it.questions for it in found),
         "mean_tokens": round(fmean(it.tokens for it in found)),
-        **(answered if found[0].f1 else {}),
+        **({"full_prefill": round(fmean(own), 6)} if own else {}),
         "plans": plans,
     }
 
