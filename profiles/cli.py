@@ -90,6 +90,14 @@ def add_commands(commands: Any) -> None:
         "choose; it is kept beside the profile, for servers",
     )
     choice.add_argument(
+        "--fit-data",
+        action="append",
+        default=[],
+        metavar="DATA",
+        help="contexts that these maps are fitted on instead, as in --data; their questions are "
+        "not asked",
+    )
+    choice.add_argument(
         "--timing-seconds",
         type=float,
         metavar="X",
@@ -332,6 +340,7 @@ def _settings(
             **chosen,
             "data": tuple(args.data),
             "held_out": tuple(getattr(args, "held_out", ())),
+            "fit_data": tuple(getattr(args, "fit_data", ())),
             "options": options,
             "out": out,
             "small": None if small is None else ModelSource(path=small),

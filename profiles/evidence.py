@@ -123,7 +123,7 @@ class FrontierPoint(WrittenBlock, frozen=True, kw_only=True, omit_defaults=True)
     full prefill there."""
 
     e_map: EMap | None = None
-    """What corrects E at its start, fitted on contexts of the training split."""
+    """What corrects E at its start, fitted on contexts of the training split or of `--fit-data`."""
 
     train_quality: float
     held_out: Interval

@@ -103,6 +103,7 @@ def profile_pair(settings: Settings, console: Console) -> MeasuredProfile:
     pair = open_pair(settings)
     positions = pair.receiver.config.max_position_embeddings
     train, held_out = load_splits(settings, pair.tokenizer, positions)
+    fitted_on = load_fitted_on(settings, pair.tokenizer, positions, held_out)
     documents = [*train.documents, *held_out.documents]
     group = settings.group or default_group(pair.num_layers)
     blocks = grid(pair.num_layers, group)
@@ -137,7 +138,9 @@ def profile_pair(settings: Settings, console: Console) -> MeasuredProfile:
     if settings.e_correction:
         ends = {it.stop for it in listed}
         late = [it for it in blocks if it.start and it.stop in ends]
-        bench, found = corrected(bench, train.documents, late, settings, console)
+        bench, found = corrected(
+            bench, train.documents, fitted_on or train.documents, late, settings, console
+        )
         candidates += found
     stage = Stage(split=TRAIN, title="choosing", candidates=candidates)
     tried = judge_all(bench, train.documents, stage, costs, console)
@@ -186,22 +189,23 @@ def profile_pair(settings: Settings, console: Console) -> MeasuredProfile:
 def corrected(
     bench: Bench,
     documents: Sequence[Document],
+    fitted_on: Sequence[Document],
     blocks: Sequence[Span],
     settings: Settings,
     console: Console,
 ) -> tuple[Bench, list[Candidate]]:
-    """The bench with maps that are fitted on these documents, and of the blocks from the E that
+    """The bench with maps that are fitted on those documents, and of the blocks from the E that
     they correct those that stay closest to full prefill."""
     assert bench.journal.costs is not None
     forecast = Forecast(bench.journal.costs, bench.receiver.model.head_layers)
-    fitting = forecast.fitting(documents)
+    fitting = forecast.fitting(fitted_on)
     with shown(console, "fitting", Clock(sum(fitting.values()))) as done:
         layers = sorted({it.start for it in blocks})
         models = bench.sender.model, bench.receiver.model
 
         def contexts() -> Iterator[DocumentPasses]:
             for place, seconds in fitting.items():
-                yield DocumentPasses(*models, documents[place].prefix, layers, layers)
+                yield DocumentPasses(*models, fitted_on[place].prefix, layers, layers)
                 done(seconds, True)
 
         maps = fit_maps(contexts(), layers, models[1].dtype, models[1].device)
@@ -257,6 +261,22 @@ def load_splits(
         Data(files=data_files(sources, train), documents=train),
         Data(files=data_files(judged_sources, held_out), documents=held_out),
     )
+
+
+def load_fitted_on(
+    settings: Settings, tokenizer: PreTrainedTokenizerBase, positions: int, held_out: Data
+) -> list[Document]:
+    """What `fit_data` names; no context that judges may be among it."""
+    if not settings.fit_data:
+        return []
+    _, documents = load_documents(settings, settings.fit_data, tokenizer, positions)
+    shared = {it.context for it in documents} & {it.context for it in held_out.documents}
+    if shared:
+        raise ConfigError(
+            f"{len(shared)} contexts are both in --fit-data and among those that judge; a map has "
+            "to be judged on others than it was fitted on"
+        )
+    return documents
 
 
 def load_documents(

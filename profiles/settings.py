@@ -60,6 +60,8 @@ class Settings:
     seed: int = 0
     e_correction: bool = False
     """Try plans with corrected E, too."""
+    fit_data: tuple[str, ...] = ()
+    """As `data`, what their maps are fitted on; where there are none, the contexts that choose."""
     pruned: bool = True
     """Decode only plans that the fast measure leaves on the frontier."""
     timing: Repeats = DEFAULT_REPEATS
@@ -78,6 +80,8 @@ class Settings:
         for flag in ("max-memory-gb", "max-device-memory-gb"):
             bound = getattr(self, flag.replace("-", "_"))
             _require(bound is None or bound > 0, flag, bound, "more than 0")
+        if self.fit_data and not self.e_correction:
+            raise ConfigError("--fit-data is given without --e-correction, which fits; give both")
         _require(self.dtype in DTYPES, "dtype", self.dtype, " or ".join(DTYPES))
 
 

@@ -126,12 +126,16 @@ def test_a_run_that_was_stopped_twice_ends_like_one_that_was_not(few, tmp_path):
     assert one.made.sweep_passes_per_context == 4 + 1
 
 
-def test_corrected_plans_are_tried_with_maps_of_the_training_contexts(few, tmp_path):
+@pytest.mark.parametrize("fit_data", [False, True])
+def test_corrected_plans_are_tried_with_maps_of_the_contexts_to_fit_on(few, tmp_path, fit_data):
     """And are served, judged and read back like others."""
     data, out = tmp_path / "more.jsonl", tmp_path / "pair.json"
     write_records(read_records(DATA / "train.jsonl")[:18], data)
     args = [*few, "--plans", "4", "--out", str(out)]
-    args[args.index("--data") + 1] = str(data)
+    if fit_data:
+        args += ["--fit-data", str(data)]
+    else:
+        args[args.index("--data") + 1] = str(data)
     status, said = run(*args, "--e-correction")
     assert status == 0, said
     profile = read_measured(out)
@@ -152,6 +156,18 @@ def test_corrected_plans_are_tried_with_maps_of_the_training_contexts(few, tmp_p
         (found,) = (maps[at.sha256] for at in profile.e_maps if at.layer == it.layer)
         for one, other in zip(found.tensors, expected.tensors, strict=True):
             assert torch.allclose(one, other, rtol=1e-3, atol=1e-4)
+
+
+def test_maps_are_fitted_on_nothing_that_judges(few, tmp_path):
+    held_out = few[few.index("--held-out") + 1]
+    args = [*few, "--out", str(tmp_path / "pair.json"), "--fit-data", held_out]
+    status, said = run(*args, "--e-correction")
+    assert status == 1
+    assert "contexts are both in --fit-data and among those that judge" in said
+    assert "training" not in said, "nothing was computed"
+    status, said = run(*args)
+    assert status == 1
+    assert "--fit-data is given without --e-correction" in said
 
 
 def test_the_summary_comes_first_and_the_verdict_last(few, tmp_path, monkeypatch):
