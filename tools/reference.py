@@ -33,7 +33,7 @@ from sglang_droidspeak.request.controls import Controls
 from sglang_droidspeak.request.meta_info import RequestProvenance
 from sglang_droidspeak.request.outcomes import SECTIONS
 from sglang_droidspeak.start.config import Settings
-from tools import e_tables
+from tools import e_tables, study_tables
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 _PART: Final = re.compile(r"(<!-- made: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -226,7 +226,7 @@ def real_pairs() -> str:
         judged = ["–"] * 4
         if plan is not None:
             judged = [
-                words.span(plan.block),
+                words.plan(plan),
                 words.quality(plan.held_out.mean),
                 words.bound(plan),
                 words.percent(derived.ttft_ratio(found, plan.ttft_s)),
@@ -318,6 +318,8 @@ PARTS: Final[dict[str, Callable[[], str]]] = {
     "e_kinds": lambda: table(*e_tables.kinds()),
     "e_cost": lambda: table(*e_tables.cost()),
     "e_maps": lambda: table(*e_tables.maps()),
+    "under_load": lambda: table(*study_tables.under_load()),
+    "served": lambda: table(*study_tables.served()),
     "refreshed_layers": refreshed_layers,
     "sizes": sizes,
 }

@@ -38,11 +38,9 @@ def stepped(times_s: Sequence[float], per_s: float, factor: float) -> list[float
 
 
 def shuffled_rounds(num: int, num_documents: int, seed: int) -> list[int]:
-    """Which document each request reads: all of them once, in one order after the other.
+    """Which document each request reads: all of them in one order, again and again.
 
-    A cache that holds fewer than half of them and gives up the oldest never has one twice.
+    A cache that holds fewer of them and gives up the oldest never has one when it comes again.
     """
-    generator = np.random.default_rng(seed)
-    rounds = -(-num // num_documents)
-    order = [generator.permutation(num_documents) for _ in range(rounds)]
-    return np.concatenate(order)[:num].tolist()
+    order = np.random.default_rng(seed).permutation(num_documents)
+    return np.resize(order, num).tolist()

@@ -25,8 +25,9 @@ PAIRS: Final = ROOT / "examples/pairs"
 """The small pairs, in a clone."""
 _REAL: Final = ROOT / "build/real"
 """Where `python -m tools.real` puts the real pair and its data."""
-_SENDER, _SKILL = "questions", "json"
-_PROFILE: Final = ROOT / f"examples/real/{_SENDER}_to_{_SKILL}.json"
+_SKILL: Final = "questions"
+"""What the receiver is trained for; the sender is the base model."""
+_PROFILE: Final = ROOT / f"examples/real/base_to_{_SKILL}.json"
 _NOT_HERE: Final = (
     "No real pair with a profile that passed is here; `make real` makes its models. The small "
     "trained pair takes its place: its documents are too short to be timed."
@@ -119,7 +120,7 @@ class DemoConfig:
         """The real pair where it has been made and has passed, on documents of about 2,000 tokens;
         else the small one."""
         real = cls(
-            sender=_REAL / "merged" / _SENDER,
+            sender=_REAL / "base",
             receiver=_REAL / "merged" / _SKILL,
             profile=_PROFILE,
             data=_REAL / f"data/{_SKILL}/long.jsonl",

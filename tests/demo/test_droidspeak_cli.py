@@ -105,13 +105,12 @@ def test_where_the_real_pair_is_not_made_the_small_one_takes_its_place(monkeypat
 
 
 def test_the_real_pair_is_taken_where_it_is_made(monkeypatch, tmp_path: Path) -> None:
-    for made in ("merged/questions", "merged/json", "data/json/long.jsonl"):
+    for made in ("base", "merged/questions", "data/questions/long.jsonl"):
         (tmp_path / made).mkdir(parents=True)
     monkeypatch.setattr(config, "_REAL", tmp_path)
     monkeypatch.setattr(config, "_PROFILE", SMALL.profile)
     found = DemoConfig.shipped()
-    merged = tmp_path / "merged"
-    assert (found.sender, found.receiver) == (merged / "questions", merged / "json")
+    assert (found.sender, found.receiver) == (tmp_path / "base", tmp_path / "merged/questions")
     assert not found.instead
     failed = replace(read_measured(SMALL.profile), passed=False, reason="too bad")
     write_profile(failed, tmp_path / "failed.json")
