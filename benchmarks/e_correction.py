@@ -2,7 +2,7 @@
 
     python benchmarks/e_correction.py measure NAME --sender DIR --receiver DIR --fit FILE \\
         --on FILE --blocks 14:24,20:24 --state DIR [--real] [--contexts N] [--seconds 240] \\
-        [--kinds bias,full] [--no-answers]
+        [--kinds bias,full] [--no-answers] [--sender-lora DIR] [--receiver-lora DIR]
     python benchmarks/e_correction.py texts FILE
     python benchmarks/e_correction.py report --state DIR
 
@@ -100,6 +100,8 @@ def main() -> None:
     measuring.add_argument("name")
     for flag in ("sender", "receiver", "fit", "on"):
         measuring.add_argument(f"--{flag}", type=Path, required=True)
+    for flag in ("sender", "receiver"):
+        measuring.add_argument(f"--{flag}-lora", type=Path, help="an adapter on it")
     measuring.add_argument("--blocks", required=True)
     measuring.add_argument("--kinds", default="", help=f"of maps, beside that taken: {KINDS}")
     measuring.add_argument("--real", action="store_true", help="prompts of the real pairs")
@@ -126,8 +128,8 @@ def measure(args: argparse.Namespace) -> None:
     """Fit, if that is not done, then context after context."""
     began = time.monotonic()
     settings = Settings(
-        sender=ModelSource(path=args.sender),
-        receiver=ModelSource(path=args.receiver),
+        sender=ModelSource(path=args.sender, adapter=args.sender_lora),
+        receiver=ModelSource(path=args.receiver, adapter=args.receiver_lora),
         data=(str(args.fit),),
         options=REAL if args.real else SMALL,
         dtype="float32",

@@ -169,7 +169,7 @@ def mirror(it: Bench, block: Span) -> None:
             location=match.location,
             pages=Span(0, len(pages)),
             block=block,
-            num_layers=NUM_LAYERS,
+            num_layers=it.relay.family.num_layers,
             strategy=Strategy.EVERYTHING_FIRST,
         )
         staging = it.relay.fetch(plan, pages, Deadline.after(60))
@@ -181,7 +181,7 @@ def mirror(it: Bench, block: Span) -> None:
             def joined(kind: Kind, layer: int, it: Staging = staging) -> memoryview:
                 return memoryview(b"".join(it.views(Step(kind, layer))))
 
-            kv = [joined(Kind.KV, layer) for layer in range(NUM_LAYERS)]
+            kv = [joined(Kind.KV, layer) for layer in range(plan.num_layers)]
             e = {layer: joined(Kind.E, layer) for layer in plan.transition_layers}
             assert it.relay.store(match.model, None, pages, kv, e)
 

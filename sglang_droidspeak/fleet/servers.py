@@ -24,7 +24,7 @@ import yaml
 from sglang_droidspeak.start.config import LINKER_MODULE
 
 START_TIMEOUT_S = 180.0
-_PORTS = range(20000, 32768)
+_PORTS = range(10_000, 22_000)
 _given_out: list[contextlib.ExitStack] = []
 """Names of this machine that stand for ports; they are taken until this process ends."""
 _LOOK_S = 0.1
@@ -47,8 +47,8 @@ def free_port(num_ranks: int = 1) -> int:
     """A port that nobody listens on, and that no process of this machine is given again while this
     one lives; the first of as many for the ranks of a server.
 
-    Not one of those that the system hands to outgoing connections (32768 and above on Linux): such
-    a connection could take it before the server binds it.
+    Not one of those that the system hands to outgoing connections (32768 and above on Linux), or
+    that SGLang takes for itself (22000 to 29999): they could be taken before the server binds it.
     """
     for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
         with contextlib.suppress(OSError), contextlib.ExitStack() as names:

@@ -14,8 +14,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from engine_parts import ENV
+from forked import ServerSpec
 
-from sglang_droidspeak.demo import DemoConfig
+from sglang_droidspeak.cli import main
+from sglang_droidspeak.demo import DemoConfig, rig
 
 pytestmark = pytest.mark.server
 
@@ -68,11 +71,18 @@ def assert_nothing_is_left(mark: str) -> None:
         time.sleep(0.1)
 
 
-def test_own_pair_is_answered_and_timed(tmp_path: Path) -> None:
-    with demo(tmp_path, *OWN_PAIR, "--num-questions", "9") as (process, mark):
-        output, _ = process.communicate(timeout=300)
-        assert process.returncode == 0, output
-        assert_nothing_is_left(mark)
+def run(*args: str) -> int:
+    """The command in this process, on servers that are forks of one that has imported SGLang."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(rig, "ServerSpec", ServerSpec)
+        patched.setattr(DemoConfig, "env", ENV)
+        return main(["demo", *args])
+
+
+def test_own_pair_is_answered_and_timed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    status = run("--out", str(tmp_path), *OWN_PAIR, "--num-questions", "9")
+    output = "".join(capfd.readouterr())
+    assert status == 0, output
     found = json.loads((tmp_path / "demo.json").read_text())
     ways = found["pair"]["conditions"]
     assert found["failures"] == []
@@ -106,11 +116,11 @@ def test_a_signal_ends_the_servers(
         assert_nothing_is_left(mark)
 
 
-def test_a_server_that_fails_shows_the_end_of_its_log(tmp_path: Path) -> None:
+def test_a_server_that_fails_shows_the_end_of_its_log(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     options = tmp_path / "options.yaml"
     options.write_text("no-such-option: 1\n")
-    with demo(tmp_path / "out", "--options", str(options)) as (process, mark):
-        output, _ = process.communicate(timeout=240)
-        assert process.returncode == 1
-        assert "ended with" in output and "no-such-option" in output
-        assert_nothing_is_left(mark)
+    assert run("--out", str(tmp_path / "out"), *OWN_PAIR, "--options", str(options)) == 1
+    output = "".join(capfd.readouterr())
+    assert "ended with" in output and "no-such-option" in output

@@ -1,29 +1,31 @@
 """Two real servers, stock attention and ours, answer the same requests; LoRA answers otherwise."""
 
-import contextlib
 import json
-import os
 import random
-import signal
-import socket
-import subprocess
-import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from forked import ServerSpec
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from sglang_droidspeak.fleet.servers import Server, running
+
 pytestmark = pytest.mark.server
 
 NUM_WORDS, HIDDEN, INTERMEDIATE, LAYERS, HEADS, KV_HEADS = 256, 128, 256, 3, 4, 2
-START_DEADLINE_S = 240
+CPU = {
+    "device": "cpu",
+    "dtype": "float32",
+    "max-total-tokens": 8192,
+    "max-running-requests": 8,
+    "chunked-prefill-size": 256,
+    "sleep-on-idle": True,
+}
+ENV = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 def make_base(folder: Path) -> Path:
@@ -82,81 +84,25 @@ def make_adapter(folder: Path, base: Path) -> Path:
     return folder
 
 
-def free_port() -> int:
-    """Not one that the system hands to outgoing connections, which could take it meanwhile."""
-    while True:
-        port = random.SystemRandom().randrange(20000, 32768)
-        with contextlib.suppress(OSError), socket.socket() as probe:
-            probe.bind(("127.0.0.1", port))
-            return port
-
-
-class Server:
-    """`python -m sglang.launch_server --device cpu` in a process group of its own."""
-
-    def __init__(self, model: Path, log: Path, *options: str) -> None:
-        self.log, self.url = log, f"http://127.0.0.1:{(port := free_port())}"
-        environment = {k: v for k, v in os.environ.items() if k != "SGLANG_USE_CPU_ENGINE"}
-        command = [sys.executable, "-m", "sglang.launch_server", "--device", "cpu"]
-        command += ["--model-path", str(model), "--host", "127.0.0.1", "--port", str(port)]
-        command += ["--dtype", "float32", "--page-size", "16", "--max-total-tokens", "8192"]
-        command += ["--max-running-requests", "8", "--chunked-prefill-size", "256"]
-        command += ["--skip-server-warmup", "--sleep-on-idle", *options]
-        with log.open("wb") as output:
-            self.process = subprocess.Popen(
-                command,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                env=environment | {"SGLANG_TORCH_CPU_START": "fork", "OMP_NUM_THREADS": "1"},
-            )
-
-    def wait(self) -> None:
-        deadline = time.monotonic() + START_DEADLINE_S
-        while time.monotonic() < deadline and self.process.poll() is None:
-            try:
-                with urllib.request.urlopen(f"{self.url}/health", timeout=5):
-                    return
-            except (urllib.error.URLError, OSError):
-                time.sleep(0.2)
-        raise AssertionError(f"no server:\n{self.log.read_text()[-4000:]}")
-
-    def generate(self, text: str | list[str], **fields: object) -> list[dict]:
-        sampling = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
-        body = {"text": text, "sampling_params": sampling, "return_logprob": True} | fields
-        request = urllib.request.Request(
-            f"{self.url}/generate",
-            data=json.dumps(body).encode(),
-            headers={"Content-Type": "application/json"},
-        )
-        with urllib.request.urlopen(request, timeout=60) as response:
-            answer = json.load(response)
-        return answer if isinstance(answer, list) else [answer]
-
-    def close(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-
-
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Server]]:
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
     folder = tmp_path_factory.mktemp("torch_cpu")
     base = make_base(folder / "base")
-    adapter = make_adapter(folder / "adapter", base)
-    lora = ("--enable-lora", "--lora-paths", f"adapter={adapter}")
-    started = []
-    try:
-        started.append(
-            Server(base, folder / "stock.log", "--attention-backend", "torch_native", *lora)
-        )
-        started.append(Server(base, folder / "ours.log", *lora))
-        for server in started:
-            server.wait()
-        yield started[0], started[1]
-    finally:
-        for server in started:
-            server.close()
+    adapters = {"adapter": make_adapter(folder / "adapter", base)}
+    stock = {"attention-backend": "torch_native"}
+    specs = [
+        ServerSpec(model=base, name=name, options=CPU | options, adapters=adapters)
+        for name, options in (("stock", stock), ("ours", {}))
+    ]
+    with running(*specs, folder=folder, env=ENV) as started:
+        yield started
+
+
+def generate(server: Server, text: str | list[str], **fields: object) -> list[dict]:
+    sampling = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
+    body = {"text": text, "sampling_params": sampling, "return_logprob": True} | fields
+    answer = server.post("/generate", **body)
+    return answer if isinstance(answer, list) else [answer]
 
 
 def words(count: int, seed: int) -> str:
@@ -174,28 +120,28 @@ def assert_same(ours: list[dict], stock: list[dict]) -> None:
         assert logprobs(mine) == pytest.approx(logprobs(theirs), abs=1e-4)
 
 
-def test_the_platform_chose_its_backend(servers: tuple[Server, Server]) -> None:
+def test_the_platform_chose_its_backend(servers: list[Server]) -> None:
     stock, ours = servers
     assert "'attention_backend': 'torch_native'" in stock.log.read_text()
     assert "'attention_backend': 'torch_cpu'" in ours.log.read_text()
 
 
-def test_answers_equal_the_stock_backend(servers: tuple[Server, Server]) -> None:
+def test_answers_equal_the_stock_backend(servers: list[Server]) -> None:
     shared = words(640, seed=1)  # longer than two chunks
-    cold = [server.generate(f"{shared} {words(20, seed=2)}") for server in servers]
+    cold = [generate(server, f"{shared} {words(20, seed=2)}") for server in servers]
     assert_same(cold[1], cold[0])
     batch = [f"{shared} {words(n, seed=n)}" for n in (3, 40, 300)] + [words(9, seed=5)]
-    warm = [server.generate(batch) for server in servers]
+    warm = [generate(server, batch) for server in servers]
     assert_same(warm[1], warm[0])
     cached = [answer["meta_info"]["cached_tokens"] for answer in warm[1]]
     assert all(640 - 16 <= n <= 640 for n in cached[:3]), cached
     assert len({answer["text"] for answer in warm[1]}) == 4
 
 
-def test_lora_answers_differ_from_the_base(servers: tuple[Server, Server]) -> None:
+def test_lora_answers_differ_from_the_base(servers: list[Server]) -> None:
     prompt = words(60, seed=3)
-    plain = [server.generate(prompt) for server in servers]
-    adapted = [server.generate(prompt, lora_path="adapter") for server in servers]
+    plain = [generate(server, prompt) for server in servers]
+    adapted = [generate(server, prompt, lora_path="adapter") for server in servers]
     assert_same(plain[1], plain[0])
     assert_same(adapted[1], adapted[0])
     assert adapted[1][0]["text"] != plain[1][0]["text"]
