@@ -81,13 +81,14 @@ class Holds:
         self, model: ModelId | None, pages: Sequence[PageHash], deadline: Deadline | None
     ) -> tuple[dict[ModelId, int], Hold | None]:
         """As `CacheTree.pin`; also the hold of the pin that this one took the place of."""
-        top = self._trie.root.children.get(pages[0]) if pages else None
-        models = [] if top is None else list(top.local) if model is None else [model]
+        known = self._trie.path(None, pages)  # Whoever asks may have sent what is no prompt.
+        models = [] if not known else list(known[0].node.local) if model is None else [model]
+        pages, prompt = pages[: depth_of(known[-1])] if known else [], pages
         found = {each: self._trie.last_local(each, None, pages) for each in models}
         places = {each: place for each, place in found.items() if place is not None}
         if not places:
             return {}, None
-        name = model, pages[-1]
+        name = model, prompt[-1]
         self._check(name, places)
         depths = {each: depth_of(place) for each, place in places.items()}
         hold = Hold(max(depths.values()))
@@ -96,7 +97,7 @@ class Holds:
             assert end is not None
             self._trie.split(end.node, end.stop)  # What follows is not kept.
             hold.add(end.node.local[each])
-        replaced = self.unpin(model, pages)
+        replaced = self.unpin(model, prompt)
         self._pins[name] = Pin(hold=hold, until_s=deadline.at_s if deadline else inf)
         self.count_pinned()
         return depths, replaced

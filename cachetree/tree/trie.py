@@ -279,11 +279,15 @@ def _leads_to(below: Node, above: Node, pages: Sequence[PageHash], depth: int) -
     """Whether the nodes from `above`, which ends in `pages`, to `below`, which has one of them,
     have at both of their ends what belongs there.
 
-    Who has the first page of a node has no other node in its place; who has the last one, where it
+    What is in a node here was computed here or stored as the exact KV of its pages, and so is all
+    above it: one page of it that is right says that all before are. Of what was only advertised,
+    who has the first page of a node has no other node in its place; who has the last one, where it
     is right, has all of the node right. `depth` pages stand before the first.
     """
     node, stop = below, above.stop
     while node.start > stop:
+        if node.local:
+            return True
         at, parent = node.start - depth, node.parent
         assert parent is not None
         if node.pages[0] != pages[at] or parent.pages[-1] != pages[at - 1]:
