@@ -30,13 +30,8 @@ from cachetree.memory import (
 from cachetree.planning import Link, Match, Plan
 from cachetree.status import CacheStatus, FetchLog
 from cachetree.tier import MakeTier, NoteSpeed, Search, Tier
-from cachetree.transport import (
-    Peer,
-    Worker,
-    verbs,
-)
+from cachetree.transport import Peers, Worker, is_directory, verbs
 from cachetree.transport.pace import Bandwidth
-from cachetree.transport.peer import NO_WORKER
 from cachetree.transport.tracing import NoteServed, untraced
 from cachetree.tree import CacheTree
 
@@ -85,7 +80,7 @@ class Cache:
         self._worker: Worker | None = None
         self._disk: DiskTier | None = None
         self._tiers: dict[Location, Tier] = {}
-        self._peers: dict[Location, Peer] = {}
+        self._peers = Peers(self.tree, None, clock)
         self._stores = tuple(map(Location, config.stores))
         try:
             if config.disk_path:
@@ -103,14 +98,15 @@ class Cache:
                     clock=clock,
                     note_served=note_served,
                 )
-            own_epoch = self._worker.epoch if self._worker else NO_WORKER
+            self._peers = Peers(self.tree, self._worker, clock)
             for address in map(Location, config.peers):
-                peer = config.peer_at(address)
-                self._peers[address] = Peer(
-                    self.tree, address, peer, own_epoch=own_epoch, clock=clock
-                )
+                how = config.peer_at(address)
+                if is_directory(address):
+                    self._peers.watch(address, how)
+                else:
+                    self._peers.add(address, how)
             for address in self._stores:
-                self._peers[address].push()
+                self._peers.now[address].push()
         except ConfigError:
             self.close()
             raise
@@ -204,7 +200,7 @@ class Cache:
             return staging
         staging.traceparent = traceparent
         self._under_way[plan.location].add(staging)
-        source = self._tiers.get(plan.location) or self._peers.get(plan.location)
+        source = self._tiers.get(plan.location) or self._peers.now.get(plan.location)
         if source is None:
             staging.fail(FetchError(f"{plan.location} is not a peer of this server"))
         else:
@@ -241,7 +237,7 @@ class Cache:
 
     def link(self, location: Location) -> Link | None:
         """What a fetch from a location takes beside those under way; None where that is unknown."""
-        source = self._speeds.get(location) or self._peers.get(location)
+        source = self._speeds.get(location) or self._peers.now.get(location)
         link = source.link if source else None
         if link is None:
             return None
@@ -251,8 +247,7 @@ class Cache:
 
     def wait_ready(self, timeout_s: float) -> bool:
         """Block until every peer is ready; False when the time is over or one is refused."""
-        deadline = Deadline.after(timeout_s, self._clock)
-        return all(peer.wait_ready(deadline.remaining_s()) for peer in self._peers.values())
+        return self._peers.wait_ready(Deadline.after(timeout_s, self._clock))
 
     def stop_serving(self) -> None:
         """Let nobody read from here any more; what is stored stays, and is fetched as before.
@@ -264,8 +259,8 @@ class Cache:
             worker.close()
 
     def sources(self) -> tuple[verbs.Source, ...]:
-        """The peers in a few words; from any thread, without waiting."""
-        return tuple(peer.status.source for peer in tuple(self._peers.values()))
+        """The peers, and where more are found, in a few words; any thread, without waiting."""
+        return self._peers.sources()
 
     def status(self) -> CacheStatus:
         """All of it in numbers, from any thread; it waits for no more than the tree's lock."""
@@ -280,8 +275,8 @@ class Cache:
             staging_bytes_in_use=self._arriving.lent_bytes,
             staging_bytes=self._staging_bytes,
             fetches=self._fetch_log.counts(),
-            peers=tuple(peer.status for peer in self._peers.values()),
-            stores=tuple(self._peers[address].push_status for address in self._stores),
+            peers=tuple(peer.status for peer in self._peers.now.values()),
+            stores=tuple(self._peers.now[address].push_status for address in self._stores),
             worker=worker.status() if worker else None,
             worker_turn_age_s=worker.turn_age_s if worker else 0.0,
             disk=self._disk.status() if self._disk else None,
@@ -295,8 +290,7 @@ class Cache:
         at most.
         """
         self._is_closed = True
-        for peer in self._peers.values():
-            peer.close()
+        self._peers.close()
         if self._worker is not None:
             self._worker.close()
         for tier in self._tiers.values():

@@ -13,7 +13,7 @@ import msgspec
 from cachetree.checkpoint import Family
 from cachetree.disk import DiskConfig
 from cachetree.errors import UNREADABLE, ConfigError, written
-from cachetree.transport import PeerConfig, WorkerConfig
+from cachetree.transport import PeerConfig, WorkerConfig, is_directory
 from cachetree.transport.address import parse_address, parse_remote
 from cachetree.tree import Retention
 
@@ -42,11 +42,13 @@ class CacheConfig(Retention, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     disk_sync: bool = False
     """Whether each entry is flushed to the device, so that a power cut loses at most the last."""
     peers: tuple[str, ...] = ()
-    """Addresses of the workers to read from. Each is trusted to have computed what it serves, for
-    all tenants."""
+    """Addresses of the workers to read from, or where they are found: `dns://NAME:PORT`, all
+    addresses of a name, and `redis://HOST:PORT/DB`, those that are announced there
+    (`worker.announce`). Each is trusted to have computed what it serves, for all tenants."""
     peer_keys: dict[str, str] = msgspec.field(default_factory=dict)
     """Address of a peer to its public key, or to the file that holds it. A peer that is named here
-    is spoken to in cipher, with `peer.key_file` as own key; the others in clear."""
+    is spoken to in cipher, with `peer.key_file` as own key; the others in clear. Those that are
+    found have to prove the key of where they are found; with Redis these may be many."""
     stores: tuple[str, ...] = ()
     """Which of the peers also keep what comes into this cache, so that it outlives it; they must
     accept that (`worker.accepts` there)."""
@@ -73,10 +75,14 @@ class CacheConfig(Retention, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             raise ConfigError(f"stores is {list(self.stores)!r}; name each worker once")
         own = parse_address(self.worker.listen, field="listen")
         for address in self.peers if self.serves and own.port else ():
-            if parse_remote(address, field="peers") == own:
+            if not is_directory(address) and parse_remote(address, field="peers") == own:
                 raise ConfigError(
                     f"peers has {address}, where this server itself listens; remove it"
                 )
+        for address in filter(is_directory, self.stores):
+            raise ConfigError(
+                f"stores has {address}, which names no single worker; list the worker"
+            )
         for address in set(self.stores) - set(self.peers):
             raise ConfigError(
                 f"stores has {address}, which is not in peers, so that nothing stored there would "

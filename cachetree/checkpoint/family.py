@@ -99,6 +99,11 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     tp_rank: int = 0
 
     @property
+    def digest(self) -> str:
+        """Of all its fields; equal on every machine."""
+        return hashlib.sha256(msgspec.json.encode(self, order="sorted")).hexdigest()[:32]
+
+    @property
     def kv_page_bytes(self) -> int:
         """Bytes of one page of one layer's KV: rows of `[token, (K, V), kv_head, head_dim]`, each
         vector of `head_dim` encoded."""

@@ -11,8 +11,7 @@ A fetch, from the reader to the pages and back:
     peer             one thread, one session
     pending_fetches  asks, asks again
     receiver         writes the request
-    connection, channel ══ Fetch ═══════════► server           the sockets
-                                              worker           one thread, all sessions
+    connection, channel ══ Fetch ═══════════► channel, worker  one thread, all sessions
                                               session          what is only on disk comes first;
                                                                leases the pages
                                               sender           cuts them into frames, in fair turns
@@ -26,7 +25,7 @@ A store, from the tree that has an entry to the tree that keeps it:
     advertise        notes what comes in
     peer             one thread, one session
     pending_stores   one entry at a time
-    connection, channel ══ Store ═══════════► server, worker
+    connection, channel ══ Store ═══════════► channel, worker
                                               session          the page before it comes first
     pending_stores   ◄═════════ Wanted ══════ receiver         takes room for it
     sender           cuts it into frames
@@ -34,22 +33,25 @@ A store, from the tree that has an entry to the tree that keeps it:
                                               receiver         checks them, commits the entry
     pending_stores   ◄═════════ Stored ══════
 
-`advertise` tells peers what a worker holds, `admin` answers and asks for operators, `handshake`
-and `keys` say who may do what, `backoff` how long who fails has to wait, `status` counts.
+`server` has a worker's sockets and lets peers in, `advertise` tells them what it holds, `peers` has
+one peer for each worker and takes in whom `directory` finds, `admin` answers and asks for
+operators, `handshake` and `keys` say who may do what, `backoff` how long who fails has to wait,
+`status` counts.
 """
 
 from cachetree.transport.admin import ask
 from cachetree.transport.backoff import Backoff, LogLimiter
 from cachetree.transport.config import PeerConfig, WorkerConfig
+from cachetree.transport.directory import is_directory
 from cachetree.transport.handshake import (
     Credentials,
-    check_peer,
     check_ports,
     check_worker,
     credentials_of,
 )
 from cachetree.transport.keys import write_key_pair
 from cachetree.transport.peer import Peer
+from cachetree.transport.peers import Peers, check_peer
 from cachetree.transport.status import PeerState, PeerStatus, PusherStatus
 from cachetree.transport.tracing import serve_spans, untraced
 from cachetree.transport.verbs import Source, Status, StatusRequest
@@ -63,6 +65,7 @@ __all__ = [
     "PeerConfig",
     "PeerState",
     "PeerStatus",
+    "Peers",
     "PusherStatus",
     "Source",
     "Status",
@@ -74,6 +77,7 @@ __all__ = [
     "check_ports",
     "check_worker",
     "credentials_of",
+    "is_directory",
     "serve_spans",
     "untraced",
     "write_key_pair",

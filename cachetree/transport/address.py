@@ -30,6 +30,11 @@ class Address:
         return ":" in self.host
 
     @property
+    def is_everywhere(self) -> bool:
+        """Every interface of a machine, and so no address for others."""
+        return self.host in ("*", "0.0.0.0", "::")
+
+    @property
     def is_loopback(self) -> bool:
         try:
             return ipaddress.ip_address(self.host).is_loopback

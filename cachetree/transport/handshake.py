@@ -22,8 +22,9 @@ import zmq
 
 from cachetree.errors import AuthenticationError, CacheTreeError, FetchError
 from cachetree.transport import keys
-from cachetree.transport.address import open_port, parse_address, parse_listen, parse_remote
-from cachetree.transport.config import PeerConfig, WorkerConfig
+from cachetree.transport.address import open_port, parse_address, parse_listen
+from cachetree.transport.config import WorkerConfig
+from cachetree.transport.directory import check_announced
 from cachetree.transport.frames import Seals, Unsealed
 from cachetree.transport.keys import KeyPair, PublicKey
 
@@ -281,6 +282,8 @@ def check_worker(config: WorkerConfig) -> None:
     """Whether a worker could start, but for binding its address; raises ConfigError."""
     parse_listen(config.listen, field="listen", insecure=config.insecure, key_file=config.key_file)
     gate_of(config)
+    if config.announce:
+        check_announced(config.announce, parse_address(config.listen, field="listen"))
 
 
 def check_ports(config: WorkerConfig) -> None:
@@ -288,12 +291,6 @@ def check_ports(config: WorkerConfig) -> None:
     listen = parse_address(config.listen, field="listen")
     for field, port in (("listen", listen.port), ("bulk_port", config.bulk_port)):
         open_port(replace(listen, port=port), field=field).close()
-
-
-def check_peer(address: str, config: PeerConfig) -> None:
-    """Whether a peer could start; raises ConfigError."""
-    parse_remote(address, field="peers")
-    credentials_of(config.key_file, config.server_key)
 
 
 def _bound(socket: zmq.Socket[bytes], max_message_bytes: int) -> None:

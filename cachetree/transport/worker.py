@@ -21,13 +21,14 @@ from cachetree.errors import (
     ProtocolError,
 )
 from cachetree.ids import PAGE_HASH_BYTES, Location
-from cachetree.transport import frames, verbs, wire
+from cachetree.transport import frames, keys, verbs, wire
 from cachetree.transport.address import parse_listen
 from cachetree.transport.admin import AdminService
 from cachetree.transport.advertise import Advertiser
 from cachetree.transport.backoff import LogLimiter
 from cachetree.transport.channel import Channel
 from cachetree.transport.config import WorkerConfig
+from cachetree.transport.directory import Lease, Rounds, announced, check_announced
 from cachetree.transport.handshake import gate_of
 from cachetree.transport.receiver import StoreReceiver
 from cachetree.transport.sender import BURST, SendScheduler, Stream
@@ -81,6 +82,8 @@ class Worker:
             config.listen, field="listen", insecure=config.insecure, key_file=config.key_file
         )
         gate = gate_of(config)
+        if config.announce:
+            check_announced(config.announce, listen)
         self._wakeup = Wakeup()
         try:
             self._router = Router(listen, self._wakeup, gate, config, clock)
@@ -94,6 +97,7 @@ class Worker:
             target=self._run, name=f"cachetree-worker {self.address}", daemon=True
         )
         self._thread.start()
+        self._announced = self._announce(config) if config.announce else None
 
     def knowing(self) -> Callable[[], bool]:
         """Asks whether all peers know by now what was in the tree at this call, but for those who
@@ -103,9 +107,16 @@ class Worker:
 
     def close(self) -> None:
         """Stop serving; streams under way end on the other side at once. Idempotent."""
+        if self._announced is not None:
+            self._announced.close()
         self._closing.set()
         self._wakeup.wake()
         self._thread.join(CLOSE_S)
+
+    def _announce(self, config: WorkerConfig) -> Rounds:
+        key = keys.read_key_pair(config.key_file).public if config.key_file else ""
+        lease = Lease(public_key=key, addresses=(self.address,))
+        return announced(config.announce, self._tree.family, self.epoch, lease)
 
     def status(self) -> verbs.Status:
         """The worker in numbers; from any thread, not an atomic picture."""

@@ -41,8 +41,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     listen: str | None = None
     """Where others may read this server's cache, `tcp://host:port`; none serves nobody."""
     peers: tuple[str, ...] = ()
-    """Servers whose caches this one may read, `tcp://host:port`; each is trusted to have computed
-    what it serves, for all tenants."""
+    """Servers whose caches this one may read, `tcp://host:port`, or where they are found:
+    `dns://name:port`, all addresses of a name, and `redis://host:port/db`, those with `announce`
+    there. Each is trusted to have computed what it serves, for all tenants."""
+    announce: str | None = None
+    """Redis or Valkey in which others find this server, `redis://host:port/db`; they have it in
+    `peers`. None tells nobody."""
     push_to: tuple[str, ...] = ()
     """Workers (`cachetree serve`) that also keep what this server stores, so that it outlives the
     server; they need not stand in `peers` too."""
@@ -120,7 +124,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     folders of `.pub` files."""
     peer_keys: dict[str, str] = {}
     """Address of a peer to its public key, or to the file with it; to the others this server talks
-    in clear."""
+    in clear. Those that are found have to prove the key of where they are found; for Redis this may
+    be a folder of `.pub` files."""
     bulk_port: int = 0
     """Where KV, E and the messages about them go, over a TCP connection that each peer opens after
     its handshake at `listen`, on the same host; 0 takes a free port. A firewall or a container has
@@ -158,6 +163,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 "allowed_peers is set and listen is not: nobody reads from this server; set "
                 "listen, or remove allowed_peers"
             )
+        if self.announce and self.listen is None:
+            raise ConfigError(
+                "announce is set and listen is not: nobody could read from this server; set "
+                "listen, or remove announce"
+            )
         if self.key_file is not None and self.listen is None and not self.peer_keys:
             raise ConfigError(
                 f"key_file is {self.key_file}, and neither listen nor peer_keys gives it a use; "
@@ -183,7 +193,8 @@ def at_rank(location: str, tp_rank: int) -> str:
     ('tcp://127.0.0.1:7003', 'tcp://127.0.0.1:0', 'disk')
     """
     host, _, port = location.rpartition(":")
-    if not tp_rank or not location.startswith("tcp:") or not port.isdecimal() or not int(port):
+    has_port = location.startswith(("tcp:", "dns:")) and port.isdecimal() and int(port)
+    if not tp_rank or not has_port:
         return location
     return f"{host}:{int(port) + tp_rank}"
 
@@ -199,6 +210,7 @@ def cache_config(settings: Settings, model: ModelId, tp_rank: int = 0) -> CacheC
             allowed_peers=settings.allowed_peers,
             bulk_port=settings.bulk_port and settings.bulk_port + tp_rank,
             insecure=settings.insecure,
+            announce=settings.announce or "",
             model=model,
             max_bytes_per_s=cap,
             shared_memory=settings.shared_memory,

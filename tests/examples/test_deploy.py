@@ -7,16 +7,23 @@ import re
 import shlex
 import shutil
 import subprocess
+import urllib.request
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 import sglang
 import yaml
+from kubernetes_validate import validate
 from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.exposition import choose_encoder
 
+from cachetree import Cache
 from cachetree.cli import parser as cachetree
-from cachetree.cli.serve import read_config
+from cachetree.cli.serve import parse_config, read_config
+from cachetree.metrics import StatusPage
+from cachetree.transport import check_worker, is_directory, write_key_pair
 from sglang_droidspeak.cli import parser as droidspeak
 from sglang_droidspeak.cli.serve import options_of
 from tools import dashboard, reference
@@ -114,3 +121,119 @@ def test_the_services_start_as_they_are_told(monkeypatch: pytest.MonkeyPatch) ->
     assert set(re.findall(r'"(\w+):\d+"', targets)) == {"worker", "reader", "answerer"}
     for volume in services["prometheus"]["volumes"] + services["grafana"]["volumes"]:
         assert (DEPLOY / volume.partition(":")[0]).is_dir()
+
+
+KUBERNETES = [
+    part
+    for file in sorted((DEPLOY / "kubernetes").glob("*.yaml"))
+    for part in yaml.safe_load_all(file.read_text())
+]
+
+
+def of_kind(*kinds: str) -> list[dict[str, Any]]:
+    return [it for it in KUBERNETES if it["kind"] in kinds]
+
+
+PODS = of_kind("DaemonSet", "Deployment")
+
+
+@pytest.mark.parametrize(
+    "part", KUBERNETES, ids=lambda it: f"{it['kind']} {it['metadata']['name']}"
+)
+def test_what_kubernetes_is_given_is_of_its_schemas(part: dict[str, Any]) -> None:
+    if part["apiVersion"] != "monitoring.coreos.com/v1":
+        validate(part, "1.30", strict=True)
+        return
+    known = {"ServiceMonitor": {"selector", "endpoints"}, "PrometheusRule": {"groups"}}
+    assert part.keys() == {"apiVersion", "kind", "metadata", "spec"}
+    assert part["spec"].keys() == known[part["kind"]]
+
+
+def test_the_operator_of_prometheus_is_given_the_same() -> None:
+    (rule,), (monitor,) = of_kind("PrometheusRule"), of_kind("ServiceMonitor")
+    assert rule["spec"] == yaml.safe_load((DEPLOY / "prometheus/alerts.yaml").read_text())
+    (job,) = yaml.safe_load((DEPLOY / "prometheus/prometheus.yaml").read_text())["scrape_configs"]
+    (endpoint,) = monitor["spec"]["endpoints"]
+    snake = [
+        {re.sub("[A-Z]", lambda it: "_" + it[0].lower(), key): value for key, value in it.items()}
+        for it in endpoint["metricRelabelings"]
+    ]
+    assert snake == job["metric_relabel_configs"]
+    (of,) = monitor["spec"]["selector"]["matchExpressions"]
+    scraped = [
+        it["metadata"]["labels"][of["key"]]
+        for it in of_kind("Service")
+        if "labels" in it["metadata"]
+    ]
+    assert sorted(scraped) == sorted(of["values"])
+
+
+def test_pods_mount_what_there_is_and_services_lead_to_their_ports() -> None:
+    ports = {}
+    for pod in PODS:
+        template = pod["spec"]["template"]
+        labels, spec = template["metadata"]["labels"], template["spec"]
+        assert pod["spec"]["selector"]["matchLabels"].items() <= labels.items()
+        (container,) = spec["containers"]
+        assert {it["name"] for it in container["volumeMounts"]} == {
+            it["name"] for it in spec["volumes"]
+        }
+        ports[labels["app"]] = {it["name"]: it["containerPort"] for it in container["ports"]}
+        probes = [it["httpGet"]["port"] for name, it in container.items() if name.endswith("Probe")]
+        assert set(probes) == {"http"}
+    for service in of_kind("Service"):
+        there = ports[service["spec"]["selector"]["app"]]
+        assert {it["name"]: it["port"] for it in service["spec"]["ports"]}.items() <= there.items()
+    numbers = {number for of in ports.values() for number in of.values()}
+    for policy in of_kind("NetworkPolicy"):
+        for way in policy["spec"]["ingress"]:
+            assert {it["port"] for it in way["ports"]} <= numbers
+
+
+def test_pods_start_as_they_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With keys as the comments say they are made, and the addresses that the Services have."""
+    monkeypatch.chdir(ROOT)
+    for name in ("worker", "engine"):
+        write_key_pair(tmp_path, name)
+    (settings,) = of_kind("ConfigMap")
+    told = settings["data"]["worker.yaml"].replace("/keys/", f"{tmp_path}/")
+    config = parse_config(yaml.safe_load(told), "worker.yaml")
+    worker = config.cache.worker
+    check_worker(worker)
+    names = {it["metadata"]["name"] for it in of_kind("Service")}
+    for pod in PODS:
+        (container,) = pod["spec"]["template"]["spec"]["containers"]
+        program, *words = [it.replace("/keys/", f"{tmp_path}/") for it in container["command"]]
+        ports = {str(it["containerPort"]) for it in container["ports"]}
+        if program == "cachetree":
+            told = {it.rpartition(":")[2] for it in (worker.listen, config.http)}
+            assert ports == {*told, str(worker.bulk_port)}
+            assert cachetree().parse_args(words).config.name in settings["data"]
+            continue
+        assert {it.removeprefix("--port=") for it in words if it.startswith("--port=")} == ports
+        args = droidspeak().parse_args(words)
+        options_of(args)
+        assert {it.split("/")[2] for it in (*args.peer, *args.push_to)} == {
+            "cachetree:30020",
+            "cachetree-here:30020",
+        }
+        assert {it.split("/")[2].partition(":")[0] for it in (*args.peer, *args.push_to)} <= names
+        assert is_directory(args.peer[0])
+
+
+def test_probes_ask_for_what_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    config = read_config(DEPLOY / "worker.yaml")
+    small = msgspec.structs.replace(
+        config.cache, host_bytes=1 << 20, staging_bytes=1 << 20, serves=False
+    )
+    engine = (Path(sglang.__file__).parent / "srt/entrypoints/http_server.py").read_text()
+    with Cache(config.family, small) as cache, StatusPage("127.0.0.1", 0, cache.status) as page:
+        for pod in PODS:
+            (container,) = pod["spec"]["template"]["spec"]["containers"]
+            for probe in (it for name, it in container.items() if name.endswith("Probe")):
+                path = probe["httpGet"]["path"]
+                if pod["kind"] == "DaemonSet":
+                    assert urllib.request.urlopen(page.url + path, timeout=5).status == 200
+                else:
+                    assert f'@app.get("{path}")' in engine

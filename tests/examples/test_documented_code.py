@@ -33,6 +33,7 @@ from tools.reference import ROOT, pages
 CHECKOUT = "/path/to/this/checkout"
 PAIRS = ROOT / "examples/pairs"
 STAND_INS = {
+    "deploy": ROOT / "deploy",
     "examples": ROOT / "examples",
     "pair.json": PAIRS / "sender_to_receiver.json",
     **dict.fromkeys(("PATH", "models/reader"), PAIRS / "weights/sender"),
@@ -137,7 +138,9 @@ def _run(words: list[str]) -> None:
         case ["curl", url, "-H", "Content-Type: application/json", "-d", body]:
             assert url.endswith("/generate")
             assert set(json.loads(body)) <= {"text", "sampling_params"}
-        case ["python" | "bash", path]:
+        case ["kubectl", "create", "secret", "generic", _, *files]:
+            assert all(Path(it.removeprefix("--from-file=")).exists() for it in files)
+        case ["kubectl", "apply", "-f", path] | ["python" | "bash", path]:
             assert Path(path).exists()
         case _:
             pytest.fail(f"nothing is known of {shlex.join(words)}")

@@ -1,0 +1,190 @@
+"""All the workers that a cache reads from: those of its settings, and those that are found."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+from typing import Final
+
+import msgspec
+
+from cachetree.clock import Clock, Deadline
+from cachetree.errors import ConfigError
+from cachetree.ids import Location
+from cachetree.transport import keys, verbs
+from cachetree.transport.address import parse_address, parse_remote
+from cachetree.transport.backoff import LogLimiter
+from cachetree.transport.config import PeerConfig
+from cachetree.transport.directory import (
+    Found,
+    Look,
+    Rounds,
+    check_directory,
+    is_directory,
+    look_into,
+)
+from cachetree.transport.handshake import credentials_of
+from cachetree.transport.peer import NO_WORKER, Peer
+from cachetree.transport.status import PeerState
+from cachetree.transport.worker import Worker
+from cachetree.tree import CacheTree
+
+log = logging.getLogger("cachetree.directory")
+
+GONE_S: Final = 10.0
+"""A worker that for so long nobody names and nobody can read is forgotten."""
+
+
+class Peers:
+    """`now` is what there is at this moment, by address: replaced and never changed, so that a
+    request reads it without waiting.
+
+    Each directory has a thread, which alone waits for it. What it said last holds until it says
+    something else, and a worker that it no longer names is read for as long as that answers.
+    """
+
+    def __init__(self, tree: CacheTree, own: Worker | None, clock: Clock) -> None:
+        """`own` is this server's worker, which is nobody's peer here."""
+        self._tree = tree
+        self._clock = clock
+        self._own = own
+        self._own_epoch: Final = own.epoch if own else NO_WORKER
+        self._lock = threading.Lock()
+        """Held by the thread of a directory that changes anything of this."""
+        self._named: dict[str, Mapping[Location, PeerConfig]] = {}
+        """By directory: whom it named last, and how they are read."""
+        self._found: dict[Location, PeerConfig] = {}
+        """Those of `now` that are in no settings."""
+        self._gone_at_s: dict[Location, float] = {}
+        self._rounds: list[Rounds] = []
+        self._limiter = LogLimiter(clock)
+        self._is_closed = False
+        self.now: Mapping[Location, Peer] = {}
+
+    def add(self, address: Location, config: PeerConfig) -> None:
+        """A worker that stays; raises ConfigError."""
+        peer = Peer(self._tree, address, config, own_epoch=self._own_epoch, clock=self._clock)
+        self.now = {**self.now, address: peer}
+
+    def watch(self, url: str, config: PeerConfig) -> None:
+        """From now on add whom a directory names, and take out who is gone; raises ConfigError."""
+        allowed = check_found(url, config)
+        look = look_into(url, self._tree.family, self._own_epoch)
+        self._rounds.append(Rounds(url, partial(self.look, url, look, config, allowed)))
+
+    def sources(self) -> tuple[verbs.Source, ...]:
+        """Peers and directories in a few words; from any thread, without waiting."""
+        return (*(it.status.source for it in self.now.values()), *map(_source, self._rounds))
+
+    def wait_ready(self, deadline: Deadline) -> bool:
+        """Block until every directory has answered and every peer is ready; whether they did."""
+        have = [it.has_gone_well.wait(deadline.remaining_s()) for it in self._rounds]
+        return all(have) and all(it.wait_ready(deadline.remaining_s()) for it in self.now.values())
+
+    def close(self) -> None:
+        """Idempotent. A directory that is silent is not waited for."""
+        self._is_closed = True
+        for rounds in self._rounds:
+            rounds.close()
+        for peer in self.now.values():
+            peer.close()
+
+    def look(self, url: str, look: Look, config: PeerConfig, allowed: Collection[str]) -> None:
+        """Ask a directory, and do what follows; raises as `look`. `allowed` are the keys of which
+        whom it names has to prove one; none where they are believed."""
+        try:
+            self._named[url] = {
+                it.address: msgspec.structs.replace(config, server_key=key)
+                for it in look()
+                for key in self._key_of(it, allowed)
+            }
+        finally:
+            with self._lock:
+                named = {at: how for it in tuple(self._named.values()) for at, how in it.items()}
+                self._take_out(named)
+                self._bring_in({} if self._is_closed else named)
+
+    def _key_of(self, found: Found, allowed: Collection[str]) -> list[str | None]:
+        told = found.public_key or next(iter(allowed), None)  # DNS tells none.
+        if not allowed or told in allowed:
+            return [told if allowed else None]
+        self._skip(found.address, f"{found.address} has a key that is not in peer_keys")
+        return []
+
+    def _take_out(self, named: Mapping[Location, PeerConfig]) -> None:
+        now_s = self._clock()
+        for address, config in tuple(self._found.items()):
+            peer = self.now[address]
+            has_other_key = named.get(address, config) != config
+            if not has_other_key and (address in named or peer.state is PeerState.READY):
+                self._gone_at_s.pop(address, None)
+            elif has_other_key or now_s - self._gone_at_s.setdefault(address, now_s) >= GONE_S:
+                self.now = {at: it for at, it in self.now.items() if at != address}
+                del self._found[address]
+                self._gone_at_s.pop(address, None)
+                peer.close()
+
+    def _bring_in(self, named: Mapping[Location, PeerConfig]) -> None:
+        for address in sorted(named.keys() - self.now.keys()):
+            try:
+                if not self._is_own(address):
+                    self.add(address, named[address])
+                    self._found[address] = named[address]
+            except ConfigError as exc:
+                self._skip(address, str(exc))
+
+    def _is_own(self, address: Location) -> bool:
+        """Raises ConfigError for what is no address."""
+        remote = parse_remote(address, field="a directory")
+        own = parse_address(self._own.address, field="listen") if self._own else None
+        if own is None or remote.port != own.port:
+            return False
+        return remote == own or (own.is_everywhere and _is_here(remote.host))
+
+    def _skip(self, address: str, why: str) -> None:
+        if self._limiter.may(address):
+            log.warning("a worker that was found is skipped: %s", why)
+
+
+def check_peer(address: str, config: PeerConfig) -> None:
+    """Whether a peer, or what finds some, could start; raises ConfigError."""
+    if is_directory(address):
+        check_found(address, config)
+        return
+    parse_remote(address, field="peers")
+    credentials_of(config.key_file, config.server_key)
+
+
+def check_found(url: str, config: PeerConfig) -> Sequence[str]:
+    """The public keys of which those that are found there have to prove one; raises ConfigError."""
+    check_directory(url, field="peers")
+    if config.server_key is None:
+        return ()
+    allowed = sorted(keys.read_public_keys([config.server_key], field="peer_keys"))
+    if url.startswith("dns:") and len(allowed) > 1:
+        raise ConfigError(
+            f"peer_keys of {url} names {len(allowed)} keys, and DNS does not say whose is whose; "
+            "give one that all of its workers have"
+        )
+    credentials_of(config.key_file, allowed[0])
+    return allowed
+
+
+def _source(rounds: Rounds) -> verbs.Source:
+    is_well = rounds.has_gone_well.is_set() and not rounds.error
+    state = PeerState.READY if is_well else PeerState.CONNECTING
+    return verbs.Source(address=rounds.name, state=state.value, reason=rounds.error)
+
+
+def _is_here(host: str) -> bool:
+    """Whether an address is one of this machine's."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind((host, 0))
+    except OSError:
+        return False
+    return True

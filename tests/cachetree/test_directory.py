@@ -1,0 +1,359 @@
+"""Workers that are found: by a name in DNS, and in Redis; by fakes of both, in this process."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from push_parts import cache_of, fetched
+from redis_parts import FakeRedis, fake_redis
+from security_parts import new_party
+from transport_parts import FAMILY, FAST, eventually, new_tree, pages_of, store, worker_of
+
+from cachetree import ConfigError, Deadline, Location, PeerConfig, WorkerConfig
+from cachetree.transport import Peers, Worker
+from cachetree.transport.address import Address
+from cachetree.transport.directory import (
+    LEASE_S,
+    MAX_FOUND,
+    Found,
+    Lease,
+    RedisLeases,
+    announced,
+    resolved,
+)
+from cachetree.transport.peers import GONE_S
+
+PAGES = pages_of(4)
+NAME = "dns://cachetree:7001"
+
+
+@pytest.fixture
+def redis() -> Iterator[FakeRedis]:
+    with fake_redis() as fake:
+        yield fake
+
+
+class Clock:
+    """The real one, and how far a test has put it forward."""
+
+    def __init__(self) -> None:
+        self.ahead_s = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self.ahead_s
+
+
+@contextlib.contextmanager
+def peers_of(own: Worker | None = None) -> Iterator[tuple[Peers, Clock]]:
+    clock = Clock()
+    peers = Peers(new_tree(), own, clock)
+    try:
+        yield peers, clock
+    finally:
+        peers.close()
+
+
+def look(peers: Peers, *found: Location | Found, allowed: tuple[str, ...] = ()) -> None:
+    named = [it if isinstance(it, Found) else Found(it) for it in found]
+    peers.look(NAME, lambda: named, FAST, allowed)
+
+
+def states(peers: Peers) -> list[str]:
+    return [it.state for it in peers.sources()]
+
+
+def test_every_address_of_a_name_is_a_worker() -> None:
+    def resolve(host: str, port: int, type: int) -> list[tuple[object, ...]]:
+        assert (host, port, type) == ("cachetree", 7001, socket.SOCK_STREAM)
+        hosts = ("10.0.0.2", "fd00::1", "10.0.0.1", "10.0.0.2")
+        return [(0, type, 6, "", (it, port)) for it in hosts]
+
+    assert resolved(Address("cachetree", 7001), resolve) == [
+        Found(Location("tcp://10.0.0.1:7001")),
+        Found(Location("tcp://10.0.0.2:7001")),
+        Found(Location("tcp://[fd00::1]:7001")),
+    ]
+
+
+def test_a_name_with_too_many_addresses_gives_some() -> None:
+    answers = [(0, 0, 0, "", (f"10.0.{it >> 8}.{it & 255}", 1)) for it in range(2 * MAX_FOUND)]
+    assert len(resolved(Address("x", 1), lambda *_, **__: answers)) == MAX_FOUND
+
+
+def test_a_worker_that_is_found_is_read() -> None:
+    """By the resolver of this machine."""
+    with cache_of() as worker:
+        assert worker.address
+        store(worker.tree, PAGES)
+        port = worker.address.rpartition(":")[2]
+        with cache_of(peers=(f"dns://127.0.0.1:{port}",), serves=False) as cache:
+            assert cache.wait_ready(20)
+            fetched(cache, worker.address, PAGES)
+            assert [(it.address, it.state) for it in cache.sources()] == [
+                (worker.address, "ready"),
+                (f"dns://127.0.0.1:{port}", "ready"),
+            ]
+
+
+def test_what_was_found_stays_while_it_answers_or_the_directory_does_not() -> None:
+    def fails() -> list[Found]:
+        raise socket.gaierror("try again")
+
+    with worker_of(new_tree(PAGES)) as worker, peers_of() as (peers, clock):
+        look(peers, worker.address)
+        eventually(lambda: states(peers) == ["ready"])
+        for _ in range(2):
+            clock.ahead_s += GONE_S
+            with pytest.raises(OSError, match="try again"):
+                peers.look(NAME, fails, FAST, ())
+            look(peers)
+            assert states(peers) == ["ready"]
+
+
+def test_who_is_named_no_more_and_answers_no_more_is_forgotten() -> None:
+    with peers_of() as (peers, clock):
+        with worker_of(new_tree(PAGES)) as worker:
+            look(peers, worker.address)
+            eventually(lambda: states(peers) == ["ready"])
+            tree = peers.now[worker.address]._tree
+            assert tree.match(PAGES)
+        eventually(lambda: states(peers) != ["ready"])
+        look(peers, worker.address)
+        clock.ahead_s += 2 * GONE_S
+        look(peers)  # From now on it is gone.
+        clock.ahead_s += GONE_S / 2
+        look(peers)
+        assert len(peers.now) == 1
+        clock.ahead_s += GONE_S
+        look(peers)
+        assert not peers.now
+        assert not tree.match(PAGES)
+        look(peers, worker.address)
+        assert len(peers.now) == 1
+
+
+def test_a_listed_worker_is_no_concern_of_a_directory() -> None:
+    with peers_of() as (peers, clock):
+        address = Location("tcp://127.0.0.1:9")
+        peers.add(address, FAST)
+        look(peers, address)
+        clock.ahead_s += GONE_S
+        look(peers)
+        clock.ahead_s += GONE_S
+        look(peers)
+        assert list(peers.now) == [address]
+
+
+@pytest.mark.parametrize("listen", ["tcp://127.0.0.1:0", "tcp://0.0.0.0:0"])
+def test_the_own_worker_is_nobodys_peer(listen: str) -> None:
+    with worker_of(new_tree(), listen=listen, insecure=True) as own, peers_of(own) as (peers, _):
+        port = own.address.rpartition(":")[2]
+        look(peers, Location(f"tcp://127.0.0.1:{port}"), Location(f"tcp://192.0.2.1:{port}"))
+        assert list(peers.now) == [f"tcp://192.0.2.1:{port}"]
+
+
+@pytest.mark.parametrize("address", ["", "tcp://*:1", "tcp://h:0", "ipc:///tmp/x", "tcp://h:99999"])
+def test_what_is_no_address_is_skipped(address: str, caplog: pytest.LogCaptureFixture) -> None:
+    with peers_of() as (peers, _):
+        look(peers, Location(address), Location("tcp://192.0.2.1:1"))
+        assert list(peers.now) == ["tcp://192.0.2.1:1"]
+    assert sum("is skipped: a directory is" in it for it in caplog.messages) == 1
+
+
+def test_who_is_found_proves_a_key_that_the_settings_have(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    us, worker_key, stranger = (new_party(tmp_path, it) for it in ("us", "worker", "stranger"))
+    config = msgspec.structs.replace(FAST, key_file=us.key_file)
+    allowed = (worker_key.pair.public,)
+    with (
+        worker_of(
+            new_tree(PAGES), key_file=worker_key.key_file, allowed_peers=(us.pair.public,)
+        ) as worker,
+        worker_of(
+            new_tree(PAGES), key_file=stranger.key_file, allowed_peers=(us.pair.public,)
+        ) as other,
+        peers_of() as (peers, _),
+    ):
+        # The second has another key, and says so; the third says that it has the first one's.
+        found = [
+            Found(worker.address, worker_key.pair.public),
+            Found(other.address, stranger.pair.public),
+        ]
+        peers.look(NAME, lambda: found, config, allowed)
+        eventually(lambda: states(peers) == ["ready"])
+        assert list(peers.now) == [worker.address]
+        assert f"{other.address} has a key that is not in peer_keys" in caplog.text
+        found[1] = Found(other.address, worker_key.pair.public)
+        peers.look(NAME, lambda: found, config, allowed)
+        eventually(lambda: states(peers) == ["ready", "untrusted"])
+
+
+def test_a_worker_that_shows_another_key_is_met_anew(tmp_path: Path) -> None:
+    us, old, new = (new_party(tmp_path, it) for it in ("us", "old", "new"))
+    config = msgspec.structs.replace(FAST, key_file=us.key_file)
+    allowed = (old.pair.public, new.pair.public)
+    with (
+        worker_of(
+            new_tree(PAGES), key_file=new.key_file, allowed_peers=(us.pair.public,)
+        ) as worker,
+        peers_of() as (peers, _),
+    ):
+        for key in (old, new, new):
+            found = [Found(worker.address, key.pair.public)]
+            peers.look(NAME, lambda found=found: found, config, allowed)
+        eventually(lambda: states(peers) == ["ready"])
+
+
+def test_no_request_waits_for_a_directory() -> None:
+    """Nor does anything else of a cache, while the resolver says nothing at all."""
+    silent = threading.Event()
+    with worker_of(new_tree(PAGES)) as worker, peers_of() as (peers, _):
+        look(peers, worker.address)
+        eventually(lambda: states(peers) == ["ready"])
+        other = f"{NAME}0"
+        asking = threading.Thread(
+            target=peers.look, args=(other, lambda: [*[], silent.wait()][:0], FAST, ())
+        )
+        asking.start()
+        try:
+            assert states(peers) == ["ready"]
+            assert peers.now[worker.address].state == "ready"
+            assert peers.wait_ready(Deadline.after(5))
+            look(peers, worker.address)
+        finally:
+            silent.set()
+            asking.join()
+
+
+def test_a_worker_in_redis_is_found_and_read(redis: FakeRedis) -> None:
+    with cache_of(worker=WorkerConfig(announce=redis.url)) as worker:
+        assert worker.address
+        store(worker.tree, PAGES)
+        eventually(lambda: redis.keys)
+        (key,) = redis.keys
+        assert key.startswith(f"cachetree:{FAMILY.digest}:".encode())
+        assert msgspec.json.decode(redis.keys[key][0]) == {
+            "public_key": "",
+            "addresses": [worker.address],
+        }
+        with cache_of(peers=(redis.url,), serves=False) as cache:
+            assert cache.wait_ready(20)
+            fetched(cache, worker.address, PAGES)
+    assert not redis.keys
+
+
+def test_redis_names_workers_of_the_family_but_not_the_own_one(redis: FakeRedis) -> None:
+    other = msgspec.structs.replace(FAMILY, tokenizer="other")
+    told = [(FAMILY, 1, "tcp://h:1"), (FAMILY, 2, "tcp://h:2"), (other, 3, "tcp://h:3")]
+    kept = [announced(redis.url, it, epoch, Lease(addresses=(at,))) for it, epoch, at in told]
+    eventually(lambda: len(redis.keys) == 3)
+    leases = RedisLeases(redis.url, FAMILY, own_epoch=1)
+    assert leases.look() == [Found(Location("tcp://h:2"))]
+    redis.ahead_s = LEASE_S
+    assert leases.look() == []
+    for it in kept:
+        it.close()
+
+
+NONSENSE = (
+    b"\xff",
+    b"[]",
+    b"{}",
+    b'{"addresses": []}',
+    b'{"addresses": [7]}',
+    b'{"addresses": ["%s"]}' % (257 * b"x"),
+    b'{"addresses": ["tcp://h:1"], "public_key": "%s"}' % (129 * b"x"),
+    b'{"addresses": ["tcp://h:1"], "more": "%s"}' % (5000 * b"x"),
+    100_000 * b"[",
+    7,
+)
+
+
+@pytest.mark.parametrize("value", NONSENSE, ids=lambda it: repr(it)[:40])
+def test_nonsense_in_redis_is_skipped(
+    redis: FakeRedis, value: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    leases = RedisLeases(redis.url, FAMILY, own_epoch=1)
+    good = msgspec.json.encode({"addresses": ["tcp://h:2", "tcp://g:2"], "new": 1})
+    for epoch, it in ((2, value), (3, good)):
+        redis.keys[f"cachetree:{FAMILY.digest}:{epoch:016x}".encode()] = it, float("inf")
+    for _ in range(2):
+        assert leases.look() == [Found(Location("tcp://h:2"))]
+    (line,) = caplog.messages
+    assert "is skipped" in line
+    assert len(line) < 400
+
+
+def test_a_redis_that_does_not_answer_is_told_of(
+    redis: FakeRedis, caplog: pytest.LogCaptureFixture
+) -> None:
+    redis.is_broken = True
+    url = redis.url.replace("//", "//me:secret@")
+    with cache_of(peers=(url,), serves=False) as cache:
+        eventually(lambda: cache.sources()[0].reason)
+        (source,) = cache.sources()
+        assert (source.address, source.state) == (redis.url, "connecting")
+        assert "not now" in source.reason
+        assert not cache.wait_ready(0)
+    (line,) = [it for it in caplog.messages if it.startswith("directory")]
+    assert line.startswith(f"directory {redis.url} does not answer: ")
+    assert "secret" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"peers": ("dns://x",)}, "peers names no directory at x; write dns://NAME:PORT"),
+        ({"peers": ("dns://x:7/y",)}, "no directory"),
+        ({"peers": ("redis://x:7/y",)}, "no directory"),
+        ({"peers": ("redis://x:7/0?a=b",)}, "no directory"),
+        ({"peers": ("redis://me:secret@x:99999",)}, "no directory"),
+        ({"worker": WorkerConfig(announce="dns://x:7")}, "cannot be written"),
+        ({"worker": WorkerConfig(announce="x")}, "announce names no directory"),
+        (
+            {
+                "worker": WorkerConfig(
+                    announce="redis://x:7", listen="tcp://0.0.0.0:0", insecure=True
+                )
+            },
+            "nobody finds this server",
+        ),
+        ({"peers": ("dns://x:7",), "stores": ("dns://x:7",)}, "names no single worker"),
+    ],
+)
+def test_what_cannot_be_a_directory_is_refused(settings: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught, cache_of(**settings):
+        pass
+    assert "secret" not in str(caught.value)
+
+
+def test_dns_has_one_key_for_all(tmp_path: Path) -> None:
+    us = new_party(tmp_path, "us")
+    new_party(tmp_path, "worker")
+    config = {
+        "peers": (NAME,),
+        "peer": PeerConfig(key_file=us.key_file),
+        "peer_keys": {NAME: str(tmp_path)},
+        "serves": False,
+    }
+    with pytest.raises(ConfigError, match="names 2 keys, and DNS does not say"), cache_of(**config):
+        pass
+
+
+def test_without_the_package_a_server_with_redis_does_not_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "redis", None)
+    with pytest.raises(ConfigError, match="package redis is not installed"):
+        cache_of(peers=("redis://127.0.0.1:1",), serves=False).__enter__()
+    with pytest.raises(ConfigError, match="package redis is not installed"):
+        cache_of(worker=WorkerConfig(announce="redis://127.0.0.1:1")).__enter__()
