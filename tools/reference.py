@@ -299,6 +299,19 @@ def outcomes(section: str) -> str:
     return "\n".join(told)
 
 
+def study(name: str) -> str:
+    """A table of the serving study, once it has been run."""
+    try:
+        return table(*getattr(study_tables, name)())
+    except FileNotFoundError:
+        return "Not measured yet.\n"
+
+
+STUDIES: Final = (
+    *("served", "under_load", "bursts", "with_senders", "trace"),
+    *("agents", "two_receivers", "link_speeds", "short_documents", "quality"),
+    "witnesses",
+)
 PARTS: Final[dict[str, Callable[[], str]]] = {
     "settings": lambda: fields_of(Settings, _default),
     "controls": lambda: fields_of(Controls, _default),
@@ -318,8 +331,8 @@ PARTS: Final[dict[str, Callable[[], str]]] = {
     "e_kinds": lambda: table(*e_tables.kinds()),
     "e_cost": lambda: table(*e_tables.cost()),
     "e_maps": lambda: table(*e_tables.maps()),
-    "under_load": lambda: table(*study_tables.under_load()),
-    "served": lambda: table(*study_tables.served()),
+    **{name: partial(study, name) for name in STUDIES},
+    "serving_gain": study_tables.gain,
     "refreshed_layers": refreshed_layers,
     "sizes": sizes,
 }

@@ -16,36 +16,53 @@ from profiles.environment import read_environment
 
 from . import rig
 from .agents import coder_and_tester
+from .links import LINKS, relayed
 from .pictures import DRAWN
-from .studies import STUDIES, Found, measure_idle
+from .quality import quality_and_delay
+from .streams import conversations, replayed
+from .studies import ALONE, SERVED, Found, bursts, measure_idle, poisson_arrivals
+from .witness import witnesses
 
-AGENTS = "s16"
+STUDIES = {
+    "s15": (poisson_arrivals, (*SERVED, "wide block")),
+    "s21": (bursts, (ALONE, "block", "wide block")),
+    "s15b": (conversations, (ALONE,)),
+    "trace": (replayed, (ALONE,)),
+    "witness": (witnesses, (ALONE, "block")),
+}
+"""Those of streams of requests, and who has to be measured alone for them."""
+OTHERS = {"s14": quality_and_delay, "s16": coder_and_tester}
+"""Those with models of their own."""
+NAMES = (*STUDIES, *LINKS, *OTHERS)
 KEPT = Path(__file__).parents[1] / "results" / "serving_study"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.serving_study", description=__doc__)
-    parser.add_argument("--only", nargs="+", choices=[*STUDIES, AGENTS], default=[*STUDIES, AGENTS])
+    parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES)
     parser.add_argument("--quick", action="store_true", help="tiny models and few requests")
     parser.add_argument("--requests", type=int, help="of each contender at each rate")
+    parser.add_argument("--trace", help="a file in Mooncake's form")
     parser.add_argument("--draw", action="store_true", help="only the pictures, of what is kept")
     parser.add_argument("--out", type=Path, default=KEPT)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     console = Console(stderr=True)
-    size = rig.QUICK if args.quick else rig.FULL
-    if args.requests:
-        size = msgspec.structs.replace(size, num_requests=args.requests)
+    told = {"num_requests": args.requests, "trace": args.trace}
+    told = {name: value for name, value in told.items() if value is not None}
+    size = msgspec.structs.replace(rig.QUICK if args.quick else rig.FULL, **told)
     if not args.draw:
         measure(size, args.only, args.out, console)
     for name in args.only:
         kept = args.out / f"{name}.json"
-        DRAWN[name](json.loads(kept.read_text()), kept.with_suffix(".png"))
+        if name in DRAWN:
+            DRAWN[name](json.loads(kept.read_text()), kept.with_suffix(".png"))
         console.log(f"{name}: {kept}")
 
 
 def measure(size: rig.Size, names: Sequence[str], out: Path, console: Console) -> None:
-    """One after the other; each is kept as soon as it is done."""
+    """One after the other; each is kept as soon as it is done. Those of links come last, as they
+    end the worker."""
     environment = read_environment(PACKAGES)
 
     def keep(name: str, found: Found) -> None:
@@ -56,13 +73,23 @@ def measure(size: rig.Size, names: Sequence[str], out: Path, console: Console) -
         (out / f"{name}_requests.jsonl").write_bytes(b"".join(lines))
 
     with tempfile.TemporaryDirectory() as folder:
-        if AGENTS in names:
-            keep(AGENTS, coder_and_tester(size, Path(folder) / AGENTS, console.log))
-        if shared := [name for name in names if name in STUDIES]:
-            with rig.rig(Path(folder), size, console.log) as it:
-                idle = measure_idle(it, console.log)
-                for name in shared:
-                    keep(name, STUDIES[name](idle, console.log))
+        for name in OTHERS:
+            if name in names:
+                keep(name, OTHERS[name](size, Path(folder) / name, console.log))
+        streams = [name for name in STUDIES if name in names]
+        links = [name for name in LINKS if name in names]
+        if not streams and not links:
+            return
+        with rig.rig(Path(folder), size, console.log) as it:
+            if streams:
+                alone = {each for name in streams for each in STUDIES[name][1]}
+                idle = measure_idle(it, alone, console.log)
+                for name in streams:
+                    keep(name, STUDIES[name][0](idle, console.log))
+            if links:
+                with relayed(it) as bench:
+                    for name in links:
+                        keep(name, LINKS[name](it, bench, console.log))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Real servers: replicas of a receiver, with the extension and without, and a worker beside them.
 
-A sender reads every document once and stores it in the worker, then ends. Replicas of the receiver
-with the extension read from the worker; as many run SGLang alone. Each computes with one thread.
-Requests go to the replicas of one kind in turns.
+A sender reads every document once and stores it in the worker; then it waits for more. Replicas of
+the receiver with the extension read from the worker; as many run SGLang alone. Each computes with
+one thread. Requests go to the replicas of one kind in turns.
 """
 
 from __future__ import annotations
@@ -21,7 +21,14 @@ from cachetree.checkpoint import read_model_identity
 from cachetree.planning import PROFILE_VERSION, BlockQuality, PairProfile, write_profile
 from cachetree.tree import page_hashes
 from profiles.random_models import random_prompt, shape, write_models
-from sglang_droidspeak.fleet.servers import Server, ServerSpec, WorkerSpec, free_port, running
+from sglang_droidspeak.fleet.servers import (
+    Server,
+    ServerSpec,
+    Worker,
+    WorkerSpec,
+    free_port,
+    running,
+)
 
 from .client import Ask
 
@@ -59,8 +66,17 @@ class Size(msgspec.Struct, frozen=True, kw_only=True):
     """Of coder and tester, for each of them."""
     turn_tokens: int
     """That an agent says."""
+    links_mb_s: tuple[float, ...]
+    """Rates to which the worker is paced."""
+    num_asked: int
+    """Documents that are asked about over each of them."""
     problem_loads: tuple[float, ...]
     """Rates of problems, as shares of what the agents can do without reuse."""
+    num_judged: int
+    """Documents whose answers are judged, of each pair."""
+    judged_pairs: tuple[str, ...] = ("small pair", "base → questions")
+    trace: str = "benchmarks/traces/multi_agent.jsonl"
+    """That is replayed, in Mooncake's form or in that of `benchmarks/simulate`."""
 
     @property
     def pool_tokens(self) -> int:
@@ -83,11 +99,14 @@ FULL = Size(
     num_requests=48,
     loads=(0.5, 0.9, 1.1),
     more_loads=(2.0, 3.5),
-    burst_loads=(0.4, 0.7),
-    num_problems=40,
+    burst_loads=(0.5, 0.8),
+    num_problems=16,
     num_rounds=2,
-    turn_tokens=32,
-    problem_loads=(0.3, 0.6, 0.9),
+    turn_tokens=12,
+    links_mb_s=(5000, 1000, 200, 100, 50),
+    num_asked=10,
+    problem_loads=(0.5, 0.9),
+    num_judged=30,
 )
 QUICK = Size(
     layers=6,
@@ -96,47 +115,83 @@ QUICK = Size(
     block=(2, 4),
     wide_block=(2, 5),
     num_replicas=1,
-    num_documents=12,
+    num_documents=6,
     document_tokens=256,
     question_tokens=16,
     new_tokens=4,
-    num_requests=12,
-    loads=(0.5,),
+    num_requests=6,
+    loads=(0.9,),
     more_loads=(),
-    burst_loads=(0.4,),
+    burst_loads=(0.9,),
     num_problems=4,
     num_rounds=2,
     turn_tokens=8,
+    links_mb_s=(2000,),
+    num_asked=4,
     problem_loads=(0.6,),
+    num_judged=3,
+    judged_pairs=("small pair",),
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Rig:
     size: Size
+    worker: Worker
+    """Holds every document as the sender reads it."""
+    sender: Server
     alone: Sequence[Server]
     """SGLang without the extension."""
     reusing: Sequence[Server]
+    prefixes: Sequence[Sequence[int]]
+    """The documents."""
     documents: Sequence[Sequence[int]]
     """Each with its question."""
+    receiver: Path
+    """Its checkpoint."""
+    family: Family
 
     def ask(
         self, number: int, document: int, at_s: float, controls: Mapping[str, Any] | None
     ) -> Ask:
         """The `number`th request: replicas take turns; None asks SGLang alone."""
-        replicas = self.alone if controls is None else self.reusing
         return Ask(
             at_s=at_s,
-            url=replicas[number % len(replicas)].url,
+            url=self.replica(number, controls).url,
             document=document,
             tokens=self.documents[document],
             num_new=self.size.new_tokens,
             controls=controls,
         )
 
+    def replica(self, number: int, controls: Mapping[str, Any] | None) -> Server:
+        replicas = self.alone if controls is None else self.reusing
+        return replicas[number % len(replicas)]
+
     def flush(self) -> None:
         for server in (*self.alone, *self.reusing):
             server.flush()
+
+    def read(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Have the sender read them; returns once the worker has them."""
+        for prompt in prompts:
+            self.sender.generate(prompt, max_new_tokens=1)
+        with self.reader() as cache:
+            until_stored(cache, prompts)
+
+    def reader(self) -> Cache:
+        """Of what the worker has, once it is heard of."""
+        return Cache(self.family, CacheConfig(peers=(self.worker.address,), serves=False))
+
+
+def until_stored(cache: Cache, prompts: Sequence[Sequence[int]]) -> None:
+    """Returns once it knows of every page of them."""
+    deadline = time.monotonic() + STORED_S
+    for prompt in prompts:
+        pages = page_hashes(prompt, PAGE)
+        while not any(it.num_pages == len(pages) for it in cache.match(pages)):
+            assert time.monotonic() < deadline, "the worker did not get every document"
+            time.sleep(0.05)
 
 
 @contextmanager
@@ -148,10 +203,9 @@ def rig(folder: Path, size: Size, say: Callable[[str], None]) -> Iterator[Rig]:
     profile = write_profile_of(sender, receiver, size)
     small = {**options(), "max-total-tokens": max(1024, size.pool_tokens)}
     settings = {**SETTINGS, "host_gb": 0, "profiles": [str(profile)]}
-    prompts = [random_prompt(size.document_tokens, seed=i) for i in range(size.num_documents)]
     listen = f"tcp://127.0.0.1:{free_port()}"
     e_layers = sorted({size.block[0], size.wide_block[0]})
-    worker = WorkerSpec(config=_worker(receiver, size, listen))
+    holding = WorkerSpec(config=_worker(receiver, size, listen))
     sends = {"push_to": [listen], "capture_layers": e_layers, "host_gb": 1}
     replicas = {
         name: [
@@ -169,20 +223,26 @@ def rig(folder: Path, size: Size, say: Callable[[str], None]) -> Iterator[Rig]:
     one_thread = {"OMP_NUM_THREADS": "1"}
     specs = (writing, *replicas["alone"], *replicas["reusing"])
     say("servers start")
+    prefixes = [random_prompt(size.document_tokens, seed=i) for i in range(size.num_documents)]
+    questions = [random_prompt(size.question_tokens, 9000 + i) for i in range(size.num_documents)]
     with (
-        running(worker, folder=folder / "worker"),
+        running(holding, folder=folder / "worker") as (worker,),
         running(*specs, folder=folder / "logs", env=one_thread) as (server, *others),
     ):
+        it = Rig(
+            size=size,
+            worker=worker,
+            sender=server,
+            alone=others[: size.num_replicas],
+            reusing=others[size.num_replicas :],
+            prefixes=prefixes,
+            documents=[[*of, *asked] for of, asked in zip(prefixes, questions, strict=True)],
+            receiver=receiver,
+            family=_family(receiver),
+        )
         say("the sender reads every document")
-        for prompt in prompts:
-            server.generate(prompt, max_new_tokens=1)
-        _until_stored(receiver, listen, prompts)
-        server.stop()
-        asked = [
-            [*prompt, *random_prompt(size.question_tokens, seed=9000 + i)]
-            for i, prompt in enumerate(prompts)
-        ]
-        yield Rig(size, others[: size.num_replicas], others[size.num_replicas :], asked)
+        it.read(prefixes)
+        yield it
 
 
 def options() -> dict[str, Any]:
@@ -236,8 +296,8 @@ def write_profile_of(sender: Path, receiver: Path, size: Size) -> Path:
     return path
 
 
-def _until_stored(model: Path, address: str, prompts: Sequence[Sequence[int]]) -> None:
-    family = Family(
+def _family(model: Path) -> Family:
+    return Family(
         **read_model_identity(model).shape,
         model_dtype="float32",
         kv_dtype="float32",
@@ -245,10 +305,3 @@ def _until_stored(model: Path, address: str, prompts: Sequence[Sequence[int]]) -
         tp_size=1,
         tp_rank=0,
     )
-    deadline = time.monotonic() + STORED_S
-    with Cache(family, CacheConfig(peers=(address,), serves=False)) as cache:
-        for prompt in prompts:
-            pages = page_hashes(prompt, PAGE)
-            while not any(it.num_pages == len(pages) for it in cache.match(pages)):
-                assert time.monotonic() < deadline, "the worker did not get every document"
-                time.sleep(0.05)

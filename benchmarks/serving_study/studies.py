@@ -1,8 +1,8 @@
-"""Which studies there are, and what each compares."""
+"""S15 and S21: requests for a shared set of documents, and what each contender does alone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from .measures import mean_wait_s, served_rate, summary, trimmed
 from .rig import Rig
 
 ALONE = "SGLang alone"
+SERVED = (ALONE, "full reuse", "block", "adaptive")
 SEED = 7
 TARGET = 2.0
 """Times the TTFT of a full prefill on an idle server."""
@@ -30,7 +31,7 @@ class Idle:
     """Name to controls of the extension; None is SGLang alone. Two blocks: the wider one answers a
     little better."""
     answers: Mapping[str, Sequence[Answer]]
-    """One of every document."""
+    """One of every document, of those that a study needs."""
     target_s: float
     """Of the TTFT."""
 
@@ -43,7 +44,7 @@ class Idle:
         return [answer.latency_s for answer in self.answers[name]]
 
     def summary(self) -> dict[str, Any]:
-        means = {name: float(np.mean(self.services_s(name))) for name in self.contenders}
+        means = {name: float(np.mean(self.services_s(name))) for name in self.answers}
         return {
             "capacity_per_s": self.capacity_per_s,
             "ttft_target_ms": 1000 * self.target_s,
@@ -62,8 +63,9 @@ class Found:
     """Every one that was sent: `client.Answer`, whose and at which load."""
 
 
-def measure_idle(it: Rig, say: Say) -> Idle:
-    """Raises AssertionError where a contender does not reuse what it is told to."""
+def measure_idle(it: Rig, names: Collection[str], say: Say) -> Idle:
+    """Of these, SGLang alone among them. Raises AssertionError where one does not reuse what it is
+    told to."""
     (start, stop), (wide_start, wide_stop) = it.size.block, it.size.wide_block
     answers = {ALONE: _answers_when_idle(it, None, say)}
     target_s = TARGET * float(np.median([answer.ttft_s for answer in answers[ALONE]]))
@@ -75,7 +77,7 @@ def measure_idle(it: Rig, say: Say) -> Idle:
         "adaptive": {"ttft_target_ms": 1000 * target_s},
     }
     for name, controls in contenders.items():
-        if controls is not None:
+        if controls is not None and name in names:
             answers[name] = _answers_when_idle(it, controls, say)
             outcomes = {answer.outcome for answer in answers[name]}
             assert "block" not in controls or outcomes == {"reused"}, f"{name}: {outcomes}"
@@ -92,8 +94,7 @@ def poisson_arrivals(idle: Idle, say: Say) -> Found:
     times_s = poisson(size.num_requests, SEED)
     loads = (*size.loads, *size.more_loads)
     streams = {load: at_rate(times_s, load * idle.capacity_per_s) for load in loads}
-    names = [name for name in idle.contenders if name != "wide block"]
-    rows, requests = _measure(idle, streams, names, say)
+    rows, requests = _measure(idle, streams, SERVED, say)
     for name, of in rows.items():
         for row in of:
             wait_s = mean_wait_s(row["request_rate"] / size.num_replicas, idle.services_s(name))
@@ -129,9 +130,6 @@ def bursts(idle: Idle, say: Say) -> Found:
         if it["arm"] == "adaptive" and it["reused_tokens"] and it["recomputed_layers"] < least
     ]
     return Found({**idle.summary(), "below_the_quality_floor": len(below), "rows": found}, requests)
-
-
-STUDIES: Mapping[str, Callable[[Idle, Say], Found]] = {"s15": poisson_arrivals, "s21": bursts}
 
 
 def _measure(

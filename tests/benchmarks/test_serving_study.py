@@ -6,13 +6,20 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from benchmarks.serving_study.arrivals import at_rate, gamma, poisson, shuffled_rounds, stepped
 from benchmarks.serving_study.client import Answer
+from benchmarks.serving_study.links import fair_link
 from benchmarks.serving_study.measures import mean_wait_s, served_rate, summary, trimmed
+from benchmarks.serving_study.pictures import DRAWN
+from benchmarks.serving_study.streams import lines_of, prompt_of
+from benchmarks.simulate import read_trace
+from benchmarks.simulate.mooncake import of_trace, read_lines, write_lines
+from cachetree import ConfigError
 
 ROOT = Path(__file__).parents[2]
 
@@ -104,15 +111,15 @@ def test_a_request_that_waits_for_the_client_is_late_all_the_same() -> None:
 
 def test_what_a_run_says() -> None:
     answers = [answer(float(i), 0.1 if i % 4 else 0.5, 0.01, 0.03) for i in range(100)]
-    found = summary(answers, rate=1.0, target_s=0.2)
-    assert found["attainment"] == 0.75
-    assert found["request_goodput"] == pytest.approx(0.75 * found["request_throughput"])
-    assert found["median_ttft_ms"] == pytest.approx(100)
-    assert found["p90_ttft_ms"] == pytest.approx(500)
-    assert found["median_itl_ms"] == pytest.approx(20)
-    low, high = found["median_ttft_ms_interval"]
+    told = summary(answers, rate=1.0, target_s=0.2)
+    assert told["attainment"] == 0.75
+    assert told["request_goodput"] == pytest.approx(0.75 * told["request_throughput"])
+    assert told["median_ttft_ms"] == pytest.approx(100)
+    assert told["p90_ttft_ms"] == pytest.approx(500)
+    assert told["median_itl_ms"] == pytest.approx(20)
+    low, high = told["median_ttft_ms_interval"]
     assert [low, high] == pytest.approx([100, 100])
-    assert found["outcomes"] == {"none": 100}
+    assert told["outcomes"] == {"none": 100}
     assert len(trimmed(answers)) == 90
 
 
@@ -126,22 +133,55 @@ def test_intervals_hold_the_median_as_often_as_they_say() -> None:
     assert 0.87 < held / 150 <= 1, "95 % of them, of 150"
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "gap", "landed"),
+    [(4, 4, 4, (4, 8)), (4, 4, 0, (8, 8)), (2, 6, 1, (3, 8)), (6, 2, 1, (8, 5))],
+)
+def test_a_link_that_two_share_evenly(
+    first: float, second: float, gap: float, landed: tuple[float, float]
+) -> None:
+    assert fair_link(first, second, gap) == landed
+
+
+def test_prompts_of_a_trace_are_equal_as_far_as_its_blocks_are() -> None:
+    lines = of_trace(read_trace(ROOT / "benchmarks/traces/multi_agent.jsonl"), 8)
+    one, other = (prompt_of(line) for line in lines[:2])
+    shared = [a == b for a, b in zip(lines[0].hash_ids, lines[1].hash_ids, strict=False)]
+    assert shared.index(False) == (7834 + 3442) // 512
+    assert one[: 16 * shared.index(False)] == other[: 16 * shared.index(False)]
+    assert one != other[: len(one)]
+    assert len(one) == round(lines[0].input_length / 32)
+
+
+def test_a_trace_is_read_in_either_form(tmp_path: Path) -> None:
+    ours = ROOT / "benchmarks/traces/multi_agent.jsonl"
+    lines = lines_of(ours, 8)
+    write_lines(lines[:40], tmp_path / "trace.jsonl")
+    assert lines_of(tmp_path / "trace.jsonl", 5) == lines[:40]
+    (tmp_path / "trace.jsonl").write_text('{"timestamp": 1, "input_length": 0}')
+    with pytest.raises(ConfigError, match=r"trace\.jsonl line 1"):
+        read_lines(tmp_path / "trace.jsonl")
+
+
 def study(out: Path, *names: str) -> None:
     command = [sys.executable, "-m", "benchmarks.serving_study", "--quick", "--out", str(out)]
     done = subprocess.run(
         [*command, "--only", *names], cwd=ROOT, capture_output=True, text=True, timeout=400
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    for name in names:
+    for name in DRAWN.keys() & {*names}:
         assert (out / f"{name}.png").stat().st_size > 10_000
 
 
+def found(out: Path, name: str) -> Any:
+    return json.loads((out / f"{name}.json").read_text())
+
+
 @pytest.mark.server
-def test_arrivals_and_bursts_on_tiny_servers(tmp_path: Path) -> None:
-    study(tmp_path, "s15", "s21")
-    poisson_found = json.loads((tmp_path / "s15.json").read_text())
+def test_every_study_of_documents_on_tiny_servers(tmp_path: Path) -> None:
+    study(tmp_path, "s15", "s21", "s15b", "trace", "s13", "s20", "short")
     expected = {"SGLang alone": "none", "full reuse": "reused", "block": "reused"}
-    for name, rows in poisson_found["rows"].items():
+    for name, rows in found(tmp_path, "s15")["rows"].items():
         for row in rows:
             assert row["same_answers"] == 1.0, name
             assert name not in expected or row["outcomes"][expected[name]] > 0, name
@@ -149,15 +189,46 @@ def test_arrivals_and_bursts_on_tiny_servers(tmp_path: Path) -> None:
     layers = {"SGLang alone": set(), "full reuse": {0}, "block": {2}, "adaptive": {2, 3}}
     for it in requests:
         assert it["recomputed_layers"] in layers[it["arm"]] or not it["reused_tokens"]
-    assert json.loads((tmp_path / "s21.json").read_text())["below_the_quality_floor"] == 0
-    assert len(requests) == 4 * 12
+    assert len(requests) == 4 * 6
     assert {len(it["tokens_s"]) for it in requests} == {4}
+    assert found(tmp_path, "s21")["below_the_quality_floor"] == 0
+
+    for name in ("s15b", "trace"):
+        for row in found(tmp_path, name)["rows"]["block"]:
+            assert row["late"] + row["outcomes"].get("reused", 0) == row["completed"], name
+
+    strategies = found(tmp_path, "s13")["rows"]
+    assert [row["in_the_paper"] for row in strategies] == [47, 30, 17]
+    (paced, no_link) = found(tmp_path, "s20")["rows"]
+    assert paced["arms"]["sequential"]["outcomes"].keys() == {"reused"}
+    assert "reused" not in no_link["arms"]["planner"]["outcomes"]
+    lengths = [row["tokens"] for row in found(tmp_path, "short")["rows"]]
+    assert lengths == [16, 32, 64, 128, 256]
+
+
+@pytest.mark.slow
+@pytest.mark.server
+def test_ways_of_the_small_pair_on_servers(tmp_path: Path) -> None:
+    study(tmp_path, "s14")
+    ways = found(tmp_path, "s14")["rows"]["small pair"]
+    assert {name for name, it in ways.items() if it["served"]} == {
+        *("full prefill", "full reuse", "block [2, 5)", "block [3, 5)", "block [4, 5)")
+    }
+    assert ways["full reuse"]["median_ttft_ms"] == ways["linear KV maps"]["median_ttft_ms"]
 
 
 @pytest.mark.slow
 @pytest.mark.server
 def test_agents_on_tiny_servers(tmp_path: Path) -> None:
     study(tmp_path, "s16")
-    agents = json.loads((tmp_path / "s16.json").read_text())["rows"]
+    agents = found(tmp_path, "s16")["rows"]
     assert agents["SGLang alone"][0]["reused_tokens"] == 0
     assert agents["block"][0]["reused_tokens"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.server
+def test_sglangs_client_sees_what_ours_sees(tmp_path: Path) -> None:
+    study(tmp_path, "witness")
+    rows = found(tmp_path, "witness")["rows"]
+    assert [row["client"] for row in rows] == 2 * ["this study's", "sglang.benchmark.serving"]

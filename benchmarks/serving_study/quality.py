@@ -1,0 +1,185 @@
+"""S14: how good the answers are, and how long the first token takes, of one way beside another.
+
+The ways that a server has are served: quality and time are of the same requests. For others the
+quality is what the profiler measured, in `examples`, or `benchmarks/e_correction.py`, on some of
+the same questions, and the time is computed from what the server took: full reuse, and of what full
+prefill takes more as much as their layers are of all. Linear maps of KV are taken to cost nothing.
+No smaller model that has the receiver's skill is there to be compared with.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from profiles.data import Document, score
+from profiles.environment import ROOT
+from profiles.evidence import BaselineKind, MeasuredProfile
+from profiles.report import words
+from profiles.stats import interval
+from sglang_droidspeak.demo import DemoConfig
+from sglang_droidspeak.demo.rig import Subject
+from sglang_droidspeak.fleet.servers import Server, free_port, running
+
+from .measures import percentiles
+from .rig import Size
+from .studies import Found, Say
+
+CORRECTED = ROOT / "benchmarks/results/e_correction.json"
+FULL, REUSE = "full prefill", "full reuse"
+NUM_BLOCKS = 3
+"""Of each pair's frontier, the shortest that begin with E."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    name: str
+    config: DemoConfig
+    in_corrected: str
+    """Its name in the results of `e_correction.py`."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a server is to answer."""
+
+    name: str
+    server: Server
+    controls: Mapping[str, str]
+
+
+def pairs(size: Size) -> list[Pair]:
+    """Those that are here: the real one where `make real` has been run. Each document is asked
+    about once."""
+    asked: dict[str, Any] = {"num_documents": size.num_judged, "num_questions_each": 1}
+    small, real = DemoConfig.small(), DemoConfig.shipped()
+    found = [Pair("small pair", replace(small, **asked), "small_sender_to_receiver")]
+    if real.data != small.data:
+        held_out = real.data.with_name("held_out.jsonl")
+        config = replace(real, data=held_out, **asked)
+        found.append(Pair("base → questions", config, "base_to_questions"))
+    return [it for it in found if it.name in size.judged_pairs]
+
+
+def quality_and_delay(size: Size, folder: Path, say: Say) -> Found:
+    found: dict[str, Any] = {}
+    requests: list[dict[str, Any]] = []
+    for pair in pairs(size):
+        subject, profile = pair.config.pair()
+        blocks = [it for it in profile.frontier if it.start][:NUM_BLOCKS]
+        documents = pair.config.documents(profile)
+        say(f"{pair.name}: {len(documents)} documents")
+        starts = [it.start for it in blocks]
+        with _served(pair, subject, starts, folder / pair.in_corrected) as (sender, plain, mapped):
+            ways = [Way(FULL, plain, {"mode": "off"}), Way(REUSE, plain, {"block": "none"})]
+            for it in blocks:
+                named, said = {"block": f"{it.start}:{it.stop}"}, words.span(it.block)
+                ways.append(Way(f"block {said}", plain, named))
+                if it.e_map is not None:
+                    ways.append(Way(f"block {said}, E corrected", mapped, named))
+            asked = _ask_all(sender, ways, documents)
+        served = {name: _served_row(of) for name, of in asked.items()}
+        found[pair.name] = {**served, **_computed(pair, profile, served)}
+        requests += [
+            {"pair": pair.name, "way": way, **it} for way, of in asked.items() for it in of
+        ]
+    return Found({"rows": found}, requests)
+
+
+@contextmanager
+def _served(
+    pair: Pair, subject: Subject, starts: Sequence[int], folder: Path
+) -> Iterator[Sequence[Server]]:
+    """A sender, and two receivers: E as it is, and corrected where the profile has a map."""
+    listen = f"tcp://127.0.0.1:{free_port()}"
+    sender, receiver = subject.specs(listen)
+    settings = {**receiver.droidspeak} if receiver.droidspeak else {}
+    mapped = replace(receiver, name="mapped", port=free_port())
+    settings.pop("profiles", None)
+    plain = replace(receiver, droidspeak=settings)
+    sends = {**(sender.droidspeak or {}), "capture_layers": sorted(starts)}
+    specs = (replace(sender, droidspeak=sends), plain, mapped)
+    with running(*specs, folder=folder, env=pair.config.env) as servers:
+        yield servers
+
+
+def _ask_all(
+    sender: Server, ways: Sequence[Way], documents: Sequence[Document]
+) -> dict[str, list[dict[str, Any]]]:
+    """Every way about every document, another one first each time. The first document is asked
+    about before, as a server's first requests are slow."""
+    found: dict[str, list[dict[str, Any]]] = {way.name: [] for way in ways}
+    for index, document in enumerate([documents[0], *documents]):
+        sender.generate(
+            document.prefix,
+            max_new_tokens=1,
+            droidspeak={"publish": "before_reply"},
+            timeout_s=600,
+        )
+        first = index % len(ways)
+        for way in [*ways, *ways][first : first + len(ways)]:
+            answer = _ask(way, document)
+            if index:
+                assert answer["outcome"] == ("off" if way.name == FULL else "reused"), answer
+                found[way.name].append(answer)
+    return found
+
+
+def _ask(way: Way, document: Document) -> dict[str, Any]:
+    (question,) = document.questions
+    way.server.flush()
+    ttft_s, reply = way.server.stream(
+        [*document.prefix, *question.suffix],
+        max_new_tokens=document.task.max_new,
+        droidspeak=way.controls,
+        timeout_s=600,
+    )
+    (provenance,) = reply["meta_info"]["droidspeak"]
+    return {
+        "ttft_s": ttft_s,
+        "quality": score(document.task, reply["text"], question.answers, question.classes),
+        "outcome": provenance["outcome"],
+        "e_corrected": provenance["e_corrected"],
+    }
+
+
+def _served_row(asked: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    quality = interval([[it["quality"]] for it in asked])
+    times = percentiles("ttft_ms", [it["ttft_s"] for it in asked])
+    judged = [quality.low, quality.high]
+    return {"served": True, "quality": quality.mean, "quality_interval": judged, **times}
+
+
+def _computed(
+    pair: Pair, profile: MeasuredProfile, served: Mapping[str, Mapping[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """Ways that no server has, and what the profile says of their quality."""
+    reuse_ms, full_ms = (served[it]["median_ttft_ms"] for it in (REUSE, FULL))
+
+    def row(quality: float, layers: float) -> dict[str, Any]:
+        taken_ms = reuse_ms + (full_ms - reuse_ms) * layers / profile.receiver.num_layers
+        return {"served": False, "quality": quality, "median_ttft_ms": taken_ms}
+
+    found = {
+        f"{words.BASELINES[it.kind]}, {it.recomputed_layers:.0f} layers' work": {
+            **row(it.quality.mean, it.recomputed_layers),
+            "quality_interval": [it.quality.low, it.quality.high],
+        }
+        for it in profile.baselines
+        if it.kind is not BaselineKind.SPLIT_BLOCK
+    }
+    measured = json.loads(CORRECTED.read_bytes())["measured"]
+    (known,) = (it for it in measured if (it["pair"], it["on"]) == (pair.in_corrected, "held_out"))
+    plans = {it["plan"]: it["f1"] for it in known["plans"]}
+    found["linear KV maps"] = row(plans["KV maps"], 0)
+    for name, at in served.items():
+        block = name.removeprefix("block ")
+        corrected = f"{block} corrected"
+        if f"{name}, E corrected" not in served and corrected in plans:
+            it = row(plans[corrected], 0) | {"median_ttft_ms": at["median_ttft_ms"]}
+            found[f"{name}, E corrected"] = it
+    return found
