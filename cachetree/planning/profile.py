@@ -65,6 +65,9 @@ class BlockQuality(WrittenBlock, frozen=True, kw_only=True, omit_defaults=True):
     """Mean of the profile's metric over its held-out questions, 0 to 1."""
     e_map: EMap | None = None
     """What corrects E at its start; None leaves E as the sender's."""
+    tv_bound: float | None = None
+    """With 99 % confidence the mean distance of an answer's first tokens from full prefill's is at
+    most this, as the drift guard measures it; None in profiles of before that was measured."""
 
 
 class LayerTimes(msgspec.Struct, frozen=True, kw_only=True):

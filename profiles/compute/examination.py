@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -23,6 +24,9 @@ from profiles.data import Document, score
 from profiles.stats import Score
 
 Tokens = tuple[int, ...]
+
+FIRST: Final = 8
+"""Tokens of an answer whose total variation is measured: as many as the drift guard looks at."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +133,7 @@ class Examination:
 
     @torch.inference_mode()
     def _measure(self, streams: Tensor) -> list[_Measured]:
-        """Per mixture, means over the tokens of each given answer."""
+        """Per mixture, means over the tokens of each given answer; of `tv` over the first ones."""
         texts, model = self._texts, self._answerer.model
         num_mixtures, num_places = streams.shape[:2]
         values = torch.empty(num_mixtures, 4, len(texts.targets))
@@ -165,7 +169,11 @@ class _Measured:
         lengths = torch.tensor(texts.lengths)
         text_of = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
         sums = torch.zeros(4, len(lengths)).index_add_(1, text_of, values)
-        kl, nll, agreement, tv = (sums / lengths).tolist()
+        kl, nll, agreement, _ = (sums / lengths).tolist()
+        starts = lengths.cumsum(0) - lengths
+        is_first = torch.arange(len(text_of)) - starts[text_of] < FIRST
+        first = torch.zeros(len(lengths)).index_add_(0, text_of[is_first], values[3, is_first])
+        tv = (first / lengths.clamp(max=FIRST)).tolist()
         is_same = (sums[2].round() == lengths).tolist()
         return cls(kl, nll, agreement, tv, is_same)
 

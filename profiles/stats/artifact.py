@@ -27,7 +27,16 @@ from profiles.evidence import (
     TaskScores,
 )
 from profiles.stats.choice import Choice, qualities_of, quality_of
-from profiles.stats.gate import Qualities, contexts_needed, interval, loss_bound, proven, verdict
+from profiles.stats.gate import (
+    DRIFT_ERROR_RATE,
+    Qualities,
+    contexts_needed,
+    interval,
+    loss_bound,
+    mean_bound,
+    proven,
+    verdict,
+)
 from profiles.stats.measured import Candidate, Judged, Scores, Swept
 
 if TYPE_CHECKING:
@@ -97,7 +106,10 @@ def build(
         points[it] = _point(it, found.plans[it], judged, subject.costs, split, tasks)
     plans = [points[it] for it in choice.order]
     passed, reason = verdict(plans, split, tolerance)
-    usable = [_as_usable(it) for it in reversed(proven(plans, tolerance))]
+    usable = [
+        _as_usable(point, judged.candidates[it])
+        for it, point in zip(choice.order, proven(plans, tolerance), strict=False)
+    ][::-1]
     all_layers = BlockQuality(start=0, stop=subject.costs.num_layers, quality=full.mean)
     return MeasuredProfile(
         version=VERSION,
@@ -234,9 +246,14 @@ def _point(
     )
 
 
-def _as_usable(point: FrontierPoint) -> BlockQuality:
+def _as_usable(point: FrontierPoint, held_out: Scores) -> BlockQuality:
+    distances = [[it.tv for it in context] for context in held_out]
     return BlockQuality(
-        start=point.start, stop=point.stop, quality=point.held_out.mean, e_map=point.e_map
+        start=point.start,
+        stop=point.stop,
+        quality=point.held_out.mean,
+        e_map=point.e_map,
+        tv_bound=mean_bound(distances, DRIFT_ERROR_RATE),
     )
 
 

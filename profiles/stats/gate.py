@@ -30,6 +30,8 @@ from profiles.evidence import FrontierPoint, Interval, Split, TaskLoss, TaskScor
 
 ERROR_RATE: Final = 0.05
 """Of wrongly passed profiles, at most."""
+DRIFT_ERROR_RATE: Final = 0.01
+"""Of bounds that the drift guard goes by."""
 NUM_SAMPLES: Final = 10_000
 _SEED: Final = 0
 
@@ -59,8 +61,8 @@ def interval(values: Qualities) -> Interval:
     )
 
 
-def loss_bound(full: Qualities, plan: Qualities) -> float:
-    """The share of full prefill's quality that the plan loses at most, but for ERROR_RATE; the
+def loss_bound(full: Qualities, plan: Qualities, error_rate: float = ERROR_RATE) -> float:
+    """The share of full prefill's quality that the plan loses at most, but for `error_rate`; the
     smallest tolerance at which it passes, and 1 where full prefill has no quality to lose."""
     sums = _Sums.of(full, plan)
     if not sums.full.any():
@@ -69,8 +71,14 @@ def loss_bound(full: Qualities, plan: Qualities) -> float:
     while passing - failing > 1:
         middle = (failing + passing) // 2
         won = np.logaddexp.reduce(np.log(_STAKES) + sums.gains(middle / _STEPS))
-        failing, passing = (middle, passing) if won < -log(ERROR_RATE) else (failing, middle)
+        failing, passing = (middle, passing) if won < -log(error_rate) else (failing, middle)
     return passing / _STEPS
+
+
+def mean_bound(values: Qualities, error_rate: float) -> float:
+    """What the mean of values in [0, 1] is at most, but for `error_rate`."""
+    kept = [[1.0 - it for it in context] for context in values]
+    return loss_bound([[1.0] * len(it) for it in values], kept, error_rate)
 
 
 def contexts_needed(full: Qualities, plan: Qualities, tolerance: float) -> int | None:

@@ -28,7 +28,8 @@ class Score(msgspec.Struct, frozen=True, array_like=True):
     quality: float | None
     """None where it was not to be decoded."""
     tv: float = 0.0
-    """Total variation; 0 in journals of before it was measured."""
+    """Total variation, at the own answer's first tokens; 0 in journals of before it was
+    measured."""
 
 
 Scores = list[Sequence[Score]]

@@ -15,11 +15,13 @@ from msgspec.structs import replace
 from cachetree.ids import Span
 from profiles.evidence import Interval, Split, TaskLoss, TaskScores
 from profiles.stats.gate import (
+    DRIFT_ERROR_RATE,
     ERROR_RATE,
     contexts_needed,
     interval,
     is_within,
     loss_bound,
+    mean_bound,
     proven,
     verdict,
 )
@@ -82,6 +84,23 @@ def rate(world: World, size: int, happens: Callable[[Sample], bool]) -> float:
 def test_the_bound_covers_the_true_loss_as_often_as_it_says(world, truth, size):
     """So a pair that loses more than the tolerance passes no more often than the error rate."""
     assert rate(world, size, lambda it: loss_bound(*it) < truth) <= ERROR_RATE
+
+
+@pytest.mark.parametrize("share", [0.03, 0.3])
+def test_a_mean_is_below_its_bound_as_often_as_it_says(share):
+    """A hundred contexts, of which that share is all lost."""
+    rng, found = np.random.default_rng(3), []
+    for _ in range(NUM_RUNS):
+        drawn = (rng.random(100) < share).astype(float)
+        found.append(mean_bound([[x, x] for x in drawn], DRIFT_ERROR_RATE))
+    assert sum(it < share for it in found) <= 2 * DRIFT_ERROR_RATE * NUM_RUNS
+    assert np.median(found) < share + 0.2, "and it is of use"
+
+
+def test_a_mean_of_nothing_has_a_bound_by_the_number_of_contexts():
+    bounds = [mean_bound([[0.0]] * size, DRIFT_ERROR_RATE) for size in (1, 24, 96, 400)]
+    assert bounds == sorted(bounds, reverse=True)
+    assert 0.04 < bounds[2] < 0.07
 
 
 @pytest.mark.parametrize("size", SIZES)

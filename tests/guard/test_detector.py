@@ -1,0 +1,113 @@
+"""The detector against its definition, and how soon and how rarely it raises an alarm.
+
+Simulations are seeded. Their bounds hold with the error rates that are stated beside them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from random import Random
+from statistics import fmean
+
+import pytest
+
+from sglang_droidspeak.guard.detector import NO_EVIDENCE, SHARES, observed, strength
+
+ARL = 100_000
+SUSPICION = 100
+ALLOWED = 0.05
+
+
+def values(mean: float, random: Random, concentration: float = 2.0) -> Iterator[float]:
+    """Of a beta distribution; the smaller the concentration, the rarer and larger they are."""
+    while True:
+        yield random.betavariate(concentration * mean, concentration * (1 - mean))
+
+
+def delay(drawn: Iterator[float], most: int) -> int:
+    """Observations until the alarm; `most` where none came."""
+    evidence = NO_EVIDENCE
+    for num, x in enumerate(itertools.islice(drawn, most), 1):
+        evidence = observed(evidence, x, ALLOWED)
+        if strength(evidence) >= ARL:
+            return num
+    return most
+
+
+def test_evidence_is_the_published_recursion() -> None:
+    """M_n = (M_{n-1} + 1) L_n is the sum over every possible beginning of the products after it."""
+    random = Random(1)
+    drawn = [random.random() for _ in range(30)]
+    evidence = NO_EVIDENCE
+    for x in drawn:
+        evidence = observed(evidence, x, 0.3)
+    for share, found in zip(SHARES, evidence, strict=True):
+        factors = [1 + share / 0.3 * (x - 0.3) for x in drawn]
+        expected = sum(math.prod(factors[start:]) for start in range(len(drawn)))
+        assert found == pytest.approx(expected)
+    assert strength(evidence) == pytest.approx(fmean(evidence))
+
+
+def test_at_the_allowed_mean_evidence_grows_by_one_on_average() -> None:
+    """Over all sequences of a distribution with that mean, so exactly."""
+    chances = {0.0: 0.75, 0.2: 0.0, 1.0: 0.25}
+    for length in (1, 2, 6):
+        mean = 0.0
+        for sequence in itertools.product(chances, repeat=length):
+            evidence = NO_EVIDENCE
+            for x in sequence:
+                evidence = observed(evidence, x, 0.25)
+            mean += math.prod(chances[x] for x in sequence) * strength(evidence)
+        assert mean == pytest.approx(length)
+
+
+def test_twenty_thousand_healthy_observations_raise_nothing() -> None:
+    """Of the measured block [2, 5): mean 0.002 and nine in ten below 0.005; and of one that has
+    half of what is allowed. By the bound on the average run 20,000 of them raise an alarm with at
+    most 0.2."""
+    for mean, concentration in ((0.002, 50.0), (0.02, 2.0), (ALLOWED / 2, 0.5)):
+        drawn = values(mean, Random(f"{mean}"), concentration)
+        assert delay(drawn, 20_000) == 20_000, mean
+
+
+@pytest.mark.parametrize("draw", ("beta", "all or nothing"))
+def test_at_the_edge_of_what_is_allowed_alarms_are_as_rare_as_stated(draw: str) -> None:
+    """100 runs of 2,000 observations whose mean is what is allowed: an alarm in each has at most
+    0.02, so that more than 10 in all have less than 0.0001."""
+    alarms = 0
+    for seed in range(100):
+        random = Random(seed)
+        drawn = (
+            values(ALLOWED, random)
+            if draw == "beta"
+            else (float(random.random() < ALLOWED) for _ in itertools.count())
+        )
+        alarms += delay(drawn, 2_000) < 2_000
+    assert alarms <= 10
+
+
+@pytest.mark.parametrize(("mean", "most"), ((0.10, 600), (0.26, 45), (0.83, 12)))
+def test_a_risen_mean_is_found_soon(mean: float, most: int) -> None:
+    """0.26 is a block that is one layer short, and 0.83 full reuse, where what is allowed is 0.05.
+    The nineteenth of twenty runs."""
+    delays = sorted(delay(values(mean, Random(seed)), 10 * most) for seed in range(20))
+    assert delays[18] <= most
+
+
+def test_suspicion_alone_raises_the_rate_and_finds_drift_within_200_requests() -> None:
+    """One in twenty requests is observed, and every one as soon as evidence is 100."""
+
+    def requests(mean: float, seed: int) -> int:
+        random, evidence = Random(seed), NO_EVIDENCE
+        drawn: Callable[[], float] = values(mean, random).__next__
+        for num in itertools.count(1):
+            if random.random() < (1.0 if strength(evidence) >= SUSPICION else 0.05):
+                evidence = observed(evidence, drawn(), ALLOWED)
+                if strength(evidence) >= ARL:
+                    return num
+        raise AssertionError
+
+    assert sorted(requests(0.83, seed) for seed in range(100))[94] <= 200
+    assert sorted(requests(0.26, seed) for seed in range(100))[50] <= 200
