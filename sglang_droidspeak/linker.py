@@ -24,7 +24,7 @@ from sglang_droidspeak import engine
 from sglang_droidspeak.adapters.activated import ActivatedAdapters
 from sglang_droidspeak.adapters.models import Models
 from sglang_droidspeak.cost import Meter
-from sglang_droidspeak.engine import HookType, release, tracing
+from sglang_droidspeak.engine import HookType, own, release, tracing
 from sglang_droidspeak.engine.hashing import ensure_page_hashes
 from sglang_droidspeak.engine.names import (
     CacheInitParams,
@@ -174,6 +174,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         engine.place_hooks(
             {
                 **queue.hooks,
+                release.CREATE: (own.go_on, HookType.AFTER),
                 release.FORWARD: (self._forward.run_batch, HookType.AROUND),
                 release.CHECKPOINT: (self._insertions.checkpoint, HookType.AROUND),
                 release.REPORT: (self._replies.stream, HookType.AROUND),

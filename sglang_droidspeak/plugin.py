@@ -5,7 +5,7 @@ configure it runs exactly SGLang's own code after start-up.
 
     process    hook                              when
     front end  ServerArgs.check_server_args      checks the configuration before anything loads,
-               and adds the page that `droidspeak explain` asks
+               adds the page that `droidspeak explain` asks, and verifies answers
     scheduler  pool cell size, alloc_memory_pool counts and allocates E, before CUDA graphs
                available bytes                   without those of the recompute's attention
 """
@@ -38,11 +38,15 @@ def register() -> None:
 def _check_server_args(_result: None, server_args: ServerArgs) -> None:
     if is_configured(engine.resolved(server_args)):
         from sglang_droidspeak.engine.asking import add_page
+        from sglang_droidspeak.guard.verify import VerifiedAnswers
         from sglang_droidspeak.request.meta_info import KEY
         from sglang_droidspeak.start.this_server import check_front_end
 
-        check_front_end(server_args)
+        settings = check_front_end(server_args)
         add_page(KEY)
+        is_default = settings.verify == "always"
+        answers = VerifiedAnswers(by_default=is_default, lag=settings.verify_lag)
+        engine.place_hooks({release.GENERATE: (answers.generate, HookType.AROUND)})
         # A scheduler that is forked, not spawned, has only the hooks of this process.
         if multiprocessing.get_start_method(allow_none=True) == "fork":
             engine.place_hooks(_SCHEDULER_HOOKS)

@@ -18,6 +18,7 @@ import torch
 
 from sglang_droidspeak import engine
 from sglang_droidspeak.engine import HookType, prefixes, release
+from sglang_droidspeak.engine.own import num_answered
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -53,6 +54,7 @@ class ActivatedAdapters:
         if not invocation or prefixes.invoked_at(req) is not None:
             return
         prompt = req.origin_input_ids
+        prompt = prompt[: len(prompt) - num_answered(req)]
         at = _last(list(invocation), list(prompt))
         # Never invoked, it does not act, nor in what is generated.
         prefixes.invoke(req, len(prompt) + req.sampling_params.max_new_tokens if at is None else at)

@@ -19,6 +19,8 @@ CELL_SIZE = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator
 AVAILABLE_BYTES = (
     "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes"
 )
+GENERATE = "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request"
+CREATE = f"{SCHEDULER_MODULE}.Scheduler._create_generation_req"
 FORWARD = "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation"
 NEW_PREFILL = "sglang.srt.managers.scheduler.Scheduler._get_new_batch_prefill_raw"
 REPLAY_LEN = "sglang.srt.managers.schedule_policy.PrefillAdder._replay_len"
@@ -63,6 +65,8 @@ USED: Mapping[str, str] = {
     ALLOC_MEMORY_POOL: "137d126a5372 memory_pool_config",
     CELL_SIZE: "dde0e084641d kvc num_layers",
     AVAILABLE_BYTES: "f24122e2e55f pre_model_load_memory",
+    GENERATE: "ece7e86e4de3 obj request",
+    CREATE: "81f281cb4513 recv_req",
     FORWARD: "587f48042174 batch forward_batch",
     NEW_PREFILL: "9eb870ca66bd prefill_delayer_single_pass running_batch",
     REPLAY_LEN: "de5d2dd3bf21 req prefix_len",
@@ -141,10 +145,14 @@ USED: Mapping[str, str] = {
 FIELDS: Mapping[str, str] = {
     # of these classes what is read or written
     f"{_BATCH}.Req": (
-        "rid lora_id extra_key cache_salt origin_input_ids output_ids "
+        "rid lora_id extra_key cache_salt origin_input_ids origin_input_ids_unpadded output_ids "
         "full_untruncated_fill_ids kv prefix_len sampling_params customized_info finished "
         "finished_output finished_reason to_finish is_retracted skip_radix_cache_insert "
-        "multimodal_inputs input_embeds positional_embed_overrides session time_stats"
+        "multimodal_inputs input_embeds positional_embed_overrides session time_stats "
+        "return_logprob"
+    ),
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager": (
+        "incremental_streaming_output preferred_sampling_params"
     ),
     _STATS: "trace_ctx",
     f"{_TRACE}.TraceReqContext": "tracing_enable root_span_context",

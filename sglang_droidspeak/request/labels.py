@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from sglang_droidspeak.engine import own
 from sglang_droidspeak.engine.names import FINISH_ABORT, is_health_check_generate_req
 from sglang_droidspeak.engine.prefixes import tenant_of
 from sglang_droidspeak.request import traces
-from sglang_droidspeak.request.meta_info import KEY, RequestProvenance
+from sglang_droidspeak.request.meta_info import DRAFT_ENDS, KEY, RequestProvenance
 
 if TYPE_CHECKING:
     import torch
@@ -111,10 +112,14 @@ class Labels:
         if label.mark is not None and not label.mark:
             label.mark = None
         told = msgspec.structs.replace(told, exact=label.mark is None)
-        self.metrics.count_outcome(told.outcome, exact=told.exact)
-        self._keep(req.rid, Told(told, len(req.origin_input_ids), label.considered))
-        _write(req.rid, told)
-        req.customized_info = {**(req.customized_info or {}), KEY: [msgspec.to_builtins(told)]}
+        if not own.is_own(req):
+            self.metrics.count_outcome(told.outcome, exact=told.exact)
+            self._keep(req.rid, Told(told, len(req.origin_input_ids), label.considered))
+            _write(req.rid, told)
+        entry = msgspec.to_builtins(told)
+        if not told.exact and (num_tokens := own.end_draft(req)) is not None:
+            entry[DRAFT_ENDS] = num_tokens
+        req.customized_info = {**(req.customized_info or {}), KEY: [entry]}
 
     def _keep(self, rid: str, told: Told) -> None:
         replaced = self.told.pop(rid, None)

@@ -27,7 +27,9 @@ SECTIONS: Final[Mapping[str, Mapping[str, Advice]]] = {
             "none needed. It is exact, unless a [codec](storage.md#fewer-bytes) is set.",
         ),
         "off": Advice(
-            "the request asked for no reuse (`mode: off`).",
+            "the request asked for no reuse (`mode: off`), or for a "
+            "[verified answer](recipes.md#verified-answers) that cannot be verified; `detail` says "
+            "so then.",
             "leave `mode` out, or say `auto`.",
         ),
         "aborted": Advice(

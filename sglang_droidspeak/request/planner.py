@@ -143,6 +143,10 @@ class Planner:
             return Declined("bad_controls", str(exc))
         if controls.mode == "off":
             return Declined(Reason.OFF.value)
+        is_default = self._server.settings.verify == "always"
+        if is_default if controls.verify is None else controls.verify:
+            # A draft says no more that it is to be verified.
+            return Declined(Reason.OFF.value, "its answer cannot be verified in parts")
         if num_pages < self._min_pages <= (len(req.full_untruncated_fill_ids) - 1) // page_size:
             return Declined("logprobs", "a prompt's log-probabilities take its prefill")
         matches = self._matches(req, pages)

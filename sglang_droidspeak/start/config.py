@@ -112,6 +112,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ttft_target_ms: float | None = None
     """While no request waits, recompute as many layers as meet this; none recomputes what the
     profile recommends."""
+    verify: Literal["asked", "always"] = "asked"
+    """Which answers exact KV has to confirm before a token of them is sent: those whose requests
+    ask for it (`asked`), or all whose requests do not say `verify: false` (`always`)."""
+    verify_lag: int = 32
+    """So many tokens are drafted from approximate KV before they are checked; the rest of the
+    answer comes from the exact KV that the check leaves."""
     max_link_mb_s: float | None = None
     """Cap on what this server sends, 10^6 bytes per second; none does not cap it."""
     shared_memory: bool = True
@@ -138,7 +144,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             if getattr(self, field) < 0:
                 raise ConfigError(f"{field} is {getattr(self, field)}; give 0 or more")
         positive = ("min_tokens", "max_recompute_tokens", "fetch_deadline_s", "peer_cooldown_s")
-        for field in (*positive, "max_stall_ms"):
+        for field in (*positive, "max_stall_ms", "verify_lag"):
             value = getattr(self, field)
             if value is not None and value <= 0:
                 raise ConfigError(f"{field} is {value}; give a positive number")

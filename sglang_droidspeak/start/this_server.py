@@ -108,8 +108,8 @@ class ThisServer:
                 yield profile
 
 
-def check_front_end(server_args: ServerArgs) -> None:
-    """Stop the server with one line where its configuration cannot work."""
+def check_front_end(server_args: ServerArgs) -> Settings:
+    """Stop the server with one line where its configuration cannot work; else its settings."""
     try:
         server = load_this_server(server_args)
         for rank in range(engine.resolved(server_args).tp_size):
@@ -118,6 +118,7 @@ def check_front_end(server_args: ServerArgs) -> None:
                 check_ports(config.worker)
     except CacheTreeError as exc:
         raise SystemExit(f"droidspeak: {exc}") from None
+    return server.settings
 
 
 def load_this_server(server_args: ServerArgs) -> ThisServer:

@@ -480,6 +480,166 @@ def test_log_probabilities_of_a_prompt_are_the_reason(trio: Trio) -> None:
     assert len(reply.meta["input_token_logprobs"]) == 160
 
 
+IN_ALL_LAYERS = {"verify": True, "block": "none"}
+"""Greedy answers differ from full prefill's at once: these models are random."""
+DRAFTED_BY = ("0:5", "none", "0:5", "2:5", "0:5", "0:4")
+"""Blocks whose answers differ later, or not at all, and sooner."""
+
+
+def of_forty(trio: Trio, tokens: list[int], droidspeak: dict, **options) -> Answer:
+    """Of forty tokens; of a stream the last reply, each of which has to begin with the one before.
+
+    None with log-probabilities, which are never verified.
+    """
+    sender = read_model_identity(trio.models["sender"]).model_id
+    params = {"ignore_eos": True, **options.pop("sampling_params", {})}
+    asked = {
+        "max_new_tokens": 40,
+        "droidspeak": droidspeak | {"sender": sender},
+        "sampling_params": params,
+        **options,
+    }
+    if not options.get("stream"):
+        return Answer(trio.receiver.generate(tokens, **asked))
+    replies = [Answer(it) for it in trio.receiver.replies(tokens, **asked)]
+    for one, other in itertools.pairwise(replies):
+        assert other.ids[: len(one.ids)] == one.ids and other.text.startswith(one.text)
+    return replies[-1]
+
+
+def in_full(trio: Trio, tokens: list[int], **options) -> Answer:
+    trio.receiver.flush()
+    reply = of_forty(trio, tokens, {"mode": "off"}, **options)
+    trio.receiver.flush()
+    return reply
+
+
+def said(reply: Answer) -> tuple:
+    meta = ("finish_reason", "prompt_tokens", "completion_tokens", "cached_tokens")
+    return reply.ids, reply.text, [reply.meta[it] for it in meta]
+
+
+@ONE_FAMILY
+def test_verified_answers_are_full_prefills(trio: Trio) -> None:
+    """To the letter, streamed or not, many at a time; counted once, and exact KV is left."""
+    prompts = [prompt(120 + 13 * number, seed=800 + number) for number in range(len(DRAFTED_BY))]
+    for tokens in prompts:
+        trio.send("sender", tokens)
+    trio.receiver.flush()
+    before = num_counted(trio.receiver)
+
+    def ask(number: int) -> Answer:
+        controls = {"verify": True, "block": DRAFTED_BY[number]}
+        options = {"rid": f"verified-{number}", "stream": number % 2 == 0}
+        return of_forty(trio, prompts[number], controls, **options)
+
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        replies = list(pool.map(ask, range(len(prompts))))
+    assert num_counted(trio.receiver) - before == len(prompts)
+    for tokens in prompts:
+        again = answer(trio.receiver, tokens, max_new_tokens=1)
+        assert again.provenance["exact"]
+        assert again.meta["cached_tokens"] == whole_pages(len(tokens))
+    for number, reply in enumerate(replies):
+        assert said(reply) == said(in_full(trio, prompts[number]))
+        assert reply.meta["id"] == f"verified-{number}"
+        told = reply.provenance
+        assert (told["outcome"], told["exact"]) == ("reused", True)
+        assert told["verified"]["agreed"] + told["verified"]["redone"] == 32
+    agreed = {it.provenance["verified"]["agreed"] for it in replies}
+    assert len(agreed) > 1 and min(agreed) < 32, "drafts differ, and not all at the same token"
+
+
+@ONE_FAMILY
+@pytest.mark.parametrize("at", [3, 20, 36])
+def test_a_verified_answer_ends_where_full_prefills_does(trio: Trio, at: int) -> None:
+    """By a string or by a token, whether the draft comes so far or not."""
+    tokens = prompt(150, seed=811)
+    trio.send("sender", tokens)
+    whole = in_full(trio, tokens)
+    for params in ({"stop_token_ids": [whole.ids[at]]}, {"stop": [whole.text[2 * at :][:6]]}):
+        alone = in_full(trio, tokens, sampling_params=params)
+        reply = of_forty(trio, tokens, IN_ALL_LAYERS, sampling_params=params)
+        assert said(reply) == said(alone)
+
+
+@ONE_FAMILY
+@pytest.mark.slow
+def test_five_hundred_verified_answers_are_full_prefills(trio: Trio) -> None:
+    """Of random prompts, half of them streamed, eight at a time."""
+    random = Random(SEED)
+    print(f"DROIDSPEAK_TEST_SEED={SEED}")
+    seeds = random.sample(range(10_000, 1 << 30), 500)
+    prompts = [prompt(random.randrange(65, 300), seed) for seed in seeds]
+    agreed = []
+
+    def ask(tokens: list[int]) -> Answer:
+        controls = {"verify": True, "block": DRAFTED_BY[len(tokens) % len(DRAFTED_BY)]}
+        return of_forty(trio, tokens, controls, stream=len(tokens) % 4 < 2)
+
+    with ThreadPoolExecutor(8) as pool:
+        for start in range(0, len(prompts), 20):
+            some = prompts[start : start + 20]
+            list(pool.map(lambda it: trio.send("sender", it), some))
+            replies = list(pool.map(ask, some))
+            trio.receiver.flush()
+            alone = pool.map(lambda it: of_forty(trio, it, {"mode": "off"}), some)
+            for reply, other in zip(replies, alone, strict=True):
+                assert said(reply) == said(other)
+                agreed.append(reply.provenance["verified"]["agreed"])
+    print(f"of 32 drafted tokens agreed: {sorted(agreed)[::50]}")
+
+
+@ONE_FAMILY
+def test_what_cannot_be_verified_is_prefilled_in_full(trio: Trio) -> None:
+    tokens = prompt(150, seed=812)
+    trio.send("sender", tokens)
+    reply = answer(trio.receiver, tokens, droidspeak={"verify": True})
+    assert told_of(reply) == ("off", 0, True)
+    assert "verified" in reply.provenance["detail"]
+    alone = answer(trio.receiver, tokens, droidspeak={"mode": "off"})
+    assert (reply.ids, reply.logprobs) == (alone.ids, pytest.approx(alone.logprobs, abs=2e-4))
+
+
+@ONE_FAMILY
+def test_an_openai_client_may_ask_for_a_verified_answer(trio: Trio) -> None:
+    """Whose usage is a full prefill's."""
+    tokens = prompt(150, seed=813)
+    trio.send("sender", tokens)
+
+    def complete(droidspeak: dict) -> tuple:
+        trio.receiver.flush()
+        reply = trio.receiver.post(
+            "/v1/completions",
+            model="any",
+            prompt=tokens,
+            max_tokens=40,
+            temperature=0,
+            ignore_eos=True,
+            custom_params={"droidspeak": droidspeak},
+        )
+        return reply["choices"][0]["text"], reply["usage"]
+
+    assert complete(IN_ALL_LAYERS) == complete({"mode": "off"})
+
+
+@ONE_FAMILY
+def test_a_verified_answer_can_be_aborted_at_any_time(trio: Trio) -> None:
+    """What has come by then is full prefill's, and the server goes on."""
+    tokens = prompt(400, seed=814)
+    trio.send("sender", tokens)
+    alone = in_full(trio, tokens)
+    for delay_s in (0.0, 0.05, 0.1, 0.2, 0.4):
+        trio.receiver.flush()
+        with ThreadPoolExecutor(1) as pool:
+            reply = pool.submit(of_forty, trio, tokens, IN_ALL_LAYERS, rid="to-abort")
+            time.sleep(delay_s)
+            url = f"{trio.receiver.url}/abort_request"
+            requests.post(url, json={"rid": "to-abort"}, timeout=10)
+            ids = reply.result().ids
+        assert ids == alone.ids[: len(ids)]
+
+
 @ONE_FAMILY
 def test_health_probes_are_not_counted(trio: Trio) -> None:
     before = num_counted(trio.receiver)

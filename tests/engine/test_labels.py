@@ -14,7 +14,7 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH
 
 from cachetree.planning.prefill_cost import PrefillCost
 from sglang_droidspeak.cost import Meter
-from sglang_droidspeak.engine import prefixes
+from sglang_droidspeak.engine import own, prefixes
 from sglang_droidspeak.engine.names import ForwardMode
 from sglang_droidspeak.metrics import Metrics
 from sglang_droidspeak.ranks import Ranks
@@ -39,7 +39,7 @@ class Counts:
 def request(rid: str = "r1", *, n: int = 1, max_new_tokens: int = 8, **fields: Any) -> Any:
     known: dict[str, Any] = {
         "rid": rid,
-        "sampling_params": SimpleNamespace(n=n, max_new_tokens=max_new_tokens),
+        "sampling_params": SimpleNamespace(n=n, max_new_tokens=max_new_tokens, custom_params=None),
         "origin_input_ids": array("q", [1, 2, 3]),
         "lora_id": None,
         "extra_key": None,
@@ -101,6 +101,30 @@ def test_it_is_exact_where_what_it_read_was(
     labels.report([req])
     assert told(req) == RequestProvenance(outcome="no_match", exact=not is_approximate)
     assert counts.num_approximate == is_approximate
+
+
+def test_the_servers_own_requests_are_told_and_not_counted(labels: Labels, counts: Counts) -> None:
+    req = request()
+    req.sampling_params.custom_params = {own.ANSWERED: 2}
+    labels.note(req, RequestProvenance(outcome="off"))
+    labels.report([req])
+    assert told(req) == RequestProvenance(outcome="off")
+    assert (counts.outcomes, dict(labels.told)) == ({}, {})
+
+
+@pytest.mark.parametrize(
+    ("is_approximate", "lag", "ends"), [(True, 5, 5), (False, 5, 8), (True, 8, 8), (True, 9, 8)]
+)
+def test_a_draft_from_approximate_kv_ends_early(
+    labels: Labels, is_approximate: bool, lag: int, ends: int
+) -> None:
+    req = request(max_new_tokens=8)
+    req.sampling_params.custom_params = {own.DRAFT: lag}
+    labels.read([req], torch.tensor([is_approximate]))
+    labels.report([req])
+    assert req.sampling_params.max_new_tokens == ends
+    (entry,) = req.customized_info[KEY]
+    assert entry.get("draft_ends", 8) == ends
 
 
 def test_metrics_say_how_much_is_approximate_and_which_pairs_are_on() -> None:

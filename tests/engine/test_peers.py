@@ -111,7 +111,8 @@ def test_a_prefix_that_nobody_has_is_told_with_the_peers_that_are_not_ready() ->
     there = [f"tcp://127.0.0.1:{free_port()}" for _ in range(2)]
     config = CacheConfig(peers=tuple(there), serves=False, host_bytes=1 << 20)
     with serving(there[0]), Cache(FAMILY, config) as cache:
-        server = SimpleNamespace(page_size=1, profiles=(), settings=SimpleNamespace(min_tokens=1))
+        settings = SimpleNamespace(min_tokens=1, verify="asked")
+        server = SimpleNamespace(page_size=1, profiles=(), settings=settings)
         server.identity = SimpleNamespace(num_layers=FAMILY.num_layers)
         planner = made(Planner, cache=cache, server=server)
         planner._models.owner_of.return_value = Owner(ModelId("m"), None, None)

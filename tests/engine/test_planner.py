@@ -52,6 +52,7 @@ def planned(
         "gate": "enforce",
         "max_recompute_tokens": None,
         "max_stall_s": None,
+        "verify": "asked",
     } | settings
     planner = made(
         Planner,
@@ -125,6 +126,22 @@ def test_a_ttft_target_is_milliseconds(asked_by: str, target_ms: float | None, b
 def test_a_requests_own_target_counts() -> None:
     found = plan(ttft_target_ms=10_000, controls={"ttft_target_ms": 1000})
     assert found.plan.block == Span(2, 7)
+
+
+@pytest.mark.parametrize(
+    ("setting", "verify", "is_full_prefill"),
+    [
+        ("asked", None, False),
+        ("asked", True, True),
+        ("always", None, True),
+        ("always", False, False),
+    ],
+)
+def test_what_comes_to_be_verified_and_not_as_a_draft_is_prefilled_in_full(
+    setting: str, verify: bool | None, is_full_prefill: bool
+) -> None:
+    found = plan(verify=setting, controls={} if verify is None else {"verify": verify})
+    assert (getattr(found, "outcome", "") == "off") == is_full_prefill
 
 
 def test_over_a_slow_link_a_full_prefill_is_taken_and_told() -> None:

@@ -92,7 +92,7 @@ def request(rid: str = "r1", lora_id: str | None = None) -> Any:
         session=None,
         extra_key=lora_id,
         cache_salt=None,
-        sampling_params=SimpleNamespace(n=1, max_new_tokens=8),
+        sampling_params=SimpleNamespace(n=1, max_new_tokens=8, custom_params=None),
         is_retracted=False,
         finished_reason=None,
         to_finish=None,
