@@ -301,14 +301,15 @@ def texts() -> Iterator[Record]:
 
 
 def report(state: Path) -> None:
-    """One JSON file of all pairs and data."""
-    sets = [_read(file) for file in sorted(state.glob("*.jsonl"))]
-    fits = [msgspec.json.decode(it.read_bytes(), type=Maps) for it in state.glob("*.fit.json")]
-    told = {
-        "environment": msgspec.to_builtins(here()),
-        "fitted": [msgspec.to_builtins(it) for it in sorted(fits, key=lambda it: it.pair)],
-        "measured": [_told(found) for found in sets if len(found) >= FEWEST],
-    }
+    """One JSON file of all pairs and data: what was there stays where it was not done again."""
+    told = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"fitted": [], "measured": []}
+    run = {"environment": msgspec.to_builtins(here())}
+    fits = [msgspec.json.decode(it.read_bytes()) for it in state.glob("*.fit.json")]
+    sets = [_told(it) for file in state.glob("*.jsonl") if len(it := _read(file)) >= FEWEST]
+    for of, keys, found in (("fitted", ("pair",), fits), ("measured", ("pair", "on"), sets)):
+        by_name = {tuple(it[key] for key in keys): it for it in told[of]}
+        by_name |= {tuple(it[key] for key in keys): {**it, **run} for it in found}
+        told[of] = [by_name[name] for name in sorted(by_name)]
     RESULTS.write_text(json.dumps(told, indent=1) + "\n")
 
 
