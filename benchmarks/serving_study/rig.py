@@ -34,6 +34,8 @@ from .client import Ask
 
 PAGE = 16
 STORED_S = 60.0
+ENV = {"OMP_NUM_THREADS": "1"}
+"""Of all servers."""
 SETTINGS = {"gate": "off", "fetch_deadline_s": 60}
 """Of servers with the extension."""
 
@@ -220,14 +222,13 @@ def rig(folder: Path, size: Size, say: Callable[[str], None]) -> Iterator[Rig]:
         options={**options(), "max-total-tokens": 8192},
         droidspeak=sends,
     )
-    one_thread = {"OMP_NUM_THREADS": "1"}
     specs = (writing, *replicas["alone"], *replicas["reusing"])
     say("servers start")
     prefixes = [random_prompt(size.document_tokens, seed=i) for i in range(size.num_documents)]
     questions = [random_prompt(size.question_tokens, 9000 + i) for i in range(size.num_documents)]
     with (
         running(holding, folder=folder / "worker") as (worker,),
-        running(*specs, folder=folder / "logs", env=one_thread) as (server, *others),
+        running(*specs, folder=folder / "logs", env=ENV) as (server, *others),
     ):
         it = Rig(
             size=size,

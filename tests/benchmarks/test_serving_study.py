@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from engine_parts import ENV
+from forked import ServerSpec
 
+from benchmarks.serving_study import agents, rig
+from benchmarks.serving_study.__main__ import main
 from benchmarks.serving_study.arrivals import at_rate, gamma, poisson, shuffled_rounds, stepped
 from benchmarks.serving_study.client import Answer
 from benchmarks.serving_study.links import fair_link
@@ -164,11 +166,12 @@ def test_a_trace_is_read_in_either_form(tmp_path: Path) -> None:
 
 
 def study(out: Path, *names: str) -> None:
-    command = [sys.executable, "-m", "benchmarks.serving_study", "--quick", "--out", str(out)]
-    done = subprocess.run(
-        [*command, "--only", *names], cwd=ROOT, capture_output=True, text=True, timeout=400
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    """The command in this process, on servers that are forks of one that has imported SGLang."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(rig, "ENV", ENV)
+        for it in (rig, agents):
+            patched.setattr(it, "ServerSpec", ServerSpec)
+        main(["--quick", "--out", str(out), "--only", *names])
     for name in DRAWN.keys() & {*names}:
         assert (out / f"{name}.png").stat().st_size > 10_000
 
@@ -221,9 +224,9 @@ def test_ways_of_the_small_pair_on_servers(tmp_path: Path) -> None:
 @pytest.mark.server
 def test_agents_on_tiny_servers(tmp_path: Path) -> None:
     study(tmp_path, "s16")
-    agents = found(tmp_path, "s16")["rows"]
-    assert agents["SGLang alone"][0]["reused_tokens"] == 0
-    assert agents["block"][0]["reused_tokens"] > 0
+    rows = found(tmp_path, "s16")["rows"]
+    assert rows["SGLang alone"][0]["reused_tokens"] == 0
+    assert rows["block"][0]["reused_tokens"] > 0
 
 
 @pytest.mark.slow
