@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -76,6 +77,7 @@ class Cache:
         self._speeds: dict[Location, Bandwidth] = {}
         self._under_way: dict[Location, WeakSet[Staging]] = defaultdict(WeakSet)
         """Fetches by where they read; some may be over."""
+        self._under_way_lock = threading.Lock()
         self._is_closed = False
         self._worker: Worker | None = None
         self._disk: DiskTier | None = None
@@ -199,7 +201,8 @@ class Cache:
             staging.fail(exc)
             return staging
         staging.traceparent = traceparent
-        self._under_way[plan.location].add(staging)
+        with self._under_way_lock:
+            self._under_way[plan.location].add(staging)
         source = self._tiers.get(plan.location) or self._peers.now.get(plan.location)
         if source is None:
             staging.fail(FetchError(f"{plan.location} is not a peer of this server"))
@@ -241,7 +244,8 @@ class Cache:
         link = source.link if source else None
         if link is None:
             return None
-        alive = [it for it in self._under_way[location] if it.error is None]
+        with self._under_way_lock:
+            alive = [it for it in self._under_way[location] if it.error is None]
         rests = [it.num_bytes - it.num_landed_bytes for it in alive]
         return replace(link, backlog=[rest for rest in rests if rest])
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import math
 import statistics
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -151,7 +152,7 @@ def _solve(
 class Meter:
     """Times what is served. On CUDA it does so with events and never synchronises.
 
-    Passes of the scheduler thread, which reads as well.
+    Passes of the scheduler thread; any thread reads.
     """
 
     def __init__(
@@ -170,6 +171,8 @@ class Meter:
         self._on_cuda: Final = device == "cuda"
         self._forwards: Final = Fit(lambda: prior)
         self._blocks: Final = Fit(self._layer_of_forward)
+        self._lock: Final = threading.Lock()
+        """Of the fits, and of what is open."""
         self._open: deque[_Open] = deque(maxlen=_MAX_OPEN)
         self._copies: deque[tuple[int, float]] = deque(maxlen=_NUM_LOADS)
         self._notices: Final[deque[tuple[float, float]]] = deque(maxlen=_NUM_NOTICES)
@@ -178,15 +181,17 @@ class Meter:
     @property
     def prefill(self) -> PrefillCost | None:
         """Of all layers; None until a forward was measured."""
-        self._read()
-        cost = self._forwards.cost
+        with self._lock:
+            self._read()
+            cost = self._forwards.cost
         return None if cost is None else replace(cost, most_tokens=self.step_tokens)
 
     @property
     def recompute(self) -> PrefillCost | None:
         """Of one layer of a block: of a forward's until a recompute was measured."""
-        self._read()
-        cost = self._blocks.cost or self._layer_of_forward()
+        with self._lock:
+            self._read()
+            cost = self._blocks.cost or self._layer_of_forward()
         if cost is None:
             return None
         return replace(cost, most_tokens=self.step_tokens, known_tokens=math.inf)
@@ -198,7 +203,7 @@ class Meter:
         if not self._copies:
             return _PCIE_BYTE_S if self._on_cuda else 0.0
         return weighted_median(
-            (seconds / num_bytes, num_bytes) for num_bytes, seconds in self._copies
+            (seconds / num_bytes, num_bytes) for num_bytes, seconds in tuple(self._copies)
         )
 
     @property
@@ -206,7 +211,7 @@ class Meter:
         """From the end of a fetch until the scheduler sees it: what two in three did not exceed,
         each for a minute. Whoever avoids what was slow would not see that it has recovered."""
         since_s = self._clock() - _NOTICES_AGE_S
-        known_s = most_of(late_s for at_s, late_s in self._notices if at_s >= since_s)
+        known_s = most_of(late_s for at_s, late_s in tuple(self._notices) if at_s >= since_s)
         return _NOTICE_S if known_s is None else known_s
 
     def noticed(self, late_s: float) -> None:
@@ -246,7 +251,8 @@ class Meter:
         else:
             started_s = self._clock()
             yield
-            fit.add(tokens, self._clock() - started_s, num_layers)
+            with self._lock:
+                fit.add(tokens, self._clock() - started_s, num_layers)
 
     def _read(self) -> None:
         while self._open and self._open[0].stop.query():

@@ -11,6 +11,7 @@ answer          stream        hold, and label              Replies, Labels
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ import torch
 from cachetree import Cache, MakeTier
 from cachetree.checkpoint import Family
 from cachetree.memory import unregistered
+from cachetree.metrics import Queries, StatusPage, parse_http
 from cachetree.transport import serve_spans, untraced
 from sglang_droidspeak import engine
 from sglang_droidspeak.adapters.activated import ActivatedAdapters
@@ -128,6 +130,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         )
         identity = server.identity
         self._models = Models(identity.model_id, identity.num_layers, server.identify)
+        self._page = contextlib.ExitStack()
         self._activated = ActivatedAdapters(self._models)
         self._pool_index = PoolIndex(
             self._cache.tree, attachment.e_pool, self._provenance, params.page_size, num_slots
@@ -136,6 +139,19 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         planner = Planner(server, self._cache, self._meter, self._models, noted)
         self._profiles = planner.profiles
         self._metrics.tell_pairs(self._profiles)
+        if settings.http is not None and self._ranks.is_first:
+            args = engine.resolved(server_args)
+            queries = Queries(
+                cache=self._cache,
+                name=f"http://{args.host}:{args.port}",
+                usual=planner.usual(identity.model_id),
+                costs=planner.costs,
+                profiles=planner.profiles,
+                names={args.served_model_name: identity.model_id},
+            )
+            self._pool_index.is_told = True
+            where = parse_http(settings.http, field="http")
+            self._page.enter_context(StatusPage(*where, self._cache.status, queries))
         self._waiting = WaitingRequests(
             Sources(server, self._cache, noted, server_pool),
             self._meter,
@@ -273,6 +289,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         self._metrics.tell_pairs(self._profiles, are_off=True)
         self._waiting.retire()
         self._cache.stop_serving()
+        self._page.close()
 
     def _load_lora(self, original: Any, manager: Any, lora_ref: LoRARef) -> None:
         lora_id = lora_ref.lora_id
@@ -289,6 +306,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         self.reset()
         self._loader.close()
         self._offloader.close()
+        self._page.close()
         if self._cache_metrics is not None:
             self._cache_metrics.close()
         self._cache.close()

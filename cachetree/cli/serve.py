@@ -17,7 +17,9 @@ from cachetree.checkpoint import Codec, Family, read_model_identity
 from cachetree.cli.show import show
 from cachetree.config import CacheConfig, read_yaml, settings_of
 from cachetree.errors import ConfigError
-from cachetree.metrics import StatusPage, parse_http
+from cachetree.ids import ModelId
+from cachetree.metrics import Queries, StatusPage, parse_http
+from cachetree.planning import Costs, Demand, index_profiles, profile_files, read_profile
 from cachetree.transport.tracing import exported
 
 _SERVED: Final = {"accepts": True, "admin": ()}
@@ -62,6 +64,11 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     cache: CacheConfig = CacheConfig()
     http: str = ""
     """`HOST:PORT` of /metrics and /health; a port alone is for this machine. Empty for none."""
+    query: bool = False
+    """Whether `POST /query` there tells how much of a prompt is here, and of whom: whoever reaches
+    it can find out which prompts are cached."""
+    profiles: tuple[str, ...] = ()
+    """Pair profiles, or folders of them: by which models it names senders there."""
     traces: str = ""
     """`HOST:PORT` of a collector that takes spans (OTLP over gRPC, not encrypted): of fetches for
     requests that their server traces. Empty for none."""
@@ -69,6 +76,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def __post_init__(self) -> None:
         if self.http:
             parse_http(self.http, field="http")
+        elif self.query:
+            raise ConfigError("query is true and http is not set; set http, or remove query")
 
 
 def read_config(path: Path) -> ServeConfig:
@@ -100,9 +109,30 @@ def run(config: ServeConfig) -> None:
         cache = stack.enter_context(Cache(config.family, config.cache, note_served=note_served))
         show(f"serving at {cache.address}")
         if config.http:
-            page = StatusPage(*parse_http(config.http, field="http"), cache.status)
+            queries = _queries(config, cache) if config.query else None
+            page = StatusPage(*parse_http(config.http, field="http"), cache.status, queries)
             show(f"metrics and health at {stack.enter_context(page).url}")
         stop.wait()
+
+
+def _queries(config: ServeConfig, cache: Cache) -> Queries:
+    """How fast an engine is, and its link, a worker does not know. Raises ProfileError."""
+    family = config.family
+    costs = Costs(kv_page_bytes=family.kv_page_bytes, e_page_bytes=family.e_page_bytes)
+    files = [it for name in config.profiles for it in profile_files(Path(name))]
+    return Queries(
+        cache=cache,
+        name=cache.address or "",
+        usual=Demand(
+            receiver=ModelId(""),
+            num_layers=family.num_layers,
+            page_size=family.page_size,
+            num_pages=0,
+            is_lossy=family.codec is not Codec.NONE,
+        ),
+        costs=lambda _locations: costs,
+        profiles=index_profiles(read_profile(it) for it in files),
+    )
 
 
 def _with_family(given: Any, where: str) -> Any:

@@ -2,11 +2,13 @@
 
 from cachetree.metrics.http import Health, StatusPage, health_of, parse_http
 from cachetree.metrics.metrics import METRICS, Metric, StatusCollector
+from cachetree.metrics.query import Queries
 
 __all__ = [
     "METRICS",
     "Health",
     "Metric",
+    "Queries",
     "StatusCollector",
     "StatusPage",
     "health_of",

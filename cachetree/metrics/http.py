@@ -1,5 +1,6 @@
 """The page on which a cache answers monitors: /metrics, and whether it lives, can serve, and is as
-well as it should be, three questions apart, at /health."""
+well as it should be, three questions apart, at /health; and, where that is wanted, routers, at
+/query."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from prometheus_client.exposition import ThreadingWSGIServer
 
 from cachetree.errors import ConfigError
 from cachetree.metrics.metrics import StatusCollector
+from cachetree.metrics.query import MAX_BODY_BYTES, Queries
 from cachetree.status import CacheStatus
 
 if TYPE_CHECKING:
@@ -78,16 +80,24 @@ def parse_http(value: str, *, field: str) -> tuple[str, int]:
 
 
 class StatusPage:
-    """Serves GET /metrics, /health, /health/live and /health/ready, in threads of its own.
+    """Serves GET /metrics, /health, /health/live and /health/ready, in threads of its own, and with
+    `queries` POST /query.
 
     It shows numbers, model ids and addresses, no content, and asks for no key: give it an address
-    that only monitors reach. Raises ConfigError where it cannot be bound.
+    that only monitors reach. Whoever reaches /query can find out which prompts are cached. Raises
+    ConfigError where it cannot be bound.
     """
 
-    def __init__(self, host: str, port: int, status: Callable[[], CacheStatus]) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        status: Callable[[], CacheStatus],
+        queries: Queries | None = None,
+    ) -> None:
         try:
             self._server = make_server(
-                host, port, _pages(status), ThreadingWSGIServer, handler_class=_Handler
+                host, port, _pages(status, queries), ThreadingWSGIServer, handler_class=_Handler
             )
         except OSError as exc:
             raise ConfigError(
@@ -112,7 +122,7 @@ class StatusPage:
         self.close()
 
 
-def _pages(status: Callable[[], CacheStatus]) -> WSGIApplication:
+def _pages(status: Callable[[], CacheStatus], queries: Queries | None) -> WSGIApplication:
     registry = CollectorRegistry()
     registry.register(StatusCollector(status))
     metrics: WSGIApplication = make_wsgi_app(registry)
@@ -121,6 +131,10 @@ def _pages(status: Callable[[], CacheStatus]) -> WSGIApplication:
         path = environ["PATH_INFO"]
         if path == "/metrics":
             return metrics(environ, start_response)
+        if path == "/query" and queries is not None:
+            code, told = _answered(environ, queries)
+            start_response(code, [("Content-Type", "application/json")])
+            return [told + b"\n"]
         health = health_of(status()) if path.startswith("/health") else None
         is_well = {
             "/health": health and health.live and health.ready,
@@ -135,6 +149,21 @@ def _pages(status: Callable[[], CacheStatus]) -> WSGIApplication:
         return [msgspec.json.encode(health) + b"\n"]
 
     return answer
+
+
+def _answered(environ: WSGIEnvironment, queries: Queries) -> tuple[str, bytes]:
+    """The status and the body; a question that is too long is not read."""
+    length = environ.get("CONTENT_LENGTH") or ""
+    try:
+        if environ["REQUEST_METHOD"] != "POST":
+            raise ConfigError(f"the method is {environ['REQUEST_METHOD']}; give POST")
+        if not length.isdecimal() or int(length) > MAX_BODY_BYTES:
+            raise ConfigError(
+                f"Content-Length is {length!r}; give one of at most {MAX_BODY_BYTES} bytes"
+            )
+        return "200 OK", queries.answer(environ["wsgi.input"].read(int(length)))
+    except (ConfigError, TimeoutError) as exc:
+        return "400 Bad Request", msgspec.json.encode({"error": str(exc)})
 
 
 class _Handler(WSGIRequestHandler):

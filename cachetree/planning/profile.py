@@ -174,6 +174,11 @@ class PairProfile(msgspec.Struct, frozen=True, kw_only=True):
 Schema = TypeVar("Schema", bound=PairProfile)
 
 
+def profile_files(path: Path) -> list[Path]:
+    """Of a folder, or the file itself."""
+    return sorted(path.glob("*.json")) if path.is_dir() else [path]
+
+
 def read_profile(path: Path) -> PairProfile:
     """Read a profile's verdict; raises ProfileError naming the file and what is wrong with it."""
     return read_profile_as(PairProfile, path)

@@ -108,7 +108,7 @@ class Price(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Planner:
-    """Scheduler thread only."""
+    """Scheduler thread only, but for what says otherwise."""
 
     def __init__(
         self,
@@ -162,7 +162,7 @@ class Planner:
             num_waiting=num_waiting,
         )
         while True:
-            costs = self._costs({it.location for it in matches})
+            costs = self.costs({it.location for it in matches})
             considered = Considered(demand, matches, costs)
             plan = choose(demand, matches, self.profiles, costs)
             if isinstance(plan, NoReuse):
@@ -192,7 +192,7 @@ class Planner:
         approximate = None if demand.first_approximate is None else held.approximate
         demand = replace(demand, first_page=held.exact, first_approximate=approximate)
         left = replace(plan, pages=Span(start, plan.pages.stop))
-        costs = self._costs({plan.location})
+        costs = self.costs({plan.location})
         links = {it: replace(link, byte_s=0.0, fixed_s=0.0) for it, link in costs.links.items()}
         saved_s = saving_s(left, demand, replace(costs, links=links))
         return saved_s is None or saved_s > 0
@@ -212,13 +212,13 @@ class Planner:
         demand = self._demand(req, owner, controls, self._requested(controls), len(pages))
         e_pages = dict.fromkeys(self._server.transition_layers, len(pages))
         match = Match(model=sender, location=location, num_pages=len(pages), e_pages=e_pages)
-        costs = self._costs({location})
+        costs = self.costs({location})
         plan = choose(demand, [match], self.profiles, costs)
         return _patience_s(plan, demand, costs) if isinstance(plan, Plan) else 0.0
 
     def price(self, plan: Plan) -> Price:
         """Of a plan over a fast link, as it is predicted now."""
-        costs, tokens = self._costs(()), self._server.page_size
+        costs, tokens = self.costs(()), self._server.page_size
         pages = Span(plan.pages.start * tokens, plan.pages.stop * tokens)
         num_pages = len(plan.pages)
         return Price(
@@ -252,25 +252,36 @@ class Planner:
     def _demand(
         self, req: Req, owner: Owner, controls: Controls, requested: Requested, num_pages: int
     ) -> Demand:
+        usual = self.usual(owner.model)
+        target_ms = controls.ttft_target_ms
+        return replace(
+            usual,
+            num_pages=num_pages,
+            num_new_tokens=len(req.full_untruncated_fill_ids) - num_pages * usual.page_size,
+            ttft_target_s=target_ms / 1000 if target_ms else usual.ttft_target_s,
+            requested=requested,
+            first_differences=self._models.first_differences(owner.lora_id),
+        )
+
+    def usual(self, model: ModelId) -> Demand:
+        """Of a request of no tokens, as far as the settings say; any thread."""
         server, settings = self._server, self._server.settings
-        target_ms = controls.ttft_target_ms or settings.ttft_target_ms
+        target_ms = settings.ttft_target_ms
         return Demand(
-            receiver=owner.model,
+            receiver=model,
             num_layers=server.identity.num_layers,
             page_size=server.page_size,
-            num_pages=num_pages,
-            num_new_tokens=len(req.full_untruncated_fill_ids) - num_pages * server.page_size,
+            num_pages=0,
             min_pages=self._min_pages,
-            ttft_target_s=None if target_ms is None else target_ms / 1000,
-            requested=requested,
+            ttft_target_s=target_ms / 1000 if target_ms else None,
             gate=Gate(settings.gate),
             max_recompute_tokens=settings.max_recompute_tokens,
             max_recompute_s=settings.max_stall_s,
             is_lossy=self._cache.family.codec is not Codec.NONE,
-            first_differences=self._models.first_differences(owner.lora_id),
         )
 
-    def _costs(self, locations: Collection[Location]) -> Costs:
+    def costs(self, locations: Collection[Location]) -> Costs:
+        """Of what lies there; any thread."""
         return Costs(
             kv_page_bytes=self._cache.family.kv_page_bytes,
             e_page_bytes=self._cache.family.e_page_bytes,

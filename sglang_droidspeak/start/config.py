@@ -21,6 +21,7 @@ import msgspec
 
 from cachetree import CacheConfig, ConfigError, ModelId, read_yaml, settings_of
 from cachetree.checkpoint import Codec
+from cachetree.metrics import parse_http
 from cachetree.transport import PeerConfig, WorkerConfig
 from cachetree.tree import Retention
 
@@ -50,6 +51,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     push_to: tuple[str, ...] = ()
     """Workers (`cachetree serve`) that also keep what this server stores, so that it outlives the
     server; they need not stand in `peers` too."""
+    http: str | None = None
+    """`HOST:PORT` of /metrics and /health of this server's cache, and of /query, by which a router
+    asks how soon a prompt would be served; a port alone is for this machine. Whoever reaches it can
+    find out which prompts are cached. None has none of them."""
     profiles: tuple[str, ...] = ()
     """Pair profiles, or folders of them; a file must name this server's model on one side, or an
     adapter on it."""
@@ -143,6 +148,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         for field in ("host_gb", "disk_gb", "staging_gb", "forward_wait_s"):
             if getattr(self, field) < 0:
                 raise ConfigError(f"{field} is {getattr(self, field)}; give 0 or more")
+        if self.http is not None:
+            parse_http(self.http, field="http")
         positive = ("min_tokens", "max_recompute_tokens", "fetch_deadline_s", "peer_cooldown_s")
         for field in (*positive, "max_stall_ms", "verify_lag"):
             value = getattr(self, field)

@@ -17,7 +17,7 @@ from cachetree import CacheTreeError, ModelId
 from cachetree.checkpoint import Codec, Family, ModelIdentity, read_adapter, read_model_identity
 from cachetree.corrections import Correction, read_corrections
 from cachetree.memory import Layout
-from cachetree.planning import PairProfile, PrefillCost, read_profile
+from cachetree.planning import PairProfile, PrefillCost, profile_files, read_profile
 from cachetree.transport import check_peer, check_ports, check_worker
 from sglang_droidspeak import engine
 from sglang_droidspeak.engine.probe import require_supported
@@ -237,8 +237,7 @@ def _read_profiles(
     """
     for name in settings.profiles:
         path = Path(name)
-        files = sorted(path.glob("*.json")) if path.is_dir() else [path]
-        for file in files:
+        for file in profile_files(path):
             profile, is_named = read_profile(file), file == path
             if settings.e_correction == "off":
                 profile = profile.uncorrected()

@@ -59,7 +59,8 @@ class Insertions:
             original(tree, req, up_to=up_to, **rest)
         finally:
             self._inserting = None
-        if self._ranks.is_first and len(self._models) > 1 and not req.skip_radix_cache_insert:
+        is_wanted = self._pool.is_told or len(self._models) > 1
+        if self._ranks.is_first and is_wanted and not req.skip_radix_cache_insert:
             self._note(req, up_to)
 
     def _note(self, req: Req, up_to: int) -> None:

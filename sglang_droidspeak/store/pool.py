@@ -66,6 +66,8 @@ class PoolIndex:
         self._most_pages: Final = num_slots // page_size
         self._ages: OrderedDict[tuple[Location, ModelId, PageHash], None] = OrderedDict()
         """Pages noted, the one longest unused first, and each after those that stand on it."""
+        self.is_told = False
+        """Whether others than this server's models ask what the pool has."""
 
     def note(self, namespace: str, model: ModelId, pages: Sequence[PageHash]) -> None:
         """These pages, from the root, are now in that namespace of SGLang's tree, as `model`'s."""
