@@ -1,5 +1,7 @@
 """Workers and engines of one machine, described in one file: what `droidspeak up` starts.
 
+programs:
+  master: {...}       `command`, and the `port` of loopback where it answers
 workers:
   shelf: {...}        as `cachetree serve --config` takes it
 engines:
@@ -14,35 +16,51 @@ import functools
 import importlib.util
 import os
 import re
+import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from cachetree import ConfigError, read_yaml, settings_of
 from cachetree.cli import parse_config
-from sglang_droidspeak.fleet.servers import ServerSpec, Spec, WorkerSpec
+from sglang_droidspeak.fleet.servers import ProgramSpec, ServerSpec, Spec, WorkerSpec
 from sglang_droidspeak.start.config import parse_settings
 
 _DEFAULT_PORT = 30000
 """SGLang's."""
 
 
+class Program(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What engines need beside workers, such as the master of a store."""
+
+    command: Annotated[tuple[str, ...], msgspec.Meta(min_length=1)]
+    port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+
+
 class Fleet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Configurations by name; a name is a log file's too."""
 
+    programs: dict[str, Program] = {}
     workers: dict[str, dict[str, Any]] = {}
     engines: dict[str, dict[str, Any]] = {}
 
     def __post_init__(self) -> None:
         if not self.workers and not self.engines:
             raise ConfigError("there are no workers and no engines; describe at least one")
-        for name in self.workers.keys() & self.engines.keys():
-            raise ConfigError(f"{name} is a worker and an engine; give every one its own name")
-        for name in (*self.workers, *self.engines):
+        names = [*self.programs, *self.workers, *self.engines]
+        for name in names:
+            if names.count(name) > 1:
+                raise ConfigError(f"{name} stands there twice; give every one its own name")
             if not name.replace("-", "").replace("_", "").isalnum():
                 raise ConfigError(f"{name!r} cannot be a name; use letters, digits, - and _")
+        for name, it in self.programs.items():
+            if shutil.which(it.command[0]) is None:
+                raise ConfigError(
+                    f"programs.{name}: there is no program {it.command[0]}; install it, or write "
+                    "its path"
+                )
         for name, config in self.workers.items():
             parse_config(config, f"workers.{name}")
         taken: dict[int, str] = {}
@@ -95,9 +113,14 @@ def read_fleet(path: Path) -> Fleet:
 
 
 def specs(fleet: Fleet, options: Mapping[str, Any] | None = None) -> list[Spec]:
-    """What to start, workers first; `options` go over those of every engine."""
+    """What to start, engines last; `options` go over those of every engine."""
+    programs = [
+        ProgramSpec(name=name, command=it.command, port=it.port)
+        for name, it in fleet.programs.items()
+    ]
     workers = [WorkerSpec(name=name, config=it) for name, it in fleet.workers.items()]
     return [
+        *programs,
         *workers,
         *(_engine(name, it | {**(options or {})}) for name, it in fleet.engines.items()),
     ]

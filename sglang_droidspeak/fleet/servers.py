@@ -122,7 +122,20 @@ class WorkerSpec:
         return Worker(self, folder, env)
 
 
-Spec = ServerSpec | WorkerSpec
+@dataclass(frozen=True, kw_only=True)
+class ProgramSpec:
+    """Any other program that servers need, such as a store's master."""
+
+    command: Sequence[str]
+    port: int
+    """Of loopback, where it takes connections once it is ready."""
+    name: str = "program"
+
+    def start(self, folder: Path, env: Mapping[str, str]) -> Program:
+        return Program(self, folder, env)
+
+
+Spec = ServerSpec | WorkerSpec | ProgramSpec
 
 
 class Process:
@@ -206,6 +219,21 @@ class Worker(Process):
 
     def _answers(self) -> bool:
         return bool(self.address)
+
+
+class Program(Process):
+    def __init__(self, spec: ProgramSpec, folder: Path, env: Mapping[str, str]) -> None:
+        super().__init__(spec.name, spec.command, folder, env)
+        self.spec = spec
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.spec.port}"
+
+    def _answers(self) -> bool:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.spec.port)):
+            return True
+        return False
 
 
 class Server(Process):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -55,7 +56,15 @@ def test_the_example_is_three_workers_and_four_engines_of_two_families(tmp_path,
         ({}, "no workers and no engines"),
         ({"engines": {"one": {"port": 1}}}, "engines.one has no model-path"),
         ({"engines": {"one": ENGINE, "two": ENGINE}}, "both have port 1"),
-        ({"engines": {"one": ENGINE}, "workers": {"one": {}}}, "one is a worker and an engine"),
+        ({"engines": {"one": ENGINE}, "workers": {"one": {}}}, "one stands there twice"),
+        (
+            {"engines": {"one": ENGINE}, "programs": {"two": {"command": ["florp"], "port": 2}}},
+            "programs.two: there is no program florp; install it",
+        ),
+        (
+            {"engines": {"one": ENGINE}, "programs": {"two": {"command": [], "port": 2}}},
+            "programs",
+        ),
         ({"engines": {"a/b": ENGINE}}, "'a/b' cannot be a name"),
         (
             {"engines": {"one": {**ENGINE, "droidspeak": {"hots_gb": 1}}}},
@@ -96,6 +105,21 @@ def test_engines_share_the_cores_unless_told_otherwise(monkeypatch):
     assert shared_cores(engines * 8) == {"OMP_NUM_THREADS": "1"}
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert shared_cores(engines) == {"OMP_NUM_THREADS": "3"}
+
+
+def test_a_program_is_ready_once_its_port_answers(tmp_path: Path) -> None:
+    port = servers.free_port()
+    command = [sys.executable, "-m", "http.server", str(port), "--bind", "127.0.0.1"]
+    programs = {"program": {"command": command, "port": port}}
+    written_fleet = written(tmp_path, {"programs": programs, "engines": {"one": ENGINE}})
+    program, engine = specs(read_fleet(written_fleet))
+    assert (program.name, engine.name) == ("program", "one")
+    with servers.running(program, folder=tmp_path) as (started,):
+        with socket.create_connection(("127.0.0.1", port), 5):
+            assert started.address == f"127.0.0.1:{port}"
+        started.kill()
+        with pytest.raises(servers.ServerFailed, match="program ended with"):
+            started.is_ready()
 
 
 def test_anchors_have_a_place(tmp_path):

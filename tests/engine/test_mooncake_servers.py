@@ -1,0 +1,153 @@
+"""The example's fleet over Mooncake's own master: reads across models, and what is killed."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import pytest
+import requests
+from engine_parts import CPU, PAGE, SLOW_DEVICE, Answer, answer, eventually, oracle, whole_pages
+from forked import ServerSpec
+
+from benchmarks.oracle import Generated
+from cachetree.ids import EMPTY_SPAN, Span
+from profiles.data import by_context, context_prompt, read_records
+from sglang_droidspeak.fleet.fleet import read_fleet, specs
+from sglang_droidspeak.fleet.servers import Program, ProgramSpec, Server, free_port, running
+
+pytestmark = [pytest.mark.server, pytest.mark.slow]
+
+ROOT = Path(__file__).parents[2]
+PAIRS = ROOT / "examples" / "pairs"
+WEIGHTS = PAIRS / "weights"
+BLOCK, LAYERS = Span(2, 5), 12
+TEXTS = [context_prompt(it) for it, _ in by_context(read_records(PAIRS / "data/held_out.jsonl"))]
+MAX_NEW = 6
+LIMIT_S = 8.0
+"""For one request on a busy machine, whatever happens to the store: its calls may take 5 s."""
+
+
+@dataclass
+class Cluster:
+    folder: Path
+    master: Program
+    reader: Server
+    answerer: Server
+    metrics_port: int
+
+    def num_objects(self) -> int:
+        """Of the store; 0 where there is no master."""
+        with contextlib.suppress(requests.ConnectionError):
+            text = requests.get(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=5).text
+            found = re.search(r"^master_key_count (\d+)", text, re.MULTILINE)
+            return int(found[1]) if found else 0
+        return 0
+
+    def read(self, text: str, *, wait_s: float = 10.0) -> list[int]:
+        """Its tokens, once the reader has read it and has stored it, two halves of each object;
+        also where it takes longer to store."""
+        (tokens,) = self.reader.tokenize([text])
+        least = self.num_objects() + 2 * (len(tokens) // PAGE) * (LAYERS + 1)
+        self.reader.generate(tokens, max_new_tokens=1)
+        until_s = time.monotonic() + wait_s
+        while self.num_objects() < least and time.monotonic() < until_s:
+            time.sleep(0.05)
+        return tokens
+
+    def ask(self, tokens: list[int]) -> Answer:
+        """A right answer within the limit, or the test fails."""
+        self.answerer.flush()
+        begun_s = time.monotonic()
+        reply = answer(self.answerer, tokens, max_new_tokens=MAX_NEW)
+        assert time.monotonic() - begun_s < LIMIT_S
+        check(reply, tokens)
+        return reply
+
+
+def check(reply: Answer, tokens: list[int]) -> None:
+    """It equals the oracle's for what it says that it reused."""
+    is_reused = reply.provenance["outcome"] == "reused"
+    assert not is_reused or reply.provenance["block"] == [BLOCK.start, BLOCK.stop]
+    reply.assert_equals(expected(tokens, BLOCK if is_reused else EMPTY_SPAN))
+
+
+def expected(tokens: list[int], block: Span) -> Generated:
+    receiver = WEIGHTS / "receiver"
+    sender = WEIGHTS / "sender" if len(block) else receiver
+    reused = whole_pages(len(tokens))
+    return oracle(receiver, sender, tokens, block=block, num_reused=reused, max_new=MAX_NEW)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    pytest.importorskip(
+        "mooncake.store",
+        reason="needs the wheel mooncake-transfer-engine, or its -non-cuda, and libibverbs",
+        exc_type=ImportError,
+    )
+    folder = tmp_path_factory.mktemp("mooncake")
+    ports = {it: free_port() for it in ("30000", "30001", "30050", "30051")}
+    text = (ROOT / "examples" / "mooncake.yaml").read_text()
+    file = folder / "fleet.yaml"
+    file.write_text(re.sub(r"\b300[05][01]\b", lambda it: str(ports[it[0]]), text))
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(pytest.MonkeyPatch.context()).chdir(ROOT)
+        wanted = [
+            it
+            if isinstance(it, ProgramSpec)
+            else ServerSpec(**{of.name: getattr(it, of.name) for of in fields(it)})
+            for it in specs(read_fleet(file), CPU)
+        ]
+        started = running(*wanted, folder=folder / "logs", env=SLOW_DEVICE)
+        it = Cluster(folder, *stack.enter_context(started), ports["30051"])
+        stack.callback(lambda: it.master.stop())
+        yield it
+
+
+def reused_from(cluster: Cluster, texts: Iterator[str]) -> list[int]:
+    """The tokens of a text that the answerer has reused: a new one each time, as what was not there
+    in time is not asked for again for some seconds."""
+    for text in texts:
+        tokens = cluster.read(text)
+        if (reply := cluster.ask(tokens)).provenance["outcome"] == "reused":
+            assert reply.provenance["location"] == "hicache"
+            assert reply.provenance["reused_tokens"] == whole_pages(len(tokens))
+            return tokens
+    raise AssertionError("nothing is reused")
+
+
+def test_what_is_killed_harms_no_answer(cluster: Cluster) -> None:
+    """One after another: the master, which forgets all, and the engine that keeps the pages."""
+    texts = iter(TEXTS)
+    known = reused_from(cluster, texts)
+
+    def ask_while_dying(kill: Callable[[], None]) -> None:
+        prompts = [known, *(cluster.read(next(texts)) for _ in range(2))]
+        cluster.answerer.flush()
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            replies = [
+                pool.submit(answer, cluster.answerer, it, max_new_tokens=MAX_NEW, timeout_s=LIMIT_S)
+                for it in prompts
+            ]
+            kill()
+            for tokens, reply in zip(prompts, replies, strict=True):
+                check(reply.result(), tokens)
+        cluster.ask(known)
+
+    ask_while_dying(cluster.master.kill)
+    for _ in range(3):
+        cluster.ask(cluster.read(next(texts), wait_s=0))
+    cluster.master = cluster.master.spec.start(cluster.folder / "logs", {})
+    eventually(cluster.master.is_ready)
+    known = reused_from(cluster, texts)
+
+    ask_while_dying(cluster.reader.kill)
+    for _ in range(5):
+        cluster.ask(known)
+        time.sleep(1)
