@@ -2,7 +2,7 @@
 
 Importing is nearly all of a small server's start. Each of these servers runs what
 `python -m sglang.launch_server` runs, from its arguments on, in a session of its own. That command
-itself is what the demo, the examples, `test_startup` and the CPU platform's own tests start.
+itself is what `test_startup` starts, and the tests of the demo's signals.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _ENV = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "SGLANG_TORCH_CPU_ST
 
 class ServerSpec(servers.ServerSpec):
     def start(self, folder: Path, env: Mapping[str, str]) -> servers.Server:
-        return _Server(self, folder, env)
+        return Server(self, folder, env)
 
 
-class _Server(servers.Server):
+class Server(servers.Server):
     def _launch(self, command: Sequence[str], log: BinaryIO, env: Mapping[str, str]) -> _Fork:
         interpreter, _, module, *arguments = command
         assert (interpreter, module) == (sys.executable, MODULE)

@@ -14,8 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
+from engine_parts import ENV
 from test_documented_code import commands, of
 
 from profiles.data import prompt_of, read_records
@@ -29,8 +31,6 @@ QUICK_START = (ROOT / "docs/quickstart.md").read_text()
 PORTS = ("30000", "30001", "30010")
 CPU = "\ndevice: cpu\nsleep-on-idle: true\n"
 """What the quick start says to add where there is no accelerator."""
-
-ENV = {"SGLANG_TORCH_CPU_START": "fork"}
 
 LOGS: list[Path] = []
 """Of the servers that run: told where an example fails."""
@@ -54,7 +54,7 @@ class ExampleSpec:
         return self.text
 
     def start(self, folder: Path, env: Mapping[str, str]) -> Server:
-        return Server(self, folder, env)
+        return forked.Server(self, folder, env)
 
 
 def started(tmp_path_factory, *specs: ExampleSpec) -> Iterator[list[Server]]:
