@@ -43,9 +43,9 @@ from cachetree import EMPTY_SPAN, Span
 from cachetree.checkpoint import ModelIdentity, read_model_identity
 from cachetree.planning import PROFILE_VERSION as VERSION
 from cachetree.planning import BlockQuality, PairProfile, write_profile
-from profiles.adapters import merge_folder
 from profiles.random_models import random_prompt, shape, write_models
 from sglang_droidspeak.fleet.servers import Server, ServerSpec, running
+from tools.merge import merge_folder
 
 NUM_LAYERS = 12
 HIDDEN = 768

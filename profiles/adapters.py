@@ -1,7 +1,5 @@
 """Merge a LoRA adapter, as PEFT writes it, into its base: the result is a model like any other.
 
-    python -m profiles.adapters --base DIR --adapter DIR --out DIR
-
 What is merged, by the names in `adapter_model.safetensors`:
 
     MODULE.lora_A.weight, .lora_B.weight      MODULE.weight += scale x B A
@@ -20,10 +18,7 @@ tied: PEFT itself computes something else there before it merges than after.
 
 from __future__ import annotations
 
-import argparse
 import re
-import shutil
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -33,11 +28,10 @@ from typing import Any, Final
 import msgspec
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
-from tqdm import tqdm
 
-from cachetree import CacheTreeError, ConfigError
+from cachetree import ConfigError
 from cachetree.checkpoint import weight_files
 
 ADAPTER_CONFIG: Final = "adapter_config.json"
@@ -48,44 +42,17 @@ _FACTOR: Final = re.compile(
 )
 _HEAD, _EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
 
-_MERGED: Final = frozenset(
-    {
-        "alpha_pattern",
-        "bias",
-        "exclude_modules",
-        "fan_in_fan_out",
-        "layers_pattern",
-        "layers_to_transform",
-        "lora_alpha",
-        "lora_bias",
-        "modules_to_save",
-        "r",
-        "rank_pattern",
-        "target_modules",
-        "use_rslora",
-    }
+_MERGED: Final = (
+    *("alpha_pattern", "bias", "exclude_modules", "fan_in_fan_out", "layers_pattern"),
+    *("layers_to_transform", "lora_alpha", "lora_bias", "modules_to_save", "r", "rank_pattern"),
+    *("target_modules", "use_rslora"),
 )
 """Settings that are obeyed, or that only say which tensors there are."""
-_NOTES: Final = frozenset(
-    {
-        "auto_mapping",
-        "base_model_name_or_path",
-        "corda_config",
-        "ensure_weight_tying",
-        "eva_config",
-        "inference_mode",
-        "init_lora_weights",
-        "loftq_config",
-        "lora_dropout",
-        "lora_ga_config",
-        "megatron_config",
-        "megatron_core",
-        "peft_type",
-        "peft_version",
-        "qalora_group_size",
-        "revision",
-        "task_type",
-    }
+_NOTES: Final = (
+    *("auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying"),
+    *("eva_config", "inference_mode", "init_lora_weights", "loftq_config", "lora_dropout"),
+    *("lora_ga_config", "megatron_config", "megatron_core", "peft_type", "peft_version"),
+    *("qalora_group_size", "revision", "task_type"),
 )
 """Settings without effect on a trained adapter, or checked apart."""
 _HARMLESS_STARTS: Final = (None, True, False, "gaussian", "eva", "orthogonal")
@@ -263,37 +230,3 @@ def _require_fitting(base: Mapping[str, Tensor], name: str, shape: torch.Size) -
 def _has_tied_head(base: Mapping[str, Tensor]) -> bool:
     head, embeddings = base.get(_HEAD), base.get(_EMBEDDINGS)
     return head is None or (embeddings is not None and torch.equal(head, embeddings))
-
-
-def merge_folder(base: Path, adapter: Path, out: Path) -> None:
-    """Write a copy of the checkpoint folder `base` with the adapter merged into its weights.
-
-    Shards stay as they are cut. Raises ConfigError.
-    """
-    files = weight_files(base)
-    weights = with_adapter(read_weights(base), adapter)
-    shutil.copytree(
-        base, out, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*(it.name for it in files))
-    )
-    for file in files:
-        tensors = {name: weights[name].contiguous() for name in _load(file)}
-        save_file(tensors, out / file.name, metadata={"format": "pt"})
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m profiles.adapters", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--base", type=Path, required=True)
-    parser.add_argument("--adapter", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    args = parser.parse_args()
-    try:
-        merge_folder(args.base, args.adapter, args.out)
-    except CacheTreeError as error:
-        tqdm.write(f"adapters: {error}")
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -14,7 +14,6 @@ Attention sees, for every row of a batch:
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -131,8 +130,6 @@ class LayeredModel:
         of_layer = sum(it.numel() for it in self.layers[0].parameters())
         self.head_layers = model.get_input_embeddings().weight.numel() / of_layer
         """What the head computes for a token, in times of a layer."""
-        names = inspect.signature(type(self.layers[0]).forward).parameters
-        self._cache_name = "past_key_values" if "past_key_values" in names else "past_key_value"
 
     def embed(self, ids: Tensor) -> Tensor:
         """`[rows, tokens]` -> `[rows, tokens, hidden]`."""
@@ -281,15 +278,14 @@ class LayeredModel:
         rotary: Any,
         cache: Any,
     ) -> Tensor:
-        output = self.layers[layer](
+        return self.layers[layer](
             hidden,
             attention_mask=mask,
             position_ids=positions,
             use_cache=True,
             position_embeddings=rotary,
-            **{self._cache_name: cache},
+            past_key_values=cache,
         )
-        return output[0] if isinstance(output, tuple) else output
 
     def _rotary(self, hidden: Tensor, positions: Tensor) -> Any:
         return self.model.model.rotary_emb(hidden, position_ids=positions)

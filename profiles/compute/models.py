@@ -2,9 +2,8 @@
 
 Everything that makes a pair impossible is found before any weights are read, and said in one line.
 
-Transformers from 4.56 on; 4.56, 4.57, 5.0 and 5.23 are tested, older ones are refused here, and
-what a newer one might do differently is found by `check_layers`. Tokenizers that transformers 5
-saved, the small pairs' among them, can be read by 5 only.
+SGLang names the release of transformers; what a newer one might do differently is found by
+`check_layers`.
 """
 
 from __future__ import annotations
@@ -19,22 +18,11 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import (
-    ArceeForCausalLM,
     AutoTokenizer,
     GenerationConfig,
-    Glm4ForCausalLM,
-    Glm4MoeForCausalLM,
-    LlamaForCausalLM,
-    MistralForCausalLM,
-    MixtralForCausalLM,
-    Phi3ForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    Qwen2ForCausalLM,
-    Qwen2MoeForCausalLM,
-    Qwen3ForCausalLM,
-    Qwen3MoeForCausalLM,
 )
 
 from cachetree import ConfigError, Family, ModelIdentity
@@ -43,24 +31,13 @@ from profiles.adapters import ADAPTER_CONFIG, read_scale, read_weights, with_ada
 from profiles.compute.quantised import Quantization, check_quantization, matrices
 
 ARCHITECTURES: Final[Mapping[str, type[PreTrainedModel]]] = {
-    model_class.__name__: model_class
-    for model_class in (
-        ArceeForCausalLM,
-        Glm4ForCausalLM,
-        Glm4MoeForCausalLM,
-        LlamaForCausalLM,
-        MistralForCausalLM,
-        MixtralForCausalLM,
-        Phi3ForCausalLM,
-        Qwen2ForCausalLM,
-        Qwen2MoeForCausalLM,
-        Qwen3ForCausalLM,
-        Qwen3MoeForCausalLM,
+    f"{family}ForCausalLM": getattr(transformers, f"{family}ForCausalLM")
+    for family in (
+        *("Arcee", "Glm4", "Glm4Moe", "Llama", "Mistral", "Mixtral", "Phi3"),
+        *("Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe"),
     )
 }
 """The classes that a server reuses caches of."""
-OLDEST_RELEASE: Final = (4, 56)
-"""Of transformers."""
 _FAMILY_FIELDS: Final = tuple(
     field for field in Family.__struct_fields__ if field in ModelIdentity.__struct_fields__
 )
@@ -168,7 +145,6 @@ def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
 
 def _look_at(source: ModelSource, cache_dir: Path | None) -> _Supported:
     """Everything that can be known without reading weights; raises ConfigError."""
-    _require_known_release()
     _require_plain_folder(source.path)
     identity = read_model_identity(source.path, cache_dir, source.adapter)
     if identity.architecture not in ARCHITECTURES:
@@ -191,16 +167,6 @@ def _look_at(source: ModelSource, cache_dir: Path | None) -> _Supported:
     if source.adapter is not None:
         read_scale(source.adapter)
     return _Supported(source=source, identity=identity, config=config, quantization=quantization)
-
-
-def _require_known_release() -> None:
-    """Before 4.56, layers take and return something else, and so do caches and loading."""
-    release = tuple(map(int, transformers.__version__.split(".")[:2]))
-    if release < OLDEST_RELEASE:
-        raise ConfigError(
-            f"transformers {transformers.__version__} is too old; install "
-            f"{'.'.join(map(str, OLDEST_RELEASE))} or newer"
-        )
 
 
 def _require_plain_folder(path: Path) -> None:

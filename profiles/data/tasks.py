@@ -119,37 +119,29 @@ def _parse(template: str) -> tuple[str, list[str]]:
         pieces = list(Formatter().parse(template))
     except ValueError as exc:
         raise _template_error(template, f"is malformed ({exc}); write {{{{ for a brace") from exc
-    opening, rest = "", [""]
-    seen_context = False
+    texts, fields = [""], list[str]()
     for literal, field, spec, conversion in pieces:
-        if seen_context:
-            rest[-1] += literal
-        else:
-            opening += literal
-        if field is None:
-            continue
-        if field not in ("context", "input") or spec or conversion:
-            name = field + (f"!{conversion}" if conversion else "") + (f":{spec}" if spec else "")
-            raise _template_error(
-                template, f"has {{{name}}}; use {{context}} and {{input}}, and {{{{ for a brace"
-            )
-        if field == "context":
-            if seen_context:
-                raise _template_error(template, "has {context} twice; write it once")
-            seen_context = True
-        elif not seen_context:
-            raise _template_error(
-                template,
-                "has {input} before {context}; questions share only what precedes them, so put "
-                "{context} first",
-            )
-        else:
-            rest.append("")
-    if not seen_context:
-        raise _template_error(
-            template, "has no {context}; write where it goes, as in '<bos> {context} {input}'"
+        texts[-1] += literal
+        if field is not None:
+            named = f"!{conversion}" if conversion else ""
+            fields.append(field + named + (f":{spec}" if spec else ""))
+            texts.append("")
+    unknown = next((it for it in fields if it not in ("context", "input")), None)
+    if unknown is not None:
+        problem = f"has {{{unknown}}}; use {{context}} and {{input}}, and {{{{ for a brace"
+    elif not fields:
+        problem = "has no {context}; write where it goes, as in '<bos> {context} {input}'"
+    elif fields[0] == "input":
+        problem = (
+            "has {input} before {context}; questions share only what precedes them, so put "
+            "{context} first"
         )
-    return opening, rest
+    elif "context" in fields[1:]:
+        problem = "has {context} twice; write it once"
+    else:
+        opening, *rest = texts
+        return opening, rest
+    raise _template_error(template, problem)
 
 
 def _template_error(template: str, problem: str) -> ConfigError:

@@ -14,8 +14,8 @@ from benchmarks.random_adapters import write_adapter
 from cachetree.checkpoint.family import ModelIdentity
 from cachetree.checkpoint.identity import read_model_identity
 from cachetree.ids import ModelId, Span
-from profiles.adapters import merge_folder
 from profiles.random_models import shape, write_models
+from tools.merge import merge_folder
 
 NUM_LAYERS = 6
 BASE = "base"

@@ -32,8 +32,8 @@ from cachetree.clock import Deadline
 from cachetree.config import CacheConfig
 from cachetree.ids import EMPTY_SPAN, Location, ModelId, PageHash, Span
 from cachetree.planning.plan import Plan
-from profiles.adapters import merge_folder
 from sglang_droidspeak.fleet.servers import Server, free_port, running
+from tools.merge import merge_folder
 
 pytestmark = pytest.mark.server
 

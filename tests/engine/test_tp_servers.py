@@ -37,9 +37,9 @@ from cachetree.config import CacheConfig
 from cachetree.corrections import Correction, write_corrections
 from cachetree.ids import EMPTY_SPAN, Span
 from cachetree.planning import BlockQuality, write_profile
-from profiles.adapters import merge_folder
 from sglang_droidspeak.fleet.servers import Server, free_port, running
 from sglang_droidspeak.start.config import at_rank
+from tools.merge import merge_folder
 
 pytestmark = pytest.mark.server
 

@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from cachetree.errors import ConfigError
-from profiles.adapters import merge_folder, merged, read_scale, with_adapter
+from profiles.adapters import merged, read_scale, with_adapter
+from tools.merge import merge_folder
 
 ROOT = Path(__file__).parents[2]
 NUM_LAYERS = 2
@@ -301,12 +302,12 @@ def test_a_saved_base_layer_replaces_the_bases_before_factors_are_added() -> Non
 def test_the_command_merges_or_says_why_not(plain, tmp_path: Path) -> None:
     base, adapter = plain
     for weights, code in ((base, 0), (tmp_path, 1)):
-        command = [sys.executable, "-m", "profiles.adapters", "--base", str(weights)]
+        command = [sys.executable, "-m", "tools.merge", "--base", str(weights)]
         command += ["--adapter", str(adapter), "--out", str(tmp_path / "out")]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
         assert done.returncode == code
     assert (tmp_path / "out" / "model.safetensors").is_file()
-    assert done.stdout.startswith(f"adapters: {tmp_path} has neither model.safetensors")
+    assert done.stdout.startswith(f"merge: {tmp_path} has neither model.safetensors")
 
 
 def test_no_adapter_in_the_repository_lies_beside_whole_weights() -> None:

@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from cachetree.checkpoint.identity import read_model_identity
 from cachetree.errors import ConfigError
-from profiles.adapters import merge_folder
 from profiles.compute.models import (
     ARCHITECTURES,
     ModelSource,
@@ -24,6 +23,7 @@ from profiles.compute.models import (
     load_tokenizer,
 )
 from profiles.random_models import shape, write_models
+from tools.merge import merge_folder
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = ROOT / "examples" / "pairs" / "weights"

@@ -1,4 +1,5 @@
-"""The profiler computes the same with every supported release of transformers.
+"""The profiler computes the same with other releases of transformers than SGLang's: with what an
+earlier environment has, and with what the next one may bring.
 
 Each release is installed into a folder of its own, with what it needs in other versions than are
 installed here, and the tests of tiny models of all families run on it in a process of their own.
@@ -17,13 +18,10 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from profiles.compute.models import OLDEST_RELEASE
-
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
 
 ROOT = Path(__file__).parents[2]
-OLDEST = ".".join(map(str, OLDEST_RELEASE))
-SUPPORTED = [OLDEST, "4.57", "5.0", "5.23"]
+OTHER = ["5.0", "5.23"]
 TESTS = [
     "test_mixtures.py",
     "test_oracle.py",
@@ -38,16 +36,6 @@ RUN_TESTS = """
 import sys, pytest, transformers
 print("TRANSFORMERS", transformers.__version__, transformers.__file__, flush=True)
 sys.exit(pytest.main(sys.argv[1:]))
-"""
-LOAD_A_MODEL = """
-import torch
-from pathlib import Path
-from cachetree.errors import ConfigError
-from profiles.compute.models import ModelSource, load_model
-try:
-    load_model(ModelSource(path=Path("any")), dtype=torch.float32, device=torch.device("cpu"))
-except ConfigError as error:
-    print(error)
 """
 
 
@@ -101,8 +89,8 @@ def run(folder: Path, code: str, *args: str) -> subprocess.CompletedProcess[str]
     )
 
 
-@pytest.mark.parametrize("release", SUPPORTED)
-def test_a_supported_release_computes_what_the_oracle_does(release: str, folder: Path) -> None:
+@pytest.mark.parametrize("release", OTHER)
+def test_another_release_computes_what_the_oracle_does(release: str, folder: Path) -> None:
     transformers = install_release(folder, release)
     tests = [str(ROOT / "tests" / "profiles" / it) for it in TESTS]
     done = run(folder, RUN_TESTS, "-q", "--tb=short", *tests)
@@ -111,11 +99,3 @@ def test_a_supported_release_computes_what_the_oracle_does(release: str, folder:
     assert used == transformers.version
     assert used.startswith(f"{release}.")
     assert Path(file).is_relative_to(folder)
-
-
-def test_an_older_release_is_refused(folder: Path) -> None:
-    major, minor = OLDEST_RELEASE
-    transformers = install_release(folder, f"{major}.{minor - 1}")
-    done = run(folder, LOAD_A_MODEL)
-    message = f"transformers {transformers.version} is too old; install {OLDEST} or newer\n"
-    assert done.stdout == message, done.stderr[-5000:]

@@ -19,7 +19,7 @@ from typing import Final
 
 from tqdm import tqdm
 
-from profiles.adapters import merge_folder
+from tools.merge import merge_folder
 from tools.real.base import BaseError, base_model
 from tools.real.check import MAX_NEW, METRICS, check
 from tools.real.questions import SETS, SKILLS, write_sets
