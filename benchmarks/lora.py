@@ -37,15 +37,15 @@ from oracle import Generated, decode, partial_prefill
 from random_adapters import write_adapter
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from cachetree import EMPTY_SPAN, Span
 from cachetree.checkpoint import ModelIdentity, read_model_identity
 from cachetree.planning import PROFILE_VERSION as VERSION
 from cachetree.planning import BlockQuality, PairProfile, write_profile
+from profiles.compute import ModelSource, load_model
 from profiles.random_models import random_prompt, shape, write_models
 from sglang_droidspeak.fleet.servers import Server, ServerSpec, running
-from tools.merge import merge_folder
 
 NUM_LAYERS = 12
 HIDDEN = 768
@@ -249,15 +249,17 @@ def require_plan(samples: Sequence[Sample]) -> None:
     assert all(told["block"] == [BLOCK.start, BLOCK.stop] for told in readers), readers
 
 
-def compare_outputs(it: Bench, models: Models, folder: Path) -> None:
+def compare_outputs(it: Bench, models: Models) -> None:
     """Before times are compared: both contenders against the oracle, on merged weights."""
     prompts = it.prompts(seed=90_000)
-    merged = []
-    for adapter in models.adapters[:2]:
-        merge_folder(models.base, adapter, folder / f"{adapter.name}-merged")
-        path = folder / f"{adapter.name}-merged"
-        merged.append(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval())
-    sender, receiver = merged
+    sender, receiver = (
+        load_model(
+            ModelSource(path=models.base, adapter=adapter),
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+        )
+        for adapter in models.adapters[:2]
+    )
     shared, tokens = it.sizes.num_shared, prompts[1]
     expected = {
         ALONE: answer(receiver, receiver, tokens, shared, EMPTY_SPAN),
@@ -373,7 +375,7 @@ def main() -> None:
         for count in args.adapters:
             with bench(models, sizes, count) as it:
                 if count > 1 and all(row["adapters"] == 1 for row in rows):
-                    compare_outputs(it, models, folder)
+                    compare_outputs(it, models)
                 found = summarise(measure(it, args.rounds), count)
                 rows.append(found | memory(sizes, count))
                 console.print(f"{count} adapters: measured")

@@ -52,7 +52,7 @@ from rich.table import Table
 from profiles.compute import Answerer, Bench, Journal, ModelSource, load_pair, sweep
 from profiles.data import Document, Metric, TaskOptions
 from profiles.profiler import answerers, load_documents
-from profiles.settings import DTYPES, Settings
+from profiles.settings import Settings
 from profiles.stats import Score, Swept, grid
 
 PAIR: Final = Path(__file__).resolve().parents[1] / "examples" / "pairs"
@@ -266,7 +266,7 @@ def main() -> int:
     pair = load_pair(
         settings.sender,
         settings.receiver,
-        dtype=DTYPES[args.dtype],
+        dtype=getattr(torch, args.dtype),
         device=torch.device(settings.device),
         cache_dir=None,
     )

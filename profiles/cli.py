@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from profiles.data import Metric, TaskOptions
 from profiles.evidence import MeasuredProfile, read_measured
+from profiles.settings import Settings
 
 if TYPE_CHECKING:
-    from profiles.settings import Settings
     from profiles.verification import Verification
 
 # Heavy imports (torch, transformers, matplotlib) wait until a command runs.
@@ -26,13 +27,15 @@ FAILED_GATE: Final = 3
 _LOCAL: Final = re.compile(r"(^|[=:])/(?:[^/]*/)*(?=[^/])")
 """The folders of an absolute path, which say nothing on another machine."""
 
-METRICS: Final = (
-    *("f1", "rouge_l", "edit_similarity", "exact_number"),
-    *("classification", "count", "retrieval"),
-)
-"""Values of `profiles.data.Metric`."""
-
 _PAIR: Final = ("sender", "receiver", "data", "out")
+_MODELS: Final = (
+    *("dtype", "device", "page_size", "sender_device", "max_memory_gb", "max_device_memory_gb"),
+)
+_CHOICE: Final = (
+    *("held_out", "held_out_share", "tolerance", "group", "plans", "pruned", "e_correction"),
+    *("fit_data", "timing_seconds", "seed"),
+)
+_TYPES: Final = {"int": int, "float": float, "str": str, "Path": Path}
 
 
 def add_commands(commands: Any) -> None:
@@ -51,59 +54,7 @@ def add_commands(commands: Any) -> None:
     _add_data(profile)
     profile.add_argument("--out", type=Path, metavar="FILE", help="the profile to write, JSON")
     profile.add_argument("--small", type=Path, metavar="PATH", help="smaller model to compare with")
-    choice = profile.add_argument_group("choice")
-    choice.add_argument(
-        "--held-out",
-        action="append",
-        default=[],
-        metavar="DATA",
-        help="data to judge on; default: a share of --data, by context",
-    )
-    choice.add_argument("--held-out-share", type=float, metavar="X", help="default: 0.5")
-    choice.add_argument(
-        "--tolerance", type=float, metavar="X", help="largest relative loss; default: 0.05"
-    )
-    choice.add_argument(
-        "--group",
-        type=int,
-        metavar="N",
-        help="grid of the blocks in layers; default: 1 up to 16 layers, 2 up to 32, …",
-    )
-    choice.add_argument(
-        "--plans",
-        type=int,
-        metavar="N",
-        help="blocks that are decoded and tried by the gate at most; default: 12",
-    )
-    choice.add_argument(
-        "--no-prune",
-        dest="pruned",
-        action="store_const",
-        const=False,
-        help="decode the answers of all blocks, not only of those on the frontier of KL",
-    )
-    choice.add_argument(
-        "--e-correction",
-        action="store_const",
-        const=True,
-        help="also try plans that correct the sender's E by a map, fitted on the contexts that "
-        "choose; it is kept beside the profile, for servers",
-    )
-    choice.add_argument(
-        "--fit-data",
-        action="append",
-        default=[],
-        metavar="DATA",
-        help="contexts that these maps are fitted on instead, as in --data; their questions are "
-        "not asked",
-    )
-    choice.add_argument(
-        "--timing-seconds",
-        type=float,
-        metavar="X",
-        help="when to stop timing the cost model's parts; default: 60",
-    )
-    choice.add_argument("--seed", type=int, metavar="N", help="of the split; default: 0")
+    _add_flags(profile.add_argument_group("choice"), *_CHOICE)
     profile.set_defaults(run=_profile)
 
     actions = profile.add_subparsers(dest="action", metavar="show|verify")
@@ -141,42 +92,12 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
         models.add_argument(
             f"--{role}-lora", type=Path, metavar="PATH", help=f"PEFT adapter on the {role}"
         )
-    models.add_argument(
-        "--dtype",
-        choices=["bfloat16", "float16", "float32"],
-        help="as the servers': rounding is part of the quality; default: bfloat16",
-    )
-    models.add_argument("--device", metavar="DEVICE", help="default: a GPU where there is one")
-    models.add_argument(
-        "--page-size", type=int, metavar="N", help="as the servers'; default: 16 tokens"
-    )
-    models.add_argument(
-        "--sender-device",
-        metavar="DEVICE",
-        help="default: the receiver's; another where one device cannot hold both models",
-    )
-    for which, of in (("", "the host's memory"), ("device-", "each device's memory")):
-        models.add_argument(
-            f"--max-{which}memory-gb",
-            type=float,
-            metavar="GIB",
-            help=f"of {of}, beside the models' weights; default: most of what is free",
-        )
+    _add_flags(models, *_MODELS)
 
 
 def _add_data(parser: argparse.ArgumentParser) -> None:
     data = parser.add_argument_group("data")
-    data.add_argument(
-        "--data",
-        action="append",
-        default=[],
-        metavar="DATA",
-        help="JSONL as LongBench v1, a folder of it, longbench:NAME, gsm8k or gsm8k:FILE; may be "
-        "given several times",
-    )
-    data.add_argument(
-        "--data-dir", type=Path, metavar="DIR", help="where longbench:NAME is looked for first"
-    )
+    _add_flags(data, "data", "data_dir")
     data.add_argument(
         "--template",
         metavar="TEXT",
@@ -188,14 +109,30 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
         help="ask as the OpenAI chat endpoint does: each prompt is a user's message in the "
         "tokenizer's own chat template",
     )
-    data.add_argument("--metric", choices=METRICS, help="default: the data set's own")
-    data.add_argument("--max-new", type=int, metavar="N", help="longest answer in tokens")
     data.add_argument(
-        "--max-prompt-tokens",
-        type=int,
-        metavar="N",
-        help="longer prompts lose the middle of their context; default: what the model takes",
+        "--metric", choices=[it.value for it in Metric], help="default: the data set's own"
     )
+    data.add_argument("--max-new", type=int, metavar="N", help="longest answer in tokens")
+    _add_flags(data, "max_prompt_tokens")
+
+
+def _add_flags(parser: Any, *names: str) -> None:
+    """Flags of settings; of those that are not given the arguments have None."""
+    for name in names:
+        it = Settings.__dataclass_fields__[name]
+        how, kind = dict(it.metadata), it.type.removesuffix(" | None")
+        option = how.pop("option", f"--{name.replace('_', '-')}")
+        if kind == "bool":
+            how = {"help": how["help"], "action": "store_const", "const": not it.default}
+        elif kind == "tuple[str, ...]":
+            how["action"] = "append"
+        else:
+            how["type"] = _TYPES[kind]
+            if "default" not in how["help"] and it.default is not None:
+                how["help"] += (
+                    f"; default: {it.default:g}" if kind == "float" else f"; default: {it.default}"
+                )
+        parser.add_argument(option, dest=name, **how)
 
 
 def _profile(args: argparse.Namespace) -> int:
@@ -206,17 +143,13 @@ def _profile(args: argparse.Namespace) -> int:
     from rich.console import Console
     from transformers.utils import logging
 
-    from profiles.costs import Repeats
     from profiles.profiler import profile_pair
     from profiles.report import table_of
 
     logging.disable_progress_bar()
     console = Console()
-    settings = _settings(args, out=args.out, small=args.small)
-    if args.timing_seconds is not None:
-        settings = replace(settings, timing=Repeats(budget_s=args.timing_seconds))
     try:
-        profile = profile_pair(settings, console)
+        profile = profile_pair(_settings(args, out=args.out, small=args.small), console)
     except KeyboardInterrupt:
         _complain("interrupted; the same command goes on from here")
         return 130
@@ -307,11 +240,9 @@ def _settings(
 ) -> Settings:
     """What the arguments say; where they are silent, as another profile was made."""
     from profiles.compute import ModelSource
-    from profiles.data import Metric, TaskOptions
-    from profiles.settings import Settings
 
     chosen = {
-        name: value
+        name: tuple(value) if isinstance(value, list) else value
         for name, value in vars(args).items()
         if name in Settings.__dataclass_fields__ and value is not None
     }
@@ -338,9 +269,6 @@ def _settings(
     return Settings(
         **{
             **chosen,
-            "data": tuple(args.data),
-            "held_out": tuple(getattr(args, "held_out", ())),
-            "fit_data": tuple(getattr(args, "fit_data", ())),
             "options": options,
             "out": out,
             "small": None if small is None else ModelSource(path=small),

@@ -55,10 +55,7 @@ from profiles.compute import (
     sweep_corrected,
 )
 from profiles.compute import SPLIT as TRAIN
-from profiles.costs import (
-    choose_lengths,
-    measure_costs,
-)
+from profiles.costs import Repeats, choose_lengths, measure_costs
 from profiles.data import (
     Document,
     Source,
@@ -71,7 +68,7 @@ from profiles.environment import read_environment
 from profiles.evidence import CostModel, Making, MeasuredProfile
 from profiles.forecast import Forecast, typical_others, typical_plans
 from profiles.progress import Clock, duration, shown
-from profiles.settings import DTYPES, Settings, choose_device
+from profiles.settings import Settings, choose_device
 from profiles.stats import (
     Candidate,
     Data,
@@ -227,7 +224,7 @@ def open_pair(settings: Settings) -> Pair:
     return load_pair(
         settings.sender,
         settings.receiver,
-        dtype=DTYPES[settings.dtype],
+        dtype=getattr(torch, settings.dtype),
         device=choose_device(settings.device),
         cache_dir=None,
         sender_device=choose_device(settings.sender_device or settings.device),
@@ -334,7 +331,7 @@ def time_costs(
     num_suffix = round(fmean(len(q.suffix) for it in documents for q in it.questions))
     longest = max(len(it.prefix) for it in documents)
     lengths, others = choose_lengths(longest, positions - 2 * num_suffix, settings.page_size)
-    repeats = settings.timing
+    repeats = Repeats(budget_s=settings.timing_seconds)
     clock = Clock(repeats.budget_s)
     with shown(console, "timing", clock) as done:
         return measure_costs(
@@ -378,7 +375,7 @@ def measure_small(
 ) -> SmallModel:
     """A smaller model's answers to the held-out questions, by full prefill."""
     device = choose_device(settings.device)
-    model = LayeredModel(load_model(source, dtype=DTYPES[settings.dtype], device=device))
+    model = LayeredModel(load_model(source, dtype=getattr(torch, settings.dtype), device=device))
     tokenizer = load_tokenizer(source)
     names = {question.name for it in held_out.documents for question in it.questions}
     positions = model.model.config.max_position_embeddings

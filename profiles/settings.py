@@ -1,24 +1,30 @@
-"""What is to be profiled, and how."""
+"""What is to be profiled, and how; most of it are flags of `droidspeak profile`, by these names.
+
+Light: torch and transformers are imported when a device is chosen and models are loaded.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
-
-import torch
+from typing import TYPE_CHECKING, Any, Final
 
 from cachetree import ConfigError
-from profiles.compute import ModelSource
-from profiles.costs import DEFAULT_REPEATS, Repeats
 from profiles.data import TaskOptions
 from profiles.stats import MOST_TRIED
 
-DTYPES: Final = {
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float32": torch.float32,
-}
+if TYPE_CHECKING:
+    import torch
+
+    from profiles.compute import ModelSource
+
+DTYPES: Final = ("bfloat16", "float16", "float32")
+"""Names of torch's."""
+
+
+def _flag(default: Any, text: str, metavar: str | None = None, **rest: Any) -> Any:
+    """A field that is a flag, too: the keywords are argparse's, `text` is its help."""
+    return field(default=default, metadata={"help": text, "metavar": metavar, **rest})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,43 +35,70 @@ class Settings:
     receiver: ModelSource
     small: ModelSource | None = None
     """A smaller model to compare with."""
-    data: tuple[str, ...]
-    """Data sets as `profiles.data.datasets` names them."""
-    held_out: tuple[str, ...] = ()
-    """Likewise; where there are none, a share of `data` is held out."""
-    held_out_share: float = 0.5
-    data_dir: Path | None = None
+    dtype: str = _flag(
+        "bfloat16", "as the servers': rounding is part of the quality", choices=DTYPES
+    )
+    device: str = _flag("auto", "default: a GPU where there is one", "DEVICE")
+    page_size: int = _flag(16, "tokens, as the servers'; only whole pages are reused", "N")
+    sender_device: str | None = _flag(
+        None, "default: the receiver's; another where one device cannot hold both models", "DEVICE"
+    )
+    """Between the two, everything lies in the host's memory."""
+    max_memory_gb: float | None = _flag(
+        None,
+        "of the host's memory, beside the models' weights; default: most of what is free",
+        "GIB",
+    )
+    max_device_memory_gb: float | None = _flag(
+        None,
+        "of each device's memory, beside the models' weights; default: most of what is free",
+        "GIB",
+    )
+
+    data: tuple[str, ...] = _flag(
+        (),
+        "JSONL as LongBench v1, a folder of it, longbench:NAME, gsm8k or gsm8k:FILE; may be given "
+        "several times",
+        "DATA",
+    )
+    data_dir: Path | None = _flag(  # noqa: RUF009
+        None, "where longbench:NAME is looked for first", "DIR"
+    )
     options: TaskOptions = field(default_factory=TaskOptions)
-    max_prompt_tokens: int | None = None
+    max_prompt_tokens: int | None = _flag(
+        None, "longer prompts lose the middle of their context; default: what the model takes", "N"
+    )
+
     out: Path
     command: str = ""
-    tolerance: float = 0.05
-    """Largest accepted loss, relative to full prefill."""
-    group: int | None = None
-    """Blocks begin and end at multiples of so many layers; None is 1 up to 16 layers, 2 up to 32,
-    and so on (`profiles.stats.default_group`)."""
-    plans: int = MOST_TRIED
-    """Blocks whose answers are decoded and that the gate tries, at most; and half as many more that
-    may be worth it all the same."""
-    page_size: int = 16
-    """Tokens per page of the servers; only whole pages are reused."""
-    dtype: str = "bfloat16"
-    device: str = "auto"
-    sender_device: str | None = None
-    """None is the receiver's. Between the two, everything lies in the host's memory."""
-    max_memory_gb: float | None = None
-    """Of the host's memory beside the models' weights, in GiB; None is most of what is free."""
-    max_device_memory_gb: float | None = None
-    """Likewise of each device's."""
-    seed: int = 0
-    e_correction: bool = False
-    """Try plans with corrected E, too."""
-    fit_data: tuple[str, ...] = ()
-    """As `data`, what their maps are fitted on; where there are none, the contexts that choose."""
-    pruned: bool = True
-    """Decode only plans that the fast measure leaves on the frontier."""
-    timing: Repeats = DEFAULT_REPEATS
-    """How often the parts of the cost model are timed."""
+    held_out: tuple[str, ...] = _flag(
+        (), "data to judge on; default: a share of --data, by context", "DATA"
+    )
+    held_out_share: float = _flag(0.5, "that share", "X")
+    tolerance: float = _flag(0.05, "largest relative loss", "X")
+    group: int | None = _flag(
+        None, "grid of the blocks in layers; default: 1 up to 16 layers, 2 up to 32, …", "N"
+    )
+    plans: int = _flag(MOST_TRIED, "blocks that are decoded and tried by the gate at most", "N")
+    """And half as many more that may be worth it all the same."""
+    pruned: bool = _flag(
+        True,
+        "decode the answers of all blocks, not only of those on the frontier of KL",
+        option="--no-prune",
+    )
+    e_correction: bool = _flag(
+        False,
+        "also try plans that correct the sender's E by a map, fitted on the contexts that choose; "
+        "it is kept beside the profile, for servers",
+    )
+    fit_data: tuple[str, ...] = _flag(
+        (),
+        "contexts that these maps are fitted on instead, as in --data; their questions are not "
+        "asked",
+        "DATA",
+    )
+    timing_seconds: float = _flag(60, "when to stop timing the cost model's parts", "X")
+    seed: int = _flag(0, "of the split", "N")
 
     def __post_init__(self) -> None:
         _require(0.0 < self.tolerance < 1.0, "tolerance", self.tolerance, "between 0 and 1")
@@ -92,6 +125,8 @@ def _require(holds: bool, flag: str, value: object, need: str) -> None:
 
 def choose_device(name: str) -> torch.device:
     """`auto` is an accelerator where there is one; ConfigError for a device that is not there."""
+    import torch
+
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

@@ -9,16 +9,8 @@ documents  records ─► tokens in whole pages, and what follows them
 
 from profiles.data.datasets import Source, SourcedRecord, load_sources
 from profiles.data.documents import Document, Question, data_files, make_documents, split_documents
-from profiles.data.metrics import Metric, token_f1
-from profiles.data.records import (
-    Record,
-    RecordError,
-    by_context,
-    context_prompt,
-    prompt_of,
-    read_records,
-    write_records,
-)
+from profiles.data.metrics import Metric
+from profiles.data.records import Record, RecordError, read_records, write_records
 from profiles.data.tasks import Task, TaskOptions, score
 
 __all__ = [
@@ -31,15 +23,11 @@ __all__ = [
     "SourcedRecord",
     "Task",
     "TaskOptions",
-    "by_context",
-    "context_prompt",
     "data_files",
     "load_sources",
     "make_documents",
-    "prompt_of",
     "read_records",
     "score",
     "split_documents",
-    "token_f1",
     "write_records",
 ]

@@ -78,11 +78,6 @@ def quality(
     return max(_SCORES[metric](prediction, answer) for answer in answers)
 
 
-def token_f1(prediction: str, answers: Sequence[str]) -> float:
-    """`quality` with F1."""
-    return quality(Metric.F1, prediction, answers)
-
-
 def normalised_tokens(text: str) -> list[str]:
     """Lower case, no punctuation, no articles, split at white space."""
     return _ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -93,21 +92,6 @@ def _encoded(records: Iterable[Record]) -> Iterator[bytes]:
     return (msgspec.json.encode(record) + b"\n" for record in records)
 
 
-def by_context(records: Sequence[Record]) -> list[tuple[str, list[Record]]]:
-    """Consecutive records of one context together, in order."""
-    return [(context, list(group)) for context, group in groupby(records, lambda r: r.context)]
-
-
 def context_digest(context: str) -> str:
     """Of its words, so that white space does not make it another: 16 hexadecimal digits."""
     return hashlib.sha256(" ".join(context.split()).encode()).hexdigest()[:16]
-
-
-def prompt_of(record: Record) -> str:
-    """The text that a server of the small pairs is sent: their tokenizer adds no `<bos>`."""
-    return f"{context_prompt(record.context)} {record.input}"
-
-
-def context_prompt(context: str) -> str:
-    """The part of the prompt that all questions about a context share."""
-    return f"<bos> {context}"

@@ -13,8 +13,10 @@ from shipped import DATA, SHIPPED
 
 from cachetree import Cache, CacheConfig
 from cachetree.checkpoint.family import Codec
-from profiles.data import by_context, context_prompt, prompt_of, read_records, token_f1
+from profiles.data import Metric, read_records
+from profiles.data.metrics import quality
 from sglang_droidspeak.fleet.servers import Server, free_port, running
+from tools.pairs.prompts import by_context, context_prompt, prompt_of
 
 pytestmark = pytest.mark.server
 
@@ -65,7 +67,7 @@ def test_another_models_cache_in_a_third_of_the_bytes(servers: tuple[Server, Ser
                 for family in (FAMILY, ENCODED)
             }
             assert provenance["fetched_bytes"] == fetched[ENCODED] < fetched[FAMILY] / 3
-            qualities.append(token_f1(reply["text"], record.answers))
+            qualities.append(quality(Metric.F1, reply["text"], record.answers))
     assert fmean(qualities) > LEAST_F1
 
 

@@ -9,9 +9,10 @@ from cachetree.errors import ConfigError
 from profiles.data.datasets import Source, SourcedRecord, load_sources
 from profiles.data.documents import data_files, make_documents, split_documents
 from profiles.data.metrics import Metric
-from profiles.data.records import Record, RecordError, prompt_of, read_records, records_sha256
+from profiles.data.records import Record, RecordError, read_records, records_sha256
 from profiles.data.tasks import TASKS, Task, TaskOptions, score
 from profiles.random_models import _tokenizer as numbered_words
+from tools.pairs.prompts import prompt_of
 
 PAGE = 16
 AS_SHIPPED = TaskOptions(template="<bos> {context} {input}", metric=Metric.F1, max_new=8)

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from rouge import Rouge
 from thefuzz import fuzz
 
-from profiles.cli import METRICS
 from profiles.data.metrics import (
     Metric,
     final_number,
@@ -17,7 +16,6 @@ from profiles.data.metrics import (
     problem_with,
     quality,
     rouge_l,
-    token_f1,
 )
 
 ROUGE = Rouge(metrics=["rouge-l"])
@@ -39,12 +37,7 @@ ROUGE_EPSILON = 1e-7
     ],
 )
 def test_token_f1(prediction, answers, expected):
-    assert token_f1(prediction, answers) == pytest.approx(expected)
-    assert quality(Metric.F1, prediction, answers) == token_f1(prediction, answers)
-
-
-def test_the_command_offers_every_metric():
-    assert tuple(it.value for it in Metric) == METRICS
+    assert quality(Metric.F1, prediction, answers) == pytest.approx(expected)
 
 
 def test_articles_go_but_not_inside_words():

@@ -30,7 +30,6 @@ from benchmarks.oracle import decode, partial_prefill, prefill
 from cachetree.errors import ConfigError
 from cachetree.ids import Span
 from profiles.compute.models import ModelSource, load_tokenizer
-from profiles.costs import Repeats
 from profiles.data.documents import Question
 from profiles.data.metrics import Metric
 from profiles.data.records import Record, write_records
@@ -148,7 +147,7 @@ def write_tokenizer(folder: Path) -> None:
 
 @functools.lru_cache(maxsize=2)
 def loaded(path: Path, dtype: str, device: str) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype]).to(device).eval()
+    return AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).to(device).eval()
 
 
 def make_settings(case: Case, out: Path, dtype: str, device: str) -> Settings:
@@ -163,7 +162,7 @@ def make_settings(case: Case, out: Path, dtype: str, device: str) -> Settings:
         device=device,
         page_size=PAGE,
         pruned=False,
-        timing=Repeats(least=1, most=1, budget_s=0),
+        timing_seconds=0.0,
     )
 
 

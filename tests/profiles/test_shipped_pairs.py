@@ -13,8 +13,9 @@ from cachetree.ids import Span
 from cachetree.planning.profile import read_profile
 from profiles.data.datasets import load_sources
 from profiles.data.documents import data_files, make_documents
-from profiles.data.records import by_context, context_prompt, prompt_of, read_records, write_records
+from profiles.data.records import read_records, write_records
 from profiles.evidence import DataFile, read_measured
+from tools.pairs.prompts import by_context, context_prompt, prompt_of
 from tools.pairs.questions import OPTIONS, SEEDS, make_records
 from tools.pairs.train import RECIPE
 from tools.pairs.words import BOS_ID, VOCABULARY

@@ -19,10 +19,11 @@ from profiles.compute.journal import temporary_journal
 from profiles.compute.models import ModelSource, load_pair
 from profiles.compute.study import Bench
 from profiles.compute.training import sweep
-from profiles.data.records import prompt_of, read_records
+from profiles.data.records import read_records
 from profiles.profiler import answerers
 from profiles.stats.choice import choose
 from profiles.stats.frontier import grid
+from tools.pairs.prompts import prompt_of
 from tools.pairs.questions import read_documents
 
 PAIRS = Path(__file__).parents[2] / "examples" / "pairs"
