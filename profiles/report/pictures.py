@@ -262,13 +262,11 @@ def _draw(axes: Axes, series: Sequence[tuple[float, Interval]], name: str) -> No
     )
 
 
-def _label(
-    axes: Axes, *, x: str = "", y: str = "", title: str = "", columns: int = 1, rows: int = 1
-) -> None:
+def _label(axes: Axes, *, x: str = "", y: str = "", title: str = "", columns: int = 1) -> None:
     """Names in as many lines as the share of the picture needs; no dollar begins a formula."""
     for text, longest, say in (
         (x, 88 // columns, axes.set_xlabel),
-        (y, 56 // rows, axes.set_ylabel),
+        (y, 56, axes.set_ylabel),
         (title, 76 // columns, axes.set_title),
     ):
         if text:

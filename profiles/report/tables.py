@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
-from typing import Final
+from typing import Any, Final, TypeVar
 
 from cachetree import Span
 from cachetree.planning import BEYOND
-from profiles.evidence import Interval, MeasuredProfile, Split, TaskLoss
+from profiles.evidence import (
+    FrontierPoint,
+    Interval,
+    MeasuredProfile,
+    Split,
+    TaskLoss,
+    TaskScores,
+)
 from profiles.report import derived, words
 from profiles.stats import ERROR_RATE
 
@@ -32,6 +39,16 @@ class Table:
         places = [self.headers.index(header) for header in headers]
         rows = tuple(tuple(row[place] for place in places) for row in self.rows)
         return replace(self, headers=headers, rows=rows)
+
+
+Row = TypeVar("Row")
+Columns = Mapping[str, Callable[[Row], str]]
+"""What a cell says of its row, by the column's header."""
+
+
+def _table(title: str, rows: Iterable[Row], columns: Columns[Row], **rest: Any) -> Table:
+    cells = tuple(tuple(say(row) for say in columns.values()) for row in rows)
+    return Table(title=title, headers=tuple(columns), rows=cells, **rest)
 
 
 def summary(profile: MeasuredProfile) -> Table:
@@ -91,35 +108,22 @@ def frontier(profile: MeasuredProfile) -> Table:
         for place, it in enumerate(profile.frontier)
         if recommended is not None and derived.is_same(it, recommended)
     )
-    return Table(
-        title="Frontier",
-        headers=(
-            "plan",
-            "layers",
-            "train",
-            "held-out [95 %]",
-            "at most",
-            "KL",
-            "moved",
-            "TTFT",
-            "of full",
-            "served",
-        ),
-        rows=tuple(
-            (
-                words.plan(it),
-                str(len(it.block)),
-                words.quality(it.train_quality),
-                words.quality_interval(it.held_out),
-                words.bound(it),
-                words.small(it.fidelity.kl),
-                words.percent(derived.moved_share(profile, it.block)),
-                words.seconds(it.ttft_s),
-                words.percent(derived.ttft_ratio(profile, it.ttft_s)),
-                "yes" if (it.block, it.e_map) in usable else "no",
-            )
-            for it in profile.frontier
-        ),
+    columns: Columns[FrontierPoint] = {
+        "plan": words.plan,
+        "layers": lambda it: str(len(it.block)),
+        "train": lambda it: words.quality(it.train_quality),
+        "held-out [95 %]": lambda it: words.quality_interval(it.held_out),
+        "at most": words.bound,
+        "KL": lambda it: words.small(it.fidelity.kl),
+        "moved": lambda it: words.percent(derived.moved_share(profile, it.block)),
+        "TTFT": lambda it: words.seconds(it.ttft_s),
+        "of full": lambda it: words.percent(derived.ttft_ratio(profile, it.ttft_s)),
+        "served": lambda it: "yes" if (it.block, it.e_map) in usable else "no",
+    }
+    return _table(
+        "Frontier",
+        profile.frontier,
+        columns,
         marked=marked,
         caption=(
             "[first, end): layers that the receiver recomputes, while it loads the sender's KV for "
@@ -135,35 +139,23 @@ def tasks(profile: MeasuredProfile) -> Table:
     """The gate asks every task: what is known about the recommended plan, or the one that came
     closest."""
     plan = derived.judged(profile)
-    losses = plan.tasks if plan else ()
     named = words.span(plan.block) if plan else "none was judged"
-    return Table(
-        title="Tasks",
-        headers=(
-            "task",
-            "metric",
-            "contexts",
-            "questions",
-            "sender",
-            "full reuse",
-            "full prefill",
-            "plan",
-            "at most",
-            "passed",
-        ),
-        rows=tuple(
-            (
-                task.name or words.ABSENT,
-                words.metric_name(task.metric),
-                f"{task.num_contexts:,}",
-                f"{task.num_questions:,}",
-                words.quality(task.sender),
-                words.quality(task.full_reuse),
-                words.quality(task.full_prefill),
-                *_at_task(loss, profile.tolerance),
-            )
-            for task, loss in zip_longest(profile.held_out.tasks, losses)
-        ),
+    columns: Columns[tuple[TaskScores, TaskLoss | None]] = {
+        "task": lambda it: it[0].name or words.ABSENT,
+        "metric": lambda it: words.metric_name(it[0].metric),
+        "contexts": lambda it: f"{it[0].num_contexts:,}",
+        "questions": lambda it: f"{it[0].num_questions:,}",
+        "sender": lambda it: words.quality(it[0].sender),
+        "full reuse": lambda it: words.quality(it[0].full_reuse),
+        "full prefill": lambda it: words.quality(it[0].full_prefill),
+        "plan": lambda it: words.quality(it[1].quality) if it[1] else words.ABSENT,
+        "at most": lambda it: words.percent_kept(it[1].bound) if it[1] else words.ABSENT,
+        "passed": lambda it: "yes" if it[1] and it[1].bound <= profile.tolerance else "no",
+    }
+    return _table(
+        "Tasks",
+        zip_longest(profile.held_out.tasks, plan.tasks if plan else ()),
+        columns,
         caption=(
             f"held-out; plan: {named}; at most: share of full prefill's quality that it loses with "
             f"{words.percent(1 - ERROR_RATE)} confidence at most; "
@@ -172,74 +164,46 @@ def tasks(profile: MeasuredProfile) -> Table:
     )
 
 
-def _at_task(loss: TaskLoss | None, tolerance: float) -> tuple[str, str, str]:
-    if loss is None:
-        return words.ABSENT, words.ABSENT, "no"
-    passed = "yes" if loss.bound <= tolerance else "no"
-    return words.quality(loss.quality), words.percent_kept(loss.bound), passed
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """One way to answer, as a row."""
+
+    name: str
+    layers: str
+    quality: Interval
+    ttft_s: float | None
+    runs: str = words.ABSENT
+    kl: str = words.ABSENT
 
 
 def baselines(profile: MeasuredProfile) -> Table:
     """What one could do instead, after what bounds it: full prefill, full reuse, the sender."""
     split, num_layers = profile.held_out, profile.receiver.num_layers
-    full_s, reuse_s = derived.full_prefill_s(profile), derived.full_reuse_s(profile)
-    bounds = (
-        ("full prefill", str(num_layers), words.ABSENT, split.full_prefill, full_s),
-        ("full reuse", "0", words.ABSENT, split.full_reuse, reuse_s),
-        ("sender alone", words.ABSENT, words.ABSENT, split.sender, None),
-    )
-    rows = [
-        _alternative(profile, name, layers, runs, quality, ttft_s, words.ABSENT)
-        for name, layers, runs, quality, ttft_s in bounds
+    ways = [
+        _Way("full prefill", str(num_layers), split.full_prefill, derived.full_prefill_s(profile)),
+        _Way("full reuse", "0", split.full_reuse, derived.full_reuse_s(profile)),
+        _Way("sender alone", words.ABSENT, split.sender, None),
     ]
-    rows += [
-        _alternative(
-            profile,
-            words.baseline(it),
-            f"{it.recomputed_layers:.3g}",
-            words.runs(it.runs),
-            it.quality,
-            it.ttft_s,
-            words.ABSENT if it.fidelity is None else words.small(it.fidelity.kl),
-        )
-        for it in profile.baselines
-    ]
-    return Table(
-        title="What one could do instead",
-        headers=(
-            "method",
-            "layers",
-            "runs",
-            "held-out [95 %]",
-            "loss",
-            "KL",
-            "TTFT",
-            "of full",
-        ),
-        rows=tuple(rows),
-        caption="layers: compute, in layers of the receiver; loss: in points, as above",
-    )
+    for it in profile.baselines:
+        kl = words.ABSENT if it.fidelity is None else words.small(it.fidelity.kl)
+        layers, runs = f"{it.recomputed_layers:.3g}", words.runs(it.runs)
+        ways.append(_Way(words.baseline(it), layers, it.quality, it.ttft_s, runs, kl))
 
+    def timed(way: _Way, say: Callable[[float], str]) -> str:
+        return words.ABSENT if way.ttft_s is None else say(way.ttft_s)
 
-def _alternative(
-    profile: MeasuredProfile,
-    name: str,
-    layers: str,
-    runs: str,
-    quality: Interval,
-    ttft_s: float | None,
-    kl: str,
-) -> tuple[str, ...]:
-    return (
-        name,
-        layers,
-        runs,
-        words.quality_interval(quality),
-        words.points(profile.held_out.full_prefill.mean - quality.mean),
-        kl,
-        words.ABSENT if ttft_s is None else words.seconds(ttft_s),
-        words.ABSENT if ttft_s is None else words.percent(derived.ttft_ratio(profile, ttft_s)),
-    )
+    columns: Columns[_Way] = {
+        "method": lambda it: it.name,
+        "layers": lambda it: it.layers,
+        "runs": lambda it: it.runs,
+        "held-out [95 %]": lambda it: words.quality_interval(it.quality),
+        "loss": lambda it: words.points(split.full_prefill.mean - it.quality.mean),
+        "KL": lambda it: it.kl,
+        "TTFT": lambda it: timed(it, words.seconds),
+        "of full": lambda it: timed(it, lambda s: words.percent(derived.ttft_ratio(profile, s))),
+    }
+    caption = "layers: compute, in layers of the receiver; loss: in points, as above"
+    return _table("What one could do instead", ways, columns, caption=caption)
 
 
 def identities(profile: MeasuredProfile, digest_characters: int = DIGEST_CHARACTERS) -> Table:
