@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
@@ -18,26 +17,10 @@ from sglang_droidspeak.demo.measure import ask_all, random_documents
 from sglang_droidspeak.demo.picture import draw
 from sglang_droidspeak.demo.progress import Steps
 from sglang_droidspeak.demo.report import DemoReport, MeasuredPair, table_of, write_json
-from sglang_droidspeak.demo.results import Condition, Samples, measured_of
+from sglang_droidspeak.demo.results import Condition, measured_of
 from sglang_droidspeak.demo.rig import DemoFailed, Subject, started
 
 PACKAGES = ("sglang-droidspeak", "sglang", "torch", "transformers")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """What a pair answered."""
-
-    part: MeasuredPair
-    samples: Samples
-
-    @property
-    def failures(self) -> list[str]:
-        part = self.part
-        return [
-            *reuse_failures(self.samples, part.pair),
-            *equality_failures(self.samples, part.pair, part.dtype),
-        ]
 
 
 def run_demo(config: DemoConfig, console: Console) -> DemoReport:
@@ -54,17 +37,16 @@ def run_demo(config: DemoConfig, console: Console) -> DemoReport:
     if config.instead:
         steps.say(config.instead)
 
-    asked = [_ask(config, subject, documents, steps)]
+    pair, failures = _ask(config, subject, documents, steps)
+    ceiling = None
     if config.random_pair is not None:
-        asked.append(_ask_random(config, config.random_pair, steps))
+        ceiling, more = _ask_random(config, config.random_pair, steps)
+        failures += more
 
     report = DemoReport(
-        pair=asked[0].part,
-        ceiling=asked[1].part if asked[1:] else None,
-        failures=[
-            *(failure for it in asked for failure in it.failures),
-            *quality_failures(asked[0].part.conditions, profile),
-        ],
+        pair=pair,
+        ceiling=ceiling,
+        failures=[*failures, *quality_failures(pair.conditions, profile)],
         elapsed_s=round(steps.elapsed_s, 1),
         environment=environment,
     )
@@ -82,8 +64,8 @@ def run_demo(config: DemoConfig, console: Console) -> DemoReport:
 
 def _ask(
     config: DemoConfig, subject: Subject, documents: Sequence[Document], steps: Steps
-) -> Asked:
-    """Both servers, started and ended, and their answers."""
+) -> tuple[MeasuredPair, list[str]]:
+    """Both servers, started and ended; what was measured of their answers, and what was wrong."""
     folder = config.out / "logs" / subject.title.replace(" ", "_").replace("/", "_")
     total = len(Condition) * sum(len(it.questions) for it in documents)
     waiting = steps.waiting(f"Start two servers: {subject.title}")
@@ -104,10 +86,15 @@ def _ask(
         tokens_per_document=round(fmean(len(it.prefix) for it in documents), 1),
         conditions=measured_of(samples),
     )
-    return Asked(part=part, samples=samples)
+    return part, [
+        *reuse_failures(samples, part.pair),
+        *equality_failures(samples, part.pair, part.dtype),
+    ]
 
 
-def _ask_random(config: DemoConfig, pair: RandomPair, steps: Steps) -> Asked:
+def _ask_random(
+    config: DemoConfig, pair: RandomPair, steps: Steps
+) -> tuple[MeasuredPair, list[str]]:
     with tempfile.TemporaryDirectory(prefix="droidspeak-demo-") as folder:
         with steps.waiting(f"Write two models, {pair.title}"):
             subject = config.make_random(pair, Path(folder))

@@ -29,6 +29,16 @@ LINKER_MODULE = "sglang_droidspeak.linker"
 MIN_PAGE_SIZE = 16
 GIB = 1 << 30
 
+_NEEDS = (
+    # a setting, the one without which it does nothing, and why
+    ("disk_path", "host_gb", "nothing is ever stored"),
+    ("push_to", "host_gb", "nothing is ever stored"),
+    ("hicache_config", "hicache_backend", "there is no backend to make with it"),
+    ("allowed_peers", "listen", "nobody reads from this server"),
+    ("announce", "listen", "nobody could read from this server"),
+    ("bulk_port", "listen", "nobody reads from this server"),
+)
+
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything a server can be told. Relative paths are relative to the working directory."""
@@ -160,36 +170,17 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise ConfigError(
                 f"disk_path is {self.disk_path} and disk_gb {self.disk_gb}; give both, or neither"
             )
-        for field in ("disk_path", "push_to"):
-            if getattr(self, field) and self.host_gb == 0:
+        for field, needed, why in _NEEDS:
+            if getattr(self, field) and not getattr(self, needed):
+                given, other = getattr(self, field), getattr(self, needed)
                 raise ConfigError(
-                    f"{field} is set and host_gb is 0, so nothing is ever stored; set host_gb, or "
+                    f"{field} is {given!r} and {needed} is {other}, so {why}; set {needed}, or "
                     f"remove {field}"
                 )
-        if self.hicache_config and self.hicache_backend is None:
-            raise ConfigError(
-                f"hicache_config is {self.hicache_config} and hicache_backend is not set; set it, "
-                "or remove hicache_config"
-            )
-        if self.allowed_peers and self.listen is None:
-            raise ConfigError(
-                "allowed_peers is set and listen is not: nobody reads from this server; set "
-                "listen, or remove allowed_peers"
-            )
-        if self.announce and self.listen is None:
-            raise ConfigError(
-                "announce is set and listen is not: nobody could read from this server; set "
-                "listen, or remove announce"
-            )
         if self.key_file is not None and self.listen is None and not self.peer_keys:
             raise ConfigError(
                 f"key_file is {self.key_file}, and neither listen nor peer_keys gives it a use; "
                 "set peer_keys, or remove key_file"
-            )
-        if self.bulk_port and self.listen is None:
-            raise ConfigError(
-                f"bulk_port is {self.bulk_port}, and nobody reads from a server without listen; "
-                "set listen, or remove bulk_port"
             )
 
     @property
