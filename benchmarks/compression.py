@@ -76,7 +76,7 @@ def measure_quality(name: str, num_documents: int) -> list[dict[str, Any]]:
     """Full reuse and the profile's block, under every codec."""
     sender_at, receiver_at, profile_at = SUBJECTS[name]
     profile = read_measured(profile_at)
-    options = {"dtype": torch.bfloat16, "device": torch.device("cpu"), "cache_dir": None}
+    options = {"dtype": torch.bfloat16, "device": torch.device("cpu")}
     pair = load_pair(sender_at, receiver_at, **options)
     sources = load_sources([str(PAIRS / "data" / "held_out.jsonl")], OPTIONS)
     whole = make_documents(sources, pair.tokenizer, page_size=PAGE_SIZE, max_prompt_tokens=None)

@@ -268,7 +268,6 @@ def main() -> int:
         settings.receiver,
         dtype=getattr(torch, args.dtype),
         device=torch.device(settings.device),
-        cache_dir=None,
     )
     positions = pair.receiver.config.max_position_embeddings
     _, documents = load_documents(settings, settings.data, pair.tokenizer, positions)

@@ -226,7 +226,6 @@ def open_pair(settings: Settings) -> Pair:
         settings.receiver,
         dtype=getattr(torch, settings.dtype),
         device=choose_device(settings.device),
-        cache_dir=None,
         sender_device=choose_device(settings.sender_device or settings.device),
     )
 

@@ -96,17 +96,16 @@ def load_pair(
     *,
     dtype: torch.dtype,
     device: torch.device,
-    cache_dir: Path | None,
     sender_device: torch.device | None = None,
 ) -> Pair:
     """Load both models in `dtype` on `device`, or the sender on one of its own; a base that they
     share is read once.
 
-    On the CPU the models may share tensors that no adapter touches: write to neither. Identities
-    are kept in `cache_dir`. Raises ConfigError naming the field, its values and the remedy where
-    one of the two is not supported or they are no pair.
+    On the CPU the models may share tensors that no adapter touches: write to neither. Raises
+    ConfigError naming the field, its values and the remedy where one of the two is not supported
+    or they are no pair.
     """
-    theirs, ours = (_look_at(source, cache_dir) for source in (sender, receiver))
+    theirs, ours = (_look_at(source) for source in (sender, receiver))
     _require_one_family(theirs, ours)
     differs_at = first_difference(sender.path, receiver.path, sender.adapter, receiver.adapter)
     weights = theirs.read_weights(dtype)
@@ -128,7 +127,7 @@ def load_model(source: ModelSource, *, dtype: torch.dtype, device: torch.device)
 
     Raises ConfigError where it is not supported.
     """
-    model = _look_at(source, None)
+    model = _look_at(source)
     return _build(model, model.read_weights(dtype), dtype, device)
 
 
@@ -143,10 +142,10 @@ def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
         ) from exc
 
 
-def _look_at(source: ModelSource, cache_dir: Path | None) -> _Supported:
+def _look_at(source: ModelSource) -> _Supported:
     """Everything that can be known without reading weights; raises ConfigError."""
     _require_plain_folder(source.path)
-    identity = read_model_identity(source.path, cache_dir, source.adapter)
+    identity = read_model_identity(source.path, adapter=source.adapter)
     if identity.architecture not in ARCHITECTURES:
         raise ConfigError(
             f"model class {identity.architecture} of {source.path} is not supported; supported are "

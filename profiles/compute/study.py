@@ -53,12 +53,11 @@ class Study:
         index: int,
         document: Document,
         e_layers: Collection[int],
-        own_e_layers: Collection[int] = (),
     ) -> None:
         self._bench, self._document, self._split, self._index = bench, document, split, index
         models = bench.sender.model, bench.receiver.model
         self.passes = DocumentPasses(
-            *models, document.prefix, e_layers, own_e_layers, bench.corrections
+            *models, document.prefix, e_layers, corrections=bench.corrections
         )
         self._examination: Examination | None = None
 

@@ -24,13 +24,11 @@ from tqdm import tqdm
 from cachetree import ConfigError
 from profiles.data.datasets import Source, SourcedRecord
 from profiles.data.records import RecordError, context_digest, records_sha256
-from profiles.data.tasks import Task, score
+from profiles.data.tasks import Task
 from profiles.evidence import DataFile
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-__all__ = ["Document", "Question", "data_files", "make_documents", "score", "split_documents"]
 
 Tokens = tuple[int, ...]
 

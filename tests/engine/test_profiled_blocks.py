@@ -84,7 +84,6 @@ def pair() -> Pair:
         ModelSource(path=RECEIVER),
         dtype=torch.float32,
         device=torch.device("cpu"),
-        cache_dir=None,
     )
 
 

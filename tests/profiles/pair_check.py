@@ -107,7 +107,6 @@ def main() -> int:
         ModelSource(path=args.receiver),
         dtype=torch.bfloat16,
         device=torch.device("cpu"),
-        cache_dir=None,
     )
     documents = read_documents(DATA / "held_out.jsonl", pair.tokenizer)
     found = measure_properties(pair, documents)

@@ -93,7 +93,7 @@ def test_there_is_no_map_where_e_is_equal_or_too_few_contexts_came() -> None:
 
 
 def test_a_block_from_corrected_e_is_the_oracles() -> None:
-    options = {"dtype": torch.float32, "device": torch.device("cpu"), "cache_dir": None}
+    options = {"dtype": torch.float32, "device": torch.device("cpu")}
     pair = load_pair(SHIPPED[1].sender, SHIPPED[1].receiver, **options)
     document, hidden = document_of(pair, 0), pair.receiver.config.hidden_size
     it = Correction(drawn(1, hidden), (drawn(2, hidden, hidden) / hidden,))

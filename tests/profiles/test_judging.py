@@ -24,7 +24,7 @@ NUM_LAYERS = 12
 
 @pytest.fixture(scope="module")
 def pair() -> Pair:
-    options = {"dtype": torch.float32, "device": torch.device("cpu"), "cache_dir": None}
+    options = {"dtype": torch.float32, "device": torch.device("cpu")}
     return load_pair(SHIPPED[1].sender, SHIPPED[1].receiver, **options)
 
 

@@ -146,7 +146,7 @@ def test_corrected_plans_are_tried_with_maps_of_the_contexts_to_fit_on(few, tmp_
     maps = read_corrections(profile, out)
     assert len(maps) == len(profile.e_maps) > 0
 
-    settings = {"dtype": torch.float32, "device": torch.device("cpu"), "cache_dir": None}
+    settings = {"dtype": torch.float32, "device": torch.device("cpu")}
     pair = load_pair(FINE_TUNES.sender, FINE_TUNES.receiver, **settings)
     models = LayeredModel(pair.sender), LayeredModel(pair.receiver)
     layers = sorted({it.layer for it in profile.e_maps})

@@ -77,7 +77,6 @@ def test_a_pair_differs_from_the_first_layer_whose_stored_tensors_do(
         ModelSource(path=receiver),
         dtype=torch.float32,
         device=CPU,
-        cache_dir=None,
     )
     theirs, ours = (it.model.layers[2].mlp.up_proj.weight for it in (pair.sender, pair.receiver))
     torch.testing.assert_close(2 * theirs, ours)

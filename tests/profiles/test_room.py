@@ -163,7 +163,6 @@ def measure() -> tuple[Measured, Measured]:
             ModelSource(path=receiver),
             dtype=torch.float32,
             device=torch.device("cpu"),
-            cache_dir=None,
         )
     swept(pair, make_document(48, 2), 1.0)
     document = make_document(1600, 6)

@@ -132,7 +132,6 @@ def test_the_pair_has_no_block_worth_recomputing(both, tmp_path):
         ModelSource(path=RECEIVER),
         dtype=torch.float32,
         device=torch.device("cpu"),
-        cache_dir=None,
     )
     documents = read_documents(TRAIN, pair.tokenizer)[:2]
     sender, receiver = answerers(pair, documents, 2.0)

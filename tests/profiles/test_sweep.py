@@ -34,7 +34,7 @@ NUM_DOCUMENTS = 8
 
 
 def pair_in_float32(shipped) -> Pair:
-    options = {"dtype": torch.float32, "device": torch.device("cpu"), "cache_dir": None}
+    options = {"dtype": torch.float32, "device": torch.device("cpu")}
     return load_pair(shipped.sender, shipped.receiver, **options)
 
 
