@@ -63,7 +63,9 @@ def parser() -> argparse.ArgumentParser:
         "say so in a table, and tell when one of them ends. Ctrl-C ends them all.",
         allow_abbrev=False,
     )
-    up.add_argument("file", type=Path, metavar="FILE", help="YAML: programs, workers and engines by name")
+    up.add_argument(
+        "file", type=Path, metavar="FILE", help="YAML: programs, workers and engines by name"
+    )
     up.add_argument(
         "--out", type=Path, default=Path("out/fleet"), metavar="DIR", help="logs and configurations"
     )
