@@ -71,6 +71,7 @@ bench: $(INSTALLED)
 	$(BENCH)/serving.py
 	$(BENCH)/transport.py --keys
 	$(BENCH)/tree.py
+	$(BENCH)/fleet_size.py
 	$(BIN)/python -m benchmarks.simulate benchmarks/traces/multi_agent.jsonl
 	$(BIN)/python -m benchmarks.simulate benchmarks/traces/multi_lora.jsonl
 	$(BENCH)/disk.py

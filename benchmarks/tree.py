@@ -28,7 +28,6 @@ that is alone. They share the interpreter as well as the tree's lock.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import gc
 import json
 import os
@@ -43,6 +42,7 @@ from typing import Any
 
 import numpy as np
 import result
+from allocated import allocated_bytes
 from prefix_indexes import (
     ESTIMATED_BYTES_PER_PAGE,
     FAMILY,
@@ -124,19 +124,6 @@ def timed(run: Callable[[], Any]) -> tuple[float, Any]:
     begun_at_ns = time.thread_time_ns()
     result = run()
     return (time.thread_time_ns() - begun_at_ns) / 1000, result
-
-
-def allocated_bytes() -> int:
-    """What this process holds of glibc's malloc, which is everything under PYTHONMALLOC=malloc."""
-
-    class Info(ctypes.Structure):
-        _fields_ = tuple((f"field_{i}", ctypes.c_size_t) for i in range(10))
-
-    libc = ctypes.CDLL("libc.so.6")
-    libc.mallinfo2.restype = Info
-    info = libc.mallinfo2()
-    mapped, in_use = info.field_4, info.field_7
-    return mapped + in_use
 
 
 def serve_memory() -> None:

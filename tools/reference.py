@@ -33,7 +33,7 @@ from sglang_droidspeak.request.controls import Controls
 from sglang_droidspeak.request.meta_info import RequestProvenance
 from sglang_droidspeak.request.outcomes import SECTIONS
 from sglang_droidspeak.start.config import Settings
-from tools import e_tables, study_tables
+from tools import e_tables, fleet_tables, study_tables
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 _PART: Final = re.compile(r"(<!-- made: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -323,6 +323,7 @@ PARTS: Final[dict[str, Callable[[], str]]] = {
     **{f"outcomes_{it}": partial(outcomes, it) for it in SECTIONS},
     "break_even": break_even.markdown,
     "codecs": codecs,
+    "fleet_size": lambda: table(*fleet_tables.size()),
     "link_sweep": link_sweep,
     "proof": proof,
     "real_pairs": real_pairs,

@@ -1,0 +1,275 @@
+"""What does one engine pay for a fleet of many workers, and how does that grow?
+
+    python benchmarks/fleet_size.py [--workers 25 50 100 200] [--pages 1000000] [--out FILE]
+
+`--pages` is what the largest fleet advertises; a smaller one has as much less, so that each worker
+always holds as many. Each has a tree of its own, full of prompts of 64 pages, one of which all
+workers have. What a worker tells goes through its own `Advertiser` and the wire's encoding into the
+engine's `RemoteView` of it, as between real processes; only the sockets are left out.
+
+The snapshot of all workers is first: bytes that the engine allocates for it. Then `--seconds` of a
+fleet in which each worker stores one new prompt a second and drops its oldest for it: the messages
+that reach the engine, their bytes, and the CPU that it takes to read them. Then lookups of prompts
+that one worker has, that all have, and that nobody has, in CPU time with garbage collection off:
+what is found is compared with what each worker's own tree holds. The directory is a real
+redis-server where there is one: commands that an engine sends in a second, and how long a look
+takes.
+
+Physics: an engine is told of every page once by each worker that has it, so memory and messages are
+linear in the number of workers. A lookup that nobody answers is one look into a dict; one that all
+answer names each of them. All of a fleet's engines together have its square: that is why more than
+some hosts take a shared storage. Each size runs in a process of its own. Fails where any of it
+but times of the machine grows faster than linearly (an exponent above 1.1 between the smallest and
+the largest).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import math
+import multiprocessing
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import result
+from allocated import allocated_bytes
+from rich.console import Console
+from rich.table import Table
+from simulate.replay import Unbacked
+
+from cachetree import CacheTree, Family, Location, ModelId, PageHash
+from cachetree.transport.advertise import Advertiser, RemoteView
+from cachetree.transport.directory import LEASE_S, RENEW_S, RedisLeases, _key
+from cachetree.transport.wire import Entries, decode_to_peer, encode
+
+MODEL = ModelId("m")
+FAMILY = Family(
+    architecture="LlamaForCausalLM",
+    num_layers=2,
+    hidden_size=8,
+    num_kv_heads=1,
+    head_dim=8,
+    rope="{}",
+    tokenizer="t",
+    model_dtype="bfloat16",
+    kv_dtype="bfloat16",
+    page_size=64,
+)
+"""Its sizes only scale the budget; nothing is allocated."""
+PAGE_BYTES = FAMILY.num_layers * FAMILY.kv_page_bytes + FAMILY.e_page_bytes
+PROMPT_PAGES = 64
+MAX_PENDING = 10_000
+MAX_EXPONENT = 1.1
+NOISY = frozenset({"workers", "pages", "cpu_share", "look_p99_ms"})
+"""What grows by itself, or depends on what else the machine does."""
+
+
+class SimulatedWorker:
+    """A tree, what it has told the engine, and how the engine sees it."""
+
+    def __init__(self, number: int, num_pages: int, engine: CacheTree) -> None:
+        num_bytes = num_pages * PAGE_BYTES
+        self.tree = CacheTree(FAMILY, host_bytes=num_bytes, memory=Unbacked())
+        self.prompts: list[list[PageHash]] = []
+        self._num_prompts = num_pages // PROMPT_PAGES
+        self._random = Random(number)
+        self._view = RemoteView(engine, Location(f"tcp://10.0.{number >> 8}.{number & 255}:1"))
+        self._advertiser: Advertiser | None = None
+
+    def store(self, prompt: list[PageHash] | None = None) -> None:
+        """A new one where none is named; the oldest goes."""
+        prompt = prompt or prompt_of(self._random)
+        reservation = self.tree.reserve(MODEL, None, prompt, (1,))
+        assert reservation is not None
+        reservation.commit()
+        self.prompts.append(prompt)
+        del self.prompts[: -self._num_prompts]
+
+    def tell(self) -> list[bytes]:
+        """What the engine does not know yet, as it goes over the wire."""
+        if self._advertiser is None:
+            self._advertiser = Advertiser(self.tree, MAX_PENDING, lambda: None)
+        return [encode(it) for it in iter(self._advertiser.next, None)]
+
+    def told(self, messages: list[bytes]) -> None:
+        """In the engine."""
+        assert self._advertiser is not None
+        for message in messages:
+            advert = decode_to_peer(memoryview(message))
+            self._view.apply(advert)
+            if isinstance(advert, Entries):
+                self._advertiser.learned()
+
+
+def prompt_of(random: Random) -> list[PageHash]:
+    return [PageHash(random.randbytes(16)) for _ in range(PROMPT_PAGES)]
+
+
+def run(num_workers: int, num_pages: int, seconds: int, num_lookups: int) -> dict[str, Any]:
+    """Everything of one size, but for the directory."""
+    engine = CacheTree(FAMILY, host_bytes=0)
+    pages_each = num_pages // num_workers // PROMPT_PAGES * PROMPT_PAGES
+    workers = [SimulatedWorker(it, pages_each, engine) for it in range(num_workers)]
+    common = prompt_of(Random(-1))
+    for worker in workers:
+        for _ in range(pages_each // PROMPT_PAGES - 1):
+            worker.store()
+        worker.store(common)
+    snapshots = [it.tell() for it in workers]
+    gc.collect()
+    before = allocated_bytes()
+    for worker, messages in zip(workers, snapshots, strict=True):
+        worker.told(messages)
+    gc.collect()
+    memory = allocated_bytes() - before
+    gc.disable()
+    num_told = num_bytes = 0
+    spent_s = 0.0
+    for _ in range(seconds):
+        for worker in workers:
+            worker.store()
+            messages = worker.tell()
+            num_told += len(messages)
+            num_bytes += sum(map(len, messages))
+            begun_s = time.thread_time()
+            worker.told(messages)
+            spent_s += time.thread_time() - begun_s
+    return {
+        "workers": num_workers,
+        "pages": sum(it.tree.num_pages for it in workers),
+        "memory_bytes": memory,
+        "messages_per_s": num_told / seconds,
+        "bytes_per_s": num_bytes / seconds,
+        "cpu_share": spent_s / seconds,
+        **lookups(engine, workers, common, num_lookups),
+    }
+
+
+def lookups(
+    engine: CacheTree, workers: list[SimulatedWorker], common: list[PageHash], num: int
+) -> dict[str, float]:
+    """99th percentiles in microseconds, and what was found compared with the workers' own trees."""
+    random, found = Random(7), {}
+    asked = {
+        "one": lambda: random.choice(
+            [it for it in random.choice(workers).prompts if it is not common]
+        ),
+        "all": lambda: common,
+        "nobody": lambda: prompt_of(random),
+    }
+    for name, ask in asked.items():
+        spent_us = []
+        for _ in range(num):
+            prompt = ask()
+            begun_ns = time.thread_time_ns()
+            matches = engine.match(prompt)
+            spent_us.append((time.thread_time_ns() - begun_ns) / 1000)
+            there = [it for it in workers if it.tree.has(MODEL, prompt[-1])]
+            assert sorted(it.num_pages for it in matches) == [PROMPT_PAGES] * len(there)
+        found[f"{name}_p99_us"] = float(np.percentile(spent_us, 99))
+    return found
+
+
+def looks(num_workers: int) -> dict[str, float]:
+    """How the directory is asked with as many leases in it; nothing where there is no server."""
+    program = shutil.which("redis-server") or shutil.which("valkey-server")
+    if program is None:
+        return {}
+    import redis
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    command = [program, "--port", str(port), "--save", "", "--bind", "127.0.0.1"]  # Keeps no file.
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    try:
+        client = redis.Redis(port=port)
+        for _ in wait_for(client):
+            time.sleep(0.05)
+        for it in range(1, num_workers + 1):
+            value = f'{{"addresses": ["tcp://10.0.{it >> 8}.{it & 255}:1"]}}'
+            client.set(_key(FAMILY, it), value, ex=LEASE_S)
+        leases = RedisLeases(f"redis://127.0.0.1:{port}", FAMILY, own_epoch=1)
+        assert len(leases.look()) == num_workers - 1
+        before, spent_ms = client.info("stats")["total_commands_processed"], []
+        for _ in range(50):
+            begun_s = time.perf_counter()
+            leases.look()
+            spent_ms.append((time.perf_counter() - begun_s) * 1000)
+        done = client.info("stats")["total_commands_processed"] - before - 1
+        return {
+            "look_p99_ms": float(np.percentile(spent_ms, 99)),
+            "commands_per_s": (done / 50 + 1) / RENEW_S,
+        }
+    finally:
+        server.kill()
+        server.wait()
+
+
+def wait_for(client: Any) -> Iterator[None]:
+    import redis
+
+    for _ in range(200):
+        try:
+            client.ping()
+            return
+        except redis.ConnectionError:
+            yield
+    raise SystemExit("redis-server does not answer")
+
+
+def exponents(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Of each figure, by how the number of workers grew from the first row to the last."""
+    first, last = rows[0], rows[-1]
+    growth = math.log(last["workers"] / first["workers"])
+    return {
+        name: round(math.log(last[name] / first[name]) / growth, 2)
+        for name in first
+        if name not in NOISY
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--workers", type=int, nargs="+", default=[25, 50, 100, 200])
+    parser.add_argument("--pages", type=int, default=1_000_000)
+    parser.add_argument("--seconds", type=int, default=10)
+    parser.add_argument("--lookups", type=int, default=2000)
+    parser.add_argument("--out", type=Path, help="write the result to this file too")
+    args = parser.parse_args()
+    if os.environ.get("PYTHONMALLOC") != "malloc":  # So that every allocation can be counted.
+        os.execve(
+            sys.executable, [sys.executable, *sys.argv], {**os.environ, "PYTHONMALLOC": "malloc"}
+        )
+    environment = result.here()
+    rows = []
+    table = Table(title="One engine")
+    for size in args.workers:
+        asked = (size, args.pages * size // args.workers[-1], args.seconds, args.lookups)
+        with multiprocessing.get_context("fork").Pool(1) as pool:
+            rows.append(pool.apply(run, asked) | looks(size))
+        if size == args.workers[0]:
+            for column in rows[0]:
+                table.add_column(column, justify="right")
+        table.add_row(*(f"{it:,.4g}" for it in rows[-1].values()))
+    found = {"rows": rows, "exponents": exponents(rows)}
+    Console(width=200).print(table)
+    if args.out:
+        args.out.unlink(missing_ok=True)
+    result.write("fleet_size", found, environment, args.out)
+    steep = {name: it for name, it in found["exponents"].items() if it > MAX_EXPONENT}
+    if steep:
+        raise SystemExit(f"faster than linear: {steep}")
+
+
+if __name__ == "__main__":
+    main()
