@@ -150,6 +150,25 @@ def two_receivers() -> Table:
     return [*head, "sooner than the first", "predicted", "off by"], told
 
 
+def routes() -> Table:
+    """Of a router that went: `benchmarks/README.md` has why."""
+    found = _read("routes")
+    rows = []
+    for arm, row in found["rows"].items():
+        low, high = (_seconds(it) for it in row["p90_ttft_ms_interval"])
+        rows.append(
+            [
+                arm,
+                f"{row['request_rate']:.2f}",
+                *(_seconds(row[f"{it}_ttft_ms"]) for it in ("median", "p90", "p99")),
+                f"{low} to {high}",
+                f"{row['near']:.0%}",
+            ]
+        )
+    head = ["who chooses", "requests/s", "TTFT, median, s", "p90", "p99", "p90, 95 %"]
+    return [*head, "on the sender's host"], rows
+
+
 def link_speeds() -> Table:
     return _arms("s20", "mb_per_s", "link, MB/s")
 
