@@ -37,6 +37,7 @@ from sglang_droidspeak.engine.names import (
     get_observability,
     get_parallel,
 )
+from sglang_droidspeak.guard.service import PairsInService
 from sglang_droidspeak.metrics import CacheMetrics, Metrics
 from sglang_droidspeak.ranks import Ranks
 from sglang_droidspeak.request import meta_info
@@ -152,6 +153,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
             self._pool_index.is_told = True
             where = parse_http(settings.http, field="http")
             self._page.enter_context(StatusPage(*where, self._cache.status, queries))
+        guard = PairsInService(planner, self._metrics, settings, keeps_record=self._ranks.is_first)
         self._waiting = WaitingRequests(
             Sources(server, self._cache, noted, server_pool),
             self._meter,
@@ -200,6 +202,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
                 release.INTERNAL_STATE: (answers.add, HookType.AFTER),
             }
         )
+        engine.place_hooks({release.INTERNAL_STATE: (guard.add, HookType.AFTER)})
         engine.place_hooks(
             dict.fromkeys(release.WEIGHTS_WRITTEN, (self._weights_change, HookType.BEFORE))
         )

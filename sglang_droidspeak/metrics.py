@@ -15,6 +15,8 @@ from cachetree.metrics import METRICS
 if TYPE_CHECKING:
     from cachetree import CacheStatus
     from cachetree.planning import Profiles
+    from sglang_droidspeak.guard.messages import Shadow
+    from sglang_droidspeak.guard.plans import WatchedPair
     from sglang_droidspeak.request.request import Request
 
 log = logging.getLogger(__name__)
@@ -70,6 +72,42 @@ class Metrics:
             "Objects of the HiCache backend by what became of them",
             ["result"],
         )
+        pair = ["sender", "receiver"]
+        self.shadows: Final[Counter] = counter(
+            "droidspeak:shadows",
+            "Checks of reused requests by exact runs, by result: compared, dropped because the "
+            "server was not idle in time, or failed",
+            ["result"],
+        )
+        self.shadow_tv: Final[Histogram] = histogram(
+            "droidspeak:shadow_tv",
+            "Total variation between what was served and what an exact run says, by shadow",
+            pair,
+            buckets=(0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0),
+        )
+        self.shadow_agreement: Final[Histogram] = histogram(
+            "droidspeak:shadow_agreement",
+            "Share of first tokens whose likeliest one is the same in an exact run, by shadow",
+            pair,
+            buckets=(0.5, 0.75, 0.9, 1.0),
+        )
+        self.guard_evidence: Final[Gauge] = gauge(
+            "droidspeak:guard_evidence",
+            "Against the pair's plan in service that has most; an alarm is at 100,000",
+            pair,
+            multiprocess_mode="livemax",
+        )
+        self.guard_plans: Final[Gauge] = gauge(
+            "droidspeak:guard_plans",
+            "How many of the pair's approximate plans the drift guard leaves in service",
+            pair,
+            multiprocess_mode="livemax",
+        )
+        self.guard_changes: Final[Counter] = counter(
+            "droidspeak:guard_changes",
+            "Changes of what is in service of a pair: alarms, resets, and restarts after alarms",
+            pair,
+        )
         self.queued_s: Final[Histogram] = histogram(
             "droidspeak:queued_seconds",
             "From a request's first sight to its admission with staged layers",
@@ -95,6 +133,18 @@ class Metrics:
         """Which of them may be reused; none where they are off."""
         for (sender, receiver), profile in profiles.items():
             self.pair_usable.labels(sender, receiver).set(profile.is_usable and not are_off)
+
+    def note_shadow(self, pair: WatchedPair, shadow: Shadow) -> None:
+        """One that was compared."""
+        names = (pair.sender, pair.receiver)
+        self.shadow_tv.labels(*names).observe(shadow.tv)
+        self.shadow_agreement.labels(*names).observe(shadow.agreement)
+
+    def tell_guard(self, pair: WatchedPair) -> None:
+        names = (pair.sender, pair.receiver)
+        self.guard_changes.labels(*names)  # 0 is told too.
+        self.guard_plans.labels(*names).set(pair.num_left)
+        self.guard_evidence.labels(*names).set(pair.strength)
 
     def count_load(self, request: Request) -> None:
         """One that has loaded, or was prefilled in full where it should have."""

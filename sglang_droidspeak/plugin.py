@@ -37,15 +37,20 @@ def register() -> None:
 
 def _check_server_args(_result: None, server_args: ServerArgs) -> None:
     if is_configured(engine.resolved(server_args)):
-        from sglang_droidspeak.engine.asking import add_page
+        from sglang_droidspeak.engine.asking import add_pages
+        from sglang_droidspeak.guard.shadows import Shadows
         from sglang_droidspeak.guard.verify import VerifiedAnswers
         from sglang_droidspeak.request.meta_info import KEY
         from sglang_droidspeak.start.this_server import check_front_end
 
         settings = check_front_end(server_args)
-        add_page(KEY)
+        add_pages(KEY)
         is_default = settings.verify == "always"
         answers = VerifiedAnswers(by_default=is_default, lag=settings.verify_lag)
+        if settings.shadow_rate:  # Within verified answers, which have none.
+            rate, deadline_s = settings.shadow_rate, settings.shadow_deadline_s
+            shadows = Shadows(rate=rate, deadline_s=deadline_s)
+            engine.place_hooks({release.GENERATE: (shadows.generate, HookType.AROUND)})
         engine.place_hooks({release.GENERATE: (answers.generate, HookType.AROUND)})
         # A scheduler that is forked, not spawned, has only the hooks of this process.
         if multiprocessing.get_start_method(allow_none=True) == "fork":

@@ -121,20 +121,21 @@ class PairProfile(msgspec.Struct, frozen=True, kw_only=True):
 
     def uncorrected(self) -> PairProfile:
         """Without the plans that correct E; it did not pass where no other but all layers is."""
-        blocks = tuple(it for it in self.blocks if it.e_map is None)
-        if len(blocks) == len(self.blocks):
+        plain = tuple(it for it in self.blocks if it.e_map is None)
+        if len(plain) == len(self.blocks):
             return self
-        plain = [it for it in blocks if len(it.block) < self.receiver.num_layers]
-        passed = self.passed and bool(plain)
-        reason = self.reason
-        if self.passed and not passed:
-            reason = "all of its plans correct E; set e_correction to profile"
+        return self.limited_to(plain, "all of its plans correct E; set e_correction to profile")
+
+    def limited_to(self, blocks: tuple[BlockQuality, ...], reason: str) -> PairProfile:
+        """With these of its plans only; it did not pass, for that reason, where no other than all
+        layers is left."""
+        left = [it for it in blocks if len(it.block) < self.receiver.num_layers]
         return msgspec.structs.replace(
             self,
             blocks=blocks,
-            recommended=min(plain, key=lambda it: len(it.block), default=None),
-            passed=passed,
-            reason=reason,
+            recommended=min(left, key=lambda it: len(it.block), default=None),
+            passed=self.passed and bool(left),
+            reason=reason if self.passed and not left else self.reason,
         )
 
     def covers(self, num_tokens: int) -> bool:

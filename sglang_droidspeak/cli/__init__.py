@@ -15,7 +15,7 @@ import msgspec
 from cachetree import CacheTreeError
 from cachetree.checkpoint import read_model_identity
 from profiles import cli as profiler
-from sglang_droidspeak.cli import demo, doctor, explain, live, serve
+from sglang_droidspeak.cli import demo, doctor, explain, guard, live, serve
 from sglang_droidspeak.cli.terminal import complain, show, show_json
 
 INTERRUPTED = 130
@@ -73,6 +73,7 @@ def parser() -> argparse.ArgumentParser:
     up.set_defaults(run=_up)
     live.add_parser(commands)
     explain.add_parser(commands)
+    guard.add_parser(commands)
     doctor.add_parser(commands)
     profiler.add_commands(commands)
     return top

@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from sglang_droidspeak.engine.names import Req
 
-PATH: Final = "/droidspeak/explain"
-_MARK: Final = "droidspeak: "
+EXPLAIN: Final = "/droidspeak/explain"
+GUARD: Final = "/droidspeak/guard"
+_END: Final = ": "
 
 
-def add_page(key: str) -> None:
+def add_pages(key: str) -> None:
     """In the front end, before its HTTP server starts: what the scheduler says under `key`.
 
     Asks for SGLang's admin key where there is one, else for its API key, as SGLang's own pages for
     operators do.
     """
     from sglang.srt.entrypoints.http_server import app, get_global_state
-    from sglang.srt.managers.io_struct import GetInternalStateReq
     from sglang.srt.utils.auth import AuthLevel, auth_level
     from starlette.requests import Request
     from starlette.responses import JSONResponse
@@ -32,21 +32,34 @@ def add_page(key: str) -> None:
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
     async def answer(request: Request) -> JSONResponse:
         manager = get_global_state().tokenizer_manager
-        manager.auto_create_handle_loop()
-        question = GetInternalStateReq(rid=_MARK + (await request.body()).decode())
-        first, *_ = await manager.get_internal_state_communicator(question)
-        told = first.internal_state.get(key, {"error": "this server runs without droidspeak"})
+        path = next(it for it in (EXPLAIN, GUARD) if request.url.path.endswith(it))
+        told = await ask(manager, path, (await request.body()).decode(), key)
         return JSONResponse(told, status_code=404 if "error" in told else 200)
 
-    if all(getattr(it, "path", "") != PATH for it in app.routes):
-        app.add_route(PATH, answer, methods=["POST"])
+    for path in (EXPLAIN, GUARD):
+        if all(getattr(it, "path", "") != path for it in app.routes):
+            app.add_route(path, answer, methods=["POST"])
 
 
-def asked(recv_req: Any) -> str | None:
-    """What a question about the scheduler's state asks of this extension; None where it is
-    SGLang's own."""
-    rid = recv_req.rid or ""
-    return rid.removeprefix(_MARK) if rid.startswith(_MARK) else None
+async def ask(manager: Any, path: str, question: str, key: str) -> dict[str, Any]:
+    """What the first rank's scheduler answers to a page's question; all ranks hear it. `manager` is
+    SGLang's TokenizerManager."""
+    from sglang.srt.managers.io_struct import GetInternalStateReq
+
+    manager.auto_create_handle_loop()
+    asked = GetInternalStateReq(rid=path + _END + question)
+    first, *_ = await manager.get_internal_state_communicator(asked)
+    told: dict[str, Any] = first.internal_state.get(
+        key, {"error": "this server runs without droidspeak"}
+    )
+    return told
+
+
+def asked(recv_req: Any) -> tuple[str, str]:
+    """The page and what it asks, of a question about the scheduler's state; the page is empty where
+    the question is SGLang's own."""
+    path, end, question = (recv_req.rid or "").partition(_END)
+    return (path, question) if end and path in (EXPLAIN, GUARD) else ("", "")
 
 
 def unsent(

@@ -7,6 +7,9 @@ finds no other, also when SGLang inserts a chunk and goes on with what the tree 
 
     extra key   tenant │ model's namespace                  exact KV of this model
                 tenant │ APPROXIMATE │ model's namespace    what was made with another's
+
+After a change of plans a new generation of requests reads none of the approximate KV from before:
+its number stands after APPROXIMATE.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
 
 _INVOKED_AT: Final = "droidspeak_invoked_at"
 _APPROXIMATE: Final = "droidspeak_approximate"
+_GENERATION: Final = "droidspeak_generation"
 APPROXIMATE: Final = "~droidspeak-approximate~"
 """Before the adapter's id, which SGLang's events take from the end of the key."""
 
@@ -102,7 +106,20 @@ def move(req: Req, *, approximate: bool) -> None:
 
 def place_of(req: Req) -> str:
     """What stands behind the user's extra key now."""
-    return (APPROXIMATE if is_approximate(req) else "") + namespace_of(req)
+    return approximate_of(req) if is_approximate(req) else namespace_of(req)
+
+
+def approximate_of(req: Req) -> str:
+    """Where approximate KV lies for requests of its generation."""
+    return APPROXIMATE + getattr(req, _GENERATION, "") + namespace_of(req)
+
+
+def join(req: Req, generation: str) -> None:
+    """Have the request share approximate KV with those of its generation only; while the request
+    holds nothing of SGLang's tree."""
+    tenant = tenant_of(req)
+    setattr(req, _GENERATION, generation)
+    req.extra_key = tenant + place_of(req) or None
 
 
 def invoked_at(req: Req) -> int | None:

@@ -50,3 +50,12 @@ def mark(req: Req, attributes: Attributes) -> None:
     """Of all that this scheduler does for the request."""
     named = {f"droidspeak.{key}": value for key, value in attributes.items()}
     req.time_stats.trace_ctx.trace_set_thread_attrs(named)
+
+
+def event(name: str, attributes: Attributes) -> None:
+    """What no request has brought about: a trace of its own, without duration."""
+    if is_on():
+        from opentelemetry import trace
+
+        named = {f"droidspeak.{key}": value for key, value in attributes.items()}
+        trace.get_tracer("droidspeak").start_span(f"droidspeak.{name}", attributes=named).end()

@@ -28,6 +28,7 @@ from starlette.exceptions import HTTPException
 
 from sglang_droidspeak.engine.own import ANSWERED, DRAFT
 from sglang_droidspeak.guard.exact import ExactRunAborted, argmax, exact_run
+from sglang_droidspeak.guard.plain import controls_of, is_plain
 from sglang_droidspeak.request.meta_info import DRAFT_ENDS, KEY, Verified
 
 log = logging.getLogger(__name__)
@@ -39,37 +40,6 @@ Ask = Callable[[Any, Any], AsyncGenerator[Reply, None]]
 
 _DEFAULT_NEW_TOKENS: Final = 128
 """SGLang's, where a request says nothing."""
-_NEUTRAL: Final[Mapping[str, float]] = {
-    "frequency_penalty": 0,
-    "presence_penalty": 0,
-    "repetition_penalty": 1,
-    "min_new_tokens": 0,
-    "n": 1,
-    "beam_width": 1,
-}
-"""Sampling parameters that otherwise change what greedy sampling takes, as these do;"""
-_WITHOUT: Final = ("json_schema", "regex", "ebnf", "structural_tag", "logit_bias", "watermark")
-_UNASKED: Final = (
-    "image_data",
-    "video_data",
-    "audio_data",
-    "input_embeds",
-    "positional_embed_overrides",
-    "session_params",
-    "watermark",
-    "custom_logit_processor",
-    "max_thinking_tokens",
-    "require_reasoning",
-    "return_logprob",
-    "return_sampling_mask",
-    "return_hidden_states",
-    "return_routed_experts",
-    "return_indexer_topk",
-    "return_entropy",
-    "multi_item_delimiter_indices",
-    "token_indices_to_pool",
-)
-"""and what else a request may bring or want that an answer in parts would not have."""
 _CACHED: Final = ("cached_tokens", "cached_tokens_details")
 """What `meta_info` says of KV that was there."""
 
@@ -88,7 +58,7 @@ class VerifiedAnswers:
 
     def _is_asked(self, obj: Any) -> bool:
         """What is wrong with a request's controls the scheduler says."""
-        controls = _controls(getattr(obj, "sampling_params", None))
+        controls = controls_of(getattr(obj, "sampling_params", None))
         if not isinstance(controls, dict) or controls.get("mode") == "off":
             return False
         asked = controls.get("verify")
@@ -228,24 +198,17 @@ async def _check(manager: Any, draft: _Draft, http: Any) -> tuple[int, Mapping[s
 def _can_be_checked(obj: Any, preferred: Mapping[str, Any]) -> bool:
     """Whether greedy sampling takes the likeliest token of each of its distributions, and nothing
     else is wanted of it than one answer."""
-    if not hasattr(obj, "return_logprob"):
-        return False  # An embedding.
-    if not isinstance(obj.text, str) and not (obj.input_ids and isinstance(obj.input_ids[0], int)):
+    if not is_plain(obj, preferred):
         return False
     params = {**preferred, **(obj.sampling_params or {})}
-    is_greedy = params.get("temperature") == 0 or params.get("top_k") == 1
-    is_plain = all(params.get(name) in (None, value) for name, value in _NEUTRAL.items())
-    is_free = not any(params.get(name) for name in _WITHOUT)
-    return is_greedy and is_plain and is_free and not any(getattr(obj, it) for it in _UNASKED)
-
-
-def _controls(params: Any) -> Any:
-    custom = params.get("custom_params") if isinstance(params, dict) else None
-    return custom.get("droidspeak", {}) if isinstance(custom, dict) else {}
+    return params.get("temperature") == 0 or params.get("top_k") == 1
 
 
 def _with(params: Any, beside: Mapping[str, int] = {}, /, **controls: Any) -> dict[str, Any]:
     """Sampling parameters with these controls, and this beside the user's controls."""
     params = params or {}
     custom = {**(params.get("custom_params") or {}), **beside}
-    return {**params, "custom_params": {**custom, "droidspeak": {**_controls(params), **controls}}}
+    return {
+        **params,
+        "custom_params": {**custom, "droidspeak": {**controls_of(params), **controls}},
+    }

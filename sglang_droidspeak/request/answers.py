@@ -131,10 +131,10 @@ class Answers:
 
     def add(self, output: Any, scheduler: Scheduler, recv_req: Any) -> None:
         """Hooks Scheduler.get_internal_state: beside what SGLang says, or in its place."""
-        asked = asking.asked(recv_req)
-        if asked is None:
+        page, asked = asking.asked(recv_req)
+        if not page:
             output.internal_state[KEY] = msgspec.to_builtins(self._state())
-        else:
+        elif page == asking.EXPLAIN:
             output.internal_state = {KEY: self._answer(asked, scheduler)}
 
     def _state(self) -> ServerState:
@@ -199,6 +199,7 @@ class Answers:
         lora_id = self._lora_id(question.adapter)
         req = asking.unsent(question.input_ids, lora_id, question.extra_key, question.cache_salt)
         self._activated.meet(req)
+        prefixes.join(req, str(self._planner.generation or ""))
         pages = prefixes.reusable_pages(req, self._page_size)
         num_waiting = len(scheduler.waiting_queue)
         planned = self._planner.plan(req, pages, scheduler.tree_cache, num_waiting)

@@ -41,6 +41,8 @@ class RequestProvenance(msgspec.Struct, frozen=True, kw_only=True):
     server's own cache."""
     sender: str | None = None
     """Model id of the one whose cache was read."""
+    receiver: str | None = None
+    """Model id of the one that read it and answered."""
     location: str | None = None
     """Where it lay: a peer's address, or `local`, `pool`, `disk` or `hicache`."""
     block: tuple[int, int] | None = None
@@ -91,6 +93,7 @@ def provenance_of(
         outcome=outcome_of(plan),
         reused_tokens=len(load.at),
         sender=plan.sender,
+        receiver=plan.receiver,
         location="pool" if is_pool(plan.location) else plan.location,
         block=(plan.block.start, plan.block.stop) if len(plan.block) else None,
         recomputed_layers=len(plan.block),

@@ -21,6 +21,7 @@ from cachetree.planning import (
     Link,
     Match,
     NoReuse,
+    PairProfile,
     Plan,
     Reason,
     Requested,
@@ -123,8 +124,16 @@ class Planner:
         self._meter: Final = meter
         self._models: Final = models
         self._pool: Final = pool
-        self.profiles: Final = index_profiles(server.profiles)
+        self.profiles: Final = dict(index_profiles(server.profiles))
+        self.generation = 0
+        """How often what is in service of a pair has changed."""
         self._min_pages: Final = -(-server.settings.min_tokens // server.page_size)
+
+    def put_in_service(self, profile: PairProfile) -> None:
+        """In place of what there was of the pair; later requests read no approximate KV that was
+        made before."""
+        self.profiles[profile.sender.model_id, profile.receiver.model_id] = profile
+        self.generation += 1
 
     def plan(
         self, req: Req, pages: Sequence[PageHash], tree: UnifiedRadixCache, num_waiting: int

@@ -133,6 +133,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     verify_lag: int = 32
     """So many tokens are drafted from approximate KV before they are checked; the rest of the
     answer comes from the exact KV that the check leaves."""
+    shadow_rate: float = 0.0
+    """Share of the requests that reuse another model's KV whose answers the drift guard compares
+    with an exact run, 0 to 1; 0 turns it off."""
+    shadow_deadline_s: float = 60.0
+    """How long such a comparison waits for a moment in which no request runs; then it is dropped,
+    and counted."""
+    guard_path: str | None = None
+    """File in which the drift guard keeps what it knows of pairs, this server's alone and this
+    user's alone; a pair that is out of service stays so after a restart."""
     max_link_mb_s: float | None = None
     """Cap on what this server sends, 10^6 bytes per second; none does not cap it."""
     shared_memory: bool = True
@@ -160,8 +169,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 raise ConfigError(f"{field} is {getattr(self, field)}; give 0 or more")
         if self.http is not None:
             parse_http(self.http, field="http")
+        if not 0 <= self.shadow_rate <= 1:
+            raise ConfigError(f"shadow_rate is {self.shadow_rate}; give 0 to 1")
+        if (self.guard_path is None) != (self.shadow_rate == 0):
+            raise ConfigError(
+                f"shadow_rate is {self.shadow_rate} and guard_path {self.guard_path}; give both, "
+                "or neither"
+            )
         positive = ("min_tokens", "max_recompute_tokens", "fetch_deadline_s", "peer_cooldown_s")
-        for field in (*positive, "max_stall_ms", "verify_lag"):
+        for field in (*positive, "max_stall_ms", "verify_lag", "shadow_deadline_s"):
             value = getattr(self, field)
             if value is not None and value <= 0:
                 raise ConfigError(f"{field} is {value}; give a positive number")

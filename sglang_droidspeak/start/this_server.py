@@ -21,6 +21,7 @@ from cachetree.planning import PairProfile, PrefillCost, profile_files, read_pro
 from cachetree.transport import check_peer, check_ports, check_worker
 from sglang_droidspeak import engine
 from sglang_droidspeak.engine.probe import require_supported
+from sglang_droidspeak.guard.record import check_record
 from sglang_droidspeak.start import refuse
 from sglang_droidspeak.start.config import Settings, cache_config, parse_settings
 
@@ -112,6 +113,8 @@ def check_front_end(server_args: ServerArgs) -> Settings:
     """Stop the server with one line where its configuration cannot work; else its settings."""
     try:
         server = load_this_server(server_args)
+        if server.settings.guard_path is not None:
+            check_record(Path(server.settings.guard_path))
         for rank in range(engine.resolved(server_args).tp_size):
             config = cache_config(server.settings, server.identity.model_id, rank)
             if config.serves:

@@ -107,8 +107,8 @@ class PoolIndex:
         exact = self._num_held(req, namespace, num_pages, tree)
         if not self.has_approximate:
             return Held(exact, 0)
-        approximate = prefixes.APPROXIMATE + namespace
-        return Held(exact, self._num_held(req, approximate, num_pages, tree))
+        approximate = self._num_held(req, prefixes.approximate_of(req), num_pages, tree)
+        return Held(exact, approximate)
 
     def _num_held(self, req: Req, namespace: str, num_pages: int, tree: UnifiedRadixCache) -> int:
         _node, slots = prefixes.slots_of(req, namespace, num_pages, tree)

@@ -34,7 +34,6 @@ from sglang_droidspeak.request.labels import (
 )
 from sglang_droidspeak.request.meta_info import KEY, RequestProvenance
 
-MARK = asking._MARK
 SLOW = replace(MEASURED, links={FAR: Link(byte_s=1e-7)})
 
 
@@ -46,7 +45,7 @@ def answers(labels: Labels) -> Answers:
 
 def ask(labels: Labels, **question: Any) -> dict[str, Any]:
     output = SimpleNamespace(internal_state={"sglang": "its own"})
-    asked = SimpleNamespace(rid=MARK + json.dumps(question))
+    asked = SimpleNamespace(rid=f"{asking.EXPLAIN}: {json.dumps(question)}")
     answers(labels).add(output, SimpleNamespace(), asked)
     assert output.internal_state.keys() == {KEY}
     return json.loads(json.dumps(output.internal_state[KEY]))
@@ -148,14 +147,14 @@ def test_where_there_is_an_admin_key_the_page_asks_for_it() -> None:
     from sglang.srt.utils import auth
 
     for _ in range(2):
-        asking.add_page(KEY)
-    assert [getattr(it, "path", "") for it in app.routes].count(asking.PATH) == 1
-    scope = {"type": "http", "method": "POST", "path": asking.PATH, "headers": []}
+        asking.add_pages(KEY)
+    assert [getattr(it, "path", "") for it in app.routes].count(asking.EXPLAIN) == 1
+    scope = {"type": "http", "method": "POST", "path": asking.EXPLAIN, "headers": []}
     level = auth._get_auth_level_from_app_and_scope(app, scope)
     for given, is_allowed in (("admin", True), ("user", False), ("", False)):
         decision = auth.decide_request_auth(
             method="POST",
-            path=asking.PATH,
+            path=asking.EXPLAIN,
             authorization_header=f"Bearer {given}" if given else None,
             api_key="user",
             admin_api_key="admin",
@@ -192,25 +191,25 @@ def test_the_command_asks_and_prints(
     measured = RequestProvenance(outcome="reused", reused_tokens=160, exact=False, fetch_ms=1.5)
     seen = Considered(DEMAND, [match(S)], MEASURED)
     it = explained(Told(measured, 161, seen), measured, PAGE, PROFILES)
-    server.says[asking.PATH] = json.loads(msgspec.json.encode(it))
+    server.says[asking.EXPLAIN] = json.loads(msgspec.json.encode(it))
     assert main(["explain", "r1", "--url", server.url]) == 0
     out = capsys.readouterr().out
-    assert server.asked == {asking.PATH: {"request_id": "r1"}}
+    assert server.asked == {asking.EXPLAIN: {"request_id": "r1"}}
     assert "160 tokens reused, approximate: fetch 1.5 ms" in out
     assert "layers [3, 6) anew: " in out and "quality 0.960: taken" in out
     assert main(["explain", "r1", "--url", server.url, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == server.says[asking.PATH]
+    assert json.loads(capsys.readouterr().out) == server.says[asking.EXPLAIN]
 
     server.says["/tokenize"] = {"tokens": [5, 6]}
     (tmp_path / "prompt").write_text("a b")
     text = ["explain", "--text", str(tmp_path / "prompt"), "--model", server.url]
     assert main([*text, "--cache-salt", "bob"]) == 0
     assert server.asked["/tokenize"] == {"prompt": "a b"}
-    assert server.asked[asking.PATH] == {"input_ids": [5, 6], "cache_salt": "bob"}
+    assert server.asked[asking.EXPLAIN] == {"input_ids": [5, 6], "cache_salt": "bob"}
 
 
 def test_the_command_says_what_is_wrong(server: SimpleNamespace, capsys: Any) -> None:
-    server.says[asking.PATH], server.status = {"error": "no request 'r1' here"}, 404
+    server.says[asking.EXPLAIN], server.status = {"error": "no request 'r1' here"}, 404
     for argv, words in (
         (["explain", "r1"], "no request 'r1' here"),
         (["explain"], "give a REQUEST_ID, or a prompt"),
@@ -220,6 +219,6 @@ def test_the_command_says_what_is_wrong(server: SimpleNamespace, capsys: Any) ->
         assert main([*argv, "--url", server.url]) == 1
         said = capsys.readouterr().err
         assert words in said and said.count("\n") == 1
-    server.says[asking.PATH] = {"detail": "Not Found"}
+    server.says[asking.EXPLAIN] = {"detail": "Not Found"}
     assert main(["explain", "r1", "--url", server.url]) == 1
     assert "runs without droidspeak" in capsys.readouterr().err

@@ -314,6 +314,25 @@ def test_approximate_kv_has_a_namespace_of_its_own(tenant: str | None, lora_id: 
     assert req.extra_key == ((key or "") + at or None)
 
 
+@pytest.mark.parametrize("lora_id", [None, "7" * 32])
+def test_a_generation_reads_no_approximate_kv_of_another(lora_id: str | None) -> None:
+    """And the same exact KV, whichever of the two it looks for when it joins."""
+    reqs: list[Any] = [
+        SimpleNamespace(lora_id=lora_id, extra_key="tenant" + (lora_id or "")) for _ in range(3)
+    ]
+    prefixes.move(reqs[1], approximate=True)
+    for req, generation in zip(reqs[1:], "12", strict=True):
+        prefixes.join(req, generation)
+    exact = {prefixes.move(req, approximate=False) or req.extra_key for req in reqs}
+    assert exact == {"tenant" + (lora_id or "")}
+    approximate = [prefixes.move(req, approximate=True) or req.extra_key for req in reqs]
+    assert len({*approximate}) == 3
+    assert [prefixes.tenant_of(req) for req in reqs] == ["tenant"] * 3
+    assert [it.removeprefix("tenant") for it in approximate] == [
+        *map(prefixes.approximate_of, reqs)
+    ]
+
+
 def test_what_the_device_has_of_either_kind(shelf: Shelf, monkeypatch) -> None:
     monkeypatch.setattr(
         pool_module.prefixes,

@@ -1,0 +1,55 @@
+"""Requests whose every token comes from the model's own distribution, with no more asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+_NEUTRAL: Final[Mapping[str, float]] = {
+    "frequency_penalty": 0,
+    "presence_penalty": 0,
+    "repetition_penalty": 1,
+    "min_new_tokens": 0,
+    "n": 1,
+    "beam_width": 1,
+}
+"""Sampling parameters that otherwise change its distributions, as these do;"""
+_WITHOUT: Final = ("json_schema", "regex", "ebnf", "structural_tag", "logit_bias", "watermark")
+_UNASKED: Final = (
+    "image_data",
+    "video_data",
+    "audio_data",
+    "input_embeds",
+    "positional_embed_overrides",
+    "session_params",
+    "watermark",
+    "custom_logit_processor",
+    "max_thinking_tokens",
+    "require_reasoning",
+    "return_logprob",
+    "return_sampling_mask",
+    "return_hidden_states",
+    "return_routed_experts",
+    "return_indexer_topk",
+    "return_entropy",
+    "multi_item_delimiter_indices",
+    "token_indices_to_pool",
+)
+"""and what else a request may bring or want that an answer in parts would not have."""
+
+
+def is_plain(obj: Any, preferred: Mapping[str, Any]) -> bool:
+    """Of SGLang's GenerateReqInput, for one answer; `preferred` are the server's parameters."""
+    if not hasattr(obj, "return_logprob"):
+        return False  # An embedding.
+    if not isinstance(obj.text, str) and not (obj.input_ids and isinstance(obj.input_ids[0], int)):
+        return False
+    params = {**preferred, **(obj.sampling_params or {})}
+    is_neutral = all(params.get(name) in (None, value) for name, value in _NEUTRAL.items())
+    is_free = not any(params.get(name) for name in _WITHOUT)
+    return is_neutral and is_free and not any(getattr(obj, it) for it in _UNASKED)
+
+
+def controls_of(params: Any) -> Any:
+    custom = params.get("custom_params") if isinstance(params, dict) else None
+    return custom.get("droidspeak", {}) if isinstance(custom, dict) else {}

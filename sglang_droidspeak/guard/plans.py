@@ -1,0 +1,134 @@
+"""Which plans of a pair are in service, and what speaks against each. Pure.
+
+An alarm takes a plan out of service, and with it those of its profile that promise no more: the
+pair goes on with the best of the others, and without any it is off. What is exact stays in any
+case. A plan is watched more closely while there is some evidence against it, and after an alarm all
+that are left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from hashlib import blake2b
+from typing import Final
+
+import msgspec
+
+from cachetree import ModelId
+from cachetree.planning import BlockQuality, PairProfile
+from sglang_droidspeak.guard.detector import NO_EVIDENCE, Evidence, observed, strength
+
+ALARM: Final = 1e5
+"""So many shadows of a healthy server come before a false alarm on average, at least."""
+SUSPICION: Final = 100.0
+NOISE: Final = 0.02
+"""The distance that two exact runs may have, in half precision and other batches. All that is
+allowed to a plan whose profile does not say how far it is from full prefill."""
+
+
+class PlanId(msgspec.Struct, frozen=True):
+    """A plan of a profile, as a response names it."""
+
+    sender: ModelId
+    receiver: ModelId
+    block: tuple[int, int] | None
+    """Layers recomputed, half-open; None where none are."""
+    e_corrected: bool
+
+
+class WatchedPlan(msgspec.Struct, frozen=True, kw_only=True):
+    block: tuple[int, int] | None
+    e_corrected: bool
+    allowed: float
+    """Mean distance from exact runs."""
+    num_shadows: int = 0
+    mean_tv: float = 0.0
+    """Of all of them."""
+    evidence: Evidence = NO_EVIDENCE
+
+
+class WatchedPair(msgspec.Struct, frozen=True, kw_only=True):
+    sender: ModelId
+    receiver: ModelId
+    profile: str
+    """Digest of what the profile says: another one begins anew."""
+    plans: tuple[WatchedPlan, ...]
+    """Those that are not exact, the best first."""
+    num_left: int
+    """So many of them are in service."""
+
+    @property
+    def in_service(self) -> tuple[WatchedPlan, ...]:
+        return self.plans[: self.num_left]
+
+    @property
+    def strength(self) -> float:
+        """Of the evidence against the plan in service that has most."""
+        return max((strength(it.evidence) for it in self.in_service), default=0.0)
+
+    @property
+    def suspects(self) -> Iterator[PlanId]:
+        """Plans in service of which every request is to be checked."""
+        is_demoted = self.num_left < len(self.plans)
+        for it in self.in_service:
+            if is_demoted or strength(it.evidence) >= SUSPICION:
+                yield PlanId(self.sender, self.receiver, it.block, it.e_corrected)
+
+
+def watched(profile: PairProfile) -> WatchedPair:
+    """All plans in service, and no evidence."""
+    plans = [it for it in profile.blocks if not _is_exact(it, profile)]
+    plans.sort(key=lambda it: (-it.quality, -len(it.block)))
+    return WatchedPair(
+        sender=profile.sender.model_id,
+        receiver=profile.receiver.model_id,
+        profile=blake2b(msgspec.json.encode(profile), digest_size=16).hexdigest(),
+        plans=tuple(
+            WatchedPlan(**_named(it), allowed=(it.tv_bound or 0.0) + NOISE) for it in plans
+        ),
+        num_left=len(plans),
+    )
+
+
+def after(pair: WatchedPair, plan: PlanId, tv: float) -> WatchedPair:
+    """With one more shadow of that plan; the same where it is not in service."""
+    for i, it in enumerate(pair.in_service):
+        if (it.block, it.e_corrected) == (plan.block, plan.e_corrected):
+            seen = msgspec.structs.replace(
+                it,
+                num_shadows=it.num_shadows + 1,
+                mean_tv=it.mean_tv + (tv - it.mean_tv) / (it.num_shadows + 1),
+                evidence=observed(it.evidence, tv, it.allowed),
+            )
+            is_alarm = strength(seen.evidence) >= ALARM
+            return msgspec.structs.replace(
+                pair,
+                plans=(*pair.plans[:i], seen, *pair.plans[i + 1 :]),
+                num_left=i if is_alarm else pair.num_left,
+            )
+    return pair
+
+
+def left_of(profile: PairProfile, pair: WatchedPair) -> PairProfile:
+    """The profile without the plans that are out of service."""
+    if pair.num_left == len(pair.plans):
+        return profile
+    left = [(it.block, it.e_corrected) for it in pair.in_service]
+    return profile.limited_to(
+        tuple(
+            it
+            for it in profile.blocks
+            if _is_exact(it, profile) or tuple(_named(it).values()) in left
+        ),
+        "the drift guard has taken it out of service: its answers were further from full "
+        "prefill's than its profile allows; `droidspeak guard` shows how far",
+    )
+
+
+def _is_exact(it: BlockQuality, profile: PairProfile) -> bool:
+    return it.start <= profile.first_difference and it.stop == profile.receiver.num_layers
+
+
+def _named(it: BlockQuality) -> dict[str, tuple[int, int] | bool | None]:
+    block = (it.start, it.stop) if len(it.block) else None
+    return {"block": block, "e_corrected": it.e_map is not None}

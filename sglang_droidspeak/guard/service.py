@@ -1,0 +1,123 @@
+"""The drift guard's half in the scheduler: it hears of shadows and takes plans out of service."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from sglang_droidspeak.engine import asking, tracing
+from sglang_droidspeak.guard.messages import ALL, GuardQuestion, GuardState, Shadow
+from sglang_droidspeak.guard.plans import WatchedPair, WatchedPlan, after, left_of, watched
+from sglang_droidspeak.guard.record import read_record, write_record
+from sglang_droidspeak.request.meta_info import KEY
+
+if TYPE_CHECKING:
+    from sglang_droidspeak.metrics import Metrics
+    from sglang_droidspeak.request.planner import Planner
+    from sglang_droidspeak.start.config import Settings
+
+log = logging.getLogger("droidspeak.guard")
+
+MAX_OTHERS: Final = 1000
+"""Pairs in the record whose profiles this server does not have now."""
+
+
+class PairsInService:
+    """Scheduler thread only. All ranks hear and do the same; the first one keeps the record."""
+
+    def __init__(
+        self, planner: Planner, metrics: Metrics, settings: Settings, *, keeps_record: bool
+    ) -> None:
+        """Without a `guard_path` nothing is read or written. Raises ConfigError."""
+        self._planner: Final = planner
+        self._metrics: Final = metrics
+        self._rate: Final = settings.shadow_rate
+        path = None if settings.guard_path is None else Path(settings.guard_path)
+        self._path: Final = path if keeps_record else None
+        self._profiles: Final = dict(planner.profiles)
+        """All of what they say, in service or not."""
+        known = {it.profile: it for it in (read_record(path) if path is not None else ())}
+        self._pairs: Final = {key: watched(it) for key, it in self._profiles.items()}
+        for key, fresh in self._pairs.items():
+            pair = self._pairs[key] = known.pop(fresh.profile, fresh)
+            if pair.num_left < fresh.num_left:
+                self._put_in_service(pair, "as before the restart")
+            self._metrics.tell_guard(pair)
+        self._others: Final = tuple(known.values())[-MAX_OTHERS:]
+
+    def add(self, output: Any, _scheduler: object, recv_req: Any) -> None:
+        """Hooks Scheduler.get_internal_state: in place of what SGLang says."""
+        page, question = asking.asked(recv_req)
+        if page == asking.GUARD:
+            output.internal_state = {KEY: self.answer(question)}
+
+    def answer(self, question: str) -> dict[str, Any]:
+        """As JSON says it; `error` where that was no question."""
+        try:
+            asked = msgspec.json.decode(question or "{}", type=GuardQuestion)
+        except msgspec.MsgspecError as exc:
+            return {"error": str(exc)}
+        for result, num in asked.missed.items():
+            self._metrics.shadows.labels(result).inc(num)
+        if asked.shadow is not None:
+            self._hear(asked.shadow)
+        if asked.reset is not None:
+            self._reset(asked.reset)
+        pairs = tuple(self._pairs.values())
+        suspects = tuple(plan for it in pairs for plan in it.suspects)
+        state = GuardState(shadow_rate=self._rate, pairs=pairs, suspects=suspects)
+        told: dict[str, Any] = msgspec.to_builtins(state)
+        return told
+
+    def _hear(self, shadow: Shadow) -> None:
+        plan = shadow.plan
+        self._metrics.shadows.labels("compared").inc()
+        before = self._pairs.get((plan.sender, plan.receiver))
+        pair = None if before is None else after(before, plan, shadow.tv)
+        if pair is None or before is None or pair is before:
+            return
+        self._metrics.note_shadow(pair, shadow)
+        self._pairs[plan.sender, plan.receiver] = pair
+        if pair.num_left < before.num_left:
+            self._put_in_service(pair, _alarm(pair.plans[pair.num_left]))
+        self._metrics.tell_guard(pair)
+        self._keep()
+
+    def _reset(self, sender: str) -> None:
+        for key, pair in self._pairs.items():
+            if sender in (ALL, pair.sender):
+                fresh = self._pairs[key] = watched(self._profiles[key])
+                if pair.num_left < fresh.num_left:
+                    self._put_in_service(fresh, "an operator has reset it")
+                self._metrics.tell_guard(fresh)
+        self._keep()
+
+    def _put_in_service(self, pair: WatchedPair, why: str) -> None:
+        """What has changed is said once: in the log, in a metric and in a trace."""
+        profile = self._profiles[pair.sender, pair.receiver]
+        left_in_it = left_of(profile, pair)
+        self._planner.put_in_service(left_in_it)
+        self._metrics.tell_pairs({(pair.sender, pair.receiver): left_in_it})
+        self._metrics.guard_changes.labels(pair.sender, pair.receiver).inc()
+        left = f"{pair.num_left} of {len(pair.plans)} plans in service"
+        log.warning("droidspeak: %s to %s: %s: %s", pair.sender, pair.receiver, left, why)
+        names = {"sender": pair.sender, "receiver": pair.receiver, "why": why}
+        tracing.event("guard", {**names, "plans_left": pair.num_left})
+
+    def _keep(self) -> None:
+        if self._path is not None:
+            try:
+                write_record(self._path, (*self._others, *self._pairs.values()))
+            except OSError as exc:
+                log.warning("droidspeak: guard_path %s is not written: %s", self._path, exc)
+
+
+def _alarm(plan: WatchedPlan) -> str:
+    block = "no layer" if plan.block is None else f"layers [{plan.block[0]}, {plan.block[1]})"
+    return (
+        f"recomputing {block} was {plan.mean_tv:.3f} from full prefill in {plan.num_shadows} "
+        f"shadows, {plan.allowed:.3f} is allowed"
+    )

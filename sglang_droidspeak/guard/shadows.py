@@ -1,0 +1,203 @@
+"""Shadows: answers from approximate KV that are compared with an exact run afterwards.
+
+    arrival  a request is chosen by a hash of its id, so that nothing of it or of the load decides.
+             It asks SGLang for log-probabilities beside, and its user does not see them
+    answer   if it reused another model's KV: its first tokens and their distributions are kept
+    idle     while no request runs, an exact run of the same server says what full prefill would
+             have said; without such a moment before the deadline the shadow is dropped
+    verdict  the scheduler's half (`service`) hears how far apart the two are, and says of which
+             plans every request is to be compared
+
+What reads exact KV only has no shadow, nor has a request that something else decides than the
+model's own distributions. Event loop of the front end only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from array import array
+from collections import Counter, deque
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from copy import copy
+from dataclasses import dataclass, field
+from functools import partial
+from hashlib import blake2b
+from itertools import islice
+from typing import Any, Final
+
+import msgspec
+
+from sglang_droidspeak.engine import asking
+from sglang_droidspeak.engine.own import ANSWERED, DRAFT
+from sglang_droidspeak.guard.distance import POSITIONS, TOP, LogProbs, distance
+from sglang_droidspeak.guard.exact import exact_run
+from sglang_droidspeak.guard.messages import GuardQuestion, GuardState, Shadow
+from sglang_droidspeak.guard.plain import controls_of, is_plain
+from sglang_droidspeak.guard.plans import PlanId
+from sglang_droidspeak.request.meta_info import KEY
+
+log = logging.getLogger(__name__)
+
+MAX_WAITING: Final = 64
+"""Answers whose prompts are kept until they are compared."""
+_LOOK_S: Final = 0.02
+"""Between two looks whether a request runs."""
+
+Reply = dict[str, Any]
+
+
+class Shadows:
+    def __init__(self, *, rate: float, deadline_s: float) -> None:
+        self._rate: Final = rate
+        self._deadline_s: Final = deadline_s
+        self._suspects: frozenset[PlanId] = frozenset()
+        self._waiting: Final[deque[_Answer]] = deque()
+        self._missed: Counter[str] = Counter()
+        """Of which the scheduler has not heard."""
+        self._task: asyncio.Task[None] | None = None
+
+    def generate(self, original: Any, manager: Any, obj: Any, request: Any = None) -> Any:
+        """Hooks TokenizerManager.generate_request, which returns an async generator."""
+        preferred = manager.preferred_sampling_params or {}
+        if not is_plain(obj, preferred):
+            return original(manager, obj, request)
+        params = {**preferred, **(obj.sampling_params or {})}
+        if not _has_shadow(params):
+            return original(manager, obj, request)
+        obj.normalize_batch_and_arguments()
+        place = int.from_bytes(blake2b(obj.rid.encode(), digest_size=8).digest(), "big") / 2**64
+        if place >= self._rate and not self._suspects:
+            return original(manager, obj, request)
+        it = _Answer(obj, place, _temperature(params))
+        return self._watched(partial(original, manager), manager, it, request)
+
+    async def _watched(
+        self, ask: Callable[..., AsyncGenerator[Reply, None]], manager: Any, it: _Answer, http: Any
+    ) -> AsyncGenerator[Reply, None]:
+        async with aclosing(ask(it.request(), http)) as replies:
+            async for reply in replies:
+                is_delta = it.obj.stream and manager.incremental_streaming_output
+                shown = it.shown(reply, is_delta=is_delta)
+                finish = shown["meta_info"]["finish_reason"]
+                if finish and finish["type"] != "abort":  # Nobody may ask for more.
+                    self._keep(manager, it)
+                yield shown
+
+    def _keep(self, manager: Any, it: _Answer) -> None:
+        plan = it.plan
+        if plan is None or not (it.place < self._rate or plan in self._suspects):
+            return
+        it.keep(time.monotonic() + self._deadline_s)
+        self._waiting.append(it)
+        if len(self._waiting) > MAX_WAITING:
+            self._waiting.popleft()
+            self._missed["dropped"] += 1
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._run(manager))
+
+    async def _run(self, manager: Any) -> None:
+        """Until none waits."""
+        while self._waiting:
+            it = self._waiting.popleft()
+            while manager.rid_to_state and time.monotonic() < it.deadline_s:
+                await asyncio.sleep(_LOOK_S)
+            try:
+                await self._compare(manager, it)
+            except Exception:
+                log.exception("droidspeak: an answer was not compared with an exact run")
+                self._missed["failed"] += 1
+
+    async def _compare(self, manager: Any, it: _Answer) -> None:
+        shadow = None
+        if manager.rid_to_state:
+            self._missed["dropped"] += 1
+        else:
+            exact, _ = await exact_run(manager, it.prompt_ids, it.tokens, it.obj)
+            found = distance(it.served, exact, it.temperature)
+            shadow = Shadow(plan=it.plan, tv=found.tv, agreement=found.agreement)
+        missed, self._missed = self._missed, Counter()
+        question = msgspec.json.encode(GuardQuestion(shadow=shadow, missed=missed)).decode()
+        told = await asking.ask(manager, asking.GUARD, question, KEY)
+        self._suspects = frozenset(msgspec.convert(told, GuardState).suspects)
+
+
+@dataclass(slots=True, eq=False)
+class _Answer:
+    """To a request that was chosen."""
+
+    obj: Any
+    """As the user sent it."""
+    place: float
+    """Of its id, 0 to 1."""
+    temperature: float
+    prompt_ids: Sequence[int] = ()
+    tokens: list[int] = field(default_factory=list)
+    """The first ones of the answer,"""
+    served: list[LogProbs] = field(default_factory=list)
+    """and the distributions they are from."""
+    told: Mapping[str, Any] = field(default_factory=dict)
+    deadline_s: float = 0.0
+    """On monotonic time."""
+
+    @property
+    def plan(self) -> PlanId | None:
+        """By which it reused another model's KV; None where it did not, or has no token."""
+        told = self.told
+        if not self.tokens or told.get("outcome") != "reused" or told["exact"]:
+            return None
+        block = told["block"] and tuple(told["block"])
+        return PlanId(told["sender"], told["receiver"], block, told["e_corrected"])
+
+    def request(self) -> Any:
+        asked = copy(self.obj)
+        asked.return_logprob, asked.top_logprobs_num = True, TOP
+        asked.return_text_in_logprobs = False
+        asked.return_prompt_token_ids = True
+        return asked
+
+    def shown(self, reply: Reply, *, is_delta: bool) -> Reply:
+        """What the user sees of a reply."""
+        meta = reply["meta_info"]
+        self.told = (meta.get(KEY) or [self.told])[0]
+        start = 0 if is_delta else len(self.tokens)
+        new = zip(
+            meta.get("output_token_logprobs", ())[start:],
+            meta.get("output_top_logprobs", ())[start:],
+            strict=True,
+        )
+        for (logprob, token, _), top in islice(new, POSITIONS - len(self.tokens)):
+            self.tokens.append(token)
+            self.served.append({**{it: value for value, it, _ in top}, token: logprob})
+        self.prompt_ids = reply.get("prompt_token_ids") or self.prompt_ids
+        shown = {name: it for name, it in meta.items() if "logprobs" not in name}
+        reply = {**reply, "meta_info": shown}
+        if not self.obj.return_prompt_token_ids:
+            reply.pop("prompt_token_ids", None)
+        return reply
+
+    def keep(self, deadline_s: float) -> None:
+        """No more of it than its comparison needs, until then."""
+        self.obj = copy(self.obj)
+        self.obj.text = self.obj.input_ids = None
+        self.prompt_ids = array("q", self.prompt_ids)
+        self.deadline_s = deadline_s
+
+
+def _has_shadow(params: Mapping[str, Any]) -> bool:
+    """Whether it may reuse anything, and its log-probabilities are those of the model."""
+    custom, controls = params.get("custom_params") or {}, controls_of(params)
+    if not isinstance(custom, dict) or ANSWERED in custom or DRAFT in custom:
+        return False
+    if not isinstance(controls, dict) or controls.get("mode") == "off" or controls.get("verify"):
+        return False
+    return params.get("top_k") != 1 or params.get("temperature", 1) in (0, 1)
+
+
+def _temperature(params: Mapping[str, Any]) -> float:
+    """Of the log-probabilities that SGLang reports."""
+    is_original = os.environ.get("SGLANG_RETURN_ORIGINAL_LOGPROB", "").lower() in ("1", "true")
+    return 1.0 if is_original else params.get("temperature") or 1.0

@@ -1,0 +1,249 @@
+"""Which answers are compared with an exact run, when, and that their users see nothing of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from math import log
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from sglang.srt.managers.io_struct import GenerateReqInput
+
+from sglang_droidspeak.engine import asking
+from sglang_droidspeak.engine.own import ANSWERED, DRAFT
+from sglang_droidspeak.guard import shadows
+from sglang_droidspeak.guard.messages import GuardQuestion, GuardState
+from sglang_droidspeak.guard.plans import PlanId
+from sglang_droidspeak.guard.shadows import MAX_WAITING, Shadows
+from sglang_droidspeak.request.meta_info import KEY
+
+PROMPT = [7, 3, 9, 4]
+PLAN = PlanId("S", "R", (2, 5), False)  # type: ignore[arg-type]
+REUSED = {
+    "outcome": "reused",
+    "exact": False,
+    "sender": "S",
+    "receiver": "R",
+    "block": [2, 5],
+    "e_corrected": False,
+}
+SERVED, EXACT = 0.9, 0.4
+"""How likely token 1 is; token 2 has the rest."""
+
+
+def entries(likely: float) -> list[tuple[float, int, None]]:
+    return [(log(likely), 1, None), (log(1 - likely), 2, None)]
+
+
+class Manager:
+    """Stands for SGLang's TokenizerManager, whose answers are ten times token 1."""
+
+    preferred_sampling_params: Any = None
+
+    def __init__(self, told: dict[str, Any], guard: Shadows, *, is_delta: bool = False) -> None:
+        self.told, self.guard = told, guard
+        self.incremental_streaming_output = is_delta
+        self.rid_to_state: dict[str, None] = {}
+        self.heard: list[GuardQuestion] = []
+        self.asked: list[Any] = []
+        self.suspects: tuple[PlanId, ...] = ()
+        self.fails = False
+
+    def generate_request(self, obj: Any, request: Any = None) -> Any:
+        return self.guard.generate(Manager._plain, self, obj, request)
+
+    async def _plain(self, obj: Any, request: Any) -> AsyncGenerator[Any, None]:
+        obj.normalize_batch_and_arguments()
+        self.asked.append(obj)
+        await asyncio.sleep(0)
+        meta: dict[str, Any] = {"id": obj.rid, "finish_reason": {"type": "length"}}
+        if ANSWERED in (obj.sampling_params.get("custom_params") or {}):
+            if self.fails:
+                raise ValueError("no room")
+            num = len(obj.input_ids) - len(PROMPT)
+            meta |= {
+                "input_token_logprobs": [None, *[entries(EXACT)[0]] * num],
+                "input_top_logprobs": [None, *[entries(EXACT)] * num],
+            }
+            yield {"output_ids": [], "meta_info": meta}
+            return
+        for start in (0, 3, 6, 9) if obj.stream else (9,):
+            since = start - 3 * (start > 0) if self.incremental_streaming_output else 0
+            num = start + 1 - (since + 1 if since else 0) if obj.stream else 10
+            reply = {"output_ids": [1] * num, "text": "", "meta_info": {**meta, KEY: [self.told]}}
+            if obj.return_logprob:
+                reply["meta_info"] |= {
+                    "input_token_logprobs": [],
+                    "output_token_logprobs": [entries(SERVED)[0]] * num,
+                    "output_token_logprobs_length": num,
+                    "output_top_logprobs": [entries(SERVED)] * num,
+                }
+            if obj.return_prompt_token_ids:
+                reply["prompt_token_ids"] = list(PROMPT)
+            reply["meta_info"]["finish_reason"] = meta["finish_reason"] if start == 9 else None
+            yield reply
+
+    async def get_internal_state_communicator(self, asked: Any) -> list[Any]:
+        page, question = asking.asked(asked)
+        assert page == asking.GUARD
+        self.heard.append(msgspec.json.decode(question, type=GuardQuestion))
+        state = GuardState(shadow_rate=1.0, pairs=(), suspects=self.suspects)
+        return [SimpleNamespace(internal_state={KEY: msgspec.to_builtins(state)})]
+
+    def auto_create_handle_loop(self) -> None: ...
+
+
+def asked(rid: str = "r1", /, **options: Any) -> GenerateReqInput:
+    params = {"temperature": 0, **options.pop("params", {})}
+    fixed = {"input_ids": list(PROMPT), "rid": rid, "sampling_params": params}
+    return GenerateReqInput(**{**fixed, **options})
+
+
+def served(manager: Manager, *objs: Any, busy_s: float = 0.0) -> list[list[Any]]:
+    """The replies to each, once no comparison waits; busy for so long after the last."""
+
+    async def ask() -> list[list[Any]]:
+        manager.rid_to_state["another"] = None
+        found = []
+        for obj in objs:
+            found.append([it async for it in manager.generate_request(obj)])
+        await asyncio.sleep(busy_s)
+        del manager.rid_to_state["another"]
+        if manager.guard._task is not None:
+            await manager.guard._task
+        return found
+
+    return asyncio.run(ask())
+
+
+def guard(rate: float = 1.0, deadline_s: float = 10.0) -> Shadows:
+    return Shadows(rate=rate, deadline_s=deadline_s)
+
+
+@pytest.mark.parametrize("is_delta", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_is_compared_and_its_user_sees_nothing(stream: bool, is_delta: bool) -> None:
+    manager = Manager(REUSED, guard(), is_delta=is_delta)
+    (replies,) = served(manager, asked(stream=stream))
+    alone = Manager(REUSED, guard(rate=0.0), is_delta=is_delta)
+    assert [replies] == served(alone, asked(stream=stream))
+    assert alone.heard == [] and not alone.asked[0].return_logprob
+    (heard,) = manager.heard
+    assert heard.shadow is not None and heard.shadow.plan == PLAN
+    assert heard.shadow.tv == pytest.approx(SERVED - EXACT)
+    assert heard.shadow.agreement == 0.0
+    user, exact = manager.asked
+    assert (user.return_logprob, user.top_logprobs_num) == (True, 20)
+    assert list(exact.input_ids) == [*PROMPT, *[1] * 8]
+
+
+def test_ids_of_the_prompt_are_shown_to_who_asks() -> None:
+    (replies,) = served(Manager(REUSED, guard()), asked(return_prompt_token_ids=True))
+    assert replies[-1]["prompt_token_ids"] == PROMPT
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"outcome": "no_match", "exact": True},
+        {**REUSED, "exact": True},
+        {**REUSED, "outcome": "own"},
+        {},
+    ],
+    ids=str,
+)
+def test_what_reused_nothing_approximate_has_no_shadow(told: dict[str, Any]) -> None:
+    manager = Manager(told, guard())
+    served(manager, asked())
+    assert manager.heard == [] and len(manager.asked) == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"return_logprob": True},
+        {"params": {"n": 2}},
+        {"params": {"regex": "a*"}},
+        {"params": {"frequency_penalty": 0.5}},
+        {"params": {"temperature": 0.5, "top_k": 1}},
+        {"params": {"custom_params": {"droidspeak": {"mode": "off"}}}},
+        {"params": {"custom_params": {"droidspeak": {"verify": True}}}},
+        {"params": {"custom_params": {DRAFT: 4}}},
+        {"input_ids": [PROMPT, PROMPT], "rid": None},
+    ],
+    ids=str,
+)
+def test_some_requests_go_as_they_came(options: dict[str, Any]) -> None:
+    obj, came = asked(**options), []
+    guard().generate(lambda *args: came.append(args), Manager(REUSED, guard()), obj)
+    ((_, same, _),) = came
+    assert same is obj and obj.top_logprobs_num in (None, 0)
+
+
+def test_requests_are_chosen_by_their_ids() -> None:
+    manager = Manager(REUSED, guard(rate=0.2))
+    served(manager, *(asked(f"r{i}") for i in range(40)))
+    users = [it for it in manager.asked if it.rid.startswith("r")]
+    chosen = [it.rid for it in users if it.return_logprob]
+    assert 2 <= len(chosen) <= 16 and len(manager.heard) == len(chosen)
+    again = Manager(REUSED, guard(rate=0.2))
+    served(again, *(asked(it) for it in chosen))
+    assert len(again.heard) == len(chosen)
+
+
+def test_every_answer_of_a_suspect_is_compared() -> None:
+    manager = Manager(REUSED, guard(rate=0.2))
+    manager.suspects = (PLAN,)
+    rids = [f"r{i}" for i in range(40)]
+    for rid in rids:
+        served(manager, asked(rid))
+    first = next(i for i, it in enumerate(manager.asked) if it.return_logprob)
+    assert first < 30 and len(manager.heard) == 40 - first
+
+    manager.told = {**REUSED, "block": [0, 5]}
+    num = len(manager.heard)
+    for rid in rids:
+        served(manager, asked(rid))
+    assert 2 <= len(manager.heard) - num <= 16, "another plan is not suspected"
+
+
+def test_a_busy_server_is_left_alone_until_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shadows, "_LOOK_S", 0.001)
+    manager = Manager(REUSED, guard(deadline_s=0.02))
+    served(manager, asked("r1"), asked("r2"), busy_s=0.2)
+    assert [it.shadow for it in manager.heard] == [None, None]
+    assert [it.missed for it in manager.heard] == [{"dropped": 1}] * 2
+    assert len(manager.asked) == 2, "nothing else has run"
+
+
+def test_no_more_than_so_many_wait() -> None:
+    manager = Manager(REUSED, guard())
+    served(manager, *(asked(f"r{i}") for i in range(MAX_WAITING + 10)))
+    num_compared = sum(it.shadow is not None for it in manager.heard)
+    assert MAX_WAITING <= num_compared <= MAX_WAITING + 1
+    assert sum(it.missed.get("dropped", 0) for it in manager.heard) == 74 - num_compared
+
+
+def test_a_comparison_that_fails_is_counted_with_the_next(caplog: Any) -> None:
+    manager = Manager(REUSED, guard())
+    manager.fails = True
+    served(manager, asked("r1"))
+    assert manager.heard == [] and "was not compared" in caplog.text
+    manager.fails = False
+    served(manager, asked("r2"))
+    assert [it.missed for it in manager.heard] == [{"failed": 1}]
+
+
+def test_a_client_that_goes_away_has_no_shadow() -> None:
+    manager = Manager(REUSED, guard())
+
+    async def leave() -> None:
+        replies = manager.generate_request(asked(stream=True))
+        await anext(replies)
+        await replies.aclose()
+
+    asyncio.run(leave())
+    assert manager.heard == [] and len(manager.asked) == 1

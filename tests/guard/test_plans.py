@@ -1,0 +1,228 @@
+"""What is in service of a pair: alarms, the next plan, and what a record says after a restart."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from test_policy import PROFILE
+
+from cachetree import ConfigError
+from cachetree.planning import BlockQuality, PairProfile
+from sglang_droidspeak.cli.guard import lines
+from sglang_droidspeak.engine import asking
+from sglang_droidspeak.guard.messages import GuardQuestion, GuardState, Shadow
+from sglang_droidspeak.guard.plans import NOISE, PlanId, after, left_of, watched
+from sglang_droidspeak.guard.record import check_record, read_record, write_record
+from sglang_droidspeak.guard.service import PairsInService
+from sglang_droidspeak.metrics import Metrics
+from sglang_droidspeak.request.meta_info import KEY
+from sglang_droidspeak.start.config import Settings
+
+NUM_LAYERS = PROFILE.receiver.num_layers
+SENDER, RECEIVER = PROFILE.sender.model_id, PROFILE.receiver.model_id
+BEST = BlockQuality(start=1, stop=6, quality=0.97, tv_bound=0.03)
+NEXT = BlockQuality(start=2, stop=6, quality=0.96)
+LEAST = BlockQuality(start=3, stop=5, quality=0.95)
+ALL_LAYERS = BlockQuality(start=0, stop=NUM_LAYERS, quality=0.98)
+PAIR = msgspec.structs.replace(
+    PROFILE, blocks=(LEAST, ALL_LAYERS, BEST, NEXT), recommended=LEAST, passed=True
+)
+
+
+def plan(block: BlockQuality) -> PlanId:
+    return PlanId(SENDER, RECEIVER, (block.start, block.stop), False)
+
+
+def shadows_until_alarm(pair: Any, block: BlockQuality, tv: float) -> tuple[Any, int]:
+    num, num_left = 0, pair.num_left
+    while pair.num_left == num_left:
+        pair, num = after(pair, plan(block), tv), num + 1
+        assert num < 1000
+    return pair, num
+
+
+def blocks_of(profile: PairProfile) -> set[tuple[int, int]]:
+    return {(it.start, it.stop) for it in profile.blocks}
+
+
+def test_after_an_alarm_the_next_best_plans_serve_and_then_what_is_exact() -> None:
+    pair = watched(PAIR)
+    assert [it.block for it in pair.plans] == [(1, 6), (2, 6), (3, 5)]
+    assert [it.allowed for it in pair.plans] == pytest.approx([0.03 + NOISE, NOISE, NOISE])
+    assert left_of(PAIR, pair) == PAIR and not list(pair.suspects)
+
+    pair, num = shadows_until_alarm(pair, LEAST, 0.8)
+    assert num < 10
+    left = left_of(PAIR, pair)
+    assert blocks_of(left) == {(1, 6), (2, 6), (0, NUM_LAYERS)}
+    assert (left.recommended, left.passed) == (NEXT, True)
+    assert set(pair.suspects) == {plan(BEST), plan(NEXT)}, "what is left is watched closely"
+
+    assert after(pair, plan(LEAST), 1.0) is pair, "what is out of service is not observed"
+    pair, _ = shadows_until_alarm(pair, BEST, 0.8)
+    left = left_of(PAIR, pair)
+    assert blocks_of(left) == {(0, NUM_LAYERS)}, "none is kept that promises less"
+    assert not left.is_usable and "drift guard" in left.reason
+
+
+def test_a_suspect_is_watched_closely_before_there_is_an_alarm() -> None:
+    pair = watched(PAIR)
+    while not list(pair.suspects):
+        pair = after(pair, plan(NEXT), 0.2)
+    assert pair.num_left == 3 and 100 <= pair.strength < 1000
+
+
+def test_what_is_measured_counts_as_allowed() -> None:
+    """A plan that is as far away as its profile says goes on for ever; without that it does not."""
+    random, pair = Random(1), watched(PAIR)
+    for _ in range(20_000):
+        pair = after(pair, plan(BEST), random.betavariate(0.06, 1.94))
+    assert pair.num_left == 3
+    for _ in range(2_000):
+        pair = after(pair, plan(LEAST), random.betavariate(0.12, 1.88))
+    assert pair.num_left == 2
+
+
+class Planner:
+    def __init__(self) -> None:
+        self.profiles = {(SENDER, RECEIVER): PAIR}
+        self.generation = 0
+
+    def put_in_service(self, profile: PairProfile) -> None:
+        self.profiles[SENDER, RECEIVER] = profile
+        self.generation += 1
+
+
+def guard_of(planner: Any, path: Path, *, keeps_record: bool = True) -> PairsInService:
+    settings = Settings(shadow_rate=0.05, guard_path=str(path))
+    return PairsInService(planner, Metrics(enabled=False), settings, keeps_record=keeps_record)
+
+
+def tell(guard: PairsInService, **question: Any) -> GuardState:
+    output = SimpleNamespace(internal_state={})
+    said = msgspec.json.encode(GuardQuestion(**question)).decode()
+    guard.add(output, None, SimpleNamespace(rid=f"{asking.GUARD}: {said}"))
+    return msgspec.convert(json.loads(json.dumps(output.internal_state[KEY])), GuardState)
+
+
+def worst(tv: float = 1.0) -> Shadow:
+    return Shadow(plan=plan(LEAST), tv=tv, agreement=0.0)
+
+
+def test_an_alarm_reaches_the_planner_and_lasts_over_a_restart(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, planner = tmp_path / "made" / "guard.json", Planner()
+    guard = guard_of(planner, path)
+    while not planner.generation:
+        state = tell(guard, shadow=worst())
+    (pair,) = state.pairs
+    assert (pair.num_left, planner.generation) == (2, 1) and pair.plans[2].num_shadows < 10
+    assert (3, 5) not in blocks_of(planner.profiles[SENDER, RECEIVER])
+    (line,) = [it.message for it in caplog.records if "plans in service" in it.message]
+    assert "2 of 3" in line and "[3, 5)" in line and "1.000 from full prefill" in line
+    assert path.stat().st_mode & 0o777 == 0o600
+
+    restarted = Planner()
+    assert tell(guard_of(restarted, path)).pairs == state.pairs
+    assert restarted.profiles == planner.profiles and restarted.generation == 1
+
+    measured_anew = Planner()
+    measured_anew.profiles[SENDER, RECEIVER] = msgspec.structs.replace(PAIR, num_questions=99)
+    other = guard_of(measured_anew, path)
+    assert tell(other).pairs[0].num_left == 3, "another profile of the pair begins anew"
+    tell(other, shadow=worst(0.0))
+    assert {it.num_left for it in read_record(path)} == {2, 3}, "and the other one is not forgotten"
+
+
+def test_an_operator_begins_anew(tmp_path: Path) -> None:
+    planner = Planner()
+    guard = guard_of(planner, tmp_path / "guard.json")
+    while not planner.generation:
+        tell(guard, shadow=worst())
+    assert tell(guard, reset="another").pairs[0].num_left == 2
+    (pair,) = tell(guard, reset=SENDER).pairs
+    assert pair == watched(PAIR) and planner.profiles[SENDER, RECEIVER] == PAIR
+    assert read_record(tmp_path / "guard.json") == (pair,)
+
+
+def test_evidence_of_before_a_restart_counts(tmp_path: Path) -> None:
+    path = tmp_path / "guard.json"
+    planner, num = Planner(), 0
+    while planner.profiles[SENDER, RECEIVER] == PAIR:
+        planner, num = Planner(), num + 1
+        tell(guard_of(planner, path), shadow=worst())
+    assert 1 < num < 10
+
+
+def test_only_the_first_rank_writes(tmp_path: Path) -> None:
+    tell(guard_of(Planner(), tmp_path / "guard.json", keeps_record=False), shadow=worst())
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_that_fails_does_not_end_the_guard(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    planner = Planner()
+    guard = guard_of(planner, tmp_path / "guard.json")
+    guard._path = tmp_path / "file" / "guard.json"  # type: ignore[misc]
+    while not planner.generation:
+        tell(guard, shadow=worst())
+    assert "is not written" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("{", "has no drift guard's record"),
+        ('{"version": 9, "pairs": []}', "has version 9"),
+        (" " * ((16 << 20) + 1), "more than 16 MiB"),
+    ],
+)
+def test_a_record_that_is_none_is_refused(tmp_path: Path, content: str, words: str) -> None:
+    (tmp_path / "guard.json").write_text(content)
+    with pytest.raises(ConfigError, match=words) as raised:
+        check_record(tmp_path / "guard.json")
+    assert "remove it" in str(raised.value)
+
+
+def test_a_record_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="cannot be"):
+        check_record(tmp_path / "file" / "guard.json")
+
+
+def test_pairs_whose_profiles_are_gone_stay_in_the_record(tmp_path: Path) -> None:
+    gone = msgspec.structs.replace(watched(PAIR), profile="gone")
+    write_record(tmp_path / "guard.json", [gone])
+    tell(guard_of(Planner(), tmp_path / "guard.json"), shadow=worst())
+    assert gone in read_record(tmp_path / "guard.json")
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"shadow_rate": 1.5, "guard_path": "g"}, "shadow_rate is 1.5; give 0 to 1"),
+        ({"shadow_rate": 0.1}, "give both, or neither"),
+        ({"guard_path": "g"}, "give both, or neither"),
+        ({"shadow_deadline_s": 0}, "shadow_deadline_s is 0"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Settings(**settings)
+
+
+def test_a_person_reads_what_is_out_of_service() -> None:
+    pair, _ = shadows_until_alarm(watched(PAIR), LEAST, 1.0)
+    shown = list(lines(GuardState(shadow_rate=0.05, pairs=(pair,), suspects=())))
+    assert shown[0] == "compares 5.0% of reused requests"
+    assert sum("OUT OF SERVICE" in it for it in shown) == 1
+    assert "layers [3, 5) anew: distance 1.0000 in" in shown[-1]
