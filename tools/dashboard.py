@@ -36,6 +36,9 @@ def _outcomes(some: str, by: str = "instance") -> str:
     return _rate(f'droidspeak:requests_total{{outcome=~"{some}"}}', by)
 
 
+_PAIR: Final = "{{instance}} {{sender}} for {{receiver}}"
+_BY_PAIR: Final = "instance, sender, receiver"
+
 ROWS: Final[dict[str, tuple[Panel, ...]]] = {
     "Reuse": (
         Panel(
@@ -132,7 +135,7 @@ ROWS: Final[dict[str, tuple[Panel, ...]]] = {
         Panel(
             "Pairs that are on (1) or off (0)",
             "short",
-            {"{{instance}} {{sender}} for {{receiver}}": "droidspeak:pair_usable"},
+            {_PAIR: "droidspeak:pair_usable"},
         ),
         Panel(
             "Requests whose pair may not be reused",
@@ -151,6 +154,19 @@ ROWS: Final[dict[str, tuple[Panel, ...]]] = {
                 "family or release": _rate("cachetree:refused_peers_total", "instance"),
             },
         ),
+    ),
+    "Drift guard": (
+        Panel(
+            "Distance from exact runs, of 1 at most",
+            "short",
+            {
+                _PAIR: f"{_rate('droidspeak:shadow_tv_sum', _BY_PAIR)} / "
+                f"{_rate('droidspeak:shadow_tv_count', _BY_PAIR)}"
+            },
+        ),
+        Panel("Evidence, alarm at 100,000", "short", {_PAIR: "droidspeak:guard_evidence"}),
+        Panel("Plans in service", "short", {_PAIR: "droidspeak:guard_plans"}),
+        Panel("Shadows", "ops", {"{{result}}": _rate("droidspeak:shadows_total", "result")}),
     ),
     "Adapters": (
         Panel(

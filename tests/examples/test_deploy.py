@@ -54,7 +54,7 @@ def test_every_metric_of_a_panel_or_rule_exists(expression: str) -> None:
             source = Path(sglang.__file__).parent / "srt/observability/metrics_collector.py"
             assert f'"{base}"' in source.read_text()
         else:
-            labels = set(ours[name.removesuffix("_bucket")].split(", ")) | by_scrape
+            labels = set(ours[re.sub("_(bucket|sum|count)$", "", name)].split(", ")) | by_scrape
             used = {it for by in re.findall(r"by \(([^)]*)\)", expression) for it in by.split(", ")}
             used |= set(re.findall(r"[{,] *(\w+)=", expression))
             assert used <= labels or len(set(names)) > 1
