@@ -140,6 +140,8 @@ def _run(words: list[str]) -> None:
             assert set(json.loads(body)) <= {"text", "sampling_params"}
         case ["kubectl", "create", "secret", "generic", _, *files]:
             assert all(Path(it.removeprefix("--from-file=")).exists() for it in files)
+        case ["smg", "launch", *flags]:
+            assert {"--policy", "--worker-urls"} <= {*flags}
         case ["kubectl", "apply", "-f", path] | ["python" | "bash", path]:
             assert Path(path).exists()
         case _:
