@@ -565,6 +565,7 @@ def test_a_verified_answer_ends_where_full_prefills_does(trio: Trio, at: int) ->
 
 @ONE_FAMILY
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_five_hundred_verified_answers_are_full_prefills(trio: Trio) -> None:
     """Of random prompts, half of them streamed, eight at a time."""
     random = Random(SEED)
