@@ -20,8 +20,8 @@ import torch
 from cachetree import Cache, MakeTier
 from cachetree.checkpoint import Family
 from cachetree.memory import unregistered
-from cachetree.metrics import Queries, StatusPage, parse_http
-from cachetree.transport import serve_spans, untraced
+from cachetree.metrics import Queries, StatusPage
+from cachetree.transport import parse_http, serve_spans, untraced
 from sglang_droidspeak import engine
 from sglang_droidspeak.adapters.activated import ActivatedAdapters
 from sglang_droidspeak.adapters.models import Models

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -377,3 +379,12 @@ def test_a_function_that_takes_seven_is_seen() -> None:
     source = "class A:\n    def {}(self, a, b, c, d, *, e, f{}): ..."
     assert list(many_parameters(source.format("six", ""))) == []
     assert list(many_parameters(source.format("seven", ", g"))) == ["seven"]
+
+
+def test_the_front_end_imports_no_metrics() -> None:
+    """prometheus_client decides as it is imported whether processes share their numbers, by what
+    SGLang sets only after it has checked its arguments."""
+    modules = ("plugin", "engine.asking", "guard.shadows", "guard.verify", "start.this_server")
+    imports = "\n".join(f"import sglang_droidspeak.{it}" for it in modules)
+    code = f"{imports}\nimport sys\nassert 'prometheus_client' not in sys.modules"
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, check=True)

@@ -18,8 +18,9 @@ from cachetree.cli.show import show
 from cachetree.config import CacheConfig, read_yaml, settings_of
 from cachetree.errors import ConfigError
 from cachetree.ids import ModelId
-from cachetree.metrics import Queries, StatusPage, parse_http
+from cachetree.metrics import Queries, StatusPage
 from cachetree.planning import Costs, Demand, index_profiles, profile_files, read_profile
+from cachetree.transport.address import parse_http
 from cachetree.transport.tracing import exported
 
 _SERVED: Final = {"accepts": True, "admin": ()}

@@ -1,6 +1,6 @@
 """How a cache tells an operator how it does: metrics, health, and the page that serves both."""
 
-from cachetree.metrics.http import Health, StatusPage, health_of, parse_http
+from cachetree.metrics.http import Health, StatusPage, health_of
 from cachetree.metrics.metrics import METRICS, Metric, StatusCollector
 from cachetree.metrics.query import Queries
 
@@ -12,5 +12,4 @@ __all__ = [
     "StatusCollector",
     "StatusPage",
     "health_of",
-    "parse_http",
 ]

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_LOOPBACK: Final = "127.0.0.1"
 _STUCK_S: Final = 5.0
 """A worker's thread turns four times a second also where nothing happens."""
 _NEARLY_ALL: Final = 0.95
@@ -66,17 +65,6 @@ def _complaints(status: CacheStatus) -> list[str]:
         if peer.is_resting
     ]
     return complaints
-
-
-def parse_http(value: str, *, field: str) -> tuple[str, int]:
-    """`HOST:PORT`, or `PORT` for this machine alone; raises ConfigError."""
-    host, _, port = value.rpartition(":")
-    if not port.isdecimal() or int(port) > 65535:
-        raise ConfigError(
-            f"{field} is {value!r}; write HOST:PORT, for example {_LOOPBACK}:9464, which only this "
-            "machine can reach"
-        )
-    return host.strip("[]") or _LOOPBACK, int(port)
 
 
 class StatusPage:

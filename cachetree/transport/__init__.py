@@ -39,6 +39,7 @@ operators, `handshake` and `keys` say who may do what, `backoff` how long who fa
 `status` counts.
 """
 
+from cachetree.transport.address import parse_http
 from cachetree.transport.admin import ask
 from cachetree.transport.backoff import Backoff, LogLimiter
 from cachetree.transport.config import PeerConfig, WorkerConfig
@@ -78,6 +79,7 @@ __all__ = [
     "check_worker",
     "credentials_of",
     "is_directory",
+    "parse_http",
     "serve_spans",
     "untraced",
     "write_key_pair",

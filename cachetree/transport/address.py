@@ -89,3 +89,14 @@ def parse_listen(value: str, *, field: str, insecure: bool, key_file: str | None
             "network that you trust"
         )
     return address
+
+
+def parse_http(value: str, *, field: str) -> tuple[str, int]:
+    """`HOST:PORT`, or `PORT` for this machine alone; raises ConfigError."""
+    host, _, port = value.rpartition(":")
+    if not port.isdecimal() or int(port) > 65535:
+        raise ConfigError(
+            f"{field} is {value!r}; write HOST:PORT, for example 127.0.0.1:9464, which only this "
+            "machine can reach"
+        )
+    return host.strip("[]") or "127.0.0.1", int(port)

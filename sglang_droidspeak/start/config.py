@@ -21,8 +21,7 @@ import msgspec
 
 from cachetree import CacheConfig, ConfigError, ModelId, read_yaml, settings_of
 from cachetree.checkpoint import Codec
-from cachetree.metrics import parse_http
-from cachetree.transport import PeerConfig, WorkerConfig
+from cachetree.transport import PeerConfig, WorkerConfig, parse_http
 from cachetree.tree import Retention
 
 LINKER_MODULE = "sglang_droidspeak.linker"

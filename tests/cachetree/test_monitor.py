@@ -23,7 +23,8 @@ from push_parts import PAGE_TOTAL, at_worker, cache_of, fetched, num_pushed
 from transport_parts import FAMILY, FAST, PAGE_BYTES, eventually, pages_of, store
 
 from cachetree import Cache, ConfigError, Deadline, ModelId, WorkerConfig
-from cachetree.metrics import METRICS, StatusCollector, StatusPage, health_of, parse_http
+from cachetree.metrics import METRICS, StatusCollector, StatusPage, health_of
+from cachetree.transport import parse_http
 
 PAGES = pages_of(64)
 
