@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_Decision = tuple[str, bool, Planned | None]
-"""What the first rank tells the others: of which request, whether it is to read approximate KV, and
-what it was planned to do, if anything."""
+_Decision = tuple[str, bool, Planned | None, bool]
+"""What the first rank tells the others: of which request, whether it is to read approximate KV,
+what it was planned to do, if anything, and whether it counts on what the device has."""
 
 
 class Decisions:
@@ -91,12 +91,22 @@ class Decisions:
         for it in seen:
             if it.phase != Phase.SEEN:
                 told = replace(it.planned, considered=None) if it.is_waiting else None
-                mine.append((it.req.rid, prefixes.is_approximate(it.req), told))
+                is_there = it.num_there > 0
+                mine.append((it.req.rid, prefixes.is_approximate(it.req), told, is_there))
         by_rid = {it.req.rid: it for it in seen}
-        for rid, is_approximate, planned in self._ranks.share(mine, list[_Decision]):
+        for rid, is_approximate, planned, is_there in self._ranks.share(mine, list[_Decision]):
             if not self._ranks.is_first:
-                prefixes.move(by_rid[rid].req, approximate=is_approximate)
-                self._obey(by_rid[rid], planned, tree)
+                request = by_rid[rid]
+                prefixes.move(request.req, approximate=is_approximate)
+                self._obey(request, planned, tree)
+                request.num_there = self.num_there(request, tree) if is_there else 0
+
+    def num_there(self, request: Request, tree: UnifiedRadixCache) -> int:
+        """How many of its pages the device has where it reads."""
+        if not request.pages:
+            request.pages = prefixes.reusable_pages(request.req, self._page_size)
+        held = self._sources.noted.held(request.req, len(request.pages), tree)
+        return held.approximate if prefixes.is_approximate(request.req) else held.exact
 
     def read_what_is_there(self, request: Request, tree: UnifiedRadixCache) -> None:
         """Have a request without a load read the namespace of which the device has more."""
@@ -133,6 +143,8 @@ class Decisions:
             if not declined.may_be_approximate:
                 prefixes.move(req, approximate=False)
             told = RequestProvenance(outcome=declined.outcome, detail=declined.detail or None)
+            if declined.outcome == Reason.TOO_SHORT.value:
+                request.num_there = self.num_there(request, tree)
             traces.matched(request, declined.outcome)
             self._labels.note(req, told)
 

@@ -65,6 +65,8 @@ class Request:
         self.patience_s = math.inf
         """The longest that it may wait: what it is predicted to save."""
         self.pages: Sequence[PageHash] = ()
+        self.num_there = 0
+        """Declined, it was to read so many pages that the device had."""
 
         self.searches: Sequence[Search] = ()
         """Seen, it waits for these: answers of tiers that do not advertise;"""

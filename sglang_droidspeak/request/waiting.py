@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from itertools import islice
+from typing import TYPE_CHECKING, Final
 
 from cachetree import FetchError, Span
 from cachetree.planning import Reason
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
     from sglang_droidspeak.request.labels import Labels
     from sglang_droidspeak.request.planner import Planner
     from sglang_droidspeak.request.source import Sources
+
+NUM_NEXT: Final = 4
+"""Requests that one step may take at most, as a rule: so many are looked at once more."""
 
 
 class WaitingRequests:
@@ -58,6 +62,7 @@ class WaitingRequests:
     def look(self, queue: Sequence[Req], tree: UnifiedRadixCache, *, is_decoding: bool) -> set[str]:
         """Plan new requests, forget those that have left, and return the rids to hold back."""
         self._is_decoding = is_decoding
+        self._forget_what_was_evicted(queue, tree)
         requests = [self._requests.get(req.rid) or self._see(req, tree) for req in queue]
         if len(self._requests) > len(queue):
             for rid in self._requests.keys() - {req.rid for req in queue}:
@@ -165,6 +170,14 @@ class WaitingRequests:
         """As `clear`, and nothing is planned any more."""
         self.clear()
         self._decisions.retire()
+
+    def _forget_what_was_evicted(self, queue: Sequence[Req], tree: UnifiedRadixCache) -> None:
+        """Of the next in the queue, have those seen anew that were to read pages which the device
+        had, and has no more."""
+        counting = (it for it in map(self._requests.get, (req.rid for req in queue)) if it)
+        for request in islice((it for it in counting if it.num_there), NUM_NEXT):
+            if self._decisions.num_there(request, tree) < request.num_there:
+                del self._requests[request.req.rid]
 
     def _see(self, req: Req, tree: UnifiedRadixCache) -> Request:
         request = self._requests[req.rid] = self._decisions.see(req, tree)

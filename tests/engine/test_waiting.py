@@ -381,7 +381,7 @@ def test_other_ranks_are_told_a_plan_and_not_what_it_was_chosen_by() -> None:
     waiting = waiting_on(SilentCache(), [], planner=planner, ranks=ranks)
     req, tree = request(), None
     waiting.look([req], tree, is_decoding=False)  # type: ignore[arg-type]
-    (((rid, _, planned),),) = told
+    (((rid, _, planned, _),),) = told
     assert (rid, planned.plan, planned.demand) == (req.rid, PLAN, None)
 
 

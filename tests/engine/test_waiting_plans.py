@@ -66,6 +66,27 @@ def test_a_refused_request_says_what_it_is_and_is_not_planned() -> None:
     assert told.by_rid["r1"].outcome == "session"
 
 
+def test_what_the_device_loses_while_a_request_waits_is_planned_anew() -> None:
+    answers = iter(["too_short", "no_match", "never"])
+    planner = SimpleNamespace(generation=0, plan=lambda *_: Declined(next(answers)))
+    cache = Asked(held=Held(NUM_PAGES, 0))
+    waiting, told = waiting_with(cache, planner=planner)
+    for held, outcome in ((4, "too_short"), (4, "too_short"), (3, "no_match"), (0, "no_match")):
+        cache.has = Held(held, 0)
+        assert not look(waiting, request())
+        assert told.by_rid["r1"].outcome == outcome
+
+
+def test_only_the_next_in_the_queue_are_looked_at_once_more() -> None:
+    planner = SimpleNamespace(generation=0, plan=lambda *_: Declined("too_short"))
+    cache, queue = Asked(held=Held(NUM_PAGES, 0)), [request(f"r{i}") for i in range(9)]
+    waiting, _ = waiting_with(cache, planner=planner)
+    look(waiting, *queue)
+    cache.where.clear()
+    look(waiting, *queue)
+    assert [rid for rid, _, _ in cache.where] == ["r0", "r1", "r2", "r3"]
+
+
 def test_after_an_update_of_the_weights_nothing_is_planned() -> None:
     cache, first, second = Asked(), request("r1"), request("r2")
     waiting, told = waiting_with(cache)

@@ -41,7 +41,7 @@ class Asked(SilentCache):
         self.fetched: list[Any] = []
         self.has_approximate = held is not None and held.approximate > 0
         self.where: list[Any] = []
-        self._held = held or Held(0, 0)
+        self.has = held or Held(0, 0)
 
     def search(self, pages: Any) -> list[Any]:
         self.searched.append(list(pages))
@@ -53,7 +53,7 @@ class Asked(SilentCache):
 
     def held(self, req: Any, num_pages: int, tree: Any) -> Held:
         self.where.append((req.rid, num_pages, tree))
-        return self._held
+        return self.has
 
     def land(self) -> None:
         for staging in self.stagings:
