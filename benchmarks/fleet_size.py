@@ -45,27 +45,14 @@ import result
 from allocated import allocated_bytes
 from rich.console import Console
 from rich.table import Table
-from simulate.replay import Unbacked
+from simulate.replay import FAMILY, Unbacked
 
-from cachetree import CacheTree, Family, Location, ModelId, PageHash
+from cachetree import CacheTree, Location, ModelId, PageHash
 from cachetree.transport.advertise import Advertiser, RemoteView
 from cachetree.transport.directory import LEASE_S, RENEW_S, RedisLeases, _key
 from cachetree.transport.wire import Entries, decode_to_peer, encode
 
 MODEL = ModelId("m")
-FAMILY = Family(
-    architecture="LlamaForCausalLM",
-    num_layers=2,
-    hidden_size=8,
-    num_kv_heads=1,
-    head_dim=8,
-    rope="{}",
-    tokenizer="t",
-    model_dtype="bfloat16",
-    kv_dtype="bfloat16",
-    page_size=64,
-)
-"""Its sizes only scale the budget; nothing is allocated."""
 PAGE_BYTES = FAMILY.num_layers * FAMILY.kv_page_bytes + FAMILY.e_page_bytes
 PROMPT_PAGES = 64
 MAX_PENDING = 10_000

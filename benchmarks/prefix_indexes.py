@@ -13,12 +13,11 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
-from simulate.replay import Unbacked
+from simulate.replay import FAMILY, Unbacked
 
 from cachetree import (
     PAGE_HASH_BYTES,
     CacheTree,
-    Family,
     ModelId,
     PageHash,
     Reservation,
@@ -26,19 +25,6 @@ from cachetree import (
 )
 from cachetree.tree import POLICIES, split_hashes
 
-FAMILY = Family(
-    architecture="LlamaForCausalLM",
-    num_layers=2,
-    hidden_size=8,
-    num_kv_heads=1,
-    head_dim=8,
-    rope="{}",
-    tokenizer="t",
-    model_dtype="bfloat16",
-    kv_dtype="bfloat16",
-    page_size=64,
-)
-"""Its sizes only scale the budget; nothing is allocated."""
 PAGE_BYTES = FAMILY.num_layers * FAMILY.kv_page_bytes
 
 

@@ -45,7 +45,6 @@ import result
 from allocated import allocated_bytes
 from prefix_indexes import (
     ESTIMATED_BYTES_PER_PAGE,
-    FAMILY,
     NAMES,
     Ours,
     PrefixIndex,
@@ -55,6 +54,7 @@ from prefix_indexes import (
 )
 from rich.console import Console
 from rich.table import Table
+from simulate.replay import FAMILY
 
 from cachetree import CacheTree, Location, ModelId
 from cachetree.tree import page_hashes

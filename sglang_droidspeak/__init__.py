@@ -5,7 +5,7 @@
     adapters   LoRA: which models one server answers as
     store      E and provenance by KV slot, what the pool has, the way out into the cache
     request    what one request goes through: begin there
-    guard      what approximate KV does to answers: exact runs, verified answers
+    guard      what approximate KV does to answers: verified answers, and plans that drift
 
 Each room knows only those above it. `plugin` is what SGLang's entry point calls, and `linker` what
 its radix cache drives; they put the rest together.

@@ -5,7 +5,7 @@ configure it runs exactly SGLang's own code after start-up.
 
     process    hook                              when
     front end  ServerArgs.check_server_args      checks the configuration before anything loads,
-               adds the page that `droidspeak explain` asks, and verifies answers
+               adds the pages that operators ask, verifies and watches answers
     scheduler  pool cell size, alloc_memory_pool counts and allocates E, before CUDA graphs
                available bytes                   without those of the recompute's attention
 """

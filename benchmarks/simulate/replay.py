@@ -8,6 +8,7 @@ from typing import Final
 
 import msgspec
 
+from cachetree.checkpoint import Family
 from cachetree.ids import LOCAL, ModelId, Span
 from cachetree.memory import Blocks, Loan
 from cachetree.planning import PrefillCost
@@ -43,6 +44,21 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def request_hit_rate(self) -> float:
         return self.num_hits / self.num_requests
+
+
+FAMILY = Family(
+    architecture="LlamaForCausalLM",
+    num_layers=2,
+    hidden_size=8,
+    num_kv_heads=1,
+    head_dim=8,
+    rope="{}",
+    tokenizer="t",
+    model_dtype="bfloat16",
+    kv_dtype="bfloat16",
+    page_size=64,
+)
+"""Its sizes only scale the budget; nothing is allocated."""
 
 
 class Unbacked:

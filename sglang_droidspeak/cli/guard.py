@@ -49,8 +49,7 @@ def lines(state: GuardState) -> Iterator[str]:
     for pair in state.pairs:
         yield f"{pair.sender} to {pair.receiver}"
         for i, it in enumerate(pair.plans):
-            block = "no layer" if it.block is None else f"layers [{it.block[0]}, {it.block[1]})"
-            block += ", E corrected" if it.e_corrected else ""
+            block = it.layers + (", E corrected" if it.e_corrected else "")
             yield (
                 f"    {'in service' if i < pair.num_left else 'OUT OF SERVICE':15} {block} anew: "
                 f"distance {it.mean_tv:.4f} in {it.num_shadows:,} shadows, {it.allowed:.4f} "

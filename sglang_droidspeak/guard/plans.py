@@ -46,6 +46,11 @@ class WatchedPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Of all of them."""
     evidence: Evidence = NO_EVIDENCE
 
+    @property
+    def layers(self) -> str:
+        """Those that it recomputes, for a person."""
+        return "no layer" if self.block is None else f"layers [{self.block[0]}, {self.block[1]})"
+
 
 class WatchedPair(msgspec.Struct, frozen=True, kw_only=True):
     sender: ModelId

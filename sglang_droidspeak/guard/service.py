@@ -116,8 +116,7 @@ class PairsInService:
 
 
 def _alarm(plan: WatchedPlan) -> str:
-    block = "no layer" if plan.block is None else f"layers [{plan.block[0]}, {plan.block[1]})"
     return (
-        f"recomputing {block} was {plan.mean_tv:.3f} from full prefill in {plan.num_shadows} "
+        f"recomputing {plan.layers} was {plan.mean_tv:.3f} from full prefill in {plan.num_shadows} "
         f"shadows, {plan.allowed:.3f} is allowed"
     )
