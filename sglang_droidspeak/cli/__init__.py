@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import signal
 import time
-from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
@@ -17,13 +14,15 @@ from cachetree.checkpoint import read_model_identity
 from profiles import cli as profiler
 from sglang_droidspeak.cli import demo, doctor, explain, guard, live, serve
 from sglang_droidspeak.cli.terminal import complain, show, show_json
+from sglang_droidspeak.fleet.fleet import read_fleet, shared_cores, specs
+from sglang_droidspeak.fleet.servers import ServerFailed, running, terminable
 
 INTERRUPTED = 130
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
-    with _terminable():
+    with terminable():
         try:
             return args.run(args)
         except KeyboardInterrupt:
@@ -80,9 +79,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _up(args: argparse.Namespace) -> int:
-    from sglang_droidspeak.fleet.fleet import read_fleet, shared_cores, specs
-    from sglang_droidspeak.fleet.servers import ServerFailed, running
-
     options = {} if args.device is None else {"device": args.device}
     wanted = specs(read_fleet(args.file), options)
     show(f"starting {len(wanted)} processes; their logs are in {args.out}")
@@ -110,17 +106,3 @@ def _identity(args: argparse.Namespace) -> int:
         for name, value in fields.items():
             show(f"{name:20} {value}")
     return 0
-
-
-@contextlib.contextmanager
-def _terminable() -> Iterator[None]:
-    """Let SIGTERM end the servers on its way out, as Ctrl-C does."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -352,11 +352,11 @@ def running(
     env: Mapping[str, str] | None = None,
     on_wait: Callable[[float], None] = lambda _seconds: None,
 ) -> Iterator[list[Any]]:
-    """Start servers side by side, yield them ready, and end them whatever happens.
+    """Start servers side by side, yield them ready, and end them whatever happens, SIGTERM too.
 
     `on_wait` is called several times a second with the seconds waited so far. Raises ServerFailed.
     """
-    with contextlib.ExitStack() as stack:
+    with terminable(), contextlib.ExitStack() as stack:
         if folder is None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="droidspeak-")))
         folder.mkdir(parents=True, exist_ok=True)
@@ -377,6 +377,25 @@ def running(
             on_wait(elapsed_s)
             time.sleep(_LOOK_S)
         yield servers
+
+
+@contextlib.contextmanager
+def terminable() -> Iterator[None]:
+    """Have SIGTERM raise KeyboardInterrupt, as Ctrl-C does, unless it has a handler already. In the
+    main thread alone."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _stop_all(servers: Sequence[Process]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import socket
 import subprocess
 import sys
@@ -120,6 +121,28 @@ def test_a_program_is_ready_once_its_port_answers(tmp_path: Path) -> None:
         started.kill()
         with pytest.raises(servers.ServerFailed, match="program ended with"):
             started.is_ready()
+
+
+def test_sigterm_ends_what_was_started(tmp_path: Path) -> None:
+    program = f"""
+import sys
+from pathlib import Path
+from sglang_droidspeak.fleet.servers import ProgramSpec, running
+
+command = [sys.executable, "-m", "http.server", "{(port := servers.free_port())}"]
+with running(ProgramSpec(command=command, port={port}), folder=Path({str(tmp_path)!r})) as (it,):
+    print(it.pid, flush=True)
+    sys.stdin.read()
+"""
+    starter = subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert starter.stdout is not None
+    pid = int(starter.stdout.readline())
+    starter.terminate()
+    starter.communicate(timeout=60)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
 
 
 def test_anchors_have_a_place(tmp_path):
