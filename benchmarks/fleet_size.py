@@ -31,11 +31,8 @@ import math
 import multiprocessing
 import os
 import shutil
-import socket
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -49,8 +46,9 @@ from simulate.replay import FAMILY, Unbacked
 
 from cachetree import CacheTree, Location, ModelId, PageHash
 from cachetree.transport.advertise import Advertiser, RemoteView
-from cachetree.transport.directory import LEASE_S, RENEW_S, RedisLeases, _key
+from cachetree.transport.directory import LEASE_S, RENEW_S, RedisLeases, lease_key
 from cachetree.transport.wire import Entries, decode_to_peer, encode
+from sglang_droidspeak.fleet.servers import ProgramSpec, free_port, running
 
 MODEL = ModelId("m")
 PAGE_BYTES = FAMILY.num_layers * FAMILY.kv_page_bytes + FAMILY.e_page_bytes
@@ -174,17 +172,13 @@ def looks(num_workers: int) -> dict[str, float]:
         return {}
     import redis
 
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    port = free_port()
     command = [program, "--port", str(port), "--save", "", "--bind", "127.0.0.1"]  # Keeps no file.
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    try:
+    with running(ProgramSpec(command=command, port=port, name="redis")):
         client = redis.Redis(port=port)
-        for _ in wait_for(client):
-            time.sleep(0.05)
         for it in range(1, num_workers + 1):
             value = f'{{"addresses": ["tcp://10.0.{it >> 8}.{it & 255}:1"]}}'
-            client.set(_key(FAMILY, it), value, ex=LEASE_S)
+            client.set(lease_key(FAMILY, it), value, ex=LEASE_S)
         leases = RedisLeases(f"redis://127.0.0.1:{port}", FAMILY, own_epoch=1)
         assert len(leases.look()) == num_workers - 1
         before, spent_ms = client.info("stats")["total_commands_processed"], []
@@ -193,25 +187,10 @@ def looks(num_workers: int) -> dict[str, float]:
             leases.look()
             spent_ms.append((time.perf_counter() - begun_s) * 1000)
         done = client.info("stats")["total_commands_processed"] - before - 1
-        return {
-            "look_p99_ms": float(np.percentile(spent_ms, 99)),
-            "commands_per_s": (done / 50 + 1) / RENEW_S,
-        }
-    finally:
-        server.kill()
-        server.wait()
-
-
-def wait_for(client: Any) -> Iterator[None]:
-    import redis
-
-    for _ in range(200):
-        try:
-            client.ping()
-            return
-        except redis.ConnectionError:
-            yield
-    raise SystemExit("redis-server does not answer")
+    return {
+        "look_p99_ms": float(np.percentile(spent_ms, 99)),
+        "commands_per_s": (done / 50 + 1) / RENEW_S,
+    }
 
 
 def exponents(rows: list[dict[str, Any]]) -> dict[str, float]:

@@ -72,7 +72,8 @@ def two_receivers(it: Rig, bench: Bench, say: Say) -> Found:
         for document in range(len(bench.documents)):
             for strategy in STRATEGIES:
                 it.flush()
-                answers = run(_both(it, bench, document, strategy, GAP * layer_ms / 1000))
+                controls = [_named(of) | {"strategy": strategy.value} for of in blocks]
+                answers = run(_each(it, bench, document, controls, GAP * layer_ms / 1000))
                 assert {answer.outcome for answer in answers} == {"reused"}, answers
                 found[strategy].append(answers)
     for same in zip(*found.values(), strict=True):
@@ -106,8 +107,10 @@ def _alone(it: Rig, bench: Bench, blocks: Sequence[Span]) -> list[list[Sample]]:
     ]
 
 
-def _both(it: Rig, bench: Bench, document: int, strategy: Strategy, gap_s: float) -> list[Ask]:
-    start, layers = it.size.block[0], it.size.layers
+def _each(
+    it: Rig, bench: Bench, document: int, controls: Sequence[Mapping[str, str]], gap_s: float
+) -> list[Ask]:
+    """One question to each receiver, a gap after the one before."""
     return [
         Ask(
             at_s=of * gap_s,
@@ -115,9 +118,9 @@ def _both(it: Rig, bench: Bench, document: int, strategy: Strategy, gap_s: float
             document=document,
             tokens=[*bench.documents[document], *random_prompt(NUM_NEW, seed=of)],
             num_new=1,
-            controls={**_named(block), "strategy": strategy.value},
+            controls=given,
         )
-        for of, block in enumerate((Span(start, layers), Span(0, start)))
+        for of, given in enumerate(controls)
     ]
 
 

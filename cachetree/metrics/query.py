@@ -16,16 +16,13 @@ import msgspec
 
 from cachetree.cache import Cache
 from cachetree.errors import UNREADABLE, ConfigError
-from cachetree.ids import DISK, LOCAL, Location, ModelId, Span, is_pool
+from cachetree.ids import DISK, LOCAL, Location, ModelId, is_pool
 from cachetree.planning import (
+    Considered,
     Costs,
     Demand,
-    Match,
-    NoReuse,
     Profiles,
-    choose,
-    full_prefill_s,
-    predict_ttft_s,
+    best_of_each,
 )
 from cachetree.tree import page_hashes
 
@@ -141,42 +138,29 @@ class Queries:
             num_new_tokens=len(tokens) - num_pages * page_size,
         )
         others = [it for it in matches if it.model != model or not is_pool(it.location)]
-        costs = self.costs({it.location for it in others})
-        scores = self._scores(demand, others, costs)
+        considered = Considered(demand, others, self.costs({it.location for it in others}))
         cpu, disk = own.get(LOCAL, 0), own.get(DISK, 0)
         longest = page_size * max(gpu, cpu, disk)
-        rest = Span(demand.first_page * page_size, len(tokens))
         return Instance(
             longest_matched=longest,
             gpu=gpu * page_size,
             cpu=cpu * page_size,
             disk=disk * page_size,
             dp={"0": longest},
-            full_prefill_s=full_prefill_s(rest, costs),
-            senders=sorted(scores, key=lambda it: (it.seconds or 0.0, it.bytes)),
+            full_prefill_s=considered.full_prefill_s,
+            senders=sorted(self._scores(considered), key=lambda it: (it.seconds or 0.0, it.bytes)),
         )
 
-    def _scores(
-        self, demand: Demand, matches: Sequence[Match], costs: Costs
-    ) -> Iterator[SenderScore]:
-        family, page_size = self.cache.family, demand.page_size
-        for match in matches:
-            plan = choose(demand, [match], self.profiles, costs)
-            if isinstance(plan, NoReuse):
-                continue
-            reused = plan.pages.stop * page_size
-            ttft_s = predict_ttft_s(plan, page_size=page_size, costs=costs)
-            num_tokens = demand.num_pages * page_size + demand.num_new_tokens
-            rest_s = full_prefill_s(Span(reused, num_tokens), costs)
-            kv_bytes = len(plan.loaded_layers) * costs.kv_page_bytes
-            e_bytes = len(plan.transition_layers) * costs.e_page_bytes
+    def _scores(self, considered: Considered) -> Iterator[SenderScore]:
+        for match, way in best_of_each(considered, self.profiles):
+            assert way.pages is not None and way.bytes is not None
             yield SenderScore(
-                sender=plan.sender,
-                location=plan.location,
-                matched_tokens=match.num_pages * page_size,
-                reused_tokens=reused,
-                block=(plan.block.start, plan.block.stop) if len(plan.block) else None,
-                exact=plan.is_exact,
-                bytes=family.tp_size * len(plan.pages) * (kv_bytes + e_bytes),
-                seconds=None if ttft_s is None or rest_s is None else ttft_s + rest_s,
+                sender=way.sender,
+                location=way.location,
+                matched_tokens=match.num_pages * self.usual.page_size,
+                reused_tokens=way.pages[1] * self.usual.page_size,
+                block=way.block,
+                exact=way.exact,
+                bytes=self.cache.family.tp_size * way.bytes,
+                seconds=way.ttft_s,
             )

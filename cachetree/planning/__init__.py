@@ -6,9 +6,10 @@ from cachetree.planning.link import FREE as FREE_LINK
 from cachetree.planning.link import Link
 from cachetree.planning.margin import Margin, most_of, weighted_median
 from cachetree.planning.plan import Match, Plan, Strategy
-from cachetree.planning.policy import Considered, Weighed, choose, saving_s, weigh
+from cachetree.planning.policy import Considered, Weighed, best_of_each, choose, saving_s, weigh
 from cachetree.planning.prediction import (
     Costs,
+    bytes_of,
     full_prefill_s,
     layers_of_work,
     predict_ttft_s,
@@ -55,6 +56,8 @@ __all__ = [
     "Strategy",
     "Weighed",
     "WrittenBlock",
+    "best_of_each",
+    "bytes_of",
     "choose",
     "full_prefill_s",
     "index_profiles",

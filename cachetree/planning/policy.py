@@ -32,6 +32,7 @@ from cachetree.planning.plan import Match, Plan
 from cachetree.planning.prediction import (
     Costs,
     Times,
+    bytes_of,
     full_prefill_s,
     layers_of_work,
     recompute_s,
@@ -41,6 +42,7 @@ from cachetree.planning.profile import BlockQuality
 
 NEARLY: Final = 1.05
 """Plans whose predicted TTFT is within this factor of the fastest one's are as good as that."""
+_TAKEN: Final = "taken"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +91,8 @@ class Weighed(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     quality: float | None = None
     """As in the profile; 1 for what is exact."""
     exact: bool = False
+    bytes: int | None = None
+    """To load, on one rank."""
     e_corrected: bool = False
     """Whether a map brings the sender's E closer to the receiver's first."""
     ttft_s: float | None = None
@@ -102,6 +106,13 @@ def weigh(considered: Considered, profiles: Profiles) -> list[Weighed]:
     demand, matches = considered.demand, considered.matches
     chosen = choose(demand, matches, profiles, considered.costs)
     return [way for it in matches for way in _ways(it, considered, profiles, chosen)]
+
+
+def best_of_each(considered: Considered, profiles: Profiles) -> Iterator[tuple[Match, Weighed]]:
+    """What would be taken of each match if there were no other."""
+    for match in considered.matches:
+        alone = replace(considered, matches=[match])
+        yield from ((match, it) for it in weigh(alone, profiles) if it.reason == _TAKEN)
 
 
 def _ways(
@@ -120,12 +131,13 @@ def _ways(
         plan, miss = it.plan, _miss([it], demand, match)
         yield msgspec.structs.replace(
             way,
-            reason=miss.reason.value if miss else "taken" if plan == chosen else "not the best",
+            reason=miss.reason.value if miss else _TAKEN if plan == chosen else "not the best",
             detail=miss.detail if miss else "",
             pages=(plan.pages.start, plan.pages.stop),
             block=(plan.block.start, plan.block.stop) if len(plan.block) else None,
             quality=it.quality,
             exact=plan.is_exact,
+            bytes=sum(bytes_of(plan, considered.costs)),
             e_corrected=bool(plan.e_map),
             ttft_s=it.ttft_s,
             saving_s=None if it.ttft_s is None else it.saving,

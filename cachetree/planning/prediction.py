@@ -47,8 +47,7 @@ def times_of(plan: Plan, page_size: int, costs: Costs) -> Times | None:
     compute_s = recompute_s(plan, page_size, costs)
     if compute_s is None or costs.recompute is None:
         return None
-    e_bytes = len(plan.pages) * len(plan.transition_layers) * costs.e_page_bytes
-    kv_bytes = len(plan.pages) * len(plan.loaded_layers) * costs.kv_page_bytes
+    e_bytes, kv_bytes = bytes_of(plan, costs)
     link = costs.links.get(plan.location, FREE)
     on_time, margin = replace(link, margin=1.0), costs.recompute.margin
     # A margin is what one in ten exceeds, and two at once are rare: the transfer is late, or the
@@ -62,6 +61,12 @@ def _times(link: Link, e_bytes: int, kv_bytes: int, compute_s: float) -> Times:
     has_e_s, has_all_s = link.seconds(e_bytes), link.seconds(e_bytes + kv_bytes)
     wait_s = link.fixed_s + max(has_e_s, has_all_s - compute_s)
     return Times(wait_s, wait_s + max(link.copy_s(e_bytes) + compute_s, link.copy_s(kv_bytes)))
+
+
+def bytes_of(plan: Plan, costs: Costs) -> tuple[int, int]:
+    """Of E and of KV that a plan loads, on one rank."""
+    e_bytes = len(plan.pages) * len(plan.transition_layers) * costs.e_page_bytes
+    return e_bytes, len(plan.pages) * len(plan.loaded_layers) * costs.kv_page_bytes
 
 
 def full_prefill_s(tokens: Span, costs: Costs) -> float | None:

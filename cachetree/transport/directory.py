@@ -148,7 +148,7 @@ class RedisLeases:
     def __init__(self, url: str, family: Family, own_epoch: int) -> None:
         """Asks nobody yet; raises ConfigError."""
         self._redis = _client(url, field="peers")
-        self._own_key: Final = _key(family, own_epoch)
+        self._own_key: Final = lease_key(family, own_epoch)
         self._limiter = LogLimiter()
 
     def look(self) -> Sequence[Found]:
@@ -188,7 +188,7 @@ class RedisLeases:
 
 def announced(url: str, family: Family, epoch: int, lease: Lease) -> Rounds:
     """Keeps a worker's key in Redis until it is closed; raises ConfigError."""
-    client, key = _client(url, field="announce"), _key(family, epoch)
+    client, key = _client(url, field="announce"), lease_key(family, epoch)
     value = msgspec.json.encode(lease)
 
     def renew() -> None:
@@ -231,7 +231,8 @@ def check_announced(url: str, listen: Address) -> None:
         )
 
 
-def _key(family: Family, epoch: int) -> bytes:
+def lease_key(family: Family, epoch: int) -> bytes:
+    """Of a worker in Redis."""
     return f"cachetree:{family.digest}:{epoch:0{_ID_CHARS}x}".encode()
 
 

@@ -25,6 +25,7 @@ from cachetree.planning import (
     Plan,
     Reason,
     Requested,
+    bytes_of,
     choose,
     full_prefill_s,
     index_profiles,
@@ -229,13 +230,13 @@ class Planner:
         """Of a plan over a fast link, as it is predicted now."""
         costs, tokens = self.costs(()), self._server.page_size
         pages = Span(plan.pages.start * tokens, plan.pages.stop * tokens)
-        num_pages = len(plan.pages)
+        e_bytes, kv_bytes = bytes_of(plan, costs)
         return Price(
             num_tokens=len(pages),
             full_prefill_s=full_prefill_s(pages, costs),
             recompute_s=recompute_s(plan, tokens, costs),
-            e_bytes=num_pages * len(plan.transition_layers) * costs.e_page_bytes,
-            kv_bytes=num_pages * len(plan.loaded_layers) * costs.kv_page_bytes,
+            e_bytes=e_bytes,
+            kv_bytes=kv_bytes,
         )
 
     def _step_share(self, plan: Plan) -> float:

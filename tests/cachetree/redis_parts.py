@@ -6,9 +6,7 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import shutil
-import socket
 import socketserver
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -17,6 +15,8 @@ from typing import Any
 
 import pytest
 import redis
+
+from sglang_droidspeak.fleet.servers import ProgramSpec, end_of, free_port
 
 SERVER = shutil.which("redis-server") or shutil.which("valkey-server")
 needs_redis = pytest.mark.skipif(SERVER is None, reason="needs redis-server or valkey-server")
@@ -92,31 +92,24 @@ class RealRedis:
     """A redis-server without a disk, at one port whatever happens to it."""
 
     def __init__(self, folder: Path, env: dict[str, str] | None = None) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as taken:
-            self.port = taken.getsockname()[1]
-        self.url = f"redis://127.0.0.1:{self.port}/3"
+        port = free_port()
+        command = [str(SERVER), "--port", str(port), "--save", "", "--bind", "127.0.0.1"]
+        self._spec = ProgramSpec(command=command, port=port, name="redis")
+        self.url = f"redis://127.0.0.1:{port}/3"
         self.client = redis.Redis.from_url(self.url)
         self._folder = folder
-        self._env = env
+        self._env = env or {}
         self.start()
 
     def start(self) -> None:
-        command = [str(SERVER), "--port", str(self.port), "--save", "", "--bind", "127.0.0.1"]
-        with (self._folder / "redis.log").open("ab") as out:
-            self.process = subprocess.Popen(
-                command, stdout=out, stderr=out, env=self._env, cwd=self._folder
-            )
+        self.process = self._spec.start(self._folder, self._env)
         deadline_s = time.monotonic() + 30
-        while True:
-            with contextlib.suppress(redis.ConnectionError):
-                self.client.ping()
-                return
-            assert time.monotonic() < deadline_s, (self._folder / "redis.log").read_text()
+        while not self.process.is_ready():
+            assert time.monotonic() < deadline_s, end_of(self.process.log)
             time.sleep(0.05)
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait()
 
     def close(self) -> None:
         self.client.close()

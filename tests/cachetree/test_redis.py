@@ -16,7 +16,15 @@ from redis_parts import RealRedis, needs_redis
 from transport_parts import FAMILY, eventually, pages_of, store
 
 from cachetree import Cache, Location, WorkerConfig
-from cachetree.transport.directory import LEASE_S, RENEW_S, Found, Lease, RedisLeases, announced
+from cachetree.transport.directory import (
+    LEASE_S,
+    RENEW_S,
+    Found,
+    Lease,
+    RedisLeases,
+    announced,
+    lease_key,
+)
 
 PAGES = pages_of(4)
 pytestmark = needs_redis
@@ -93,13 +101,13 @@ def test_redis_is_killed_and_comes_back_empty(redis: RealRedis, pair: tuple[Cach
 @pytest.mark.slow
 def test_redis_stops_answering(redis: RealRedis, pair: tuple[Cache, Cache]) -> None:
     """As behind a partition: connections stay, and nothing comes."""
-    redis.process.send_signal(signal.SIGSTOP)
+    os.kill(redis.process.pid, signal.SIGSTOP)
     try:
         eventually(lambda: "imeout" in pair[1].sources()[-1].reason)
         check_served(*pair)
         time.sleep(LEASE_S + 1)
     finally:
-        redis.process.send_signal(signal.SIGCONT)
+        os.kill(redis.process.pid, signal.SIGCONT)
     eventually(lambda: pair[1].sources()[-1].state == "ready")
     eventually(lambda: redis.client.dbsize() == 1)
     check_served(*pair)
@@ -114,7 +122,7 @@ def test_the_clock_of_redis_jumps(tmp_path: Path, jump_s: int) -> None:
     source.write_text(CLOCK)
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
     jump.write_text("0")
-    redis = RealRedis(tmp_path, {**os.environ, "LD_PRELOAD": str(library), "JUMP": str(jump)})
+    redis = RealRedis(tmp_path, {"LD_PRELOAD": str(library), "JUMP": str(jump)})
     try:
         with cache_of(worker=WorkerConfig(announce=redis.url)) as worker:
             store(worker.tree, PAGES)
@@ -140,11 +148,9 @@ def test_two_hundred_workers_are_found(redis: RealRedis) -> None:
         redis.client.set(f"other:{it}", "x")
     one = announced(redis.url, FAMILY, 1, Lease(addresses=("tcp://10.0.0.0:1",)))
     eventually(lambda: redis.client.dbsize() == 1001)
-    (key,) = redis.client.keys("cachetree:*")
     for it in range(2, 201):
-        name = key[:-16] + f"{it:016x}".encode()
         value = f'{{"addresses": ["tcp://10.0.0.{it}:1"]}}'
-        redis.client.set(name, value, ex=LEASE_S)
+        redis.client.set(lease_key(FAMILY, it), value, ex=LEASE_S)
     found = RedisLeases(redis.url, FAMILY, own_epoch=1).look()
     assert len(found) == 199
     assert len({it.address for it in found}) == 199
