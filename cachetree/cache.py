@@ -18,16 +18,7 @@ from cachetree.config import CacheConfig
 from cachetree.disk import DiskTier
 from cachetree.errors import ConfigError, DeadlineExceeded, FetchError, StaleEntry
 from cachetree.ids import LOCAL, Kind, Location, ModelId, PageHash, Step
-from cachetree.memory import (
-    Arena,
-    Blocks,
-    NoRoom,
-    Register,
-    Staging,
-    scatter,
-    staged,
-    unregistered,
-)
+from cachetree.memory import Arena, Blocks, NoRoom, Register, Staging, scatter, staged, unregistered
 from cachetree.planning import Link, Match, Plan
 from cachetree.status import CacheStatus, FetchLog
 from cachetree.tier import MakeTier, NoteSpeed, Search, Tier

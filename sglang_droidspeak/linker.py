@@ -63,10 +63,7 @@ from sglang_droidspeak.store.pool import PoolIndex
 from sglang_droidspeak.store.rows import Coding, ServerPool, rows_of
 
 if TYPE_CHECKING:
-    from sglang_droidspeak.engine.names import (
-        LoRARef,
-        ServerArgs,
-    )
+    from sglang_droidspeak.engine.names import LoRARef, ServerArgs
     from sglang_droidspeak.start.this_server import ThisServer
 
 log = logging.getLogger(__name__)

@@ -26,11 +26,7 @@ from cachetree.planning import EMap, PairProfile
 
 __all__ = ["Correction", "maps_path", "read_corrections", "write_corrections"]
 
-DTYPES: Final = {
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float32": torch.float32,
-}
+DTYPES: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _HEADER_BYTES: Final = 64 << 10
 """More than names, shapes and the pair's identity take."""
 

@@ -4,12 +4,4 @@ from cachetree.metrics.http import Health, StatusPage, health_of
 from cachetree.metrics.metrics import METRICS, Metric, StatusCollector
 from cachetree.metrics.query import Queries
 
-__all__ = [
-    "METRICS",
-    "Health",
-    "Metric",
-    "Queries",
-    "StatusCollector",
-    "StatusPage",
-    "health_of",
-]
+__all__ = ["METRICS", "Health", "Metric", "Queries", "StatusCollector", "StatusPage", "health_of"]

@@ -130,11 +130,7 @@ _IN_USE: Final = {
     "staging": "staging_bytes_in_use",
     "disk": "disk.num_bytes",
 }
-_BUDGETS: Final = {
-    "memory": "host_bytes",
-    "staging": "staging_bytes",
-    "disk": "disk.budget_bytes",
-}
+_BUDGETS: Final = {"memory": "host_bytes", "staging": "staging_bytes", "disk": "disk.budget_bytes"}
 _EVICTIONS: Final = {"memory": "num_evictions", "disk": "disk.counts.num_evicted_entries"}
 _PUSHES: Final = {it: f"stores.num_{it}" for it in ("stored", "known", "gone", "refused")}
 

@@ -44,12 +44,7 @@ from cachetree.transport.admin import ask
 from cachetree.transport.backoff import Backoff, LogLimiter
 from cachetree.transport.config import PeerConfig, WorkerConfig
 from cachetree.transport.directory import is_directory
-from cachetree.transport.handshake import (
-    Credentials,
-    check_ports,
-    check_worker,
-    credentials_of,
-)
+from cachetree.transport.handshake import Credentials, check_ports, check_worker, credentials_of
 from cachetree.transport.keys import write_key_pair
 from cachetree.transport.peer import Peer
 from cachetree.transport.peers import Peers, check_peer

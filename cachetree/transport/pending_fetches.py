@@ -9,13 +9,7 @@ from typing import Final
 
 from cachetree.checkpoint import Family
 from cachetree.clock import Clock
-from cachetree.errors import (
-    Cancelled,
-    DeadlineExceeded,
-    FetchError,
-    ProtocolError,
-    StaleEntry,
-)
+from cachetree.errors import Cancelled, DeadlineExceeded, FetchError, ProtocolError, StaleEntry
 from cachetree.ids import ModelId, PageHash
 from cachetree.memory import Staging
 from cachetree.planning import Link

@@ -127,11 +127,7 @@ class DiskPromotion:
     """Looks where a fetch's pages are. Used by the worker's thread only; never blocks."""
 
     def __init__(
-        self,
-        tree: CacheTree,
-        disk: DiskTier | None,
-        counts: Counts,
-        call_soon_threadsafe: CallSoon,
+        self, tree: CacheTree, disk: DiskTier | None, counts: Counts, call_soon_threadsafe: CallSoon
     ) -> None:
         self._tree = tree
         self._disk = disk

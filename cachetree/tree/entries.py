@@ -238,15 +238,7 @@ class Node:
     prefix-closed for each (model, location), so a node without entries has no children.
     """
 
-    __slots__ = (
-        "children",
-        "local",
-        "num_pages",
-        "pages",
-        "parent",
-        "remote",
-        "start",
-    )
+    __slots__ = ("children", "local", "num_pages", "pages", "parent", "remote", "start")
 
     def __init__(self, parent: Node | None, pages: tuple[PageHash, ...]) -> None:
         self.parent = parent

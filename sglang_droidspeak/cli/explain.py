@@ -54,11 +54,7 @@ def _explain(args: argparse.Namespace) -> int:
 def _question(args: argparse.Namespace) -> dict[str, Any]:
     if (args.request is None) == (args.text is None):
         raise ConfigError("give a REQUEST_ID, or a prompt with --text FILE")
-    beside = {
-        "adapter": args.adapter,
-        "cache_salt": args.cache_salt,
-        "extra_key": args.extra_key,
-    }
+    beside = {"adapter": args.adapter, "cache_salt": args.cache_salt, "extra_key": args.extra_key}
     beside = {name: value for name, value in beside.items() if value is not None}
     if args.text is None:
         if beside:

@@ -220,11 +220,7 @@ class DemoConfig:
     def make_random(self, pair: RandomPair, folder: Path) -> Subject:
         """Write the pair that is timed, without a progress bar of its own."""
         config = shape(
-            "llama",
-            layers=pair.layers,
-            hidden=pair.hidden,
-            heads=pair.heads,
-            kv_heads=pair.heads,
+            "llama", layers=pair.layers, hidden=pair.hidden, heads=pair.heads, kv_heads=pair.heads
         )
         dtype = getattr(torch, self.resolved_dtype)
         with contextlib.redirect_stderr(io.StringIO()):  # transformers' own progress bars

@@ -37,12 +37,7 @@ class ForwardPass:
     """Scheduler thread only. `run_batch` hooks TpModelWorker.forward_batch_generation."""
 
     def __init__(
-        self,
-        attachment: Attachment,
-        loader: Loader,
-        meter: Meter,
-        labels: Labels,
-        ranks: Ranks,
+        self, attachment: Attachment, loader: Loader, meter: Meter, labels: Labels, ranks: Ranks
     ) -> None:
         server = attachment.server
         self._runner = attachment.runner

@@ -113,12 +113,7 @@ class Planner:
     """Scheduler thread only, but for what says otherwise."""
 
     def __init__(
-        self,
-        server: ThisServer,
-        cache: Cache,
-        meter: Meter,
-        models: Models,
-        pool: PoolIndex,
+        self, server: ThisServer, cache: Cache, meter: Meter, models: Models, pool: PoolIndex
     ) -> None:
         self._server: Final = server
         self._cache: Final = cache

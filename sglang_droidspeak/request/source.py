@@ -277,11 +277,7 @@ class Sources:
     """Makes them. Scheduler thread only."""
 
     def __init__(
-        self,
-        server: ThisServer,
-        cache: Cache,
-        noted: PoolIndex,
-        pool: ServerPool,
+        self, server: ThisServer, cache: Cache, noted: PoolIndex, pool: ServerPool
     ) -> None:
         self.server: Final = server
         self.cache: Final = cache

@@ -66,10 +66,7 @@ _ACCEPTED: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
     "dcp_size": (_one_of(None, 1), "context-parallel batches are transformed further"),
     "speculative_algorithm": (_one_of(None), "drafted tokens move between slots"),
     "disaggregation_mode": (_one_of(None, "null"), "prefill and decode are one server here"),
-    "kv_cache_dtype": (
-        _one_of(None, "auto", "bfloat16", "bf16", "float16", "float32"),
-        _SCALED,
-    ),
+    "kv_cache_dtype": (_one_of(None, "auto", "bfloat16", "bf16", "float16", "float32"), _SCALED),
     "quantization_param_path": (_one_of(None), _SCALED),
     "quantization": (_one_of(None), _NOT_THE_CHECKPOINTS),
     "modelopt_quant": (_one_of(None), _NOT_THE_CHECKPOINTS),

@@ -14,12 +14,7 @@ import torch
 
 from cachetree import ConfigError, Span
 from sglang_droidspeak.engine.layers import LayerStack
-from sglang_droidspeak.engine.names import (
-    ForwardMode,
-    MHATokenToKVPool,
-    async_h2d,
-    get_parallel,
-)
+from sglang_droidspeak.engine.names import ForwardMode, MHATokenToKVPool, async_h2d, get_parallel
 from sglang_droidspeak.start import refuse
 from sglang_droidspeak.store.e_pool import EPool
 

@@ -23,11 +23,7 @@ class EPool:
     """
 
     def __init__(
-        self,
-        layers: tuple[int, ...],
-        num_slots: int,
-        columns: Span,
-        runner: ModelRunner,
+        self, layers: tuple[int, ...], num_slots: int, columns: Span, runner: ModelRunner
     ) -> None:
         """`columns` are those that this rank keeps of E."""
 
