@@ -33,99 +33,36 @@ Config = Mapping[str, Any]
 _CACHE_VERSION = "1"
 """Part of every cache key; changes when the meaning of an identity does."""
 
-_COMPUTING_KEYS = (
-    "attention_bias",
-    "attention_multiplier",
-    "attn_logit_softcapping",
-    "clip_qkv",
-    "decoder_sparse_step",
-    "embedding_multiplier",
-    "final_logit_softcapping",
-    "first_k_dense_replace",
-    "hidden_act",
-    "hidden_activation",
-    "intermediate_size",
-    "layer_types",
-    "logits_scaling",
-    "max_window_layers",
-    "mlp_bias",
-    "mlp_only_layers",
-    "moe_intermediate_size",
-    "n_group",
-    "n_routed_experts",
-    "n_shared_experts",
-    "norm_topk_prob",
-    "num_experts",
-    "num_experts_per_tok",
-    "num_local_experts",
-    "qkv_bias",
-    "quantization_config",
-    "query_pre_attn_scalar",
-    "residual_multiplier",
-    "rms_norm_eps",
-    "routed_scaling_factor",
-    "shared_expert_intermediate_size",
-    "sliding_window",
-    "tie_word_embeddings",
-    "topk_group",
-    "use_qk_norm",
-    "use_sliding_window",
-    "vocab_size",
-)
+_COMPUTING_KEYS = """
+    attention_bias attention_multiplier attn_logit_softcapping clip_qkv decoder_sparse_step
+    embedding_multiplier final_logit_softcapping first_k_dense_replace hidden_act
+    hidden_activation intermediate_size layer_types logits_scaling max_window_layers mlp_bias
+    mlp_only_layers moe_intermediate_size n_group n_routed_experts n_shared_experts
+    norm_topk_prob num_experts num_experts_per_tok num_local_experts qkv_bias
+    quantization_config query_pre_attn_scalar residual_multiplier rms_norm_eps
+    routed_scaling_factor shared_expert_intermediate_size sliding_window tie_word_embeddings
+    topk_group use_qk_norm use_sliding_window vocab_size
+"""
 """What a config says about the computation beside sizes and rope. Named one by one, because
 everything else (versions, paths, generation defaults) differs between saves of one model."""
 
 _TOKENIZER_RULES = ("normalizer", "pre_tokenizer", "post_processor", "model", "added_tokens")
-_TOKENIZER_FILES = (
-    "tokenizer.model",
-    "tiktoken.model",
-    "vocab.json",
-    "merges.txt",
-    "vocab.txt",
-    "added_tokens.json",
-)
-_TOKENIZER_SETTINGS = (
-    "add_bos_token",
-    "add_eos_token",
-    "add_prefix_space",
-    "added_tokens_decoder",
-    "do_lower_case",
-    "legacy",
-)
-_ADAPTER_KEYS = (
-    "alora_invocation_tokens",
-    "alpha_pattern",
-    "bias",
-    "fan_in_fan_out",
-    "layers_pattern",
-    "layers_to_transform",
-    "lora_alpha",
-    "lora_bias",
-    "modules_to_save",
-    "peft_type",
-    "r",
-    "rank_pattern",
-    "target_modules",
-    "use_dora",
-    "use_rslora",
-)
-_ADAPTER_NOTES = frozenset(
-    {
-        "auto_mapping",
-        "base_model_name_or_path",
-        "bias",
-        "exclude_modules",
-        "inference_mode",
-        "layers_pattern",
-        "layers_to_transform",
-        "lora_dropout",
-        "modules_to_save",
-        "peft_version",
-        "revision",
-        "target_modules",
-        "task_type",
-    }
-)
+_TOKENIZER_FILES = """
+    tokenizer.model tiktoken.model vocab.json merges.txt vocab.txt added_tokens.json
+"""
+_TOKENIZER_SETTINGS = """
+    add_bos_token add_eos_token add_prefix_space added_tokens_decoder do_lower_case legacy
+"""
+_ADAPTER_KEYS = """
+    alora_invocation_tokens alpha_pattern bias fan_in_fan_out layers_pattern layers_to_transform
+    lora_alpha lora_bias modules_to_save peft_type r rank_pattern target_modules use_dora
+    use_rslora
+"""
+_ADAPTER_NOTES = """
+    auto_mapping base_model_name_or_path bias exclude_modules inference_mode layers_pattern
+    layers_to_transform lora_dropout modules_to_save peft_version revision target_modules
+    task_type
+"""
 """What an adapter's config says about where it came from and which tensors it has. Everything else
 in it decides what the tensors do."""
 
@@ -181,7 +118,7 @@ def first_difference(
     Raises ConfigError where the models have different numbers of layers, or an adapter is not a
     LoRA on the base's own layers.
     """
-    ours, theirs = _text_config(_read_config(a)), _text_config(_read_config(b))
+    ours, theirs = (_text_config(_read_json(it / "config.json")) for it in (a, b))
     num_layers = _number(ours, "num_hidden_layers", a)
     if _number(theirs, "num_hidden_layers", b) != num_layers:
         raise ConfigError(f"{a} and {b} have different num_hidden_layers; they are no pair")
@@ -222,7 +159,7 @@ def _unequal_adapters(
 
 
 def _compute(path: Path, adapter: Path | None) -> ModelIdentity:
-    whole = _read_config(path)
+    whole = _read_json(path / "config.json")
     config = _text_config(whole)
     architectures = whole.get("architectures") or config.get("architectures")
     if not architectures:
@@ -253,7 +190,7 @@ def _tokenizer_digest(path: Path) -> str:
         rules = {key: stated.get(key) for key in _TOKENIZER_RULES}
         rules["model"] = _tokenizer_model(stated.get("model") or {})
         return hashlib.sha256(_canonical(rules)).hexdigest()
-    files = [path / name for name in _TOKENIZER_FILES if (path / name).is_file()]
+    files = [path / name for name in _TOKENIZER_FILES.split() if (path / name).is_file()]
     if not files:
         raise ConfigError(
             f"{path} has no tokenizer.json, tokenizer.model or vocabulary file; save the tokenizer "
@@ -264,7 +201,7 @@ def _tokenizer_digest(path: Path) -> str:
         digest.update(file.name.encode() + b"\0" + hashlib.sha256(file.read_bytes()).digest())
     settings = path / "tokenizer_config.json"
     stated = _read_json(settings) if settings.is_file() else {}
-    digest.update(_canonical({k: stated[k] for k in _TOKENIZER_SETTINGS if k in stated}))
+    digest.update(_canonical({k: stated[k] for k in _TOKENIZER_SETTINGS.split() if k in stated}))
     return digest.hexdigest()
 
 
@@ -277,8 +214,8 @@ def _tokenizer_model(stated: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _adapter_digest(adapter: Path) -> bytes:
-    tensors, config = adapter_tensors(adapter), _read_adapter_config(adapter)
-    stated = {key: config[key] for key in _ADAPTER_KEYS if config.get(key) is not None}
+    tensors, config = adapter_tensors(adapter), _read_json(adapter / "adapter_config.json")
+    stated = {key: config[key] for key in _ADAPTER_KEYS.split() if config.get(key) is not None}
     if isinstance(stated.get("target_modules"), list):
         stated["target_modules"] = sorted(stated["target_modules"])
     return _canonical(stated) + sampled_digest(tensors).encode()
@@ -293,14 +230,15 @@ def adapter_tensors(adapter: Path) -> dict[str, Tensor]:
 
 def applying(adapter: Path) -> dict[str, Any]:
     """What an adapter's config says about what its tensors do."""
-    config = _read_adapter_config(adapter)
+    config = _read_json(adapter / "adapter_config.json")
     for key, accepted in (("peft_type", "LORA"), ("layer_replication", None)):
         if config.get(key) != accepted:
             raise ConfigError(
                 f"{adapter / 'adapter_config.json'} has {key} = {config.get(key)!r}; which layers "
                 "differ is known only of LoRA on the base's own layers, so merge it into its base"
             )
-    return {key: value for key, value in config.items() if key not in _ADAPTER_NOTES and value}
+    notes = _ADAPTER_NOTES.split()
+    return {key: value for key, value in config.items() if key not in notes and value}
 
 
 def _cache_key(path: Path, adapter: Path | None) -> str:
@@ -316,21 +254,13 @@ def _cache_key(path: Path, adapter: Path | None) -> str:
 
 
 def _computing(config: Config) -> dict[str, Any]:
-    return {key: config[key] for key in _COMPUTING_KEYS if config.get(key) is not None}
+    return {key: config[key] for key in _COMPUTING_KEYS.split() if config.get(key) is not None}
 
 
 def _text_config(config: Config) -> Config:
     """The language model's part, where a model has several."""
     text = config.get("text_config")
     return text if isinstance(text, dict) else config
-
-
-def _read_config(path: Path) -> Config:
-    return _read_json(path / "config.json")
-
-
-def _read_adapter_config(adapter: Path) -> Config:
-    return _read_json(adapter / "adapter_config.json")
 
 
 def _read_json(file: Path) -> dict[str, Any]:
