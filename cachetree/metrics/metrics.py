@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, Literal
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -70,30 +71,34 @@ def _family(metric: Metric) -> CounterMetricFamily | GaugeMetricFamily:
     return kind(metric.name, metric.text, labels=metric.labels)
 
 
-def _counter(name: str, text: str, read: Read, *labels: str) -> Metric:
-    return Metric(f"cachetree:{name}", "counter", text, labels, read)
+def _metric(
+    kind: Literal["counter", "gauge"],
+    name: str,
+    text: str,
+    what: str | Mapping[str, str] | Read,
+    *labels: str,
+) -> Metric:
+    """`what` may be a path of attributes (`_values`), or several by the last label of each."""
+
+    def read(status: CacheStatus) -> Iterable[Sample]:
+        match what:
+            case str():
+                return _values(status, what)
+            case Mapping():
+                at = ((label, _values(status, path)) for label, path in what.items())
+                return (((*labels, label), it) for label, found in at for labels, it in found)
+        return what(status)
+
+    return Metric(f"cachetree:{name}", kind, text, labels, read)
 
 
-def _gauge(name: str, text: str, read: Read, *labels: str) -> Metric:
-    return Metric(f"cachetree:{name}", "gauge", text, labels, read)
-
-
-def _at(path: str) -> Read:
-    """What is at a path of attributes: of each peer by its address, of a dict by its keys, and
-    nothing where the cache lacks the part."""
-    return lambda status: _values(status, path)
-
-
-def _by(paths: Mapping[str, str]) -> Read:
-    """The same of several paths, each with a last label of its own."""
-    return lambda status: (
-        ((*labels, label), value)
-        for label, path in paths.items()
-        for labels, value in _values(status, path)
-    )
+_counter = partial(_metric, "counter")
+_gauge = partial(_metric, "gauge")
 
 
 def _values(part: Any, path: str) -> Iterator[Sample]:
+    """What is there: of each peer by its address, of a dict by its keys, and nothing where the
+    cache lacks the part."""
     name, _, rest = path.partition(".")
     match getattr(part, name):
         case None:
@@ -135,49 +140,42 @@ _EVICTIONS: Final = {"memory": "num_evictions", "disk": "disk.counts.num_evicted
 _PUSHES: Final = {it: f"stores.num_{it}" for it in ("stored", "known", "gone", "refused")}
 
 METRICS: Final = (
-    _gauge("bytes", "Bytes in use", _by(_IN_USE), "tier"),
-    _gauge("budget_bytes", "Bytes allowed", _by(_BUDGETS), "tier"),
+    _gauge("bytes", "Bytes in use", _IN_USE, "tier"),
+    _gauge("budget_bytes", "Bytes allowed", _BUDGETS, "tier"),
     _gauge(
         "held_bytes",
         "Bytes of memory that cannot be evicted now: leased, pinned, or being written",
-        _at("held_bytes"),
+        "held_bytes",
     ),
     _gauge(
         "pages",
         "Pages, counted once per model",
-        _by({"memory": "num_pages", "disk": "disk.num_pages"}),
+        {"memory": "num_pages", "disk": "disk.num_pages"},
         "tier",
     ),
-    _counter("evictions", "Entries evicted", _by(_EVICTIONS), "tier"),
-    _counter("hits", "Fetches of peers whose pages were all there", _at("worker.hits"), "tier"),
-    _counter("misses", "Fetches of peers whose pages were not", _at("worker.misses"), "tier"),
+    _counter("evictions", "Entries evicted", _EVICTIONS, "tier"),
+    _counter("hits", "Fetches of peers whose pages were all there", "worker.hits", "tier"),
+    _counter("misses", "Fetches of peers whose pages were not", "worker.misses", "tier"),
     _counter(
         "served_fetches",
         "Fetches of peers that ended, by how",
-        _at("worker.fetches_by_outcome"),
+        "worker.fetches_by_outcome",
         "outcome",
     ),
-    _counter("sent_bytes", "Payload sent to peers", _at("worker.num_sent_bytes")),
-    _counter("received_bytes", "Payload that peers stored here", _at("worker.num_received_bytes")),
-    _gauge("streams", "Fetches being served", _at("worker.num_streams")),
-    _gauge("sessions", "Peers connected", _at("worker.num_peers")),
-    _gauge("open_stores", "Stores being received", _at("worker.num_open_stores")),
+    _counter("sent_bytes", "Payload sent to peers", "worker.num_sent_bytes"),
+    _counter("received_bytes", "Payload that peers stored here", "worker.num_received_bytes"),
+    _gauge("streams", "Fetches being served", "worker.num_streams"),
+    _gauge("sessions", "Peers connected", "worker.num_peers"),
+    _gauge("open_stores", "Stores being received", "worker.num_open_stores"),
     _counter(
-        "stores",
-        "Stores of peers, by what became of them",
-        _at("worker.stores_by_outcome"),
-        "outcome",
+        "stores", "Stores of peers, by what became of them", "worker.stores_by_outcome", "outcome"
     ),
-    _counter(
-        "protocol_errors", "Messages that broke the protocol", _at("worker.num_protocol_errors")
-    ),
-    _counter(
-        "refused_peers", "Peers of another family or release", _at("worker.num_refused_peers")
-    ),
+    _counter("protocol_errors", "Messages that broke the protocol", "worker.num_protocol_errors"),
+    _counter("refused_peers", "Peers of another family or release", "worker.num_refused_peers"),
     _counter(
         "failed_handshakes",
         "Connections that did not prove themselves",
-        _at("worker.num_failed_handshakes"),
+        "worker.num_failed_handshakes",
     ),
     _counter(
         "fetches",
@@ -190,56 +188,50 @@ METRICS: Final = (
     _counter(
         "retries",
         "Requests for the rest of a fetch that was interrupted",
-        _at("peers.num_retries"),
+        "peers.num_retries",
         "location",
     ),
     _gauge(
         "noted_pages",
         "Pages that a peer is known to have, counted once per model",
-        _at("peers.num_pages"),
+        "peers.num_pages",
         "location",
     ),
     _counter(
         "dropped_adverts",
         "Pages of a peer that were given up because it has more than may be noted",
-        _at("peers.num_dropped_pages"),
+        "peers.num_dropped_pages",
         "location",
     ),
-    _gauge("peer_ready", "1 where a peer can be read", _at("peers.is_ready"), "location"),
+    _gauge("peer_ready", "1 where a peer can be read", "peers.is_ready", "location"),
     _gauge(
         "breaker_open",
         "1 where a peer failed too often and is left alone for a while",
-        _at("peers.is_resting"),
+        "peers.is_resting",
         "location",
     ),
     _counter(
         "pushes",
         "Stores offered to a worker, by what became of them",
-        _by(_PUSHES),
+        _PUSHES,
         "location",
         "outcome",
     ),
+    _counter("pushed_bytes", "Payload stored at a worker", "stores.num_pushed_bytes", "location"),
+    _gauge("waiting_pushes", "Entries that wait to be offered", "stores.num_waiting", "location"),
+    _counter("disk_written_bytes", "Bytes written to disk", "disk.counts.num_written_bytes"),
+    _counter("disk_read_bytes", "Bytes read from disk", "disk.counts.num_read_bytes"),
     _counter(
-        "pushed_bytes", "Payload stored at a worker", _at("stores.num_pushed_bytes"), "location"
-    ),
-    _gauge(
-        "waiting_pushes", "Entries that wait to be offered", _at("stores.num_waiting"), "location"
-    ),
-    _counter("disk_written_bytes", "Bytes written to disk", _at("disk.counts.num_written_bytes")),
-    _counter("disk_read_bytes", "Bytes read from disk", _at("disk.counts.num_read_bytes")),
-    _counter(
-        "disk_failed_writes",
-        "Entries that could not be written",
-        _at("disk.counts.num_failed_writes"),
+        "disk_failed_writes", "Entries that could not be written", "disk.counts.num_failed_writes"
     ),
     _counter(
         "disk_damaged_entries",
         "Entries found damaged on disk, and what stood on them",
-        _at("disk.counts.num_damaged_entries"),
+        "disk.counts.num_damaged_entries",
     ),
     _counter(
         "disk_late_entries",
         "Entries that left memory before they were written",
-        _at("disk.num_late_entries"),
+        "disk.num_late_entries",
     ),
 )
