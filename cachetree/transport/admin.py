@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Final, TypeVar
 
 import zmq
@@ -69,20 +70,14 @@ Answer = Callable[[verbs.ToPeer], None]
 """Called once, from whichever thread has the answer."""
 
 
+@dataclass(eq=False)
 class AdminService:
     """Used by the worker's thread; never blocks. What waits for the disk is answered later."""
 
-    def __init__(
-        self,
-        tree: CacheTree,
-        disk: DiskTier | None,
-        status: Callable[[], verbs.Status],
-        clock: Clock = time.monotonic,
-    ) -> None:
-        self._tree: Final = tree
-        self._disk: Final = disk
-        self._status: Final = status
-        self._clock: Final = clock
+    _tree: CacheTree
+    _disk: DiskTier | None
+    _status: Callable[[], verbs.Status]
+    _clock: Clock = time.monotonic
 
     def serve(self, asked: verbs.ToWorker, answer: Answer, *, is_admin: bool) -> None:
         if isinstance(asked, verbs.Order) and not is_admin:

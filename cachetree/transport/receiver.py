@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 from cachetree.checkpoint import Family
@@ -146,6 +147,7 @@ Reply = wire.Wanted | wire.StoreRefused | wire.Stored | wire.Credit
 _MAX_OF_ONE_PEER: Final = 4
 
 
+@dataclass(eq=False)
 class StoreReceiver:
     """Stores of one peer that are under way. Used by the worker's thread only.
 
@@ -153,21 +155,13 @@ class StoreReceiver:
     are ever seen. Where one ends early, for whatever reason, its room goes back at once.
     """
 
-    def __init__(
-        self,
-        tree: CacheTree,
-        config: WorkerConfig,
-        counts: verbs.Counts,
-        channel: Channel,
-        clock: Clock,
-    ) -> None:
-        """`channel` is where the peer is told what becomes of its stores."""
-        self._tree = tree
-        self._config = config
-        self._counts = counts
-        self._channel = channel
-        self._clock = clock
-        self._open: dict[int, tuple[FetchReceiver, Reservation]] = {}
+    _tree: CacheTree
+    _config: WorkerConfig
+    _counts: verbs.Counts
+    _channel: Channel
+    """Where the peer is told what becomes of its stores."""
+    _clock: Clock
+    _open: dict[int, tuple[FetchReceiver, Reservation]] = field(default_factory=dict, init=False)
 
     def begin(self, store: wire.Store) -> None:
         """Reserve room for a store, or say why not."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
 from cachetree.clock import Clock, Deadline
@@ -123,16 +124,14 @@ CallSoon = Callable[[Callable[[], None]], None]
 """Has something done in the worker's thread; called from any."""
 
 
+@dataclass(eq=False)
 class DiskPromotion:
     """Looks where a fetch's pages are. Used by the worker's thread only; never blocks."""
 
-    def __init__(
-        self, tree: CacheTree, disk: DiskTier | None, counts: Counts, call_soon_threadsafe: CallSoon
-    ) -> None:
-        self._tree = tree
-        self._disk = disk
-        self._counts = counts
-        self._call_soon_threadsafe = call_soon_threadsafe
+    _tree: CacheTree
+    _disk: DiskTier | None
+    _counts: Counts
+    _call_soon_threadsafe: CallSoon
 
     def promote(
         self,

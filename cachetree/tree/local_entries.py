@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final
+from dataclasses import dataclass, field
 
 from cachetree.ids import ModelId, Span
 from cachetree.memory import Slab
@@ -17,28 +17,20 @@ from cachetree.tree.remote_entries import RemoteEntries
 from cachetree.tree.trie import PageTrie, depth_of
 
 
+@dataclass(eq=False)
 class LocalEntries:
     """Puts them into the nodes of a tree and takes them out. Takes no lock."""
 
-    def __init__(
-        self,
-        trie: PageTrie,
-        eviction: Eviction,
-        holds: Holds,
-        listeners: ChangeListeners,
-        remote: RemoteEntries,
-        host_bytes: int,
-    ) -> None:
-        self.num_bytes = 0
-        """Open reservations included; never above the budget."""
-        self.num_pages: Counter[ModelId] = Counter()
-        self.num_evictions = 0
-        self._trie: Final = trie
-        self._eviction: Final = eviction
-        self._holds: Final = holds
-        self._listeners: Final = listeners
-        self._remote: Final = remote
-        self._host_bytes: Final = host_bytes
+    _trie: PageTrie
+    _eviction: Eviction
+    _holds: Holds
+    _listeners: ChangeListeners
+    _remote: RemoteEntries
+    _host_bytes: int
+    num_bytes: int = field(default=0, init=False)
+    """Open reservations included; never above the budget."""
+    num_pages: Counter[ModelId] = field(default_factory=Counter, init=False)
+    num_evictions: int = field(default=0, init=False)
 
     def begin(self, reservation: Reservation) -> bool:
         """Make room for what it will hold; where there is none, it has ended. Its `end` follows."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -110,24 +111,16 @@ class ServerState(msgspec.Struct, frozen=True, kw_only=True):
     health: Health
 
 
+@dataclass(eq=False)
 class Answers:
     """Scheduler thread only."""
 
-    def __init__(
-        self,
-        cache: Cache,
-        planner: Planner,
-        labels: Labels,
-        activated: ActivatedAdapters,
-        lora_refs: Mapping[str, LoRARef],
-        page_size: int,
-    ) -> None:
-        self._cache: Final = cache
-        self._planner: Final = planner
-        self._labels: Final = labels
-        self._activated: Final = activated
-        self._lora_refs: Final = lora_refs
-        self._page_size: Final = page_size
+    _cache: Cache
+    _planner: Planner
+    _labels: Labels
+    _activated: ActivatedAdapters
+    _lora_refs: Mapping[str, LoRARef]
+    _page_size: int
 
     def add(self, output: Any, scheduler: Scheduler, recv_req: Any) -> None:
         """Hooks Scheduler.get_internal_state: beside what SGLang says, or in its place."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from cachetree import LOCAL, DeadlineExceeded, FetchError, is_pool
@@ -38,13 +39,13 @@ _MARGIN: Final = 1.05
 """How much longer than predicted the rest of a fetch may take without holding up a forward."""
 
 
+@dataclass(eq=False)
 class Arrivals:
     """Scheduler thread only."""
 
-    def __init__(self, sources: Sources, meter: Meter, planner: Planner) -> None:
-        self._sources: Final = sources
-        self._meter: Final = meter
-        self._planner: Final = planner
+    _sources: Sources
+    _meter: Meter
+    _planner: Planner
 
     def look(self, request: Request, tree: UnifiedRadixCache) -> Phase:
         """How far it is on this rank, SETTLED where it has failed; with its fetch begun, if it

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,24 +21,16 @@ if TYPE_CHECKING:
 IDLE_WAIT_S: Final = 0.001
 
 
+@dataclass(eq=False)
 class Queue:
     """Order is SGLang's: whoever is held back keeps its place. Scheduler thread only."""
 
-    def __init__(
-        self,
-        waiting: WaitingRequests,
-        replies: Replies,
-        models: Models,
-        activated: ActivatedAdapters,
-        ranks: Ranks,
-        page_size: int,
-    ) -> None:
-        self._waiting: Final = waiting
-        self._replies: Final = replies
-        self._models: Final = models
-        self._activated: Final = activated
-        self._ranks: Final = ranks
-        self._page_size: Final = page_size
+    _waiting: WaitingRequests
+    _replies: Replies
+    _models: Models
+    _activated: ActivatedAdapters
+    _ranks: Ranks
+    _page_size: int
 
     @property
     def hooks(self) -> Hooks:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -37,18 +37,16 @@ class _Held:
     """Whether all peers know of them; None until they are copied out."""
 
 
+@dataclass(eq=False)
 class Replies:
     """Scheduler thread only."""
 
-    def __init__(
-        self, cache: Cache, offloader: Offloader, labels: Labels, patience_s: float
-    ) -> None:
-        """No answer waits longer than `patience_s`: a peer may be gone."""
-        self._labels: Final = labels
-        self._patience_s: Final = patience_s
-        self._cache: Final = cache
-        self._offloader: Final = offloader
-        self._held: dict[str, _Held] = {}
+    _cache: Cache
+    _offloader: Offloader
+    _labels: Labels
+    _patience_s: float
+    """No answer waits longer: a peer may be gone."""
+    _held: dict[str, _Held] = field(default_factory=dict, init=False)
 
     def stream(
         self,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from cachetree import Deadline, DeadlineExceeded, FetchError, Kind, PageHash, Span, Step, is_pool
@@ -273,17 +273,15 @@ class InPool(Source):
         return self._pages.slots[tokens.start : tokens.stop]
 
 
+@dataclass(eq=False)
 class Sources:
     """Makes them. Scheduler thread only."""
 
-    def __init__(
-        self, server: ThisServer, cache: Cache, noted: PoolIndex, pool: ServerPool
-    ) -> None:
-        self.server: Final = server
-        self.cache: Final = cache
-        self.noted: Final = noted
-        self._pool: Final = pool
-        self._decoder: Final = Decoder()
+    server: ThisServer
+    cache: Cache
+    noted: PoolIndex
+    _pool: ServerPool
+    _decoder: Decoder = field(default_factory=Decoder, init=False)
 
     def of(
         self, plan: Plan, pages: Sequence[PageHash], req: Req, tree: UnifiedRadixCache

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -30,27 +31,19 @@ Ready = Callable[[], Sequence[torch.cuda.Event]]
 """Records what writes the slots that are inserted now; nothing off CUDA."""
 
 
+@dataclass(eq=False)
 class Insertions:
     """Scheduler thread only. `checkpoint` hooks UnifiedRadixCache.checkpoint, inside of which
     SGLang calls `offload`.
     """
 
-    def __init__(
-        self,
-        models: Models,
-        pool: PoolIndex,
-        offloader: Offloader,
-        ranks: Ranks,
-        req_to_token: torch.Tensor,
-        page_size: int,
-    ) -> None:
-        self._models: Final = models
-        self._pool: Final = pool
-        self._offloader: Final = offloader
-        self._ranks: Final = ranks
-        self._req_to_token: Final = req_to_token
-        self._page_size: Final = page_size
-        self._inserting: tuple[Req, int] | None = None
+    _models: Models
+    _pool: PoolIndex
+    _offloader: Offloader
+    _ranks: Ranks
+    _req_to_token: torch.Tensor
+    _page_size: int
+    _inserting: tuple[Req, int] | None = field(default=None, init=False)
 
     def checkpoint(self, original: Any, tree: Any, req: Req, *, up_to: int, **rest: Any) -> None:
         """Tell `offload`, which SGLang calls from inside, whose tokens are being inserted."""
