@@ -143,8 +143,12 @@ class Decisions:
             if not declined.may_be_approximate:
                 prefixes.move(req, approximate=False)
             told = RequestProvenance(outcome=declined.outcome, detail=declined.detail or None)
-            if declined.outcome == Reason.TOO_SHORT.value:
-                request.num_there = self.num_there(request, tree)
+            if declined.outcome == Reason.TOO_SHORT.value and declined.considered is not None:
+                demand = declined.considered.demand
+                is_approximate = prefixes.is_approximate(req)
+                request.num_there = (
+                    demand.first_approximate or 0 if is_approximate else demand.first_page
+                )
             traces.matched(request, declined.outcome)
             self._labels.note(req, told)
 

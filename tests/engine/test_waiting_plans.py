@@ -66,9 +66,17 @@ def test_a_refused_request_says_what_it_is_and_is_not_planned() -> None:
     assert told.by_rid["r1"].outcome == "session"
 
 
+def declined(outcome: str, num_held: int) -> Declined:
+    """With so many exact pages on the device."""
+    demand = SimpleNamespace(first_page=num_held, first_approximate=None)
+    return Declined(outcome, considered=SimpleNamespace(demand=demand, matches=()))  # type: ignore[arg-type]
+
+
 def test_what_the_device_loses_while_a_request_waits_is_planned_anew() -> None:
     answers = iter(["too_short", "no_match", "never"])
-    planner = SimpleNamespace(generation=0, plan=lambda *_: Declined(next(answers)))
+    planner = SimpleNamespace(
+        generation=0, plan=lambda *_: declined(next(answers), cache.has.exact)
+    )
     cache = Asked(held=Held(NUM_PAGES, 0))
     waiting, told = waiting_with(cache, planner=planner)
     for held, outcome in ((4, "too_short"), (4, "too_short"), (3, "no_match"), (0, "no_match")):
@@ -78,11 +86,11 @@ def test_what_the_device_loses_while_a_request_waits_is_planned_anew() -> None:
 
 
 def test_only_the_next_in_the_queue_are_looked_at_once_more() -> None:
-    planner = SimpleNamespace(generation=0, plan=lambda *_: Declined("too_short"))
+    planner = SimpleNamespace(generation=0, plan=lambda *_: declined("too_short", NUM_PAGES))
     cache, queue = Asked(held=Held(NUM_PAGES, 0)), [request(f"r{i}") for i in range(9)]
     waiting, _ = waiting_with(cache, planner=planner)
     look(waiting, *queue)
-    cache.where.clear()
+    assert not cache.where  # The planner has counted.
     look(waiting, *queue)
     assert [rid for rid, _, _ in cache.where] == ["r0", "r1", "r2", "r3"]
 
