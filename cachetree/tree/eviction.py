@@ -258,11 +258,6 @@ class Expiry(Eviction):
             yield entry
 
 
-def make_policy(name: str, family: Family, host_bytes: int) -> Eviction:
-    """The policy of this name, one of `POLICIES`, for a budget of `host_bytes`."""
-    return ByValue(family, host_bytes) if name == "value" else Lru()
-
-
 def _log_sum(a: float, b: float) -> float:
     """log2(2^a + 2^b), also where the powers are beyond a float."""
     low, high = min(a, b), max(a, b)

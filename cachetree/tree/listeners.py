@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Final
 
 from cachetree.ids import DISK, Location, ModelId
 from cachetree.tree.entries import Change, LocalEntry, Node
@@ -18,16 +19,8 @@ class ChangeListeners:
     """
 
     def __init__(self) -> None:
-        self._of_memory: list[Listener] = []
-        self._of_kept: list[Listener] = []
-
-    def join(self, listener: Listener) -> None:
-        """A listener of memory."""
-        self._of_memory.append(listener)
-
-    def join_kept(self, listener: Listener) -> None:
-        """A listener of what is kept."""
-        self._of_kept.append(listener)
+        self.of_memory: Final[list[Listener]] = []
+        self.of_kept: Final[list[Listener]] = []
 
     @staticmethod
     def in_memory(node: Node) -> Iterator[Change]:
@@ -40,40 +33,35 @@ class ChangeListeners:
             if location == DISK and model not in node.local:
                 yield _change([node], model, entry.e_layers, added=True)
 
-    def leave(self, listener: Listener) -> None:
-        for listeners in (self._of_memory, self._of_kept):
-            if listener in listeners:
-                listeners.remove(listener)
-
     def published(self, change: Change) -> None:
-        for listener in (*self._of_memory, *self._of_kept):
+        for listener in (*self.of_memory, *self.of_kept):
             listener(change)
 
     def evicted(self, entry: LocalEntry) -> None:
         """Called while it is still in its node."""
-        if not (self._of_memory or self._of_kept):
+        if not (self.of_memory or self.of_kept):
             return
         is_on_disk = (DISK, entry.model) in entry.node.remote
         change = entry.change(added=False)
-        for listener in (*self._of_memory, *(() if is_on_disk else self._of_kept)):
+        for listener in (*self.of_memory, *(() if is_on_disk else self.of_kept)):
             listener(change)
 
     def shown(self, location: Location, model: ModelId, nodes: Sequence[Node]) -> None:
         """A remote entry was noted in these nodes, which follow each other."""
-        if location != DISK or not self._of_kept or all(model in node.local for node in nodes):
+        if location != DISK or not self.of_kept or all(model in node.local for node in nodes):
             return
         change = _change(nodes, model, nodes[0].remote[location, model].e_layers, added=True)
-        for listener in self._of_kept:
+        for listener in self.of_kept:
             listener(change)
 
     def hidden(self, location: Location, model: ModelId, nodes: Iterable[Node]) -> None:
         """A remote entry goes from these nodes, children first. Called while it is there."""
-        if location != DISK or not self._of_kept:
+        if location != DISK or not self.of_kept:
             return
         for node in nodes:
             if (location, model) in node.remote and model not in node.local:
                 change = _change([node], model, (), added=False)
-                for listener in self._of_kept:
+                for listener in self.of_kept:
                     listener(change)
 
 

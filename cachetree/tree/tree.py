@@ -15,7 +15,7 @@ from cachetree.ids import Location, ModelId, PageHash, Span
 from cachetree.memory import Arena, Layout, NoRoom, Pool, Slab
 from cachetree.planning import Match
 from cachetree.tree.entries import Change, Hold, Node
-from cachetree.tree.eviction import Eviction, Expiry, Retention, make_policy
+from cachetree.tree.eviction import ByValue, Eviction, Expiry, Lru, Retention
 from cachetree.tree.holds import Holds
 from cachetree.tree.lease import Lease, Reservation
 from cachetree.tree.listeners import ChangeListeners, Listener
@@ -24,6 +24,8 @@ from cachetree.tree.remote_entries import RemoteEntries
 from cachetree.tree.trie import PageTrie, depth_of, find_matches
 
 _LRU: Final = Retention()
+OfNode = Callable[[Node], Iterator[Change]]
+"""What listeners of one kind would have heard of a node."""
 SLICE: Final = 16
 """Nodes that are looked at before others may have the lock."""
 _PAUSE_S: Final = 50e-6
@@ -56,7 +58,7 @@ class CacheTree:
         self.memory: Final[Pool] = Arena(host_bytes) if memory is None else memory
         self._clock = clock
         self._lock = threading.Lock()
-        policy = make_policy(retention.eviction, family, host_bytes)
+        policy = ByValue(family, host_bytes) if retention.eviction == "value" else Lru()
         self._expiry = Expiry(policy, retention.ttl_s, clock) if retention.ttl_s else None
         self._eviction: Eviction = self._expiry or policy
         self._trie = PageTrie(self._eviction)
@@ -312,17 +314,26 @@ class CacheTree:
         and then the changes in their order has what the tree has. `listener` is called under the
         tree's lock by whichever thread made the change: it must not block, raise or call the tree.
         """
-        with self._lock:
-            self._listeners.join(listener)
-        return self._there(self._listeners.in_memory), partial(self._unsubscribe, listener)
+        listeners = self._listeners
+        return self._subscribed(listener, listeners.of_memory, listeners.in_memory)
 
     def subscribe_kept(self, listener: Listener) -> tuple[Iterator[Change], Callable[[], None]]:
         """As `subscribe`, of pages that are in memory or on disk."""
-        with self._lock:
-            self._listeners.join_kept(listener)
-        return self._there(self._listeners.kept), partial(self._unsubscribe, listener)
+        return self._subscribed(listener, self._listeners.of_kept, self._listeners.kept)
 
-    def _there(self, of_node: Callable[[Node], Iterator[Change]]) -> Iterator[Change]:
+    def _subscribed(
+        self, listener: Listener, listeners: list[Listener], of_node: OfNode
+    ) -> tuple[Iterator[Change], Callable[[], None]]:
+        def unsubscribe() -> None:
+            with self._lock:
+                if listener in listeners:
+                    listeners.remove(listener)
+
+        with self._lock:
+            listeners.append(listener)
+        return self._there(of_node), unsubscribe
+
+    def _there(self, of_node: OfNode) -> Iterator[Change]:
         nodes = self._trie.root.walk()
         is_more = True
         while is_more:
@@ -342,10 +353,6 @@ class CacheTree:
             if not is_more:
                 return
             time.sleep(_PAUSE_S)
-
-    def _unsubscribe(self, listener: Listener) -> None:
-        with self._lock:
-            self._listeners.leave(listener)
 
     # Called by a handle that ends.
 
