@@ -41,7 +41,7 @@ from cachetree.ids import (
 from cachetree.memory import Register, Staging
 from cachetree.planning import Match, PairProfile, Plan, read_profile, write_profile
 from cachetree.status import CacheStatus, FetchCounts
-from cachetree.tier import MakeTier, NoteSpeed, Search, Tier, give_way
+from cachetree.tier import MakeTier, NoteSpeed, Search, Tier, Turns, WriteBehind, give_way
 from cachetree.transport import (
     Peer,
     PeerConfig,
@@ -105,8 +105,10 @@ __all__ = [
     "StaleEntry",
     "Step",
     "Tier",
+    "Turns",
     "Worker",
     "WorkerConfig",
+    "WriteBehind",
     "entry_steps",
     "give_way",
     "is_pool",

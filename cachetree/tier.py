@@ -1,21 +1,34 @@
-"""What a cache asks of a further place that keeps entries: a disk, a store of the cluster."""
+"""What a cache asks of a further place that keeps entries, a disk or a store of the cluster, and
+what these are made of: threads that take their turns, and one that writes behind a tree."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
-from typing import Final, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from math import inf
+from queue import SimpleQueue
+from typing import Final, Generic, Protocol, TypeVar
 
 import msgspec
 
-from cachetree.clock import Deadline
+from cachetree.clock import Clock, Deadline
 from cachetree.ids import Location, ModelId, PageHash
 from cachetree.memory import Staging
-from cachetree.tree import CacheTree
+from cachetree.tree import CacheTree, Change, Lease
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _NICENESS: Final = 10
+MAX_WAITING: Final = 4096
+"""Entries that wait to be written; they hold page hashes, no pages."""
+_MAX_WRITE_S: Final = 60.0
+GRACE_S: Final = 1.0
+"""For the call that is under way when it is time to end."""
 
 NoteSpeed = Callable[[int, float], None]
 """Takes bytes read and the seconds that they took."""
@@ -77,3 +90,100 @@ def give_way() -> None:
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         os.sched_setscheduler(threading.get_native_id(), os.SCHED_BATCH, os.sched_param(0))
+
+
+class Turns(Generic[T]):
+    """What is put is taken in turn, by threads that nobody waits for, not even the end of the
+    process: what they call may hang."""
+
+    def __init__(
+        self, name: str, take: Callable[[Iterator[T]], None], num_threads: int = 1
+    ) -> None:
+        """`take` goes through what is put, in each thread."""
+        self._waiting: SimpleQueue[T | None] = SimpleQueue()
+        self._putting = threading.Lock()
+        self._is_closed = False
+        self._threads = [
+            threading.Thread(
+                target=take, args=[iter(self._waiting.get, None)], name=name, daemon=True
+            )
+            for _ in range(num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def num_waiting(self) -> int:
+        """Put, and not taken yet."""
+        return self._waiting.qsize()
+
+    def put(self, item: T) -> bool:
+        """False where it is closed."""
+        with self._putting:
+            if not self._is_closed:
+                self._waiting.put(item)
+            return not self._is_closed
+
+    def close(self, timeout_s: float) -> bool:
+        """Have what was put taken; whether the threads have ended by then. One that hangs is left
+        behind."""
+        with self._putting:
+            self._is_closed = True
+            for _ in self._threads:
+                self._waiting.put(None)
+        deadline = Deadline.after(timeout_s)
+        for thread in self._threads:
+            thread.join(deadline.remaining_s())
+        return not any(thread.is_alive() for thread in self._threads)
+
+
+class WriteBehind:
+    """Has every entry that comes into a tree written by a thread of its own, leased meanwhile.
+
+    What is evicted before its turn, or comes while too many wait, is late and not written.
+    """
+
+    def __init__(
+        self, tree: CacheTree, name: str, write: Callable[[Change, Lease], bool], clock: Clock
+    ) -> None:
+        """`write` says whether the entry was in time; what it raises is logged."""
+        self.num_late = 0
+        self.closes_at_s = inf
+        """From then on nothing is begun."""
+        self._tree: Final = tree
+        self._name: Final = name
+        self._write: Final = write
+        self._clock: Final = clock
+        self._turns: Turns[Change] = Turns(name, self._write_all)
+        there, self._unsubscribe = tree.subscribe(self._note)
+        for change in there:
+            self._note(change)
+
+    def close(self, timeout_s: float) -> bool:
+        """Write what waits until then; whether the thread has ended soon after. Idempotent."""
+        self._unsubscribe()
+        self.closes_at_s = self._clock() + timeout_s
+        return self._turns.close(timeout_s + GRACE_S)
+
+    def _note(self, change: Change) -> None:
+        """Called under the tree's lock."""
+        if change.added and (self._turns.num_waiting >= MAX_WAITING or not self._turns.put(change)):
+            self.num_late += 1
+
+    def _write_all(self, changes: Iterator[Change]) -> None:
+        give_way()
+        for change in changes:
+            try:
+                self.num_late += not self._is_written(change)
+            except Exception:
+                log.exception("%s: an entry was not written", self._name)
+
+    def _is_written(self, change: Change) -> bool:
+        deadline = Deadline.after(_MAX_WRITE_S, self._clock)
+        if self._clock() >= self.closes_at_s:
+            return False
+        lease = self._tree.lease(change.model, change.pages, self._name, deadline, is_use=False)
+        if lease is None:
+            return False
+        with lease:
+            return self._write(change, lease)

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import logging
-import queue
 import threading
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Final
 
@@ -20,25 +17,14 @@ from cachetree.disk.store import DiskStore
 from cachetree.errors import DeadlineExceeded, FetchError, StaleEntry
 from cachetree.ids import DISK, Location, ModelId, PageHash, Span, Step
 from cachetree.memory import Staging
-from cachetree.tier import NoteSpeed, Search, give_way
-from cachetree.tree import CacheTree, Change
+from cachetree.tier import GRACE_S, MAX_WAITING, NoteSpeed, Search, Turns, WriteBehind
+from cachetree.tree import CacheTree, Change, Lease
 
 log = logging.getLogger(__name__)
 
-_MAX_WAITING: Final = 4096
-"""Entries that wait to be written; they hold page hashes, no pages."""
-_MAX_WRITE_S: Final = 60.0
 _MAX_CLOSE_S: Final = 5.0
-_GRACE_S: Final = 1.0
-"""For the call that was under way then."""
 NUM_READERS: Final = 2
 _MAX_PROMOTIONS: Final = 64
-
-
-@dataclass(frozen=True, slots=True)
-class _Use:
-    model: ModelId
-    pages: Sequence[PageHash]
 
 
 class DiskTier:
@@ -63,33 +49,18 @@ class DiskTier:
         self._tree = tree
         self._note_speed = note_speed
         self._clock = clock
-        self._waiting: queue.SimpleQueue[Change | _Use | None] = queue.SimpleQueue()
-        self._num_late = 0
         self._is_warm = False
         self._promotions = threading.BoundedSemaphore(_MAX_PROMOTIONS)
-        self._closes_at_s = float("inf")
         self._store: Final = DiskStore(tree.family, config, self._show)
-        self._reads: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._submitting = threading.Lock()
-        self._is_closed = False
-        # Nobody waits for a thread of a disk that hangs, not even the end of the process.
-        self._threads = [
-            threading.Thread(target=self._read_for_ever, name="cachetree-disk-read", daemon=True)
-            for _ in range(NUM_READERS)
-        ]
-        self._threads.append(
-            threading.Thread(target=self._write_for_ever, name="cachetree-disk-write", daemon=True)
+        self._behind = WriteBehind(tree, "cachetree-disk-write", self._write, clock)
+        self._reads: Turns[Callable[[], object]] = Turns(
+            "cachetree-disk-read", self._read_all, NUM_READERS
         )
-        there, self._unsubscribe = tree.subscribe(self._enqueue)
-        for change in there:
-            self._enqueue(change)
         self._reads.put(self._warm_up)
-        for thread in self._threads:
-            thread.start()
 
     def fetch(self, model: ModelId, pages: Sequence[PageHash], staging: Staging) -> None:
         """Fill `staging` from disk in a thread; what goes wrong fails it."""
-        if not self._submit(partial(self._fetch, model, pages, staging)):
+        if not self._reads.put(partial(self._fetch, model, pages, staging)):
             staging.fail(FetchError("this cache is closed"))
 
     def has(self, model: ModelId, page: PageHash) -> bool:
@@ -106,12 +77,12 @@ class DiskTier:
         """
         if not self._promotions.acquire(blocking=False):
             return False
-        return self._submit(partial(self._promote_and_tell, model, page, deadline, done))
+        return self._reads.put(partial(self._promote_and_tell, model, page, deadline, done))
 
     def note_use(self, model: ModelId, pages: Sequence[PageHash]) -> None:
         """These pages were read from memory: on disk too they are not the ones to go."""
-        if self._waiting.qsize() < _MAX_WAITING:
-            self._waiting.put(_Use(model, pages))
+        if self._reads.num_waiting < MAX_WAITING:
+            self._reads.put(partial(self._store.find, model, pages))
 
     def search(self, pages: Sequence[PageHash]) -> Search:
         """Over: the tree knows of every entry on disk."""
@@ -121,12 +92,12 @@ class DiskTier:
         self, model: ModelId | None, pages: Sequence[PageHash], done: Callable[[int], None]
     ) -> None:
         """As `CacheTree.evict`, in a thread that then calls `done` with the bytes given up."""
-        if not self._submit(partial(self._evict, model, pages, done)):
+        if not self._reads.put(partial(self._evict, model, pages, done)):
             done(0)
 
     def status(self) -> DiskStatus:
         return msgspec.structs.replace(
-            self._store.status(), num_late_entries=self._num_late, is_warm=self._is_warm
+            self._store.status(), num_late_entries=self._behind.num_late, is_warm=self._is_warm
         )
 
     def close(self) -> None:
@@ -134,27 +105,12 @@ class DiskTier:
 
         A disk that does not answer in that time is left as it is; the directory stays locked.
         """
-        self._unsubscribe()
-        self._closes_at_s = self._clock() + _MAX_CLOSE_S
-        self._waiting.put(None)
-        with self._submitting:
-            self._is_closed = True
-            for _ in range(NUM_READERS):
-                self._reads.put(None)
-        ends = Deadline.after(_MAX_CLOSE_S + _GRACE_S, time.monotonic)
-        for thread in self._threads:
-            thread.join(ends.remaining_s())
-        if any(thread.is_alive() for thread in self._threads):
-            log.warning("%s does not answer; it is left as it is", self._store.config.path)
-        else:
+        ends = Deadline.after(_MAX_CLOSE_S + GRACE_S)
+        is_written = self._behind.close(_MAX_CLOSE_S)
+        if self._reads.close(ends.remaining_s()) and is_written:
             self._store.close()
-
-    def _submit(self, read: Callable[[], None]) -> bool:
-        """False where this tier is closed."""
-        with self._submitting:
-            if not self._is_closed:
-                self._reads.put(read)
-            return not self._is_closed
+        else:
+            log.warning("%s does not answer; it is left as it is", self._store.config.path)
 
     # Called under the lock of the store, and of the tree.
 
@@ -164,47 +120,21 @@ class DiskTier:
         else:
             self._tree.drop_remote(DISK, change.model, change.pages)
 
-    def _enqueue(self, change: Change) -> None:
-        if not change.added:
-            return
-        if self._waiting.qsize() < _MAX_WAITING:
-            self._waiting.put(change)
-        else:
-            self._num_late += 1
-
     # In the writer's thread.
 
-    def _write_for_ever(self) -> None:
-        give_way()
-        while (item := self._waiting.get()) is not None:
-            try:
-                if isinstance(item, _Use):
-                    self._store.find(item.model, item.pages)
-                elif self._clock() < self._closes_at_s:
-                    self._write(item)
-            except Exception:
-                log.exception("an entry was not written to disk")
-
-    def _write(self, change: Change) -> None:
-        deadline = Deadline.after(_MAX_WRITE_S, self._clock)
-        lease = self._tree.lease(
-            change.model, change.pages, "the disk's writer", deadline, is_use=False
-        )
-        if lease is None:
-            self._num_late += 1
-            return
-        with lease:
-            try:
-                self._store.write(
-                    change.model, change.parent, change.pages, change.e_layers, lease.views
-                )
-            except StaleEntry:
-                self._num_late += 1
+    def _write(self, change: Change, lease: Lease) -> bool:
+        try:
+            self._store.write(
+                change.model, change.parent, change.pages, change.e_layers, lease.views
+            )
+        except StaleEntry:
+            return False
+        return True
 
     # In a reader's thread.
 
-    def _read_for_ever(self) -> None:
-        while (read := self._reads.get()) is not None:
+    def _read_all(self, reads: Iterator[Callable[[], object]]) -> None:
+        for read in reads:
             try:
                 read()
             except Exception:
@@ -239,7 +169,7 @@ class DiskTier:
 
     def _promote(self, model: ModelId, page: PageHash, deadline: Deadline) -> None:
         for entry in self._store.line(model, page):
-            is_late = deadline.has_passed or self._clock() >= self._closes_at_s
+            is_late = deadline.has_passed or self._clock() >= self._behind.closes_at_s
             if is_late or not self._promote_entry(entry):
                 return
 
@@ -302,7 +232,7 @@ class DiskTier:
             for entry in self._store.entries():
                 record = entry.record
                 has_room = self._tree.num_bytes + record.layout.num_bytes <= self._tree.host_bytes
-                if not has_room or self._clock() >= self._closes_at_s:
+                if not has_room or self._clock() >= self._behind.closes_at_s:
                     return
                 self._promote_entry(entry)
         finally:

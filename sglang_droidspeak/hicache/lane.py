@@ -1,13 +1,11 @@
-"""One way to a backend: a thread that goes it, slots for what it carries, and a guard before it."""
+"""One way to a backend: slots for what goes it, and a guard before it."""
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Final
 
 from cachetree import Clock, ModelId, PageHash, Step
 from sglang_droidspeak.hicache.guard import Guard
@@ -15,8 +13,6 @@ from sglang_droidspeak.hicache.objects import Objects, Piece
 
 if TYPE_CHECKING:
     from sglang_droidspeak.engine.hicache import Backend
-
-T = TypeVar("T")
 
 Count = Callable[[str, int], None]
 """Takes a result, and how many objects had it; from any thread."""
@@ -78,27 +74,3 @@ class Lane:
     def _told(self, batch: Sequence[Piece]) -> tuple[list[str], range, list[int]]:
         sizes = [self.objects.size(it.step) for it in batch]
         return [it.key for it in batch], self.slots[: len(batch)], sizes
-
-
-class Turns(Generic[T]):
-    """What is put is taken in turn, by a thread of its own."""
-
-    def __init__(self, name: str, take: Callable[[Iterator[T]], None]) -> None:
-        """`take` goes through them all, in the thread."""
-        self._waiting: queue.SimpleQueue[T | None] = queue.SimpleQueue()
-        items = iter(self._waiting.get, None)
-        self._thread = threading.Thread(target=take, args=[items], name=name, daemon=True)
-        self._thread.start()
-
-    @property
-    def num_waiting(self) -> int:
-        return self._waiting.qsize()
-
-    def put(self, item: T) -> None:
-        self._waiting.put(item)
-
-    def close(self, timeout_s: float) -> bool:
-        """Whether the thread has ended; one that hangs in the backend is left behind."""
-        self._waiting.put(None)
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 
-from cachetree import DeadlineExceeded, FetchError, ModelId, NoteSpeed, PageHash, StaleEntry
+from cachetree import DeadlineExceeded, FetchError, ModelId, NoteSpeed, PageHash, StaleEntry, Turns
 from cachetree.memory import Staging
 from cachetree.transport import LogLimiter
-from sglang_droidspeak.hicache.lane import Lane, Turns
+from sglang_droidspeak.hicache.lane import Lane
 from sglang_droidspeak.hicache.objects import Piece
 
 log = logging.getLogger(__name__)
@@ -29,19 +29,15 @@ class Reader:
         self._lane = lane
         self._lose = lose
         self._note_speed = note_speed
-        self._is_closed = False
         self._lines = LogLimiter(lane.clock)
         self._turns: Turns[_Fetch] = Turns("hicache-read", self._read_all)
 
     def fetch(self, model: ModelId, pages: Sequence[PageHash], staging: Staging) -> None:
-        if self._is_closed or self._lane.guard.is_open:
+        if self._lane.guard.is_open or not self._turns.put((model, pages, staging)):
             staging.fail(FetchError("the HiCache backend is paused or closed"))
-        else:
-            self._turns.put((model, pages, staging))
 
     def close(self, timeout_s: float) -> bool:
         """Whether the thread has ended; one that hangs in the backend is left behind."""
-        self._is_closed = True
         return self._turns.close(timeout_s)
 
     # In the thread.

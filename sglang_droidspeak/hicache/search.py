@@ -13,10 +13,10 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Final
 
-from cachetree import Clock, Deadline, Kind, Location, ModelId, PageHash, Search, Step
+from cachetree import Clock, Deadline, Kind, Location, ModelId, PageHash, Search, Step, Turns
 from cachetree.planning import Match
 from cachetree.tree import CacheTree
-from sglang_droidspeak.hicache.lane import Lane, Turns
+from sglang_droidspeak.hicache.lane import Lane
 from sglang_droidspeak.hicache.writer import Show
 
 WAIT_S: Final = 0.1

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Sequence
-from queue import SimpleQueue
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
-from cachetree import FetchError
+from cachetree import FetchError, Turns
 from sglang_droidspeak.engine.names import LayerWiseLoadCounter
 from sglang_droidspeak.request.load import Load
 
@@ -32,15 +30,13 @@ class Loader:
         self._num_layers = num_layers
         self._copies = copies
         self.counter = LayerWiseLoadCounter(num_layers, self._copies.forward_waits)
-        self._queue: SimpleQueue[tuple[int, Sequence[Load]] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="droidspeak-loader", daemon=True)
-        self._thread.start()
+        self._turns: Turns[tuple[int, Sequence[Load]]] = Turns("droidspeak-loader", self._run)
 
     def start(self, loads: Sequence[Load]) -> int:
         """Begin them; returns the index that the batch's forward waits on."""
         index = self.counter.update_producer()
         self._copies.wait_for_forwards()
-        self._queue.put((index, loads))
+        self._turns.put((index, loads))
         return index
 
     def read_by_current_stream(self, index: int) -> None:
@@ -58,13 +54,11 @@ class Loader:
         self._copies.forget(index)
 
     def close(self) -> None:
-        self._queue.put(None)
-        self._thread.join(timeout=10)
+        self._turns.close(10)
 
-    def _run(self) -> None:
+    def _run(self, batches: Iterator[tuple[int, Sequence[Load]]]) -> None:
         with torch.inference_mode():
-            while (item := self._queue.get()) is not None:
-                index, loads = item
+            for index, loads in batches:
                 for layer in range(self._num_layers):
                     try:
                         with self._copies.of(index, layer):

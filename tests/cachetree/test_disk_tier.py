@@ -288,7 +288,7 @@ def test_a_disk_that_hangs_hinders_no_close(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("cachetree.disk.tier._MAX_CLOSE_S", 0.1)
-    monkeypatch.setattr("cachetree.disk.tier._GRACE_S", 0.1)
+    monkeypatch.setattr("cachetree.tier.GRACE_S", 0.1)
     cache = open_cache(tmp_path)
     store_and_wait(cache, prompt(0))
     cache.tree.evict()
