@@ -35,8 +35,6 @@ _RATE_S: Final = 0.2
 """How long a fetch has to run before its rate tells when it will end."""
 _ANSWER_S: Final = 0.1
 """A worker that has sent nothing for so long counts as failing."""
-_MARGIN: Final = 1.05
-"""How much longer than predicted the rest of a fetch may take without holding up a forward."""
 
 
 @dataclass(eq=False)
@@ -82,11 +80,9 @@ class Arrivals:
             return Phase.READY
         if request.is_impatient:
             return self._too_late(request, arrival)
-        recompute_s = self._recompute_s(request.plan)
-        if recompute_s is None or not arrival.num_landed_bytes:
+        recompute_s, rest_s = self._recompute_s(request.plan), arrival.rest_s
+        if recompute_s is None or rest_s == math.inf:
             return Phase.FETCHING
-        num_left = arrival.num_bytes - arrival.num_landed_bytes
-        rest_s = arrival.elapsed_s * num_left / arrival.num_landed_bytes * _MARGIN
         if request.plan.strategy is Strategy.PIPELINED and arrival.has_e:
             rest_s -= recompute_s
             if rest_s <= 0:

@@ -120,17 +120,24 @@ class ForwardPass:
         return started_s, stopped_s
 
     def _wait_staged(self, loads: Mapping[int, Load]) -> list[FetchError | None]:
-        """Why each has to be prefilled in full, if it has to: on all ranks or on none."""
+        """Why each has to be prefilled in full, if it has to: on all ranks or on none.
+
+        Where the recompute took less than was predicted, a steady link still brings the rest: the
+        batch waits for it, as a full prefill would hold it up for longer.
+        """
         now_s = time.monotonic()
-        errors = [
-            it.wait_staged(Deadline(now_s + min(self._forward_wait_s, it.patience_s)))
-            for it in loads.values()
-        ]
+        errors = [it.wait_staged(Deadline(now_s + self._most_s(it))) for it in loads.values()]
         have_landed = self._ranks.least([error is None for error in errors])
         return [
             error if landed or error is not None else FetchError("another rank lacks a part of it")
             for error, landed in zip(errors, have_landed, strict=True)
         ]
+
+    def _most_s(self, load: Load) -> float:
+        """Beyond what the rest takes at its rate so far, which no stall can make long."""
+        arrival = load.source.arrival
+        rest_s = min(arrival.rest_s, arrival.elapsed_s)
+        return min(rest_s + self._forward_wait_s, load.patience_s)
 
     def _run(self, batch: ScheduleBatch, prefixes: Sequence[BlockTokens]) -> None:
         if not prefixes:

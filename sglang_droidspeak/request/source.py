@@ -8,6 +8,7 @@ release    nobody reads it any more
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,6 +31,10 @@ if TYPE_CHECKING:
     from sglang_droidspeak.store.rows import ServerPool
 
 
+_MARGIN: Final = 1.05
+"""How much longer than predicted the rest of a fetch may take without holding up a forward."""
+
+
 @dataclass(frozen=True, slots=True)
 class Arrival:
     """What has come of a plan's steps."""
@@ -49,6 +54,14 @@ class Arrival:
     @property
     def elapsed_s(self) -> float:
         return time.monotonic() - self.started_s
+
+    @property
+    def rest_s(self) -> float:
+        """That the rest takes at the rate of what has come; infinity where nothing has."""
+        num_left = self.num_bytes - self.num_landed_bytes
+        if num_left and not self.num_landed_bytes:
+            return math.inf
+        return num_left and self.elapsed_s * num_left / self.num_landed_bytes * _MARGIN
 
 
 class Landing(NamedTuple):

@@ -122,7 +122,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     server's own prefills, or `flashinfer`, one of FlashInfer beside any other. It is made and run
     at start, and its device memory (of FlashInfer 384 MiB to 2 GiB) is left out of the KV pool."""
     forward_wait_s: float = 0.05
-    """Longest that a forward waits for layers predicted to have arrived; then full prefill."""
+    """Longest that a forward waits for layers beyond when they arrive at the rate so far; then full
+    prefill."""
     ttft_target_ms: float | None = None
     """While no request waits, recompute as many layers as meet this; none recomputes what the
     profile recommends."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -14,6 +15,7 @@ from request_parts import loading
 from test_waiting import request
 
 from cachetree.clock import Deadline
+from cachetree.errors import FetchError
 from cachetree.ids import Location, ModelId, Span
 from cachetree.memory.staging import Staging
 from cachetree.planning.plan import Plan
@@ -73,7 +75,7 @@ class Prefills:
 
 
 class Rig:
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, forward_wait_s: float = 10.0) -> None:
         self.rows, self.prefills = Rows(), Prefills()
         self.released: list[Staging] = []
         monkeypatch.setattr(forward, "PartialPrefill", lambda *_: self.prefills)
@@ -84,7 +86,7 @@ class Rig:
         self.provenance = Provenance(1024, "cpu")
         server = SimpleNamespace(
             identity=SimpleNamespace(num_layers=NUM_LAYERS),
-            settings=SimpleNamespace(forward_wait_s=10.0, recompute_attention="server"),
+            settings=SimpleNamespace(forward_wait_s=forward_wait_s, recompute_attention="server"),
         )
         table = torch.zeros(1, 128, dtype=torch.int64)
         table[0, :NUM_TOKENS] = SLOTS
@@ -103,9 +105,10 @@ class Rig:
         )
         self.req = request()
 
-    def loading(self) -> Request:
+    def loading(self, num_landed: int | None = None) -> Request:
+        """With so many of its steps, or all."""
         staging = Staging(dict.fromkeys(PLAN.steps, NUM_TOKENS), Deadline.after(60))
-        for step in PLAN.steps:
+        for step in PLAN.steps[:num_landed]:
             staging.write(step, 0, memoryview(bytes(NUM_TOKENS)))
         staging.release = lambda: self.released.append(staging)  # type: ignore[attr-defined]
         source = Staged(PLAN, self.pool, staging)
@@ -146,6 +149,14 @@ class Rig:
 @pytest.fixture
 def rig(monkeypatch: pytest.MonkeyPatch):
     it = Rig(monkeypatch)
+    yield it
+    it.loader.close()
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch):
+    """It waits for no more than what is under way."""
+    it = Rig(monkeypatch, forward_wait_s=HASTY_S)
     yield it
     it.loader.close()
 
@@ -211,3 +222,46 @@ def test_a_copy_that_fails_under_the_forward_is_no_result(rig: Rig) -> None:
     rig.loader.finish(index)
     assert not rig.forward.done(index)
     assert_reuse_works(rig)
+
+
+HASTY_S = 0.01
+FETCHED_S = 0.4
+"""That two of three steps took; the third is expected in half of it."""
+
+
+def test_a_forward_waits_for_what_still_comes_at_its_rate(hasty: Rig) -> None:
+    it = hasty.loading(num_landed=2)
+    time.sleep(FETCHED_S)
+    late = [PLAN.steps[-1], 0, memoryview(bytes(NUM_TOKENS))]
+    threading.Timer(FETCHED_S / 4, it.source.staging.write, late).start()
+    assert hasty.end(hasty.launch(it))
+    assert hasty.prefills.blocks == [PLAN.block]
+    assert not it.load.cause
+
+
+def test_a_forward_does_not_wait_for_a_link_that_stalls(hasty: Rig) -> None:
+    it = hasty.loading(num_landed=2)
+    time.sleep(FETCHED_S)
+    assert hasty.end(hasty.launch(it))
+    assert hasty.prefills.blocks[-1] == EVERYTHING
+    assert it.load.cause == "ForwardWaitExceeded"
+
+
+@pytest.mark.parametrize(("num_landed", "share"), [(3, 0.0), (2, 0.525), (1, 1.0), (0, 1.0)])
+def test_a_forward_waits_at_most_as_long_as_the_fetch_took(
+    hasty: Rig, num_landed: int, share: float
+) -> None:
+    """Of one step in three, the rest would take twice as long."""
+    it, waits_s = hasty.loading(num_landed), []
+    source = it.source
+    time.sleep(FETCHED_S)
+
+    def wait_all(deadline: Deadline) -> None:
+        waits_s.append(deadline.remaining_s())
+        raise FetchError("a test")
+
+    source.wait_all = wait_all  # type: ignore[method-assign]
+    least_s = source.arrival.elapsed_s
+    hasty.end(hasty.launch(it))
+    most_s = source.arrival.elapsed_s
+    assert share * least_s - 0.1 <= waits_s[0] <= share * most_s + HASTY_S
