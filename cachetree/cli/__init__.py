@@ -9,9 +9,10 @@ from importlib.metadata import version
 
 from cachetree.cli import ask, bench, keygen, serve
 from cachetree.cli.serve import parse_config
+from cachetree.cli.show import show, show_json
 from cachetree.errors import CacheTreeError
 
-__all__ = ["main", "parse_config", "parser"]
+__all__ = ["main", "parse_config", "parser", "show", "show_json"]
 
 
 def parser() -> argparse.ArgumentParser:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from cachetree import CacheTreeError
 from cachetree.checkpoint import read_model_identity
 from profiles import cli as profiler
 from sglang_droidspeak.cli import demo, doctor, explain, guard, live, serve
-from sglang_droidspeak.cli.terminal import complain, show, show_json
+from sglang_droidspeak.cli.terminal import complain, show, tell
 from sglang_droidspeak.fleet.fleet import read_fleet, shared_cores, specs
 from sglang_droidspeak.fleet.servers import ServerFailed, running, terminable
 
@@ -40,14 +41,14 @@ def parser() -> argparse.ArgumentParser:
         action="version",
         version=f"droidspeak {version('sglang-droidspeak')} for SGLang {version('sglang')}",
     )
-    commands = top.add_subparsers(dest="command", required=True)
+    exact = partial(argparse.ArgumentParser, allow_abbrev=False)
+    commands = top.add_subparsers(dest="command", required=True, parser_class=exact)
     demo.add_parser(commands)
     identity = commands.add_parser(
         "identity",
         help="print the model id of a checkpoint and what decides it",
         description="The id by which profiles, requests and metrics name a model. It is computed "
         "from the checkpoint's content; its folder's name means nothing.",
-        allow_abbrev=False,
     )
     identity.add_argument("path", type=Path, metavar="PATH", help="checkpoint folder")
     identity.add_argument("--adapter", type=Path, metavar="PATH", help="PEFT adapter on it")
@@ -60,7 +61,6 @@ def parser() -> argparse.ArgumentParser:
         description="Start every worker (`cachetree serve`) and every engine "
         "(`sglang.launch_server`) of a file such as examples/fleet.yaml, wait until all are ready, "
         "say so in a table, and tell when one of them ends. Ctrl-C ends them all.",
-        allow_abbrev=False,
     )
     up.add_argument(
         "file", type=Path, metavar="FILE", help="YAML: programs, workers and engines by name"
@@ -100,9 +100,5 @@ def _up(args: argparse.Namespace) -> int:
 def _identity(args: argparse.Namespace) -> int:
     identity = read_model_identity(args.path, adapter=args.adapter)
     fields = {"model_id": identity.model_id, **msgspec.structs.asdict(identity)}
-    if args.json:
-        show_json(fields)
-    else:
-        for name, value in fields.items():
-            show(f"{name:20} {value}")
+    tell(args, fields, (f"{name:20} {value}" for name, value in fields.items()))
     return 0

@@ -34,6 +34,11 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
     remedy: str = ""
 
 
+def line(it: Check) -> str:
+    remedy = f"; {it.remedy}" if it.remedy else ""
+    return f"{'ok   ' if it.ok else 'WRONG'} {it.name}: {it.found}{remedy}"
+
+
 def _check(name: str, ok: bool, found: str, remedy: str) -> Check:
     return Check(name=name, ok=ok, found=found, remedy="" if ok else remedy)
 

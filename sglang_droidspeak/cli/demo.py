@@ -22,7 +22,6 @@ def add_parser(commands: Any) -> None:
         "the block of all layers. Without a pair it takes the real one that `make real` makes in "
         "a clone, or else the small one, and times a randomly initialised pair of 12 layers × "
         "768 as well. Exit status 1 where a check does not hold.",
-        allow_abbrev=False,
     )
     demo.set_defaults(run=_demo)
     pair = demo.add_argument_group("your own pair (all four, or none)")

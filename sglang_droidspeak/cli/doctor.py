@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_droidspeak.cli import checks, live
-from sglang_droidspeak.cli.terminal import complain, show, show_json
+from sglang_droidspeak.cli.terminal import complain, show, tell
 
 
 def add_parser(commands: Any) -> None:
@@ -21,7 +21,6 @@ def add_parser(commands: Any) -> None:
         "something is wrong; then exit status 1. With --sglang, instead: compare what this "
         "package hooks, calls and reads of SGLang with the source of the installed one, or of one "
         "that was unpacked into a folder.",
-        allow_abbrev=False,
     )
     doctor.add_argument(
         "--config", type=Path, metavar="FILE", help="as `sglang.launch_server --config` takes it"
@@ -53,12 +52,7 @@ def _doctor(args: argparse.Namespace) -> int:
         found += checks.configuration(args.config)
     for url in args.url:
         found += checks.running(url, args.api_key)
-    if args.json:
-        show_json(found)
-    else:
-        for it in found:
-            remedy = f"; {it.remedy}" if it.remedy else ""
-            show(f"{'ok   ' if it.ok else 'WRONG'} {it.name}: {it.found}{remedy}")
+    tell(args, found, map(checks.line, found))
     return int(not all(it.ok for it in found))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from cachetree import ConfigError
 from sglang_droidspeak.cli import live
-from sglang_droidspeak.cli.terminal import show, show_json
+from sglang_droidspeak.cli.terminal import tell
 
 
 def add_parser(commands: Any) -> None:
@@ -20,7 +20,6 @@ def add_parser(commands: Any) -> None:
         "cache: who had how much of the prompt, which ways there were, what each was predicted to "
         "take, what was measured, and what to do. The server knows the last 1,000 requests that it "
         "answered. With --text, what would become of a prompt if it came now.",
-        allow_abbrev=False,
     )
     explain.add_argument(
         "request", nargs="?", metavar="REQUEST_ID", help="`id` of its answer's `meta_info`"
@@ -43,11 +42,7 @@ def add_parser(commands: Any) -> None:
 
 def _explain(args: argparse.Namespace) -> int:
     told = live.post(args, "/droidspeak/explain", _question(args))
-    if args.json:
-        show_json(told)
-    else:
-        for line in lines(told):
-            show(line)
+    tell(args, told, lines(told))
     return 0
 
 

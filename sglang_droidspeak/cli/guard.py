@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from sglang_droidspeak.cli import live
-from sglang_droidspeak.cli.terminal import show, show_json
+from sglang_droidspeak.cli.terminal import tell
 from sglang_droidspeak.guard.detector import strength
 from sglang_droidspeak.guard.messages import ALL, GuardState
 
@@ -22,7 +22,6 @@ def add_parser(commands: Any) -> None:
         "runs, plan by plan, and which plans are in service. Exit status 1 where the drift guard "
         "has taken one out of service. With --reset, all plans of the pairs of one sender, or of "
         "all, are in service again, and nothing speaks against them.",
-        allow_abbrev=False,
     )
     guard.add_argument("url", metavar="URL", help="of SGLang, such as http://127.0.0.1:30000")
     guard.add_argument("--reset", metavar="SENDER", help=f"a sender's model id, or `{ALL}`")
@@ -34,11 +33,7 @@ def add_parser(commands: Any) -> None:
 def _guard(args: argparse.Namespace) -> int:
     told = live.post(args, "/droidspeak/guard", {} if args.reset is None else {"reset": args.reset})
     state = msgspec.convert(told, GuardState)
-    if args.json:
-        show_json(told)
-    else:
-        for line in lines(state):
-            show(line)
+    tell(args, told, lines(state))
     return int(any(it.num_left < len(it.plans) for it in state.pairs))
 
 

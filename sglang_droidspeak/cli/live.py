@@ -26,7 +26,6 @@ def add_parser(commands: Any) -> None:
         help="show how the peers of a running server are doing",
         description="Ask a running SGLang server which workers it reads from and how they are "
         "doing. Exit status 1 where one of them is not ready.",
-        allow_abbrev=False,
     )
     peers.add_argument("url", metavar="URL", help="of SGLang, such as http://127.0.0.1:30000")
     add_key(peers)

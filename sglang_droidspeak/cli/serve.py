@@ -30,7 +30,6 @@ def add_parser(commands: Any) -> None:
         help="start an SGLang server that shares its cache",
         description="Check the settings, then become `python -m sglang.launch_server` with them. "
         "Mistakes end it with one line before anything is loaded.",
-        allow_abbrev=False,
     )
     serve.add_argument("--model", required=True, metavar="PATH", help="checkpoint to serve")
     serve.add_argument(

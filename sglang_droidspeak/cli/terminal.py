@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
+from collections.abc import Iterable
 
-import msgspec
+from cachetree.cli import show, show_json
+
+__all__ = ["complain", "show", "tell"]
 
 
-def show(line: str) -> None:
-    print(line, flush=True)  # noqa: T201
-
-
-def show_json(value: object) -> None:
-    """One line."""
-    show(msgspec.json.encode(value).decode())
+def tell(args: argparse.Namespace, told: object, lines: Iterable[str]) -> None:
+    """With `--json` one line of it, else lines for a person."""
+    if args.json:
+        show_json(told)
+    else:
+        for line in lines:
+            show(line)
 
 
 def complain(text: str) -> None:
