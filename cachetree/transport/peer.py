@@ -80,9 +80,11 @@ class Peer:
             )
         self._config = config
         self._clock = clock
-        self._state = PeerState.CONNECTING
+        self.state = PeerState.CONNECTING
+        """From any thread."""
         self._changed = threading.Condition()
-        self._error: CacheTreeError | None = None
+        self.error: CacheTreeError | None = None
+        """Why the peer is not ready, or why it last was not."""
         self._epoch = 0
         self._model = ""
         self._view = RemoteView(tree, address)
@@ -108,16 +110,6 @@ class Peer:
         self._thread.start()
 
     @property
-    def state(self) -> PeerState:
-        """From any thread."""
-        return self._state
-
-    @property
-    def error(self) -> CacheTreeError | None:
-        """Why the peer is not ready, or why it last was not."""
-        return self._error
-
-    @property
     def link(self) -> Link | None:
         """What a fetch takes while there is no other; None before the first. From any thread."""
         return self._fetches.free_link
@@ -128,8 +120,8 @@ class Peer:
         connection = self._connection
         return PeerStatus(
             address=self.address,
-            state=self._state,
-            error=str(self._error or ""),
+            state=self.state,
+            error=str(self.error or ""),
             probe_in_s=self._breaker.probe_in_s,
             epoch=self._epoch,
             model=self._model,
@@ -148,8 +140,8 @@ class Peer:
     def wait_ready(self, timeout_s: float) -> bool:
         """Block until the peer is ready, or cannot become it; whether it is."""
         with self._changed:
-            self._changed.wait_for(lambda: self._state is not PeerState.CONNECTING, timeout_s)
-            return self._state is PeerState.READY
+            self._changed.wait_for(lambda: self.state is not PeerState.CONNECTING, timeout_s)
+            return self.state is PeerState.READY
 
     def fetch(self, model: ModelId, pages: Sequence[PageHash], staging: Staging) -> None:
         """Have the steps of `staging` land in order, each for all of `pages`. Returns at once.
@@ -158,11 +150,11 @@ class Peer:
         the protocol or is late; `staging.cancel` stops the stream.
         """
         with self._changed:
-            if not self._is_closing and self._state is not PeerState.REFUSED:
+            if not self._is_closing and self.state is not PeerState.REFUSED:
                 self._requests.append((model, pages, staging))
                 self._wakeup.wake()
                 return
-        staging.fail(FetchError(f"{self._who} is {self._state.value}"))
+        staging.fail(FetchError(f"{self._who} is {self.state.value}"))
 
     def push(self) -> None:
         """From now on, store there what is in the tree and what comes into it. Returns at once."""
@@ -184,7 +176,7 @@ class Peer:
 
     def _run(self) -> None:
         try:
-            while self._clock() < self._ends_at_s and self._state is not PeerState.REFUSED:
+            while self._clock() < self._ends_at_s and self.state is not PeerState.REFUSED:
                 try:
                     self._turn()
                 except (FamilyMismatch, ConfigError) as exc:
@@ -204,7 +196,7 @@ class Peer:
         self._stores.close()
         if num_waiting := self._stores.status.num_waiting:
             log.info("%d entries were not pushed to %s", num_waiting, self.address)
-        if self._state is not PeerState.REFUSED:
+        if self.state is not PeerState.REFUSED:
             if self._connection is not None:
                 self._connection.send(wire.Bye(reason="closing"))
             self._lose(FetchError(f"{self._who} is closed here"), PeerState.CLOSED)
@@ -235,7 +227,7 @@ class Peer:
         if self._breaker.is_open:
             connection.send(wire.Bye(reason="too many errors"))
             raise FetchError(f"it failed too often, the last time: {self._breaker.error}")
-        if self._state is PeerState.READY:
+        if self.state is PeerState.READY:
             self._fetches.resume()
             self._stores.turn(connection)
         if (end := connection.end(self._who)) is not None:
@@ -244,7 +236,7 @@ class Peer:
 
     def _timeout_s(self) -> float:
         timeout_s = min(self._config.heartbeat_s, self._config.connect_s, self._fetches.timeout_s())
-        if self._state is PeerState.READY:
+        if self.state is PeerState.READY:
             timeout_s = min(timeout_s, self._stores.timeout_s())
         return max(0.0, min(timeout_s, self._ends_at_s - self._clock()))
 
@@ -258,7 +250,7 @@ class Peer:
         self._accept()
         if self._clock() < self._attempt_at_s:
             return
-        if self._state is PeerState.RESTING:
+        if self.state is PeerState.RESTING:
             self._set_state(PeerState.CONNECTING)
         hello = wire.hello(self._tree.family, self._config.model, epoch=0)
         self._connection = self._fetches.link = Connection(
@@ -315,7 +307,7 @@ class Peer:
         self._counts.num_resyncs += isinstance(message, wire.Reset)
         if isinstance(message, wire.Entries):
             connection.send(wire.Learned())
-        if self._view.is_synced and self._state is not PeerState.READY:
+        if self._view.is_synced and self.state is not PeerState.READY:
             self._backoff.reset()
             self._set_state(PeerState.READY)
             self._log.rise()
@@ -325,15 +317,15 @@ class Peer:
         while self._requests:
             model, pages, staging = self._requests.popleft()
             self._counts.num_fetches += 1
-            if self._connection is None or self._state is not PeerState.READY:
-                because = f": {self._error}" if self._error else ""
-                error = FetchError(f"{self._who} is {self._state.value}{because}")
+            if self._connection is None or self.state is not PeerState.READY:
+                because = f": {self.error}" if self.error else ""
+                error = FetchError(f"{self._who} is {self.state.value}{because}")
                 self._fetches.refuse(staging, error)
             else:
                 self._fetches.begin(model, pages, staging)
 
     def _beat(self, connection: Connection) -> None:
-        is_ready = self._state is PeerState.READY
+        is_ready = self.state is PeerState.READY
         patience_s = self._config.silence_s if is_ready else self._config.connect_s
         connection.require_heard(patience_s, self._who)
         now_s = self._clock()
@@ -358,7 +350,7 @@ class Peer:
         self._stores.interrupt(error)
         if self._is_closing:
             self._ends_at_s = -math.inf
-        self._error = error
+        self.error = error
         self._set_state(state)
         failure = error if isinstance(error, FetchError) else FetchError(str(error))
         if state is PeerState.CONNECTING:
@@ -370,5 +362,5 @@ class Peer:
 
     def _set_state(self, state: PeerState) -> None:
         with self._changed:
-            self._state = state
+            self.state = state
             self._changed.notify_all()

@@ -152,9 +152,10 @@ class SendQueue:
                 self._send(batch)
                 num_bytes = sum(part.size for part in batch)
                 self._adapt(num_bytes, time.perf_counter() - begun_s)
-                self._num_written_messages += sum(map(_is_message, batch))
+                sent = [part.frame for part in batch if part.frame is not None]
+                self._num_written_messages += sum(it.id == frames.MESSAGE for it in sent)
                 self._written_bytes += num_bytes
-                del part, batch
+                del part, batch, sent
                 if self._is_awaited or self._parts.empty():
                     self._is_awaited = False
                     self._wake()
@@ -219,7 +220,3 @@ class SendQueue:
             self._batch_bytes = min(2 * self._batch_bytes, _MOST_BATCH_BYTES)
         elif seconds > 2 * _BATCH_S:
             self._batch_bytes = max(self._batch_bytes // 2, _LEAST_BATCH_BYTES)
-
-
-def _is_message(part: _Part) -> bool:
-    return part.frame is not None and part.frame.id == frames.MESSAGE

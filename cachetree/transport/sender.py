@@ -273,11 +273,10 @@ class SendScheduler:
             turn.stream.lease.release()
         self._draining.clear()
 
-    def _limit(self, stream: Stream) -> int:
-        return self._cap.limit(stream.flow.frame_bytes)
-
     def _can_send(self, turn: _Turn) -> bool:
-        return turn.stream.is_ready(self._limit(turn.stream)) and turn.channel.has_room
+        stream = turn.stream
+        limit = self._cap.limit(stream.flow.frame_bytes)
+        return stream.is_ready(limit) and turn.channel.has_room
 
     def _send(self, turn: _Turn) -> None:
         size = turn.stream.put(turn.channel, self._cap.limit(MAX_FRAME_BYTES))

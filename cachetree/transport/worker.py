@@ -162,7 +162,7 @@ class Worker:
             self._wakeup.close()
 
     def _turn(self) -> None:
-        self._router.wait(self._timeout_ms())
+        self._router.wait(round(1000 * min(_IDLE_S, self._scheduler.timeout_s())))
         self._turned_at_s = self._clock()
         self._wakeup.drain()
         for name, channel in self._router.arrivals():
@@ -181,9 +181,6 @@ class Worker:
         self._scheduler.send()
         self._expire()
 
-    def _timeout_ms(self) -> int:
-        return round(1000 * min(_IDLE_S, self._scheduler.timeout_s()))
-
     def _handle(self, received: Received) -> None:
         """Answer what needs no session."""
         identity, message, is_admin, host = received
@@ -195,7 +192,12 @@ class Worker:
             case wire.Hello():
                 self._greet(identity, message, host)
             case _ if isinstance(message, verbs.ToWorker):
-                self._admin.serve(message, self._answer_to(identity), is_admin=is_admin)
+                send = partial(self._router.send, identity)
+                self._admin.serve(
+                    message,
+                    lambda answer: self.call_soon_threadsafe(partial(send, answer)),
+                    is_admin=is_admin,
+                )
             case _:
                 self._router.send(identity, wire.Bye(reason="there is no session here; say hello"))
 
@@ -353,12 +355,6 @@ class Worker:
         """Once a minute, of each that it is about."""
         if self._log_limiter.may(about or line):
             log.warning("worker %s: %s", self.address, line)
-
-    def _answer_to(self, identity: bytes) -> Callable[[wire.ToPeer], None]:
-        """Replies from any thread."""
-        return lambda message: self.call_soon_threadsafe(
-            partial(self._router.send, identity, message)
-        )
 
     def call_soon_threadsafe(self, callback: Callable[[], object]) -> None:
         """From any thread: have it done in this one."""

@@ -48,17 +48,13 @@ def refusal(req: Req) -> str:
     return ""
 
 
-def pages_of(req: Req, num_tokens: int, page_size: int) -> list[PageHash]:
-    """Hashes of the whole pages among the request's first `num_tokens` tokens, for any model."""
-    return _pages(req, "", num_tokens, page_size)
-
-
 def own_pages_of(req: Req, num_tokens: int, page_size: int) -> list[PageHash]:
-    """The same as SGLang names them where it looks for the request's prefix."""
-    return _pages(req, place_of(req), num_tokens, page_size)
+    """As SGLang names them where it looks for the request's prefix."""
+    return pages_of(req, num_tokens, page_size, place_of(req))
 
 
-def _pages(req: Req, namespace: str, num_tokens: int, page_size: int) -> list[PageHash]:
+def pages_of(req: Req, num_tokens: int, page_size: int, namespace: str = "") -> list[PageHash]:
+    """Hashes of the whole pages among the request's first `num_tokens` tokens, for any model."""
     length = num_tokens // page_size * page_size
     if not length:
         return []
@@ -99,9 +95,7 @@ def is_approximate(req: Req) -> bool:
 def move(req: Req, *, approximate: bool) -> None:
     """Have SGLang look there from now on; while the request holds nothing of its tree."""
     if is_approximate(req) != approximate:
-        tenant = tenant_of(req)
-        setattr(req, _APPROXIMATE, approximate)
-        req.extra_key = tenant + place_of(req) or None
+        _note(req, _APPROXIMATE, approximate)
 
 
 def place_of(req: Req) -> str:
@@ -117,9 +111,7 @@ def approximate_of(req: Req) -> str:
 def join(req: Req, generation: str) -> None:
     """Have the request share approximate KV with those of its generation only; while the request
     holds nothing of SGLang's tree."""
-    tenant = tenant_of(req)
-    setattr(req, _GENERATION, generation)
-    req.extra_key = tenant + place_of(req) or None
+    _note(req, _GENERATION, generation)
 
 
 def invoked_at(req: Req) -> int | None:
@@ -129,9 +121,13 @@ def invoked_at(req: Req) -> int | None:
 
 def invoke(req: Req, at: int) -> None:
     """Have the request's adapter act from token `at` on; before SGLang looks for its prefix."""
+    _note(req, _INVOKED_AT, at)
+
+
+def _note(req: Req, name: str, value: object) -> None:
     tenant = tenant_of(req)
-    setattr(req, _INVOKED_AT, at)
-    req.extra_key = tenant + place_of(req)
+    setattr(req, name, value)
+    req.extra_key = tenant + place_of(req) or None
 
 
 def tenant_of(req: Req) -> str:

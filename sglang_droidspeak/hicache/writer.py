@@ -66,16 +66,12 @@ class Writer:
             if lane.clock() >= self._closes_at_s:
                 return False
             for index, piece in enumerate(batch):
-                payload = _leased(lease, piece.step, start + piece.page)
-                lane.objects.seal(piece.key, piece.step, payload, lane.memory(index))
+                page = start + piece.page
+                (payload,) = lease.views(piece.step, Span(page, page + 1))
+                lane.objects.seal(piece.key, piece.step, payload.cast("B"), lane.memory(index))
             is_taken = lane.write(batch)
             lane.count("written" if is_taken else "failed", len(batch))
             if not is_taken:
                 lane.guard.fail("it does not take what is written")
                 return False
         return True
-
-
-def _leased(lease: Lease, step: Step, page: int) -> memoryview:
-    (view,) = lease.views(step, Span(page, page + 1))
-    return view.cast("B")

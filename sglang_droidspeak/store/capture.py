@@ -53,18 +53,14 @@ class Provenance:
 
     def __init__(self, num_slots: int, device: torch.device | str) -> None:
         self._approximate = torch.zeros(num_slots, dtype=torch.bool, device=device)
-        self._any = False
-
-    @property
-    def any_approximate(self) -> bool:
-        return self._any
+        self.any_approximate = False
 
     def loaded(self, slots: torch.Tensor, slot_before: torch.Tensor, *, exact: bool) -> None:
         """`slots` now hold loaded or recomputed KV, after the token in `slot_before` (`[0..1]`)."""
-        self._any = self._any or not exact
-        if self._any and exact:
+        self.any_approximate = self.any_approximate or not exact
+        if self.any_approximate and exact:
             self._approximate[slots] = self._approximate[slot_before].any()
-        elif self._any:
+        elif self.any_approximate:
             self._approximate.index_fill_(0, slots, True)
 
     def inherit(self, batch: ScheduleBatch, req_to_token: torch.Tensor) -> torch.Tensor | None:
@@ -73,7 +69,7 @@ class Provenance:
         Returns of each row of a prefill whether what it reads is approximate, on the host as soon
         as the forward is over; None while nothing is.
         """
-        if not self._any:
+        if not self.any_approximate:
             return None
         rows = batch.req_pool_indices
         if batch.forward_mode == ForwardMode.DECODE:
@@ -93,16 +89,16 @@ class Provenance:
         return None
 
     def is_exact(self, slots: torch.Tensor) -> bool:
-        return not (self._any and bool(self._approximate[slots].any()))
+        return not (self.any_approximate and bool(self._approximate[slots].any()))
 
     def num_exact(self, slots: torch.Tensor) -> int:
         """How many leading slots are exact; waits for the device."""
-        marked = self._approximate[slots].nonzero() if self._any else ()
+        marked = self._approximate[slots].nonzero() if self.any_approximate else ()
         return int(marked[0]) if len(marked) else slots.shape[0]
 
     def reset(self) -> None:
         self._approximate.zero_()
-        self._any = False
+        self.any_approximate = False
 
 
 def correction_bytes(server: ThisServer, dtype: torch.dtype) -> int:

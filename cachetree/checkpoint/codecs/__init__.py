@@ -74,7 +74,7 @@ def _encode(codec: Codec, vectors: Tensor, into: Tensor) -> None:
         values = values @ _hadamard(values.shape[1], values.device)
     scale = _scale(values, codec)
     into[:, -SCALE_BYTES:] = scale.view(torch.uint8)
-    values = values * _inverse(scale.float())
+    values = values * torch.where(scale > 0, 1.0 / scale.float(), 0.0)
     payload = into[:, :-SCALE_BYTES]
     if codec is Codec.INT8:
         payload.view(torch.int8).copy_(values.round_().clamp_(-_INT8_MAX, _INT8_MAX))
@@ -103,11 +103,6 @@ def _scale(values: Tensor, codec: Codec) -> Tensor:
     largest = values.abs().amax(1, keepdim=True)
     steps = {Codec.INT8: _INT8_MAX, Codec.FP8: _FP8_MAX, Codec.INT4: _INT4_MAX}[codec]
     return (largest / steps).to(torch.bfloat16)
-
-
-def _inverse(scale: Tensor) -> Tensor:
-    """1 / scale; 0 for a vector of zeros."""
-    return torch.where(scale > 0, 1.0 / scale, 0.0)
 
 
 @cache
