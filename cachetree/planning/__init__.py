@@ -12,8 +12,8 @@ from cachetree.planning.prediction import (
     bytes_of,
     full_prefill_s,
     layers_of_work,
-    predict_ttft_s,
     recompute_s,
+    times_of,
 )
 from cachetree.planning.prefill_cost import SECONDS_PER_TOKEN, PrefillCost
 from cachetree.planning.profile import (
@@ -63,12 +63,12 @@ __all__ = [
     "index_profiles",
     "layers_of_work",
     "most_of",
-    "predict_ttft_s",
     "profile_files",
     "read_profile",
     "read_profile_as",
     "recompute_s",
     "saving_s",
+    "times_of",
     "weigh",
     "weighted_median",
     "write_profile",

@@ -24,26 +24,21 @@ class Costs:
     links: Mapping[Location, Link] = field(default_factory=dict)
 
 
-def predict_ttft_s(plan: Plan, *, page_size: int, costs: Costs) -> float | None:
-    """Seconds until the KV of `plan.pages` is there; None while the device's speed is unknown.
-
-    E comes first, then the transfer of KV overlaps the block. A block costs one full layer less
-    than it has: its last one needs only K and V. What has come is copied to the device, KV beside
-    the block. The own forward over new tokens is not included.
-    """
-    times = times_of(plan, page_size, costs)
-    return None if times is None else times.ttft_s
-
-
 @dataclass(frozen=True, slots=True)
 class Times:
     wait_s: float
     """Until the block may begin: the device has nothing to do for the request."""
     ttft_s: float
+    """Until the KV of all its pages is there."""
 
 
 def times_of(plan: Plan, page_size: int, costs: Costs) -> Times | None:
-    """As `predict_ttft_s`, and how much of it is a wait for the link."""
+    """None while the device's speed is unknown.
+
+    E comes first, then the transfer of KV overlaps the block. A block costs one full layer less
+    than it has: its last one needs only K and V. What has come is copied to the device, KV beside
+    the block. The own forward over new tokens is not included.
+    """
     compute_s = recompute_s(plan, page_size, costs)
     if compute_s is None or costs.recompute is None:
         return None

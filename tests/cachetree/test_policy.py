@@ -37,7 +37,6 @@ from cachetree.planning.plan import Match, Plan, Strategy
 from cachetree.planning.prediction import (
     Costs,
     full_prefill_s,
-    predict_ttft_s,
     recompute_s,
     times_of,
 )
@@ -470,8 +469,8 @@ def test_reasons_are_labels() -> None:
 def test_the_prediction(block: Span, seconds: float) -> None:
     plan = plan_for(match(S, location=FAR))
     plan = replace(plan, block=block)
-    assert predict_ttft_s(plan, page_size=16, costs=MEASURED) == pytest.approx(seconds)
-    assert predict_ttft_s(plan, page_size=16, costs=UNKNOWN) is None
+    assert times_of(plan, 16, MEASURED).ttft_s == pytest.approx(seconds)
+    assert times_of(plan, 16, UNKNOWN) is None
     assert full_prefill_s(Span(0, 160), MEASURED) == pytest.approx(1.6)
 
 
@@ -481,7 +480,7 @@ def test_a_block_that_took_longer_of_late_is_predicted_to_take_longer() -> None:
     late = replace(MEASURED, recompute=replace(recompute, margin=1.25))
     plan = plan_for(match(S, location=FAR))
     assert plan.block == Span(3, 6)
-    assert predict_ttft_s(plan, page_size=16, costs=late) == pytest.approx(0.02 + 0.32 * 1.25)
+    assert times_of(plan, 16, late).ttft_s == pytest.approx(0.02 + 0.32 * 1.25)
 
 
 @pytest.mark.parametrize("slower", [1, 30, 1000])
@@ -514,7 +513,7 @@ def test_while_one_of_the_speeds_is_unknown_so_is_what_a_plan_saves() -> None:
 def test_what_the_plan_leaves_is_prefilled_all_the_same() -> None:
     """Four of ten pages, of 0.16 s each."""
     plan = replace(plan_for(match(S, location=FAR)), pages=Span(0, 6))
-    ttft_s = predict_ttft_s(plan, page_size=16, costs=MEASURED)
+    ttft_s = times_of(plan, 16, MEASURED).ttft_s
     assert ttft_s is not None
     assert saving_s(plan, DEMAND, MEASURED) == pytest.approx(1.6 - 0.64 - ttft_s)
 
@@ -534,7 +533,7 @@ def test_the_prediction_is_the_pipelined_schedule(one: int, two: int, bytes_per_
         e_load=20 * MB / bytes_per_s,
     )
     drawn = schedule([request], Strategy.PIPELINED).total_ttft
-    assert predict_ttft_s(plan, page_size=16, costs=costs) == pytest.approx(drawn)
+    assert times_of(plan, 16, costs).ttft_s == pytest.approx(drawn)
 
 
 def test_a_wait_that_is_longer_than_what_it_saves_pays_only_while_others_wait() -> None:

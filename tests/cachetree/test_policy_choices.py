@@ -37,7 +37,7 @@ from cachetree.planning import (
 )
 from cachetree.planning.link import Link
 from cachetree.planning.plan import Plan
-from cachetree.planning.prediction import predict_ttft_s
+from cachetree.planning.prediction import times_of
 from cachetree.planning.profile import BlockQuality, PairProfile
 
 BUSY = replace(DEMAND, num_waiting=1)
@@ -58,9 +58,9 @@ def test_at_an_unknown_speed_of_the_link_the_recompute_and_the_fixed_cost_are_pr
     costs = replace(MEASURED, links={FAR: Link(byte_s=0.0, fixed_s=0.25)})
     plan = plan_for(match(S, location=FAR))
     compute_s = 160 * (len(plan.block) - 1) * 1e-3
-    assert predict_ttft_s(plan, page_size=16, costs=costs) == pytest.approx(0.25 + compute_s)
+    assert times_of(plan, 16, costs).ttft_s == pytest.approx(0.25 + compute_s)
     here = replace(plan, location=Location(f"{POOL_PREFIX}lora"))
-    assert predict_ttft_s(here, page_size=16, costs=costs) == pytest.approx(compute_s)
+    assert times_of(here, 16, costs).ttft_s == pytest.approx(compute_s)
 
 
 def asking(block: Span, gate: Gate = Gate.ENFORCE) -> Demand:
@@ -230,7 +230,7 @@ def test_where_no_plan_is_in_time_the_fastest_is_taken() -> None:
 def test_a_plan_that_takes_exactly_the_target_is_in_time() -> None:
     costs = replace(MEASURED, links=links({FAR: 1e12}))
     slow = plan_for(match(S, location=FAR), demand=replace(DEMAND, ttft_target_s=60.0), costs=costs)
-    exactly_s = predict_ttft_s(slow, page_size=16, costs=costs)
+    exactly_s = times_of(slow, 16, costs).ttft_s
     again = plan_for(
         match(S, location=FAR), demand=replace(DEMAND, ttft_target_s=exactly_s), costs=costs
     )

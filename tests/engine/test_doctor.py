@@ -18,7 +18,7 @@ from test_policy import FAILED, FAR, MEASURED, PROFILES, links
 from cachetree.cache import Cache
 from cachetree.config import CacheConfig
 from cachetree.ids import Span
-from cachetree.planning import full_prefill_s, index_profiles, predict_ttft_s
+from cachetree.planning import full_prefill_s, index_profiles, times_of
 from sglang_droidspeak.cli import checks, live, main
 from sglang_droidspeak.cli.checks import Check, break_even_byte_s
 from sglang_droidspeak.engine import probe
@@ -231,7 +231,7 @@ def test_at_break_even_reuse_takes_as_long_as_a_full_prefill() -> None:
     least = break_even_byte_s(price)
     assert least is not None
     costs = replace(MEASURED, links=links({FAR: least}))
-    reuse_s = predict_ttft_s(found.plan, page_size=PAGE, costs=costs)
+    reuse_s = times_of(found.plan, PAGE, costs).ttft_s
     assert reuse_s == pytest.approx(full_prefill_s(Span(0, 128 * PAGE), costs))
     assert break_even_byte_s(price | {"recompute_s": None}) is None
     assert break_even_byte_s(price | {"recompute_s": 1e9}) == float("inf")

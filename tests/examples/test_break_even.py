@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cachetree import ModelId, Plan, Span
-from cachetree.planning import Costs, Link, PrefillCost, predict_ttft_s
+from cachetree.planning import Costs, Link, PrefillCost, times_of
 from examples.break_even import Pair
 
 PAGE = 16
@@ -28,7 +28,7 @@ def predicted_s(pair: Pair, link: float) -> float:
         recompute=PrefillCost(token_s=pair.full_s / pair.layers, context_s=0.0),
         links={plan.location: Link(byte_s=1 / link)},
     )
-    seconds = predict_ttft_s(plan, page_size=PAGE, costs=costs)
+    seconds = times_of(plan, PAGE, costs).ttft_s
     assert seconds is not None
     return seconds / PAGE
 
