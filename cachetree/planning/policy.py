@@ -31,7 +31,6 @@ from cachetree.planning.link import FREE
 from cachetree.planning.plan import Match, Plan
 from cachetree.planning.prediction import (
     Costs,
-    Times,
     bytes_of,
     full_prefill_s,
     layers_of_work,
@@ -149,16 +148,8 @@ def saving_s(plan: Plan, demand: Demand, costs: Costs) -> float | None:
 
     Without it the request reads what the device has more of, exact or approximate.
     """
-    times = times_of(plan, demand.page_size, costs)
-    return None if times is None else _saving_s(plan, demand, costs, times)
-
-
-def _saving_s(plan: Plan, demand: Demand, costs: Costs, times: Times) -> float | None:
-    """The forward over the rest of the prompt has its price with the plan, too."""
-    start, stop = _num_held(demand) * demand.page_size, plan.pages.stop * demand.page_size
-    full_s = full_prefill_s(Span(start, _num_tokens(demand)), costs)
-    rest_s = full_prefill_s(Span(stop, _num_tokens(demand)), costs)
-    return None if full_s is None or rest_s is None else full_s - rest_s - times.ttft_s
+    it = _priced(_Option(plan=plan, quality=1.0), demand, costs)
+    return None if it.ttft_s is None else it.saving
 
 
 def _num_tokens(demand: Demand) -> int:
@@ -276,21 +267,18 @@ def _option(demand: Demand, match: Match, plan: Plan, quality: float, costs: Cos
 
 
 def _priced(it: _Option, demand: Demand, costs: Costs) -> _Option:
-    plan = it.plan
-    times = times_of(plan, demand.page_size, costs)
-    rest = Span(plan.pages.stop * demand.page_size, _num_tokens(demand))
-    rest_s = full_prefill_s(rest, costs)
-    saving = None if times is None else _saving_s(plan, demand, costs, times)
-    if times is None or saving is None or rest_s is None:
+    """The forward over the rest of the prompt has its price with the plan, too."""
+    plan, page_size, num_tokens = it.plan, demand.page_size, _num_tokens(demand)
+    times = times_of(plan, page_size, costs)
+    full_s = full_prefill_s(Span(_num_held(demand) * page_size, num_tokens), costs)
+    rest_s = full_prefill_s(Span(plan.pages.stop * page_size, num_tokens), costs)
+    if times is None or full_s is None or rest_s is None:
         in_vain = demand.num_layers * (_num_held(demand) - plan.pages.start)
-        return replace(it, saving=demand.page_size * (_saved_page_layers(plan) - in_vain))
-    wait_s = 0.0 if _are_others_computing(demand, plan, costs) else times.wait_s
-    return replace(it, ttft_s=times.ttft_s + rest_s, saving=saving, wait_s=wait_s)
-
-
-def _are_others_computing(demand: Demand, plan: Plan, costs: Costs) -> bool:
-    """Whether a request has the device meanwhile: more wait than what comes over the same link."""
-    return demand.num_waiting > len(costs.links.get(plan.location, FREE).backlog)
+        return replace(it, saving=page_size * (_saved_page_layers(plan) - in_vain))
+    # Whether a request has the device meanwhile: more wait than what comes over the same link.
+    are_others_computing = demand.num_waiting > len(costs.links.get(plan.location, FREE).backlog)
+    wait_s, ttft_s = 0.0 if are_others_computing else times.wait_s, times.ttft_s + rest_s
+    return replace(it, ttft_s=ttft_s, saving=full_s - ttft_s, wait_s=wait_s)
 
 
 def _num_held(demand: Demand) -> int:
