@@ -45,8 +45,7 @@ def _check_server_args(_result: None, server_args: ServerArgs) -> None:
 
         settings = check_front_end(server_args)
         add_pages(KEY)
-        is_default = settings.verify == "always"
-        answers = VerifiedAnswers(by_default=is_default, lag=settings.verify_lag)
+        answers = VerifiedAnswers(settings)
         if settings.shadow_rate:  # Within verified answers, which have none.
             rate, deadline_s = settings.shadow_rate, settings.shadow_deadline_s
             shadows = Shadows(rate=rate, deadline_s=deadline_s)

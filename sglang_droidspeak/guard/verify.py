@@ -21,7 +21,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -30,6 +30,9 @@ from sglang_droidspeak.engine.own import ANSWERED, DRAFT
 from sglang_droidspeak.guard.exact import ExactRunAborted, argmax, exact_run
 from sglang_droidspeak.guard.plain import controls_of, is_plain
 from sglang_droidspeak.request.meta_info import DRAFT_ENDS, KEY, Verified
+
+if TYPE_CHECKING:
+    from sglang_droidspeak.start.config import Settings
 
 log = logging.getLogger(__name__)
 
@@ -45,9 +48,8 @@ _CACHED: Final = ("cached_tokens", "cached_tokens_details")
 
 
 class VerifiedAnswers:
-    def __init__(self, *, by_default: bool, lag: int) -> None:
-        self._by_default: Final = by_default
-        self._lag: Final = lag
+    def __init__(self, settings: Settings) -> None:
+        self._settings: Final = settings
 
     def generate(self, original: Any, manager: Any, obj: Any, request: Any = None) -> Any:
         """Hooks TokenizerManager.generate_request, which returns an async generator."""
@@ -61,15 +63,14 @@ class VerifiedAnswers:
         controls = controls_of(getattr(obj, "sampling_params", None))
         if not isinstance(controls, dict) or controls.get("mode") == "off":
             return False
-        asked = controls.get("verify")
-        return self._by_default if asked is None else asked is True
+        return self._settings.verifies(controls.get("verify"))
 
     async def _verified(
         self, manager: Any, ask: Ask, obj: Any, http: Any
     ) -> AsyncGenerator[Reply, None]:
         obj.normalize_batch_and_arguments()
         draft = _Draft(obj, is_incremental=obj.stream and manager.incremental_streaming_output)
-        async with aclosing(ask(draft.request(self._lag), http)) as replies:
+        async with aclosing(ask(draft.request(self._settings.verify_lag), http)) as replies:
             async for reply in replies:
                 draft.add(reply)
                 if draft.is_exact:

@@ -192,7 +192,7 @@ class Answers:
         lora_id = self._lora_id(question.adapter)
         req = asking.unsent(question.input_ids, lora_id, question.extra_key, question.cache_salt)
         self._activated.meet(req)
-        prefixes.join(req, str(self._planner.generation or ""))
+        self._planner.join(req)
         pages = prefixes.reusable_pages(req, self._page_size)
         num_waiting = len(scheduler.waiting_queue)
         planned = self._planner.plan(req, pages, scheduler.tree_cache, num_waiting)

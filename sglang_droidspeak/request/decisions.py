@@ -65,8 +65,7 @@ class Decisions:
     def see(self, req: Req, tree: UnifiedRadixCache) -> Request:
         """Ask the tiers that do not advertise, where they could have enough to matter."""
         request = Request(req)
-        if self._planner.generation:
-            prefixes.join(req, str(self._planner.generation))
+        self._planner.join(req)
         if not self._asks or self._refusal or prefixes.refusal(req):
             return request
         # What goes wrong here goes wrong again in planning, which reports it.

@@ -121,7 +121,7 @@ class Planner:
         self._models: Final = models
         self._pool: Final = pool
         self.profiles: Final = dict(index_profiles(server.profiles))
-        self.generation = 0
+        self._generation = 0
         """How often what is in service of a pair has changed."""
         self._min_pages: Final = -(-server.settings.min_tokens // server.page_size)
 
@@ -129,7 +129,12 @@ class Planner:
         """In place of what there was of the pair; later requests read no approximate KV that was
         made before."""
         self.profiles[profile.sender.model_id, profile.receiver.model_id] = profile
-        self.generation += 1
+        self._generation += 1
+
+    def join(self, req: Req) -> None:
+        """Have it read no approximate KV of before; while it holds nothing of SGLang's tree."""
+        if self._generation:
+            prefixes.join(req, str(self._generation))
 
     def plan(
         self, req: Req, pages: Sequence[PageHash], tree: UnifiedRadixCache, num_waiting: int
@@ -148,8 +153,7 @@ class Planner:
             return Declined("bad_controls", str(exc))
         if controls.mode == "off":
             return Declined(Reason.OFF.value)
-        is_default = self._server.settings.verify == "always"
-        if is_default if controls.verify is None else controls.verify:
+        if self._server.settings.verifies(controls.verify):
             # A draft says no more that it is to be verified.
             return Declined(Reason.OFF.value, "its answer cannot be verified in parts")
         if num_pages < self._min_pages <= (len(req.full_untruncated_fill_ids) - 1) // page_size:

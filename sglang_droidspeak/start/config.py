@@ -199,6 +199,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 "set peer_keys, or remove key_file"
             )
 
+    def verifies(self, asked: Any) -> bool:
+        """Whether an answer is to be verified whose request says so (`true`), or nothing."""
+        return self.verify == "always" if asked is None else asked is True
+
     @property
     def max_stall_s(self) -> float | None:
         return None if self.max_stall_ms is None else self.max_stall_ms / 1000

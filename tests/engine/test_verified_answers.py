@@ -17,10 +17,12 @@ from starlette.exceptions import HTTPException
 from sglang_droidspeak.engine import own
 from sglang_droidspeak.guard.exact import argmax, exact_run
 from sglang_droidspeak.guard.verify import VerifiedAnswers
+from sglang_droidspeak.start.config import Settings
 
 EOS = 0
 PROMPT = [7, 3, 9, 4]
 LAG = 6
+ASKED, ALWAYS = Settings(verify_lag=LAG), Settings(verify="always", verify_lag=LAG)
 CLOSED: Any = object()
 
 
@@ -45,9 +47,7 @@ class Manager:
     is_approximate: bool = True
     strikes: dict[str, Any] = field(default_factory=dict)
     """By phase: a reason to finish with, or an exception."""
-    answers: VerifiedAnswers = field(
-        default_factory=lambda: VerifiedAnswers(by_default=False, lag=LAG)
-    )
+    answers: VerifiedAnswers = field(default_factory=lambda: VerifiedAnswers(ASKED))
     phases: list[str] = field(default_factory=list)
     """Those that ran, and `-` before the name of each that was closed before its end."""
 
@@ -297,35 +297,32 @@ def test_parameters_that_the_server_prefers_count() -> None:
 def test_what_cannot_be_checked_goes_to_the_planner_as_it_came(options: dict[str, Any]) -> None:
     """Which has it prefilled in full, because it still says that it is to be verified."""
     obj, came = asked(**options), []
-    VerifiedAnswers(by_default=False, lag=LAG).generate(
-        lambda *args: came.append(args), Manager(), obj
-    )
+    VerifiedAnswers(ASKED).generate(lambda *args: came.append(args), Manager(), obj)
     ((_, same, _),) = came
     assert same is obj
     assert obj.sampling_params["custom_params"] == {"droidspeak": {"verify": True}}
 
 
 @pytest.mark.parametrize(
-    ("by_default", "controls", "is_verified"),
+    ("settings", "controls", "is_verified"),
     [
-        (False, {}, False),
-        (False, {"verify": False}, False),
-        (False, {"verify": "yes"}, False),
-        (False, {"verify": True, "mode": "off"}, False),
-        (True, {}, True),
-        (True, {"verify": False}, False),
-        (True, {"mode": "off"}, False),
-        (True, "no controls at all", False),
+        (ASKED, {}, False),
+        (ASKED, {"verify": False}, False),
+        (ASKED, {"verify": "yes"}, False),
+        (ASKED, {"verify": True, "mode": "off"}, False),
+        (ALWAYS, {}, True),
+        (ALWAYS, {"verify": False}, False),
+        (ALWAYS, {"mode": "off"}, False),
+        (ALWAYS, "no controls at all", False),
     ],
 )
-def test_who_is_verified(by_default: bool, controls: Any, is_verified: bool) -> None:
-    answers = VerifiedAnswers(by_default=by_default, lag=LAG)
-    found = answers.generate(lambda *_: CLOSED, Manager(), asked(controls))
+def test_who_is_verified(settings: Settings, controls: Any, is_verified: bool) -> None:
+    found = VerifiedAnswers(settings).generate(lambda *_: CLOSED, Manager(), asked(controls))
     assert (found is not CLOSED) == is_verified
 
 
 def test_embeddings_and_requests_without_parameters_are_left_alone() -> None:
-    answers = VerifiedAnswers(by_default=True, lag=LAG)
+    answers = VerifiedAnswers(ALWAYS)
     for obj in (SimpleNamespace(sampling_params={}), GenerateReqInput(text="x")):
         assert answers.generate(lambda *_: CLOSED, Manager(), obj) is CLOSED
 
