@@ -3,12 +3,12 @@
 An alarm takes a plan out of service, and with it those of its profile that promise no more: the
 pair goes on with the best of the others, and without any it is off. What is exact stays in any
 case. A plan is watched more closely while there is some evidence against it, and after an alarm all
-that are left.
+that are left. What requests name where no gate decides is watched as a plan that promises nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from hashlib import blake2b
 from typing import Final
 
@@ -21,6 +21,10 @@ from sglang_droidspeak.guard.detector import NO_EVIDENCE, Evidence, observed, st
 ALARM: Final = 1e5
 """So many shadows of a healthy server come before a false alarm on average, at least."""
 SUSPICION: Final = 100.0
+OUT_OF_SERVICE: Final = (
+    "the drift guard has taken it out of service: its answers were further from full prefill's "
+    "than is allowed; `droidspeak guard` shows how far"
+)
 NOISE: Final = 0.02
 """The distance that two exact runs may have, in half precision and other batches. All that is
 allowed to a plan whose profile does not say how far it is from full prefill."""
@@ -39,12 +43,25 @@ class PlanId(msgspec.Struct, frozen=True):
 class WatchedPlan(msgspec.Struct, frozen=True, kw_only=True):
     block: tuple[int, int] | None
     e_corrected: bool
-    allowed: float
+    allowed: float = NOISE
     """Mean distance from exact runs."""
+    quality: float = 0.0
+    """That its profile promises; 0 of what only requests have named."""
     num_shadows: int = 0
     mean_tv: float = 0.0
     """Of all of them."""
     evidence: Evidence = NO_EVIDENCE
+
+    @property
+    def key(self) -> tuple[tuple[int, int] | None, bool]:
+        """Among the plans of a pair."""
+        return self.block, self.e_corrected
+
+    @property
+    def order(self) -> tuple[float, int]:
+        """The best first."""
+        start, stop = self.block or (0, 0)
+        return -self.quality, start - stop
 
     @property
     def layers(self) -> str:
@@ -67,6 +84,10 @@ class WatchedPair(msgspec.Struct, frozen=True, kw_only=True):
         return self.plans[: self.num_left]
 
     @property
+    def out_of_service(self) -> Iterator[PlanId]:
+        return self._ids(self.plans[self.num_left :])
+
+    @property
     def strength(self) -> float:
         """Of the evidence against the plan in service that has most."""
         return max((strength(it.evidence) for it in self.in_service), default=0.0)
@@ -75,30 +96,33 @@ class WatchedPair(msgspec.Struct, frozen=True, kw_only=True):
     def suspects(self) -> Iterator[PlanId]:
         """Plans in service of which every request is to be checked."""
         is_demoted = self.num_left < len(self.plans)
-        for it in self.in_service:
-            if is_demoted or strength(it.evidence) >= SUSPICION:
-                yield PlanId(self.sender, self.receiver, it.block, it.e_corrected)
+        return self._ids(
+            it for it in self.in_service if is_demoted or strength(it.evidence) >= SUSPICION
+        )
+
+    def _ids(self, plans: Iterable[WatchedPlan]) -> Iterator[PlanId]:
+        return (PlanId(self.sender, self.receiver, *it.key) for it in plans)
 
 
 def watched(profile: PairProfile) -> WatchedPair:
     """All plans in service, and no evidence."""
-    plans = [it for it in profile.blocks if not _is_exact(it, profile)]
-    plans.sort(key=lambda it: (-it.quality, -len(it.block)))
+    plans = [_watched(it) for it in profile.blocks if not _is_exact(it, profile)]
     return WatchedPair(
         sender=profile.sender.model_id,
         receiver=profile.receiver.model_id,
         profile=blake2b(msgspec.json.encode(profile), digest_size=16).hexdigest(),
-        plans=tuple(
-            WatchedPlan(**_named(it), allowed=(it.tv_bound or 0.0) + NOISE) for it in plans
-        ),
+        plans=tuple(sorted(plans, key=lambda it: it.order)),
         num_left=len(plans),
     )
 
 
 def after(pair: WatchedPair, plan: PlanId, tv: float) -> WatchedPair:
-    """With one more shadow of that plan; the same where it is not in service."""
+    """With one more shadow of that plan; the same where it is out of service."""
+    key = plan.block, plan.e_corrected
+    if key not in (it.key for it in pair.plans):
+        pair = _with(pair, WatchedPlan(block=plan.block, e_corrected=plan.e_corrected))
     for i, it in enumerate(pair.in_service):
-        if (it.block, it.e_corrected) == (plan.block, plan.e_corrected):
+        if it.key == key:
             seen = msgspec.structs.replace(
                 it,
                 num_shadows=it.num_shadows + 1,
@@ -118,15 +142,15 @@ def left_of(profile: PairProfile, pair: WatchedPair) -> PairProfile:
     """The profile without the plans that are out of service."""
     if pair.num_left == len(pair.plans):
         return profile
-    left = [(it.block, it.e_corrected) for it in pair.in_service]
-    return profile.limited_to(
-        tuple(
-            it
-            for it in profile.blocks
-            if _is_exact(it, profile) or tuple(_named(it).values()) in left
-        ),
-        "the drift guard has taken it out of service: its answers were further from full "
-        "prefill's than its profile allows; `droidspeak guard` shows how far",
+    left = [it.key for it in pair.in_service]
+    blocks = (it for it in profile.blocks if _is_exact(it, profile) or _watched(it).key in left)
+    return profile.limited_to(tuple(blocks), OUT_OF_SERVICE)
+
+
+def _with(pair: WatchedPair, plan: WatchedPlan) -> WatchedPair:
+    plans = sorted((*pair.in_service, plan), key=lambda it: it.order)
+    return msgspec.structs.replace(
+        pair, plans=(*plans, *pair.plans[pair.num_left :]), num_left=len(plans)
     )
 
 
@@ -134,6 +158,10 @@ def _is_exact(it: BlockQuality, profile: PairProfile) -> bool:
     return it.start <= profile.first_difference and it.stop == profile.receiver.num_layers
 
 
-def _named(it: BlockQuality) -> dict[str, tuple[int, int] | bool | None]:
-    block = (it.start, it.stop) if len(it.block) else None
-    return {"block": block, "e_corrected": it.e_map is not None}
+def _watched(it: BlockQuality) -> WatchedPlan:
+    return WatchedPlan(
+        block=(it.start, it.stop) if len(it.block) else None,
+        e_corrected=it.e_map is not None,
+        allowed=(it.tv_bound or 0.0) + NOISE,
+        quality=it.quality,
+    )

@@ -43,7 +43,7 @@ class PairsInService:
         self._pairs: Final = {key: watched(it) for key, it in self._profiles.items()}
         for key, fresh in self._pairs.items():
             pair = self._pairs[key] = known.pop(fresh.profile, fresh)
-            if pair.num_left < fresh.num_left:
+            if pair.num_left < len(pair.plans):
                 self._put_in_service(pair, "as before the restart")
             self._metrics.tell_guard(pair)
         self._others: Final = tuple(known.values())[-MAX_OTHERS:]
@@ -90,7 +90,7 @@ class PairsInService:
         for key, pair in self._pairs.items():
             if sender in (ALL, pair.sender):
                 fresh = self._pairs[key] = watched(self._profiles[key])
-                if pair.num_left < fresh.num_left:
+                if pair.num_left < len(pair.plans):
                     self._put_in_service(fresh, "an operator has reset it")
                 self._metrics.tell_guard(fresh)
         self._keep()
@@ -100,6 +100,9 @@ class PairsInService:
         profile = self._profiles[pair.sender, pair.receiver]
         left_in_it = left_of(profile, pair)
         self._planner.put_in_service(left_in_it)
+        self._planner.out_of_service = frozenset(
+            plan for it in self._pairs.values() for plan in it.out_of_service
+        )
         self._metrics.tell_pairs({(pair.sender, pair.receiver): left_in_it})
         self._metrics.guard_changes.labels(pair.sender, pair.receiver).inc()
         left = f"{pair.num_left} of {len(pair.plans)} plans in service"

@@ -35,6 +35,7 @@ from cachetree.planning import (
 )
 from cachetree.transport import PeerState
 from sglang_droidspeak.engine import prefixes
+from sglang_droidspeak.guard.plans import OUT_OF_SERVICE, PlanId
 from sglang_droidspeak.request.controls import Controls, parse_controls
 from sglang_droidspeak.store.pool import Held, PoolIndex, pool_of
 
@@ -123,6 +124,8 @@ class Planner:
         self.profiles: Final = dict(index_profiles(server.profiles))
         self._generation = 0
         """How often what is in service of a pair has changed."""
+        self.out_of_service: frozenset[PlanId] = frozenset()
+        """Not even for a request that names them where no gate decides."""
         self._min_pages: Final = -(-server.settings.min_tokens // server.page_size)
 
     def put_in_service(self, profile: PairProfile) -> None:
@@ -177,6 +180,8 @@ class Planner:
             if isinstance(plan, NoReuse):
                 log.debug("request %s: %s: %s", req.rid, plan.reason.value, plan.detail)
                 return Declined(plan.reason.value, plan.detail, considered)
+            if self.out_of_service and _id_of(plan) in self.out_of_service:
+                return Declined(Reason.GATE_FAILED.value, OUT_OF_SERVICE, considered)
             if not is_pool(plan.location) or self._pool.find(plan, pages, req, tree) is not None:
                 break
             matches = self._matches(req, pages)  # The note was wrong and is mended.
@@ -312,6 +317,11 @@ def not_ready(sources: Sequence[Source]) -> str:
     """Such as `1 of 2 peers not ready`; empty where all are."""
     num_late = sum(it.state != PeerState.READY for it in sources)
     return f"{num_late} of {len(sources)} peers not ready" if num_late else ""
+
+
+def _id_of(plan: Plan) -> PlanId:
+    block = (plan.block.start, plan.block.stop) if len(plan.block) else None
+    return PlanId(plan.sender, plan.receiver, block, bool(plan.e_map))
 
 
 def _patience_s(plan: Plan, demand: Demand, costs: Costs) -> float:

@@ -27,6 +27,7 @@ from sglang_droidspeak.fleet.servers import free_port
 from sglang_droidspeak.linker import mark_log
 from sglang_droidspeak.request.meta_info import KEY
 from sglang_droidspeak.request.planner import Planner, not_ready
+from sglang_droidspeak.start.config import Settings
 
 FAMILY = Family(
     architecture="LlamaForCausalLM",
@@ -111,8 +112,7 @@ def test_a_prefix_that_nobody_has_is_told_with_the_peers_that_are_not_ready() ->
     there = [f"tcp://127.0.0.1:{free_port()}" for _ in range(2)]
     config = CacheConfig(peers=tuple(there), serves=False, host_bytes=1 << 20)
     with serving(there[0]), Cache(FAMILY, config) as cache:
-        settings = SimpleNamespace(min_tokens=1, verify="asked")
-        server = SimpleNamespace(page_size=1, profiles=(), settings=settings)
+        server = SimpleNamespace(page_size=1, profiles=(), settings=Settings(min_tokens=1))
         server.identity = SimpleNamespace(num_layers=FAMILY.num_layers)
         planner = made(Planner, cache=cache, server=server)
         planner._models.owner_of.return_value = Owner(ModelId("m"), None, None)

@@ -17,7 +17,9 @@ from cachetree.checkpoint.family import Codec
 from cachetree.ids import LOCAL, Location, PageHash, Span
 from cachetree.planning import Costs, Link
 from sglang_droidspeak.adapters.models import Owner
+from sglang_droidspeak.guard.plans import PlanId
 from sglang_droidspeak.request.planner import UNMEASURED_S, Planner
+from sglang_droidspeak.start.config import Settings
 from sglang_droidspeak.store.pool import Held, pool_of
 
 PAGE = 16
@@ -46,18 +48,10 @@ def planned(
     """The planner, too."""
     pages = [PageHash(bytes([number] * 16)) for number in range(num_pages)]
     found = match(sender, num_pages, location, dict.fromkeys(ALL_E, num_pages))
-    asked = {
-        "min_tokens": 1,
-        "ttft_target_ms": None,
-        "gate": "enforce",
-        "max_recompute_tokens": None,
-        "max_stall_s": None,
-        "verify": "asked",
-    } | settings
     planner = made(
         Planner,
         server=SimpleNamespace(
-            settings=SimpleNamespace(**asked),
+            settings=Settings(**{"min_tokens": 1, **settings}),
             identity=SimpleNamespace(num_layers=10),
             page_size=PAGE,
             profiles=[PROFILE],
@@ -198,6 +192,16 @@ def test_what_was_asked_for_by_name_is_not_thought_over() -> None:
     found = plan(controls={"block": "3:6"}, gate="off")
     assert (found.plan.block, found.demand, found.patience_s) == (Span(3, 6), None, math.inf)
     assert plan().demand is not None
+
+
+def test_what_the_drift_guard_took_out_of_service_nobody_gets_by_name() -> None:
+    planner, found = planned(controls={"block": "4:6"}, gate="off")
+    pages = [PageHash(bytes([number] * 16)) for number in range(10)]
+    planner.out_of_service = frozenset([PlanId(S, R, (4, 7), False)])
+    assert planner.plan(planner.asked, pages, TREE, 0).plan == found.plan
+    planner.out_of_service |= {PlanId(S, R, (4, 6), False)}
+    refused = planner.plan(planner.asked, pages, TREE, 0)
+    assert refused.outcome == "gate_failed" and "drift guard" in refused.detail
 
 
 def test_a_wrong_note_of_the_pool_is_mended_and_planned_without() -> None:

@@ -29,6 +29,7 @@ SENDER, RECEIVER = PROFILE.sender.model_id, PROFILE.receiver.model_id
 BEST = BlockQuality(start=1, stop=6, quality=0.97, tv_bound=0.03)
 NEXT = BlockQuality(start=2, stop=6, quality=0.96)
 LEAST = BlockQuality(start=3, stop=5, quality=0.95)
+ONE = BlockQuality(start=3, stop=4, quality=0.1)
 ALL_LAYERS = BlockQuality(start=0, stop=NUM_LAYERS, quality=0.98)
 PAIR = msgspec.structs.replace(
     PROFILE, blocks=(LEAST, ALL_LAYERS, BEST, NEXT), recommended=LEAST, passed=True
@@ -93,6 +94,7 @@ class Planner:
     def __init__(self) -> None:
         self.profiles = {(SENDER, RECEIVER): PAIR}
         self.generation = 0
+        self.out_of_service: frozenset[PlanId] = frozenset()
 
     def put_in_service(self, profile: PairProfile) -> None:
         self.profiles[SENDER, RECEIVER] = profile
@@ -124,6 +126,7 @@ def test_an_alarm_reaches_the_planner_and_lasts_over_a_restart(
         state = tell(guard, shadow=worst())
     (pair,) = state.pairs
     assert (pair.num_left, planner.generation) == (2, 1) and pair.plans[2].num_shadows < 10
+    assert planner.out_of_service == {plan(LEAST)}
     assert (3, 5) not in blocks_of(planner.profiles[SENDER, RECEIVER])
     (line,) = [it.message for it in caplog.records if "plans in service" in it.message]
     assert "2 of 3" in line and "[3, 5)" in line and "1.000 from full prefill" in line
@@ -139,6 +142,29 @@ def test_an_alarm_reaches_the_planner_and_lasts_over_a_restart(
     assert tell(other).pairs[0].num_left == 3, "another profile of the pair begins anew"
     tell(other, shadow=worst(0.0))
     assert {it.num_left for it in read_record(path)} == {2, 3}, "and the other one is not forgotten"
+
+
+def test_a_block_that_only_requests_name_is_watched_as_one_that_promises_nothing(
+    tmp_path: Path,
+) -> None:
+    path, planner = tmp_path / "guard.json", Planner()
+    guard = guard_of(planner, path)
+    nothing = PlanId(SENDER, RECEIVER, None, False)
+    tell(guard, shadow=Shadow(plan=nothing, tv=0.9, agreement=0.0))
+    tell(guard, shadow=Shadow(plan=plan(ONE), tv=0.0, agreement=1.0))
+    while not planner.out_of_service:
+        state = tell(guard, shadow=Shadow(plan=nothing, tv=0.9, agreement=0.0))
+    (pair,) = state.pairs
+    assert [it.block for it in pair.plans] == [(1, 6), (2, 6), (3, 5), (3, 4), None]
+    assert pair.num_left == 4 and [it.allowed for it in pair.plans[3:]] == [NOISE, NOISE]
+    assert planner.out_of_service == {nothing}
+    assert planner.profiles[SENDER, RECEIVER] == PAIR
+
+    restarted = Planner()
+    again = guard_of(restarted, path)
+    assert restarted.out_of_service == {nothing}
+    assert tell(again, reset="all").pairs == (watched(PAIR),)
+    assert not restarted.out_of_service
 
 
 def test_an_operator_begins_anew(tmp_path: Path) -> None:
