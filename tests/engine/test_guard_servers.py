@@ -24,7 +24,9 @@ from cachetree.planning import BlockQuality, read_profile
 from cachetree.planning.profile import write_profile
 from profiles.compute import ModelSource, load_tokenizer
 from sglang_droidspeak.cli import main
+from sglang_droidspeak.cli.guard import lines
 from sglang_droidspeak.fleet.servers import Server, free_port, running
+from sglang_droidspeak.guard.messages import GuardState
 from tools.pairs.questions import QUESTIONS_PER_DOCUMENT, make_records
 
 pytestmark = pytest.mark.server
@@ -32,6 +34,7 @@ pytestmark = pytest.mark.server
 PAIRS = Path(__file__).parents[2] / "examples" / "pairs"
 SENDER, RECEIVER = PAIRS / "weights" / "sender", PAIRS / "weights" / "receiver"
 PROFILE = PAIRS / "sender_to_receiver.json"
+OFF = {"mode": "off"}
 
 
 def prompts(task: str = "biographies", num: int = 24) -> list[list[int]]:
@@ -69,15 +72,28 @@ class Pair:
         return sum(it["num_shadows"] for it in pair["plans"])
 
     @property
-    def num_left(self) -> int:
+    def is_off(self) -> bool:
+        """Whether the guard has taken all plans out of service."""
         (pair,) = self.guard()["pairs"]
-        return pair["num_left"]
+        return bool(pair["plans"]) and not pair["num_left"]
+
+    def requests_until_off(self, asked: list[list[int]], **options: Any) -> int:
+        """Reused ones; those asked for are gone from the list."""
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(lambda it: self.sender.generate(it, max_new_tokens=1), asked))
+        eventually(lambda: self.ask(asked.pop(), **options).provenance["outcome"] == "reused")
+        num_reused = 0
+        while not self.is_off:
+            reply = self.ask(asked.pop(), rid=f"request {num_reused}", **options)
+            num_reused += reply.provenance["outcome"] == "reused"
+        print(num_reused, "requests:", *lines(msgspec.convert(self.guard(), GuardState)), sep="\n")
+        return num_reused
 
 
 @contextmanager
 def served(folder: Path, profile: Path, model: Path = SENDER, **settings: Any) -> Iterator[Pair]:
     address = f"tcp://127.0.0.1:{free_port()}"
-    layers = {"listen": address, "capture_layers": [2, 4], "host_gb": 0.5}
+    layers = {"listen": address, "capture_layers": [2, 3, 4], "host_gb": 0.5}
     reads = {
         "peers": [address],
         "profiles": [str(profile)],
@@ -98,7 +114,9 @@ def let_through(folder: Path, *bad: tuple[int, int]) -> Path:
     good = read_profile(PROFILE)
     (everything,) = [it for it in good.blocks if len(it.block) == good.receiver.num_layers]
     plans = [BlockQuality(start=it[0], stop=it[1], quality=0.98) for it in bad]
-    wrong = msgspec.structs.replace(good, blocks=(everything, *plans), recommended=plans[0])
+    wrong = msgspec.structs.replace(
+        good, blocks=(everything, *plans), recommended=plans[0] if plans else None
+    )
     write_profile(wrong, folder / "profile.json")
     return folder / "profile.json"
 
@@ -114,13 +132,13 @@ def test_a_plan_that_loses_more_than_allowed_is_taken_out_of_service(
             assert (reply.provenance["outcome"], reply.provenance["block"]) == ("reused", [4, 5])
             assert not any("logprobs" in name for name in reply.meta)
             eventually(lambda num=i: pair.num_shadows() == num)
-            if pair.num_left == 0:
+            if pair.is_off:
                 break
         assert i <= 20
         assert main(["guard", pair.receiver.url]) == 1
         assert "OUT OF SERVICE  layers [4, 5) anew" in capsys.readouterr().out
         for known in (tokens, asked[i]):  # The first of which left approximate KV on the device.
-            reply, alone = pair.ask(known), pair.ask(known, droidspeak={"mode": "off"})
+            reply, alone = pair.ask(known), pair.ask(known, droidspeak=OFF)
             assert reply.provenance["exact"] and reply.ids == alone.ids
             assert reply.provenance["outcome"] in ("gate_failed", "too_short")
         assert "plans in service: recomputing layers [4, 5) was" in pair.receiver.log.read_text()
@@ -175,16 +193,33 @@ def test_drift_is_found_within_200_reused_requests(
     renamed = msgspec.structs.replace(read_profile(profile), sender=read_model_identity(sender))
     write_profile(renamed, profile)
     with served(tmp_path, profile, sender, shadow_rate=0.05) as pair:
-        *asked, last = prompts(task, num=211)
-        with ThreadPoolExecutor(4) as pool:
-            list(pool.map(lambda it: pair.sender.generate(it, max_new_tokens=1), [last, *asked]))
-        eventually(lambda: pair.ask(asked.pop()).provenance["outcome"] == "reused")
-        num_reused = 0
-        while pair.num_left:
-            reply = pair.ask(asked.pop(), rid=f"request {num_reused}")
-            num_reused += reply.provenance["outcome"] == "reused"
-        (plan,) = pair.guard()["pairs"][0]["plans"]
-        print(f"{num_reused} requests, {plan['num_shadows']} shadows, {plan['mean_tv']:.3f}")
-        assert num_reused <= 200
-        after, alone = pair.ask(last), pair.ask(last, droidspeak={"mode": "off"})
+        last, *asked = prompts(task, num=211)
+        pair.sender.generate(last, max_new_tokens=1)
+        assert pair.requests_until_off(asked) <= 200
+        after, alone = pair.ask(last), pair.ask(last, droidspeak=OFF)
         assert (after.provenance["outcome"], after.ids) == ("gate_failed", alone.ids)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("plans", "controls"),
+    [
+        pytest.param([(0, 0), (3, 5)], {}, id="plans"),
+        pytest.param([], {"block": "none"}, id="full reuse by name"),
+        pytest.param([], {"block": "3:5"}, id="block by name"),
+    ],
+)
+def test_a_bad_pair_that_was_let_through_is_taken_out_of_service_within_200_requests(
+    plans: list[tuple[int, int]], controls: dict[str, Any], tmp_path: Path
+) -> None:
+    """It did not pass its gate, and `gate: off`; one in twenty is compared."""
+    profile = let_through(tmp_path, *plans)
+    failed = msgspec.structs.replace(read_profile(profile), passed=False, reason="it is bad")
+    write_profile(failed, profile)
+    with served(tmp_path, profile, shadow_rate=0.05, gate="off") as pair:
+        last, *asked = prompts(num=211)
+        pair.sender.generate(last, max_new_tokens=1)
+        assert pair.requests_until_off(asked, droidspeak=controls) <= 200
+        after, alone = pair.ask(last, droidspeak=controls), pair.ask(last, droidspeak=OFF)
+        assert after.provenance["exact"] and after.ids == alone.ids
+        assert (after.provenance["outcome"] == "gate_failed") == bool(controls)
