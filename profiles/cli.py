@@ -46,8 +46,8 @@ def add_commands(commands: Any) -> None:
         description="Measure every block of layers of a pair on a data set, choose the smallest "
         "one that keeps the quality, judge it on held-out data, and write a profile for servers. "
         "The same command goes on where an earlier one was stopped. Exit status 3 where the pair "
-        "did not pass. `droidspeak profile show FILE` prints a profile, `droidspeak profile verify "
-        "FILE ...` measures it on other data.",
+        "did not pass. `droidspeak profile show FILE` prints a profile, `verify FILE ...` judges "
+        "it on other data, and `calibrate FILE ...` measures what the drift guard allows it.",
         allow_abbrev=False,
     )
     _add_models(profile)
@@ -57,7 +57,7 @@ def add_commands(commands: Any) -> None:
     _add_flags(profile.add_argument_group("choice"), *_CHOICE)
     profile.set_defaults(run=_profile)
 
-    actions = profile.add_subparsers(dest="action", metavar="show|verify")
+    actions = profile.add_subparsers(dest="action", metavar="show|verify|calibrate")
     show = actions.add_parser("show", help="print a profile", allow_abbrev=False)
     show.add_argument("profile", type=Path, metavar="FILE")
     show.add_argument("--json", action="store_true", help="the verdict as one line of JSON")
@@ -69,11 +69,20 @@ def add_commands(commands: Any) -> None:
         "whether the verdict holds. Exit status 3 where it does not.",
         allow_abbrev=False,
     )
-    verify.add_argument("profile", type=Path, metavar="FILE")
-    _add_models(verify)
-    _add_data(verify)
     verify.add_argument("--json", action="store_true", help="the result as one line of JSON")
-    verify.set_defaults(run=_verify)
+    calibrate = actions.add_parser(
+        "calibrate",
+        help="measure what the drift guard allows a profile's plans",
+        description="Measure how far answers by a profile's plans are from full prefill's, on the "
+        "held-out data that it was judged on, and write that into it: for profiles of before the "
+        "drift guard. The same command goes on where an earlier one was stopped.",
+        allow_abbrev=False,
+    )
+    for parser, run in ((verify, _verify), (calibrate, _calibrate)):
+        parser.add_argument("profile", type=Path, metavar="FILE")
+        _add_models(parser)
+        _add_data(parser)
+        parser.set_defaults(run=run)
 
     report = commands.add_parser(
         "report",
@@ -188,26 +197,55 @@ def _verdict_of(profile: MeasuredProfile) -> dict[str, object]:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    missing = [f"--{name}" for name in _PAIR[:3] if not getattr(args, name)]
-    if missing:
-        _complain(f"profile verify needs {', '.join(missing)}")
+    if not _has_pair(args):
         return 2
     profile = read_measured(args.profile)
     from rich.console import Console
-    from transformers.utils import logging
 
     from cachetree.corrections import read_corrections
     from profiles.verification import verify_profile
 
-    logging.disable_progress_bar()
-    console = Console(stderr=args.json)
     corrections = read_corrections(profile, args.profile)
-    found = verify_profile(profile, _settings(args, made_as=profile), console, corrections)
+    settings = _settings(args, made_as=profile)
+    found = verify_profile(profile, settings, Console(stderr=args.json), corrections)
     if args.json:
         _print(msgspec.json.encode(found).decode())
     else:
         _say(found)
     return 0 if found.holds else FAILED_GATE
+
+
+def _calibrate(args: argparse.Namespace) -> int:
+    if not _has_pair(args):
+        return 2
+    profile = read_measured(args.profile)
+    from rich.console import Console
+
+    from cachetree.corrections import read_corrections
+    from profiles.calibration import calibrate_profile
+
+    corrections = read_corrections(profile, args.profile)
+    settings = _settings(args, out=args.profile, made_as=profile)
+    try:
+        found = calibrate_profile(profile, settings, Console(), corrections)
+    except KeyboardInterrupt:
+        _complain("interrupted; the same command goes on from here")
+        return 130
+    for it in found.blocks:
+        if it.tv_bound is not None:
+            _print(f"[{it.start}, {it.stop}): within {it.tv_bound:.3f} of full prefill on average")
+    return 0
+
+
+def _has_pair(args: argparse.Namespace) -> bool:
+    missing = [f"--{name}" for name in _PAIR[:3] if not getattr(args, name)]
+    if missing:
+        _complain(f"profile {args.action} needs {', '.join(missing)}")
+        return False
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    return True
 
 
 def _say(found: Verification) -> None:

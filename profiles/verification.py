@@ -9,7 +9,7 @@ from rich.console import Console
 
 from cachetree import ModelIdentity, ProfileError
 from cachetree.corrections import Correction
-from profiles.compute import HELD_OUT, Bench, temporary_journal
+from profiles.compute import HELD_OUT, Bench, Pair, temporary_journal
 from profiles.data import Document, data_files
 from profiles.evidence import FrontierPoint, MeasuredProfile, Split
 from profiles.profiler import Stage, answerers, judge_all, load_documents, open_pair
@@ -41,9 +41,7 @@ def verify_profile(
     Raises ProfileError where the models are not the profile's, naming the field, and where a
     context is the profile's.
     """
-    pair = open_pair(settings)
-    _require_same("sender", profile.sender, pair.sender_identity)
-    _require_same("receiver", profile.receiver, pair.receiver_identity)
+    pair = open_pair_of(profile, settings)
     positions = pair.receiver.config.max_position_embeddings
     sources, documents = load_documents(settings, settings.data, pair.tokenizer, positions)
     _require_unseen(profile, documents)
@@ -72,6 +70,14 @@ def verify_profile(
         reason=reason,
         holds=passed == profile.passed,
     )
+
+
+def open_pair_of(profile: MeasuredProfile, settings: Settings) -> Pair:
+    """Both models, loaded as the settings say; raises ProfileError where they are others."""
+    pair = open_pair(settings)
+    _require_same("sender", profile.sender, pair.sender_identity)
+    _require_same("receiver", profile.receiver, pair.receiver_identity)
+    return pair
 
 
 def _asked(

@@ -10,7 +10,7 @@ study       one document, kept in the journal
 training    every block by KL; judging: any plan by the metric
 """
 
-from profiles.compute.examination import Answerer, Examination, Tokens
+from profiles.compute.examination import FIRST_TOKENS, Answerer, Examination, Tokens
 from profiles.compute.fitting import NUM_FITTED, fit_maps
 from profiles.compute.journal import Entry, Journal, Timed, temporary_journal
 from profiles.compute.judging import NUM_SHOWN, baselines, first_of_each_task, judge, num_steps
@@ -25,6 +25,7 @@ from profiles.compute.training import SPLIT, places_swept, sweep, sweep_correcte
 
 __all__ = [
     "FIRST_NEW",
+    "FIRST_TOKENS",
     "HELD_OUT",
     "KV",
     "NUM_FITTED",

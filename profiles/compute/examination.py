@@ -25,7 +25,7 @@ from profiles.stats import Score
 
 Tokens = tuple[int, ...]
 
-FIRST: Final = 8
+FIRST_TOKENS: Final = 8
 """Tokens of an answer whose total variation is measured: as many as the drift guard looks at."""
 
 
@@ -171,9 +171,9 @@ class _Measured:
         sums = torch.zeros(4, len(lengths)).index_add_(1, text_of, values)
         kl, nll, agreement, _ = (sums / lengths).tolist()
         starts = lengths.cumsum(0) - lengths
-        is_first = torch.arange(len(text_of)) - starts[text_of] < FIRST
+        is_first = torch.arange(len(text_of)) - starts[text_of] < FIRST_TOKENS
         first = torch.zeros(len(lengths)).index_add_(0, text_of[is_first], values[3, is_first])
-        tv = (first / lengths.clamp(max=FIRST)).tolist()
+        tv = (first / lengths.clamp(max=FIRST_TOKENS)).tolist()
         is_same = (sums[2].round() == lengths).tolist()
         return cls(kl, nll, agreement, tv, is_same)
 

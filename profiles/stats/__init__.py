@@ -15,6 +15,7 @@ from profiles.stats.artifact import (
     build,
     losses_of,
     split_of,
+    tv_bound,
 )
 from profiles.stats.choice import (
     MOST_TRIED,
@@ -53,5 +54,6 @@ __all__ = [
     "shortlist",
     "split_of",
     "spread",
+    "tv_bound",
     "verdict",
 ]

@@ -247,14 +247,19 @@ def _point(
 
 
 def _as_usable(point: FrontierPoint, held_out: Scores) -> BlockQuality:
-    distances = [[it.tv for it in context] for context in held_out]
     return BlockQuality(
         start=point.start,
         stop=point.stop,
         quality=point.held_out.mean,
         e_map=point.e_map,
-        tv_bound=mean_bound(distances, DRIFT_ERROR_RATE),
+        tv_bound=tv_bound(held_out),
     )
+
+
+def tv_bound(held_out: Scores) -> float:
+    """What the drift guard allows a plan beside the noise of two exact runs."""
+    distances = [[it.tv for it in context] for context in held_out]
+    return mean_bound(distances, DRIFT_ERROR_RATE)
 
 
 def _baselines(

@@ -156,6 +156,19 @@ def test_corrected_plans_are_tried_with_maps_of_the_contexts_to_fit_on(few, tmp_
         (found,) = (maps[at.sha256] for at in profile.e_maps if at.layer == it.layer)
         for one, other in zip(found.tensors, expected.tensors, strict=True):
             assert torch.allclose(one, other, rtol=1e-3, atol=1e-4)
+    if fit_data:
+        return
+    held_out = few[few.index("--held-out") + 1]
+    before = tuple(msgspec.structs.replace(it, tv_bound=None) for it in profile.blocks)
+    best = msgspec.structs.replace(profile.recommended, tv_bound=None)
+    write_profile(msgspec.structs.replace(profile, blocks=before, recommended=best), out)
+    status, said = run("calibrate", str(out), *flags(FINE_TUNES), *FAST, "--data", held_out)
+    assert status == 0 and said.count("of full prefill") == len(profile.blocks) - 1 > 1, said
+    found = read_measured(out)
+    bounds = [it.tv_bound for it in (*profile.blocks, profile.recommended)]
+    calibrated = [it.tv_bound for it in (*found.blocks, found.recommended)]
+    assert calibrated == pytest.approx(bounds, abs=1e-4)
+    assert journals(tmp_path) == []
 
 
 def test_maps_are_fitted_on_nothing_that_judges(few, tmp_path):
@@ -300,6 +313,12 @@ TRAIN = str(DATA / "train.jsonl")
     [
         (["--sender", "x", "--receiver", "y"], 2, "profile needs --data, --out"),
         (["verify", str(FINE_TUNES.profile)], 2, "verify needs --sender, --receiver, --data"),
+        (["calibrate", str(FINE_TUNES.profile)], 2, "calibrate needs --sender, --receiver, --data"),
+        (
+            ["calibrate", str(FINE_TUNES.profile), *flags(FINE_TUNES), "--data", TRAIN],
+            1,
+            "96 of the profile's 96 held-out contexts are not in --data",
+        ),
         (["show", "none.json"], 1, "none.json (relative to "),
         (["--sender", "none", *OTHER, "--data", TRAIN, "--out", "o", *ASKED], 1, "none"),
         ([*flags(FINE_TUNES), "--data", "none.jsonl", "--out", "o", *ASKED], 1, "'none.jsonl'"),
