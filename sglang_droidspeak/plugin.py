@@ -46,9 +46,8 @@ def _check_server_args(_result: None, server_args: ServerArgs) -> None:
         settings = check_front_end(server_args)
         add_pages(KEY)
         answers = VerifiedAnswers(settings)
-        if settings.shadow_rate:  # Within verified answers, which have none.
-            rate, deadline_s = settings.shadow_rate, settings.shadow_deadline_s
-            shadows = Shadows(rate=rate, deadline_s=deadline_s)
+        if settings.shadow_share:  # Within verified answers, which have none.
+            shadows = Shadows(settings)
             engine.place_hooks({release.GENERATE: (shadows.generate, HookType.AROUND)})
         engine.place_hooks({release.GENERATE: (answers.generate, HookType.AROUND)})
         # A scheduler that is forked, not spawned, has only the hooks of this process.

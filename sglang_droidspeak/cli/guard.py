@@ -40,7 +40,7 @@ def _guard(args: argparse.Namespace) -> int:
 def lines(state: GuardState) -> Iterator[str]:
     """For a person."""
     rate = state.shadow_rate
-    yield f"compares {rate:.1%} of reused requests" if rate else "off: shadow_rate is 0"
+    yield f"compares {rate:.1%} of reused requests" if rate else "compares nothing"
     for pair in state.pairs:
         yield f"{pair.sender} to {pair.receiver}"
         for i, it in enumerate(pair.plans):

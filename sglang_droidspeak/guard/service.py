@@ -34,7 +34,7 @@ class PairsInService:
         """Without a `guard_path` nothing is read or written. Raises ConfigError."""
         self._planner: Final = planner
         self._metrics: Final = metrics
-        self._rate: Final = settings.shadow_rate
+        self._rate: Final = settings.shadow_share
         path = None if settings.guard_path is None else Path(settings.guard_path)
         self._path: Final = path if keeps_record else None
         self._profiles: Final = dict(planner.profiles)

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
 from itertools import islice
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
@@ -40,6 +40,9 @@ from sglang_droidspeak.guard.plain import controls_of, is_plain
 from sglang_droidspeak.guard.plans import PlanId
 from sglang_droidspeak.request.meta_info import KEY
 
+if TYPE_CHECKING:
+    from sglang_droidspeak.start.config import Settings
+
 log = logging.getLogger(__name__)
 
 MAX_WAITING: Final = 64
@@ -51,9 +54,9 @@ Reply = dict[str, Any]
 
 
 class Shadows:
-    def __init__(self, *, rate: float, deadline_s: float) -> None:
-        self._rate: Final = rate
-        self._deadline_s: Final = deadline_s
+    def __init__(self, settings: Settings) -> None:
+        self._rate: Final = settings.shadow_share
+        self._deadline_s: Final = settings.shadow_deadline_s
         self._suspects: frozenset[PlanId] = frozenset()
         self._waiting: Final[deque[_Answer]] = deque()
         self._missed: Counter[str] = Counter()
@@ -69,7 +72,7 @@ class Shadows:
         if not _has_shadow(params):
             return original(manager, obj, request)
         obj.normalize_batch_and_arguments()
-        place = int.from_bytes(blake2b(obj.rid.encode(), digest_size=8).digest(), "big") / 2**64
+        place = place_of(obj.rid)
         if place >= self._rate and not self._suspects:
             return original(manager, obj, request)
         it = _Answer(obj, place, _temperature(params))
@@ -185,6 +188,11 @@ class _Answer:
         self.obj.text = self.obj.input_ids = None
         self.prompt_ids = array("q", self.prompt_ids)
         self.deadline_s = deadline_s
+
+
+def place_of(rid: str) -> float:
+    """Of a request among all ids, 0 to 1; those below the rate are chosen."""
+    return int.from_bytes(blake2b(rid.encode(), digest_size=8).digest(), "big") / 2**64
 
 
 def _has_shadow(params: Mapping[str, Any]) -> bool:

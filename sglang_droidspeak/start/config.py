@@ -27,11 +27,13 @@ from cachetree.tree import Retention
 LINKER_MODULE = "sglang_droidspeak.linker"
 MIN_PAGE_SIZE = 16
 GIB = 1 << 30
+_SHADOW_RATE = 0.05
 
 _NEEDS = (
     # a setting, the one without which it does nothing, and why
     ("disk_path", "host_gb", "nothing is ever stored"),
     ("push_to", "host_gb", "nothing is ever stored"),
+    ("shadow_rate", "guard_path", "what it finds would be forgotten at the next start"),
     ("hicache_config", "hicache_backend", "there is no backend to make with it"),
     ("allowed_peers", "listen", "nobody reads from this server"),
     ("announce", "listen", "nobody could read from this server"),
@@ -74,7 +76,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     capture_layers: tuple[int, ...] | None = None
     """Layers whose E is kept; none takes them from the profiles in which this model sends."""
     gate: Literal["enforce", "off"] = "enforce"
-    """`off` lets a request name any block of any sender, profile or not; for measurements."""
+    """`off` lets a request name any block of any sender, profile or not, that the drift guard has
+    not taken out of service; for measurements."""
     host_gb: float = 2.0
     """Host memory for this server's own KV and E, GiB; made, and on CUDA page-locked, at start.
     0 stores nothing."""
@@ -133,15 +136,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     verify_lag: int = 32
     """So many tokens are drafted from approximate KV before they are checked; the rest of the
     answer comes from the exact KV that the check leaves."""
-    shadow_rate: float = 0.0
+    shadow_rate: float | None = None
     """Share of the requests that reuse another model's KV whose answers the drift guard compares
-    with an exact run, 0 to 1; 0 turns it off."""
+    with an exact run, 0 to 1; by default 0.05 where there is a `guard_path`."""
     shadow_deadline_s: float = 60.0
     """How long such a comparison waits for a moment in which no request runs; then it is dropped,
     and counted."""
     guard_path: str | None = None
     """File in which the drift guard keeps what it knows of pairs, this server's alone and this
-    user's alone; a pair that is out of service stays so after a restart."""
+    user's alone; a pair that is out of service stays so after a restart. None turns it off."""
     max_link_mb_s: float | None = None
     """Cap on what this server sends, 10^6 bytes per second; none does not cap it."""
     shared_memory: bool = True
@@ -169,13 +172,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 raise ConfigError(f"{field} is {getattr(self, field)}; give 0 or more")
         if self.http is not None:
             parse_http(self.http, field="http")
-        if not 0 <= self.shadow_rate <= 1:
+        if not 0 <= self.shadow_share <= 1:
             raise ConfigError(f"shadow_rate is {self.shadow_rate}; give 0 to 1")
-        if (self.guard_path is None) != (self.shadow_rate == 0):
-            raise ConfigError(
-                f"shadow_rate is {self.shadow_rate} and guard_path {self.guard_path}; give both, "
-                "or neither"
-            )
         positive = ("min_tokens", "max_recompute_tokens", "fetch_deadline_s", "peer_cooldown_s")
         for field in (*positive, "max_stall_ms", "verify_lag", "shadow_deadline_s"):
             value = getattr(self, field)
@@ -198,6 +196,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 f"key_file is {self.key_file}, and neither listen nor peer_keys gives it a use; "
                 "set peer_keys, or remove key_file"
             )
+
+    @property
+    def shadow_share(self) -> float:
+        if self.guard_path is None:
+            return 0.0
+        return _SHADOW_RATE if self.shadow_rate is None else self.shadow_rate
 
     def verifies(self, asked: Any) -> bool:
         """Whether an answer is to be verified whose request says so (`true`), or nothing."""

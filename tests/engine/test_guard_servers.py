@@ -147,11 +147,11 @@ def test_a_plan_that_loses_more_than_allowed_is_taken_out_of_service(
         assert pair.ask(tokens).provenance["outcome"] == "reused"
 
 
-def of_another_sender(folder: Path, change: Change) -> Path:
-    """The shipped one, with other weights."""
-    shutil.copytree(SENDER, folder / "changed")
-    weights = load_file(SENDER / "model.safetensors")
-    config = LlamaConfig.from_pretrained(SENDER)
+def of_another_sender(folder: Path, change: Change, sender: Path = SENDER) -> Path:
+    """The same one, with other weights."""
+    shutil.copytree(sender, folder / "changed")
+    weights = load_file(sender / "model.safetensors")
+    config = LlamaConfig.from_pretrained(sender)
     save_file(change(weights, config), folder / "changed" / "model.safetensors", {"format": "pt"})
     return folder / "changed"
 
@@ -192,7 +192,7 @@ def test_drift_is_found_within_200_reused_requests(
     profile = let_through(tmp_path, (2, 5))
     renamed = msgspec.structs.replace(read_profile(profile), sender=read_model_identity(sender))
     write_profile(renamed, profile)
-    with served(tmp_path, profile, sender, shadow_rate=0.05) as pair:
+    with served(tmp_path, profile, sender) as pair:
         last, *asked = prompts(task, num=211)
         pair.sender.generate(last, max_new_tokens=1)
         assert pair.requests_until_off(asked) <= 200
@@ -216,7 +216,7 @@ def test_a_bad_pair_that_was_let_through_is_taken_out_of_service_within_200_requ
     profile = let_through(tmp_path, *plans)
     failed = msgspec.structs.replace(read_profile(profile), passed=False, reason="it is bad")
     write_profile(failed, profile)
-    with served(tmp_path, profile, shadow_rate=0.05, gate="off") as pair:
+    with served(tmp_path, profile, gate="off") as pair:
         last, *asked = prompts(num=211)
         pair.sender.generate(last, max_new_tokens=1)
         assert pair.requests_until_off(asked, droidspeak=controls) <= 200

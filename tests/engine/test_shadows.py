@@ -19,6 +19,7 @@ from sglang_droidspeak.guard.messages import GuardQuestion, GuardState
 from sglang_droidspeak.guard.plans import PlanId
 from sglang_droidspeak.guard.shadows import MAX_WAITING, Shadows
 from sglang_droidspeak.request.meta_info import KEY
+from sglang_droidspeak.start.config import Settings
 
 PROMPT = [7, 3, 9, 4]
 PLAN = PlanId("S", "R", (2, 5), False)  # type: ignore[arg-type]
@@ -120,7 +121,8 @@ def served(manager: Manager, *objs: Any, busy_s: float = 0.0) -> list[list[Any]]
 
 
 def guard(rate: float = 1.0, deadline_s: float = 10.0) -> Shadows:
-    return Shadows(rate=rate, deadline_s=deadline_s)
+    settings = {"shadow_rate": rate, "shadow_deadline_s": deadline_s, "guard_path": "guard.json"}
+    return Shadows(Settings(**settings))
 
 
 @pytest.mark.parametrize("is_delta", [False, True])

@@ -236,14 +236,18 @@ def test_pairs_whose_profiles_are_gone_stay_in_the_record(tmp_path: Path) -> Non
     ("settings", "words"),
     [
         ({"shadow_rate": 1.5, "guard_path": "g"}, "shadow_rate is 1.5; give 0 to 1"),
-        ({"shadow_rate": 0.1}, "give both, or neither"),
-        ({"guard_path": "g"}, "give both, or neither"),
+        ({"shadow_rate": 0.1}, "guard_path is None, so what it finds would be forgotten"),
         ({"shadow_deadline_s": 0}, "shadow_deadline_s is 0"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         Settings(**settings)
+
+
+def test_one_in_twenty_is_compared_where_there_is_a_place_for_what_is_found() -> None:
+    rates = (Settings(), Settings(guard_path="g"), Settings(guard_path="g", shadow_rate=0.0))
+    assert [it.shadow_share for it in rates] == [0.0, 0.05, 0.0]
 
 
 def test_a_person_reads_what_is_out_of_service() -> None:
