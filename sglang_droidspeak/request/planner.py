@@ -181,7 +181,7 @@ class Planner:
                 log.debug("request %s: %s: %s", req.rid, plan.reason.value, plan.detail)
                 return Declined(plan.reason.value, plan.detail, considered)
             if self.out_of_service and _id_of(plan) in self.out_of_service:
-                return Declined(Reason.GATE_FAILED.value, OUT_OF_SERVICE, considered)
+                return Declined(Reason.GATE_FAILED.value, OUT_OF_SERVICE)
             if not is_pool(plan.location) or self._pool.find(plan, pages, req, tree) is not None:
                 break
             matches = self._matches(req, pages)  # The note was wrong and is mended.
