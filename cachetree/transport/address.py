@@ -21,9 +21,8 @@ class Address:
 
     @property
     def url(self) -> str:
-        return (
-            f"tcp://[{self.host}]:{self.port}" if self.is_ipv6 else f"tcp://{self.host}:{self.port}"
-        )
+        host = f"[{self.host}]" if self.is_ipv6 else self.host
+        return f"tcp://{host}:{self.port}"
 
     @property
     def is_ipv6(self) -> bool:

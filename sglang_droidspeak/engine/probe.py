@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import pkgutil
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -46,32 +47,23 @@ def installed() -> Path:
 
 def lacking(root: Path) -> Iterator[str]:
     """Names that are used and that the SGLang in that folder does not have, one sentence each."""
-    for target, recorded in release.USED.items():
-        _, *parameters = recorded.split()
+    needed = [(it, "parameters", told.split()[1:]) for it, told in release.USED.items()]
+    needed += [(it, "fields", names.split()) for it, names in release.FIELDS.items()]
+    for target, kind, names in needed:
         try:
-            there = definition(root, target).parameters
+            there = getattr(definition(root, target), kind)
         except NotThere as exc:
             yield str(exc)
             continue
-        if missing := [name for name in parameters if name not in there]:
-            yield f"{target} has no parameter {', '.join(missing)}"
-    for owner, names in release.FIELDS.items():
-        try:
-            there = definition(root, owner).fields
-        except NotThere as exc:
-            yield str(exc)
-            continue
-        if missing := [name for name in names.split() if name not in there]:
-            yield f"{owner} has no {', '.join(missing)}"
+        if missing := [name for name in names if name not in there]:
+            what = "parameter " if kind == "parameters" else ""
+            yield f"{target} has no {what}{', '.join(missing)}"
 
 
 def changed(root: Path) -> Iterator[str]:
     """Functions and classes that are there and whose source is not the one that was read."""
     for target, told in release.USED.items():
         recorded, *_ = told.split()
-        try:
-            found = definition(root, target).hash
-        except NotThere:
-            continue
-        if found != recorded:
-            yield f"{target} has another source: {found}, and {recorded} in {release.VERSION}"
+        with suppress(NotThere):
+            if (found := definition(root, target).hash) != recorded:
+                yield f"{target} has another source: {found}, and {recorded} in {release.VERSION}"

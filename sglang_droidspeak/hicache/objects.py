@@ -14,12 +14,9 @@ Nothing read is believed: the header is made again from what was expected and wh
 
 from __future__ import annotations
 
-import hashlib
 import struct
 from dataclasses import dataclass
 from typing import Final
-
-import msgspec
 
 from cachetree import Kind, ModelId, PageHash, Step
 from cachetree.checkpoint import Family
@@ -45,14 +42,13 @@ class Objects:
     """Keys, sizes and seals of one family's objects."""
 
     def __init__(self, family: Family) -> None:
-        digest = hashlib.sha256(msgspec.json.encode(family, order="sorted")).hexdigest()
         # A page whose first is there has lost none to a backend that drops the oldest; where its
         # last is there, all have been written.
         self.written: Final = tuple(Step(Kind.KV, it) for it in reversed(range(family.num_layers)))
         """KV of all layers, in the order of writing."""
         self.markers: Final = (self.written[0], self.written[-1])
         """Where both are, a page is taken to be whole."""
-        self._prefix: Final = f"droidspeak2-{digest[:16]}"
+        self._prefix: Final = f"droidspeak2-{family.digest[:16]}"
         self._family: Final = family
         largest = _HEADER.size + max(map(family.page_bytes, Kind))
         self.slot_bytes: Final = -(-largest // _SLOT_UNIT) * _SLOT_UNIT
