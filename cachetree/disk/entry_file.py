@@ -190,7 +190,6 @@ def _write_payload(handle: int, layout: Layout, views: Views, offset: int) -> tu
 
 
 def part_of(views: Views, num_pages: int, pages: Span) -> Views:
-    """The views of some of the pages."""
 
     def part(step: Step) -> Sequence[memoryview]:
         whole = [view.cast("B") for view in views(step)]

@@ -89,7 +89,6 @@ class Arena:
 
     @property
     def lent_bytes(self) -> int:
-        """Bytes lent and not given back."""
         with self._lock:
             self._collect()
             return self._lent_bytes

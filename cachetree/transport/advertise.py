@@ -57,7 +57,6 @@ class ChangeQueue:
         return there
 
     def take(self) -> list[Change]:
-        """All that waits, in order."""
         with self._lock:
             changes = list(self._changes)
             self._changes.clear()
@@ -217,7 +216,6 @@ class RemoteView:
                 self.is_synced = True
 
     def forget(self) -> None:
-        """Drop everything."""
         self._tree.forget(self._location)
         self.is_synced = False
 

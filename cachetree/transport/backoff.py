@@ -87,7 +87,6 @@ class Breaker:
             self._open(now_s)
 
     def succeeded(self) -> None:
-        """A fetch landed whole."""
         if self._is_probing:
             self._is_probing = False
             self._probe_at_s = None

@@ -89,14 +89,12 @@ class Channel:
 
     @property
     def error(self) -> FetchError | None:
-        """Why it has ended."""
         if self._error is None and self.send_queue.error is not None:
             self._fail(self.send_queue.error)
         return self._error
 
     @property
     def has_room(self) -> bool:
-        """Whether more may be put."""
         return self.send_queue.has_room and self.error is None
 
     def put(self, frame: Frame, payload: Sequence[memoryview]) -> None:

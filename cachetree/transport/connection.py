@@ -158,7 +158,6 @@ class Connection:
         self._heard_at_s = self._clock()
 
     def new_id(self) -> int:
-        """For the next fetch or store."""
         self.last_id += 1
         return self.last_id
 

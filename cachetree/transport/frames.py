@@ -96,7 +96,6 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def pack(frame: Frame) -> bytes:
-    """The header of a frame."""
     return _FIELDS.pack(frame.id, frame.offset, frame.checksum, frame.step, frame.size)
 
 

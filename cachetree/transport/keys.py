@@ -46,7 +46,6 @@ class KeyPair:
 
 
 def to_bytes(key: PublicKey) -> bytes:
-    """The 32 bytes of a public key."""
     return bytes.fromhex(key.removeprefix(_PUBLIC))
 
 

@@ -111,7 +111,6 @@ class PendingFetches:
         staging.fail(error)
 
     def buffer_for(self, frame: Frame) -> memoryview | None:
-        """Where its bytes go; None for nowhere."""
         receiver = self._receiver_of(frame)
         if receiver is None:
             self._carried_bytes += frame.size
@@ -130,7 +129,6 @@ class PendingFetches:
         return receiver is not None and receiver.staging.error is None
 
     def mark_received(self, arrival: Arrival) -> None:
-        """A frame came whole into its buffer."""
         receiver = self._receiver_of(arrival.frame)
         if receiver is None:
             return

@@ -254,7 +254,6 @@ class Router:
             yield Received(identity, message, is_admin, str(header.get("Peer-Address")))
 
     def issue_ticket(self, who: str) -> Ticket:
-        """To open the channel of a new session."""
         return self._data_port.issue_ticket(who)
 
     def arrivals(self) -> Iterator[tuple[str, Channel]]:
@@ -268,11 +267,9 @@ class Router:
             yield arrival
 
     def is_readable(self, channel: Channel) -> bool:
-        """Whether something came over it."""
         return channel.fileno() in self._ready
 
     def drop(self, channel: Channel) -> None:
-        """Its session is over."""
         self._poller.unregister(channel.fileno())
         channel.close()
 

@@ -136,7 +136,6 @@ class PeerLog:
             self._has_told = True
 
     def rise(self) -> None:
-        """It is ready."""
         if self._has_told:
             log.info("peer %s is ready", self._address)
             self._has_told = False

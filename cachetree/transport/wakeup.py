@@ -30,7 +30,6 @@ class Wakeup:
                 os.eventfd_write(self._counter, 1)
 
     def wait(self, timeout_s: float) -> None:
-        """Until `wake`, or until the time is over."""
         poller = select.poll()
         poller.register(self._counter, select.POLLIN)
         poller.poll(timeout_s * 1000)

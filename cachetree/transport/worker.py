@@ -326,7 +326,6 @@ class Worker:
         session.tell(message)
 
     def _take(self, session: Session) -> None:
-        """What came over its channel."""
         session.heard_at_s = self._clock()
         try:
             for arrival in session.channel.receive(session.stores):

@@ -37,7 +37,6 @@ class ActivatedAdapters:
         self._has_hooks = False
 
     def loaded(self, lora_id: str) -> None:
-        """An adapter was loaded."""
         if self._has_hooks or not self._models.invocation(lora_id):
             return
         self._has_hooks = True
@@ -105,7 +104,6 @@ def _count_the_base(
 
 
 def _last(wanted: list[int], tokens: list[int]) -> int | None:
-    """Where the last occurrence of `wanted` begins."""
     for at in range(len(tokens) - len(wanted), -1, -1):
         if tokens[at : at + len(wanted)] == wanted:
             return at

@@ -15,8 +15,6 @@ Advance = Callable[[], None]
 
 
 class Steps:
-    """The steps of a run, one after the other."""
-
     def __init__(self, console: Console) -> None:
         self._console = console
         self._begun_s = time.monotonic()

@@ -111,7 +111,6 @@ def described(part: MeasuredPair) -> str:
 
 
 def hardware(environment: Environment) -> str:
-    """The machine in one line."""
     where = environment.accelerator or environment.processor
     return (
         f"{where}, {environment.num_cores} cores, load before the run {environment.load_before:.1f}"

@@ -43,8 +43,6 @@ class DemoFailed(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """One pair of models, and how it is served."""
-
     title: str
     sender: Path
     receiver: Path

@@ -57,7 +57,6 @@ class Objects:
         return self._family.page_bytes(step.kind)
 
     def size(self, step: Step) -> int:
-        """Bytes of an object."""
         return _HEADER.size + self.page_bytes(step)
 
     def key(self, model: ModelId, page: PageHash, step: Step) -> str:
@@ -65,7 +64,6 @@ class Objects:
         return f"{self._prefix}-{model}-{page.hex()}-{step.kind.value}{step.layer}"
 
     def seal(self, key: str, step: Step, payload: memoryview, slot: memoryview) -> None:
-        """Make an object in `slot`."""
         body = slot[_HEADER.size : self.size(step)]
         body[:] = payload
         slot[: _HEADER.size] = _header(key, body)

@@ -199,7 +199,6 @@ def _computed(loads: Mapping[int, Load]) -> Iterator[BlockTokens]:
 
 
 def _tokens_of(batch: ScheduleBatch) -> list[Span]:
-    """That the batch extends its prompts by."""
     lengths = zip(batch.prefix_lens, batch.extend_lens, strict=True)
     return [Span(start, start + length) for start, length in lengths]
 
