@@ -143,6 +143,14 @@ def test_adapters_are_profiled_on_their_base(receiver, task, tmp_path):
         assert lost <= 0.05 * profile.full_prefill_quality
 
 
+@pytest.mark.parametrize("path", sorted(DATA.parent.glob("*.json")), ids=lambda it: it.stem)
+def test_the_drift_guard_is_told_what_each_plan_may_differ_by(path):
+    profile = read_profile(path)
+    plans = [it for it in profile.blocks if len(it.block) < profile.receiver.num_layers]
+    assert profile.recommended in plans
+    assert all(0 < it.tv_bound < 0.1 for it in plans)
+
+
 def test_a_pair_without_the_effect_is_told_so():
     flat = Properties(
         sender=0.7,
