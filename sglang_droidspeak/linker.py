@@ -5,7 +5,7 @@ admission       lookup, load  promise pages, give slots    WaitingRequests → L
 batch start     start         copy layers into slots       Loader
 forward         forward       partial prefill, fall back   PartialPrefill, Provenance
 batch end       finish        free the staging
-insertion       offload       copy new exact KV and E out  Insertions → Offloader
+insertion       offload       copy new exact KV and E out  Insertions → Offloader, HostEvents
 answer          stream        hold, and label              Replies, Labels
 """
 
@@ -56,6 +56,7 @@ from sglang_droidspeak.start import refuse
 from sglang_droidspeak.start.config import cache_config
 from sglang_droidspeak.start.this_server import folder_of
 from sglang_droidspeak.store.capture import attachment_of
+from sglang_droidspeak.store.events import HostEvents
 from sglang_droidspeak.store.insertions import Insertions
 from sglang_droidspeak.store.offloader import Offloader
 from sglang_droidspeak.store.page_locked import page_locked
@@ -128,7 +129,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         )
         identity = server.identity
         self._models = Models(identity.model_id, identity.num_layers, server.identify)
-        self._page = contextlib.ExitStack()
+        self._while_serving = contextlib.ExitStack()
         self._activated = ActivatedAdapters(self._models)
         self._pool_index = PoolIndex(
             self._cache.tree, attachment.e_pool, self._provenance, params.page_size, num_slots
@@ -149,7 +150,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
             )
             self._pool_index.is_told = True
             where = parse_http(settings.http, field="http")
-            self._page.enter_context(StatusPage(*where, self._cache.status, queries))
+            self._while_serving.enter_context(StatusPage(*where, self._cache.status, queries))
         guard = PairsInService(planner, self._metrics, settings, keeps_record=self._ranks.is_first)
         self._waiting = WaitingRequests(
             Sources(server, self._cache, noted, server_pool),
@@ -173,6 +174,12 @@ class DroidSpeakLinker(UnifiedCacheLinker):
             params.page_size,
         )
         self._offloader.is_stopped = not settings.host_gb
+        adapters = runner.lora_manager.lora_refs if runner.lora_manager is not None else {}
+        if params.enable_kv_cache_events and settings.host_gb:
+            events = HostEvents(self._cache, self._offloader, adapters, self._metrics)
+            self._while_serving.callback(events.close)
+            self._insertions.about = events.about
+            engine.place_hooks({release.TAKE_EVENTS: (events.take, HookType.AFTER)})
         self._is_retired = False
         queue = Queue(
             self._waiting,
@@ -182,7 +189,6 @@ class DroidSpeakLinker(UnifiedCacheLinker):
             self._ranks,
             params.page_size,
         )
-        adapters = runner.lora_manager.lora_refs if runner.lora_manager is not None else {}
         answers = Answers(
             self._cache, planner, self._labels, self._activated, adapters, params.page_size
         )
@@ -289,7 +295,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         self._metrics.tell_pairs(self._profiles, are_off=True)
         self._waiting.retire()
         self._cache.stop_serving()
-        self._page.close()
+        self._while_serving.close()
 
     def _load_lora(self, original: Any, manager: Any, lora_ref: LoRARef) -> None:
         lora_id = lora_ref.lora_id
@@ -306,7 +312,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         self.reset()
         self._loader.close()
         self._offloader.close()
-        self._page.close()
+        self._while_serving.close()
         if self._cache_metrics is not None:
             self._cache_metrics.close()
         self._cache.close()

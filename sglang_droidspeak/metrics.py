@@ -72,6 +72,12 @@ class Metrics:
             "Objects of the HiCache backend by what became of them",
             ["result"],
         )
+        self.kv_event_pages: Final[Counter] = counter(
+            "droidspeak:kv_event_pages",
+            "Pages of host memory that KV events told of: stored, removed, or dropped because too "
+            "many events waited",
+            ["kind"],
+        )
         pair = ["sender", "receiver"]
         self.shadows: Final[Counter] = counter(
             "droidspeak:shadows",

@@ -3,6 +3,13 @@
 Heavy to import: only the scheduler process does.
 """
 
+from sglang.srt.disaggregation.kv_events import (
+    BlockRemoved,
+    BlockStored,
+    StorageMedium,
+    kv_event_namespace_seed,
+    namespaced_block_hash,
+)
 from sglang.srt.distributed.communication_op import tensor_model_parallel_all_gather
 from sglang.srt.layers.layer_boundary.residual import batch as residual_batch
 from sglang.srt.lora.lora_registry import LoRARef

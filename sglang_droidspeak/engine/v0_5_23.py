@@ -26,6 +26,7 @@ NEW_PREFILL = "sglang.srt.managers.scheduler.Scheduler._get_new_batch_prefill_ra
 REPLAY_LEN = "sglang.srt.managers.schedule_policy.PrefillAdder._replay_len"
 MATCH = "sglang.srt.mem_cache.unified_cache.unified_cache_linker.UnifiedCacheLinkerWrapper.match"
 CHECKPOINT = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.checkpoint"
+TAKE_EVENTS = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.take_events"
 _STREAMER = "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
 REPORT = f"{_STREAMER}.stream_output"
 REPORT_ABORT = f"{SCHEDULER_MODULE}.Scheduler.send_abort_output"
@@ -55,6 +56,7 @@ _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 _LINKER = "sglang.srt.mem_cache.unified_cache.unified_cache_linker"
 _TREE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
 _HICACHE = "sglang.srt.mem_cache.hicache_storage"
+_EVENTS = "sglang.srt.disaggregation.kv_events"
 _TRACE = "sglang.srt.observability.trace"
 _STATS = "sglang.srt.observability.req_time_stats.ReqTimeStatsBase"
 _STREAM = "sglang.srt.layers.layer_boundary.residual.batch"
@@ -72,6 +74,11 @@ USED: Mapping[str, str] = {
     REPLAY_LEN: "de5d2dd3bf21 req prefix_len",
     MATCH: "8899b550249a key req result",
     CHECKPOINT: "e02e3cb069e4 req up_to",
+    TAKE_EVENTS: "da36681d48c4",
+    f"{_EVENTS}.BlockStored": "7bc3f8b2dde0",
+    f"{_EVENTS}.BlockRemoved": "e8542884a77c",
+    f"{_EVENTS}.kv_event_namespace_seed": "ac315f522f10 extra_key cache_salt",
+    f"{_EVENTS}.namespaced_block_hash": "230cd7f870d8 block_hash namespace_seed",
     REPORT: "d201d904f804 reqs return_logprob skip_req",
     REPORT_ABORT: "970832854ce1 abort_req req",
     REQUEST_LEVEL: "723097c2a9ab key",
@@ -187,7 +194,8 @@ FIELDS: Mapping[str, str] = {
         "k_buffer v_buffer dtype size page_size layer_num kv_cache_layout post_capture_active"
     ),
     "sglang.srt.mem_cache.cache_init_params.CacheInitParams": (
-        "req_to_token_pool token_to_kv_pool_allocator page_size tp_cache_group"
+        "req_to_token_pool token_to_kv_pool_allocator page_size tp_cache_group "
+        "enable_kv_cache_events"
     ),
     f"{_HICACHE}.PoolTransfer": ("keys device_indices"),
     "sglang.srt.lora.lora_registry.LoRARef": ("lora_id lora_name lora_path"),

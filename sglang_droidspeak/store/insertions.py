@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from sglang_droidspeak.adapters.models import Models
     from sglang_droidspeak.engine.names import PoolTransfer, Req
     from sglang_droidspeak.ranks import Ranks
-    from sglang_droidspeak.store.offloader import Offloader
+    from sglang_droidspeak.store.offloader import Offloader, Told
     from sglang_droidspeak.store.pool import PoolIndex
 
 
@@ -44,6 +44,10 @@ class Insertions:
     _req_to_token: torch.Tensor
     _page_size: int
     _inserting: tuple[Req, int] | None = field(default=None, init=False)
+    about: Callable[[Req, int, int], Told | None] = field(
+        default_factory=lambda: _untold, init=False
+    )
+    """What events say of some of a request's tokens."""
 
     def checkpoint(self, original: Any, tree: Any, req: Req, *, up_to: int, **rest: Any) -> None:
         """Tell `offload`, which SGLang calls from inside, whose tokens are being inserted."""
@@ -82,7 +86,8 @@ class Insertions:
         pages = owner.pages_of(path, self._page_size)[index : index + len(transfer.keys)]
         if not pages:
             return False
-        slots = transfer.device_indices[: len(pages) * self._page_size]
+        num_tokens, start = len(pages) * self._page_size, index * self._page_size
+        slots = transfer.device_indices[:num_tokens]
         context = slots
         if self._offloader.provenance.any_approximate:
             context = self._req_to_token[req.kv.req_pool_idx, :up_to].long()
@@ -94,5 +99,10 @@ class Insertions:
                 slots=slots,
                 context=context,
                 ready=ready(),
+                told=self.about(req, start, start + num_tokens),
             )
         )
+
+
+def _untold(_req: Req, _start: int, _stop: int) -> None:
+    """Nobody follows events."""

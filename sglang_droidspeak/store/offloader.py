@@ -15,6 +15,7 @@ from cachetree import Kind, ModelId, PageHash, Step, give_way
 
 if TYPE_CHECKING:
     from cachetree import Cache
+    from sglang_droidspeak.engine.names import LoRARef
     from sglang_droidspeak.store.capture import Provenance
     from sglang_droidspeak.store.rows import ServerPool
 
@@ -22,6 +23,14 @@ log = logging.getLogger(__name__)
 
 MAX_IN_FLIGHT = 64
 """Nodes whose slots may be locked for a copy at once; more would starve the KV pool."""
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What events say of an offload's pages, beside their hashes."""
+
+    tokens: Sequence[int]
+    adapter: LoRARef | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +45,8 @@ class Offload:
     """Slots of every token that the request had read: what the node's KV was computed from."""
     ready: Sequence[torch.cuda.Event]
     """What the copy waits for: the forward that writes the slots. Empty off CUDA."""
+    told: Told | None = None
+    """What events say of it; None where there are none, or nobody is to hear of it."""
 
 
 class Offloader:
@@ -52,6 +63,8 @@ class Offloader:
         self._results: SimpleQueue[bool] = SimpleQueue()
         self.is_stopped = False
         """It takes nothing more."""
+        self.storing: Offload | None = None
+        """What its thread stores now; read in that thread."""
         self.num_put = 0
         """Nodes that were ever queued."""
         self.num_done = 0
@@ -92,12 +105,14 @@ class Offloader:
         give_way()
         with torch.inference_mode(), self._device.stream(self._stream):
             while (offload := self._todo.get()) is not None:
+                self.storing = offload
                 try:
                     self._store(offload)
                     stored = True
                 except Exception:
                     log.exception("storing %d pages failed", len(offload.pages))
                     stored = False
+                self.storing = None
                 self.num_done += 1
                 self._results.put(stored)
 
