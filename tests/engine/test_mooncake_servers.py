@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import re
+import signal
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 import requests
@@ -85,18 +90,24 @@ def expected(tokens: list[int], block: Span) -> Generated:
     return oracle(receiver, sender, tokens, block=block, num_reused=reused, max_new=MAX_NEW)
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def example(folder: Path) -> tuple[Path, dict[str, int]]:
+    """The example's file at free ports, and these by those that it names."""
     pytest.importorskip(
         "mooncake.store",
         reason="needs the wheel mooncake-transfer-engine, or its -non-cuda, and libibverbs",
         exc_type=ImportError,
     )
-    folder = tmp_path_factory.mktemp("mooncake")
     ports = {it: free_port() for it in ("30000", "30001", "30050", "30051")}
     text = (ROOT / "examples" / "mooncake.yaml").read_text()
     file = folder / "fleet.yaml"
     file.write_text(re.sub(r"\b300[05][01]\b", lambda it: str(ports[it[0]]), text))
+    return file, ports
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    folder = tmp_path_factory.mktemp("mooncake")
+    file, ports = example(folder)
     with contextlib.ExitStack() as stack:
         stack.enter_context(pytest.MonkeyPatch.context()).chdir(ROOT)
         wanted = [
@@ -152,3 +163,38 @@ def test_what_is_killed_harms_no_answer(cluster: Cluster) -> None:
     for _ in range(5):
         cluster.ask(known)
         time.sleep(1)
+
+
+def test_one_command_starts_all_of_it(tmp_path: Path) -> None:
+    """As a user types it: what one engine stores the other reads, and Ctrl-C ends them all."""
+    file, ports = example(tmp_path)
+    command = [sys.executable, "-m", "sglang_droidspeak.cli", "up", str(file)]
+    command += ["--device", "cpu", "--out", str(tmp_path / "out")]
+
+    def ask(port: str, text: str) -> dict[str, Any]:
+        body = {"text": text, "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
+        reply = requests.post(f"http://127.0.0.1:{ports[port]}/generate", json=body, timeout=60)
+        (told,) = reply.json()["meta_info"]["droidspeak"]
+        return dict(told)
+
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as up:
+        assert up.stdout is not None
+        try:
+            said = [
+                line.split()[0] for line in iter(up.stdout.readline, "ready; Ctrl-C ends them\n")
+            ]
+            assert said[1:] == ["master", "reader", "answerer"]
+            for text in TEXTS[:6]:
+                ask("30000", text)
+                time.sleep(2)  # Written behind.
+                told = ask("30001", text)
+                if told["outcome"] == "reused":
+                    break
+            assert (told["outcome"], told["location"]) == ("reused", "hicache"), told
+            assert told["block"] == [BLOCK.start, BLOCK.stop]
+        finally:
+            up.send_signal(signal.SIGINT)
+            up.wait(30)
+    for port in ports.values():
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port))
