@@ -72,6 +72,7 @@ bench: $(INSTALLED)
 	$(BENCH)/transport.py --keys
 	$(BENCH)/tree.py
 	$(BENCH)/fleet_size.py
+	$(BENCH)/shared_tier.py
 	$(BIN)/python -m benchmarks.simulate benchmarks/traces/multi_agent.jsonl
 	$(BIN)/python -m benchmarks.simulate benchmarks/traces/multi_lora.jsonl
 	$(BENCH)/disk.py

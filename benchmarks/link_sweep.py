@@ -16,33 +16,31 @@ for nothing.
 from __future__ import annotations
 
 import argparse
-import statistics
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import result
-from relay import Bench, Sample, Setup, bench, console, median, mirror, paced, publish, ttft
+from relay import (
+    Sample,
+    Setup,
+    bench,
+    console,
+    in_turns,
+    median,
+    mirror,
+    paced,
+    paired_ratio,
+    publish,
+    ttft,
+)
 from rich.table import Table
 
 from cachetree import EMPTY_SPAN
 
 NUM_SHARED = 1000
-NUM_LEARNING = 2
 MB_PER_S = (2000, 400, 200, 120, 60, 20, 5, 1)
-
-
-def measured(it: Bench, mb_per_s: float) -> dict[str, list[Sample]]:
-    samples: dict[str, list[Sample]] = {"off": [], "auto": []}
-    with paced(it, mb_per_s * 1e6, {}):
-        for document in range(len(it.documents)):
-            order = ("off", "auto") if document % 2 else ("auto", "off")
-            for mode in order:
-                samples[mode].append(it.ask(document, {"mode": mode}))
-    for pair in zip(*samples.values(), strict=True):
-        assert len({sample.token for sample in pair}) == 1, "exact reuse answers as a full prefill"
-    return {mode: of[NUM_LEARNING:] for mode, of in samples.items()}
 
 
 def report(found: dict[float, dict[str, list[Sample]]]) -> list[dict[str, Any]]:
@@ -52,8 +50,7 @@ def report(found: dict[float, dict[str, list[Sample]]]) -> list[dict[str, Any]]:
     rows = []
     for mb_per_s, samples in found.items():
         off, auto = (median(samples[mode], ttft) for mode in ("off", "auto"))
-        pairs = zip(samples["auto"], samples["off"], strict=True)
-        paired = statistics.median(one.ttft_ms / other.ttft_ms for one, other in pairs)
+        paired = paired_ratio(samples)
         outcomes = [sample.provenance["outcome"] for sample in samples["auto"]]
         counts = {it: outcomes.count(it) for it in sorted(set(outcomes))}
         rows.append(
@@ -86,7 +83,10 @@ def main() -> None:
         mirror(it, EMPTY_SPAN)
         it.sender.stop()
         time.sleep(0.5)
-        found = {mb_per_s: measured(it, mb_per_s) for mb_per_s in MB_PER_S}
+        found = {}
+        for mb_per_s in MB_PER_S:
+            with paced(it, mb_per_s * 1e6, {}):
+                found[mb_per_s] = in_turns(it)
     result.write("link_sweep", {"rates": report(found)}, environment, args.json)
 
 

@@ -39,6 +39,7 @@ NUM_LAYERS = 12
 HIDDEN = 768
 PAGE = 16
 NUM_NEW = 24
+NUM_LEARNING = 2
 console = Console(width=100)
 
 
@@ -200,6 +201,25 @@ def paced(it: Bench, bytes_per_s: float, controls: Mapping[str, str]) -> Iterato
     finally:
         worker.close()
         time.sleep(0.2)
+
+
+def in_turns(it: Bench) -> dict[str, list[Sample]]:
+    """Every document by `off` and by `auto`, which have to answer alike; without the first ones,
+    from which the server learns its speeds."""
+    samples: dict[str, list[Sample]] = {"off": [], "auto": []}
+    for document in range(len(it.documents)):
+        order = ("off", "auto") if document % 2 else ("auto", "off")
+        for mode in order:
+            samples[mode].append(it.ask(document, {"mode": mode}))
+    for pair in zip(*samples.values(), strict=True):
+        assert len({sample.token for sample in pair}) == 1, "exact reuse answers as a full prefill"
+    return {mode: of[NUM_LEARNING:] for mode, of in samples.items()}
+
+
+def paired_ratio(samples: Mapping[str, Sequence[Sample]]) -> float:
+    """Of TTFTs, `auto` over `off` of the same document; the median."""
+    pairs = zip(samples["auto"], samples["off"], strict=True)
+    return statistics.median(one.ttft_ms / other.ttft_ms for one, other in pairs)
 
 
 def median(samples: Sequence[Sample], of: Callable[[Sample], float]) -> float:

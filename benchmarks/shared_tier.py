@@ -1,0 +1,139 @@
+"""What does a shared storage cost beside this project's own transport?
+
+    python benchmarks/shared_tier.py [--from transport file mooncake] [--documents 8] [--out FILE]
+
+Two servers of one randomly initialised model of 12 layers × 768; the receiver loads all layers of
+1,000-token documents that the sender has read: over a TCP connection as between two hosts
+(`transport`), and from SGLang's HiCache backends `file` and `mooncake`, the latter with its own
+master, over TCP, where its wheel is installed. Requests that load alternate with full prefills
+(`off`) of the same documents, and their answers are compared before their times. The first two
+documents are the ones from which the server learns its speeds; medians are of the others.
+
+Physics: the transport moves bytes once. A storage has them written first, which is in no time here;
+it is asked for every page, and each page and layer is an object that is copied out of a slot and
+checked. What has to be read is the same. GB/s are the bytes over the time of their fetch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import result
+from relay import (
+    Sample,
+    Setup,
+    bench,
+    console,
+    in_turns,
+    median,
+    paired_ratio,
+    publish,
+    ttft,
+)
+from rich.table import Table
+
+from sglang_droidspeak.fleet.servers import ProgramSpec, free_port, running
+
+NUM_SHARED = 1000
+WRITTEN_S = 5.0
+"""For what is written behind."""
+TRANSPORT = "transport"
+
+Settings = Mapping[str, Any]
+
+
+@contextlib.contextmanager
+def storage(name: str, folder: Path) -> Iterator[Settings]:
+    """Settings of both servers, while what they need runs."""
+    if name == TRANSPORT:
+        yield {"shared_memory": False}
+    elif name == "file":
+        config: Settings = {"file_storage_path": str(folder / "store")}
+        yield {"hicache_backend": name, "hicache_config": config}
+    else:
+        port, metrics = free_port(), free_port()
+        command = ["mooncake_master", f"-rpc_port={port}", "-rpc_address=127.0.0.1"]
+        command += [f"-metrics_port={metrics}", "-metrics_host=127.0.0.1"]
+        with running(ProgramSpec(command=command, port=port, name="master"), folder=folder):
+            config = {
+                "master_server_address": f"127.0.0.1:{port}",
+                "local_hostname": "127.0.0.1",
+                "protocol": "tcp",
+                "global_segment_size": 1 << 30,
+            }
+            yield {"hicache_backend": name, "hicache_config": config}
+
+
+def measured(name: str, folder: Path, num_documents: int) -> dict[str, Any]:
+    """One row."""
+    with storage(name, folder) as settings:
+        setup = Setup(
+            num_shared=NUM_SHARED,
+            num_documents=num_documents,
+            is_one_model=True,
+            sends=settings,
+            reads=settings if name == TRANSPORT else {**settings, "peers": []},
+        )
+        with bench(folder, setup) as it:
+            publish(it)
+            time.sleep(WRITTEN_S)
+            samples = in_turns(it)
+    for sample in samples["auto"]:
+        told = sample.provenance
+        assert told["outcome"] == "reused", told
+        assert told["location"].startswith("tcp" if name == TRANSPORT else "hicache"), told
+    return {
+        "where": name,
+        "documents": len(samples["auto"]),
+        "fetched_mb": median(samples["auto"], fetched_bytes) / 1e6,
+        "gb_per_s": median(samples["auto"], gb_per_s),
+        "ttft_p50_ms": median(samples["auto"], ttft),
+        "off_ttft_p50_ms": median(samples["off"], ttft),
+        "paired_ratio": paired_ratio(samples),
+    }
+
+
+def fetched_bytes(sample: Sample) -> float:
+    return sample.provenance["fetched_bytes"]
+
+
+def gb_per_s(sample: Sample) -> float:
+    return fetched_bytes(sample) / sample.provenance["fetch_ms"] / 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--from", dest="names", nargs="+", default=available())
+    parser.add_argument("--documents", type=int, default=8)
+    parser.add_argument("--out", type=Path, help="file to append the lines to")
+    args = parser.parse_args()
+    environment = result.here()
+    rows = []
+    for name in args.names:
+        with tempfile.TemporaryDirectory() as folder:
+            rows.append(measured(name, Path(folder), args.documents))
+        result.write("shared_tier", rows[-1], environment, args.out)
+    table = Table(title=f"{NUM_SHARED} shared tokens by where they lie, medians")
+    for column in rows[0]:
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(*(it if isinstance(it, str) else f"{it:.3g}" for it in row.values()))
+    console.print(table)
+
+
+def available() -> list[str]:
+    """Mooncake's wheel may not be there."""
+    has_mooncake = importlib.util.find_spec("mooncake") and shutil.which("mooncake_master")
+    return [TRANSPORT, "file", *(["mooncake"] if has_mooncake else [])]
+
+
+if __name__ == "__main__":
+    main()
