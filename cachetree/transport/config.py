@@ -83,15 +83,10 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 f"bulk_port is {self.bulk_port}; give a port from 1 to 65535 or 0 for a free one"
             )
         _check_positive(
-            max_streams=self.max_streams,
-            max_stores=self.max_stores,
-            max_peers=self.max_peers,
-            max_fetch_s=self.max_fetch_s,
-            max_pending_changes=self.max_pending_changes,
-            silence_s=self.silence_s,
+            self,
+            "max_streams max_stores max_peers max_fetch_s max_pending_changes silence_s "
+            "max_bytes_per_s",
         )
-        if self.max_bytes_per_s is not None:
-            _check_positive(max_bytes_per_s=self.max_bytes_per_s)
 
 
 class PeerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -145,18 +140,10 @@ class PeerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
                 "too; set key_file (`cachetree keygen` makes one)"
             )
         _check_positive(
-            connect_s=self.connect_s,
-            reconnect_s=self.reconnect_s,
-            max_reconnect_s=self.max_reconnect_s,
-            resume_s=self.resume_s,
-            breaker_errors=self.breaker_errors,
-            breaker_window_s=self.breaker_window_s,
-            cooldown_s=self.cooldown_s,
-            heartbeat_s=self.heartbeat_s,
-            silence_s=self.silence_s,
+            self,
+            "connect_s reconnect_s max_reconnect_s resume_s breaker_errors breaker_window_s "
+            "cooldown_s heartbeat_s silence_s max_pages",
         )
-        if self.max_pages is not None:
-            _check_positive(max_pages=self.max_pages)
         if self.max_retries < 0:
             raise ConfigError(f"max_retries is {self.max_retries}; it must be 0 or more")
         if self.max_cooldown_s < self.cooldown_s:
@@ -183,7 +170,8 @@ def _check_frames(frame_bytes: int, window_bytes: int) -> None:
         )
 
 
-def _check_positive(**fields: float) -> None:
-    for field, value in fields.items():
-        if not value > 0:
+def _check_positive(config: msgspec.Struct, fields: str) -> None:
+    for field in fields.split():
+        value = getattr(config, field)
+        if value is not None and not value > 0:
             raise ConfigError(f"{field} is {value}; it must be above 0")

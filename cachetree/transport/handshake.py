@@ -28,6 +28,9 @@ from cachetree.transport.directory import check_announced
 from cachetree.transport.frames import Seals, Unsealed
 from cachetree.transport.keys import KeyPair, PublicKey
 
+Socket = zmq.Socket[bytes]
+Context = zmq.Context[Socket]
+
 FAILURES: Final = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -71,12 +74,7 @@ class Gate:
         """`obeys` whoever is let in."""
         self._obeys = obeys
 
-    def guard(
-        self,
-        context: zmq.Context[zmq.Socket[bytes]],
-        socket: zmq.Socket[bytes],
-        max_message_bytes: int,
-    ) -> None:
+    def guard(self, context: Context, socket: Socket, max_message_bytes: int) -> None:
         """Prepare a socket that is not bound yet; sockets made for it go with the context.
 
         Messages above the cap close their connection.
@@ -118,12 +116,7 @@ class KeyGate(Gate):
         self._allowed = frozenset(map(keys.to_bytes, allowed | admins))
         self._admins = frozenset(map(keys.to_bytes, admins))
 
-    def guard(
-        self,
-        context: zmq.Context[zmq.Socket[bytes]],
-        socket: zmq.Socket[bytes],
-        max_message_bytes: int,
-    ) -> None:
+    def guard(self, context: Context, socket: Socket, max_message_bytes: int) -> None:
         super().guard(context, socket, max_message_bytes + _CIPHER_BYTES)
         self._asked = context.socket(zmq.REP)
         self._asked.set(zmq.LINGER, 0)
@@ -207,7 +200,7 @@ class Credentials:
     def __init__(self) -> None:
         self._wants_key = False
 
-    def secure(self, socket: zmq.Socket[bytes], max_message_bytes: int) -> None:
+    def secure(self, socket: Socket, max_message_bytes: int) -> None:
         """Prepare a socket that is not connected yet; messages above the cap end its connection."""
         _bound(socket, max_message_bytes)
 
@@ -241,7 +234,7 @@ class Curve(Credentials):
         self._own = own
         self._server = server
 
-    def secure(self, socket: zmq.Socket[bytes], max_message_bytes: int) -> None:
+    def secure(self, socket: Socket, max_message_bytes: int) -> None:
         _bound(socket, max_message_bytes + _CIPHER_BYTES)
         socket.set(zmq.CURVE_SERVERKEY, keys.to_bytes(self._server))
         socket.set(zmq.CURVE_PUBLICKEY, keys.to_bytes(self._own.public))
@@ -293,7 +286,7 @@ def check_ports(config: WorkerConfig) -> None:
         open_port(replace(listen, port=port), field=field).close()
 
 
-def _bound(socket: zmq.Socket[bytes], max_message_bytes: int) -> None:
+def _bound(socket: Socket, max_message_bytes: int) -> None:
     """How much of another side's words is held here."""
     socket.set(zmq.MAXMSGSIZE, max_message_bytes)
     socket.set(zmq.RCVHWM, _RECEIVED)
