@@ -69,10 +69,9 @@ class CacheConfig(Retention, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 f"disk_path is {self.disk_path!r} and disk_bytes {self.disk_bytes}; "
                 "give both, or neither"
             )
-        if len(set(self.peers)) != len(self.peers):
-            raise ConfigError(f"peers is {list(self.peers)!r}; name each worker once")
-        if len(set(self.stores)) != len(self.stores):
-            raise ConfigError(f"stores is {list(self.stores)!r}; name each worker once")
+        for field, named in (("peers", self.peers), ("stores", self.stores)):
+            if len(set(named)) != len(named):
+                raise ConfigError(f"{field} is {list(named)!r}; name each worker once")
         own = parse_address(self.worker.listen, field="listen")
         for address in self.peers if self.serves and own.port else ():
             if not is_directory(address) and parse_remote(address, field="peers") == own:

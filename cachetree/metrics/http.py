@@ -123,15 +123,11 @@ def _pages(status: Callable[[], CacheStatus], queries: Queries | None) -> WSGIAp
             code, told = _answered(environ, queries)
             start_response(code, [("Content-Type", "application/json")])
             return [told + b"\n"]
-        health = health_of(status()) if path.startswith("/health") else None
-        is_well = {
-            "/health": health and health.live and health.ready,
-            "/health/live": health and health.live,
-            "/health/ready": health and health.ready,
-        }.get(path)
-        if health is None or is_well is None:
+        if path not in ("/health", "/health/live", "/health/ready"):
             start_response("404 Not Found", [("Content-Type", "text/plain")])
             return [b"try /metrics or /health\n"]
+        health = health_of(status())
+        is_well = health.live if path == "/health/live" else health.ready
         code = "200 OK" if is_well else "503 Service Unavailable"
         start_response(code, [("Content-Type", "application/json")])
         return [msgspec.json.encode(health) + b"\n"]
