@@ -76,14 +76,11 @@ def read_model_identity(
     path, size and modification time of every file that was read; a broken cache is made anew.
     Raises ConfigError naming the file that is missing or wrong.
     """
-    if not path.is_dir():
-        raise ConfigError(
-            f"model folder {written(path)} does not exist; give a local checkpoint folder"
-        )
-    if adapter is not None and not adapter.is_dir():
-        raise ConfigError(
-            f"adapter folder {written(adapter)} does not exist; give a local PEFT folder"
-        )
+    for what, folder, kind in (("model", path, "checkpoint"), ("adapter", adapter, "PEFT")):
+        if folder is not None and not folder.is_dir():
+            raise ConfigError(
+                f"{what} folder {written(folder)} does not exist; give a local {kind} folder"
+            )
     if cache_dir is None:
         return _compute(path, adapter)
     cached = cache_dir / f"{_cache_key(path, adapter)}.json"

@@ -37,10 +37,8 @@ def equality_failures(samples: Samples, pair: str, dtype: str) -> Iterator[str]:
     """Recomputing all layers is a full prefill by another way."""
     pairs = list(zip(samples[Condition.FULL_PREFILL], samples[Condition.ALL_LAYERS], strict=True))
     least = LEAST_AGREEMENT.get(dtype, LEAST_AGREEMENT_16_BIT)
-    if least == 1.0:
-        num_equal = sum(own.token_ids == other.token_ids for own, other in pairs)
-    else:
-        num_equal = sum(own.token_ids[:1] == other.token_ids[:1] for own, other in pairs)
+    stop = None if least == 1.0 else 1
+    num_equal = sum(own.token_ids[:stop] == other.token_ids[:stop] for own, other in pairs)
     if num_equal < least * len(pairs):
         yield (
             f"{pair}: recomputing all layers gave the answer of full prefill for only "

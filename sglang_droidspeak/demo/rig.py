@@ -59,9 +59,7 @@ class Subject:
     def specs(self, listen: str) -> tuple[ServerSpec, ServerSpec]:
         options = {**self.options, "dtype": self.dtype, "page-size": PAGE_SIZE}
         e_layers = [self.block.start] if self.block.start else []
-        maps: dict[str, Any] = {}
-        if self.e_maps_of is not None:
-            maps = {"profiles": [str(self.e_maps_of)]}
+        maps = {} if self.e_maps_of is None else {"profiles": [str(self.e_maps_of)]}
         return (
             ServerSpec(
                 model=self.sender,
@@ -91,13 +89,13 @@ class Subject:
         )
 
 
+@dataclass(eq=False)
 class Rig:
     """Made by `started`. Methods block; any failure raises DemoFailed with the servers' logs."""
 
-    def __init__(self, subject: Subject, sender: Server, receiver: Server) -> None:
-        self.subject = subject
-        self._sender = sender
-        self._receiver = receiver
+    subject: Subject
+    _sender: Server
+    _receiver: Server
 
     def send(self, document: Document) -> None:
         """Have the sender read the document; the receiver knows of every page then."""
