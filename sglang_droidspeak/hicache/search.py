@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from cachetree import Clock, Deadline, Kind, Location, ModelId, PageHash, Search, Step, Turns
@@ -48,25 +49,20 @@ class AbsentPages:
         return self._until_s.get((model, page), 0.0) > self._clock()
 
 
+@dataclass(eq=False)
 class Searcher:
     """Answers searches one after another, in a thread of its own."""
 
-    def __init__(
-        self,
-        tree: CacheTree,
-        location: Location,
-        senders: Mapping[ModelId, Collection[int]],
-        lane: Lane,
-        show: Show,
-    ) -> None:
-        """`senders` are whom to ask for, and the layers whose E is wanted of each; nothing moves
-        through the lane."""
-        self.absent: Final = AbsentPages(lane.clock)
-        self._tree = tree
-        self._location = location
-        self._senders = senders
-        self._lane = lane
-        self._show = show
+    _tree: CacheTree
+    _location: Location
+    _senders: Mapping[ModelId, Collection[int]]
+    """Whom to ask for, and the layers whose E is wanted of each."""
+    _lane: Lane
+    """Nothing moves through it."""
+    _show: Show
+
+    def __post_init__(self) -> None:
+        self.absent: Final = AbsentPages(self._lane.clock)
         self._turns: Turns[_Question] = Turns("hicache-search", self._answer_all)
 
     def search(self, pages: Sequence[PageHash]) -> Search:
