@@ -43,12 +43,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="tiny models and few requests")
     parser.add_argument("--requests", type=int, help="of each contender at each rate")
     parser.add_argument("--trace", help="a file in Mooncake's form")
+    parser.add_argument("--aiperf", help="the program of this name, installed elsewhere: a witness")
     parser.add_argument("--draw", action="store_true", help="only the pictures, of what is kept")
     parser.add_argument("--out", type=Path, default=KEPT)
     args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     console = Console(stderr=True)
-    told = {"num_requests": args.requests, "trace": args.trace}
+    told = {"num_requests": args.requests, "trace": args.trace, "aiperf": args.aiperf}
     told = {name: value for name, value in told.items() if value is not None}
     size = msgspec.structs.replace(rig.QUICK if args.quick else rig.FULL, **told)
     if not args.draw:

@@ -78,6 +78,8 @@ class Size(msgspec.Struct, frozen=True, kw_only=True):
     """Documents whose answers are judged, of each pair."""
     judged_pairs: tuple[str, ...] = ("small pair", "base → questions")
     trace: str = "benchmarks/traces/multi_agent.jsonl"
+    aiperf: str = ""
+    """A program: another client, for a witness."""
     """That is replayed, in Mooncake's form or in that of `benchmarks/simulate`."""
 
     @property

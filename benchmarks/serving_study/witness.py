@@ -34,6 +34,8 @@ def witnesses(idle: Idle, say: Say) -> Found:
         "this study's": _ours,
         "sglang.benchmark.serving": _of_sglang,
     }
+    if it.size.aiperf:
+        clients["AIPerf"] = _of_aiperf
     rate = LOAD * idle.capacity_per_s / it.size.num_replicas
     rows = []
     with tempfile.TemporaryDirectory() as folder:
@@ -68,13 +70,7 @@ def _of_sglang(it: Rig, controls: Controls, rate: float, folder: Path) -> Mappin
     answer = _words([4] * it.size.new_tokens)
     turns = [[{"value": _words(of)}, {"value": answer}] for of in it.documents]
     data.write_text("".join(json.dumps({"conversations": of}) + "\n" for of in turns))
-    sampling: dict[str, Any] = {
-        "temperature": 0,
-        "max_new_tokens": it.size.new_tokens,
-        "ignore_eos": True,
-    }
-    if controls is not None:
-        sampling["custom_params"] = {"droidspeak": dict(controls)}
+    sampling = {"max_new_tokens": it.size.new_tokens, **_sampling(controls)}
     told = {
         "backend": "sglang",
         "base-url": it.replica(0, controls).url,
@@ -90,6 +86,39 @@ def _of_sglang(it: Rig, controls: Controls, rate: float, folder: Path) -> Mappin
     _called([sys.executable, "-m", "sglang.benchmark.serving"], told)
     found: dict[str, Any] = json.loads(out.read_text().splitlines()[-1])
     return found
+
+
+def _of_aiperf(it: Rig, controls: Controls, rate: float, folder: Path) -> Mapping[str, Any]:
+    data, out = folder / "texts.jsonl", folder / "aiperf"
+    data.write_text("".join(json.dumps({"text": _words(of)}) + "\n" for of in it.documents))
+    told = {
+        "url": it.replica(0, controls).url,
+        "model": it.receiver,
+        "tokenizer": it.receiver,
+        "endpoint-type": "completions",
+        "extra-inputs": json.dumps({"max_tokens": it.size.new_tokens, **_sampling(controls)}),
+        "input-file": data,
+        "custom-dataset-type": "single_turn",
+        "request-count": len(it.documents),
+        "request-rate": rate,
+        "artifact-dir": out,
+        "ui": "none",
+    }
+    switches = ("--streaming", "--no-server-metrics", "--no-gpu-telemetry")
+    _called([it.size.aiperf, "profile", *switches], told)
+    found = json.loads((out / "profile_export_aiperf.json").read_text())
+    ttft, latency = found["time_to_first_token"], found["request_latency"]
+    return {
+        "median_ttft_ms": ttft["p50"],
+        "p99_ttft_ms": ttft["p99"],
+        "median_e2e_latency_ms": latency["p50"],
+        "request_throughput": found["request_throughput"]["avg"],
+    }
+
+
+def _sampling(controls: Controls) -> dict[str, Any]:
+    more = {} if controls is None else {"custom_params": {"droidspeak": dict(controls)}}
+    return {"temperature": 0, "ignore_eos": True, **more}
 
 
 def _words(tokens: Sequence[int]) -> str:
