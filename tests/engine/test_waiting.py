@@ -127,7 +127,7 @@ def waiting_on(
         "cache": cache,
         "meter": FakeMeter(recompute=None),
         "labels": SimpleNamespace(note=lambda _req, told: notes.append(told)),
-        "planner": SimpleNamespace(generation=0, plan=lambda *_: planned),
+        "planner": SimpleNamespace(join=lambda _req: None, plan=lambda *_: planned),
         "pool": SimpleNamespace(has_approximate=False),
         "in_flight": SimpleNamespace(
             follow=lambda *_: None, prune=lambda _waiting: None, clear=lambda: None
@@ -147,7 +147,9 @@ class Team:
     plan = staticmethod(lambda *_: Declined("no_match"))
     would_save_s = staticmethod(lambda *_: SAVING_S)
     reach = staticmethod(lambda *_: 0)
-    generation = 0
+
+    def join(self, req: Any) -> None:
+        pass
 
     def owner_of(self, req: Any) -> Owner:
         return Owner(ModelId(f"model {req.lora_id}"), req.lora_id, None)
@@ -292,7 +294,7 @@ def now(monkeypatch: pytest.MonkeyPatch) -> Now:
 def planner_of(**planned: Any) -> Any:
     fixed = {"plan": PLAN, "is_experiment": False, "step_share": 0.0}
     value = Planned(**fixed | planned)
-    return SimpleNamespace(generation=0, plan=lambda *_: value)
+    return SimpleNamespace(join=lambda _req: None, plan=lambda *_: value)
 
 
 OPTIONAL = planner_of(patience_s=SAVING_S)
