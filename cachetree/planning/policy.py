@@ -327,7 +327,7 @@ def _most_recomputed_pages(demand: Demand, plan: Plan, costs: Costs) -> int:
 
         def seconds(num_pages: int) -> float:
             so_many = replace(plan, pages=Span(start, start + num_pages))
-            return recompute_s(so_many, demand.page_size, costs) or 0.0
+            return recompute_s(so_many, demand.page_size, costs.recompute) or 0.0
 
         span = range(1, len(plan.pages) + 1)
         most.append(bisect_right(span, demand.max_recompute_s, key=seconds))

@@ -39,7 +39,7 @@ def times_of(plan: Plan, page_size: int, costs: Costs) -> Times | None:
     than it has: its last one needs only K and V. What has come is copied to the device, KV beside
     the block. The own forward over new tokens is not included.
     """
-    compute_s = recompute_s(plan, page_size, costs)
+    compute_s = recompute_s(plan, page_size, costs.recompute)
     if compute_s is None or costs.recompute is None:
         return None
     e_bytes, kv_bytes = bytes_of(plan, costs)
@@ -72,12 +72,13 @@ def full_prefill_s(tokens: Span, costs: Costs) -> float | None:
     return cost.seconds(tokens.start, tokens.stop)
 
 
-def recompute_s(plan: Plan, page_size: int, costs: Costs) -> float | None:
+def recompute_s(plan: Plan, page_size: int, cost: PrefillCost | None) -> float | None:
     """Predicted time of what a plan recomputes; None while the device's speed is unknown."""
-    work, cost = layers_of_work(plan), costs.recompute
     if cost is None:
         return None
-    return work * cost.seconds(plan.pages.start * page_size, plan.pages.stop * page_size)
+    return layers_of_work(plan) * cost.seconds(
+        plan.pages.start * page_size, plan.pages.stop * page_size
+    )
 
 
 def layers_of_work(plan: Plan) -> int:

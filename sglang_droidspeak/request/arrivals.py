@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from cachetree import LOCAL, DeadlineExceeded, FetchError, is_pool
-from cachetree.planning import Plan, Reason, Strategy, layers_of_work
+from cachetree.planning import Plan, Reason, Strategy, recompute_s
 from sglang_droidspeak.request.request import Phase
 
 if TYPE_CHECKING:
@@ -80,11 +80,12 @@ class Arrivals:
             return Phase.READY
         if request.is_impatient:
             return self._too_late(request, arrival)
-        recompute_s, rest_s = self._recompute_s(request.plan), arrival.rest_s
-        if recompute_s is None or rest_s == math.inf:
+        page_size, rest_s = self._sources.server.page_size, arrival.rest_s
+        compute_s = recompute_s(request.plan, page_size, self._meter.recompute)
+        if compute_s is None or rest_s == math.inf:
             return Phase.FETCHING
         if request.plan.strategy is Strategy.PIPELINED and arrival.has_e:
-            rest_s -= recompute_s
+            rest_s -= compute_s
             if rest_s <= 0:
                 return Phase.READY
         left_s = math.inf if request.runnable_s is None else request.patience_s - request.waited_s
@@ -97,14 +98,6 @@ class Arrivals:
         is_here = plan.location == LOCAL or is_pool(plan.location)
         if arrival.completed_s is not None and not is_here:
             self._meter.noticed(time.monotonic() - arrival.completed_s)
-
-    def _recompute_s(self, plan: Plan) -> float | None:
-        """Predicted; None until something was measured."""
-        cost, page_size = self._meter.recompute, self._sources.server.page_size
-        if cost is None:
-            return None
-        seconds = cost.seconds(plan.pages.start * page_size, plan.pages.stop * page_size)
-        return layers_of_work(plan) * seconds
 
     def _too_late(self, request: Request, arrival: Arrival) -> Phase:
         """Reuse would save less than the request waits for it."""

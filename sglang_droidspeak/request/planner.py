@@ -238,7 +238,7 @@ class Planner:
         return Price(
             num_tokens=len(pages),
             full_prefill_s=full_prefill_s(pages, costs),
-            recompute_s=recompute_s(plan, tokens, costs),
+            recompute_s=recompute_s(plan, tokens, costs.recompute),
             e_bytes=e_bytes,
             kv_bytes=kv_bytes,
         )
