@@ -218,11 +218,6 @@ class Meter:
         """The end of a fetch was seen so long after it."""
         self._notices.append((self._clock(), late_s))
 
-    def full_prefill_s(self, num_tokens: int) -> float | None:
-        """Predicted time of all layers over the first so many tokens."""
-        cost = self.prefill
-        return None if cost is None or not cost.knows(num_tokens) else cost.seconds(0, num_tokens)
-
     def loaded(self, num_bytes: int, seconds: float) -> None:
         """What the copies of one load took; on CUDA, of the copy stream."""
         if num_bytes >= _MIN_LOAD_BYTES:

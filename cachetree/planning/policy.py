@@ -73,7 +73,7 @@ class Considered:
     def full_prefill_s(self) -> float | None:
         """Predicted for what the device has not; None while its speed is unknown."""
         start = _num_held(self.demand) * self.demand.page_size
-        return full_prefill_s(Span(start, _num_tokens(self.demand)), self.costs)
+        return full_prefill_s(Span(start, _num_tokens(self.demand)), self.costs.prefill)
 
 
 class Weighed(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -270,8 +270,8 @@ def _priced(it: _Option, demand: Demand, costs: Costs) -> _Option:
     """The forward over the rest of the prompt has its price with the plan, too."""
     plan, page_size, num_tokens = it.plan, demand.page_size, _num_tokens(demand)
     times = times_of(plan, page_size, costs)
-    full_s = full_prefill_s(Span(_num_held(demand) * page_size, num_tokens), costs)
-    rest_s = full_prefill_s(Span(plan.pages.stop * page_size, num_tokens), costs)
+    full_s = full_prefill_s(Span(_num_held(demand) * page_size, num_tokens), costs.prefill)
+    rest_s = full_prefill_s(Span(plan.pages.stop * page_size, num_tokens), costs.prefill)
     if times is None or full_s is None or rest_s is None:
         in_vain = demand.num_layers * (_num_held(demand) - plan.pages.start)
         return replace(it, saving=page_size * (_saved_page_layers(plan) - in_vain))

@@ -64,9 +64,8 @@ def bytes_of(plan: Plan, costs: Costs) -> tuple[int, int]:
     return e_bytes, len(plan.pages) * len(plan.loaded_layers) * costs.kv_page_bytes
 
 
-def full_prefill_s(tokens: Span, costs: Costs) -> float | None:
+def full_prefill_s(tokens: Span, cost: PrefillCost | None) -> float | None:
     """Seconds that the receiver alone takes; None while the device's speed is unknown."""
-    cost = costs.prefill
     if cost is None or not cost.knows(len(tokens)):
         return None
     return cost.seconds(tokens.start, tokens.stop)

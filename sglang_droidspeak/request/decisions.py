@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from cachetree import FetchError, Location, is_pool
-from cachetree.planning import Reason
+from cachetree import FetchError, Location, Span, is_pool
+from cachetree.planning import Reason, full_prefill_s
 from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.request import traces
 from sglang_droidspeak.request.controls import parse_controls
@@ -76,7 +76,7 @@ class Decisions:
                 num_tokens = num_new * self._page_size
                 if num_tokens >= self._min_tokens:
                     request.searches = self._sources.cache.search(pages)
-                    most_s = self._meter.full_prefill_s(num_tokens)
+                    most_s = full_prefill_s(Span(0, num_tokens), self._meter.prefill)
                     request.patience_s = UNMEASURED_S if most_s is None else most_s
         return request
 

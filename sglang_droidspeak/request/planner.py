@@ -237,7 +237,7 @@ class Planner:
         e_bytes, kv_bytes = bytes_of(plan, costs)
         return Price(
             num_tokens=len(pages),
-            full_prefill_s=full_prefill_s(pages, costs),
+            full_prefill_s=full_prefill_s(pages, costs.prefill),
             recompute_s=recompute_s(plan, tokens, costs.recompute),
             e_bytes=e_bytes,
             kv_bytes=kv_bytes,

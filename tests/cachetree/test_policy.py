@@ -471,7 +471,7 @@ def test_the_prediction(block: Span, seconds: float) -> None:
     plan = replace(plan, block=block)
     assert times_of(plan, 16, MEASURED).ttft_s == pytest.approx(seconds)
     assert times_of(plan, 16, UNKNOWN) is None
-    assert full_prefill_s(Span(0, 160), MEASURED) == pytest.approx(1.6)
+    assert full_prefill_s(Span(0, 160), MEASURED.prefill) == pytest.approx(1.6)
 
 
 def test_a_block_that_took_longer_of_late_is_predicted_to_take_longer() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from cachetree.ids import Span
 from cachetree.planning.margin import MOST, Margin
+from cachetree.planning.prediction import full_prefill_s
 from cachetree.planning.prefill_cost import PrefillCost
 from sglang_droidspeak.cost import Fit, Meter
 from sglang_droidspeak.metrics import Metrics
@@ -133,17 +134,17 @@ def test_a_meter_knows_what_it_has_seen() -> None:
         now_s[0] += 5.0
     assert meter.prefill is None
     assert meter.recompute is None
-    assert meter.full_prefill_s(50) is None
+    assert full_prefill_s(Span(0, 50), meter.prefill) is None
     with meter.forward([Span(0, 96)]):
         now_s[0] += 0.5
-    assert meter.full_prefill_s(96) == pytest.approx(0.5, rel=0.01)
-    assert meter.full_prefill_s(960) == pytest.approx(5.0, rel=0.2), "in steps"
+    assert full_prefill_s(Span(0, 96), meter.prefill) == pytest.approx(0.5, rel=0.01)
+    assert full_prefill_s(Span(0, 960), meter.prefill) == pytest.approx(5.0, rel=0.2), "in steps"
     assert meter.recompute is not None
     assert meter.recompute.seconds(0, 96) == pytest.approx(0.125, rel=0.01), "as in a forward"
     with meter.block([Span(0, 96)], 2.0):
         now_s[0] += 0.5
     assert meter.recompute.seconds(0, 96) == pytest.approx(0.25, rel=0.01)
-    assert meter.full_prefill_s(96) == pytest.approx(0.5, rel=0.01)
+    assert full_prefill_s(Span(0, 96), meter.prefill) == pytest.approx(0.5, rel=0.01)
 
 
 @pytest.mark.parametrize(

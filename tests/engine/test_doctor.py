@@ -232,6 +232,6 @@ def test_at_break_even_reuse_takes_as_long_as_a_full_prefill() -> None:
     assert least is not None
     costs = replace(MEASURED, links=links({FAR: least}))
     reuse_s = times_of(found.plan, PAGE, costs).ttft_s
-    assert reuse_s == pytest.approx(full_prefill_s(Span(0, 128 * PAGE), costs))
+    assert reuse_s == pytest.approx(full_prefill_s(Span(0, 128 * PAGE), costs.prefill))
     assert break_even_byte_s(price | {"recompute_s": None}) is None
     assert break_even_byte_s(price | {"recompute_s": 1e9}) == float("inf")

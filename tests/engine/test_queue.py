@@ -254,7 +254,7 @@ class Held:
             ),
             meter=FakeMeter(
                 recompute=SLOW,
-                full_prefill_s=lambda _tokens: 3600.0,
+                prefill=SimpleNamespace(knows=lambda _: True, seconds=lambda *_: 3600.0),
             ),
             planner=planner_of(patience_s=3600.0),
             in_flight=SimpleNamespace(follow=lambda *_: None, prune=lambda _waiting: None),

@@ -300,7 +300,8 @@ def planner_of(**planned: Any) -> Any:
 OPTIONAL = planner_of(patience_s=SAVING_S)
 """Chosen by the server, which predicts that it saves so much."""
 METER: Any = FakeMeter(
-    recompute=PrefillCost(token_s=1e-3, context_s=0.0), full_prefill_s=lambda n: SAVING_S
+    recompute=PrefillCost(token_s=1e-3, context_s=0.0),
+    prefill=PrefillCost(fixed_s=SAVING_S, token_s=0.0, context_s=0.0),
 )
 
 

@@ -238,9 +238,11 @@ def test_a_store_that_cannot_be_asked_is_not_waited_for() -> None:
 @pytest.mark.parametrize("full_s", [0.5, None])
 def test_a_store_is_waited_for_as_long_as_the_prefill_takes(now: Now, full_s: float | None) -> None:
     cache, req, asked = Asked(now, held=Held(1, 0)), request(), []
-    meter = FakeMeter(
-        recompute=None, full_prefill_s=lambda num_tokens: asked.append(num_tokens) or full_s
+    prefill = SimpleNamespace(
+        knows=lambda num_tokens: asked.append(num_tokens) or full_s is not None,
+        seconds=lambda *_: full_s,
     )
+    meter = FakeMeter(recompute=None, prefill=prefill)
     req.sampling_params.custom_params = None
     waiting, _ = waiting_with(cache, server=asking(), meter=meter)
     look(waiting, req)
