@@ -21,11 +21,6 @@ Views = Mapping[Step, Sequence[memoryview]]
 NoteEnd = Callable[["Staging"], None]
 
 
-def _ordinary(sizes: Mapping[Step, int]) -> Views:
-    """Not zeroed."""
-    return {step: [np.empty(size, np.uint8).data] for step, size in sizes.items()}
-
-
 class Staging:
     """The steps of one plan in host memory, landing in order while a reader waits for them.
 
@@ -48,13 +43,16 @@ class Staging:
         self.steps: Final[Sequence[Step]] = tuple(sizes)
         self.deadline: Final = deadline
         self.num_bytes: Final = sum(sizes.values())
-        self._views = _ordinary(sizes) if views is None else views
+        if views is None:
+            views = {step: [np.empty(size, np.uint8).data] for step, size in sizes.items()}
+        self._views = views
         self._across: tuple[Sequence[memoryview], memoryview] | None = None
         """What the writer puts into a buffer of its own, and where it belongs."""
         self._note_end: NoteEnd | None = note_end
         self._missing = dict(sizes)
         self._changed = threading.Condition()
-        self._error: FetchError | None = None
+        self.error: FetchError | None = None
+        """What ended the fetch early; None while it goes on, or once it is complete."""
         self.num_landed_bytes = 0
         self.started_s: Final = deadline.clock()
         self.completed_s: float | None = None
@@ -81,7 +79,7 @@ class Staging:
         if offset < 0 or offset + size > self.sizes[step] or size > self._missing[step]:
             raise ValueError(f"{size} bytes at {offset} do not fit {step}")
         views = self._views.get(step)
-        if views is None or isinstance(self._error, Cancelled):
+        if views is None or isinstance(self.error, Cancelled):
             raise _cancelled()
         parts = cut(views, Span(offset, offset + size))
         if len(parts) == 1:
@@ -108,18 +106,13 @@ class Staging:
     def fail(self, error: FetchError) -> None:
         """End the fetch early; the first error wins, and one after the last step is ignored."""
         with self._changed:
-            if self._error is None and not self.is_complete:
-                self._error = error
+            if self.error is None and not self.is_complete:
+                self.error = error
                 self._changed.notify_all()
 
     def cancel(self) -> None:
         """The reader gives up; the writer learns of it at its next `write` or `error`."""
         self.fail(_cancelled())
-
-    @property
-    def error(self) -> FetchError | None:
-        """What ended the fetch early; None while it goes on, or once it is complete."""
-        return self._error
 
     @property
     def is_complete(self) -> bool:
@@ -142,16 +135,16 @@ class Staging:
         if deadline is not None and deadline.at_s < self.deadline.at_s:
             with self._changed:
                 self._changed.wait_for(
-                    lambda: not self._missing[step] or self._error, deadline.remaining_s()
+                    lambda: not self._missing[step] or self.error, deadline.remaining_s()
                 )
-                if self._missing[step] and self._error is None:
+                if self._missing[step] and self.error is None:
                     raise DeadlineExceeded(f"{_name(step)} did not arrive within the wait")
         with self._changed:
             while self._missing[step]:
-                if self._error is not None:
-                    raise self._error
+                if self.error is not None:
+                    raise self.error
                 if not self._changed.wait(self.deadline.remaining_s()):
-                    self._error = self._error or DeadlineExceeded(
+                    self.error = self.error or DeadlineExceeded(
                         f"{_name(step)} did not arrive in time"
                     )
                     self._changed.notify_all()

@@ -43,7 +43,8 @@ class FetchReceiver:
         self._sizes = list(staging.sizes.values())
         self._step = 0
         self._offset = 0
-        self._placed_bytes = self._credited_bytes = 0
+        self.placed_bytes = self._credited_bytes = 0
+        """Since the request."""
         self._skip_empty()
 
     @property
@@ -67,7 +68,7 @@ class FetchReceiver:
         """Ask for what has not been placed yet."""
         self.id = id
         self.num_requests += 1
-        self._placed_bytes = self._credited_bytes = 0
+        self.placed_bytes = self._credited_bytes = 0
         return Fetch(
             id=id,
             model=self._model,
@@ -81,11 +82,6 @@ class FetchReceiver:
             timeout_ms=int(self.staging.deadline.remaining_s() * 1000),
             traceparent=self.staging.traceparent,
         )
-
-    @property
-    def placed_bytes(self) -> int:
-        """Since the request."""
-        return self._placed_bytes
 
     def read(self, located: Located, arena: ArenaReader) -> None:
         """Copy and verify; raises as `buffer_for` and `mark_received` do.
@@ -126,15 +122,15 @@ class FetchReceiver:
             )
         self.staging.land(self.staging.steps[self._step], frame.size)
         self._offset += frame.size
-        self._placed_bytes += frame.size
+        self.placed_bytes += frame.size
         self._skip_empty()
 
     def take_credit(self, least: int = 1) -> int:
         """Bytes placed since the request, where that many are news; 0 where they are not."""
-        if self.is_complete or self._placed_bytes - self._credited_bytes < least:
+        if self.is_complete or self.placed_bytes - self._credited_bytes < least:
             return 0
-        self._credited_bytes = self._placed_bytes
-        return self._placed_bytes
+        self._credited_bytes = self.placed_bytes
+        return self.placed_bytes
 
     def _skip_empty(self) -> None:
         while not self.is_complete and self._offset == self._sizes[self._step]:
