@@ -310,7 +310,7 @@ def study(name: str) -> str:
 STUDIES: Final = (
     *("served", "under_load", "bursts", "with_senders", "trace"),
     *("agents", "two_receivers", "link_speeds", "short_documents", "quality"),
-    *("witnesses", "routes"),
+    *("witnesses", "routes", "workflows"),
 )
 PARTS: Final[dict[str, Callable[[], str]]] = {
     "settings": lambda: fields_of(Settings, _default),

@@ -169,6 +169,17 @@ def routes() -> Table:
     return [*head, "on the sender's host"], rows
 
 
+def workflows() -> Table:
+    """Of hints that went: `benchmarks/README.md` has why."""
+    rows = []
+    for name, row in _read("workflows")["rows"].items():
+        low, high = (_seconds(it) for it in row["p90_ttft_ms_interval"])
+        found = f"{row['cached_tokens'] / row['prompt_tokens']:.0%}"
+        rows.append([name, *_ttfts(row), f"{low} to {high}", found])
+    head = ["contender", "TTFT of a turn, median, s", "p90", "p99", "p90, 95 %"]
+    return [*head, "tokens from any cache"], rows
+
+
 def link_speeds() -> Table:
     return _arms("s20", "mb_per_s", "link, MB/s")
 
