@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import ast
 import inspect
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -274,6 +275,27 @@ def link_sweep() -> str:
     return table([*head, "outcomes of `auto`"], rows)
 
 
+def guard_cost() -> str:
+    """Of the drift guard, off and on, once it has been measured."""
+    path = ROOT / "benchmarks/results/guard.json"
+    if not path.exists():
+        return "Not measured yet.\n"
+    found = json.loads(path.read_bytes())["drift_guard"]
+    names = {"control": "off, once more", "before": "the code before it", "watched": "on"}
+    rows = []
+    for name, told in names.items():
+        of = [found.get(f"{kind}, {name}") for kind in ("ttft", "throughput")]
+        if all(of):
+            cells = (f"{it['median']:.3f} ({it['p25']:.3f} to {it['p75']:.3f})" for it in of)
+            rows.append([told, *cells, f"{of[1]['total']:.3f}"])
+    head = ["drift guard", "TTFT, 512 tokens", "throughput, 8 requests × 32 tokens"]
+    return table([*head, "of all rounds together"], rows) + (
+        f"\n{found['shadows']} of {found['requests']} answers were compared, in "
+        f"{found['shadows_s']:.1f} s once they were there; to give all answers took "
+        f"{found['plain_s']:.0f} s without the guard.\n"
+    )
+
+
 def sizes() -> str:
     """Of the pair that `break_even` knows, with E at one layer."""
     pair = break_even.Pair()
@@ -323,6 +345,7 @@ PARTS: Final[dict[str, Callable[[], str]]] = {
     **{f"outcomes_{it}": partial(outcomes, it) for it in SECTIONS},
     "break_even": break_even.markdown,
     "codecs": codecs,
+    "guard_cost": guard_cost,
     "fleet_size": lambda: table(*fleet_tables.size()),
     "link_sweep": link_sweep,
     "proof": proof,
