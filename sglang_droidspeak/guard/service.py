@@ -10,11 +10,19 @@ import msgspec
 
 from sglang_droidspeak.engine import asking, tracing
 from sglang_droidspeak.guard.messages import ALL, GuardQuestion, GuardState, Shadow
-from sglang_droidspeak.guard.plans import WatchedPair, WatchedPlan, after, left_of, watched
+from sglang_droidspeak.guard.plans import (
+    NOISE,
+    WatchedPair,
+    WatchedPlan,
+    after,
+    left_of,
+    watched,
+)
 from sglang_droidspeak.guard.record import read_record, write_record
 from sglang_droidspeak.request.meta_info import KEY
 
 if TYPE_CHECKING:
+    from cachetree.planning import PairProfile
     from sglang_droidspeak.metrics import Metrics
     from sglang_droidspeak.request.planner import Planner
     from sglang_droidspeak.start.config import Settings
@@ -46,6 +54,9 @@ class PairsInService:
             if pair.num_left < len(pair.plans):
                 self._put_in_service(pair, "as before the restart")
             self._metrics.tell_guard(pair)
+        if self._rate:
+            for it in self._profiles.values():
+                _warn_of(it)
         self._others: Final = tuple(known.values())[-MAX_OTHERS:]
 
     def add(self, output: Any, _scheduler: object, recv_req: Any) -> None:
@@ -116,6 +127,19 @@ class PairsInService:
                 write_record(self._path, (*self._others, *self._pairs.values()))
             except OSError as exc:
                 log.warning("droidspeak: guard_path %s is not written: %s", self._path, exc)
+
+
+def _warn_of(profile: PairProfile) -> None:
+    silent = [it.layers for it in watched(profile).plans if it.allowed == NOISE]
+    if silent:
+        log.warning(
+            "droidspeak: %s to %s: the profile does not say how far %s may be from full prefill; "
+            "the drift guard allows %.2f, until `droidspeak profile calibrate` has measured it",
+            profile.sender.model_id,
+            profile.receiver.model_id,
+            ", ".join(silent),
+            NOISE,
+        )
 
 
 def _alarm(plan: WatchedPlan) -> str:

@@ -167,6 +167,14 @@ def test_a_block_that_only_requests_name_is_watched_as_one_that_promises_nothing
     assert not restarted.out_of_service
 
 
+def test_a_profile_that_allows_nothing_of_its_own_is_named_at_the_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    guard_of(Planner(), tmp_path / "guard.json")
+    (line,) = [it.message for it in caplog.records]
+    assert "how far layers [2, 6), layers [3, 5) may be" in line and "calibrate" in line
+
+
 def test_an_operator_begins_anew(tmp_path: Path) -> None:
     planner = Planner()
     guard = guard_of(planner, tmp_path / "guard.json")
