@@ -35,3 +35,21 @@ def size() -> Table:
     head = ["workers", "pages", "memory, MB", "messages/s", "kB/s", "of a core"]
     head += [f"lookup p99, µs: {it}" for it in ("one has it", "all", "nobody")]
     return [*head, "commands/s to Redis"], rows
+
+
+def shared_tier() -> Table:
+    """Where a receiver finds the same documents, and how soon it answers."""
+    lines = (RESULTS / "shared_tier.jsonl").read_text().splitlines()
+    rows = [
+        [
+            f"`{it['where']}`",
+            f"{it['fetched_mb']:.0f}",
+            f"{it['gb_per_s']:.2f}",
+            f"{it['ttft_p50_ms']:,.0f}",
+            f"{it['off_ttft_p50_ms']:,.0f}",
+            f"{it['paired_ratio']:.2f}",
+        ]
+        for it in map(json.loads, lines)
+    ]
+    head = ["read from", "MB", "GB/s", "TTFT, ms", "full prefill, ms", "TTFT of full prefill's"]
+    return head, rows

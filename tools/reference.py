@@ -347,6 +347,7 @@ PARTS: Final[dict[str, Callable[[], str]]] = {
     "codecs": codecs,
     "guard_cost": guard_cost,
     "fleet_size": lambda: table(*fleet_tables.size()),
+    "shared_tier": lambda: table(*fleet_tables.shared_tier()),
     "link_sweep": link_sweep,
     "proof": proof,
     "real_pairs": real_pairs,
