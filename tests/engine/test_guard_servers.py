@@ -156,11 +156,13 @@ def of_another_sender(folder: Path, change: Change, sender: Path = SENDER) -> Pa
     return folder / "changed"
 
 
-def a_quarter_away(weights: dict[str, Tensor], _config: LlamaConfig) -> dict[str, Tensor]:
+def a_quarter_away(
+    weights: dict[str, Tensor], _config: LlamaConfig, share: float = 0.25
+) -> dict[str, Tensor]:
     """From each matrix towards a random one of the same size."""
     random = torch.Generator().manual_seed(0)
     return {
-        name: torch.lerp(it, (torch.randn(it.shape, generator=random) * it.std()).to(it), 0.25)
+        name: torch.lerp(it, (torch.randn(it.shape, generator=random) * it.std()).to(it), share)
         if it.dim() > 1
         else it
         for name, it in weights.items()

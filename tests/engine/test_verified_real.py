@@ -13,7 +13,7 @@ from forked import ServerSpec
 
 from cachetree.checkpoint.identity import read_model_identity
 from profiles.compute import ModelSource, load_tokenizer
-from profiles.data import Metric, TaskOptions, load_sources, make_documents
+from profiles.data import Document, Metric, TaskOptions, load_sources, make_documents
 from sglang_droidspeak.fleet.servers import Server, free_port, running
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,13 +29,12 @@ pytestmark = [
 ]
 
 
-def prompts() -> list[list[int]]:
-    """One of each document."""
+def documents(skill: str) -> list[Document]:
+    """Those that nothing was chosen on."""
     options = TaskOptions(template="{context}\n\n{input}", chat=True, metric=Metric.F1, max_new=56)
-    sources = load_sources([str(MADE / "data/questions/verify.jsonl")], options)
+    sources = load_sources([str(MADE / f"data/{skill}/verify.jsonl")], options)
     tokenizer = load_tokenizer(ModelSource(path=RECEIVER))
-    made = make_documents(sources, tokenizer, page_size=16, max_prompt_tokens=None)
-    return [[*it.prefix, *it.questions[0].suffix] for it in made[:NUM_DOCUMENTS]]
+    return make_documents(sources, tokenizer, page_size=16, max_prompt_tokens=None)
 
 
 def timed(server: Server, tokens: Sequence[int], droidspeak: dict) -> tuple[float, Answer]:
@@ -66,7 +65,8 @@ def test_verified_answers_are_full_prefills(block: str, tmp_path: Path) -> None:
     parts = []
     with running(*specs, folder=tmp_path, env=SLOW_DEVICE) as (sender, receiver):
         watcher = Watcher(RECEIVER, [address])
-        for tokens in prompts():
+        for document in documents("questions")[:NUM_DOCUMENTS]:
+            tokens = [*document.prefix, *document.questions[0].suffix]
             sender.generate(tokens, max_new_tokens=1)
             watcher.wait_for(tokens, SENDER)
             seconds, reply = timed(receiver, tokens, asked)
