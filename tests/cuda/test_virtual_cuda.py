@@ -158,9 +158,11 @@ def test_an_event_has_to_be_over_before_its_time_is_asked(cuda: VirtualCuda) -> 
 
 
 def test_queues_of_the_product_carry_clocks() -> None:
-    import sglang_droidspeak.request.loader as loader
+    from cachetree import tier
+    from sglang_droidspeak.store import offloader
 
-    assert loader.SimpleQueue is SimpleQueue
-    with VirtualCuda():
-        assert loader.SimpleQueue is not SimpleQueue
-    assert loader.SimpleQueue is SimpleQueue
+    for module in (tier, offloader):
+        assert module.SimpleQueue is SimpleQueue
+        with VirtualCuda():
+            assert module.SimpleQueue is not SimpleQueue
+        assert module.SimpleQueue is SimpleQueue

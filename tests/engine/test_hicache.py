@@ -36,6 +36,7 @@ from cachetree import (
 )
 from sglang_droidspeak.engine.hicache import check_backend
 from sglang_droidspeak.hicache import HICACHE, Objects, hicache_tier, tier
+from sglang_droidspeak.hicache import search as searching
 from sglang_droidspeak.hicache.search import AbsentPages
 
 NUM_OBJECTS = 8 * 5
@@ -45,6 +46,12 @@ NUM_OBJECTS = 8 * 5
 @pytest.fixture(autouse=True)
 def no_directory_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", raising=False)
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Searches that are late are another file's."""
+    monkeypatch.setattr(searching, "WAIT_S", 10.0)
 
 
 # The file backend.
