@@ -85,16 +85,11 @@ def mean_wait_s(per_s: float, services_s: Sequence[float]) -> float | None:
 
 def served_rate(rows: Sequence[dict[str, Any]]) -> float:
     """The highest rate at which `ATTAINED` of the requests kept the target, between the measured
-    rates on a straight line; 0 where none did."""
-    ordered = sorted(rows, key=lambda row: row["request_rate"])
-    best = 0.0
-    for at, row in enumerate(ordered):
-        if row["attainment"] >= ATTAINED:
-            best = row["request_rate"]
-            continue
-        if at and ordered[at - 1]["attainment"] >= ATTAINED:
-            before = ordered[at - 1]
-            part = (before["attainment"] - ATTAINED) / (before["attainment"] - row["attainment"])
-            best = before["request_rate"] + part * (row["request_rate"] - before["request_rate"])
-        break
+    rates on a straight line. All keep it where nobody else asks."""
+    best, kept = 0.0, 1.0
+    for row in sorted(rows, key=lambda row: row["request_rate"]):
+        rate, share = row["request_rate"], row["attainment"]
+        if share < ATTAINED:
+            return best + (kept - ATTAINED) / (kept - share) * (rate - best)
+        best, kept = rate, share
     return best
