@@ -65,9 +65,10 @@ def measure(size: rig.Size, names: Sequence[str], out: Path, console: Console) -
     """One after the other; each is kept as soon as it is done. Those of links come last, as they
     end the worker."""
     environment = read_environment(PACKAGES)
+    kept_size = msgspec.structs.replace(size, aiperf=Path(size.aiperf).name)
 
     def keep(name: str, found: Found) -> None:
-        summary = {**found.summary, "size": size, "environment": environment}
+        summary = {**found.summary, "size": kept_size, "environment": environment}
         kept = msgspec.json.format(msgspec.json.encode(summary), indent=1) + b"\n"
         (out / f"{name}.json").write_bytes(kept)
         lines = [msgspec.json.encode(it) + b"\n" for it in found.requests]
