@@ -102,12 +102,13 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 
 def reused(server: Server) -> Answer:
-    """The answer of a server once it finds what the other one has."""
+    """The answer of a server once it finds all that the other one has: pages are advertised as they
+    are written, and half of them are reused, too."""
 
     def ask() -> Answer | None:
         server.flush()
         reply = answer(server, TOKENS)
-        return reply if reply.provenance["outcome"] == "reused" else None
+        return reply if reply.provenance["reused_tokens"] == whole_pages(len(TOKENS)) else None
 
     return eventually(ask)
 
