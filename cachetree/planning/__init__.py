@@ -1,11 +1,17 @@
 """Which of a sender's layers to load and which to recompute. Pure: values in, a value out."""
 
-from cachetree.planning.demand import Demand, Gate, Mode, NoReuse, Reason, Requested
 from cachetree.planning.gate import Profiles, index_profiles
-from cachetree.planning.link import FREE as FREE_LINK
-from cachetree.planning.link import Link
-from cachetree.planning.margin import Margin, most_of, weighted_median
-from cachetree.planning.plan import Match, Plan, Strategy
+from cachetree.planning.plan import (
+    Demand,
+    Gate,
+    Match,
+    Mode,
+    NoReuse,
+    Plan,
+    Reason,
+    Requested,
+    Strategy,
+)
 from cachetree.planning.policy import Considered, Weighed, best_of_each, choose, saving_s, weigh
 from cachetree.planning.prediction import (
     Costs,
@@ -15,7 +21,6 @@ from cachetree.planning.prediction import (
     recompute_s,
     times_of,
 )
-from cachetree.planning.prefill_cost import SECONDS_PER_TOKEN, PrefillCost
 from cachetree.planning.profile import (
     BEYOND,
     PROFILE_VERSION,
@@ -28,6 +33,15 @@ from cachetree.planning.profile import (
     read_profile,
     read_profile_as,
     write_profile,
+)
+from cachetree.planning.speeds import (
+    FREE_LINK,
+    SECONDS_PER_TOKEN,
+    Link,
+    Margin,
+    PrefillCost,
+    most_of,
+    weighted_median,
 )
 
 __all__ = [

@@ -14,8 +14,7 @@ from dataclasses import replace
 import msgspec
 
 from cachetree.ids import EMPTY_SPAN, LOCAL, ModelId, Span
-from cachetree.planning.demand import Demand, Gate, NoReuse, Reason, Requested
-from cachetree.planning.plan import Match
+from cachetree.planning.plan import Demand, Gate, Match, NoReuse, Reason, Requested
 from cachetree.planning.profile import BEYOND, BlockQuality, PairProfile
 
 Profiles = Mapping[tuple[ModelId, ModelId], PairProfile]

@@ -11,7 +11,7 @@ recommended one where there is no target. Without a target the choice is among t
 as fast as the fastest: over a slow link more layers may be sooner. A plan that is predicted to be
 no faster than full prefill is not used, nor, while no others compute, one that saves less than its
 request would wait for the link: that request would give it up. A transfer, or a recompute, is taken
-to last as long as nine in ten of late would (`cachetree.planning.margin`); not both at once. Costs
+to last as long as nine in ten of late would (`Margin`); not both at once. Costs
 that are not measured yet count as nothing.
 """
 
@@ -25,10 +25,8 @@ from typing import Final
 import msgspec
 
 from cachetree.ids import Location, ModelId, Span, is_pool, nearness
-from cachetree.planning.demand import Demand, Mode, NoReuse, Reason, Requested
 from cachetree.planning.gate import Profiles, allowed_blocks, first_difference
-from cachetree.planning.link import FREE
-from cachetree.planning.plan import Match, Plan
+from cachetree.planning.plan import Demand, Match, Mode, NoReuse, Plan, Reason, Requested
 from cachetree.planning.prediction import (
     Costs,
     bytes_of,
@@ -38,10 +36,12 @@ from cachetree.planning.prediction import (
     times_of,
 )
 from cachetree.planning.profile import BlockQuality
+from cachetree.planning.speeds import FREE_LINK
 
 NEARLY: Final = 1.05
 """Plans whose predicted TTFT is within this factor of the fastest one's are as good as that."""
 _TAKEN: Final = "taken"
+_TOO_LONG: Final = "what may be recomputed at a time is less than the fewest pages worth a fetch"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ class _Option:
     plan: Plan
     """For as many pages as E and the device's time allow; for all, where these are too few."""
     quality: float
-    reason: Reason | None = None
+    miss: NoReuse | None = None
     """Why it cannot be taken, whatever else there is."""
     ttft_s: float | None = None
     """Predicted for the whole prompt; None while the device's speed is unknown."""
@@ -127,7 +127,7 @@ def _ways(
         yield msgspec.structs.replace(way, reason=options.reason.value, detail=options.detail)
         return
     for it in options:
-        plan, miss = it.plan, _miss([it], demand, match)
+        plan, miss = it.plan, it.miss
         yield msgspec.structs.replace(
             way,
             reason=miss.reason.value if miss else _TAKEN if plan == chosen else "not the best",
@@ -163,29 +163,27 @@ def choose(
     requested = demand.requested or Requested()
     if requested.mode is Mode.OFF:
         return NoReuse(reason=Reason.OFF, detail="the request asked for a full prefill")
-    wanted = [it for it in matches if requested.sender in (None, it.model)]
-    picks = [_pick(demand, match, profiles, costs) for match in wanted]
-    found = [pick for pick in picks if isinstance(pick, _Option)]
+    found: list[_Option] = []
+    misses = [NoReuse(reason=Reason.NO_MATCH, detail="no model of the family has this prefix")]
+    for match in matches:
+        if requested.sender not in (None, match.model):
+            continue
+        options = _options(demand, match, profiles, costs)
+        if isinstance(options, NoReuse):
+            misses.append(options)
+            continue
+        misses += [it.miss for it in options if it.miss is not None]
+        if possible := [it for it in options if it.miss is None]:
+            found.append(_by_load(demand, match, profiles, possible))
     if found:
         return max(found, key=lambda it: _rank(it, demand)).plan
-    misses = [pick for pick in picks if isinstance(pick, NoReuse)]
-    nothing = NoReuse(reason=Reason.NO_MATCH, detail="no model of the family has this prefix")
-    return max([nothing, *misses], key=lambda miss: list(Reason).index(miss.reason))
+    return max(misses, key=lambda miss: list(Reason).index(miss.reason))
 
 
 def _rank(it: _Option, demand: Demand) -> tuple[bool, float, bool, int, float]:
     """Largest saving first; then exact before approximate, near before far, the better one."""
     meets = _meets(it, demand)
     return meets, it.saving, it.plan.is_exact, nearness(it.plan.location), it.quality
-
-
-def _pick(demand: Demand, match: Match, profiles: Profiles, costs: Costs) -> _Option | NoReuse:
-    """The best plan that this match allows."""
-    options = _options(demand, match, profiles, costs)
-    if isinstance(options, NoReuse):
-        return options
-    possible = [it for it in options if it.reason is None]
-    return _miss(options, demand, match) or _by_load(demand, match, profiles, possible)
 
 
 def _options(
@@ -200,27 +198,11 @@ def _options(
     if isinstance(allowed, NoReuse):
         return allowed
     same = first_difference(demand, match.model, profiles.get((match.model, demand.receiver)))
-    whole = [(_whole_plan(demand, match, it, same), it.quality) for it in allowed]
-    return [_option(demand, match, plan, quality, costs) for plan, quality in whole]
-
-
-def _miss(options: Sequence[_Option], demand: Demand, match: Match) -> NoReuse | None:
-    """Why none of one match's options can be taken: what stood in the way of the best of them."""
-    reasons = {it.reason for it in options}
-    reason = next((it for it in reversed(Reason) if it in reasons), None)
-    if reason is None or None in reasons:
-        return None
-    layers = sorted({it.plan.block.start for it in options})
-    details = {
-        Reason.TOO_SHORT: f"{match.num_pages} pages of {match.model}, {demand.first_approximate} "
-        "approximate on the device",
-        Reason.NO_E: f"{match.model} lacks E at some of layers {layers} for pages from "
-        f"{demand.first_page}",
-        Reason.RECOMPUTE_TOO_LONG: "what may be recomputed at a time is less than the fewest pages "
-        "worth a fetch",
-        Reason.SLOWER: f"{match.model} at {match.location}: full prefill is faster, or nearly so",
-    }
-    return NoReuse(reason=reason, detail=details[reason])
+    whole = [
+        _Option(plan=_whole_plan(demand, match, it, same), quality=it.quality) for it in allowed
+    ]
+    starts = sorted({it.start for it in allowed})
+    return [_fitted(it, demand, match, starts, costs) for it in whole]
 
 
 def _whole_plan(demand: Demand, match: Match, it: BlockQuality, first_difference: int) -> Plan:
@@ -246,24 +228,28 @@ def _whole_plan(demand: Demand, match: Match, it: BlockQuality, first_difference
     return replace(plan, pages=Span(first, max(first, stop)))
 
 
-def _option(demand: Demand, match: Match, plan: Plan, quality: float, costs: Costs) -> _Option:
-    """Of a plan for all pages that there are."""
-    start, stop = plan.pages.start, plan.pages.stop
-    with_e = min([stop, *(match.e_pages.get(it, 0) for it in plan.transition_layers)])
+def _fitted(
+    it: _Option, demand: Demand, match: Match, starts: Sequence[int], costs: Costs
+) -> _Option:
+    """For as many pages as may be, and its price; all options together begin at `starts`."""
+    plan, start, stop = it.plan, it.plan.pages.start, it.plan.pages.stop
+    with_e = min([stop, *(match.e_pages.get(layer, 0) for layer in plan.transition_layers)])
     at_once = min(with_e, start + _most_recomputed_pages(demand, plan, costs))
-    for end, reason in (
-        (stop, Reason.TOO_SHORT),
-        (with_e, Reason.NO_E),
-        (at_once, Reason.RECOMPUTE_TOO_LONG),
+    held = f"{match.num_pages} pages of {match.model}, {demand.first_approximate} approximate on"
+    no_e = f"{match.model} lacks E at some of layers {starts} for pages from {demand.first_page}"
+    for end, reason, detail in (
+        (stop, Reason.TOO_SHORT, f"{held} the device"),
+        (with_e, Reason.NO_E, no_e),
+        (at_once, Reason.RECOMPUTE_TOO_LONG, _TOO_LONG),
     ):
         if end - start < demand.min_pages:
-            return _Option(plan=plan, quality=quality, reason=reason)
-    plan = replace(plan, pages=Span(start, at_once))
-    found = _priced(_Option(plan=plan, quality=quality), demand, costs)
+            return replace(it, miss=NoReuse(reason=reason, detail=detail))
+    found = _priced(replace(it, plan=replace(plan, pages=Span(start, at_once))), demand, costs)
     is_explicit = demand.requested is not None and demand.requested.block is not None
     if is_explicit or 0 < found.saving >= found.wait_s:
         return found
-    return replace(found, reason=Reason.SLOWER)
+    slower = f"{match.model} at {match.location}: full prefill is faster, or nearly so"
+    return replace(found, miss=NoReuse(reason=Reason.SLOWER, detail=slower))
 
 
 def _priced(it: _Option, demand: Demand, costs: Costs) -> _Option:
@@ -276,7 +262,9 @@ def _priced(it: _Option, demand: Demand, costs: Costs) -> _Option:
         in_vain = demand.num_layers * (_num_held(demand) - plan.pages.start)
         return replace(it, saving=page_size * (_saved_page_layers(plan) - in_vain))
     # Whether a request has the device meanwhile: more wait than what comes over the same link.
-    are_others_computing = demand.num_waiting > len(costs.links.get(plan.location, FREE).backlog)
+    are_others_computing = demand.num_waiting > len(
+        costs.links.get(plan.location, FREE_LINK).backlog
+    )
     wait_s, ttft_s = 0.0 if are_others_computing else times.wait_s, times.ttft_s + rest_s
     return replace(it, ttft_s=ttft_s, saving=full_s - ttft_s, wait_s=wait_s)
 

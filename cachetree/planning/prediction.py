@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from cachetree.ids import Location, Span
-from cachetree.planning.link import FREE, Link
 from cachetree.planning.plan import Plan
-from cachetree.planning.prefill_cost import PrefillCost
+from cachetree.planning.speeds import FREE_LINK, Link, PrefillCost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +42,7 @@ def times_of(plan: Plan, page_size: int, costs: Costs) -> Times | None:
     if compute_s is None or costs.recompute is None:
         return None
     e_bytes, kv_bytes = bytes_of(plan, costs)
-    link = costs.links.get(plan.location, FREE)
+    link = costs.links.get(plan.location, FREE_LINK)
     on_time, margin = replace(link, margin=1.0), costs.recompute.margin
     # A margin is what one in ten exceeds, and two at once are rare: the transfer is late, or the
     # recompute is short and hides less of it, or it is long.

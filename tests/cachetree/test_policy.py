@@ -22,8 +22,10 @@ from cachetree.planning import (
     Considered,
     Demand,
     Gate,
+    Link,
     Mode,
     NoReuse,
+    PrefillCost,
     Profiles,
     Reason,
     Requested,
@@ -32,7 +34,6 @@ from cachetree.planning import (
     saving_s,
     weigh,
 )
-from cachetree.planning.link import Link
 from cachetree.planning.plan import Match, Plan, Strategy
 from cachetree.planning.prediction import (
     Costs,
@@ -40,7 +41,6 @@ from cachetree.planning.prediction import (
     recompute_s,
     times_of,
 )
-from cachetree.planning.prefill_cost import PrefillCost
 from cachetree.planning.profile import PROFILE_VERSION as VERSION
 from cachetree.planning.profile import BlockQuality, EMap, PairProfile
 

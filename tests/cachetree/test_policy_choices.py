@@ -28,6 +28,7 @@ from cachetree.ids import EMPTY_SPAN, POOL_PREFIX, Location, Span
 from cachetree.planning import (
     Demand,
     Gate,
+    Link,
     Mode,
     NoReuse,
     Profiles,
@@ -35,7 +36,6 @@ from cachetree.planning import (
     Requested,
     index_profiles,
 )
-from cachetree.planning.link import Link
 from cachetree.planning.plan import Plan
 from cachetree.planning.prediction import times_of
 from cachetree.planning.profile import BlockQuality, PairProfile

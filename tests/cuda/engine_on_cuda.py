@@ -38,8 +38,8 @@ from cachetree.config import CacheConfig
 from cachetree.corrections import Correction
 from cachetree.ids import Location, ModelId, PageHash, Span, Step
 from cachetree.memory import Staging
+from cachetree.planning import PrefillCost
 from cachetree.planning.plan import Plan
-from cachetree.planning.prefill_cost import PrefillCost
 from sglang_droidspeak.cost import Meter
 from sglang_droidspeak.engine.layers import LayerStack
 from sglang_droidspeak.engine.names import (

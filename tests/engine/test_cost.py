@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from cachetree.ids import Span
-from cachetree.planning.margin import MOST, Margin
+from cachetree.planning import PrefillCost
 from cachetree.planning.prediction import full_prefill_s
-from cachetree.planning.prefill_cost import PrefillCost
+from cachetree.planning.speeds import MOST, Margin
 from sglang_droidspeak.cost import Fit, Meter
 from sglang_droidspeak.metrics import Metrics
 from sglang_droidspeak.request.forward import ForwardPass

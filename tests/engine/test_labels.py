@@ -12,7 +12,7 @@ import pytest
 import torch
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH
 
-from cachetree.planning.prefill_cost import PrefillCost
+from cachetree.planning import PrefillCost
 from sglang_droidspeak.cost import Meter
 from sglang_droidspeak.engine import own, prefixes
 from sglang_droidspeak.engine.names import ForwardMode

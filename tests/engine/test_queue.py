@@ -19,7 +19,7 @@ from cachetree.clock import Deadline
 from cachetree.errors import Cancelled, FetchError
 from cachetree.ids import Kind, Location, Step
 from cachetree.memory import Arena, Blocks, Staging, staged
-from cachetree.planning.prefill_cost import PrefillCost
+from cachetree.planning import PrefillCost
 from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.ranks import Ranks
 from sglang_droidspeak.request.labels import Labels

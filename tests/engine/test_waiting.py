@@ -17,8 +17,8 @@ from cachetree.clock import Clock, Deadline
 from cachetree.errors import Cancelled, DeadlineExceeded
 from cachetree.ids import LOCAL, Location, ModelId, Span
 from cachetree.memory import Arena, Blocks, Staging, staged
+from cachetree.planning import PrefillCost
 from cachetree.planning.plan import Plan
-from cachetree.planning.prefill_cost import PrefillCost
 from cachetree.tier import Search
 from sglang_droidspeak.adapters.models import Owner
 from sglang_droidspeak.engine import prefixes

@@ -26,7 +26,7 @@ from waiting_parts import (
 
 from cachetree.errors import FetchError
 from cachetree.ids import Location, Span
-from cachetree.planning.prefill_cost import PrefillCost
+from cachetree.planning import PrefillCost
 from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.engine.prefixes import reusable_pages
 from sglang_droidspeak.request.planner import Declined, Planned
