@@ -137,19 +137,23 @@ class Turns(Generic[T]):
         return not any(thread.is_alive() for thread in self._threads)
 
 
+IsOver = Callable[[], bool]
+"""Whether the time to write is over: nothing more should be begun."""
+
+Write = Callable[[Change, Lease, IsOver], bool]
+"""Whether an entry was written in time; called in a thread, perhaps before whoever made it has."""
+
+
 class WriteBehind:
     """Has every entry that comes into a tree written by a thread of its own, leased meanwhile.
 
     What is evicted before its turn, or comes while too many wait, is late and not written.
     """
 
-    def __init__(
-        self, tree: CacheTree, name: str, write: Callable[[Change, Lease], bool], clock: Clock
-    ) -> None:
-        """`write` says whether the entry was in time; what it raises is logged."""
+    def __init__(self, tree: CacheTree, name: str, write: Write, clock: Clock) -> None:
+        """What `write` raises is logged."""
         self.num_late = 0
-        self.closes_at_s = inf
-        """From then on nothing is begun."""
+        self._closes_at_s = inf
         self._tree: Final = tree
         self._name: Final = name
         self._write: Final = write
@@ -162,8 +166,12 @@ class WriteBehind:
     def close(self, timeout_s: float) -> bool:
         """Write what waits until then; whether the thread has ended soon after. Idempotent."""
         self._unsubscribe()
-        self.closes_at_s = self._clock() + timeout_s
+        self._closes_at_s = self._clock() + timeout_s
         return self._turns.close(timeout_s + GRACE_S)
+
+    def is_over(self) -> bool:
+        """As `IsOver`; any thread."""
+        return self._clock() >= self._closes_at_s
 
     def _note(self, change: Change) -> None:
         """Called under the tree's lock."""
@@ -179,11 +187,11 @@ class WriteBehind:
                 log.exception("%s: an entry was not written", self._name)
 
     def _is_written(self, change: Change) -> bool:
-        deadline = Deadline.after(_MAX_WRITE_S, self._clock)
-        if self._clock() >= self.closes_at_s:
+        if self.is_over():
             return False
+        deadline = Deadline.after(_MAX_WRITE_S, self._clock)
         lease = self._tree.lease(change.model, change.pages, self._name, deadline, is_use=False)
         if lease is None:
             return False
         with lease:
-            return self._write(change, lease)
+            return self._write(change, lease, self.is_over)

@@ -17,7 +17,7 @@ from cachetree.disk.store import DiskStore
 from cachetree.errors import DeadlineExceeded, FetchError, StaleEntry
 from cachetree.ids import DISK, Location, ModelId, PageHash, Span, Step
 from cachetree.memory import Staging
-from cachetree.tier import GRACE_S, MAX_WAITING, NoteSpeed, Search, Turns, WriteBehind
+from cachetree.tier import GRACE_S, MAX_WAITING, IsOver, NoteSpeed, Search, Turns, WriteBehind
 from cachetree.tree import CacheTree, Change, Lease
 
 log = logging.getLogger(__name__)
@@ -122,7 +122,8 @@ class DiskTier:
 
     # In the writer's thread.
 
-    def _write(self, change: Change, lease: Lease) -> bool:
+    def _write(self, change: Change, lease: Lease, is_over: IsOver) -> bool:
+        """An entry that has been begun is written, whether or not time is over."""
         try:
             self._store.write(
                 change.model, change.parent, change.pages, change.e_layers, lease.views
@@ -169,7 +170,7 @@ class DiskTier:
 
     def _promote(self, model: ModelId, page: PageHash, deadline: Deadline) -> None:
         for entry in self._store.line(model, page):
-            is_late = deadline.has_passed or self._clock() >= self._behind.closes_at_s
+            is_late = deadline.has_passed or self._behind.is_over()
             if is_late or not self._promote_entry(entry):
                 return
 
@@ -232,7 +233,7 @@ class DiskTier:
             for entry in self._store.entries():
                 record = entry.record
                 has_room = self._tree.num_bytes + record.layout.num_bytes <= self._tree.host_bytes
-                if not has_room or self._clock() >= self._behind.closes_at_s:
+                if not has_room or self._behind.is_over():
                     return
                 self._promote_entry(entry)
         finally:

@@ -17,6 +17,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -43,7 +44,7 @@ MAX_SLOTS: Final = 64
 MAX_LANE_BYTES: Final = 16 << 20
 """Memory for them, of the reader and of the writer."""
 MAX_KNOWN_PAGES: Final = 1 << 18
-"""Pages that the tree shows of the backend; past them it forgets, and finds out anew."""
+"""Pages that the tree shows of the backend; past them the coldest go, to be found anew."""
 BROKEN_S: Final = 60.0
 """How long a page is left alone that is in the backend, but not whole or not right."""
 MAX_CLOSE_S: Final = 5.0
@@ -78,8 +79,6 @@ class HiCacheTier:
         """`senders` are whose entries may be read, and the layers whose E is wanted of each."""
         self._tree = tree
         self._backend = backend
-        self._num_known = 0
-        self._showing = threading.Lock()
         self._tell_count = count
         self._counts: Counter[str] = Counter()
         self._counting = threading.Lock()
@@ -93,9 +92,11 @@ class HiCacheTier:
                 (range(half, 2 * half), self._writing),
             )
         )
-        self._searcher = Searcher(tree, HICACHE, senders, reading, self._show)
+        tree.limit_remote(HICACHE, MAX_KNOWN_PAGES)
+        show = partial(tree.add_remote, HICACHE)
+        self._searcher = Searcher(tree, HICACHE, senders, reading, show)
         self._reader = Reader(reading, self._lose, note_speed)
-        self._writer = Writer(tree, writing, self._show)
+        self._writer = Writer(tree, writing, show)
         self._is_closed = False
 
     def fetch(self, model: ModelId, pages: Sequence[PageHash], staging: Staging) -> None:
@@ -135,20 +136,6 @@ class HiCacheTier:
         with self._counting:
             self._counts[result] += num
         self._tell_count(result, num)
-
-    def _show(
-        self,
-        model: ModelId,
-        parent: PageHash | None,
-        pages: Sequence[PageHash],
-        e_layers: Collection[int],
-    ) -> None:
-        with self._showing:
-            self._num_known += len(pages)
-            if self._num_known > MAX_KNOWN_PAGES:
-                self._num_known = len(pages)
-                self._tree.forget(HICACHE)
-            self._tree.add_remote(HICACHE, model, parent, pages, e_layers)
 
     def _lose(self, model: ModelId, pages: Sequence[PageHash], is_broken: bool) -> None:
         self._searcher.absent.add(model, pages[0], BROKEN_S if is_broken else ABSENT_S)

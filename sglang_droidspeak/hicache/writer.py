@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from math import inf
 
 from cachetree import Kind, ModelId, PageHash, Span, Step, WriteBehind
 from cachetree.tree import CacheTree, Change, Lease
@@ -23,7 +22,6 @@ class Writer:
     def __init__(self, tree: CacheTree, lane: Lane, show: Show) -> None:
         self._lane = lane
         self._show = show
-        self._closes_at_s = inf
         self._behind = WriteBehind(tree, "hicache-write", self._write, lane.clock)
 
     @property
@@ -33,20 +31,20 @@ class Writer:
 
     def close(self, timeout_s: float) -> bool:
         """Write what waits until then; whether the thread has ended."""
-        self._closes_at_s = self._lane.clock() + timeout_s
         return self._behind.close(timeout_s)
 
     # In the thread.
 
-    def _write(self, change: Change, lease: Lease) -> bool:
+    def _write(self, change: Change, lease: Lease, is_over: Callable[[], bool]) -> bool:
         """Whether all of the entry is in the backend, or the backend has failed."""
         guard, model, pages = self._lane.guard, change.model, change.pages
         if guard.is_open:
             return False
         steps = [*((Step(Kind.E, layer),) for layer in change.e_layers), self._lane.objects.written]
         try:
-            if not all(self._write_steps(lease, model, pages, each) for each in steps):
-                return False
+            for each in steps:
+                if not self._write_steps(lease, model, pages, each, is_over):
+                    return False
         except Exception as exc:  # noqa: BLE001  # The guard counts it, and says so.
             self._lane.count("failed", 1)
             guard.fail(repr(exc))
@@ -56,14 +54,19 @@ class Writer:
         return True
 
     def _write_steps(
-        self, lease: Lease, model: ModelId, pages: Sequence[PageHash], steps: Sequence[Step]
+        self,
+        lease: Lease,
+        model: ModelId,
+        pages: Sequence[PageHash],
+        steps: Sequence[Step],
+        is_over: Callable[[], bool],
     ) -> bool:
         """Write of each step what is not there, by the first and the last of the steps."""
         lane, start = self._lane, len(pages)
         for step in dict.fromkeys((steps[0], steps[-1])):
             start = lane.num_leading(model, pages[:start], step)
         for batch in lane.batches(model, pages[start:], steps):
-            if lane.clock() >= self._closes_at_s:
+            if is_over():
                 return False
             for index, piece in enumerate(batch):
                 page = start + piece.page
