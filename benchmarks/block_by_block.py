@@ -18,9 +18,10 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from cachetree import Span
-from profiles.compute import Answerer, Tokens
-from profiles.data import Document
-from profiles.stats import Score, grid
+from profiles.compute.examination import Answerer
+from profiles.data.documents import Document, Tokens
+from profiles.stats.frontier import grid
+from profiles.stats.measured import Score
 
 
 @dataclass(frozen=True, slots=True)

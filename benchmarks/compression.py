@@ -31,17 +31,15 @@ from torch import Tensor
 from cachetree import Span
 from cachetree.checkpoint import Codec, vector_bytes
 from cachetree.checkpoint.codecs import decode, encode
-from profiles.compute import (
-    FIRST_NEW,
-    KV,
-    Answerer,
-    Examination,
-    Mixture,
-    ModelSource,
-    block_mixture,
-    load_pair,
-)
-from profiles.data import Document, Metric, TaskOptions, load_sources, make_documents
+from profiles.compute.examination import Answerer, Examination
+from profiles.compute.layered import KV
+from profiles.compute.mixtures import Mixture
+from profiles.compute.models import ModelSource, load_pair
+from profiles.compute.study import FIRST_NEW, block_mixture
+from profiles.data.datasets import load_sources
+from profiles.data.documents import Document, make_documents
+from profiles.data.metrics import Metric
+from profiles.data.tasks import TaskOptions
 from profiles.evidence import MeasuredProfile, read_measured
 from profiles.profiler import answerers
 

@@ -40,20 +40,18 @@ from safetensors.torch import load_file, save_file
 
 from cachetree import Span
 from cachetree.corrections import Correction
-from profiles.compute import (
-    THEIRS,
-    Answerer,
-    DocumentPasses,
-    Examination,
-    ModelSource,
-    block_mixture,
-)
+from profiles.compute.examination import Answerer, Examination
 from profiles.compute.fitting import AS_GOOD, RANKS, TRYING, Fitted, Moments, fit
-from profiles.data import Document, Metric, TaskOptions
+from profiles.compute.models import ModelSource
+from profiles.compute.passes import DocumentPasses
+from profiles.compute.study import THEIRS, block_mixture
+from profiles.data.documents import Document
+from profiles.data.metrics import Metric
 from profiles.data.records import Record, write_records
+from profiles.data.tasks import TaskOptions
 from profiles.profiler import answerers, load_documents, open_pair
 from profiles.settings import Settings
-from profiles.stats import interval
+from profiles.stats.gate import interval
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 RESULTS: Final = ROOT / "benchmarks/results/e_correction.json"

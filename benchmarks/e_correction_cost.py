@@ -36,9 +36,11 @@ from cachetree import ModelIdentity, Span, write_profile
 from cachetree.checkpoint import read_model_identity
 from cachetree.corrections import Correction, write_corrections
 from cachetree.planning import PROFILE_VERSION, BlockQuality, PairProfile
-from profiles.compute import LayeredModel, ModelSource, load_model, load_tokenizer
-from profiles.data import load_sources, make_documents
-from profiles.stats import interval
+from profiles.compute.layered import LayeredModel
+from profiles.compute.models import ModelSource, load_model, load_tokenizer
+from profiles.data.datasets import load_sources
+from profiles.data.documents import make_documents
+from profiles.stats.gate import interval
 
 RESULTS: Final = Path(__file__).resolve().parent / "results" / "e_correction_cost.json"
 NUM_SHARED: Final = 2000

@@ -12,7 +12,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from profiles.compute import KV, LayeredModel
+from profiles.compute.layered import KV, LayeredModel
 
 NEIGHBOURS: Final = 2
 """Layers on either side that a map reads."""

@@ -43,7 +43,7 @@ from cachetree import EMPTY_SPAN, Span
 from cachetree.checkpoint import ModelIdentity, read_model_identity
 from cachetree.planning import PROFILE_VERSION as VERSION
 from cachetree.planning import BlockQuality, PairProfile, write_profile
-from profiles.compute import ModelSource, load_model
+from profiles.compute.models import ModelSource, load_model
 from profiles.random_models import random_prompt, shape, write_models
 from sglang_droidspeak.fleet.servers import Server, ServerSpec, running
 

@@ -12,15 +12,18 @@ from rich.console import Console
 
 from cachetree import ProfileError, write_profile
 from cachetree.corrections import Correction
-from profiles.compute import FIRST_TOKENS, HELD_OUT, Bench, Journal
+from profiles.compute.examination import FIRST_TOKENS
+from profiles.compute.journal import Journal
+from profiles.compute.study import HELD_OUT, Bench
 from profiles.evidence import MeasuredProfile
 from profiles.profiler import Stage, answerers, judge_all, load_documents
 from profiles.settings import Settings
-from profiles.stats import Candidate, tv_bound
+from profiles.stats.artifact import tv_bound
+from profiles.stats.measured import Candidate
 from profiles.verification import open_pair_of
 
 if TYPE_CHECKING:
-    from profiles.data import Document
+    from profiles.data.documents import Document
 
 
 def calibrate_profile(

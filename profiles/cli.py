@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from profiles.data import Metric, TaskOptions
+from profiles.data.metrics import Metric
+from profiles.data.tasks import TaskOptions
 from profiles.evidence import MeasuredProfile, read_measured
 from profiles.settings import Settings
 
@@ -153,7 +154,7 @@ def _profile(args: argparse.Namespace) -> int:
     from transformers.utils import logging
 
     from profiles.profiler import profile_pair
-    from profiles.report import table_of
+    from profiles.report.terminal import table_of
 
     logging.disable_progress_bar()
     console = Console()
@@ -174,7 +175,7 @@ def _show(args: argparse.Namespace) -> int:
         return 0
     from rich.console import Console
 
-    from profiles.report import table_of
+    from profiles.report.terminal import table_of
 
     Console().print(table_of(profile))
     return 0
@@ -249,7 +250,7 @@ def _has_pair(args: argparse.Namespace) -> bool:
 
 
 def _say(found: Verification) -> None:
-    from profiles.stats import finding
+    from profiles.stats.gate import finding
 
     split = found.split
     _print(f"{split.num_questions} questions about {split.num_contexts} contexts")
@@ -262,7 +263,7 @@ def _say(found: Verification) -> None:
 
 def _report(args: argparse.Namespace) -> int:
     profile = read_measured(args.profile)
-    from profiles.report import write_report
+    from profiles.report.page import write_report
 
     for path in write_report(profile, args.out):
         _print(str(path))
@@ -277,7 +278,7 @@ def _settings(
     made_as: MeasuredProfile | None = None,
 ) -> Settings:
     """What the arguments say; where they are silent, as another profile was made."""
-    from profiles.compute import ModelSource
+    from profiles.compute.models import ModelSource
 
     chosen = {
         name: tuple(value) if isinstance(value, list) else value

@@ -33,7 +33,8 @@ from scipy.optimize import nnls
 from torch import Tensor
 
 from cachetree import EMPTY_SPAN, ConfigError, Span
-from profiles.compute import KV, Asked, LayeredModel, decode
+from profiles.compute.layered import KV, LayeredModel
+from profiles.compute.mixtures import Asked, decode
 from profiles.evidence import CostModel, HeldOutTime
 
 Timer = Callable[[], float]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from enum import Enum
 from pathlib import Path
+from statistics import median
 
 import msgspec
 
@@ -194,11 +195,14 @@ class CostModel(LayerTimes, frozen=True, kw_only=True):
     """Plans at other lengths, predicted and measured."""
 
     @property
+    def errors(self) -> list[float]:
+        """|predicted - measured| / measured of each held-out plan."""
+        return [abs(it.predicted_s - it.measured_s) / it.measured_s for it in self.held_out]
+
+    @property
     def error(self) -> float:
-        """Median of |predicted - measured| / measured over the held-out lengths."""
-        errors = sorted(abs(it.predicted_s - it.measured_s) / it.measured_s for it in self.held_out)
-        middle = len(errors) // 2
-        return errors[middle] if len(errors) % 2 else (errors[middle - 1] + errors[middle]) / 2
+        """Their median."""
+        return median(self.errors)
 
     def layers_s(self, num_tokens: int, num_layers: float) -> float:
         """`num_layers` full layers over a prefix."""

@@ -7,11 +7,14 @@ from dataclasses import dataclass
 from typing import Final
 
 from cachetree import Span
-from profiles.compute import NUM_FITTED, NUM_SHOWN, REFERENCES, baselines, first_of_each_task
+from profiles.compute.fitting import NUM_FITTED
+from profiles.compute.judging import NUM_SHOWN, baselines
+from profiles.compute.study import REFERENCES
 from profiles.costs import prefix_pass_s
-from profiles.data import Document
+from profiles.data.documents import Document, first_of_each_task
 from profiles.evidence import CostModel
-from profiles.stats import MOST_TRIED, Candidate, spread
+from profiles.stats.choice import MOST_TRIED
+from profiles.stats.measured import Candidate, spread
 
 DECODED_SHARE: Final = 0.5
 """Of answers over plans worth trying that differ from the receiver's own, as far as one can know

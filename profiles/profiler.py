@@ -27,64 +27,30 @@ from transformers import PreTrainedTokenizerBase
 from cachetree import ConfigError, Span, write_profile
 from cachetree.corrections import write_corrections
 from cachetree.planning import PROFILE_VERSION as VERSION
-from profiles.compute import (
-    HELD_OUT,
-    Answerer,
-    Bench,
-    DocumentPasses,
-    Entry,
-    Journal,
-    LayeredModel,
-    ModelSource,
-    Pair,
-    Room,
-    Sizes,
-    Timed,
-    baselines,
-    bounds_of,
-    check_layers,
-    fit_maps,
-    judge,
-    load_model,
-    load_pair,
-    load_tokenizer,
-    make_room,
-    num_steps,
-    places_swept,
-    sweep,
-    sweep_corrected,
-)
-from profiles.compute import SPLIT as TRAIN
+from profiles.compute.examination import Answerer
+from profiles.compute.fitting import fit_maps
+from profiles.compute.journal import Entry, Journal, Timed
+from profiles.compute.judging import baselines, judge, num_steps
+from profiles.compute.layered import LayeredModel, check_layers
+from profiles.compute.models import ModelSource, Pair, load_model, load_pair, load_tokenizer
+from profiles.compute.passes import DocumentPasses
+from profiles.compute.room import Room, Sizes, bounds_of, make_room
+from profiles.compute.study import HELD_OUT, TRAIN, Bench
+from profiles.compute.training import places_swept, sweep, sweep_corrected
 from profiles.costs import Repeats, choose_lengths, measure_costs
-from profiles.data import (
-    Document,
-    Source,
-    data_files,
-    load_sources,
-    make_documents,
-    split_documents,
-)
+from profiles.data.datasets import Source, load_sources
+from profiles.data.documents import Document, data_files, make_documents, split_documents
 from profiles.environment import read_environment
 from profiles.evidence import CostModel, Making, MeasuredProfile
 from profiles.forecast import Forecast, typical_others, typical_plans
-from profiles.progress import Clock, duration, shown
+from profiles.progress import Clock, shown
+from profiles.report.words import duration
 from profiles.settings import Settings, choose_device
-from profiles.stats import (
-    Candidate,
-    Data,
-    Findings,
-    Judged,
-    SmallModel,
-    Subject,
-    build,
-    choose,
-    closest,
-    default_group,
-    grid,
-    interval,
-    sensitive_first,
-    shortlist,
-)
+from profiles.stats.artifact import Data, Findings, SmallModel, Subject, build
+from profiles.stats.choice import choose, closest, sensitive_first, shortlist
+from profiles.stats.frontier import default_group, grid
+from profiles.stats.gate import interval
+from profiles.stats.measured import Candidate, Judged
 
 SAMPLE_TOKENS: Final = 64
 PACKAGES: Final = ("sglang-droidspeak", "torch", "transformers")

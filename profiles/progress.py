@@ -10,21 +10,14 @@ from typing import Final
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
+from profiles.report.words import duration
+
 LINE_EVERY_S: Final = 10.0
 SETTLED_SHARE: Final = 0.02
 """Of the work; before that the forecast alone says how long it will take."""
 
 Done = Callable[[float, bool], None]
 """Told of every step: its forecast in seconds, and whether it took place just now."""
-
-
-def duration(seconds: float) -> str:
-    """For a person: `40 seconds`, `14 minutes`, `3.5 hours`."""
-    if seconds < 90:
-        return f"{max(1, round(seconds))} seconds"
-    if seconds < 90 * 60:
-        return f"{round(seconds / 60)} minutes"
-    return f"{seconds / 3600:.1f} hours"
 
 
 class Clock:

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from cachetree import ConfigError
-from profiles.data import TaskOptions
-from profiles.stats import MOST_TRIED
+from profiles.data.tasks import TaskOptions
+from profiles.stats.choice import MOST_TRIED
 
 if TYPE_CHECKING:
     import torch
 
-    from profiles.compute import ModelSource
+    from profiles.compute.models import ModelSource
 
 DTYPES: Final = ("bfloat16", "float16", "float32")
 """Names of torch's."""

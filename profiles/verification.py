@@ -9,12 +9,17 @@ from rich.console import Console
 
 from cachetree import ModelIdentity, ProfileError
 from cachetree.corrections import Correction
-from profiles.compute import HELD_OUT, Bench, Pair, temporary_journal
-from profiles.data import Document, data_files
+from profiles.compute.journal import temporary_journal
+from profiles.compute.models import Pair
+from profiles.compute.study import HELD_OUT, Bench
+from profiles.data.documents import Document, data_files
 from profiles.evidence import FrontierPoint, MeasuredProfile, Split
 from profiles.profiler import Stage, answerers, judge_all, load_documents, open_pair
 from profiles.settings import Settings
-from profiles.stats import Candidate, Data, interval, losses_of, qualities_of, split_of, verdict
+from profiles.stats.artifact import Data, losses_of, split_of
+from profiles.stats.choice import qualities_of
+from profiles.stats.gate import interval, verdict
+from profiles.stats.measured import Candidate
 
 
 class Verification(msgspec.Struct, frozen=True, kw_only=True):

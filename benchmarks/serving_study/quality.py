@@ -16,11 +16,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from profiles.data import Document, score
+from profiles.data.documents import Document
+from profiles.data.tasks import score
 from profiles.environment import ROOT
 from profiles.evidence import BaselineKind, MeasuredProfile
 from profiles.report import words
-from profiles.stats import interval
+from profiles.stats.gate import interval
 from sglang_droidspeak.demo import DemoConfig
 from sglang_droidspeak.demo.rig import Subject
 from sglang_droidspeak.fleet.servers import Server, free_port, running

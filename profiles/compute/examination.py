@@ -20,10 +20,9 @@ from transformers import PreTrainedTokenizerBase
 from profiles.compute.layered import LayeredModel, PrefixKV
 from profiles.compute.mixtures import Asked, Given, Mixture, decode, forced
 from profiles.compute.room import Room
-from profiles.data import Document, score
-from profiles.stats import Score
-
-Tokens = tuple[int, ...]
+from profiles.data.documents import Document, Tokens
+from profiles.data.tasks import score
+from profiles.stats.measured import Score
 
 FIRST_TOKENS: Final = 8
 """Tokens of an answer whose total variation is measured: as many as the drift guard looks at."""

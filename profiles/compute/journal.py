@@ -12,9 +12,9 @@ from pathlib import Path
 
 import msgspec
 
-from profiles.compute.examination import Tokens
+from profiles.data.documents import Tokens
 from profiles.evidence import CostModel
-from profiles.stats import Score
+from profiles.stats.measured import Score
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True, tag="step"):

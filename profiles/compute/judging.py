@@ -9,7 +9,6 @@ for each context
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -18,12 +17,11 @@ from cachetree import Span
 from profiles.compute.layered import PrefixKV
 from profiles.compute.mixtures import Mixture
 from profiles.compute.passes import DocumentPasses
-from profiles.compute.study import FIRST_NEW, THEIRS, Bench, Study
-from profiles.data import Document, Task
+from profiles.compute.study import FIRST_NEW, HELD_OUT, THEIRS, Bench, Study
+from profiles.data.documents import Document, first_of_each_task
 from profiles.evidence import BaselineKind
-from profiles.stats import Candidate, Judged, Score, spread
+from profiles.stats.measured import Candidate, Judged, Score, spread
 
-SPLIT: Final = "held_out"
 NUM_SPLITS: Final = 3
 NUM_SHOWN: Final = 8
 """Contexts of each task on which is measured what the gate does not ask about."""
@@ -70,17 +68,6 @@ def split_runs(block: Span, parts: int) -> tuple[Span, ...]:
     return tuple(runs)
 
 
-def first_of_each_task(documents: Sequence[Document], most: int) -> list[int]:
-    """Places of at most so many documents of each task."""
-    seen: Counter[Task] = Counter()
-    places = []
-    for place, document in enumerate(documents):
-        seen[document.task] += 1
-        if seen[document.task] <= most:
-            places.append(place)
-    return places
-
-
 def num_steps(
     documents: Sequence[Document],
     candidates: Sequence[Candidate],
@@ -97,7 +84,7 @@ def judge(
     bench: Bench,
     documents: Sequence[Document],
     candidates: Sequence[Candidate],
-    split: str = SPLIT,
+    split: str = HELD_OUT,
     others: Sequence[Candidate] = (),
 ) -> Judged:
     """Measure document after document, candidates by the metric; `others`, which the gate

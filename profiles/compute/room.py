@@ -26,7 +26,7 @@ import torch
 
 from cachetree import ConfigError
 from profiles.compute.layered import LayeredModel
-from profiles.data import Document
+from profiles.data.documents import Document
 
 GIB: Final = 1 << 30
 FREE_SHARE: Final = 0.8

@@ -14,7 +14,11 @@ from profiles.compute.journal import Entry, Journal
 from profiles.compute.layered import PrefixKV
 from profiles.compute.mixtures import Mixture
 from profiles.compute.passes import DocumentPasses
-from profiles.data import Document
+from profiles.data.documents import Document
+
+TRAIN: Final = "train"
+HELD_OUT: Final = "held_out"
+"""Splits, as journals name them."""
 
 THEIRS: Final = 0
 """PrefixKV in every mixture: the sender's KV."""

@@ -17,13 +17,11 @@ from typing import Final
 from cachetree import Span
 from cachetree.planning import EMap
 from profiles.compute.journal import Entry
-from profiles.compute.judging import first_of_each_task
 from profiles.compute.mixtures import Mixture
-from profiles.compute.study import FIRST_NEW, OWN, THEIRS, Bench, Study, block_mixture
-from profiles.data import Document
-from profiles.stats import Candidate, Score, Scores, Swept
+from profiles.compute.study import FIRST_NEW, OWN, THEIRS, TRAIN, Bench, Study, block_mixture
+from profiles.data.documents import Document, first_of_each_task
+from profiles.stats.measured import Candidate, Score, Scores, Swept
 
-SPLIT: Final = "train"
 NUM_SWEPT: Final = 12
 """Contexts of each task that tell blocks apart by their KL. On two real pairs the best block of a
 size on any 12 of 24 contexts has 0.1 and 2 % more KL on all 24 than the one that is best there."""
@@ -41,7 +39,7 @@ def sweep(
     contexts: list[Context] = []
     for index in places_swept(documents, pruned=pruned):
         starts = {block.start for block in blocks}
-        study = Study(bench, SPLIT, index, documents[index], starts)
+        study = Study(bench, TRAIN, index, documents[index], starts)
         contexts.append(_measure(study, bench.num_layers, blocks, is_decoded=not pruned))
     first = [context.references for context in contexts]
     return Swept(
@@ -65,7 +63,7 @@ def sweep_corrected(
     KL alone. The bench has the maps."""
     found: dict[Candidate, Scores] = {}
     for index in places_swept(documents, pruned=pruned):
-        study = Study(bench, SPLIT, index, documents[index], {it.layer for it in e_maps})
+        study = Study(bench, TRAIN, index, documents[index], {it.layer for it in e_maps})
         for e_map in e_maps:
             from_start = [block for block in blocks if block.start == e_map.layer]
             ends = ",".join(str(block.stop) for block in from_start)

@@ -37,9 +37,9 @@ _BAR_DELAY_S: Final = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    suffix: tuple[int, ...]
+    suffix: Tokens
     """Tokens after the reused prefix, up to the answer; at least one."""
-    reference: tuple[int, ...]
+    reference: Tokens
     """The first accepted answer as the prompt goes on with it, then EOS if the tokenizer has one;
     at least one token, at most the task's `max_new`."""
     answers: tuple[str, ...]
@@ -55,7 +55,7 @@ class Document:
 
     context: str
     """Digest of its text."""
-    prefix: tuple[int, ...]
+    prefix: Tokens
     """Whole pages with which all prompts begin; never empty."""
     questions: tuple[Question, ...]
     task: Task
@@ -99,22 +99,33 @@ def split_documents(
     """
     if not 0.0 < held_out_share < 1.0:
         raise ConfigError(f"held-out share is {held_out_share}; it lies between 0 and 1")
-    by_task: dict[Task, list[int]] = {}
-    for index, document in enumerate(documents):
-        by_task.setdefault(document.task, []).append(index)
+    tasks = by_task(documents)
     held_out: set[int] = set()
-    for task, indices in by_task.items():
+    for task, indices in tasks.items():
         num_held_out = min(max(round(held_out_share * len(indices)), 1), len(indices) - 1)
         held_out.update(Random(f"{seed} {task.name}").sample(indices, num_held_out))
     if not held_out:
         raise ConfigError(
-            f"{len(documents)} contexts of {len(by_task)} tasks cannot be split, because no task "
+            f"{len(documents)} contexts of {len(tasks)} tasks cannot be split, because no task "
             "has two; give more data, or held-out data of its own"
         )
     return (
         [it for index, it in enumerate(documents) if index not in held_out],
         [it for index, it in enumerate(documents) if index in held_out],
     )
+
+
+def by_task(documents: Sequence[Document]) -> dict[Task, list[int]]:
+    """Places of the documents."""
+    found: dict[Task, list[int]] = {}
+    for place, document in enumerate(documents):
+        found.setdefault(document.task, []).append(place)
+    return found
+
+
+def first_of_each_task(documents: Sequence[Document], most: int) -> list[int]:
+    """Places of at most so many documents of each task."""
+    return sorted(place for places in by_task(documents).values() for place in places[:most])
 
 
 def data_files(sources: Iterable[Source], documents: Iterable[Document]) -> tuple[DataFile, ...]:

@@ -7,8 +7,3 @@ terminal  `droidspeak profile show`
 pictures  drawn with pictures.mplstyle
 page      page.html.jinja with style.css
 """
-
-from profiles.report.page import write_report
-from profiles.report.terminal import table_of
-
-__all__ = ["table_of", "write_report"]

@@ -18,7 +18,7 @@ from profiles.evidence import (
     TaskScores,
 )
 from profiles.report import derived, words
-from profiles.stats import ERROR_RATE
+from profiles.stats.gate import ERROR_RATE
 
 DIGEST_CHARACTERS: Final = 64
 
@@ -93,7 +93,7 @@ def _free(block: Span | None) -> str:
 
 
 def _errors(profile: MeasuredProfile) -> str:
-    found = [abs(it.predicted_s - it.measured_s) / it.measured_s for it in profile.costs.held_out]
+    found = profile.costs.errors
     if not found:
         return "not checked"
     middle, most = words.percent(profile.costs.error), words.percent(max(found))

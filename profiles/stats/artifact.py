@@ -6,11 +6,12 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from cachetree import ModelIdentity, Span
 from cachetree.planning import PROFILE_VERSION as VERSION
 from cachetree.planning import BlockQuality
+from profiles.data.documents import Document, by_task
 from profiles.evidence import (
     Baseline,
     BaselineKind,
@@ -38,9 +39,6 @@ from profiles.stats.gate import (
     verdict,
 )
 from profiles.stats.measured import Candidate, Judged, Scores, Swept
-
-if TYPE_CHECKING:
-    from profiles.data import Document, Task
 
 T = TypeVar("T")
 
@@ -160,7 +158,7 @@ def split_of(data: Data, sender: Qualities, full_prefill: Qualities, full_reuse:
                 full_prefill=_mean(_at(places, full_prefill)),
                 full_reuse=_mean(_at(places, reuse)),
             )
-            for task, places in _by_task(data.documents).items()
+            for task, places in by_task(data.documents).items()
         ),
         num_questions=len(questions),
         mean_prefix_tokens=round(fmean(len(it.prefix) for it in data.documents), 2),
@@ -177,7 +175,7 @@ def losses_of(
 ) -> tuple[TaskLoss, ...]:
     """What a plan loses at each task."""
     found = []
-    for places in _by_task(documents).values():
+    for places in by_task(documents).values():
         ours, theirs = _at(places, full), _at(places, plan)
         found.append(
             TaskLoss(
@@ -187,14 +185,6 @@ def losses_of(
             )
         )
     return tuple(found)
-
-
-def _by_task(documents: Sequence[Document]) -> dict[Task, list[int]]:
-    """Places of the documents."""
-    found: dict[Task, list[int]] = {}
-    for place, document in enumerate(documents):
-        found.setdefault(document.task, []).append(place)
-    return found
 
 
 def _at(places: Iterable[int], values: Sequence[T]) -> list[T]:

@@ -9,7 +9,7 @@ from statistics import fmean
 
 from rich.console import Console
 
-from profiles.data import Document
+from profiles.data.documents import Document
 from profiles.environment import read_environment
 from sglang_droidspeak.demo.checks import equality_failures, quality_failures, reuse_failures
 from sglang_droidspeak.demo.config import DemoConfig, RandomPair

@@ -14,8 +14,11 @@ import torch
 
 from cachetree import CacheTreeError, ModelIdentity, Span, read_profile
 from cachetree.checkpoint import read_model_identity
-from profiles.compute import ModelSource, load_tokenizer
-from profiles.data import Document, Metric, TaskOptions, load_sources, make_documents
+from profiles.compute.models import ModelSource, load_tokenizer
+from profiles.data.datasets import load_sources
+from profiles.data.documents import Document, make_documents
+from profiles.data.metrics import Metric
+from profiles.data.tasks import TaskOptions
 from profiles.environment import ROOT
 from profiles.evidence import MeasuredProfile, read_measured
 from profiles.random_models import shape, write_models

@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
-from profiles.data import Document, Metric, Question, Task
+from profiles.data.documents import Document, Question
+from profiles.data.metrics import Metric
+from profiles.data.tasks import Task
 from profiles.random_models import random_prompt
 from sglang_droidspeak.demo.progress import Advance
 from sglang_droidspeak.demo.results import Condition, Sample, Samples, rotated

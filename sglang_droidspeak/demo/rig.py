@@ -13,7 +13,8 @@ import msgspec
 import requests
 
 from cachetree import ModelIdentity, Span
-from profiles.data import Document, Question, score
+from profiles.data.documents import Document, Question
+from profiles.data.tasks import score
 from sglang_droidspeak.cli.live import state_of
 from sglang_droidspeak.demo.results import Condition, Sample
 from sglang_droidspeak.fleet.servers import (

@@ -7,7 +7,10 @@ from types import SimpleNamespace
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from profiles.data import Record, Source, SourcedRecord, TaskOptions, make_documents
+from profiles.data.datasets import Source, SourcedRecord
+from profiles.data.documents import make_documents
+from profiles.data.records import Record
+from profiles.data.tasks import TaskOptions
 
 CHAT = (
     "{{ bos_token }}{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"

@@ -13,8 +13,8 @@ from shipped import DATA, SHIPPED
 
 from cachetree import Cache, CacheConfig
 from cachetree.checkpoint.family import Codec
-from profiles.data import Metric, read_records
-from profiles.data.metrics import quality
+from profiles.data.metrics import Metric, quality
+from profiles.data.records import read_records
 from sglang_droidspeak.fleet.servers import Server, free_port, running
 from tools.pairs.prompts import by_context, context_prompt, prompt_of
 

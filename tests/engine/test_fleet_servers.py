@@ -15,7 +15,7 @@ from security_parts import Party, new_party
 from transport_parts import ask_status
 
 from cachetree.transport import Credentials, credentials_of
-from profiles.data import read_records
+from profiles.data.records import read_records
 from sglang_droidspeak.fleet.fleet import read_fleet, specs
 from sglang_droidspeak.fleet.servers import Process, Server, ServerSpec, WorkerSpec, running
 from tools.pairs.prompts import prompt_of

@@ -15,7 +15,7 @@ from test_verified_real import MADE, ROOT, documents
 
 from cachetree.checkpoint import read_model_identity
 from cachetree.planning import read_profile, write_profile
-from profiles.data import Document
+from profiles.data.documents import Document
 from sglang_droidspeak.fleet.servers import Server, free_port, running
 from sglang_droidspeak.guard.messages import GuardState
 from sglang_droidspeak.guard.plans import WatchedPair

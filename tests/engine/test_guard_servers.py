@@ -22,7 +22,7 @@ from transformers import LlamaConfig
 from cachetree.checkpoint import read_model_identity
 from cachetree.planning import BlockQuality, read_profile
 from cachetree.planning.profile import write_profile
-from profiles.compute import ModelSource, load_tokenizer
+from profiles.compute.models import ModelSource, load_tokenizer
 from sglang_droidspeak.cli import main
 from sglang_droidspeak.cli.guard import lines
 from sglang_droidspeak.fleet.servers import Server, free_port, running

@@ -22,7 +22,7 @@ from forked import ServerSpec
 
 from benchmarks.oracle import Generated
 from cachetree.ids import EMPTY_SPAN, Span
-from profiles.data import read_records
+from profiles.data.records import read_records
 from sglang_droidspeak.fleet.fleet import read_fleet, specs
 from sglang_droidspeak.fleet.servers import Program, ProgramSpec, Server, free_port, running
 from tools.pairs.prompts import by_context, context_prompt

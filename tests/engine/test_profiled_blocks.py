@@ -20,23 +20,17 @@ from test_mixtures import oracle_logits
 
 from benchmarks.oracle import Generated, partial_prefill
 from cachetree.ids import EMPTY_SPAN, Span
-from profiles.compute import (
-    FIRST_NEW,
-    THEIRS,
-    Answerer,
-    Asked,
-    DocumentPasses,
-    Examination,
-    LayeredModel,
-    Mixture,
-    ModelSource,
-    Pair,
-    Room,
-    Tokens,
-    block_mixture,
-    load_pair,
-)
-from profiles.data import Document, Metric, Question, TaskOptions, load_sources, make_documents
+from profiles.compute.examination import Answerer, Examination
+from profiles.compute.layered import LayeredModel
+from profiles.compute.mixtures import Asked, Mixture
+from profiles.compute.models import ModelSource, Pair, load_pair
+from profiles.compute.passes import DocumentPasses
+from profiles.compute.room import Room
+from profiles.compute.study import FIRST_NEW, THEIRS, block_mixture
+from profiles.data.datasets import load_sources
+from profiles.data.documents import Document, Question, Tokens, make_documents
+from profiles.data.metrics import Metric
+from profiles.data.tasks import TaskOptions
 from sglang_droidspeak.fleet.servers import Server, free_port, running
 
 pytestmark = pytest.mark.server

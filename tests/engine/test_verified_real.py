@@ -12,8 +12,11 @@ from engine_parts import CPU, SLOW_DEVICE, Answer, Watcher
 from forked import ServerSpec
 
 from cachetree.checkpoint.identity import read_model_identity
-from profiles.compute import ModelSource, load_tokenizer
-from profiles.data import Document, Metric, TaskOptions, load_sources, make_documents
+from profiles.compute.models import ModelSource, load_tokenizer
+from profiles.data.datasets import load_sources
+from profiles.data.documents import Document, make_documents
+from profiles.data.metrics import Metric
+from profiles.data.tasks import TaskOptions
 from sglang_droidspeak.fleet.servers import Server, free_port, running
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -20,7 +20,7 @@ import torch
 from engine_parts import ENV
 from test_documented_code import commands, of
 
-from profiles.data import read_records
+from profiles.data.records import read_records
 from sglang_droidspeak.cli import main
 from sglang_droidspeak.fleet.servers import Server, end_of, free_port, running
 from tools.pairs.prompts import prompt_of

@@ -19,10 +19,15 @@ import torch
 from tqdm import tqdm
 
 from cachetree import Span
-from profiles.compute import Bench, ModelSource, Pair, load_pair, sweep, temporary_journal
-from profiles.data import Document
+from profiles.compute.journal import temporary_journal
+from profiles.compute.models import ModelSource, Pair, load_pair
+from profiles.compute.study import Bench
+from profiles.compute.training import sweep
+from profiles.data.documents import Document
 from profiles.profiler import answerers
-from profiles.stats import Swept, grid, qualities_of
+from profiles.stats.choice import qualities_of
+from profiles.stats.frontier import grid
+from profiles.stats.measured import Swept
 from tools.pairs.questions import DATA, read_documents
 
 MOST_LAYERS = 5

@@ -9,8 +9,10 @@ from test_judging import SHIPPED, document_of
 from benchmarks.oracle import prefill, recompute
 from cachetree.corrections import Correction
 from cachetree.ids import Span
-from profiles.compute import DocumentPasses, LayeredModel, load_pair
 from profiles.compute.fitting import RANKS, Moments, fit, fit_maps
+from profiles.compute.layered import LayeredModel
+from profiles.compute.models import load_pair
+from profiles.compute.passes import DocumentPasses
 
 HIDDEN = 24
 

@@ -14,7 +14,7 @@ from profiles.compute.journal import temporary_journal
 from profiles.compute.judging import critical_runs, judge
 from profiles.compute.models import Pair, load_pair
 from profiles.compute.study import Bench
-from profiles.data import Document
+from profiles.data.documents import Document
 from profiles.profiler import answerers
 from profiles.stats.measured import Candidate
 from tools.pairs.questions import read_documents

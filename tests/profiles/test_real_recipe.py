@@ -15,7 +15,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from profiles.compute.training import NUM_SWEPT
-from profiles.data import read_records
+from profiles.data.records import read_records
 from profiles.stats.gate import loss_bound
 from tools.pairs.prompts import by_context
 from tools.real.base import BaseError, base_model, convert, require_digest

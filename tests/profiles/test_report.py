@@ -15,7 +15,8 @@ from sample_profile import all_dropped, bare, failed_profile, sample_profile, wh
 from cachetree.ids import Span
 from cachetree.planning.profile import write_profile
 from profiles.evidence import BaselineKind, MeasuredProfile, TaskLoss, read_measured
-from profiles.report import derived, tables, words, write_report
+from profiles.report import derived, tables, words
+from profiles.report.page import write_report
 from profiles.report.pictures import PICTURES, Picture
 
 PROFILE = sample_profile()

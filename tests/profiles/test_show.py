@@ -13,7 +13,7 @@ from rich.console import Console
 from sample_profile import failed_profile, graded_profile, sample_profile
 
 from profiles.evidence import Baseline, BaselineKind, MeasuredProfile
-from profiles.report import table_of
+from profiles.report.terminal import table_of
 
 PROFILE = sample_profile()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
-from profiles.data import Record
+from profiles.data.records import Record
 
 
 def by_context(records: Sequence[Record]) -> list[tuple[str, list[Record]]]:

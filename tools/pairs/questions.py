@@ -16,15 +16,11 @@ from typing import Final
 
 from transformers import PreTrainedTokenizerBase
 
-from profiles.data import (
-    Document,
-    Metric,
-    Record,
-    TaskOptions,
-    load_sources,
-    make_documents,
-    write_records,
-)
+from profiles.data.datasets import load_sources
+from profiles.data.documents import Document, make_documents
+from profiles.data.metrics import Metric
+from profiles.data.records import Record, write_records
+from profiles.data.tasks import TaskOptions
 from tools.pairs.documents import WRITERS, write_document
 
 TASK: Final = "biographies"

@@ -16,8 +16,8 @@ from peft import PeftModel
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 
-from profiles.data import Record, read_records
 from profiles.data.metrics import Metric, quality
+from profiles.data.records import Record, read_records
 from tools.pairs.prompts import by_context
 from tools.real.train import Chat
 
