@@ -270,19 +270,6 @@ class Node:
             return most
         return next(at for at, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b)
 
-    def num_chained(self, index: int, pages: Sequence[PageHash], offset: int) -> int:
-        """As `num_common`, where a page that is the same says that all before it are."""
-        same, different = 0, min(self.num_pages - index, len(pages) - offset) + 1
-        ours = self.pages
-        at = different - 1
-        while different - same > 1:
-            if ours[index + at - 1] == pages[offset + at - 1]:
-                same = at
-            else:
-                different = at
-            at = (same + different) // 2
-        return same
-
     def walk(self) -> Iterator[Node]:
         """The nodes below this one, parents before children; any of them may be taken out."""
         pending = list(self.children.values())

@@ -101,40 +101,51 @@ class PageTrie:
     def deepest(self, parent: Place | None, pages: Sequence[PageHash]) -> Place | None:
         """The end of the longest prefix of `pages` found right after `parent`; None if it is empty.
 
-        A page lies at one place only, below all pages before it. So where one step to a child does
-        not end the search, it goes on in the middle of what is left, and takes a number of steps
-        that grows with the logarithm of the number of nodes. For the same reason the last page that
-        a node shares speaks for those before it. `pages` are trusted to be a chain. What was
-        advertised is not: a page that lies below others than `pages` is none that was found.
+        `pages` are trusted to be a chain, so a page that is in its place says that all before it
+        are, and the last such page is found by halving, whatever nodes they are in. What was
+        advertised is not trusted: a page that lies below others than `pages` is none that was
+        found.
         """
-        node, index = (self.root, 0) if parent is None else (parent.node, parent.stop)
-        depth = node.start + index
+        depth = depth_of(parent)
+        node: Node | None = None
         num_found, stop = 0, len(pages)
-        place: Place | None = None
+        probe = stop - 1
         while num_found < stop:
-            if index == node.num_pages:
-                child = node.children.get(pages[num_found])
-                if child is None:
-                    return place
-                node, index = child, 0
-            num = node.num_chained(index, pages, num_found)
-            if not num:
-                return place
-            num_found += num
-            index += num
-            place = Place(node, index - num, index)
-            if index < node.num_pages:
-                return place
-            probe = stop - 1 if stop == len(pages) else (num_found + stop) // 2
-            while probe > num_found:
-                found = self._index.find_at(pages[probe], depth + probe)
-                if found is not None and _leads_to(found, node, pages, depth):
-                    node, index = found, depth + probe - found.start
-                    num_found = probe
-                    break
+            found = self._index.find_at(pages[probe], depth + probe)
+            if found is None:
                 stop = probe
-                probe = (num_found + stop) // 2
-        return place
+            else:
+                node, num_found = found, probe + 1
+            probe = (num_found + stop) // 2
+        if node is None:
+            return None
+        if not self._is_after(parent, node, pages):
+            places = self.path(parent, pages)
+            return places[-1] if places else None
+        return Place(node, max(0, depth - node.start), depth + num_found - node.start)
+
+    def _is_after(self, parent: Place | None, node: Node, pages: Sequence[PageHash]) -> bool:
+        """Whether the nodes from `parent` to `node`, in which one of `pages` was found, have at
+        both of their ends what belongs there.
+
+        What is in a node here was computed here or stored as the exact KV of its pages, and so is
+        all above it: one page of it that is right says that all before are. Of what was only
+        advertised, who has the first page of a node has no other node in its place; who has the
+        last one, where it is right, has all of the node right.
+        """
+        top, depth = (self.root, 0) if parent is None else (parent.node, depth_of(parent))
+        while node is not top:
+            if node.local:
+                return True
+            at, above = node.start - depth, node.parent
+            if above is None or at < 0 or node.pages[0] != pages[at]:
+                return False
+            if at and above.pages[-1] != pages[at - 1]:
+                return False
+            if not at and above is not top:
+                return False
+            node = above
+        return True
 
     def path(self, parent: Place | None, pages: Sequence[PageHash]) -> list[Place]:
         """The places that hold the longest prefix of `pages` found right after `parent`.
@@ -273,27 +284,6 @@ class PageTrie:
             assert node.parent is not None
             del node.parent.children[node.pages[0]]
             self._index.remove(node)
-
-
-def _leads_to(below: Node, above: Node, pages: Sequence[PageHash], depth: int) -> bool:
-    """Whether the nodes from `above`, which ends in `pages`, to `below`, which has one of them,
-    have at both of their ends what belongs there.
-
-    What is in a node here was computed here or stored as the exact KV of its pages, and so is all
-    above it: one page of it that is right says that all before are. Of what was only advertised,
-    who has the first page of a node has no other node in its place; who has the last one, where it
-    is right, has all of the node right. `depth` pages stand before the first.
-    """
-    node, stop = below, above.stop
-    while node.start > stop:
-        if node.local:
-            return True
-        at, parent = node.start - depth, node.parent
-        assert parent is not None
-        if node.pages[0] != pages[at] or parent.pages[-1] != pages[at - 1]:
-            return False
-        node = parent
-    return node.parent is above and node.pages[0] == pages[node.start - depth]
 
 
 def depth_of(place: Place | None) -> int:
