@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import defaultdict
@@ -26,8 +25,6 @@ from cachetree.transport import Peers, Worker, is_directory, verbs
 from cachetree.transport.pace import Bandwidth
 from cachetree.transport.tracing import NoteServed, untraced
 from cachetree.tree import CacheTree
-
-log = logging.getLogger(__name__)
 
 T = TypeVar("T", bound=Tier)
 

@@ -75,6 +75,20 @@ class Span:
 EMPTY_SPAN: Final = Span(0, 0)
 
 
+def parts_of(sizes: Iterable[int], span: Span) -> Iterator[tuple[int, Span]]:
+    """Which of several things of these sizes, side by side, `span` meets, and where in each.
+
+    >>> list(parts_of([4, 4], Span(3, 5)))
+    [(0, Span(start=3, stop=4)), (1, Span(start=0, stop=1))]
+    """
+    at = 0
+    for number, size in enumerate(sizes):
+        start, stop = max(span.start - at, 0), min(span.stop - at, size)
+        if start < stop:
+            yield number, Span(start, stop)
+        at += size
+
+
 class Kind(str, Enum):
     """The two kinds of state kept per layer."""
 

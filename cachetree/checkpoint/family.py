@@ -144,12 +144,18 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     def _vector_bytes(self, dtype: str) -> int:
         return vector_bytes(self.codec, self.head_dim, _DTYPE_BYTES[dtype])
 
-    def require_equal(self, other: Family, *, who: str) -> None:
-        """Raise FamilyMismatch naming the first field in which `other` differs from this one."""
+    def difference(self, other: Family) -> str:
+        """The first field in which `other` differs and both values, in words; empty for none."""
         for field in self.__struct_fields__:
             ours, theirs = getattr(self, field), getattr(other, field)
             if ours != theirs:
-                raise FamilyMismatch(
-                    f"{who} cannot exchange caches with this server: {field} is {theirs!r} there "
-                    f"and {ours!r} here; use models of one family with equal server settings"
-                )
+                return f"{field} is {theirs!r} there and {ours!r} here"
+        return ""
+
+    def require_equal(self, other: Family, *, who: str) -> None:
+        """Raise FamilyMismatch naming the first field in which `other` differs from this one."""
+        if difference := self.difference(other):
+            raise FamilyMismatch(
+                f"{who} cannot exchange caches with this server: {difference}; use models of one "
+                "family with equal server settings"
+            )

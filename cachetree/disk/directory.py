@@ -137,13 +137,8 @@ class Directory:
             manifest = msgspec.json.decode(text, type=_Manifest)
         except UNREADABLE as exc:
             raise ConfigError(f"{path} cannot be read: {exc}; {_REMEDY}") from exc
-        for field in family.__struct_fields__:
-            theirs, ours = getattr(manifest.family, field), getattr(family, field)
-            if theirs != ours:
-                raise ConfigError(
-                    f"{path} is of another family: {field} is {theirs!r} there and {ours!r} "
-                    f"here; {_REMEDY}"
-                )
+        if difference := family.difference(manifest.family):
+            raise ConfigError(f"{path} is of another family: {difference}; {_REMEDY}")
 
 
 @contextlib.contextmanager

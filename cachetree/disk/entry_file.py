@@ -11,7 +11,6 @@ than was asked.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import struct
@@ -98,7 +97,8 @@ def read_record(path: str, family: Family) -> tuple[Record, int] | None:
 
     Raises OSError.
     """
-    with _opened(path) as handle:
+    with Path(path).open("rb", buffering=0) as file:
+        handle = file.fileno()
         num_bytes = os.lseek(handle, 0, os.SEEK_END)
         head = os.pread(handle, _FIRST_READ_BYTES, 0)
         size = _head_bytes(head, num_bytes)
@@ -129,7 +129,8 @@ def read_pages(path: Path, record: Record, step: Step, pages: Span, into: memory
     """Fill `into` with verified bytes; raises OSError, and leaves it undefined, where it cannot."""
     page_bytes = record.layout.bytes_of(step, 1)
     expected = record.checksums[record.layout.part_of(step)]
-    with _opened(path) as handle:
+    with path.open("rb", buffering=0) as file:
+        handle = file.fileno()
         payload = os.lseek(handle, 0, os.SEEK_END) - record.layout.num_bytes
         first = payload + _offset_of(record.layout, step)
         for number, chunk in _chunks_of(record.layout, step, pages):
@@ -260,15 +261,6 @@ def _no_checksums(layout: Layout) -> tuple[bytes, ...]:
     """Zeros in place of those of each step."""
     nums = [-(-layout.num_pages // _chunk_pages(layout, step)) for step in layout.steps]
     return tuple([bytes(_CHECKSUM_BYTES * num) for num in nums])
-
-
-@contextlib.contextmanager
-def _opened(path: Path | str) -> Iterator[int]:
-    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        yield handle
-    finally:
-        os.close(handle)
 
 
 def _read(handle: int, into: memoryview, offset: int) -> None:

@@ -9,11 +9,8 @@ Staging  the loan of one fetch, which fills it step by step
 
 from cachetree.memory.arena import Arena, ArenaReader, Register, unregistered
 from cachetree.memory.copying import (
-    PIECE_BYTES,
     checksum,
     checksum_of_parts,
-    copy,
-    copy_in_pieces,
     cut,
     scatter,
 )
@@ -22,7 +19,6 @@ from cachetree.memory.slab import Layout, Segment, Slab, join
 from cachetree.memory.staging import Staging, staged
 
 __all__ = [
-    "PIECE_BYTES",
     "Arena",
     "ArenaFile",
     "ArenaReader",
@@ -37,8 +33,6 @@ __all__ = [
     "Staging",
     "checksum",
     "checksum_of_parts",
-    "copy",
-    "copy_in_pieces",
     "cut",
     "join",
     "scatter",

@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 import xxhash
 
-from cachetree.ids import Span
+from cachetree.ids import Span, parts_of
 
 PIECE_BYTES: Final = 256 << 10
 """What is copied, then read again for its checksum, before the next: far below a core's cache."""
@@ -30,14 +30,8 @@ def scatter(into: Sequence[memoryview], payload: memoryview) -> None:
 
 def cut(views: Sequence[memoryview], span: Span) -> list[memoryview]:
     """These bytes of the views as if they were one."""
-    parts: list[memoryview] = []
-    start = 0
-    for view in views:
-        part = Span(start, start + view.nbytes).intersection(span)
-        if len(part):
-            parts.append(view[part.start - start : part.stop - start])
-        start += view.nbytes
-    return parts
+    sizes = (view.nbytes for view in views)
+    return [views[number][it.start : it.stop] for number, it in parts_of(sizes, span)]
 
 
 def copy_in_pieces(into: memoryview, payload: memoryview) -> Iterator[memoryview]:

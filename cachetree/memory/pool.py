@@ -7,7 +7,7 @@ from typing import Final, NamedTuple, Protocol
 
 import msgspec
 
-from cachetree.ids import Span
+from cachetree.ids import Span, parts_of
 
 _NO_MEMORY: Final = memoryview(b"")
 
@@ -48,14 +48,11 @@ class Loan:
 
     def places(self, part: int, span: Span) -> list[Span]:
         """Where these bytes of a part lie."""
-        found: list[Span] = []
-        start = 0
-        for run in self.runs[part]:
-            first, last = max(span.start - start, 0), min(span.stop - start, len(run))
-            if first < last:
-                found.append(Span(run.start + first, run.start + last))
-            start += len(run)
-        return found
+        runs = self.runs[part]
+        return [
+            Span(runs[number].start + it.start, runs[number].start + it.stop)
+            for number, it in parts_of(map(len, runs), span)
+        ]
 
 
 class Pool(Protocol):

@@ -132,22 +132,17 @@ class Staging:
 
         A `deadline` of the reader's own ends only this wait, not the fetch.
         """
-        if deadline is not None and deadline.at_s < self.deadline.at_s:
-            with self._changed:
-                self._changed.wait_for(
-                    lambda: not self._missing[step] or self.error, deadline.remaining_s()
-                )
-                if self._missing[step] and self.error is None:
-                    raise DeadlineExceeded(f"{_name(step)} did not arrive within the wait")
+        is_own = deadline is not None and deadline.at_s < self.deadline.at_s
+        remaining_s = (deadline if deadline and is_own else self.deadline).remaining_s()
         with self._changed:
-            while self._missing[step]:
-                if self.error is not None:
-                    raise self.error
-                if not self._changed.wait(self.deadline.remaining_s()):
-                    self.error = self.error or DeadlineExceeded(
-                        f"{_name(step)} did not arrive in time"
-                    )
-                    self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._missing[step] or self.error, remaining_s)
+            if not self._missing[step]:
+                return
+            if is_own and self.error is None:
+                raise DeadlineExceeded(f"{_name(step)} did not arrive within the wait")
+            self.fail(DeadlineExceeded(f"{_name(step)} did not arrive in time"))
+            assert self.error is not None
+            raise self.error
 
     def release(self) -> None:
         """The reader reads no more; what has not completed is cancelled. Idempotent."""

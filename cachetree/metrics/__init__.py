@@ -1,7 +1,7 @@
 """How a cache tells an operator how it does: metrics, health, and the page that serves both."""
 
 from cachetree.metrics.http import Health, StatusPage, health_of
-from cachetree.metrics.metrics import METRICS, Metric, StatusCollector
+from cachetree.metrics.metrics import METRICS, StatusCollector
 from cachetree.metrics.query import Queries
 
-__all__ = ["METRICS", "Health", "Metric", "Queries", "StatusCollector", "StatusPage", "health_of"]
+__all__ = ["METRICS", "Health", "Queries", "StatusCollector", "StatusPage", "health_of"]

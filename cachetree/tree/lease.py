@@ -7,7 +7,7 @@ from typing import Final
 
 from cachetree.clock import Deadline
 from cachetree.errors import StaleEntry
-from cachetree.ids import Kind, Span, Step
+from cachetree.ids import Kind, Span, Step, parts_of
 from cachetree.memory import Segment, Slab, join
 from cachetree.tree.entries import Change, Hold
 
@@ -68,12 +68,8 @@ class Lease:
         wanted = pages or Span(0, self.num_pages)
         if wanted.stop > self.num_pages:
             raise ValueError(f"{wanted} exceeds the {self.num_pages} leased pages")
-        start = 0
-        for segment in self._segments:
-            part = Span(start, start + len(segment.pages)).intersection(wanted)
-            if len(part):
-                yield segment, Span(part.start - start, part.stop - start)
-            start += len(segment.pages)
+        sizes = (len(segment.pages) for segment in self._segments)
+        return ((self._segments[number], part) for number, part in parts_of(sizes, wanted))
 
     def release(self) -> None:
         """End the lease; a second call does nothing."""

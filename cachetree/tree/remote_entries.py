@@ -57,7 +57,7 @@ class RemoteEntries:
     def reach(self, location: Location, model: ModelId, pages: Sequence[PageHash]) -> int:
         """How many of `pages` it has, from the root."""
         key = (location, model)
-        return depth_of(self._trie.last_where(lambda node: key in node.remote, None, pages))
+        return depth_of(self._trie.deepest(None, pages, lambda node: key in node.remote))
 
     def drop(self, location: Location, model: ModelId, pages: Sequence[PageHash]) -> None:
         key = (location, model)

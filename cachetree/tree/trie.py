@@ -98,8 +98,15 @@ class PageTrie:
         index = node.num_pages - 1 if node.pages[-1] == page else node.pages.index(page)
         return Place(node, index, index + 1)
 
-    def deepest(self, parent: Place | None, pages: Sequence[PageHash]) -> Place | None:
+    def deepest(
+        self,
+        parent: Place | None,
+        pages: Sequence[PageHash],
+        has: Callable[[Node], bool] | None = None,
+    ) -> Place | None:
         """The end of the longest prefix of `pages` found right after `parent`; None if it is empty.
+
+        Only nodes count that `has` is true of, if it is given; then it is of all above them, too.
 
         `pages` are trusted to be a chain, so a page that is in its place says that all before it
         are, and the last such page is found by halving, whatever nodes they are in. What was
@@ -112,7 +119,7 @@ class PageTrie:
         probe = stop - 1
         while num_found < stop:
             found = self._index.find_at(pages[probe], depth + probe)
-            if found is None:
+            if found is None or (has and not has(found)):
                 stop = probe
             else:
                 node, num_found = found, probe + 1
@@ -120,7 +127,7 @@ class PageTrie:
         if node is None:
             return None
         if not self._is_after(parent, node, pages):
-            places = self.path(parent, pages)
+            places = [it for it in self.path(parent, pages) if has is None or has(it.node)]
             return places[-1] if places else None
         return Place(node, max(0, depth - node.start), depth + num_found - node.start)
 
@@ -182,22 +189,7 @@ class PageTrie:
         self, model: ModelId, place: Place | None, pages: Sequence[PageHash]
     ) -> Place | None:
         """The end of the leading `pages` after `place` that the model has; `place` where none."""
-        return self.last_where(lambda node: model in node.local, place, pages)
-
-    def last_where(
-        self, has: Callable[[Node], bool], place: Place | None, pages: Sequence[PageHash]
-    ) -> Place | None:
-        """The same of those who have what is in a node."""
-        last = self.deepest(place, pages)
-        if last is None:
-            return place
-        node, stop = last.node, last.stop
-        while not has(node):
-            if node.parent is None:
-                return None
-            node = node.parent
-            stop = node.num_pages
-        return Place(node, 0, stop) if node.num_pages else None
+        return self.deepest(place, pages, lambda node: model in node.local) or place
 
     def last_with(
         self,

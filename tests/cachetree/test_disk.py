@@ -315,18 +315,18 @@ def test_what_goes_during_a_read_is_right_or_a_miss_and_no_damage(
     with open_store(tmp_path) as store:
         assert write(store, A, "first")
         entry = only(store, "first")
-        name = "open" if when == "before it is opened" else "preadv"
-        real = getattr(os, name)
+        owner, name = (Path, "open") if when == "before it is opened" else (os, "preadv")
+        real = getattr(owner, name)
 
         def removing(*args: object, **kwargs: object) -> object:
-            monkeypatch.setattr(os, name, real)
+            monkeypatch.setattr(owner, name, real)
             assert store.evict(A, path_of("f"))
             return real(*args, **kwargs)
 
-        monkeypatch.setattr(os, name, removing)
+        monkeypatch.setattr(owner, name, removing)
         with contextlib.suppress(StaleEntry):
             check(store, entry)
-        assert getattr(os, name) is real, "nothing was removed"
+        assert getattr(owner, name) is real, "nothing was removed"
         assert num_right(store, A, "first") == 0
         assert store.status().counts.num_damaged_entries == 0
         assert store.status().num_bytes == files_bytes(tmp_path)
