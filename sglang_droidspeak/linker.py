@@ -135,7 +135,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
             self._cache.tree, attachment.e_pool, self._provenance, params.page_size, num_slots
         )
         noted = self._pool_index
-        planner = Planner(server, self._cache, self._meter, self._models, noted)
+        planner = Planner(server, self._cache, self._meter, self._models, self._activated, noted)
         self._profiles = planner.profiles
         self._metrics.tell_pairs(self._profiles)
         if settings.http is not None and self._ranks.is_first:
@@ -181,17 +181,8 @@ class DroidSpeakLinker(UnifiedCacheLinker):
             self._insertions.about = events.about
             engine.place_hooks({release.TAKE_EVENTS: (events.take, HookType.AFTER)})
         self._is_retired = False
-        queue = Queue(
-            self._waiting,
-            self._replies,
-            self._models,
-            self._activated,
-            self._ranks,
-            params.page_size,
-        )
-        answers = Answers(
-            self._cache, planner, self._labels, self._activated, adapters, params.page_size
-        )
+        queue = Queue(self._waiting, self._replies, self._models, self._ranks, params.page_size)
+        answers = Answers(self._cache, planner, self._labels, adapters, params.page_size)
         engine.place_hooks(
             {
                 **queue.hooks,

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import multiprocessing
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cachetree import ConfigError
+from cachetree import CacheTreeError, ConfigError
 from sglang_droidspeak import engine
 from sglang_droidspeak.engine import HookRegistry, HookType, release
-from sglang_droidspeak.start.config import is_configured
+from sglang_droidspeak.start.config import Settings, cache_config, is_configured
 
 if TYPE_CHECKING:
     from sglang_droidspeak.engine.names import ModelRunner, ServerArgs
@@ -41,7 +42,6 @@ def _check_server_args(_result: None, server_args: ServerArgs) -> None:
         from sglang_droidspeak.guard.shadows import Shadows
         from sglang_droidspeak.guard.verify import VerifiedAnswers
         from sglang_droidspeak.request.meta_info import KEY
-        from sglang_droidspeak.start.this_server import check_front_end
 
         settings = check_front_end(server_args)
         add_pages(KEY)
@@ -53,6 +53,25 @@ def _check_server_args(_result: None, server_args: ServerArgs) -> None:
         # A scheduler that is forked, not spawned, has only the hooks of this process.
         if multiprocessing.get_start_method(allow_none=True) == "fork":
             engine.place_hooks(_SCHEDULER_HOOKS)
+
+
+def check_front_end(server_args: ServerArgs) -> Settings:
+    """Stop the server with one line where its configuration cannot work; else its settings."""
+    from cachetree.transport import check_ports
+    from sglang_droidspeak.guard.record import check_record
+    from sglang_droidspeak.start.this_server import load_this_server
+
+    try:
+        server = load_this_server(server_args)
+        if server.settings.guard_path is not None:
+            check_record(Path(server.settings.guard_path))
+        for rank in range(engine.resolved(server_args).tp_size):
+            config = cache_config(server.settings, server.identity.model_id, rank)
+            if config.serves:
+                check_ports(config.worker)
+    except CacheTreeError as exc:
+        raise SystemExit(f"droidspeak: {exc}") from None
+    return server.settings
 
 
 def _count_e(cell_size: int, _configurator: object, kvc: Any, _num_layers: int) -> int:

@@ -275,7 +275,7 @@ def test_every_folder_of_the_cache_has_a_face_and_the_top_is_small() -> None:
 
 
 # Who is further down imports nobody who is further up.
-ROOMS = ("engine", "start", "adapters", "store", "request")
+ROOMS = ("engine", "start", "adapters", "store", "hicache", "request", "guard")
 
 
 def test_rooms_of_the_extension_know_only_those_below() -> None:

@@ -33,6 +33,16 @@ class Match(msgspec.Struct, frozen=True, kw_only=True):
     """For each layer with E: how many pages from the start have it without a gap."""
 
 
+class PlanId(msgspec.Struct, frozen=True):
+    """A plan of a profile, whichever pages of whichever prompt it is for."""
+
+    sender: ModelId
+    receiver: ModelId
+    block: tuple[int, int] | None
+    """Layers recomputed, half-open; None where none are."""
+    e_corrected: bool
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """For one request: how the KV of `pages` comes to be.
@@ -61,6 +71,11 @@ class Plan:
     """What is loaded was encoded: even the receiver's own KV comes back approximate."""
     strategy: Strategy = Strategy.PIPELINED
     """How loads and recompute share time; the others are there to be compared with."""
+
+    @property
+    def id(self) -> PlanId:
+        block = (self.block.start, self.block.stop) if len(self.block) else None
+        return PlanId(self.sender, self.receiver, block, bool(self.e_map))
 
     @property
     def transition_layers(self) -> tuple[int, ...]:

@@ -6,7 +6,8 @@ from typing import Final
 
 import msgspec
 
-from sglang_droidspeak.guard.plans import PlanId, WatchedPair
+from cachetree.planning import PlanId
+from sglang_droidspeak.guard.plans import WatchedPair
 
 ALL: Final = "all"
 

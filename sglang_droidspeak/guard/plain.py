@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+from sglang_droidspeak.request.controls import Controls, parse_controls
+
 _NEUTRAL: Final[Mapping[str, float]] = {
     "frequency_penalty": 0,
     "presence_penalty": 0,
@@ -50,6 +52,10 @@ def is_plain(obj: Any, preferred: Mapping[str, Any]) -> bool:
     return is_neutral and is_free and not any(getattr(obj, it) for it in _UNASKED)
 
 
-def controls_of(params: Any) -> Any:
+def controls_of(params: Any) -> Controls | None:
+    """None where they are wrong, of which the scheduler says what."""
     custom = params.get("custom_params") if isinstance(params, dict) else None
-    return custom.get("droidspeak", {}) if isinstance(custom, dict) else {}
+    try:
+        return parse_controls(custom if isinstance(custom, dict) else None)
+    except ValueError:
+        return None

@@ -15,29 +15,16 @@ from typing import Final
 import msgspec
 
 from cachetree import ModelId
-from cachetree.planning import BlockQuality, PairProfile
+from cachetree.planning import BlockQuality, PairProfile, PlanId
 from sglang_droidspeak.guard.detector import NO_EVIDENCE, Evidence, observed, strength
+from sglang_droidspeak.request.outcomes import OUT_OF_SERVICE
 
 ALARM: Final = 1e5
 """So many shadows of a healthy server come before a false alarm on average, at least."""
 SUSPICION: Final = 100.0
-OUT_OF_SERVICE: Final = (
-    "the drift guard has taken it out of service: its answers were further from full prefill's "
-    "than is allowed; `droidspeak guard` shows how far"
-)
 NOISE: Final = 0.02
 """The distance that two exact runs may have, in half precision and other batches. All that is
 allowed to a plan whose profile does not say how far it is from full prefill."""
-
-
-class PlanId(msgspec.Struct, frozen=True):
-    """A plan of a profile, as a response names it."""
-
-    sender: ModelId
-    receiver: ModelId
-    block: tuple[int, int] | None
-    """Layers recomputed, half-open; None where none are."""
-    e_corrected: bool
 
 
 class WatchedPlan(msgspec.Struct, frozen=True, kw_only=True):

@@ -31,13 +31,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from cachetree.planning import PlanId
 from sglang_droidspeak.engine import asking
 from sglang_droidspeak.engine.own import ANSWERED, DRAFT
 from sglang_droidspeak.guard.distance import POSITIONS, TOP, LogProbs, distance
 from sglang_droidspeak.guard.exact import exact_run
 from sglang_droidspeak.guard.messages import GuardQuestion, GuardState, Shadow
 from sglang_droidspeak.guard.plain import controls_of, is_plain
-from sglang_droidspeak.guard.plans import PlanId
 from sglang_droidspeak.request.meta_info import KEY
 
 if TYPE_CHECKING:
@@ -200,7 +200,7 @@ def _has_shadow(params: Mapping[str, Any]) -> bool:
     custom, controls = params.get("custom_params") or {}, controls_of(params)
     if not isinstance(custom, dict) or ANSWERED in custom or DRAFT in custom:
         return False
-    if not isinstance(controls, dict) or controls.get("mode") == "off" or controls.get("verify"):
+    if controls is None or controls.mode == "off" or controls.verify:
         return False
     return params.get("top_k") != 1 or params.get("temperature", 1) in (0, 1)
 

@@ -54,16 +54,11 @@ class VerifiedAnswers:
     def generate(self, original: Any, manager: Any, obj: Any, request: Any = None) -> Any:
         """Hooks TokenizerManager.generate_request, which returns an async generator."""
         preferred = manager.preferred_sampling_params or {}
-        if self._is_asked(obj) and _can_be_checked(obj, preferred):
+        controls = controls_of(getattr(obj, "sampling_params", None))
+        is_asked = controls is not None and controls.is_verified(self._settings)
+        if is_asked and _can_be_checked(obj, preferred):
             return self._verified(manager, partial(original, manager), obj, request)
         return original(manager, obj, request)
-
-    def _is_asked(self, obj: Any) -> bool:
-        """What is wrong with a request's controls the scheduler says."""
-        controls = controls_of(getattr(obj, "sampling_params", None))
-        if not isinstance(controls, dict) or controls.get("mode") == "off":
-            return False
-        return self._settings.verifies(controls.get("verify"))
 
     async def _verified(
         self, manager: Any, ask: Ask, obj: Any, http: Any
@@ -209,7 +204,5 @@ def _with(params: Any, beside: Mapping[str, int] = {}, /, **controls: Any) -> di
     """Sampling parameters with these controls, and this beside the user's controls."""
     params = params or {}
     custom = {**(params.get("custom_params") or {}), **beside}
-    return {
-        **params,
-        "custom_params": {**custom, "droidspeak": {**controls_of(params), **controls}},
-    }
+    controls = {**custom.get("droidspeak", {}), **controls}
+    return {**params, "custom_params": {**custom, "droidspeak": controls}}

@@ -24,7 +24,6 @@ from sglang_droidspeak.request.planner import Planned, Price
 
 if TYPE_CHECKING:
     from cachetree import Cache
-    from sglang_droidspeak.adapters.activated import ActivatedAdapters
     from sglang_droidspeak.engine.names import LoRARef, Scheduler
     from sglang_droidspeak.request.labels import Labels
     from sglang_droidspeak.request.planner import Planner
@@ -118,7 +117,6 @@ class Answers:
     _cache: Cache
     _planner: Planner
     _labels: Labels
-    _activated: ActivatedAdapters
     _lora_refs: Mapping[str, LoRARef]
     _page_size: int
 
@@ -191,8 +189,7 @@ class Answers:
             raise LookupError("there is no request_id, and no prompt in input_ids")
         lora_id = self._lora_id(question.adapter)
         req = asking.unsent(question.input_ids, lora_id, question.extra_key, question.cache_salt)
-        self._activated.meet(req)
-        self._planner.join(req)
+        self._planner.meet(req)
         pages = prefixes.reusable_pages(req, self._page_size)
         num_waiting = len(scheduler.waiting_queue)
         planned = self._planner.plan(req, pages, scheduler.tree_cache, num_waiting)

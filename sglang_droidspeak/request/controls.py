@@ -13,12 +13,15 @@ SGLang carries only scalars here, which is why a block is text.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgspec
 
 from cachetree import EMPTY_SPAN, Span
 from cachetree.planning import Strategy
+
+if TYPE_CHECKING:
+    from sglang_droidspeak.start.config import Settings
 
 
 class Controls(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -38,6 +41,11 @@ class Controls(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     checked before. Overrides the server's setting of this name."""
     strategy: Strategy = Strategy.PIPELINED
     """How loads and recompute share time; obeyed with `gate: off` only, for measurements."""
+
+    def is_verified(self, settings: Settings) -> bool:
+        """Whether its answer is to be one that exact KV has confirmed."""
+        asked = settings.verify == "always" if self.verify is None else self.verify
+        return asked and self.mode != "off"
 
     def span(self, num_layers: int) -> Span | None:
         """The block asked for, None where the server may choose; ValueError where it is wrong."""

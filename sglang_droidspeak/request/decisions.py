@@ -65,7 +65,7 @@ class Decisions:
     def see(self, req: Req, tree: UnifiedRadixCache) -> Request:
         """Ask the tiers that do not advertise, where they could have enough to matter."""
         request = Request(req)
-        self._planner.join(req)
+        self._planner.meet(req)
         if not self._asks or self._refusal or prefixes.refusal(req):
             return request
         # What goes wrong here goes wrong again in planning, which reports it.

@@ -95,7 +95,7 @@ def provenance_of(
         sender=plan.sender,
         receiver=plan.receiver,
         location="pool" if is_pool(plan.location) else plan.location,
-        block=(plan.block.start, plan.block.stop) if len(plan.block) else None,
+        block=plan.id.block,
         recomputed_layers=len(plan.block),
         e_corrected=bool(plan.e_map),
         loaded_layers=len(plan.loaded_layers),

@@ -9,6 +9,12 @@ from typing import Final
 
 import msgspec
 
+OUT_OF_SERVICE: Final = (
+    "the drift guard has taken it out of service: its answers were further from full prefill's "
+    "than is allowed; `droidspeak guard` shows how far"
+)
+"""Detail of `gate_failed`."""
+
 
 class Advice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """In Markdown, with links as from docs/."""

@@ -23,6 +23,7 @@ from cachetree.planning import (
     NoReuse,
     PairProfile,
     Plan,
+    PlanId,
     Reason,
     Requested,
     bytes_of,
@@ -35,13 +36,14 @@ from cachetree.planning import (
 )
 from cachetree.transport import PeerState
 from sglang_droidspeak.engine import prefixes
-from sglang_droidspeak.guard.plans import OUT_OF_SERVICE, PlanId
 from sglang_droidspeak.request.controls import Controls, parse_controls
+from sglang_droidspeak.request.outcomes import OUT_OF_SERVICE
 from sglang_droidspeak.store.pool import Held, PoolIndex, pool_of
 
 if TYPE_CHECKING:
     from cachetree import Cache
     from cachetree.transport import Source
+    from sglang_droidspeak.adapters.activated import ActivatedAdapters
     from sglang_droidspeak.adapters.models import Models, Owner
     from sglang_droidspeak.cost import Meter
     from sglang_droidspeak.engine.names import Req, UnifiedRadixCache
@@ -114,12 +116,19 @@ class Planner:
     """Scheduler thread only, but for what says otherwise."""
 
     def __init__(
-        self, server: ThisServer, cache: Cache, meter: Meter, models: Models, pool: PoolIndex
+        self,
+        server: ThisServer,
+        cache: Cache,
+        meter: Meter,
+        models: Models,
+        activated: ActivatedAdapters,
+        pool: PoolIndex,
     ) -> None:
         self._server: Final = server
         self._cache: Final = cache
         self._meter: Final = meter
         self._models: Final = models
+        self._activated: Final = activated
         self._pool: Final = pool
         self.profiles: Final = dict(index_profiles(server.profiles))
         self._generation = 0
@@ -134,8 +143,10 @@ class Planner:
         self.profiles[profile.sender.model_id, profile.receiver.model_id] = profile
         self._generation += 1
 
-    def join(self, req: Req) -> None:
-        """Have it read no approximate KV of before; while it holds nothing of SGLang's tree."""
+    def meet(self, req: Req) -> None:
+        """Find where its adapter acts, and have it read no approximate KV of before; while it holds
+        nothing of SGLang's tree. On all ranks."""
+        self._activated.meet(req)
         if self._generation:
             prefixes.join(req, str(self._generation))
 
@@ -156,7 +167,7 @@ class Planner:
             return Declined("bad_controls", str(exc))
         if controls.mode == "off":
             return Declined(Reason.OFF.value)
-        if self._server.settings.verifies(controls.verify):
+        if controls.is_verified(self._server.settings):
             # A draft says no more that it is to be verified.
             return Declined(Reason.OFF.value, "its answer cannot be verified in parts")
         if num_pages < self._min_pages <= (len(req.full_untruncated_fill_ids) - 1) // page_size:
@@ -180,7 +191,7 @@ class Planner:
             if isinstance(plan, NoReuse):
                 log.debug("request %s: %s: %s", req.rid, plan.reason.value, plan.detail)
                 return Declined(plan.reason.value, plan.detail, considered)
-            if self.out_of_service and _id_of(plan) in self.out_of_service:
+            if self.out_of_service and plan.id in self.out_of_service:
                 return Declined(Reason.GATE_FAILED.value, OUT_OF_SERVICE)
             if not is_pool(plan.location) or self._pool.find(plan, pages, req, tree) is not None:
                 break
@@ -317,11 +328,6 @@ def not_ready(sources: Sequence[Source]) -> str:
     """Such as `1 of 2 peers not ready`; empty where all are."""
     num_late = sum(it.state != PeerState.READY for it in sources)
     return f"{num_late} of {len(sources)} peers not ready" if num_late else ""
-
-
-def _id_of(plan: Plan) -> PlanId:
-    block = (plan.block.start, plan.block.stop) if len(plan.block) else None
-    return PlanId(plan.sender, plan.receiver, block, bool(plan.e_map))
 
 
 def _patience_s(plan: Plan, demand: Demand, costs: Costs) -> float:

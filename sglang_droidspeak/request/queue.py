@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Final
 from sglang_droidspeak.engine import Hooks, HookType, release
 
 if TYPE_CHECKING:
-    from sglang_droidspeak.adapters.activated import ActivatedAdapters
     from sglang_droidspeak.adapters.models import Models
     from sglang_droidspeak.engine.names import PrefillAdder, Req, ScheduleBatch, Scheduler
     from sglang_droidspeak.ranks import Ranks
@@ -28,7 +27,6 @@ class Queue:
     _waiting: WaitingRequests
     _replies: Replies
     _models: Models
-    _activated: ActivatedAdapters
     _ranks: Ranks
     _page_size: int
 
@@ -55,8 +53,6 @@ class Queue:
         if scheduler.enable_priority_scheduling:
             # SGLang would sort who is not held alone; planning and waiting go by the same order.
             scheduler.policy.calc_priority(queue, running_batch)
-        for req in queue:
-            self._activated.meet(req)
         is_decoding = not running_batch.is_empty()
         held = self._waiting.look(queue, scheduler.tree_cache, is_decoding=is_decoding)
         scheduler.waiting_queue = [req for req in queue if req.rid not in held] if held else queue

@@ -203,10 +203,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             return 0.0
         return _SHADOW_RATE if self.shadow_rate is None else self.shadow_rate
 
-    def verifies(self, asked: Any) -> bool:
-        """Whether an answer is to be verified whose request says so (`true`), or nothing."""
-        return self.verify == "always" if asked is None else asked is True
-
     @property
     def max_stall_s(self) -> float | None:
         return None if self.max_stall_ms is None else self.max_stall_ms / 1000

@@ -13,15 +13,14 @@ import msgspec
 import torch
 from platformdirs import user_cache_path
 
-from cachetree import CacheTreeError, ModelId
+from cachetree import ModelId
 from cachetree.checkpoint import Codec, Family, ModelIdentity, read_adapter, read_model_identity
 from cachetree.corrections import Correction, read_corrections
 from cachetree.memory import Layout
 from cachetree.planning import PairProfile, PrefillCost, profile_files, read_profile
-from cachetree.transport import check_peer, check_ports, check_worker
+from cachetree.transport import check_peer, check_worker
 from sglang_droidspeak import engine
 from sglang_droidspeak.engine.probe import require_supported
-from sglang_droidspeak.guard.record import check_record
 from sglang_droidspeak.start import refuse
 from sglang_droidspeak.start.config import Settings, cache_config, parse_settings
 
@@ -107,21 +106,6 @@ class ThisServer:
             is_ours = getattr(profile, role) == self.identity or self.adapters is not None
             if is_ours and profile.is_usable:
                 yield profile
-
-
-def check_front_end(server_args: ServerArgs) -> Settings:
-    """Stop the server with one line where its configuration cannot work; else its settings."""
-    try:
-        server = load_this_server(server_args)
-        if server.settings.guard_path is not None:
-            check_record(Path(server.settings.guard_path))
-        for rank in range(engine.resolved(server_args).tp_size):
-            config = cache_config(server.settings, server.identity.model_id, rank)
-            if config.serves:
-                check_ports(config.worker)
-    except CacheTreeError as exc:
-        raise SystemExit(f"droidspeak: {exc}") from None
-    return server.settings
 
 
 def load_this_server(server_args: ServerArgs) -> ThisServer:

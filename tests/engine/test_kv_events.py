@@ -15,6 +15,7 @@ import msgspec
 import pytest
 import requests
 import torch
+import tree_parts
 import zmq
 from engine_parts import CPU, ENV, PAGE, answer, eventually, page_hashes, prompt
 from forked import ServerSpec
@@ -31,7 +32,6 @@ from sglang.srt.mem_cache.events import KVCacheEventRecorder, KvEventLoraNames
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from cachetree import Cache, CacheConfig, ModelId, PageHash
-from cachetree.checkpoint import Family
 from profiles.random_models import shape, write_models
 from sglang_droidspeak.fleet.servers import free_port, running
 from sglang_droidspeak.metrics import Metrics
@@ -39,18 +39,7 @@ from sglang_droidspeak.store import events as store_events
 from sglang_droidspeak.store.events import HostEvents
 from sglang_droidspeak.store.offloader import Offload, Told
 
-FAMILY = Family(
-    architecture="LlamaForCausalLM",
-    num_layers=2,
-    hidden_size=8,
-    num_kv_heads=1,
-    head_dim=4,
-    rope="{}",
-    tokenizer="t",
-    model_dtype="float32",
-    kv_dtype="float32",
-    page_size=PAGE,
-)
+FAMILY = msgspec.structs.replace(tree_parts.FAMILY, page_size=PAGE)
 MODEL = ModelId("0" * 32)
 PAGE_BYTES = FAMILY.num_layers * FAMILY.kv_page_bytes
 ADAPTER = LoRARef(lora_id="ab" * 16, lora_name="sql", lora_path="/sql")

@@ -14,10 +14,10 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 from request_parts import loading
+from tree_parts import FAMILY
 
 from cachetree.cache import Cache
 from cachetree.checkpoint import Codec
-from cachetree.checkpoint.family import Family
 from cachetree.clock import Deadline
 from cachetree.config import CacheConfig
 from cachetree.errors import DeadlineExceeded, FetchError
@@ -271,19 +271,7 @@ def test_a_fallback_after_admission_says_how_long_it_was_held_back() -> None:
 
 def test_a_caches_metrics_are_copied_and_counters_only_rise() -> None:
     registry = CollectorRegistry()
-    family = Family(
-        architecture="LlamaForCausalLM",
-        num_layers=2,
-        hidden_size=8,
-        num_kv_heads=1,
-        head_dim=4,
-        rope="{}",
-        tokenizer="t",
-        model_dtype="float16",
-        kv_dtype="float16",
-        page_size=1,
-    )
-    with Cache(family, CacheConfig(serves=False, host_bytes=1 << 20)) as cache:
+    with Cache(FAMILY, CacheConfig(serves=False, host_bytes=1 << 20)) as cache:
         metrics = CacheMetrics(cache.status, registry)
         metrics.close()
         pages = [PageHash(bytes([number] * 16)) for number in range(4)]

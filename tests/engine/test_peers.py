@@ -15,6 +15,7 @@ from unittest.mock import MagicMock
 import msgspec
 import pytest
 from permissive import made
+from tree_parts import FAMILY
 
 from cachetree.cache import Cache
 from cachetree.checkpoint.family import Family
@@ -28,19 +29,6 @@ from sglang_droidspeak.linker import mark_log
 from sglang_droidspeak.request.meta_info import KEY
 from sglang_droidspeak.request.planner import Planner, not_ready
 from sglang_droidspeak.start.config import Settings
-
-FAMILY = Family(
-    architecture="LlamaForCausalLM",
-    num_layers=2,
-    hidden_size=8,
-    num_kv_heads=1,
-    head_dim=4,
-    rope="{}",
-    tokenizer="t",
-    model_dtype="float16",
-    kv_dtype="float16",
-    page_size=1,
-)
 
 
 def serving(address: str, family: Family = FAMILY) -> Cache:

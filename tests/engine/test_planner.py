@@ -15,9 +15,9 @@ from test_policy import ALL_E, FAR, MEASURED, PROFILE, R, S, match
 
 from cachetree.checkpoint.family import Codec
 from cachetree.ids import LOCAL, Location, PageHash, Span
-from cachetree.planning import Costs, Link
+from cachetree.planning import Costs, Link, PlanId
 from sglang_droidspeak.adapters.models import Owner
-from sglang_droidspeak.guard.plans import PlanId
+from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.request.planner import UNMEASURED_S, Planner
 from sglang_droidspeak.start.config import Settings
 from sglang_droidspeak.store.pool import Held, pool_of
@@ -136,6 +136,15 @@ def test_what_comes_to_be_verified_and_not_as_a_draft_is_prefilled_in_full(
 ) -> None:
     found = plan(verify=setting, controls={} if verify is None else {"verify": verify})
     assert (getattr(found, "outcome", "") == "off") == is_full_prefill
+
+
+def test_who_is_met_after_a_change_of_plans_reads_no_approximate_kv_of_before() -> None:
+    planner, _ = planned()
+    before, after = (SimpleNamespace(extra_key=None, lora_id=None) for _ in range(2))
+    planner.meet(before)
+    planner.put_in_service(PROFILE)
+    planner.meet(after)
+    assert prefixes.approximate_of(before) != prefixes.approximate_of(after)
 
 
 def test_over_a_slow_link_a_full_prefill_is_taken_and_told() -> None:

@@ -57,7 +57,7 @@ class Round:
         waiting = MagicMock()
         waiting.look.side_effect = self._look
         waiting.pass_over.side_effect = lambda rids: self.passed_over.extend(rids)
-        self._queue = Queue(waiting, *(MagicMock() for _ in range(3)), Ranks(None), PAGE)
+        self._queue = Queue(waiting, MagicMock(), MagicMock(), Ranks(None), PAGE)
         self.held, self.planned, self.seen = held, "", ""
         self.passed_over: list[str] = []
 

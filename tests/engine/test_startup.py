@@ -26,13 +26,10 @@ from profiles.random_models import shape, write_models
 from sglang_droidspeak import engine
 from sglang_droidspeak.engine import Quantization, probe
 from sglang_droidspeak.fleet.servers import ServerFailed, ServerSpec, free_port, running
+from sglang_droidspeak.plugin import check_front_end
 from sglang_droidspeak.start import refuse
 from sglang_droidspeak.start.config import LINKER_MODULE, cache_config
-from sglang_droidspeak.start.this_server import (
-    check_front_end,
-    load_this_server,
-    read_server,
-)
+from sglang_droidspeak.start.this_server import load_this_server, read_server
 from sglang_droidspeak.store.capture import correction_bytes, e_bytes_per_token
 
 HERE = "tcp://127.0.0.1:7001"

@@ -44,7 +44,7 @@ class Adder(PrefillAdder):
             step_tokens=lambda _rid, num_tokens: num_tokens // 2
         )
         others: Any = waiting
-        self._queue = Queue(others, others, others, others, others, PAGE)
+        self._queue = Queue(others, others, others, others, PAGE)
 
     def _replay_len(self, req: Any, prefix_len: int) -> int:
         return self._queue.charge(0, self, req, prefix_len)

@@ -111,7 +111,7 @@ def test_a_plan_and_how_long_it_waited_are_told_when_it_is_given_up() -> None:
 @ON
 def test_why_there_is_no_plan_is_told_with_its_match() -> None:
     req = traced_request()
-    planner = SimpleNamespace(join=lambda _req: None, plan=lambda *_: Declined("no_profile"))
+    planner = SimpleNamespace(meet=lambda _req: None, plan=lambda *_: Declined("no_profile"))
     assert not look(waiting_and_traced(Asked(), planner=planner), req)
     ((name, *_, told),) = req.time_stats.slices
     assert (name, told["droidspeak.outcome"]) == ("droidspeak.match", "no_profile")

@@ -127,7 +127,7 @@ def waiting_on(
         "cache": cache,
         "meter": FakeMeter(recompute=None),
         "labels": SimpleNamespace(note=lambda _req, told: notes.append(told)),
-        "planner": SimpleNamespace(join=lambda _req: None, plan=lambda *_: planned),
+        "planner": SimpleNamespace(meet=lambda _req: None, plan=lambda *_: planned),
         "pool": SimpleNamespace(has_approximate=False),
         "in_flight": SimpleNamespace(
             follow=lambda *_: None, prune=lambda _waiting: None, clear=lambda: None
@@ -148,7 +148,7 @@ class Team:
     would_save_s = staticmethod(lambda *_: SAVING_S)
     reach = staticmethod(lambda *_: 0)
 
-    def join(self, req: Any) -> None:
+    def meet(self, req: Any) -> None:
         pass
 
     def owner_of(self, req: Any) -> Owner:
@@ -294,7 +294,7 @@ def now(monkeypatch: pytest.MonkeyPatch) -> Now:
 def planner_of(**planned: Any) -> Any:
     fixed = {"plan": PLAN, "is_experiment": False, "step_share": 0.0}
     value = Planned(**fixed | planned)
-    return SimpleNamespace(join=lambda _req: None, plan=lambda *_: value)
+    return SimpleNamespace(meet=lambda _req: None, plan=lambda *_: value)
 
 
 OPTIONAL = planner_of(patience_s=SAVING_S)
@@ -472,7 +472,7 @@ def test_which_held_requests_a_step_could_have_taken(
     others: Any = SimpleNamespace(
         release=lambda: None, settle=lambda _ranks: None, meet=lambda _req: None
     )
-    hidden = Queue(waiting, others, others, others, Ranks(None), PAGE)
+    hidden = Queue(waiting, others, others, Ranks(None), PAGE)
     running = SimpleNamespace(is_empty=lambda: False, batch_is_full=is_full)
     scheduler = SimpleNamespace(
         waiting_queue=list(queue),
@@ -567,7 +567,7 @@ def test_recomputed_layers_take_their_share_of_a_step(
 ) -> None:
     """64 tokens' worth, of a request with 20 tokens of its own, on top of what SGLang replays."""
     waiting: Any = SimpleNamespace(step_tokens=lambda _rid, num_tokens: num_tokens // 2)
-    queue = Queue(waiting, waiting, waiting, waiting, waiting, PAGE)
+    queue = Queue(waiting, waiting, waiting, waiting, PAGE)
     req: Any = SimpleNamespace(rid="r1", prefix_len=32, full_untruncated_fill_ids=range(180))
     adder: Any = Adder(room, others, is_decoding)
     assert queue.charge(5, adder, req, 160) == 5 + charge

@@ -25,7 +25,7 @@ def now(monkeypatch: pytest.MonkeyPatch) -> Now:
 def test_each_new_request_is_planned_with_how_many_wait_beside_it() -> None:
     asked: list[Any] = []
     planner = SimpleNamespace(
-        join=lambda _req: None, plan=lambda *args: asked.append(args) or Declined("no_match")
+        meet=lambda _req: None, plan=lambda *args: asked.append(args) or Declined("no_match")
     )
     waiting, told = waiting_with(Asked(), planner=planner)
     queue = [request(f"r{i}") for i in range(3)]
@@ -40,7 +40,7 @@ def test_each_new_request_is_planned_with_how_many_wait_beside_it() -> None:
 
 @pytest.mark.parametrize("detail", ["", "1 of 2 peers not ready"])
 def test_why_there_is_no_plan_is_said_in_words_too(detail: str) -> None:
-    planner = SimpleNamespace(join=lambda _req: None, plan=lambda *_: Declined("no_match", detail))
+    planner = SimpleNamespace(meet=lambda _req: None, plan=lambda *_: Declined("no_match", detail))
     waiting, told = waiting_with(Asked(), planner=planner)
     assert not look(waiting, request())
     assert (told.by_rid["r1"].outcome, told.by_rid["r1"].detail) == ("no_match", detail or None)
@@ -53,7 +53,7 @@ def test_what_goes_wrong_while_planning_costs_the_reuse_alone(
         raise RuntimeError("a test")
 
     waiting, told = waiting_with(
-        Asked(), planner=SimpleNamespace(join=lambda _req: None, plan=plan)
+        Asked(), planner=SimpleNamespace(meet=lambda _req: None, plan=plan)
     )
     assert not look(waiting, request())
     assert told.by_rid["r1"].outcome == "error"
@@ -77,7 +77,7 @@ def declined(outcome: str, num_held: int) -> Declined:
 def test_what_the_device_loses_while_a_request_waits_is_planned_anew() -> None:
     answers = iter(["too_short", "no_match", "never"])
     planner = SimpleNamespace(
-        join=lambda _req: None, plan=lambda *_: declined(next(answers), cache.has.exact)
+        meet=lambda _req: None, plan=lambda *_: declined(next(answers), cache.has.exact)
     )
     cache = Asked(held=Held(NUM_PAGES, 0))
     waiting, told = waiting_with(cache, planner=planner)
@@ -89,7 +89,7 @@ def test_what_the_device_loses_while_a_request_waits_is_planned_anew() -> None:
 
 def test_only_the_next_in_the_queue_are_looked_at_once_more() -> None:
     planner = SimpleNamespace(
-        join=lambda _req: None, plan=lambda *_: declined("too_short", NUM_PAGES)
+        meet=lambda _req: None, plan=lambda *_: declined("too_short", NUM_PAGES)
     )
     cache, queue = Asked(held=Held(NUM_PAGES, 0)), [request(f"r{i}") for i in range(9)]
     waiting, _ = waiting_with(cache, planner=planner)
@@ -116,7 +116,7 @@ def test_without_a_plan_a_request_reads_the_longer_of_what_the_device_has(
     """Unless it wants exact KV only, or has less of the other."""
     for held in (Held(1, 3), Held(3, 1)):
         cache, req = Asked(held=held), request()
-        planner = SimpleNamespace(join=lambda _req: None, plan=lambda *_: Declined(outcome))
+        planner = SimpleNamespace(meet=lambda _req: None, plan=lambda *_: Declined(outcome))
         waiting, _ = waiting_with(cache, planner=planner)
         prefixes.move(req, approximate=True)
         look(waiting, req)
@@ -131,7 +131,7 @@ def test_who_reads_approximate_kv_leaves_nothing_that_others_could_wait_for(held
         follow=lambda req, *_: followed.append(req), prune=lambda _waiting: None
     )
     planner, req = (
-        SimpleNamespace(join=lambda _req: None, plan=lambda *_: Declined("no_match")),
+        SimpleNamespace(meet=lambda _req: None, plan=lambda *_: Declined("no_match")),
         request(),
     )
     waiting, _ = waiting_with(Asked(held=held), planner=planner, in_flight=in_flight)
