@@ -16,7 +16,7 @@ from profiles import cli as profiler
 from sglang_droidspeak.cli import demo, doctor, explain, guard, live, serve
 from sglang_droidspeak.cli.terminal import complain, show, tell
 from sglang_droidspeak.fleet.fleet import read_fleet, shared_cores, specs
-from sglang_droidspeak.fleet.servers import ServerFailed, running, terminable
+from sglang_droidspeak.fleet.servers import running, terminable
 
 INTERRUPTED = 130
 
@@ -82,18 +82,15 @@ def _up(args: argparse.Namespace) -> int:
     options = {} if args.device is None else {"device": args.device}
     wanted = specs(read_fleet(args.file), options)
     show(f"starting {len(wanted)} processes; their logs are in {args.out}")
-    try:
-        with running(*wanted, folder=args.out, env=shared_cores(wanted)) as processes:
-            for process in processes:
-                show(f"{process.name:20} {process.address}")
-            show("ready; Ctrl-C ends them")
-            while processes:
-                time.sleep(0.5)
-                for process in [it for it in processes if not it.is_alive]:
-                    processes.remove(process)
-                    complain(f"{process.name} ended; {process.log} says why")
-    except ServerFailed as exc:
-        complain(str(exc))
+    with running(*wanted, folder=args.out, env=shared_cores(wanted)) as processes:
+        for process in processes:
+            show(f"{process.name:20} {process.address}")
+        show("ready; Ctrl-C ends them")
+        while processes:
+            time.sleep(0.5)
+            for process in [it for it in processes if not it.is_alive]:
+                processes.remove(process)
+                complain(f"{process.name} ended; {process.log} says why")
     return 1
 
 

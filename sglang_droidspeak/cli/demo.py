@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from cachetree import read_yaml
+from cachetree import read_yaml, settings_of
 from sglang_droidspeak.cli.terminal import complain
 
 _PAIR: Final = ("sender", "receiver", "profile", "data")
@@ -70,7 +70,7 @@ def add_parser(commands: Any) -> None:
 def _demo(args: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from sglang_droidspeak.demo import DemoConfig, DemoFailed, run_demo
+    from sglang_droidspeak.demo import DemoConfig, run_demo
 
     given = [name for name in _PAIR if getattr(args, name) is not None]
     if given and len(given) < len(_PAIR):
@@ -80,21 +80,10 @@ def _demo(args: argparse.Namespace) -> int:
     names = (*_PAIR, "template", "max_new", "num_questions", "num_documents")
     names += ("correction", "out", "device", "dtype", "host_gb")
     chosen = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    try:
-        config = DemoConfig(**chosen) if given else replace(DemoConfig.shipped(), **chosen)
-        if args.options is not None:
-            config = replace(config, options={**config.options, **_read_options(args.options)})
-        run_demo(config, Console())
-    except DemoFailed as exc:
-        complain(str(exc))
-        return 1
+    config = DemoConfig(**chosen) if given else replace(DemoConfig.shipped(), **chosen)
+    if args.options is not None:
+        found = read_yaml(args.options, "options")
+        options = settings_of(found, dict[str, Any], f"options {args.options}")
+        config = replace(config, options={**config.options, **options})
+    run_demo(config, Console())
     return 0
-
-
-def _read_options(path: Path) -> dict[str, Any]:
-    from sglang_droidspeak.demo import DemoFailed
-
-    options = read_yaml(path, "options")
-    if not isinstance(options, dict):
-        raise DemoFailed(f"options {path} holds no keys; give SGLang's flags as `name: value`")
-    return options

@@ -68,10 +68,10 @@ def _ask(
     """Both servers, started and ended; what was measured of their answers, and what was wrong."""
     folder = config.out / "logs" / subject.title.replace(" ", "_").replace("/", "_")
     total = len(Condition) * sum(len(it.questions) for it in documents)
-    waiting = steps.waiting(f"Start two servers: {subject.title}")
+    starting = steps.step(f"Start two servers: {subject.title}")
     with (
-        started(subject, folder, config.env, waiting) as rig,
-        steps.counted("Answer questions, four ways", total) as advance,
+        started(subject, folder, config.env, starting) as rig,
+        steps.step("Answer questions, four ways", total) as advance,
     ):
         samples = ask_all(rig, documents, advance)
     metrics = {it.task.metric.value for it in documents if it.questions[0].answers}
@@ -96,7 +96,7 @@ def _ask_random(
     config: DemoConfig, pair: RandomPair, steps: Steps
 ) -> tuple[MeasuredPair, list[str]]:
     with tempfile.TemporaryDirectory(prefix="droidspeak-demo-") as folder:
-        with steps.waiting(f"Write two models, {pair.title}"):
+        with steps.step(f"Write two models, {pair.title}"):
             subject = config.make_random(pair, Path(folder))
         documents = random_documents(pair.num_documents, pair.num_tokens, pair.num_new_tokens)
         return _ask(config, subject, documents, steps)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any, Final
 
 import torch
 
-from cachetree import CacheTreeError, ModelIdentity, Span, read_profile
+from cachetree import ModelIdentity, Span, read_profile
 from cachetree.checkpoint import read_model_identity
 from profiles.compute.models import ModelSource, load_tokenizer
 from profiles.data.datasets import load_sources
@@ -42,8 +41,6 @@ _CPU_OPTIONS: Mapping[str, Any] = {
     "max-total-tokens": 32768,
 }
 """Without a limit SGLang's KV pool takes most of the memory, and there are two servers."""
-_CPU_ENV: Mapping[str, str] = {"CUDA_VISIBLE_DEVICES": "", "SGLANG_TORCH_CPU_START": "fork"}
-"""The CPU platform is there only where no accelerator is seen; forking starts faster."""
 _ACCELERATOR_OPTIONS: Mapping[str, Any] = {"mem-fraction-static": 0.35}
 """Both servers on one device."""
 _SMALL: Mapping[str, Any] = {
@@ -155,11 +152,8 @@ class DemoConfig:
 
     @property
     def env(self) -> dict[str, str]:
-        """On a CPU each of the two servers computes on its half of the cores."""
-        if not self.is_on_cpu:
-            return {}
-        num_threads = max(1, len(os.sched_getaffinity(0)) // 2)
-        return {"OMP_NUM_THREADS": str(num_threads), **_CPU_ENV}
+        """The CPU platform is there only where no accelerator is seen."""
+        return {"CUDA_VISIBLE_DEVICES": ""} if self.is_on_cpu else {}
 
     def documents(self, profile: MeasuredProfile) -> list[Document]:
         """What the pair is asked, in the tokens that a server would make of it."""
@@ -171,15 +165,10 @@ class DemoConfig:
             max_new=self.max_new or made.max_new or None,
             chat=made.chat,
         )
-        try:
-            (source,) = load_sources([str(self.data)], options)
-            chosen = [replace(source, records=source.records[: self.num_questions])]
-            tokenizer = load_tokenizer(ModelSource(path=self.receiver))
-            documents = make_documents(
-                chosen, tokenizer, page_size=PAGE_SIZE, max_prompt_tokens=None
-            )
-        except CacheTreeError as exc:
-            raise DemoFailed(str(exc)) from exc
+        (source,) = load_sources([str(self.data)], options)
+        chosen = [replace(source, records=source.records[: self.num_questions])]
+        tokenizer = load_tokenizer(ModelSource(path=self.receiver))
+        documents = make_documents(chosen, tokenizer, page_size=PAGE_SIZE, max_prompt_tokens=None)
         return [
             replace(it, questions=it.questions[: self.num_questions_each])
             for it in documents[: self.num_documents]
@@ -193,11 +182,8 @@ class DemoConfig:
                 "the installed package; run the demo from a clone, or give --sender, --receiver, "
                 "--profile and --data"
             )
-        try:
-            sender, receiver = read_model_identity(self.sender), read_model_identity(self.receiver)
-            profile = read_measured(self.profile)
-        except CacheTreeError as exc:
-            raise DemoFailed(str(exc)) from exc
+        sender, receiver = read_model_identity(self.sender), read_model_identity(self.receiver)
+        profile = read_measured(self.profile)
         for role, model, expected in (
             ("sender", sender, profile.sender),
             ("receiver", receiver, profile.receiver),

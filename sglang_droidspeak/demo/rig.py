@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,14 +12,14 @@ from typing import Any
 import msgspec
 import requests
 
-from cachetree import ModelIdentity, Span
+from cachetree import CacheTreeError, ModelIdentity, Span
 from profiles.data.documents import Document, Question
 from profiles.data.tasks import score
 from sglang_droidspeak.cli.live import state_of
 from sglang_droidspeak.demo.results import Condition, Sample
+from sglang_droidspeak.fleet.fleet import shared_cores
 from sglang_droidspeak.fleet.servers import (
     Server,
-    ServerFailed,
     ServerSpec,
     end_of,
     free_port,
@@ -34,11 +34,8 @@ _LOOK_S = 0.05
 PAGE_SIZE = 16
 """Tokens."""
 
-Waiting = contextlib.AbstractContextManager[Callable[[float], None]]
-"""A step of the progress that ends when the servers are ready."""
 
-
-class DemoFailed(Exception):
+class DemoFailed(CacheTreeError):
     """The demo cannot go on, or a check failed. The message says which and what to do."""
 
 
@@ -92,7 +89,7 @@ class Subject:
 
 @dataclass(eq=False)
 class Rig:
-    """Made by `started`. Methods block; any failure raises DemoFailed with the servers' logs."""
+    """Made by `started`. Methods block."""
 
     subject: Subject
     _sender: Server
@@ -131,18 +128,27 @@ def _quality(document: Document, question: Question, text: str) -> float | None:
 
 @contextlib.contextmanager
 def started(
-    subject: Subject, folder: Path, env: Mapping[str, str], waiting: Waiting
+    subject: Subject,
+    folder: Path,
+    env: Mapping[str, str],
+    starting: contextlib.AbstractContextManager[object],
 ) -> Iterator[Rig]:
-    """Both servers, started side by side; ended however the block is left."""
+    """Both servers, started side by side within `starting`; ended however the block is left.
+
+    A server that does not answer raises DemoFailed, with the end of both logs.
+    """
     listen = f"tcp://127.0.0.1:{free_port()}"
+    specs = subject.specs(listen)
+    env = {**shared_cores(specs), **env}
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_as_demo_failure(folder))
-        with waiting as on_wait:
-            servers = stack.enter_context(
-                running(*subject.specs(listen), folder=folder, env=env, on_wait=on_wait)
-            )
+        with starting:
+            servers = stack.enter_context(running(*specs, folder=folder, env=env))
         _wait_connected(servers[1], listen)
-        yield Rig(subject, *servers)
+        try:
+            yield Rig(subject, *servers)
+        except requests.RequestException as exc:
+            logs = [f"{log}:\n{end_of(log)}" for log in sorted(folder.glob("*.log"))]
+            raise DemoFailed("\n\n".join([f"a server did not answer: {exc}", *logs])) from exc
 
 
 def _wait_connected(receiver: Server, listen: str) -> None:
@@ -151,15 +157,3 @@ def _wait_connected(receiver: Server, listen: str) -> None:
         if time.monotonic() > deadline_s:
             raise DemoFailed(f"the sender's cache at {listen} is {peer['state']}: {peer['reason']}")
         time.sleep(_LOOK_S)
-
-
-@contextlib.contextmanager
-def _as_demo_failure(folder: Path) -> Iterator[None]:
-    """Turn what a server did wrong into DemoFailed, with the end of both logs."""
-    try:
-        yield
-    except ServerFailed as exc:
-        raise DemoFailed(str(exc)) from exc
-    except requests.RequestException as exc:
-        logs = [f"{log}:\n{end_of(log)}" for log in sorted(folder.glob("*.log"))]
-        raise DemoFailed("\n\n".join([f"a server did not answer: {exc}", *logs])) from exc

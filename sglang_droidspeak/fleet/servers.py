@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -21,6 +21,7 @@ from typing import Any, BinaryIO
 import requests
 import yaml
 
+from cachetree import CacheTreeError
 from sglang_droidspeak.start.config import LINKER_MODULE
 
 START_TIMEOUT_S = 180.0
@@ -35,7 +36,7 @@ _FORKED_START = {"SGLANG_TORCH_CPU_START": "fork"}
 """Where the CPU platform serves, SGLang is imported once and not in each of its processes."""
 
 
-class ServerFailed(RuntimeError):
+class ServerFailed(CacheTreeError):
     """A server ended before it was ready; the message holds the end of its log."""
 
 
@@ -350,11 +351,10 @@ def running(
     *specs: Spec,
     folder: Path | None = None,
     env: Mapping[str, str] | None = None,
-    on_wait: Callable[[float], None] = lambda _seconds: None,
 ) -> Iterator[list[Any]]:
     """Start servers side by side, yield them ready, and end them whatever happens, SIGTERM too.
 
-    `on_wait` is called several times a second with the seconds waited so far. Raises ServerFailed.
+    Raises ServerFailed.
     """
     with terminable(), contextlib.ExitStack() as stack:
         if folder is None:
@@ -374,7 +374,6 @@ def running(
                 raise ServerFailed(
                     f"{late.name} is not ready after {elapsed_s:.0f} s:\n{end_of(late.log)}"
                 )
-            on_wait(elapsed_s)
             time.sleep(_LOOK_S)
         yield servers
 
