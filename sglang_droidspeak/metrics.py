@@ -46,12 +46,12 @@ class Metrics:
             "droidspeak:approximate_requests",
             "Requests whose answer depends on another model's KV, or on encoded KV",
         )
-        self.pair_usable: Final[Gauge] = gauge(
+        pair = ["sender", "receiver"]
+        of_pair = partial(gauge, labelnames=pair, multiprocess_mode="livemax")
+        self.pair_usable: Final[Gauge] = of_pair(
             "droidspeak:pair_usable",
             "1 where what a sender has computed may be reused for a receiver, 0 where its profile "
             "did not pass, or weights were updated",
-            ["sender", "receiver"],
-            multiprocess_mode="livemax",
         )
         self.reused_tokens: Final[Counter] = counter(
             "droidspeak:reused_tokens", "Prompt tokens not prefilled in full"
@@ -78,7 +78,6 @@ class Metrics:
             "many events waited",
             ["kind"],
         )
-        pair = ["sender", "receiver"]
         self.shadows: Final[Counter] = counter(
             "droidspeak:shadows",
             "Checks of reused requests by exact runs, by result: compared, dropped because the "
@@ -97,17 +96,13 @@ class Metrics:
             pair,
             buckets=(0.5, 0.75, 0.9, 1.0),
         )
-        self.guard_evidence: Final[Gauge] = gauge(
+        self.guard_evidence: Final[Gauge] = of_pair(
             "droidspeak:guard_evidence",
             "Against the pair's plan in service that has most; an alarm is at 100,000",
-            pair,
-            multiprocess_mode="livemax",
         )
-        self.guard_plans: Final[Gauge] = gauge(
+        self.guard_plans: Final[Gauge] = of_pair(
             "droidspeak:guard_plans",
             "How many of the pair's approximate plans the drift guard leaves in service",
-            pair,
-            multiprocess_mode="livemax",
         )
         self.guard_changes: Final[Counter] = counter(
             "droidspeak:guard_changes",
@@ -171,17 +166,12 @@ class CacheMetrics:
         self, status: Callable[[], CacheStatus], registry: CollectorRegistry = REGISTRY
     ) -> None:
         self._status = status
+        gauge = partial(Gauge, multiprocess_mode="livesum")
         self._made = {
-            metric: Counter(metric.name, metric.text, metric.labels, registry=registry)
-            if metric.kind == "counter"
-            else Gauge(
-                metric.name,
-                metric.text,
-                metric.labels,
-                registry=registry,
-                multiprocess_mode="livesum",
+            it: (Counter if it.kind == "counter" else gauge)(
+                it.name, it.text, it.labels, registry=registry
             )
-            for metric in METRICS
+            for it in METRICS
         }
         self._told: dict[tuple[str, ...], float] = {}
         self._closing = threading.Event()

@@ -24,6 +24,7 @@ from sglang_droidspeak.start.config import Settings, cache_config, is_configured
 
 if TYPE_CHECKING:
     from sglang_droidspeak.engine.names import ModelRunner, ServerArgs
+    from sglang_droidspeak.start.this_server import ThisServer
 
 
 def register() -> None:
@@ -75,23 +76,21 @@ def check_front_end(server_args: ServerArgs) -> Settings:
 
 
 def _count_e(cell_size: int, _configurator: object, kvc: Any, _num_layers: int) -> int:
-    if not is_configured(engine.resolved(kvc.server_args)):
+    server = _server(kvc.server_args)
+    if server is None:
         return cell_size
-    from sglang_droidspeak.start.this_server import load_this_server
     from sglang_droidspeak.store.capture import e_bytes_per_token
 
-    server = load_this_server(kvc.server_args)
     return cell_size + e_bytes_per_token(server, kvc.model_config.dtype)
 
 
 def _leave_recompute(available: int, kvc: Any, *_args: object, **_kwargs: object) -> int:
-    if not is_configured(engine.resolved(kvc.server_args)):
+    server, model = _server(kvc.server_args), kvc.model_config
+    if server is None:
         return available
     from sglang_droidspeak.engine.attention import attention_bytes
-    from sglang_droidspeak.start.this_server import load_this_server
     from sglang_droidspeak.store.capture import correction_bytes
 
-    server, model = load_this_server(kvc.server_args), kvc.model_config
     choice = server.settings.recompute_attention
     num_bytes = attention_bytes(choice, model.hf_config.architectures)
     num_bytes += correction_bytes(server, model.dtype)
@@ -104,11 +103,20 @@ def _leave_recompute(available: int, kvc: Any, *_args: object, **_kwargs: object
 
 
 def _attach(_result: None, runner: ModelRunner, *_args: object, **_kwargs: object) -> None:
-    if is_configured(engine.resolved(runner.server_args)):
-        from sglang_droidspeak.start.this_server import load_this_server
+    server = _server(runner.server_args)
+    if server is not None:
         from sglang_droidspeak.store.capture import attach
 
-        attach(runner, load_this_server(runner.server_args))
+        attach(runner, server)
+
+
+def _server(args: ServerArgs) -> ThisServer | None:
+    """None where it is not configured to use the extension."""
+    if not is_configured(engine.resolved(args)):
+        return None
+    from sglang_droidspeak.start.this_server import load_this_server
+
+    return load_this_server(args)
 
 
 _SCHEDULER_HOOKS = {

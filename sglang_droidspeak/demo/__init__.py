@@ -4,6 +4,6 @@ config ─► rig (two servers) ─► measure ─► results, checks ─► rep
 """
 
 from sglang_droidspeak.demo.command import run_demo
-from sglang_droidspeak.demo.config import DemoConfig, RandomPair
+from sglang_droidspeak.demo.config import DemoConfig
 
-__all__ = ["DemoConfig", "RandomPair", "run_demo"]
+__all__ = ["DemoConfig", "run_demo"]

@@ -12,7 +12,7 @@ from rich.console import Console
 from profiles.data.documents import Document
 from profiles.environment import read_environment
 from sglang_droidspeak.demo.checks import equality_failures, quality_failures, reuse_failures
-from sglang_droidspeak.demo.config import DemoConfig, RandomPair
+from sglang_droidspeak.demo.config import DemoConfig
 from sglang_droidspeak.demo.measure import ask_all, random_documents
 from sglang_droidspeak.demo.picture import draw
 from sglang_droidspeak.demo.progress import Steps
@@ -39,8 +39,11 @@ def run_demo(config: DemoConfig, console: Console) -> DemoReport:
 
     pair, failures = _ask(config, subject, documents, steps)
     ceiling = None
-    if config.random_pair is not None:
-        ceiling, more = _ask_random(config, config.random_pair, steps)
+    if config.times_random_pair:
+        with tempfile.TemporaryDirectory(prefix="droidspeak-demo-") as folder:
+            with steps.step("Write two models of random weights"):
+                random = config.make_random(Path(folder))
+            ceiling, more = _ask(config, random, random_documents(), steps)
         failures += more
 
     report = DemoReport(
@@ -90,13 +93,3 @@ def _ask(
         *reuse_failures(samples, part.pair),
         *equality_failures(samples, part.pair, part.dtype),
     ]
-
-
-def _ask_random(
-    config: DemoConfig, pair: RandomPair, steps: Steps
-) -> tuple[MeasuredPair, list[str]]:
-    with tempfile.TemporaryDirectory(prefix="droidspeak-demo-") as folder:
-        with steps.step(f"Write two models, {pair.title}"):
-            subject = config.make_random(pair, Path(folder))
-        documents = random_documents(pair.num_documents, pair.num_tokens, pair.num_new_tokens)
-        return _ask(config, subject, documents, steps)

@@ -50,24 +50,9 @@ _SMALL: Mapping[str, Any] = {
 }
 """What one request at a time needs."""
 
+_NUM_LAYERS, _HIDDEN, _NUM_HEADS = 12, 768, 12
+"""Of the random pair."""
 _TIMED_BLOCK = Span(4, 7)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RandomPair:
-    """Randomly initialised models: right for time, meaningless for quality."""
-
-    layers: int = 12
-    hidden: int = 768
-    heads: int = 12
-    block: Span = _TIMED_BLOCK
-    num_documents: int = 3
-    num_tokens: int = 2000
-    num_new_tokens: int = 24
-
-    @property
-    def title(self) -> str:
-        return f"random weights, {self.layers} layers × {self.hidden}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,8 +74,8 @@ class DemoConfig:
     """Likewise of each document's questions."""
     correction: bool = True
     """Whether E is corrected where the profile's plan says so."""
-    random_pair: RandomPair | None = None
-    """What else is timed."""
+    times_random_pair: bool = False
+    """Whether a pair of random weights is timed too: right for time, meaningless for quality."""
     instead: str = ""
     """What a person should know about the choice of the pair."""
     device: str = "auto"
@@ -109,7 +94,7 @@ class DemoConfig:
             receiver=PAIRS / "weights/receiver",
             profile=PAIRS / "sender_to_receiver.json",
             data=PAIRS / "data/held_out.jsonl",
-            random_pair=RandomPair(),
+            times_random_pair=True,
             instead=instead,
             options=_SMALL,
             host_gb=1.0,
@@ -126,7 +111,7 @@ class DemoConfig:
             data=_REAL / f"data/{_SKILL}/long.jsonl",
             num_documents=3,
             num_questions_each=2,
-            random_pair=RandomPair(),
+            times_random_pair=True,
             options=_SMALL,
             host_gb=1.0,
         )
@@ -206,16 +191,16 @@ class DemoConfig:
             subject = replace(subject, title=f"{title}, E corrected", e_maps_of=self.profile)
         return subject, profile
 
-    def make_random(self, pair: RandomPair, folder: Path) -> Subject:
-        """Write the pair that is timed, without a progress bar of its own."""
+    def make_random(self, folder: Path) -> Subject:
+        """Write the random pair, without a progress bar of its own."""
         config = shape(
-            "llama", layers=pair.layers, hidden=pair.hidden, heads=pair.heads, kv_heads=pair.heads
+            "llama", layers=_NUM_LAYERS, hidden=_HIDDEN, heads=_NUM_HEADS, kv_heads=_NUM_HEADS
         )
         dtype = getattr(torch, self.resolved_dtype)
         with contextlib.redirect_stderr(io.StringIO()):  # transformers' own progress bars
             sender, receiver = write_models(folder, config, ["sender", "receiver"], dtype=dtype)
-        identity = read_model_identity(sender)
-        return self._subject(pair.title, (sender, receiver), identity, pair.block)
+        title = f"random weights, {_NUM_LAYERS} layers × {_HIDDEN}"
+        return self._subject(title, (sender, receiver), read_model_identity(sender), _TIMED_BLOCK)
 
     def _subject(
         self, title: str, models: tuple[Path, Path], identity: ModelIdentity, block: Span

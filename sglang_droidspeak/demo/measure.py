@@ -19,6 +19,11 @@ from sglang_droidspeak.demo.rig import Rig
 
 _RANDOM: Final = Task(name="random", template="{context}{input}", metric=Metric.F1, max_new=4)
 """Enough to compare answers; the time to the first token does not depend on the others."""
+_NUM_DOCUMENTS: Final = 3
+_NUM_TOKENS: Final = 2000
+"""Of each such document, in whole pages;"""
+_NUM_NEW_TOKENS: Final = 24
+"""and of the question about it."""
 WARM_TOKENS: Final = 256
 """Of the last document, which is read and asked about first, so that nothing is new to the servers
 when times begin to count."""
@@ -49,18 +54,15 @@ def _ask(
             advance()
 
 
-def random_documents(num_documents: int, num_tokens: int, num_new_tokens: int) -> list[Document]:
-    """Documents of the randomly initialised models' tokens; one question each, without an answer.
-
-    `num_tokens` are whole pages.
-    """
+def random_documents() -> list[Document]:
+    """Of the randomly initialised models' tokens; one question each, without an answer."""
     return [
         Document(
             context="",
-            prefix=tuple(random_prompt(num_tokens, seed)),
+            prefix=tuple(random_prompt(_NUM_TOKENS, seed)),
             questions=(
                 Question(
-                    suffix=tuple(random_prompt(num_new_tokens, num_documents + seed)),
+                    suffix=tuple(random_prompt(_NUM_NEW_TOKENS, _NUM_DOCUMENTS + seed)),
                     reference=(),
                     answers=(),
                     name=str(seed),
@@ -68,5 +70,5 @@ def random_documents(num_documents: int, num_tokens: int, num_new_tokens: int) -
             ),
             task=_RANDOM,
         )
-        for seed in range(num_documents)
+        for seed in range(_NUM_DOCUMENTS)
     ]

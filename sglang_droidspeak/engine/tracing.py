@@ -42,14 +42,12 @@ def add_slice(
 ) -> None:
     """Times are monotonic; SGLang's performance counter is the same clock on Linux."""
     stage = RequestStageConfig(f"droidspeak.{name}", level=_LEVEL)
-    named = {f"droidspeak.{key}": value for key, value in attributes.items()}
-    req.time_stats.trace_slice(stage, start_s, stop_s, named)
+    req.time_stats.trace_slice(stage, start_s, stop_s, _ours(attributes))
 
 
 def mark(req: Req, attributes: Attributes) -> None:
     """Of all that this scheduler does for the request."""
-    named = {f"droidspeak.{key}": value for key, value in attributes.items()}
-    req.time_stats.trace_ctx.trace_set_thread_attrs(named)
+    req.time_stats.trace_ctx.trace_set_thread_attrs(_ours(attributes))
 
 
 def event(name: str, attributes: Attributes) -> None:
@@ -57,5 +55,10 @@ def event(name: str, attributes: Attributes) -> None:
     if is_on():
         from opentelemetry import trace
 
-        named = {f"droidspeak.{key}": value for key, value in attributes.items()}
-        trace.get_tracer("droidspeak").start_span(f"droidspeak.{name}", attributes=named).end()
+        span = trace.get_tracer("droidspeak").start_span(f"droidspeak.{name}")
+        span.set_attributes(_ours(attributes))
+        span.end()
+
+
+def _ours(attributes: Attributes) -> dict[str, str | int | float]:
+    return {f"droidspeak.{key}": value for key, value in attributes.items()}

@@ -268,29 +268,17 @@ class Server(Process):
         return False
 
     def generate(
-        self,
-        prompt: str | Sequence[int],
-        *,
-        max_new_tokens: int = 16,
-        droidspeak: Mapping[str, Any] | None = None,
-        timeout_s: float = 120.0,
-        **payload: Any,
+        self, prompt: str | Sequence[int], *, timeout_s: float = 120.0, **asked: Any
     ) -> dict[str, Any]:
-        """Greedy completion through `/generate`; raises requests.HTTPError on an error status."""
-        body = _body(prompt, max_new_tokens, droidspeak, payload)
-        return self.post("/generate", timeout_s, **body)
+        """Greedy completion through `/generate`, of which `asked` says what `_body` takes; raises
+        requests.HTTPError on an error status."""
+        return self.post("/generate", timeout_s, **_body(prompt, **asked))
 
     def replies(
-        self,
-        prompt: str | Sequence[int],
-        *,
-        max_new_tokens: int = 16,
-        droidspeak: Mapping[str, Any] | None = None,
-        timeout_s: float = 120.0,
-        **payload: Any,
+        self, prompt: str | Sequence[int], *, timeout_s: float = 120.0, **asked: Any
     ) -> Iterator[dict[str, Any]]:
         """As `generate`, but what there is of the reply at each token, when it comes."""
-        body = _body(prompt, max_new_tokens, droidspeak, {"stream": True, **payload})
+        body = _body(prompt, **{"stream": True, **asked})
         with requests.post(
             f"{self.url}/generate", json=body, timeout=timeout_s, stream=True
         ) as reply:
@@ -332,10 +320,12 @@ class Server(Process):
 
 def _body(
     prompt: str | Sequence[int],
-    max_new_tokens: int,
-    droidspeak: Mapping[str, Any] | None,
-    payload: Mapping[str, Any],
+    *,
+    max_new_tokens: int = 16,
+    droidspeak: Mapping[str, Any] | None = None,
+    **payload: Any,
 ) -> dict[str, Any]:
+    """What `/generate` is sent; `payload` are other fields of it."""
     params: dict[str, Any] = {"temperature": 0, "max_new_tokens": max_new_tokens}
     if droidspeak is not None:
         params["custom_params"] = {"droidspeak": dict(droidspeak)}

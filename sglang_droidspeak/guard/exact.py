@@ -14,8 +14,8 @@ from contextlib import aclosing
 from typing import Any, Final
 
 from sglang_droidspeak.engine.own import ANSWERED
+from sglang_droidspeak.guard.distance import TOP, LogProbs
 
-NUM_TOP: Final = 20
 _KEPT: Final = (
     "lora_path",
     "extra_key",
@@ -26,9 +26,6 @@ _KEPT: Final = (
     "http_worker_ipc",
 )
 """Of the user's request: its model, its tenant, and how it is treated."""
-
-Distribution = Mapping[int, float]
-"""Log-probabilities by token id, of the likeliest and of the one that was served."""
 
 
 class ExactRunAborted(Exception):
@@ -47,7 +44,7 @@ async def exact_run(
     *,
     rid: str | None = None,
     http: Any = None,
-) -> tuple[Sequence[Distribution], Mapping[str, Any]]:
+) -> tuple[Sequence[LogProbs], Mapping[str, Any]]:
     """The exact distribution at the position of each served token, and the run's `meta_info`.
 
     `manager` is SGLang's TokenizerManager and `like` the user's GenerateReqInput. Cancelled, it
@@ -68,7 +65,7 @@ async def exact_run(
         return_logprob=True,
         # The first position from there has no log-probability.
         logprob_start_len=len(prompt_ids) - 1,
-        top_logprobs_num=NUM_TOP,
+        top_logprobs_num=TOP,
         log_metrics=False,
         **{name: getattr(like, name) for name in _KEPT},
     )
@@ -85,6 +82,6 @@ async def exact_run(
     return distributions, meta
 
 
-def argmax(distribution: Distribution) -> int:
+def argmax(distribution: LogProbs) -> int:
     """What greedy sampling takes: of equals the lowest id, as torch's argmax does."""
     return min(distribution, key=lambda token: (-distribution[token], token))

@@ -40,21 +40,23 @@ _UNASKED: Final = (
 """and what else a request may bring or want that an answer in parts would not have."""
 
 
-def is_plain(obj: Any, preferred: Mapping[str, Any]) -> bool:
-    """Of SGLang's GenerateReqInput, for one answer; `preferred` are the server's parameters."""
+def plain_params(obj: Any, manager: Any) -> Mapping[str, Any] | None:
+    """Sampling parameters of such a request, a GenerateReqInput for one answer, with those that the
+    server of this TokenizerManager prefers; None of others."""
     if not hasattr(obj, "return_logprob"):
-        return False  # An embedding.
+        return None  # An embedding.
     if not isinstance(obj.text, str) and not (obj.input_ids and isinstance(obj.input_ids[0], int)):
-        return False
-    params = {**preferred, **(obj.sampling_params or {})}
+        return None
+    params = {**(manager.preferred_sampling_params or {}), **(obj.sampling_params or {})}
     is_neutral = all(params.get(name) in (None, value) for name, value in _NEUTRAL.items())
     is_free = not any(params.get(name) for name in _WITHOUT)
-    return is_neutral and is_free and not any(getattr(obj, it) for it in _UNASKED)
+    is_plain = is_neutral and is_free and not any(getattr(obj, it) for it in _UNASKED)
+    return params if is_plain else None
 
 
-def controls_of(params: Any) -> Controls | None:
+def controls_of(params: Mapping[str, Any]) -> Controls | None:
     """None where they are wrong, of which the scheduler says what."""
-    custom = params.get("custom_params") if isinstance(params, dict) else None
+    custom = params.get("custom_params")
     try:
         return parse_controls(custom if isinstance(custom, dict) else None)
     except ValueError:

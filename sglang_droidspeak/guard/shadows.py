@@ -37,7 +37,7 @@ from sglang_droidspeak.engine.own import ANSWERED, DRAFT
 from sglang_droidspeak.guard.distance import POSITIONS, TOP, LogProbs, distance
 from sglang_droidspeak.guard.exact import exact_run
 from sglang_droidspeak.guard.messages import GuardQuestion, GuardState, Shadow
-from sglang_droidspeak.guard.plain import controls_of, is_plain
+from sglang_droidspeak.guard.plain import controls_of, plain_params
 from sglang_droidspeak.request.meta_info import KEY
 
 if TYPE_CHECKING:
@@ -65,11 +65,8 @@ class Shadows:
 
     def generate(self, original: Any, manager: Any, obj: Any, request: Any = None) -> Any:
         """Hooks TokenizerManager.generate_request, which returns an async generator."""
-        preferred = manager.preferred_sampling_params or {}
-        if not is_plain(obj, preferred):
-            return original(manager, obj, request)
-        params = {**preferred, **(obj.sampling_params or {})}
-        if not _has_shadow(params):
+        params = plain_params(obj, manager)
+        if params is None or not _has_shadow(params):
             return original(manager, obj, request)
         obj.normalize_batch_and_arguments()
         place = place_of(obj.rid)

@@ -28,7 +28,7 @@ from starlette.exceptions import HTTPException
 
 from sglang_droidspeak.engine.own import ANSWERED, DRAFT
 from sglang_droidspeak.guard.exact import ExactRunAborted, argmax, exact_run
-from sglang_droidspeak.guard.plain import controls_of, is_plain
+from sglang_droidspeak.guard.plain import controls_of, plain_params
 from sglang_droidspeak.request.meta_info import DRAFT_ENDS, KEY, Verified
 
 if TYPE_CHECKING:
@@ -53,12 +53,16 @@ class VerifiedAnswers:
 
     def generate(self, original: Any, manager: Any, obj: Any, request: Any = None) -> Any:
         """Hooks TokenizerManager.generate_request, which returns an async generator."""
-        preferred = manager.preferred_sampling_params or {}
-        controls = controls_of(getattr(obj, "sampling_params", None))
-        is_asked = controls is not None and controls.is_verified(self._settings)
-        if is_asked and _can_be_checked(obj, preferred):
-            return self._verified(manager, partial(original, manager), obj, request)
-        return original(manager, obj, request)
+        params = plain_params(obj, manager)
+        if params is None or not self._is_verified(params):
+            return original(manager, obj, request)
+        return self._verified(manager, partial(original, manager), obj, request)
+
+    def _is_verified(self, params: Mapping[str, Any]) -> bool:
+        """Whether that is wanted, and greedy sampling takes the likeliest token each time."""
+        controls = controls_of(params)
+        is_greedy = params.get("temperature") == 0 or params.get("top_k") == 1
+        return is_greedy and controls is not None and controls.is_verified(self._settings)
 
     async def _verified(
         self, manager: Any, ask: Ask, obj: Any, http: Any
@@ -189,15 +193,6 @@ async def _check(manager: Any, draft: _Draft, http: Any) -> tuple[int, Mapping[s
         return 0, {}
     pairs = zip(draft.tokens, map(argmax, distributions), strict=True)
     return sum(1 for _ in takewhile(lambda it: it[0] == it[1], pairs)), meta
-
-
-def _can_be_checked(obj: Any, preferred: Mapping[str, Any]) -> bool:
-    """Whether greedy sampling takes the likeliest token of each of its distributions, and nothing
-    else is wanted of it than one answer."""
-    if not is_plain(obj, preferred):
-        return False
-    params = {**preferred, **(obj.sampling_params or {})}
-    return params.get("temperature") == 0 or params.get("top_k") == 1
 
 
 def _with(params: Any, beside: Mapping[str, int] = {}, /, **controls: Any) -> dict[str, Any]:

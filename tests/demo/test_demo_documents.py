@@ -44,9 +44,9 @@ def test_a_few_questions_of_a_few_documents_can_be_asked() -> None:
 
 
 def test_random_documents_differ_from_their_first_page_on() -> None:
-    documents = random_documents(5, 32, 4)
-    assert len({it.prefix[:16] for it in documents}) == 5
-    assert {(len(it.prefix), len(it.questions[0].suffix)) for it in documents} == {(32, 4)}
+    documents = random_documents()
+    assert len({it.prefix[:16] for it in documents}) == len(documents) == 3
+    assert {(len(it.prefix) % 16, len(it.questions)) for it in documents} == {(0, 1)}
 
 
 def test_no_condition_always_comes_first() -> None:
