@@ -91,8 +91,10 @@ class Pair:
 
 
 @contextmanager
-def served(folder: Path, profile: Path, model: Path = SENDER, **settings: Any) -> Iterator[Pair]:
-    address = f"tcp://127.0.0.1:{free_port()}"
+def served(
+    folder: Path, profile: Path, model: Path = SENDER, num_ranks: int = 1, **settings: Any
+) -> Iterator[Pair]:
+    address = f"tcp://127.0.0.1:{free_port(num_ranks)}"
     layers = {"listen": address, "capture_layers": [2, 3, 4], "host_gb": 0.5}
     reads = {
         "peers": [address],
@@ -101,11 +103,13 @@ def served(folder: Path, profile: Path, model: Path = SENDER, **settings: Any) -
         **settings,
     }
     reads["guard_path"] = str(folder / "guard.json")
+    options = {**CPU, "tp-size": num_ranks}
     specs = [
-        ServerSpec(model=model, name="sender", options=CPU, droidspeak=layers),
-        ServerSpec(model=RECEIVER, name="receiver", options=CPU, droidspeak=reads),
+        ServerSpec(model=model, name="sender", options=options, droidspeak=layers),
+        ServerSpec(model=RECEIVER, name="receiver", options=options, droidspeak=reads),
     ]
-    with running(*specs, folder=folder, env=SLOW_DEVICE) as (sender, receiver):
+    env = {**SLOW_DEVICE, "SGLANG_CPU_OMP_THREADS_BIND": "0|1"} if num_ranks > 1 else SLOW_DEVICE
+    with running(*specs, folder=folder, env=env) as (sender, receiver):
         yield Pair(sender, receiver, address)
 
 
@@ -204,21 +208,22 @@ def test_drift_is_found_within_200_reused_requests(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("plans", "controls"),
+    ("plans", "controls", "num_ranks"),
     [
-        pytest.param([(0, 0), (3, 5)], {}, id="plans"),
-        pytest.param([], {"block": "none"}, id="full reuse by name"),
-        pytest.param([], {"block": "3:5"}, id="block by name"),
+        pytest.param([(0, 0), (3, 5)], {}, 1, id="plans"),
+        pytest.param([], {"block": "none"}, 1, id="full reuse by name"),
+        pytest.param([], {"block": "3:5"}, 1, id="block by name"),
+        pytest.param([(0, 0), (3, 5)], {}, 2, id="of two ranks"),
     ],
 )
 def test_a_bad_pair_that_was_let_through_is_taken_out_of_service_within_200_requests(
-    plans: list[tuple[int, int]], controls: dict[str, Any], tmp_path: Path
+    plans: list[tuple[int, int]], controls: dict[str, Any], num_ranks: int, tmp_path: Path
 ) -> None:
     """It did not pass its gate, and `gate: off`; one in twenty is compared."""
     profile = let_through(tmp_path, *plans)
     failed = msgspec.structs.replace(read_profile(profile), passed=False, reason="it is bad")
     write_profile(failed, profile)
-    with served(tmp_path, profile, gate="off") as pair:
+    with served(tmp_path, profile, num_ranks=num_ranks, gate="off") as pair:
         last, *asked = prompts(num=211)
         pair.sender.generate(last, max_new_tokens=1)
         assert pair.requests_until_off(asked, droidspeak=controls) <= 200
