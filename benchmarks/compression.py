@@ -35,7 +35,7 @@ from profiles.compute.examination import Answerer, Examination
 from profiles.compute.layered import KV
 from profiles.compute.mixtures import Mixture
 from profiles.compute.models import ModelSource, load_pair
-from profiles.compute.study import FIRST_NEW, block_mixture
+from profiles.compute.study import FIRST_NEW, THEIRS
 from profiles.data.datasets import load_sources
 from profiles.data.documents import Document, make_documents
 from profiles.data.metrics import Metric
@@ -107,7 +107,8 @@ def examine(
     own = receiver.model.prefix(document.prefix, ()).kv
     examination = Examination(receiver, document, own, receiver.answer(document, own))
     head_dim = theirs.kv[0][0].shape[-1]
-    mixtures: list[Mixture] = [(0,) * num_layers, block_mixture(block, num_layers, FIRST_NEW)]
+    mixtures: list[Mixture] = [(THEIRS,) * num_layers]
+    mixtures.append(tuple(FIRST_NEW if it in block else THEIRS for it in range(num_layers)))
     found = {}
     for codec in Codec:
         kv: list[KV] = [

@@ -44,7 +44,7 @@ from profiles.compute.examination import Answerer, Examination
 from profiles.compute.fitting import AS_GOOD, RANKS, TRYING, Fitted, Moments, fit
 from profiles.compute.models import ModelSource
 from profiles.compute.passes import DocumentPasses
-from profiles.compute.study import THEIRS, block_mixture
+from profiles.compute.study import THEIRS
 from profiles.data.documents import Document
 from profiles.data.metrics import Metric
 from profiles.data.records import Record, write_records
@@ -273,7 +273,8 @@ class Bench:
                 sources.append(passes.new(whole, f"{start}|{kind}" if kind else ""))
                 for it in of_start:
                     name = f"[{it.start}, {it.stop}) {kind}".strip()
-                    mixtures[name] = block_mixture(it, model.num_layers, len(sources) - 1)
+                    new, layers = len(sources) - 1, range(model.num_layers)
+                    mixtures[name] = tuple(new if layer in it else THEIRS for layer in layers)
         answers = self._receiver.answer(document, passes.own)
         examination = Examination(self._receiver, document, passes.own, answers)
         scores = examination.examine(

@@ -153,13 +153,6 @@ def measure_costs(
     return msgspec.structs.replace(costs, held_out=held_out)
 
 
-def prefix_pass_s(costs: CostModel, num_tokens: int, num_layers: int) -> float:
-    """A pass through `num_layers` layers over a prefix, the last of them K and V alone."""
-    if not num_layers:
-        return 0.0
-    return costs.layers_s(num_tokens, num_layers - 1) + costs.kv_s + num_tokens * costs.kv_token_s
-
-
 def fit(terms: Sequence[Sequence[float]], times_s: Sequence[float]) -> tuple[float, ...]:
     """Coefficients >= 0 of the least sum of squared relative errors of `terms @ coefficients`.
 

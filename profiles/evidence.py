@@ -211,6 +211,11 @@ class CostModel(LayerTimes, frozen=True, kw_only=True):
         )
         return num_layers * per_layer
 
+    def pass_s(self, num_tokens: int, num_layers: int) -> float:
+        """A pass over a prefix through one layer or more, the last of them K and V alone."""
+        full_s = self.layers_s(num_tokens, num_layers - 1)
+        return full_s + self.kv_s + num_tokens * self.kv_token_s
+
     def load_time_s(self, num_bytes: float) -> float:
         return self.load_s + num_bytes * self.load_byte_s if num_bytes else 0.0
 
@@ -234,11 +239,7 @@ class CostModel(LayerTimes, frozen=True, kw_only=True):
 
     def in_pool_s(self, runs: tuple[Span, ...], num_tokens: int, num_suffix: int) -> float:
         """The same where the sender's KV and E lie on the receiver's device: nothing is loaded."""
-        compute_s = sum(
-            self.layers_s(num_tokens, len(run) - 1) + self.kv_s + num_tokens * self.kv_token_s
-            for run in runs
-            if len(run)
-        )
+        compute_s = sum(self.pass_s(num_tokens, len(run)) for run in runs if len(run))
         return compute_s + self.suffix_time_s(num_tokens, num_suffix)
 
     def moved_bytes(self, runs: tuple[Span, ...]) -> tuple[int, int]:

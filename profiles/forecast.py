@@ -8,9 +8,10 @@ from typing import Final
 
 from cachetree import Span
 from profiles.compute.fitting import NUM_FITTED
-from profiles.compute.judging import NUM_SHOWN, baselines
-from profiles.compute.study import REFERENCES
-from profiles.costs import prefix_pass_s
+from profiles.compute.judging import NUM_SHOWN, baselines, batches
+from profiles.compute.mixtures import Mixture
+from profiles.compute.study import THEIRS, longest_runs, mixtures_of
+from profiles.compute.training import alone_and_reused, by_start
 from profiles.data.documents import Document, first_of_each_task
 from profiles.evidence import CostModel
 from profiles.stats.choice import MOST_TRIED
@@ -24,9 +25,6 @@ STEPS: Final = 5
 FOLLOWED: Final = 2.0
 """What comparing a distribution with another costs, in times of making it."""
 
-Step = tuple[int, str]
-"""A document's number and the step's name."""
-
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
@@ -37,30 +35,33 @@ class Forecast:
     """What a token's distribution costs, in times of a layer over the token."""
 
     def sweep(
-        self,
-        documents: Sequence[Document],
-        places: Iterable[int],
-        blocks: Sequence[Span],
-        *,
-        pruned: bool,
-    ) -> dict[Step, float]:
-        """Of every step of the sweep, over the documents at these places."""
-        starts: dict[int, list[Span]] = {}
-        for block in blocks:
-            starts.setdefault(block.start, []).append(block)
-        return {
-            (index, f"start:{start}" if start else REFERENCES): self._start_s(
-                documents[index], of_start, pruned=pruned
+        self, documents: Iterable[Document], blocks: Sequence[Span], *, pruned: bool
+    ) -> list[float]:
+        """Of every step of the sweep over these documents, in turn."""
+        mixtures = alone_and_reused(self.costs.num_layers)
+        return [
+            seconds
+            for it in documents
+            for seconds in (
+                self._references_s(it, mixtures, is_decoded=not pruned),
+                *self.starts([it], blocks, is_decoded=not pruned),
             )
-            for index in places
-            for start, of_start in sorted(starts.items())
-        }
+        ]
+
+    def starts(
+        self, documents: Iterable[Document], blocks: Sequence[Span], *, is_decoded: bool
+    ) -> list[float]:
+        """The same without each document's first step."""
+        plans = [[Candidate(runs=(it,)) for it in same] for same in by_start(blocks).values()]
+        return [
+            self._plans_s(it, same, is_decoded=is_decoded) for it in documents for same in plans
+        ]
 
     def fitting(self, documents: Sequence[Document]) -> dict[int, float]:
         """Of each document that maps of E are fitted on, by its place."""
         num_layers = self.costs.num_layers
         return {
-            place: 2 * prefix_pass_s(self.costs, len(documents[place].prefix), num_layers)
+            place: 2 * self.costs.pass_s(len(documents[place].prefix), num_layers)
             for place in first_of_each_task(documents, NUM_FITTED)
         }
 
@@ -69,42 +70,47 @@ class Forecast:
         documents: Sequence[Document],
         candidates: Sequence[Candidate],
         others: Sequence[Candidate],
-    ) -> float:
-        """In which plans are judged, `others` on some of the documents."""
+    ) -> list[float]:
+        """Of every step in which plans are judged, `others` on some of the documents; steps of one
+        document take the same."""
+        num_layers = self.costs.num_layers
         shown = set(first_of_each_task(documents, NUM_SHOWN))
-        return sum(
-            self._plans_s(document, [*candidates, *(others if place in shown else ())])
-            for place, document in enumerate(documents)
-        )
-
-    def _start_s(self, document: Document, blocks: Sequence[Span], *, pruned: bool) -> float:
-        num_layers, start, num_prefix = self.costs.num_layers, blocks[0].start, len(document.prefix)
-        # Mixtures that differ up to a layer go through it one by one; the others together.
-        branches = sum(1 + sum(it.stop <= layer for it in blocks) for layer in range(num_layers))
-        seconds = prefix_pass_s(self.costs, num_prefix, num_layers - start)
-        num_mixtures = len(blocks)
-        if start == 0:
-            branches += sum(range(num_layers))
-            num_mixtures += num_layers
-            seconds += prefix_pass_s(self.costs, num_prefix, num_layers) + self._alone_s(document)
-        seconds += self._forced_s(document, branches, num_mixtures)
-        if not pruned:
-            seconds += self._decoded_s(document, DECODED_SHARE * len(blocks))
+        seconds = []
+        for place, document in enumerate(documents):
+            plans = [*candidates, *(others if place in shown else ())]
+            num_steps = 1 + len(batches(plans, num_layers))
+            reuse_s = self._references_s(document, [(THEIRS,) * num_layers], is_decoded=False)
+            plans_s = self._plans_s(document, plans, is_decoded=True)
+            seconds += [(reuse_s + plans_s) / num_steps] * num_steps
         return seconds
 
-    def _plans_s(self, document: Document, plans: Sequence[Candidate]) -> float:
+    def _references_s(
+        self, document: Document, mixtures: Sequence[Mixture], *, is_decoded: bool
+    ) -> float:
+        passes_s = 2 * self.costs.pass_s(len(document.prefix), self.costs.num_layers)
+        alone_s = self._alone_s(document)
+        return passes_s + alone_s + self._mixtures_s(document, mixtures, is_decoded=is_decoded)
+
+    def _plans_s(
+        self, document: Document, plans: Sequence[Candidate], *, is_decoded: bool
+    ) -> float:
         num_prefix, num_layers = len(document.prefix), self.costs.num_layers
-        longest: dict[int, int] = {}
-        for run in (run for it in plans for run in it.runs if run.start):
-            longest[run.start] = max(len(run), longest.get(run.start, 0))
-        passes = [num_layers, num_layers, *longest.values()]
-        return (
-            sum(prefix_pass_s(self.costs, num_prefix, it) for it in passes)
-            + sum(it.share for it in plans) * self.costs.layers_s(num_prefix, num_layers)
-            + self._alone_s(document)
-            + self._forced_s(document, num_layers * (1 + len(plans)), 1 + len(plans))
-            + self._decoded_s(document, DECODED_SHARE * len(plans))
-        )
+        runs = (run for run, _ in longest_runs(plans) if run.start)
+        seconds = sum(self.costs.pass_s(num_prefix, len(it)) for it in runs)
+        seconds += sum(it.share for it in plans) * self.costs.layers_s(num_prefix, num_layers)
+        mixtures = mixtures_of(plans, num_layers)
+        return seconds + self._mixtures_s(document, mixtures, is_decoded=is_decoded)
+
+    def _mixtures_s(
+        self, document: Document, mixtures: Sequence[Mixture], *, is_decoded: bool
+    ) -> float:
+        # Mixtures that differ up to a layer go through it one by one; the others together.
+        depths = range(1, self.costs.num_layers + 1)
+        branches = sum(len({it[:depth] for it in mixtures}) for depth in depths)
+        seconds = self._forced_s(document, branches, len(mixtures))
+        if is_decoded:
+            seconds += self._decoded_s(document, DECODED_SHARE * len(mixtures))
+        return seconds
 
     def _forced_s(self, document: Document, num_branches: float, num_mixtures: int) -> float:
         """Given answers through so many branches of layers, and the distributions that follow. Rows

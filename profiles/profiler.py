@@ -9,6 +9,7 @@ same command goes on where an earlier one was stopped.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import hashlib
 import time
@@ -29,8 +30,8 @@ from cachetree.corrections import write_corrections
 from cachetree.planning import PROFILE_VERSION as VERSION
 from profiles.compute.examination import Answerer
 from profiles.compute.fitting import fit_maps
-from profiles.compute.journal import Entry, Journal, Timed
-from profiles.compute.judging import baselines, judge, num_steps
+from profiles.compute.journal import Journal, Timed
+from profiles.compute.judging import baselines, judge
 from profiles.compute.layered import LayeredModel, check_layers
 from profiles.compute.models import ModelSource, Pair, load_model, load_pair, load_tokenizer
 from profiles.compute.passes import DocumentPasses
@@ -77,24 +78,21 @@ def profile_pair(settings: Settings, console: Console) -> MeasuredProfile:
     if costs is None:
         costs = time_costs(receiver.model, documents, settings, console)
         journal.put(Timed(costs=costs))
-    places = places_swept(train.documents, pruned=settings.pruned)
     forecast = Forecast(costs, receiver.model.head_layers)
-    training = forecast.sweep(train.documents, places, blocks, pruned=settings.pruned)
+    swept_on = [train.documents[it] for it in places_swept(train.documents, pruned=settings.pruned)]
+    training = forecast.sweep(swept_on, blocks, pruned=settings.pruned)
     typical = typical_plans(pair.num_layers, settings.plans)
     others = typical_others(pair.num_layers)
-    later_s = forecast.judging(train.documents, typical, ())
-    later_s += forecast.judging(held_out.documents, typical, others)
+    later = forecast.judging(train.documents, typical, ())
+    later += forecast.judging(held_out.documents, typical, others)
     console.print(
         f"{pair.num_layers} layers, {len(blocks)} blocks, {len(documents)} contexts, "
-        f"about {duration(sum(training.values()) + later_s)}",
+        f"about {duration(sum(training) + sum(later))}",
         highlight=False,
     )
     before_s = journal.seconds
     bench = Bench(sender=sender, receiver=receiver, journal=journal)
-    with shown(console, "training", Clock(sum(training.values()))) as done:
-        ticking = replace(
-            bench, tick=lambda it, is_new: done(training[it.document, it.step], is_new)
-        )
+    with told(console, "training", bench, training) as ticking:
         swept = sweep(ticking, train.documents, blocks, pruned=settings.pruned)
     listed = shortlist(swept, settings.plans)
     candidates = [Candidate(runs=(it,)) for it in listed]
@@ -173,14 +171,10 @@ def corrected(
 
         maps = fit_maps(contexts(), layers, models[1].dtype, models[1].device)
     bench = replace(bench, corrections={name.sha256: it for name, it in maps.items()})
-    places = places_swept(documents, pruned=settings.pruned)
-    screening = forecast.sweep(documents, places, blocks, pruned=True)
-    with shown(console, "screening", Clock(sum(screening.values()))) as done:
-
-        def tick(it: Entry, is_new: bool) -> None:
-            done(screening[it.document, it.step.partition("+")[0]], is_new)
-
-        ticking = replace(bench, tick=tick)
+    blocks = [it for it in blocks if it.start in {e_map.layer for e_map in maps}]
+    swept_on = [documents[it] for it in places_swept(documents, pruned=settings.pruned)]
+    screening = forecast.starts(swept_on, blocks, is_decoded=False)
+    with told(console, "screening", bench, screening) as ticking:
         scores = sweep_corrected(ticking, documents, blocks, [*maps], pruned=settings.pruned)
     return bench, closest(scores, settings.plans)
 
@@ -309,6 +303,14 @@ def time_costs(
         )
 
 
+@contextlib.contextmanager
+def told(console: Console, title: str, bench: Bench, steps_s: Sequence[float]) -> Iterator[Bench]:
+    """The bench, whose steps take so many seconds in turn, as was forecast, and are shown."""
+    seconds = iter(steps_s)
+    with shown(console, title, Clock(sum(steps_s))) as done:
+        yield replace(bench, tick=lambda _, is_new: done(next(seconds), is_new))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
     """Some plans on one split."""
@@ -328,10 +330,8 @@ def judge_all(
     console: Console,
 ) -> Judged:
     forecast = Forecast(costs, bench.receiver.model.head_layers)
-    forecast_s = forecast.judging(documents, stage.candidates, stage.others)
-    step_s = forecast_s / num_steps(documents, stage.candidates, stage.others, bench.num_layers)
-    with shown(console, stage.title, Clock(forecast_s)) as done:
-        ticking = replace(bench, tick=lambda _, is_new: done(step_s, is_new))
+    steps_s = forecast.judging(documents, stage.candidates, stage.others)
+    with told(console, stage.title, bench, steps_s) as ticking:
         return judge(ticking, documents, stage.candidates, stage.split, stage.others)
 
 

@@ -9,15 +9,11 @@ for each context
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from cachetree import Span
-from profiles.compute.layered import PrefixKV
-from profiles.compute.mixtures import Mixture
-from profiles.compute.passes import DocumentPasses
-from profiles.compute.study import FIRST_NEW, HELD_OUT, THEIRS, Bench, Study
+from profiles.compute.study import HELD_OUT, THEIRS, Bench, Study, longest_runs
 from profiles.data.documents import Document, first_of_each_task
 from profiles.evidence import BaselineKind
 from profiles.stats.measured import Candidate, Judged, Score, spread
@@ -68,18 +64,6 @@ def split_runs(block: Span, parts: int) -> tuple[Span, ...]:
     return tuple(runs)
 
 
-def num_steps(
-    documents: Sequence[Document],
-    candidates: Sequence[Candidate],
-    others: Sequence[Candidate],
-    num_layers: int,
-) -> int:
-    """Calls of the bench's tick in all."""
-    alone, together = (len(_batches(it, num_layers)) for it in (candidates, [*candidates, *others]))
-    num_shown = len(first_of_each_task(documents, NUM_SHOWN))
-    return len(documents) * (1 + alone) + num_shown * (together - alone)
-
-
 def judge(
     bench: Bench,
     documents: Sequence[Document],
@@ -96,16 +80,9 @@ def judge(
     references = []
     for index, document in enumerate(documents):
         study = Study(bench, split, index, document, starts)
-        reuse: Mixture = (THEIRS,) * bench.num_layers
-        references.append(study.references([reuse], [True]))
-        for batch in _batches(everything if index in places else candidates, bench.num_layers):
-            entry = study.compare(
-                batch.name,
-                lambda batch=batch, passes=study.passes: batch.sources(passes),
-                batch.mixtures(bench.num_layers),
-                [True] * len(batch.candidates),
-            )
-            for candidate, scores in zip(batch.candidates, entry.scores, strict=True):
+        references.append(study.references([(THEIRS,) * bench.num_layers], [True]))
+        for batch in batches(everything if index in places else candidates, bench.num_layers):
+            for candidate, scores in study.compare(batch, is_decoded=True).items():
                 found[candidate].append(scores)
     return Judged(
         sender=[entry.sender for entry in references],
@@ -115,63 +92,15 @@ def judge(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Batch:
-    """Candidates that are measured together."""
-
-    candidates: tuple[Candidate, ...]
-
-    @property
-    def name(self) -> str:
-        return ";".join(it.name for it in self.candidates)
-
-    @property
-    def made(self) -> list[tuple[Span, str]]:
-        """Runs to recompute, with the map of their E; what others begin with is taken from the
-        longest."""
-        stops: dict[tuple[int, str], int] = {}
-        for it in self.candidates:
-            for run in it.runs:
-                begin = run.start, _map_of(it)
-                stops[begin] = max(run.stop, stops.get(begin, 0))
-        return [(Span(start, stop), e_map) for (start, e_map), stop in stops.items()]
-
-    @property
-    def is_blend(self) -> bool:
-        return bool(self.candidates[0].share)
-
-    def sources(self, passes: DocumentPasses) -> list[PrefixKV]:
-        if self.is_blend:
-            return [passes.blend(self.candidates[0].share)]
-        return [passes.new(run, e_map) for run, e_map in self.made]
-
-    def mixtures(self, num_layers: int) -> list[Mixture]:
-        if self.is_blend:
-            return [(FIRST_NEW,) * num_layers]
-        places = {(run.start, e_map): FIRST_NEW + i for i, (run, e_map) in enumerate(self.made)}
-        return [_mixture(it, places, num_layers) for it in self.candidates]
-
-
-def _batches(candidates: Iterable[Candidate], num_layers: int) -> list[_Batch]:
+def batches(candidates: Iterable[Candidate], num_layers: int) -> list[list[Candidate]]:
     """As many together as need no more recomputed layers than the model has, nor are more."""
-    batches: list[_Batch] = []
+    found: list[list[Candidate]] = []
     for it in candidates:
-        joined = _Batch((*batches[-1].candidates, it)) if batches else _Batch((it,))
-        fits = max(sum(len(run) for run, _ in joined.made), len(joined.candidates)) <= num_layers
-        if batches and fits and not it.share and not batches[-1].is_blend:
-            batches[-1] = joined
+        joined = [*found[-1], it] if found else [it]
+        made = sum(len(run) for run, _ in longest_runs(joined))
+        made += sum(num_layers for plan in joined if plan.share)
+        if found and max(made, len(joined)) <= num_layers:
+            found[-1] = joined
         else:
-            batches.append(_Batch((it,)))
-    return batches
-
-
-def _map_of(it: Candidate) -> str:
-    return "" if it.e_map is None else it.e_map.sha256
-
-
-def _mixture(it: Candidate, places: Mapping[tuple[int, str], int], num_layers: int) -> Mixture:
-    reads = [THEIRS] * num_layers
-    for run in it.runs:
-        for layer in run:
-            reads[layer] = places[run.start, _map_of(it)]
-    return tuple(reads)
+            found.append([it])
+    return found

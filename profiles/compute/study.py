@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Final
 
 from cachetree import Span
 from cachetree.corrections import Correction
 from profiles.compute.examination import Answerer, Examination
 from profiles.compute.journal import Entry, Journal
-from profiles.compute.layered import PrefixKV
 from profiles.compute.mixtures import Mixture
 from profiles.compute.passes import DocumentPasses
 from profiles.data.documents import Document
+from profiles.stats.measured import Candidate, Score
 
 TRAIN: Final = "train"
 HELD_OUT: Final = "held_out"
@@ -25,7 +26,7 @@ THEIRS: Final = 0
 OWN: Final = 1
 """The receiver's own."""
 FIRST_NEW: Final = 2
-"""What steps add comes after the two."""
+"""What plans add comes after the two."""
 
 REFERENCES: Final = "references"
 
@@ -60,14 +61,10 @@ class Study:
     ) -> None:
         self._bench, self._document, self._split, self._index = bench, document, split, index
         models = bench.sender.model, bench.receiver.model
-        self.passes = DocumentPasses(
+        self._passes = DocumentPasses(
             *models, document.prefix, e_layers, corrections=bench.corrections
         )
         self._examination: Examination | None = None
-
-    @property
-    def num_layers(self) -> int:
-        return self._bench.num_layers
 
     def references(self, mixtures: Sequence[Mixture], decoded: Sequence[bool]) -> Entry:
         """What both models answer by themselves, and mixtures of the sender's and the own KV.
@@ -76,12 +73,12 @@ class Study:
         """
         if (found := self._found(REFERENCES)) is not None:
             return found
-        began, before = time.monotonic(), self.passes.count
+        began, before = time.monotonic(), self._passes.count
         sender, receiver, document = self._bench.sender, self._bench.receiver, self._document
-        theirs = sender.answer(document, self.passes.theirs)
-        answers = receiver.answer(document, self.passes.own)
+        theirs = sender.answer(document, self._passes.theirs)
+        answers = receiver.answer(document, self._passes.own)
         examination = self._examine(answers)
-        sources = [self.passes.theirs, self.passes.own]
+        sources = [self._passes.theirs, self._passes.own]
         return self._put(
             REFERENCES,
             began,
@@ -93,26 +90,29 @@ class Study:
         )
 
     def compare(
-        self,
-        step: str,
-        new: Callable[[], list[PrefixKV]],
-        mixtures: Sequence[Mixture],
-        decoded: Sequence[bool],
-    ) -> Entry:
-        """Mixtures that read sources which this step makes, numbered from `FIRST_NEW`."""
-        if (found := self._found(step)) is not None:
-            return found
-        began, before = time.monotonic(), self.passes.count
-        references = self._bench.journal.get(self._split, self._index, REFERENCES)
-        if references is None:
-            raise ValueError("the references of a document come before its other steps")
-        examination = self._examination or self._examine(references.answers)
-        sources = [self.passes.theirs, self.passes.own, *new()]
-        scores = examination.examine(sources, mixtures, decoded)
-        return self._put(step, began, before, scores=tuple(scores))
+        self, plans: Sequence[Candidate], *, is_decoded: bool
+    ) -> dict[Candidate, Sequence[Score]]:
+        """Plans together: what they begin with in common is recomputed once."""
+        step = ";".join(it.name for it in plans)
+        if not is_decoded:
+            step = f"kl;{step}"
+        entry = self._found(step)
+        if entry is None:
+            began, before = time.monotonic(), self._passes.count
+            references = self._bench.journal.get(self._split, self._index, REFERENCES)
+            if references is None:
+                raise ValueError("the references of a document come before its other steps")
+            examination = self._examination or self._examine(references.answers)
+            theirs, own = self._passes.theirs, self._passes.own
+            made = [self._passes.new(run, e_map) for run, e_map in longest_runs(plans)]
+            made += [self._passes.blend(it.share) for it in plans if it.share]
+            mixtures = mixtures_of(plans, self._bench.num_layers)
+            scores = examination.examine([theirs, own, *made], mixtures, [is_decoded] * len(plans))
+            entry = self._put(step, began, before, scores=tuple(scores))
+        return dict(zip(plans, entry.scores, strict=True))
 
     def _examine(self, answers: Sequence[tuple[int, ...]]) -> Examination:
-        own = self.passes.own
+        own = self._passes.own
         self._examination = Examination(self._bench.receiver, self._document, own, answers)
         return self._examination
 
@@ -127,7 +127,7 @@ class Study:
             split=self._split,
             document=self._index,
             step=step,
-            passes=self.passes.count - before,
+            passes=self._passes.count - before,
             seconds=round(time.monotonic() - began, 4),
             **found,
         )
@@ -136,6 +136,26 @@ class Study:
         return entry
 
 
-def block_mixture(block: Span, num_layers: int, new: int) -> Mixture:
-    """The sender's KV outside of a block, the source `new` in it."""
-    return tuple(new if layer in block else THEIRS for layer in range(num_layers))
+def longest_runs(plans: Iterable[Candidate]) -> list[tuple[Span, str]]:
+    """Runs to recompute, with the digest of the map of their E, if any: of those that begin with
+    the same E the longest, from which the others are taken."""
+    stops: dict[tuple[int, str], int] = {}
+    for it in plans:
+        for run in it.runs:
+            begin = run.start, it.map_sha256
+            stops[begin] = max(run.stop, stops.get(begin, 0))
+    return [(Span(start, stop), e_map) for (start, e_map), stop in stops.items()]
+
+
+def mixtures_of(plans: Sequence[Candidate], num_layers: int) -> list[Mixture]:
+    """Of plans whose sources are, from `FIRST_NEW` on, `longest_runs` and then every blend."""
+    runs = [(run.start, e_map) for run, e_map in longest_runs(plans)]
+    places = count(FIRST_NEW + len(runs))
+    mixtures: list[Mixture] = []
+    for it in plans:
+        reads = [next(places) if it.share else THEIRS] * num_layers
+        for run in it.runs:
+            source = FIRST_NEW + runs.index((run.start, it.map_sha256))
+            reads[run.start : run.stop] = [source] * len(run)
+        mixtures.append(tuple(reads))
+    return mixtures

@@ -65,8 +65,13 @@ class Candidate:
     def name(self) -> str:
         if self.share:
             return f"tokens:{self.share:.4f}"
-        corrected = "" if self.e_map is None else f"+{self.e_map.sha256[:16]}"
+        corrected = f"+{self.map_sha256[:16]}" if self.map_sha256 else ""
         return "layers:" + ",".join(f"{run.start}-{run.stop}" for run in self.runs) + corrected
+
+    @property
+    def map_sha256(self) -> str:
+        """Digest of what corrects E; empty where nothing does."""
+        return "" if self.e_map is None else self.e_map.sha256
 
     @property
     def block(self) -> Span:

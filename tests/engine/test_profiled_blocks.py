@@ -26,7 +26,7 @@ from profiles.compute.mixtures import Asked, Mixture
 from profiles.compute.models import ModelSource, Pair, load_pair
 from profiles.compute.passes import DocumentPasses
 from profiles.compute.room import Room
-from profiles.compute.study import FIRST_NEW, THEIRS, block_mixture
+from profiles.compute.study import FIRST_NEW, THEIRS
 from profiles.data.datasets import load_sources
 from profiles.data.documents import Document, Question, Tokens, make_documents
 from profiles.data.metrics import Metric
@@ -176,7 +176,7 @@ def profile(pair: Pair, document: Document, blocks: list[Span]) -> Iterator[Prof
 
 def mixture_of(block: Span, new: int, num_layers: int) -> Mixture:
     assert new >= FIRST_NEW
-    return block_mixture(block, num_layers, new) if len(block) else (THEIRS,) * num_layers
+    return tuple(new if layer in block else THEIRS for layer in range(num_layers))
 
 
 def oracle_answer(it: Profiled) -> Generated:

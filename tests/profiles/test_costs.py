@@ -19,7 +19,6 @@ from profiles.costs import (
     choose_lengths,
     fit,
     measure_costs,
-    prefix_pass_s,
     time_in_turns,
 )
 from profiles.evidence import CostModel
@@ -143,9 +142,8 @@ def test_the_same_clock_gives_the_same_costs() -> None:
 
 def test_a_pass_ends_in_k_and_v_alone() -> None:
     costs = measured()
-    assert prefix_pass_s(costs, 40, 3) == pytest.approx(2 * layer_s(40) + 40 * KV_TOKEN_S, rel=1e-3)
-    assert prefix_pass_s(costs, 40, 1) == pytest.approx(40 * KV_TOKEN_S, rel=1e-3)
-    assert prefix_pass_s(costs, 40, 0) == 0.0
+    assert costs.pass_s(40, 3) == pytest.approx(2 * layer_s(40) + 40 * KV_TOKEN_S, rel=1e-3)
+    assert costs.pass_s(40, 1) == pytest.approx(40 * KV_TOKEN_S, rel=1e-3)
 
 
 def test_progress_ends_at_all_however_early_it_stops() -> None:

@@ -26,29 +26,32 @@ def document(num_prefix: int, num_questions: int = 2) -> Document:
 
 
 def test_every_step_of_the_sweep_has_a_forecast():
-    forecast = FORECAST.sweep([document(32), document(64)], [0, 1], grid(6, 1), pruned=True)
-    starts = ["references", *(f"start:{start}" for start in range(1, 6))]
-    assert set(forecast) == {(index, step) for index in range(2) for step in starts}
-    assert all(seconds > 0 for seconds in forecast.values())
-    assert forecast[1, "start:1"] > forecast[0, "start:1"] > forecast[0, "start:5"]
-    assert forecast[0, "references"] > forecast[0, "start:1"], "two passes, and every layer alone"
+    """The references, and the blocks that begin at each of six layers."""
+    forecast = FORECAST.sweep([document(32), document(64)], grid(6, 1), pruned=True)
+    short, long = forecast[:7], forecast[7:]
+    assert len(long) == 7 and all(seconds > 0 for seconds in forecast)
+    assert long[2] > short[2] > short[6]
+    assert short[0] > short[2], "two passes, and every layer alone"
     coarse_blocks = [Span(0, 3), Span(0, 6), Span(3, 6)]
-    coarse = FORECAST.sweep([document(32)], [0], coarse_blocks, pruned=True)
-    assert sum(coarse.values()) < sum(forecast[0, step] for step in starts)
-    decoded = FORECAST.sweep([document(32)], [0], coarse_blocks, pruned=False)
-    assert sum(decoded.values()) > sum(coarse.values())
+    coarse = FORECAST.sweep([document(32)], coarse_blocks, pruned=True)
+    assert len(coarse) == 3 and sum(coarse) < sum(short)
+    decoded = FORECAST.sweep([document(32)], coarse_blocks, pruned=False)
+    assert sum(decoded) > sum(coarse)
+
+
+def judging_s(num_documents: int, plans, others=()) -> float:
+    return sum(FORECAST.judging([document(32)] * num_documents, plans, others))
 
 
 def test_judging_grows_with_the_documents_and_with_the_plans():
     plans = typical_plans(6)
-    one = FORECAST.judging([document(32)], plans, ())
-    assert FORECAST.judging([document(32)] * 3, plans, ()) == pytest.approx(3 * one)
-    assert FORECAST.judging([document(32)], plans[:2], ()) < one
+    one = judging_s(1, plans)
+    assert judging_s(3, plans) == pytest.approx(3 * one)
+    assert judging_s(1, plans[:2]) < one
     others = typical_others(6)
-    assert FORECAST.judging([document(32)], plans, others) > one
-    many = [document(32)] * 50
-    shown = FORECAST.judging(many, plans, others) - FORECAST.judging(many, plans, ())
-    assert shown < 49 * (FORECAST.judging([document(32)], plans, others) - one)
+    assert judging_s(1, plans, others) > one
+    shown = judging_s(50, plans, others) - judging_s(50, plans)
+    assert shown < 49 * (judging_s(1, plans, others) - one)
 
 
 def test_what_is_left_follows_the_speed_so_far():

@@ -91,7 +91,7 @@ def kl_of(scores) -> float:
 
 def test_a_context_takes_a_pass_for_every_layer_and_the_senders(swept_pair):
     num_documents = len(swept_pair.documents)
-    assert swept_pair.passes == [2, *[1] * (NUM_LAYERS - 1)] * num_documents
+    assert swept_pair.passes == [2, 0, *[1] * (NUM_LAYERS - 1)] * num_documents
     assert sum(swept_pair.passes) == num_documents * (NUM_LAYERS + 1)
 
 
