@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Final, TypeVar
 
 from cachetree.ids import Location, ModelId, PageHash, Span
@@ -43,16 +44,18 @@ class Change:
 
 
 class Hold:
-    """Keeps the local entries of a run of pages; a lease or a reservation owns each one.
+    """Keeps the local entries of a run of pages; a lease, a reservation or a pin owns each one.
 
     Page `stop`, counted from the root, is the first one after the run: where a held node is split
     there, the tail goes free. What stands before the run stays anyway, as eviction is leaf first.
     """
 
-    __slots__ = ("entries", "stop")
+    __slots__ = ("entries", "stop", "until_s")
 
-    def __init__(self, stop: int) -> None:
+    def __init__(self, stop: int, until_s: float = inf) -> None:
         self.stop: Final = stop
+        self.until_s: Final = until_s
+        """When a pin ends by itself."""
         self.entries: set[LocalEntry] = set()
 
     def add(self, entry: LocalEntry) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from math import inf
 from typing import Final
 
@@ -12,19 +11,10 @@ from cachetree.errors import PinRefused
 from cachetree.ids import ModelId, PageHash
 from cachetree.tree.entries import Hold, LocalEntry, with_all_above
 from cachetree.tree.lease import Lease, Reservation
-from cachetree.tree.trie import PageTrie, Place, depth_of
+from cachetree.tree.trie import PageTrie, depth_of
 
 PinName = tuple[ModelId | None, PageHash]
 """The model, None for all of them, and the last page of the prefix."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pin:
-    """What stays in memory though nobody reads it, as an operator wants it."""
-
-    hold: Hold
-    until_s: float
-    """Infinity: until it is taken away."""
 
 
 class Holds:
@@ -40,7 +30,8 @@ class Holds:
         """That all pins keep together."""
         self._trie: Final = trie
         self._max_pinned_bytes: Final = max_pinned_bytes
-        self._pins: dict[PinName, Pin] = {}
+        self._pins: dict[PinName, Hold] = {}
+        """What stays in memory though nobody reads it, as an operator wants it."""
         self._next_s = inf
         """When the next pin ends."""
 
@@ -61,14 +52,14 @@ class Holds:
         holds = [self.end(lease) for lease in late]
         if now_s >= self._next_s:
             over = [name for name, pin in self._pins.items() if pin.until_s <= now_s]
-            holds += [self._pins.pop(name).hold for name in over]
+            holds += [self._pins.pop(name) for name in over]
             self.count_pinned()
         return holds
 
     @property
     def num_bytes(self) -> int:
         """What open reservations take, and pages that are held or above a held one."""
-        return self._bytes_with(pin.hold for pin in self._pins.values())
+        return self._bytes_with(self._pins.values())
 
     def leave(self, num_bytes: int) -> bool:
         """Whether they keep no more than so much."""
@@ -88,49 +79,42 @@ class Holds:
         places = {each: place for each, place in found.items() if place is not None}
         if not places:
             return {}, None
-        name = model, prompt[-1]
-        self._check(name, places)
         depths = {each: depth_of(place) for each, place in places.items()}
-        hold = Hold(max(depths.values()))
+        hold = Hold(max(depths.values()), deadline.at_s if deadline else inf)
         for each, depth in depths.items():
             end = self._trie.find(pages[depth - 1])
             assert end is not None
             self._trie.split(end.node, end.stop)  # What follows is not kept.
             hold.add(end.node.local[each])
         replaced = self.unpin(model, prompt)
-        self._pins[name] = Pin(hold=hold, until_s=deadline.at_s if deadline else inf)
+        others_bytes = self.num_pinned_bytes
+        name = model, prompt[-1]
+        self._pins[name] = hold
         self.count_pinned()
+        if (num_bytes := self.num_pinned_bytes) > self._max_pinned_bytes:
+            self.unpin(model, prompt)
+            hold.clear()
+            if replaced is not None:
+                self._pins[name] = replaced
+                self.count_pinned()
+            raise PinRefused(
+                f"pins would keep {num_bytes} bytes, {num_bytes - others_bytes} of them for this "
+                f"one, and may keep {self._max_pinned_bytes}; unpin something, or raise "
+                "max_pinned_share or the budget"
+            )
         return depths, replaced
 
     def unpin(self, model: ModelId | None, pages: Sequence[PageHash]) -> Hold | None:
         """Returns what the pin held; None where there is none."""
-        pin = self._pins.pop((model, pages[-1]), None) if pages else None
+        hold = self._pins.pop((model, pages[-1]), None) if pages else None
         self.count_pinned()
-        return pin.hold if pin else None
+        return hold
 
     def count_pinned(self) -> None:
         """Look anew at the memory that pins keep."""
-        kept = _kept(pin.hold for pin in self._pins.values())
+        kept = _kept(self._pins.values())
         self.num_pinned_bytes = sum(entry.num_bytes for entry in kept)
         self._next_s = min((pin.until_s for pin in self._pins.values()), default=inf)
-
-    def _check(self, name: PinName, places: Mapping[ModelId, Place]) -> None:
-        """Raise PinRefused where a pin of this name must not keep what is until `places`."""
-        others = _kept(pin.hold for key, pin in self._pins.items() if key != name)
-        new_bytes = 0
-        for model, place in places.items():
-            last = place.node.local[model]
-            if last not in others:
-                new_bytes += place.stop * last.slab.layout.page_bytes
-                above = with_all_above([last.parent] if last.parent else []) - others
-                new_bytes += sum(entry.num_bytes for entry in above)
-        num_bytes = new_bytes + sum(entry.num_bytes for entry in others)
-        if num_bytes > self._max_pinned_bytes:
-            raise PinRefused(
-                f"pins would keep {num_bytes} bytes, {new_bytes} of them for this one, and may "
-                f"keep {self._max_pinned_bytes}; unpin something, or raise max_pinned_share or the "
-                "budget"
-            )
 
     def _bytes_with(self, pinned: Iterable[Hold]) -> int:
         """Of open reservations, leases and these, and all that stands above."""
