@@ -259,7 +259,6 @@ class Cache:
         worker = self._worker
         return CacheStatus(
             num_bytes=self.tree.num_bytes,
-            num_pinned_bytes=self.tree.num_pinned_bytes,
             host_bytes=self.tree.host_bytes,
             held_bytes=self.tree.held_bytes,
             num_pages=self.tree.num_pages,

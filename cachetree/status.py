@@ -36,7 +36,6 @@ class CacheStatus(msgspec.Struct, frozen=True, kw_only=True):
     """A cache in numbers."""
 
     num_bytes: int
-    num_pinned_bytes: int
     host_bytes: int
     held_bytes: int
     """Of `num_bytes`, what cannot be evicted now."""

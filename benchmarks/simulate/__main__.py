@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> None:
                     "trace": args.trace.name,
                     "host_gb": args.host_gb,
                     "seconds_per_token": cost.token_s,
-                    "attention_tokens": cost.attention_tokens,
+                    "attention_tokens": cost.token_s / cost.context_s,
                     "outcomes": [_fields(outcome) for outcome in outcomes],
                 }
             )

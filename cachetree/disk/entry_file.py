@@ -205,11 +205,7 @@ def part_of(views: Views, num_pages: int, pages: Span) -> Views:
 
 def _offset_of(layout: Layout, step: Step) -> int:
     """Where in the payload a step begins; raises StaleEntry where there is no such E."""
-    part = layout.part_of(step)
-    num_kv = min(part, layout.num_layers)
-    return layout.num_pages * (
-        num_kv * layout.kv_page_bytes + (part - num_kv) * layout.e_page_bytes
-    )
+    return sum(num * size for num, size in layout.parts[: layout.part_of(step)])
 
 
 def _chunk_pages(layout: Layout, step: Step) -> int:

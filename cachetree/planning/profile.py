@@ -143,11 +143,6 @@ class PairProfile(msgspec.Struct, frozen=True, kw_only=True):
         return self.measured_tokens is None or num_tokens <= BEYOND * self.measured_tokens
 
     @property
-    def quality_floor(self) -> float:
-        """The least that a proven block may score."""
-        return self.full_prefill_quality * (1.0 - self.tolerance)
-
-    @property
     def lossless(self) -> Span | None:
         """The block that leaves nothing to judge: from the first layer that differs to the last.
 

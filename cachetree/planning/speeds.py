@@ -44,11 +44,6 @@ class PrefillCost:
         attention_tokens = _ATTENTION_TOKENS_PER_HIDDEN * hidden_size
         return cls(token_s=seconds_per_token, context_s=seconds_per_token / attention_tokens)
 
-    @property
-    def attention_tokens(self) -> float:
-        """How many stand before a token whose attention to them costs as much as all the rest."""
-        return self.token_s / self.context_s
-
     def seconds(self, start: int, stop: int) -> float:
         """Of tokens `[start, stop)`, with those before them in the cache."""
         num_tokens = stop - start

@@ -7,9 +7,11 @@ use, whatever memory does.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush, heapreplace
+from itertools import takewhile
 from math import inf, log2
+from operator import attrgetter
 from typing import Final
 
 import msgspec
@@ -50,72 +52,40 @@ class Retention(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             raise ConfigError(f"max_pinned_share is {self.max_pinned_share}; give 0 to 1")
 
 
-class Eviction(ABC):
-    """Orders the local entries of a tree, the least key first. The tree calls it under its lock.
-
-    A walk is noted at the entry where it ended only, and counts for all above that one too. It need
-    not be noted there: eviction is leaf first, so an entry's turn comes when the last one below it
-    has gone, which leaves it what it knew of uses.
+class _Order:
+    """Entries that may go, those with the least key first.
 
     A use only ever raises a key, and costs nothing in the heap: an entry that comes to the top with
     a key that is no longer its own goes back under the right one. One that came to the top while it
-    had children or was held is left out; `remove` of the last below, or `free`, puts it back. So no
-    search meets the same obstacle twice.
+    had children or was held is left out, until it is put in again. So no search meets the same
+    obstacle twice.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, key: Callable[[LocalEntry], float]) -> None:
+        self._key = key
         self._queued: dict[LocalEntry, float] = {}
         """The key under which each one lies in the heap; what lies there under another is void."""
         self._heap: list[tuple[float, int, LocalEntry]] = []
         self._num_put = 0
 
-    @abstractmethod
-    def key(self, entry: LocalEntry) -> float: ...
-
-    @abstractmethod
-    def use(self, entries: Iterable[LocalEntry]) -> None:
-        """Walks ended at these, all at once."""
-
-    @abstractmethod
-    def inherit(self, above: LocalEntry, entry: LocalEntry) -> None:
-        """`entry` goes, and leaves what is known of its uses to the one above it."""
-
-    @abstractmethod
-    def split(self, head: LocalEntry, tail: LocalEntry) -> None:
-        """`head` has been cut in two; `tail` is new and has its children, and takes its uses.
-
-        If `tail` may go, `free` says so next.
-        """
-
-    def add(self, entries: Sequence[LocalEntry]) -> None:
-        """New entries of one path, top first; the last one has been used."""
-        self.use(entries[-1:])
-        self.free(entries[-1])
-
-    def free(self, entry: LocalEntry) -> None:
-        """This one may go now: nobody holds it any more, or it was cut off one that is held."""
-        key = self.key(entry)
+    def put(self, entry: LocalEntry) -> None:
+        key = self._key(entry)
         if self._queued.get(entry, inf) > key:
             self._queued[entry] = key
             heappush(self._heap, self._item(key, entry))
 
-    def remove(self, entry: LocalEntry) -> None:
-        """An entry without children goes. The one above it, which has lost it, may be next."""
+    def discard(self, entry: LocalEntry) -> None:
         self._queued.pop(entry, None)
-        if (parent := entry.parent) is not None:
-            self.inherit(parent, entry)
-            if parent.is_evictable:
-                self.free(parent)
         if len(self._heap) > 2 * len(self._queued) + _SLACK:
             self._heap = [item for item in self._heap if self._is_valid(item)]
             heapify(self._heap)
 
     def victims(self) -> Iterator[LocalEntry]:
-        """Evictable entries, those to go first first; each is removed before the next is asked."""
+        """Those that may go now; each is discarded before the next is asked for."""
         while self._heap:
             item = self._heap[0]
             entry = item[2]
-            key = self.key(entry) if self._is_valid(item) and entry.is_evictable else None
+            key = self._key(entry) if self._is_valid(item) and entry.is_evictable else None
             if key == item[0]:
                 yield entry
             elif key is not None:
@@ -134,6 +104,82 @@ class Eviction(ABC):
         return self._queued.get(item[2]) == item[0]
 
 
+class Eviction(ABC):
+    """A policy, and with a time to live the age of entries. The tree calls it under its lock.
+
+    A walk is noted at the entry where it ended only, and counts for all above that one too. It need
+    not be noted there: eviction is leaf first, so an entry's turn comes when the last one below it
+    has gone, which leaves it what it knew of uses.
+    """
+
+    def __init__(self, ttl_s: float | None, clock: Clock) -> None:
+        self._ttl_s = ttl_s
+        self._clock = clock
+        self._by_key = _Order(self.key)
+        self._by_age = _Order(attrgetter("used_at_s"))
+        self._orders = (self._by_key,) if ttl_s is None else (self._by_key, self._by_age)
+
+    @abstractmethod
+    def key(self, entry: LocalEntry) -> float:
+        """The least goes first."""
+
+    @abstractmethod
+    def _use(self, entries: Iterable[LocalEntry]) -> None: ...
+
+    @abstractmethod
+    def _inherit(self, above: LocalEntry, entry: LocalEntry) -> None:
+        """`entry` goes, and leaves what is known of its uses to the one above it."""
+
+    @abstractmethod
+    def _split(self, head: LocalEntry, tail: LocalEntry) -> None: ...
+
+    def add(self, entries: Sequence[LocalEntry]) -> None:
+        """New entries of one path, top first; the last one has been used."""
+        self.use(entries[-1:])
+        self.free(entries[-1])
+
+    def use(self, entries: Collection[LocalEntry]) -> None:
+        """Walks ended at these, all at once."""
+        self._use(entries)
+        if self._ttl_s is not None:
+            now_s = self._clock()
+            for entry in entries:
+                entry.used_at_s = now_s
+
+    def split(self, head: LocalEntry, tail: LocalEntry) -> None:
+        """`head` has been cut in two; `tail` is new and has its children, and takes its uses.
+
+        If `tail` may go, `free` says so next.
+        """
+        self._split(head, tail)
+        tail.used_at_s = head.used_at_s
+
+    def free(self, entry: LocalEntry) -> None:
+        """This one may go now: nobody holds it any more, or it was cut off one that is held."""
+        for order in self._orders:
+            order.put(entry)
+
+    def remove(self, entry: LocalEntry) -> None:
+        """An entry without children goes. The one above it, which has lost it, may be next."""
+        for order in self._orders:
+            order.discard(entry)
+        if (parent := entry.parent) is not None:
+            self._inherit(parent, entry)
+            parent.used_at_s = max(parent.used_at_s, entry.used_at_s)
+            if parent.is_evictable:
+                self.free(parent)
+
+    def victims(self) -> Iterator[LocalEntry]:
+        """Evictable entries, those to go first first; each is removed before the next is asked."""
+        return self._by_key.victims()
+
+    def expired(self) -> Iterator[LocalEntry]:
+        """As `victims`, but only those that have not been used for the time to live."""
+        if self._ttl_s is not None:
+            before_s = self._clock() - self._ttl_s
+            yield from takewhile(lambda it: it.used_at_s <= before_s, self._by_age.victims())
+
+
 class Lru(Eviction):
     """`lru`: what has not been used for longest goes, exactly: `used` counts the uses."""
 
@@ -142,15 +188,15 @@ class Lru(Eviction):
     def key(self, entry: LocalEntry) -> float:
         return entry.used
 
-    def use(self, entries: Iterable[LocalEntry]) -> None:
+    def _use(self, entries: Iterable[LocalEntry]) -> None:
         for entry in entries:
             self._num_uses += 1
             entry.used = self._num_uses
 
-    def inherit(self, above: LocalEntry, entry: LocalEntry) -> None:
+    def _inherit(self, above: LocalEntry, entry: LocalEntry) -> None:
         above.used = max(above.used, entry.used)
 
-    def split(self, head: LocalEntry, tail: LocalEntry) -> None:
+    def _split(self, head: LocalEntry, tail: LocalEntry) -> None:
         tail.used = head.used
 
 
@@ -173,8 +219,8 @@ class ByValue(Eviction):
     one above it twice, then and when the new one goes. Without the depth it is LFU with ageing.
     """
 
-    def __init__(self, family: Family, host_bytes: int) -> None:
-        super().__init__()
+    def __init__(self, family: Family, host_bytes: int, ttl_s: float | None, clock: Clock) -> None:
+        super().__init__(ttl_s, clock)
         self._cost = PrefillCost.of_sizes(family.hidden_size)
         self._page_tokens = family.page_size
         self._half_life_bytes = HALF_LIFE * max(1, host_bytes)
@@ -193,69 +239,15 @@ class ByValue(Eviction):
             entry.hits = -inf
         super().add(entries)
 
-    def use(self, entries: Iterable[LocalEntry]) -> None:
+    def _use(self, entries: Iterable[LocalEntry]) -> None:
         for entry in entries:
             entry.hits = _log_sum(entry.hits, self._now)
 
-    def inherit(self, above: LocalEntry, entry: LocalEntry) -> None:
+    def _inherit(self, above: LocalEntry, entry: LocalEntry) -> None:
         above.hits = _log_sum(above.hits, entry.hits)
 
-    def split(self, head: LocalEntry, tail: LocalEntry) -> None:
+    def _split(self, head: LocalEntry, tail: LocalEntry) -> None:
         tail.hits, head.hits = head.hits, -inf
-
-
-class Expiry(Eviction):
-    """Entries in the order of the time of their last use, and a policy that is told all that it is.
-
-    It is the policy's to say who makes room.
-    """
-
-    def __init__(self, policy: Eviction, ttl_s: float, clock: Clock) -> None:
-        super().__init__()
-        self._policy = policy
-        self._ttl_s = ttl_s
-        self._clock = clock
-
-    def key(self, entry: LocalEntry) -> float:
-        return entry.used_at_s
-
-    def add(self, entries: Sequence[LocalEntry]) -> None:
-        self._policy.add(entries)
-        entries[-1].used_at_s = self._clock()
-        super().free(entries[-1])
-
-    def use(self, entries: Iterable[LocalEntry]) -> None:
-        used = list(entries)
-        self._policy.use(used)
-        now_s = self._clock()
-        for entry in used:
-            entry.used_at_s = now_s
-
-    def inherit(self, above: LocalEntry, entry: LocalEntry) -> None:
-        above.used_at_s = max(above.used_at_s, entry.used_at_s)
-
-    def split(self, head: LocalEntry, tail: LocalEntry) -> None:
-        self._policy.split(head, tail)
-        tail.used_at_s = head.used_at_s
-
-    def free(self, entry: LocalEntry) -> None:
-        self._policy.free(entry)
-        super().free(entry)
-
-    def remove(self, entry: LocalEntry) -> None:
-        self._policy.remove(entry)
-        super().remove(entry)
-
-    def victims(self) -> Iterator[LocalEntry]:
-        return self._policy.victims()
-
-    def expired(self) -> Iterator[LocalEntry]:
-        """As `victims`, but only those that have not been used for the time to live."""
-        before_s = self._clock() - self._ttl_s
-        for entry in super().victims():
-            if entry.used_at_s > before_s:
-                return
-            yield entry
 
 
 def _log_sum(a: float, b: float) -> float:

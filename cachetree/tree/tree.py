@@ -15,7 +15,7 @@ from cachetree.ids import Location, ModelId, PageHash, Span
 from cachetree.memory import Arena, Layout, NoRoom, Pool, Slab
 from cachetree.planning import Match
 from cachetree.tree.entries import Change, Hold, Node
-from cachetree.tree.eviction import ByValue, Eviction, Expiry, Lru, Retention
+from cachetree.tree.eviction import ByValue, Eviction, Lru, Retention
 from cachetree.tree.holds import Holds
 from cachetree.tree.lease import Lease, Reservation
 from cachetree.tree.listeners import ChangeListeners, Listener
@@ -58,9 +58,11 @@ class CacheTree:
         self.memory: Final[Pool] = Arena(host_bytes) if memory is None else memory
         self._clock = clock
         self._lock = threading.Lock()
-        policy = ByValue(family, host_bytes) if retention.eviction == "value" else Lru()
-        self._expiry = Expiry(policy, retention.ttl_s, clock) if retention.ttl_s else None
-        self._eviction: Eviction = self._expiry or policy
+        self._eviction: Eviction = (
+            ByValue(family, host_bytes, retention.ttl_s, clock)
+            if retention.eviction == "value"
+            else Lru(retention.ttl_s, clock)
+        )
         self._trie = PageTrie(self._eviction)
         self._holds = Holds(self._trie, int(retention.max_pinned_share * host_bytes))
         self._listeners = ChangeListeners()
@@ -368,5 +370,4 @@ class CacheTree:
         """With the lock held."""
         for hold in self._holds.expired(self._clock()):
             self._local.let_go(hold)
-        if self._expiry is not None:
-            self._local.evict(self._expiry.expired())
+        self._local.evict(self._eviction.expired())

@@ -201,7 +201,8 @@ def _quality(figure: Figure, profile: MeasuredProfile) -> None:
     xs, ys = [len(it.block) for it in answered], [it.quality for it in answered]
     left.scatter(xs, ys, s=8, color=PALE, linewidths=0, label="decoded blocks, training split")
     places = [(it.name, it.layers, scale * it.ttft_s, it.quality) for it in _points(profile)]
-    floor, full = profile.quality_floor, profile.full_prefill_quality
+    full = profile.full_prefill_quality
+    floor = full * (1.0 - profile.tolerance)
     for axes, of_axes in ((left, 1), (right, 2)):
         axes.axhspan(floor, full, color=BAND, linewidth=0, label="accepted loss", zorder=0)
         for name in _MARKS:

@@ -226,7 +226,7 @@ def test_a_search_meets_the_same_obstacle_once(policy: str) -> None:
 
 def test_stale_places_in_the_heap_do_not_pile_up() -> None:
     tree = policy_tree("value", 4)
-    order = tree._eviction
+    order = tree._eviction._by_key
     for i in range(500):
         store(tree, A, chr(0x100 + i) + "ab")
     assert len(order._heap) <= 2 * len(order._queued) + 64

@@ -76,7 +76,6 @@ def test_a_profile_whose_plans_could_refresh_layers_is_refused(tmp_path: Path) -
 
 
 def test_what_follows_from_a_profile() -> None:
-    assert profile(BLOCK).quality_floor == pytest.approx(0.76)
     assert profile(BLOCK).transition_layers() == {1}
     assert profile(BlockQuality(start=0, stop=3, quality=0.8)).transition_layers() == frozenset()
     assert profile(None).transition_layers() == frozenset()

@@ -102,7 +102,7 @@ def test_a_cache_hands_its_settings_on() -> None:
             store(cache.tree, A, text)
         assert num_pages(cache.tree, A, "a") == 1  # it was used, and lru would not care
         assert cache.tree.pin(A, path("a")) == {A: 1}
-        assert cache.status().num_pinned_bytes == PAGE
+        assert cache.tree.num_pinned_bytes == PAGE
         with pytest.raises(PinRefused):
             cache.tree.pin(A, path("w"))
         clock.now_s = 10.0

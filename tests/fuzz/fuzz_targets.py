@@ -251,7 +251,6 @@ def evidence(data: bytes) -> None:
 
 def _use(profile: Any) -> None:
     assert profile.is_usable in (True, False)
-    assert profile.quality_floor is not None
     assert profile.transition_layers is not None
     assert profile.lossless is None or len(profile.lossless) >= 0
 
