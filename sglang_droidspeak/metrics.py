@@ -15,7 +15,6 @@ from cachetree.metrics import METRICS
 if TYPE_CHECKING:
     from cachetree import CacheStatus
     from cachetree.planning import Profiles
-    from sglang_droidspeak.guard.messages import Shadow
     from sglang_droidspeak.guard.plans import WatchedPair
     from sglang_droidspeak.request.request import Request
 
@@ -56,9 +55,6 @@ class Metrics:
         self.reused_tokens: Final[Counter] = counter(
             "droidspeak:reused_tokens", "Prompt tokens not prefilled in full"
         )
-        self.corrected_tokens: Final[Counter] = counter(
-            "droidspeak:corrected_tokens", "Reused prompt tokens whose E a map corrected"
-        )
         self.fetched_bytes: Final[Counter] = counter(
             "droidspeak:fetched_bytes", "Bytes of E and KV staged for requests"
         )
@@ -90,12 +86,6 @@ class Metrics:
             pair,
             buckets=(0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0),
         )
-        self.shadow_agreement: Final[Histogram] = histogram(
-            "droidspeak:shadow_agreement",
-            "Share of first tokens whose likeliest one is the same in an exact run, by shadow",
-            pair,
-            buckets=(0.5, 0.75, 0.9, 1.0),
-        )
         self.guard_evidence: Final[Gauge] = of_pair(
             "droidspeak:guard_evidence",
             "Against the pair's plan in service that has most; an alarm is at 100,000",
@@ -119,7 +109,7 @@ class Metrics:
         )
 
     def count_hicache_objects(self, result: str, num: int) -> None:
-        """Called by the tier's threads."""
+        """Any thread."""
         self.hicache_objects.labels(result).inc(num)
 
     def count_outcome(self, outcome: str, *, exact: bool = True) -> None:
@@ -135,12 +125,6 @@ class Metrics:
         for (sender, receiver), profile in profiles.items():
             self.pair_usable.labels(sender, receiver).set(profile.is_usable and not are_off)
 
-    def note_shadow(self, pair: WatchedPair, shadow: Shadow) -> None:
-        """One that was compared."""
-        names = (pair.sender, pair.receiver)
-        self.shadow_tv.labels(*names).observe(shadow.tv)
-        self.shadow_agreement.labels(*names).observe(shadow.agreement)
-
     def tell_guard(self, pair: WatchedPair) -> None:
         names = (pair.sender, pair.receiver)
         self.guard_changes.labels(*names)  # 0 is told too.
@@ -153,7 +137,6 @@ class Metrics:
         self.queued_s.observe(request.queued_s)
         if not request.load.cause:
             self.reused_tokens.inc(len(request.load.at))
-            self.corrected_tokens.inc(len(request.load.at) if request.plan.e_map else 0)
 
 
 class CacheMetrics:

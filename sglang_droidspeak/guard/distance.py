@@ -12,7 +12,6 @@ have nearly all of the probability.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import exp
 from statistics import fmean
 from typing import Final
@@ -27,25 +26,13 @@ LogProbs = Mapping[int, float]
 """By token id: the most likely ones of one position, and perhaps less likely ones beside them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Distance:
-    """Means over positions."""
-
-    tv: float
-    """Total variation, 0 to 1."""
-    agreement: float
-    """Share of positions whose most likely token is the same."""
-
-
 def distance(
     served: Sequence[LogProbs], exact: Sequence[LogProbs], temperature: float = 1.0
-) -> Distance:
-    """Of as many positions as both have, at least one; `served` is at that temperature."""
-    pairs = list(zip(served, exact, strict=False))
-    return Distance(
-        tv=fmean(total_variation(ours, theirs, temperature) for ours, theirs in pairs),
-        agreement=fmean(_first(ours) == _first(theirs) for ours, theirs in pairs),
-    )
+) -> float:
+    """Mean total variation, 0 to 1, over as many positions as both have, at least one; `served` is
+    at that temperature."""
+    pairs = zip(served, exact, strict=False)
+    return fmean(total_variation(ours, theirs, temperature) for ours, theirs in pairs)
 
 
 def total_variation(served: LogProbs, exact: LogProbs, temperature: float = 1.0) -> float:
@@ -76,7 +63,3 @@ def _excess(one: Mapping[int, float], other: Mapping[int, float]) -> float:
     """What the first gives to its known tokens above what the second can at most."""
     most = sorted(other.values(), reverse=True)[:TOP][-1]
     return min(1.0, sum(max(0.0, it - other.get(token, most)) for token, it in one.items()))
-
-
-def _first(position: LogProbs) -> int:
-    return max(position, key=position.__getitem__)

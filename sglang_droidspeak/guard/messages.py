@@ -17,7 +17,7 @@ class Shadow(msgspec.Struct, frozen=True, kw_only=True):
 
     plan: PlanId
     tv: float
-    agreement: float
+    """Total variation, 0 to 1."""
 
 
 class GuardQuestion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -90,7 +90,7 @@ class PairsInService:
         pair = None if before is None else after(before, plan, shadow.tv)
         if pair is None or before is None or pair is before:
             return
-        self._metrics.note_shadow(pair, shadow)
+        self._metrics.shadow_tv.labels(plan.sender, plan.receiver).observe(shadow.tv)
         self._pairs[plan.sender, plan.receiver] = pair
         if pair.num_left < before.num_left:
             self._put_in_service(pair, _alarm(pair.plans[pair.num_left]))

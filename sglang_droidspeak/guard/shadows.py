@@ -117,8 +117,7 @@ class Shadows:
             self._missed["dropped"] += 1
         else:
             exact, _ = await exact_run(manager, it.prompt_ids, it.tokens, it.obj)
-            found = distance(it.served, exact, it.temperature)
-            shadow = Shadow(plan=it.plan, tv=found.tv, agreement=found.agreement)
+            shadow = Shadow(plan=it.plan, tv=distance(it.served, exact, it.temperature))
         missed, self._missed = self._missed, Counter()
         question = msgspec.json.encode(GuardQuestion(shadow=shadow, missed=missed)).decode()
         told = await asking.ask(manager, asking.GUARD, question, KEY)

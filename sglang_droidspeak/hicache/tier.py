@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 import time
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -53,8 +51,6 @@ MAX_CLOSE_S: Final = 5.0
 class HiCacheStatus(msgspec.Struct, frozen=True, kw_only=True):
     """A tier in numbers, since its start."""
 
-    objects: dict[str, int]
-    """By result: read, written, missing, damaged, failed."""
     num_late_entries: int
     """Evicted from memory, or refused by the backend, before they were written."""
     is_reading_paused: bool
@@ -76,17 +72,15 @@ class HiCacheTier:
         count: Count = lambda _result, _num: None,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`senders` are whose entries may be read, and the layers whose E is wanted of each."""
+        """`senders` are whose entries may be read, and the layers whose E is wanted of each;
+        `count` hears of objects `read`, `written`, `missing`, `damaged` and `failed`."""
         self._tree = tree
         self._backend = backend
-        self._tell_count = count
-        self._counts: Counter[str] = Counter()
-        self._counting = threading.Lock()
         self._reading = Guard("reading", clock)
         self._writing = Guard("writing", clock)
         objects, half = Objects(tree.family), len(backend.slots) // 2
         reading, writing = (
-            Lane(backend, objects, slots, guard, self._count, clock)
+            Lane(backend, objects, slots, guard, count, clock)
             for slots, guard in (
                 (range(half), self._reading),
                 (range(half, 2 * half), self._writing),
@@ -109,10 +103,7 @@ class HiCacheTier:
         return self._searcher.search(pages)
 
     def status(self) -> HiCacheStatus:
-        with self._counting:
-            objects = dict(self._counts)
         return HiCacheStatus(
-            objects=objects,
             num_late_entries=self._writer.num_late,
             is_reading_paused=self._reading.is_open,
             is_writing_paused=self._writing.is_open,
@@ -131,11 +122,6 @@ class HiCacheTier:
                 self._backend.close()
         else:
             log.warning("the HiCache backend does not return; it is left as it is")
-
-    def _count(self, result: str, num: int) -> None:
-        with self._counting:
-            self._counts[result] += num
-        self._tell_count(result, num)
 
     def _lose(self, model: ModelId, pages: Sequence[PageHash], is_broken: bool) -> None:
         self._searcher.absent.add(model, pages[0], BROKEN_S if is_broken else ABSENT_S)

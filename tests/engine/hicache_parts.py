@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -37,8 +38,13 @@ from sglang_droidspeak.hicache import HICACHE, HiCacheTier, Objects, hicache_tie
 SENDERS: Mapping[ModelId, Collection[int]] = {MODEL: (E_LAYER,)}
 
 
+class Counts(Counter[str]):
+    def __call__(self, result: str, num: int) -> None:
+        self[result] += num
+
+
 def open_cache(path: Path, family: Family = FAMILY, **config: Any) -> Cache:
-    tier = hicache_tier("file", {"file_storage_path": str(path)}, SENDERS)
+    tier = hicache_tier("file", {"file_storage_path": str(path)}, SENDERS, Counts())
     return Cache(family, CacheConfig(serves=False, **config), tiers=[tier])
 
 
@@ -79,8 +85,11 @@ def fetch(cache: Cache, pages: Sequence[PageHash], span: Span, seconds: float = 
         check_content(staging, pages[span.start : span.stop])
 
 
-def objects_of(cache: Cache) -> dict[str, int]:
-    return tier_of(cache).status().objects
+def objects_of(cache: Cache) -> Mapping[str, int]:
+    """How many there were, by result."""
+    counts = tier_of(cache)._reader._lane.count
+    assert isinstance(counts, Counts)
+    return counts
 
 
 class Shelf:
@@ -126,7 +135,7 @@ class Shelf:
 
 def cache_over(shelf: Shelf, **config: Any) -> Cache:
     def make(tree: CacheTree, note_speed: NoteSpeed) -> HiCacheTier:
-        return HiCacheTier(tree, shelf, SENDERS, note_speed)
+        return HiCacheTier(tree, shelf, SENDERS, note_speed, count=Counts())
 
     return Cache(FAMILY, CacheConfig(serves=False, **config), tiers=[make])
 

@@ -136,7 +136,6 @@ def test_an_answer_is_compared_and_its_user_sees_nothing(stream: bool, is_delta:
     (heard,) = manager.heard
     assert heard.shadow is not None and heard.shadow.plan == PLAN
     assert heard.shadow.tv == pytest.approx(SERVED - EXACT)
-    assert heard.shadow.agreement == 0.0
     user, exact = manager.asked
     assert (user.return_logprob, user.top_logprobs_num) == (True, 20)
     assert list(exact.input_ids) == [*PROMPT, *[1] * 8]

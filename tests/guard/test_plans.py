@@ -114,7 +114,7 @@ def tell(guard: PairsInService, **question: Any) -> GuardState:
 
 
 def worst(tv: float = 1.0) -> Shadow:
-    return Shadow(plan=plan(LEAST), tv=tv, agreement=0.0)
+    return Shadow(plan=plan(LEAST), tv=tv)
 
 
 def test_an_alarm_reaches_the_planner_and_lasts_over_a_restart(
@@ -150,10 +150,10 @@ def test_a_block_that_only_requests_name_is_watched_as_one_that_promises_nothing
     path, planner = tmp_path / "guard.json", Planner()
     guard = guard_of(planner, path)
     nothing = PlanId(SENDER, RECEIVER, None, False)
-    tell(guard, shadow=Shadow(plan=nothing, tv=0.9, agreement=0.0))
-    tell(guard, shadow=Shadow(plan=plan(ONE), tv=0.0, agreement=1.0))
+    tell(guard, shadow=Shadow(plan=nothing, tv=0.9))
+    tell(guard, shadow=Shadow(plan=plan(ONE), tv=0.0))
     while not planner.out_of_service:
-        state = tell(guard, shadow=Shadow(plan=nothing, tv=0.9, agreement=0.0))
+        state = tell(guard, shadow=Shadow(plan=nothing, tv=0.9))
     (pair,) = state.pairs
     assert [it.block for it in pair.plans] == [(1, 6), (2, 6), (3, 5), (3, 4), None]
     assert pair.num_left == 4 and [it.allowed for it in pair.plans[3:]] == [NOISE, NOISE]
