@@ -80,7 +80,6 @@ STEPS = (*(Step(Kind.KV, layer) for layer in range(FAMILY.num_layers)), Step(Kin
 """In the order of the entry, so that all contenders send the same bytes."""
 BUFFER_BYTES = (0, 4 << 20)
 """Of raw sockets; 0 leaves them to the kernel."""
-MAX_FRAME_BYTES = 16 << 20
 RAW = [f"{kind}, {size >> 20} MiB" for kind in ("raw TCP", "Unix socket") for size in BUFFER_BYTES]
 KEYED = "transport, keys"
 
@@ -110,12 +109,11 @@ def serve(num_pages: int, directory: Path, has_keys: bool) -> None:
         np.copyto(np.frombuffer(view, np.uint8), words.view(np.uint8)[at : at + view.nbytes])
         at += view.nbytes
     reservation.commit()
-    most = {"frame_bytes": MAX_FRAME_BYTES, "window_bytes": 4 * MAX_FRAME_BYTES}
-    workers = [Worker(tree, WorkerConfig(**most))]
+    workers = [Worker(tree, WorkerConfig())]
     if has_keys:
         allowed = (str(directory / "receiver.pub"),)
         keys = {"key_file": str(directory / "sender.key"), "allowed_peers": allowed}
-        workers.append(Worker(tree, WorkerConfig(**keys, **most)))
+        workers.append(Worker(tree, WorkerConfig(**keys)))
     listeners = [socket.create_server(("127.0.0.1", 0)) for _ in BUFFER_BYTES]
     for size in BUFFER_BYTES:
         listeners.append(socket.socket(socket.AF_UNIX))

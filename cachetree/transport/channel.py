@@ -17,7 +17,7 @@ from cachetree.memory import checksum
 from cachetree.transport import frames
 from cachetree.transport.address import Address
 from cachetree.transport.frames import Frame, Ticket, Unsealed
-from cachetree.transport.send_queue import SendQueue
+from cachetree.transport.send_queue import MOST_BATCH_BYTES, SendQueue
 
 _MAX_READS: Final = 64
 """In one turn."""
@@ -25,6 +25,8 @@ _WAKE_BYTES: Final = 1 << 20
 """Within a frame the receiver is woken for no less: a wakeup costs both sides."""
 _UNSENT_BYTES: Final = 256 << 10
 """The kernel takes so much that it cannot send yet: more would leave the processor's caches."""
+_PEERS_BATCH_BYTES: Final = 8 << 20
+"""Behind two of these, of stores, waits what a peer asks for meanwhile."""
 _KEEPALIVE_PROBES: Final = 3
 
 
@@ -59,14 +61,13 @@ class Channel:
         self,
         connection: socket.socket,
         seals: Unsealed,
-        max_frame_bytes: int,
         wake: Callable[[], None],
+        most_batch_bytes: int = MOST_BATCH_BYTES,
     ) -> None:
-        """Owns `connection`; `wake` as in `SendQueue`."""
+        """Owns `connection`; the rest is as in `SendQueue`."""
         self._socket = connection
         self._seals = seals
-        self._max_frame_bytes = max_frame_bytes
-        self.send_queue: Final = SendQueue(connection, seals, wake)
+        self.send_queue: Final = SendQueue(connection, seals, wake, most_batch_bytes)
         self.received_bytes = 0
         self._error: FetchError | None = None
         self._frame: Frame | None = None
@@ -146,10 +147,11 @@ class Channel:
 
     def _begin(self, sink: Sink) -> None:
         frame = frames.unpack(self._seals.open(self._header))
-        most = frames.MAX_MESSAGE_BYTES if frame.id == frames.MESSAGE else self._max_frame_bytes
+        is_message = frame.id == frames.MESSAGE
+        most = frames.MAX_MESSAGE_BYTES if is_message else frames.MAX_FRAME_BYTES
         if not 0 < frame.size <= most:
             raise ProtocolError(f"a frame announces {frame.size} bytes of payload; {most} may come")
-        if frame.id == frames.MESSAGE:
+        if is_message:
             self._into = memoryview(bytearray(frame.size))
         else:
             self._into = sink.buffer_for(frame)
@@ -219,9 +221,7 @@ class Channel:
         self._unit = self._piece = self._header
 
 
-def connect(
-    host: str, ticket: Ticket, seals: Unsealed, max_frame_bytes: int, wake: Callable[[], None]
-) -> Channel:
+def connect(host: str, ticket: Ticket, seals: Unsealed, wake: Callable[[], None]) -> Channel:
     """Open the data connection of a session; it may still fail, as `error` says.
 
     Blocks only to look up a name. Raises FetchError.
@@ -235,7 +235,7 @@ def connect(
         raise FetchError(f"{to.url} cannot be reached: {exc.strerror}") from exc
     connection.setblocking(False)
     tune(connection)
-    channel = Channel(connection, seals, max_frame_bytes, wake)
+    channel = Channel(connection, seals, wake, _PEERS_BATCH_BYTES)
     code = connection.connect_ex(where)
     if code in (0, errno.EINPROGRESS):
         channel.send_queue.put_raw(ticket.token)

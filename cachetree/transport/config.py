@@ -36,11 +36,6 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Id of the model this server runs; empty where it runs none."""
     max_bytes_per_s: float | None = None
     """Cap on what all streams together send; None for no cap."""
-    frame_bytes: int = 4 << 20
-    """Largest payload frame."""
-    window_bytes: int = 64 << 20
-    """Most bytes of one stream that are sent and not yet placed by the receiver. They wait where
-    they are, or in the kernel's buffers."""
     max_streams: int = 256
     """Fetches served at once; more are refused."""
     accepts: bool = False
@@ -60,7 +55,6 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """A peer that says nothing for this long is gone. A closed connection is noticed at once."""
 
     def __post_init__(self) -> None:
-        _check_frames(self.frame_bytes, self.window_bytes)
         if self.key_file is None and self.allowed_peers:
             raise ConfigError(
                 "allowed_peers is set, and without a key of this server nobody can be told from "
@@ -104,9 +98,7 @@ class PeerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Most pages of it that are noted here, each counted once per model; beyond it those go that
     were matched least recently. None: as many as fit in what it keeps, and at most a million."""
     frame_bytes: int = 4 << 20
-    """Largest payload frame accepted."""
-    window_bytes: int = 64 << 20
-    """Most bytes of one fetch that are under way at once."""
+    """Largest payload that it is to send in one frame."""
     connect_s: float = 2.0
     """Time for connection and handshake together."""
     reconnect_s: float = 0.1
@@ -133,7 +125,11 @@ class PeerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """A worker that says nothing for this long is lost. A closed connection is noticed at once."""
 
     def __post_init__(self) -> None:
-        _check_frames(self.frame_bytes, self.window_bytes)
+        if not MIN_FRAME_BYTES <= self.frame_bytes <= MAX_FRAME_BYTES:
+            raise ConfigError(
+                f"frame_bytes is {self.frame_bytes}; choose from {MIN_FRAME_BYTES} to "
+                f"{MAX_FRAME_BYTES}"
+            )
         if self.server_key is not None and self.key_file is None:
             raise ConfigError(
                 f"server_key is {self.server_key}, and a worker with a key asks for this server's "
@@ -156,18 +152,6 @@ class PeerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
                 f"silence_s is {self.silence_s}, less than two heartbeats of {self.heartbeat_s} s; "
                 "raise silence_s or lower heartbeat_s"
             )
-
-
-def _check_frames(frame_bytes: int, window_bytes: int) -> None:
-    if not MIN_FRAME_BYTES <= frame_bytes <= MAX_FRAME_BYTES:
-        raise ConfigError(
-            f"frame_bytes is {frame_bytes}; choose from {MIN_FRAME_BYTES} to {MAX_FRAME_BYTES}"
-        )
-    if window_bytes < 2 * frame_bytes:
-        raise ConfigError(
-            f"window_bytes is {window_bytes}, which does not hold two frames of {frame_bytes}; "
-            "raise window_bytes or lower frame_bytes"
-        )
 
 
 def _check_positive(config: msgspec.Struct, fields: str) -> None:

@@ -92,7 +92,6 @@ class Connection:
         to: Address,
         wakeup: Wakeup,
         credentials: Credentials,
-        max_frame_bytes: int,
         clock: Clock = time.monotonic,
     ) -> None:
         """Owns `greeting`, which says hello."""
@@ -100,7 +99,6 @@ class Connection:
         self._to = to
         self._wakeup = wakeup
         self._credentials = credentials
-        self._max_frame_bytes = max_frame_bytes
         self._clock = clock
         self._heard_at_s = clock()
         self.pinged_at_s = clock()
@@ -108,8 +106,6 @@ class Connection:
         """From `open` on."""
         self._bulk_url = ""
         """Where it leads, for people."""
-        self.window_bytes = 0
-        """Most bytes of one fetch that the worker has under way."""
         self.last_id = NOT_ASKED
         """Of the newest fetch or store."""
         self.owed: Final[dict[int, int]] = {}
@@ -142,15 +138,9 @@ class Connection:
         """Open the session's channel; raises FetchError."""
         if ticket is None:
             raise ProtocolError(f"{who} gave no ticket for a data connection")
-        self.window_bytes = ticket.window_bytes
         self._bulk_url = f"bulk_port {ticket.port} of {self._to.host}"
-        self.channel = channel.connect(
-            self._to.host,
-            ticket,
-            self._credentials.seals(ticket.key),
-            self._max_frame_bytes,
-            self._wakeup.wake,
-        )
+        seals = self._credentials.seals(ticket.key)
+        self.channel = channel.connect(self._to.host, ticket, seals, self._wakeup.wake)
         self._greeting.close()
         self._poller = zmq.Poller()
         self._poller.register(self._wakeup.fileno(), zmq.POLLIN)

@@ -29,7 +29,7 @@ from __future__ import annotations
 import secrets
 import struct
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Final, NamedTuple
+from typing import Annotated, Final
 
 import msgspec
 import xxhash
@@ -39,10 +39,10 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cachetree.errors import ProtocolError
 
 MAX_FRAME_BYTES: Final = 64 << 20
-"""Largest payload that may be configured."""
+"""Largest payload that may be asked for, and that is taken."""
 
 MIN_FRAME_BYTES: Final = 4096
-"""Smallest payload frame that either side may ask the other to keep to."""
+"""Smallest that a peer may ask a worker to keep to."""
 
 MAX_MESSAGE_BYTES: Final = 1 << 20
 """Largest message that comes among the frames; a fetch may name 60,000 pages."""
@@ -62,26 +62,6 @@ TOKEN_BYTES: Final = 32
 PIECE_BYTES: Final = 256 << 10
 """Payloads are sealed, received and read again for their checksum in pieces of this size: far
 below a core's cache."""
-
-
-class Flow(NamedTuple):
-    """How a stream of frames is bounded."""
-
-    frame_bytes: int
-    """Largest payload."""
-    window_bytes: int
-    """Most bytes sent and not credited."""
-
-    def within(self, limits: Flow) -> Flow:
-        """What both sides keep to where one asks for this; raises ProtocolError."""
-        window_bytes = min(self.window_bytes, limits.window_bytes)
-        frame_bytes = min(self.frame_bytes, limits.frame_bytes, window_bytes // 2)
-        if frame_bytes < MIN_FRAME_BYTES:
-            raise ProtocolError(
-                f"the other side asks for frames of {self.frame_bytes} in a window of "
-                f"{self.window_bytes}; the least is {MIN_FRAME_BYTES} and twice that"
-            )
-        return Flow(frame_bytes, window_bytes)
 
 
 class Frame(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,16 +96,14 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     """Anyone on the way sees it: it opens a door, once, and no message."""
     key: Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
     """Of the seals, where both sides have proved who they are; of no use where they have not."""
-    window_bytes: Annotated[int, msgspec.Meta(ge=2)]
-    """Most bytes of one fetch that the worker has under way."""
 
     def __repr__(self) -> str:
         return f"Ticket(port={self.port})"
 
 
-def new_ticket(port: int, window_bytes: int) -> Ticket:
+def new_ticket(port: int) -> Ticket:
     token, key = secrets.token_bytes(TOKEN_BYTES), secrets.token_bytes(KEY_BYTES)
-    return Ticket(port=port, token=token, key=key, window_bytes=window_bytes)
+    return Ticket(port=port, token=token, key=key)
 
 
 class Unsealed:

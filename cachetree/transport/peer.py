@@ -258,7 +258,6 @@ class Peer:
             self._remote,
             self._wakeup,
             self._credentials,
-            self._config.frame_bytes,
             self._clock,
         )
 
@@ -281,7 +280,7 @@ class Peer:
                 self._fetches.failed(message)
             case wire.Ended():
                 self._fetches.ended(message.id)
-            case wire.Wanted() | wire.StoreRefused() | wire.Stored() | wire.Credit():
+            case wire.Wanted() | wire.StoreRefused() | wire.Stored():
                 self._stores.answered(message)
             case wire.Reset() | wire.Entries() | wire.Synced():
                 self._learn(connection, message)

@@ -21,6 +21,7 @@ from cachetree.transport.connection import Connection
 from cachetree.transport.frames import Frame
 from cachetree.transport.pace import Bandwidth
 from cachetree.transport.receiver import NOT_ASKED, FetchReceiver
+from cachetree.transport.send_queue import MOST_BATCH_BYTES
 from cachetree.transport.status import PeerCounts
 
 _TICK_S: Final = 0.01
@@ -154,7 +155,7 @@ class PendingFetches:
         else:
             self._received(receiver, frame.size)
             if receiver.is_complete:  # The worker waits for it.
-                self._link.send(wire.Credit(id=frame.id, num_bytes=receiver.placed_bytes))
+                self._link.send(wire.Copied(id=frame.id))
 
     def failed(self, message: wire.FetchFailed) -> None:
         receiver = self._asked.get(message.id)
@@ -212,7 +213,6 @@ class PendingFetches:
         fetch = receiver.request(
             self._link.new_id(),
             frame_bytes=self._config.frame_bytes,
-            window_bytes=self._config.window_bytes,
             reads_arena=self._link.arena is not None,
         )
         self._asked[receiver.id] = receiver
@@ -233,12 +233,6 @@ class PendingFetches:
         self._carried_bytes += num_bytes
         if receiver.is_complete:
             self._end(receiver, None)
-            return
-        # Early enough that the worker goes on while the rest of the window is placed. A frame has
-        # room in the other half, whatever is not credited yet.
-        least_bytes = min(self._config.window_bytes, self._link.window_bytes) // 2
-        if placed_bytes := receiver.take_credit(least_bytes):
-            self._link.send(wire.Credit(id=receiver.id, num_bytes=placed_bytes))
 
     def _stop(self, id: int, error: FetchError) -> None:
         """What came for it could not be taken."""
@@ -271,7 +265,7 @@ class PendingFetches:
         """The most that the worker can have sent for it and that has not come."""
         if receiver.id == NOT_ASKED or link.arena is not None:
             return 0
-        return min(receiver.rest_bytes, self._config.window_bytes, link.window_bytes)
+        return min(receiver.rest_bytes, 2 * MOST_BATCH_BYTES)
 
     def _withdraw(self, receiver: FetchReceiver) -> None:
         if self.link is not None and (owed_bytes := self._owed_to(receiver, self.link)):

@@ -43,8 +43,6 @@ class FetchReceiver:
         self._sizes = list(staging.sizes.values())
         self._step = 0
         self._offset = 0
-        self.placed_bytes = self._credited_bytes = 0
-        """Since the request."""
         self._skip_empty()
 
     @property
@@ -62,13 +60,10 @@ class FetchReceiver:
             len(self._pages) * family.page_bytes(step.kind) for step in self.staging.steps
         ]
 
-    def request(
-        self, id: int, *, frame_bytes: int, window_bytes: int, reads_arena: bool = False
-    ) -> Fetch:
+    def request(self, id: int, *, frame_bytes: int, reads_arena: bool) -> Fetch:
         """Ask for what has not been placed yet."""
         self.id = id
         self.num_requests += 1
-        self.placed_bytes = self._credited_bytes = 0
         return Fetch(
             id=id,
             model=self._model,
@@ -77,7 +72,6 @@ class FetchReceiver:
             first_step=self._step,
             first_offset=self._offset,
             frame_bytes=frame_bytes,
-            window_bytes=window_bytes,
             reads_arena=reads_arena,
             timeout_ms=int(self.staging.deadline.remaining_s() * 1000),
             traceparent=self.staging.traceparent,
@@ -86,7 +80,7 @@ class FetchReceiver:
     def read(self, located: Located, arena: ArenaReader) -> None:
         """Copy and verify; raises as `buffer_for` and `mark_received` do.
 
-        The lease keeps the worker's memory until the next credit.
+        The lease keeps the worker's memory until it hears that all of it was copied.
         """
         places = [Span(*place) for place in located.places if 0 <= place[0] < place[1]]
         size = located.frame.size
@@ -122,15 +116,7 @@ class FetchReceiver:
             )
         self.staging.land(self.staging.steps[self._step], frame.size)
         self._offset += frame.size
-        self.placed_bytes += frame.size
         self._skip_empty()
-
-    def take_credit(self, least: int = 1) -> int:
-        """Bytes placed since the request, where that many are news; 0 where they are not."""
-        if self.is_complete or self.placed_bytes - self._credited_bytes < least:
-            return 0
-        self._credited_bytes = self.placed_bytes
-        return self.placed_bytes
 
     def _skip_empty(self) -> None:
         while not self.is_complete and self._offset == self._sizes[self._step]:
@@ -138,7 +124,7 @@ class FetchReceiver:
             self._offset = 0
 
 
-Reply = wire.Wanted | wire.StoreRefused | wire.Stored | wire.Credit
+Reply = wire.Wanted | wire.StoreRefused | wire.Stored
 
 _MAX_OF_ONE_PEER: Final = 4
 
@@ -194,13 +180,11 @@ class StoreReceiver:
             self._break(id, exc)
             return
         self._counts.num_received_bytes += arrival.frame.size
-        if not receiver.is_complete:
-            self._reply(wire.Credit(id=id, num_bytes=receiver.take_credit()))
-            return
-        self._close(id)
-        reservation.commit()
-        self._counts.stores_by_outcome["stored"] += 1
-        self._reply(wire.Stored(id=id))
+        if receiver.is_complete:
+            self._close(id)
+            reservation.commit()
+            self._counts.stores_by_outcome["stored"] += 1
+            self._reply(wire.Stored(id=id))
 
     def cancel(self, id: int) -> None:
         """The peer gives up a store; nothing where there is none."""
@@ -256,13 +240,7 @@ class StoreReceiver:
             receiver = FetchReceiver(model, reservation.pages, staging)
             self._open[store.id] = (receiver, reservation)
             self._counts.num_open_stores += 1
-        wanted = wire.Wanted(
-            id=store.id,
-            skipped=reservation.skipped,
-            frame_bytes=self._config.frame_bytes,
-            window_bytes=self._config.window_bytes,
-        )
-        self._reply(wanted)
+        self._reply(wire.Wanted(id=store.id, skipped=reservation.skipped))
 
     def _break(self, id: int, error: FetchError) -> None:
         self.cancel(id)

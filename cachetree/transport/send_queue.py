@@ -23,7 +23,7 @@ from cachetree.transport.wakeup import CLOSE_S
 log = logging.getLogger(__name__)
 
 _LEAST_BATCH_BYTES: Final = 1 << 20
-_MOST_BATCH_BYTES: Final = 32 << 20
+MOST_BATCH_BYTES: Final = 32 << 20
 _FIRST_BATCH_BYTES: Final = 4 << 20
 _BATCH_S: Final = 0.02
 """A batch takes about so long: what is put meanwhile waits for it."""
@@ -55,10 +55,15 @@ class SendQueue:
     """
 
     def __init__(
-        self, connection: socket.socket, seals: Unsealed, wake: Callable[[], None]
+        self,
+        connection: socket.socket,
+        seals: Unsealed,
+        wake: Callable[[], None],
+        most_batch_bytes: int = MOST_BATCH_BYTES,
     ) -> None:
         """`wake` is called from another thread: when all is written, when there is room for who
         found none, and at the end."""
+        self._most_batch_bytes = most_batch_bytes
         self.queued_bytes = 0
         """Put so far: headers and payloads, in clear."""
         self.error: OSError | None = None
@@ -217,6 +222,6 @@ class SendQueue:
 
     def _adapt(self, num_bytes: int, seconds: float) -> None:
         if num_bytes >= self._batch_bytes and seconds < _BATCH_S / 2:
-            self._batch_bytes = min(2 * self._batch_bytes, _MOST_BATCH_BYTES)
+            self._batch_bytes = min(2 * self._batch_bytes, self._most_batch_bytes)
         elif seconds > 2 * _BATCH_S:
             self._batch_bytes = max(self._batch_bytes // 2, _LEAST_BATCH_BYTES)

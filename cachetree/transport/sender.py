@@ -16,7 +16,7 @@ from cachetree.ids import Span, Step
 from cachetree.memory import Pool, checksum, checksum_of_parts
 from cachetree.transport import verbs, wire
 from cachetree.transport.channel import Channel
-from cachetree.transport.frames import MAX_FRAME_BYTES, Flow, Frame
+from cachetree.transport.frames import MAX_FRAME_BYTES, Frame
 from cachetree.transport.pace import Cap
 from cachetree.transport.send_queue import SendQueue
 from cachetree.transport.wire import MAX_PLACES
@@ -44,7 +44,7 @@ class Stream:
     """Sends the steps of one lease in order. Used by one thread.
 
     The lease is held until the kernel has the last frame, and until a receiver that reads the
-    arena has credited all of it: `end` stops the stream, and `is_drained` then says when
+    arena has `copied` all of it: `end` stops the stream, and `is_drained` then says when
     `lease.release` is due.
     """
 
@@ -52,7 +52,7 @@ class Stream:
         self,
         id: int,
         load: Load,
-        flow: Flow,
+        frame_bytes: int,
         deadline: Deadline,
         *,
         first: tuple[int, int] = (0, 0),
@@ -63,15 +63,15 @@ class Stream:
         self.id: Final = id
         self.lease: Final = lease
         self.deadline: Final = deadline
-        self.flow: Final = flow
-        self.in_flight_bytes = 0
+        self.frame_bytes: Final = frame_bytes
+        """Largest payload."""
         self.served_bytes = 0
         """Sent, on top of what its neighbours had been sent when it came."""
         self.is_over = False
         self.is_cut = False
         """It ended before all was sent."""
         self._arena = arena
-        """If the receiver reads it."""
+        """While the receiver reads it."""
         self.sent_bytes = 0
         self._step, self._offset = first
         self._index = 0
@@ -88,19 +88,10 @@ class Stream:
         """What carries the payloads, if any went that way."""
         self._queued_bytes = 0
 
-    def is_ready(self, limit: int) -> bool:
-        """Whether a frame of at most `limit` bytes may go now. If not, credit is to come.
-
-        What the receiver reads in the arena takes no room on its way, and so no window.
-        """
-        size = min(limit, self.flow.frame_bytes)
-        fits = self._arena is not None or self.in_flight_bytes + size <= self.flow.window_bytes
-        return fits and not self.is_over
-
     def put(self, channel: Channel, limit: int = MAX_FRAME_BYTES) -> int:
         """Send the next bytes, or where the receiver can read them; how many those were, at most
         `limit`."""
-        most_bytes = self.flow.frame_bytes if self._arena is None else LOCATED_BYTES
+        most_bytes = self.frame_bytes if self._arena is None else LOCATED_BYTES
         views = self._next_views(min(limit, most_bytes))
         places = self._places(views)
         if self._arena is not None and len(places) < len(views):  # Some of it is not in there.
@@ -121,17 +112,14 @@ class Stream:
             self._queued_bytes = channel.send_queue.queued_bytes
         self.sent_bytes += frame.size
         self.served_bytes += frame.size
-        self.in_flight_bytes += frame.size
         self._offset += frame.size
         self._advance(frame.size)
         self.is_over = not self._rest
         return frame.size
 
-    def credit(self, num_bytes: int) -> None:
-        """The receiver placed that much in all; raises ProtocolError for more than was sent."""
-        if not 0 < num_bytes <= self.sent_bytes:
-            raise ProtocolError(f"a credit of {num_bytes} bytes where {self.sent_bytes} were sent")
-        self.in_flight_bytes = min(self.in_flight_bytes, self.sent_bytes - num_bytes)
+    def copied(self) -> None:
+        """The receiver reads the arena no more; what it has not read comes in frames."""
+        self._arena = None
 
     def end(self) -> None:
         """Send no more, of what waits for the kernel neither."""
@@ -145,7 +133,7 @@ class Stream:
     @property
     def is_drained(self) -> bool:
         """Whether nobody reads the pages any more."""
-        is_read = self._arena is None or not self.in_flight_bytes or self.deadline.has_passed
+        is_read = self._arena is None or self.deadline.has_passed
         is_sent = self._send_queue is None or self._send_queue.has_written(self._queued_bytes)
         return is_read and is_sent
 
@@ -215,7 +203,7 @@ class _Turn(NamedTuple):
 
 
 class SendScheduler:
-    """Streams of all peers get equal bytes, whatever their frames, each within its window.
+    """Streams of all peers get equal bytes, whatever their frames.
 
     Used by the worker's thread only.
     """
@@ -274,9 +262,7 @@ class SendScheduler:
         self._draining.clear()
 
     def _can_send(self, turn: _Turn) -> bool:
-        stream = turn.stream
-        limit = self._cap.limit(stream.flow.frame_bytes)
-        return stream.is_ready(limit) and turn.channel.has_room
+        return not turn.stream.is_over and turn.channel.has_room
 
     def _send(self, turn: _Turn) -> None:
         size = turn.stream.put(turn.channel, self._cap.limit(MAX_FRAME_BYTES))

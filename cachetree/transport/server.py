@@ -71,7 +71,7 @@ class DataPort:
         """For one connection of theirs within `silence_s`; they have no other ticket then."""
         if len(self._tickets) == _MAX_TICKETS:
             del self._tickets[next(iter(self._tickets))]
-        ticket = new_ticket(self._port, self._config.window_bytes)
+        ticket = new_ticket(self._port)
         self._tickets.pop(who, None)
         self._tickets[who] = ticket, Deadline.after(self._config.silence_s, self._clock)
         return ticket
@@ -141,7 +141,7 @@ class DataPort:
         tune(connection)
         bound_silence(connection, self._config.silence_s)
         seals = self._seals(self._tickets.pop(who)[0].key)
-        return who, Channel(connection, seals, self._config.frame_bytes, self._wake)
+        return who, Channel(connection, seals, self._wake)
 
     def _owner(self, token: bytearray) -> str | None:
         """Takes the same time for every token."""

@@ -13,7 +13,7 @@ from cachetree.ids import PAGE_HASH_BYTES, ModelId, PageHash
 from cachetree.transport.advertise import Advertiser
 from cachetree.transport.channel import Channel
 from cachetree.transport.config import WorkerConfig
-from cachetree.transport.frames import Flow
+from cachetree.transport.frames import MAX_FRAME_BYTES, MIN_FRAME_BYTES
 from cachetree.transport.receiver import StoreReceiver
 from cachetree.transport.sender import Load, Stream
 from cachetree.transport.verbs import Counts
@@ -73,14 +73,14 @@ class Session:
         steps = steps_of(fetch, family.num_layers)
         if not pages or not steps:
             raise ProtocolError("a fetch names no pages or no steps")
-        asked = Flow(fetch.frame_bytes, fetch.window_bytes)
-        flow = asked.within(Flow(config.frame_bytes, config.window_bytes))
+        if not MIN_FRAME_BYTES <= fetch.frame_bytes <= MAX_FRAME_BYTES:
+            raise ProtocolError(f"a fetch asks for frames of {fetch.frame_bytes} bytes")
         lease = self._lease(fetch, pages, deadline)
         try:
             stream = Stream(
                 fetch.id,
                 Load(lease, steps),
-                flow,
+                fetch.frame_bytes,
                 deadline,
                 first=(fetch.first_step, fetch.first_offset),
                 arena=self._tree.memory if fetch.reads_arena and config.shared_memory else None,

@@ -11,16 +11,16 @@ A message ends with a checksum: without it a flipped bit could name another laye
                               ◄══         Entries...                  what changes
     Learned                   ══►                                     of each Entries, applied
     Fetch                     ══►
-                              ◄══         frame + payload ...         at most the window in flight
+                              ◄══         frame + payload ...
                               ◄══         or Located ...              on the same host
-    Credit                    ══►                                     as payloads are placed
+    Copied                    ══►                                     all that was located
                               ◄══         or FetchFailed
     Cancel                    ══►
                               ◄══         Ended                       behind the last frame
     Store                     ══►
                               ◄══         Wanted or StoreRefused
-    frame + payload ...       ══►                                     at most the window in flight
-                              ◄══         Credit ..., Stored          or StoreRefused
+    frame + payload ...       ══►
+                              ◄══         Stored                      or StoreRefused
     Ping                      ══►                                     both notice silence, and what
                               ◄══         Pong                        was lost at the very end
     Bye                       ◄══►        Bye                         the session is over
@@ -55,7 +55,7 @@ from cachetree.transport import verbs
 from cachetree.transport.frames import MAX_MESSAGE_BYTES, Frame, Ticket
 from cachetree.tree import split_hashes
 
-PROTOCOL_VERSION: Final = 7
+PROTOCOL_VERSION: Final = 8
 
 MAX_HEADER_BYTES: Final = MAX_MESSAGE_BYTES
 """Largest message either side accepts, however it comes."""
@@ -133,8 +133,7 @@ class Fetch(msgspec.Struct, frozen=True, kw_only=True, tag="fetch"):
     first_offset: int = 0
     """Bytes of the first step that have."""
     frame_bytes: int
-    window_bytes: int
-    """Never have more than this sent and not credited."""
+    """Largest payload of a frame."""
     reads_arena: bool = False
     """Whether the peer copies from the worker's arena itself."""
     timeout_ms: int
@@ -164,8 +163,6 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True, tag="wanted"):
 
     id: int
     skipped: int
-    frame_bytes: int
-    window_bytes: int
 
 
 class StoreRefused(msgspec.Struct, frozen=True, kw_only=True, tag="store_refused"):
@@ -183,7 +180,7 @@ class Stored(msgspec.Struct, frozen=True, kw_only=True, tag="stored"):
 
 
 class Located(msgspec.Struct, frozen=True, kw_only=True, tag="located"):
-    """In place of a frame: its payload lies in the arena, and stays until it is credited.
+    """In place of a frame: its payload lies in the arena, and stays until all was `Copied`.
 
     Memory that was used anew meanwhile is noticed by the checksum.
     """
@@ -193,11 +190,10 @@ class Located(msgspec.Struct, frozen=True, kw_only=True, tag="located"):
     """(start, stop) in the arena of each part of the payload."""
 
 
-class Credit(msgspec.Struct, frozen=True, kw_only=True, tag="credit"):
-    """So many bytes of this fetch or store were placed in all, and left the window."""
+class Copied(msgspec.Struct, frozen=True, kw_only=True, tag="copied"):
+    """Nothing is read any more of what was located for this fetch."""
 
     id: int
-    num_bytes: int
 
 
 class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):
@@ -234,7 +230,7 @@ class Bye(msgspec.Struct, frozen=True, kw_only=True, tag="bye"):
     reason: str
 
 
-ToWorker = Hello | Learned | Fetch | Store | Credit | Cancel | Ping | Bye | verbs.ToWorker
+ToWorker = Hello | Learned | Fetch | Store | Copied | Cancel | Ping | Bye | verbs.ToWorker
 ToPeer = (
     Hello
     | Reset
@@ -246,7 +242,6 @@ ToPeer = (
     | Wanted
     | StoreRefused
     | Stored
-    | Credit
     | Pong
     | Bye
     | verbs.ToPeer

@@ -207,8 +207,9 @@ class Worker:
                 session.advertiser.learned()
             case wire.Fetch():
                 self._accept(session, message)
-            case wire.Credit():
-                self._credit(session, message)
+            case wire.Copied():
+                if (stream := session.streams.get(message.id)) is not None:
+                    stream.copied()
             case wire.Store():
                 self._store(session, message)
             case wire.Cancel():
@@ -304,15 +305,6 @@ class Worker:
         error = "it ended before all was sent" if stream.is_cut else ""
         seconds = self._clock() - begun_s
         self._note_served(Served(fetch, seconds, stream.sent_bytes, error))
-
-    def _credit(self, session: Session, credit: wire.Credit) -> None:
-        stream = session.streams.get(credit.id)
-        if stream is None:
-            return  # It came after the last frame, or crossed with our FetchFailed.
-        try:
-            stream.credit(credit.num_bytes)
-        except ProtocolError as exc:
-            self._fail(session, credit.id, exc)
 
     def _fail(self, session: Session, id: int, error: FetchError) -> None:
         """Also ends the stream of that id: of one that was asked for twice, neither goes on."""

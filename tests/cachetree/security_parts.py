@@ -136,7 +136,7 @@ class TicketUser:
 
     def __init__(self, ticket: Ticket) -> None:
         self.channel = channel.connect(
-            "127.0.0.1", ticket, Seals(ticket.key, is_worker=False), 1 << 20, unheard
+            "127.0.0.1", ticket, Seals(ticket.key, is_worker=False), unheard
         )
 
     def is_let_in(self, seconds: float = 2.0) -> bool:

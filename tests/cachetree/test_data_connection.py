@@ -22,6 +22,7 @@ from cachetree.transport.address import Address
 from cachetree.transport.channel import Arrival, Channel
 from cachetree.transport.frames import (
     KEY_BYTES,
+    MAX_FRAME_BYTES,
     MAX_MESSAGE_BYTES,
     MESSAGE,
     PIECE_BYTES,
@@ -34,8 +35,8 @@ from cachetree.transport.handshake import Refusal
 from cachetree.transport.send_queue import SendQueue
 from cachetree.transport.server import _MAX_PENDING, DataPort
 
-MAX_FRAME_BYTES = 4 << 20
-SIZES = (1, 4096, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES, MAX_FRAME_BYTES)
+LARGE_BYTES = 4 << 20
+SIZES = (1, 4096, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES, LARGE_BYTES)
 
 
 class Memory:
@@ -74,7 +75,7 @@ def connected() -> Iterator[Callable[[SealsOf], Pair]]:
     def connect(seals_of: SealsOf = unsealed) -> Pair:
         for is_worker, end in zip((True, False), socket.socketpair(), strict=True):
             end.setblocking(False)
-            ends.append(Channel(end, seals_of(is_worker), MAX_FRAME_BYTES, unheard))
+            ends.append(Channel(end, seals_of(is_worker), unheard))
         return ends[-2], ends[-1]
 
     yield connect
@@ -147,13 +148,15 @@ def test_a_place_is_let_go_once_its_frame_is_there(
 
 @pytest.mark.parametrize("seals_of", [unsealed, sealed])
 def test_a_place_that_is_given_up_is_written_no_more(
-    connected: Callable[[SealsOf], Pair], seals_of: SealsOf
+    connected: Callable[[SealsOf], Pair], seals_of: SealsOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rest of its frame goes nowhere, and what follows comes as if nothing was."""
+    monkeypatch.setattr(channel, "_MAX_READS", 1)
     sender, receiver = connected(seals_of)
-    sink, payload = Memory(), b"\xff" * MAX_FRAME_BYTES
+    sink, payload = Memory(), b"\xff" * LARGE_BYTES
     sender.put(frame_of(payload), [memoryview(payload)])
     eventually(lambda: list(receiver.receive(sink)) or receiver.received_bytes > 64 << 10)
+    monkeypatch.undo()
     before = bytes(sink.rooms[0])
     assert before.count(b"\0")
     sink.is_open = False
@@ -174,8 +177,8 @@ def test_a_message_that_comes_in_parts_is_heard(seals_of: SealsOf) -> None:
     with (
         between,
         onward,
-        closing(Channel(sending, seals_of(True), 1, unheard)) as sender,
-        closing(Channel(receiving, seals_of(False), 1, unheard)) as receiver,
+        closing(Channel(sending, seals_of(True), unheard)) as sender,
+        closing(Channel(receiving, seals_of(False), unheard)) as receiver,
     ):
         sender.put_message(message)
         flushed(sender)
@@ -245,7 +248,7 @@ def test_a_connection_closed_while_nobody_reads_lets_go_at_once(
 
     others = set(threading.enumerate())
     sender, _receiver = connected(unsealed)
-    page = Page(MAX_FRAME_BYTES)
+    page = Page(LARGE_BYTES)
     for _ in range(4):
         sender.put(frame_of(page), [memoryview(page)])
     living = weakref.ref(page)
@@ -290,13 +293,37 @@ def test_who_found_no_room_is_told_when_there_is_some() -> None:
         eventually(lambda: send_queue.has_room)
 
 
+def test_a_batch_does_not_outgrow_its_bound() -> None:
+    """However fast it went before: what is put next waits for what waits already."""
+    near, far = socket.socketpair()
+    payload, most_bytes = payload_of(1 << 20)[: 1 << 20], 8 << 20
+    send_queue = SendQueue(near, Unsealed(), unheard, most_bytes)
+
+    def read(num_bytes: int) -> None:
+        while num_bytes:
+            num_bytes -= len(far.recv(min(1 << 20, num_bytes)))
+
+    with near, far, closing(send_queue):
+        reading = threading.Thread(target=read, args=(96 << 20,))
+        reading.start()
+        for _ in range(100):
+            eventually(lambda: send_queue.has_room)
+            send_queue.put(frame_of(payload), [memoryview(payload)])
+        reading.join()
+        waiting_bytes = 0
+        while send_queue.has_room:
+            send_queue.put(frame_of(payload), [memoryview(payload)])
+            waiting_bytes += len(payload)
+        assert waiting_bytes < 2 * most_bytes + (4 << 20)
+
+
 def test_what_is_left_after_a_turn_is_found_in_the_next_though_nothing_more_comes() -> None:
     """A turn takes in so much and no more; the socket may still sleep until a MiB is there."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         ends = [socket.create_connection(listener.getsockname()), listener.accept()[0]]
     far, near = ends
     near.setblocking(False)
-    with far, closing(Channel(near, Unsealed(), 4 << 20, unheard)) as end:
+    with far, closing(Channel(near, Unsealed(), unheard)) as end:
         seals, large, small = Unsealed(), payload_of(2 << 20)[: 2 << 20], b"a small one"
         far.sendall(seals.seal(pack(frame_of(large))))
         poller = select.poll()
@@ -381,14 +408,14 @@ def test_a_ticket_lets_its_owner_in_and_nobody_after() -> None:
         gone = door.port.issue_ticket("one")  # There is another for them.
         tickets = {name: door.port.issue_ticket(name) for name in ("one", "two")}
         opened = [
-            channel.connect("127.0.0.1", tickets[name], Unsealed(), 1, unheard)
+            channel.connect("127.0.0.1", tickets[name], Unsealed(), unheard)
             for name in ("two", "one")
         ]
         for each in opened:
             flushed(each)
         eventually(lambda: sorted(door.let_in) == ["one", "two"])
         for ticket in (tickets["two"], gone):
-            opened.append(channel.connect("127.0.0.1", ticket, Unsealed(), 1, unheard))
+            opened.append(channel.connect("127.0.0.1", ticket, Unsealed(), unheard))
             flushed(opened[-1])
         eventually(lambda: len(door.refused) == 2)
         eventually(lambda: list(opened[-1].receive(Nowhere())) or opened[-1].error)

@@ -166,7 +166,6 @@ A_FETCH = wire.Fetch(
     pages=join_hashes(PAGES),
     steps=(("kv", 0),),
     frame_bytes=64 << 10,
-    window_bytes=256 << 10,
     timeout_ms=10_000,
 )
 

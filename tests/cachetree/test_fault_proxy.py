@@ -1,6 +1,6 @@
 """Every fault at every frame of a session: the right bytes or none, in time, and nothing stays.
 
-The frames are those of both directions of its two connections, from the greeting to the last credit
+The frames are those of both directions of its two connections, from the greeting to the last frame
 of a fetch. Every frame meets every fault by default; a flip takes one random bit of each frame, and
 the slow tests take many more.
 """
@@ -61,7 +61,6 @@ PAGES = pages_of(4)
 FRAME_BYTES = 4096
 PEER = PeerConfig(
     frame_bytes=FRAME_BYTES,
-    window_bytes=2 * FRAME_BYTES,
     connect_s=0.4,
     heartbeat_s=0.1,
     silence_s=0.5,
@@ -190,7 +189,7 @@ def strike_all(strikes: Sequence[Strike], first_seed: int, memory: Pool | None =
         wrong = {strike: error for strike, it in results.items() if (error := it.exception())}
         assert not wrong
         outcomes = {strike: it.result() for strike, it in results.items()}
-        # How credits are joined, and when pings go, decides how many frames there are.
+        # When pings go decides how many frames there are.
         assert sum(it.has_struck for it in outcomes.values()) > 0.9 * len(strikes)
         lost = {str(strike): str(it.error) for strike, it in outcomes.items() if it.error}
         print(f"{len(lost)} of {len(strikes)} fetches fell back: {lost}")
@@ -287,7 +286,6 @@ FETCH = wire.Fetch(
     pages=MANY_PAGES,
     steps=(("e", E_LAYER), ("kv", 0), ("kv", 1), ("kv", 3)),
     frame_bytes=1 << 20,
-    window_bytes=4 << 20,
     timeout_ms=10_000,
     first_step=2,
     first_offset=4096,
@@ -296,7 +294,7 @@ TO_WORKER = (
     wire.hello(FAMILY, MODEL, 0),
     wire.Learned(),
     FETCH,
-    wire.Credit(id=3, num_bytes=4096),
+    wire.Copied(id=3),
     wire.Cancel(id=3),
     wire.Ping(),
     wire.Bye(reason="closing"),

@@ -18,18 +18,15 @@ from security_parts import Party, new_party
 from transport_parts import (
     FAMILY,
     FAST,
-    MODEL,
     ScriptedWorker,
     ask_status,
     eventually,
-    new_staging,
     new_tree,
     pages_of,
-    peer_of,
     store,
 )
 
-from cachetree import Cache, CacheConfig, ConfigError, Location, PeerConfig, WorkerConfig
+from cachetree import Cache, CacheConfig, ConfigError, Location, WorkerConfig
 from cachetree.transport import wire
 from cachetree.transport.advertise import ChangeQueue
 
@@ -262,28 +259,3 @@ def _engine(address: Location) -> None:
 
 if __name__ == "__main__":
     _engine(Location(sys.argv[1]))
-
-
-class WantingWorker(ScriptedWorker):
-    """Wants every store with the largest window and credits nothing, until there is a fetch."""
-
-    def _hear(self, identity: bytes, message: wire.ToWorker) -> None:
-        super()._hear(identity, message)
-        if isinstance(message, wire.Store):
-            wanted = wire.Wanted(
-                id=message.id, skipped=0, frame_bytes=4 << 20, window_bytes=64 << 20
-            )
-            self.send(identity, wanted)
-        elif isinstance(message, wire.Fetch):
-            self.send(identity, wire.StoreRefused(id=1, error="no_room", reason="enough"))
-
-
-def test_a_fetch_is_asked_for_behind_little_of_what_is_pushed() -> None:
-    tree = new_tree(pages_of(2048))
-    patient = PeerConfig(connect_s=20.0, silence_s=30.0)
-    with WantingWorker(lambda *_: None) as worker, peer_of(worker.address, tree, patient) as peer:
-        peer.push()
-        eventually(lambda: peer.push_status.num_pushed_bytes == 16 << 20)
-        peer.fetch(MODEL, PAGES[:1], new_staging(1))
-        eventually(lambda: peer.push_status.num_refused)
-        assert peer.push_status.num_pushed_bytes == 16 << 20

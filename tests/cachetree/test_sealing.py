@@ -141,14 +141,14 @@ def test_every_seal_takes_a_number_of_its_own() -> None:
 
 
 def test_a_ticket_does_not_show_its_key() -> None:
-    ticket = new_ticket(7, 2)
+    ticket = new_ticket(7)
     message = wire.hello(FAMILY, "m", 1, ticket=ticket)
     for shown in (repr(message), str(ticket), f"{ticket}"):
         assert repr(ticket.key)[2:-1] not in shown
         assert "port=7" in shown
     header = wire.encode(message)
     assert wire.decode_to_peer(memoryview(header)) == message
-    others = {new_ticket(7, 2) for _ in range(9)} | {ticket}
+    others = {new_ticket(7) for _ in range(9)} | {ticket}
     assert len({it.key for it in others}) == len({it.token for it in others}) == 10
 
 
@@ -157,7 +157,7 @@ def test_a_ticket_does_not_show_its_key() -> None:
     [{"key": bytes(31)}, {"key": bytes(33)}, {"token": b""}, {"port": 0}],
 )
 def test_a_ticket_that_cannot_be_is_refused(changed: dict[str, object]) -> None:
-    fields = msgspec.structs.asdict(new_ticket(7, 2)) | changed
+    fields = msgspec.structs.asdict(new_ticket(7)) | changed
     body = msgspec.structs.asdict(wire.hello(FAMILY, "m", 1)) | {"ticket": fields}
     header = wire.with_checksum(msgspec.msgpack.encode({"type": "hello", **body}))
     with pytest.raises(ProtocolError):

@@ -149,7 +149,7 @@ def test_a_connection_holds_one_mapping_and_no_descriptor(arena: Arena) -> None:
             eventually(lambda: num() == (1, 1))
 
 
-def test_pages_stay_until_the_last_of_them_is_credited(arena: Arena) -> None:
+def test_pages_stay_until_the_last_of_them_is_copied(arena: Arena) -> None:
     source = new_tree(PAGES, memory=arena)
     with worker_of(source) as worker, peer_of(worker.address, new_tree()) as peer:
         staging = StalledStaging(16)

@@ -48,8 +48,7 @@ def test_nothing_is_seen_of_a_store_before_its_last_byte() -> None:
         assert isinstance(wanted, wire.Wanted)
         assert (wanted.skipped, tree.num_bytes) == (0, 2 * PAGE_TOTAL)
         for number, step in enumerate(steps[:-1]):
-            answer = peer.frame(number, payload_of(step))
-            assert answer == wire.Credit(id=1, num_bytes=(number + 1) * 2 * PAGE_BYTES)
+            peer.part(number, payload_of(step))
             assert not tree.match(PAGES)
         assert peer.frame(4, payload_of(steps[-1])) == wire.Stored(id=1)
         lease = tree.lease(MODEL, PAGES[:2], "test", Deadline.after(5))
@@ -57,9 +56,7 @@ def test_nothing_is_seen_of_a_store_before_its_last_byte() -> None:
         for step in STEPS:
             views = lease.e(step.layer) if step.kind is Kind.E else lease.kv(step.layer)
             assert b"".join(views) == payload_of(step)
-        assert peer.ask(new_store(id=2)) == wire.Wanted(
-            id=2, skipped=2, frame_bytes=wanted.frame_bytes, window_bytes=wanted.window_bytes
-        )
+        assert peer.ask(new_store(id=2)) == wire.Wanted(id=2, skipped=2)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +152,7 @@ def test_open_stores_are_bounded_for_each_peer_and_in_all() -> None:
 
 
 def test_a_store_and_a_fetch_of_one_number_do_not_meet() -> None:
-    """Each has its own credit, and the end of one is not the other's."""
+    """The end of one is not the other's."""
     there = pages_of(8, "there")
     fetch = wire.Fetch(
         id=1,
@@ -163,7 +160,6 @@ def test_a_store_and_a_fetch_of_one_number_do_not_meet() -> None:
         pages=join_hashes(there),
         steps=(("kv", 0), ("kv", 1)),
         frame_bytes=2 * PAGE_BYTES,
-        window_bytes=4 * PAGE_BYTES,
         timeout_ms=60_000,
     )
     steps = [*(Step(Kind.KV, layer) for layer in range(4)), Step(Kind.E, E_LAYER)]
@@ -171,12 +167,9 @@ def test_a_store_and_a_fetch_of_one_number_do_not_meet() -> None:
         store(tree, there)
         assert isinstance(peer.ask(new_store(id=1, timeout_ms=60_000)), wire.Wanted)
         peer.send(fetch)
-        came = b""
         for number, step in enumerate(steps[:-1]):
-            came += peer.fetched(4 * PAGE_BYTES)
-            credit = wire.Credit(id=1, num_bytes=(number + 1) * 2 * PAGE_BYTES)
-            assert peer.frame(number, payload_of(step)) == credit
-            peer.send(wire.Credit(id=1, num_bytes=len(came)))
+            peer.part(number, payload_of(step))
+        came = peer.fetched(2 * len(there) * PAGE_BYTES)
         for layer in range(2):
             wanted = b"".join(content(page, Step(Kind.KV, layer)) for page in there)
             assert came[layer * len(wanted) : (layer + 1) * len(wanted)] == wanted

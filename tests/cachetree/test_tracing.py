@@ -109,7 +109,6 @@ def test_a_context_that_is_too_long_is_not_read() -> None:
         pages=PAGES[0],
         steps=(("kv", 0),),
         frame_bytes=1,
-        window_bytes=1,
         timeout_ms=1,
         traceparent=CONTEXT + "0",
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
@@ -23,7 +22,6 @@ from transport_parts import (
     ask_status,
     check_content,
     eventually,
-    in_flight_bytes,
     new_staging,
     new_tree,
     pages_of,
@@ -43,7 +41,6 @@ from cachetree import (
     Kind,
     ModelId,
     Peer,
-    PeerConfig,
     PeerState,
     StaleEntry,
     Step,
@@ -221,50 +218,6 @@ def test_pages_that_are_gone_are_stale() -> None:
         assert worker.status().num_failed_fetches == 3
         source.evict()
         assert source.num_pages == 0, "a refused fetch kept its lease"
-
-
-class StalledStaging(RecordingStaging):
-    """Its writer waits at the first frame."""
-
-    def __init__(self) -> None:
-        super().__init__(dict.fromkeys(STEPS, 256 * PAGE_BYTES), new_staging(0).deadline)
-        self.go_on = threading.Event()
-
-    def room(self, step: Step, offset: int, size: int) -> memoryview:
-        self.go_on.wait()
-        return super().room(step, offset, size)
-
-
-IN_FRAMES = pytest.mark.parametrize("in_both_ways", ["frames"], indirect=True)
-"""What is read where it lies takes no room on its way."""
-
-
-@IN_FRAMES
-def test_a_stalled_receiver_holds_no_more_than_its_window() -> None:
-    with worker_of(new_tree(PAGES)) as worker, peer_of(worker.address, new_tree()) as peer:
-        staging = StalledStaging()
-        peer.fetch(MODEL, PAGES, staging)
-        eventually(lambda: in_flight_bytes(worker) == [FAST.window_bytes])
-        time.sleep(0.1)
-        assert in_flight_bytes(worker) == [FAST.window_bytes]
-        assert worker.status().num_sent_bytes == FAST.window_bytes
-        staging.go_on.set()
-        wait_all(staging)
-        check_content(staging, PAGES)
-
-
-@IN_FRAMES
-def test_a_workers_own_window_bounds_a_greedy_peer() -> None:
-    greedy = PeerConfig(window_bytes=64 << 20)
-    with (
-        worker_of(new_tree(PAGES), frame_bytes=4096, window_bytes=8192) as worker,
-        peer_of(worker.address, new_tree(), greedy) as peer,
-    ):
-        staging = new_staging(256)
-        peer.fetch(MODEL, PAGES, staging)
-        wait_all(staging)
-        check_content(staging, PAGES)
-        assert max(size for *_, size in staging.writes) == 4096
 
 
 def test_cancel_stops_the_stream_and_frees_the_lease() -> None:

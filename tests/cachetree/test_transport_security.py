@@ -108,11 +108,11 @@ def test_frames_of_the_largest_size_come_through(
 ) -> None:
     """Encryption makes a message longer, and its cap does not cut it off."""
     pages = pages_of(4096)
-    size = {"frame_bytes": frame_bytes, "window_bytes": 2 * frame_bytes}
-    own = {"key_file": friend.key_file}
-    config = PeerConfig(server_key=us.pair.public, **own, **size)
+    config = PeerConfig(
+        server_key=us.pair.public, key_file=friend.key_file, frame_bytes=frame_bytes
+    )
     with (
-        worker_of(new_tree(pages), **size, **us.serving(friend)) as worker,
+        worker_of(new_tree(pages), **us.serving(friend)) as worker,
         peer_of(worker.address, new_tree(), config) as peer,
     ):
         staging = new_staging(4096)

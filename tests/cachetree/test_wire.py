@@ -30,7 +30,6 @@ FETCH = wire.Fetch(
     pages=b"x" * 32,
     steps=(("e", 2), ("kv", 0)),
     frame_bytes=1 << 20,
-    window_bytes=4 << 20,
     timeout_ms=100,
 )
 
@@ -41,7 +40,7 @@ FETCH = wire.Fetch(
         wire.hello(FAMILY, "m", 0),
         wire.Learned(),
         FETCH,
-        wire.Credit(id=3, num_bytes=9),
+        wire.Copied(id=3),
         wire.Cancel(id=3),
         wire.Ping(),
         wire.Bye(reason="done"),
@@ -207,16 +206,14 @@ def test_good_addresses() -> None:
 
 
 def test_settings_are_checked() -> None:
-    with pytest.raises(ConfigError, match="window_bytes is 65536"):
-        WorkerConfig(window_bytes=1 << 16)
     with pytest.raises(ConfigError, match="max_bytes_per_s is 0"):
         WorkerConfig(max_bytes_per_s=0)
     with pytest.raises(ConfigError, match="frame_bytes is 1"):
         PeerConfig(frame_bytes=1)
     with pytest.raises(ConfigError, match="silence_s"):
         PeerConfig(silence_s=1.0, heartbeat_s=0.9)
-    with pytest.raises(msgspec.ValidationError, match="windw_bytes"):
-        msgspec.json.decode(b'{"windw_bytes": 1}', type=PeerConfig)
+    with pytest.raises(msgspec.ValidationError, match="fram_bytes"):
+        msgspec.json.decode(b'{"fram_bytes": 1}', type=PeerConfig)
 
 
 class FakeTime:

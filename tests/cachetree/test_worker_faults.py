@@ -16,7 +16,6 @@ from transport_parts import (
     RawPeer,
     check_content,
     eventually,
-    in_flight_bytes,
     new_staging,
     new_tree,
     pages_of,
@@ -65,7 +64,6 @@ def a_fetch(**changed: object) -> wire.Fetch:
         pages=join_hashes(PAGES),
         steps=tuple((step.kind.value, step.layer) for step in STEPS),
         frame_bytes=1 << 20,
-        window_bytes=4 << 20,
         timeout_ms=5000,
     )
     return msgspec.structs.replace(sound, **changed)
@@ -103,7 +101,7 @@ def test_a_worker_survives_noise_and_keeps_serving(
         {"steps": (("kv", 99),)},
         {"steps": (("kv", 1), ("kv", 1))},
         {"frame_bytes": 1},
-        {"window_bytes": -1},
+        {"frame_bytes": 1 << 30},
         {"first_step": 4},
         {"first_step": -1},
         {"first_offset": SIZE},
@@ -123,15 +121,14 @@ def test_a_fetch_that_makes_no_sense_is_answered(
         assert source.num_pages == 0, "the refused fetch kept its lease"
 
 
-def test_credit_for_what_was_not_sent_ends_the_stream() -> None:
-    with (
-        worker_of(new_tree(PAGES), max_bytes_per_s=1e5) as worker,
-        RawPeer(worker.address) as peer,
-    ):
+def test_who_says_too_early_that_all_is_copied_gets_the_rest_in_frames() -> None:
+    num_bytes = len(STEPS) * len(PAGES) * PAGE_BYTES
+    with worker_of(new_tree(PAGES)) as worker, RawPeer(worker.address) as peer:
+        peer.send(wire.Copied(id=9))
         peer.send(a_fetch())
-        peer.send(wire.Credit(id=1, num_bytes=1 << 30))
-        eventually(lambda: worker.status().num_protocol_errors == 1)
-        eventually(lambda: worker.status().num_streams == 0)
+        peer.send(wire.Copied(id=1))
+        assert len(peer.fetched(num_bytes)) == num_bytes
+        assert worker.status().num_protocol_errors == 0
 
 
 def test_a_fetch_that_comes_twice_holds_nothing() -> None:
@@ -156,7 +153,7 @@ def settled(number: Callable[[], int]) -> int:
 def test_what_waits_for_a_reader_who_gives_up_is_not_sent() -> None:
     """Beyond what the kernel has, and the batch that it is being given."""
     pages = pages_of(4096)
-    fetch = a_fetch(pages=join_hashes(pages), window_bytes=64 << 20, timeout_ms=60_000)
+    fetch = a_fetch(pages=join_hashes(pages), timeout_ms=60_000)
     with worker_of(new_tree(pages)) as worker, RawPeer(worker.address) as peer:
         peer.send(fetch)
         sent_bytes = settled(lambda: worker.status().num_sent_bytes)
@@ -167,31 +164,16 @@ def test_what_waits_for_a_reader_who_gives_up_is_not_sent() -> None:
         eventually(lambda: peer.hear() or peer.frames[-1].id == 2)
 
 
-def test_a_credit_that_is_late_or_comes_twice_does_no_harm() -> None:
-    with (
-        worker_of(new_tree(PAGES), frame_bytes=4096, window_bytes=8192) as worker,
-        RawPeer(worker.address) as peer,
-    ):
-        peer.send(a_fetch())
-        eventually(lambda: in_flight_bytes(worker) == [8192])
-        for num_bytes in (4096, 4096, 1, 8192, 4096):
-            peer.send(wire.Credit(id=1, num_bytes=num_bytes))
-        eventually(lambda: worker.status().num_sent_bytes == 2 * 8192)
-        assert peer.ask(wire.Ping()) == wire.Pong()
-        assert in_flight_bytes(worker) == [8192]
-        assert worker.status().num_protocol_errors == 0
-
-
 def test_a_worker_keeps_the_deadline_by_itself() -> None:
-    """This peer neither cancels nor credits."""
+    """This peer does not cancel."""
     with (
-        worker_of(new_tree(PAGES), frame_bytes=4096, window_bytes=8192) as worker,
+        worker_of(new_tree(PAGES), max_bytes_per_s=1e4) as worker,
         RawPeer(worker.address) as peer,
     ):
         failure = peer.ask(a_fetch(timeout_ms=500))
         assert isinstance(failure, wire.FetchFailed)
         assert failure.error == "deadline"
-        assert len(peer.frames) == 2
+        assert len(peer.frames) < 4
 
 
 def test_too_many_fetches_and_peers_are_turned_away(
@@ -213,7 +195,7 @@ def test_too_many_fetches_and_peers_are_turned_away(
 def test_a_receiver_that_vanishes_or_stalls_frees_its_lease() -> None:
     source = new_tree(PAGES)
     with (
-        worker_of(source, frame_bytes=4096, window_bytes=8192, silence_s=3.0) as worker,
+        worker_of(source, max_bytes_per_s=1e4, silence_s=3.0) as worker,
         RawPeer(worker.address) as vanishing,
         RawPeer(worker.address) as stalling,
     ):

@@ -63,7 +63,6 @@ E_LAYER = 2
 STEPS = (Step(Kind.E, E_LAYER), Step(Kind.KV, 0), Step(Kind.KV, 1), Step(Kind.KV, 3))
 FAST = PeerConfig(
     frame_bytes=64 << 10,
-    window_bytes=256 << 10,
     heartbeat_s=0.1,
     silence_s=30.0,
     reconnect_s=0.02,
@@ -170,11 +169,6 @@ def check_content(staging: Staging, pages: Sequence[PageHash]) -> None:
         assert b"".join(staging.views(step)) == expected, step
 
 
-def in_flight_bytes(worker: Worker) -> list[int]:
-    """Sent and not yet placed, per stream."""
-    return [turn.stream.in_flight_bytes for turn in tuple(worker._scheduler._turns)]
-
-
 def eventually(condition: Callable[[], object], seconds: float = 20.0) -> None:
     give_up_at_s = time.monotonic() + seconds
     while not condition():
@@ -213,7 +207,7 @@ def data_connection(hello: wire.ToPeer) -> Channel:
     """What a peer opens with the ticket in a worker's hello. The caller closes it."""
     assert isinstance(hello, wire.Hello)
     assert hello.ticket is not None
-    opened = channel.connect("127.0.0.1", hello.ticket, Unsealed(), 1 << 20, unheard)
+    opened = channel.connect("127.0.0.1", hello.ticket, Unsealed(), unheard)
     flushed(opened)
     return opened
 
@@ -308,6 +302,13 @@ class RawPeer:
             id=id, step=step, offset=offset, size=len(payload), checksum=checksum(payload)
         )
         return self.ask_frame(header, payload)
+
+    def part(self, step: int, payload: bytes) -> None:
+        """A frame that is not the last of its store: nothing answers it."""
+        self.send_frame(
+            Frame(id=1, step=step, offset=0, size=len(payload), checksum=checksum(payload)), payload
+        )
+        assert self.ask(wire.Ping()) == wire.Pong()
 
     def fetched(self, num_bytes: int) -> bytes:
         """The payloads of so many bytes that come next, in the order in which they come."""

@@ -41,8 +41,6 @@ STEP_BYTES = whole_pages(NUM_TOKENS) * 256 * 4
 """E of 256, and KV of two heads of 64, in float32."""
 NUM_FRAMES = 1 + NUM_LAYERS - 2
 """E and the KV of the layers outside the block, each in one."""
-WINDOW_BYTES = 4 * STEP_BYTES
-"""So that a fetch has credits to lose."""
 LINK_MB_S = 20.0
 """A worker sends what takes 10 ms in one frame, so that one step is one; and is still sending when
 it is killed or stopped."""
@@ -146,7 +144,7 @@ class Rig:
         eventually(self.is_well, RECOVERY_S)
 
     def frames(self, proxy: FaultProxy) -> list[tuple[Towards, int, Via]]:
-        """Those that each of some fetches had; how many credits there are differs."""
+        """Those that each of some fetches had; how many pings there are differs."""
         counts = []
         for _ in range(3):
             proxy.arm(None)
@@ -227,8 +225,6 @@ def rig_in(folder: Path, *, seed: int) -> Iterator[Rig]:
                 "worker": {
                     "listen": address,
                     "max_bytes_per_s": LINK_MB_S * 1e6,
-                    "frame_bytes": STEP_BYTES,
-                    "window_bytes": WINDOW_BYTES,
                 },
             },
         }

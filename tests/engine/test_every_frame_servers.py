@@ -1,7 +1,7 @@
 """Every harm at every frame of a fetch between real servers: right answers, in time, no traces.
 
 Over the data connection a fetch has E and the KV of eight layers, a header and a payload each, and
-over ZMQ the request and its credits go the other way. At each of these frames each fault strikes
+over ZMQ the request goes the other way. At each of these frames each fault strikes
 once, and the worker is killed, killed and started again, or stopped between any two payloads; then
 the same against the cache inside the author's engine. Takes ten minutes.
 """

@@ -124,7 +124,7 @@ def is_reused(reply: Answer) -> bool:
 def strikes(counts: dict[Towards, int]) -> list[Strike]:
     """Every fault once at payloads, and some at what the peer says, at frames of one fetch.
 
-    Not at the last ones: how many credits there are differs from fetch to fetch.
+    Not at the last ones: how many pings there are differs from fetch to fetch.
     """
     chance = random.Random(SEED)
     chosen = [(fault, Towards.PEER) for fault in Fault]

@@ -57,13 +57,12 @@ def _messages() -> tuple[list[bytes], list[bytes]]:
             first_step=1,
             first_offset=5,
             frame_bytes=4096,
-            window_bytes=8192,
             timeout_ms=10,
         ),
         wire.Store(
             id=1, model=MODEL, parent=PAGES[0], pages=blob, e_layers=(E_LAYER,), timeout_ms=9
         ),
-        wire.Credit(id=3, num_bytes=4096),
+        wire.Copied(id=3),
         wire.Cancel(id=3),
         wire.Ping(),
         wire.Learned(),

@@ -148,10 +148,7 @@ def data_connection(data: bytes) -> None:
     """A stream of frames; the first byte says how it is sealed, and a sealed one starts soundly."""
     near, far = socket.socketpair()
     near.setblocking(False)
-    with (
-        far,
-        closing(Channel(near, _seals(data, is_worker=False), 1 << 16, lambda: None)) as channel,
-    ):
+    with far, closing(Channel(near, _seals(data, is_worker=False), lambda: None)) as channel:
         if data[1:2] == b"\1":  # So that what comes is behind the checksum or the seal.
             far.sendall(_seals(data, is_worker=True).seal(frames.pack(_frame(data[2:34]))))
             data = data[32:]
