@@ -6,7 +6,7 @@
     report    a profile for people
     costs     what a device takes; forecast and progress: how long a run will
     settings  what is to be profiled, and how
-    profiler  all of it; `verification` judges a profile on other data
+    profiler  all of it; `verification` measures a profile's plans again
 
     evidence       what a profile holds beside what servers read
     adapters       a LoRA adapter merged into its base

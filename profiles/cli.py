@@ -18,7 +18,7 @@ from profiles.evidence import MeasuredProfile, read_measured
 from profiles.settings import Settings
 
 if TYPE_CHECKING:
-    from profiles.verification import Verification
+    from profiles.verification import Again, Verification
 
 # Heavy imports (torch, transformers, matplotlib) wait until a command runs.
 
@@ -28,7 +28,6 @@ FAILED_GATE: Final = 3
 _LOCAL: Final = re.compile(r"(^|[=:])/(?:[^/]*/)*(?=[^/])")
 """The folders of an absolute path, which say nothing on another machine."""
 
-_PAIR: Final = ("sender", "receiver", "data", "out")
 _MODELS: Final = (
     *("dtype", "device", "page_size", "sender_device", "max_memory_gb", "max_device_memory_gb"),
 )
@@ -146,9 +145,7 @@ def _add_flags(parser: Any, *names: str) -> None:
 
 
 def _profile(args: argparse.Namespace) -> int:
-    missing = [f"--{name}" for name in _PAIR if not getattr(args, name)]
-    if missing:
-        _complain(f"profile needs {', '.join(missing)}; or `profile show`, `profile verify`")
+    if _is_missing(args, "profile", "sender", "receiver", "data", "out"):
         return 2
     from rich.console import Console
     from transformers.utils import logging
@@ -198,17 +195,9 @@ def _verdict_of(profile: MeasuredProfile) -> dict[str, object]:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    if not _has_pair(args):
+    if _is_missing(args, f"profile {args.action}", "sender", "receiver", "data"):
         return 2
-    profile = read_measured(args.profile)
-    from rich.console import Console
-
-    from cachetree.corrections import read_corrections
-    from profiles.verification import verify_profile
-
-    corrections = read_corrections(profile, args.profile)
-    settings = _settings(args, made_as=profile)
-    found = verify_profile(profile, settings, Console(stderr=args.json), corrections)
+    found = _again(args, is_json=args.json).verify()
     if args.json:
         _print(msgspec.json.encode(found).decode())
     else:
@@ -217,18 +206,10 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _calibrate(args: argparse.Namespace) -> int:
-    if not _has_pair(args):
+    if _is_missing(args, f"profile {args.action}", "sender", "receiver", "data"):
         return 2
-    profile = read_measured(args.profile)
-    from rich.console import Console
-
-    from cachetree.corrections import read_corrections
-    from profiles.calibration import calibrate_profile
-
-    corrections = read_corrections(profile, args.profile)
-    settings = _settings(args, out=args.profile, made_as=profile)
     try:
-        found = calibrate_profile(profile, settings, Console(), corrections)
+        found = _again(args).calibrate()
     except KeyboardInterrupt:
         _complain("interrupted; the same command goes on from here")
         return 130
@@ -238,15 +219,26 @@ def _calibrate(args: argparse.Namespace) -> int:
     return 0
 
 
-def _has_pair(args: argparse.Namespace) -> bool:
-    missing = [f"--{name}" for name in _PAIR[:3] if not getattr(args, name)]
-    if missing:
-        _complain(f"profile {args.action} needs {', '.join(missing)}")
-        return False
+def _again(args: argparse.Namespace, *, is_json: bool = False) -> Again:
+    from rich.console import Console
     from transformers.utils import logging
 
+    from cachetree.corrections import read_corrections
+    from profiles.verification import Again
+
     logging.disable_progress_bar()
-    return True
+    profile = read_measured(args.profile)
+    settings = _settings(args, out=args.profile, made_as=profile)
+    corrections = read_corrections(profile, args.profile)
+    return Again(profile, settings, Console(stderr=is_json), corrections)
+
+
+def _is_missing(args: argparse.Namespace, command: str, *names: str) -> bool:
+    """Whether an argument is, which is then said."""
+    missing = [f"--{name}" for name in names if not getattr(args, name)]
+    if missing:
+        _complain(f"{command} needs {', '.join(missing)}")
+    return bool(missing)
 
 
 def _say(found: Verification) -> None:
@@ -273,7 +265,7 @@ def _report(args: argparse.Namespace) -> int:
 def _settings(
     args: argparse.Namespace,
     *,
-    out: Path = Path("profile.json"),
+    out: Path,
     small: Path | None = None,
     made_as: MeasuredProfile | None = None,
 ) -> Settings:

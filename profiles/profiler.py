@@ -103,7 +103,7 @@ def profile_pair(settings: Settings, console: Console) -> MeasuredProfile:
             bench, train.documents, fitted_on or train.documents, late, settings, console
         )
         candidates += found
-    stage = Stage(split=TRAIN, title="choosing", candidates=candidates)
+    stage = Stage(TRAIN, "choosing", candidates)
     tried = judge_all(bench, train.documents, stage, costs, console)
     plans = {it: tried.candidates[it] for it in candidates}
     full = interval(tried.full_prefill).mean
@@ -116,7 +116,7 @@ def profile_pair(settings: Settings, console: Console) -> MeasuredProfile:
             sensitive_first(swept.layers),
         ),
     ]
-    stage = Stage(split=HELD_OUT, title="judging", candidates=choice.order, others=others)
+    stage = Stage(HELD_OUT, "judging", choice.order, others)
     judged = judge_all(bench, held_out.documents, stage, costs, console)
     small = None
     if settings.small is not None:
@@ -311,7 +311,7 @@ def told(console: Console, title: str, bench: Bench, steps_s: Sequence[float]) -
         yield replace(bench, tick=lambda _, is_new: done(next(seconds), is_new))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Stage:
     """Some plans on one split."""
 

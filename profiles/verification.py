@@ -1,25 +1,29 @@
-"""Does a profile's verdict hold on other data? The frontier is measured again and judged anew."""
+"""A profile's plans measured again: on other data, does its verdict hold? On its own, how far are
+their answers from full prefill's, which the drift guard allows?"""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import msgspec
 from rich.console import Console
 
-from cachetree import ModelIdentity, ProfileError
+from cachetree import ModelIdentity, ProfileError, write_profile
 from cachetree.corrections import Correction
-from profiles.compute.journal import temporary_journal
-from profiles.compute.models import Pair
+from cachetree.planning import BlockQuality
+from profiles.compute.examination import FIRST_TOKENS
+from profiles.compute.journal import Journal, temporary_journal
 from profiles.compute.study import HELD_OUT, Bench
 from profiles.data.documents import Document, data_files
 from profiles.evidence import FrontierPoint, MeasuredProfile, Split
 from profiles.profiler import Stage, answerers, judge_all, load_documents, open_pair
 from profiles.settings import Settings
-from profiles.stats.artifact import Data, losses_of, split_of
+from profiles.stats.artifact import Data, losses_of, split_of, tv_bound
 from profiles.stats.choice import qualities_of
 from profiles.stats.gate import interval, verdict
-from profiles.stats.measured import Candidate
+from profiles.stats.measured import Candidate, Judged
 
 
 class Verification(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,65 +39,106 @@ class Verification(msgspec.Struct, frozen=True, kw_only=True):
     """Whether that is the profile's verdict too."""
 
 
-def verify_profile(
-    profile: MeasuredProfile,
-    settings: Settings,
-    console: Console,
-    corrections: Mapping[str, Correction],
-) -> Verification:
-    """Judge a profile's plans on `settings.data`, all of it, with its maps by digest.
+class Again:
+    """A profile's models, and the data that settings name; its maps by digest.
 
-    Raises ProfileError where the models are not the profile's, naming the field, and where a
-    context is the profile's.
+    Raises ProfileError where the models are not the profile's, naming the field.
     """
-    pair = open_pair_of(profile, settings)
-    positions = pair.receiver.config.max_position_embeddings
-    sources, documents = load_documents(settings, settings.data, pair.tokenizer, positions)
-    _require_unseen(profile, documents)
-    memory = settings.max_memory_gb, settings.max_device_memory_gb
-    sender, receiver = answerers(pair, documents, *memory)
-    candidates = [Candidate(runs=(it.block,), e_map=it.e_map) for it in profile.frontier]
-    with temporary_journal() as journal:
-        bench = Bench(sender=sender, receiver=receiver, journal=journal, corrections=corrections)
-        stage = Stage(split=HELD_OUT, title="judging", candidates=candidates)
-        judged = judge_all(bench, documents, stage, profile.costs, console)
-    data = Data(files=data_files(sources, documents), documents=documents)
-    split = split_of(data, judged.sender, judged.full_prefill, judged.full_reuse)
-    plans = {}
-    for point, candidate in zip(profile.frontier, candidates, strict=True):
-        qualities = qualities_of(judged.candidates[candidate])
-        plans[candidate] = msgspec.structs.replace(
-            point,
-            held_out=interval(qualities),
-            tasks=losses_of(documents, judged.full_prefill, qualities, profile.tolerance),
+
+    def __init__(
+        self,
+        profile: MeasuredProfile,
+        settings: Settings,
+        console: Console,
+        corrections: Mapping[str, Correction],
+    ) -> None:
+        self._profile, self._settings, self._console = profile, settings, console
+        self._corrections = corrections
+        self._pair = pair = open_pair(settings)
+        _require_same("sender", profile.sender, pair.sender_identity)
+        _require_same("receiver", profile.receiver, pair.receiver_identity)
+        positions = pair.receiver.config.max_position_embeddings
+        self._sources, self._documents = load_documents(
+            settings, settings.data, pair.tokenizer, positions
         )
-    passed, reason = verdict(_asked(profile, plans), split, profile.tolerance)
-    return Verification(
-        split=split,
-        plans=tuple(plans.values()),
-        passed=passed,
-        reason=reason,
-        holds=passed == profile.passed,
-    )
+
+    def verify(self) -> Verification:
+        """The profile's plans on all the data; the frontier is judged anew.
+
+        Raises ProfileError where a context is the profile's.
+        """
+        profile, documents = self._profile, self._documents
+        _require_unseen(profile, documents)
+        candidates = [_candidate(it) for it in profile.frontier]
+        with temporary_journal() as journal:
+            judged = self._judge(documents, Stage(HELD_OUT, "judging", candidates), journal)
+        data = Data(files=data_files(self._sources, documents), documents=documents)
+        split = split_of(data, judged.sender, judged.full_prefill, judged.full_reuse)
+        plans = {}
+        for point, candidate in zip(profile.frontier, candidates, strict=True):
+            qualities = qualities_of(judged.candidates[candidate])
+            plans[candidate] = msgspec.structs.replace(
+                point,
+                held_out=interval(qualities),
+                tasks=losses_of(documents, judged.full_prefill, qualities, profile.tolerance),
+            )
+        if profile.recommended is not None:
+            asked = [plans[_candidate(profile.recommended)]]
+        else:  # The first that was tried: the verdict holds where that one fails.
+            asked = [plans[candidates[place]] for place in profile.order[:1]]
+        passed, reason = verdict(asked, split, profile.tolerance)
+        return Verification(
+            split=split,
+            plans=tuple(plans.values()),
+            passed=passed,
+            reason=reason,
+            holds=passed == profile.passed,
+        )
+
+    def calibrate(self) -> MeasuredProfile:
+        """Measure the `tv_bound` of its plans as the profiler does, on its own held-out contexts,
+        and write the profile with it to `settings.out`. The same call goes on where one was
+        stopped.
+
+        Raises ProfileError where it has no plan, and where the data lack one of those contexts.
+        """
+        profile, settings = self._profile, self._settings
+        plans = {
+            _candidate(it): it
+            for it in profile.blocks
+            if len(it.block) < profile.receiver.num_layers
+        }
+        if not plans:
+            raise ProfileError(f"the profile has no plan to calibrate: {profile.reason}")
+        documents = _begun(profile, self._documents)
+        decisive = msgspec.json.encode((profile, settings.dtype, settings.device))
+        digest = hashlib.sha256(decisive).hexdigest()[:12]
+        journal = Journal(settings.out.with_name(f".{settings.out.name}.{digest}.jsonl"))
+        judged = self._judge(documents, Stage(HELD_OUT, "calibrating", [*plans]), journal)
+        measured = {
+            plan: msgspec.structs.replace(plan, tv_bound=tv_bound(judged.candidates[it]))
+            for it, plan in plans.items()
+        }
+        calibrated = msgspec.structs.replace(
+            profile,
+            blocks=tuple(measured.get(it, it) for it in profile.blocks),
+            recommended=profile.recommended and measured[profile.recommended],
+        )
+        write_profile(calibrated, settings.out)
+        journal.remove()
+        return calibrated
+
+    def _judge(self, documents: Sequence[Document], stage: Stage, journal: Journal) -> Judged:
+        memory = self._settings.max_memory_gb, self._settings.max_device_memory_gb
+        sender, receiver = answerers(self._pair, documents, *memory)
+        bench = Bench(
+            sender=sender, receiver=receiver, journal=journal, corrections=self._corrections
+        )
+        return judge_all(bench, documents, stage, self._profile.costs, self._console)
 
 
-def open_pair_of(profile: MeasuredProfile, settings: Settings) -> Pair:
-    """Both models, loaded as the settings say; raises ProfileError where they are others."""
-    pair = open_pair(settings)
-    _require_same("sender", profile.sender, pair.sender_identity)
-    _require_same("receiver", profile.receiver, pair.receiver_identity)
-    return pair
-
-
-def _asked(
-    profile: MeasuredProfile, plans: Mapping[Candidate, FrontierPoint]
-) -> Sequence[FrontierPoint]:
-    """The recommended plan; where there is none, the first that was tried: the verdict holds where
-    that one fails."""
-    best = profile.recommended
-    if best is not None:
-        return [plans[Candidate(runs=(best.block,), e_map=best.e_map)]]
-    return [[*plans.values()][place] for place in profile.order[:1]]
+def _candidate(it: BlockQuality | FrontierPoint) -> Candidate:
+    return Candidate(runs=(it.block,), e_map=it.e_map)
 
 
 def _require_same(role: str, expected: ModelIdentity, found: ModelIdentity) -> None:
@@ -114,3 +159,19 @@ def _require_unseen(profile: MeasuredProfile, documents: Sequence[Document]) -> 
             f"{seen} of {len(documents)} contexts ({seen / len(documents):.0%}) are the profile's "
             "own; verify on others"
         )
+
+
+def _begun(profile: MeasuredProfile, found: Sequence[Document]) -> list[Document]:
+    """Its held-out contexts, of whose answers only the beginning is asked."""
+    held_out = {*profile.held_out.contexts}
+    documents = [
+        replace(it, task=replace(it.task, max_new=min(FIRST_TOKENS, it.task.max_new)))
+        for it in found
+        if it.context in held_out
+    ]
+    if missing := held_out - {it.context for it in documents}:
+        raise ProfileError(
+            f"{len(missing)} of the profile's {len(held_out)} held-out contexts are not in --data; "
+            "give the data that it was judged on, asked with the same template"
+        )
+    return documents
