@@ -9,11 +9,17 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from made_up import point_of
 from msgspec.structs import replace
 
 from cachetree.ids import Span
-from profiles.evidence import Interval, Split, TaskLoss, TaskScores
+from profiles.evidence import (
+    Fidelity,
+    FrontierPoint,
+    Interval,
+    Split,
+    TaskLoss,
+    TaskScores,
+)
 from profiles.stats.gate import (
     DRIFT_ERROR_RATE,
     ERROR_RATE,
@@ -235,6 +241,23 @@ TASK = TaskScores(
     full_prefill=0.8,
     full_reuse=0.2,
 )
+
+
+def point_of(
+    block: Span, bound: float, *, quality: float = 0.9, needed: int | None = None
+) -> FrontierPoint:
+    """A plan that the gate has judged at one task."""
+    return FrontierPoint(
+        start=block.start,
+        stop=block.stop,
+        train_quality=quality,
+        held_out=Interval(mean=quality, low=quality, high=quality),
+        tasks=(TaskLoss(quality=quality, bound=bound, needed=needed),),
+        fidelity=Fidelity(kl=1.0, agreement=0.6, own_nll=1.0, reference_nll=1.0),
+        ttft_s=0.01,
+    )
+
+
 GOOD = point_of(Span(2, 5), 0.034, quality=0.79)
 SHORT = point_of(Span(2, 5), 0.061, quality=0.79, needed=120)
 BAD = point_of(Span(2, 5), 0.4, quality=0.6)

@@ -10,11 +10,17 @@ from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
-from sample_profile import all_dropped, bare, failed_profile, sample_profile, whole_model
+from sample_profile import (
+    all_dropped,
+    bare,
+    failed_profile,
+    place_of,
+    sample_profile,
+    whole_model,
+)
 
 from cachetree.ids import Span
-from cachetree.planning.profile import write_profile
-from profiles.evidence import BaselineKind, MeasuredProfile, TaskLoss, read_measured
+from profiles.evidence import MeasuredProfile, TaskLoss
 from profiles.report import derived, tables, words
 from profiles.report.page import write_report
 from profiles.report.pictures import PICTURES, Picture
@@ -61,23 +67,6 @@ def page(folder: Path) -> Page:
     return Page((folder / "index.html").read_text())
 
 
-def test_the_sample_agrees_with_itself_and_survives_a_file(tmp_path: Path) -> None:
-    write_profile(PROFILE, tmp_path / "pair.json")
-    assert read_measured(tmp_path / "pair.json") == PROFILE
-    assert len(PROFILE.measured) == 78
-    blocks = [(it.start, it.stop) for it in PROFILE.frontier]
-    assert blocks == [(4, 5), (3, 5), (2, 5), (0, 6)]
-    for point in PROFILE.frontier:
-        rivals = [
-            it.quality or 0.0
-            for it in PROFILE.measured
-            if len(it.block) <= len(point.block) and it.block != point.block
-        ]
-        assert point.train_quality > max(rivals)
-    assert PROFILE.recommended in PROFILE.blocks
-    assert {it.kind for it in PROFILE.baselines} == set(BaselineKind)
-
-
 def test_what_was_written_is_returned_the_page_first(folder: Path, tmp_path: Path) -> None:
     names = ["index.html", *(f"{it.name}.png" for it in PICTURES)]
     assert sorted(path.name for path in folder.iterdir()) == sorted(names)
@@ -101,8 +90,12 @@ def test_the_page_carries_every_picture_and_loads_nothing(folder: Path, page: Pa
 
 
 def test_the_verdict_comes_first_with_its_numbers(page: Page) -> None:
-    wanted = ["Passed", PROFILE.reason, "[2, 5)", "3 of 12", "0.986", "0.993", "0.167"]
-    wanted += ["10.3 ms, 74 % of full prefill's 13.9 ms", "128 + 24 tokens"]
+    split, plan = PROFILE.held_out, derived.recommended(PROFILE)
+    full_s, (n, m) = derived.full_prefill_s(PROFILE), derived.lengths(PROFILE)
+    wanted = ["Passed", PROFILE.reason, "[2, 5)", "3 of 12", f"{n} + {m} tokens"]
+    wanted += [f"{it.mean:.3f}" for it in (plan.held_out, split.full_prefill, split.full_reuse)]
+    share = f"{100 * plan.ttft_s / full_s:.0f} %"
+    wanted.append(f"{1e3 * plan.ttft_s:.1f} ms, {share} of full prefill's {1e3 * full_s:.1f} ms")
     assert [it for it in wanted if it not in page.before_tables] == []
     assert str(PROFILE.sender.model_id) in page.text and str(PROFILE.receiver.model_id) in page.text
 
@@ -122,8 +115,10 @@ def test_recommended_rows_are_marked_and_the_frontier_is_narrow(page: Page) -> N
 
 def test_provenance_is_on_the_page(page: Page) -> None:
     made, split = PROFILE.made, PROFILE.held_out
-    wanted = [made.command, made.hardware, made.date, made.template, "torch 2.14.1", "720"]
-    wanted += [split.files[0].name, split.files[0].sha256, PROFILE.data_sha256, "12 min 34 s"]
+    wanted = [made.command, made.hardware, made.date, made.template]
+    wanted += [f"torch {made.versions['torch']}", f"{made.prefix_passes:,} in all"]
+    wanted += [split.files[0].name, split.files[0].sha256, PROFILE.data_sha256]
+    wanted.append(words.duration(made.elapsed_s))
     assert [it for it in wanted if it not in page.text] == []
 
 
@@ -168,7 +163,7 @@ def test_a_pair_without_a_smaller_block_is_said_to_save_nothing(profile: Measure
 def test_a_row_for_each_task_says_what_is_known_there(tmp_path: Path) -> None:
     (facts,) = PROFILE.held_out.tasks
     code = replace(facts, name="code", metric="edit_similarity", num_contexts=7, full_prefill=0.8)
-    place = next(i for i, it in enumerate(PROFILE.frontier) if it.block == Span(2, 5))
+    place = place_of(PROFILE, Span(2, 5))
     point = PROFILE.frontier[place]
     lossy = TaskLoss(quality=0.75, bound=0.3142, needed=None)
     point = replace(point, tasks=(*point.tasks, lossy))
@@ -177,9 +172,11 @@ def test_a_row_for_each_task_says_what_is_known_there(tmp_path: Path) -> None:
         held_out=replace(PROFILE.held_out, tasks=(facts, code)),
         frontier=(*PROFILE.frontier[:place], point, *PROFILE.frontier[place + 1 :]),
     )
+    (lost, _) = point.tasks
+    numbers = (f"{facts.full_prefill:.3f}", f"{lost.quality:.3f}", f"{100 * lost.bound:.1f} %")
     rows = [(row[0], row[1], row[2], *row[-4:]) for row in tables.tasks(two).rows]
     assert rows == [
-        ("facts", "token F1", "24", "0.993", "0.986", "4.9 %", "yes"),
+        (facts.name, "token F1", str(facts.num_contexts), *numbers, "yes"),
         ("code", "edit similarity", "7", "0.800", "0.750", "31.4 %", "no"),
     ]
     text = Page(write_report(two, tmp_path)[0].read_text()).text
@@ -209,7 +206,6 @@ def test_what_is_lossless_for_free(first_difference: int, free: str) -> None:
 
 
 def test_critical_layers_follow_the_rule() -> None:
-    assert derived.critical_layers(PROFILE) == (4,)
     layers = [
         replace(it, layer=place, fidelity=replace(it.fidelity, kl=kl))
         for place, (it, kl) in enumerate(
@@ -224,16 +220,19 @@ def test_critical_layers_follow_the_rule() -> None:
 
 
 def test_blocks_within_the_tolerance() -> None:
-    good = derived.within_tolerance(PROFILE)
-    expected = {(start, stop) for start in (0, 1, 2) for stop in range(5, 13)}
-    assert {(it.start, it.stop) for it in good} == expected
+    least = 0.95 * PROFILE.train.full_prefill.mean
+    qualities = (None, least - 1e-6, least + 1e-6, 1.0)
+    blocks = [replace(it, quality=q) for it, q in zip(PROFILE.measured, qualities, strict=False)]
+    assert derived.within_tolerance(replace(PROFILE, measured=tuple(blocks))) == (*blocks[2:],)
 
 
 def test_a_block_that_saves_no_time_is_said_to_take_more() -> None:
     full_s = derived.full_prefill_s(PROFILE)
     frontier = [replace(it, ttft_s=2 * full_s) for it in PROFILE.frontier]
     slow = said(replace(PROFILE, frontier=tuple(frontier)))
-    assert "200 % of full prefill's 13.9 ms" in slow["predicted TTFT for 128 + 24 tokens"]
+    n, m = derived.lengths(PROFILE)
+    found = slow[f"predicted TTFT for {n} + {m} tokens"]
+    assert f"200 % of full prefill's {words.seconds(full_s)}" in found
 
 
 def test_an_unchecked_cost_model_is_said_to_be_unchecked() -> None:

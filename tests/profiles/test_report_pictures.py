@@ -14,10 +14,10 @@ from sample_profile import (
     all_dropped,
     bare,
     failed_profile,
-    graded_profile,
     identical,
     one_group,
     sample_profile,
+    stretched,
 )
 
 from profiles.evidence import Interval, MeasuredProfile
@@ -35,8 +35,8 @@ def long_names(profile: MeasuredProfile) -> MeasuredProfile:
 CASES = {
     "sample": PROFILE,
     "failed": failed_profile(),
-    "80_layers": graded_profile(80),
-    "groups": graded_profile(30, 4),
+    "84_layers": stretched(7),
+    "groups": stretched(3, 3),
     "one_group": bare(one_group(PROFILE)),
     "identical": identical(PROFILE),
     "all_dropped": all_dropped(PROFILE),
@@ -66,7 +66,7 @@ def _changed_layer(profile: MeasuredProfile) -> MeasuredProfile:
 
 def _changed_contexts(profile: MeasuredProfile) -> MeasuredProfile:
     layers = list(profile.layers)
-    layers[7] = replace(layers[7], kl_by_context=(9.0,) * 24)
+    layers[7] = replace(layers[7], kl_by_context=(9.0,) * len(layers[7].kl_by_context))
     return replace(profile, layers=tuple(layers))
 
 

@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 from rich.console import Console
-from sample_profile import failed_profile, graded_profile, sample_profile
+from sample_profile import bare, failed_profile, place_of, sample_profile, stretched
 
-from profiles.evidence import Baseline, BaselineKind, MeasuredProfile
+from cachetree.ids import Span
+from profiles.evidence import MeasuredProfile
+from profiles.report import derived
 from profiles.report.terminal import table_of
 
 PROFILE = sample_profile()
@@ -31,44 +33,43 @@ def row(text: str, *beginning: str) -> list[str]:
 
 
 def test_the_verdict_comes_first() -> None:
-    first, *_ = shown(PROFILE).splitlines()
-    assert first.rstrip() == f"passed: {PROFILE.reason}"
-    assert shown(failed_profile()).startswith("failed: no block smaller than all layers")
+    assert " ".join(shown(PROFILE).split()).startswith(f"passed: {PROFILE.reason} recommended")
+    assert shown(failed_profile()).startswith("failed: no plan smaller than all layers")
 
 
 def test_the_frontier_is_in_rows_and_the_recommended_block_is_marked() -> None:
     text = shown(PROFILE)
-    found = row(text, "*", "[2,", "5)")
-    assert found[3:8] == ["3", "0.970", "0.986", "[0.953,", "1.000]"]
-    assert found[8:] == ["4.9", "%", "10.3", "ms", "yes"]
-    assert row(text, "[4,", "5)")[2:5] == ["1", "0.307", "0.299"]
+    plan = PROFILE.frontier[place_of(PROFILE, Span(2, 5))]
+    found, it = row(text, "*", "[2,", "5)"), plan.held_out
+    expected = f"3 {plan.train_quality:.3f} {it.mean:.3f} [{it.low:.3f}, {it.high:.3f}]"
+    assert found[3:8] == expected.split()
+    expected = f"{100 * plan.tasks[0].bound:.1f} % {1e3 * plan.ttft_s:.1f} ms yes"
+    assert found[8:] == expected.split()
+    single = PROFILE.frontier[place_of(PROFILE, Span(4, 5))]
+    numbers = (single.train_quality, single.held_out.mean)
+    assert row(text, "[4,", "5)")[2:5] == ["1", *(f"{it:.3f}" for it in numbers)]
     assert "* recommended" in " ".join(text.split())
 
 
 def test_baselines_stand_between_full_prefill_and_full_reuse() -> None:
     text = shown(PROFILE)
-    assert row(text, "full", "prefill", "12")[-4:] == ["13.9", "ms", "100", "%"]
-    assert row(text, "full", "reuse", "0")[3:7] == ["0.167", "[0.061,", "0.272]", "82.6"]
-    assert row(text, "CacheBlend")[1:3] == ["3", "0.481"]
-    assert row(text, "critical", "layers", "alone")[-4:] == ["8.60", "ms", "62", "%"]
-    assert "smaller model" in text
-    assert "smaller model" not in shown(graded_profile())
+    split, full_s = PROFILE.held_out, derived.full_prefill_s(PROFILE)
+    full, reuse = split.full_prefill, split.full_reuse
+    expected = f"{1e3 * full_s:.1f} ms 100 %"
+    assert row(text, "full", "prefill", "12")[-4:] == expected.split()
+    loss = f"{100 * (full.mean - reuse.mean):.1f}"
+    expected = f"{reuse.mean:.3f} [{reuse.low:.3f}, {reuse.high:.3f}] {loss}"
+    assert row(text, "full", "reuse", "0")[3:7] == expected.split()
+    small = f"10.0 ms {100 * 0.01 / full_s:.0f} %"
+    assert row(text, "smaller", "model")[-4:] == small.split()
+    assert "smaller model" not in shown(bare(PROFILE))
 
 
 def test_no_row_is_there_twice() -> None:
-    whole = replace(PROFILE, baselines=PROFILE.baselines + split_in(2) + split_in(4))
-    rows = [" ".join(line.split()) for line in shown(whole, 120).splitlines()]
-    names = [
-        it[: it.index("[")] for it in rows if it.startswith(("block in", "CacheBlend", "critical"))
-    ]
+    """Of blocks in several runs, each number of them is another row."""
+    rows = [" ".join(line.split()) for line in shown(PROFILE, 120).splitlines()]
+    names = [it[: it.index("[")] for it in rows if it.startswith(("block in", "critical"))]
     assert len(names) == len(set(names)) > 4
-
-
-def split_in(number: int) -> tuple[Baseline, ...]:
-    """The same result in so many runs of the same layers."""
-    (first,) = (it for it in PROFILE.baselines if it.kind is BaselineKind.SPLIT_BLOCK)
-    runs = tuple((layer, layer + 1) for layer in range(20, 20 + number))
-    return (replace(first, runs=runs),)
 
 
 def test_both_models_are_identified_and_differences_marked() -> None:
@@ -84,8 +85,10 @@ def test_both_models_are_identified_and_differences_marked() -> None:
 def test_it_says_what_is_free_how_far_times_hold_and_how_it_was_made() -> None:
     text = " ".join(shown(replace(PROFILE, first_difference=6)).split())
     assert "lossless whatever the gate says recomputing [6, 12)" in text
-    assert "error of predicted times 4 % in the median and 11 % at most, over 9 plans" in text
-    assert PROFILE.made.command in text and "720 in all" in text
+    costs = PROFILE.costs
+    errors = f"{100 * costs.error:.0f} % in the median and {100 * max(costs.errors):.0f} % at most"
+    assert f"error of predicted times {errors}, over {len(costs.errors)} plans" in text
+    assert PROFILE.made.command in text and f"{PROFILE.made.prefix_passes:,} in all" in text
 
 
 def test_brackets_of_names_are_not_markup() -> None:
@@ -97,16 +100,16 @@ def test_brackets_of_names_are_not_markup() -> None:
 
 @pytest.mark.parametrize("width", [50, 80, 200])
 def test_nothing_is_cut_off(width: int) -> None:
-    for profile in (PROFILE, graded_profile(80), failed_profile()):
+    for profile in (PROFILE, stretched(7), failed_profile()):
         text = shown(profile, width)
         assert "…" not in text
         assert max(len(line.rstrip()) for line in text.splitlines()) <= width
 
 
 def test_rows_of_numbers_fit_into_80_columns() -> None:
-    text = shown(graded_profile(80))
-    assert row(text, "*", "[9,", "66)")[-3:] == ["833", "ms", "yes"]
-    assert row(text, "[10,", "16)")[-3:] == ["277", "ms", "no"]
+    text = shown(stretched(7))
+    assert row(text, "*", "[14,", "35)")[-1] == "yes"
+    assert row(text, "[28,", "35)")[-1] == "no"
 
 
 def test_a_terminal_does_not_wait_for_the_library_of_the_pictures() -> None:
