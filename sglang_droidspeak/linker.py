@@ -43,7 +43,7 @@ from sglang_droidspeak.ranks import Ranks
 from sglang_droidspeak.request import meta_info
 from sglang_droidspeak.request.answers import Answers
 from sglang_droidspeak.request.copies import Copies
-from sglang_droidspeak.request.forward import ForwardPass, largest_forward
+from sglang_droidspeak.request.forward import ForwardPass
 from sglang_droidspeak.request.in_flight import InFlightPrefills
 from sglang_droidspeak.request.labels import Labels
 from sglang_droidspeak.request.loader import Loader
@@ -96,7 +96,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         self._on_cuda = runner.device == "cuda"
         self._provenance = attachment.provenance
         self._meter = Meter(
-            runner.device, pool.layer_num, largest_forward(runner), server.prefill_prior
+            runner.device, pool.layer_num, engine.step_tokens(server_args), server.prefill_prior
         )
         parallel = get_parallel()
         self._ranks = Ranks(params.tp_cache_group if parallel.tp_size > 1 else None)

@@ -10,7 +10,6 @@ from sglang_droidspeak.demo.results import Condition, Measured, Samples
 
 LEAST_REUSED_SHARE = 0.9
 """A fetch that misses its deadline on a busy machine is no defect; a tenth of them is."""
-LEAST_AGREEMENT: Mapping[str, float] = {"float32": 1.0}
 LEAST_AGREEMENT_16_BIT = 0.75
 """In 16 bits the rounding depends on the shape of the batch, which decides between near equals."""
 
@@ -36,7 +35,7 @@ def reuse_failures(samples: Samples, pair: str) -> Iterator[str]:
 def equality_failures(samples: Samples, pair: str, dtype: str) -> Iterator[str]:
     """Recomputing all layers is a full prefill by another way."""
     pairs = list(zip(samples[Condition.FULL_PREFILL], samples[Condition.ALL_LAYERS], strict=True))
-    least = LEAST_AGREEMENT.get(dtype, LEAST_AGREEMENT_16_BIT)
+    least = 1.0 if dtype == "float32" else LEAST_AGREEMENT_16_BIT
     stop = None if least == 1.0 else 1
     num_equal = sum(own.token_ids[:stop] == other.token_ids[:stop] for own, other in pairs)
     if num_equal < least * len(pairs):

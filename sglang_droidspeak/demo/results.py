@@ -81,15 +81,11 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     ttft_p90_ms: float
     speedup: float
     """Median TTFT of full prefill, divided by this one's."""
-    num_requests: int
     num_reused: int
     """Requests whose whole document came from the sender's cache."""
     tokens_reused: float
     layers_recomputed: float
-    layers_loaded: float
     bytes_moved: float
-    fetch_ms: float
-    recompute_ms: float
     overlap: float
     """Share of the shorter of fetch and recompute during which the other ran too, 0 to 1."""
     ttft_ms: tuple[float, ...]
@@ -108,14 +104,10 @@ def _measured(answered: Sequence[Sample], full_ms: float) -> Measured:
         ttft_p50_ms=round(_ttft(answered, 50), 1),
         ttft_p90_ms=round(_ttft(answered, 90), 1),
         speedup=round(full_ms / _ttft(answered, 50), 2),
-        num_requests=len(answered),
         num_reused=sum(it.is_reused for it in answered),
         tokens_reused=round(fmean(it.reused_tokens for it in provenances), 1),
         layers_recomputed=round(fmean(it.recomputed_layers for it in provenances), 2),
-        layers_loaded=round(fmean(it.loaded_layers for it in provenances), 2),
         bytes_moved=round(fmean(it.fetched_bytes for it in provenances)),
-        fetch_ms=round(fmean(it.fetch_ms for it in provenances), 2),
-        recompute_ms=round(fmean(it.recompute_ms for it in provenances), 2),
         overlap=round(fmean(it.overlap for it in provenances), 4),
         ttft_ms=tuple(round(it.ttft_ms, 1) for it in answered),
     )

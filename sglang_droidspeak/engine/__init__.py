@@ -34,6 +34,7 @@ __all__ = [
     "quantization",
     "release",
     "resolved",
+    "step_tokens",
 ]
 
 Hooks = Mapping[str, tuple[Callable[..., object], HookType]]
@@ -45,6 +46,13 @@ def resolved(server_args: Any) -> Any:
     from sglang.srt.arg_groups.overrides import resolving_view
 
     return resolving_view(server_args)
+
+
+def step_tokens(server_args: Any) -> int:
+    """Of the largest prefill in one step; SGLang says -1 where it does not cut prefills."""
+    args = resolved(server_args)
+    chunk = args.chunked_prefill_size
+    return chunk if chunk is not None and chunk > 0 else args.max_prefill_tokens
 
 
 @dataclass(frozen=True, slots=True)

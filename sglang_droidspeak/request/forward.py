@@ -9,7 +9,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from cachetree import Deadline, FetchError, Span
-from sglang_droidspeak import engine
 from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.engine.names import ForwardMode
 from sglang_droidspeak.ranks import RanksApart
@@ -19,7 +18,7 @@ from sglang_droidspeak.request.partial_prefill import BlockTokens, PartialPrefil
 
 if TYPE_CHECKING:
     from sglang_droidspeak.cost import Meter
-    from sglang_droidspeak.engine.names import ModelRunner, ScheduleBatch
+    from sglang_droidspeak.engine.names import ScheduleBatch
     from sglang_droidspeak.ranks import Ranks
     from sglang_droidspeak.request.labels import Labels
     from sglang_droidspeak.request.load import Load
@@ -48,7 +47,7 @@ class ForwardPass:
         self._meter = meter
         self._labels = labels
         self._ranks = ranks
-        self._prefill = PartialPrefill(attachment, largest_forward(attachment.runner), ranks)
+        self._prefill = PartialPrefill(attachment, meter.step_tokens, ranks)
         self._loading: dict[int, Sequence[Request]] = {}
         """Of each batch that has not ended, by the index that it waits on."""
 
@@ -201,10 +200,3 @@ def _computed(loads: Mapping[int, Load]) -> Iterator[BlockTokens]:
 def _tokens_of(batch: ScheduleBatch) -> list[Span]:
     lengths = zip(batch.prefix_lens, batch.extend_lens, strict=True)
     return [Span(start, start + length) for start, length in lengths]
-
-
-def largest_forward(runner: ModelRunner) -> int:
-    """Tokens of one prefill; SGLang says -1 where it does not cut prefills into chunks."""
-    args = engine.resolved(runner.server_args)
-    chunk = args.chunked_prefill_size
-    return chunk if chunk is not None and chunk > 0 else args.max_prefill_tokens

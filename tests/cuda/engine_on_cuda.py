@@ -200,7 +200,7 @@ class Engine:
         self.cache = Cache(self.family, config, register=cuda.register)
         self.offloader = Offloader(self.cache, self.pool, self.provenance)
         self.meter = Meter(
-            runner.device, self.num_layers, 96, PrefillCost(token_s=1.0, context_s=0.0)
+            runner.device, self.num_layers, CHUNK, PrefillCost(token_s=1.0, context_s=0.0)
         )
         runner.prefill_attention_backend_str = runner.decode_attention_backend_str = "plain"
         hidden = identity.hidden_size

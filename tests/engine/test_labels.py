@@ -212,7 +212,6 @@ def test_a_reuse_that_became_a_full_prefill_is_logged(
 @pytest.mark.parametrize("num_before", [0, 32])
 def test_who_reads_nothing_approximate_leaves_exact_kv(monkeypatch, num_before: int) -> None:
     """Without its load, for which there was no room in the end, a request computes all itself."""
-    monkeypatch.setattr(forward, "largest_forward", lambda _runner: 64)
     monkeypatch.setattr(forward, "PartialPrefill", lambda *_: None)
     runner = SimpleNamespace(
         req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(1, 64)),

@@ -79,7 +79,6 @@ class Rig:
         self.rows, self.prefills = Rows(), Prefills()
         self.released: list[Staging] = []
         monkeypatch.setattr(forward, "PartialPrefill", lambda *_: self.prefills)
-        monkeypatch.setattr(forward, "largest_forward", lambda _runner: NUM_TOKENS)
         self.loader = Loader(NUM_LAYERS, Copies(None, "cpu"))
         parts: Any = (self.rows, MagicMock(), MagicMock())
         self.pool = ServerPool(*parts, PAGE)
