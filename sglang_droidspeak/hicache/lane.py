@@ -1,4 +1,4 @@
-"""One way to a backend: slots for what goes it, and a guard before it."""
+"""One way to a backend: slots for what goes it, and a breaker before it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 from cachetree import Clock, ModelId, PageHash, Step
-from sglang_droidspeak.hicache.guard import Guard
+from sglang_droidspeak.hicache.breaker import Breaker
 from sglang_droidspeak.hicache.objects import Objects, Piece
 
 if TYPE_CHECKING:
@@ -28,13 +28,13 @@ class Lane:
     backend: Backend
     objects: Objects
     slots: range
-    guard: Guard
+    breaker: Breaker
     count: Count
     clock: Clock
 
     def num_leading(self, model: ModelId, pages: Sequence[PageHash], step: Step) -> int:
         """How many of the first pages have this step in the backend."""
-        with self.guard.call():
+        with self.breaker.call():
             for start in range(0, len(pages), _KEYS_PER_CALL):
                 part = pages[start : start + _KEYS_PER_CALL]
                 keys = [self.objects.key(model, page, step) for page in part]
@@ -62,13 +62,13 @@ class Lane:
     def read(self, batch: Sequence[Piece]) -> Sequence[bool]:
         """Fill as many slots; which of the objects were there."""
         keys, slots, sizes = self._told(batch)
-        with self.guard.call():
+        with self.breaker.call():
             return self.backend.read(keys, slots, sizes)
 
     def write(self, batch: Sequence[Piece]) -> bool:
         """Store as many slots; False where one of them was not taken."""
         keys, slots, sizes = self._told(batch)
-        with self.guard.call():
+        with self.breaker.call():
             return self.backend.write(keys, slots, sizes)
 
     def _told(self, batch: Sequence[Piece]) -> tuple[list[str], range, list[int]]:

@@ -33,7 +33,7 @@ class Reader:
         self._turns: Turns[_Fetch] = Turns("hicache-read", self._read_all)
 
     def fetch(self, model: ModelId, pages: Sequence[PageHash], staging: Staging) -> None:
-        if self._lane.guard.is_open or not self._turns.put((model, pages, staging)):
+        if self._lane.breaker.is_open or not self._turns.put((model, pages, staging)):
             staging.fail(FetchError("the HiCache backend is paused or closed"))
 
     def close(self, timeout_s: float) -> bool:
@@ -43,17 +43,17 @@ class Reader:
     # In the thread.
 
     def _read_all(self, fetches: Iterator[_Fetch]) -> None:
-        guard, clock = self._lane.guard, self._lane.clock
+        breaker, clock = self._lane.breaker, self._lane.clock
         for model, pages, staging in fetches:
             begun_at_s = clock()
             try:
                 self._read(model, pages, staging)
-                guard.succeed()
+                breaker.succeed()
                 self._note_speed(staging.num_bytes, clock() - begun_at_s)
             except FetchError as exc:
                 staging.fail(exc)
-            except Exception as exc:  # noqa: BLE001  # The guard counts it, and says so.
-                guard.fail(repr(exc))
+            except Exception as exc:  # noqa: BLE001  # The breaker counts it, and says so.
+                breaker.fail(repr(exc))
                 self._lane.count("failed", 1)
                 self._lose(model, pages, False)
                 staging.fail(FetchError(f"the HiCache backend failed: {exc!r}"))

@@ -67,7 +67,7 @@ class Searcher:
 
     def search(self, pages: Sequence[PageHash]) -> Search:
         search = Search(Deadline.after(WAIT_S, self._lane.clock))
-        is_futile = self._lane.guard.is_open or self._turns.num_waiting >= MAX_WAITING
+        is_futile = self._lane.breaker.is_open or self._turns.num_waiting >= MAX_WAITING
         if is_futile or not self._unknown(pages):
             search.end()
         else:
@@ -94,17 +94,17 @@ class Searcher:
     # In the thread.
 
     def _answer_all(self, questions: Iterator[_Question]) -> None:
-        guard = self._lane.guard
+        breaker = self._lane.breaker
         for pages, search in questions:
             try:
-                if not search.is_over and not guard.is_open:
+                if not search.is_over and not breaker.is_open:
                     self._answer(pages)
                     if search.is_over:
-                        guard.fail(f"an answer took longer than {WAIT_S:g} s")
+                        breaker.fail(f"an answer took longer than {WAIT_S:g} s")
                     else:
-                        guard.succeed()
-            except Exception as exc:  # noqa: BLE001  # The guard counts it, and says so.
-                guard.fail(repr(exc))
+                        breaker.succeed()
+            except Exception as exc:  # noqa: BLE001  # The breaker counts it, and says so.
+                breaker.fail(repr(exc))
             finally:
                 search.end()
 

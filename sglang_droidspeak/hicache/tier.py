@@ -5,7 +5,7 @@
     writer     writes every entry that comes into the tree, behind it
 
 One thread each, as in SGLang: backends keep one bounce buffer for reads and one for writes. A call
-that hangs holds up its thread, never a request: those have deadlines of their own, and a `Guard`
+that hangs holds up its thread, never a request: those have deadlines of their own, and a `Breaker`
 for reading and one for writing keep everybody else away.
 """
 
@@ -23,7 +23,7 @@ import msgspec
 from cachetree import Clock, Deadline, Location, ModelId, NoteSpeed, PageHash, Search
 from cachetree.memory import Staging
 from cachetree.tree import CacheTree
-from sglang_droidspeak.hicache.guard import Guard
+from sglang_droidspeak.hicache.breaker import Breaker
 from sglang_droidspeak.hicache.lane import Count, Lane
 from sglang_droidspeak.hicache.objects import Objects
 from sglang_droidspeak.hicache.reader import Reader
@@ -76,12 +76,12 @@ class HiCacheTier:
         `count` hears of objects `read`, `written`, `missing`, `damaged` and `failed`."""
         self._tree = tree
         self._backend = backend
-        self._reading = Guard("reading", clock)
-        self._writing = Guard("writing", clock)
+        self._reading = Breaker("reading", clock)
+        self._writing = Breaker("writing", clock)
         objects, half = Objects(tree.family), len(backend.slots) // 2
         reading, writing = (
-            Lane(backend, objects, slots, guard, count, clock)
-            for slots, guard in (
+            Lane(backend, objects, slots, breaker, count, clock)
+            for slots, breaker in (
                 (range(half), self._reading),
                 (range(half, 2 * half), self._writing),
             )

@@ -37,19 +37,19 @@ class Writer:
 
     def _write(self, change: Change, lease: Lease, is_over: Callable[[], bool]) -> bool:
         """Whether all of the entry is in the backend, or the backend has failed."""
-        guard, model, pages = self._lane.guard, change.model, change.pages
-        if guard.is_open:
+        breaker, model, pages = self._lane.breaker, change.model, change.pages
+        if breaker.is_open:
             return False
         steps = [*((Step(Kind.E, layer),) for layer in change.e_layers), self._lane.objects.written]
         try:
             for each in steps:
                 if not self._write_steps(lease, model, pages, each, is_over):
                     return False
-        except Exception as exc:  # noqa: BLE001  # The guard counts it, and says so.
+        except Exception as exc:  # noqa: BLE001  # The breaker counts it, and says so.
             self._lane.count("failed", 1)
-            guard.fail(repr(exc))
+            breaker.fail(repr(exc))
             return True
-        guard.succeed()
+        breaker.succeed()
         self._show(model, change.parent, pages, change.e_layers)
         return True
 
@@ -75,6 +75,6 @@ class Writer:
             is_taken = lane.write(batch)
             lane.count("written" if is_taken else "failed", len(batch))
             if not is_taken:
-                lane.guard.fail("it does not take what is written")
+                lane.breaker.fail("it does not take what is written")
                 return False
         return True

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 from cachetree import FetchError, Location, Span, is_pool
@@ -39,28 +39,22 @@ _Decision = tuple[str, bool, Planned | None, bool]
 what it was planned to do, if anything, and whether it counts on what the device has."""
 
 
+@dataclass(eq=False)
 class Decisions:
     """Scheduler thread only."""
 
-    def __init__(
-        self,
-        sources: Sources,
-        meter: Meter,
-        labels: Labels,
-        planner: Planner,
-        in_flight: InFlightPrefills,
-        ranks: Ranks,
-    ) -> None:
-        self._sources: Final = sources
-        self._meter: Final = meter
-        self._labels: Final = labels
-        self._planner: Final = planner
-        self._in_flight: Final = in_flight
-        self._ranks: Final = ranks
-        self._page_size: Final = sources.server.page_size
-        self._min_tokens: Final = sources.server.settings.min_tokens
-        self._asks: Final = sources.server.settings.hicache_backend is not None and ranks.is_first
-        self._refusal = ""
+    _sources: Sources
+    _meter: Meter
+    _labels: Labels
+    _planner: Planner
+    _in_flight: InFlightPrefills
+    _ranks: Ranks
+    _refusal: str = field(default="", init=False)
+
+    def __post_init__(self) -> None:
+        server = self._sources.server
+        self._page_size: Final = server.page_size
+        self._asks: Final = server.settings.hicache_backend is not None and self._ranks.is_first
 
     def see(self, req: Req, tree: UnifiedRadixCache) -> Request:
         """Ask the tiers that do not advertise, where they could have enough to matter."""
@@ -74,7 +68,7 @@ class Decisions:
                 request.pages = pages = prefixes.reusable_pages(req, self._page_size)
                 num_new = len(pages) - self._sources.noted.held(req, len(pages), tree).exact
                 num_tokens = num_new * self._page_size
-                if num_tokens >= self._min_tokens:
+                if num_tokens >= self._sources.server.settings.min_tokens:
                     request.searches = self._sources.cache.search(pages)
                     most_s = full_prefill_s(Span(0, num_tokens), self._meter.prefill)
                     request.patience_s = UNMEASURED_S if most_s is None else most_s

@@ -20,8 +20,8 @@ from hicache_parts import (
 from transport_parts import eventually, store
 
 from cachetree import Deadline, DeadlineExceeded, FetchError, Span, StaleEntry
-from sglang_droidspeak.hicache import guard, tier
-from sglang_droidspeak.hicache.guard import Guard
+from sglang_droidspeak.hicache import breaker, tier
+from sglang_droidspeak.hicache.breaker import Breaker
 
 
 def test_a_backend_that_lies_about_what_it_has() -> None:
@@ -46,20 +46,20 @@ class Failing(Shelf):
 def test_a_backend_that_raises_is_left_alone() -> None:
     shelf = Failing()
     with cache_over(shelf) as cache:
-        for number in range(guard.MAX_FAILURES + 1):
+        for number in range(breaker.MAX_FAILURES + 1):
             store_and_wait(cache, prompt(number))
         shelf.fails = True
-        for number in range(guard.MAX_FAILURES):
+        for number in range(breaker.MAX_FAILURES):
             with pytest.raises(FetchError, match="backend is away"):
                 fetch(cache, prompt(number), Span(0, 8))
         shelf.calls.clear()
         with pytest.raises(FetchError, match="paused"):
-            fetch(cache, prompt(guard.MAX_FAILURES), Span(0, 8))
+            fetch(cache, prompt(breaker.MAX_FAILURES), Span(0, 8))
         assert search(cache, prompt(99)) == 0
         assert shelf.calls == []
         status = tier_of(cache).status()
         assert (status.is_reading_paused, status.is_writing_paused) == (True, False)
-        for number in range(10, 10 + guard.MAX_FAILURES):
+        for number in range(10, 10 + breaker.MAX_FAILURES):
             store(cache.tree, prompt(number))
         eventually(lambda: tier_of(cache).status().is_writing_paused)
         shelf.calls.clear()
@@ -85,19 +85,19 @@ def test_a_full_backend_is_read_and_soon_not_written() -> None:
         store_and_wait(cache, prompt(0))
         shelf.calls.clear()
         shelf.hangs_at, shelf.takes = "write", False
-        for number in range(1, 3 + guard.MAX_FAILURES):
+        for number in range(1, 3 + breaker.MAX_FAILURES):
             store(cache.tree, prompt(number))
         shelf.may_go_on.set()
         status = tier_of(cache).status
-        eventually(lambda: status().num_late_entries == 2 + guard.MAX_FAILURES)
+        eventually(lambda: status().num_late_entries == 2 + breaker.MAX_FAILURES)
         assert status().is_writing_paused
-        assert [call for call, _ in shelf.calls].count("write") == guard.MAX_FAILURES
+        assert [call for call, _ in shelf.calls].count("write") == breaker.MAX_FAILURES
         fetch(cache, prompt(0), Span(0, 8))
         assert num_there(cache, prompt(1)) == 0
 
 
 def test_a_backend_that_hangs_costs_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guard, "STALL_S", 0.2)
+    monkeypatch.setattr(breaker, "STALL_S", 0.2)
     monkeypatch.setattr(tier, "MAX_CLOSE_S", 0.2)
     shelf = Hanging()
     cache = cache_over(shelf)
@@ -115,7 +115,7 @@ def test_a_backend_that_hangs_costs_the_deadline(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_search_that_hangs_holds_nobody_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guard, "STALL_S", 0.3)
+    monkeypatch.setattr(breaker, "STALL_S", 0.3)
     shelf = Hanging()
     shelf.hangs_at = "exists"
     with cache_over(shelf) as cache:
@@ -145,11 +145,11 @@ def test_a_late_fetch_writes_nothing_into_memory_that_was_given_back() -> None:
         assert num_reads == 1 + 8, "one for the first, none for the second, eight for the last"
 
 
-def test_a_guard_pauses_doubles_and_recovers() -> None:
+def test_a_breaker_pauses_doubles_and_recovers() -> None:
     now = [0.0]
-    reading = Guard("reading", lambda: now[0])
+    reading = Breaker("reading", lambda: now[0])
     for pause_s in (30.0, 60.0, 120.0, 240.0, 300.0, 300.0):
-        for _ in range(guard.MAX_FAILURES):
+        for _ in range(breaker.MAX_FAILURES):
             assert not reading.is_open
             reading.fail("a test")
         now[0] += pause_s - 1
@@ -159,6 +159,6 @@ def test_a_guard_pauses_doubles_and_recovers() -> None:
     reading.fail("a test")
     assert not reading.is_open
     with reading.call():
-        now[0] += guard.STALL_S + 1
+        now[0] += breaker.STALL_S + 1
         assert reading.is_open
     assert not reading.is_open

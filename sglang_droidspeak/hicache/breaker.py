@@ -21,7 +21,7 @@ STALL_S: Final = 2.0
 """A call that takes longer hangs; until it ends, nothing more is asked."""
 
 
-class Guard:
+class Breaker:
     """Every call to the backend for one purpose runs inside `call`. Thread-safe."""
 
     def __init__(self, purpose: str, clock: Clock) -> None:
