@@ -202,12 +202,7 @@ def load_splits(
         train, held_out = split_documents(
             train, held_out_share=settings.held_out_share, seed=settings.seed
         )
-    shared = {it.context for it in train} & {it.context for it in held_out}
-    if shared:
-        raise ConfigError(
-            f"{len(shared)} contexts are both in --data and in --held-out; the block has to "
-            "be judged on others than it was chosen on"
-        )
+    _require_apart(train, held_out, "in --data and in --held-out; the block", "chosen")
     unjudged = sorted({it.task.name for it in train} - {it.task.name for it in held_out})
     if unjudged:
         raise ConfigError(
@@ -226,13 +221,20 @@ def load_fitted_on(
     if not settings.fit_data:
         return []
     _, documents = load_documents(settings, settings.fit_data, tokenizer, positions)
-    shared = {it.context for it in documents} & {it.context for it in held_out.documents}
+    where = "in --fit-data and among those that judge; a map"
+    _require_apart(documents, held_out.documents, where, "fitted")
+    return documents
+
+
+def _require_apart(
+    documents: Sequence[Document], judging: Sequence[Document], where: str, done: str
+) -> None:
+    shared = {it.context for it in documents} & {it.context for it in judging}
     if shared:
         raise ConfigError(
-            f"{len(shared)} contexts are both in --fit-data and among those that judge; a map has "
-            "to be judged on others than it was fitted on"
+            f"{len(shared)} contexts are both {where} has to be judged on others than it was "
+            f"{done} on"
         )
-    return documents
 
 
 def load_documents(

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 from prometheus_client import Counter, Gauge, Histogram
@@ -178,43 +178,32 @@ def proof() -> str:
     )
 
 
-class _Plan(msgspec.Struct, frozen=True):
-    block: tuple[int, int]
-    refreshed: tuple[int, ...]
-    kl: float | None
-    quality: float
-
-
-class _Pair(msgspec.Struct, frozen=True):
-    pair: str
-    contexts: int
-    full_prefill: float
-    plans: tuple[_Plan, ...]
-
-
 def refreshed_layers() -> str:
     """Of each block the plan that stays closest to full prefill by refreshed layers beside it."""
-    raw = (ROOT / "benchmarks/results/refreshed_layers.json").read_bytes()
     rows = []
-    for pair in msgspec.convert(msgspec.json.decode(raw)["pairs"], tuple[_Pair, ...]):
-        of_block: dict[tuple[int, int], list[_Plan]] = {}
-        for plan in pair.plans:
-            of_block.setdefault(plan.block, []).append(plan)
+    for pair in _result("refreshed_layers")["pairs"]:
+        of_block: dict[tuple[int, int], list[Any]] = {}
+        for plan in pair["plans"]:
+            of_block.setdefault(tuple(plan["block"]), []).append(plan)
         for (start, stop), plans in sorted(of_block.items()):
-            alone = [it for it in plans if not it.refreshed]
-            beside = [it for it in plans if it.refreshed]
+            alone = [it for it in plans if not it["refreshed"]]
+            beside = [it for it in plans if it["refreshed"]]
             if alone and beside:
-                best = min(beside, key=lambda it: it.kl or 0.0)
+                best = min(beside, key=lambda it: it["kl"] or 0.0)
                 said = f"[{start}, {stop})" if stop else "none"
-                row = [pair.pair, str(pair.contexts), f"{pair.full_prefill:.3f}", said]
-                found = [f"{_kl(it)} {it.quality:.3f}" for it in (alone[0], best)]
-                rows.append([*row, found[0], str(len(best.refreshed)), found[1]])
+                row = [pair["pair"], str(pair["contexts"]), f"{pair['full_prefill']:.3f}", said]
+                found = [f"{_kl(it)} {it['quality']:.3f}" for it in (alone[0], best)]
+                rows.append([*row, found[0], str(len(best["refreshed"])), found[1]])
     head = ["sender → receiver", "contexts", "F1 of full prefill", "block", "alone: KL, F1"]
     return table([*head, "layers refreshed", "with them: KL, F1"], rows)
 
 
-def _kl(plan: _Plan) -> str:
-    return "–" if plan.kl is None else f"{plan.kl:.4f}"
+def _kl(plan: Any) -> str:
+    return "–" if plan["kl"] is None else f"{plan['kl']:.4f}"
+
+
+def _result(name: str) -> Any:
+    return json.loads((ROOT / f"benchmarks/results/{name}.json").read_bytes())
 
 
 def real_pairs() -> str:
@@ -248,39 +237,23 @@ def real_pairs() -> str:
     return table(head, rows)
 
 
-class _Rate(msgspec.Struct, frozen=True):
-    mb_per_s: float
-    off_ttft_p50_ms: float
-    auto_ttft_p50_ms: float
-    ratio: float
-    paired_ratio: float
-    outcomes: dict[str, int]
-
-
 def link_sweep() -> str:
     """What `auto` costs at each rate of a link, beside a full prefill of the same document."""
-    raw = (ROOT / "benchmarks/results/link_sweep.json").read_bytes()
     rows = [
         [
-            f"{it.mb_per_s:,.0f}",
-            f"{it.off_ttft_p50_ms:,.0f}",
-            f"{it.auto_ttft_p50_ms:,.0f}",
-            f"{it.ratio:.3f}",
-            f"{it.paired_ratio:.3f}",
-            ", ".join(f"{num} `{outcome}`" for outcome, num in it.outcomes.items()),
+            *(f"{it[of]:,.0f}" for of in ("mb_per_s", "off_ttft_p50_ms", "auto_ttft_p50_ms")),
+            *(f"{it[of]:.3f}" for of in ("ratio", "paired_ratio")),
+            ", ".join(f"{num} `{outcome}`" for outcome, num in it["outcomes"].items()),
         ]
-        for it in msgspec.convert(msgspec.json.decode(raw)["rates"], tuple[_Rate, ...])
+        for it in _result("link_sweep")["rates"]
     ]
     head = ["link, MB/s", "TTFT of full prefill, ms", "of `auto`", "ratio", "median of pairs"]
     return table([*head, "outcomes of `auto`"], rows)
 
 
 def guard_cost() -> str:
-    """Of the drift guard, off and on, once it has been measured."""
-    path = ROOT / "benchmarks/results/guard.json"
-    if not path.exists():
-        return "Not measured yet.\n"
-    found = json.loads(path.read_bytes())["drift_guard"]
+    """Of the drift guard, off and on."""
+    found = _result("guard")["drift_guard"]
     names = {"control": "off, once more", "before": "the code before it", "watched": "on"}
     rows = []
     for name, told in names.items():

@@ -34,11 +34,11 @@ class Table:
     caption: str = ""
     is_prose: bool = False
 
-    def only(self, *headers: str) -> Table:
-        """The same table with some of its columns."""
-        places = [self.headers.index(header) for header in headers]
-        rows = tuple(tuple(row[place] for place in places) for row in self.rows)
-        return replace(self, headers=headers, rows=rows)
+    def without(self, *headers: str) -> Table:
+        """The same table with fewer columns."""
+        kept = [place for place, header in enumerate(self.headers) if header not in headers]
+        lines = [tuple(row[place] for place in kept) for row in (self.headers, *self.rows)]
+        return replace(self, headers=lines[0], rows=tuple(lines[1:]))
 
 
 Row = TypeVar("Row")

@@ -14,41 +14,22 @@ from profiles.evidence import MeasuredProfile
 from profiles.report import tables
 
 _DIGEST_CHARACTERS: Final = 16
-_COLOURS: Final = {"passed": "green", "failed": "red"}
 
 
 def table_of(profile: MeasuredProfile) -> RenderableType:
     """Verdict, frontier, baselines, both models and how it was made; for 80 columns or more."""
-    verdict = "passed" if profile.passed else "failed"
-    return Group(
-        Text.assemble((verdict, f"bold {_COLOURS[verdict]}"), f": {profile.reason}"),
-        Text(),
-        _drawn(tables.summary(profile)),
-        _drawn(
-            tables.frontier(profile).only(
-                "plan",
-                "layers",
-                "train",
-                "held-out [95 %]",
-                "at most",
-                "TTFT",
-                "served",
-            )
-        ),
-        _drawn(
-            tables.tasks(profile).only(
-                "task", "contexts", "full reuse", "full prefill", "plan", "at most", "passed"
-            )
-        ),
-        _drawn(
-            tables.baselines(profile).only(
-                "method", "layers", "held-out [95 %]", "loss", "TTFT", "of full"
-            )
-        ),
-        _drawn(tables.identities(profile, _DIGEST_CHARACTERS)),
-        _drawn(tables.data(profile, _DIGEST_CHARACTERS)),
-        _drawn(tables.making(profile)),
+    verdict, colour = ("passed", "green") if profile.passed else ("failed", "red")
+    shown = (
+        tables.summary(profile),
+        tables.frontier(profile).without("KL", "moved", "of full"),
+        tables.tasks(profile).without("metric", "questions", "sender"),
+        tables.baselines(profile).without("runs", "KL"),
+        tables.identities(profile, _DIGEST_CHARACTERS),
+        tables.data(profile, _DIGEST_CHARACTERS),
+        tables.making(profile),
     )
+    said = Text.assemble((verdict, f"bold {colour}"), f": {profile.reason}\n")
+    return Group(said, *map(_drawn, shown))
 
 
 def _drawn(table: tables.Table) -> RenderableType:
