@@ -4,12 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
-from pair_check import Properties
 from shipped import DATA, SHIPPED, WEIGHTS
 from transformers import AutoTokenizer
 
 from cachetree.checkpoint.identity import read_model_identity
-from cachetree.ids import Span
 from cachetree.planning.profile import read_profile
 from profiles.data.datasets import load_sources
 from profiles.data.documents import data_files, make_documents
@@ -149,17 +147,3 @@ def test_the_drift_guard_is_told_what_each_plan_may_differ_by(path):
     plans = [it for it in profile.blocks if len(it.block) < profile.receiver.num_layers]
     assert profile.recommended in plans
     assert all(0 < it.tv_bound < 0.1 for it in plans)
-
-
-def test_a_pair_without_the_effect_is_told_so():
-    flat = Properties(
-        sender=0.7,
-        full_prefill=1.0,
-        full_reuse=0.9,
-        block=Span(2, 5),
-        block_quality=0.8,
-        drops=(0.0, 0.05),
-    )
-    missed = flat.missed()
-    assert len(missed) == 4
-    assert "receiver 1.000 - sender 0.700" in missed[0]
