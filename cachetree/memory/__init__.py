@@ -3,7 +3,6 @@
 Arena    all of it, made at start and known to the device; a `Pool`, which lends runs of bytes
 Loan     what a pool lent: parts, each in one run or a few
 Slab     the loan of one reservation: all layers of its pages, given back page by page
-Segment  consecutive pages of one slab
 Staging  the loan of one fetch, which fills it step by step
 """
 
@@ -15,7 +14,7 @@ from cachetree.memory.copying import (
     scatter,
 )
 from cachetree.memory.pool import ArenaFile, Blocks, Loan, NoRoom, Pool
-from cachetree.memory.slab import Layout, Segment, Slab, join
+from cachetree.memory.slab import Layout, Slab
 from cachetree.memory.staging import Staging, staged
 
 __all__ = [
@@ -28,13 +27,11 @@ __all__ = [
     "NoRoom",
     "Pool",
     "Register",
-    "Segment",
     "Slab",
     "Staging",
     "checksum",
     "checksum_of_parts",
     "cut",
-    "join",
     "scatter",
     "staged",
     "unregistered",

@@ -125,35 +125,3 @@ class Slab:
         num_bytes = len(pages) * self.layout.page_bytes
         self.num_bytes -= num_bytes
         return num_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """A run of pages of one slab."""
-
-    slab: Slab
-    pages: Span
-    memory: memoryview | None = None
-    """The slab's, if it is kept for this one though the slab gives it back."""
-
-    def views(self, step: Step, pages: Span) -> list[memoryview]:
-        """The bytes of `pages`, counted from the first page of this segment."""
-        start = self.pages.start
-        span = Span(start + pages.start, start + pages.stop)
-        return self.slab.views(step, span, self.memory)
-
-    def kept(self) -> Segment:
-        """The same, readable as long as it is there, whatever the slab gives back from now on."""
-        return self if self.memory else Segment(self.slab, self.pages, self.slab.memory)
-
-
-def join(segments: Sequence[Segment]) -> list[Segment]:
-    """The same pages in as few runs as storage allows; pieces of a split node become one again."""
-    joined: list[Segment] = []
-    for segment in segments:
-        last = joined[-1] if joined else None
-        if last and last.slab is segment.slab and last.pages.stop == segment.pages.start:
-            joined[-1] = Segment(last.slab, Span(last.pages.start, segment.pages.stop))
-        else:
-            joined.append(segment)
-    return joined

@@ -177,6 +177,16 @@ class Demand:
     """By sender whose content was compared with the receiver's: the first layer that differs. Of
     others the profile tells."""
 
+    @property
+    def num_held(self) -> int:
+        """Pages that the device has already, exact or approximate."""
+        return max(self.first_page, self.first_approximate or 0)
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the whole prompt."""
+        return self.num_pages * self.page_size + self.num_new_tokens
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoReuse:

@@ -72,8 +72,8 @@ class Considered:
     @property
     def full_prefill_s(self) -> float | None:
         """Predicted for what the device has not; None while its speed is unknown."""
-        start = _num_held(self.demand) * self.demand.page_size
-        return full_prefill_s(Span(start, _num_tokens(self.demand)), self.costs.prefill)
+        start = self.demand.num_held * self.demand.page_size
+        return full_prefill_s(Span(start, self.demand.num_tokens), self.costs.prefill)
 
 
 class Weighed(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -150,10 +150,6 @@ def saving_s(plan: Plan, demand: Demand, costs: Costs) -> float | None:
     """
     it = _priced(_Option(plan=plan, quality=1.0), demand, costs)
     return None if it.ttft_s is None else it.saving
-
-
-def _num_tokens(demand: Demand) -> int:
-    return demand.num_pages * demand.page_size + demand.num_new_tokens
 
 
 def choose(
@@ -254,12 +250,12 @@ def _fitted(
 
 def _priced(it: _Option, demand: Demand, costs: Costs) -> _Option:
     """The forward over the rest of the prompt has its price with the plan, too."""
-    plan, page_size, num_tokens = it.plan, demand.page_size, _num_tokens(demand)
+    plan, page_size, num_tokens = it.plan, demand.page_size, demand.num_tokens
     times = times_of(plan, page_size, costs)
-    full_s = full_prefill_s(Span(_num_held(demand) * page_size, num_tokens), costs.prefill)
+    full_s = full_prefill_s(Span(demand.num_held * page_size, num_tokens), costs.prefill)
     rest_s = full_prefill_s(Span(plan.pages.stop * page_size, num_tokens), costs.prefill)
     if times is None or full_s is None or rest_s is None:
-        in_vain = demand.num_layers * (_num_held(demand) - plan.pages.start)
+        in_vain = demand.num_layers * (demand.num_held - plan.pages.start)
         return replace(it, saving=page_size * (_saved_page_layers(plan) - in_vain))
     # Whether a request has the device meanwhile: more wait than what comes over the same link.
     are_others_computing = demand.num_waiting > len(
@@ -267,10 +263,6 @@ def _priced(it: _Option, demand: Demand, costs: Costs) -> _Option:
     )
     wait_s, ttft_s = 0.0 if are_others_computing else times.wait_s, times.ttft_s + rest_s
     return replace(it, ttft_s=ttft_s, saving=full_s - ttft_s, wait_s=wait_s)
-
-
-def _num_held(demand: Demand) -> int:
-    return max(demand.first_page, demand.first_approximate or 0)
 
 
 def _by_load(

@@ -10,7 +10,7 @@ from math import inf
 from typing import Final, TypeVar
 
 from cachetree.ids import Location, ModelId, PageHash, Span
-from cachetree.memory import Segment, Slab
+from cachetree.memory import Slab
 
 RemoteKey = tuple[Location, ModelId]
 
@@ -219,10 +219,6 @@ class LocalEntry(Entry):
             entries.append(entry)
             entry = entry.parent
         return [entry.change(added=True) for entry in reversed(entries)]
-
-    def part(self, start: int, stop: int) -> Segment:
-        """Storage of pages `[start, stop)` of the node."""
-        return Segment(self.slab, Span(self.first + start, self.first + stop))
 
     def change(self, *, added: bool) -> Change:
         return Change(

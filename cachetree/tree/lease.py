@@ -8,8 +8,11 @@ from typing import Final
 from cachetree.clock import Deadline
 from cachetree.errors import StaleEntry
 from cachetree.ids import Kind, Span, Step, parts_of
-from cachetree.memory import Segment, Slab, join
+from cachetree.memory import Slab
 from cachetree.tree.entries import Change, Hold
+
+PagesOfSlab = tuple[Slab, Span]
+"""Consecutive ones."""
 
 
 class Lease:
@@ -21,7 +24,7 @@ class Lease:
 
     def __init__(
         self,
-        segments: Sequence[Segment],
+        parts: Sequence[PagesOfSlab],
         hold: Hold,
         owner: str,
         deadline: Deadline,
@@ -29,9 +32,11 @@ class Lease:
     ) -> None:
         self.owner: Final = owner
         self.deadline: Final = deadline
-        self.num_pages: Final = sum(len(segment.pages) for segment in segments)
+        self.num_pages: Final = sum(len(pages) for _, pages in parts)
         self.hold: Final = hold
-        self._segments = join(segments)
+        self._parts = _joined(parts)
+        self._kept: dict[Slab, memoryview] = {}
+        """Memory that a slab gives back though it is read here."""
         self._end = end
         self.is_over = False
         """Set by the tree."""
@@ -51,25 +56,26 @@ class Lease:
         """
         if self.is_over:
             raise StaleEntry(f"the lease of {self.owner} has ended")
-        runs = self._runs(pages)
-        return [view for segment, part in runs for view in segment.views(step, part)]
+        return [view for _, views in self._runs(step, pages) for view in views]
 
     def keep(self, slab: Slab) -> None:
         """For the tree: these bytes give way to others, but not before this lease has gone."""
-        self._segments = [it.kept() if it.slab is slab else it for it in self._segments]
+        self._kept.setdefault(slab, slab.memory)
 
     def slabs(self, step: Step, pages: Span | None = None) -> list[Slab]:
         """Of each of `views`."""
-        runs = self._runs(pages)
-        return [segment.slab for segment, part in runs for _ in segment.views(step, part)]
+        return [slab for slab, views in self._runs(step, pages) for _ in views]
 
-    def _runs(self, pages: Span | None) -> Iterator[tuple[Segment, Span]]:
-        """The segments that `pages` lie in, and which of theirs."""
+    def _runs(self, step: Step, pages: Span | None) -> Iterator[tuple[Slab, list[memoryview]]]:
+        """The slabs that `pages` lie in, and where there."""
         wanted = pages or Span(0, self.num_pages)
         if wanted.stop > self.num_pages:
             raise ValueError(f"{wanted} exceeds the {self.num_pages} leased pages")
-        sizes = (len(segment.pages) for segment in self._segments)
-        return ((self._segments[number], part) for number, part in parts_of(sizes, wanted))
+        sizes = (len(pages) for _, pages in self._parts)
+        for number, part in parts_of(sizes, wanted):
+            slab, all_pages = self._parts[number]
+            span = Span(all_pages.start + part.start, all_pages.start + part.stop)
+            yield slab, slab.views(step, span, self._kept.get(slab))
 
     def release(self) -> None:
         """End the lease; a second call does nothing."""
@@ -150,3 +156,13 @@ class Reservation:
 
     def __exit__(self, *_: object) -> None:
         self.release()
+
+
+def _joined(parts: Sequence[PagesOfSlab]) -> list[PagesOfSlab]:
+    """The same pages in as few parts as may be; those of a split node become one again."""
+    found: list[PagesOfSlab] = []
+    for slab, pages in parts:
+        if found and found[-1][0] is slab and found[-1][1].stop == pages.start:
+            pages = Span(found.pop()[1].start, pages.stop)
+        found.append((slab, pages))
+    return found

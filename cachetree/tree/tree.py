@@ -187,11 +187,11 @@ class CacheTree:
                 hold.add(entry)
             if is_use:
                 self._eviction.use(entries[-1:])
-            segments = [
-                entry.part(place.start, place.stop)
+            parts = [
+                (entry.slab, Span(entry.first + place.start, entry.first + place.stop))
                 for entry, place in zip(entries, places, strict=True)
             ]
-            lease = Lease(segments, hold, owner, deadline, self._end_lease)
+            lease = Lease(parts, hold, owner, deadline, self._end_lease)
             self._holds.leases.add(lease)
             return lease
 

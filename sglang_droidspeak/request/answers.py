@@ -79,7 +79,7 @@ def explained(
         prompt_tokens=it.num_tokens,
         page_tokens=page_tokens,
         model=demand and demand.receiver,
-        device_pages=max(demand.first_page, demand.first_approximate or 0) if demand else 0,
+        device_pages=demand.num_held if demand else 0,
         holdings=seen.matches if seen else (),
         full_prefill_s=seen and seen.full_prefill_s,
         ways=weigh(seen, profiles) if seen else (),
