@@ -216,6 +216,7 @@ class Mirror(Oracle):
             for each in ({it for it, _ in self.local} if model is None else {model})
             if (num := sum((each, page) in self.local for page in prefixes(text, 0)))
         }
+        self.cuts |= {text[:num] for num in depths.values()}  # Also of a pin that is refused.
         pages = {(each, page) for each, num in depths.items() for page in prefixes(text[:num], 0)}
         at_s = inf if seconds is None else self.clock.now_s + seconds
         others = [it for key, it in self.pins.items() if key != (model, text)]
@@ -226,7 +227,6 @@ class Mirror(Oracle):
                 self.tree.pin(model, self.hashes(text), deadline)
             return
         assert self.tree.pin(model, self.hashes(text), deadline) == depths
-        self.cuts |= {text[:num] for num in depths.values()}
         if pages:
             self.pins[model, text] = OpenPin(pages, at_s)
             self.num_pinned_bytes = self.bytes_of(self.pinned_pages())
