@@ -104,10 +104,11 @@ _Entry = TypeVar("_Entry", bound="Entry")
 class Entry(ABC):
     """What one model has at one place of all pages of one node."""
 
-    __slots__ = ("e_layers", "e_reach", "node", "num_children")
+    __slots__ = ("e_layers", "e_reach", "model", "node", "num_children")
 
-    def __init__(self, node: Node, e_layers: tuple[int, ...]) -> None:
+    def __init__(self, node: Node, model: ModelId, e_layers: tuple[int, ...]) -> None:
         self.node: Final = node
+        self.model: Final = model
         self.num_children = 0
         """Child nodes in which the same model has one at the same place."""
         self.set_e(e_layers)
@@ -115,6 +116,16 @@ class Entry(ABC):
     @abstractmethod
     def at(self: _Entry, node: Node) -> _Entry | None:
         """That of the same model at the same place in another node."""
+
+    def change(self, *, added: bool) -> Change:
+        """Its pages come, or go."""
+        return Change(
+            added=added,
+            model=self.model,
+            parent=self.node.parent_page,
+            pages=self.node.pages,
+            e_layers=self.e_layers,
+        )
 
     @property
     def parent(self: _Entry) -> _Entry | None:
@@ -150,7 +161,7 @@ class RemoteEntry(Entry):
         self.key: Final = key
         self.order: Final = order
         """Of one location, the coldest first; those with children need not be in it."""
-        super().__init__(node, e_layers)
+        super().__init__(node, key[1], e_layers)
 
     def at(self, node: Node) -> RemoteEntry | None:
         return node.remote.get(self.key)
@@ -171,13 +182,12 @@ class RemoteEntry(Entry):
 class LocalEntry(Entry):
     """KV and E in this process's memory: pages `[first, first + node.num_pages)` of the slab."""
 
-    __slots__ = ("first", "hits", "holds", "model", "slab", "used", "used_at_s")
+    __slots__ = ("first", "hits", "holds", "slab", "used", "used_at_s")
 
     def __init__(self, node: Node, model: ModelId, slab: Slab, first: int) -> None:
-        self.model: Final = model
         self.slab = slab
         self.first = first
-        super().__init__(node, slab.layout.e_layers)
+        super().__init__(node, model, slab.layout.e_layers)
         self.holds: frozenset[Hold] = _NOBODY
         # The eviction policy's: what it knows of walks that ended here, or below in what has since
         # been evicted.
@@ -219,15 +229,6 @@ class LocalEntry(Entry):
             entries.append(entry)
             entry = entry.parent
         return [entry.change(added=True) for entry in reversed(entries)]
-
-    def change(self, *, added: bool) -> Change:
-        return Change(
-            added=added,
-            model=self.model,
-            parent=self.node.parent_page,
-            pages=self.node.pages,
-            e_layers=self.e_layers,
-        )
 
 
 class Node:

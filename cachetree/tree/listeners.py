@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
-from cachetree.ids import DISK, Location, ModelId
-from cachetree.tree.entries import Change, LocalEntry, Node
+from cachetree.ids import DISK
+from cachetree.tree.entries import Change, LocalEntry, Node, RemoteEntry
 
 Listener = Callable[[Change], None]
 
@@ -29,9 +29,8 @@ class ChangeListeners:
     @staticmethod
     def kept(node: Node) -> Iterator[Change]:
         yield from ChangeListeners.in_memory(node)
-        for (location, model), entry in node.remote.items():
-            if location == DISK and model not in node.local:
-                yield _change([node], model, entry.e_layers, added=True)
+        remote = filter(_is_on_disk_alone, node.remote.values())
+        yield from (entry.change(added=True) for entry in remote)
 
     def published(self, change: Change) -> None:
         for listener in (*self.of_memory, *self.of_kept):
@@ -46,32 +45,14 @@ class ChangeListeners:
         for listener in (*self.of_memory, *(() if is_on_disk else self.of_kept)):
             listener(change)
 
-    def shown(self, location: Location, model: ModelId, nodes: Sequence[Node]) -> None:
-        """A remote entry was noted in these nodes, which follow each other."""
-        if location != DISK or not self.of_kept or all(model in node.local for node in nodes):
-            return
-        change = _change(nodes, model, nodes[0].remote[location, model].e_layers, added=True)
-        for listener in self.of_kept:
-            listener(change)
-
-    def hidden(self, location: Location, model: ModelId, nodes: Iterable[Node]) -> None:
-        """A remote entry goes from these nodes, children first. Called while it is there."""
-        if location != DISK or not self.of_kept:
-            return
-        for node in nodes:
-            if (location, model) in node.remote and model not in node.local:
-                change = _change([node], model, (), added=False)
+    def noted(self, entries: Iterable[RemoteEntry], *, added: bool) -> None:
+        """Remote entries of one model came, parents first, or go and are still there, children
+        first."""
+        if self.of_kept:
+            for entry in filter(_is_on_disk_alone, entries):
                 for listener in self.of_kept:
-                    listener(change)
+                    listener(entry.change(added=added))
 
 
-def _change(
-    nodes: Sequence[Node], model: ModelId, e_layers: tuple[int, ...], *, added: bool
-) -> Change:
-    return Change(
-        added=added,
-        model=model,
-        parent=nodes[0].parent_page,
-        pages=tuple([page for node in nodes for page in node.pages]),
-        e_layers=e_layers,
-    )
+def _is_on_disk_alone(entry: RemoteEntry) -> bool:
+    return entry.key[0] == DISK and entry.model not in entry.node.local

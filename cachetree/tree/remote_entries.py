@@ -52,7 +52,7 @@ class RemoteEntries:
         if had.count(layers) < len(had):  # What hangs below may have E without a gap, or not.
             for entry in below(nodes[0].remote[key]):
                 entry.set_e(entry.e_layers)
-        self._listeners.shown(location, model, nodes)
+        self._listeners.noted((node.remote[key] for node in nodes), added=True)
 
     def reach(self, location: Location, model: ModelId, pages: Sequence[PageHash]) -> int:
         """How many of `pages` it has, from the root."""
@@ -66,7 +66,7 @@ class RemoteEntries:
             if place is not None and key in place.node.remote:
                 first = self._trie.split(place.node, place.start).remote[key]
                 gone = [first, *below(first)][::-1]
-                self._listeners.hidden(location, model, [entry.node for entry in gone])
+                self._listeners.noted(gone, added=False)
                 self._take_out(gone)
                 return
 
