@@ -77,9 +77,8 @@ def _demo(args: argparse.Namespace) -> int:
         missing = " and ".join(f"--{name}" for name in _PAIR if name not in given)
         complain(f"--{given[0]} needs {missing} too")
         return 2
-    names = (*_PAIR, "template", "max_new", "num_questions", "num_documents")
-    names += ("correction", "out", "device", "dtype", "host_gb")
-    chosen = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    beside = ("command", "run", "options")
+    chosen = {name: it for name, it in vars(args).items() if it is not None and name not in beside}
     config = DemoConfig(**chosen) if given else replace(DemoConfig.shipped(), **chosen)
     if args.options is not None:
         found = read_yaml(args.options, "options")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -74,26 +74,11 @@ class Module:
     """One file of a package that lies in `root`."""
 
     name: str
-    path: Path
     root: Path
-
-    @functools.cached_property
-    def text(self) -> str:
-        return self.path.read_text()
-
-    @functools.cached_property
-    def lines(self) -> list[str]:
-        return self.text.splitlines()
-
-    @functools.cached_property
-    def names(self) -> dict[str, ast.stmt]:
-        """By name what binds it at the top of the module, under conditions too: the last one, and
-        a definition before an assignment."""
-        statements = sorted(
-            _statements(ast.parse(self.text)),
-            key=lambda it: isinstance(it, (*_Function, ast.ClassDef)),
-        )
-        return {name: it for it in statements for name in _bound(it)}
+    lines: Sequence[str]
+    names: Mapping[str, ast.stmt]
+    """By name what binds it at the top of the module, under conditions too: the last one, and a
+    definition before an assignment."""
 
     def find(self, name: str) -> Definition:
         """Raises NotThere; follows imports from other modules of the package."""
@@ -112,7 +97,13 @@ def module(root: Path, name: str) -> Module:
     base = root.joinpath(*name.split("."))
     for path in (base.with_suffix(".py"), base / "__init__.py"):
         if path.is_file():
-            return Module(name, path, root)
+            text = path.read_text()
+            statements = sorted(
+                _statements(ast.parse(text)),
+                key=lambda it: isinstance(it, (*_Function, ast.ClassDef)),
+            )
+            bound = {name: it for it in statements for name in _bound(it)}
+            return Module(name, root, text.splitlines(), bound)
     raise NotThere(f"there is no module {name}")
 
 

@@ -153,7 +153,6 @@ class ForwardPass:
         """Have every layer of a load in place, by a full prefill where there is an error."""
         req = batch.reqs[row]
         if error is not None:
-            load.cause = type(error).__name__
             log.warning("request %s: %s; it does a full prefill", req.rid, error)
             self._loader.abandon(load, error)
             begun_s = time.monotonic()

@@ -49,20 +49,24 @@ class Load:
     """On CUDA, before and after each layer's copies on their stream."""
     copied_bytes: int = field(default=0, init=False)
     """Out of host memory, as they are stored."""
-    cause: str = field(default="", init=False)
-    """Why its pages were prefilled in full after all; empty where they were not."""
+    error: FetchError | None = field(default=None, init=False)
+    """Why it was abandoned: the scheduler thread computes the slots itself, and the loader writes
+    nothing more."""
     is_broken: bool = field(default=False, init=False)
     """A layer could not be copied."""
     is_lost: bool = field(default=False, init=False)
     """Nor could the slots be computed: the request must be aborted."""
     _copying: threading.Lock = field(default_factory=threading.Lock, init=False)
-    _is_abandoned: bool = field(default=False, init=False)
-    """The scheduler thread computes the slots itself; the loader writes nothing more."""
+
+    @property
+    def cause(self) -> str:
+        """Of a full prefill of its pages; empty where there was none."""
+        return "" if self.error is None else type(self.error).__name__
 
     @property
     def is_good(self) -> bool:
         """Whether its slots hold what they should, however that came about."""
-        return not (self.is_lost or (self.is_broken and not self._is_abandoned))
+        return not (self.is_lost or (self.is_broken and self.error is None))
 
     @property
     def copy_s(self) -> float:
@@ -80,7 +84,7 @@ class Load:
         except FetchError:
             return
         with self._copying:
-            if not self._is_abandoned:
+            if self.error is None:
                 started_s = time.monotonic()
                 with timed(self.laps):
                     self.copied_bytes += self.source.copy(layer, self.at, self.slots)
@@ -90,8 +94,8 @@ class Load:
 
     def wait_staged(self, deadline: Deadline) -> FetchError | None:
         """Block until every layer is there; why it is not, where it is not by then."""
-        if self._is_abandoned or self.is_broken:
-            return FetchError("the load was given up")
+        if self.error is not None or self.is_broken:
+            return self.error or FetchError("a layer could not be copied")
         try:
             self.source.wait_all(deadline)
         except FetchError as exc:
@@ -102,4 +106,4 @@ class Load:
         """Returns once nothing of it is being copied."""
         self.source.fail(error)
         with self._copying:
-            self._is_abandoned = True
+            self.error = self.error or error

@@ -163,7 +163,7 @@ def test_what_is_given_up_ends_its_fetch_and_says_so() -> None:
     it = load_of(source)
     it.abandon(error)
     assert source.failed == [error]
-    assert str(it.wait_staged(Deadline.after(5))) == "the load was given up"
+    assert it.wait_staged(Deadline.after(5)) is error
 
 
 def test_waiting_for_layers_is_bounded_and_ends_only_that_wait() -> None:
@@ -264,7 +264,7 @@ def test_overlap_is_the_share_of_the_shorter_that_ran_beside_the_other() -> None
 
 def test_a_fallback_after_admission_says_how_long_it_was_held_back() -> None:
     it = loading_request()
-    it.queued_s, it.load.cause = 1.25, "DeadlineExceeded"
+    it.queued_s, it.load.error = 1.25, DeadlineExceeded("a test")
     told = provenance_of(it, (0.0, 0.0), 0.0)
     assert (told.outcome, told.queued_ms) == ("fallback: DeadlineExceeded", 1250.0)
 
