@@ -182,7 +182,9 @@ class DroidSpeakLinker(UnifiedCacheLinker):
             engine.place_hooks({release.TAKE_EVENTS: (events.take, HookType.AFTER)})
         self._is_retired = False
         queue = Queue(self._waiting, self._replies, self._models, self._ranks, params.page_size)
-        answers = Answers(self._cache, planner, self._labels, adapters, params.page_size)
+        answers = Answers(
+            self._cache, planner, self._labels, adapters, params.page_size, guard.answer
+        )
         engine.place_hooks(
             {
                 **queue.hooks,
@@ -196,7 +198,6 @@ class DroidSpeakLinker(UnifiedCacheLinker):
                 release.INTERNAL_STATE: (answers.add, HookType.AFTER),
             }
         )
-        engine.place_hooks({release.INTERNAL_STATE: (guard.add, HookType.AFTER)})
         engine.place_hooks(
             dict.fromkeys(release.WEIGHTS_WRITTEN, (self._weights_change, HookType.BEFORE))
         )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from sglang_droidspeak.engine import asking, tracing
+from sglang_droidspeak.engine import tracing
 from sglang_droidspeak.guard.messages import ALL, GuardQuestion, GuardState, Shadow
 from sglang_droidspeak.guard.plans import (
     NOISE,
@@ -19,7 +19,6 @@ from sglang_droidspeak.guard.plans import (
     watched,
 )
 from sglang_droidspeak.guard.record import read_record, write_record
-from sglang_droidspeak.request.meta_info import KEY
 
 if TYPE_CHECKING:
     from cachetree.planning import PairProfile
@@ -58,12 +57,6 @@ class PairsInService:
             for it in self._profiles.values():
                 _warn_of(it)
         self._others: Final = tuple(known.values())[-MAX_OTHERS:]
-
-    def add(self, output: Any, _scheduler: object, recv_req: Any) -> None:
-        """Hooks Scheduler.get_internal_state: in place of what SGLang says."""
-        page, question = asking.asked(recv_req)
-        if page == asking.GUARD:
-            output.internal_state = {KEY: self.answer(question)}
 
     def answer(self, question: str) -> dict[str, Any]:
         """As JSON says it; `error` where that was no question."""

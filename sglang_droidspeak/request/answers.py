@@ -6,7 +6,7 @@ Nothing of it names a token or a page of anybody's prompt.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -119,6 +119,8 @@ class Answers:
     _labels: Labels
     _lora_refs: Mapping[str, LoRARef]
     _page_size: int
+    _guard: Callable[[str], Mapping[str, Any]]
+    """What the drift guard answers to a question, in JSON."""
 
     def add(self, output: Any, scheduler: Scheduler, recv_req: Any) -> None:
         """Hooks Scheduler.get_internal_state: beside what SGLang says, or in its place."""
@@ -127,6 +129,8 @@ class Answers:
             output.internal_state[KEY] = msgspec.to_builtins(self._state())
         elif page == asking.EXPLAIN:
             output.internal_state = {KEY: self._answer(asked, scheduler)}
+        elif page == asking.GUARD:
+            output.internal_state = {KEY: self._guard(asked)}
 
     def _state(self) -> ServerState:
         peers = self._cache.sources()

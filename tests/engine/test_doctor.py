@@ -151,7 +151,7 @@ def state(cache: Any, profiles: Any = PROFILES, **planner: Any) -> dict[str, Any
     asked, _ = planned(**planner)
     asked.profiles = profiles
     output = SimpleNamespace(internal_state={"model_path": "m"})
-    answers = Answers(cache, asked, None, {}, PAGE)  # type: ignore[arg-type]
+    answers = Answers(cache, asked, None, {}, PAGE, None)  # type: ignore[arg-type]
     answers.add(output, SimpleNamespace(), SimpleNamespace(rid=None))  # type: ignore[arg-type]
     return output.internal_state
 

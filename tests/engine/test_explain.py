@@ -40,7 +40,7 @@ SLOW = replace(MEASURED, links={FAR: Link(byte_s=1e-7)})
 def answers(labels: Labels) -> Answers:
     planner = SimpleNamespace(profiles=PROFILES)
     cache = SimpleNamespace(sources=lambda: ())
-    return Answers(cache, planner, labels, {}, PAGE)  # type: ignore[arg-type]
+    return Answers(cache, planner, labels, {}, PAGE, None)  # type: ignore[arg-type]
 
 
 def ask(labels: Labels, **question: Any) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from random import Random
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -15,13 +14,11 @@ from test_policy import PROFILE
 from cachetree import ConfigError
 from cachetree.planning import BlockQuality, PairProfile, PlanId
 from sglang_droidspeak.cli.guard import lines
-from sglang_droidspeak.engine import asking
 from sglang_droidspeak.guard.messages import GuardQuestion, GuardState, Shadow
 from sglang_droidspeak.guard.plans import NOISE, after, left_of, watched
 from sglang_droidspeak.guard.record import check_record, read_record, write_record
 from sglang_droidspeak.guard.service import PairsInService
 from sglang_droidspeak.metrics import Metrics
-from sglang_droidspeak.request.meta_info import KEY
 from sglang_droidspeak.start.config import Settings
 
 NUM_LAYERS = PROFILE.receiver.num_layers
@@ -107,10 +104,8 @@ def guard_of(planner: Any, path: Path, *, keeps_record: bool = True) -> PairsInS
 
 
 def tell(guard: PairsInService, **question: Any) -> GuardState:
-    output = SimpleNamespace(internal_state={})
     said = msgspec.json.encode(GuardQuestion(**question)).decode()
-    guard.add(output, None, SimpleNamespace(rid=f"{asking.GUARD}: {said}"))
-    return msgspec.convert(json.loads(json.dumps(output.internal_state[KEY])), GuardState)
+    return msgspec.convert(json.loads(json.dumps(guard.answer(said))), GuardState)
 
 
 def worst(tv: float = 1.0) -> Shadow:
