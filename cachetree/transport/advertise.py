@@ -185,7 +185,7 @@ class Advertiser:
 
 
 _MOST_PAGES: Final = 1_000_000
-"""Of one peer, where nobody has set more: some 130 MB of them, 1 GB if each were a node alone."""
+"""Of one peer, each counted once per model: some 130 MB, 1 GB if each were a node alone."""
 
 
 class RemoteView:
@@ -197,11 +197,11 @@ class RemoteView:
         self.is_synced = False
         """A whole snapshot has been applied since the last `forget`."""
 
-    def limit(self, max_pages: int | None, budget_bytes: int) -> None:
-        """A worker is believed what it keeps within its budget, if `max_pages` does not say."""
-        if max_pages is None:
-            page_bytes = Layout.of(self._tree.family, 1, ()).page_bytes
-            max_pages = min(budget_bytes // page_bytes or _MOST_PAGES, _MOST_PAGES)
+    def limit(self, budget_bytes: int) -> None:
+        """Note as many pages as fit in what the worker keeps; for more, those go that were matched
+        least recently."""
+        page_bytes = Layout.of(self._tree.family, 1, ()).page_bytes
+        max_pages = min(budget_bytes // page_bytes or _MOST_PAGES, _MOST_PAGES)
         self._tree.limit_remote(self._location, max_pages)
 
     def apply(self, message: Advert) -> None:

@@ -39,7 +39,7 @@ class Breaker:
         closed ── breaker_errors within breaker_window_s ──► open
         open ── the cooldown is over ──► half open: `admits` one fetch, the probe
         half open ── `succeeded` ──► closed, the cooldown is cooldown_s again
-        half open ── `failed` ──► open, the cooldown doubled up to max_cooldown_s
+        half open ── `failed` ──► open, the cooldown doubled up to ten of cooldown_s
 
     Used by one thread; the properties may be read from any.
     """
@@ -48,7 +48,7 @@ class Breaker:
         self._config: Final = config
         self._clock = clock
         self._errors_at_s: deque[float] = deque(maxlen=config.breaker_errors)
-        self._cooldowns = Backoff(config.cooldown_s, config.max_cooldown_s)
+        self._cooldowns = Backoff(config.cooldown_s, 10 * config.cooldown_s)
         self._probe_at_s: float | None = None
         """When the cooldown ends or ended; None while closed."""
         self._is_probing = False

@@ -44,8 +44,6 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Stores of peers open at once; more are refused."""
     max_peers: int = 256
     """Sessions held at once; more are turned away."""
-    max_fetch_s: float = 60.0
-    """Longest deadline granted to a fetch."""
     max_pending_changes: int = 4096
     """Changes kept for a peer that does not read; beyond it that peer gets a new snapshot."""
     shared_memory: bool = True
@@ -78,25 +76,19 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             )
         _check_positive(
             self,
-            "max_streams max_stores max_peers max_fetch_s max_pending_changes silence_s "
-            "max_bytes_per_s",
+            "max_streams max_stores max_peers max_pending_changes silence_s max_bytes_per_s",
         )
 
 
 class PeerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How this server talks to one remote worker."""
 
-    model: str = ""
-    """Id of the model this server runs; empty where it runs none."""
     key_file: str | None = None
     """Secret key file made by `cachetree keygen`; its public key stands in the worker's
     `allowed_peers`."""
     server_key: str | None = None
     """Public key of the worker, or the file that holds it: traffic is encrypted, and with anyone
     else there is none. None encrypts nothing and believes whoever answers."""
-    max_pages: int | None = None
-    """Most pages of it that are noted here, each counted once per model; beyond it those go that
-    were matched least recently. None: as many as fit in what it keeps, and at most a million."""
     frame_bytes: int = 4 << 20
     """Largest payload that it is to send in one frame."""
     connect_s: float = 2.0
@@ -115,8 +107,7 @@ class PeerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     entries are forgotten, and then one fetch tries whether it is well again."""
     breaker_window_s: float = 10.0
     cooldown_s: float = 30.0
-    """It doubles up to `max_cooldown_s` each time that fetch fails."""
-    max_cooldown_s: float = 300.0
+    """It doubles, up to ten times this, each time that fetch fails."""
     heartbeat_s: float = 1.0
     """A ping is sent this often."""
     shared_memory: bool = True
@@ -138,15 +129,10 @@ class PeerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         _check_positive(
             self,
             "connect_s reconnect_s max_reconnect_s resume_s breaker_errors breaker_window_s "
-            "cooldown_s heartbeat_s silence_s max_pages",
+            "cooldown_s heartbeat_s silence_s",
         )
         if self.max_retries < 0:
             raise ConfigError(f"max_retries is {self.max_retries}; it must be 0 or more")
-        if self.max_cooldown_s < self.cooldown_s:
-            raise ConfigError(
-                f"max_cooldown_s is {self.max_cooldown_s}, less than cooldown_s, which is "
-                f"{self.cooldown_s}; raise max_cooldown_s or lower cooldown_s"
-            )
         if self.silence_s < 2 * self.heartbeat_s:
             raise ConfigError(
                 f"silence_s is {self.silence_s}, less than two heartbeats of {self.heartbeat_s} s; "

@@ -28,17 +28,18 @@ from cachetree.planning import Link
 from cachetree.transport import frames, wire
 from cachetree.transport.address import parse_remote
 from cachetree.transport.advertise import Advert, RemoteView
-from cachetree.transport.backoff import Backoff, Breaker
+from cachetree.transport.backoff import Backoff, Breaker, LogLimiter
 from cachetree.transport.config import PeerConfig
 from cachetree.transport.connection import Connection, Question
 from cachetree.transport.handshake import credentials_of
 from cachetree.transport.pending_fetches import PendingFetches
 from cachetree.transport.pending_stores import PendingStores
-from cachetree.transport.status import PeerCounts, PeerLog, PeerState, PeerStatus, PusherStatus
+from cachetree.transport.status import PeerCounts, PeerState, PeerStatus, PusherStatus
 from cachetree.transport.wakeup import CLOSE_S, Wakeup
 from cachetree.tree import CacheTree
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("cachetree.peer")
+"""For a server to mark as its own."""
 
 NO_WORKER: Final = 0
 """In place of an epoch."""
@@ -88,7 +89,8 @@ class Peer:
         self._epoch = 0
         self._model = ""
         self._view = RemoteView(tree, address)
-        self._log = PeerLog(address, clock)
+        self._log_limiter = LogLimiter(clock)
+        self._has_warned = False
         self._requests: deque[tuple[ModelId, Sequence[PageHash], Staging]] = deque()
         self._counts = PeerCounts()
         self._breaker = Breaker(config, clock)
@@ -103,7 +105,7 @@ class Peer:
         """When the thread ends at the latest."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._wakeup = Wakeup()
-        self._stores = PendingStores(address, tree, config, self._wakeup.wake, clock)
+        self._stores = PendingStores(address, tree, self._wakeup.wake, clock)
         self._thread = threading.Thread(
             target=self._run, name=f"cachetree-peer {address}", daemon=True
         )
@@ -252,7 +254,7 @@ class Peer:
             return
         if self.state is PeerState.RESTING:
             self._set_state(PeerState.CONNECTING)
-        hello = wire.hello(self._tree.family, self._config.model, epoch=0)
+        hello = wire.hello(self._tree.family, "", epoch=0)
         self._connection = self._fetches.link = Connection(
             Question(self._context, self._remote, self._credentials, hello),
             self._remote,
@@ -299,7 +301,7 @@ class Peer:
         connection.open(hello.ticket, self._who)
         if self._config.shared_memory and hello.arena is not None:
             connection.share(hello.arena)
-        self._view.limit(self._config.max_pages, hello.budget_bytes)
+        self._view.limit(hello.budget_bytes)
 
     def _learn(self, connection: Connection, message: Advert) -> None:
         self._view.apply(message)
@@ -309,13 +311,14 @@ class Peer:
         if self._view.is_synced and self.state is not PeerState.READY:
             self._backoff.reset()
             self._set_state(PeerState.READY)
-            self._log.rise()
+            if self._has_warned:
+                log.info("peer %s is ready", self.address)
+            self._has_warned = False
 
     def _accept(self) -> None:
         """Begin what was asked for, or fail it at once."""
         while self._requests:
             model, pages, staging = self._requests.popleft()
-            self._counts.num_fetches += 1
             if self._connection is None or self.state is not PeerState.READY:
                 because = f": {self.error}" if self.error else ""
                 error = FetchError(f"{self._who} is {self.state.value}{because}")
@@ -339,7 +342,12 @@ class Peer:
         if state is PeerState.CONNECTING and self._breaker.is_open:
             state = PeerState.RESTING
         was_greeted = self._connection is not None and self._connection.channel is not None
-        self._log.lose(state, error, was_greeted=was_greeted)
+        cause = state.value
+        if state is PeerState.CONNECTING:
+            cause = "lost" if was_greeted else "not reached"
+        if state is not PeerState.CLOSED and self._log_limiter.may(cause):
+            log.warning("peer %s is %s: %s", self.address, cause, error)
+            self._has_warned = True
         if self._connection is not None:
             self._connection.close()
             self._connection = self._fetches.link = None

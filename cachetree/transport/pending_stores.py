@@ -16,7 +16,6 @@ from cachetree.ids import Location, Span
 from cachetree.memory import Layout
 from cachetree.transport import wire
 from cachetree.transport.advertise import ChangeQueue
-from cachetree.transport.config import PeerConfig
 from cachetree.transport.connection import Connection
 from cachetree.transport.sender import Load, Stream
 from cachetree.transport.status import PushCounts, PusherStatus
@@ -52,13 +51,11 @@ class PendingStores:
         self,
         address: Location,
         tree: CacheTree,
-        config: PeerConfig,
         wake: Callable[[], None],
         clock: Clock,
     ) -> None:
         self._address: Final = address
         self._tree = tree
-        self._config = config
         self._wake = wake
         self._clock = clock
         self._has_begun = False
@@ -212,8 +209,7 @@ class PendingStores:
         """Raises StaleEntry."""
         steps = wire.steps_of_store(self._tree.family.num_layers, e_layers)
         load = Load(lease, steps, Span(wanted.skipped, lease.num_pages))
-        frame_bytes = min(self._config.frame_bytes, _FRAME_BYTES)
-        return Stream(wanted.id, load, frame_bytes, self._deadline)
+        return Stream(wanted.id, load, _FRAME_BYTES, self._deadline)
 
     def _send(self, link: Connection, stream: Stream) -> Work:
         channel = link.channel

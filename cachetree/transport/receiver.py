@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from cachetree.checkpoint import Family
-from cachetree.clock import Clock, Deadline
+from cachetree.clock import Clock
 from cachetree.errors import FetchError, ProtocolError
 from cachetree.ids import ModelId, PageHash, Span
 from cachetree.memory import ArenaReader, Staging, checksum_of_parts
@@ -147,7 +147,6 @@ class StoreReceiver:
 
     def begin(self, store: wire.Store) -> None:
         """Reserve room for a store, or say why not."""
-        self._counts.num_stores += 1
         try:
             self._begin(store)
         except _Refusal as exc:
@@ -232,10 +231,9 @@ class StoreReceiver:
         if not reservation.pages:
             self._counts.stores_by_outcome["known"] += 1
         else:
-            seconds = min(max(store.timeout_ms, 0) / 1000, self._config.max_fetch_s)
             num_pages = len(reservation.pages)
             sizes = {step: num_pages * family.page_bytes(step.kind) for step in steps}
-            deadline = Deadline.after(seconds, self._clock)
+            deadline = wire.deadline_of(store, self._clock)
             staging = Staging(sizes, deadline, {it: reservation.views(it) for it in steps})
             receiver = FetchReceiver(model, reservation.pages, staging)
             self._open[store.id] = (receiver, reservation)
@@ -252,7 +250,6 @@ class StoreReceiver:
         return _Refusal(Refused.NO_ROOM, f"there is no room for {num_pages} pages")
 
     def _refuse(self, id: int, why: Refused, reason: str) -> None:
-        self._counts.num_refused_stores += 1
         self._counts.stores_by_outcome[why.value] += 1
         self._counts.num_protocol_errors += why is Refused.PROTOCOL
         self._reply(wire.StoreRefused(id=id, error=why.value, reason=reason))

@@ -1,20 +1,12 @@
-"""How a peer is doing: in numbers, and in the log."""
+"""How a peer is doing, in numbers."""
 
 from __future__ import annotations
 
-import logging
 from enum import Enum
-from typing import Final
 
 import msgspec
 
-from cachetree.clock import Clock
-from cachetree.errors import CacheTreeError
-from cachetree.ids import Location
 from cachetree.transport import verbs
-from cachetree.transport.backoff import LogLimiter
-
-log = logging.getLogger("cachetree.peer")
 
 
 class PeerState(str, Enum):
@@ -38,7 +30,6 @@ class PeerState(str, Enum):
 class PeerCounts(msgspec.Struct, kw_only=True):
     """What a peer counts; its own thread adds to it."""
 
-    num_fetches: int = 0
     num_failed_fetches: int = 0
     num_retries: int = 0
     """Requests for the rest of a fetch that was interrupted."""
@@ -112,30 +103,3 @@ class PusherStatus(PushCounts, frozen=True, kw_only=True):  # type: ignore[misc]
     error: str
     """Why the last attempt ended early; empty where it did not."""
     num_waiting: int
-
-
-class PeerLog:
-    """Tells the reader's side why a peer is not ready, each cause once a minute.
-
-    Lines go to the logger `cachetree.peer`, for a server to mark as its own. Used by the peer's
-    thread.
-    """
-
-    def __init__(self, address: Location, clock: Clock) -> None:
-        self._address: Final = address
-        self._log_limiter = LogLimiter(clock)
-        self._has_told = False
-
-    def lose(self, state: PeerState, error: CacheTreeError, *, was_greeted: bool) -> None:
-        """It is in `state` now, because of `error`."""
-        cause = state.value
-        if state is PeerState.CONNECTING:
-            cause = "lost" if was_greeted else "not reached"
-        if state is not PeerState.CLOSED and self._log_limiter.may(cause):
-            log.warning("peer %s is %s: %s", self._address, cause, error)
-            self._has_told = True
-
-    def rise(self) -> None:
-        if self._has_told:
-            log.info("peer %s is ready", self._address)
-            self._has_told = False

@@ -35,17 +35,12 @@ class StatusRequest(msgspec.Struct, frozen=True, tag="status_request"):
 class Counts(msgspec.Struct, kw_only=True):
     """What a worker counts; its own thread adds to it."""
 
-    num_fetches: int = 0
-    num_failed_fetches: int = 0
     num_sent_bytes: int = 0
     num_protocol_errors: int = 0
     num_refused_peers: int = 0
     num_failed_handshakes: int = 0
     """Connections that ended before a message passed: no key, an unknown key, another server's."""
     num_open_stores: int = 0
-    num_stores: int = 0
-    """Asked for, those of pages that are here already included."""
-    num_refused_stores: int = 0
     num_received_bytes: int = 0
     fetches_by_outcome: ByName = msgspec.field(default_factory=Counter)
     """Those that ended: `ok`, a key of `FETCH_ERRORS`, `cancelled`, or `lost` with their peer."""

@@ -41,6 +41,7 @@ from typing import Annotated, Final, TypeVar
 import msgspec
 
 from cachetree.checkpoint import Family
+from cachetree.clock import Clock, Deadline
 from cachetree.errors import (
     UNREADABLE,
     DeadlineExceeded,
@@ -62,6 +63,9 @@ MAX_HEADER_BYTES: Final = MAX_MESSAGE_BYTES
 
 MAX_REASON_CHARS: Final = 500
 
+MAX_REQUEST_S: Final = 60.0
+"""Longest that a worker goes on with a fetch or a store."""
+
 MAX_ENTRIES: Final = 256
 """In one `Entries`."""
 
@@ -80,7 +84,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     version: int
     family: msgspec.Raw
     model: str = ""
-    """The model this server runs; empty where it serves none itself."""
+    """The model this server runs; empty where it serves none itself, and from a peer."""
     epoch: int = 0
     """Random id of a worker's life; 0 from a peer."""
     arena: ArenaFile | None = None
@@ -374,6 +378,11 @@ def pages_of(named: bytes) -> tuple[PageHash, ...]:
         return split_hashes(named)
     except ValueError as exc:
         raise ProtocolError(str(exc)) from exc
+
+
+def deadline_of(message: Fetch | Store, clock: Clock) -> Deadline:
+    """When it is over, by this side's clock."""
+    return Deadline.after(min(max(message.timeout_ms, 0) / 1000, MAX_REQUEST_S), clock)
 
 
 def steps_of(message: Fetch, num_layers: int) -> tuple[Step, ...]:

@@ -262,13 +262,12 @@ class Worker:
 
     def _accept(self, session: Session, fetch: wire.Fetch) -> None:
         """Open a fetch, after its pages have been read from disk where that is needed."""
-        self._counts.num_fetches += 1
         try:
             session.admit(fetch)
         except ProtocolError as exc:
             self._fail(session, fetch.id, exc)
             return
-        deadline = self._deadline(fetch)
+        deadline = wire.deadline_of(fetch, self._clock)
         page = fetch.pages[-PAGE_HASH_BYTES:]
         go_on = partial(self._open, session, fetch, deadline, self._clock())
         self._promotion.promote(session, fetch, page, deadline, go_on)
@@ -277,14 +276,10 @@ class Worker:
         """Begin a store, after the page before it has been read from disk likewise."""
         go_on = partial(session.stores.begin, store)
         if self._config.accepts:
-            deadline = self._deadline(store)
+            deadline = wire.deadline_of(store, self._clock)
             self._promotion.promote(session, store, store.parent, deadline, go_on)
         else:
             go_on()
-
-    def _deadline(self, request: wire.Fetch | wire.Store) -> Deadline:
-        seconds = min(max(request.timeout_ms, 0) / 1000, self._config.max_fetch_s)
-        return Deadline.after(seconds, self._clock)
 
     def _open(
         self, session: Session, fetch: wire.Fetch, deadline: Deadline, begun_s: float
@@ -310,7 +305,6 @@ class Worker:
         """Also ends the stream of that id: of one that was asked for twice, neither goes on."""
         if (stream := session.streams.get(id)) is not None:
             stream.end()
-        self._counts.num_failed_fetches += 1
         if isinstance(error, ProtocolError):
             self._counts.num_protocol_errors += 1
         message = wire.fetch_failed(id, error)

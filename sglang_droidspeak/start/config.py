@@ -257,7 +257,6 @@ def cache_config(settings: Settings, model: ModelId, tp_rank: int = 0) -> CacheC
         peer=PeerConfig(
             key_file=settings.key_file,
             cooldown_s=settings.peer_cooldown_s,
-            max_cooldown_s=10 * settings.peer_cooldown_s,
             shared_memory=settings.shared_memory,
         ),
     )

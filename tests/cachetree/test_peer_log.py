@@ -24,9 +24,8 @@ from transport_parts import (
     worker_of,
 )
 
-from cachetree import CacheConfig, ConfigError, FetchError, Location, PeerState, WorkerConfig
+from cachetree import CacheConfig, ConfigError, Location, PeerState, WorkerConfig
 from cachetree.transport import wire
-from cachetree.transport.status import PeerLog
 
 HERE = Location("tcp://127.0.0.1:7")
 
@@ -41,24 +40,6 @@ def told(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
     logging.getLogger("cachetree.peer").addHandler(handler)
     yield lines
     logging.getLogger("cachetree.peer").removeHandler(handler)
-
-
-def test_each_cause_is_told_once_a_minute(told: list[str]) -> None:
-    now_s = [0.0]
-    log = PeerLog(HERE, lambda: now_s[0])
-    error = FetchError("it went away")
-    for at_s in range(180):
-        now_s[0] = float(at_s)
-        log.lose(PeerState.CONNECTING, error, was_greeted=at_s % 2 == 0)
-        log.lose(PeerState.RESTING, error, was_greeted=True)
-        log.lose(PeerState.CLOSED, error, was_greeted=True)
-    assert sorted(told) == sorted(
-        3
-        * [f"peer {HERE} is {cause}: it went away" for cause in ("not reached", "lost", "resting")]
-    )
-    log.rise()
-    log.rise()
-    assert told[9:] == [f"peer {HERE} is ready"]
 
 
 def test_a_worker_that_is_not_there_yet_and_leaves(told: list[str]) -> None:

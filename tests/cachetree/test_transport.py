@@ -215,7 +215,7 @@ def test_pages_that_are_gone_are_stale() -> None:
         peer.fetch(MODEL, PAGES, no_e)
         with pytest.raises(StaleEntry):
             wait_all(no_e)
-        assert worker.status().num_failed_fetches == 3
+        assert worker.status().fetches_by_outcome == {"stale": 3}
         source.evict()
         assert source.num_pages == 0, "a refused fetch kept its lease"
 
