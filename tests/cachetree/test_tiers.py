@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Sequence
 
 import msgspec
 import pytest
@@ -33,7 +35,9 @@ from cachetree import (
     Search,
     Span,
     Staging,
+    WriteBehind,
 )
+from cachetree.tree import Change, Lease
 
 SHELF = Location("shelf")
 
@@ -155,3 +159,25 @@ def test_a_tier_that_cannot_work_stops_the_start_and_closes_the_others() -> None
     with pytest.raises(ConfigError, match="shelf is full"):
         Cache(FAMILY, CacheConfig(serves=False), tiers=[make, refuse])
     assert made[0].num_closed == 1
+
+
+def test_a_write_that_is_under_way_learns_that_its_time_is_over() -> None:
+    """From the first entry on, for which the thread may ask before the constructor returns."""
+    begun = threading.Event()
+    told: list[bool] = []
+
+    def write(change: Change, lease: Lease, is_over: Callable[[], bool]) -> bool:
+        told.append(is_over())
+        begun.set()
+        until = Deadline.after(30)
+        while not (is_over() or until.has_passed):
+            time.sleep(0.01)
+        told.append(is_over())
+        return True
+
+    tree = CacheTree(FAMILY, host_bytes=1 << 20)
+    store(tree, pages_of(2))
+    behind = WriteBehind(tree, "test-write", write, time.monotonic)
+    assert begun.wait(30)
+    assert behind.close(0.0)
+    assert (told, behind.num_late) == ([False, True], 0)
