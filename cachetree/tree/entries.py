@@ -221,15 +221,6 @@ class LocalEntry(Entry):
     def num_bytes(self) -> int:
         return self.node.num_pages * self.slab.layout.page_bytes
 
-    def line(self) -> list[Change]:
-        """What the model has from the root to here, as additions in order."""
-        entries: list[LocalEntry] = []
-        entry: LocalEntry | None = self
-        while entry is not None:
-            entries.append(entry)
-            entry = entry.parent
-        return [entry.change(added=True) for entry in reversed(entries)]
-
 
 class Node:
     """Consecutive pages, and who has them.

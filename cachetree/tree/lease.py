@@ -106,9 +106,6 @@ class Reservation:
     ) -> None:
         self.change: Final = change
         """What a commit publishes, unless others do so before."""
-        self.model: Final = change.model
-        self.parent: Final = change.parent
-        """The page before the first of `pages`."""
         self.pages: Final = change.pages
         """The pages that are really new; empty where the model has all of them."""
         self.skipped: Final = skipped

@@ -75,18 +75,17 @@ class LocalEntries:
 
     def _publish(self, reservation: Reservation) -> list[Span]:
         """Make entries of the reserved pages; returns which of them are kept, in order."""
-        model, slab = reservation.model, reservation.slab
-        place = None if reservation.parent is None else self._trie.find(reservation.parent)
-        last = self._trie.last_with(model, place, reservation.pages, slab.layout.e_layers)
+        change = reservation.change
+        place = None if change.parent is None else self._trie.find(change.parent)
+        last = self._trie.last_with(change.model, place, change.pages, change.e_layers)
         first = depth_of(last) - depth_of(place)
-        pages = reservation.pages[first:]
-        parent = reservation.pages[first - 1] if first else reservation.parent
-        nodes = self._trie.cover(parent, pages)
-        while self._remote.give_way(pages[sum(node.num_pages for node in nodes) :]):
-            nodes = self._trie.cover(parent, pages)
-        kept = self._put(nodes, model, slab, first)
+        new = change.part(Span(first, len(change.pages)))
+        nodes = self._trie.cover(new.parent, new.pages)
+        while self._remote.give_way(new.pages[sum(node.num_pages for node in nodes) :]):
+            nodes = self._trie.cover(new.parent, new.pages)
+        kept = self._put(nodes, change.model, reservation.slab, first)
         for span in kept:
-            self._listeners.published(reservation.change.part(span))
+            self._listeners.published(change.part(span))
         return kept
 
     def _put(self, nodes: Sequence[Node], model: ModelId, slab: Slab, offset: int) -> list[Span]:

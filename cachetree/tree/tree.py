@@ -205,7 +205,11 @@ class CacheTree:
         with self._lock:
             place = self._trie.find_local(model, page)
             entry = place.node.local[model] if place else None
-            return entry.line() if entry else []
+            found: list[Change] = []
+            while entry is not None:
+                found.append(entry.change(added=True))
+                entry = entry.parent
+            return found[::-1]
 
     def pin(
         self, model: ModelId | None, pages: Sequence[PageHash], deadline: Deadline | None = None
