@@ -59,9 +59,6 @@ class Repeats:
     """No turn starts later, but for the least."""
 
 
-DEFAULT_REPEATS: Final = Repeats()
-
-
 @dataclass(frozen=True, slots=True)
 class Part:
     """Something to time; its seconds are expected to be `terms` times the coefficients."""
@@ -99,7 +96,7 @@ def measure_costs(
     held_out_lengths: Sequence[int],
     num_suffix: int,
     progress: Callable[[float], None],
-    repeats: Repeats = DEFAULT_REPEATS,
+    repeats: Repeats,
     timer: Timer = time.perf_counter,
 ) -> CostModel:
     """Time the model's parts at `lengths`, fit them, and judge that on plans at other lengths.

@@ -23,7 +23,7 @@ import msgspec
 import torch
 import transformers
 from rich.console import Console
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cachetree import ConfigError, Span, write_profile
 from cachetree.corrections import write_corrections
@@ -35,7 +35,7 @@ from profiles.compute.judging import baselines, judge
 from profiles.compute.layered import LayeredModel, check_layers
 from profiles.compute.models import ModelSource, Pair, load_model, load_pair, load_tokenizer
 from profiles.compute.passes import DocumentPasses
-from profiles.compute.room import Room, Sizes, bounds_of, make_room
+from profiles.compute.room import Sizes, bounds_of, make_room
 from profiles.compute.study import HELD_OUT, TRAIN, Bench
 from profiles.compute.training import places_swept, sweep, sweep_corrected
 from profiles.costs import Repeats, choose_lengths, measure_costs
@@ -47,7 +47,7 @@ from profiles.forecast import Forecast, typical_others, typical_plans
 from profiles.progress import Clock, shown
 from profiles.report.words import duration
 from profiles.settings import Settings, choose_device
-from profiles.stats.artifact import Data, Findings, SmallModel, Subject, build
+from profiles.stats.artifact import Data, Findings, SmallModel, build
 from profiles.stats.choice import choose, closest, sensitive_first, shortlist
 from profiles.stats.frontier import default_group, grid
 from profiles.stats.gate import interval
@@ -121,17 +121,22 @@ def profile_pair(settings: Settings, console: Console) -> MeasuredProfile:
     small = None
     if settings.small is not None:
         small = measure_small(settings.small, settings, held_out, console)
-    subject = Subject(
+    found = Findings(
         sender=pair.sender_identity,
         receiver=pair.receiver_identity,
         first_difference=pair.first_difference,
         costs=costs,
+        swept=swept,
+        plans=plans,
+        tried=tried,
+        choice=choice,
+        judged=judged,
+        small=small,
     )
     profile = build(
-        subject,
+        found,
         train,
         held_out,
-        Findings(swept=swept, plans=plans, tried=tried, choice=choice, judged=judged, small=small),
         settings.tolerance,
         _making(
             settings,
@@ -259,29 +264,28 @@ def answerers(
     device_gb: float | None = None,
 ) -> tuple[Answerer, Answerer]:
     """Sender and receiver, with batches that fit into the memory that is stated, or there."""
-    sender, receiver = LayeredModel(pair.sender), LayeredModel(pair.receiver)
-    for model in (sender, receiver):
-        check_layers(model, _sample(documents))
-    num_mixtures = 2 * pair.num_layers + 1
-    rooms = [
-        make_room(Sizes.of(it), documents, num_mixtures, bounds_of(host_gb, device_gb, it.device))
-        for it in (sender, receiver)
-    ]
-    return _answerer(sender, pair.tokenizer, rooms[0]), _answerer(
-        receiver, pair.tokenizer, rooms[1]
+    sender, receiver = (
+        _answerer(it, pair.tokenizer, documents, 2 * pair.num_layers + 1, (host_gb, device_gb))
+        for it in (pair.sender, pair.receiver)
     )
+    return sender, receiver
 
 
-def _sample(documents: Sequence[Document]) -> tuple[int, ...]:
-    """Some real tokens, at least two."""
-    first = documents[0]
-    return (*first.prefix[:SAMPLE_TOKENS], *first.questions[0].suffix[:SAMPLE_TOKENS])
-
-
-def _answerer(model: LayeredModel, tokenizer: PreTrainedTokenizerBase, room: Room) -> Answerer:
-    stated = model.model.generation_config.eos_token_id
+def _answerer(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    documents: Sequence[Document],
+    num_mixtures: int,
+    memory_gb: tuple[float | None, float | None],
+) -> Answerer:
+    layered, first = LayeredModel(model), documents[0]
+    sample = *first.prefix[:SAMPLE_TOKENS], *first.questions[0].suffix[:SAMPLE_TOKENS]
+    check_layers(layered, sample)
+    bounds = bounds_of(*memory_gb, layered.device)
+    room = make_room(Sizes.of(layered), documents, num_mixtures, bounds)
+    stated = model.generation_config.eos_token_id
     ends = {tokenizer.eos_token_id, *(stated if isinstance(stated, list) else [stated])}
-    return Answerer(model=model, tokenizer=tokenizer, ends=frozenset(ends - {None}), room=room)
+    return Answerer(model=layered, tokenizer=tokenizer, ends=frozenset(ends - {None}), room=room)
 
 
 def time_costs(
@@ -342,22 +346,20 @@ def measure_small(
 ) -> SmallModel:
     """A smaller model's answers to the held-out questions, by full prefill."""
     device = choose_device(settings.device)
-    model = LayeredModel(load_model(source, dtype=getattr(torch, settings.dtype), device=device))
+    model = load_model(source, dtype=getattr(torch, settings.dtype), device=device)
     tokenizer = load_tokenizer(source)
     names = {question.name for it in held_out.documents for question in it.questions}
-    positions = model.model.config.max_position_embeddings
+    positions = model.config.max_position_embeddings
     specs = settings.held_out or settings.data
     _, documents = load_documents(settings, specs, tokenizer, positions)
     documents = [it for it in documents if it.questions[0].name in names]
-    check_layers(model, _sample(documents))
-    bounds = bounds_of(settings.max_memory_gb, settings.max_device_memory_gb, device)
-    room = make_room(Sizes.of(model), documents, 1, bounds)
-    answerer = _answerer(model, tokenizer, room)
+    memory = settings.max_memory_gb, settings.max_device_memory_gb
+    answerer = _answerer(model, tokenizer, documents, 1, memory)
     qualities = []
     for document in documents:
-        answers = answerer.answer(document, model.prefix(document.prefix, ()).kv)
+        answers = answerer.answer(document, answerer.model.prefix(document.prefix, ()).kv)
         qualities.append([answerer.quality(document, i, it) for i, it in enumerate(answers)])
-    costs = time_costs(model, documents, settings, console)
+    costs = time_costs(answerer.model, documents, settings, console)
     ttft_s = costs.full_prefill_s(
         round(fmean(len(it.prefix) for it in documents)),
         round(fmean(len(q.suffix) for it in documents for q in it.questions)),

@@ -60,19 +60,13 @@ class SmallModel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
-    """Whom a profile is about."""
+class Findings:
+    """All that was measured, and of whom."""
 
     sender: ModelIdentity
     receiver: ModelIdentity
     first_difference: int
     costs: CostModel
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Findings:
-    """All that was measured."""
-
     swept: Swept
     plans: Mapping[Candidate, Scores]
     """Those that were decoded on the training split."""
@@ -84,10 +78,9 @@ class Findings:
 
 
 def build(
-    subject: Subject,
+    found: Findings,
     train: Data,
     held_out: Data,
-    found: Findings,
     tolerance: float,
     made: Making,
 ) -> MeasuredProfile:
@@ -101,18 +94,18 @@ def build(
         tasks: tuple[TaskLoss, ...] = ()
         if it in choice.order:
             tasks = losses_of(held_out.documents, judged.full_prefill, plan, tolerance)
-        points[it] = _point(it, found.plans[it], judged, subject.costs, split, tasks)
+        points[it] = _point(it, found.plans[it], judged, found.costs, split, tasks)
     plans = [points[it] for it in choice.order]
     passed, reason = verdict(plans, split, tolerance)
     usable = [
         _as_usable(point, judged.candidates[it])
         for it, point in zip(choice.order, proven(plans, tolerance), strict=False)
     ][::-1]
-    all_layers = BlockQuality(start=0, stop=subject.costs.num_layers, quality=full.mean)
+    all_layers = BlockQuality(start=0, stop=found.costs.num_layers, quality=full.mean)
     return MeasuredProfile(
         version=VERSION,
-        sender=subject.sender,
-        receiver=subject.receiver,
+        sender=found.sender,
+        receiver=found.receiver,
         metric="+".join(sorted({it.task.metric.value for it in held_out.documents})),
         data_sha256=_digest([*train.files, *held_out.files]),
         num_questions=split.num_questions,
@@ -124,7 +117,7 @@ def build(
         recommended=usable[0] if usable else None,
         passed=passed,
         reason=reason,
-        first_difference=subject.first_difference,
+        first_difference=found.first_difference,
         measured_tokens=split.max_prefix_tokens,
         train=split_of(train, tried.sender, tried.full_prefill, tried.full_reuse),
         held_out=split,
@@ -135,8 +128,8 @@ def build(
         ),
         frontier=tuple(points.values()),
         order=tuple(choice.frontier.index(it) for it in choice.order),
-        baselines=tuple(_baselines(judged, found.small, subject.costs, split)),
-        costs=subject.costs,
+        baselines=tuple(_baselines(judged, found.small, found.costs, split)),
+        costs=found.costs,
         made=made,
     )
 
