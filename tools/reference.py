@@ -295,11 +295,8 @@ def outcomes(section: str) -> str:
 
 
 def study(name: str) -> str:
-    """A table of the serving study, once it has been run."""
-    try:
-        return table(*getattr(study_tables, name)())
-    except FileNotFoundError:
-        return "Not measured yet.\n"
+    """A table of the serving study."""
+    return table(*getattr(study_tables, name)())
 
 
 STUDIES: Final = (

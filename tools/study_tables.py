@@ -1,5 +1,4 @@
-"""What `benchmarks/serving_study` found, as tables: a head and rows each. Raises FileNotFoundError
-for a study that has not been run."""
+"""What `benchmarks/serving_study` found, as tables: a head and rows each."""
 
 from __future__ import annotations
 

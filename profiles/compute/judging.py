@@ -12,6 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final
 
+import numpy as np
+from numpy.typing import NDArray
+
 from cachetree import Span
 from profiles.compute.study import HELD_OUT, THEIRS, Bench, Study, longest_runs
 from profiles.data.documents import Document, first_of_each_task
@@ -44,24 +47,17 @@ def baselines(
 
 def critical_runs(layers: Iterable[int]) -> tuple[Span, ...]:
     """Layers as runs, neighbours joined."""
-    runs: list[Span] = []
-    for layer in sorted(layers):
-        if runs and runs[-1].stop == layer:
-            runs[-1] = Span(runs[-1].start, layer + 1)
-        else:
-            runs.append(Span(layer, layer + 1))
-    return tuple(runs)
+    ordered = np.array(sorted(layers))
+    return _spans(np.split(ordered, np.flatnonzero(np.diff(ordered) > 1) + 1))
 
 
 def split_runs(block: Span, parts: int) -> tuple[Span, ...]:
     """A block in `parts` runs whose lengths differ by one at most, the longer ones first."""
-    length, longer = divmod(len(block), parts)
-    runs, start = [], block.start
-    for i in range(parts):
-        stop = start + length + (i < longer)
-        runs.append(Span(start, stop))
-        start = stop
-    return tuple(runs)
+    return _spans(np.array_split(np.arange(block.start, block.stop), parts))
+
+
+def _spans(runs: Iterable[NDArray[np.int64]]) -> tuple[Span, ...]:
+    return tuple(Span(int(it[0]), int(it[-1]) + 1) for it in runs)
 
 
 def judge(

@@ -8,25 +8,22 @@ full prefill is better.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence, Sized
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from statistics import fmean
-from typing import Final, Generic, Protocol, TypeVar
+from typing import Final, Generic, TypeVar
 
 from cachetree import Span
 from profiles.stats.frontier import frontier
-from profiles.stats.measured import Scores, Swept, spread
+from profiles.stats.measured import Candidate, Scores, Swept, spread
 
 MOST_TRIED: Final = 12
 """Plans of a kind that are decoded, and that the gate tries, at most."""
 
 
-class Plan(Hashable, Sized, Protocol):
-    """A block, or a candidate; its length are the layers that are computed anew."""
-
-
-P = TypeVar("P", bound=Plan)
+P = TypeVar("P", Span, Candidate)
+"""Their length are the layers that are computed anew."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,7 @@ tolerance? Questions about one context share its KV, so contexts are the draws.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -67,12 +68,12 @@ def loss_bound(full: Qualities, plan: Qualities, error_rate: float = ERROR_RATE)
     sums = _Sums.of(full, plan)
     if not sums.full.any():
         return 1.0
-    failing, passing = -1, _STEPS
-    while passing - failing > 1:
-        middle = (failing + passing) // 2
-        won = np.logaddexp.reduce(np.log(_STAKES) + sums.gains(middle / _STEPS))
-        failing, passing = (middle, passing) if won < -log(error_rate) else (failing, middle)
-    return passing / _STEPS
+
+    def has_won(step: int) -> bool:
+        won = np.logaddexp.reduce(np.log(_STAKES) + sums.gains(step / _STEPS))
+        return bool(won >= -log(error_rate))
+
+    return bisect_left(range(_STEPS), True, key=has_won) / _STEPS
 
 
 def mean_bound(values: Qualities, error_rate: float) -> float:
