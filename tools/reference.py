@@ -34,7 +34,7 @@ from sglang_droidspeak.request.controls import Controls
 from sglang_droidspeak.request.meta_info import RequestProvenance
 from sglang_droidspeak.request.outcomes import SECTIONS
 from sglang_droidspeak.start.config import Settings
-from tools import e_tables, fleet_tables, study_tables
+from tools import beside_tables, e_tables, fleet_tables, study_tables
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 _PART: Final = re.compile(r"(<!-- made: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -316,6 +316,7 @@ PARTS: Final[dict[str, Callable[[], str]]] = {
     "break_even": break_even.markdown,
     "codecs": codecs,
     "guard_cost": guard_cost,
+    "beside": lambda: table(*beside_tables.cache()),
     "fleet_size": lambda: table(*fleet_tables.size()),
     "shared_tier": lambda: table(*fleet_tables.shared_tier()),
     "link_sweep": link_sweep,
