@@ -16,7 +16,7 @@ from cachetree.memory import ArenaFile, ArenaReader
 from cachetree.transport import channel, wire
 from cachetree.transport.address import Address
 from cachetree.transport.channel import Arrival, Channel, Sink
-from cachetree.transport.frames import Ticket
+from cachetree.transport.frames import MAX_MESSAGE_BYTES, Ticket
 from cachetree.transport.handshake import FAILURES, Credentials
 from cachetree.transport.receiver import NOT_ASKED
 from cachetree.transport.wakeup import Wakeup
@@ -45,7 +45,7 @@ class Question:
         self._socket.set(zmq.LINGER, 0)
         self._socket.set(zmq.RECONNECT_IVL, retry_ms)
         self._socket.set(zmq.IPV6, int(to.is_ipv6))
-        credentials.secure(self._socket, wire.MAX_HEADER_BYTES)
+        credentials.secure(self._socket, MAX_MESSAGE_BYTES)
         ends = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED if retry_ms == ONCE_MS else 0
         self._monitor = self._socket.get_monitor_socket(FAILURES | ends)
         self._socket.connect(to.url)

@@ -45,7 +45,7 @@ MIN_FRAME_BYTES: Final = 4096
 """Smallest that a peer may ask a worker to keep to."""
 
 MAX_MESSAGE_BYTES: Final = 1 << 20
-"""Largest message that comes among the frames; a fetch may name 60,000 pages."""
+"""Largest message that either side takes, however it comes; a fetch may name 60,000 pages."""
 
 MESSAGE: Final = 0
 """In place of a request's id, where the payload is a message."""

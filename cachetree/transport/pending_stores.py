@@ -24,7 +24,6 @@ from cachetree.tree import CacheTree, Change, Lease, Listener, join_hashes
 
 log = logging.getLogger(__name__)
 
-Answer = wire.Wanted | wire.StoreRefused | wire.Stored
 Work = Generator[None, None, Refused | None]
 """Stops where it has to wait for the worker; gives why the worker refused, if it did."""
 
@@ -65,7 +64,7 @@ class PendingStores:
         self._epoch = 0
         self._work: Generator[None, None, None] | None = None
         """On the first of `_next`."""
-        self._answers: deque[Answer] = deque()
+        self._answers: deque[wire.StoreAnswer] = deque()
         self._deadline = Deadline.after(math.inf, clock)
         """Of the store under way."""
         self._can_send = False
@@ -108,7 +107,7 @@ class PendingStores:
             self._restart()
         self._epoch = epoch
 
-    def answered(self, message: Answer) -> None:
+    def answered(self, message: wire.StoreAnswer) -> None:
         self._answers.append(message)
 
     def turn(self, link: Connection) -> None:
@@ -236,7 +235,7 @@ class PendingStores:
             channel.close()  # Before the lease ends, which what waits there still needs.
             raise
 
-    def _answer(self, id: int) -> Generator[None, None, Answer]:
+    def _answer(self, id: int) -> Generator[None, None, wire.StoreAnswer]:
         """What the worker says next about this store."""
         while True:
             while self._answers:
@@ -252,16 +251,12 @@ class PendingStores:
         yield
 
     def _note_refusal(self, refusal: wire.StoreRefused) -> Refused:
-        if refusal.error not in (it.value for it in Refused):
-            raise ProtocolError(
-                f"worker {self._address} refuses with {refusal.error!r}: {refusal.reason}"
-            )
-        if refusal.error != Refused.UNKNOWN_PARENT.value:
+        if refusal.error is not Refused.UNKNOWN_PARENT:
             self._counts.num_refused += 1
             if not self._error:
                 log.info("worker %s refused a store: %s", self._address, refusal.reason)
             self._error = refusal.reason
-        return Refused(refusal.error)
+        return refusal.error
 
 
 def _parts(change: Change, page_bytes: int) -> Iterator[Change]:

@@ -68,7 +68,7 @@ class FetchReceiver:
             id=id,
             model=self._model,
             pages=join_hashes(self._pages),
-            steps=tuple((step.kind.value, step.layer) for step in self.staging.steps),
+            steps=tuple((step.kind, step.layer) for step in self.staging.steps),
             first_step=self._step,
             first_offset=self._offset,
             frame_bytes=frame_bytes,
@@ -123,8 +123,6 @@ class FetchReceiver:
             self._step += 1
             self._offset = 0
 
-
-Reply = wire.Wanted | wire.StoreRefused | wire.Stored
 
 _MAX_OF_ONE_PEER: Final = 4
 
@@ -202,7 +200,7 @@ class StoreReceiver:
         for id in tuple(self._open):
             self.cancel(id)
 
-    def _reply(self, message: Reply) -> None:
+    def _reply(self, message: wire.StoreAnswer) -> None:
         self._channel.put_message(wire.encode(message))
 
     def _close(self, id: int) -> Reservation:
@@ -252,7 +250,7 @@ class StoreReceiver:
     def _refuse(self, id: int, why: Refused, reason: str) -> None:
         self._counts.stores_by_outcome[why.value] += 1
         self._counts.num_protocol_errors += why is Refused.PROTOCOL
-        self._reply(wire.StoreRefused(id=id, error=why.value, reason=reason))
+        self._reply(wire.StoreRefused(id=id, error=why, reason=reason))
 
 
 class _Refusal(Exception):

@@ -74,14 +74,15 @@ class Stream:
         """While the receiver reads it."""
         self.sent_bytes = 0
         self._step, self._offset = first
-        self._index = 0
-        """Which view of the step comes next."""
-        self._slabs = [lease.slabs(step, pages) for step in steps]
         if not 0 <= self._step < len(steps):
             raise ProtocolError(f"a fetch begins with step {self._step} of {len(steps)}")
         # Raises StaleEntry here, before the first frame, where E is absent.
-        self._rest = deque(deque(lease.views(step, pages)) for step in steps[self._step :])
-        if not 0 <= self._offset < sum(view.nbytes for view in self._rest[0]):
+        self._rest = deque(
+            deque(zip(lease.slabs(step, pages), lease.views(step, pages), strict=True))
+            for step in steps[self._step :]
+        )
+        """Of each step, what is not sent yet, and in which slab it is."""
+        if not 0 <= self._offset < sum(view.nbytes for _, view in self._rest[0]):
             raise ProtocolError(f"a fetch begins at {self._offset} of step {self._step}")
         self._advance(self._offset)
         self._send_queue: SendQueue | None = None
@@ -150,13 +151,13 @@ class Stream:
 
     def _next_views(self, limit: int) -> list[memoryview]:
         """At most `limit` bytes: a long view alone, or as many short ones as make a long one."""
-        views = self._rest[0]
-        first = views[0]
-        if len(views) == 1 or first.nbytes >= min(limit, _JOIN_BYTES):
+        rest = self._rest[0]
+        _, first = rest[0]
+        if len(rest) == 1 or first.nbytes >= min(limit, _JOIN_BYTES):
             return [first[:limit]]
         parts: list[memoryview] = []
         room = min(limit, _JOIN_BYTES)
-        for view in islice(views, MAX_PLACES):
+        for _, view in islice(rest, MAX_PLACES):
             parts.append(view[:room])
             room -= parts[-1].nbytes
             if not room:
@@ -167,7 +168,7 @@ class Stream:
         """Of a long view it is remembered: what is cached is mostly sent more than once."""
         if len(views) > 1:
             return checksum_of_parts(views)
-        slab = self._slabs[self._step][self._index]
+        slab, _ = self._rest[0][0]
         known = slab.checksums
         key = (np.frombuffer(views[0], np.uint8).__array_interface__["data"][0], views[0].nbytes)
         found = known.get(key)
@@ -178,18 +179,16 @@ class Stream:
         return found
 
     def _advance(self, num_bytes: int) -> None:
-        views = self._rest[0]
+        rest = self._rest[0]
         while num_bytes:
-            view = views.popleft()
+            slab, view = rest.popleft()
             if num_bytes < view.nbytes:
-                views.appendleft(view[num_bytes:])
-            else:
-                self._index += 1
+                rest.appendleft((slab, view[num_bytes:]))
             num_bytes -= min(num_bytes, view.nbytes)
-        if not views:
+        if not rest:
             self._rest.popleft()
             self._step += 1
-            self._offset = self._index = 0
+            self._offset = 0
 
 
 BURST: Final = 16

@@ -19,7 +19,7 @@ from cachetree.transport import verbs, wire
 from cachetree.transport.address import Address, open_port
 from cachetree.transport.channel import Channel, bound_silence, silence_limits, tune
 from cachetree.transport.config import WorkerConfig
-from cachetree.transport.frames import TOKEN_BYTES, Ticket, Unsealed, new_ticket
+from cachetree.transport.frames import MAX_MESSAGE_BYTES, TOKEN_BYTES, Ticket, Unsealed, new_ticket
 from cachetree.transport.handshake import FAILURES, Gate, Refusal, refusal_at_worker
 from cachetree.transport.wakeup import Wakeup
 
@@ -196,7 +196,7 @@ class Router:
         self._poller = zmq.Poller()
         self._poller.register(wakeup.fileno(), zmq.POLLIN)
         self._socket = self._new_socket(listen, config.silence_s)
-        gate.guard(self._context, self._socket, wire.MAX_HEADER_BYTES)
+        gate.guard(self._context, self._socket, MAX_MESSAGE_BYTES)
         try:
             self.address: Final = self._bind(listen)
             self._data_port = DataPort(

@@ -58,9 +58,6 @@ from cachetree.tree import split_hashes
 
 PROTOCOL_VERSION: Final = 8
 
-MAX_HEADER_BYTES: Final = MAX_MESSAGE_BYTES
-"""Largest message either side accepts, however it comes."""
-
 MAX_REASON_CHARS: Final = 500
 
 MAX_REQUEST_S: Final = 60.0
@@ -73,7 +70,7 @@ MAX_PLACES: Final = 256
 """In one `Located`."""
 
 Layers = Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_LAYERS)]
-Steps = Annotated[tuple[tuple[str, int], ...], msgspec.Meta(max_length=2 * MAX_LAYERS)]
+Steps = Annotated[tuple[tuple[Kind, int], ...], msgspec.Meta(max_length=2 * MAX_LAYERS)]
 Traceparent = Annotated[str, msgspec.Meta(max_length=55)]
 Places = Annotated[tuple[tuple[int, int], ...], msgspec.Meta(max_length=MAX_PLACES)]
 
@@ -170,10 +167,10 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True, tag="wanted"):
 
 
 class StoreRefused(msgspec.Struct, frozen=True, kw_only=True, tag="store_refused"):
-    """Nothing is kept of a store, whether it had begun or not. `error` is one of `Refused`."""
+    """Nothing is kept of a store, whether it had begun or not."""
 
     id: int
-    error: str
+    error: Refused
     reason: str
 
 
@@ -234,6 +231,7 @@ class Bye(msgspec.Struct, frozen=True, kw_only=True, tag="bye"):
     reason: str
 
 
+StoreAnswer = Wanted | StoreRefused | Stored
 ToWorker = Hello | Learned | Fetch | Store | Copied | Cancel | Ping | Bye | verbs.ToWorker
 ToPeer = (
     Hello
@@ -243,9 +241,7 @@ ToPeer = (
     | Located
     | FetchFailed
     | Ended
-    | Wanted
-    | StoreRefused
-    | Stored
+    | StoreAnswer
     | Pong
     | Bye
     | verbs.ToPeer
@@ -284,9 +280,9 @@ _Message = TypeVar("_Message")
 def encode(message: ToWorker | ToPeer) -> bytes:
     """The header frame of a message; raises ProtocolError where it exceeds the cap."""
     header = with_checksum(_encoder.encode(message))
-    if len(header) > MAX_HEADER_BYTES:
+    if len(header) > MAX_MESSAGE_BYTES:
         raise ProtocolError(
-            f"a {type(message).__name__} of {len(header)} bytes exceeds {MAX_HEADER_BYTES}"
+            f"a {type(message).__name__} of {len(header)} bytes exceeds {MAX_MESSAGE_BYTES}"
         )
     return header
 
@@ -307,8 +303,8 @@ def decode_to_peer(header: memoryview) -> ToPeer:
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[_Message], header: memoryview) -> _Message:
-    if header.nbytes > MAX_HEADER_BYTES:
-        raise ProtocolError(f"a header of {header.nbytes} bytes exceeds {MAX_HEADER_BYTES}")
+    if header.nbytes > MAX_MESSAGE_BYTES:
+        raise ProtocolError(f"a header of {header.nbytes} bytes exceeds {MAX_MESSAGE_BYTES}")
     body, seen = header[:-_CHECKSUM_BYTES], header[-_CHECKSUM_BYTES:]
     if checksum(body) != int.from_bytes(seen, "little"):
         raise ProtocolError("the checksum of a header is wrong; it was damaged on its way")
@@ -386,11 +382,8 @@ def deadline_of(message: Fetch | Store, clock: Clock) -> Deadline:
 
 
 def steps_of(message: Fetch, num_layers: int) -> tuple[Step, ...]:
-    """The steps a Fetch names: each once, and of a kind and a layer that exist."""
-    try:
-        steps = tuple(Step(Kind(kind), layer) for kind, layer in message.steps)
-    except ValueError as exc:
-        raise ProtocolError(f"a fetch names an unknown kind: {exc}") from exc
+    """The steps a Fetch names: each once, and of a layer that exists."""
+    steps = tuple(Step(kind, layer) for kind, layer in message.steps)
     if len(set(steps)) != len(steps):
         raise ProtocolError("a fetch names a step twice")
     for step in steps:

@@ -186,7 +186,7 @@ class RudeWorker(ScriptedWorker):
         ((b"nothing that can be read",), "checksum"),
         ((wire.encode(wire.Pong()),), "did not say hello first"),
         ((wire.encode(wire.hello(FAMILY, "", 7)),), "gave no ticket"),
-        ((bytes(wire.MAX_HEADER_BYTES + 1),), "closed the connection"),
+        ((bytes(wire.MAX_MESSAGE_BYTES + 1),), "closed the connection"),
     ],
 )
 def test_another_answer_than_a_hello_ends_the_attempt(

@@ -252,9 +252,9 @@ def test_garbage_of_an_unknown_key_is_not_decoded(
 
 def test_a_header_may_be_as_long_as_the_cap_and_no_longer(us: Party, friend: Party) -> None:
     with worker_of(new_tree(), **us.serving(friend)) as worker:
-        send_garbage(worker.address, friend.asking(us), bytes(wire.MAX_HEADER_BYTES + 1))
+        send_garbage(worker.address, friend.asking(us), bytes(wire.MAX_MESSAGE_BYTES + 1))
         assert worker.status().num_protocol_errors == 0, "it was received"
-        send_garbage(worker.address, friend.asking(us), bytes(wire.MAX_HEADER_BYTES))
+        send_garbage(worker.address, friend.asking(us), bytes(wire.MAX_MESSAGE_BYTES))
         eventually(lambda: worker.status().num_protocol_errors == 1)
 
 

@@ -91,9 +91,9 @@ def test_noise_raises_nothing_but_protocol_errors(noise: bytes) -> None:
 
 def test_headers_are_capped_both_ways() -> None:
     with pytest.raises(ProtocolError, match="exceeds"):
-        wire.encode(msgspec.structs.replace(FETCH, pages=bytes(wire.MAX_HEADER_BYTES)))
+        wire.encode(msgspec.structs.replace(FETCH, pages=bytes(wire.MAX_MESSAGE_BYTES)))
     with pytest.raises(ProtocolError, match="exceeds"):
-        wire.decode_to_peer(memoryview(bytes(wire.MAX_HEADER_BYTES + 1)))
+        wire.decode_to_peer(memoryview(bytes(wire.MAX_MESSAGE_BYTES + 1)))
 
 
 def lists_without_a_cap(of: inspect.Type, path: str) -> Iterator[str]:
@@ -141,9 +141,12 @@ def test_pages_are_whole() -> None:
 
 def test_steps_are_checked() -> None:
     assert wire.steps_of(FETCH, 4) == (Step(Kind.E, 2), Step(Kind.KV, 0))
-    for steps in ((("e", 4),), (("kv", -1),), (("q", 1),), (("kv", 1), ("kv", 1))):
+    for steps in ((("e", 4),), (("kv", -1),), (("kv", 1), ("kv", 1))):
         with pytest.raises(ProtocolError):
             wire.steps_of(msgspec.structs.replace(FETCH, steps=steps), 4)
+    strange = msgspec.structs.replace(FETCH, steps=(("q", 1),))
+    with pytest.raises(ProtocolError, match=r"'q' - at `\$\.steps"):
+        wire.decode_to_worker(memoryview(wire.encode(strange)))
 
 
 def test_a_long_change_is_cut_into_entries_that_follow_each_other() -> None:

@@ -82,7 +82,7 @@ def test_a_worker_survives_noise_and_keeps_serving(
         assert "more than one frame" in stranger.recv().decode(errors="replace")
         assert isinstance(ask(stranger, wire.Ping()), wire.Bye), "no session, no service"
         oversize = raw(worker.address)
-        oversize.send(bytes(wire.MAX_HEADER_BYTES + 1))
+        oversize.send(bytes(wire.MAX_MESSAGE_BYTES + 1))
         assert not oversize.poll(200), "it was read, although the socket should have dropped it"
         assert worker.status().num_protocol_errors == 6
         staging = new_staging(16)
