@@ -52,42 +52,26 @@ class Clock:
 @contextlib.contextmanager
 def shown(console: Console, title: str, clock: Clock) -> Iterator[Done]:
     """Shows a clock, which the value advances."""
-    with (
-        _bar(console, title, clock) if console.is_terminal else _lines(console, title, clock) as it
-    ):
-        yield it
-
-
-@contextlib.contextmanager
-def _bar(console: Console, title: str, clock: Clock) -> Iterator[Done]:
     columns = [
         TextColumn("{task.description:<10}"),
         BarColumn(40),
         TaskProgressColumn(),
         TextColumn("{task.fields[left]}"),
     ]
-    with Progress(*columns, console=console) as bar:
+    begun_s = said_s = time.monotonic()
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task(title, total=1.0, left=f"{duration(clock.left_s)} left")
 
         def done(forecast_s: float, is_new: bool) -> None:
+            nonlocal said_s
             clock.done(forecast_s, is_new)
-            bar.update(task, completed=clock.share, left=f"{duration(clock.left_s)} left")
+            left = f"{duration(clock.left_s)} left"
+            bar.update(task, completed=clock.share, left=left)
+            if not console.is_terminal and time.monotonic() - said_s >= LINE_EVERY_S:
+                said_s = time.monotonic()
+                console.print(f"{title}: {clock.share:.0%}, {left}", highlight=False)
 
         yield done
         bar.update(task, completed=1.0, left="done")
-
-
-@contextlib.contextmanager
-def _lines(console: Console, title: str, clock: Clock) -> Iterator[Done]:
-    begun_s = said_s = time.monotonic()
-
-    def done(forecast_s: float, is_new: bool) -> None:
-        nonlocal said_s
-        clock.done(forecast_s, is_new)
-        if time.monotonic() - said_s >= LINE_EVERY_S:
-            said_s = time.monotonic()
-            left = duration(clock.left_s)
-            console.print(f"{title}: {clock.share:.0%}, {left} left", highlight=False)
-
-    yield done
-    console.print(f"{title}: done in {duration(time.monotonic() - begun_s)}", highlight=False)
+    if not console.is_terminal:
+        console.print(f"{title}: done in {duration(time.monotonic() - begun_s)}", highlight=False)
