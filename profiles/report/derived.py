@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Final
 
 from cachetree import Span
-from cachetree.planning import BlockQuality
 from profiles.evidence import (
     FrontierPoint,
     MeasuredBlock,
@@ -38,16 +37,13 @@ def ttft_ratio(profile: MeasuredProfile, ttft_s: float) -> float:
 
 
 def recommended(profile: MeasuredProfile) -> FrontierPoint | None:
-    """The recommended plan, if it leaves something to reuse."""
+    """The recommended plan, as it was measured: of its block, from E as it is or corrected by its
+    map."""
     found = profile.recommended
-    if found is None or len(found.block) >= profile.receiver.num_layers:
+    if found is None:
         return None
-    return next((it for it in profile.frontier if is_same(it, found)), None)
-
-
-def is_same(point: FrontierPoint, plan: BlockQuality) -> bool:
-    """Whether both are of one block, from E as it is or corrected by one map."""
-    return (point.block, point.e_map) == (plan.block, plan.e_map)
+    same = (it for it in profile.frontier if (it.block, it.e_map) == (found.block, found.e_map))
+    return next(same, None)
 
 
 def judged(profile: MeasuredProfile) -> FrontierPoint | None:

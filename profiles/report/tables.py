@@ -101,13 +101,9 @@ def _errors(profile: MeasuredProfile) -> str:
 
 
 def frontier(profile: MeasuredProfile) -> Table:
-    recommended = profile.recommended
     usable = {(it.block, it.e_map) for it in profile.blocks}
-    marked = frozenset(
-        place
-        for place, it in enumerate(profile.frontier)
-        if recommended is not None and derived.is_same(it, recommended)
-    )
+    plan = derived.recommended(profile)
+    marked = frozenset(place for place, it in enumerate(profile.frontier) if it is plan)
     columns: Columns[FrontierPoint] = {
         "plan": words.plan,
         "layers": lambda it: str(len(it.block)),
