@@ -74,6 +74,7 @@ class Plan:
 
     @property
     def id(self) -> PlanId:
+        """What tells it from other plans, whatever the prompt and wherever the pages are."""
         block = (self.block.start, self.block.stop) if len(self.block) else None
         return PlanId(self.sender, self.receiver, block, bool(self.e_map))
 

@@ -94,9 +94,8 @@ class PeerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     connect_s: float = 2.0
     """Time for connection and handshake together."""
     reconnect_s: float = 0.1
-    """Longest first pause before another attempt; it doubles up to `max_reconnect_s`. Each pause
-    is drawn anew between 0 and that, so that many peers of one worker do not come at once."""
-    max_reconnect_s: float = 1.0
+    """Longest first pause before another attempt; it doubles up to ten times this. Each pause is
+    drawn anew between 0 and that, so that many peers of one worker do not come at once."""
     max_retries: int = 2
     """How often a fetch asks for the rest, after a lost connection or a damaged frame."""
     resume_s: float = 1.0
@@ -128,7 +127,7 @@ class PeerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             )
         _check_positive(
             self,
-            "connect_s reconnect_s max_reconnect_s resume_s breaker_errors breaker_window_s "
+            "connect_s reconnect_s resume_s breaker_errors breaker_window_s "
             "cooldown_s heartbeat_s silence_s",
         )
         if self.max_retries < 0:

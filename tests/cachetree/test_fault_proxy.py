@@ -64,8 +64,7 @@ PEER = PeerConfig(
     connect_s=0.4,
     heartbeat_s=0.1,
     silence_s=0.5,
-    reconnect_s=0.02,
-    max_reconnect_s=0.1,
+    reconnect_s=0.01,
 )
 FETCH_BYTES = 4 * len(PAGES) * FAMILY.kv_page_bytes
 DEADLINE_S = 2.0

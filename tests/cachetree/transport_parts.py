@@ -65,8 +65,7 @@ FAST = PeerConfig(
     frame_bytes=64 << 10,
     heartbeat_s=0.1,
     silence_s=30.0,
-    reconnect_s=0.02,
-    max_reconnect_s=0.1,
+    reconnect_s=0.01,
 )
 HOST_BYTES = 256 << 20
 ONCE = msgspec.structs.replace(FAST, max_retries=0)
