@@ -102,30 +102,37 @@ soak: $(INSTALLED)
 pairs: $(INSTALLED)
 	$(BIN)/python -m tools.pairs.train
 
-# The small pairs' prompts, answers and data: 24 documents choose a block and 96 judge it. Exit status
-# 3 would say that a pair did not pass, and is no failure: its profile teaches a server to refuse.
+# The small pairs' prompts, answers and data: 24 documents choose a block and 96 judge it; on 400, with
+# those 96, the drift guard's bound is measured. Exit status 3 would say that a pair did not pass, and
+# is no failure: its profile teaches a server to refuse.
 PAIRS := examples/pairs
 QUESTIONS := $(BIN)/python -m tools.pairs.questions
-PROFILE := OMP_NUM_THREADS=1 $(BIN)/droidspeak profile --template '<bos> {context} {input}' \
-	--metric f1 --max-new 8
+ASKED := --template '<bos> {context} {input}' --metric f1 --max-new 8
+PROFILE := OMP_NUM_THREADS=1 $(BIN)/droidspeak profile
 BIOGRAPHIES := --data $(PAIRS)/data/train.jsonl --held-out build/pairs/biographies/held_out.jsonl
 TABLES := --data build/pairs/few_tables/train.jsonl --held-out build/pairs/tables/held_out.jsonl
+FINE_TUNES := --sender $(PAIRS)/weights/sender --receiver $(PAIRS)/weights/receiver
+FOUNDATION := --sender $(PAIRS)/weights/foundation
 ADAPTER := --receiver $(PAIRS)/weights/foundation --receiver-lora $(PAIRS)/weights
 OR_NOT := || test $$? -eq 3
 
+# Arguments: the profile's name, its models, what chooses and judges it, what calibrates it.
+define profiled
+	$(PROFILE) $(2) $(3) $(ASKED) --out $(PAIRS)/$(1).json $(OR_NOT)
+	$(PROFILE) calibrate $(PAIRS)/$(1).json $(2) $(ASKED) --data build/pairs/$(4)/held_out.jsonl
+endef
+
 profiles: $(INSTALLED)
 	$(QUESTIONS) --documents 96 --out build/pairs/biographies
+	$(QUESTIONS) --documents 400 --out build/pairs/many_biographies
 	$(QUESTIONS) --task tables --documents 96 --out build/pairs/tables
+	$(QUESTIONS) --task tables --documents 400 --out build/pairs/many_tables
 	$(QUESTIONS) --task tables --out build/pairs/few_tables
-	$(PROFILE) $(BIOGRAPHIES) --sender $(PAIRS)/weights/sender \
-		--receiver $(PAIRS)/weights/receiver --out $(PAIRS)/sender_to_receiver.json
-	$(PROFILE) $(BIOGRAPHIES) --sender $(PAIRS)/weights/foundation \
-		--sender-lora $(PAIRS)/weights/sender_lora $(ADAPTER)/receiver_lora \
-		--out $(PAIRS)/sender_lora_to_receiver_lora.json
-	$(PROFILE) $(BIOGRAPHIES) --sender $(PAIRS)/weights/foundation $(ADAPTER)/receiver_lora \
-		--out $(PAIRS)/foundation_to_receiver_lora.json $(OR_NOT)
-	$(PROFILE) $(TABLES) --sender $(PAIRS)/weights/foundation $(ADAPTER)/tables_lora \
-		--out $(PAIRS)/foundation_to_tables_lora.json $(OR_NOT)
+	$(call profiled,sender_to_receiver,$(FINE_TUNES),$(BIOGRAPHIES),many_biographies)
+	$(call profiled,sender_lora_to_receiver_lora,$(FOUNDATION) --sender-lora $(PAIRS)/weights/sender_lora \
+		$(ADAPTER)/receiver_lora,$(BIOGRAPHIES),many_biographies)
+	$(call profiled,foundation_to_receiver_lora,$(FOUNDATION) $(ADAPTER)/receiver_lora,$(BIOGRAPHIES),many_biographies)
+	$(call profiled,foundation_to_tables_lora,$(FOUNDATION) $(ADAPTER)/tables_lora,$(TABLES),many_tables)
 
 real: $(INSTALLED)
 	$(BIN)/python -m tools.real

@@ -96,9 +96,9 @@ class Again:
         )
 
     def calibrate(self) -> MeasuredProfile:
-        """Measure the `tv_bound` of its plans as the profiler does, on its own held-out contexts,
-        and write the profile with it to `settings.out`. The same call goes on where one was
-        stopped.
+        """Measure the `tv_bound` of its plans as the profiler does, on its own held-out contexts
+        and on those of the data that it does not know, and write the profile with it to
+        `settings.out`. The same call goes on where one was stopped.
 
         Raises ProfileError where it has no plan, and where the data lack one of those contexts.
         """
@@ -111,7 +111,8 @@ class Again:
         if not plans:
             raise ProfileError(f"the profile has no plan to calibrate: {profile.reason}")
         documents = _begun(profile, self._documents)
-        decisive = msgspec.json.encode((profile, settings.dtype, settings.device))
+        contexts = [it.context for it in documents]
+        decisive = msgspec.json.encode((profile, contexts, settings.dtype, settings.device))
         digest = hashlib.sha256(decisive).hexdigest()[:12]
         journal = Journal(settings.out.with_name(f".{settings.out.name}.{digest}.jsonl"))
         judged = self._judge(documents, Stage(HELD_OUT, "calibrating", [*plans]), journal)
@@ -162,12 +163,12 @@ def _require_unseen(profile: MeasuredProfile, documents: Sequence[Document]) -> 
 
 
 def _begun(profile: MeasuredProfile, found: Sequence[Document]) -> list[Document]:
-    """Its held-out contexts, of whose answers only the beginning is asked."""
-    held_out = {*profile.held_out.contexts}
+    """Those that nothing was chosen on, of whose answers only the beginning is asked."""
+    chosen_on, held_out = {*profile.train.contexts}, {*profile.held_out.contexts}
     documents = [
         replace(it, task=replace(it.task, max_new=min(FIRST_TOKENS, it.task.max_new)))
         for it in found
-        if it.context in held_out
+        if it.context not in chosen_on
     ]
     if missing := held_out - {it.context for it in documents}:
         raise ProfileError(

@@ -173,6 +173,14 @@ def test_corrected_plans_are_tried_with_maps_of_the_contexts_to_fit_on(few, tmp_
     assert calibrated == pytest.approx(bounds, abs=1e-4)
     assert journals(tmp_path) == []
 
+    write_records(read_records(DATA / "held_out.jsonl")[:27], data)
+    assert run("calibrate", str(out), *flags(FINE_TUNES), *FAST, "--data", str(data))[0] == 0
+    tighter = read_measured(out).blocks
+    assert all(
+        before is None or it.tv_bound < before - 0.1
+        for it, before in zip(tighter, bounds, strict=False)
+    )
+
 
 def test_maps_are_fitted_on_nothing_that_judges(few, tmp_path):
     held_out = few[few.index("--held-out") + 1]
