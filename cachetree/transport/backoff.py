@@ -13,15 +13,14 @@ from cachetree.transport.config import PeerConfig
 
 
 class Backoff:
-    """Twice as long each time, up to a bound."""
+    """Twice as long each time, up to ten times the first."""
 
-    def __init__(self, first_s: float, most_s: float) -> None:
+    def __init__(self, first_s: float) -> None:
         self._first_s = self._next_s = first_s
-        self._most_s = most_s
 
     def next_s(self) -> float:
         pause_s = self._next_s
-        self._next_s = min(2 * pause_s, self._most_s)
+        self._next_s = min(2 * pause_s, 10 * self._first_s)
         return pause_s
 
     def drawn_s(self) -> float:
@@ -48,7 +47,7 @@ class Breaker:
         self._config: Final = config
         self._clock = clock
         self._errors_at_s: deque[float] = deque(maxlen=config.breaker_errors)
-        self._cooldowns = Backoff(config.cooldown_s, 10 * config.cooldown_s)
+        self._cooldowns = Backoff(config.cooldown_s)
         self._probe_at_s: float | None = None
         """When the cooldown ends or ended; None while closed."""
         self._is_probing = False

@@ -99,7 +99,7 @@ class Peer:
         )
         self._connection: Connection | None = None
         self._attempt_at_s = clock()
-        self._backoff = Backoff(config.reconnect_s, 10 * config.reconnect_s)
+        self._backoff = Backoff(config.reconnect_s)
         self._is_closing = False
         self._ends_at_s = math.inf
         """When the thread ends at the latest."""
