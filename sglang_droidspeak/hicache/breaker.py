@@ -16,7 +16,6 @@ log = logging.getLogger(__name__)
 MAX_FAILURES: Final = 3
 """In a row; then nothing is asked for a while."""
 MIN_PAUSE_S: Final = 30.0
-MAX_PAUSE_S: Final = 300.0
 STALL_S: Final = 2.0
 """A call that takes longer hangs; until it ends, nothing more is asked."""
 
@@ -30,7 +29,7 @@ class Breaker:
         self._lock = threading.Lock()
         self._begun_at_s: dict[int, float] = {}
         self._num_failures = 0
-        self._pauses: Final = Backoff(MIN_PAUSE_S, MAX_PAUSE_S)
+        self._pauses: Final = Backoff(MIN_PAUSE_S)
         self._paused_until_s = 0.0
 
     @property
