@@ -213,7 +213,7 @@ class TimedReceiver:
         self._model = model
         self._num_suffix = num_suffix
         seeded = torch.Generator().manual_seed(0)
-        vocab_size = model.model.get_input_embeddings().num_embeddings
+        vocab_size = model.model.config.vocab_size
         num_ids = max_tokens + 2 * num_suffix
         self._ids = torch.randint(vocab_size, (num_ids,), generator=seeded)
         hidden_size = model.e_bytes // model.dtype.itemsize

@@ -33,9 +33,9 @@ class Metrics:
 
     def __init__(self, *, enabled: bool) -> None:
         registry = REGISTRY if enabled else None
-        counter, gauge, histogram = (
-            partial(it, registry=registry) for it in (Counter, Gauge, Histogram)
-        )
+        counter = partial(Counter, registry=registry)
+        gauge = partial(Gauge, registry=registry)
+        histogram = partial(Histogram, registry=registry)
         self.requests: Final[Counter] = counter(
             "droidspeak:requests",
             "Requests by what became of them: reused, or why not",

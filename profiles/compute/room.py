@@ -23,6 +23,7 @@ from typing import Final
 
 import psutil
 import torch
+from transformers import PretrainedConfig
 
 from cachetree import ConfigError
 from profiles.compute.layered import LayeredModel
@@ -106,7 +107,7 @@ class Sizes:
         )
 
 
-def _mlp(config: object) -> int:
+def _mlp(config: PretrainedConfig) -> int:
     """Numbers of a token: gate, up and their product; with experts, of each that it goes to."""
     num_experts = getattr(config, "num_experts_per_tok", None)
     if num_experts is None:

@@ -239,8 +239,9 @@ def _points(profile: MeasuredProfile) -> Iterator[_Point]:
     split, num_layers = profile.held_out, profile.receiver.num_layers
     for it in profile.frontier:
         yield _Point("block", len(it.block), it.ttft_s, it.held_out)
-    for it in profile.baselines:
-        yield _Point(words.BASELINES[it.kind], it.recomputed_layers, it.ttft_s, it.quality)
+    for other in profile.baselines:
+        label = words.BASELINES[other.kind]
+        yield _Point(label, other.recomputed_layers, other.ttft_s, other.quality)
     yield _Point("full reuse", 0, derived.full_reuse_s(profile), split.full_reuse)
     yield _Point("full prefill", num_layers, derived.full_prefill_s(profile), split.full_prefill)
 

@@ -42,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
         version=f"droidspeak {version('sglang-droidspeak')} for SGLang {version('sglang')}",
     )
     exact = partial(argparse.ArgumentParser, allow_abbrev=False)
-    commands = top.add_subparsers(dest="command", required=True, parser_class=exact)
+    commands = top.add_subparsers(dest="command", required=True, parser_class=exact)  # type: ignore
     demo.add_parser(commands)
     identity = commands.add_parser(
         "identity",

@@ -183,7 +183,7 @@ def another_pair(file: Path, profile: PairProfile, identity: ModelIdentity) -> N
 # When the model is loaded.
 
 
-def kv_pool(pool: MHATokenToKVPool, plain: type) -> None:
+def kv_pool(pool: MHATokenToKVPool, plain: type[MHATokenToKVPool]) -> None:
     """One that is none of `plain`, whose KV is one row per slot, layer and half."""
     layout = getattr(pool, "kv_cache_layout", "none")
     if type(pool) is not plain or layout != "nhd":

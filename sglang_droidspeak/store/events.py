@@ -41,7 +41,7 @@ MAX_WAITING: Final = 10_000
 _HASH_BYTES: Final = 8
 
 
-class HostStored(BlockStored, tag="BlockStored"):
+class HostStored(BlockStored, tag="BlockStored"):  # type: ignore[call-arg]
     """Fields that are added are skipped by those who do not know them."""
 
     model: str = ""
