@@ -37,3 +37,9 @@ def observed(evidence: Evidence, x: float, allowed: float) -> Evidence:
 def strength(evidence: Evidence) -> float:
     """What is compared with a threshold."""
     return fmean(evidence)
+
+
+def suspicion(evidence: Evidence) -> float:
+    """Rises after fewer values than `strength`, and says nothing of error rates: at most 1 where
+    all are 0, 2 where they stay at half of what is allowed, and without bound beyond that."""
+    return max(share * it for share, it in zip(SHARES, evidence, strict=True))

@@ -2,8 +2,9 @@
 
 An alarm takes a plan out of service, and with it those of its profile that promise no more: the
 pair goes on with the best of the others, and without any it is off. What is exact stays in any
-case. A plan is watched more closely while there is some evidence against it, and after an alarm all
-that are left. What requests name where no gate decides is watched as a plan that promises nothing.
+case. A plan is watched more closely at first and while there is some evidence against it, and after
+an alarm all that are left. What requests name where no gate decides is watched as a plan that
+promises nothing.
 """
 
 from __future__ import annotations
@@ -16,12 +17,21 @@ import msgspec
 
 from cachetree import ModelId
 from cachetree.planning import BlockQuality, PairProfile, PlanId
-from sglang_droidspeak.guard.detector import NO_EVIDENCE, Evidence, observed, strength
+from sglang_droidspeak.guard.detector import (
+    NO_EVIDENCE,
+    Evidence,
+    observed,
+    strength,
+    suspicion,
+)
 from sglang_droidspeak.request.outcomes import OUT_OF_SERVICE
 
 ALARM: Final = 1e5
 """So many shadows of a healthy server come before a false alarm on average, at least."""
-SUSPICION: Final = 100.0
+SUSPICION: Final = 2.0
+NUM_FIRST: Final = 20
+"""Shadows of a plan of which little is known yet. They begin with the first that chance chooses, so
+that plans which nobody uses do not have every request looked at."""
 NOISE: Final = 0.02
 """The distance that two exact runs may have, in half precision and other batches. All that is
 allowed to a plan whose profile does not say how far it is from full prefill."""
@@ -43,6 +53,10 @@ class WatchedPlan(msgspec.Struct, frozen=True, kw_only=True):
     def key(self) -> tuple[tuple[int, int] | None, bool]:
         """Among the plans of a pair."""
         return self.block, self.e_corrected
+
+    @property
+    def is_suspect(self) -> bool:
+        return 0 < self.num_shadows < NUM_FIRST or suspicion(self.evidence) >= SUSPICION
 
     @property
     def order(self) -> tuple[float, int]:
@@ -83,9 +97,7 @@ class WatchedPair(msgspec.Struct, frozen=True, kw_only=True):
     def suspects(self) -> Iterator[PlanId]:
         """Plans in service of which every request is to be checked."""
         is_demoted = self.num_left < len(self.plans)
-        return self._ids(
-            it for it in self.in_service if is_demoted or strength(it.evidence) >= SUSPICION
-        )
+        return self._ids(it for it in self.in_service if is_demoted or it.is_suspect)
 
     def _ids(self, plans: Iterable[WatchedPlan]) -> Iterator[PlanId]:
         return (PlanId(self.sender, self.receiver, *it.key) for it in plans)

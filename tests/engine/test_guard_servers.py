@@ -114,10 +114,14 @@ def served(
 
 
 def let_through(folder: Path, *bad: tuple[int, int]) -> Path:
-    """A profile of the pair that says of these blocks, against all evidence, that they are good."""
+    """A profile of the pair that says of these blocks, against all evidence, that they are good.
+
+    What is known of how far away they are, it says.
+    """
     good = read_profile(PROFILE)
     (everything,) = [it for it in good.blocks if len(it.block) == good.receiver.num_layers]
-    plans = [BlockQuality(start=it[0], stop=it[1], quality=0.98) for it in bad]
+    known = {(it.start, it.stop): it for it in good.blocks}
+    plans = [known.get(it, BlockQuality(start=it[0], stop=it[1], quality=0.98)) for it in bad]
     wrong = msgspec.structs.replace(
         good, blocks=(everything, *plans), recommended=plans[0] if plans else None
     )
@@ -190,7 +194,8 @@ def in_coordinates_of_its_own(weights: dict[str, Tensor], config: LlamaConfig) -
 def test_drift_is_found_within_200_reused_requests(
     change: Change | None, task: str, tmp_path: Path
 ) -> None:
-    """One in twenty is compared. Afterwards answers are full prefill's.
+    """By what the shipped profile allows; one in twenty is compared at first. Afterwards answers
+    are full prefill's.
 
     The int4 codec is no drift of this pair: its mean distance of .021 is what is allowed anyway.
     """

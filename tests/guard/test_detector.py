@@ -7,16 +7,21 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from random import Random
 from statistics import fmean
 
 import pytest
 
-from sglang_droidspeak.guard.detector import NO_EVIDENCE, SHARES, observed, strength
+from sglang_droidspeak.guard.detector import (
+    NO_EVIDENCE,
+    SHARES,
+    observed,
+    strength,
+    suspicion,
+)
 
 ARL = 100_000
-SUSPICION = 100
 ALLOWED = 0.05
 
 
@@ -96,18 +101,12 @@ def test_a_risen_mean_is_found_soon(mean: float, most: int) -> None:
     assert delays[18] <= most
 
 
-def test_suspicion_alone_raises_the_rate_and_finds_drift_within_200_requests() -> None:
-    """One in twenty requests is observed, and every one as soon as evidence is 100."""
-
-    def requests(mean: float, seed: int) -> int:
-        random, evidence = Random(seed), NO_EVIDENCE
-        drawn: Callable[[], float] = values(mean, random).__next__
-        for num in itertools.count(1):
-            if random.random() < (1.0 if strength(evidence) >= SUSPICION else 0.05):
-                evidence = observed(evidence, drawn(), ALLOWED)
-                if strength(evidence) >= ARL:
-                    return num
-        raise AssertionError
-
-    assert sorted(requests(0.83, seed) for seed in range(100))[94] <= 200
-    assert sorted(requests(0.26, seed) for seed in range(100))[50] <= 200
+def test_suspicion_rises_after_fewer_values_than_strength() -> None:
+    """It settles where values stay below what is allowed, and soon grows where they do not."""
+    for share, limit in ((0.0, 1.0), (0.5, 2.0)):
+        evidence = NO_EVIDENCE
+        for _ in range(10_000):
+            evidence = observed(evidence, share * ALLOWED, ALLOWED)
+            assert suspicion(evidence) < limit
+    evidence = observed(observed(NO_EVIDENCE, 3 * ALLOWED, ALLOWED), 3 * ALLOWED, ALLOWED)
+    assert suspicion(evidence) > 2 and strength(evidence) < 10

@@ -71,9 +71,21 @@ def test_after_an_alarm_the_next_best_plans_serve_and_then_what_is_exact() -> No
 
 def test_a_suspect_is_watched_closely_before_there_is_an_alarm() -> None:
     pair = watched(PAIR)
+    for _ in range(20):
+        pair = after(pair, plan(NEXT), 0.0)
+    assert not list(pair.suspects)
     while not list(pair.suspects):
-        pair = after(pair, plan(NEXT), 0.2)
-    assert pair.num_left == 3 and 100 <= pair.strength < 1000
+        pair = after(pair, plan(NEXT), 0.05)
+    assert pair.num_left == 3 and pair.strength < 1000
+
+
+def test_the_first_twenty_answers_of_a_plan_are_compared_once_one_is() -> None:
+    pair = watched(PAIR)
+    assert not list(pair.suspects)
+    for _ in range(20):
+        pair = after(pair, plan(NEXT), 0.0)
+        suspects, num_shadows = list(pair.suspects), pair.plans[1].num_shadows
+        assert suspects == [plan(NEXT)] * (num_shadows < 20)
 
 
 def test_what_is_measured_counts_as_allowed() -> None:
