@@ -114,11 +114,6 @@ class Gate(str, Enum):
     OFF = "off"
 
 
-class Mode(str, Enum):
-    AUTO = "auto"
-    OFF = "off"
-
-
 class Reason(str, Enum):
     """Why a request is not reused, from the least to the most that was found.
 
@@ -141,7 +136,6 @@ class Reason(str, Enum):
 class Requested:
     """What one request asks for itself. A `block` is obeyed without a look at the costs."""
 
-    mode: Mode = Mode.AUTO
     sender: ModelId | None = None
     block: Span | None = None
 

@@ -26,7 +26,7 @@ import msgspec
 
 from cachetree.ids import Location, ModelId, Span, is_pool, nearness
 from cachetree.planning.gate import Profiles, allowed_blocks, first_difference
-from cachetree.planning.plan import Demand, Match, Mode, NoReuse, Plan, Reason, Requested
+from cachetree.planning.plan import Demand, Match, NoReuse, Plan, Reason, Requested
 from cachetree.planning.prediction import (
     Costs,
     bytes_of,
@@ -157,8 +157,6 @@ def choose(
 ) -> Plan | NoReuse:
     """The plan for one request, or why there is none."""
     requested = demand.requested or Requested()
-    if requested.mode is Mode.OFF:
-        return NoReuse(reason=Reason.OFF, detail="the request asked for a full prefill")
     found: list[_Option] = []
     misses = [NoReuse(reason=Reason.NO_MATCH, detail="no model of the family has this prefix")]
     for match in matches:

@@ -23,7 +23,6 @@ from cachetree.planning import (
     Demand,
     Gate,
     Link,
-    Mode,
     NoReuse,
     PrefillCost,
     Profiles,
@@ -136,8 +135,8 @@ def reason_for(
     nothing = choose(demand, matches, profiles, costs)
     assert isinstance(nothing, NoReuse), nothing
     ways = {it.reason for it in weigh(Considered(demand, matches, costs), profiles)}
-    assert not ways & {"taken", "not the best"} or nothing.reason is Reason.OFF
-    assert nothing.reason.value in ways or nothing.reason in (Reason.NO_MATCH, Reason.OFF)
+    assert not ways & {"taken", "not the best"}
+    assert nothing.reason.value in ways or nothing.reason is Reason.NO_MATCH
     return nothing.reason
 
 
@@ -217,8 +216,6 @@ def test_another_model_needs_a_profile_that_passed() -> None:
 
 def test_nothing_found_is_a_reason_too() -> None:
     assert reason_for() is Reason.NO_MATCH
-    off = replace(DEMAND, requested=Requested(mode=Mode.OFF))
-    assert reason_for(match(R), demand=off) is Reason.OFF
 
 
 def test_pages_on_the_device_are_not_fetched_again() -> None:

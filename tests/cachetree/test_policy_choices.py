@@ -29,7 +29,6 @@ from cachetree.planning import (
     Demand,
     Gate,
     Link,
-    Mode,
     NoReuse,
     Profiles,
     Reason,
@@ -79,13 +78,6 @@ def measured_on(num_tokens: int) -> Profiles:
 @pytest.mark.parametrize(
     ("demand", "matches", "profiles", "reason", "detail"),
     [
-        (
-            replace(DEMAND, requested=Requested(mode=Mode.OFF)),
-            [match(R)],
-            PROFILES,
-            Reason.OFF,
-            "the request asked for a full prefill",
-        ),
         (DEMAND, [], PROFILES, Reason.NO_MATCH, "no model of the family has this prefix"),
         (
             replace(DEMAND, first_page=4, min_pages=2),
