@@ -269,6 +269,33 @@ def guard_cost() -> str:
     )
 
 
+def guard_drift() -> str:
+    """How far answers are from exact runs, and how soon the drift guard finds that."""
+    rows = []
+    for it in _result("guard_drift")["measured"]:
+        found = it.get("found", {})
+        cells = [
+            f"{of['within_200']:.0%} ({of['median']:.0f})" if of["within_200"] else "not in 2,000"
+            for of in found.values()
+        ]
+        compared = f"{it['healthy']['compared']:.1%}" if "healthy" in it else ""
+        seen = len(it["distances"])
+        rows.append(
+            [it["pair"], it["reads"], f"{seen}", f"{it['allowed']:.3f}", f"{it['mean']:.3f}"]
+            + (cells or ["no alarm"] * 2)
+            + [compared]
+        )
+    head = [
+        "pair",
+        "reads",
+        "answers",
+        "allowed",
+        "mean distance",
+        "found within 200 requests (median)",
+    ]
+    return table([*head, "after 1,000 healthy ones", "healthy ones that are compared"], rows)
+
+
 def sizes() -> str:
     """Of the pair that `break_even` knows, with E at one layer."""
     pair = break_even.Pair()
@@ -316,6 +343,7 @@ PARTS: Final[dict[str, Callable[[], str]]] = {
     "break_even": break_even.markdown,
     "codecs": codecs,
     "guard_cost": guard_cost,
+    "guard_drift": guard_drift,
     "beside": lambda: table(*beside_tables.cache()),
     "fleet_size": lambda: table(*fleet_tables.size()),
     "shared_tier": lambda: table(*fleet_tables.shared_tier()),

@@ -1,0 +1,277 @@
+"""How soon does the drift guard find that documents have changed, and what does it cost until then?
+
+    make real
+    python benchmarks/guard_drift.py --out benchmarks/results/guard_drift.json
+
+The shipped small pair and a real one, on servers, by the plan that their profiles recommend. Each
+receiver first reads documents of its own task, which its profile was not judged on, then those of
+another one, and last its own from KV that the sender keeps as int4. Every answer is compared with
+an exact run: that is what the guard sees of a pair that is as its profile says, and of one that is
+not any more.
+
+From these distances, drawn with replacement, requests are simulated with the guard's own code, at
+its default rate and with what the shipped profile allows: how many reused requests until the alarm,
+where that is so from the first request on, and where it begins after 1,000; and how many of 20,000
+healthy requests are compared, or raise an alarm.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from random import Random
+from statistics import fmean, median
+from typing import Any
+
+import msgspec
+
+from cachetree.planning import BlockQuality, PlanId, read_profile, write_profile
+from profiles.compute.models import ModelSource, load_tokenizer
+from profiles.data.datasets import load_sources
+from profiles.data.documents import make_documents
+from profiles.data.metrics import Metric
+from profiles.data.tasks import TaskOptions
+from sglang_droidspeak.fleet.servers import Server, ServerSpec, free_port, running
+from sglang_droidspeak.guard.plans import NOISE, WatchedPair, after, watched
+from tools.pairs.questions import QUESTIONS_PER_DOCUMENT, make_records
+
+ROOT = Path(__file__).resolve().parents[1]
+RATE = 0.05
+NUM_BEFORE = 1_000
+"""Healthy requests before the documents change."""
+NUM_HEALTHY = 20_000
+NUM_RUNS = 500
+NUM_SMALL = 300
+"""Questions, each about another document."""
+NUM_REAL = 120
+"""Three about each."""
+GOAL = 200
+
+
+@dataclass(frozen=True)
+class Prompt:
+    prefix: Sequence[int]
+    """What the sender has read of it."""
+    tokens: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Pair:
+    name: str
+    sender: Path
+    receiver: Path
+    profile: Path
+    tasks: Sequence[str]
+    """Its own first."""
+    prompts: Callable[[str], list[Prompt]]
+
+    @property
+    def plan(self) -> BlockQuality:
+        """That its profile recommends."""
+        plan = read_profile(self.profile).recommended
+        assert plan is not None
+        return plan
+
+
+def small_prompts(task: str) -> list[Prompt]:
+    tokenizer = load_tokenizer(ModelSource(path=SMALL.receiver))
+    records = make_records("fresh", seed=77, num_wanted=NUM_SMALL, task=task)
+    texts = [f"<bos> {it.context} {it.input}" for it in records[::QUESTIONS_PER_DOCUMENT]]
+    ids = [tokenizer.encode(it, add_special_tokens=False) for it in texts]
+    return [Prompt(it, it) for it in ids]
+
+
+def real_prompts(task: str) -> list[Prompt]:
+    options = TaskOptions(template="{context}\n\n{input}", chat=True, metric=Metric.F1, max_new=56)
+    sources = load_sources([str(ROOT / f"build/real/data/{task}/held_out.jsonl")], options)
+    tokenizer = load_tokenizer(ModelSource(path=REAL.receiver))
+    found = make_documents(sources, tokenizer, page_size=16, max_prompt_tokens=None)
+    asked = [Prompt(it.prefix, [*it.prefix, *one.suffix]) for it in found for one in it.questions]
+    return asked[:NUM_REAL]
+
+
+_WEIGHTS = ROOT / "examples/pairs/weights"
+_MADE = ROOT / "build/real"
+SMALL = Pair(
+    "small pair",
+    _WEIGHTS / "sender",
+    _WEIGHTS / "receiver",
+    ROOT / "examples/pairs/sender_to_receiver.json",
+    ("biographies", "code"),
+    small_prompts,
+)
+REAL = Pair(
+    "base to questions",
+    _MADE / "base",
+    _MADE / "merged/questions",
+    ROOT / "examples/real/base_to_questions.json",
+    ("questions", "json", "summaries"),
+    real_prompts,
+)
+
+
+def measured(
+    pair: Pair, folder: Path, tasks: Sequence[str], **of_both: str
+) -> Iterator[tuple[str, list[float]]]:
+    """Of each task the distances of its answers from exact runs."""
+    profile, plan = read_profile(pair.profile), pair.plan
+    # Nothing that is observed is to raise an alarm.
+    tolerant = tuple(msgspec.structs.replace(it, tv_bound=1.0) for it in profile.blocks)
+    write_profile(
+        msgspec.structs.replace(
+            profile, blocks=tolerant, recommended=tolerant[profile.blocks.index(plan)]
+        ),
+        folder / pair.profile.name,
+    )
+    for maps in pair.profile.parent.glob(f"{pair.profile.stem}.maps.*"):
+        (folder / maps.name).symlink_to(maps)
+    address = f"tcp://127.0.0.1:{free_port()}"
+    options = {"device": "cpu", "dtype": "bfloat16", "max-total-tokens": 16384}
+    keeps = {"listen": address, "capture_layers": [plan.start], "host_gb": 3, **of_both}
+    reads = {
+        "peers": [address],
+        "profiles": [str(folder / pair.profile.name)],
+        "guard_path": str(folder / "guard.json"),
+        "shadow_rate": 1.0,
+        "host_gb": 0,
+        **of_both,
+    }
+    specs = [
+        ServerSpec(model=pair.sender, name="sender", options=options, droidspeak=keeps),
+        ServerSpec(model=pair.receiver, name="receiver", options=options, droidspeak=reads),
+    ]
+    with running(*specs, folder=folder, env={"OMP_NUM_THREADS": "1"}) as (sender, receiver):
+        for task in tasks:
+            prompts = pair.prompts(task)
+            for prefix in {tuple(it.prefix) for it in prompts}:
+                sender.generate(prefix, max_new_tokens=1)
+            yield task, list(distances(receiver, prompts, f"{plan.start}:{plan.stop}"))
+
+
+def distances(receiver: Server, prompts: Sequence[Prompt], block: str) -> Iterator[float]:
+    """The block is named, as the small models' is no faster."""
+    num, total = compared(receiver)
+    for it in prompts:
+        reuse(receiver, it.tokens, block)
+        before, before_total = num, total
+        started_s = time.monotonic()
+        while num == before:
+            assert time.monotonic() - started_s < 60, "an answer was not compared"
+            time.sleep(0.01)
+            num, total = compared(receiver)
+        yield round(max(0.0, total - before_total), 4)
+
+
+def reuse(receiver: Server, tokens: Sequence[int], block: str) -> None:
+    """What the sender has just read is known a moment later."""
+    for _ in range(100):
+        receiver.flush()
+        reply = receiver.generate(tokens, max_new_tokens=8, droidspeak={"block": block})
+        told = reply["meta_info"]["droidspeak"][0]
+        if told["outcome"] == "reused":
+            return
+        time.sleep(0.1)
+    raise AssertionError(told)
+
+
+def compared(receiver: Server) -> tuple[int, float]:
+    """How many, and the sum of their distances."""
+    (pair,) = receiver.post("/droidspeak/guard")["pairs"]
+    total = sum(it["num_shadows"] * it["mean_tv"] for it in pair["plans"])
+    return sum(it["num_shadows"] for it in pair["plans"]), total
+
+
+class Requests:
+    """Reused ones, one after the other, by a profile's recommended plan."""
+
+    def __init__(self, pair: Pair, random: Random) -> None:
+        profile, plan = read_profile(pair.profile), pair.plan
+        models = profile.sender.model_id, profile.receiver.model_id
+        self.plan = PlanId(*models, (plan.start, plan.stop), plan.e_map is not None)
+        self.pair: WatchedPair = watched(profile)
+        self.num_left = self.pair.num_left
+        self.num_compared = 0
+        self._random = random
+
+    def ask(self, distances: Sequence[float]) -> bool:
+        """False once the plan is out of service."""
+        if self._random.random() < RATE or self.plan in self.pair.suspects:
+            self.pair = after(self.pair, self.plan, self._random.choice(distances))
+            self.num_compared += 1
+        return self.pair.num_left == self.num_left
+
+
+def requests_until_alarm(
+    pair: Pair, before: Sequence[float], drifted: Sequence[float], seed: int
+) -> int:
+    """At most ten times the goal. Those `before` are healthy."""
+    requests = Requests(pair, Random(seed))
+    for _ in range(NUM_BEFORE if before else 0):
+        requests.ask(before)
+    return next(num for num in count(1) if not requests.ask(drifted) or num == 10 * GOAL)
+
+
+def found(
+    pair: Pair, healthy: Sequence[float], drifted: Sequence[float]
+) -> Iterator[tuple[str, dict[str, float]]]:
+    for when, before in (("from the first on", ()), ("after 1,000", healthy)):
+        runs = [requests_until_alarm(pair, before, drifted, seed) for seed in range(NUM_RUNS)]
+        within = sum(it <= GOAL for it in runs) / NUM_RUNS
+        yield when, {"median": median(runs), "within_200": within}
+
+
+def of_healthy(pair: Pair, healthy: Sequence[float]) -> dict[str, float]:
+    runs = [Requests(pair, Random(seed)) for seed in range(5)]
+    in_service = [all(it.ask(healthy) for _ in range(NUM_HEALTHY)) for it in runs]
+    share = fmean(it.num_compared for it in runs) / NUM_HEALTHY
+    return {"compared": share, "alarms": in_service.count(False), "runs": len(runs)}
+
+
+def rows_of(pair: Pair) -> Iterator[dict[str, Any]]:
+    """The healthy one first."""
+    own, *others = pair.tasks
+    healthy: list[float] = []
+    for tasks, of_both in (((own, *others), {}), ((own,), {"codec": "int4"})):
+        with tempfile.TemporaryDirectory() as folder:
+            for task, seen in measured(pair, Path(folder), tasks, **of_both):
+                row = {
+                    "pair": pair.name,
+                    "reads": ", ".join([task, *of_both.values()]),
+                    "allowed": (pair.plan.tv_bound or 0.0) + NOISE,
+                    "mean": fmean(seen),
+                    "distances": seen,
+                }
+                if healthy:
+                    yield row | {"found": dict(found(pair, healthy, seen))}
+                else:
+                    healthy = seen
+                    yield row | {"healthy": of_healthy(pair, seen)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True, help="JSON file")
+    args = parser.parse_args()
+    import result  # Beside this file: the tests import this module from elsewhere.
+
+    environment = result.here()
+    rows = []
+    for pair in (SMALL, REAL):
+        for row in rows_of(pair):
+            shown = {name: it for name, it in row.items() if name != "distances"}
+            print(json.dumps(shown), len(row["distances"]), flush=True)
+            rows.append(row)
+    args.out.unlink(missing_ok=True)
+    result.write("guard drift", {"rate": RATE, "measured": rows}, environment, args.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""What is recorded of the drift guard is what its code does today, by the distances beside it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.guard_drift import GOAL, REAL, SMALL, found, of_healthy
+
+ROOT = Path(__file__).parents[2]
+PAIRS = {it.name: it for it in (SMALL, REAL)}
+
+
+def recorded() -> list[dict[str, Any]]:
+    return json.loads((ROOT / "benchmarks/results/guard_drift.json").read_bytes())["measured"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PAIRS)
+def test_the_recorded_figures_follow_from_the_recorded_distances(name: str) -> None:
+    pair = PAIRS[name]
+    healthy, *drifted = (it for it in recorded() if it["pair"] == name)
+    assert healthy["mean"] < healthy["allowed"]
+    assert of_healthy(pair, healthy["distances"]) == healthy["healthy"]
+    assert healthy["healthy"]["alarms"] == 0 and healthy["healthy"]["compared"] < 0.1
+    for row in drifted:
+        assert dict(found(pair, healthy["distances"], row["distances"])) == row["found"]
+
+
+def test_documents_of_another_task_are_found_soon() -> None:
+    (row,) = (it for it in recorded() if (it["pair"], it["reads"]) == (SMALL.name, "code"))
+    assert row["found"]["from the first on"]["within_200"] > 0.95
+    assert row["found"]["after 1,000"]["within_200"] > 0.75 and GOAL == 200
