@@ -11,9 +11,9 @@ A fetch, from the reader to the pages and back:
     peer             one thread, one session
     pending_fetches  asks, asks again
     receiver         writes the request
-    connection, channel ══ Fetch ═══════════► channel, worker  one thread, all sessions
-                                              session          what is only on disk comes first;
-                                                               leases the pages
+    connection, channel ══ Fetch ═══════════► channel, session one thread, all sessions; what is
+                                                               only on disk comes first; leases
+                                                               the pages
                                               sender           cuts them into frames, in fair turns
     channel          ◄═════════ frames ══════ send_queue       gives them to the kernel
     pending_fetches
@@ -25,18 +25,17 @@ A store, from the tree that has an entry to the tree that keeps it:
     advertise        notes what comes in
     peer             one thread, one session
     pending_stores   one entry at a time
-    connection, channel ══ Store ═══════════► channel, worker
-                                              session          the page before it comes first
+    connection, channel ══ Store ═══════════► channel, session the page before it comes first
     pending_stores   ◄═════════ Wanted ══════ receiver         takes room for it
     sender           cuts it into frames
     send_queue       ══════════ frames ═════► channel
                                               receiver         checks them, commits the entry
     pending_stores   ◄═════════ Stored ══════
 
-`server` has a worker's sockets and lets peers in, `advertise` tells them what it holds, `peers` has
-one peer for each worker and takes in whom `directory` finds, `admin` answers and asks for
-operators, `handshake` and `keys` say who may do what, `backoff` how long who fails has to wait,
-`status` counts.
+`worker` has the thread of all sessions and `server` its sockets, where peers are let in;
+`advertise` tells them what is held. `peers` has one peer for each worker and takes in whom
+`directory` finds, `admin` answers and asks for operators, `handshake` and `keys` say who may do
+what, `backoff` how long who fails has to wait, `status` counts.
 """
 
 from cachetree.transport.address import parse_http

@@ -47,14 +47,15 @@ def ask(
     remote = parse_remote(address, field="address")
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
-        asked = Question(context, remote, credentials or Credentials(), question, _RETRY_MS)
+        how, who = credentials or Credentials(), f"worker {address}"
+        asked = Question(context, remote, how, question, who, _RETRY_MS)
         poller = zmq.Poller()
         asked.register(poller)
         deadline = Deadline.after(timeout_s)
         while (answer := asked.answer()) is None:
             if not poller.poll(round(deadline.remaining_s() * 1000)):
                 raise DeadlineExceeded(f"no worker answered at {address} within {timeout_s} s")
-            failure = asked.failure(f"worker {address}")
+            failure = asked.failure()
             if isinstance(failure, AuthenticationError):
                 raise failure
     finally:

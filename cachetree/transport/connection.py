@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Final
@@ -37,10 +36,13 @@ class Question:
         to: Address,
         credentials: Credentials,
         message: wire.ToWorker,
+        who: str,
         retry_ms: int = ONCE_MS,
     ) -> None:
-        """With a `retry_ms` it waits for a worker to come up."""
-        self._credentials = credentials
+        """`who` is asked, for errors. With a `retry_ms` it waits for a worker to come up."""
+        self.to: Final = to
+        self.credentials: Final = credentials
+        self.who: Final = who
         self._socket = context.socket(zmq.DEALER)
         self._socket.set(zmq.LINGER, 0)
         self._socket.set(zmq.RECONNECT_IVL, retry_ms)
@@ -66,12 +68,12 @@ class Question:
             raise ProtocolError("a message has more than one frame")
         return wire.decode_to_peer(header.buffer)
 
-    def failure(self, who: str) -> CacheTreeError | None:
+    def failure(self) -> CacheTreeError | None:
         """Why there will be no answer; look for that first. The first event says the most."""
         if not self._monitor.poll(0):
             return None
         event = recv_monitor_message(self._monitor)
-        return self._credentials.failure(event["event"], event["value"], who)
+        return self.credentials.failure(event["event"], event["value"], self.who)
 
     def close(self) -> None:
         self._socket.disable_monitor()
@@ -86,22 +88,13 @@ class Connection:
     can be taken for the next one's.
     """
 
-    def __init__(
-        self,
-        greeting: Question,
-        to: Address,
-        wakeup: Wakeup,
-        credentials: Credentials,
-        clock: Clock = time.monotonic,
-    ) -> None:
-        """Owns `greeting`, which says hello."""
+    def __init__(self, greeting: Question, wakeup: Wakeup, clock: Clock) -> None:
+        """Owns `greeting`, which asks for a session."""
         self._greeting = greeting
-        self._to = to
+        self._who = greeting.who
         self._wakeup = wakeup
-        self._credentials = credentials
         self._clock = clock
-        self._heard_at_s = clock()
-        self.pinged_at_s = clock()
+        self._heard_at_s = self._pinged_at_s = clock()
         self.channel: Channel | None = None
         """From `open` on."""
         self._bulk_url = ""
@@ -119,28 +112,30 @@ class Connection:
     def wait(self, timeout_ms: int) -> None:
         """Until something arrives or ends, the wakeup is woken, or the time is over."""
         self._poller.poll(timeout_ms)
+        self._wakeup.drain()
 
-    def hello(self, who: str) -> wire.Hello | None:
+    def hello(self) -> wire.Hello | None:
         """The worker's, once it is there; raises what came instead."""
         answer = self._greeting.answer()
         match answer:
             case wire.Hello():
                 return answer
             case wire.Bye():
-                raise FetchError(f"{who} ended the session: {answer.reason}")
+                raise FetchError(f"{self._who} ended the session: {answer.reason}")
             case None:
-                if (failure := self._greeting.failure(who)) is not None:
+                if (failure := self._greeting.failure()) is not None:
                     raise failure
                 return None
-        raise ProtocolError(f"{who} did not say hello first")
+        raise ProtocolError(f"{self._who} did not say hello first")
 
-    def open(self, ticket: Ticket | None, who: str) -> None:
+    def open(self, ticket: Ticket | None) -> None:
         """Open the session's channel; raises FetchError."""
         if ticket is None:
-            raise ProtocolError(f"{who} gave no ticket for a data connection")
-        self._bulk_url = f"bulk_port {ticket.port} of {self._to.host}"
-        seals = self._credentials.seals(ticket.key)
-        self.channel = channel.connect(self._to.host, ticket, seals, self._wakeup.wake)
+            raise ProtocolError(f"{self._who} gave no ticket for a data connection")
+        host = self._greeting.to.host
+        self._bulk_url = f"bulk_port {ticket.port} of {host}"
+        seals = self._greeting.credentials.seals(ticket.key)
+        self.channel = channel.connect(host, ticket, seals, self._wakeup.wake)
         self._greeting.close()
         self._poller = zmq.Poller()
         self._poller.register(self._wakeup.fileno(), zmq.POLLIN)
@@ -160,24 +155,28 @@ class Connection:
                 self._heard_at_s = self._clock()
 
     def send(self, message: wire.ToWorker) -> None:
-        """Raises ProtocolError for one that is too large; no other error is seen before `end`."""
+        """Raises ProtocolError for one that is too large; no other error is seen before
+        `require_open`."""
         if self.channel is not None:
             self.channel.put_message(wire.encode(message))
 
-    def require_heard(self, patience_s: float, who: str) -> None:
-        """Raises FetchError where the worker was silent for longer."""
-        if self._clock() - self._heard_at_s > patience_s:
+    def beat(self, every_s: float, patience_s: float) -> None:
+        """Ping now and then; raises FetchError where the worker was silent for longer."""
+        now_s = self._clock()
+        if now_s - self._heard_at_s > patience_s:
             where = f" at {self._bulk_url}" if self.channel is not None else ""
-            raise FetchError(f"{who} was silent for {patience_s} s{where}")
+            raise FetchError(f"{self._who} was silent for {patience_s} s{where}")
+        if now_s - self._pinged_at_s >= every_s:
+            self._pinged_at_s = now_s
+            self.send(wire.Ping())
 
-    def end(self, who: str) -> FetchError | None:
-        """Why the channel has ended, if it has. Read what has arrived first."""
-        if self.channel is None or self.channel.error is None:
-            return None
-        return FetchError(
-            f"{who} closed the connection to its {self._bulk_url}, or it cannot be reached there: "
-            f"{self.channel.error}"
-        )
+    def require_open(self) -> None:
+        """Raises FetchError where the channel has ended. Read what has arrived first."""
+        if self.channel is not None and self.channel.error is not None:
+            raise FetchError(
+                f"{self._who} closed the connection to its {self._bulk_url}, or it cannot be "
+                f"reached there: {self.channel.error}"
+            )
 
     def share(self, arena: ArenaFile) -> None:
         """Read from the worker's memory; it comes in frames where that cannot be."""

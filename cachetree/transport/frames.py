@@ -150,13 +150,15 @@ class Seals(Unsealed):
         self._cipher = AESGCM(key)
         self._is_worker = is_worker
 
-    def seal(self, header: bytes) -> bytes:
-        return self._seal(header)
+    def seal(self, header: bytes | memoryview) -> bytes:
+        self._num_sealed += 1
+        nonce = _nonce(self._num_sealed, by_worker=self._is_worker)
+        return self._cipher.encrypt(nonce, header, None)
 
     def seal_payload(self, payload: Sequence[memoryview]) -> Iterator[memoryview | bytes]:
         whole = payload[0] if len(payload) == 1 else memoryview(b"".join(payload))
         for at in range(0, whole.nbytes, PIECE_BYTES):
-            yield self._seal(whole[at : at + PIECE_BYTES])
+            yield self.seal(whole[at : at + PIECE_BYTES])
 
     def open(self, header: memoryview) -> memoryview | bytes:
         try:
@@ -169,12 +171,6 @@ class Seals(Unsealed):
             self._cipher.decrypt_into(self._open_nonce(), sealed, None, into)
         except InvalidTag as exc:
             raise _broken() from exc
-
-    def _seal(self, clear: bytes | memoryview) -> bytes:
-        self._num_sealed += 1
-        return self._cipher.encrypt(
-            _nonce(self._num_sealed, by_worker=self._is_worker), clear, None
-        )
 
     def _open_nonce(self) -> bytes:
         self._num_opened += 1

@@ -22,7 +22,7 @@ import zmq
 
 from cachetree.errors import AuthenticationError, CacheTreeError, FetchError
 from cachetree.transport import keys
-from cachetree.transport.address import open_port, parse_address, parse_listen
+from cachetree.transport.address import Address, open_port, parse_address, parse_listen
 from cachetree.transport.config import WorkerConfig
 from cachetree.transport.directory import check_announced
 from cachetree.transport.frames import Seals, Unsealed
@@ -164,16 +164,6 @@ class KeyGate(Gate):
         return Refusal(f"{host} {who}", f"{host} showed key {who}, which is not in allowed_peers")
 
 
-def gate_of(config: WorkerConfig) -> Gate:
-    """Reads the key files; raises ConfigError."""
-    if config.key_file is None:
-        is_local = parse_address(config.listen, field="listen").is_loopback
-        return Gate(obeys=config.admin is not None and is_local)
-    allowed = keys.read_public_keys(config.allowed_peers, field="allowed_peers")
-    admins = keys.read_public_keys(config.admin or (), field="admin")
-    return KeyGate(keys.read_key_pair(config.key_file), allowed, admins)
-
-
 def refusal_at_worker(event: int, value: int) -> Refusal | None:
     """What a worker's monitor saw fail; None for what `Gate.answer` has told.
 
@@ -271,12 +261,19 @@ def credentials_of(key_file: str | None, server_key: str | None) -> Credentials:
     return Curve(keys.read_key_pair(key_file or ""), server)
 
 
-def check_worker(config: WorkerConfig) -> None:
-    """Whether a worker could start, but for binding its address; raises ConfigError."""
-    parse_listen(config.listen, field="listen", insecure=config.insecure, key_file=config.key_file)
-    gate_of(config)
+def check_worker(config: WorkerConfig) -> tuple[Address, Gate]:
+    """Where a worker will listen and whom it lets in; raises ConfigError where it could not start,
+    but for binding its address."""
+    listen = parse_listen(
+        config.listen, field="listen", insecure=config.insecure, key_file=config.key_file
+    )
     if config.announce:
-        check_announced(config.announce, parse_address(config.listen, field="listen"))
+        check_announced(config.announce, listen)
+    if config.key_file is None:
+        return listen, Gate(obeys=config.admin is not None and listen.is_loopback)
+    allowed = keys.read_public_keys(config.allowed_peers, field="allowed_peers")
+    admins = keys.read_public_keys(config.admin or (), field="admin")
+    return listen, KeyGate(keys.read_key_pair(config.key_file), allowed, admins)
 
 
 def check_ports(config: WorkerConfig) -> None:

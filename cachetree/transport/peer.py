@@ -219,10 +219,9 @@ class Peer:
             self._connect()
             return
         connection.wait(round(self._timeout_s() * 1000))
-        self._wakeup.drain()
         if connection.channel is not None:
             self._take(connection)
-        elif (hello := connection.hello(self._who)) is not None:
+        elif (hello := connection.hello()) is not None:
             self._greet(connection, hello)
         self._fetches.check()
         self._accept()
@@ -232,9 +231,10 @@ class Peer:
         if self.state is PeerState.READY:
             self._fetches.resume()
             self._stores.turn(connection)
-        if (end := connection.end(self._who)) is not None:
-            raise end
-        self._beat(connection)
+        connection.require_open()
+        is_ready = self.state is PeerState.READY
+        patience_s = self._config.silence_s if is_ready else self._config.connect_s
+        connection.beat(self._config.heartbeat_s, patience_s)
 
     def _timeout_s(self) -> float:
         timeout_s = min(self._config.heartbeat_s, self._config.connect_s, self._fetches.timeout_s())
@@ -247,7 +247,6 @@ class Peer:
             self._attempt_at_s = self._clock()
         pause_s = max(0.0, self._attempt_at_s - self._clock())
         self._wakeup.wait(min(pause_s, self._fetches.timeout_s()))
-        self._wakeup.drain()
         self._fetches.check()
         self._accept()
         if self._clock() < self._attempt_at_s:
@@ -255,13 +254,8 @@ class Peer:
         if self.state is PeerState.RESTING:
             self._set_state(PeerState.CONNECTING)
         hello = wire.hello(self._tree.family, "", epoch=0)
-        self._connection = self._fetches.link = Connection(
-            Question(self._context, self._remote, self._credentials, hello),
-            self._remote,
-            self._wakeup,
-            self._credentials,
-            self._clock,
-        )
+        greeting = Question(self._context, self._remote, self._credentials, hello, self._who)
+        self._connection = self._fetches.link = Connection(greeting, self._wakeup, self._clock)
 
     def _take(self, connection: Connection) -> None:
         for arrival in connection.receive(self._fetches):
@@ -298,7 +292,7 @@ class Peer:
         self._epoch = hello.epoch
         self._model = hello.model
         self._stores.greeted(hello.epoch)
-        connection.open(hello.ticket, self._who)
+        connection.open(hello.ticket)
         if self._config.shared_memory and hello.arena is not None:
             connection.share(hello.arena)
         self._view.limit(hello.budget_bytes)
@@ -325,15 +319,6 @@ class Peer:
                 self._fetches.refuse(staging, error)
             else:
                 self._fetches.begin(model, pages, staging)
-
-    def _beat(self, connection: Connection) -> None:
-        is_ready = self.state is PeerState.READY
-        patience_s = self._config.silence_s if is_ready else self._config.connect_s
-        connection.require_heard(patience_s, self._who)
-        now_s = self._clock()
-        if now_s - connection.pinged_at_s >= self._config.heartbeat_s:
-            connection.pinged_at_s = now_s
-            connection.send(wire.Ping())
 
     def _lose(self, error: CacheTreeError, state: PeerState) -> None:
         """Forget all that the worker said, then fail all that it owed, or will ask for again."""

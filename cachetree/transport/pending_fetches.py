@@ -179,7 +179,8 @@ class PendingFetches:
             error = receiver.staging.error
             if error is None and receiver.staging.deadline.has_passed:
                 error = DeadlineExceeded(f"{self._who} did not send everything in time")
-            if error is None and self._has_waited(receiver):
+            waited_s = self._clock() - receiver.broken_at_s if receiver.id == NOT_ASKED else 0.0
+            if error is None and waited_s > self._config.resume_s:
                 error = FetchError(
                     f"{self._who} did not come back within {self._config.resume_s} s"
                 )
@@ -250,10 +251,6 @@ class PendingFetches:
         id = receiver.id
         self._suspend(receiver, error)
         self._link.send(wire.Cancel(id=id))
-
-    def _has_waited(self, receiver: FetchReceiver) -> bool:
-        waited_s = self._clock() - receiver.broken_at_s
-        return receiver.id == NOT_ASKED and waited_s > self._config.resume_s
 
     def _suspend(self, receiver: FetchReceiver, error: FetchError) -> None:
         self._withdraw(receiver)

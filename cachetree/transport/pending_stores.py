@@ -16,7 +16,9 @@ from cachetree.ids import Location, Span
 from cachetree.memory import Layout
 from cachetree.transport import wire
 from cachetree.transport.advertise import ChangeQueue
+from cachetree.transport.channel import Channel
 from cachetree.transport.connection import Connection
+from cachetree.transport.receiver import NOT_ASKED
 from cachetree.transport.sender import Load, Stream
 from cachetree.transport.status import PushCounts, PusherStatus
 from cachetree.transport.wire import Refused
@@ -64,9 +66,12 @@ class PendingStores:
         self._epoch = 0
         self._work: Generator[None, None, None] | None = None
         """On the first of `_next`."""
-        self._answers: deque[wire.StoreAnswer] = deque()
-        self._deadline = Deadline.after(math.inf, clock)
+        self._id = NOT_ASKED
         """Of the store under way."""
+        self._answers: deque[wire.StoreAnswer] = deque()
+        """To it."""
+        self._deadline = Deadline.after(math.inf, clock)
+        """Its own."""
         self._can_send = False
         """It stopped only to let others have their turn."""
         self._counts = PushCounts()
@@ -108,7 +113,8 @@ class PendingStores:
         self._epoch = epoch
 
     def answered(self, message: wire.StoreAnswer) -> None:
-        self._answers.append(message)
+        if message.id == self._id:
+            self._answers.append(message)
 
     def turn(self, link: Connection) -> None:
         """Go on as far as the worker lets it; raises FetchError where the session is to end."""
@@ -131,7 +137,6 @@ class PendingStores:
         if self._work is not None:
             self._work.close()
             self._work = None
-        self._answers.clear()
 
     def _first(self) -> Change | None:
         if not self._has_begun:
@@ -178,9 +183,10 @@ class PendingStores:
         return None
 
     def _store_part(self, link: Connection, part: Change, lease: Lease) -> Work:
-        id = link.new_id()
+        self._id = link.new_id()
+        self._answers.clear()
         message = wire.Store(
-            id=id,
+            id=self._id,
             model=part.model,
             parent=part.parent or b"",
             pages=join_hashes(part.pages),
@@ -188,7 +194,7 @@ class PendingStores:
             timeout_ms=int(_STORE_S * 1000),
         )
         link.send(message)
-        wanted = yield from self._answer(id)
+        wanted = yield from self._answer()
         if isinstance(wanted, wire.StoreRefused):
             return self._note_refusal(wanted)
         if not isinstance(wanted, wire.Wanted) or not 0 <= wanted.skipped <= len(part.pages):
@@ -196,53 +202,45 @@ class PendingStores:
         if wanted.skipped == len(part.pages):
             self._counts.num_known += 1
             return None
+        assert link.channel is not None
+        steps = wire.steps_of_store(self._tree.family.num_layers, part.e_layers)
+        load = Load(lease, steps, Span(wanted.skipped, lease.num_pages))
         try:
-            stream = self._stream(wanted, lease, part.e_layers)
+            stream = Stream(self._id, load, link.channel, _FRAME_BYTES, self._deadline)
         except StaleEntry:
-            link.send(wire.Cancel(id=id))
+            link.send(wire.Cancel(id=self._id))
             self._counts.num_gone += 1
             return None
-        return (yield from self._send(link, stream))
+        return (yield from self._send(link.channel, stream))
 
-    def _stream(self, wanted: wire.Wanted, lease: Lease, e_layers: tuple[int, ...]) -> Stream:
-        """Raises StaleEntry."""
-        steps = wire.steps_of_store(self._tree.family.num_layers, e_layers)
-        load = Load(lease, steps, Span(wanted.skipped, lease.num_pages))
-        return Stream(wanted.id, load, _FRAME_BYTES, self._deadline)
-
-    def _send(self, link: Connection, stream: Stream) -> Work:
-        channel = link.channel
-        assert channel is not None
+    def _send(self, channel: Channel, stream: Stream) -> Work:
         try:
             while True:
                 for _ in range(_BURST):
-                    self._can_send = channel.has_room and not stream.is_over
+                    self._can_send = stream.can_send
                     if not self._can_send:
                         break
-                    self._counts.num_pushed_bytes += stream.put(channel)
+                    self._counts.num_pushed_bytes += stream.put()
                 if not self._answers:
                     yield from self._pause()
                     continue
                 match self._answers.popleft():
-                    case wire.Stored(id=stream.id):
+                    case wire.Stored():
                         self._counts.num_stored += 1
                         self._error = ""
                         return None
-                    case wire.StoreRefused(id=stream.id) as refusal:
+                    case wire.StoreRefused() as refusal:
                         stream.end()
                         return self._note_refusal(refusal)
         except BaseException:
             channel.close()  # Before the lease ends, which what waits there still needs.
             raise
 
-    def _answer(self, id: int) -> Generator[None, None, wire.StoreAnswer]:
-        """What the worker says next about this store."""
-        while True:
-            while self._answers:
-                answer = self._answers.popleft()
-                if answer.id == id:
-                    return answer
+    def _answer(self) -> Generator[None, None, wire.StoreAnswer]:
+        """What the worker says next."""
+        while not self._answers:
             yield from self._pause()
+        return self._answers.popleft()
 
     def _pause(self) -> Generator[None, None, None]:
         """Until the worker or the data connection may have gone on."""

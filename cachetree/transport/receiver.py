@@ -126,6 +126,9 @@ class FetchReceiver:
 
 _MAX_OF_ONE_PEER: Final = 4
 
+_Refusal = tuple[Refused, str]
+"""Why a store is not taken."""
+
 
 @dataclass(eq=False)
 class StoreReceiver:
@@ -146,11 +149,11 @@ class StoreReceiver:
     def begin(self, store: wire.Store) -> None:
         """Reserve room for a store, or say why not."""
         try:
-            self._begin(store)
-        except _Refusal as exc:
-            self._refuse(store.id, exc.why, str(exc))
+            refusal = self._begin(store)
         except ProtocolError as exc:
-            self._refuse(store.id, Refused.PROTOCOL, wire.reason(exc))
+            refusal = Refused.PROTOCOL, wire.reason(exc)
+        if refusal is not None:
+            self._refuse(store.id, *refusal)
 
     def buffer_for(self, frame: Frame) -> memoryview | None:
         """Where its bytes go; None where its store has ended, or ends with it."""
@@ -158,7 +161,7 @@ class StoreReceiver:
         try:
             return None if receiver is None else receiver.buffer_for(frame)
         except FetchError as exc:
-            self._break(frame.id, exc)
+            self._refuse(frame.id, Refused.PROTOCOL, wire.reason(exc))
             return None
 
     def is_pending(self, frame: Frame) -> bool:
@@ -174,7 +177,7 @@ class StoreReceiver:
         try:
             receiver.mark_received(arrival.frame, is_sound=arrival.is_sound)
         except FetchError as exc:
-            self._break(id, exc)
+            self._refuse(id, Refused.PROTOCOL, wire.reason(exc))
             return
         self._counts.num_received_bytes += arrival.frame.size
         if receiver.is_complete:
@@ -192,7 +195,6 @@ class StoreReceiver:
         """End what is late."""
         for id, (receiver, _) in tuple(self._open.items()):
             if receiver.staging.deadline.has_passed:
-                self.cancel(id)
                 self._refuse(id, Refused.DEADLINE, "the store's time is over")
 
     def close(self) -> None:
@@ -207,15 +209,14 @@ class StoreReceiver:
         self._counts.num_open_stores -= 1
         return self._open.pop(id)[1]
 
-    def _begin(self, store: wire.Store) -> None:
+    def _begin(self, store: wire.Store) -> _Refusal | None:
         family = self._tree.family
         if not self._config.accepts:
-            raise _Refusal(
-                Refused.CLOSED, "this worker accepts no stores; set worker.accepts to true there"
-            )
+            why = "this worker accepts no stores; set worker.accepts to true there"
+            return Refused.CLOSED, why
         num_open = self._counts.num_open_stores
         if num_open >= self._config.max_stores or len(self._open) >= _MAX_OF_ONE_PEER:
-            raise _Refusal(Refused.BUSY, f"{num_open} stores are open")
+            return Refused.BUSY, f"{num_open} stores are open"
         if store.id in self._open:
             raise ProtocolError(f"store {store.id} is open already")
         pages, parents = wire.pages_of(store.pages), wire.pages_of(store.parent)
@@ -225,7 +226,9 @@ class StoreReceiver:
         model, parent = ModelId(store.model), parents[0] if parents else None
         reservation = self._tree.reserve(model, parent, pages, store.e_layers)
         if reservation is None:
-            raise self._why_not(model, parent, len(pages))
+            if parent is not None and not self._tree.has(model, parent):
+                return Refused.UNKNOWN_PARENT, f"model {model} has no page before these"
+            return Refused.NO_ROOM, f"there is no room for {len(pages)} pages"
         if not reservation.pages:
             self._counts.stores_by_outcome["known"] += 1
         else:
@@ -237,25 +240,10 @@ class StoreReceiver:
             self._open[store.id] = (receiver, reservation)
             self._counts.num_open_stores += 1
         self._reply(wire.Wanted(id=store.id, skipped=reservation.skipped))
-
-    def _break(self, id: int, error: FetchError) -> None:
-        self.cancel(id)
-        self._refuse(id, Refused.PROTOCOL, wire.reason(error))
-
-    def _why_not(self, model: ModelId, parent: PageHash | None, num_pages: int) -> _Refusal:
-        if parent is not None and not self._tree.has(model, parent):
-            return _Refusal(Refused.UNKNOWN_PARENT, f"model {model} has no page before these")
-        return _Refusal(Refused.NO_ROOM, f"there is no room for {num_pages} pages")
+        return None
 
     def _refuse(self, id: int, why: Refused, reason: str) -> None:
+        self.cancel(id)
         self._counts.stores_by_outcome[why.value] += 1
         self._counts.num_protocol_errors += why is Refused.PROTOCOL
         self._reply(wire.StoreRefused(id=id, error=why, reason=reason))
-
-
-class _Refusal(Exception):
-    """A store that is allowed, but cannot be taken now."""
-
-    def __init__(self, why: Refused, reason: str) -> None:
-        super().__init__(reason)
-        self.why = why

@@ -18,7 +18,6 @@ from cachetree.transport import verbs, wire
 from cachetree.transport.channel import Channel
 from cachetree.transport.frames import MAX_FRAME_BYTES, Frame
 from cachetree.transport.pace import Cap
-from cachetree.transport.send_queue import SendQueue
 from cachetree.transport.wire import MAX_PLACES
 from cachetree.tree import Lease
 
@@ -33,11 +32,13 @@ _LEAST_REMEMBERED: Final = 256
 
 
 class Load(NamedTuple):
-    """What a stream sends: some steps of a lease, of these of its pages, or of all."""
+    """What a stream sends: some steps of a lease, of these of its pages, or of all; it begins with
+    step and offset `first`."""
 
     lease: Lease
     steps: Sequence[Step]
     pages: Span | None = None
+    first: tuple[int, int] = (0, 0)
 
 
 class Stream:
@@ -52,19 +53,18 @@ class Stream:
         self,
         id: int,
         load: Load,
+        channel: Channel,
         frame_bytes: int,
         deadline: Deadline,
-        *,
-        first: tuple[int, int] = (0, 0),
         arena: Pool | None = None,
     ) -> None:
-        """It begins with step and offset `first`."""
-        lease, steps, pages = load
+        """Its frames have payloads of at most `frame_bytes`. Raises ProtocolError, StaleEntry."""
+        lease, steps, pages, first = load
         self.id: Final = id
         self.lease: Final = lease
         self.deadline: Final = deadline
-        self.frame_bytes: Final = frame_bytes
-        """Largest payload."""
+        self._channel = channel
+        self._frame_bytes = frame_bytes
         self.served_bytes = 0
         """Sent, on top of what its neighbours had been sent when it came."""
         self.is_over = False
@@ -85,19 +85,23 @@ class Stream:
         if not 0 <= self._offset < sum(view.nbytes for _, view in self._rest[0]):
             raise ProtocolError(f"a fetch begins at {self._offset} of step {self._step}")
         self._advance(self._offset)
-        self._send_queue: SendQueue | None = None
-        """What carries the payloads, if any went that way."""
         self._queued_bytes = 0
+        """What the channel's queue had with its last payload; 0 where none went that way."""
 
-    def put(self, channel: Channel, limit: int = MAX_FRAME_BYTES) -> int:
+    @property
+    def can_send(self) -> bool:
+        """Whether `put` may be called now."""
+        return not self.is_over and self._channel.has_room
+
+    def put(self, limit: int = MAX_FRAME_BYTES) -> int:
         """Send the next bytes, or where the receiver can read them; how many those were, at most
         `limit`."""
-        most_bytes = self.frame_bytes if self._arena is None else LOCATED_BYTES
+        most_bytes = self._frame_bytes if self._arena is None else LOCATED_BYTES
         views = self._next_views(min(limit, most_bytes))
         places = self._places(views)
         if self._arena is not None and len(places) < len(views):  # Some of it is not in there.
             self._arena = None
-            return self.put(channel, limit)
+            return self.put(limit)
         frame = Frame(
             id=self.id,
             step=self._step,
@@ -106,11 +110,10 @@ class Stream:
             checksum=self._checksum(views),
         )
         if places:
-            channel.put_message(wire.encode(wire.Located(frame=frame, places=places)))
+            self._channel.put_message(wire.encode(wire.Located(frame=frame, places=places)))
         else:
-            channel.put(frame, views)
-            self._send_queue = channel.send_queue
-            self._queued_bytes = channel.send_queue.queued_bytes
+            self._channel.put(frame, views)
+            self._queued_bytes = self._channel.send_queue.queued_bytes
         self.sent_bytes += frame.size
         self.served_bytes += frame.size
         self._offset += frame.size
@@ -126,8 +129,8 @@ class Stream:
         """Send no more, of what waits for the kernel neither."""
         self.is_over = True
         self.is_cut |= bool(self._rest)
-        if self._send_queue is not None:
-            self._send_queue.drop(self.id)
+        if self._queued_bytes:
+            self._channel.send_queue.drop(self.id)
         self._rest.clear()
         self._arena = None
 
@@ -135,8 +138,7 @@ class Stream:
     def is_drained(self) -> bool:
         """Whether nobody reads the pages any more."""
         is_read = self._arena is None or self.deadline.has_passed
-        is_sent = self._send_queue is None or self._send_queue.has_written(self._queued_bytes)
-        return is_read and is_sent
+        return is_read and self._channel.send_queue.has_written(self._queued_bytes)
 
     def _places(self, views: Sequence[memoryview]) -> tuple[tuple[int, int], ...]:
         """Of those that lie in the arena, from where to where."""
@@ -195,10 +197,7 @@ BURST: Final = 16
 """Frames sent before incoming messages are looked at again."""
 
 
-class _Turn(NamedTuple):
-    channel: Channel
-    stream: Stream
-    on_drained: Callable[[], object]
+OnDrained = Callable[[Stream], object]
 
 
 class SendScheduler:
@@ -210,62 +209,53 @@ class SendScheduler:
     def __init__(self, counts: verbs.Counts, max_bytes_per_s: float | None, clock: Clock) -> None:
         self._counts = counts
         self._cap = Cap(max_bytes_per_s or math.inf, clock)
-        self._turns: deque[_Turn] = deque()
-        self._draining: list[_Turn] = []
+        self._sending: dict[Stream, OnDrained] = {}
+        self._draining: dict[Stream, OnDrained] = {}
 
     def __len__(self) -> int:
-        return len(self._turns)
+        return len(self._sending)
 
     def timeout_s(self) -> float:
         """How long nobody has to look."""
-        remaining_s = (turn.stream.deadline.remaining_s() for turn in self._turns)
+        remaining_s = (stream.deadline.remaining_s() for stream in self._sending)
         timeout_s = min(remaining_s, default=math.inf)
-        if any(map(self._can_send, self._turns)):
+        if any(stream.can_send for stream in self._sending):
             timeout_s = min(timeout_s, self._cap.delay_s())
         return timeout_s
 
-    def add(self, channel: Channel, stream: Stream, on_drained: Callable[[], object]) -> None:
-        """Send it there; call `on_drained` once its pages are given back."""
-        if not self._turns:
+    def add(self, stream: Stream, on_drained: OnDrained) -> None:
+        """Send it; call `on_drained` once its pages are given back."""
+        if not self._sending:
             self._cap.idle()
-        stream.served_bytes = min((other.stream.served_bytes for other in self._turns), default=0)
-        self._turns.append(_Turn(channel, stream, on_drained))
+        stream.served_bytes = min((other.served_bytes for other in self._sending), default=0)
+        self._sending[stream] = on_drained
 
     def send(self) -> None:
         """Up to `BURST` frames, each of the ready stream that got the fewest bytes."""
-        ready = [turn for turn in self._turns if self._can_send(turn)]
+        ready = [stream for stream in self._sending if stream.can_send]
         for _ in range(BURST):
             if not ready or self._cap.delay_s():
                 break
-            turn = min(ready, key=lambda turn: turn.stream.served_bytes)
-            self._send(turn)
-            if not self._can_send(turn):
-                ready.remove(turn)
+            stream = min(ready, key=lambda it: it.served_bytes)
+            size = stream.put(self._cap.limit(MAX_FRAME_BYTES))
+            self._cap.spend(size)
+            self._counts.num_sent_bytes += size
+            if stream.is_over:
+                self._counts.fetches_by_outcome["ok"] += 1
+            if not stream.can_send:
+                ready.remove(stream)
 
     def retire(self) -> None:
         """Give back the pages of streams that are over, once nobody reads them any more."""
-        for turn in [turn for turn in self._turns if turn.stream.is_over]:
-            self._turns.remove(turn)
-            self._draining.append(turn)
-        for turn in tuple(self._draining):
-            if turn.stream.is_drained:
-                self._draining.remove(turn)
-                turn.on_drained()
-                turn.stream.lease.release()
+        for stream in [it for it in self._sending if it.is_over]:
+            self._draining[stream] = self._sending.pop(stream)
+        for stream in [it for it in self._draining if it.is_drained]:
+            self._draining.pop(stream)(stream)
+            stream.lease.release()
 
     def close(self) -> None:
         """Nobody is served any more."""
         self.retire()
-        for turn in self._draining:
-            turn.stream.lease.release()
+        for stream in self._draining:
+            stream.lease.release()
         self._draining.clear()
-
-    def _can_send(self, turn: _Turn) -> bool:
-        return not turn.stream.is_over and turn.channel.has_room
-
-    def _send(self, turn: _Turn) -> None:
-        size = turn.stream.put(turn.channel, self._cap.limit(MAX_FRAME_BYTES))
-        self._cap.spend(size)
-        self._counts.num_sent_bytes += size
-        if turn.stream.is_over:
-            self._counts.fetches_by_outcome["ok"] += 1

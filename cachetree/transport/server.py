@@ -184,17 +184,18 @@ class Router:
     Used by one thread after construction; never blocks but in `wait`.
     """
 
-    def __init__(
-        self, listen: Address, wakeup: Wakeup, gate: Gate, config: WorkerConfig, clock: Clock
-    ) -> None:
+    def __init__(self, listen: Address, gate: Gate, config: WorkerConfig, clock: Clock) -> None:
         """The connection of a peer that vanishes from the network ends after `silence_s`.
 
         Raises ConfigError where an address cannot be bound.
         """
         self._context = zmq.Context()
         self._gate = gate
+        self._wakeup = Wakeup()
+        self.wake: Final = self._wakeup.wake
+        """Ends a `wait`; from any thread."""
         self._poller = zmq.Poller()
-        self._poller.register(wakeup.fileno(), zmq.POLLIN)
+        self._poller.register(self._wakeup.fileno(), zmq.POLLIN)
         self._socket = self._new_socket(listen, config.silence_s)
         gate.guard(self._context, self._socket, MAX_MESSAGE_BYTES)
         try:
@@ -203,32 +204,38 @@ class Router:
                 Address(listen.host, config.bulk_port),
                 gate.seals,
                 self._poller,
-                wakeup.wake,
+                self.wake,
                 config,
                 clock,
             )
         except ConfigError:
             self._context.destroy(linger=0)
+            self._wakeup.close()
             raise
         gate.register(self._poller)
         self._ready: set[object] = set()
         """Sockets and descriptors that the last `wait` found ready."""
-        self.refusals: list[Refusal] = []
-        """Handshakes that the last `wait` saw fail, and connections that `arrivals` closed."""
 
     def wait(self, timeout_ms: int) -> None:
-        """Until something arrives, the wakeup is woken, or the time is over.
-
-        Handshakes that wait are decided on the way.
-        """
+        """Until something arrives, `wake` is called, or the time is over."""
         self._ready = {source for source, _ in self._poller.poll(timeout_ms)}
-        self.refusals = list(self._gate.answer())
+        self._wakeup.drain()
+
+    def arrivals(self) -> Iterator[tuple[str, Channel] | Refusal]:
+        """The channels that were opened since, and by whom; they are `drop`ped in the end. And who
+        was not let in: handshakes that wait are decided on the way."""
+        yield from self._gate.answer()
         for _ in range(_MAX_RECEIVED if self._monitor in self._ready else 0):
             if not self._monitor.poll(0):
                 break
             event = recv_monitor_message(self._monitor)
             if refusal := refusal_at_worker(event["event"], event["value"]):
-                self.refusals.append(refusal)
+                yield refusal
+        for arrival in self._data_port.arrivals(self._ready):
+            if isinstance(arrival, tuple):
+                self._poller.register(arrival[1].fileno(), zmq.POLLIN)
+                self._ready.add(arrival[1].fileno())
+            yield arrival
 
     def receive(self) -> Iterator[Received]:
         """What has arrived over ZMQ."""
@@ -236,35 +243,21 @@ class Router:
             return
         for _ in range(_MAX_RECEIVED):
             try:
-                identity = self._socket.recv(zmq.NOBLOCK)
+                identity, header, *more = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            header = self._socket.recv(copy=False)
-            is_whole, more = not header.more, header.more
-            while more:
-                more = self._socket.recv(copy=False).more
             message: wire.ToWorker | ProtocolError
             try:
-                if not is_whole:
+                if more:
                     raise ProtocolError("a message has more than one frame")
                 message = wire.decode_to_worker(header.buffer)
             except ProtocolError as exc:
                 message = exc
             is_admin = isinstance(message, verbs.Order) and self._gate.is_admin(header)
-            yield Received(identity, message, is_admin, str(header.get("Peer-Address")))
+            yield Received(identity.bytes, message, is_admin, str(header.get("Peer-Address")))
 
     def issue_ticket(self, who: str) -> Ticket:
         return self._data_port.issue_ticket(who)
-
-    def arrivals(self) -> Iterator[tuple[str, Channel]]:
-        """The channels that were opened since, and by whom; they are `drop`ped in the end."""
-        for arrival in self._data_port.arrivals(self._ready):
-            if isinstance(arrival, Refusal):
-                self.refusals.append(arrival)
-                continue
-            self._poller.register(arrival[1].fileno(), zmq.POLLIN)
-            self._ready.add(arrival[1].fileno())
-            yield arrival
 
     def is_readable(self, channel: Channel) -> bool:
         return channel.fileno() in self._ready
@@ -282,6 +275,7 @@ class Router:
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._context.destroy(linger=0)
+        self._wakeup.close()
 
     def _new_socket(self, listen: Address, silence_s: float) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.ROUTER)

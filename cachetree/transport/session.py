@@ -1,4 +1,4 @@
-"""What a worker knows about one peer that has greeted it, and what its requests wait for."""
+"""What a worker does for one peer that has greeted it: its fetches, its stores, what it is told."""
 
 from __future__ import annotations
 
@@ -8,161 +8,234 @@ from typing import Final
 
 from cachetree.clock import Clock, Deadline
 from cachetree.disk import DiskTier
-from cachetree.errors import FetchError, ProtocolError, StaleEntry
+from cachetree.errors import DeadlineExceeded, FetchError, ProtocolError, StaleEntry
 from cachetree.ids import PAGE_HASH_BYTES, ModelId, PageHash
+from cachetree.transport import frames, verbs, wire
 from cachetree.transport.advertise import Advertiser
 from cachetree.transport.channel import Channel
 from cachetree.transport.config import WorkerConfig
 from cachetree.transport.frames import MAX_FRAME_BYTES, MIN_FRAME_BYTES
 from cachetree.transport.receiver import StoreReceiver
-from cachetree.transport.sender import Load, Stream
-from cachetree.transport.verbs import Counts
-from cachetree.transport.wire import Fetch, Store, ToPeer, encode, pages_of, steps_of
-from cachetree.tree import CacheTree, Lease
+from cachetree.transport.sender import BURST, Load, SendScheduler, Stream
+from cachetree.transport.tracing import NoteServed, Served
+from cachetree.transport.wire import Fetch, Store
+from cachetree.tree import CacheTree
 
-DRAIN_S: Final = 5.0
+_DRAIN_S: Final = 5.0
 """A lease outlives its stream's deadline by this, for frames that the kernel does not take yet.
 Later the tree may count the bytes as free; the memory itself stays until they are gone."""
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Service:
+    """What all sessions of one worker serve from, and count in."""
+
+    tree: CacheTree
+    disk: DiskTier | None
+    config: WorkerConfig
+    counts: verbs.Counts
+    scheduler: SendScheduler
+    call_soon_threadsafe: Callable[[Callable[[], object]], None]
+    """Has something done in the worker's thread; called from any."""
+    note_served: NoteServed
+    clock: Clock
+
+
 class Session:
-    """One peer's streams and its subscription. Used by the worker's thread only."""
+    """One peer's streams, stores and subscription. Used by the worker's thread only."""
 
     def __init__(
-        self,
-        name: str,
-        channel: Channel,
-        tree: CacheTree,
-        advertiser: Advertiser,
-        stores: StoreReceiver,
-        clock: Clock,
+        self, name: str, channel: Channel, service: Service, wake: Callable[[], None]
     ) -> None:
         self.name: Final = name
         self.channel: Final = channel
-        self.heard_at_s = clock()
-        self.streams: dict[int, Stream] = {}
-        self.advertiser: Final = advertiser
-        self.stores: Final = stores
-        self._tree = tree
-        self._clock = clock
-        self.promotions: set[Fetch | Store] = set()
+        self._service = service
+        self._clock = service.clock
+        self._heard_at_s = service.clock()
+        self._has_left = False
+        self._streams: dict[int, Stream] = {}
+        max_changes = service.config.max_pending_changes
+        self.advertiser: Final = Advertiser(service.tree, max_changes, wake)
+        self._stores = StoreReceiver(
+            service.tree, service.config, service.counts, channel, service.clock
+        )
+        self._waiting: set[Fetch | Store] = set()
         """Those that wait for pages to be read from disk."""
         self._last_id = 0
 
-    def tell(self, message: ToPeer) -> None:
-        """Dropped where the channel is over."""
-        self.channel.put_message(encode(message))
+    def take(self) -> None:
+        """Do what the peer has said; raises ProtocolError where that ends the session."""
+        self._heard_at_s = self._clock()
+        for arrival in self.channel.receive(self._stores):
+            if arrival.frame.id == frames.MESSAGE:
+                self._handle(wire.decode_to_worker(arrival.message))
+            else:
+                self._stores.mark_received(arrival)
 
-    def advertise(self, most: int) -> None:
-        """Tell the peer what is new in the tree, in at most so many messages."""
-        for _ in range(most):
+    def tell(self, message: wire.ToPeer) -> None:
+        """Dropped where the channel is over."""
+        self.channel.put_message(wire.encode(message))
+
+    def advertise(self) -> None:
+        """Tell the peer what is new in the tree, in at most `BURST` messages."""
+        for _ in range(BURST):
             if not self.channel.has_room or (advert := self.advertiser.next()) is None:
                 return
             self.tell(advert)
 
-    def admit(self, fetch: Fetch) -> None:
-        """Raise ProtocolError for one that is not the newest."""
-        if fetch.id <= self._last_id:
-            raise ProtocolError(f"fetch {fetch.id} comes after fetch {self._last_id}")
-        self._last_id = fetch.id
+    def expire(self) -> str:
+        """End what is late; why the session has to end, empty where it goes on."""
+        for id, stream in tuple(self._streams.items()):
+            if stream.deadline.has_passed and not stream.is_over:
+                self._fail(id, DeadlineExceeded("the worker stopped at the deadline"))
+        self._stores.expire()
+        silence_s = self._service.config.silence_s
+        if self._has_left:
+            return "goodbye"
+        if self.channel.error is not None:
+            return str(self.channel.error)
+        is_silent = self._clock() - self._heard_at_s > silence_s
+        return f"silent for {silence_s} s" if is_silent else ""
 
-    def open(self, fetch: Fetch, config: WorkerConfig, deadline: Deadline) -> Stream:
-        """Lease what a fetch names; raises StaleEntry or ProtocolError."""
-        family = self._tree.family
-        pages = pages_of(fetch.pages)
-        steps = steps_of(fetch, family.num_layers)
+    def close(self, reason: str) -> None:
+        """End everything; the streams still have to drain."""
+        self._stores.close()
+        self._waiting.clear()
+        for stream in self._streams.values():
+            self._service.counts.fetches_by_outcome["lost"] += not stream.is_over
+            stream.end()
+        self.advertiser.close()
+        self.tell(wire.Bye(reason=reason))
+
+    def _handle(self, message: wire.ToWorker) -> None:
+        match message:
+            case wire.Learned():
+                self.advertiser.learned()
+            case wire.Fetch():
+                self._fetch(message)
+            case wire.Copied():
+                if (stream := self._streams.get(message.id)) is not None:
+                    stream.copied()
+            case wire.Store():
+                self._store(message)
+            case wire.Cancel():
+                self._cancel(message.id)
+            case wire.Ping():
+                self.tell(wire.Pong())
+            case wire.Bye():
+                self._has_left = True
+            case _:
+                raise ProtocolError(f"a {type(message).__name__} has no place in a session")
+
+    def _fetch(self, fetch: Fetch) -> None:
+        """Open a fetch, after its pages have been read from disk where that is needed."""
+        if fetch.id <= self._last_id:
+            why = f"fetch {fetch.id} comes after fetch {self._last_id}"
+            self._fail(fetch.id, ProtocolError(why))
+            return
+        self._last_id = fetch.id
+        deadline = wire.deadline_of(fetch, self._clock)
+        begun_s = self._clock()
+
+        def note(num_bytes: int, error: str) -> None:
+            self._service.note_served(Served(fetch, self._clock() - begun_s, num_bytes, error))
+
+        def drained(stream: Stream) -> None:
+            self._streams.pop(stream.id, None)
+            note(stream.sent_bytes, "it ended before all was sent" if stream.is_cut else "")
+
+        def go_on() -> None:
+            try:
+                stream = self._streams[fetch.id] = self._stream(fetch, deadline)
+            except FetchError as exc:
+                self._fail(fetch.id, exc)
+                note(0, wire.reason(exc))
+            else:
+                self._service.scheduler.add(stream, drained)
+
+        self._with_page(fetch, fetch.pages[-PAGE_HASH_BYTES:], deadline, go_on)
+
+    def _stream(self, fetch: Fetch, deadline: Deadline) -> Stream:
+        """Lease what a fetch names; raises FetchError where it cannot be served."""
+        service = self._service
+        if len(service.scheduler) >= service.config.max_streams:
+            raise FetchError(f"the worker already serves {len(service.scheduler)} fetches")
+        pages = wire.pages_of(fetch.pages)
+        steps = wire.steps_of(fetch, service.tree.family.num_layers)
         if not pages or not steps:
             raise ProtocolError("a fetch names no pages or no steps")
         if not MIN_FRAME_BYTES <= fetch.frame_bytes <= MAX_FRAME_BYTES:
             raise ProtocolError(f"a fetch asks for frames of {fetch.frame_bytes} bytes")
-        lease = self._lease(fetch, pages, deadline)
+        until = Deadline(deadline.at_s + _DRAIN_S, self._clock)
+        lease = service.tree.lease(ModelId(fetch.model), pages, self.name, until)
+        if lease is None:
+            raise StaleEntry(f"{len(pages)} pages of model {fetch.model} are no longer here")
+        reads_arena = fetch.reads_arena and service.config.shared_memory
         try:
-            stream = Stream(
+            return Stream(
                 fetch.id,
-                Load(lease, steps),
+                Load(lease, steps, first=(fetch.first_step, fetch.first_offset)),
+                self.channel,
                 fetch.frame_bytes,
                 deadline,
-                first=(fetch.first_step, fetch.first_offset),
-                arena=self._tree.memory if fetch.reads_arena and config.shared_memory else None,
+                service.tree.memory if reads_arena else None,
             )
         except FetchError:
             lease.release()
             raise
-        self.streams[fetch.id] = stream
-        return stream
 
-    def cancel(self, id: int) -> bool:
-        """The peer gives up what has that id; whether a stream of it ends."""
-        self.stores.cancel(id)
-        self.promotions = {it for it in self.promotions if it.id != id}
-        stream = self.streams.get(id)
-        if stream is not None:
-            stream.end()
-        return stream is not None
+    def _store(self, store: Store) -> None:
+        """Begin a store, after the page before it has been read from disk likewise."""
+        if self._service.config.accepts:
+            deadline = wire.deadline_of(store, self._clock)
+            self._with_page(store, store.parent, deadline, lambda: self._stores.begin(store))
+        else:
+            self._stores.begin(store)
 
-    def late(self) -> list[int]:
-        """The streams whose deadline has passed."""
-        return [id for id, it in self.streams.items() if it.deadline.has_passed and not it.is_over]
-
-    def close(self) -> None:
-        """End everything; the streams still have to drain."""
-        self.stores.close()
-        self.promotions.clear()
-        for stream in self.streams.values():
-            stream.end()
-        self.advertiser.close()
-
-    def _lease(self, fetch: Fetch, pages: tuple[PageHash, ...], deadline: Deadline) -> Lease:
-        until = Deadline(deadline.at_s + DRAIN_S, self._clock)
-        lease = self._tree.lease(ModelId(fetch.model), pages, self.name, until)
-        if lease is None:
-            raise StaleEntry(f"{len(pages)} pages of model {fetch.model} are no longer here")
-        return lease
-
-
-CallSoon = Callable[[Callable[[], None]], None]
-"""Has something done in the worker's thread; called from any."""
-
-
-@dataclass(eq=False)
-class DiskPromotion:
-    """Looks where a fetch's pages are. Used by the worker's thread only; never blocks."""
-
-    _tree: CacheTree
-    _disk: DiskTier | None
-    _counts: Counts
-    _call_soon_threadsafe: CallSoon
-
-    def promote(
-        self,
-        session: Session,
-        request: Fetch | Store,
-        page: bytes,
-        deadline: Deadline,
-        go_on: Callable[[], None],
+    def _with_page(
+        self, request: Fetch | Store, page: bytes, deadline: Deadline, go_on: Callable[[], None]
     ) -> None:
         """Call `go_on` when `page` is in memory, or will not be; never after a cancel.
 
         At once where it is there, or on no disk. Fetches are counted by where their pages were.
         """
+        service, disk = self._service, self._service.disk
         model, last = ModelId(request.model), PageHash(page)
         is_page = len(page) == PAGE_HASH_BYTES
-        is_here = is_page and self._tree.has(model, last)
-        disk = None if is_here or not is_page else self._disk
-        is_on_disk = disk is not None and disk.has(model, last)
+        is_here = is_page and service.tree.has(model, last)
+        is_on_disk = disk is not None and is_page and not is_here and disk.has(model, last)
         if isinstance(request, Fetch):
-            (self._counts.hits if is_here else self._counts.misses)["memory"] += 1
-            if self._disk is not None and not is_here:
-                (self._counts.hits if is_on_disk else self._counts.misses)["disk"] += 1
-
-        def resume() -> None:
-            if request in session.promotions:
-                session.promotions.discard(request)
-                go_on()
-
+            (service.counts.hits if is_here else service.counts.misses)["memory"] += 1
+            if disk is not None and not is_here:
+                (service.counts.hits if is_on_disk else service.counts.misses)["disk"] += 1
         if disk is None or not is_on_disk:
             go_on()
             return
-        session.promotions.add(request)
-        if not disk.promote(model, last, deadline, lambda: self._call_soon_threadsafe(resume)):
+
+        def resume() -> None:
+            if request in self._waiting:
+                self._waiting.discard(request)
+                go_on()
+
+        self._waiting.add(request)
+        if not disk.promote(model, last, deadline, lambda: service.call_soon_threadsafe(resume)):
             resume()
+
+    def _cancel(self, id: int) -> None:
+        """The peer gives up what has that id."""
+        self._stores.cancel(id)
+        self._waiting = {it for it in self._waiting if it.id != id}
+        if (stream := self._streams.get(id)) is not None:
+            stream.end()
+            self._service.counts.fetches_by_outcome["cancelled"] += 1
+        self.tell(wire.Ended(id=id))
+
+    def _fail(self, id: int, error: FetchError) -> None:
+        """Also ends the stream of that id: of one that was asked for twice, neither goes on."""
+        if (stream := self._streams.get(id)) is not None:
+            stream.end()
+        counts = self._service.counts
+        counts.num_protocol_errors += isinstance(error, ProtocolError)
+        message = wire.fetch_failed(id, error)
+        counts.fetches_by_outcome[message.error] += 1
+        self.tell(message)

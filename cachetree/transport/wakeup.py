@@ -30,9 +30,11 @@ class Wakeup:
                 os.eventfd_write(self._counter, 1)
 
     def wait(self, timeout_s: float) -> None:
+        """Until it is woken, which is over with that, or the time is over."""
         poller = select.poll()
         poller.register(self._counter, select.POLLIN)
         poller.poll(timeout_s * 1000)
+        self.drain()
 
     def drain(self) -> None:
         """Call before looking at what was queued, so that no later wake is lost."""

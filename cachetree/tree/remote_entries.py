@@ -67,7 +67,9 @@ class RemoteEntries:
                 first = self._trie.split(place.node, place.start).remote[key]
                 gone = [first, *below(first)][::-1]
                 self._listeners.noted(gone, added=False)
-                self._take_out(gone)
+                for entry in gone:
+                    self._remove(entry)
+                self._trie.prune([entry.node for entry in gone])
                 return
 
     def give_way(self, pages: Sequence[PageHash]) -> bool:
@@ -121,12 +123,6 @@ class RemoteEntries:
         else:
             entry.set_e(e_layers)
         entry.use()
-
-    def _take_out(self, entries: Sequence[RemoteEntry]) -> None:
-        """Children first."""
-        for entry in entries:
-            self._remove(entry)
-        self._trie.prune([entry.node for entry in entries])
 
     def _remove(self, entry: RemoteEntry) -> None:
         above = entry.parent
