@@ -38,6 +38,7 @@ _GREETING = (10, 1, 53)
 _MORE = 1
 _LONG = 2
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
+_MAX_FRAME_BYTES = 1 << 30
 _POLL_S = 0.02
 """How soon a thread that reads or writes sees that its connection is over."""
 
@@ -154,6 +155,8 @@ class _Link:
                 case Via.ZMQ:
                     flags = self._read(source, 1)
                     size = self._read(source, 8 if flags[0] & _LONG else 1)
+                    if int.from_bytes(size, "big") > _MAX_FRAME_BYTES:
+                        raise _Over  # A greeting was harmed, and they speak an older ZMTP.
                     body = self._read(source, int.from_bytes(size, "big"))
                     yield _Frame(flags + size, body, bool(flags[0] & _MORE))
                 case Via.DATA:

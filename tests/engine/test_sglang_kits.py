@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import openai
 import pytest
+import torch
 from engine_parts import CPU, ENV
 from forked import ServerSpec
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -25,6 +26,9 @@ pytestmark = [pytest.mark.server, pytest.mark.slow]
 
 VOCAB_SIZE = 32_000
 """The kits of the radix trees draw tokens below it."""
+SEED = 1
+ENDS = '"}'
+"""Made likely where a grammar allows them, so that strings and objects end in time."""
 CHAT = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
 
 
@@ -74,18 +78,17 @@ NEED_ANSWERS = {
     "test_color_completion",
     "test_concurrent_requests",
     "test_ebnf_generate_complex_json",
+    "test_ebnf_generate_custom_log_format",
     "test_finish_stop_eos",
     "test_finish_stop_regex_str",
     "test_finish_stop_str",
     "test_gsm8k",
-    "test_json_generate",
-    "test_json_openai",
     "test_long_prompt",
-    "test_mix_json_and_other",
     "test_regex_generate_complex_json",
+    "test_regex_generate_custom_log_format",
     "test_streaming_response",
 }
-"""Or a string that ends, or a text in fewer tokens than it has bytes."""
+"""Or words that end, or a text in fewer tokens than it has bytes."""
 
 
 @pytest.fixture(scope="module")
@@ -105,8 +108,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         eos_token_id=1,
         pad_token_id=2,
     )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    torch.manual_seed(SEED)
+    random_model = LlamaForCausalLM(config)
     spelled = ["<bos>", "<eos>", "<pad>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    with torch.no_grad():
+        for end in ENDS:
+            random_model.lm_head.weight[spelled.index(end)] *= 8
+    random_model.save_pretrained(folder)
     words = spelled + [f"w{at}" for at in range(len(spelled), VOCAB_SIZE)]
     tokenizer = Tokenizer(models.BPE({word: at for at, word in enumerate(words)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
