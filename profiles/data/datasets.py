@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final
+from typing import Final, Generic
 
 import msgspec
 
@@ -26,9 +25,6 @@ LONGBENCH: Final = "longbench"
 GSM8K: Final = "gsm8k"
 EXAMPLES_PER_CONTEXT: Final = 8
 QUESTIONS_PER_CONTEXT: Final = 8
-
-_LONGBENCH_ADDRESS: Final = "zip://data/{name}.jsonl::hf://datasets/THUDM/LongBench/data.zip"
-_GSM8K_ADDRESS: Final = "hf://datasets/openai/gsm8k/main/test-00000-of-00001.parquet"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +53,33 @@ class MathProblem(msgspec.Struct, frozen=True, kw_only=True):
     answer: str
 
 
+@dataclass(frozen=True, slots=True)
+class _Form(Generic[Line]):
+    """What the lines of a data set are, and where the hub has them."""
+
+    schema: type[Line]
+    what: str
+    file_format: str
+    address: str
+
+    def read(self, path: Path) -> list[tuple[str, Line]]:
+        return read_lines(path, self.schema, self.what)
+
+
+_LONGBENCH: Final = _Form(
+    Record,
+    "LongBench record",
+    "json",
+    "zip://data/{name}.jsonl::hf://datasets/THUDM/LongBench/data.zip",
+)
+_GSM8K: Final = _Form(
+    MathProblem,
+    "GSM8K problem",
+    "parquet",
+    "hf://datasets/openai/gsm8k/main/test-00000-of-00001.parquet",
+)
+
+
 def load_sources(
     specs: Sequence[str], options: TaskOptions, *, data_dir: Path | None = None
 ) -> list[Source]:
@@ -71,7 +94,12 @@ def load_sources(
     repeated = [it for it, count in Counter(key for key, _ in loaded).items() if count > 1]
     if repeated:
         raise ConfigError(f"data {repeated[0]} is given more than once; give it once")
-    return _uniquely_named([source for _, source in loaded])
+    names = Counter(it.name for _, source in loaded for it in source.records)
+
+    def named(it: SourcedRecord) -> SourcedRecord:
+        return it if names[it.name] == 1 else replace(it, name=it.place)
+
+    return [replace(source, records=tuple(map(named, source.records))) for _, source in loaded]
 
 
 def few_shot(problems: Sequence[tuple[str, MathProblem]]) -> list[tuple[str, Record]]:
@@ -80,24 +108,25 @@ def few_shot(problems: Sequence[tuple[str, MathProblem]]) -> list[tuple[str, Rec
     There are as many contexts as leave each of them `QUESTIONS_PER_CONTEXT` of the other problems
     or more, because contexts are what is split and resampled. No question is an example.
     """
-    num_problems = len(problems)
-    num_contexts = max(1, num_problems // (EXAMPLES_PER_CONTEXT + QUESTIONS_PER_CONTEXT))
-    num_examples = num_contexts * EXAMPLES_PER_CONTEXT
-    if num_problems <= num_examples:
+    num_problems, num_examples = len(problems), EXAMPLES_PER_CONTEXT
+    num_contexts = max(1, num_problems // (num_examples + QUESTIONS_PER_CONTEXT))
+    questions = problems[num_contexts * num_examples :]
+    if not questions:
         raise RecordError(
             f"{problems[-1][0]}: {num_problems} problems are too few; the first "
-            f"{EXAMPLES_PER_CONTEXT} are examples, so give more"
+            f"{num_examples} are examples, so give more"
         )
-    contexts = [
-        "".join(f"Question: {it.question}\nAnswer: {it.answer}\n\n" for _, it in problems[i:j])
-        for i, j in _runs(num_examples, num_contexts)
-    ]
-    questions = problems[num_examples:]
-    return [
-        (place, _as_record(problem, context))
-        for context, (i, j) in zip(contexts, _runs(len(questions), num_contexts), strict=True)
-        for place, problem in questions[i:j]
-    ]
+    records = []
+    for index in range(num_contexts):
+        examples = problems[index * num_examples : (index + 1) * num_examples]
+        context = "".join(f"Question: {it.question}\nAnswer: {it.answer}\n\n" for _, it in examples)
+        first, stop = (len(questions) * it // num_contexts for it in (index, index + 1))
+        about = {"context": context, "length": len(context.split()), "dataset": GSM8K}
+        records += [
+            (place, Record(input=it.question, answers=(it.answer,), **about))
+            for place, it in questions[first:stop]
+        ]
+    return records
 
 
 def read_hub(file_format: str, address: str, schema: type[Line], spec: str) -> list[Line]:
@@ -117,37 +146,52 @@ def read_hub(file_format: str, address: str, schema: type[Line], spec: str) -> l
             f"{spec} cannot be had from the hub ({exc}); download the file and give its path, or "
             "put it into a folder and name that by --data-dir"
         ) from exc
-    return [_as_struct(row, schema, f"{spec}:{i}") for i, row in enumerate(rows, start=1)]
+    lines = []
+    for i, row in enumerate(rows, start=1):
+        try:
+            lines.append(msgspec.convert(row, schema))
+        except msgspec.ValidationError as exc:
+            raise RecordError(
+                f"{spec}:{i} does not have the fields of its data set: {exc}"
+            ) from exc
+    return lines
 
 
 def _load(spec: str, options: TaskOptions, data_dir: Path | None) -> list[tuple[str, Source]]:
     """Sources, each with what is the same for two specs of the same data."""
     kind, colon, rest = spec.partition(":")
     if spec == GSM8K:
-        return [(spec, _source(spec, _gsm8k(data_dir), options))]
+        problems = _lines(spec, GSM8K, data_dir, _GSM8K)
+        return [(spec, _source(spec, few_shot(problems), options))]
     if colon and kind == GSM8K:
-        return [_gsm8k_file(Path(rest), options)]
+        return [_file(Path(rest), few_shot(_GSM8K.read(Path(rest))), options)]
     if colon and kind == LONGBENCH:
-        return [(spec, _source(spec, _longbench(rest, options, data_dir), options))]
+        options.task_for(rest)  # Before anything is downloaded.
+        return [(spec, _source(spec, _lines(spec, rest, data_dir, _LONGBENCH), options))]
     path = Path(spec)
-    if path.is_dir():
-        return [_file(it, options) for it in _files_in(path, options)]
-    if path.is_file():
-        return [_file(path, options)]
-    raise ConfigError(
-        f"data {spec!r} is no file and no directory; beside those there are longbench:NAME, gsm8k "
-        "and gsm8k:FILE"
-    )
+    if not path.exists():
+        raise ConfigError(
+            f"data {spec!r} is no file and no directory; beside those there are longbench:NAME, "
+            "gsm8k and gsm8k:FILE"
+        )
+    paths = _files_in(path, options) if path.is_dir() else [path]
+    return [_file(it, _LONGBENCH.read(it), options) for it in paths]
 
 
-def _file(path: Path, options: TaskOptions) -> tuple[str, Source]:
-    records = read_lines(path, Record, "LongBench record")
-    return str(path.resolve()), _source(path.name, records, options)
+def _file(
+    path: Path, lines: Sequence[tuple[str, Record]], options: TaskOptions
+) -> tuple[str, Source]:
+    return str(path.resolve()), _source(path.name, lines, options)
 
 
-def _gsm8k_file(path: Path, options: TaskOptions) -> tuple[str, Source]:
-    problems = few_shot(read_lines(path, MathProblem, "GSM8K problem"))
-    return str(path.resolve()), _source(path.name, problems, options)
+def _lines(
+    spec: str, name: str, data_dir: Path | None, form: _Form[Line]
+) -> list[tuple[str, Line]]:
+    """Of the user's folder, or else of the hub, with their places."""
+    if data_dir is not None and (path := data_dir / f"{name}.jsonl").is_file():
+        return form.read(path)
+    rows = read_hub(form.file_format, form.address.format(name=name), form.schema, spec)
+    return [(f"{spec}:{i}", row) for i, row in enumerate(rows, start=1)]
 
 
 def _files_in(folder: Path, options: TaskOptions) -> list[Path]:
@@ -162,32 +206,6 @@ def _files_in(folder: Path, options: TaskOptions) -> list[Path]:
     if not paths:
         raise ConfigError(f"data directory {folder} has no {expected}")
     return paths
-
-
-def _longbench(name: str, options: TaskOptions, data_dir: Path | None) -> list[tuple[str, Record]]:
-    options.task_for(name)  # Before anything is downloaded.
-    path = _local(f"{name}.jsonl", data_dir)
-    if path is not None:
-        return read_lines(path, Record, "LongBench record")
-    spec = f"{LONGBENCH}:{name}"
-    rows = read_hub("json", _LONGBENCH_ADDRESS.format(name=name), Record, spec)
-    return _placed(rows, spec)
-
-
-def _gsm8k(data_dir: Path | None) -> list[tuple[str, Record]]:
-    path = _local(f"{GSM8K}.jsonl", data_dir)
-    if path is not None:
-        return few_shot(read_lines(path, MathProblem, "GSM8K problem"))
-    return few_shot(_placed(read_hub("parquet", _GSM8K_ADDRESS, MathProblem, GSM8K), GSM8K))
-
-
-def _local(name: str, data_dir: Path | None) -> Path | None:
-    path = None if data_dir is None else data_dir / name
-    return path if path is not None and path.is_file() else None
-
-
-def _placed(rows: Sequence[Line], spec: str) -> list[tuple[str, Line]]:
-    return [(f"{spec}:{i}", row) for i, row in enumerate(rows, start=1)]
 
 
 def _source(name: str, lines: Sequence[tuple[str, Record]], options: TaskOptions) -> Source:
@@ -205,39 +223,3 @@ def _sourced(place: str, record: Record, options: TaskOptions) -> SourcedRecord:
         if problem := problem_with(task.metric, answer, record.all_classes or ()):
             raise RecordError(f"{place} has {problem}")
     return SourcedRecord(record=record, task=task, place=place, name=record.id or place)
-
-
-def _uniquely_named(sources: Sequence[Source]) -> list[Source]:
-    counts = Counter(it.name for source in sources for it in source.records)
-    return [
-        replace(
-            source,
-            records=tuple(
-                it if counts[it.name] == 1 else replace(it, name=it.place) for it in source.records
-            ),
-        )
-        for source in sources
-    ]
-
-
-def _as_record(problem: MathProblem, context: str) -> Record:
-    return Record(
-        input=problem.question,
-        context=context,
-        answers=(problem.answer,),
-        length=len(context.split()),
-        dataset=GSM8K,
-    )
-
-
-def _as_struct(row: dict[str, Any], schema: type[Line], place: str) -> Line:
-    try:
-        return msgspec.convert(row, schema)
-    except msgspec.ValidationError as exc:
-        raise RecordError(f"{place} does not have the fields of its data set: {exc}") from exc
-
-
-def _runs(length: int, num_runs: int) -> list[tuple[int, int]]:
-    """`range(length)` as half-open runs of nearly equal length."""
-    ends = [length * i // num_runs for i in range(num_runs + 1)]
-    return list(pairwise(ends))

@@ -81,12 +81,11 @@ def make_documents(
     for source in sources:
         for it in source.records:
             groups.setdefault((it.task, it.record.context), []).append(it)
-    documents = []
-    bar = tqdm(groups.values(), desc="tokenizing", unit="context", delay=_BAR_DELAY_S, leave=False)
-    for records in bar:
-        encode = _Encoder(tokenizer, records[0].task.chat)
-        documents.append(_document(records, encode, page_size, max_prompt_tokens))
-    return documents
+    bar = tqdm(groups.items(), desc="tokenizing", unit="context", delay=_BAR_DELAY_S, leave=False)
+    return [
+        _document(records, _Encoder(tokenizer, task.chat), page_size, max_prompt_tokens)
+        for (task, _), records in bar
+    ]
 
 
 def split_documents(
@@ -131,15 +130,12 @@ def first_of_each_task(documents: Sequence[Document], most: int) -> list[int]:
 def data_files(sources: Iterable[Source], documents: Iterable[Document]) -> tuple[DataFile, ...]:
     """What a profile says about the data of these documents, which were made from `sources`."""
     used = {question.name for document in documents for question in document.questions}
-    files = []
-    for source in sources:
-        records = [it.record for it in source.records if it.name in used]
-        if records:
-            file = DataFile(
-                name=source.name, sha256=records_sha256(records), num_questions=len(records)
-            )
-            files.append(file)
-    return tuple(files)
+    found = [(it.name, [at.record for at in it.records if at.name in used]) for it in sources]
+    return tuple(
+        DataFile(name=name, sha256=records_sha256(records), num_questions=len(records))
+        for name, records in found
+        if records
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,20 +172,11 @@ class _Encoder:
             )
         return before + said.removesuffix(context.strip()), before + said
 
-    def prompts(self, texts: Sequence[str]) -> list[Tokens]:
-        """With the tokenizer's own special tokens; a chat template wrote those that it wants."""
-        encoded = self.tokenizer(list(texts), add_special_tokens=not self.chat, verbose=False)
-        return [tuple(ids) for ids in encoded.input_ids]
-
-    def continuation(self, text: str) -> Tokens:
-        encoded = self.tokenizer(text, add_special_tokens=False, verbose=False)
-        return tuple(encoded.input_ids)
-
-    @property
-    def end(self) -> Tokens:
-        """EOS, or nothing."""
-        eos = self.tokenizer.eos_token_id
-        return () if eos is None else (int(eos),)
+    def ids(self, text: str, *, begins: bool = True) -> Tokens:
+        """With the tokenizer's own special tokens, where the text begins a prompt; a chat template
+        wrote those that it wants."""
+        is_special = begins and not self.chat
+        return tuple(self.tokenizer(text, add_special_tokens=is_special, verbose=False).input_ids)
 
 
 def _document(
@@ -198,9 +185,10 @@ def _document(
     page_size: int,
     max_prompt_tokens: int | None,
 ) -> Document:
-    task, context, first = records[0].task, records[0].record.context, records[0]
+    first, task, context = records[0], records[0].task, records[0].record.context
     texts = [encode.text(task.prompt(context, it.record.input)) for it in records]
-    opening, shared, *prompts = encode.prompts([*encode.shared(first), *texts])
+    opening, shared = map(encode.ids, encode.shared(first))
+    prompts = [encode.ids(it) for it in texts]
     num_shared = len(_common_start([shared, *prompts]))
     kept = prompts
     if max_prompt_tokens is not None:
@@ -258,13 +246,13 @@ def _reference(it: SourcedRecord, prompt: str, prompt_ids: Tokens, encode: _Enco
     answer = it.record.answers[0]
     if answer and not prompt[-1:].isspace() and not answer[:1].isspace():
         answer = f" {answer}"
-    (whole,) = encode.prompts([prompt + answer])
+    whole, eos = encode.ids(prompt + answer), encode.tokenizer.eos_token_id
     if whole[: len(prompt_ids)] == prompt_ids:
         ids = whole[len(prompt_ids) :]
     else:
-        ids = encode.continuation(answer)
-    if ids[-1:] != encode.end:
-        ids += encode.end
+        ids = encode.ids(answer, begins=False)
+    if eos is not None and ids[-1:] != (eos,):
+        ids += (eos,)
     if not ids:
         raise RecordError(f"{it.place}: its first answer has no tokens")
     return ids[: it.task.max_new]

@@ -77,19 +77,16 @@ def _raw_lines(path: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def write_records(records: Iterable[Record], path: Path) -> None:
-    path.write_bytes(b"".join(_encoded(records)))
+    path.write_bytes(_encoded(records))
 
 
 def records_sha256(records: Iterable[Record]) -> str:
     """Hexadecimal digest of the file that `write_records` would write."""
-    digest = hashlib.sha256()
-    for line in _encoded(records):
-        digest.update(line)
-    return digest.hexdigest()
+    return hashlib.sha256(_encoded(records)).hexdigest()
 
 
-def _encoded(records: Iterable[Record]) -> Iterator[bytes]:
-    return (msgspec.json.encode(record) + b"\n" for record in records)
+def _encoded(records: Iterable[Record]) -> bytes:
+    return b"".join(msgspec.json.encode(it) + b"\n" for it in records)
 
 
 def context_digest(context: str) -> str:

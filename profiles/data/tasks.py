@@ -91,26 +91,21 @@ class TaskOptions:
         Raises ConfigError where the data set is unknown and too little is said about it.
         """
         known = TASKS.get(dataset.removesuffix("_e"))
-        if known is not None:
-            return replace(
-                known,
-                template=known.template if self.template is None else self.template,
-                metric=known.metric if self.metric is None else self.metric,
-                max_new=known.max_new if self.max_new is None else self.max_new,
-                chat=self.chat,
+        if known is None:
+            if self.template is None or self.metric is None:
+                raise ConfigError(
+                    f"data set {dataset!r} is none of {', '.join(TASKS)}; say how it is asked and "
+                    "judged by --template and --metric"
+                )
+            known = Task(
+                name=dataset,
+                template=self.template,
+                metric=self.metric,
+                max_new=DEFAULT_MAX_NEW,
             )
-        if self.template is None or self.metric is None:
-            raise ConfigError(
-                f"data set {dataset!r} is none of {', '.join(TASKS)}; say how it is asked and "
-                "judged by --template and --metric"
-            )
-        return Task(
-            name=dataset,
-            template=self.template,
-            metric=self.metric,
-            max_new=DEFAULT_MAX_NEW if self.max_new is None else self.max_new,
-            chat=self.chat,
-        )
+        stated = {"template": self.template, "metric": self.metric, "max_new": self.max_new}
+        changes = {name: it for name, it in stated.items() if it is not None}
+        return replace(known, **changes, chat=self.chat)
 
 
 def _parse(template: str) -> tuple[str, list[str]]:
