@@ -89,6 +89,11 @@ class Split(msgspec.Struct, frozen=True, kw_only=True):
     def num_contexts(self) -> int:
         return len(self.contexts)
 
+    @property
+    def mean_lengths(self) -> tuple[int, int]:
+        """Tokens of prefix and suffix for which TTFTs are predicted."""
+        return round(self.mean_prefix_tokens), round(self.mean_suffix_tokens)
+
 
 class LayerSensitivity(msgspec.Struct, frozen=True, kw_only=True):
     """What changes when one layer's KV is the sender's and all others the receiver's own (§3)."""
@@ -235,12 +240,8 @@ class CostModel(LayerTimes, frozen=True, kw_only=True):
         """
         kv_bytes, e_bytes = (num_tokens * it for it in self.moved_bytes(runs))
         load_s = self.load_time_s(kv_bytes) + self.load_time_s(e_bytes)
-        return load_s + self.in_pool_s(runs, num_tokens, num_suffix)
-
-    def in_pool_s(self, runs: tuple[Span, ...], num_tokens: int, num_suffix: int) -> float:
-        """The same where the sender's KV and E lie on the receiver's device: nothing is loaded."""
         compute_s = sum(self.pass_s(num_tokens, len(run)) for run in runs if len(run))
-        return compute_s + self.suffix_time_s(num_tokens, num_suffix)
+        return load_s + compute_s + self.suffix_time_s(num_tokens, num_suffix)
 
     def moved_bytes(self, runs: tuple[Span, ...]) -> tuple[int, int]:
         """Of one token, what is loaded from elsewhere: KV, and E."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from cachetree import Span
-from profiles.evidence import (
-    FrontierPoint,
-    MeasuredBlock,
-    MeasuredProfile,
-)
+from profiles.evidence import Fidelity, FrontierPoint, Interval, MeasuredBlock, MeasuredProfile
+from profiles.report import words
 
 CRITICAL_SHARE: Final = 0.25
 CRITICAL_KL: Final = 0.01
@@ -18,16 +17,11 @@ CRITICAL_KL: Final = 0.01
 
 def lengths(profile: MeasuredProfile) -> tuple[int, int]:
     """Mean tokens of prefix and suffix on the held-out split, for which TTFTs are predicted."""
-    split = profile.held_out
-    return round(split.mean_prefix_tokens), round(split.mean_suffix_tokens)
+    return profile.held_out.mean_lengths
 
 
 def full_prefill_s(profile: MeasuredProfile) -> float:
     return profile.costs.full_prefill_s(*lengths(profile))
-
-
-def full_reuse_s(profile: MeasuredProfile) -> float:
-    return profile.costs.ttft_s((), *lengths(profile))
 
 
 def ttft_ratio(profile: MeasuredProfile, ttft_s: float) -> float:
@@ -69,3 +63,31 @@ def within_tolerance(profile: MeasuredProfile) -> tuple[MeasuredBlock, ...]:
     """Blocks that are good enough on the training split."""
     floor = profile.train.full_prefill.mean * (1.0 - profile.tolerance)
     return tuple(it for it in profile.measured if it.quality is not None and it.quality >= floor)
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to answer, beside the frontier's plans."""
+
+    kind: str
+    name: str
+    """By which it is told from others of its kind and size."""
+    quality: Interval
+    layers: float | None
+    """Compute, in layers of the receiver."""
+    ttft_s: float | None
+    runs: Sequence[tuple[int, int]] = ()
+    fidelity: Fidelity | None = None
+
+
+def ways(profile: MeasuredProfile) -> Iterator[Way]:
+    """What bounds the frontier, and what one could do instead of its plans."""
+    split, num_layers = profile.held_out, profile.receiver.num_layers
+    full, reuse = "full prefill", "full reuse"
+    yield Way(full, full, split.full_prefill, num_layers, full_prefill_s(profile))
+    yield Way(reuse, reuse, split.full_reuse, 0, profile.costs.ttft_s((), *lengths(profile)))
+    yield Way("sender", "sender alone", split.sender, None, None)
+    for it in profile.baselines:
+        kind, layers = words.BASELINES[it.kind], it.recomputed_layers
+        name = words.baseline(it)
+        yield Way(kind, name, it.quality, layers, it.ttft_s, it.runs, it.fidelity)

@@ -23,12 +23,12 @@ def write_report(profile: MeasuredProfile, folder: Path) -> list[Path]:
     first.
     """
     # Here and not above: matplotlib is slow to import, and tables are wanted without it.
-    from profiles.report.pictures import PICTURES, save
+    from profiles.report.pictures import PICTURES
 
     folder.mkdir(parents=True, exist_ok=True)
     drawn = {it: folder / f"{it.name}.png" for it in PICTURES}
     for picture, path in drawn.items():
-        save(picture, profile, path)
+        picture.save(profile, path)
     page = _TEMPLATES.get_template("page.html.jinja").render(
         profile=profile,
         summary=tables.summary(profile),

@@ -6,7 +6,7 @@ Texts are static, so that a picture says the same of every profile; the tables h
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -64,12 +64,11 @@ class Picture:
             self.fill(figure, profile)
         return figure
 
-
-def save(picture: Picture, profile: MeasuredProfile, path: Path) -> None:
-    """Without the time and the version of matplotlib, so that equal pictures are equal files."""
-    figure = picture.draw(profile)
-    with mpl.rc_context(fname=_STYLE):
-        figure.savefig(path, format="png", metadata={"Software": None})
+    def save(self, profile: MeasuredProfile, path: Path) -> None:
+        """Without time and version of matplotlib, so that equal pictures are equal files."""
+        figure = self.draw(profile)
+        with mpl.rc_context(fname=_STYLE):
+            figure.savefig(path, format="png", metadata={"Software": None})
 
 
 def _sensitivity(figure: Figure, profile: MeasuredProfile) -> None:
@@ -77,15 +76,15 @@ def _sensitivity(figure: Figure, profile: MeasuredProfile) -> None:
     critical = set(derived.critical_layers(profile))
     values = [value for it in profile.layers for value in it.kl_by_context if value > 0]
     floor = max(min(values) / 2, max(values) * 1e-7) if values else 0.0
-    for name, colour, chosen in (
-        ("critical", ORANGE, [it for it in profile.layers if it.layer in critical]),
-        ("other layers", BLUE, [it for it in profile.layers if it.layer not in critical]),
-    ):
-        if not chosen:
-            continue
-        numbers = [it.layer for it in chosen]
-        _boxes(axes, numbers, [[max(it, floor) for it in x.kl_by_context] for x in chosen], colour)
-        axes.plot([], [], "s", color=colour, label=name)
+    for name, colour, is_critical in (("critical", ORANGE, True), ("other layers", BLUE, False)):
+        chosen = {
+            it.layer: [max(kl, floor) for kl in it.kl_by_context]
+            for it in profile.layers
+            if (it.layer in critical) == is_critical
+        }
+        if chosen:
+            _boxes(axes, chosen, colour)
+            axes.plot([], [], "s", color=colour, label=name)
     if floor:
         axes.set_yscale("log")
         axes.set_ylim(bottom=0.8 * floor)
@@ -95,13 +94,11 @@ def _sensitivity(figure: Figure, profile: MeasuredProfile) -> None:
     _legend(figure, axes, 3)
 
 
-def _boxes(
-    axes: Axes, layers: Sequence[int], by_layer: Sequence[Sequence[float]], colour: str
-) -> None:
+def _boxes(axes: Axes, by_layer: Mapping[int, Sequence[float]], colour: str) -> None:
     """A box per layer and a dot per context, dots side by side in the contexts' order."""
     axes.boxplot(
-        by_layer,
-        positions=layers,
+        list(by_layer.values()),
+        positions=list(by_layer),
         widths=0.7,
         showfliers=False,
         manage_ticks=False,
@@ -111,7 +108,7 @@ def _boxes(
         capprops={"linewidth": 0},
         medianprops={"color": INK, "linewidth": 1.2},
     )
-    for layer, values in zip(layers, by_layer, strict=True):
+    for layer, values in by_layer.items():
         places = layer + 0.5 * (np.arange(len(values)) / max(1, len(values) - 1) - 0.5)
         axes.scatter(places, values, s=3, color=colour, alpha=0.55, linewidths=0)
 
@@ -153,9 +150,8 @@ def _mark(axes: Axes, profile: MeasuredProfile, grid: _Grid) -> None:
         (derived.within_tolerance(profile), "o", 3, within),
         (recommended, "*", 11, "recommended block"),
     ):
-        places = [grid.place(it) for it in chosen]
-        rows, columns = [row for row, _ in places], [column for _, column in places]
-        axes.plot(columns, rows, marker, ms=size, mec=INK, mfc="white", label=name)
+        places = np.array([grid.place(it) for it in chosen]).reshape(-1, 2)
+        axes.plot(places[:, 1], places[:, 0], marker, ms=size, mec=INK, mfc="white", label=name)
     axes.grid(visible=False)
     grid.number(axes)
 
@@ -200,7 +196,10 @@ def _quality(figure: Figure, profile: MeasuredProfile) -> None:
     answered = [it for it in profile.measured if it.quality is not None]
     xs, ys = [len(it.block) for it in answered], [it.quality for it in answered]
     left.scatter(xs, ys, s=8, color=PALE, linewidths=0, label="decoded blocks, training split")
-    places = [(it.name, it.layers, scale * it.ttft_s, it.quality) for it in _points(profile)]
+    plans = profile.frontier
+    places = [("block", len(it.block), scale * it.ttft_s, it.held_out) for it in plans]
+    timed = [it for it in derived.ways(profile) if it.ttft_s is not None]
+    places += [(it.kind, it.layers, scale * it.ttft_s, it.quality) for it in timed]
     full = profile.full_prefill_quality
     floor = full * (1.0 - profile.tolerance)
     for axes, of_axes in ((left, 1), (right, 2)):
@@ -211,10 +210,7 @@ def _quality(figure: Figure, profile: MeasuredProfile) -> None:
                 _draw(axes, series, name)
         axes.set_xlim(left=-0.03 * max(it[of_axes] for it in places))
     if recommended is not None:
-        for axes, x in (
-            (left, len(recommended.block)),
-            (right, scale * recommended.ttft_s),
-        ):
+        for axes, x in ((left, len(recommended.block)), (right, scale * recommended.ttft_s)):
             ring = {"ms": 13, "mfc": "none", "mec": VERMILLION, "mew": 2}
             axes.plot(x, recommended.held_out.mean, "o", **ring, label="recommended", zorder=6)
     n, m = derived.lengths(profile)
@@ -224,26 +220,6 @@ def _quality(figure: Figure, profile: MeasuredProfile) -> None:
     _label(right, x=time, columns=2)
     _whole_numbers(left)
     _legend(figure, left, 3)
-
-
-@dataclass(frozen=True, slots=True)
-class _Point:
-    name: str
-    layers: float
-    ttft_s: float
-    quality: Interval
-
-
-def _points(profile: MeasuredProfile) -> Iterator[_Point]:
-    """The frontier, what one could do instead, and what bounds them."""
-    split, num_layers = profile.held_out, profile.receiver.num_layers
-    for it in profile.frontier:
-        yield _Point("block", len(it.block), it.ttft_s, it.held_out)
-    for other in profile.baselines:
-        label = words.BASELINES[other.kind]
-        yield _Point(label, other.recomputed_layers, other.ttft_s, other.quality)
-    yield _Point("full reuse", 0, derived.full_reuse_s(profile), split.full_reuse)
-    yield _Point("full prefill", num_layers, derived.full_prefill_s(profile), split.full_prefill)
 
 
 def _draw(axes: Axes, series: Sequence[tuple[float, Interval]], name: str) -> None:

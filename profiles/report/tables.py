@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any, Final, TypeVar
 
-from cachetree import Span
 from cachetree.planning import BEYOND
 from profiles.evidence import (
+    DataFile,
     FrontierPoint,
-    Interval,
     MeasuredProfile,
     Split,
     TaskLoss,
@@ -51,50 +50,39 @@ def _table(title: str, rows: Iterable[Row], columns: Columns[Row], **rest: Any) 
     return Table(title=title, headers=tuple(columns), rows=cells, **rest)
 
 
+def _facts(title: str, said: Mapping[str, str]) -> Table:
+    return Table(title=title, headers=("", ""), rows=tuple(said.items()), is_prose=True)
+
+
 def summary(profile: MeasuredProfile) -> Table:
     """The few numbers that a reader wants first."""
-    plan, split = derived.recommended(profile), profile.held_out
-    full = split.full_prefill
+    plan, split, free = derived.recommended(profile), profile.held_out, profile.lossless
     metric = f"held-out {words.metric_name(profile.metric)}"
-    rows = [
-        (
-            "recommended plan",
-            words.span(plan.block) if plan else "none: every prompt is a full prefill",
-        ),
-        (f"{metric}, full prefill", words.quality(full.mean)),
-        (f"{metric}, full reuse", words.quality(split.full_reuse.mean)),
-    ]
+    named = words.span(plan.block) if plan else "none: every prompt is a full prefill"
+    said = {"recommended plan": named}
+    if plan is not None:
+        said["recomputed layers"] = f"{len(plan.block)} of {profile.receiver.num_layers}"
+        said[f"{metric}, the plan"] = words.quality(plan.held_out.mean)
+    said[f"{metric}, full prefill"] = words.quality(split.full_prefill.mean)
+    said[f"{metric}, full reuse"] = words.quality(split.full_reuse.mean)
     if plan is not None:
         full_s, (n, m) = derived.full_prefill_s(profile), derived.lengths(profile)
         share = words.percent(derived.ttft_ratio(profile, plan.ttft_s))
-        rows[1:1] = [
-            ("recomputed layers", f"{len(plan.block)} of {profile.receiver.num_layers}"),
-            (f"{metric}, the plan", words.quality(plan.held_out.mean)),
-        ]
-        rows.append(
-            (
-                f"predicted TTFT for {n:,} + {m:,} tokens",
-                f"{words.seconds(plan.ttft_s)}, {share} of full prefill's {words.seconds(full_s)}",
-            )
+        said[f"predicted TTFT for {n:,} + {m:,} tokens"] = (
+            f"{words.seconds(plan.ttft_s)}, {share} of full prefill's {words.seconds(full_s)}"
         )
-    if profile.measured_tokens is not None:
-        served = f"{profile.measured_tokens:,}, so servers use it up to {BEYOND} times as many"
-        rows.append(("longest prefix measured, in tokens", served))
-    rows.append(("lossless whatever the gate says", _free(profile.lossless)))
-    rows.append(("error of predicted times", _errors(profile)))
-    return Table(title="", headers=("", ""), rows=tuple(rows), is_prose=True)
-
-
-def _free(block: Span | None) -> str:
-    """Below the block, the models' tensors are the same."""
-    if block is None:
-        return "nothing"
-    return f"recomputing {words.span(block)}" if len(block) else "reusing all layers"
+    if (tokens := profile.measured_tokens) is not None:
+        served = f"{tokens:,}, so servers use it up to {BEYOND} times as many"
+        said["longest prefix measured, in tokens"] = served
+    # Below the block, the models' tensors are the same.
+    reusing = "nothing" if free is None else "reusing all layers"
+    said["lossless whatever the gate says"] = f"recomputing {words.span(free)}" if free else reusing
+    said["error of predicted times"] = _errors(profile)
+    return _facts("", said)
 
 
 def _errors(profile: MeasuredProfile) -> str:
-    found = profile.costs.errors
-    if not found:
+    if not (found := profile.costs.errors):
         return "not checked"
     middle, most = words.percent(profile.costs.error), words.percent(max(found))
     return f"{middle} in the median and {most} at most, over {len(found)} plans"
@@ -160,63 +148,43 @@ def tasks(profile: MeasuredProfile) -> Table:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Way:
-    """One way to answer, as a row."""
-
-    name: str
-    layers: str
-    quality: Interval
-    ttft_s: float | None
-    runs: str = words.ABSENT
-    kl: str = words.ABSENT
-
-
 def baselines(profile: MeasuredProfile) -> Table:
     """What one could do instead, after what bounds it: full prefill, full reuse, the sender."""
-    split, num_layers = profile.held_out, profile.receiver.num_layers
-    ways = [
-        _Way("full prefill", str(num_layers), split.full_prefill, derived.full_prefill_s(profile)),
-        _Way("full reuse", "0", split.full_reuse, derived.full_reuse_s(profile)),
-        _Way("sender alone", words.ABSENT, split.sender, None),
-    ]
-    for it in profile.baselines:
-        kl = words.ABSENT if it.fidelity is None else words.small(it.fidelity.kl)
-        layers, runs = f"{it.recomputed_layers:.3g}", words.runs(it.runs)
-        ways.append(_Way(words.baseline(it), layers, it.quality, it.ttft_s, runs, kl))
+    full = profile.held_out.full_prefill.mean
 
-    def timed(way: _Way, say: Callable[[float], str]) -> str:
-        return words.ABSENT if way.ttft_s is None else say(way.ttft_s)
+    def known(value: Row | None, say: Callable[[Row], str]) -> str:
+        return words.ABSENT if value is None else say(value)
 
-    columns: Columns[_Way] = {
+    def of_full(ttft_s: float) -> str:
+        return words.percent(derived.ttft_ratio(profile, ttft_s))
+
+    columns: Columns[derived.Way] = {
         "method": lambda it: it.name,
-        "layers": lambda it: it.layers,
-        "runs": lambda it: it.runs,
+        "layers": lambda it: known(it.layers, lambda number: f"{number:.3g}"),
+        "runs": lambda it: words.runs(it.runs),
         "held-out [95 %]": lambda it: words.quality_interval(it.quality),
-        "loss": lambda it: words.points(split.full_prefill.mean - it.quality.mean),
-        "KL": lambda it: it.kl,
-        "TTFT": lambda it: timed(it, words.seconds),
-        "of full": lambda it: timed(it, lambda s: words.percent(derived.ttft_ratio(profile, s))),
+        "loss": lambda it: words.points(full - it.quality.mean),
+        "KL": lambda it: known(it.fidelity, lambda found: words.small(found.kl)),
+        "TTFT": lambda it: known(it.ttft_s, words.seconds),
+        "of full": lambda it: known(it.ttft_s, of_full),
     }
     caption = "layers: compute, in layers of the receiver; loss: in points, as above"
-    return _table("What one could do instead", ways, columns, caption=caption)
+    return _table("What one could do instead", derived.ways(profile), columns, caption=caption)
 
 
 def identities(profile: MeasuredProfile, digest_characters: int = DIGEST_CHARACTERS) -> Table:
     """Every field of both models; digests are cut to `digest_characters`."""
-    sides = (profile.sender, profile.receiver)
-    digests = ("tokenizer", "weights")
-    rows = [("model_id", *(str(it.model_id)[:digest_characters] for it in sides))]
-    for field in profile.sender.__struct_fields__:
-        values = [str(getattr(it, field)) for it in sides]
-        shown = [value[:digest_characters] if field in digests else value for value in values]
-        rows.append((field, *shown))
+    rows = []
+    for field in ("model_id", *profile.sender.__struct_fields__):
+        most = digest_characters if field in ("model_id", "tokenizer", "weights") else None
+        sides = (str(getattr(it, field))[:most] for it in (profile.sender, profile.receiver))
+        rows.append((field, *sides))
     return Table(
         title="Models",
         headers=("", "sender", "receiver"),
         rows=tuple(rows),
         marked=frozenset(
-            place for place, (name, sender, receiver) in enumerate(rows) if sender != receiver
+            place for place, (_, sender, receiver) in enumerate(rows) if sender != receiver
         ),
         caption="* differs; identities are computed from content, never from names",
         is_prose=True,
@@ -225,28 +193,29 @@ def identities(profile: MeasuredProfile, digest_characters: int = DIGEST_CHARACT
 
 def data(profile: MeasuredProfile, digest_characters: int = DIGEST_CHARACTERS) -> Table:
     """Both splits; digests are cut to `digest_characters`."""
-    rows = [
-        ("files", *(_files(it, digest_characters) for it in (profile.train, profile.held_out))),
-        *(
-            (name, show(profile.train), show(profile.held_out))
-            for name, show in (
-                ("contexts", lambda it: f"{it.num_contexts:,}"),
-                ("questions", lambda it: f"{it.num_questions:,}"),
-                (
-                    "prefix in tokens",
-                    lambda it: f"{it.mean_prefix_tokens:,.0f} mean, {it.max_prefix_tokens:,} most",
-                ),
-                ("suffix in tokens", lambda it: f"{it.mean_suffix_tokens:,.0f} mean"),
-                ("sender alone", lambda it: words.quality_interval(it.sender)),
-                ("full prefill", lambda it: words.quality_interval(it.full_prefill)),
-                ("full reuse", lambda it: words.quality_interval(it.full_reuse)),
-            )
+
+    def named(it: DataFile) -> str:
+        digest = it.sha256[:digest_characters]
+        return f"{it.name} ({words.counted(it.num_questions, 'question')}, sha256 {digest})"
+
+    shown: Mapping[str, Callable[[Split], str]] = {
+        "files": lambda it: "; ".join(map(named, it.files)),
+        "contexts": lambda it: f"{it.num_contexts:,}",
+        "questions": lambda it: f"{it.num_questions:,}",
+        "prefix in tokens": lambda it: (
+            f"{it.mean_prefix_tokens:,.0f} mean, {it.max_prefix_tokens:,} most"
         ),
-    ]
+        "suffix in tokens": lambda it: f"{it.mean_suffix_tokens:,.0f} mean",
+        "sender alone": lambda it: words.quality_interval(it.sender),
+        "full prefill": lambda it: words.quality_interval(it.full_prefill),
+        "full reuse": lambda it: words.quality_interval(it.full_reuse),
+    }
     return Table(
         title="Data",
         headers=("", "train: chooses", "held-out: judges"),
-        rows=tuple(rows),
+        rows=tuple(
+            (name, say(profile.train), say(profile.held_out)) for name, say in shown.items()
+        ),
         caption=(
             f"{words.metric_name(profile.metric)}, 0 to 1, mean over questions with its 95 % "
             "interval over contexts"
@@ -255,37 +224,27 @@ def data(profile: MeasuredProfile, digest_characters: int = DIGEST_CHARACTERS) -
     )
 
 
-def _files(split: Split, digest_characters: int) -> str:
-    return "; ".join(
-        f"{it.name} ({words.counted(it.num_questions, 'question')}, "
-        f"sha256 {it.sha256[:digest_characters]})"
-        for it in split.files
-    )
-
-
 def making(profile: MeasuredProfile) -> Table:
     made = profile.made
     grid = "every block" if made.group == 1 else f"blocks of a {made.group}-layer grid"
     pruned = "the closest ones decoded" if made.pruned else "all of them decoded"
-    rows: Sequence[tuple[str, str]] = (
-        ("date", made.date),
-        ("command", made.command),
-        ("hardware", f"{made.hardware}; {made.device}, {made.dtype}"),
-        ("versions", ", ".join(f"{name} {version}" for name, version in made.versions.items())),
-        ("blocks", f"{grid}, {pruned}"),
-        (
-            "prefix passes",
-            f"{made.prefix_passes:,} in all; {made.sweep_passes_per_context:,} for every block of "
-            "one training context",
-        ),
-        ("time", words.duration(made.elapsed_s)),
-        ("template", made.template),
-        ("chat template", "the tokenizer's own" if made.chat else "none"),
-        (
-            "settings",
-            f"seed {made.seed}, pages of {words.counted(made.page_size, 'token')}, answers of at "
-            f"most {words.counted(made.max_new, 'token')}",
-        ),
-        ("data", f"sha256 {profile.data_sha256}"),
+    passes = (
+        f"{made.prefix_passes:,} in all; {made.sweep_passes_per_context:,} for every block of one "
+        "training context"
     )
-    return Table(title="How it was made", headers=("", ""), rows=tuple(rows), is_prose=True)
+    answers = words.counted(made.max_new, "token")
+    said = {
+        "date": made.date,
+        "command": made.command,
+        "hardware": f"{made.hardware}; {made.device}, {made.dtype}",
+        "versions": ", ".join(f"{name} {version}" for name, version in made.versions.items()),
+        "blocks": f"{grid}, {pruned}",
+        "prefix passes": passes,
+        "time": words.duration(made.elapsed_s),
+        "template": made.template,
+        "chat template": "the tokenizer's own" if made.chat else "none",
+        "settings": f"seed {made.seed}, pages of {words.counted(made.page_size, 'token')}, answers "
+        f"of at most {answers}",
+        "data": f"sha256 {profile.data_sha256}",
+    }
+    return _facts("How it was made", said)

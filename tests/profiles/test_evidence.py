@@ -53,10 +53,9 @@ def test_every_transition_loads_e_again() -> None:
     assert two - one == pytest.approx(e_s + (0.5 + 20 * 0.02) - LAYER_S)
 
 
-def test_in_one_pool_nothing_is_loaded() -> None:
+def test_what_several_runs_load() -> None:
     several = (Span(1, 3), Span(0, 1), Span(4, 5))
     compute_s = LAYER_S + 3 * (0.5 + 20 * 0.02)
-    assert COSTS.in_pool_s(several, N, M) == pytest.approx(compute_s + SUFFIX_S)
     # E at 1 and at 4; layer 0 starts from the receiver's own embeddings.
     assert COSTS.moved_bytes(several) == (2 * 4, 2 * 8)
     loads_s = 2 * 0.25 + (2 * 4 + 2 * 8) * 20 * 0.001
