@@ -20,7 +20,7 @@ from transformers import DynamicCache, PreTrainedModel
 from cachetree import Span
 from profiles.compute.examination import Answerer
 from profiles.data.documents import Document, Tokens
-from profiles.stats.frontier import grid
+from profiles.stats.choice import grid
 from profiles.stats.measured import Score
 
 

@@ -43,8 +43,7 @@ from cachetree.corrections import Correction
 from profiles.compute.examination import Answerer, Examination
 from profiles.compute.fitting import AS_GOOD, RANKS, TRYING, Fitted, Moments, fit
 from profiles.compute.models import ModelSource
-from profiles.compute.passes import DocumentPasses
-from profiles.compute.study import THEIRS
+from profiles.compute.study import THEIRS, DocumentPasses
 from profiles.data.documents import Document
 from profiles.data.metrics import Metric
 from profiles.data.records import Record, write_records

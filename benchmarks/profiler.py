@@ -51,15 +51,15 @@ from rich.table import Table
 
 from profiles.compute.examination import Answerer
 from profiles.compute.journal import Journal
+from profiles.compute.measuring import sweep
 from profiles.compute.models import ModelSource, load_pair
 from profiles.compute.study import Bench
-from profiles.compute.training import sweep
 from profiles.data.documents import Document
 from profiles.data.metrics import Metric
 from profiles.data.tasks import TaskOptions
 from profiles.profiler import answerers, load_documents
 from profiles.settings import Settings
-from profiles.stats.frontier import grid
+from profiles.stats.choice import grid
 from profiles.stats.measured import Score, Swept
 
 PAIR: Final = Path(__file__).resolve().parents[1] / "examples" / "pairs"

@@ -21,7 +21,6 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -73,22 +72,6 @@ class _Stated(msgspec.Struct):
     use_rslora: bool | None = False
 
 
-@dataclass(frozen=True, slots=True)
-class _Scale:
-    stated: _Stated
-
-    def __call__(self, module: str, rank: int) -> float:
-        stated = self.stated
-        stated_rank = _of_module(stated.rank_pattern, module, stated.r)
-        if rank != stated_rank:
-            raise ConfigError(
-                f"{module} has factors of rank {rank} and the config says {stated_rank}; "
-                "weights and config are not of one adapter"
-            )
-        alpha = _of_module(stated.alpha_pattern, module, stated.lora_alpha)
-        return alpha / (rank**0.5 if stated.use_rslora else rank)
-
-
 def _of_module(pattern: Mapping[str, Any] | None, module: str, default: Any) -> Any:
     """The value of the first pattern that a module's name ends in, as PEFT looks it up."""
     for key, value in (pattern or {}).items():
@@ -116,7 +99,17 @@ def read_scale(adapter: Path) -> Scale:
         ) from exc
     except (msgspec.DecodeError, re.error) as exc:
         raise ConfigError(f"{file} is not a LoRA adapter's config: {exc}; save it again") from exc
-    return _Scale(stated)
+
+    def scale(module: str, rank: int) -> float:
+        if rank != (stated_rank := _of_module(stated.rank_pattern, module, stated.r)):
+            raise ConfigError(
+                f"{module} has factors of rank {rank} and the config says {stated_rank}; "
+                "weights and config are not of one adapter"
+            )
+        alpha = _of_module(stated.alpha_pattern, module, stated.lora_alpha)
+        return alpha / (rank**0.5 if stated.use_rslora else rank)
+
+    return scale
 
 
 def _refuse_variants(file: Path, config: Mapping[str, Any]) -> None:
@@ -200,9 +193,7 @@ def merged(
 def _factors(module: str, parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """A and B of a matrix of `[out, in]`: `[rank, in]` and `[out, rank]`."""
     try:
-        if (
-            "embedding_A" in parts
-        ):  # the matrix of an embedding is [tokens, hidden], B A the reverse
+        if "embedding_A" in parts:  # such a matrix is [tokens, hidden], B A the reverse
             return parts["embedding_B"].T, parts["embedding_A"].T
         return parts["A.weight"], parts["B.weight"]
     except KeyError as exc:
@@ -211,7 +202,9 @@ def _factors(module: str, parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
 
 def _require_fitting(base: Mapping[str, Tensor], name: str, shape: torch.Size) -> None:
     """Raise ConfigError where the base has no tensor of this name and shape of its own."""
-    if name in (_HEAD, _EMBEDDINGS) and _has_tied_head(base):
+    if name in (_HEAD, _EMBEDDINGS) and (
+        _HEAD not in base or (_EMBEDDINGS in base and torch.equal(base[_HEAD], base[_EMBEDDINGS]))
+    ):
         raise ConfigError(
             f"it changes {name}, and the base's embeddings and head are one tensor: {_REMEDY}"
         )
@@ -225,8 +218,3 @@ def _require_fitting(base: Mapping[str, Tensor], name: str, shape: torch.Size) -
             f"its {name} is of {list(shape)} and the base's of {list(base[name].shape)}; "
             "give the base that it was trained on"
         )
-
-
-def _has_tied_head(base: Mapping[str, Tensor]) -> bool:
-    head, embeddings = base.get(_HEAD), base.get(_EMBEDDINGS)
-    return head is None or (embeddings is not None and torch.equal(head, embeddings))

@@ -35,6 +35,10 @@ _CHOICE: Final = (
     *("held_out", "held_out_share", "tolerance", "group", "plans", "pruned", "e_correction"),
     *("fit_data", "timing_seconds", "seed"),
 )
+_VERDICT: Final = (
+    *("passed", "reason", "recommended", "blocks", "first_difference", "metric"),
+    *("full_prefill_quality", "full_reuse_quality"),
+)
 _TYPES: Final = {"int": int, "float": float, "str": str, "Path": Path}
 
 
@@ -148,12 +152,10 @@ def _profile(args: argparse.Namespace) -> int:
     if _is_missing(args, "profile", "sender", "receiver", "data", "out"):
         return 2
     from rich.console import Console
-    from transformers.utils import logging
 
     from profiles.profiler import profile_pair
     from profiles.report.terminal import table_of
 
-    logging.disable_progress_bar()
     console = Console()
     try:
         profile = profile_pair(_settings(args, out=args.out, small=args.small), console)
@@ -182,14 +184,7 @@ def _verdict_of(profile: MeasuredProfile) -> dict[str, object]:
     return {
         "sender": profile.sender.model_id,
         "receiver": profile.receiver.model_id,
-        "passed": profile.passed,
-        "reason": profile.reason,
-        "recommended": profile.recommended,
-        "blocks": profile.blocks,
-        "first_difference": profile.first_difference,
-        "metric": profile.metric,
-        "full_prefill_quality": profile.full_prefill_quality,
-        "full_reuse_quality": profile.full_reuse_quality,
+        **{name: getattr(profile, name) for name in _VERDICT},
         "cost_model_error": profile.costs.error,
     }
 
@@ -221,12 +216,10 @@ def _calibrate(args: argparse.Namespace) -> int:
 
 def _again(args: argparse.Namespace, *, is_json: bool = False) -> Again:
     from rich.console import Console
-    from transformers.utils import logging
 
     from cachetree.corrections import read_corrections
     from profiles.verification import Again
 
-    logging.disable_progress_bar()
     profile = read_measured(args.profile)
     settings = _settings(args, out=args.profile, made_as=profile)
     corrections = read_corrections(profile, args.profile)
@@ -297,15 +290,10 @@ def _settings(
     for role in ("sender", "receiver"):
         adapter = getattr(args, f"{role}_lora")
         chosen[role] = ModelSource(path=getattr(args, role), adapter=adapter)
-    return Settings(
-        **{
-            **chosen,
-            "options": options,
-            "out": out,
-            "small": None if small is None else ModelSource(path=small),
-            "command": shlex.join(["droidspeak", *(_LOCAL.sub(r"\1", it) for it in sys.argv[1:])]),
-        }
-    )
+    if small is not None:
+        chosen["small"] = ModelSource(path=small)
+    command = shlex.join(["droidspeak", *(_LOCAL.sub(r"\1", it) for it in sys.argv[1:])])
+    return Settings(**chosen | {"options": options, "out": out, "command": command})
 
 
 def _print(line: str) -> None:

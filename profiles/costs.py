@@ -278,7 +278,11 @@ class TimedReceiver:
         self._load(num_tokens, Span(block.stop, self._model.num_layers))
         source = self._source(num_tokens)
         if len(block):
-            entering = self._entering(num_tokens, block.start)
+            entering = self._device_e[:, :num_tokens]
+            if block.start:
+                entering.copy_(self._host_e[:, :num_tokens], non_blocking=True)
+            else:
+                entering = self._model.embed(self._ids[None, :num_tokens])
             source[block.start : block.stop] = self.recompute(entering, block)
         return self._answer(source, self._num_suffix)
 
@@ -294,13 +298,6 @@ class TimedReceiver:
         suffix = self._ids[num_tokens : num_tokens + num_suffix].tolist()
         asked = Asked((0,) * self._model.num_layers, tuple(suffix))
         return decode(self._model, [source], [asked], max_new=1, ends=frozenset(), max_rows=1)[0][0]
-
-    def _entering(self, num_tokens: int, layer: int) -> Tensor:
-        """E from the host, or the receiver's own embeddings."""
-        if not layer:
-            return self._model.embed(self._ids[None, :num_tokens])
-        loaded = self._device_e[:, :num_tokens]
-        return loaded.copy_(self._host_e[:, :num_tokens], non_blocking=True)
 
     def _load(self, num_tokens: int, layers: Span) -> Tensor:
         to, of = (

@@ -8,13 +8,13 @@ from typing import Final
 
 from cachetree import Span
 from profiles.compute.fitting import NUM_FITTED
-from profiles.compute.judging import NUM_SHOWN, baselines, batches
+from profiles.compute.measuring import NUM_SHOWN, alone_and_reused, batches, by_start, places_swept
 from profiles.compute.mixtures import Mixture
 from profiles.compute.study import THEIRS, longest_runs, mixtures_of
-from profiles.compute.training import alone_and_reused, by_start
 from profiles.data.documents import Document, first_of_each_task
 from profiles.evidence import CostModel
-from profiles.stats.choice import MOST_TRIED
+from profiles.settings import Settings
+from profiles.stats.choice import MOST_TRIED, baselines
 from profiles.stats.measured import Candidate, spread
 
 DECODED_SHARE: Final = 0.5
@@ -34,19 +34,30 @@ class Forecast:
     head_layers: float
     """What a token's distribution costs, in times of a layer over the token."""
 
+    def whole(
+        self,
+        train: Sequence[Document],
+        held_out: Sequence[Document],
+        blocks: Sequence[Span],
+        settings: Settings,
+    ) -> float:
+        """Of a whole run, but for corrected E and a smaller model."""
+        num_layers = self.costs.num_layers
+        plans = typical_plans(num_layers, settings.plans)
+        steps = self.sweep(train, blocks, pruned=settings.pruned) + self.judging(train, plans)
+        return sum(steps + self.judging(held_out, plans, typical_others(num_layers)))
+
     def sweep(
-        self, documents: Iterable[Document], blocks: Sequence[Span], *, pruned: bool
+        self, documents: Sequence[Document], blocks: Sequence[Span], *, pruned: bool
     ) -> list[float]:
         """Of every step of the sweep over these documents, in turn."""
         mixtures = alone_and_reused(self.costs.num_layers)
-        return [
-            seconds
-            for it in documents
-            for seconds in (
-                self._references_s(it, mixtures, is_decoded=not pruned),
-                *self.starts([it], blocks, is_decoded=not pruned),
-            )
-        ]
+        steps: list[float] = []
+        for place in places_swept(documents, pruned=pruned):
+            document = documents[place]
+            steps.append(self._references_s(document, mixtures, is_decoded=not pruned))
+            steps += self.starts([document], blocks, is_decoded=not pruned)
+        return steps
 
     def starts(
         self, documents: Iterable[Document], blocks: Sequence[Span], *, is_decoded: bool
@@ -69,7 +80,7 @@ class Forecast:
         self,
         documents: Sequence[Document],
         candidates: Sequence[Candidate],
-        others: Sequence[Candidate],
+        others: Sequence[Candidate] = (),
     ) -> list[float]:
         """Of every step in which plans are judged, `others` on some of the documents; steps of one
         document take the same."""
@@ -87,9 +98,15 @@ class Forecast:
     def _references_s(
         self, document: Document, mixtures: Sequence[Mixture], *, is_decoded: bool
     ) -> float:
-        passes_s = 2 * self.costs.pass_s(len(document.prefix), self.costs.num_layers)
-        alone_s = self._alone_s(document)
-        return passes_s + alone_s + self._mixtures_s(document, mixtures, is_decoded=is_decoded)
+        """Both passes; the sender's answers, some as long as the own ones and some as long as they
+        may be; the own ones, which the references draft, and what plans are compared with."""
+        num_layers = self.costs.num_layers
+        passes_s = 2 * self.costs.pass_s(len(document.prefix), num_layers)
+        free_s = (_longest(document) + document.task.max_new) / 2 * self.costs.suffix_s
+        own_s = self._decoded_s(document, 1 + DECODED_SHARE)
+        once_s = self._forced_s(document, num_layers, 1)
+        mixtures_s = self._mixtures_s(document, mixtures, is_decoded=is_decoded)
+        return passes_s + free_s + own_s + once_s + mixtures_s
 
     def _plans_s(
         self, document: Document, plans: Sequence[Candidate], *, is_decoded: bool
@@ -120,13 +137,6 @@ class Forecast:
         followed = num_mixtures * num_rows * (1 + DECODED_SHARE) * longest * self.head_layers
         layers_s = num_branches * tokens * self._token_layer_s(document)
         return self.costs.suffix_s + layers_s + FOLLOWED * followed * self.costs.layer_token_s
-
-    def _alone_s(self, document: Document) -> float:
-        """The own answers, which the references draft; the sender's, some as long as those and some
-        as long as they may be; and what plans are compared with."""
-        free_s = (_longest(document) + document.task.max_new) / 2 * self.costs.suffix_s
-        once_s = self._forced_s(document, self.costs.num_layers, 1)
-        return free_s + once_s + self._decoded_s(document, 1 + DECODED_SHARE)
 
     def _decoded_s(self, document: Document, num_answers: float) -> float:
         """Answers of which a draft is known; those of a few plans in a batch, each step of which

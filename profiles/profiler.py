@@ -11,15 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import hashlib
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import fmean
 from typing import Final
 
-import msgspec
 import torch
 import transformers
 from rich.console import Console
@@ -31,29 +28,39 @@ from cachetree.planning import PROFILE_VERSION as VERSION
 from profiles.compute.examination import Answerer
 from profiles.compute.fitting import fit_maps
 from profiles.compute.journal import Journal, Timed
-from profiles.compute.judging import baselines, judge
 from profiles.compute.layered import LayeredModel, check_layers
+from profiles.compute.measuring import judge, places_swept, sweep, sweep_corrected
 from profiles.compute.models import ModelSource, Pair, load_model, load_pair, load_tokenizer
-from profiles.compute.passes import DocumentPasses
 from profiles.compute.room import Sizes, bounds_of, make_room
-from profiles.compute.study import HELD_OUT, TRAIN, Bench
-from profiles.compute.training import places_swept, sweep, sweep_corrected
+from profiles.compute.study import HELD_OUT, TRAIN, Bench, DocumentPasses
 from profiles.costs import Repeats, choose_lengths, measure_costs
 from profiles.data.datasets import Source, load_sources
 from profiles.data.documents import Document, data_files, make_documents, split_documents
 from profiles.environment import read_environment
 from profiles.evidence import CostModel, Making, MeasuredProfile
-from profiles.forecast import Forecast, typical_others, typical_plans
+from profiles.forecast import Forecast
 from profiles.progress import Clock, shown
 from profiles.report.words import duration
 from profiles.settings import Settings, choose_device
 from profiles.stats.artifact import Data, Findings, SmallModel, build
-from profiles.stats.choice import choose, closest, sensitive_first, shortlist
-from profiles.stats.frontier import default_group, grid
+from profiles.stats.choice import (
+    baselines,
+    choose,
+    closest,
+    default_group,
+    grid,
+    sensitive_first,
+    shortlist,
+)
 from profiles.stats.gate import interval
-from profiles.stats.measured import Candidate, Judged
+from profiles.stats.measured import Candidate, Judged, Swept
 
 SAMPLE_TOKENS: Final = 64
+_DECISIVE: Final = (
+    *("dtype", "device", "sender_device", "group", "page_size", "max_prompt_tokens", "pruned"),
+    "seed",
+)
+"""Settings that change what is measured, beside models and data."""
 PACKAGES: Final = ("sglang-droidspeak", "torch", "transformers")
 
 
@@ -67,47 +74,38 @@ def profile_pair(settings: Settings, console: Console) -> MeasuredProfile:
     pair = open_pair(settings)
     positions = pair.receiver.config.max_position_embeddings
     train, held_out = load_splits(settings, pair.tokenizer, positions)
-    fitted_on = load_fitted_on(settings, pair.tokenizer, positions, held_out)
+    fitted_on = train.documents
+    if settings.fit_data:
+        _, fitted_on = load_documents(settings, settings.fit_data, pair.tokenizer, positions)
+        _require_apart(fitted_on, held_out.documents, "in --fit-data and among those that judge")
     documents = [*train.documents, *held_out.documents]
     group = settings.group or default_group(pair.num_layers)
     blocks = grid(pair.num_layers, group)
-    memory = settings.max_memory_gb, settings.max_device_memory_gb
-    sender, receiver = answerers(pair, documents, *memory)
-    journal = Journal(_journal_path(settings, pair, train, held_out))
-    costs = journal.costs
-    if costs is None:
-        costs = time_costs(receiver.model, documents, settings, console)
-        journal.put(Timed(costs=costs))
-    forecast = Forecast(costs, receiver.model.head_layers)
-    swept_on = [train.documents[it] for it in places_swept(train.documents, pruned=settings.pruned)]
-    training = forecast.sweep(swept_on, blocks, pruned=settings.pruned)
-    typical = typical_plans(pair.num_layers, settings.plans)
-    others = typical_others(pair.num_layers)
-    later = forecast.judging(train.documents, typical, ())
-    later += forecast.judging(held_out.documents, typical, others)
+    sender, receiver = answerers(pair, documents, *settings.memory_gb)
+    journal = _journal(settings, pair, train, held_out)
+    if journal.costs is None:
+        journal.put(Timed(costs=time_costs(receiver.model, documents, settings, console)))
+    forecast = Forecast(journal.costs, receiver.model.head_layers)
+    whole_s = forecast.whole(train.documents, held_out.documents, blocks, settings)
     console.print(
         f"{pair.num_layers} layers, {len(blocks)} blocks, {len(documents)} contexts, "
-        f"about {duration(sum(training) + sum(later))}",
+        f"about {duration(whole_s)}",
         highlight=False,
     )
     before_s = journal.seconds
     bench = Bench(sender=sender, receiver=receiver, journal=journal)
-    with told(console, "training", bench, training) as ticking:
-        swept = sweep(ticking, train.documents, blocks, pruned=settings.pruned)
+    watched = Watched(bench, forecast, console)
+    swept = watched.sweep(train.documents, blocks, pruned=settings.pruned)
     listed = shortlist(swept, settings.plans)
     candidates = [Candidate(runs=(it,)) for it in listed]
     if settings.e_correction:
         ends = {it.stop for it in listed}
         late = [it for it in blocks if it.start and it.stop in ends]
-        bench, found = corrected(
-            bench, train.documents, fitted_on or train.documents, late, settings, console
-        )
-        candidates += found
-    stage = Stage(TRAIN, "choosing", candidates)
-    tried = judge_all(bench, train.documents, stage, costs, console)
-    plans = {it: tried.candidates[it] for it in candidates}
+        watched, corrected = correct(watched, train.documents, fitted_on, late, settings)
+        candidates += corrected
+    tried = watched.judge("choosing", train.documents, candidates, TRAIN)
     full = interval(tried.full_prefill).mean
-    choice = choose(plans, full, settings.tolerance, settings.plans)
+    choice = choose(tried.candidates, full, settings.tolerance, settings.plans)
     others = [
         *(it for it in choice.frontier if it not in choice.order),
         *baselines(
@@ -116,58 +114,85 @@ def profile_pair(settings: Settings, console: Console) -> MeasuredProfile:
             sensitive_first(swept.layers),
         ),
     ]
-    stage = Stage(HELD_OUT, "judging", choice.order, others)
-    judged = judge_all(bench, held_out.documents, stage, costs, console)
+    judged = watched.judge("judging", held_out.documents, choice.order, HELD_OUT, others)
     small = None
     if settings.small is not None:
         small = measure_small(settings.small, settings, held_out, console)
+    corrections = watched.bench.corrections
     found = Findings(
         sender=pair.sender_identity,
         receiver=pair.receiver_identity,
         first_difference=pair.first_difference,
-        costs=costs,
+        train=train,
+        held_out=held_out,
+        costs=journal.costs,
         swept=swept,
-        plans=plans,
         tried=tried,
         choice=choice,
         judged=judged,
         small=small,
     )
-    profile = build(
-        found,
-        train,
-        held_out,
-        settings.tolerance,
-        _making(
-            settings,
-            journal,
-            group,
-            elapsed_s=before_s + time.monotonic() - began,
-            sweep_passes=len({it.start for it in blocks}) + 1 + len(bench.corrections),
-        ),
+    made = _making(
+        settings,
+        journal,
+        group,
+        elapsed_s=before_s + time.monotonic() - began,
+        sweep_passes=len({it.start for it in blocks}) + 1 + len(corrections),
     )
-    write_corrections(profile, bench.corrections, settings.out)
+    profile = build(found, settings.tolerance, made)
+    write_corrections(profile, corrections, settings.out)
     write_profile(profile, settings.out)
     journal.remove()
     return profile
 
 
-def corrected(
-    bench: Bench,
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """A bench whose steps are forecast, and shown as they are done."""
+
+    bench: Bench
+    forecast: Forecast
+    console: Console
+
+    def sweep(
+        self, documents: Sequence[Document], blocks: Sequence[Span], *, pruned: bool
+    ) -> Swept:
+        steps_s = self.forecast.sweep(documents, blocks, pruned=pruned)
+        with self.told("training", steps_s) as bench:
+            return sweep(bench, documents, blocks, pruned=pruned)
+
+    def judge(
+        self,
+        title: str,
+        documents: Sequence[Document],
+        candidates: Sequence[Candidate],
+        split: str = HELD_OUT,
+        others: Sequence[Candidate] = (),
+    ) -> Judged:
+        with self.told(title, self.forecast.judging(documents, candidates, others)) as bench:
+            return judge(bench, documents, candidates, split, others)
+
+    @contextlib.contextmanager
+    def told(self, title: str, steps_s: Sequence[float]) -> Iterator[Bench]:
+        """The bench, whose steps take so many seconds in turn."""
+        seconds = iter(steps_s)
+        with shown(self.console, title, Clock(sum(steps_s))) as done:
+            yield replace(self.bench, tick=lambda _, is_new: done(next(seconds), is_new))
+
+
+def correct(
+    watched: Watched,
     documents: Sequence[Document],
     fitted_on: Sequence[Document],
     blocks: Sequence[Span],
     settings: Settings,
-    console: Console,
-) -> tuple[Bench, list[Candidate]]:
-    """The bench with maps that are fitted on those documents, and of the blocks from the E that
-    they correct those that stay closest to full prefill."""
-    assert bench.journal.costs is not None
-    forecast = Forecast(bench.journal.costs, bench.receiver.model.head_layers)
-    fitting = forecast.fitting(fitted_on)
-    with shown(console, "fitting", Clock(sum(fitting.values()))) as done:
-        layers = sorted({it.start for it in blocks})
-        models = bench.sender.model, bench.receiver.model
+) -> tuple[Watched, list[Candidate]]:
+    """A bench with maps that are fitted on those documents, and of the blocks from the E that they
+    correct those that stay closest to full prefill."""
+    models = watched.bench.sender.model, watched.bench.receiver.model
+    layers = sorted({it.start for it in blocks})
+    fitting = watched.forecast.fitting(fitted_on)
+    with shown(watched.console, "fitting", Clock(sum(fitting.values()))) as done:
 
         def contexts() -> Iterator[DocumentPasses]:
             for place, seconds in fitting.items():
@@ -175,17 +200,19 @@ def corrected(
                 done(seconds, True)
 
         maps = fit_maps(contexts(), layers, models[1].dtype, models[1].device)
-    bench = replace(bench, corrections={name.sha256: it for name, it in maps.items()})
+    bench = replace(watched.bench, corrections={name.sha256: it for name, it in maps.items()})
+    watched = replace(watched, bench=bench)
     blocks = [it for it in blocks if it.start in {e_map.layer for e_map in maps}]
     swept_on = [documents[it] for it in places_swept(documents, pruned=settings.pruned)]
-    screening = forecast.starts(swept_on, blocks, is_decoded=False)
-    with told(console, "screening", bench, screening) as ticking:
+    screening = watched.forecast.starts(swept_on, blocks, is_decoded=False)
+    with watched.told("screening", screening) as ticking:
         scores = sweep_corrected(ticking, documents, blocks, [*maps], pruned=settings.pruned)
-    return bench, closest(scores, settings.plans)
+    return watched, closest(scores, settings.plans)
 
 
 def open_pair(settings: Settings) -> Pair:
     """Both models, loaded as the settings say."""
+    transformers.utils.logging.disable_progress_bar()
     return load_pair(
         settings.sender,
         settings.receiver,
@@ -207,11 +234,10 @@ def load_splits(
         train, held_out = split_documents(
             train, held_out_share=settings.held_out_share, seed=settings.seed
         )
-    _require_apart(train, held_out, "in --data and in --held-out; the block", "chosen")
-    unjudged = sorted({it.task.name for it in train} - {it.task.name for it in held_out})
-    if unjudged:
+    _require_apart(train, held_out, "in --data and in --held-out")
+    if unjudged := {it.task.name for it in train} - {it.task.name for it in held_out}:
         raise ConfigError(
-            f"no held-out context is of {', '.join(unjudged)}; give some of each task"
+            f"no held-out context is of {', '.join(sorted(unjudged))}; give some of each task"
         )
     return (
         Data(files=data_files(sources, train), documents=train),
@@ -219,26 +245,11 @@ def load_splits(
     )
 
 
-def load_fitted_on(
-    settings: Settings, tokenizer: PreTrainedTokenizerBase, positions: int, held_out: Data
-) -> list[Document]:
-    """What `fit_data` names; no context that judges may be among it."""
-    if not settings.fit_data:
-        return []
-    _, documents = load_documents(settings, settings.fit_data, tokenizer, positions)
-    where = "in --fit-data and among those that judge; a map"
-    _require_apart(documents, held_out.documents, where, "fitted")
-    return documents
-
-
-def _require_apart(
-    documents: Sequence[Document], judging: Sequence[Document], where: str, done: str
-) -> None:
-    shared = {it.context for it in documents} & {it.context for it in judging}
-    if shared:
+def _require_apart(documents: Sequence[Document], judging: Sequence[Document], where: str) -> None:
+    if shared := {it.context for it in documents} & {it.context for it in judging}:
         raise ConfigError(
-            f"{len(shared)} contexts are both {where} has to be judged on others than it was "
-            f"{done} on"
+            f"{len(shared)} contexts are both {where}; plans have to be judged on others than they "
+            "were chosen and fitted on"
         )
 
 
@@ -309,38 +320,6 @@ def time_costs(
         )
 
 
-@contextlib.contextmanager
-def told(console: Console, title: str, bench: Bench, steps_s: Sequence[float]) -> Iterator[Bench]:
-    """The bench, whose steps take so many seconds in turn, as was forecast, and are shown."""
-    seconds = iter(steps_s)
-    with shown(console, title, Clock(sum(steps_s))) as done:
-        yield replace(bench, tick=lambda _, is_new: done(next(seconds), is_new))
-
-
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """Some plans on one split."""
-
-    split: str
-    title: str
-    candidates: Sequence[Candidate]
-    others: Sequence[Candidate] = ()
-    """What the gate does not ask about."""
-
-
-def judge_all(
-    bench: Bench,
-    documents: Sequence[Document],
-    stage: Stage,
-    costs: CostModel,
-    console: Console,
-) -> Judged:
-    forecast = Forecast(costs, bench.receiver.model.head_layers)
-    steps_s = forecast.judging(documents, stage.candidates, stage.others)
-    with told(console, stage.title, bench, steps_s) as ticking:
-        return judge(ticking, documents, stage.candidates, stage.split, stage.others)
-
-
 def measure_small(
     source: ModelSource, settings: Settings, held_out: Data, console: Console
 ) -> SmallModel:
@@ -353,8 +332,7 @@ def measure_small(
     specs = settings.held_out or settings.data
     _, documents = load_documents(settings, specs, tokenizer, positions)
     documents = [it for it in documents if it.questions[0].name in names]
-    memory = settings.max_memory_gb, settings.max_device_memory_gb
-    answerer = _answerer(model, tokenizer, documents, 1, memory)
+    answerer = _answerer(model, tokenizer, documents, 1, settings.memory_gb)
     qualities = []
     for document in documents:
         answers = answerer.answer(document, answerer.model.prefix(document.prefix, ()).kv)
@@ -367,29 +345,14 @@ def measure_small(
     return SmallModel(qualities=qualities, ttft_s=ttft_s)
 
 
-def _journal_path(settings: Settings, pair: Pair, train: Data, held_out: Data) -> Path:
+def _journal(settings: Settings, pair: Pair, train: Data, held_out: Data) -> Journal:
     """Named by all that decides what is measured: another command has another journal."""
     tasks = sorted({repr(it.task) for it in (*train.documents, *held_out.documents)})
-    decisive = (
-        VERSION,
-        pair.sender_identity.model_id,
-        pair.receiver_identity.model_id,
-        train.files,
-        held_out.files,
-        tasks,
-        settings.dtype,
-        settings.device,
-        settings.sender_device,
-        settings.group,
-        settings.page_size,
-        settings.max_prompt_tokens,
-        settings.pruned,
-        settings.seed,
-        str(torch.__version__),
-        transformers.__version__,
-    )
-    digest = hashlib.sha256(msgspec.json.encode(decisive)).hexdigest()[:12]
-    return settings.out.with_name(f".{settings.out.name}.{digest}.jsonl")
+    data = train.files, held_out.files, tasks
+    models = pair.sender_identity.model_id, pair.receiver_identity.model_id
+    chosen = [getattr(settings, it) for it in _DECISIVE]
+    versions = VERSION, str(torch.__version__), transformers.__version__
+    return Journal.beside(settings.out, models, data, chosen, versions)
 
 
 def _making(

@@ -102,20 +102,20 @@ class Settings:
 
     def __post_init__(self) -> None:
         _require(0.0 < self.tolerance < 1.0, "tolerance", self.tolerance, "between 0 and 1")
-        _require(
-            self.group is None or self.group >= 1,
-            "group",
-            self.group,
-            "a number of layers, at least 1",
-        )
+        _require(self.group is None or self.group >= 1, "group", self.group, "at least 1 layer")
         _require(self.plans >= 2, "plans", self.plans, "at least 2")
         _require(self.page_size >= 1, "page-size", self.page_size, "at least 1 token")
-        for flag in ("max-memory-gb", "max-device-memory-gb"):
-            bound = getattr(self, flag.replace("-", "_"))
+        host, device = self.memory_gb
+        for flag, bound in (("max-memory-gb", host), ("max-device-memory-gb", device)):
             _require(bound is None or bound > 0, flag, bound, "more than 0")
         if self.fit_data and not self.e_correction:
             raise ConfigError("--fit-data is given without --e-correction, which fits; give both")
         _require(self.dtype in DTYPES, "dtype", self.dtype, " or ".join(DTYPES))
+
+    @property
+    def memory_gb(self) -> tuple[float | None, float | None]:
+        """Of the host, and of each device."""
+        return self.max_memory_gb, self.max_device_memory_gb
 
 
 def _require(holds: bool, flag: str, value: object, need: str) -> None:

@@ -3,7 +3,6 @@ their answers from full prefill's, which the drift guard allows?"""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -15,10 +14,11 @@ from cachetree.corrections import Correction
 from cachetree.planning import BlockQuality
 from profiles.compute.examination import FIRST_TOKENS
 from profiles.compute.journal import Journal, temporary_journal
-from profiles.compute.study import HELD_OUT, Bench
+from profiles.compute.study import Bench
 from profiles.data.documents import Document, data_files
 from profiles.evidence import FrontierPoint, MeasuredProfile, Split
-from profiles.profiler import Stage, answerers, judge_all, load_documents, open_pair
+from profiles.forecast import Forecast
+from profiles.profiler import Watched, answerers, load_documents, open_pair
 from profiles.settings import Settings
 from profiles.stats.artifact import Data, losses_of, split_of, tv_bound
 from profiles.stats.choice import qualities_of
@@ -68,20 +68,23 @@ class Again:
         Raises ProfileError where a context is the profile's.
         """
         profile, documents = self._profile, self._documents
-        _require_unseen(profile, documents)
+        known = {*profile.train.contexts, *profile.held_out.contexts}
+        if seen := sum(it.context in known for it in documents):
+            raise ProfileError(
+                f"{seen} of {len(documents)} contexts ({seen / len(documents):.0%}) are the "
+                "profile's own; verify on others"
+            )
         candidates = [_candidate(it) for it in profile.frontier]
         with temporary_journal() as journal:
-            judged = self._judge(documents, Stage(HELD_OUT, "judging", candidates), journal)
+            judged = self._judge("judging", documents, candidates, journal)
         data = Data(files=data_files(self._sources, documents), documents=documents)
-        split = split_of(data, judged.sender, judged.full_prefill, judged.full_reuse)
+        split = split_of(data, judged)
         plans = {}
         for point, candidate in zip(profile.frontier, candidates, strict=True):
             qualities = qualities_of(judged.candidates[candidate])
-            plans[candidate] = msgspec.structs.replace(
-                point,
-                held_out=interval(qualities),
-                tasks=losses_of(documents, judged.full_prefill, qualities, profile.tolerance),
-            )
+            tasks = losses_of(documents, judged.full_prefill, qualities, profile.tolerance)
+            held_out = interval(qualities)
+            plans[candidate] = msgspec.structs.replace(point, held_out=held_out, tasks=tasks)
         if profile.recommended is not None:
             asked = [plans[_candidate(profile.recommended)]]
         else:  # The first that was tried: the verdict holds where that one fails.
@@ -103,19 +106,14 @@ class Again:
         Raises ProfileError where it has no plan, and where the data lack one of those contexts.
         """
         profile, settings = self._profile, self._settings
-        plans = {
-            _candidate(it): it
-            for it in profile.blocks
-            if len(it.block) < profile.receiver.num_layers
-        }
+        num_layers = profile.receiver.num_layers
+        plans = {_candidate(it): it for it in profile.blocks if len(it.block) < num_layers}
         if not plans:
             raise ProfileError(f"the profile has no plan to calibrate: {profile.reason}")
         documents = _begun(profile, self._documents)
         contexts = [it.context for it in documents]
-        decisive = msgspec.json.encode((profile, contexts, settings.dtype, settings.device))
-        digest = hashlib.sha256(decisive).hexdigest()[:12]
-        journal = Journal(settings.out.with_name(f".{settings.out.name}.{digest}.jsonl"))
-        judged = self._judge(documents, Stage(HELD_OUT, "calibrating", [*plans]), journal)
+        journal = Journal.beside(settings.out, profile, contexts, settings.dtype, settings.device)
+        judged = self._judge("calibrating", documents, [*plans], journal)
         measured = {
             plan: msgspec.structs.replace(plan, tv_bound=tv_bound(judged.candidates[it]))
             for it, plan in plans.items()
@@ -129,13 +127,19 @@ class Again:
         journal.remove()
         return calibrated
 
-    def _judge(self, documents: Sequence[Document], stage: Stage, journal: Journal) -> Judged:
-        memory = self._settings.max_memory_gb, self._settings.max_device_memory_gb
-        sender, receiver = answerers(self._pair, documents, *memory)
+    def _judge(
+        self,
+        title: str,
+        documents: Sequence[Document],
+        plans: Sequence[Candidate],
+        journal: Journal,
+    ) -> Judged:
+        sender, receiver = answerers(self._pair, documents, *self._settings.memory_gb)
         bench = Bench(
             sender=sender, receiver=receiver, journal=journal, corrections=self._corrections
         )
-        return judge_all(bench, documents, stage, self._profile.costs, self._console)
+        forecast = Forecast(self._profile.costs, receiver.model.head_layers)
+        return Watched(bench, forecast, self._console).judge(title, documents, plans)
 
 
 def _candidate(it: BlockQuality | FrontierPoint) -> Candidate:
@@ -150,16 +154,6 @@ def _require_same(role: str, expected: ModelIdentity, found: ModelIdentity) -> N
                 f"--{role} is not the profile's {role}: {field} is {theirs!r}, and {ours!r} in the "
                 "profile; give the models that were profiled, or profile these"
             )
-
-
-def _require_unseen(profile: MeasuredProfile, documents: Sequence[Document]) -> None:
-    known = {*profile.train.contexts, *profile.held_out.contexts}
-    seen = sum(it.context in known for it in documents)
-    if seen:
-        raise ProfileError(
-            f"{seen} of {len(documents)} contexts ({seen / len(documents):.0%}) are the profile's "
-            "own; verify on others"
-        )
 
 
 def _begun(profile: MeasuredProfile, found: Sequence[Document]) -> list[Document]:

@@ -2,11 +2,10 @@
 
 models       two checkpoints ─► models; quantised: the matrices of some of them
 layered      any span of a model's layers, over any KV
-passes       one document's KV and E
 mixtures     questions where each layer reads a source of its own
 examination  how close the answers stay to full prefill's
 room         batches that fit into the memory
-study        one document, kept in the journal
-training     every block by KL; judging: any plan by the metric
+study        one document: its KV and E, its questions, kept in the journal
+measuring    every block by KL, any plan by the metric
 fitting      maps of E
 """

@@ -26,6 +26,7 @@ from profiles.stats.measured import Score
 
 FIRST_TOKENS: Final = 8
 """Tokens of an answer whose total variation is measured: as many as the drift guard looks at."""
+_OWN, _REFERENCE = 0, 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,14 +47,8 @@ class Answerer:
     def answer_all(
         self, document: Document, sources: Sequence[PrefixKV], asked: Sequence[Asked]
     ) -> list[Tokens]:
-        answers = decode(
-            self.model,
-            sources,
-            asked,
-            max_new=document.task.max_new,
-            ends=self.ends,
-            max_rows=self.room.rows,
-        )
+        most, rows = document.task.max_new, self.room.rows
+        answers = decode(self.model, sources, asked, max_new=most, ends=self.ends, max_rows=rows)
         return [tuple(answer) for answer in answers]
 
     def quality(self, document: Document, question: int, answer: Tokens) -> float:
@@ -83,15 +78,14 @@ class Examination:
         self, sources: Sequence[PrefixKV], mixtures: Sequence[Mixture], decoded: Sequence[bool]
     ) -> list[tuple[Score, ...]]:
         """Scores by mixture, then by question. `decoded` says which mixtures get a quality."""
-        measured = self._measure(self._streams(sources, mixtures))
-        num_questions = len(self._answers)
+        measured = self._measure(self._streams(sources, mixtures)).tolist()
+        questions = self._document.questions
         missing = [
             (i, question)
-            for i in range(len(mixtures))
-            for question in range(num_questions)
-            if decoded[i] and not measured[i].same[self._texts.own[question]]
+            for i, (*_, is_same) in enumerate(measured)
+            for question in range(len(questions))
+            if decoded[i] and not is_same[_OWN][question]
         ]
-        questions = self._document.questions
         asked = [
             Asked(mixtures[i], questions[question].suffix, self._answers[question])
             for i, question in missing
@@ -103,26 +97,18 @@ class Examination:
         }
         return [
             tuple(
-                self._score(
-                    measured[i],
-                    question,
-                    qualities.get((i, question), self.qualities[question]) if decoded[i] else None,
+                Score(
+                    kl=kl[_OWN][question],
+                    agreement=agreement[_OWN][question],
+                    own_nll=nll[_OWN][question],
+                    reference_nll=nll[_REFERENCE][question],
+                    quality=qualities.get((i, question), same) if decoded[i] else None,
+                    tv=tv[_OWN][question],
                 )
-                for question in range(num_questions)
+                for question, same in enumerate(self.qualities)
             )
-            for i in range(len(mixtures))
+            for i, (kl, nll, agreement, tv, _) in enumerate(measured)
         ]
-
-    def _score(self, measured: _Measured, question: int, quality: float | None) -> Score:
-        own, reference = self._texts.own[question], self._texts.reference[question]
-        return Score(
-            kl=measured.kl[own],
-            agreement=measured.agreement[own],
-            own_nll=measured.nll[own],
-            reference_nll=measured.nll[reference],
-            quality=quality,
-            tv=measured.tv[own],
-        )
 
     def _streams(self, sources: Sequence[PrefixKV], mixtures: Sequence[Mixture]) -> Tensor:
         """`[mixtures, places, hidden]`: what the answers' tokens are predicted from."""
@@ -131,8 +117,10 @@ class Examination:
         return torch.stack([stream[texts.places[:, 0], texts.places[:, 1]] for stream in streams])
 
     @torch.inference_mode()
-    def _measure(self, streams: Tensor) -> list[_Measured]:
-        """Per mixture, means over the tokens of each given answer; of `tv` over the first ones."""
+    def _measure(self, streams: Tensor) -> Tensor:
+        """`[mixtures, 5, 2, questions]`, of own answers and references: KL, negative
+        log-likelihood, agreement and total variation, means over the tokens, of the last over the
+        first ones; and whether every token is the most likely one."""
         texts, model = self._texts, self._answerer.model
         num_mixtures, num_places = streams.shape[:2]
         values = torch.empty(num_mixtures, 4, len(texts.targets))
@@ -150,31 +138,15 @@ class Examination:
                 same = (got.argmax(-1)[:, at] == targets).float()
                 found = torch.stack([kl, -got[:, at, targets], same, tv], 1).cpu()
                 values[part[:, None, None], torch.arange(4)[:, None], tokens] = found
-        return [_Measured.of(value, texts) for value in values]
-
-
-@dataclass(frozen=True, slots=True)
-class _Measured:
-    """One mixture, by given answer."""
-
-    kl: list[float]
-    nll: list[float]
-    agreement: list[float]
-    tv: list[float]
-    same: list[bool]
-
-    @classmethod
-    def of(cls, values: Tensor, texts: _Texts) -> _Measured:
-        lengths = torch.tensor(texts.lengths)
-        text_of = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-        sums = torch.zeros(4, len(lengths)).index_add_(1, text_of, values)
-        kl, nll, agreement, _ = (sums / lengths).tolist()
-        starts = lengths.cumsum(0) - lengths
-        is_first = torch.arange(len(text_of)) - starts[text_of] < FIRST_TOKENS
-        first = torch.zeros(len(lengths)).index_add_(0, text_of[is_first], values[3, is_first])
-        tv = (first / lengths.clamp(max=FIRST_TOKENS)).tolist()
-        is_same = (sums[2].round() == lengths).tolist()
-        return cls(kl, nll, agreement, tv, is_same)
+        sums = torch.zeros(num_mixtures, 4, len(texts.lengths))
+        sums.index_add_(2, texts.text_of, values)
+        is_first = texts.place_in < FIRST_TOKENS
+        first = torch.zeros(num_mixtures, len(texts.lengths))
+        first.index_add_(1, texts.text_of[is_first], values[:, 3, is_first])
+        means = sums / texts.lengths
+        means[:, 3] = first / texts.lengths.clamp(max=FIRST_TOKENS)
+        is_same = sums[:, 2].round() == texts.lengths
+        return torch.cat([means, is_same[:, None]], 1).unflatten(2, (-1, 2)).transpose(2, 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,11 +160,12 @@ class _Texts:
     place_of: Tensor
     """Of every answer token, in order, which of those."""
     targets: Tensor
-    lengths: list[int]
+    text_of: Tensor
+    """Of every answer token, likewise: own answers and references take turns."""
+    place_in: Tensor
+    """Of every answer token, in its answer."""
+    lengths: Tensor
     """Answer tokens of each text."""
-    own: range
-    """Text of each question's own answer."""
-    reference: range
 
     @classmethod
     def of(cls, document: Document, answers: Sequence[Tokens]) -> _Texts:
@@ -203,6 +176,7 @@ class _Texts:
         # The last token of an answer predicts nothing that counts.
         given = Given.of([[(*suffix, *it[:-1]) for it in both] for suffix, both in pairs])
         written = [(len(suffix) - 1, answer) for suffix, both in pairs for answer in both]
+        lengths = torch.tensor([len(answer) for _, answer in written])
         index: dict[tuple[int, int], int] = {}
         place_of = [
             index.setdefault((row, place), len(index))
@@ -214,7 +188,7 @@ class _Texts:
             places=torch.tensor([*index]),
             place_of=torch.tensor(place_of),
             targets=torch.tensor([token for _, answer in written for token in answer]),
-            lengths=[len(answer) for _, answer in written],
-            own=range(0, len(written), 2),
-            reference=range(1, len(written), 2),
+            text_of=torch.repeat_interleave(torch.arange(len(lengths)), lengths),
+            place_in=torch.cat([torch.arange(it) for it in lengths]),
+            lengths=lengths,
         )

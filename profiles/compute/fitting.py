@@ -18,7 +18,7 @@ from torch import Tensor
 
 from cachetree.corrections import Correction
 from cachetree.planning import EMap
-from profiles.compute.passes import DocumentPasses
+from profiles.compute.study import DocumentPasses
 
 PENALTIES: Final = (1e-5, 1e-4, 1e-3, 1e-2)
 """Tried, relative to the mean variance of a column of E."""

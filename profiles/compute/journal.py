@@ -6,6 +6,7 @@ One JSON line per step, written when the step is done. A line that a kill cut sh
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,14 +53,19 @@ class Journal:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._entries: dict[tuple[str, int, str], Entry] = {}
-        self._costs: CostModel | None = None
+        self.costs: CostModel | None = None
         path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
         self._read()
         self._file = path.open("ab")
 
+    @classmethod
+    def beside(cls, out: Path, *decisive: object) -> Journal:
+        """Of what will be written to `out`, for a run of which those values decide everything."""
+        digest = hashlib.sha256(msgspec.json.encode(decisive)).hexdigest()[:12]
+        return cls(out.with_name(f".{out.name}.{digest}.jsonl"))
+
     def _read(self) -> None:
-        if not self._path.exists():
-            return
         whole = 0
         for line in self._path.read_bytes().splitlines(keepends=True):
             try:
@@ -86,11 +92,7 @@ class Journal:
         if isinstance(found, Entry):
             self._entries[found.key] = found
         else:
-            self._costs = found.costs
-
-    @property
-    def costs(self) -> CostModel | None:
-        return self._costs
+            self.costs = found.costs
 
     @property
     def num_passes(self) -> int:

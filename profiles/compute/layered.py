@@ -56,7 +56,13 @@ class GrowingKV:
     """
 
     def __init__(self, past: KV, num_rows: int, room: int) -> None:
-        self._whole = [_with_room(it, num_rows, room + 1) for it in past]
+        self._whole = []
+        for it in past:
+            _, heads, num_tokens, size = it.shape
+            whole = it.new_empty(num_rows, heads, num_tokens + room + 1, size)
+            whole[:, :, :num_tokens] = it
+            whole[:, :, num_tokens:] = 0  # attention weighs with 0 what a row has not written
+            self._whole.append(whole)
 
     def begin(self, num_rows: int, placement: Placement) -> GrowingKV:
         """New tokens of that many rows, at most as there are, are at this placement."""
@@ -70,14 +76,6 @@ class GrowingKV:
         num_keys = self._placement.mask.shape[-1]
         read_keys, read_values = (it[: self._num_rows, :, :num_keys] for it in self._whole)
         return read_keys, read_values
-
-
-def _with_room(past: Tensor, num_rows: int, room: int) -> Tensor:
-    _, heads, num_tokens, size = past.shape
-    whole = past.new_empty(num_rows, heads, num_tokens + room, size)
-    whole[:, :, :num_tokens] = past
-    whole[:, :, num_tokens:] = 0  # attention weighs with 0 what a row has not written
-    return whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,22 +96,10 @@ class Placement:
 
 
 class LayeredModel:
-    """Runs spans of a model's layers; never more than what is asked for.
-
-    Raises ConfigError for a model that it would compute wrongly.
-    """
+    """Runs spans of a model's layers; never more than what is asked for."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         config = model.config
-        if getattr(config, "_attn_implementation", "sdpa") != "sdpa":
-            raise ConfigError(
-                f"attention is {config._attn_implementation!r}; load the model with "
-                'attn_implementation="sdpa"'
-            )
-        if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
-            raise ConfigError(
-                f"sliding_window is {config.sliding_window}; only full attention can be profiled"
-            )
         self.model = model
         self.device = model.device
         self.dtype = model.dtype
@@ -138,17 +124,15 @@ class LayeredModel:
     @torch.inference_mode()
     def prefix(self, ids: Sequence[int], e_layers: Collection[int]) -> Prefix:
         """The model's own KV for a prefix."""
-        e: dict[int, Tensor] = {}
         entering = self.embed(torch.tensor([list(ids)]))
-        kv = self._run(entering, Span(0, self.num_layers), e_layers, e)
-        return Prefix(tuple(kv), e)
+        kv, e = self._run(entering, Span(0, self.num_layers), e_layers)
+        return Prefix(tuple(kv.values()), e)
 
     @torch.inference_mode()
     def recompute(self, entering: Tensor, layers: Span) -> dict[int, KV]:
         """KV of `layers` from the residual stream that enters the first, `[1, tokens, hidden]`."""
-        nothing: dict[int, Tensor] = {}
-        kv = self._run(entering.to(self.device), layers, (), nothing)
-        return dict(zip(layers, kv, strict=True))
+        kv, _ = self._run(entering.to(self.device), layers, ())
+        return kv
 
     @torch.inference_mode()
     def through(self, hidden: Tensor, layers: Iterable[int]) -> tuple[Tensor, list[KV]]:
@@ -170,10 +154,10 @@ class LayeredModel:
         return cache.kv
 
     def _run(
-        self, hidden: Tensor, layers: Span, e_layers: Collection[int], e: dict[int, Tensor]
-    ) -> list[KV]:
-        """The last layer computes its keys and values only."""
-        made = []
+        self, hidden: Tensor, layers: Span, e_layers: Collection[int]
+    ) -> tuple[dict[int, KV], dict[int, Tensor]]:
+        """KV and E by layer. The last layer computes its keys and values only."""
+        made, e = {}, {}
         for layer in layers:
             if layer in e_layers:
                 e[layer] = hidden.to(HOST)
@@ -181,8 +165,8 @@ class LayeredModel:
                 keys, values = self.kv_alone(hidden, layer)
             else:
                 hidden, [(keys, values)] = self.through(hidden, [layer])
-            made.append((keys.to(HOST), values.to(HOST)))
-        return made
+            made[layer] = keys.to(HOST), values.to(HOST)
+        return made, e
 
     def _begin(self, hidden: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Positions of a whole prefix, and their rotation."""
@@ -259,11 +243,9 @@ class LayeredModel:
         )
 
     def kv_of(self, source: PrefixKV, layer: int) -> KV:
-        """A source's KV on the model's device; ValueError where it has none."""
-        kv = source[layer]
-        if kv is None:
-            raise ValueError(f"layer {layer} is read from a source that lacks it")
-        return kv[0].to(self.device), kv[1].to(self.device)
+        """A source's KV on the model's device."""
+        keys, values = source[layer]
+        return keys.to(self.device), values.to(self.device)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[..., hidden]` after the last layer -> `[..., vocabulary]` in float32."""
@@ -337,7 +319,7 @@ class _Keep:
 
 class _OnlyKV(_Keep):
     def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> KV:
-        self.kv = (keys, values)
+        super().update(keys, values)
         raise _Enough
 
 
@@ -345,12 +327,11 @@ class _Replace(_Keep):
     """Some tokens of a whole prefix are new."""
 
     def __init__(self, past: KV, chosen: Tensor) -> None:
-        self.kv = self._past = past
-        self._chosen = chosen
+        self.kv, self._chosen = past, chosen
 
     def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> KV:
-        joined = (self._past[0].clone(), self._past[1].clone())
-        joined[0][:, :, self._chosen] = keys
-        joined[1][:, :, self._chosen] = values
-        self.kv = joined
-        return joined
+        past_keys, past_values = self.kv
+        return super().update(
+            past_keys.index_copy(2, self._chosen, keys),
+            past_values.index_copy(2, self._chosen, values),
+        )

@@ -10,7 +10,7 @@ a recompute made. Mixtures that agree up to a layer share the work up to there:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby, islice
 from operator import itemgetter
@@ -164,15 +164,13 @@ class _Row:
                 break
             right += 1
         self.num_kept += self.num_known + right
-        self._place = self._after(self.answer[-1], self._place + right)
+        # The draft goes on behind the token nearest to where it was, or behind that place.
+        place, last = self._place + right, self.answer[-1]
+        found = [i for i, it in enumerate(self._draft) if it == last]
+        self._place = min(found, key=lambda i: abs(i - place), default=place) + 1
         most = min(2 * right + 1, self._max_new - len(self.answer) - 1)
         self.given = [self.answer[-1], *self._draft[self._place :][:most]]
         self.num_known = 1
-
-    def _after(self, token: int, place: int) -> int:
-        """Where the draft goes on: behind the token nearest to a place, or behind that place."""
-        found = [i for i, it in enumerate(self._draft) if it == token]
-        return min(found, key=lambda i: abs(i - place), default=place) + 1
 
 
 @torch.inference_mode()
@@ -180,7 +178,11 @@ def _decode(
     model: LayeredModel, sources: Sequence[PrefixKV], rows: Sequence[_Row], max_rows: int
 ) -> None:
     """One batch, step by step."""
-    readers = [_readers(it.mixture[layer] for it in rows) for layer in range(model.num_layers)]
+    # By layer, rows by the source that they read.
+    readers: list[dict[int, list[int]]] = [{} for _ in range(model.num_layers)]
+    for index, it in enumerate(rows):
+        for by_source, source in zip(readers, it.mixture, strict=True):
+            by_source.setdefault(source, []).append(index)
     seen = {
         (layer, source): GrowingKV(
             model.kv_of(sources[source], layer), len(reading), max(it.most for it in rows)
@@ -214,11 +216,3 @@ def _decode(
         for i, row in enumerate(rows):
             if row.given:
                 row.take(list(islice(tokens, given[i] - row.num_known + 1)))
-
-
-def _readers(sources: Iterable[int]) -> dict[int, list[int]]:
-    """Rows by the source that they read."""
-    rows: dict[int, list[int]] = {}
-    for row, source in enumerate(sources):
-        rows.setdefault(source, []).append(row)
-    return rows

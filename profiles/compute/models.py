@@ -85,9 +85,7 @@ class _Supported:
     def read_weights(self, dtype: torch.dtype) -> Mapping[str, Tensor]:
         """The base's, in `dtype` where they are quantised."""
         weights = read_weights(self.source.path)
-        if self.quantization is None:
-            return weights
-        return matrices(weights, self.quantization, dtype)
+        return matrices(weights, self.quantization, dtype) if self.quantization else weights
 
 
 def load_pair(
@@ -105,7 +103,7 @@ def load_pair(
     ConfigError naming the field, its values and the remedy where one of the two is not supported
     or they are no pair.
     """
-    theirs, ours = (_look_at(source) for source in (sender, receiver))
+    theirs, ours = map(_look_at, (sender, receiver))
     _require_one_family(theirs, ours)
     differs_at = first_difference(sender.path, receiver.path, sender.adapter, receiver.adapter)
     weights = theirs.read_weights(dtype)
@@ -151,14 +149,11 @@ def _look_at(source: ModelSource) -> _Supported:
             f"model class {identity.architecture} of {source.path} is not supported; supported are "
             f"{', '.join(ARCHITECTURES)}"
         )
-    config_class = ARCHITECTURES[identity.architecture].config_class
-    try:
-        config = config_class.from_pretrained(source.path)
-    except (OSError, ValueError, TypeError, StrictDataclassError) as exc:
-        raise ConfigError(
-            f"{source.path / 'config.json'} cannot be used: {_line(exc)}; save it again"
-        ) from exc
     file = source.path / "config.json"
+    try:
+        config = ARCHITECTURES[identity.architecture].config_class.from_pretrained(source.path)
+    except (OSError, ValueError, TypeError, StrictDataclassError) as exc:
+        raise ConfigError(f"{file} cannot be used: {_line(exc)}; save it again") from exc
     _require_plain_layers(file, config)
     quantization = config.__dict__.pop("quantization_config", None)
     if quantization is not None:

@@ -103,14 +103,10 @@ def _of_fp8(
         module, _, part = name.rpartition(".")
         if part in _FP8_SCALES[:2]:
             weight = weights[f"{module}.weight"].float()
-            scale = scale.float().reshape(-1, 1) if block is None else _spread(scale, block)
-            rows, columns = weight.shape
-            result[f"{module}.weight"] = (weight * scale[:rows, :columns]).to(dtype)
+            if block is None:
+                scale = scale.reshape(-1, 1)
+            for dim, size in enumerate(block or ()):
+                scale = scale.repeat_interleave(size, dim)
+            rows, columns = weight.shape  # of the last blocks there may be less
+            result[f"{module}.weight"] = (weight * scale.float()[:rows, :columns]).to(dtype)
     return result
-
-
-def _spread(scale: Tensor, block: Sequence[int]) -> Tensor:
-    """As many for each block as it has values, the last rows and columns too many perhaps."""
-    for dim, size in enumerate(block):
-        scale = scale.repeat_interleave(size, dim)
-    return scale.float()

@@ -59,13 +59,14 @@ class Bounds:
 
 def bounds_of(host_gb: float | None, device_gb: float | None, device: torch.device) -> Bounds:
     """What is stated, in GiB; where nothing is, most of what is free now."""
-    host = psutil.virtual_memory().available * FREE_SHARE if host_gb is None else host_gb * GIB
+    free = psutil.virtual_memory().available
+    host = int(FREE_SHARE * free if host_gb is None else host_gb * GIB)
     if device.type == "cpu":
-        return Bounds(host=int(host))
-    if device_gb is None:
-        free, _ = torch.get_device_module(device).mem_get_info(device)
-        return Bounds(host=int(host), device=int(FREE_SHARE * free))
-    return Bounds(host=int(host), device=int(device_gb * GIB))
+        return Bounds(host=host)
+    free, _ = torch.get_device_module(device).mem_get_info(device)
+    return Bounds(
+        host=host, device=int(FREE_SHARE * free if device_gb is None else device_gb * GIB)
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,16 +173,12 @@ def make_room(
 
 def _require(needed: int, bound: int, flag: str, document: Document) -> None:
     if needed > bound:
+        enough_gb = math.ceil(100 * needed / GIB) / 100
         raise ConfigError(
             f"--{flag} is {round(bound / GIB, 4):g}, and a context of {len(document.prefix)} "
-            f"tokens (question {document.questions[0].name}) needs {_up(needed)}; "
+            f"tokens (question {document.questions[0].name}) needs {enough_gb:.2f}; "
             "raise it, or cut contexts with --max-prompt-tokens"
         )
-
-
-def _up(num_bytes: int) -> str:
-    """In GiB, so that what is printed is enough."""
-    return f"{math.ceil(100 * num_bytes / GIB) / 100:.2f}"
 
 
 def _with_holes(num_bytes: int) -> int:

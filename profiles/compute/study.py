@@ -1,19 +1,24 @@
-"""One document: its questions over its prefix passes, step by step, kept in the journal."""
+"""One document: its KV and E, made when first asked for, and its questions over them, step by step.
+
+Every prefix pass is counted, and every step is kept in the journal."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import count
 from typing import Final
+
+from torch import Tensor
 
 from cachetree import Span
 from cachetree.corrections import Correction
 from profiles.compute.examination import Answerer, Examination
 from profiles.compute.journal import Entry, Journal
+from profiles.compute.layered import KV, LayeredModel, Prefix, PrefixKV
 from profiles.compute.mixtures import Mixture
-from profiles.compute.passes import DocumentPasses
 from profiles.data.documents import Document
 from profiles.stats.measured import Candidate, Score
 
@@ -29,6 +34,8 @@ FIRST_NEW: Final = 2
 """What plans add comes after the two."""
 
 REFERENCES: Final = "references"
+FILTERED: Final = 0.25
+"""By how much the first filter of a blend keeps more tokens than the mean, and the last fewer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +53,66 @@ class Bench:
     @property
     def num_layers(self) -> int:
         return self.receiver.model.num_layers
+
+
+@dataclass
+class DocumentPasses:
+    """What sender and receiver compute for one prefix; all of it stays in host memory."""
+
+    sender: LayeredModel
+    receiver: LayeredModel
+    ids: Sequence[int]
+    e_layers: Collection[int]
+    """At which the sender's E is kept."""
+    own_e_layers: Collection[int] = ()
+    """At which the receiver's is."""
+    corrections: Mapping[str, Correction] = field(default_factory=dict)
+    """Maps of E by digest."""
+    count: int = field(default=0, init=False)
+    """Prefix passes made so far."""
+
+    @property
+    def theirs(self) -> tuple[KV, ...]:
+        """The sender's KV."""
+        return self._sent.kv
+
+    @property
+    def own(self) -> tuple[KV, ...]:
+        """The receiver's KV: what a recompute of all layers from its own embeddings gives."""
+        return self._received.kv
+
+    def e_of_both(self, layer: int) -> tuple[Tensor, Tensor]:
+        """The sender's and the receiver's, at a layer at which both are kept."""
+        return self._sent.e[layer], self._received.e[layer]
+
+    def new(self, layers: Span, e_map: str = "") -> PrefixKV:
+        """The receiver's KV of `layers`, from the sender's E at the first, corrected by the map of
+        that digest if any; None elsewhere."""
+        if layers.start == 0:
+            return self.own
+        e = self._sent.e[layers.start]
+        if e_map:
+            e = self.corrections[e_map](e[0])[None]
+        made = self.receiver.recompute(e, layers)
+        self.count += 1
+        return [made.get(layer) for layer in range(self.receiver.num_layers)]
+
+    def blend(self, share: float) -> PrefixKV:
+        """The sender's KV with tokens recomputed as CacheBlend does it, for a share of the compute
+        of a prefill."""
+        self.count += 1
+        kept = tokens_kept(share, len(self.ids), self.receiver.num_layers)
+        return self.receiver.blend(self.ids, kept, self.theirs)
+
+    @cached_property
+    def _received(self) -> Prefix:
+        self.count += 1
+        return self.receiver.prefix(self.ids, self.own_e_layers)
+
+    @cached_property
+    def _sent(self) -> Prefix:
+        self.count += 1
+        return self.sender.prefix(self.ids, self.e_layers)
 
 
 class Study:
@@ -71,23 +138,7 @@ class Study:
 
         The first step: the others compare with its answers.
         """
-        if (found := self._found(REFERENCES)) is not None:
-            return found
-        began, before = time.monotonic(), self._passes.count
-        sender, receiver, document = self._bench.sender, self._bench.receiver, self._document
-        theirs = sender.answer(document, self._passes.theirs)
-        answers = receiver.answer(document, self._passes.own)
-        examination = self._examine(answers)
-        sources = [self._passes.theirs, self._passes.own]
-        return self._put(
-            REFERENCES,
-            began,
-            before,
-            answers=tuple(answers),
-            own=tuple(examination.qualities),
-            sender=tuple(sender.quality(document, i, it) for i, it in enumerate(theirs)),
-            scores=tuple(examination.examine(sources, mixtures, decoded)),
-        )
+        return self._kept(REFERENCES, lambda: self._refer(mixtures, decoded))
 
     def compare(
         self, plans: Sequence[Candidate], *, is_decoded: bool
@@ -96,44 +147,56 @@ class Study:
         step = ";".join(it.name for it in plans)
         if not is_decoded:
             step = f"kl;{step}"
-        entry = self._found(step)
-        if entry is None:
-            began, before = time.monotonic(), self._passes.count
-            references = self._bench.journal.get(self._split, self._index, REFERENCES)
-            if references is None:
-                raise ValueError("the references of a document come before its other steps")
-            examination = self._examination or self._examine(references.answers)
-            theirs, own = self._passes.theirs, self._passes.own
-            made = [self._passes.new(run, e_map) for run, e_map in longest_runs(plans)]
-            made += [self._passes.blend(it.share) for it in plans if it.share]
-            mixtures = mixtures_of(plans, self._bench.num_layers)
-            scores = examination.examine([theirs, own, *made], mixtures, [is_decoded] * len(plans))
-            entry = self._put(step, began, before, scores=tuple(scores))
+        entry = self._kept(step, lambda: self._try(plans, is_decoded=is_decoded))
         return dict(zip(plans, entry.scores, strict=True))
+
+    def _kept(self, step: str, measure: Callable[[], dict[str, object]]) -> Entry:
+        """What the journal has of a step; where it has nothing, what is measured now."""
+        journal = self._bench.journal
+        entry = journal.get(self._split, self._index, step)
+        if is_new := entry is None:
+            began, before = time.monotonic(), self._passes.count
+            found = measure()
+            entry = Entry(
+                split=self._split,
+                document=self._index,
+                step=step,
+                passes=self._passes.count - before,
+                seconds=round(time.monotonic() - began, 4),
+                **found,
+            )
+            journal.put(entry)
+        self._bench.tick(entry, is_new)
+        return entry
+
+    def _refer(self, mixtures: Sequence[Mixture], decoded: Sequence[bool]) -> dict[str, object]:
+        sender, receiver, document = self._bench.sender, self._bench.receiver, self._document
+        theirs = sender.answer(document, self._passes.theirs)
+        answers = receiver.answer(document, self._passes.own)
+        examination = self._examine(answers)
+        sources = [self._passes.theirs, self._passes.own]
+        return {
+            "answers": tuple(answers),
+            "own": tuple(examination.qualities),
+            "sender": tuple(sender.quality(document, i, it) for i, it in enumerate(theirs)),
+            "scores": tuple(examination.examine(sources, mixtures, decoded)),
+        }
+
+    def _try(self, plans: Sequence[Candidate], *, is_decoded: bool) -> dict[str, object]:
+        references = self._bench.journal.get(self._split, self._index, REFERENCES)
+        assert references is not None, "the references of a document come before its other steps"
+        examination = self._examination or self._examine(references.answers)
+        sources = [self._passes.theirs, self._passes.own]
+        sources += [self._passes.new(run, e_map) for run, e_map in longest_runs(plans)]
+        sources += [self._passes.blend(it.share) for it in plans if it.share]
+        mixtures = mixtures_of(plans, self._bench.num_layers)
+        scores = examination.examine(sources, mixtures, [is_decoded] * len(plans))
+        return {"scores": tuple(scores)}
 
     def _examine(self, answers: Sequence[tuple[int, ...]]) -> Examination:
         own = self._passes.own
         self._examination = Examination(self._bench.receiver, self._document, own, answers)
         return self._examination
-
-    def _found(self, step: str) -> Entry | None:
-        entry = self._bench.journal.get(self._split, self._index, step)
-        if entry is not None:
-            self._bench.tick(entry, False)
-        return entry
-
-    def _put(self, step: str, began: float, before: int, **found: object) -> Entry:
-        entry = Entry(
-            split=self._split,
-            document=self._index,
-            step=step,
-            passes=self._passes.count - before,
-            seconds=round(time.monotonic() - began, 4),
-            **found,
-        )
-        self._bench.journal.put(entry)
-        self._bench.tick(entry, True)
-        return entry
 
 
 def longest_runs(plans: Iterable[Candidate]) -> list[tuple[Span, str]]:
@@ -159,3 +222,12 @@ def mixtures_of(plans: Sequence[Candidate], num_layers: int) -> list[Mixture]:
             reads[run.start : run.stop] = [source] * len(run)
         mixtures.append(tuple(reads))
     return mixtures
+
+
+def tokens_kept(share: float, num_tokens: int, num_layers: int) -> list[int]:
+    """Of each layer, for a share of all layers over all tokens: all at the first, and then ever
+    fewer, from a quarter more than the mean to a quarter less."""
+    mean = max(0.0, share * num_layers - 1) / max(1, num_layers - 1)
+    slope = min(FILTERED, (1 - mean) / mean) if mean else 0.0
+    steps = [1 - 2 * i / max(1, num_layers - 2) for i in range(num_layers - 1)]
+    return [num_tokens, *(round(num_tokens * mean * (1 + slope * it)) for it in steps)]

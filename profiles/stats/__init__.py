@@ -1,8 +1,7 @@
 """What was measured becomes a verdict. Pure: no models, no devices, no clocks.
 
 measured   the values that a run hands over
-frontier   which plans are worth their work
-choice     which of them are decoded, and tried by the gate
+choice     which plans are worth their work; which are decoded, and tried by the gate
 gate       may the pair be reused? judged on data that chose nothing
 artifact   all of it as a profile
 """

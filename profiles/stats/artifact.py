@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import TypeVar
@@ -27,7 +27,7 @@ from profiles.evidence import (
     TaskLoss,
     TaskScores,
 )
-from profiles.stats.choice import Choice, qualities_of, quality_of
+from profiles.stats.choice import Choice, kl_of, qualities_of, quality_of
 from profiles.stats.gate import (
     DRIFT_ERROR_RATE,
     Qualities,
@@ -66,48 +66,45 @@ class Findings:
     sender: ModelIdentity
     receiver: ModelIdentity
     first_difference: int
+    train: Data
+    held_out: Data
     costs: CostModel
     swept: Swept
-    plans: Mapping[Candidate, Scores]
-    """Those that were decoded on the training split."""
     tried: Judged
-    """The same, with what the models do by themselves."""
+    """On the training split."""
     choice: Choice[Candidate]
     judged: Judged
+    """On the held-out one."""
     small: SmallModel | None
 
 
-def build(
-    found: Findings,
-    train: Data,
-    held_out: Data,
-    tolerance: float,
-    made: Making,
-) -> MeasuredProfile:
+def build(found: Findings, tolerance: float, made: Making) -> MeasuredProfile:
     """The profile: what was measured, and the verdict that follows."""
-    swept, tried, judged, choice = found.swept, found.tried, found.judged, found.choice
-    split = split_of(held_out, judged.sender, judged.full_prefill, judged.full_reuse)
+    swept, judged, choice, trained = found.swept, found.judged, found.choice, found.tried.candidates
+    train, held_out = found.train, found.held_out
+    split = split_of(held_out, judged)
     full = split.full_prefill
-    points = {}
-    for it in choice.frontier:
-        plan = qualities_of(judged.candidates[it])
-        tasks: tuple[TaskLoss, ...] = ()
-        if it in choice.order:
-            tasks = losses_of(held_out.documents, judged.full_prefill, plan, tolerance)
-        points[it] = _point(it, found.plans[it], judged, found.costs, split, tasks)
+    points = {it: _point(it, found, split, tolerance) for it in choice.frontier}
     plans = [points[it] for it in choice.order]
     passed, reason = verdict(plans, split, tolerance)
     usable = [
-        _as_usable(point, judged.candidates[it])
+        BlockQuality(
+            start=point.start,
+            stop=point.stop,
+            quality=point.held_out.mean,
+            e_map=point.e_map,
+            tv_bound=tv_bound(judged.candidates[it]),
+        )
         for it, point in zip(choice.order, proven(plans, tolerance), strict=False)
     ][::-1]
+    digests = [it.sha256 for it in (*train.files, *held_out.files)]
     all_layers = BlockQuality(start=0, stop=found.costs.num_layers, quality=full.mean)
     return MeasuredProfile(
         version=VERSION,
         sender=found.sender,
         receiver=found.receiver,
         metric="+".join(sorted({it.task.metric.value for it in held_out.documents})),
-        data_sha256=_digest([*train.files, *held_out.files]),
+        data_sha256=hashlib.sha256("".join(digests).encode()).hexdigest(),
         num_questions=split.num_questions,
         sender_quality=split.sender.mean,
         full_prefill_quality=full.mean,
@@ -119,24 +116,31 @@ def build(
         reason=reason,
         first_difference=found.first_difference,
         measured_tokens=split.max_prefix_tokens,
-        train=split_of(train, tried.sender, tried.full_prefill, tried.full_reuse),
+        train=split_of(train, found.tried),
         held_out=split,
-        layers=tuple(_layer(layer, scores) for layer, scores in enumerate(swept.layers)),
+        layers=tuple(
+            LayerSensitivity(
+                layer=layer,
+                fidelity=_fidelity(scores),
+                kl_by_context=tuple(round(kl_of([context]), 6) for context in scores),
+            )
+            for layer, scores in enumerate(swept.layers)
+        ),
         measured=tuple(
-            _measured(it, found.plans.get(Candidate(runs=(it,)), swept.blocks[it]))
+            _measured(it, trained.get(Candidate(runs=(it,)), swept.blocks[it]))
             for it in sorted(swept.blocks)
         ),
         frontier=tuple(points.values()),
         order=tuple(choice.frontier.index(it) for it in choice.order),
-        baselines=tuple(_baselines(judged, found.small, found.costs, split)),
+        baselines=tuple(_baselines(found, split)),
         costs=found.costs,
         made=made,
     )
 
 
-def split_of(data: Data, sender: Qualities, full_prefill: Qualities, full_reuse: Scores) -> Split:
+def split_of(data: Data, judged: Judged) -> Split:
     """What the models do by themselves."""
-    reuse = qualities_of(full_reuse)
+    sender, full, reuse = judged.sender, judged.full_prefill, qualities_of(judged.full_reuse)
     questions = [question for it in data.documents for question in it.questions]
     return Split(
         files=data.files,
@@ -148,7 +152,7 @@ def split_of(data: Data, sender: Qualities, full_prefill: Qualities, full_reuse:
                 num_contexts=len(places),
                 num_questions=sum(len(data.documents[i].questions) for i in places),
                 sender=_mean(_at(places, sender)),
-                full_prefill=_mean(_at(places, full_prefill)),
+                full_prefill=_mean(_at(places, full)),
                 full_reuse=_mean(_at(places, reuse)),
             )
             for task, places in by_task(data.documents).items()
@@ -158,7 +162,7 @@ def split_of(data: Data, sender: Qualities, full_prefill: Qualities, full_reuse:
         max_prefix_tokens=max(len(it.prefix) for it in data.documents),
         mean_suffix_tokens=round(fmean(len(it.suffix) for it in questions), 2),
         sender=interval(sender),
-        full_prefill=interval(full_prefill),
+        full_prefill=interval(full),
         full_reuse=interval(reuse),
     )
 
@@ -167,17 +171,15 @@ def losses_of(
     documents: Sequence[Document], full: Qualities, plan: Qualities, tolerance: float
 ) -> tuple[TaskLoss, ...]:
     """What a plan loses at each task."""
-    found = []
-    for places in by_task(documents).values():
-        ours, theirs = _at(places, full), _at(places, plan)
-        found.append(
-            TaskLoss(
-                quality=_mean(theirs),
-                bound=loss_bound(ours, theirs),
-                needed=contexts_needed(ours, theirs, tolerance),
-            )
+    qualities = [(_at(it, full), _at(it, plan)) for it in by_task(documents).values()]
+    return tuple(
+        TaskLoss(
+            quality=_mean(theirs),
+            bound=loss_bound(ours, theirs),
+            needed=contexts_needed(ours, theirs, tolerance),
         )
-    return tuple(found)
+        for ours, theirs in qualities
+    )
 
 
 def _at(places: Iterable[int], values: Sequence[T]) -> list[T]:
@@ -186,14 +188,6 @@ def _at(places: Iterable[int], values: Sequence[T]) -> list[T]:
 
 def _mean(values: Qualities) -> float:
     return round(fmean(_flat(values)), 6)
-
-
-def _layer(layer: int, scores: Scores) -> LayerSensitivity:
-    return LayerSensitivity(
-        layer=layer,
-        fidelity=_fidelity(scores),
-        kl_by_context=tuple(round(fmean(it.kl for it in context), 6) for context in scores),
-    )
 
 
 def _measured(block: Span, scores: Scores) -> MeasuredBlock:
@@ -208,34 +202,22 @@ def _measured(block: Span, scores: Scores) -> MeasuredBlock:
     )
 
 
-def _point(
-    candidate: Candidate,
-    trained: Scores,
-    judged: Judged,
-    costs: CostModel,
-    split: Split,
-    tasks: tuple[TaskLoss, ...],
-) -> FrontierPoint:
-    scores = judged.candidates[candidate]
-    return FrontierPoint(
-        start=candidate.block.start,
-        stop=candidate.block.stop,
-        e_map=candidate.e_map,
-        train_quality=quality_of(trained),
-        held_out=interval(qualities_of(scores)),
-        tasks=tasks,
-        fidelity=_fidelity(scores),
-        ttft_s=_seconds(candidate, costs, split),
+def _point(it: Candidate, found: Findings, split: Split, tolerance: float) -> FrontierPoint:
+    scores = found.judged.candidates[it]
+    plan, full, documents = (
+        qualities_of(scores),
+        found.judged.full_prefill,
+        found.held_out.documents,
     )
-
-
-def _as_usable(point: FrontierPoint, held_out: Scores) -> BlockQuality:
-    return BlockQuality(
-        start=point.start,
-        stop=point.stop,
-        quality=point.held_out.mean,
-        e_map=point.e_map,
-        tv_bound=tv_bound(held_out),
+    return FrontierPoint(
+        start=it.block.start,
+        stop=it.block.stop,
+        e_map=it.e_map,
+        train_quality=quality_of(found.tried.candidates[it]),
+        held_out=interval(plan),
+        tasks=losses_of(documents, full, plan, tolerance) if it in found.choice.order else (),
+        fidelity=_fidelity(scores),
+        ttft_s=_seconds(it, found.costs, split),
     )
 
 
@@ -245,10 +227,9 @@ def tv_bound(held_out: Scores) -> float:
     return mean_bound(distances, DRIFT_ERROR_RATE)
 
 
-def _baselines(
-    judged: Judged, small: SmallModel | None, costs: CostModel, split: Split
-) -> Iterable[Baseline]:
-    for candidate, scores in judged.candidates.items():
+def _baselines(found: Findings, split: Split) -> Iterator[Baseline]:
+    costs, small = found.costs, found.small
+    for candidate, scores in found.judged.candidates.items():
         if candidate.kind is None:
             continue
         yield Baseline(
@@ -260,8 +241,7 @@ def _baselines(
             ttft_s=_seconds(candidate, costs, split),
         )
     if small is not None:
-        num_prefix, num_suffix = round(split.mean_prefix_tokens), round(split.mean_suffix_tokens)
-        share = small.ttft_s / costs.full_prefill_s(num_prefix, num_suffix)
+        share = small.ttft_s / costs.full_prefill_s(*split.mean_lengths)
         yield Baseline(
             kind=BaselineKind.SMALL_MODEL,
             recomputed_layers=round(share * costs.num_layers, 4),
@@ -274,11 +254,10 @@ def _baselines(
 
 def _seconds(candidate: Candidate, costs: CostModel, split: Split) -> float:
     """Predicted TTFT at the split's mean lengths."""
-    num_prefix, num_suffix = round(split.mean_prefix_tokens), round(split.mean_suffix_tokens)
     if not candidate.share:
-        return costs.ttft_s(candidate.runs, num_prefix, num_suffix)
-    compute_s = candidate.share * costs.layers_s(num_prefix, costs.num_layers)
-    return compute_s + costs.ttft_s((), num_prefix, num_suffix)
+        return costs.ttft_s(candidate.runs, *split.mean_lengths)
+    compute_s = candidate.share * costs.layers_s(split.mean_lengths[0], costs.num_layers)
+    return compute_s + costs.ttft_s((), *split.mean_lengths)
 
 
 def _fidelity(scores: Scores) -> Fidelity:
@@ -293,7 +272,3 @@ def _fidelity(scores: Scores) -> Fidelity:
 
 def _flat(contexts: Iterable[Sequence[T]]) -> list[T]:
     return [value for context in contexts for value in context]
-
-
-def _digest(files: Iterable[DataFile]) -> str:
-    return hashlib.sha256("".join(file.sha256 for file in files).encode()).hexdigest()

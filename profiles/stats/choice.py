@@ -1,4 +1,4 @@
-"""Which plans are worth decoding, and which of them the gate will try. Pure.
+"""Which plans there are, which are worth decoding, and which of them the gate will try. Pure.
 
 KL to full prefill tells plans apart with a fraction of the questions that the metric needs, and a
 mean of the metric may be luck. So what is decoded is on the frontier of work against KL, or against
@@ -8,22 +8,58 @@ full prefill is better.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import inf
+from math import ceil, inf
 from statistics import fmean
 from typing import Final, Generic, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from cachetree import Span
-from profiles.stats.frontier import frontier
+from profiles.evidence import BaselineKind
 from profiles.stats.measured import Candidate, Scores, Swept, spread
 
+MOST_STARTS: Final = 16
+"""Places where blocks begin, where nothing else is asked for: a pass over the prefix each, and the
+blocks are as the square of them."""
 MOST_TRIED: Final = 12
 """Plans of a kind that are decoded, and that the gate tries, at most."""
-
+NUM_SPLITS: Final = 3
+"""Numbers of runs that the recommended block is split into."""
 
 P = TypeVar("P", Span, Candidate)
 """Their length are the layers that are computed anew."""
+
+
+def default_group(num_layers: int) -> int:
+    """Layers between two starts of blocks.
+
+    >>> [default_group(it) for it in (12, 16, 30, 32, 80)]
+    [1, 1, 2, 2, 5]
+    """
+    return ceil(num_layers / MOST_STARTS)
+
+
+def grid(num_layers: int, group: int) -> list[Span]:
+    """Every non-empty block whose ends are multiples of `group`, or the last layer."""
+    ends = [*range(0, num_layers, group), num_layers]
+    return [Span(start, stop) for start in ends for stop in ends if start < stop]
+
+
+def frontier(
+    qualities: Mapping[P, float], kl: Mapping[P, float], work: Callable[[P], float]
+) -> list[P]:
+    """By work, plans that beat all that take less. Of equally good ones at the same work the one
+    that stays closest to full prefill (least KL) stands for all; then the first."""
+    chosen: list[P] = []
+    for least in sorted({work(it) for it in qualities}):
+        same = [it for it in qualities if work(it) == least]
+        best = min(same, key=lambda it: (-qualities[it], kl[it]))
+        if not chosen or qualities[best] > qualities[chosen[-1]]:
+            chosen.append(best)
+    return chosen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +86,10 @@ def shortlist(swept: Swept, most: int = MOST_TRIED) -> list[Span]:
     """Blocks that may be worth their work, by work; all layers are no plan."""
     smaller = {it: scores for it, scores in swept.blocks.items() if len(it) < len(swept.layers)}
     kl = {it: kl_of(scores) for it, scores in smaller.items()}
-    likelihood = {it: -_nll_of(scores) for it, scores in smaller.items()}
+    likelihood = {
+        it: -fmean(score.reference_nll for context in scores for score in context)
+        for it, scores in smaller.items()
+    }
     chosen = {*closest(smaller, most), *spread(frontier(likelihood, kl, len), most // 2)}
     return sorted(chosen, key=lambda it: (len(it), it.start))
 
@@ -85,21 +124,45 @@ def kl_of(scores: Scores) -> float:
     return fmean(score.kl for context in scores for score in context)
 
 
-def _nll_of(scores: Scores) -> float:
-    return fmean(score.reference_nll for context in scores for score in context)
-
-
 def quality_of(scores: Scores) -> float:
     """Mean of the metric."""
     return round(fmean(value for context in qualities_of(scores) for value in context), 6)
 
 
 def qualities_of(scores: Scores) -> list[list[float]]:
-    """By context and question; ValueError where one has not been answered."""
-    return [[_answered(score.quality) for score in context] for context in scores]
+    """By context and question, all of which were answered."""
+    return [[score.quality for score in context] for context in scores]
 
 
-def _answered(quality: float | None) -> float:
-    if quality is None:
-        raise ValueError("a question of this mixture was not answered")
-    return quality
+def baselines(
+    frontier: Sequence[Span], recommended: Span | None, ranking: Sequence[int]
+) -> list[Candidate]:
+    """Alternatives at the frontier's sizes; `ranking` has all layers, the most sensitive first."""
+    num_layers = len(ranking)
+    sizes = spread([len(block) for block in frontier if len(block) < num_layers])
+    sizes = sorted({*sizes, *([len(recommended)] if recommended else [])})
+    found = []
+    for size in sizes:
+        share = size / num_layers
+        found.append(Candidate(kind=BaselineKind.CACHEBLEND, share=share))
+        runs = critical_runs(ranking[:size])
+        found.append(Candidate(kind=BaselineKind.CRITICAL_LAYERS, runs=runs))
+    for parts in spread(range(2, len(recommended or ()) + 1), NUM_SPLITS):
+        runs = split_runs(recommended, parts)
+        found.append(Candidate(kind=BaselineKind.SPLIT_BLOCK, runs=runs))
+    return found
+
+
+def critical_runs(layers: Iterable[int]) -> tuple[Span, ...]:
+    """Layers as runs, neighbours joined."""
+    ordered = np.array(sorted(layers))
+    return _spans(np.split(ordered, np.flatnonzero(np.diff(ordered) > 1) + 1))
+
+
+def split_runs(block: Span, parts: int) -> tuple[Span, ...]:
+    """A block in `parts` runs whose lengths differ by one at most, the longer ones first."""
+    return _spans(np.array_split(np.arange(block.start, block.stop), parts))
+
+
+def _spans(runs: Iterable[NDArray[np.int64]]) -> tuple[Span, ...]:
+    return tuple(Span(int(it[0]), int(it[-1]) + 1) for it in runs)

@@ -24,9 +24,8 @@ from profiles.compute.examination import Answerer, Examination
 from profiles.compute.layered import LayeredModel
 from profiles.compute.mixtures import Asked, Mixture
 from profiles.compute.models import ModelSource, Pair, load_pair
-from profiles.compute.passes import DocumentPasses
 from profiles.compute.room import Room
-from profiles.compute.study import FIRST_NEW, THEIRS
+from profiles.compute.study import FIRST_NEW, THEIRS, DocumentPasses
 from profiles.data.datasets import load_sources
 from profiles.data.documents import Document, Question, Tokens, make_documents
 from profiles.data.metrics import Metric

@@ -8,7 +8,7 @@ from shipped import SHIPPED
 from cachetree.ids import Span
 from cachetree.planning.profile import BlockQuality
 from profiles.evidence import Baseline, BaselineKind, MeasuredProfile, read_measured
-from profiles.stats.frontier import grid
+from profiles.stats.choice import grid
 
 
 def sample_profile() -> MeasuredProfile:

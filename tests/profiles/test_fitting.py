@@ -12,7 +12,7 @@ from cachetree.ids import Span
 from profiles.compute.fitting import RANKS, Moments, fit, fit_maps
 from profiles.compute.layered import LayeredModel
 from profiles.compute.models import load_pair
-from profiles.compute.passes import DocumentPasses
+from profiles.compute.study import DocumentPasses
 
 HIDDEN = 24
 

@@ -3,7 +3,7 @@
 import pytest
 
 from cachetree.ids import Span
-from profiles.stats.frontier import frontier, grid
+from profiles.stats.choice import frontier, grid
 
 
 def test_the_grid_has_every_block_once():

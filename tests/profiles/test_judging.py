@@ -11,11 +11,12 @@ from shipped import DATA, SHIPPED
 from benchmarks.oracle import decode, prefill, recompute
 from cachetree.ids import Span
 from profiles.compute.journal import temporary_journal
-from profiles.compute.judging import critical_runs, judge
+from profiles.compute.measuring import judge
 from profiles.compute.models import Pair, load_pair
 from profiles.compute.study import Bench
 from profiles.data.documents import Document
 from profiles.profiler import answerers
+from profiles.stats.choice import critical_runs
 from profiles.stats.measured import Candidate
 from tools.pairs.questions import read_documents
 

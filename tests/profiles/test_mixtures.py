@@ -18,7 +18,6 @@ from test_oracle import (
 
 from benchmarks.oracle import decode as oracle_decode
 from benchmarks.oracle import generate, partial_prefill, prefill
-from cachetree.errors import ConfigError
 from cachetree.ids import EMPTY_SPAN, Span
 from profiles.compute.layered import GrowingKV, LayeredModel, PrefixKV
 from profiles.compute.mixtures import Asked, Given, decode, forced
@@ -217,17 +216,6 @@ def test_a_blend_of_all_tokens_is_a_full_prefill_and_of_none_the_past():
     nothing = layered.blend(IDS, [0] * layered.num_layers, sources[SENDER])
     for got, theirs in zip(nothing, sources[SENDER], strict=True):
         assert all(torch.equal(mixed, past) for mixed, past in zip(got, theirs, strict=True))
-
-
-def test_models_that_would_be_computed_wrongly_are_refused():
-    model = make_model("mistral", 1)
-    model.config.sliding_window = 16
-    with pytest.raises(ConfigError, match="sliding_window is 16"):
-        LayeredModel(model)
-    model = make_model("llama", 1)
-    model.set_attn_implementation("eager")
-    with pytest.raises(ConfigError, match="attention is 'eager'"):
-        LayeredModel(model)
 
 
 def test_the_next_token_after_a_mixture_has_the_oracles_margin():

@@ -23,7 +23,7 @@ from cachetree.planning.profile import write_profile
 from profiles.compute.fitting import fit_maps
 from profiles.compute.layered import LayeredModel
 from profiles.compute.models import load_pair
-from profiles.compute.passes import DocumentPasses
+from profiles.compute.study import DocumentPasses
 from profiles.data.records import read_records, write_records
 from profiles.evidence import BaselineKind, MeasuredProfile, read_measured
 from sglang_droidspeak.cli import main

@@ -38,7 +38,7 @@ from profiles.evidence import MeasuredBlock, MeasuredProfile, read_measured
 from profiles.profiler import load_splits, profile_pair
 from profiles.random_models import VOCAB_SIZE, shape, write_models
 from profiles.settings import DTYPES, Settings
-from profiles.stats.frontier import grid
+from profiles.stats.choice import grid
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "phi3", "mixtral"]
 ALIKE = ["arcee", "glm4", "glm4_moe", "qwen2_moe", "qwen3_moe"]

@@ -12,7 +12,7 @@ from profiles.data.metrics import Metric
 from profiles.data.tasks import Task
 from profiles.forecast import Forecast, typical_others, typical_plans
 from profiles.progress import Clock, shown
-from profiles.stats.frontier import grid
+from profiles.stats.choice import grid
 
 FORECAST = Forecast(COSTS, 2.0)
 TASK = Task(name="t", template="{context} {input}", metric=Metric.F1, max_new=4)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from profiles.compute.training import NUM_SWEPT
+from profiles.compute.measuring import NUM_SWEPT
 from profiles.data.records import read_records
 from profiles.stats.gate import loss_bound
 from tools.pairs.prompts import by_context

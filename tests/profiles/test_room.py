@@ -17,6 +17,7 @@ import torch
 
 from cachetree.errors import ConfigError
 from profiles.compute.journal import temporary_journal
+from profiles.compute.measuring import sweep
 from profiles.compute.models import ModelSource, Pair, load_pair
 from profiles.compute.room import (
     GIB,
@@ -29,13 +30,12 @@ from profiles.compute.room import (
     make_room,
 )
 from profiles.compute.study import Bench
-from profiles.compute.training import sweep
 from profiles.data.documents import Document, Question
 from profiles.data.metrics import Metric
 from profiles.data.tasks import Task
 from profiles.profiler import answerers
 from profiles.random_models import VOCAB_SIZE, shape, write_models
-from profiles.stats.frontier import grid
+from profiles.stats.choice import grid
 
 STATUS = Path("/proc/self/status")
 NUM_LAYERS, MAX_NEW = 4, 3

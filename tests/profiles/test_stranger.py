@@ -16,13 +16,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 from benchmarks.oracle import decode, prefill
 from cachetree.checkpoint.identity import first_difference, read_model_identity
 from profiles.compute.journal import temporary_journal
+from profiles.compute.measuring import sweep
 from profiles.compute.models import ModelSource, load_pair
 from profiles.compute.study import Bench
-from profiles.compute.training import sweep
 from profiles.data.records import read_records
 from profiles.profiler import answerers
-from profiles.stats.choice import choose
-from profiles.stats.frontier import grid
+from profiles.stats.choice import choose, grid
 from tools.pairs.prompts import prompt_of
 from tools.pairs.questions import read_documents
 

@@ -15,16 +15,21 @@ from benchmarks.oracle import decode, partial_prefill
 from cachetree.ids import EMPTY_SPAN, Span
 from profiles.compute.fitting import fit_maps
 from profiles.compute.journal import temporary_journal
-from profiles.compute.judging import baselines, critical_runs, judge, split_runs
 from profiles.compute.layered import LayeredModel
+from profiles.compute.measuring import judge, places_swept, sweep, sweep_corrected
 from profiles.compute.models import Pair, load_pair
-from profiles.compute.passes import DocumentPasses, tokens_kept
-from profiles.compute.study import Bench
-from profiles.compute.training import places_swept, sweep, sweep_corrected
+from profiles.compute.study import Bench, DocumentPasses, tokens_kept
 from profiles.data.documents import Document
 from profiles.profiler import answerers
-from profiles.stats.choice import choose, sensitive_first, shortlist
-from profiles.stats.frontier import grid
+from profiles.stats.choice import (
+    baselines,
+    choose,
+    critical_runs,
+    grid,
+    sensitive_first,
+    shortlist,
+    split_runs,
+)
 from profiles.stats.measured import Candidate, Swept
 from tools.pairs.questions import DATA, read_documents
 

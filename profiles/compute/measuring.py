@@ -1,11 +1,13 @@
-"""The training split: every block of every document, from one prefix pass per starting layer.
+"""Every block of some contexts by KL, and any plan by the metric, of the training split or of the
+held-out one, and what one could do instead.
 
     for each context
-        the sender's pass: KV, and E at every starting layer
+        the sender's pass: KV, and E at every layer at which something starts
         the receiver's own pass ─► full prefill, full reuse, one layer reused, blocks [0, e)
-        for each start s > 0: the receiver's layers s … L-1 over the sender's E ─► blocks [s, e)
+        for each start s > 0: the receiver's layers from s over the sender's E ─► blocks [s, e)
+        for each CacheBlend budget: its tokens at all layers
 
-That is L + 1 passes over a context at group 1, whatever the number of blocks.
+At group 1, every block of a context takes L + 1 passes, whatever the number of blocks.
 """
 
 from __future__ import annotations
@@ -17,13 +19,15 @@ from cachetree import Span
 from cachetree.planning import EMap
 from profiles.compute.journal import Entry
 from profiles.compute.mixtures import Mixture
-from profiles.compute.study import OWN, THEIRS, TRAIN, Bench, Study
+from profiles.compute.study import HELD_OUT, OWN, THEIRS, TRAIN, Bench, Study, longest_runs
 from profiles.data.documents import Document, first_of_each_task
-from profiles.stats.measured import Candidate, Scores, Swept
+from profiles.stats.measured import Candidate, Judged, Score, Scores, Swept
 
 NUM_SWEPT: Final = 12
 """Contexts of each task that tell blocks apart by their KL. On two real pairs the best block of a
 size on any 12 of 24 contexts has 0.1 and 2 % more KL on all 24 than the one that is best there."""
+NUM_SHOWN: Final = 8
+"""Contexts of each task on which is measured what the gate does not ask about."""
 
 
 def sweep(
@@ -95,3 +99,45 @@ def alone_and_reused(num_layers: int) -> list[Mixture]:
     layers = range(num_layers)
     one_reused = (tuple(THEIRS if it == layer else OWN for it in layers) for layer in layers)
     return [(THEIRS,) * num_layers, *one_reused]
+
+
+def judge(
+    bench: Bench,
+    documents: Sequence[Document],
+    candidates: Sequence[Candidate],
+    split: str = HELD_OUT,
+    others: Sequence[Candidate] = (),
+) -> Judged:
+    """Measure document after document, candidates by the metric; `others`, which the gate
+    does not ask about, on some of the documents."""
+    everything = [*candidates, *others]
+    starts = {run.start for candidate in everything for run in candidate.runs}
+    found: dict[Candidate, list[Sequence[Score]]] = {it: [] for it in everything}
+    places = set(first_of_each_task(documents, NUM_SHOWN))
+    references = []
+    for index, document in enumerate(documents):
+        study = Study(bench, split, index, document, starts)
+        references.append(study.references([(THEIRS,) * bench.num_layers], [True]))
+        for batch in batches(everything if index in places else candidates, bench.num_layers):
+            for candidate, scores in study.compare(batch, is_decoded=True).items():
+                found[candidate].append(scores)
+    return Judged(
+        sender=[entry.sender for entry in references],
+        full_prefill=[entry.own for entry in references],
+        full_reuse=[entry.scores[0] for entry in references],
+        candidates=found,
+    )
+
+
+def batches(candidates: Iterable[Candidate], num_layers: int) -> list[list[Candidate]]:
+    """As many together as need no more recomputed layers than the model has, nor are more."""
+    found: list[list[Candidate]] = []
+    for it in candidates:
+        joined = [*found[-1], it] if found else [it]
+        made = sum(len(run) for run, _ in longest_runs(joined))
+        made += sum(num_layers for plan in joined if plan.share)
+        if found and max(made, len(joined)) <= num_layers:
+            found[-1] = joined
+        else:
+            found.append([it])
+    return found
