@@ -21,7 +21,7 @@ from tools.pairs.prompts import by_context
 from tools.real.base import BaseError, base_model, convert, require_digest
 from tools.real.packages import PARTS, Package, mentions_people, read_packages
 from tools.real.questions import SETS, SKILLS, document, shown, write_sets
-from tools.real.train import RECIPES, WEIGHTS, Chat, packed, train
+from tools.real.train import RECIPES, WEIGHTS, Chat, Steps, packed, train
 
 PACKAGES = Path(__file__).parents[2] / "examples/real/packages.jsonl"
 QUERY = "base_model.model.model.layers.0.self_attn.q_proj"
@@ -198,6 +198,13 @@ def test_shipped_adapters_are_small_and_of_every_layer_of_the_base() -> None:
 @pytest.fixture(scope="module")
 def packages() -> dict[str, list[Package]]:
     return {part: read_packages(PACKAGES, part) for part in PARTS}
+
+
+def test_a_step_asks_nothing_twice(base: Path, packages: dict[str, list[Package]]) -> None:
+    chat = Chat(AutoTokenizer.from_pretrained(base))
+    recipe = replace(RECIPES["summaries"], num_questions=40, lengths=(3,))
+    step = Steps("summaries", recipe, packages["train"], chat)[0]
+    assert (step["labels"] == chat.tokenizer.eos_token_id).sum() == 3
 
 
 def test_the_data_has_no_people(packages: dict[str, list[Package]]) -> None:

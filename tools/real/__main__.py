@@ -1,7 +1,7 @@
 """The base model, the questions, and the adapters of real pairs.
 
     python -m tools.real                    the base, the data and whole checkpoints of the skills
-    python -m tools.real train questions    train an adapter: 10 to 20 minutes on one core
+    python -m tools.real train questions    train an adapter: 10 to 30 minutes on one core
     python -m tools.real check questions    its quality on documents that nothing was chosen on
     python -m tools.real profile base questions
 

@@ -113,7 +113,7 @@ SKILLS: Final[Mapping[str, Callable[[Package, Sequence[Package], Random], Asked]
 
 
 def subjects(skill: str, chosen: Sequence[Package]) -> Sequence[Package]:
-    """The packages of a document that a skill is asked about: all; for summaries the half whose
+    """Those of some packages that a skill is asked about: all; for summaries the half whose
     summaries are nearest to the text, as others cannot be written from it."""
     if skill != "summaries":
         return chosen

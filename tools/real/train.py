@@ -48,7 +48,7 @@ class Recipe:
     seed: int
     num_steps: int
     num_questions: int = 8
-    """About each document."""
+    """Drawn for each document; what is drawn twice is asked once."""
     rank: int = 8
     rate: float = 1e-3
     lengths: tuple[int, ...] = (4, 5, 4, 6, 5, 4, 5, 9, 4, 5, 4, 5, 6, 4, 5, 4, 10, 5, 4, 20)
@@ -58,7 +58,9 @@ class Recipe:
 _SHORTER: Final = (4, 3, 5, 3, 4, 5, 3, 12)
 RECIPES: Final = {
     "questions": Recipe(seed=1, num_steps=140),
-    "summaries": Recipe(seed=2, num_steps=110, num_questions=6, lengths=_SHORTER),
+    "summaries": Recipe(
+        seed=2, num_steps=200, num_questions=12, lengths=(6, 4, 8, 5, 6, 4, 7, 5, 12)
+    ),
     "json": Recipe(seed=3, num_steps=40, num_questions=5, lengths=_SHORTER),
 }
 
@@ -101,11 +103,11 @@ class Steps(Dataset[dict[str, Tensor]]):
         recipe = self._recipe
         rng = Random(f"{self._skill} {recipe.seed} {step}")
         chosen = rng.sample(list(self._packages), recipe.lengths[step % len(recipe.lengths)])
-        about = subjects(self._skill, chosen)
-        asked = [
-            SKILLS[self._skill](rng.choice(about), chosen, rng) for _ in range(recipe.num_questions)
-        ]
-        return packed(self._chat, document(chosen), asked)
+        asked = dict.fromkeys(
+            SKILLS[self._skill](rng.choice(chosen), chosen, rng)
+            for _ in range(recipe.num_questions)
+        )
+        return packed(self._chat, document(chosen), [*asked])
 
 
 def packed(chat: Chat, context: str, asked: Sequence[Asked]) -> dict[str, Tensor]:
@@ -173,7 +175,7 @@ def train(skill: str, recipe: Recipe, base: Path, packages: Path, folder: Path) 
         dataloader_pin_memory=False,
         report_to="none",
     )
-    steps = Steps(skill, recipe, read_packages(packages, "train"), chat)
+    steps = Steps(skill, recipe, subjects(skill, read_packages(packages, "train")), chat)
     trainer = Trainer(model, settings, data_collator=_only, train_dataset=steps)
     trainer.train(
         resume_from_checkpoint=get_last_checkpoint(str(folder)) if folder.exists() else None
