@@ -1,6 +1,6 @@
 """`droidspeak demo`: two real servers share prefixes, and what it costs and saves is measured.
 
-config ─► rig (two servers) ─► measure ─► results, checks ─► report, picture
+config ─► rig (two servers) ─► results, and what has to hold ─► report, picture
 """
 
 from sglang_droidspeak.demo.command import run_demo

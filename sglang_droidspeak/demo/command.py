@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from profiles.data.documents import Document
 from profiles.environment import read_environment
-from sglang_droidspeak.demo.checks import equality_failures, quality_failures, reuse_failures
 from sglang_droidspeak.demo.config import DemoConfig
-from sglang_droidspeak.demo.measure import ask_all, random_documents
-from sglang_droidspeak.demo.picture import draw
-from sglang_droidspeak.demo.progress import Steps
-from sglang_droidspeak.demo.report import DemoReport, MeasuredPair, table_of, write_json
-from sglang_droidspeak.demo.results import Condition, measured_of
-from sglang_droidspeak.demo.rig import DemoFailed, Subject, started
+from sglang_droidspeak.demo.report import DemoReport, MeasuredPair, draw, table_of, write_json
+from sglang_droidspeak.demo.results import (
+    Condition,
+    equality_failures,
+    measured_of,
+    quality_failures,
+    reuse_failures,
+)
+from sglang_droidspeak.demo.rig import Advance, DemoFailed, Subject, random_documents, started
 
 PACKAGES = ("sglang-droidspeak", "sglang", "torch", "transformers")
 
@@ -76,7 +81,7 @@ def _ask(
         started(subject, folder, config.env, starting) as rig,
         steps.step("Answer questions, four ways", total) as advance,
     ):
-        samples = ask_all(rig, documents, advance)
+        samples = rig.ask_all(documents, advance)
     metrics = {it.task.metric.value for it in documents if it.questions[0].answers}
     part = MeasuredPair(
         pair=subject.title,
@@ -93,3 +98,35 @@ def _ask(
         *reuse_failures(samples, part.pair),
         *equality_failures(samples, part.pair, part.dtype),
     ]
+
+
+class Steps:
+    """Says what is going on: a bar on a terminal, lines elsewhere."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._begun_s = time.monotonic()
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self._begun_s
+
+    def say(self, text: str) -> None:
+        self._console.print(text, highlight=False)
+
+    @contextlib.contextmanager
+    def step(self, title: str, total: int | None = None) -> Iterator[Advance]:
+        """Of `total` parts, after each of which the value is called, or of unknown length."""
+        begun_s, columns = time.monotonic(), [TextColumn("{task.description:<34}"), BarColumn(30)]
+        if total is not None:
+            columns.append(MofNCompleteColumn())
+        columns.append(TimeElapsedColumn())
+        is_quiet = not self._console.is_terminal
+        if is_quiet:
+            self.say(f"{title} ...")
+        with Progress(*columns, console=self._console, disable=is_quiet) as bar:
+            task = bar.add_task(title, total=total)
+            yield lambda: bar.advance(task)
+            bar.update(task, total=total or 1, completed=total or 1)
+        if is_quiet:
+            self.say(f"{title}: done in {time.monotonic() - begun_s:.1f} s")

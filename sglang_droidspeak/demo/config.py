@@ -184,9 +184,8 @@ class DemoConfig:
                 "a server would not reuse this pair"
             )
         title = f"{self.sender.name} → {self.receiver.name}"
-        models = self.sender, self.receiver
         best = profile.recommended
-        subject = self._subject(title, models, sender, best.block)
+        subject = self._subject(title, self.sender, self.receiver, sender, best.block)
         if best.e_map is not None and self.correction:
             subject = replace(subject, title=f"{title}, E corrected", e_maps_of=self.profile)
         return subject, profile
@@ -200,12 +199,11 @@ class DemoConfig:
         with contextlib.redirect_stderr(io.StringIO()):  # transformers' own progress bars
             sender, receiver = write_models(folder, config, ["sender", "receiver"], dtype=dtype)
         title = f"random weights, {_NUM_LAYERS} layers × {_HIDDEN}"
-        return self._subject(title, (sender, receiver), read_model_identity(sender), _TIMED_BLOCK)
+        return self._subject(title, sender, receiver, read_model_identity(sender), _TIMED_BLOCK)
 
     def _subject(
-        self, title: str, models: tuple[Path, Path], identity: ModelIdentity, block: Span
+        self, title: str, sender: Path, receiver: Path, identity: ModelIdentity, block: Span
     ) -> Subject:
-        sender, receiver = models
         return Subject(
             title=title,
             sender=sender,

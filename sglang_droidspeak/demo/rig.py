@@ -1,31 +1,32 @@
-"""A sender and a receiver, started and ready to be asked."""
+"""A sender and a receiver, started and asked every question under every condition.
+
+What is asked is as the profiler makes it of questions about documents, or random tokens.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import requests
 
 from cachetree import CacheTreeError, ModelIdentity, Span
 from profiles.data.documents import Document, Question
-from profiles.data.tasks import score
+from profiles.data.metrics import Metric
+from profiles.data.tasks import Task, score
+from profiles.random_models import random_prompt
 from sglang_droidspeak.cli.live import state_of
-from sglang_droidspeak.demo.results import Condition, Sample
+from sglang_droidspeak.demo.results import Condition, Sample, Samples, rotated
 from sglang_droidspeak.fleet.fleet import shared_cores
-from sglang_droidspeak.fleet.servers import (
-    Server,
-    ServerSpec,
-    end_of,
-    free_port,
-    running,
-)
+from sglang_droidspeak.fleet.servers import Server, ServerSpec, end_of, free_port, running
 from sglang_droidspeak.request.meta_info import KEY, RequestProvenance
+
+Advance = Callable[[], None]
 
 PUBLISH_S = 60.0
 """Longest that a document's pages take to be on offer."""
@@ -33,6 +34,16 @@ READY_S = 30.0
 _LOOK_S = 0.05
 PAGE_SIZE = 16
 """Tokens."""
+_RANDOM: Final = Task(name="random", template="{context}{input}", metric=Metric.F1, max_new=4)
+"""Enough to compare answers; the time to the first token does not depend on the others."""
+_NUM_DOCUMENTS: Final = 3
+_NUM_TOKENS: Final = 2000
+"""Of each such document, in whole pages;"""
+_NUM_NEW_TOKENS: Final = 24
+"""and of the question about it."""
+WARM_TOKENS: Final = 256
+"""Of the last document, which is read and asked about first, so that nothing is new to the servers
+when times begin to count."""
 
 
 class DemoFailed(CacheTreeError):
@@ -95,35 +106,48 @@ class Rig:
     _sender: Server
     _receiver: Server
 
-    def send(self, document: Document) -> None:
+    def ask_all(self, documents: Sequence[Document], advance: Advance) -> Samples:
+        """`advance` is called after each counted answer."""
+        last = documents[-1]
+        short = replace(last, prefix=last.prefix[:WARM_TOKENS], questions=last.questions[:1])
+        for _ in self._answers(0, short):
+            pass
+        samples: dict[Condition, list[Sample]] = {condition: [] for condition in Condition}
+        for index, document in enumerate(documents):
+            for condition, sample in self._answers(index, document):
+                samples[condition].append(sample)
+                advance()
+        return samples
+
+    def _answers(self, index: int, document: Document) -> Iterator[tuple[Condition, Sample]]:
         """Have the sender read the document; the receiver knows of every page then."""
         publish = {"publish": "before_reply"}
         self._sender.generate(document.prefix, max_new_tokens=1, droidspeak=publish, timeout_s=600)
+        for condition in rotated(index):
+            for question in document.questions:
+                yield condition, self._ask(condition, document, question)
 
-    def ask(self, condition: Condition, document: Document, question: Question) -> Sample:
+    def _ask(self, condition: Condition, document: Document, question: Question) -> Sample:
         """One answer of a receiver whose device cache is empty."""
         self._receiver.flush()
-        subject = self.subject
+        subject, task = self.subject, document.task
         ttft_s, reply = self._receiver.stream(
             [*document.prefix, *question.suffix],
-            max_new_tokens=document.task.max_new,
+            max_new_tokens=task.max_new,
             droidspeak=condition.controls(subject.sender_identity.model_id, subject.block),
             timeout_s=600,
         )
+        quality = None
+        if question.answers:
+            quality = score(task, reply["text"], question.answers, question.classes)
         (provenance,) = reply["meta_info"][KEY]
         return Sample(
             ttft_ms=1000 * ttft_s,
-            quality=_quality(document, question, reply["text"]),
+            quality=quality,
             token_ids=tuple(reply["output_ids"]),
             num_reusable=len(document.prefix),
             provenance=msgspec.convert(provenance, RequestProvenance),
         )
-
-
-def _quality(document: Document, question: Question, text: str) -> float | None:
-    if not question.answers:
-        return None
-    return score(document.task, text, question.answers, question.classes)
 
 
 @contextlib.contextmanager
@@ -143,7 +167,12 @@ def started(
     with contextlib.ExitStack() as stack:
         with starting:
             servers = stack.enter_context(running(*specs, folder=folder, env=env))
-        _wait_connected(servers[1], listen)
+        deadline_s = time.monotonic() + READY_S
+        while (peer := state_of(servers[1].url, None)[KEY]["peers"][0])["state"] != "ready":
+            if time.monotonic() > deadline_s:
+                found = f"{peer['state']}: {peer['reason']}"
+                raise DemoFailed(f"the sender's cache at {listen} is {found}")
+            time.sleep(_LOOK_S)
         try:
             yield Rig(subject, *servers)
         except requests.RequestException as exc:
@@ -151,9 +180,21 @@ def started(
             raise DemoFailed("\n\n".join([f"a server did not answer: {exc}", *logs])) from exc
 
 
-def _wait_connected(receiver: Server, listen: str) -> None:
-    deadline_s = time.monotonic() + READY_S
-    while (peer := state_of(receiver.url, None)[KEY]["peers"][0])["state"] != "ready":
-        if time.monotonic() > deadline_s:
-            raise DemoFailed(f"the sender's cache at {listen} is {peer['state']}: {peer['reason']}")
-        time.sleep(_LOOK_S)
+def random_documents() -> list[Document]:
+    """Of the randomly initialised models' tokens; one question each, without an answer."""
+    return [
+        Document(
+            context="",
+            prefix=tuple(random_prompt(_NUM_TOKENS, seed)),
+            questions=(
+                Question(
+                    suffix=tuple(random_prompt(_NUM_NEW_TOKENS, _NUM_DOCUMENTS + seed)),
+                    reference=(),
+                    answers=(),
+                    name=str(seed),
+                ),
+            ),
+            task=_RANDOM,
+        )
+        for seed in range(_NUM_DOCUMENTS)
+    ]

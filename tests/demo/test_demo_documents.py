@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from profiles.evidence import read_measured
 from sglang_droidspeak.demo import DemoConfig
-from sglang_droidspeak.demo.measure import random_documents
 from sglang_droidspeak.demo.results import Condition, rotated
+from sglang_droidspeak.demo.rig import random_documents
 
 SMALL = DemoConfig.small()
 

@@ -11,8 +11,7 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from profiles.environment import read_environment
-from sglang_droidspeak.demo.picture import draw
-from sglang_droidspeak.demo.report import DemoReport, MeasuredPair, table_of, write_json
+from sglang_droidspeak.demo.report import DemoReport, MeasuredPair, draw, table_of, write_json
 from sglang_droidspeak.demo.results import Condition, Measured
 
 MEANS = {

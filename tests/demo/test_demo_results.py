@@ -7,8 +7,14 @@ import pytest
 from cachetree import ModelIdentity, PairProfile
 from cachetree.planning.profile import PROFILE_VERSION as VERSION
 from cachetree.planning.profile import BlockQuality
-from sglang_droidspeak.demo.checks import equality_failures, quality_failures, reuse_failures
-from sglang_droidspeak.demo.results import Condition, Sample, measured_of
+from sglang_droidspeak.demo.results import (
+    Condition,
+    Sample,
+    equality_failures,
+    measured_of,
+    quality_failures,
+    reuse_failures,
+)
 from sglang_droidspeak.request.meta_info import RequestProvenance
 
 REUSED = RequestProvenance(
