@@ -18,10 +18,12 @@ import struct
 from dataclasses import dataclass
 from typing import Final
 
-from cachetree import Kind, ModelId, PageHash, Step
+from cachetree import Kind, Location, ModelId, PageHash, Step
 from cachetree.checkpoint import Family
 from cachetree.memory import checksum_of_parts
 
+HICACHE: Final = Location("hicache")
+"""Where all of it lies."""
 _MAGIC: Final = b"droidkv1"
 _HEADER: Final = struct.Struct("<8sQQ")
 _SLOT_UNIT: Final = 8192

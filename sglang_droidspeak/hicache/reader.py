@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from typing import Final
 
 from cachetree import DeadlineExceeded, FetchError, ModelId, NoteSpeed, PageHash, StaleEntry, Turns
 from cachetree.memory import Staging
 from cachetree.transport import LogLimiter
+from cachetree.tree import CacheTree
 from sglang_droidspeak.hicache.lane import Lane
-from sglang_droidspeak.hicache.objects import Piece
+from sglang_droidspeak.hicache.objects import HICACHE, Piece
+from sglang_droidspeak.hicache.search import ABSENT_S, AbsentPages
 
 log = logging.getLogger(__name__)
 
 _Fetch = tuple[ModelId, Sequence[PageHash], Staging]
 
-Lose = Callable[[ModelId, Sequence[PageHash], bool], None]
-"""Takes pages, the first of which could not be read, and whether it is that page's fault."""
+BROKEN_S: Final = 60.0
+"""How long a page is left alone that is in the backend, but not whole or not right."""
 
 
 class Reader:
@@ -25,20 +28,19 @@ class Reader:
     A call that hangs keeps its slots, never a staging, whose readers give up at its deadline.
     """
 
-    def __init__(self, lane: Lane, lose: Lose, note_speed: NoteSpeed) -> None:
+    def __init__(
+        self, tree: CacheTree, lane: Lane, absent: AbsentPages, note_speed: NoteSpeed
+    ) -> None:
+        self._tree = tree
         self._lane = lane
-        self._lose = lose
+        self._absent = absent
         self._note_speed = note_speed
         self._lines = LogLimiter(lane.clock)
-        self._turns: Turns[_Fetch] = Turns("hicache-read", self._read_all)
+        self.turns: Final[Turns[_Fetch]] = Turns("hicache-read", self._read_all)
 
     def fetch(self, model: ModelId, pages: Sequence[PageHash], staging: Staging) -> None:
-        if self._lane.breaker.is_open or not self._turns.put((model, pages, staging)):
+        if self._lane.breaker.is_open or not self.turns.put((model, pages, staging)):
             staging.fail(FetchError("the HiCache backend is paused or closed"))
-
-    def close(self, timeout_s: float) -> bool:
-        """Whether the thread has ended; one that hangs in the backend is left behind."""
-        return self._turns.close(timeout_s)
 
     # In the thread.
 
@@ -55,7 +57,7 @@ class Reader:
             except Exception as exc:  # noqa: BLE001  # The breaker counts it, and says so.
                 breaker.fail(repr(exc))
                 self._lane.count("failed", 1)
-                self._lose(model, pages, False)
+                self._lose(model, pages, ABSENT_S)
                 staging.fail(FetchError(f"the HiCache backend failed: {exc!r}"))
             del staging
 
@@ -71,22 +73,25 @@ class Reader:
             except Exception as exc:
                 culprit = self._culprit(batch, exc)
                 self._note_damage(culprit)
-                self._lose(model, pages[culprit.page :], True)
+                self._lose(model, pages[culprit.page :], BROKEN_S)
                 raise StaleEntry(f"{culprit.key} cannot be read") from exc
             for index, piece in enumerate(batch):
-                is_there = index < len(found) and found[index]
-                payload = None
-                if is_there:
-                    payload = lane.objects.open(piece.key, piece.step, lane.memory(index))
+                is_there, memory = index < len(found) and found[index], lane.memory(index)
+                payload = lane.objects.open(piece.key, piece.step, memory) if is_there else None
                 if payload is None:
                     if is_there:
                         self._note_damage(piece)
                     else:
                         lane.count("missing", 1)
-                    self._lose(model, pages[piece.page :], True)
+                    self._lose(model, pages[piece.page :], BROKEN_S)
                     raise StaleEntry(f"{piece.key} is {'damaged' if is_there else 'not there'}")
                 staging.write(piece.step, piece.page * payload.nbytes, payload)
             lane.count("read", len(batch))
+
+    def _lose(self, model: ModelId, pages: Sequence[PageHash], seconds: float) -> None:
+        """The first of these pages could not be read: it is taken to stay away for so long."""
+        self._absent.add(model, pages[0], seconds)
+        self._tree.drop_remote(HICACHE, model, pages)
 
     def _note_damage(self, piece: Piece) -> None:
         self._lane.count("damaged", 1)

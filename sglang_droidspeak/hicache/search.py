@@ -14,11 +14,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from cachetree import Clock, Deadline, Kind, Location, ModelId, PageHash, Search, Step, Turns
+from cachetree import Clock, Deadline, Kind, ModelId, PageHash, Search, Step, Turns
 from cachetree.planning import Match
 from cachetree.tree import CacheTree
 from sglang_droidspeak.hicache.lane import Lane
-from sglang_droidspeak.hicache.writer import Show
+from sglang_droidspeak.hicache.objects import HICACHE
 
 WAIT_S: Final = 0.1
 """Longest that a request waits for an answer; what comes later serves the next one."""
@@ -54,35 +54,29 @@ class Searcher:
     """Answers searches one after another, in a thread of its own."""
 
     _tree: CacheTree
-    _location: Location
     _senders: Mapping[ModelId, Collection[int]]
     """Whom to ask for, and the layers whose E is wanted of each."""
     _lane: Lane
     """Nothing moves through it."""
-    _show: Show
 
     def __post_init__(self) -> None:
         self.absent: Final = AbsentPages(self._lane.clock)
-        self._turns: Turns[_Question] = Turns("hicache-search", self._answer_all)
+        self.turns: Final[Turns[_Question]] = Turns("hicache-search", self._answer_all)
 
     def search(self, pages: Sequence[PageHash]) -> Search:
         search = Search(Deadline.after(WAIT_S, self._lane.clock))
-        is_futile = self._lane.breaker.is_open or self._turns.num_waiting >= MAX_WAITING
+        is_futile = self._lane.breaker.is_open or self.turns.num_waiting >= MAX_WAITING
         if is_futile or not self._unknown(pages):
             search.end()
         else:
-            self._turns.put((pages, search))
+            self.turns.put((pages, search))
         return search
-
-    def close(self, timeout_s: float) -> bool:
-        """Whether the thread has ended; one that hangs in the backend is left behind."""
-        return self._turns.close(timeout_s)
 
     def _unknown(self, pages: Sequence[PageHash]) -> list[Match]:
         """What the tree shows of those models of which there may be more."""
-        there = {it.model: it for it in self._tree.match(pages) if it.location == self._location}
+        there = {it.model: it for it in self._tree.match(pages) if it.location == HICACHE}
         shown = (
-            there.get(it) or Match(model=it, location=self._location, num_pages=0, e_pages={})
+            there.get(it) or Match(model=it, location=HICACHE, num_pages=0, e_pages={})
             for it in self._senders
         )
         return [
@@ -127,5 +121,5 @@ class Searcher:
             for stop in sorted({*reaches.values(), num_new} - {0}):
                 parent = pages[start + begin - 1] if start + begin else None
                 layers = [layer for layer, reach in reaches.items() if reach >= stop]
-                self._show(model, parent, new[begin:stop], layers)
+                self._tree.add_remote(HICACHE, model, parent, new[begin:stop], layers)
                 begin = stop

@@ -15,27 +15,21 @@ import contextlib
 import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import Any, Final
 
 import msgspec
 
-from cachetree import Clock, Deadline, Location, ModelId, NoteSpeed, PageHash, Search
+from cachetree import Clock, Deadline, Location, MakeTier, ModelId, NoteSpeed, PageHash, Search
 from cachetree.memory import Staging
 from cachetree.tree import CacheTree
-from sglang_droidspeak.hicache.breaker import Breaker
-from sglang_droidspeak.hicache.lane import Count, Lane
-from sglang_droidspeak.hicache.objects import Objects
+from sglang_droidspeak.engine.hicache import Backend
+from sglang_droidspeak.hicache.lane import Breaker, Count, Lane
+from sglang_droidspeak.hicache.objects import HICACHE, Objects
 from sglang_droidspeak.hicache.reader import Reader
-from sglang_droidspeak.hicache.search import ABSENT_S, Searcher
+from sglang_droidspeak.hicache.search import Searcher
 from sglang_droidspeak.hicache.writer import Writer
 
-if TYPE_CHECKING:
-    from sglang_droidspeak.engine.hicache import Backend
-
 log = logging.getLogger(__name__)
-
-HICACHE: Final = Location("hicache")
 
 MAX_SLOTS: Final = 64
 """Objects that move in one call of the backend."""
@@ -43,8 +37,6 @@ MAX_LANE_BYTES: Final = 16 << 20
 """Memory for them, of the reader and of the writer."""
 MAX_KNOWN_PAGES: Final = 1 << 18
 """Pages that the tree shows of the backend; past them the coldest go, to be found anew."""
-BROKEN_S: Final = 60.0
-"""How long a page is left alone that is in the backend, but not whole or not right."""
 MAX_CLOSE_S: Final = 5.0
 
 
@@ -74,23 +66,15 @@ class HiCacheTier:
     ) -> None:
         """`senders` are whose entries may be read, and the layers whose E is wanted of each;
         `count` hears of objects `read`, `written`, `missing`, `damaged` and `failed`."""
-        self._tree = tree
         self._backend = backend
-        self._reading = Breaker("reading", clock)
-        self._writing = Breaker("writing", clock)
+        self._reading, self._writing = Breaker("reading", clock), Breaker("writing", clock)
         objects, half = Objects(tree.family), len(backend.slots) // 2
-        reading, writing = (
-            Lane(backend, objects, slots, breaker, count, clock)
-            for slots, breaker in (
-                (range(half), self._reading),
-                (range(half, 2 * half), self._writing),
-            )
-        )
+        reading = Lane(backend, objects, range(half), self._reading, count, clock)
+        writing = Lane(backend, objects, range(half, 2 * half), self._writing, count, clock)
         tree.limit_remote(HICACHE, MAX_KNOWN_PAGES)
-        show = partial(tree.add_remote, HICACHE)
-        self._searcher = Searcher(tree, HICACHE, senders, reading, show)
-        self._reader = Reader(reading, self._lose, note_speed)
-        self._writer = Writer(tree, writing, show)
+        self._searcher = Searcher(tree, senders, reading)
+        self._reader = Reader(tree, reading, self._searcher.absent, note_speed)
+        self._writer = Writer(tree, writing)
         self._is_closed = False
 
     def fetch(self, model: ModelId, pages: Sequence[PageHash], staging: Staging) -> None:
@@ -104,7 +88,7 @@ class HiCacheTier:
 
     def status(self) -> HiCacheStatus:
         return HiCacheStatus(
-            num_late_entries=self._writer.num_late,
+            num_late_entries=self._writer.behind.num_late,
             is_reading_paused=self._reading.is_open,
             is_writing_paused=self._writing.is_open,
         )
@@ -115,7 +99,7 @@ class HiCacheTier:
             return
         self._is_closed = True
         deadline = Deadline.after(MAX_CLOSE_S)
-        threads = (self._searcher, self._reader, self._writer)
+        threads = (self._searcher.turns, self._reader.turns, self._writer.behind)
         have_ended = [thread.close(deadline.remaining_s()) for thread in threads]
         if all(have_ended):
             with contextlib.suppress(Exception):
@@ -123,11 +107,25 @@ class HiCacheTier:
         else:
             log.warning("the HiCache backend does not return; it is left as it is")
 
-    def _lose(self, model: ModelId, pages: Sequence[PageHash], is_broken: bool) -> None:
-        self._searcher.absent.add(model, pages[0], BROKEN_S if is_broken else ABSENT_S)
-        self._tree.drop_remote(HICACHE, model, pages)
 
+def hicache_tier(
+    name: str,
+    config: Mapping[str, Any],
+    senders: Mapping[ModelId, Collection[int]],
+    count: Count = lambda _result, _num: None,
+) -> MakeTier:
+    """What a Cache needs to make the tier; raises ConfigError when it does."""
 
-def num_slots(objects: Objects) -> int:
-    """Of a backend for a tier."""
-    return 2 * max(1, min(MAX_SLOTS, MAX_LANE_BYTES // objects.slot_bytes))
+    def make(tree: CacheTree, note_speed: NoteSpeed) -> HiCacheTier:
+        objects = Objects(tree.family)
+        backend = Backend(
+            name,
+            config,
+            tp_rank=tree.family.tp_rank,
+            tp_size=tree.family.tp_size,
+            slot_bytes=objects.slot_bytes,
+            num_slots=2 * max(1, min(MAX_SLOTS, MAX_LANE_BYTES // objects.slot_bytes)),
+        )
+        return HiCacheTier(tree, backend, senders, note_speed, count=count)
+
+    return make

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
+from typing import Final
 
 from cachetree import Kind, ModelId, PageHash, Span, Step, WriteBehind
 from cachetree.tree import CacheTree, Change, Lease
 from sglang_droidspeak.hicache.lane import Lane
-
-Show = Callable[[ModelId, PageHash | None, Sequence[PageHash], Collection[int]], None]
-"""Adds an entry of the backend to the tree."""
+from sglang_droidspeak.hicache.objects import HICACHE
 
 
 class Writer:
@@ -19,19 +18,10 @@ class Writer:
     of it is there.
     """
 
-    def __init__(self, tree: CacheTree, lane: Lane, show: Show) -> None:
+    def __init__(self, tree: CacheTree, lane: Lane) -> None:
+        self._tree = tree
         self._lane = lane
-        self._show = show
-        self._behind = WriteBehind(tree, "hicache-write", self._write, lane.clock)
-
-    @property
-    def num_late(self) -> int:
-        """Entries that were evicted or refused before they were written."""
-        return self._behind.num_late
-
-    def close(self, timeout_s: float) -> bool:
-        """Write what waits until then; whether the thread has ended."""
-        return self._behind.close(timeout_s)
+        self.behind: Final = WriteBehind(tree, "hicache-write", self._write, lane.clock)
 
     # In the thread.
 
@@ -50,7 +40,7 @@ class Writer:
             breaker.fail(repr(exc))
             return True
         breaker.succeed()
-        self._show(model, change.parent, pages, change.e_layers)
+        self._tree.add_remote(HICACHE, model, change.parent, pages, change.e_layers)
         return True
 
     def _write_steps(

@@ -20,8 +20,9 @@ from hicache_parts import (
 from transport_parts import eventually, store
 
 from cachetree import Deadline, DeadlineExceeded, FetchError, Span, StaleEntry
-from sglang_droidspeak.hicache import breaker, tier
-from sglang_droidspeak.hicache.breaker import Breaker
+from sglang_droidspeak.hicache import lane as breaker
+from sglang_droidspeak.hicache import tier
+from sglang_droidspeak.hicache.lane import Breaker
 
 
 def test_a_backend_that_lies_about_what_it_has() -> None:
