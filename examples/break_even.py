@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass, fields
 
-from sglang_droidspeak.cli.checks import break_even_byte_s
+from sglang_droidspeak.cli.doctor import break_even_byte_s
 
 LINKS = {"10 Gbit/s": 1.25e9, "25 Gbit/s": 3.125e9, "100 Gbit/s": 12.5e9}
 SPEEDS = (2_000, 10_000, 40_000)

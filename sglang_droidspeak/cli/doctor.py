@@ -1,13 +1,30 @@
-"""`droidspeak doctor`."""
+"""`droidspeak doctor`: looks at an installation, a configuration, a running server."""
 
 from __future__ import annotations
 
 import argparse
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import entry_points, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from sglang_droidspeak.cli import checks, live
+import msgspec
+import psutil
+
+from cachetree import CacheTreeError, ConfigError, read_yaml
+from cachetree.transport import Status, StatusRequest, ask, credentials_of, is_directory
+from sglang_droidspeak.cli import live
+from sglang_droidspeak.cli.serve import as_flags, server_of
 from sglang_droidspeak.cli.terminal import complain, show, tell
+from sglang_droidspeak.request.meta_info import KEY
+from sglang_droidspeak.start.config import LINKER_MODULE, MIN_PAGE_SIZE, Settings, parse_settings
+
+GIB: Final = 1 << 30
+PATIENCE_S: Final = 5.0
+"""For a peer's answer."""
+_START: Final = "start it, or mend its address or keys"
+_CLOCKS_S: Final = 2.0
 
 
 def add_parser(commands: Any) -> None:
@@ -47,12 +64,12 @@ def add_parser(commands: Any) -> None:
 def _doctor(args: argparse.Namespace) -> int:
     if args.sglang is not None:
         return _compare(args.sglang)
-    found = [*checks.installation()]
+    found = [*installation()]
     if args.config is not None:
-        found += checks.configuration(args.config)
+        found += configuration(args.config)
     for url in args.url:
-        found += checks.running(url, args.api_key)
-    tell(args, found, map(checks.line, found))
+        found += running(url, args.api_key)
+    tell(args, found, map(line, found))
     return int(not all(it.ok for it in found))
 
 
@@ -64,10 +81,191 @@ def _compare(folder: str) -> int:
         complain(f"{root} has no folder `sglang`; give the folder that a wheel was unpacked into")
         return 1
     lacking, changed = list(probe.lacking(root)), list(probe.changed(root))
-    for line in (*lacking, *changed):
-        show(line)
+    for sentence in (*lacking, *changed):
+        show(sentence)
     show(
         f"{len(lacking)} missing, {len(changed)} changed since SGLang {release.VERSION}, of "
         f"{len(release.USED)} functions and classes, and the fields of {len(release.FIELDS)}"
     )
     return int(bool(lacking or changed))
+
+
+class Check(msgspec.Struct, frozen=True, kw_only=True):
+    """One line."""
+
+    name: str
+    ok: bool
+    found: str
+    remedy: str = ""
+
+
+def line(it: Check) -> str:
+    remedy = f"; {it.remedy}" if it.remedy else ""
+    return f"{'ok   ' if it.ok else 'WRONG'} {it.name}: {it.found}{remedy}"
+
+
+def _check(name: str, ok: bool, found: str, remedy: str = "") -> Check:
+    return Check(name=name, ok=ok, found=found, remedy="" if ok else remedy)
+
+
+def installation() -> Iterator[Check]:
+    """Imports as much of SGLang and torch as tells what they are."""
+    import torch
+
+    from sglang_droidspeak.engine import probe, release
+
+    found = version("sglang")
+    install = f"pip install sglang=={release.VERSION}"
+    yield _check("SGLang", found.split("+")[0] == release.VERSION, found, install)
+    root = probe.installed()
+    moved = [*probe.lacking(root), *probe.changed(root)]
+    yield _check(
+        "hooks",
+        not moved,
+        f"{len(moved)} of {len(release.USED)} moved",
+        "`droidspeak doctor --sglang` lists them; reinstall SGLang where it was changed",
+    )
+    plugins = {it.name for it in entry_points(group="sglang.srt.plugins")}
+    yield _check(
+        "plugin",
+        "droidspeak" in plugins,
+        f"SGLang sees {', '.join(sorted(plugins)) or 'none'}",
+        "install sglang-droidspeak into the environment of SGLang",
+    )
+    platforms = ", ".join(it.name for it in entry_points(group="sglang.srt.platforms"))
+    on_cuda = torch.cuda.is_available()
+    device = torch.cuda.get_device_name() if on_cuda else platforms or "none"
+    yield _check(
+        "device",
+        on_cuda or bool(platforms),
+        f"{device}, torch {version('torch')}",
+        "no accelerator is seen; for a CPU install platforms/torch_cpu of the repository",
+    )
+
+
+def configuration(path: Path) -> Iterator[Check]:
+    """Of the file that `sglang.launch_server --config` takes, on the machine where it will run."""
+    try:
+        options = read_yaml(path, "config")
+        settings, extra = _settings(options, path)
+        server = server_of(extra, str(options.get("model-path")), [*as_flags(options)])
+    except CacheTreeError as exc:
+        yield _check("settings", False, str(exc), f"correct {path}")
+        return
+    yield _check("settings", True, f"model {server.identity.model_id}")
+    for it in server.profiles:
+        pair = f"{it.sender.model_id} to {it.receiver.model_id}"
+        yield _check(f"profile {pair}", it.is_usable, it.reason, "see `droidspeak profile show`")
+    yield from _room(settings)
+    for address in dict.fromkeys((*settings.peers, *settings.push_to)):
+        yield _peer(address, settings)
+
+
+def _settings(options: Any, path: Path) -> tuple[Settings, dict[str, Any]]:
+    options = options or {}
+    linker = options.get("unified-cache-external-linker-config")
+    if not isinstance(linker, dict) or linker.get("linker_module_path") != LINKER_MODULE:
+        raise ConfigError(f"{path} does not configure droidspeak; `droidspeak serve` writes it")
+    if options.get("page-size", 1) < MIN_PAGE_SIZE:
+        raise ConfigError(f"page-size is less than {MIN_PAGE_SIZE}, as it is by default; set it")
+    extra = linker.get("linker_extra_config") or {}
+    return parse_settings(extra), extra
+
+
+def _room(settings: Settings) -> Iterator[Check]:
+    wanted, free = settings.host_gb + settings.staging_gb, psutil.virtual_memory().available / GIB
+    found = f"{wanted:.1f} GiB are taken at start, {free:.1f} GiB are free"
+    yield _check("memory", wanted < free, found, "lower host_gb or staging_gb")
+    if settings.disk_path is not None:
+        folder = Path(settings.disk_path).absolute()
+        place = next(it for it in (folder, *folder.parents) if it.exists())
+        free = psutil.disk_usage(str(place)).free / GIB
+        found = f"up to {settings.disk_gb:.1f} GiB are written, {free:.1f} GiB are free"
+        yield _check("disk", settings.disk_gb < free, found, "lower disk_gb, or make room")
+
+
+def _peer(address: str, settings: Settings) -> Check:
+    """Connects as the server would."""
+    name = f"peer {address}"
+    if is_directory(address):
+        return _check(name, True, "looked into while it runs: see `droidspeak peers`")
+    try:
+        keys = credentials_of(settings.key_file, settings.peer_keys.get(address))
+        told = ask(address, StatusRequest(), Status, timeout_s=PATIENCE_S, credentials=keys)
+    except CacheTreeError as exc:
+        return _check(name, False, str(exc), _START)
+    return _check(name, True, f"serves {told.model or 'many models'}")
+
+
+def running(url: str, key: str | None) -> Iterator[Check]:
+    """Of a server, by what it says itself."""
+    try:
+        state, off_s = live.state_of(url, key), live.clock_off_s(url, key)
+    except CacheTreeError as exc:
+        yield _check(url, False, str(exc), "start it, or give its --api-key")
+        return
+    told = state[KEY]
+    yield _check(url, True, f"SGLang serves {state.get('model_path')}")
+    linker = state.get("unified_cache_external_linker_config") or {}
+    settings = parse_settings(linker.get("linker_extra_config") or {})
+    attention, storage = state.get("attention_backend"), settings.hicache_backend
+    used = f"attention by {attention or 'default'}, storage {storage or 'none'}"
+    yield _check("backends", True, used)
+    yield _check(
+        "clock",
+        abs(off_s) < _CLOCKS_S,
+        f"{off_s:+.0f} s" if off_s else "well",
+        "set it by NTP: logs are compared by it",
+    )
+    degraded, is_up = told["health"]["degraded"], told["health"]["live"]
+    wrong = "; ".join([*degraded, *([] if is_up else ["the worker's thread is stuck"])])
+    restart = "see docs/operate.md; restart it where the thread is stuck"
+    yield _check("memory, disk", not wrong, wrong or "well", restart)
+    yield from _keys(settings)
+    for it in told["peers"]:
+        found = " ".join([it["state"], it["reason"]]).strip()
+        yield _check(f"peer {it['address']}", it["state"] == "ready", found, _START)
+    if not told["pairs"]:
+        none = "none: only caches of this very model are read; `droidspeak profile` makes one"
+        yield _check("profiles", True, none)
+    for pair in told["pairs"]:
+        name = f"profile {pair['sender']} to {pair['receiver']}"
+        yield _check(name, pair["usable"], pair["reason"], "see `droidspeak profile show`")
+    prices = [it["price"] for it in told["pairs"] if it["usable"] and it["price"]]
+    if told["peers"]:
+        yield from _links(told["links"], prices)
+
+
+def _keys(settings: Settings) -> Iterator[Check]:
+    found = "sealed" if settings.key_file else "none"
+    if settings.listen is not None:
+        is_safe = not settings.insecure or settings.key_file is not None
+        seal = "give it a key_file and allowed_peers: others may read and change what it sends"
+        yield _check("keys", is_safe, f"{found}, listens at {settings.listen}", seal)
+
+
+def _links(links: Mapping[str, float], prices: Sequence[Mapping[str, Any]]) -> Iterator[Check]:
+    """Whether each link that was used of late is faster than the break-even of every pair."""
+    known = [it for it in map(break_even_byte_s, prices) if it is not None]
+    if not known:
+        yield _check("break-even", True, "no prefill of such a length was measured yet")
+        return
+    least = f"break-even {max(known) / 1e9:.2f} GB/s for {prices[0]['num_tokens']:,} tokens"
+    for address, byte_s in links.items():
+        slow = "take a faster link, a codec, or a profile with a smaller block; see docs/why.md"
+        found = f"{byte_s / 1e9:.2f} GB/s, {least}"
+        yield _check(f"link {address}", byte_s > max(known), found, slow)
+    if not links:
+        yield _check("break-even", True, f"{least}; no link was used yet")
+
+
+def break_even_byte_s(price: Mapping[str, Any]) -> float | None:
+    """Speed of a link over which reuse takes as long as a full prefill (docs/why.md); infinite
+    where none is fast enough, None while the device's speed is unknown."""
+    full_s, block_s = price["full_prefill_s"], price["recompute_s"]
+    if full_s is None or block_s is None:
+        return None
+    if block_s >= full_s:
+        return math.inf
+    e_bytes, kv_bytes = price["e_bytes"], price["kv_bytes"]
+    return max((e_bytes + kv_bytes) / full_s, e_bytes / (full_s - block_s))

@@ -76,7 +76,9 @@ def lines(told: dict[str, Any]) -> Iterator[str]:
     )
     if told["model"]:
         yield f"model    {told['model']}"
-        yield f"         full prefill of the rest {_seconds(told['full_prefill_s'])}"
+        full_s = told["full_prefill_s"]
+        predicted = "not predicted yet" if full_s is None else f"{full_s:.3f} s predicted"
+        yield f"         full prefill of the rest {predicted}"
     for it in told["holdings"]:
         yield f"has it   {it['model']} at {it['location']}: {_held(it)}"
     for it in told["ways"]:
@@ -114,7 +116,3 @@ def _measured(it: dict[str, Any]) -> str:
     times = ", ".join(f"{step} {it[f'{step}_ms']:.1f} ms" for step in steps if it[f"{step}_ms"])
     exact = "exact" if it["exact"] else "approximate"
     return f"{it['reused_tokens']:,} tokens reused, {exact}" + (f": {times}" if times else "")
-
-
-def _seconds(predicted_s: float | None) -> str:
-    return "not predicted yet" if predicted_s is None else f"{predicted_s:.3f} s predicted"

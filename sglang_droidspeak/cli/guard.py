@@ -11,7 +11,7 @@ import msgspec
 from sglang_droidspeak.cli import live
 from sglang_droidspeak.cli.terminal import tell
 from sglang_droidspeak.guard.detector import strength
-from sglang_droidspeak.guard.messages import ALL, GuardState
+from sglang_droidspeak.guard.plans import ALL, GuardState
 
 
 def add_parser(commands: Any) -> None:

@@ -72,7 +72,13 @@ def _serve(args: argparse.Namespace) -> int:
 def options_of(args: argparse.Namespace) -> dict[str, Any]:
     """SGLang's options beside those that are given to it as they are; raises ConfigError and
     ProfileError for what the server would refuse."""
-    settings = _settings(args)
+    flags = {
+        "listen": args.listen,
+        "peers": args.peer,
+        "push_to": args.push_to,
+        "profiles": args.profile,
+    }
+    settings = {name: it for name, it in flags.items() if it} | dict(map(_named, args.set))
     check_flags("serve", (it[2:].partition("=")[0] for it in args.sglang if it.startswith("--")))
     server = server_of(settings, args.model, args.sglang)
     return {"model-path": args.model, "page-size": server.page_size, **linker_options(settings)}
@@ -99,16 +105,6 @@ def server_of(settings: Mapping[str, Any], model: str, flags: Sequence[str]) -> 
         own.tp,
         () if own.enable_lora or own.lora_paths else None,
     )
-
-
-def _settings(args: argparse.Namespace) -> dict[str, Any]:
-    flags = {
-        "listen": args.listen,
-        "peers": args.peer,
-        "push_to": args.push_to,
-        "profiles": args.profile,
-    }
-    return {name: value for name, value in flags.items() if value} | dict(map(_named, args.set))
 
 
 def _named(told: str) -> tuple[str, Any]:

@@ -1,4 +1,5 @@
-"""Which plans of a pair are in service, and what speaks against each. Pure.
+"""Which plans of a pair are in service, what speaks against each, and what the two halves of the
+drift guard and an operator tell each other of it. Pure.
 
 An alarm takes a plan out of service, and with it those of its profile that promise no more: the
 pair goes on with the best of the others, and without any it is off. What is exact stays in any
@@ -17,13 +18,7 @@ import msgspec
 
 from cachetree import ModelId
 from cachetree.planning import BlockQuality, PairProfile, PlanId
-from sglang_droidspeak.guard.detector import (
-    NO_EVIDENCE,
-    Evidence,
-    observed,
-    strength,
-    suspicion,
-)
+from sglang_droidspeak.guard.detector import NO_EVIDENCE, Evidence, observed, strength, suspicion
 from sglang_droidspeak.request.outcomes import OUT_OF_SERVICE
 
 ALARM: Final = 1e5
@@ -35,6 +30,8 @@ that plans which nobody uses do not have every request looked at."""
 NOISE: Final = 0.02
 """The distance that two exact runs may have, in half precision and other batches. All that is
 allowed to a plan whose profile does not say how far it is from full prefill."""
+ALL: Final = "all"
+"""Every sender, where an operator names one."""
 
 
 class WatchedPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,6 +98,30 @@ class WatchedPair(msgspec.Struct, frozen=True, kw_only=True):
 
     def _ids(self, plans: Iterable[WatchedPlan]) -> Iterator[PlanId]:
         return (PlanId(self.sender, self.receiver, *it.key) for it in plans)
+
+
+class Shadow(msgspec.Struct, frozen=True, kw_only=True):
+    """How far the answer of one request was from an exact run."""
+
+    plan: PlanId
+    tv: float
+    """Total variation, 0 to 1."""
+
+
+class GuardQuestion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the front end and an operator tell; without either, only how things are is asked."""
+
+    shadow: Shadow | None = None
+    missed: dict[str, int] = {}
+    """Shadows that came to nothing, by what became of them: `dropped` or `failed`."""
+    reset: str | None = None
+    """The id of a sender whose pairs begin anew, or `all`."""
+
+
+class GuardState(msgspec.Struct, frozen=True, kw_only=True):
+    shadow_rate: float
+    pairs: tuple[WatchedPair, ...]
+    suspects: tuple[PlanId, ...]
 
 
 def watched(profile: PairProfile) -> WatchedPair:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import msgspec
 
+from cachetree.planning import PairProfile
 from sglang_droidspeak.engine import tracing
-from sglang_droidspeak.guard.messages import ALL, GuardQuestion, GuardState, Shadow
 from sglang_droidspeak.guard.plans import (
+    ALL,
     NOISE,
+    GuardQuestion,
+    GuardState,
+    Shadow,
     WatchedPair,
     WatchedPlan,
     after,
@@ -19,12 +23,9 @@ from sglang_droidspeak.guard.plans import (
     watched,
 )
 from sglang_droidspeak.guard.record import read_record, write_record
-
-if TYPE_CHECKING:
-    from cachetree.planning import PairProfile
-    from sglang_droidspeak.metrics import Metrics
-    from sglang_droidspeak.request.planner import Planner
-    from sglang_droidspeak.start.config import Settings
+from sglang_droidspeak.metrics import Metrics
+from sglang_droidspeak.request.planner import Planner
+from sglang_droidspeak.start.config import Settings
 
 log = logging.getLogger("droidspeak.guard")
 

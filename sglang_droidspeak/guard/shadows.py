@@ -36,8 +36,8 @@ from sglang_droidspeak.engine import asking
 from sglang_droidspeak.engine.own import ANSWERED, DRAFT
 from sglang_droidspeak.guard.distance import POSITIONS, TOP, LogProbs, distance
 from sglang_droidspeak.guard.exact import exact_run
-from sglang_droidspeak.guard.messages import GuardQuestion, GuardState, Shadow
 from sglang_droidspeak.guard.plain import controls_of, plain_params
+from sglang_droidspeak.guard.plans import GuardQuestion, GuardState, Shadow
 from sglang_droidspeak.request.meta_info import KEY
 
 if TYPE_CHECKING:

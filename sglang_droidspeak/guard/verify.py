@@ -53,16 +53,13 @@ class VerifiedAnswers:
 
     def generate(self, original: Any, manager: Any, obj: Any, request: Any = None) -> Any:
         """Hooks TokenizerManager.generate_request, which returns an async generator."""
-        params = plain_params(obj, manager)
-        if params is None or not self._is_verified(params):
+        params = plain_params(obj, manager) or {}
+        # Greedy sampling takes the likeliest token each time.
+        is_greedy = params.get("temperature") == 0 or params.get("top_k") == 1
+        controls = controls_of(params) if is_greedy else None
+        if controls is None or not controls.is_verified(self._settings):
             return original(manager, obj, request)
         return self._verified(manager, partial(original, manager), obj, request)
-
-    def _is_verified(self, params: Mapping[str, Any]) -> bool:
-        """Whether that is wanted, and greedy sampling takes the likeliest token each time."""
-        controls = controls_of(params)
-        is_greedy = params.get("temperature") == 0 or params.get("top_k") == 1
-        return is_greedy and controls is not None and controls.is_verified(self._settings)
 
     async def _verified(
         self, manager: Any, ask: Ask, obj: Any, http: Any

@@ -19,8 +19,9 @@ from cachetree.cache import Cache
 from cachetree.config import CacheConfig
 from cachetree.ids import Span
 from cachetree.planning import full_prefill_s, index_profiles, times_of
-from sglang_droidspeak.cli import checks, live, main
-from sglang_droidspeak.cli.checks import Check, break_even_byte_s
+from sglang_droidspeak.cli import doctor as checks
+from sglang_droidspeak.cli import live, main
+from sglang_droidspeak.cli.doctor import Check, break_even_byte_s
 from sglang_droidspeak.engine import probe
 from sglang_droidspeak.fleet.servers import free_port
 from sglang_droidspeak.request.answers import Answers

@@ -17,8 +17,7 @@ from cachetree.checkpoint import read_model_identity
 from cachetree.planning import read_profile, write_profile
 from profiles.data.documents import Document
 from sglang_droidspeak.fleet.servers import Server, free_port, running
-from sglang_droidspeak.guard.messages import GuardState
-from sglang_droidspeak.guard.plans import WatchedPair
+from sglang_droidspeak.guard.plans import GuardState, WatchedPair
 
 SENDER, RECEIVER = MADE / "merged/questions", MADE / "merged/json"
 PROFILE = ROOT / "examples/real/questions_to_json.json"

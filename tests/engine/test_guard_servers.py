@@ -26,7 +26,7 @@ from profiles.compute.models import ModelSource, load_tokenizer
 from sglang_droidspeak.cli import main
 from sglang_droidspeak.cli.guard import lines
 from sglang_droidspeak.fleet.servers import Server, free_port, running
-from sglang_droidspeak.guard.messages import GuardState
+from sglang_droidspeak.guard.plans import GuardState
 from tools.pairs.questions import QUESTIONS_PER_DOCUMENT, make_records
 
 pytestmark = pytest.mark.server

@@ -14,8 +14,15 @@ from test_policy import PROFILE
 from cachetree import ConfigError
 from cachetree.planning import BlockQuality, PairProfile, PlanId
 from sglang_droidspeak.cli.guard import lines
-from sglang_droidspeak.guard.messages import GuardQuestion, GuardState, Shadow
-from sglang_droidspeak.guard.plans import NOISE, after, left_of, watched
+from sglang_droidspeak.guard.plans import (
+    NOISE,
+    GuardQuestion,
+    GuardState,
+    Shadow,
+    after,
+    left_of,
+    watched,
+)
 from sglang_droidspeak.guard.record import check_record, read_record, write_record
 from sglang_droidspeak.guard.service import PairsInService
 from sglang_droidspeak.metrics import Metrics
