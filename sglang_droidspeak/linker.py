@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -26,13 +27,15 @@ from sglang_droidspeak import engine
 from sglang_droidspeak.adapters.activated import ActivatedAdapters
 from sglang_droidspeak.adapters.models import Models
 from sglang_droidspeak.cost import Meter
-from sglang_droidspeak.engine import HookType, own, release, tracing
+from sglang_droidspeak.engine import Hook, HookType, own, release, tracing
 from sglang_droidspeak.engine.hashing import ensure_page_hashes
 from sglang_droidspeak.engine.names import (
     CacheInitParams,
     ComponentType,
+    LoRARef,
     PoolName,
     PoolTransfer,
+    ServerArgs,
     UnifiedCacheLinker,
     get_observability,
     get_parallel,
@@ -54,7 +57,7 @@ from sglang_droidspeak.request.source import Sources
 from sglang_droidspeak.request.waiting import WaitingRequests
 from sglang_droidspeak.start import refuse
 from sglang_droidspeak.start.config import cache_config
-from sglang_droidspeak.start.this_server import folder_of
+from sglang_droidspeak.start.this_server import ThisServer, folder_of
 from sglang_droidspeak.store.capture import attachment_of
 from sglang_droidspeak.store.events import HostEvents
 from sglang_droidspeak.store.insertions import Insertions
@@ -62,10 +65,6 @@ from sglang_droidspeak.store.offloader import Offloader
 from sglang_droidspeak.store.page_locked import page_locked
 from sglang_droidspeak.store.pool import PoolIndex
 from sglang_droidspeak.store.rows import Coding, ServerPool, rows_of
-
-if TYPE_CHECKING:
-    from sglang_droidspeak.engine.names import LoRARef, ServerArgs
-    from sglang_droidspeak.start.this_server import ThisServer
 
 log = logging.getLogger(__name__)
 
@@ -134,8 +133,9 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         self._pool_index = PoolIndex(
             self._cache.tree, attachment.e_pool, self._provenance, params.page_size, num_slots
         )
-        noted = self._pool_index
-        planner = Planner(server, self._cache, self._meter, self._models, self._activated, noted)
+        planner = Planner(
+            server, self._cache, self._meter, self._models, self._activated, self._pool_index
+        )
         self._profiles = planner.profiles
         self._metrics.tell_pairs(self._profiles)
         if settings.http is not None and self._ranks.is_first:
@@ -153,7 +153,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
             self._while_serving.enter_context(StatusPage(*where, self._cache.status, queries))
         guard = PairsInService(planner, self._metrics, settings, keeps_record=self._ranks.is_first)
         self._waiting = WaitingRequests(
-            Sources(server, self._cache, noted, server_pool),
+            Sources(server, self._cache, self._pool_index, server_pool),
             self._meter,
             self._labels,
             planner,
@@ -174,20 +174,29 @@ class DroidSpeakLinker(UnifiedCacheLinker):
             params.page_size,
         )
         self._offloader.is_stopped = not settings.host_gb
-        adapters = runner.lora_manager.lora_refs if runner.lora_manager is not None else {}
+        hooks: dict[str, Hook] = {}
+        adapters: Mapping[str, LoRARef] = {}
+        if runner.lora_manager is not None:
+            adapters = runner.lora_manager.lora_refs
+            hooks[release.LOAD_LORA] = self._load_lora, HookType.AROUND
+            hooks[release.UNLOAD_LORA] = self._unload_lora, HookType.AFTER
         if params.enable_kv_cache_events and settings.host_gb:
             events = HostEvents(self._cache, self._offloader, adapters, self._metrics)
             self._while_serving.callback(events.close)
             self._insertions.about = events.about
-            engine.place_hooks({release.TAKE_EVENTS: (events.take, HookType.AFTER)})
+            hooks[release.TAKE_EVENTS] = events.take, HookType.AFTER
         self._is_retired = False
         queue = Queue(self._waiting, self._replies, self._models, self._ranks, params.page_size)
         answers = Answers(
             self._cache, planner, self._labels, adapters, params.page_size, guard.answer
         )
         engine.place_hooks(
-            {
-                **queue.hooks,
+            hooks
+            | dict.fromkeys(release.WEIGHTS_WRITTEN, (self._weights_change, HookType.BEFORE))
+            | {
+                release.NEW_PREFILL: (queue.new_prefill, HookType.AROUND),
+                release.REPLAY_LEN: (queue.charge, HookType.AFTER),
+                release.MATCH: (queue.match, HookType.AROUND),
                 release.CREATE: (own.go_on, HookType.AFTER),
                 release.FORWARD: (self._forward.run_batch, HookType.AROUND),
                 release.CHECKPOINT: (self._insertions.checkpoint, HookType.AROUND),
@@ -198,19 +207,9 @@ class DroidSpeakLinker(UnifiedCacheLinker):
                 release.INTERNAL_STATE: (answers.add, HookType.AFTER),
             }
         )
-        engine.place_hooks(
-            dict.fromkeys(release.WEIGHTS_WRITTEN, (self._weights_change, HookType.BEFORE))
-        )
-        if runner.lora_manager is not None:
-            for lora_id, ref in runner.lora_manager.lora_refs.items():
-                self._models.add(lora_id, folder_of(ref.lora_path))
-                self._activated.loaded(lora_id)
-            engine.place_hooks(
-                {
-                    release.LOAD_LORA: (self._load_lora, HookType.AROUND),
-                    release.UNLOAD_LORA: (self._unload_lora, HookType.AFTER),
-                }
-            )
+        for lora_id, ref in adapters.items():
+            self._models.add(lora_id, folder_of(ref.lora_path))
+            self._activated.loaded(lora_id)
         log.info(
             "droidspeak: model %s, E kept of layers %s, %d profiles, serves at %s, peers: %s",
             server.identity.model_id,
@@ -326,14 +325,8 @@ def _tiers(server: ThisServer, metrics: Metrics) -> list[MakeTier]:
         return []
     from sglang_droidspeak.hicache import hicache_tier
 
-    return [
-        hicache_tier(
-            settings.hicache_backend,
-            settings.hicache_config,
-            server.senders,
-            metrics.count_hicache_objects,
-        )
-    ]
+    name, config = settings.hicache_backend, settings.hicache_config
+    return [hicache_tier(name, config, server.senders, metrics.count_hicache_objects)]
 
 
 def _is_request_level(result: bool, _streamer: object, key: str) -> bool:

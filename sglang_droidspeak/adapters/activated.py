@@ -10,21 +10,18 @@ it, so that their KV is the base's, which others may have computed already: noth
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import copy
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 from weakref import WeakValueDictionary
 
 import torch
 
 from sglang_droidspeak import engine
+from sglang_droidspeak.adapters.models import Models
 from sglang_droidspeak.engine import HookType, prefixes, release
+from sglang_droidspeak.engine.names import ForwardBatch, Req, Scheduler
 from sglang_droidspeak.engine.own import num_answered
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from sglang_droidspeak.adapters.models import Models
-    from sglang_droidspeak.engine.names import ForwardBatch, Req, Scheduler
 
 
 class ActivatedAdapters:
@@ -61,7 +58,8 @@ class ActivatedAdapters:
 
     def _prepare(self, original: Any, manager: Any, batch: ForwardBatch) -> None:
         """Tell SGLang of two requests where one is before its invocation first, and then after."""
-        starts = [self._invoked_at(rid) for rid in batch.rids or ()]
+        reqs = [self._reqs.get(rid) for rid in batch.rids or ()]
+        starts = [None if req is None else prefixes.invoked_at(req) for req in reqs]
         if not any(starts):
             original(manager, batch)
             return
@@ -75,10 +73,6 @@ class ActivatedAdapters:
                 lengths, dtype=batch.extend_seq_lens.dtype, device=batch.extend_seq_lens.device
             )
         original(manager, told)
-
-    def _invoked_at(self, rid: str) -> int | None:
-        req = self._reqs.get(rid)
-        return prefixes.invoked_at(req) if req is not None else None
 
 
 def _segments(

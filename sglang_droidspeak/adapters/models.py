@@ -7,17 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from cachetree import ConfigError, ModelId, PageHash
 from cachetree.checkpoint import Adapter, read_adapter, read_invocation
 from sglang_droidspeak.engine import prefixes
-
-if TYPE_CHECKING:
-    from sglang_droidspeak.engine.names import Req
-    from sglang_droidspeak.ranks import Ranks
+from sglang_droidspeak.engine.names import Req
+from sglang_droidspeak.ranks import Ranks
 
 log = logging.getLogger(__name__)
 

@@ -26,6 +26,7 @@ from cachetree import ConfigError
 from sglang_droidspeak.engine import v0_5_23 as release
 
 __all__ = [
+    "Hook",
     "HookRegistry",
     "HookType",
     "Hooks",
@@ -37,7 +38,8 @@ __all__ = [
     "step_tokens",
 ]
 
-Hooks = Mapping[str, tuple[Callable[..., object], HookType]]
+Hook = tuple[Callable[..., object], HookType]
+Hooks = Mapping[str, Hook]
 """By dotted name of a function of SGLang."""
 
 

@@ -7,12 +7,10 @@ What a second one takes of the device's memory is left out of what SGLang sizes 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from cachetree import ConfigError
-
-if TYPE_CHECKING:
-    from sglang_droidspeak.engine.names import ModelRunner
+from sglang_droidspeak.engine.names import ModelRunner
 
 _MIB: Final = 1 << 20
 _PLANS_BYTES: Final = 4 * 8 * _MIB

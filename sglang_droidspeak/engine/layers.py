@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from cachetree import ConfigError, Span
-from sglang_droidspeak.engine.names import KVWriteLoc, get_token_to_kv_pool, residual_batch
-
-if TYPE_CHECKING:
-    from sglang_droidspeak.engine.names import ForwardBatch
+from sglang_droidspeak.engine.names import (
+    ForwardBatch,
+    KVWriteLoc,
+    get_token_to_kv_pool,
+    residual_batch,
+)
 
 OnE = Callable[["ForwardBatch", torch.Tensor], None]
 """Called with the batch and E, `[tokens or more, hidden]`, to be copied before it returns."""

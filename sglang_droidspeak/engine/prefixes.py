@@ -14,16 +14,19 @@ its number stands after APPROXIMATE.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Final
+
+import torch
 
 from cachetree import PAGE_HASH_BYTES, PageHash
-from sglang_droidspeak.engine.names import MatchPrefixParams, RadixKey, get_storage_hash_str
-
-if TYPE_CHECKING:
-    import torch
-
-    from sglang_droidspeak.engine.names import NodeId, Req, UnifiedRadixCache
-
+from sglang_droidspeak.engine.names import (
+    MatchPrefixParams,
+    NodeId,
+    RadixKey,
+    Req,
+    UnifiedRadixCache,
+    get_storage_hash_str,
+)
 
 _INVOKED_AT: Final = "droidspeak_invoked_at"
 _APPROXIMATE: Final = "droidspeak_approximate"

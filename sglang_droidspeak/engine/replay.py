@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -16,6 +16,7 @@ from sglang_droidspeak.engine.names import (
     ForwardBatch,
     ForwardContext,
     ForwardMode,
+    ModelRunner,
     Req,
     SamplingParams,
     ScheduleBatch,
@@ -23,9 +24,6 @@ from sglang_droidspeak.engine.names import (
     forward_context,
     get_model,
 )
-
-if TYPE_CHECKING:
-    from sglang_droidspeak.engine.names import ModelRunner
 
 
 def replay_of(

@@ -33,13 +33,7 @@ def context_of(req: Req) -> str:
     return carrier.get("traceparent", "")
 
 
-def add_slice(
-    req: Req,
-    name: str,
-    start_s: float,
-    stop_s: float,
-    attributes: Attributes = {},  # noqa: B006
-) -> None:
+def add_slice(req: Req, name: str, start_s: float, stop_s: float, attributes: Attributes) -> None:
     """Times are monotonic; SGLang's performance counter is the same clock on Linux."""
     stage = RequestStageConfig(f"droidspeak.{name}", level=_LEVEL)
     req.time_stats.trace_slice(stage, start_s, stop_s, _ours(attributes))

@@ -4,8 +4,8 @@
                decisions  asks tiers that do not advertise; may wait for one that computes the
                           same pages right now (in_flight)
     planned    planner    whose KV, how many tokens, which layers are computed anew
-    fetching   source     staged in host memory, or in this server's own pool; decoding decodes
-                          E that is encoded, on a CPU
+    fetching   source     staged in host memory, or in this server's own pool; on a CPU E that is
+                          encoded is decoded
     ready      arrivals   E is there, and the rest will be before the recompute is over: no more
                           hidden. Too late, or not worth it any more: a full prefill
     loading    load       SGLang has slots: pages of the source, slots of the request

@@ -8,26 +8,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import msgspec
 
-from cachetree import LOCAL, Location, ModelId, Span
+from cachetree import LOCAL, Cache, Location, ModelId, Span
 from cachetree.metrics import Health, health_of
 from cachetree.planning import Match, PairProfile, Plan, Profiles, Weighed, weigh
 from cachetree.transport import Source
 from sglang_droidspeak.engine import asking, prefixes
-from sglang_droidspeak.request.labels import Told
+from sglang_droidspeak.engine.names import LoRARef, Scheduler
+from sglang_droidspeak.request.labels import Labels, Told
 from sglang_droidspeak.request.meta_info import KEY, RequestProvenance, outcome_of
 from sglang_droidspeak.request.outcomes import advice_on
-from sglang_droidspeak.request.planner import Planned, Price
-
-if TYPE_CHECKING:
-    from cachetree import Cache
-    from sglang_droidspeak.engine.names import LoRARef, Scheduler
-    from sglang_droidspeak.request.labels import Labels
-    from sglang_droidspeak.request.planner import Planner
-
+from sglang_droidspeak.request.planner import Planned, Planner, Price
 
 log = logging.getLogger(__name__)
 
@@ -174,17 +168,13 @@ class Answers:
             return {"error": f"{type(exc).__name__}: {exc}; the server's log has more"}
 
     def _explain(self, question: Question, scheduler: Scheduler) -> Explanation:
-        measured = None
-        if question.request_id is None:
-            it = self._unsent(question, scheduler)
-        elif question.request_id in self._labels.told:
-            it = self._labels.told[question.request_id]
-            measured = it.provenance
-        else:
+        told, asked = self._labels.told, question.request_id
+        if asked is not None and asked not in told:
             raise LookupError(
-                f"no request {question.request_id!r} among the last {len(self._labels.told)} that "
-                "this server has answered"
+                f"no request {asked!r} among the last {len(told)} that this server has answered"
             )
+        it = self._unsent(question, scheduler) if asked is None else told[asked]
+        measured = None if asked is None else it.provenance
         return explained(it, measured, self._page_size, self._planner.profiles)
 
     def _unsent(self, question: Question, scheduler: Scheduler) -> Told:
@@ -204,9 +194,7 @@ class Answers:
         return Told(outcome, len(question.input_ids), planned.considered)
 
     def _lora_id(self, name: str | None) -> str | None:
-        if name is None:
-            return None
-        for lora_id, ref in self._lora_refs.items():
-            if ref.lora_name == name:
-                return lora_id
-        raise LookupError(f"this server has no adapter {name!r} now")
+        by_name = {None: None} | {it.lora_name: key for key, it in self._lora_refs.items()}
+        if name not in by_name:
+            raise LookupError(f"this server has no adapter {name!r} now")
+        return by_name[name]

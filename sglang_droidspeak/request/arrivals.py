@@ -16,18 +16,15 @@ import logging
 import math
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from cachetree import LOCAL, DeadlineExceeded, FetchError, is_pool
-from cachetree.planning import Plan, Reason, Strategy, recompute_s
-from sglang_droidspeak.request.request import Phase
-
-if TYPE_CHECKING:
-    from sglang_droidspeak.cost import Meter
-    from sglang_droidspeak.engine.names import UnifiedRadixCache
-    from sglang_droidspeak.request.planner import Planner
-    from sglang_droidspeak.request.request import Request
-    from sglang_droidspeak.request.source import Arrival, Sources
+from cachetree.planning import Reason, Strategy, recompute_s
+from sglang_droidspeak.cost import Meter
+from sglang_droidspeak.engine.names import UnifiedRadixCache
+from sglang_droidspeak.request.planner import Planner
+from sglang_droidspeak.request.request import Phase, Request
+from sglang_droidspeak.request.source import Arrival, Sources
 
 log = logging.getLogger(__name__)
 
@@ -75,8 +72,11 @@ class Arrivals:
             request.failure = type(exc).__name__
             return Phase.SETTLED
         if arrival.is_complete and arrival.has_e:
-            if request.phase is Phase.FETCHING:
-                self._note_end(request.plan, arrival)
+            location = request.plan.location
+            is_here = location == LOCAL or is_pool(location)
+            is_seen_first = request.phase is Phase.FETCHING
+            if is_seen_first and arrival.completed_s is not None and not is_here:
+                self._meter.noticed(time.monotonic() - arrival.completed_s)
             return Phase.READY
         if request.is_impatient:
             return self._too_late(request, arrival)
@@ -92,12 +92,6 @@ class Arrivals:
         if arrival.elapsed_s > _RATE_S and rest_s > left_s:
             return self._too_late(request, arrival)
         return Phase.FETCHING
-
-    def _note_end(self, plan: Plan, arrival: Arrival) -> None:
-        """It is seen for the first time."""
-        is_here = plan.location == LOCAL or is_pool(plan.location)
-        if arrival.completed_s is not None and not is_here:
-            self._meter.noticed(time.monotonic() - arrival.completed_s)
 
     def _too_late(self, request: Request, arrival: Arrival) -> Phase:
         """Reuse would save less than the request waits for it."""

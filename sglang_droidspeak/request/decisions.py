@@ -10,27 +10,23 @@ import contextlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from cachetree import FetchError, Location, Span, is_pool
 from cachetree.planning import Reason, full_prefill_s
+from sglang_droidspeak.cost import Meter
 from sglang_droidspeak.engine import prefixes
+from sglang_droidspeak.engine.names import Req, UnifiedRadixCache
+from sglang_droidspeak.ranks import Ranks
 from sglang_droidspeak.request import traces
 from sglang_droidspeak.request.controls import parse_controls
-from sglang_droidspeak.request.labels import consider, must_stay_exact
+from sglang_droidspeak.request.in_flight import InFlightPrefills
+from sglang_droidspeak.request.labels import Labels, consider, must_stay_exact
 from sglang_droidspeak.request.meta_info import RequestProvenance
-from sglang_droidspeak.request.planner import UNMEASURED_S, Declined, Planned
+from sglang_droidspeak.request.planner import UNMEASURED_S, Declined, Planned, Planner
 from sglang_droidspeak.request.request import Phase, Request
+from sglang_droidspeak.request.source import Sources
 from sglang_droidspeak.start.config import at_rank
-
-if TYPE_CHECKING:
-    from sglang_droidspeak.cost import Meter
-    from sglang_droidspeak.engine.names import Req, UnifiedRadixCache
-    from sglang_droidspeak.ranks import Ranks
-    from sglang_droidspeak.request.in_flight import InFlightPrefills
-    from sglang_droidspeak.request.labels import Labels
-    from sglang_droidspeak.request.planner import Planner
-    from sglang_droidspeak.request.source import Sources
 
 log = logging.getLogger(__name__)
 

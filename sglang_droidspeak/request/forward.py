@@ -6,25 +6,21 @@ import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cachetree import Deadline, FetchError, Span
+from sglang_droidspeak.cost import Meter
 from sglang_droidspeak.engine import prefixes
-from sglang_droidspeak.engine.names import ForwardMode
-from sglang_droidspeak.ranks import RanksApart
+from sglang_droidspeak.engine.names import ForwardMode, ScheduleBatch
+from sglang_droidspeak.ranks import Ranks, RanksApart
 from sglang_droidspeak.request import traces
+from sglang_droidspeak.request.labels import Labels
+from sglang_droidspeak.request.load import Load
+from sglang_droidspeak.request.loader import Loader
 from sglang_droidspeak.request.meta_info import provenance_of
 from sglang_droidspeak.request.partial_prefill import BlockTokens, PartialPrefill
-
-if TYPE_CHECKING:
-    from sglang_droidspeak.cost import Meter
-    from sglang_droidspeak.engine.names import ScheduleBatch
-    from sglang_droidspeak.ranks import Ranks
-    from sglang_droidspeak.request.labels import Labels
-    from sglang_droidspeak.request.load import Load
-    from sglang_droidspeak.request.loader import Loader
-    from sglang_droidspeak.request.request import Request
-    from sglang_droidspeak.store.capture import Attachment
+from sglang_droidspeak.request.request import Request
+from sglang_droidspeak.store.capture import Attachment
 
 log = logging.getLogger(__name__)
 

@@ -9,19 +9,17 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Container, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass, field, replace
+from typing import Final
 
 from cachetree import Location, ModelId, PageHash
 from cachetree.planning import Reason
+from cachetree.tree import CacheTree
+from sglang_droidspeak.adapters.models import Models
+from sglang_droidspeak.engine.names import Req
 from sglang_droidspeak.engine.prefixes import namespace_of
+from sglang_droidspeak.request.planner import Planned, Planner
 from sglang_droidspeak.store.pool import pool_of
-
-if TYPE_CHECKING:
-    from cachetree.tree import CacheTree
-    from sglang_droidspeak.adapters.models import Models
-    from sglang_droidspeak.engine.names import Req
-    from sglang_droidspeak.request.planner import Planned, Planner
 
 _READS_NOBODY: Final = (Reason.OFF.value, "bad_controls")
 """Outcomes of requests that compute all themselves, whatever others have."""
@@ -39,15 +37,15 @@ class InFlightPrefill:
     """What a follower is predicted to save by reading them, and the longest that it waits."""
 
 
+@dataclass(eq=False)
 class InFlightPrefills:
     """Scheduler thread only."""
 
-    def __init__(self, tree: CacheTree, planner: Planner, models: Models, page_size: int) -> None:
-        self._page_size: Final = page_size
-        self._tree: Final = tree
-        self._planner: Final = planner
-        self._models: Final = models
-        self._leaders: dict[str, InFlightPrefill] = {}
+    _tree: CacheTree
+    _planner: Planner
+    _models: Models
+    _page_size: int
+    _leaders: dict[str, InFlightPrefill] = field(default_factory=dict, init=False)
 
     def follow(
         self, req: Req, pages: Sequence[PageHash], planned: Planned | str

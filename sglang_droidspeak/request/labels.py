@@ -6,22 +6,18 @@ import logging
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import msgspec
+import torch
 
+from cachetree.planning import Considered
 from sglang_droidspeak.engine import own
-from sglang_droidspeak.engine.names import FINISH_ABORT, is_health_check_generate_req
+from sglang_droidspeak.engine.names import FINISH_ABORT, Req, is_health_check_generate_req
 from sglang_droidspeak.engine.prefixes import tenant_of
+from sglang_droidspeak.metrics import Metrics
 from sglang_droidspeak.request import traces
 from sglang_droidspeak.request.meta_info import DRAFT_ENDS, KEY, RequestProvenance
-
-if TYPE_CHECKING:
-    import torch
-
-    from cachetree.planning import Considered
-    from sglang_droidspeak.engine.names import Req
-    from sglang_droidspeak.metrics import Metrics
 
 log = logging.getLogger("droidspeak.request")
 

@@ -5,23 +5,19 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+
+import torch
 
 from cachetree import Deadline, FetchError, Kind, Span, Step
 from cachetree.planning import Plan
+from sglang_droidspeak.request.source import Source
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from contextlib import AbstractContextManager
-
-    import torch
-
-    from sglang_droidspeak.request.source import Source
-
-    Laps = list[tuple[torch.cuda.Event, torch.cuda.Event]]
-    Timed = Callable[[Laps], AbstractContextManager[None]]
-    """Around copies, to note when they ran."""
+Laps = list[tuple[torch.cuda.Event, torch.cuda.Event]]
+Timed = Callable[[Laps], AbstractContextManager[None]]
+"""Around copies, to note when they ran."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

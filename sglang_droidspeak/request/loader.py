@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from cachetree import FetchError, Turns
 from sglang_droidspeak.engine.names import LayerWiseLoadCounter
+from sglang_droidspeak.request.copies import Copies
 from sglang_droidspeak.request.load import Load
-
-if TYPE_CHECKING:
-    from sglang_droidspeak.request.copies import Copies
 
 log = logging.getLogger(__name__)
 

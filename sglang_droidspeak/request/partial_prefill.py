@@ -10,20 +10,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
 
 from cachetree import ConfigError, Span
 from sglang_droidspeak.engine.attention import recompute_attention
+from sglang_droidspeak.engine.names import ScheduleBatch
 from sglang_droidspeak.engine.replay import on_padding, prepared, replay_of, run_as_sglang
-from sglang_droidspeak.ranks import RanksApart
+from sglang_droidspeak.ranks import Ranks, RanksApart
 from sglang_droidspeak.start.config import MIN_PAGE_SIZE
-
-if TYPE_CHECKING:
-    from sglang_droidspeak.engine.names import ScheduleBatch
-    from sglang_droidspeak.ranks import Ranks
-    from sglang_droidspeak.store.capture import Attachment
+from sglang_droidspeak.store.capture import Attachment
 
 log = logging.getLogger(__name__)
 

@@ -6,11 +6,11 @@ import logging
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import msgspec
 
-from cachetree import LOCAL, Location, ModelId, PageHash, Span, is_pool
+from cachetree import LOCAL, Cache, Location, ModelId, PageHash, Span, is_pool
 from cachetree.checkpoint import Codec
 from cachetree.planning import (
     FREE_LINK,
@@ -34,20 +34,16 @@ from cachetree.planning import (
     recompute_s,
     saving_s,
 )
-from cachetree.transport import PeerState
+from cachetree.transport import PeerState, Source
+from sglang_droidspeak.adapters.activated import ActivatedAdapters
+from sglang_droidspeak.adapters.models import Models, Owner
+from sglang_droidspeak.cost import Meter
 from sglang_droidspeak.engine import prefixes
+from sglang_droidspeak.engine.names import Req, UnifiedRadixCache
 from sglang_droidspeak.request.controls import Controls, parse_controls
 from sglang_droidspeak.request.outcomes import OUT_OF_SERVICE
+from sglang_droidspeak.start.this_server import ThisServer
 from sglang_droidspeak.store.pool import Held, PoolIndex, pool_of
-
-if TYPE_CHECKING:
-    from cachetree import Cache
-    from cachetree.transport import Source
-    from sglang_droidspeak.adapters.activated import ActivatedAdapters
-    from sglang_droidspeak.adapters.models import Models, Owner
-    from sglang_droidspeak.cost import Meter
-    from sglang_droidspeak.engine.names import Req, UnifiedRadixCache
-    from sglang_droidspeak.start.this_server import ThisServer
 
 log = logging.getLogger(__name__)
 
@@ -177,11 +173,13 @@ class Planner:
             return Declined(Reason.NO_MATCH.value, not_ready(self._cache.sources()))
         demand = self._demand(req, owner, controls, requested, len(pages))
         held = self._pool.held(req, len(pages), tree)
+        is_asked_for = requested.block is not None
+        is_experiment = is_asked_for and self._server.settings.gate == "off"
         demand = replace(
             demand,
             first_page=held.exact,
             # An experiment goes on from exact KV, and leaves nothing behind.
-            first_approximate=None if self._is_experiment(requested) else held.approximate,
+            first_approximate=None if is_experiment else held.approximate,
             num_waiting=num_waiting,
         )
         while True:
@@ -198,11 +196,10 @@ class Planner:
             matches = self._matches(req, pages)  # The note was wrong and is mended.
         if self._server.settings.gate == "off":
             plan = replace(plan, strategy=controls.strategy)
-        is_optional = requested.block is None
         return Planned(
             plan=plan,
-            is_experiment=self._is_experiment(requested),
-            patience_s=_patience_s(plan, demand, costs) if is_optional else math.inf,
+            is_experiment=is_experiment,
+            patience_s=math.inf if is_asked_for else _patience_s(plan, demand, costs),
             step_share=self._step_share(plan),
             considered=considered,
         )
@@ -221,9 +218,6 @@ class Planner:
         links = {it: replace(link, byte_s=0.0, fixed_s=0.0) for it, link in costs.links.items()}
         saved_s = saving_s(left, demand, replace(costs, links=links))
         return saved_s is None or saved_s > 0
-
-    def _is_experiment(self, requested: Requested) -> bool:
-        return requested.block is not None and self._server.settings.gate == "off"
 
     def would_save_s(
         self, req: Req, pages: Sequence[PageHash], sender: ModelId, location: Location

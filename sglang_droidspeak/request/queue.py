@@ -6,16 +6,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from sglang_droidspeak.engine import Hooks, HookType, release
-
-if TYPE_CHECKING:
-    from sglang_droidspeak.adapters.models import Models
-    from sglang_droidspeak.engine.names import PrefillAdder, Req, ScheduleBatch, Scheduler
-    from sglang_droidspeak.ranks import Ranks
-    from sglang_droidspeak.request.replies import Replies
-    from sglang_droidspeak.request.waiting import WaitingRequests
+from sglang_droidspeak.adapters.models import Models
+from sglang_droidspeak.engine.names import PrefillAdder, Req, ScheduleBatch, Scheduler
+from sglang_droidspeak.ranks import Ranks
+from sglang_droidspeak.request.replies import Replies
+from sglang_droidspeak.request.waiting import WaitingRequests
 
 IDLE_WAIT_S: Final = 0.001
 
@@ -29,14 +26,6 @@ class Queue:
     _models: Models
     _ranks: Ranks
     _page_size: int
-
-    @property
-    def hooks(self) -> Hooks:
-        return {
-            release.NEW_PREFILL: (self.new_prefill, HookType.AROUND),
-            release.REPLAY_LEN: (self.charge, HookType.AFTER),
-            release.MATCH: (self.match, HookType.AROUND),
-        }
 
     def new_prefill(
         self, original: Any, scheduler: Scheduler, *, running_batch: ScheduleBatch, **rest: Any

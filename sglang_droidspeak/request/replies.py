@@ -13,16 +13,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from cachetree import Deadline
+from cachetree import Cache, Deadline
+from sglang_droidspeak.engine.names import Req
 from sglang_droidspeak.request.controls import parse_controls
-
-if TYPE_CHECKING:
-    from cachetree import Cache
-    from sglang_droidspeak.engine.names import Req
-    from sglang_droidspeak.request.labels import Labels
-    from sglang_droidspeak.store.offloader import Offloader
+from sglang_droidspeak.request.labels import Labels
+from sglang_droidspeak.store.offloader import Offloader
 
 _LOOK_S: Final = 0.001
 
@@ -84,14 +81,12 @@ class Replies:
     def release(self) -> None:
         """Answer what has waited; called in every step."""
         for rid, held in list(self._held.items()):
-            if self._is_published(held) or held.deadline.has_passed:
+            if held.knows is None and self._offloader.num_done >= held.num_put:
+                held.knows = self._cache.knowing()
+            is_published = held.knows is not None and held.knows()
+            if is_published or held.deadline.has_passed:
                 del self._held[rid]
                 held.answer()
-
-    def _is_published(self, held: _Held) -> bool:
-        if held.knows is None and self._offloader.num_done >= held.num_put:
-            held.knows = self._cache.knowing()
-        return held.knows is not None and held.knows()
 
 
 def _waits(req: Req) -> bool:

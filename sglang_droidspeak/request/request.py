@@ -10,18 +10,16 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+import torch
+
+from cachetree import PageHash, Plan, Search, Span
+from sglang_droidspeak.engine.names import Req, UnifiedRadixCache
+from sglang_droidspeak.request.in_flight import InFlightPrefill
 from sglang_droidspeak.request.load import Load
-
-if TYPE_CHECKING:
-    import torch
-
-    from cachetree import PageHash, Plan, Search, Span
-    from sglang_droidspeak.engine.names import Req, UnifiedRadixCache
-    from sglang_droidspeak.request.in_flight import InFlightPrefill
-    from sglang_droidspeak.request.planner import Planned
-    from sglang_droidspeak.request.source import Source, Sources
+from sglang_droidspeak.request.planner import Planned
+from sglang_droidspeak.request.source import Source, Sources
 
 
 class Phase(IntEnum):

@@ -11,28 +11,36 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
-from cachetree import Deadline, DeadlineExceeded, FetchError, Kind, PageHash, Span, Step, is_pool
+import torch
+
+from cachetree import (
+    Cache,
+    Deadline,
+    DeadlineExceeded,
+    FetchError,
+    Kind,
+    PageHash,
+    Plan,
+    Span,
+    Staging,
+    Step,
+    is_pool,
+)
 from cachetree.memory import cut
 from sglang_droidspeak.engine import tracing
-from sglang_droidspeak.request.decoding import Decoder
-
-if TYPE_CHECKING:
-    from concurrent.futures import Future
-
-    import torch
-
-    from cachetree import Cache, Plan, Staging
-    from sglang_droidspeak.engine.names import Req, UnifiedRadixCache
-    from sglang_droidspeak.start.this_server import ThisServer
-    from sglang_droidspeak.store.pool import PoolIndex, PoolPages
-    from sglang_droidspeak.store.rows import ServerPool
-
+from sglang_droidspeak.engine.names import Req, UnifiedRadixCache
+from sglang_droidspeak.start.this_server import ThisServer
+from sglang_droidspeak.store.pool import PoolIndex, PoolPages
+from sglang_droidspeak.store.rows import ServerPool
 
 _MARGIN: Final = 1.05
 """How much longer than predicted the rest of a fetch may take without holding up a forward."""
+_MOST_BYTES: Final = 512 << 20
+"""Decoded E of requests that wait; a single one may have more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +198,35 @@ class Staged(Source):
         size, num_tokens = self.staging.sizes[step], len(self._plan.pages) * self._pool.page_size
         span = Span(size * tokens.start // num_tokens, size * tokens.stop // num_tokens)
         return cut(self.staging.views(step), span)
+
+
+class Decoder:
+    """E that comes encoded, decoded by a thread of its own while its request waits.
+
+    A device decodes as it reads, and nobody waits for that. On a CPU the scheduler's thread would
+    do it before a recompute, with every other request waiting for it. What is decoded lies in
+    memory that is no cache's, so only so much of it is made ahead. Scheduler thread only.
+    """
+
+    def __init__(self) -> None:
+        self._bytes: dict[Future[torch.Tensor], int] = {}
+        # One thread, made when first needed: it computes beside the forward that runs.
+        self._thread: Final = ThreadPoolExecutor(1, thread_name_prefix="droidspeak-decoder")
+
+    def begin(
+        self, num_bytes: int, decode: Callable[[], torch.Tensor]
+    ) -> Future[torch.Tensor] | None:
+        """None while what others hold leaves no room. `decode` runs on the decoder's thread."""
+        if self._bytes and sum(self._bytes.values()) + num_bytes > _MOST_BYTES:
+            return None
+        rows = self._thread.submit(decode)
+        self._bytes[rows] = num_bytes
+        return rows
+
+    def end(self, rows: Future[torch.Tensor]) -> None:
+        """Nobody reads them any more."""
+        rows.cancel()
+        del self._bytes[rows]
 
 
 class StagedForHost(Staged):

@@ -17,15 +17,12 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from cachetree import Kind
 from sglang_droidspeak.engine import tracing
-
-if TYPE_CHECKING:
-    from sglang_droidspeak.engine.names import Req
-    from sglang_droidspeak.request.meta_info import RequestProvenance
-    from sglang_droidspeak.request.request import Request
+from sglang_droidspeak.engine.names import Req
+from sglang_droidspeak.request.meta_info import RequestProvenance
+from sglang_droidspeak.request.request import Request
 
 
 def _where_it_is_on(tell: Callable[..., None]) -> Callable[..., None]:
@@ -44,24 +41,17 @@ def matched(request: Request, outcome: str = "") -> None:
     if outcome:
         told["outcome"] = outcome
     else:
-        plan = request.plan
+        plan, block = request.plan, request.plan.block
         told |= {"sender": plan.sender, "location": plan.location}
-        told |= {
-            "planned_pages": len(plan.pages),
-            "block": f"[{plan.block.start}, {plan.block.stop})",
-        }
+        told |= {"planned_pages": len(plan.pages), "block": f"[{block.start}, {block.stop})"}
     tracing.add_slice(request.req, "match", request.seen_s, time.monotonic(), told)
 
 
 @_where_it_is_on
 def noted(req: Req, provenance: RequestProvenance) -> None:
     """What is known so far of where its KV comes from."""
-    told = {
-        "outcome": provenance.outcome,
-        "sender": provenance.sender,
-        "location": provenance.location,
-        "reused_tokens": provenance.reused_tokens,
-    }
+    names = ("outcome", "sender", "location", "reused_tokens")
+    told = {name: getattr(provenance, name) for name in names}
     tracing.mark(req, {key: value for key, value in told.items() if value is not None})
 
 

@@ -1,10 +1,6 @@
 """Requests from SGLang's queue to their batch: which are held back, and what the others may load.
 
-The scheduler thread only looks; transport threads fill the staging. In every step, of each request:
-
-    seen                       decided as soon as it can be          decisions
-    planned, fetching, ready   as far as it is on all ranks          arrivals
-    ready, loading             SGLang has slots for it, and a batch
+The scheduler thread only looks; transport threads fill the staging.
 """
 
 from __future__ import annotations
@@ -12,27 +8,25 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Final
+from typing import Final
+
+import torch
 
 from cachetree import FetchError, Span
 from cachetree.planning import Reason
+from sglang_droidspeak.cost import Meter
 from sglang_droidspeak.engine import prefixes
+from sglang_droidspeak.engine.names import Req, UnifiedRadixCache
+from sglang_droidspeak.ranks import Ranks
 from sglang_droidspeak.request import traces
 from sglang_droidspeak.request.arrivals import Arrivals
 from sglang_droidspeak.request.decisions import Decisions
+from sglang_droidspeak.request.in_flight import InFlightPrefills
+from sglang_droidspeak.request.labels import Labels
 from sglang_droidspeak.request.meta_info import RequestProvenance
+from sglang_droidspeak.request.planner import Planner
 from sglang_droidspeak.request.request import Phase, Request
-
-if TYPE_CHECKING:
-    import torch
-
-    from sglang_droidspeak.cost import Meter
-    from sglang_droidspeak.engine.names import Req, UnifiedRadixCache
-    from sglang_droidspeak.ranks import Ranks
-    from sglang_droidspeak.request.in_flight import InFlightPrefills
-    from sglang_droidspeak.request.labels import Labels
-    from sglang_droidspeak.request.planner import Planner
-    from sglang_droidspeak.request.source import Sources
+from sglang_droidspeak.request.source import Sources
 
 NUM_NEXT: Final = 4
 """Requests that one step may take at most, as a rule: so many are looked at once more."""

@@ -54,10 +54,10 @@ class ThisServer:
         """Layers whose E this server keeps: configured, or those that its profiles need, and those
         from which adapters differ. A profile of adapters may be needed as soon as they are loaded.
         """
-        if self.settings.capture_layers is not None:
-            return self.settings.capture_layers if self._keeps_e else ()
         if not self._keeps_e:
             return ()
+        if self.settings.capture_layers is not None:
+            return self.settings.capture_layers
         sends = (p.transition_layers() for p in self._profiles_of("sender"))
         return tuple(sorted(frozenset().union(self._first_differences, *sends)))
 

@@ -7,23 +7,25 @@ decoded tokens need no bookkeeping: whoever holds the slots of a prefix holds it
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from cachetree import ConfigError, Span
+from cachetree.corrections import Correction
 from sglang_droidspeak.engine.layers import LayerStack
-from sglang_droidspeak.engine.names import ForwardMode, MHATokenToKVPool, async_h2d, get_parallel
+from sglang_droidspeak.engine.names import (
+    ForwardMode,
+    MHATokenToKVPool,
+    ModelRunner,
+    ScheduleBatch,
+    async_h2d,
+    get_parallel,
+)
 from sglang_droidspeak.start import refuse
+from sglang_droidspeak.start.this_server import ThisServer
 from sglang_droidspeak.store.e_pool import EPool
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from cachetree.corrections import Correction
-    from sglang_droidspeak.engine.names import ModelRunner, ScheduleBatch
-    from sglang_droidspeak.start.this_server import ThisServer
 
 log = logging.getLogger(__name__)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from cachetree import Span
 
 if TYPE_CHECKING:
-    from sglang_droidspeak.engine.layers import LayerStack, OnE
+    from sglang_droidspeak.engine.layers import LayerStack
     from sglang_droidspeak.engine.names import ForwardBatch, ModelRunner
 
 
@@ -40,9 +41,9 @@ class EPool:
     def capture_from(self, stack: LayerStack) -> None:
         """Fill the pool in every forward from now on; call before CUDA graphs are captured."""
         for layer, rows in self.e.items():
-            stack.on_e(layer, _writer(rows, self._columns))
+            stack.on_e(layer, partial(self._write, rows))
         if self.layers:
-            stack.on_e(max(self.layers), _marker(self.valid))
+            stack.on_e(max(self.layers), self._mark)
 
     def invalidate(self, slots: torch.Tensor) -> None:
         self.valid.index_fill_(0, slots, False)
@@ -60,21 +61,13 @@ class EPool:
         lacks = (~self.valid[slots].view(-1, page_size).all(1)).nonzero()
         return int(lacks[-1]) + 1 if len(lacks) else 0
 
-
-def _writer(rows: torch.Tensor, columns: slice) -> OnE:
-    def write(forward_batch: ForwardBatch, value: torch.Tensor) -> None:
+    def _write(self, rows: torch.Tensor, forward_batch: ForwardBatch, value: torch.Tensor) -> None:
         # In most partial prefills the stream is the receiver's continuation of another model's E.
         if getattr(forward_batch, "has_own_e", True):
             slots = forward_batch.out_cache_loc
-            rows[slots] = value[: slots.shape[0], columns]
+            rows[slots] = value[: slots.shape[0], self._columns]
 
-    return write
-
-
-def _marker(valid: torch.Tensor) -> OnE:
-    def mark(forward_batch: ForwardBatch, _value: torch.Tensor) -> None:
+    def _mark(self, forward_batch: ForwardBatch, _value: torch.Tensor) -> None:
         if not hasattr(forward_batch, "has_own_e"):
             # Not `valid[...] = True`: that copies a scalar from the host, which no graph captures.
-            valid.index_fill_(0, forward_batch.out_cache_loc, True)
-
-    return mark
+            self.valid.index_fill_(0, forward_batch.out_cache_loc, True)

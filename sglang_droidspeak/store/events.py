@@ -16,25 +16,22 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from cachetree import ModelId, PageHash
+from cachetree import Cache, ModelId, PageHash
+from cachetree.tree import Change
 from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.engine.names import (
     BlockRemoved,
     BlockStored,
+    LoRARef,
+    Req,
     StorageMedium,
     kv_event_namespace_seed,
     namespaced_block_hash,
 )
-from sglang_droidspeak.store.offloader import Told
-
-if TYPE_CHECKING:
-    from cachetree import Cache
-    from cachetree.tree import Change
-    from sglang_droidspeak.engine.names import LoRARef, Req
-    from sglang_droidspeak.metrics import Metrics
-    from sglang_droidspeak.store.offloader import Offloader
+from sglang_droidspeak.metrics import Metrics
+from sglang_droidspeak.store.offloader import Offloader, Told
 
 MAX_WAITING: Final = 10_000
 """Events; what is stored beyond that is not told of."""

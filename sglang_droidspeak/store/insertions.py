@@ -4,28 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from sglang_droidspeak.engine.prefixes import (
-    is_approximate,
-    namespace_of,
-    own_pages_of,
-    page_hash,
-    pages_of,
-    place_of,
-    refusal,
-)
-from sglang_droidspeak.store.offloader import Offload
-
-if TYPE_CHECKING:
-    from sglang_droidspeak.adapters.models import Models
-    from sglang_droidspeak.engine.names import PoolTransfer, Req
-    from sglang_droidspeak.ranks import Ranks
-    from sglang_droidspeak.store.offloader import Offloader, Told
-    from sglang_droidspeak.store.pool import PoolIndex
-
+from sglang_droidspeak.adapters.models import Models
+from sglang_droidspeak.engine import prefixes
+from sglang_droidspeak.engine.names import PoolTransfer, Req
+from sglang_droidspeak.ranks import Ranks
+from sglang_droidspeak.store.offloader import Offload, Offloader, Told
+from sglang_droidspeak.store.pool import PoolIndex
 
 Ready = Callable[[], Sequence[torch.cuda.Event]]
 """Records what writes the slots that are inserted now; nothing off CUDA."""
@@ -63,10 +51,10 @@ class Insertions:
     def _note(self, req: Req, up_to: int) -> None:
         """What SGLang's tree now has of this request is there for the other models, too."""
         owner = self._models.owner_of(req)
-        if owner is None or refusal(req) or is_approximate(req):
+        if owner is None or prefixes.refusal(req) or prefixes.is_approximate(req):
             return
-        pages = owner.pages_of(pages_of(req, up_to, self._page_size), self._page_size)
-        self._pool.note(namespace_of(req), owner.model, pages)
+        pages = owner.pages_of(prefixes.pages_of(req, up_to, self._page_size), self._page_size)
+        self._pool.note(prefixes.namespace_of(req), owner.model, pages)
 
     def offload(self, transfers: Sequence[PoolTransfer], ready: Ready) -> bool:
         """Have new exact KV copied out, after what `ready` records; False where it is not, yet."""
@@ -74,19 +62,19 @@ class Insertions:
             return False
         req, up_to = self._inserting
         owner = self._models.owner_of(req)
-        if refusal(req) or owner is None:
+        if prefixes.refusal(req) or owner is None:
             return False
-        (transfer,) = transfers
-        first = page_hash(transfer.keys[0])
-        own_path = own_pages_of(req, up_to, self._page_size)
+        (transfer,), page_size = transfers, self._page_size
+        first = prefixes.page_hash(transfer.keys[0])
+        own_path = prefixes.own_pages_of(req, up_to, page_size)
         if first not in own_path:
             return False
         index = own_path.index(first)
-        path = pages_of(req, up_to, self._page_size) if place_of(req) else own_path
-        pages = owner.pages_of(path, self._page_size)[index : index + len(transfer.keys)]
+        path = prefixes.pages_of(req, up_to, page_size) if prefixes.place_of(req) else own_path
+        pages = owner.pages_of(path, page_size)[index : index + len(transfer.keys)]
         if not pages:
             return False
-        num_tokens, start = len(pages) * self._page_size, index * self._page_size
+        num_tokens, start = len(pages) * page_size, index * page_size
         slots = transfer.device_indices[:num_tokens]
         context = slots
         if self._offloader.provenance.any_approximate:

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import TYPE_CHECKING
 
 import torch
 
-from cachetree import Kind, ModelId, PageHash, Step, give_way
-
-if TYPE_CHECKING:
-    from cachetree import Cache
-    from sglang_droidspeak.engine.names import LoRARef
-    from sglang_droidspeak.store.capture import Provenance
-    from sglang_droidspeak.store.rows import ServerPool
+from cachetree import Cache, Kind, ModelId, PageHash, Step, Turns, give_way
+from sglang_droidspeak.engine.names import LoRARef
+from sglang_droidspeak.store.capture import Provenance
+from sglang_droidspeak.store.rows import ServerPool
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +54,6 @@ class Offloader:
         self.provenance = provenance
         self._device = torch.get_device_module(pool.e_pool.valid.device)
         self._stream = self._device.Stream()
-        self._todo: SimpleQueue[Offload | None] = SimpleQueue()
         self._results: SimpleQueue[bool] = SimpleQueue()
         self.is_stopped = False
         """It takes nothing more."""
@@ -71,8 +65,7 @@ class Offloader:
         """Of these, how many are stored, or never will be."""
         self._num_in_flight = 0
         """Put, and their results not yet taken: SGLang takes as many on each rank of a server."""
-        self._thread = threading.Thread(target=self._run, name="droidspeak-offload", daemon=True)
-        self._thread.start()
+        self._turns: Turns[Offload] = Turns("droidspeak-offload", self._run)
 
     def put(self, offload: Offload) -> bool:
         """Queue one node; False where too many are in flight, and the node is offered again."""
@@ -80,7 +73,7 @@ class Offloader:
             return False
         self._num_in_flight += 1
         self.num_put += 1
-        self._todo.put(offload)
+        self._turns.put(offload)
         return True
 
     @property
@@ -98,13 +91,12 @@ class Offloader:
             self._num_in_flight -= 1
 
     def close(self) -> None:
-        self._todo.put(None)
-        self._thread.join(timeout=10)
+        self._turns.close(10)
 
-    def _run(self) -> None:
+    def _run(self, offloads: Iterator[Offload]) -> None:
         give_way()
         with torch.inference_mode(), self._device.stream(self._stream):
-            while (offload := self._todo.get()) is not None:
+            for offload in offloads:
                 self.storing = offload
                 try:
                     self._store(offload)
@@ -123,9 +115,6 @@ class Offloader:
             return
         pages, slots, parent = offload.pages, offload.slots, offload.parent
         e_pool = self._pool.e_pool
-        if not e_pool.e:
-            self._store_pages(offload.model, parent, pages, slots, ())
-            return
         # Loaded pages hold no E of their own; what was computed after them does.
         page_size = slots.shape[0] // len(pages)
         cut = e_pool.num_pages_without(slots, page_size)

@@ -10,20 +10,17 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass, field
+
+import torch
 
 from cachetree import POOL_PREFIX, Location, ModelId, PageHash
 from cachetree.planning import Plan
+from cachetree.tree import CacheTree
 from sglang_droidspeak.engine import prefixes
-
-if TYPE_CHECKING:
-    import torch
-
-    from cachetree.tree import CacheTree
-    from sglang_droidspeak.engine.names import NodeId, Req, UnifiedRadixCache
-    from sglang_droidspeak.store.capture import Provenance
-    from sglang_droidspeak.store.e_pool import EPool
+from sglang_droidspeak.engine.names import NodeId, Req, UnifiedRadixCache
+from sglang_droidspeak.store.capture import Provenance
+from sglang_droidspeak.store.e_pool import EPool
 
 
 def pool_of(namespace: str) -> Location:
@@ -53,21 +50,21 @@ class Held:
         return self.approximate > self.exact
 
 
+@dataclass(eq=False)
 class PoolIndex:
     """Scheduler thread only."""
 
-    def __init__(
-        self, tree: CacheTree, e_pool: EPool, provenance: Provenance, page_size: int, num_slots: int
-    ) -> None:
-        self._tree: Final = tree
-        self._e_pool: Final = e_pool
-        self._provenance: Final = provenance
-        self._page_size: Final = page_size
-        self._most_pages: Final = num_slots // page_size
-        self._ages: OrderedDict[tuple[Location, ModelId, PageHash], None] = OrderedDict()
-        """Pages noted, the one longest unused first, and each after those that stand on it."""
-        self.is_told = False
-        """Whether others than this server's models ask what the pool has."""
+    _tree: CacheTree
+    _e_pool: EPool
+    _provenance: Provenance
+    _page_size: int
+    _num_slots: int
+    _ages: OrderedDict[tuple[Location, ModelId, PageHash], None] = field(
+        default_factory=OrderedDict, init=False
+    )
+    """Pages noted, the one longest unused first, and each after those that stand on it."""
+    is_told: bool = field(default=False, init=False)
+    """Whether others than this server's models ask what the pool has."""
 
     def note(self, namespace: str, model: ModelId, pages: Sequence[PageHash]) -> None:
         """These pages, from the root, are now in that namespace of SGLang's tree, as `model`'s."""
@@ -80,7 +77,7 @@ class PoolIndex:
         for page in reversed(pages):
             self._ages[location, model, page] = None
             self._ages.move_to_end((location, model, page))
-        while len(self._ages) > self._most_pages:
+        while len(self._ages) > self._num_slots // self._page_size:
             (location, model, page), _ = self._ages.popitem(last=False)
             self._tree.drop_remote(location, model, [page])
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
@@ -25,19 +25,6 @@ if TYPE_CHECKING:
 
 _PIECE_TOKENS: Final = 1024
 """Of a Llama-3-8B 4 MiB of KV per layer."""
-
-
-class PoolRows(Protocol):
-    """Reads and writes whole layers of chosen slots of one KV pool."""
-
-    def read_into(self, layer: int, slots: torch.Tensor, target: memoryview) -> None:
-        """Copy the KV of `slots` to host bytes; returns when it is there."""
-
-    def write_from(self, layer: int, slots: torch.Tensor, source: memoryview) -> None:
-        """Copy host bytes into `slots`; on CUDA on the current stream, without waiting for it."""
-
-    def copy(self, layer: int, source: torch.Tensor, slots: torch.Tensor) -> None:
-        """Copy the KV of slots `source` to as many others, as above."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +65,7 @@ class Coding:
 class ServerPool:
     """This server's KV and E by slot, and how both are stored."""
 
-    rows: PoolRows
+    rows: DeviceRows | HostRows
     e_pool: EPool
     coding: Coding
     page_size: int
@@ -98,7 +85,7 @@ class ServerPool:
                 self.rows.read_into(step.layer, part, target)
 
     def load(self, layer: int, slots: torch.Tensor, sources: Sequence[memoryview]) -> int:
-        """As `PoolRows.write_from`, from bytes in several runs; how many bytes those are."""
+        """As `DeviceRows.write_from`, from bytes in several runs; how many bytes those are."""
         for source, part in _parts(sources, slots, len(slots)):
             self.rows.write_from(layer, part, source)
         return sum(source.nbytes for source in sources)
@@ -117,7 +104,8 @@ def _parts(
             at += num_slots
 
 
-def rows_of(pool: MHATokenToKVPool, coding: Coding) -> PoolRows:
+def rows_of(pool: MHATokenToKVPool, coding: Coding) -> DeviceRows | HostRows:
+    """Reads and writes whole layers of chosen slots of one KV pool."""
     is_plain = pool.k_buffer[0].device.type == "cpu" and coding.codec is Codec.NONE
     return HostRows(pool) if is_plain else DeviceRows(pool, coding)
 
@@ -130,10 +118,12 @@ class DeviceRows:
         self._coding = coding
 
     def read_into(self, layer: int, slots: torch.Tensor, target: memoryview) -> None:
+        """Copy the KV of `slots` to host bytes; returns when it is there."""
         rows = torch.stack([buffer[slots] for buffer in self._buffers(layer)], dim=1)
         self._coding.store(rows, target)
 
     def write_from(self, layer: int, slots: torch.Tensor, source: memoryview) -> None:
+        """Copy host bytes into `slots`; on CUDA on the current stream, without waiting for it."""
         heads, width = self._pool.k_buffer[0].shape[1:]
         loaded = self._coding.load_onto(slots.device, source, self._pool.dtype)
         rows = loaded.view(-1, 2, heads, width)
@@ -141,6 +131,7 @@ class DeviceRows:
             buffer[slots] = rows[:, part]
 
     def copy(self, layer: int, source: torch.Tensor, slots: torch.Tensor) -> None:
+        """Copy the KV of slots `source` to as many others; on CUDA as `write_from`."""
         for buffer in self._buffers(layer):
             buffer[slots] = buffer[source]
 

@@ -21,7 +21,7 @@ from cachetree.memory.arena import Arena
 from cachetree.memory.pool import Blocks
 from cachetree.memory.staging import staged
 from cachetree.planning.plan import Plan
-from sglang_droidspeak.request import decoding
+from sglang_droidspeak.request import source as decoding
 from sglang_droidspeak.request.arrivals import Arrivals
 from sglang_droidspeak.request.request import Phase, Request
 from sglang_droidspeak.request.source import Source, Sources
