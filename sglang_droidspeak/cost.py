@@ -21,6 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -51,6 +52,7 @@ _NUM_NOTICES: Final = 32
 _NOTICES_AGE_S: Final = 60.0
 _MAX_OPEN: Final = 64
 """Passes timed and not yet read; the oldest are dropped."""
+_Open = tuple[torch.cuda.Event, torch.cuda.Event, Callable[[float], None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +176,7 @@ class Meter:
         self._lock: Final = threading.Lock()
         """Of the fits, and of what is open."""
         self._open: deque[_Open] = deque(maxlen=_MAX_OPEN)
+        """Their first and last event, and who is told the seconds between."""
         self._copies: deque[tuple[int, float]] = deque(maxlen=_NUM_LOADS)
         self._notices: Final[deque[tuple[float, float]]] = deque(maxlen=_NUM_NOTICES)
         """When, and how late."""
@@ -237,22 +240,24 @@ class Meter:
     def _measure(self, fit: Fit, tokens: Sequence[Span], num_layers: float) -> Iterator[None]:
         if not tokens or not num_layers:
             yield
-        elif self._on_cuda:
+            return
+        add = partial(fit.add, tokens, num_layers=num_layers)
+        if self._on_cuda:
             start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             yield
             stop.record()
-            self._open.append(_Open(start, stop, fit, tokens, num_layers))
+            self._open.append((start, stop, add))
         else:
             started_s = self._clock()
             yield
             with self._lock:
-                fit.add(tokens, self._clock() - started_s, num_layers)
+                add(self._clock() - started_s)
 
     def _read(self) -> None:
-        while self._open and self._open[0].stop.query():
-            it = self._open.popleft()
-            it.fit.add(it.tokens, it.start.elapsed_time(it.stop) / 1000, it.num_layers)
+        while self._open and self._open[0][1].query():
+            start, stop, add = self._open.popleft()
+            add(start.elapsed_time(stop) / 1000)
 
     def _layer_of_forward(self) -> PrefillCost | None:
         cost = self._forwards.cost
@@ -260,12 +265,3 @@ class Meter:
             return None
         a, b, c = (it / self._num_layers for it in (cost.fixed_s, cost.token_s, cost.context_s))
         return replace(cost, fixed_s=a, token_s=b, context_s=c)
-
-
-@dataclass(frozen=True, slots=True)
-class _Open:
-    start: torch.cuda.Event
-    stop: torch.cuda.Event
-    fit: Fit
-    tokens: Sequence[Span]
-    num_layers: float

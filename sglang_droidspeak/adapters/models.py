@@ -56,14 +56,13 @@ class _Reading:
 
     found: Future[tuple[LoadedModel, bytes]]
     """And the stamp of the files after they were read."""
-    stamps: Sequence[bytes]
-    """Before and after they were loaded."""
-    is_loaded: bool = False
+    stamps: Sequence[bytes] = ()
+    """Before and after they were loaded; none while they are not."""
 
     def result(self) -> LoadedModel:
         """Raises ConfigError where it is not known what was loaded."""
         found, stamp = self.found.result()
-        if not self.is_loaded:
+        if not self.stamps:
             raise ConfigError("it is not loaded any more")
         if {*self.stamps, stamp} != {stamp}:
             raise ConfigError("its files changed while they were loaded")
@@ -131,13 +130,12 @@ class Models:
         """Have `load` read the adapter, and a thread find out which one it is."""
         before = _stamp(folder)
         self._reading[lora_id] = reading = _Reading(
-            self._reader.submit(lambda: (self._read(folder), _stamp(folder))), [before]
+            self._reader.submit(lambda: (self._read(folder), _stamp(folder)))
         )
         load()
         try:
-            reading.stamps = [before, _stamp(folder)]
             self._invocations[lora_id] = read_invocation(folder)
-            reading.is_loaded = True
+            reading.stamps = (before, _stamp(folder))
         except (ConfigError, OSError) as exc:
             log.warning("adapter %s: %s", lora_id, exc)
 
@@ -165,7 +163,7 @@ class Models:
         self._loaded.pop(lora_id, None)
         self._invocations.pop(lora_id, None)
         if lora_id in self._reading:  # It stays there until all ranks have read it.
-            self._reading[lora_id].is_loaded = False
+            self._reading[lora_id].stamps = ()
         self._differences.clear()
 
     def _read(self, folder: Path) -> LoadedModel:

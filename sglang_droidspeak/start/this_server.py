@@ -117,23 +117,17 @@ def load_this_server(server_args: ServerArgs) -> ThisServer:
     require_supported()
     refuse.arguments(args, torch.version.hip)
     extra = args.unified_cache_external_linker_config.get("linker_extra_config") or {}
-    extra_json = msgspec.json.encode(extra, order="sorted")
-    tested = _settings(extra_json).gpu_tested_weights
+    tested = parse_settings(extra).gpu_tested_weights
     refuse.weights(args.model_path, engine.quantization(server_args), tested)
     paths = [getattr(it, "lora_path", None) for it in args.lora_paths or ()]
     return read_server(
-        extra_json,
+        msgspec.json.encode(extra, order="sorted"),
         args.model_path,
         args.revision,
         args.page_size,
         args.tp_size,
         tuple(path for path in paths if path) if args.enable_lora else None,
     )
-
-
-@functools.cache
-def _settings(extra_json: bytes) -> Settings:
-    return parse_settings(msgspec.json.decode(extra_json))
 
 
 @functools.cache
@@ -146,7 +140,7 @@ def read_server(
     lora_paths: tuple[str, ...] | None,
 ) -> ThisServer:
     """What settings mean for a checkpoint that is served so; raises ConfigError or ProfileError."""
-    settings = _settings(extra_json)
+    settings = parse_settings(msgspec.json.decode(extra_json))
     _check_transport(settings, tp_size)
     if settings.hicache_backend is not None:
         from sglang_droidspeak.engine.hicache import check_backend
