@@ -107,14 +107,14 @@ def choose(
     quality = {it: quality_of(scores) for it, scores in plans.items()}
     kl = {it: kl_of(scores) for it, scores in plans.items()}
     closeness = {it: -value for it, value in kl.items()}
-    shown = {block for values in (quality, closeness) for block in frontier(values, kl, len)}
+    shown = [it for values in (quality, closeness) for it in frontier(values, kl, len)]
     good = {it: closeness[it] for it in plans if quality[it] >= (1 - tolerance) * full_prefill}
     near = spread(frontier(good, kl, len), most)
     least = len(near[0]) if near else inf
     below = {it: closeness[it] for it in plans if len(it) < least}
     order = [*spread(frontier(below, kl, len), most // 2), *near]
     return Choice(
-        frontier=sorted({*shown, *order}, key=len),
+        frontier=sorted(dict.fromkeys([*shown, *order]), key=len),
         order=tuple(reversed(order)),
         expected=near[0] if near else None,
     )

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 import pytest
 
 from cachetree.ids import Span
+from cachetree.planning import EMap
 from profiles.stats.choice import MOST_TRIED, choose, closest, sensitive_first, shortlist
-from profiles.stats.measured import Score, Scores, Swept
+from profiles.stats.measured import Candidate, Score, Scores, Swept
 
 FULL = 0.916
 
@@ -109,3 +110,13 @@ def test_of_plans_at_a_size_the_closest_is_tried_and_none_that_a_smaller_one_is_
 
 def test_layers_are_ranked_by_their_kl():
     assert sensitive_first(swept_of({}).layers) == [1, 5, 0, 3, 2, 4]
+
+
+def test_plans_of_one_size_are_in_the_same_order_in_every_run():
+    """The better one first, then the closer one, however the names of maps hash."""
+    for number in range(20):
+        e_map = EMap(layer=3, rank=0, dtype="float32", sha256=f"{number:064x}")
+        better = Candidate(runs=(Span(1, 3),))
+        closer = Candidate(runs=(Span(3, 5),), e_map=e_map)
+        found = choose({closer: scores(0.1, 0.5), better: scores(0.2, 0.6)}, FULL, 0.05)
+        assert found.frontier == [better, closer]
