@@ -136,18 +136,21 @@ def measure_costs(
         fitted_on=tuple(lengths),
         held_out=(),
     )
-    held_out = tuple(
-        HeldOutTime(
+    held_out = []
+    for (num_tokens, block), measured_s in zip(plans, times, strict=True):
+        predicted_s = costs.ttft_s((block,), num_tokens, num_suffix)
+        if len(block) == costs.num_layers:
+            predicted_s = costs.full_prefill_s(num_tokens, num_suffix)
+        plan = HeldOutTime(
             num_tokens=num_tokens,
             num_suffix=num_suffix,
             start=block.start,
             stop=block.stop,
-            predicted_s=_predict_s(costs, block, num_tokens, num_suffix),
+            predicted_s=predicted_s,
             measured_s=measured_s,
         )
-        for (num_tokens, block), measured_s in zip(plans, times, strict=True)
-    )
-    return msgspec.structs.replace(costs, held_out=held_out)
+        held_out.append(plan)
+    return msgspec.structs.replace(costs, held_out=tuple(held_out))
 
 
 def fit(terms: Sequence[Sequence[float]], times_s: Sequence[float]) -> tuple[float, ...]:
@@ -198,12 +201,6 @@ def _plans(num_layers: int) -> list[Span]:
         Span(third, num_layers),
     )
     return list(dict.fromkeys(blocks))
-
-
-def _predict_s(costs: CostModel, block: Span, num_tokens: int, num_suffix: int) -> float:
-    if len(block) == costs.num_layers:
-        return costs.full_prefill_s(num_tokens, num_suffix)
-    return costs.ttft_s((block,), num_tokens, num_suffix)
 
 
 class TimedReceiver:

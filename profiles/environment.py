@@ -35,8 +35,12 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
 def read_environment(packages: Iterable[str]) -> Environment:
     """`packages` are the names of distributions; those that are not installed have no version."""
     pages, page_bytes = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    versions = {}
+    for name in packages:
+        with contextlib.suppress(PackageNotFoundError):
+            versions[name] = version(name)
     return Environment(
-        versions={**_versions(packages), "python": platform.python_version()},
+        versions=versions | {"python": platform.python_version()},
         processor=_processor(),
         num_cores=len(os.sched_getaffinity(0)),
         memory_gib=round(pages * page_bytes / 2**30, 1),
@@ -44,14 +48,6 @@ def read_environment(packages: Iterable[str]) -> Environment:
         load_before=round(os.getloadavg()[0], 2),
         commit=_commit(),
     )
-
-
-def _versions(packages: Iterable[str]) -> dict[str, str]:
-    found = {}
-    for name in packages:
-        with contextlib.suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
 
 
 def _processor() -> str:

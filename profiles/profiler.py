@@ -14,7 +14,6 @@ import datetime
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean
 from typing import Final
 
 import torch
@@ -35,7 +34,13 @@ from profiles.compute.room import Sizes, bounds_of, make_room
 from profiles.compute.study import HELD_OUT, TRAIN, Bench, DocumentPasses
 from profiles.costs import Repeats, choose_lengths, measure_costs
 from profiles.data.datasets import Source, load_sources
-from profiles.data.documents import Document, data_files, make_documents, split_documents
+from profiles.data.documents import (
+    Document,
+    data_files,
+    make_documents,
+    mean_lengths,
+    split_documents,
+)
 from profiles.environment import read_environment
 from profiles.evidence import CostModel, Making, MeasuredProfile
 from profiles.forecast import Forecast
@@ -275,11 +280,8 @@ def answerers(
     device_gb: float | None = None,
 ) -> tuple[Answerer, Answerer]:
     """Sender and receiver, with batches that fit into the memory that is stated, or there."""
-    sender, receiver = (
-        _answerer(it, pair.tokenizer, documents, 2 * pair.num_layers + 1, (host_gb, device_gb))
-        for it in (pair.sender, pair.receiver)
-    )
-    return sender, receiver
+    stated = pair.tokenizer, documents, 2 * pair.num_layers + 1, (host_gb, device_gb)
+    return _answerer(pair.sender, *stated), _answerer(pair.receiver, *stated)
 
 
 def _answerer(
@@ -304,7 +306,7 @@ def time_costs(
 ) -> CostModel:
     """The cost model at the lengths of these documents."""
     positions = model.model.config.max_position_embeddings
-    num_suffix = round(fmean(len(q.suffix) for it in documents for q in it.questions))
+    num_suffix = round(mean_lengths(documents)[1])
     longest = max(len(it.prefix) for it in documents)
     lengths, others = choose_lengths(longest, positions - 2 * num_suffix, settings.page_size)
     repeats = Repeats(budget_s=settings.timing_seconds)
@@ -338,10 +340,7 @@ def measure_small(
         answers = answerer.answer(document, answerer.model.prefix(document.prefix, ()).kv)
         qualities.append([answerer.quality(document, i, it) for i, it in enumerate(answers)])
     costs = time_costs(answerer.model, documents, settings, console)
-    ttft_s = costs.full_prefill_s(
-        round(fmean(len(it.prefix) for it in documents)),
-        round(fmean(len(q.suffix) for it in documents for q in it.questions)),
-    )
+    ttft_s = costs.full_prefill_s(*map(round, mean_lengths(documents)))
     return SmallModel(qualities=qualities, ttft_s=ttft_s)
 
 

@@ -31,11 +31,7 @@ NUM_SHOWN: Final = 8
 
 
 def sweep(
-    bench: Bench,
-    documents: Sequence[Document],
-    blocks: Sequence[Span],
-    *,
-    pruned: bool,
+    bench: Bench, documents: Sequence[Document], blocks: Sequence[Span], *, pruned: bool
 ) -> Swept:
     """Measure document after document: all of them and by the metric too, or, with `pruned`, those
     at `places_swept`, and nothing but full reuse by the metric."""

@@ -116,12 +116,6 @@ def _mlp(config: PretrainedConfig) -> int:
     return num_experts * (3 * config.intermediate_size + 4 * config.hidden_size)
 
 
-def kept_bytes(sizes: Sizes, document: Document) -> int:
-    """On the host, whatever the batches are. Four: the sender's KV, the receiver's, and while
-    judging a recompute beside a CacheBlend."""
-    return sizes.num_layers * len(document.prefix) * (4 * sizes.kv + sizes.e)
-
-
 def held_bytes(sizes: Sizes, document: Document, num_mixtures: int) -> int:
     """On the device, whatever the batches are."""
     num_prefix = len(document.prefix)
@@ -155,8 +149,9 @@ def make_room(
     """Batch sizes for the largest of the documents; ConfigError where not even one row fits."""
     rows, positions = MOST_ROWS, MOST_POSITIONS
     for document in documents:
-        kept, held = kept_bytes(sizes, document), held_bytes(sizes, document, num_mixtures)
-        row = row_bytes(sizes, document)
+        # Four: the sender's KV, the receiver's, and while judging a recompute beside a CacheBlend.
+        kept = sizes.num_layers * len(document.prefix) * (4 * sizes.kv + sizes.e)
+        held, row = held_bytes(sizes, document, num_mixtures), row_bytes(sizes, document)
         least = held + _with_holes(max(row, sizes.distribution))
         if bounds.device is None:
             _require(kept + least, bounds.host, "max-memory-gb", document)

@@ -115,23 +115,21 @@ class DocumentPasses:
         return self.sender.prefix(self.ids, self.e_layers)
 
 
+@dataclass
 class Study:
     """Measures one document of one split. Nothing is computed that the journal has."""
 
-    def __init__(
-        self,
-        bench: Bench,
-        split: str,
-        index: int,
-        document: Document,
-        e_layers: Collection[int],
-    ) -> None:
-        self._bench, self._document, self._split, self._index = bench, document, split, index
-        models = bench.sender.model, bench.receiver.model
-        self._passes = DocumentPasses(
-            *models, document.prefix, e_layers, corrections=bench.corrections
-        )
-        self._examination: Examination | None = None
+    bench: Bench
+    split: str
+    index: int
+    document: Document
+    e_layers: Collection[int]
+    _examination: Examination | None = field(default=None, init=False)
+
+    @cached_property
+    def _passes(self) -> DocumentPasses:
+        models, maps = (self.bench.sender.model, self.bench.receiver.model), self.bench.corrections
+        return DocumentPasses(*models, self.document.prefix, self.e_layers, corrections=maps)
 
     def references(self, mixtures: Sequence[Mixture], decoded: Sequence[bool]) -> Entry:
         """What both models answer by themselves, and mixtures of the sender's and the own KV.
@@ -152,25 +150,25 @@ class Study:
 
     def _kept(self, step: str, measure: Callable[[], dict[str, object]]) -> Entry:
         """What the journal has of a step; where it has nothing, what is measured now."""
-        journal = self._bench.journal
-        entry = journal.get(self._split, self._index, step)
+        journal = self.bench.journal
+        entry = journal.get(self.split, self.index, step)
         if is_new := entry is None:
             began, before = time.monotonic(), self._passes.count
             found = measure()
             entry = Entry(
-                split=self._split,
-                document=self._index,
+                split=self.split,
+                document=self.index,
                 step=step,
                 passes=self._passes.count - before,
                 seconds=round(time.monotonic() - began, 4),
                 **found,
             )
             journal.put(entry)
-        self._bench.tick(entry, is_new)
+        self.bench.tick(entry, is_new)
         return entry
 
     def _refer(self, mixtures: Sequence[Mixture], decoded: Sequence[bool]) -> dict[str, object]:
-        sender, receiver, document = self._bench.sender, self._bench.receiver, self._document
+        sender, receiver, document = self.bench.sender, self.bench.receiver, self.document
         theirs = sender.answer(document, self._passes.theirs)
         answers = receiver.answer(document, self._passes.own)
         examination = self._examine(answers)
@@ -183,19 +181,19 @@ class Study:
         }
 
     def _try(self, plans: Sequence[Candidate], *, is_decoded: bool) -> dict[str, object]:
-        references = self._bench.journal.get(self._split, self._index, REFERENCES)
+        references = self.bench.journal.get(self.split, self.index, REFERENCES)
         assert references is not None, "the references of a document come before its other steps"
         examination = self._examination or self._examine(references.answers)
         sources = [self._passes.theirs, self._passes.own]
         sources += [self._passes.new(run, e_map) for run, e_map in longest_runs(plans)]
         sources += [self._passes.blend(it.share) for it in plans if it.share]
-        mixtures = mixtures_of(plans, self._bench.num_layers)
+        mixtures = mixtures_of(plans, self.bench.num_layers)
         scores = examination.examine(sources, mixtures, [is_decoded] * len(plans))
         return {"scores": tuple(scores)}
 
     def _examine(self, answers: Sequence[tuple[int, ...]]) -> Examination:
         own = self._passes.own
-        self._examination = Examination(self._bench.receiver, self._document, own, answers)
+        self._examination = Examination(self.bench.receiver, self.document, own, answers)
         return self._examination
 
 

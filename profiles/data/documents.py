@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from random import Random
+from statistics import fmean
 from typing import TYPE_CHECKING, Final
 
 from jinja2 import TemplateError
@@ -120,6 +121,12 @@ def by_task(documents: Sequence[Document]) -> dict[Task, list[int]]:
     for place, document in enumerate(documents):
         found.setdefault(document.task, []).append(place)
     return found
+
+
+def mean_lengths(documents: Sequence[Document]) -> tuple[float, float]:
+    """Tokens of their prefixes, and of their questions' suffixes."""
+    suffixes = [len(question.suffix) for it in documents for question in it.questions]
+    return fmean(len(it.prefix) for it in documents), fmean(suffixes)
 
 
 def first_of_each_task(documents: Sequence[Document], most: int) -> list[int]:

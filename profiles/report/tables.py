@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import zip_longest
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 from cachetree.planning import BEYOND
 from profiles.evidence import (
@@ -18,8 +18,6 @@ from profiles.evidence import (
 )
 from profiles.report import derived, words
 from profiles.stats.gate import ERROR_RATE
-
-DIGEST_CHARACTERS: Final = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,8 +170,8 @@ def baselines(profile: MeasuredProfile) -> Table:
     return _table("What one could do instead", derived.ways(profile), columns, caption=caption)
 
 
-def identities(profile: MeasuredProfile, digest_characters: int = DIGEST_CHARACTERS) -> Table:
-    """Every field of both models; digests are cut to `digest_characters`."""
+def identities(profile: MeasuredProfile, digest_characters: int | None = None) -> Table:
+    """Every field of both models; digests are whole, or cut."""
     rows = []
     for field in ("model_id", *profile.sender.__struct_fields__):
         most = digest_characters if field in ("model_id", "tokenizer", "weights") else None
@@ -191,8 +189,8 @@ def identities(profile: MeasuredProfile, digest_characters: int = DIGEST_CHARACT
     )
 
 
-def data(profile: MeasuredProfile, digest_characters: int = DIGEST_CHARACTERS) -> Table:
-    """Both splits; digests are cut to `digest_characters`."""
+def data(profile: MeasuredProfile, digest_characters: int | None = None) -> Table:
+    """Both splits; digests are whole, or cut."""
 
     def named(it: DataFile) -> str:
         digest = it.sha256[:digest_characters]

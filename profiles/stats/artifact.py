@@ -11,7 +11,7 @@ from typing import TypeVar
 from cachetree import ModelIdentity, Span
 from cachetree.planning import PROFILE_VERSION as VERSION
 from cachetree.planning import BlockQuality
-from profiles.data.documents import Document, by_task
+from profiles.data.documents import Document, by_task, mean_lengths
 from profiles.evidence import (
     Baseline,
     BaselineKind,
@@ -141,26 +141,26 @@ def build(found: Findings, tolerance: float, made: Making) -> MeasuredProfile:
 def split_of(data: Data, judged: Judged) -> Split:
     """What the models do by themselves."""
     sender, full, reuse = judged.sender, judged.full_prefill, qualities_of(judged.full_reuse)
-    questions = [question for it in data.documents for question in it.questions]
+    documents, (prefix, suffix) = data.documents, mean_lengths(data.documents)
     return Split(
         files=data.files,
-        contexts=tuple(it.context for it in data.documents),
+        contexts=tuple(it.context for it in documents),
         tasks=tuple(
             TaskScores(
                 name=task.name,
                 metric=task.metric.value,
                 num_contexts=len(places),
-                num_questions=sum(len(data.documents[i].questions) for i in places),
+                num_questions=sum(len(documents[i].questions) for i in places),
                 sender=_mean(_at(places, sender)),
                 full_prefill=_mean(_at(places, full)),
                 full_reuse=_mean(_at(places, reuse)),
             )
-            for task, places in by_task(data.documents).items()
+            for task, places in by_task(documents).items()
         ),
-        num_questions=len(questions),
-        mean_prefix_tokens=round(fmean(len(it.prefix) for it in data.documents), 2),
-        max_prefix_tokens=max(len(it.prefix) for it in data.documents),
-        mean_suffix_tokens=round(fmean(len(it.suffix) for it in questions), 2),
+        num_questions=sum(len(it.questions) for it in documents),
+        mean_prefix_tokens=round(prefix, 2),
+        max_prefix_tokens=max(len(it.prefix) for it in documents),
+        mean_suffix_tokens=round(suffix, 2),
         sender=interval(sender),
         full_prefill=interval(full),
         full_reuse=interval(reuse),
