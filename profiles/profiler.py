@@ -29,7 +29,7 @@ from profiles.compute.fitting import fit_maps
 from profiles.compute.journal import Journal, Timed
 from profiles.compute.layered import LayeredModel, check_layers
 from profiles.compute.measuring import judge, places_swept, sweep, sweep_corrected
-from profiles.compute.models import ModelSource, Pair, load_model, load_pair, load_tokenizer
+from profiles.compute.models import Pair, load_model, load_pair, load_tokenizer
 from profiles.compute.room import Sizes, bounds_of, make_room
 from profiles.compute.study import HELD_OUT, TRAIN, Bench, DocumentPasses
 from profiles.costs import Repeats, choose_lengths, measure_costs
@@ -42,12 +42,12 @@ from profiles.data.documents import (
     split_documents,
 )
 from profiles.environment import read_environment
-from profiles.evidence import CostModel, Making, MeasuredProfile
+from profiles.evidence import Baseline, BaselineKind, CostModel, Making, MeasuredProfile
 from profiles.forecast import Forecast
 from profiles.progress import Clock, shown
 from profiles.report.words import duration
 from profiles.settings import Settings, choose_device
-from profiles.stats.artifact import Data, Findings, SmallModel, build
+from profiles.stats.artifact import Data, Findings, build
 from profiles.stats.choice import (
     baselines,
     choose,
@@ -122,7 +122,7 @@ def profile_pair(settings: Settings, console: Console) -> MeasuredProfile:
     judged = watched.judge("judging", held_out.documents, choice.order, HELD_OUT, others)
     small = None
     if settings.small is not None:
-        small = measure_small(settings.small, settings, held_out, console)
+        small = measure_small(settings, held_out, journal.costs, console)
     corrections = watched.bench.corrections
     found = Findings(
         sender=pair.sender_identity,
@@ -323,10 +323,11 @@ def time_costs(
 
 
 def measure_small(
-    source: ModelSource, settings: Settings, held_out: Data, console: Console
-) -> SmallModel:
-    """A smaller model's answers to the held-out questions, by full prefill."""
-    device = choose_device(settings.device)
+    settings: Settings, held_out: Data, costs: CostModel, console: Console
+) -> Baseline:
+    """A smaller model's answers to the held-out questions, by full prefill; `costs` are the
+    receiver's."""
+    source, device = settings.small, choose_device(settings.device)
     model = load_model(source, dtype=getattr(torch, settings.dtype), device=device)
     tokenizer = load_tokenizer(source)
     names = {question.name for it in held_out.documents for question in it.questions}
@@ -339,9 +340,17 @@ def measure_small(
     for document in documents:
         answers = answerer.answer(document, answerer.model.prefix(document.prefix, ()).kv)
         qualities.append([answerer.quality(document, i, it) for i, it in enumerate(answers)])
-    costs = time_costs(answerer.model, documents, settings, console)
-    ttft_s = costs.full_prefill_s(*map(round, mean_lengths(documents)))
-    return SmallModel(qualities=qualities, ttft_s=ttft_s)
+    own = time_costs(answerer.model, documents, settings, console)
+    ttft_s = own.full_prefill_s(*map(round, mean_lengths(documents)))
+    share = ttft_s / costs.full_prefill_s(*map(round, mean_lengths(held_out.documents)))
+    return Baseline(
+        kind=BaselineKind.SMALL_MODEL,
+        recomputed_layers=round(share * costs.num_layers, 4),
+        runs=(),
+        quality=interval(qualities),
+        fidelity=None,
+        ttft_s=ttft_s,
+    )
 
 
 def _journal(settings: Settings, pair: Pair, train: Data, held_out: Data) -> Journal:

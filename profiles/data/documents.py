@@ -124,9 +124,9 @@ def by_task(documents: Sequence[Document]) -> dict[Task, list[int]]:
 
 
 def mean_lengths(documents: Sequence[Document]) -> tuple[float, float]:
-    """Tokens of their prefixes, and of their questions' suffixes."""
+    """Tokens of their prefixes, and of their questions' suffixes, to a hundredth."""
     suffixes = [len(question.suffix) for it in documents for question in it.questions]
-    return fmean(len(it.prefix) for it in documents), fmean(suffixes)
+    return round(fmean(len(it.prefix) for it in documents), 2), round(fmean(suffixes), 2)
 
 
 def first_of_each_task(documents: Sequence[Document], most: int) -> list[int]:

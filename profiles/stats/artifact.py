@@ -14,7 +14,6 @@ from cachetree.planning import BlockQuality
 from profiles.data.documents import Document, by_task, mean_lengths
 from profiles.evidence import (
     Baseline,
-    BaselineKind,
     CostModel,
     DataFile,
     Fidelity,
@@ -52,14 +51,6 @@ class Data:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SmallModel:
-    """A smaller model on the held-out split, by full prefill."""
-
-    qualities: list[Sequence[float]]
-    ttft_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
     """All that was measured, and of whom."""
 
@@ -75,7 +66,7 @@ class Findings:
     choice: Choice[Candidate]
     judged: Judged
     """On the held-out one."""
-    small: SmallModel | None
+    small: Baseline | None
 
 
 def build(found: Findings, tolerance: float, made: Making) -> MeasuredProfile:
@@ -158,9 +149,9 @@ def split_of(data: Data, judged: Judged) -> Split:
             for task, places in by_task(documents).items()
         ),
         num_questions=sum(len(it.questions) for it in documents),
-        mean_prefix_tokens=round(prefix, 2),
+        mean_prefix_tokens=prefix,
         max_prefix_tokens=max(len(it.prefix) for it in documents),
-        mean_suffix_tokens=round(suffix, 2),
+        mean_suffix_tokens=suffix,
         sender=interval(sender),
         full_prefill=interval(full),
         full_reuse=interval(reuse),
@@ -228,28 +219,18 @@ def tv_bound(held_out: Scores) -> float:
 
 
 def _baselines(found: Findings, split: Split) -> Iterator[Baseline]:
-    costs, small = found.costs, found.small
     for candidate, scores in found.judged.candidates.items():
-        if candidate.kind is None:
-            continue
-        yield Baseline(
-            kind=candidate.kind,
-            recomputed_layers=round(candidate.recomputed_layers(costs.num_layers), 4),
-            runs=tuple((run.start, run.stop) for run in candidate.runs),
-            quality=interval(qualities_of(scores)),
-            fidelity=_fidelity(scores),
-            ttft_s=_seconds(candidate, costs, split),
-        )
-    if small is not None:
-        share = small.ttft_s / costs.full_prefill_s(*split.mean_lengths)
-        yield Baseline(
-            kind=BaselineKind.SMALL_MODEL,
-            recomputed_layers=round(share * costs.num_layers, 4),
-            runs=(),
-            quality=interval(small.qualities),
-            fidelity=None,
-            ttft_s=small.ttft_s,
-        )
+        if candidate.kind is not None:
+            yield Baseline(
+                kind=candidate.kind,
+                recomputed_layers=round(candidate.recomputed_layers(found.costs.num_layers), 4),
+                runs=tuple((run.start, run.stop) for run in candidate.runs),
+                quality=interval(qualities_of(scores)),
+                fidelity=_fidelity(scores),
+                ttft_s=_seconds(candidate, found.costs, split),
+            )
+    if found.small is not None:
+        yield found.small
 
 
 def _seconds(candidate: Candidate, costs: CostModel, split: Split) -> float:
@@ -261,13 +242,8 @@ def _seconds(candidate: Candidate, costs: CostModel, split: Split) -> float:
 
 
 def _fidelity(scores: Scores) -> Fidelity:
-    flat = _flat(scores)
-    return Fidelity(
-        kl=round(fmean(it.kl for it in flat), 6),
-        agreement=round(fmean(it.agreement for it in flat), 6),
-        own_nll=round(fmean(it.own_nll for it in flat), 6),
-        reference_nll=round(fmean(it.reference_nll for it in flat), 6),
-    )
+    flat, names = _flat(scores), Fidelity.__struct_fields__
+    return Fidelity(**{it: round(fmean(getattr(score, it) for score in flat), 6) for it in names})
 
 
 def _flat(contexts: Iterable[Sequence[T]]) -> list[T]:
