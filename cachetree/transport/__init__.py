@@ -26,11 +26,11 @@ A store, from the tree that has an entry to the tree that keeps it:
     peer             one thread, one session
     pending_stores   one entry at a time
     connection, channel ══ Store ═══════════► channel, session the page before it comes first
-    pending_stores   ◄═════════ Wanted ══════ receiver         takes room for it
+    pending_stores   ◄═════════ Wanted ══════                  takes room for it
     sender           cuts it into frames
     send_queue       ══════════ frames ═════► channel
-                                              receiver         checks them, commits the entry
-    pending_stores   ◄═════════ Stored ══════
+                                              receiver         checks them
+    pending_stores   ◄═════════ Stored ══════ session          commits the entry
 
 `worker` has the thread of all sessions and `server` its sockets, where peers are let in;
 `advertise` tells them what is held. `peers` has one peer for each worker and takes in whom

@@ -81,18 +81,15 @@ class AdminService:
     _clock: Clock = time.monotonic
 
     def serve(self, asked: verbs.ToWorker, answer: Answer, *, is_admin: bool) -> None:
-        if isinstance(asked, verbs.Order) and not is_admin:
-            answer(
-                verbs.Denied(
-                    reason="this worker takes no orders from here: list your public key under "
+        try:
+            if isinstance(asked, verbs.Order) and not is_admin:
+                raise OrderDenied(
+                    "this worker takes no orders from here: list your public key under "
                     "worker.admin there or, where it has no key, set admin: [] and let it listen "
                     "on a loopback address"
                 )
-            )
-            return
-        try:
             self._serve(asked, answer)
-        except (ProtocolError, PinRefused) as exc:
+        except (ProtocolError, PinRefused, OrderDenied) as exc:
             answer(verbs.Denied(reason=wire.reason(exc)))
 
     def _serve(self, asked: verbs.ToWorker, answer: Answer) -> None:
@@ -119,14 +116,14 @@ class AdminService:
 
     def _evict(self, model: ModelId | None, pages: Sequence[PageHash], answer: Answer) -> None:
         num_bytes = self._tree.evict(model, pages)
+
+        def tell(num_disk_bytes: int) -> None:
+            answer(verbs.Evicted(num_bytes=num_bytes, num_disk_bytes=num_disk_bytes))
+
         if self._disk is None:
-            answer(verbs.Evicted(num_bytes=num_bytes, num_disk_bytes=0))
+            tell(0)
         else:
-            self._disk.evict(
-                model,
-                pages,
-                lambda freed: answer(verbs.Evicted(num_bytes=num_bytes, num_disk_bytes=freed)),
-            )
+            self._disk.evict(model, pages, tell)
 
 
 def _model(name: str) -> ModelId | None:

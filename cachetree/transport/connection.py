@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import suppress
 from typing import Final
 
@@ -14,7 +13,7 @@ from cachetree.errors import CacheTreeError, FetchError, ProtocolError
 from cachetree.memory import ArenaFile, ArenaReader
 from cachetree.transport import channel, wire
 from cachetree.transport.address import Address
-from cachetree.transport.channel import Arrival, Channel, Sink
+from cachetree.transport.channel import Channel
 from cachetree.transport.frames import MAX_MESSAGE_BYTES, Ticket
 from cachetree.transport.handshake import FAILURES, Credentials
 from cachetree.transport.receiver import NOT_ASKED
@@ -95,6 +94,7 @@ class Connection:
         self._wakeup = wakeup
         self._clock = clock
         self._heard_at_s = self._pinged_at_s = clock()
+        self._received_bytes = 0
         self.channel: Channel | None = None
         """From `open` on."""
         self._bulk_url = ""
@@ -146,14 +146,6 @@ class Connection:
         self.last_id += 1
         return self.last_id
 
-    def receive(self, sink: Sink) -> Iterator[Arrival]:
-        """What has arrived since the hello; raises ProtocolError for what cannot be."""
-        if self.channel is not None:
-            received_bytes = self.channel.received_bytes
-            yield from self.channel.receive(sink)
-            if self.channel.received_bytes != received_bytes:
-                self._heard_at_s = self._clock()
-
     def send(self, message: wire.ToWorker) -> None:
         """Raises ProtocolError for one that is too large; no other error is seen before
         `require_open`."""
@@ -163,6 +155,9 @@ class Connection:
     def beat(self, every_s: float, patience_s: float) -> None:
         """Ping now and then; raises FetchError where the worker was silent for longer."""
         now_s = self._clock()
+        received_bytes = self.channel.received_bytes if self.channel is not None else 0
+        if received_bytes != self._received_bytes:
+            self._received_bytes, self._heard_at_s = received_bytes, now_s
         if now_s - self._heard_at_s > patience_s:
             where = f" at {self._bulk_url}" if self.channel is not None else ""
             raise FetchError(f"{self._who} was silent for {patience_s} s{where}")

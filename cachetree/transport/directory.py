@@ -143,7 +143,7 @@ def resolved(
 
 
 class RedisLeases:
-    """The workers of one family, but for the own one."""
+    """The workers of one family: the own one's key, and who else has one."""
 
     def __init__(self, url: str, family: Family, own_epoch: int) -> None:
         """Asks nobody yet; raises ConfigError."""
@@ -160,6 +160,14 @@ class RedisLeases:
             values = pipeline.execute(raise_on_error=False)
         pairs = zip(keys, values, strict=True)  # A lease may have ended meanwhile.
         return [it for key, value in pairs if value for it in self._read(key, value)]
+
+    def renew(self, own: Lease) -> None:
+        with _as_os_errors():
+            self._redis.set(self._own_key, msgspec.json.encode(own), ex=LEASE_S)
+
+    def withdraw(self) -> None:
+        with _as_os_errors():
+            self._redis.delete(self._own_key)
 
     def _keys(self) -> list[bytes]:
         # Of one length, so that Redis sends no longer names.
@@ -188,18 +196,8 @@ class RedisLeases:
 
 def announced(url: str, family: Family, epoch: int, lease: Lease) -> Rounds:
     """Keeps a worker's key in Redis until it is closed; raises ConfigError."""
-    client, key = _client(url, field="announce"), lease_key(family, epoch)
-    value = msgspec.json.encode(lease)
-
-    def renew() -> None:
-        with _as_os_errors():
-            client.set(key, value, ex=LEASE_S)
-
-    def withdraw() -> None:
-        with _as_os_errors():
-            client.delete(key)
-
-    return Rounds(url, renew, withdraw)
+    leases = RedisLeases(url, family, epoch)
+    return Rounds(url, partial(leases.renew, lease), leases.withdraw)
 
 
 def check_directory(url: str, *, field: str) -> Address:

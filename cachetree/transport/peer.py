@@ -220,7 +220,11 @@ class Peer:
             return
         connection.wait(round(self._timeout_s() * 1000))
         if connection.channel is not None:
-            self._take(connection)
+            for arrival in connection.channel.receive(self._fetches):
+                if arrival.frame.id == frames.MESSAGE:
+                    self._handle(connection, wire.decode_to_peer(arrival.message))
+                else:
+                    self._fetches.mark_received(arrival)
         elif (hello := connection.hello()) is not None:
             self._greet(connection, hello)
         self._fetches.check()
@@ -256,13 +260,6 @@ class Peer:
         hello = wire.hello(self._tree.family, "", epoch=0)
         greeting = Question(self._context, self._remote, self._credentials, hello, self._who)
         self._connection = self._fetches.link = Connection(greeting, self._wakeup, self._clock)
-
-    def _take(self, connection: Connection) -> None:
-        for arrival in connection.receive(self._fetches):
-            if arrival.frame.id == frames.MESSAGE:
-                self._handle(connection, wire.decode_to_peer(arrival.message))
-            else:
-                self._fetches.mark_received(arrival)
 
     def _handle(self, connection: Connection, message: wire.ToPeer) -> None:
         match message:

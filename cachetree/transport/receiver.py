@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Final
 
 from cachetree.checkpoint import Family
-from cachetree.clock import Clock
-from cachetree.errors import FetchError, ProtocolError
+from cachetree.errors import ProtocolError
 from cachetree.ids import ModelId, PageHash, Span
 from cachetree.memory import ArenaReader, Staging, checksum_of_parts
-from cachetree.transport import verbs, wire
-from cachetree.transport.channel import Arrival, Channel
-from cachetree.transport.config import WorkerConfig
 from cachetree.transport.frames import Frame
-from cachetree.transport.wire import Fetch, Located, Refused
-from cachetree.tree import CacheTree, Reservation, join_hashes
+from cachetree.transport.wire import Fetch, Located
+from cachetree.tree import join_hashes
 
 NOT_ASKED: Final = 0
 """In place of a request's id."""
@@ -122,128 +117,3 @@ class FetchReceiver:
         while not self.is_complete and self._offset == self._sizes[self._step]:
             self._step += 1
             self._offset = 0
-
-
-_MAX_OF_ONE_PEER: Final = 4
-
-_Refusal = tuple[Refused, str]
-"""Why a store is not taken."""
-
-
-@dataclass(eq=False)
-class StoreReceiver:
-    """Stores of one peer that are under way. Used by the worker's thread only.
-
-    A store takes its room from the tree's budget before its first byte is sent; only whole ones
-    are ever seen. Where one ends early, for whatever reason, its room goes back at once.
-    """
-
-    _tree: CacheTree
-    _config: WorkerConfig
-    _counts: verbs.Counts
-    _channel: Channel
-    """Where the peer is told what becomes of its stores."""
-    _clock: Clock
-    _open: dict[int, tuple[FetchReceiver, Reservation]] = field(default_factory=dict, init=False)
-
-    def begin(self, store: wire.Store) -> None:
-        """Reserve room for a store, or say why not."""
-        try:
-            refusal = self._begin(store)
-        except ProtocolError as exc:
-            refusal = Refused.PROTOCOL, wire.reason(exc)
-        if refusal is not None:
-            self._refuse(store.id, *refusal)
-
-    def buffer_for(self, frame: Frame) -> memoryview | None:
-        """Where its bytes go; None where its store has ended, or ends with it."""
-        receiver, _ = self._open.get(frame.id, (None, None))
-        try:
-            return None if receiver is None else receiver.buffer_for(frame)
-        except FetchError as exc:
-            self._refuse(frame.id, Refused.PROTOCOL, wire.reason(exc))
-            return None
-
-    def is_pending(self, frame: Frame) -> bool:
-        """Whether the store still goes on that `buffer_for` was asked for."""
-        return frame.id in self._open
-
-    def mark_received(self, arrival: Arrival) -> None:
-        """A frame came whole into its buffer; its store may have ended already."""
-        id = arrival.frame.id
-        receiver, reservation = self._open.get(id, (None, None))
-        if receiver is None or reservation is None:
-            return
-        try:
-            receiver.mark_received(arrival.frame, is_sound=arrival.is_sound)
-        except FetchError as exc:
-            self._refuse(id, Refused.PROTOCOL, wire.reason(exc))
-            return
-        self._counts.num_received_bytes += arrival.frame.size
-        if receiver.is_complete:
-            self._close(id)
-            reservation.commit()
-            self._counts.stores_by_outcome["stored"] += 1
-            self._reply(wire.Stored(id=id))
-
-    def cancel(self, id: int) -> None:
-        """The peer gives up a store; nothing where there is none."""
-        if id in self._open:
-            self._close(id).release()
-
-    def expire(self) -> None:
-        """End what is late."""
-        for id, (receiver, _) in tuple(self._open.items()):
-            if receiver.staging.deadline.has_passed:
-                self._refuse(id, Refused.DEADLINE, "the store's time is over")
-
-    def close(self) -> None:
-        """The peer is gone."""
-        for id in tuple(self._open):
-            self.cancel(id)
-
-    def _reply(self, message: wire.StoreAnswer) -> None:
-        self._channel.put_message(wire.encode(message))
-
-    def _close(self, id: int) -> Reservation:
-        self._counts.num_open_stores -= 1
-        return self._open.pop(id)[1]
-
-    def _begin(self, store: wire.Store) -> _Refusal | None:
-        family = self._tree.family
-        if not self._config.accepts:
-            why = "this worker accepts no stores; set worker.accepts to true there"
-            return Refused.CLOSED, why
-        num_open = self._counts.num_open_stores
-        if num_open >= self._config.max_stores or len(self._open) >= _MAX_OF_ONE_PEER:
-            return Refused.BUSY, f"{num_open} stores are open"
-        if store.id in self._open:
-            raise ProtocolError(f"store {store.id} is open already")
-        pages, parents = wire.pages_of(store.pages), wire.pages_of(store.parent)
-        steps = wire.steps_of_store(family.num_layers, store.e_layers)
-        if not pages or len(set(pages)) < len(pages) or len(parents) > 1 or not store.model:
-            raise ProtocolError("a store names no model, no pages, a page twice, or two parents")
-        model, parent = ModelId(store.model), parents[0] if parents else None
-        reservation = self._tree.reserve(model, parent, pages, store.e_layers)
-        if reservation is None:
-            if parent is not None and not self._tree.has(model, parent):
-                return Refused.UNKNOWN_PARENT, f"model {model} has no page before these"
-            return Refused.NO_ROOM, f"there is no room for {len(pages)} pages"
-        if not reservation.pages:
-            self._counts.stores_by_outcome["known"] += 1
-        else:
-            num_pages = len(reservation.pages)
-            sizes = {step: num_pages * family.page_bytes(step.kind) for step in steps}
-            deadline = wire.deadline_of(store, self._clock)
-            staging = Staging(sizes, deadline, {it: reservation.views(it) for it in steps})
-            receiver = FetchReceiver(model, reservation.pages, staging)
-            self._open[store.id] = (receiver, reservation)
-            self._counts.num_open_stores += 1
-        self._reply(wire.Wanted(id=store.id, skipped=reservation.skipped))
-        return None
-
-    def _refuse(self, id: int, why: Refused, reason: str) -> None:
-        self.cancel(id)
-        self._counts.stores_by_outcome[why.value] += 1
-        self._counts.num_protocol_errors += why is Refused.PROTOCOL
-        self._reply(wire.StoreRefused(id=id, error=why, reason=reason))

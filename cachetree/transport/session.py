@@ -10,16 +10,17 @@ from cachetree.clock import Clock, Deadline
 from cachetree.disk import DiskTier
 from cachetree.errors import DeadlineExceeded, FetchError, ProtocolError, StaleEntry
 from cachetree.ids import PAGE_HASH_BYTES, ModelId, PageHash
+from cachetree.memory import Staging
 from cachetree.transport import frames, verbs, wire
 from cachetree.transport.advertise import Advertiser
-from cachetree.transport.channel import Channel
+from cachetree.transport.channel import Arrival, Channel
 from cachetree.transport.config import WorkerConfig
-from cachetree.transport.frames import MAX_FRAME_BYTES, MIN_FRAME_BYTES
-from cachetree.transport.receiver import StoreReceiver
+from cachetree.transport.frames import MAX_FRAME_BYTES, MIN_FRAME_BYTES, Frame
+from cachetree.transport.receiver import FetchReceiver
 from cachetree.transport.sender import BURST, Load, SendScheduler, Stream
 from cachetree.transport.tracing import NoteServed, Served
-from cachetree.transport.wire import Fetch, Store
-from cachetree.tree import CacheTree
+from cachetree.transport.wire import Fetch, Refused, Store
+from cachetree.tree import CacheTree, Reservation
 
 _DRAIN_S: Final = 5.0
 """A lease outlives its stream's deadline by this, for frames that the kernel does not take yet.
@@ -56,9 +57,7 @@ class Session:
         self._streams: dict[int, Stream] = {}
         max_changes = service.config.max_pending_changes
         self.advertiser: Final = Advertiser(service.tree, max_changes, wake)
-        self._stores = StoreReceiver(
-            service.tree, service.config, service.counts, channel, service.clock
-        )
+        self._stores = StoreReceiver(service, self.tell)
         self._waiting: set[Fetch | Store] = set()
         """Those that wait for pages to be read from disk."""
         self._last_id = 0
@@ -239,3 +238,123 @@ class Session:
         message = wire.fetch_failed(id, error)
         counts.fetches_by_outcome[message.error] += 1
         self.tell(message)
+
+
+_MAX_OF_ONE_PEER: Final = 4
+
+_Refusal = tuple[Refused, str]
+"""Why a store is not taken."""
+
+
+class StoreReceiver:
+    """Stores of one peer that are under way. Used by the worker's thread only.
+
+    A store takes its room from the tree's budget before its first byte is sent; only whole ones
+    are ever seen. Where one ends early, for whatever reason, its room goes back at once.
+    """
+
+    def __init__(self, service: Service, tell: Callable[[wire.StoreAnswer], None]) -> None:
+        """`tell` is how the peer hears what becomes of them."""
+        self._service = service
+        self._counts = service.counts
+        self._tell = tell
+        self._open: dict[int, tuple[FetchReceiver, Reservation]] = {}
+
+    def begin(self, store: wire.Store) -> None:
+        """Reserve room for a store, or say why not."""
+        try:
+            refusal = self._begin(store)
+        except ProtocolError as exc:
+            refusal = Refused.PROTOCOL, wire.reason(exc)
+        if refusal is not None:
+            self._refuse(store.id, *refusal)
+
+    def buffer_for(self, frame: Frame) -> memoryview | None:
+        """Where its bytes go; None where its store has ended, or ends with it."""
+        receiver, _ = self._open.get(frame.id, (None, None))
+        try:
+            return None if receiver is None else receiver.buffer_for(frame)
+        except FetchError as exc:
+            self._refuse(frame.id, Refused.PROTOCOL, wire.reason(exc))
+            return None
+
+    def is_pending(self, frame: Frame) -> bool:
+        """Whether the store still goes on that `buffer_for` was asked for."""
+        return frame.id in self._open
+
+    def mark_received(self, arrival: Arrival) -> None:
+        """A frame came whole into its buffer; its store may have ended already."""
+        id = arrival.frame.id
+        receiver, reservation = self._open.get(id, (None, None))
+        if receiver is None or reservation is None:
+            return
+        try:
+            receiver.mark_received(arrival.frame, is_sound=arrival.is_sound)
+        except FetchError as exc:
+            self._refuse(id, Refused.PROTOCOL, wire.reason(exc))
+            return
+        self._counts.num_received_bytes += arrival.frame.size
+        if receiver.is_complete:
+            self._close(id)
+            reservation.commit()
+            self._counts.stores_by_outcome["stored"] += 1
+            self._tell(wire.Stored(id=id))
+
+    def cancel(self, id: int) -> None:
+        """The peer gives up a store; nothing where there is none."""
+        if id in self._open:
+            self._close(id).release()
+
+    def expire(self) -> None:
+        """End what is late."""
+        for id, (receiver, _) in tuple(self._open.items()):
+            if receiver.staging.deadline.has_passed:
+                self._refuse(id, Refused.DEADLINE, "the store's time is over")
+
+    def close(self) -> None:
+        """The peer is gone."""
+        for id in tuple(self._open):
+            self.cancel(id)
+
+    def _close(self, id: int) -> Reservation:
+        self._counts.num_open_stores -= 1
+        return self._open.pop(id)[1]
+
+    def _begin(self, store: wire.Store) -> _Refusal | None:
+        config, tree = self._service.config, self._service.tree
+        if not config.accepts:
+            why = "this worker accepts no stores; set worker.accepts to true there"
+            return Refused.CLOSED, why
+        num_open = self._counts.num_open_stores
+        if num_open >= config.max_stores or len(self._open) >= _MAX_OF_ONE_PEER:
+            return Refused.BUSY, f"{num_open} stores are open"
+        if store.id in self._open:
+            raise ProtocolError(f"store {store.id} is open already")
+        pages, parents = wire.pages_of(store.pages), wire.pages_of(store.parent)
+        steps = wire.steps_of_store(tree.family.num_layers, store.e_layers)
+        if not pages or len(set(pages)) < len(pages) or len(parents) > 1 or not store.model:
+            raise ProtocolError("a store names no model, no pages, a page twice, or two parents")
+        model, parent = ModelId(store.model), parents[0] if parents else None
+        reservation = tree.reserve(model, parent, pages, store.e_layers)
+        if reservation is None:
+            if parent is not None and not tree.has(model, parent):
+                return Refused.UNKNOWN_PARENT, f"model {model} has no page before these"
+            return Refused.NO_ROOM, f"there is no room for {len(pages)} pages"
+        if not reservation.pages:
+            self._counts.stores_by_outcome["known"] += 1
+        else:
+            num_pages = len(reservation.pages)
+            sizes = {step: num_pages * tree.family.page_bytes(step.kind) for step in steps}
+            deadline = wire.deadline_of(store, self._service.clock)
+            staging = Staging(sizes, deadline, {it: reservation.views(it) for it in steps})
+            receiver = FetchReceiver(model, reservation.pages, staging)
+            self._open[store.id] = (receiver, reservation)
+            self._counts.num_open_stores += 1
+        self._tell(wire.Wanted(id=store.id, skipped=reservation.skipped))
+        return None
+
+    def _refuse(self, id: int, why: Refused, reason: str) -> None:
+        self.cancel(id)
+        self._counts.stores_by_outcome[why.value] += 1
+        self._counts.num_protocol_errors += why is Refused.PROTOCOL
+        self._tell(wire.StoreRefused(id=id, error=why, reason=reason))
