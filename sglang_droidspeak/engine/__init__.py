@@ -1,7 +1,7 @@
 """What SGLang is to this package: the only place that names it.
 
     v0_5_23    what of that release is hooked, called and read, and hashes of its source
-    probe      refuses another SGLang, and tells what moved in it (sources: how that is read)
+    probe      refuses another SGLang, and tells from its source what moved in it
     names      its types and functions, in one list
     layers     its decoder layers: where E leaves them, and how a block of them is run
     replay     its batches: how prefix tokens are run once more, before a batch's own forward

@@ -23,8 +23,6 @@ Count = Callable[[str, int], None]
 
 _KEYS_PER_CALL: Final = 128
 """As many as SGLang asks about at once."""
-
-
 MAX_FAILURES: Final = 3
 """In a row; then nothing is asked for a while."""
 MIN_PAUSE_S: Final = 30.0

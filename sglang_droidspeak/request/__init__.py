@@ -8,8 +8,8 @@
                           encoded is decoded
     ready      arrivals   E is there, and the rest will be before the recompute is over: no more
                           hidden. Too late, or not worth it any more: a full prefill
-    loading    load       SGLang has slots: pages of the source, slots of the request
-               loader     a thread copies layer after layer into them
+    loading    load       SGLang has slots: a thread copies layer after layer of the source into
+                          them
                forward    partial_prefill computes the others, and what has not come
                           in time is prefilled in full; then SGLang's own forward runs
     settled    labels     what it has read is noted (meta_info), and told once, with its answer

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:
-    from sglang_droidspeak.request.load import Laps
-
+Laps = list[tuple[torch.cuda.Event, torch.cuda.Event]]
+"""Of copies on a stream: before and after each."""
 _READS = -1
 """In place of a layer: what the forward's stream reads of a batch's staging."""
 

@@ -15,8 +15,7 @@ from sglang_droidspeak.engine.names import ForwardMode, ScheduleBatch
 from sglang_droidspeak.ranks import Ranks, RanksApart
 from sglang_droidspeak.request import traces
 from sglang_droidspeak.request.labels import Labels
-from sglang_droidspeak.request.load import Load
-from sglang_droidspeak.request.loader import Loader
+from sglang_droidspeak.request.load import Load, Loader
 from sglang_droidspeak.request.meta_info import provenance_of
 from sglang_droidspeak.request.partial_prefill import BlockTokens, PartialPrefill
 from sglang_droidspeak.request.request import Request

@@ -24,7 +24,7 @@ from sglang_droidspeak.ranks import Ranks
 from sglang_droidspeak.request import forward
 from sglang_droidspeak.request.copies import Copies
 from sglang_droidspeak.request.forward import ForwardPass
-from sglang_droidspeak.request.loader import Loader
+from sglang_droidspeak.request.load import Loader
 from sglang_droidspeak.request.request import Request
 from sglang_droidspeak.request.source import Staged
 from sglang_droidspeak.store.capture import Provenance

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from sglang_droidspeak.cli import main
-from sglang_droidspeak.engine import probe, release, sources
-from sglang_droidspeak.engine.sources import NotThere, definition
+from sglang_droidspeak.engine import probe, release
+from sglang_droidspeak.engine import probe as sources
+from sglang_droidspeak.engine.probe import NotThere, definition
 
 ROOT = Path(__file__).resolve().parents[2]
 OF = "sglang.srt.managers.schedule_batch"
