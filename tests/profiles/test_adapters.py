@@ -313,7 +313,7 @@ def test_the_command_merges_or_says_why_not(plain, tmp_path: Path) -> None:
 def test_no_adapter_in_the_repository_lies_beside_whole_weights() -> None:
     """Where peft is installed, transformers would apply it to them."""
     adapters = list((ROOT / "examples").rglob("adapter_config.json"))
-    assert len(adapters) == 6
+    assert adapters
     for file in adapters:
         assert not (file.parent / "config.json").exists()
         assert not (file.parent / "model.safetensors").exists()
