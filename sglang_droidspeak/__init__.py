@@ -6,7 +6,7 @@
     store      E and provenance by KV slot, what the pool has, the way out into the cache
     hicache    what is stored, in the backends of SGLang's HiCache, too
     request    what one request goes through: begin there
-    guard      what approximate KV does to answers: verified answers, and plans that drift
+    guard      what approximate KV does to answers, and plans that drift
 
 Each room knows only those above it. `plugin` is what SGLang's entry point calls, and `linker` what
 its radix cache drives; they put the rest together.

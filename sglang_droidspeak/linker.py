@@ -27,7 +27,7 @@ from sglang_droidspeak import engine
 from sglang_droidspeak.adapters.activated import ActivatedAdapters
 from sglang_droidspeak.adapters.models import Models
 from sglang_droidspeak.cost import Meter
-from sglang_droidspeak.engine import Hook, HookType, own, release, tracing
+from sglang_droidspeak.engine import Hook, HookType, release, tracing
 from sglang_droidspeak.engine.hashing import ensure_page_hashes
 from sglang_droidspeak.engine.names import (
     CacheInitParams,
@@ -197,7 +197,6 @@ class DroidSpeakLinker(UnifiedCacheLinker):
                 release.NEW_PREFILL: (queue.new_prefill, HookType.AROUND),
                 release.REPLAY_LEN: (queue.charge, HookType.AFTER),
                 release.MATCH: (queue.match, HookType.AROUND),
-                release.CREATE: (own.go_on, HookType.AFTER),
                 release.FORWARD: (self._forward.run_batch, HookType.AROUND),
                 release.CHECKPOINT: (self._insertions.checkpoint, HookType.AROUND),
                 release.REPORT: (self._replies.stream, HookType.AROUND),

@@ -7,7 +7,7 @@
     replay     its batches: how prefix tokens are run once more, before a batch's own forward
     prefixes   its requests and its tree: pages, tenants, exact and approximate KV
     asking     its HTTP server: how an operator asks the scheduler
-    own        its requests that the server itself sends, and drafts of answers
+    own        its requests that the server itself sends
     tracing    its trace of a request
     hashing, attention, hicache
 

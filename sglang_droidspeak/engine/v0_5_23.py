@@ -20,7 +20,6 @@ AVAILABLE_BYTES = (
     "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes"
 )
 GENERATE = "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request"
-CREATE = f"{SCHEDULER_MODULE}.Scheduler._create_generation_req"
 FORWARD = "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation"
 NEW_PREFILL = "sglang.srt.managers.scheduler.Scheduler._get_new_batch_prefill_raw"
 REPLAY_LEN = "sglang.srt.managers.schedule_policy.PrefillAdder._replay_len"
@@ -68,7 +67,6 @@ USED: Mapping[str, str] = {
     CELL_SIZE: "dde0e084641d kvc num_layers",
     AVAILABLE_BYTES: "f24122e2e55f pre_model_load_memory",
     GENERATE: "ece7e86e4de3 obj request",
-    CREATE: "81f281cb4513 recv_req",
     FORWARD: "587f48042174 batch forward_batch",
     NEW_PREFILL: "9eb870ca66bd prefill_delayer_single_pass running_batch",
     REPLAY_LEN: "de5d2dd3bf21 req prefix_len",

@@ -1,8 +1,6 @@
 """What approximate KV does to answers, seen while the server answers: in its front end.
 
-exact      this server's own exact run of a prompt and the tokens that were served after it
 plain      requests whose tokens come from the model's own distributions
-verify     answers on request that exact KV has confirmed
 shadows    the drift guard: answers compared with an exact run afterwards
 distance   how far what was served is from what an exact run says. Pure
 detector   has the mean of what is observed risen above what is allowed? Pure

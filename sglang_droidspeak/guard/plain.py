@@ -1,11 +1,12 @@
-"""Requests whose every token comes from the model's own distribution, with no more asked for."""
+"""Requests whose every token comes from the model's own distributions, and that may reuse KV."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, Final
 
-from sglang_droidspeak.request.controls import Controls, parse_controls
+from sglang_droidspeak.engine.own import ANSWERED
+from sglang_droidspeak.request.controls import parse_controls
 
 _NEUTRAL: Final[Mapping[str, float]] = {
     "frequency_penalty": 0,
@@ -37,7 +38,7 @@ _UNASKED: Final = (
     "multi_item_delimiter_indices",
     "token_indices_to_pool",
 )
-"""and what else a request may bring or want that an answer in parts would not have."""
+"""and what else a request may bring or want that an exact run of it would not have."""
 
 
 def plain_params(obj: Any, manager: Any) -> Mapping[str, Any] | None:
@@ -50,14 +51,17 @@ def plain_params(obj: Any, manager: Any) -> Mapping[str, Any] | None:
     params = {**(manager.preferred_sampling_params or {}), **(obj.sampling_params or {})}
     is_neutral = all(params.get(name) in (None, value) for name, value in _NEUTRAL.items())
     is_free = not any(params.get(name) for name in _WITHOUT)
-    is_plain = is_neutral and is_free and not any(getattr(obj, it) for it in _UNASKED)
-    return params if is_plain else None
-
-
-def controls_of(params: Mapping[str, Any]) -> Controls | None:
-    """None where they are wrong, of which the scheduler says what."""
-    custom = params.get("custom_params")
-    try:
-        return parse_controls(custom if isinstance(custom, dict) else None)
-    except ValueError:
+    if not (is_neutral and is_free) or any(getattr(obj, it) for it in _UNASKED):
         return None
+    if params.get("top_k") == 1 and params.get("temperature", 1) not in (0, 1):
+        return None  # Greedy, and its log-probabilities are not.
+    return params if _may_reuse(params.get("custom_params") or {}) else None
+
+
+def _may_reuse(custom: Any) -> bool:
+    if not isinstance(custom, dict) or ANSWERED in custom:
+        return False
+    try:
+        return parse_controls(custom).mode != "off"
+    except ValueError:  # Of which the scheduler says what.
+        return False

@@ -18,6 +18,7 @@ import asyncio
 import logging
 import os
 import time
+import uuid
 from array import array
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -33,10 +34,9 @@ import msgspec
 
 from cachetree.planning import PlanId
 from sglang_droidspeak.engine import asking
-from sglang_droidspeak.engine.own import ANSWERED, DRAFT
+from sglang_droidspeak.engine.own import ANSWERED
 from sglang_droidspeak.guard.distance import POSITIONS, TOP, LogProbs, distance
-from sglang_droidspeak.guard.exact import exact_run
-from sglang_droidspeak.guard.plain import controls_of, plain_params
+from sglang_droidspeak.guard.plain import plain_params
 from sglang_droidspeak.guard.plans import GuardQuestion, GuardState, Shadow
 from sglang_droidspeak.request.meta_info import KEY
 
@@ -49,6 +49,17 @@ MAX_WAITING: Final = 64
 """Answers whose prompts are kept until they are compared."""
 _LOOK_S: Final = 0.02
 """Between two looks whether a request runs."""
+
+_KEPT: Final = (
+    "lora_path",
+    "extra_key",
+    "cache_salt",
+    "priority",
+    "routing_key",
+    "no_logs",
+    "http_worker_ipc",
+)
+"""Of the user's request: its model, its tenant, and how it is treated."""
 
 Reply = dict[str, Any]
 
@@ -66,7 +77,7 @@ class Shadows:
     def generate(self, original: Any, manager: Any, obj: Any, request: Any = None) -> Any:
         """Hooks TokenizerManager.generate_request, which returns an async generator."""
         params = plain_params(obj, manager)
-        if params is None or not _has_shadow(params):
+        if params is None:
             return original(manager, obj, request)
         obj.normalize_batch_and_arguments()
         place = place_of(obj.rid)
@@ -116,7 +127,7 @@ class Shadows:
         if manager.rid_to_state:
             self._missed["dropped"] += 1
         else:
-            exact, _ = await exact_run(manager, it.prompt_ids, it.tokens, it.obj)
+            exact = await exact_run(manager, it.prompt_ids, it.tokens, it.obj)
             shadow = Shadow(plan=it.plan, tv=distance(it.served, exact, it.temperature))
         missed, self._missed = self._missed, Counter()
         question = msgspec.json.encode(GuardQuestion(shadow=shadow, missed=missed)).decode()
@@ -186,19 +197,49 @@ class _Answer:
         self.deadline_s = deadline_s
 
 
+async def exact_run(
+    manager: Any, prompt_ids: Sequence[int], served_ids: Sequence[int], like: Any
+) -> Sequence[LogProbs]:
+    """What full prefill would have said: the exact distribution at the position of each served
+    token.
+
+    It is a request like any other to SGLang's TokenizerManager: the prompt and the served tokens as
+    its input, nothing generated. It reads and leaves exact KV only, in the tenant of the user's
+    GenerateReqInput `like`: what approximate KV has given nobody finds there, and what it leaves,
+    later requests with that prompt find in place of the approximate KV. No metric and no
+    explanation of droidspeak's counts it. Cancelled, it aborts its request; raises RuntimeError
+    where somebody else has, and what SGLang raises of a request that it refuses.
+    """
+    asked = type(like)(
+        input_ids=[*prompt_ids, *served_ids],
+        rid=f"droidspeak-{uuid.uuid4().hex}",
+        sampling_params={
+            "temperature": 0,
+            "max_new_tokens": 0,
+            "custom_params": {"droidspeak": {"mode": "off"}, ANSWERED: len(served_ids)},
+        },
+        return_logprob=True,
+        # The first position from there has no log-probability.
+        logprob_start_len=len(prompt_ids) - 1,
+        top_logprobs_num=TOP,
+        log_metrics=False,
+        **{name: getattr(like, name) for name in _KEPT},
+    )
+    async with aclosing(manager.generate_request(asked, None)) as replies:
+        meta: Mapping[str, Any] = (await anext(replies))["meta_info"]
+    if meta["finish_reason"]["type"] == "abort":
+        raise RuntimeError(f"the exact run was aborted: {meta['finish_reason']}")
+    served = meta["input_token_logprobs"][1:]
+    tops = meta["input_top_logprobs"][1:]
+    return [
+        {token: logprob for logprob, token, _ in (*top, one)}
+        for one, top in zip(served, tops, strict=True)
+    ]
+
+
 def place_of(rid: str) -> float:
     """Of a request among all ids, 0 to 1; those below the rate are chosen."""
     return int.from_bytes(blake2b(rid.encode(), digest_size=8).digest(), "big") / 2**64
-
-
-def _has_shadow(params: Mapping[str, Any]) -> bool:
-    """Whether it may reuse anything, and its log-probabilities are those of the model."""
-    custom, controls = params.get("custom_params") or {}, controls_of(params)
-    if not isinstance(custom, dict) or ANSWERED in custom or DRAFT in custom:
-        return False
-    if controls is None or controls.mode == "off" or controls.verify:
-        return False
-    return params.get("top_k") != 1 or params.get("temperature", 1) in (0, 1)
 
 
 def _temperature(params: Mapping[str, Any]) -> float:

@@ -5,7 +5,6 @@
     {"droidspeak": {"block": "none", "sender": ID}}    load every layer from that model
     {"droidspeak": {"ttft_target_ms": 300}}            recompute as much as fits that time
     {"droidspeak": {"publish": "before_reply"}}        answer once others can read it
-    {"droidspeak": {"verify": true}}                   answer what full prefill would answer
 
 SGLang carries only scalars here, which is why a block is text.
 """
@@ -13,15 +12,12 @@ SGLang carries only scalars here, which is why a block is text.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 
 from cachetree import EMPTY_SPAN, Span
 from cachetree.planning import Strategy
-
-if TYPE_CHECKING:
-    from sglang_droidspeak.start.config import Settings
 
 
 class Controls(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -36,16 +32,8 @@ class Controls(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     publish: Literal["before_reply"] | None = None
     """`before_reply`: the answer, or the end of its stream, comes once every connected peer knows
     what was read and written for it, and `fetch_deadline_s` later at most."""
-    verify: bool | None = None
-    """`true` sends no token that full prefill would not have sent: what approximate KV gives is
-    checked before. Overrides the server's setting of this name."""
     strategy: Strategy = Strategy.PIPELINED
     """How loads and recompute share time; obeyed with `gate: off` only, for measurements."""
-
-    def is_verified(self, settings: Settings) -> bool:
-        """Whether its answer is to be one that exact KV has confirmed."""
-        asked = settings.verify == "always" if self.verify is None else self.verify
-        return asked and self.mode != "off"
 
     def span(self, num_layers: int) -> Span | None:
         """The block asked for, None where the server may choose; ValueError where it is wrong."""
@@ -66,8 +54,8 @@ class Controls(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 _ACCEPTED: Final = (
     "mode: 'auto' or 'off'; sender: a model id; block: 'start:stop', 'none' or 'all'; "
-    "ttft_target_ms: a number; publish: 'before_reply'; verify: true or false; "
-    "strategy: " + " or ".join(repr(it.value) for it in Strategy)
+    "ttft_target_ms: a number; publish: 'before_reply'; strategy: "
+    + " or ".join(repr(it.value) for it in Strategy)
 )
 
 

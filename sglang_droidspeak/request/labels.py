@@ -17,7 +17,7 @@ from sglang_droidspeak.engine.names import FINISH_ABORT, Req, is_health_check_ge
 from sglang_droidspeak.engine.prefixes import tenant_of
 from sglang_droidspeak.metrics import Metrics
 from sglang_droidspeak.request import traces
-from sglang_droidspeak.request.meta_info import DRAFT_ENDS, KEY, RequestProvenance
+from sglang_droidspeak.request.meta_info import KEY, RequestProvenance
 
 log = logging.getLogger("droidspeak.request")
 
@@ -112,10 +112,7 @@ class Labels:
             self.metrics.count_outcome(told.outcome, exact=told.exact)
             self._keep(req.rid, Told(told, len(req.origin_input_ids), label.considered))
             _write(req.rid, told)
-        entry = msgspec.to_builtins(told)
-        if not told.exact and (num_tokens := own.end_draft(req)) is not None:
-            entry[DRAFT_ENDS] = num_tokens
-        req.customized_info = {**(req.customized_info or {}), KEY: [entry]}
+        req.customized_info = {**(req.customized_info or {}), KEY: [msgspec.to_builtins(told)]}
 
     def _keep(self, rid: str, told: Told) -> None:
         replaced = self.told.pop(rid, None)

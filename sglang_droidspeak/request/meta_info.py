@@ -14,19 +14,6 @@ if TYPE_CHECKING:
 
 KEY = "droidspeak"
 """In `/server_info`, too."""
-DRAFT_ENDS = "draft_ends"
-"""Beside the fields below, on the way to the front end: after how many tokens a draft ends."""
-
-
-class Verified(msgspec.Struct, frozen=True, kw_only=True):
-    """Of an answer that began as a draft from approximate KV."""
-
-    drafted: int
-    """Tokens of the draft."""
-    agreed: int
-    """Those before the first that exact KV did not confirm; they are the answer's."""
-    redone: int
-    """The others: thrown away, and made anew from exact KV."""
 
 
 class RequestProvenance(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,10 +59,6 @@ class RequestProvenance(msgspec.Struct, frozen=True, kw_only=True):
     detail: str | None = None
     """The outcome for a person: what was wrong with the request's controls, and what is allowed;
     null where nothing is to be added."""
-    verified: Verified | None = None
-    """Of a verified answer, which is `exact`, how many tokens were `drafted` from
-    approximate KV, how many of them `agreed` with exact KV, and how many were `redone`; null where
-    nothing was drafted."""
 
 
 def provenance_of(

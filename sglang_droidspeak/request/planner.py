@@ -163,9 +163,6 @@ class Planner:
             return Declined("bad_controls", str(exc))
         if controls.mode == "off":
             return Declined(Reason.OFF.value)
-        if controls.is_verified(self._server.settings):
-            # A draft says no more that it is to be verified.
-            return Declined(Reason.OFF.value, "its answer cannot be verified in parts")
         if num_pages < self._min_pages <= (len(req.full_untruncated_fill_ids) - 1) // page_size:
             return Declined("logprobs", "a prompt's log-probabilities take its prefill")
         matches = self._matches(req, pages)

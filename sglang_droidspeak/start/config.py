@@ -130,12 +130,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ttft_target_ms: float | None = None
     """While no request waits, recompute as many layers as meet this; none recomputes what the
     profile recommends."""
-    verify: Literal["asked", "always"] = "asked"
-    """Which answers exact KV has to confirm before a token of them is sent: those whose requests
-    ask for it (`asked`), or all whose requests do not say `verify: false` (`always`)."""
-    verify_lag: int = 32
-    """So many tokens are drafted from approximate KV before they are checked; the rest of the
-    answer comes from the exact KV that the check leaves."""
     shadow_rate: float | None = None
     """Share of the requests that reuse another model's KV whose answers the drift guard compares
     with an exact run, 0 to 1; by default 0.05 where there is a `guard_path`."""
@@ -175,7 +169,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         if not 0 <= self.shadow_share <= 1:
             raise ConfigError(f"shadow_rate is {self.shadow_rate}; give 0 to 1")
         positive = ("min_tokens", "max_recompute_tokens", "fetch_deadline_s", "peer_cooldown_s")
-        for field in (*positive, "max_stall_ms", "verify_lag", "shadow_deadline_s"):
+        for field in (*positive, "max_stall_ms", "shadow_deadline_s"):
             value = getattr(self, field)
             if value is not None and value <= 0:
                 raise ConfigError(f"{field} is {value}; give a positive number")

@@ -11,14 +11,19 @@ import pytest
 from engine_parts import CPU, SLOW_DEVICE, Answer, Watcher, eventually
 from forked import ServerSpec
 from test_guard_servers import OFF, a_quarter_away, of_another_sender
-from test_verified_real import MADE, ROOT, documents
 
 from cachetree.checkpoint import read_model_identity
 from cachetree.planning import read_profile, write_profile
-from profiles.data.documents import Document
+from profiles.compute.models import ModelSource, load_tokenizer
+from profiles.data.datasets import load_sources
+from profiles.data.documents import Document, make_documents
+from profiles.data.metrics import Metric
+from profiles.data.tasks import TaskOptions
 from sglang_droidspeak.fleet.servers import Server, free_port, running
 from sglang_droidspeak.guard.plans import GuardState, WatchedPair
 
+ROOT = Path(__file__).resolve().parents[2]
+MADE = ROOT / "build/real"
 SENDER, RECEIVER = MADE / "merged/questions", MADE / "merged/json"
 PROFILE = ROOT / "examples/real/questions_to_json.json"
 BLOCK = (4, 24)
@@ -34,6 +39,14 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not RECEIVER.exists(), reason="run `make real` first"),
 ]
+
+
+def documents() -> list[Document]:
+    """Of the receiver's skill, those that nothing was chosen on."""
+    options = TaskOptions(template="{context}\n\n{input}", chat=True, metric=Metric.F1, max_new=56)
+    sources = load_sources([str(MADE / "data/json/verify.jsonl")], options)
+    tokenizer = load_tokenizer(ModelSource(path=RECEIVER))
+    return make_documents(sources, tokenizer, page_size=16, max_prompt_tokens=None)
 
 
 def pair_of(receiver: Server, sender: Path) -> WatchedPair:
@@ -97,7 +110,7 @@ def test_a_healthy_pair_stays_in_service_and_a_drifted_sender_does_not(tmp_path:
         for model, address in at.items()
     ]
     specs.append(ServerSpec(model=RECEIVER, name="receiver", options=options, droidspeak=reads))
-    found = documents("json")[: NUM_HEALTHY + NUM_DRIFTED]
+    found = documents()[: NUM_HEALTHY + NUM_DRIFTED]
     of_each = {SENDER: found[:NUM_HEALTHY], drifted: found[NUM_HEALTHY:]}
     with running(*specs, folder=tmp_path, env=SLOW_DEVICE) as (*senders, receiver):
         watcher = Watcher(RECEIVER, [*at.values()])

@@ -112,19 +112,15 @@ def test_the_servers_own_requests_are_told_and_not_counted(labels: Labels, count
     assert (counts.outcomes, dict(labels.told)) == ({}, {})
 
 
-@pytest.mark.parametrize(
-    ("is_approximate", "lag", "ends"), [(True, 5, 5), (False, 5, 8), (True, 8, 8), (True, 9, 8)]
-)
-def test_a_draft_from_approximate_kv_ends_early(
-    labels: Labels, is_approximate: bool, lag: int, ends: int
-) -> None:
-    req = request(max_new_tokens=8)
-    req.sampling_params.custom_params = {own.DRAFT: lag}
-    labels.read([req], torch.tensor([is_approximate]))
-    labels.report([req])
-    assert req.sampling_params.max_new_tokens == ends
-    (entry,) = req.customized_info[KEY]
-    assert entry.get("draft_ends", 8) == ends
+@pytest.mark.parametrize("num", [0, -1, 2, 99, "2", None])
+def test_a_number_of_answered_tokens_that_cannot_be_is_none(num: Any) -> None:
+    """Anybody can write `custom_params`."""
+    req = request()
+    req.origin_input_ids, req.sampling_params.custom_params = (
+        array("q", [7, 3]),
+        {own.ANSWERED: num},
+    )
+    assert own.num_answered(req) == 0
 
 
 def test_metrics_say_how_much_is_approximate_and_which_pairs_are_on() -> None:

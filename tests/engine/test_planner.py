@@ -122,22 +122,6 @@ def test_a_requests_own_target_counts() -> None:
     assert found.plan.block == Span(2, 7)
 
 
-@pytest.mark.parametrize(
-    ("setting", "verify", "is_full_prefill"),
-    [
-        ("asked", None, False),
-        ("asked", True, True),
-        ("always", None, True),
-        ("always", False, False),
-    ],
-)
-def test_what_comes_to_be_verified_and_not_as_a_draft_is_prefilled_in_full(
-    setting: str, verify: bool | None, is_full_prefill: bool
-) -> None:
-    found = plan(verify=setting, controls={} if verify is None else {"verify": verify})
-    assert (getattr(found, "outcome", "") == "off") == is_full_prefill
-
-
 def test_who_is_met_after_a_change_of_plans_reads_no_approximate_kv_of_before() -> None:
     planner, _ = planned()
     before, after = (SimpleNamespace(extra_key=None, lora_id=None) for _ in range(2))

@@ -14,7 +14,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 
 from cachetree.planning import PlanId
 from sglang_droidspeak.engine import asking
-from sglang_droidspeak.engine.own import ANSWERED, DRAFT
+from sglang_droidspeak.engine.own import ANSWERED
 from sglang_droidspeak.guard import shadows
 from sglang_droidspeak.guard.plans import GuardQuestion, GuardState
 from sglang_droidspeak.guard.shadows import MAX_WAITING, Shadows
@@ -171,8 +171,9 @@ def test_what_reused_nothing_approximate_has_no_shadow(told: dict[str, Any]) -> 
         {"params": {"frequency_penalty": 0.5}},
         {"params": {"temperature": 0.5, "top_k": 1}},
         {"params": {"custom_params": {"droidspeak": {"mode": "off"}}}},
-        {"params": {"custom_params": {"droidspeak": {"verify": True}}}},
-        {"params": {"custom_params": {DRAFT: 4}}},
+        {"params": {"custom_params": {"droidspeak": {"blok": "1:2"}}}},
+        {"params": {"custom_params": {ANSWERED: 4}}},
+        {"params": {"custom_params": "none at all"}},
         {"input_ids": [PROMPT, PROMPT], "rid": None},
     ],
     ids=str,
