@@ -134,7 +134,7 @@ def measure_speed() -> list[dict[str, Any]]:
         ("memcpy", "copy"): lambda: target.copy_(vectors)
     }
     errors = {}
-    for codec in (Codec.INT8, Codec.FP8, Codec.INT4):
+    for codec in (Codec.INT8, Codec.INT4):
         encoded = encode(codec, vectors)
         works[codec.value, "encode"] = lambda codec=codec: encode(codec, vectors)
         works[codec.value, "decode"] = lambda codec=codec, encoded=encoded: decode(

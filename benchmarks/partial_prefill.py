@@ -177,7 +177,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--documents", type=int, default=7)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--codec", default="none", choices=["none", "int8", "fp8", "int4"])
+    parser.add_argument("--codec", default="none", choices=["none", "int8", "int4"])
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     environment = result.here()

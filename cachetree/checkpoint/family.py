@@ -24,7 +24,6 @@ class Codec(str, Enum):
     NONE = "none"
     """Bytes as they are."""
     INT8 = "int8"
-    FP8 = "fp8"
     INT4 = "int4"
 
 
@@ -37,7 +36,7 @@ def vector_bytes(codec: Codec, length: int, value_bytes: int) -> int:
     if length < 2 or length & (length - 1):
         raise ConfigError(
             f"codec int4 rotates vectors of a power of two, and this model's have {length}; "
-            "use int8 or fp8"
+            "use int8"
         )
     return length // 2 + SCALE_BYTES
 

@@ -100,7 +100,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     hicache_config: dict[str, Any] = {}
     """What the backend is made with, as in SGLang's `hicache-storage-backend-extra-config`."""
     codec: Codec = Codec.NONE
-    """How KV and E are kept and sent: `int8`, `fp8` and `int4` take fewer bytes and are not exact;
+    """How KV and E are kept and sent: `int8` and `int4` take fewer bytes and are not exact;
     the same on all that share."""
     staging_gb: float = 1.0
     """Host memory for fetches in flight, GiB, made at start too; a fetch that does not fit is not

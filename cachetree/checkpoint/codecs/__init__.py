@@ -9,7 +9,6 @@ between two vectors:
 
     codec   payload of n values   values
     int8    n                     scale × -127 … 127
-    fp8     n                     scale × e4m3
     int4    n / 2                 scale × -7 … 7, of the vector after a Hadamard rotation
 
 The rotation spreads a large channel over all of them (QuaRot, NeurIPS '24; K has such channels), so
@@ -34,8 +33,6 @@ __all__ = ["decode", "encode"]
 BLOCK_VECTORS: Final = 512
 _INT8_MAX: Final = 127.0
 _INT4_MAX: Final = 7.0
-_FP8: Final = torch.float8_e4m3fn
-_FP8_MAX: Final = float(torch.finfo(_FP8).max)
 
 
 def encode(codec: Codec, vectors: Tensor) -> Tensor:
@@ -78,8 +75,6 @@ def _encode(codec: Codec, vectors: Tensor, into: Tensor) -> None:
     payload = into[:, :-SCALE_BYTES]
     if codec is Codec.INT8:
         payload.view(torch.int8).copy_(values.round_().clamp_(-_INT8_MAX, _INT8_MAX))
-    elif codec is Codec.FP8:
-        payload.copy_(values.clamp_(-_FP8_MAX, _FP8_MAX).to(_FP8).view(torch.uint8))
     else:
         whole = values.round_().clamp_(-_INT4_MAX, _INT4_MAX).add_(8).to(torch.uint8)
         half = whole.shape[1] // 2
@@ -91,8 +86,6 @@ def _decode(codec: Codec, encoded: Tensor, into: Tensor) -> None:
     payload = encoded[:, :-SCALE_BYTES]
     if codec is Codec.INT8:
         torch.mul(payload.view(torch.int8), scale, out=into)
-    elif codec is Codec.FP8:
-        torch.mul(payload.contiguous().view(_FP8).float(), scale, out=into)
     else:
         values = torch.cat([payload & 15, payload >> 4], 1).float().sub_(8).mul_(scale)
         into.copy_(values @ _hadamard(values.shape[1], values.device))
@@ -101,7 +94,7 @@ def _decode(codec: Codec, encoded: Tensor, into: Tensor) -> None:
 def _scale(values: Tensor, codec: Codec) -> Tensor:
     """bfloat16 `[vectors, 1]`: what the largest representable value stands for."""
     largest = values.abs().amax(1, keepdim=True)
-    steps = {Codec.INT8: _INT8_MAX, Codec.FP8: _FP8_MAX, Codec.INT4: _INT4_MAX}[codec]
+    steps = _INT8_MAX if codec is Codec.INT8 else _INT4_MAX
     return (largest / steps).to(torch.bfloat16)
 
 
