@@ -94,7 +94,7 @@ class Files:
 
     def read_store(self) -> None:
         offset = 0
-        found = self.store.find(MODEL, self.pages)
+        found = self.store.index.find(MODEL, self.pages)
         for step in STEPS:
             for entry, span in found:
                 size = len(span) * self.written[step].nbytes // len(self.pages)

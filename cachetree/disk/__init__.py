@@ -18,13 +18,14 @@ of its pages. Pages that gain E are written again, KV too, to a file that takes 
     config      what an operator may set, and what a store says of itself
     directory   whose it is: a manifest with the family, a lock, names of files
     entry_file  one entry as bytes: what lies where, and which bytes each checksum covers
-    index       which entry has which page, and which was used last
+    index       which entry has which page, what stands on it, and which was used last
     store       entries within a budget: write, find, read, evict, recover
     tier        a tree's entries written behind its back, and read again
 
 The store knows nothing of trees: it tells a listener what comes and goes. It has an index of its
 own beside the tree's entries at DISK because these follow the tree's nodes, which every model and
-every peer's advert splits or takes out, while a file is used, replaced and deleted whole.
+every peer's advert splits or takes out, while a file is used, replaced and deleted whole. And a
+wrong advert, which keeps others from a page's place in the tree, keeps nothing from the disk.
 """
 
 from cachetree.disk.config import DiskConfig, DiskStatus

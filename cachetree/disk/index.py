@@ -1,19 +1,20 @@
-"""Which entries are on disk: by page, and by when they were last used."""
+"""Which entries are on disk: by page, by what they stand on, and by when they were last used."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Collection, Iterator, Sequence
+import threading
+from collections import OrderedDict, defaultdict
+from collections.abc import Collection, Sequence
 from itertools import takewhile
 from typing import Final
 
 from cachetree.disk.entry_file import Record
 from cachetree.ids import ModelId, PageHash, Span
-from cachetree.tree import Change
+from cachetree.tree import Change, Listener
 
 
 class DiskEntry:
-    """A file with consecutive pages of one model. The store's lock guards what changes.
+    """A file with consecutive pages of one model. The index's lock guards what changes.
 
     The first `start` of its pages are those of other entries, which have more E.
     """
@@ -52,11 +53,17 @@ class DiskEntry:
 class DiskIndex:
     """Entries of all models; of each one, an entry is there only with all that it descends from.
 
-    It takes no lock and touches no file.
+    Thread-safe; it touches no file. The listener hears of every entry that comes, after what it
+    descends from, and of every one that goes, before that. It is called under the lock: it must
+    not block, raise or call the index.
     """
 
-    def __init__(self) -> None:
-        self._entry_of: dict[ModelId, dict[PageHash, DiskEntry]] = {}
+    def __init__(self, listener: Listener) -> None:
+        self._listener = listener
+        self._lock = threading.Lock()
+        self._entry_of: defaultdict[ModelId, dict[PageHash, DiskEntry]] = defaultdict(dict)
+        # Which entries stand on a page.
+        self._after: defaultdict[tuple[ModelId, PageHash | None], set[DiskEntry]] = defaultdict(set)
         # From the least to the most recently used. A use moves the path up to the root to the
         # end, the root last: whatever descends from an entry comes before it.
         self._recency: OrderedDict[DiskEntry, None] = OrderedDict()
@@ -64,42 +71,118 @@ class DiskIndex:
     def __len__(self) -> int:
         return len(self._recency)
 
-    def __iter__(self) -> Iterator[DiskEntry]:
-        """From the least recently used to the most; the first has nothing that descends from it."""
-        return iter(self._recency)
-
-    def __reversed__(self) -> Iterator[DiskEntry]:
-        return reversed(self._recency)
-
     def __contains__(self, entry: DiskEntry) -> bool:
-        return self.entry_of(entry.record.model, entry.record.pages[-1]) is entry
+        return entry in self._recency
 
     @property
     def num_pages(self) -> int:
-        return sum(len(pages) for pages in self._entry_of.values())
+        with self._lock:
+            return sum(map(len, self._entry_of.values()))
 
-    @property
-    def models(self) -> set[ModelId]:
-        return {model for model, pages in self._entry_of.items() if pages}
+    def has(self, model: ModelId, page: PageHash) -> bool:
+        """Whether `page` is here, and so all before it; waits for nobody."""
+        return page in self._entry_of.get(model, ())
 
-    def entry_of(self, model: ModelId, page: PageHash | None) -> DiskEntry | None:
-        return None if page is None else self._entry_of.get(model, {}).get(page)
-
-    def depth_of(self, model: ModelId, page: PageHash | None) -> int | None:
-        """How many pages `page` ends, 0 for the root; None where it is not here."""
-        if page is None:
-            return 0
-        entry = self.entry_of(model, page)
-        return entry.record.num_before + entry.record.pages.index(page) + 1 if entry else None
-
-    def roots(self, model: ModelId) -> list[DiskEntry]:
-        return [it for it in self if it.record.model == model and it.parent_page is None]
+    def entries(self) -> list[DiskEntry]:
+        """From the most recently used to the least; each comes after what it descends from."""
+        with self._lock:
+            return list(reversed(self._recency))
 
     def find(self, model: ModelId, pages: Sequence[PageHash]) -> list[tuple[DiskEntry, Span]]:
-        """Who has the longest prefix of `pages`, and which of each entry's pages they are."""
+        """Who has the longest prefix of `pages`, and which of each entry's pages they are.
+
+        `pages` may begin anywhere. The entries and what they descend from count as used.
+        """
+        with self._lock:
+            found = self._find(model, pages)
+            if found:
+                self._use(found[-1][0])
+            return found
+
+    def line(self, model: ModelId, page: PageHash) -> list[DiskEntry]:
+        """The entries from the root to the one with `page`; they count as used."""
+        with self._lock:
+            entry = self._entry_of.get(model, {}).get(page)
+            return self._use(entry)[::-1] if entry else []
+
+    def use(self, entry: DiskEntry) -> None:
+        with self._lock:
+            self._use(entry)
+
+    def wanted(
+        self,
+        model: ModelId,
+        parent: PageHash | None,
+        pages: Sequence[PageHash],
+        e_layers: Collection[int],
+    ) -> tuple[Span, int | None]:
+        """The first run of `pages` that are not here, or to which storing them again adds E.
+
+        And how many pages stand before it, which count as used; None where they are not here.
+        """
+        with self._lock:
+            span = _wanted(self._find(model, pages), pages, e_layers)
+            before = pages[span.start - 1] if span.start else parent
+            depth = self._depth_of(model, before)
+            if before is not None and depth is not None:
+                self._use(self._entry_of[model][before])
+            return span, depth
+
+    def publish(self, entry: DiskEntry) -> list[DiskEntry]:
+        """Take in an entry, as used now; returns what is of no use then.
+
+        That are those whose last page it took, which are out; or it, where its parent is not here,
+        it brings nothing, or a part of it is elsewhere.
+        """
+        with self._lock:
+            start = self._start_of(entry.record)
+            if start is None:
+                return [entry]
+            entry.start = start
+            replaced = []
+            for old, span in self._find(entry.record.model, entry.pages):
+                self._siblings(old).discard(old)
+                old.start += len(span)
+                if old.start < len(old.record.pages):
+                    self._siblings(old).add(old)
+                else:
+                    replaced.append(old)
+                    del self._recency[old]
+            self._entry_of[entry.record.model].update(dict.fromkeys(entry.pages, entry))
+            self._siblings(entry).add(entry)
+            self._use(entry)
+            self._listener(entry.change(added=True))
+            return replaced
+
+    def drop(self, entry: DiskEntry) -> list[DiskEntry]:
+        """Take out an entry, if it is here, and before it all that descends from it."""
+        with self._lock:
+            return self._taken_out(self._with_below([entry]) if entry in self else [])
+
+    def drop_coldest(self) -> DiskEntry | None:
+        """Take out the least recently used, from which nothing descends."""
+        with self._lock:
+            coldest = next(iter(self._recency), None)
+            return coldest and self._taken_out([coldest])[0]
+
+    def drop_from(self, model: ModelId | None, pages: Sequence[PageHash]) -> list[DiskEntry]:
+        """Take out what begins with `pages`, and of them what nothing else descends from.
+
+        Of one model, or of all; everything where `pages` is empty.
+        """
+        with self._lock:
+            models = tuple(self._entry_of) if model is None else (model,)
+            if not pages:
+                return self._taken_out([it for it in self._recency if it.record.model in models])
+            return self._taken_out([it for each in models for it in self._from(each, pages)])
+
+    # With the lock held.
+
+    def _find(self, model: ModelId, pages: Sequence[PageHash]) -> list[tuple[DiskEntry, Span]]:
         found: list[tuple[DiskEntry, Span]] = []
+        of_model = self._entry_of.get(model, {})
         at = 0
-        while at < len(pages) and (entry := self.entry_of(model, pages[at])) is not None:
+        while at < len(pages) and (entry := of_model.get(pages[at])) is not None:
             theirs = entry.record.pages
             start = theirs.index(pages[at])
             pairs = zip(theirs[start:], pages[at:], strict=False)
@@ -108,38 +191,30 @@ class DiskIndex:
             at += num
         return found
 
-    def path_to(self, entry: DiskEntry | None) -> list[DiskEntry]:
-        """The entry and what it descends from, up to the root."""
-        path: list[DiskEntry] = []
-        while entry is not None:
-            path.append(entry)
-            entry = self.entry_of(entry.record.model, entry.parent_page)
+    def _depth_of(self, model: ModelId, page: PageHash | None) -> int | None:
+        """How many pages `page` ends, 0 for the root; None where it is not here."""
+        if page is None:
+            return 0
+        entry = self._entry_of.get(model, {}).get(page)
+        return entry.record.num_before + entry.record.pages.index(page) + 1 if entry else None
+
+    def _use(self, entry: DiskEntry) -> list[DiskEntry]:
+        """The entry and what it descends from, up to the root, are used now."""
+        path, of_model = [entry], self._entry_of[entry.record.model]
+        while (page := path[-1].parent_page) is not None:
+            path.append(of_model[page])
+        for each in path:
+            self._recency[each] = None
+            self._recency.move_to_end(each)
         return path
 
-    def above(self, entry: DiskEntry) -> list[DiskEntry]:
-        """What descends from it, parents before children; looks at every entry."""
-        pages = set(entry.pages)
-        found: list[DiskEntry] = []
-        for each in reversed(self._recency):
-            if each.record.model == entry.record.model and each.parent_page in pages:
-                found.append(each)
-                pages.update(each.pages)
-        return found
-
-    def wanted(self, model: ModelId, pages: Sequence[PageHash], e_layers: Collection[int]) -> Span:
-        """The first run of `pages` that are not here, or to which storing them again adds E."""
-        return _wanted(self.find(model, pages), pages, e_layers)
-
-    def start_of(self, record: Record) -> int | None:
-        """How many of its first pages others have that are as good; None for what cannot be here.
-
-        That is one whose parent is not here, that brings nothing, or a part of which is elsewhere.
-        """
+    def _start_of(self, record: Record) -> int | None:
+        """How many of its first pages others have that are as good; None for what has no place."""
         pages = record.pages
-        depth = self.depth_of(record.model, record.parent)
+        depth = self._depth_of(record.model, record.parent)
         if depth != record.num_before or len(set(pages)) < len(pages):
             return None
-        found = self.find(record.model, pages)
+        found = self._find(record.model, pages)
         for entry, span in found:
             if entry.record.num_before + span.start != depth:
                 return None
@@ -149,34 +224,46 @@ class DiskIndex:
         is_new = self._entry_of.get(record.model, {}).keys().isdisjoint(new)
         return wanted.start if is_new and wanted and wanted.stop == len(pages) else None
 
-    def add(self, entry: DiskEntry, start: int) -> list[DiskEntry]:
-        """What `start_of` would have, to be touched; returns those whose last page it took.
+    def _siblings(self, entry: DiskEntry) -> set[DiskEntry]:
+        """All that stand on the same page."""
+        return self._after[entry.record.model, entry.parent_page]
 
-        They are out.
-        """
-        entry.start = start
-        replaced: list[DiskEntry] = []
-        of_model = self._entry_of.setdefault(entry.record.model, {})
-        for old, span in self.find(entry.record.model, entry.pages):
-            old.start += len(span)
-            if old.start == len(old.record.pages):
-                replaced.append(old)
-                self._recency.pop(old, None)
-        of_model.update(dict.fromkeys(entry.pages, entry))
-        return replaced
+    def _on(self, model: ModelId, pages: Sequence[PageHash]) -> list[DiskEntry]:
+        """Those that stand on any of these pages."""
+        return [it for page in pages for it in self._after.get((model, page), ())]
 
-    def touch(self, entry: DiskEntry) -> None:
-        """Mark the entry and what it descends from as used now."""
-        for each in self.path_to(entry):
-            self._recency[each] = None
-            self._recency.move_to_end(each)
+    def _with_below(self, entries: Sequence[DiskEntry]) -> list[DiskEntry]:
+        """And all that descends from them, children before parents."""
+        found = list(entries)
+        for each in found:  # Which grows.
+            found += self._on(each.record.model, each.pages)
+        return found[::-1]
 
-    def drop(self, entry: DiskEntry) -> None:
-        """Take out an entry that nothing descends from."""
-        del self._recency[entry]
-        of_model = self._entry_of[entry.record.model]
-        for page in entry.pages:
-            del of_model[page]
+    def _from(self, model: ModelId, pages: Sequence[PageHash]) -> list[DiskEntry]:
+        path = self._find(model, pages)
+        if sum(len(span) for _, span in path) < len(pages):
+            return []
+        last, end = path[-1]
+        gone = self._with_below(self._on(model, last.record.pages[end.stop - 1 :]))
+        # An entry goes whole or not at all: others may stand in its middle.
+        for entry, span in reversed(path):
+            goes_on = entry is not last and span.stop < len(entry.record.pages)
+            if goes_on or not set(gone).issuperset(self._on(model, entry.pages)):
+                break
+            gone.append(entry)
+        return gone
+
+    def _taken_out(self, entries: list[DiskEntry]) -> list[DiskEntry]:
+        """These are out now; nothing else descends from them, and children come before parents."""
+        for entry in entries:
+            del self._recency[entry]
+            self._siblings(entry).discard(entry)
+            of_model = self._entry_of[entry.record.model]
+            for page in entry.pages:
+                del of_model[page]
+                self._after.pop((entry.record.model, page), None)
+            self._listener(entry.change(added=False))
+        return entries
 
 
 def _wanted(

@@ -7,7 +7,7 @@ import errno
 import logging
 import os
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from copy import copy
 from pathlib import Path
 from typing import Final
@@ -21,11 +21,9 @@ from cachetree.disk.index import DiskEntry, DiskIndex
 from cachetree.errors import ConfigError, StaleEntry
 from cachetree.ids import ModelId, PageHash, Span, Step
 from cachetree.memory import Layout
-from cachetree.tree import Change
+from cachetree.tree import Listener
 
 log = logging.getLogger(__name__)
-
-Listener = Callable[[Change], None]
 
 _SAYS_NOTHING_OF_THE_ENTRY: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES)
 
@@ -46,9 +44,7 @@ class DiskStore:
     ) -> None:
         """Raises ConfigError for a directory that is another's, and for a budget too small.
 
-        `listener` hears of every entry that is there or comes, after what it descends from, and of
-        every one that goes, before that. It is called under the store's lock: it must not block,
-        raise or call the store.
+        `listener` is the index's: it hears of every entry that is there, comes or goes.
         """
         page_bytes = most_bytes(ModelId("0" * 32), Layout.of(family, 1, ()))
         if config.max_file_bytes < page_bytes:
@@ -59,14 +55,14 @@ class DiskStore:
             )
         self.family: Final = family
         self.config: Final = config
-        self._listener = listener
+        self.index: Final = DiskIndex(listener)
+        """What is here."""
         self._directory = Directory(Path(config.path), family)
-        self._index = DiskIndex()
         self._counts = DiskCounts()
         self._num_bytes = self._directory.num_bytes
         self._newest = 0
-        # `_writing` comes before `_lock`, which guards the index and the numbers and is never held
-        # while the disk is waited for.
+        # Neither the index's lock nor `_lock`, which guards the numbers, is held while the disk is
+        # waited for.
         self._writing = threading.Lock()
         self._lock = threading.Lock()
         self._is_open = True
@@ -78,35 +74,6 @@ class DiskStore:
             raise ConfigError(f"disk path is {config.path!r}: {exc}; remove it") from exc
 
     # Reading.
-
-    def find(self, model: ModelId, pages: Sequence[PageHash]) -> list[tuple[DiskEntry, Span]]:
-        """The entries that hold the longest prefix of `pages`, and which of their pages it is.
-
-        `pages` may begin anywhere. The entries and what they descend from count as used.
-        """
-        with self._lock:
-            found = self._index.find(model, pages)
-            if found:
-                self._index.touch(found[-1][0])
-            return found
-
-    def has(self, model: ModelId, page: PageHash) -> bool:
-        """Whether `page` is here, and so all before it."""
-        with self._lock:
-            return self._index.entry_of(model, page) is not None
-
-    def line(self, model: ModelId, page: PageHash) -> list[DiskEntry]:
-        """The entries from the root to the one with `page`; they count as used."""
-        with self._lock:
-            entry = self._index.entry_of(model, page)
-            if entry is not None:
-                self._index.touch(entry)
-            return self._index.path_to(entry)[::-1]
-
-    def entries(self) -> list[DiskEntry]:
-        """From the most recently used to the least; each comes after what it descends from."""
-        with self._lock:
-            return list(reversed(self._index))
 
     def read(self, entry: DiskEntry, step: Step, pages: Span, into: memoryview) -> None:
         """Fill `into` with these pages of an entry (counted from its first); blocks on the disk.
@@ -120,9 +87,8 @@ class DiskStore:
         num_bytes = record.layout.bytes_of(step, len(pages))
         if into.nbytes != num_bytes:
             raise ValueError(f"{num_bytes} bytes do not go into {into.nbytes}")
-        with self._lock:
-            if entry not in self._index or not self._is_open:
-                raise StaleEntry(f"pages of model {record.model} are no longer on disk")
+        if entry not in self.index or not self._is_open:
+            raise StaleEntry(f"pages of model {record.model} are no longer on disk")
         path = self._directory.path_of(entry.number)
         try:
             files.read_pages(path, record, step, pages, into.cast("B"))
@@ -153,14 +119,12 @@ class DiskStore:
         part under way is kept.
         """
         layers = tuple(sorted(set(e_layers)))
+        start = 0
         with self._writing:
-            start = 0
-            while True:
-                with self._lock:
-                    wanted = self._index.wanted(model, pages[start:], layers)
-                    start, limit = start + wanted.start, start + wanted.stop
-                    before = pages[start - 1] if start else parent
-                    num_before = self._index.depth_of(model, before)
+            while self._is_open:
+                before = pages[start - 1] if start else parent
+                wanted, num_before = self.index.wanted(model, before, pages[start:], layers)
+                start, limit = start + wanted.start, start + wanted.stop
                 if start == limit:
                     return True
                 if num_before is None:
@@ -172,13 +136,21 @@ class DiskStore:
                     family=family_digest(self.family),
                     model=model,
                     num_before=num_before,
-                    parent=before,
+                    parent=pages[start - 1] if start else parent,
                     pages=tuple(pages[start:stop]),
                     layout=layout,
                 )
-                if not self._append(part, files.part_of(views, len(pages), Span(start, stop))):
+                entry = self._written(part, files.part_of(views, len(pages), Span(start, stop)))
+                if entry is None:
+                    with self._lock:
+                        self._counts.num_failed_writes += 1
+                    return False
+                # A reader may have found the parent damaged meanwhile.
+                self._delete(self.index.publish(entry))
+                if entry not in self.index:
                     return False
                 start = stop
+        return False
 
     def evict(self, model: ModelId | None, pages: Sequence[PageHash]) -> int:
         """Drop what begins with `pages`, and of them what nothing else descends from.
@@ -187,9 +159,7 @@ class DiskStore:
         files.
         """
         with self._writing:
-            with self._lock:
-                models = self._index.models if model is None else {model}
-                dropped = [it for each in models for it in self._drop_from(each, pages)]
+            dropped = self.index.drop_from(model, pages)
             self._delete(dropped)
         return sum(entry.num_bytes for entry in dropped)
 
@@ -198,8 +168,8 @@ class DiskStore:
             return DiskStatus(
                 num_bytes=self._num_bytes,
                 budget_bytes=self.config.num_bytes,
-                num_entries=len(self._index),
-                num_pages=self._index.num_pages,
+                num_entries=len(self.index),
+                num_pages=self.index.num_pages,
                 is_failing=self._is_failing,
                 counts=copy(self._counts),
             )
@@ -207,8 +177,7 @@ class DiskStore:
     def close(self) -> None:
         """Let another process have the directory. Reads then miss, writes fail. Idempotent."""
         with self._writing:
-            with self._lock:
-                self._is_open = False
+            self._is_open = False
             self._directory.close()
 
     def __enter__(self) -> DiskStore:
@@ -227,15 +196,15 @@ class DiskStore:
         self._num_bytes += sum(entry.num_bytes for entry in found)
         self._newest = max((number for number, _ in there), default=0)
         useless: list[DiskEntry] = []
-        with self._lock:
-            # Parents before what descends from them, which may have been written before.
-            for entry in sorted(found, key=lambda it: it.record.num_before):
-                is_orphan = self._index.depth_of(entry.record.model, entry.record.parent) is None
-                self._counts.num_damaged_entries += is_orphan
-                useless += self._publish(entry)
-            for entry in found:
-                if entry in self._index:
-                    self._index.touch(entry)
+        # Parents before what descends from them, which may have been written before.
+        for entry in sorted(found, key=lambda it: it.record.num_before):
+            parent = entry.record.parent
+            is_orphan = parent is not None and not self.index.has(entry.record.model, parent)
+            self._counts.num_damaged_entries += is_orphan
+            useless += self.index.publish(entry)
+        for entry in found:
+            if entry in self.index:
+                self.index.use(entry)
         self._delete(useless)
         self._make_room(0)
 
@@ -253,28 +222,6 @@ class DiskStore:
         self._counts.num_damaged_entries += 1
         Path(path).unlink()
         return None
-
-    def _append(self, part: Record, views: Views) -> bool:
-        with self._lock:
-            if not self._is_open or self._index.start_of(part) is None:
-                return False
-            parent = self._index.entry_of(part.model, part.parent)
-            if parent is not None:
-                self._index.touch(parent)  # So that it does not go to make room.
-        entry = self._written(part, views)
-        with self._lock:
-            if entry is None:
-                self._counts.num_failed_writes += 1
-                return False
-            self._counts.num_written_entries += 1
-            self._counts.num_written_bytes += entry.num_bytes
-            # A reader may have found the parent damaged meanwhile.
-            useless = self._publish(entry)
-            is_there = entry in self._index
-            if is_there:
-                self._index.touch(entry)
-        self._delete(useless)
-        return is_there
 
     def _written(self, part: Record, views: Views) -> DiskEntry | None:
         """None where the budget has no room, or the disk is full or fails."""
@@ -307,6 +254,8 @@ class DiskStore:
         self._newest = number
         with self._lock:
             self._num_bytes += num_bytes
+            self._counts.num_written_entries += 1
+            self._counts.num_written_bytes += num_bytes
         return DiskEntry(record, number, num_bytes)
 
     def _make_room(self, num_bytes: int) -> None:
@@ -316,11 +265,11 @@ class DiskStore:
                 if self._num_bytes + num_bytes <= self.config.num_bytes:
                     self._num_bytes += num_bytes
                     return
-                oldest = next(iter(self._index), None)
-                if oldest is not None:
-                    self._drop_alone(oldest)
+            coldest = self.index.drop_coldest()
+            if coldest is not None:
+                with self._lock:
                     self._counts.num_evicted_entries += 1
-            if oldest is None or not self._delete([oldest]):
+            if coldest is None or not self._delete([coldest]):
                 raise OSError("files that are to make room cannot be deleted")
 
     def _delete(self, dropped: Sequence[DiskEntry]) -> bool:
@@ -339,9 +288,7 @@ class DiskStore:
         return is_done
 
     def _drop_damaged(self, entry: DiskEntry, error: OSError) -> None:
-        with self._lock:
-            dropped = self._drop(entry) if entry in self._index else []
-            self._counts.num_damaged_entries += len(dropped)
+        dropped = self.index.drop(entry)
         if dropped:
             log.warning(
                 "%s: %s; dropped with the %d that stand on it",
@@ -349,49 +296,6 @@ class DiskStore:
                 error,
                 len(dropped) - 1,
             )
+        with self._lock:
+            self._counts.num_damaged_entries += len(dropped)
         self._delete(dropped)
-
-    # With the lock held.
-
-    def _publish(self, entry: DiskEntry) -> list[DiskEntry]:
-        """Returns what is of no use now: it, or what it takes the place of."""
-        start = self._index.start_of(entry.record)
-        if start is None:
-            return [entry]
-        replaced = self._index.add(entry, start)
-        self._listener(entry.change(added=True))
-        return replaced
-
-    def _drop(self, entry: DiskEntry) -> list[DiskEntry]:
-        """Take out the entry and all that descends from it, which comes first in the answer."""
-        dropped = [entry, *self._index.above(entry)][::-1]
-        for each in dropped:
-            self._drop_alone(each)
-        return dropped
-
-    def _drop_alone(self, entry: DiskEntry) -> None:
-        self._index.drop(entry)
-        self._listener(entry.change(added=False))
-
-    def _drop_from(self, model: ModelId, pages: Sequence[PageHash]) -> list[DiskEntry]:
-        """What `evict` drops of one model."""
-        path = self._index.find(model, pages)
-        if sum(len(span) for _, span in path) < len(pages):
-            return []
-        if not path:
-            return [it for root in self._index.roots(model) for it in self._drop(root)]
-        last = path[-1][0]
-        ends = set(last.pages).difference(pages[:-1])
-        dropped = [
-            it
-            for child in self._index.above(last)
-            if child.parent_page in ends
-            for it in self._drop(child)
-        ]
-        # An entry goes whole or not at all: others may stand in its middle.
-        for entry, span in reversed(path):
-            goes_on = entry is not last and span.stop < len(entry.record.pages)
-            if goes_on or self._index.above(entry):
-                break
-            dropped += self._drop(entry)
-        return dropped

@@ -65,7 +65,7 @@ class DiskTier:
 
     def has(self, model: ModelId, page: PageHash) -> bool:
         """Whether `page` is here, and so all before it; waits for no disk."""
-        return self._store.has(model, page)
+        return self._store.index.has(model, page)
 
     def promote(
         self, model: ModelId, page: PageHash, deadline: Deadline, done: Callable[[], None]
@@ -82,7 +82,7 @@ class DiskTier:
     def note_use(self, model: ModelId, pages: Sequence[PageHash]) -> None:
         """These pages were read from memory: on disk too they are not the ones to go."""
         if self._reads.num_waiting < MAX_WAITING:
-            self._reads.put(partial(self._store.find, model, pages))
+            self._reads.put(partial(self._store.index.find, model, pages))
 
     def search(self, pages: Sequence[PageHash]) -> Search:
         """Over: the tree knows of every entry on disk."""
@@ -144,7 +144,7 @@ class DiskTier:
     def _fetch(self, model: ModelId, pages: Sequence[PageHash], staging: Staging) -> None:
         begun_at_s = self._clock()
         try:
-            found = self._store.find(model, pages)
+            found = self._store.index.find(model, pages)
             if sum(len(span) for _, span in found) < len(pages):
                 raise StaleEntry(f"{len(pages)} pages of model {model} are no longer on disk")
             for step in staging.steps:
@@ -169,7 +169,7 @@ class DiskTier:
             done()
 
     def _promote(self, model: ModelId, page: PageHash, deadline: Deadline) -> None:
-        for entry in self._store.line(model, page):
+        for entry in self._store.index.line(model, page):
             is_late = deadline.has_passed or self._behind.is_over()
             if is_late or not self._promote_entry(entry):
                 return
@@ -230,7 +230,7 @@ class DiskTier:
     def _warm_up(self) -> None:
         """Read into free memory what was used last, as far as it goes."""
         try:
-            for entry in self._store.entries():
+            for entry in self._store.index.entries():
                 record = entry.record
                 has_room = self._tree.num_bytes + record.layout.num_bytes <= self._tree.host_bytes
                 if not has_room or self._behind.is_over():

@@ -125,7 +125,7 @@ def check(store: DiskStore, entry: DiskEntry, pages: Span | None = None) -> None
 def num_right(store: DiskStore, model: ModelId, text: str) -> int:
     """How many leading pages of `text` can be read; all that is read is compared."""
     num = 0
-    for entry, span in store.find(model, path_of(text)):
+    for entry, span in store.index.find(model, path_of(text)):
         try:
             check(store, entry, span)
         except StaleEntry:

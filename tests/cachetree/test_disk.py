@@ -39,7 +39,7 @@ from cachetree.tree import Change
 
 
 def only(store: DiskStore, text: str) -> DiskEntry:
-    ((entry, _),) = store.find(A, path_of(text))
+    ((entry, _),) = store.index.find(A, path_of(text))
     return entry
 
 
@@ -100,7 +100,7 @@ def test_a_read_of_some_pages_verifies_its_own_bytes_only(tmp_path: Path) -> Non
         read(store, 1, Span(6, 7))
         with pytest.raises(StaleEntry, match="checksum"):
             read(store, 1, Span(5, 6))
-        assert store.find(A, pages) == []
+        assert store.index.find(A, pages) == []
         assert store.status().counts.num_damaged_entries == 1
 
 
@@ -111,7 +111,10 @@ def test_leading_pages_that_are_there_are_skipped(tmp_path: Path) -> None:
         assert write(store, A, "abc")
         assert files_bytes(tmp_path) == before
         assert write(store, A, "abcde")
-        assert [span for _, span in store.find(A, path_of("abcde"))] == [Span(0, 3), Span(0, 2)]
+        assert [span for _, span in store.index.find(A, path_of("abcde"))] == [
+            Span(0, 3),
+            Span(0, 2),
+        ]
         assert num_right(store, A, "abcde") == 5
 
 
@@ -175,7 +178,7 @@ def test_what_is_removed_stays_removed(tmp_path: Path) -> None:
         write(store, A, "abcd", start=2)
         write(store, A, "abx", start=2)
         write(store, B, "ab")
-        entry = store.find(A, path_of("abcd"))[1][0]
+        entry = store.index.find(A, path_of("abcd"))[1][0]
         assert store.evict(A, path_of("abc"))
         assert not store.evict(A, path_of("abc"))
         with pytest.raises(StaleEntry, match="no longer on disk"):
@@ -387,7 +390,7 @@ def test_a_read_into_the_wrong_room_is_refused(tmp_path: Path) -> None:
 
 def e_found(store: DiskStore, text: str) -> list[tuple[int, ...]]:
     """Of each page that is found, where it has E."""
-    found = store.find(A, path_of(text))
+    found = store.index.find(A, path_of(text))
     for entry, span in found:
         check(store, entry, span)
     return [entry.record.layout.e_layers for entry, span in found for _ in range(len(span))]

@@ -89,7 +89,7 @@ def test_random_operations_agree_with_an_oracle_and_keep_the_budget(
 
 def evicted_with(store: DiskStore, model: ModelId, pages: Sequence[PageHash]) -> set[PageHash]:
     """What stands on the last of `pages`, and of the entries up to there what nothing else does."""
-    entries = [it for it in store.entries() if it.record.model == model]  # Parents first.
+    entries = [it for it in store.index.entries() if it.record.model == model]  # Parents first.
     last = next((it for it in entries if pages[-1] in it.pages), None)
     if last is None:
         return set()
