@@ -105,9 +105,7 @@ class Channel:
     def put_message(self, message: bytes) -> None:
         """Send it behind what was put before; the connection ends where the other side does not
         read."""
-        frame = Frame(
-            id=frames.MESSAGE, step=0, offset=0, size=len(message), checksum=checksum(message)
-        )
+        frame = Frame(id=frames.MESSAGE, offset=0, size=len(message), checksum=checksum(message))
         if not self.send_queue.put_message(frame, message):
             self._fail(OSError(errno.ENOBUFS, "the other side does not read what it is sent"))
 

@@ -3,12 +3,11 @@
 Frames are headers of one size, each followed by its payload.
 
     bytes [0, 8)      id of the fetch or store; 0 where the payload is a message of `wire`
-    bytes [8, 16)     offset in the step
+    bytes [8, 16)     where it begins, in all steps of that side by side
     bytes [16, 24)    XXH3-64 of the payload
-    bytes [24, 28)    number of the step
-    bytes [28, 32)    size of the payload
+    bytes [24, 28)    size of the payload
 
-All numbers are little-endian.
+All numbers are little-endian. No frame has bytes of two steps.
 
     peer                              worker, `listen`: CURVE where there are keys
     Hello                     ──►
@@ -50,7 +49,7 @@ MAX_MESSAGE_BYTES: Final = 1 << 20
 MESSAGE: Final = 0
 """In place of a request's id, where the payload is a message."""
 
-_FIELDS: Final = struct.Struct("<QQQII")
+_FIELDS: Final = struct.Struct("<QQQI")
 HEADER_BYTES: Final = _FIELDS.size
 
 KEY_BYTES: Final = 32
@@ -65,26 +64,26 @@ below a core's cache."""
 
 
 class Frame(msgspec.Struct, frozen=True, kw_only=True):
-    """Describes the payload behind it: `size` bytes of step number `step`."""
+    """Describes the payload behind it: the next `size` bytes of a fetch or a store."""
 
     id: int
-    step: int
     offset: int
+    """Of all bytes of all steps, how many come before it."""
     size: int
     checksum: int
     """XXH3-64 of the payload."""
 
 
 def pack(frame: Frame) -> bytes:
-    return _FIELDS.pack(frame.id, frame.offset, frame.checksum, frame.step, frame.size)
+    return _FIELDS.pack(frame.id, frame.offset, frame.checksum, frame.size)
 
 
 def unpack(header: memoryview | bytes) -> Frame:
     """Raises ProtocolError."""
     if len(header) != HEADER_BYTES:
         raise ProtocolError(f"a header of a frame has {len(header)} bytes, not {HEADER_BYTES}")
-    id, offset, digest, step, size = _FIELDS.unpack_from(header)
-    return Frame(id=id, step=step, offset=offset, size=size, checksum=digest)
+    id, offset, digest, size = _FIELDS.unpack_from(header)
+    return Frame(id=id, offset=offset, size=size, checksum=digest)
 
 
 class Ticket(msgspec.Struct, frozen=True, kw_only=True):

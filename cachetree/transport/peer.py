@@ -269,11 +269,9 @@ class Peer:
                 raise error
             case wire.Located():
                 self._fetches.read(message)
-            case wire.FetchFailed():
-                self._fetches.failed(message)
-            case wire.Ended():
-                self._fetches.ended(message.id)
-            case wire.Wanted() | wire.StoreRefused() | wire.Stored():
+            case wire.Wanted() | wire.Stored() | wire.Ended():
+                if isinstance(message, wire.Ended):
+                    self._fetches.ended(message)
                 self._stores.answered(message)
             case wire.Reset() | wire.Entries() | wire.Synced():
                 self._learn(connection, message)

@@ -23,6 +23,7 @@ from cachetree.transport.pace import Bandwidth
 from cachetree.transport.receiver import NOT_ASKED, FetchReceiver
 from cachetree.transport.send_queue import MOST_BATCH_BYTES
 from cachetree.transport.status import PeerCounts
+from cachetree.tree import join_hashes
 
 _TICK_S: Final = 0.01
 """How often cancelled fetches are looked for."""
@@ -61,9 +62,10 @@ class PendingFetches:
         """Of frames that came, whether somebody still waited for them or not."""
         self.link: Connection | None = None
         """While there is one: its owner sets it."""
-        self._receivers: list[FetchReceiver] = []
         self._asked: dict[int, FetchReceiver] = {}
-        """Those of `_receivers` that a request is under way for."""
+        """By the request that is under way for it."""
+        self._broken: list[FetchReceiver] = []
+        """Those that no request is under way for."""
 
     @property
     def _link(self) -> Connection:
@@ -71,14 +73,19 @@ class PendingFetches:
         return self.link
 
     @property
+    def _all(self) -> list[FetchReceiver]:
+        return [*self._asked.values(), *self._broken]
+
+    @property
     def free_link(self) -> Link | None:
         """What a fetch takes beside what has ended and may still come; from any thread."""
         found, link = self.bandwidth.link, self.link
         if found is None or link is None:
             return found
-        given_up = [it for it in tuple(self._receivers) if it.staging.error is not None]
+        asked = tuple(self._asked.items())
+        given_up = [(id, it) for id, it in asked if it.staging.error is not None]
         # In this order none is missed, and none counted twice, that the peer's thread ends now.
-        owed = {it.id: self._owed_to(it, link) for it in given_up} | link.owed
+        owed = {id: self._owed_to(it, link) for id, it in given_up} | link.owed
         return replace(found, ahead=sum(owed.values()))
 
     @property
@@ -88,14 +95,14 @@ class PendingFetches:
 
     def timeout_s(self) -> float:
         """How long nobody has to look at deadlines."""
-        remaining_s = (receiver.staging.deadline.remaining_s() for receiver in self._receivers)
-        return min(_TICK_S, *remaining_s) if self._receivers else math.inf
+        remaining_s = [it.staging.deadline.remaining_s() for it in self._all]
+        return min(_TICK_S, *remaining_s) if remaining_s else math.inf
 
     def begin(self, model: ModelId, pages: Sequence[PageHash], staging: Staging) -> None:
-        receiver = FetchReceiver(model, pages, staging)
-        if receiver.is_complete:
+        sizes = [len(pages) * self._family.page_bytes(step.kind) for step in staging.steps]
+        if staging.is_complete:
             return
-        if not receiver.fits(self._family):
+        if sizes != list(staging.sizes.values()):
             self.refuse(staging, FetchError("the staging's sizes are not those of the pages"))
         elif not self._breaker.admits():
             error = FetchError(
@@ -103,8 +110,7 @@ class PendingFetches:
             )
             self.refuse(staging, error)
         else:
-            self._receivers.append(receiver)
-            self._ask(receiver)
+            self._ask(FetchReceiver(model, pages, staging))
 
     def refuse(self, staging: Staging, error: FetchError) -> None:
         """Fail one that was not begun."""
@@ -121,7 +127,7 @@ class PendingFetches:
         try:
             return receiver.buffer_for(frame)
         except FetchError as exc:
-            self._stop(frame.id, exc)
+            self._stop(receiver, exc)
             return None
 
     def is_pending(self, frame: Frame) -> bool:
@@ -136,14 +142,13 @@ class PendingFetches:
         try:
             receiver.mark_received(arrival.frame, is_sound=arrival.is_sound)
         except FetchError as exc:
-            self._stop(receiver.id, exc)
+            self._stop(receiver, exc)
         else:
             self._received(receiver, arrival.frame.size)
 
     def read(self, located: wire.Located) -> None:
         """Copy what lies in the worker's memory."""
-        frame = located.frame
-        receiver = self._receiver_of(frame)
+        receiver = self._receiver_of(located.frame)
         if receiver is None:
             return
         try:
@@ -151,52 +156,38 @@ class PendingFetches:
                 raise ProtocolError(f"{self._who} sent places of a memory that is not read here")
             receiver.read(located, self._link.arena)
         except FetchError as exc:
-            self._stop(receiver.id, exc)
+            self._stop(receiver, exc)
         else:
-            self._received(receiver, frame.size)
+            self._received(receiver, located.frame.size)
             if receiver.is_complete:  # The worker waits for it.
-                self._link.send(wire.Copied(id=frame.id))
+                self._link.send(wire.Cancel(id=located.frame.id))
 
-    def failed(self, message: wire.FetchFailed) -> None:
-        receiver = self._asked.get(message.id)
-        if receiver is None:
-            return
-        kind = wire.FETCH_ERRORS.get(message.error, FetchError)
-        error = kind(f"{self._who}: {message.reason}")
-        if isinstance(error, ProtocolError):
-            self._break(receiver, error)
-        else:
-            self._end(receiver, error)
-            self.ended(message.id)
-
-    def ended(self, id: int) -> None:
+    def ended(self, message: wire.Ended) -> None:
         """The worker sends nothing more for it."""
-        self._link.owed.pop(id, None)
+        if (receiver := self._asked.get(message.id)) is not None:
+            self._stop(receiver, wire.error_of(message, self._who))
+        self._link.owed.pop(message.id, None)
 
     def check(self) -> None:
         """Give up what its reader gave up, or what is late."""
-        for receiver in tuple(self._receivers):
+        for receiver in self._all:
             error = receiver.staging.error
             if error is None and receiver.staging.deadline.has_passed:
                 error = DeadlineExceeded(f"{self._who} did not send everything in time")
-            waited_s = self._clock() - receiver.broken_at_s if receiver.id == NOT_ASKED else 0.0
+            waited_s = self._clock() - receiver.since_s if receiver.id == NOT_ASKED else 0.0
             if error is None and waited_s > self._config.resume_s:
                 error = FetchError(
                     f"{self._who} did not come back within {self._config.resume_s} s"
                 )
             if error is not None:
-                id = receiver.id
                 self._end(receiver, error)
-                if self.link is not None and id != NOT_ASKED:
-                    self._link.send(wire.Cancel(id=id))
 
     def resume(self) -> None:
         """Ask for the rest of what was interrupted."""
-        if len(self._asked) < len(self._receivers):
-            for receiver in tuple(self._receivers):
-                if receiver.id == NOT_ASKED:
-                    self._counts.num_retries += 1
-                    self._ask(receiver)
+        broken, self._broken = self._broken, []
+        for receiver in broken:
+            self._counts.num_retries += 1
+            self._ask(receiver)
 
     def interrupt(self, error: FetchError) -> None:
         """The connection is gone, and all requests with it."""
@@ -205,23 +196,33 @@ class PendingFetches:
 
     def end(self, error: FetchError) -> None:
         """All of them, for good."""
-        for receiver in tuple(self._receivers):
+        for receiver in self._all:
             self._end(receiver, type(error)(str(error)))
 
     def _ask(self, receiver: FetchReceiver) -> None:
-        receiver.asked_at_s = self._clock()
+        link, staging = self._link, receiver.staging
+        receiver.id = link.new_id()
+        receiver.num_requests += 1
+        receiver.since_s = self._clock()
         receiver.asked_at_bytes = self._carried_bytes
-        fetch = receiver.request(
-            self._link.new_id(),
+        fetch = wire.Fetch(
+            id=receiver.id,
+            model=receiver.model,
+            pages=join_hashes(receiver.pages),
+            steps=tuple((step.kind, step.layer) for step in staging.steps),
+            first_byte=staging.num_landed_bytes,
             frame_bytes=self._config.frame_bytes,
-            reads_arena=self._link.arena is not None,
+            reads_arena=link.arena is not None,
+            timeout_ms=int(staging.deadline.remaining_s() * 1000),
+            traceparent=staging.traceparent,
         )
-        self._asked[receiver.id] = receiver
         try:
-            self._link.send(fetch)
+            link.send(fetch)
         except ProtocolError as exc:  # More pages than a header takes.
-            self._withdraw(receiver)
+            receiver.id = NOT_ASKED
             self._end(receiver, exc)
+        else:
+            self._asked[receiver.id] = receiver
 
     def _receiver_of(self, frame: Frame) -> FetchReceiver | None:
         """None where it crossed with our Cancel; raises ProtocolError."""
@@ -233,64 +234,64 @@ class PendingFetches:
         self._counts.num_landed_bytes += num_bytes
         self._carried_bytes += num_bytes
         if receiver.is_complete:
-            self._end(receiver, None)
+            self._measure(receiver, None)
+            self._withdraw(receiver)
+            self._breaker.succeeded()
 
-    def _stop(self, id: int, error: FetchError) -> None:
-        """What came for it could not be taken."""
-        receiver = self._asked[id]
-        if isinstance(error, ProtocolError):
-            self._break(receiver, error)
-        else:
+    def _stop(self, receiver: FetchReceiver, error: FetchError) -> None:
+        """It cannot go on; where what came was wrong, or did not come, it is asked for again."""
+        if not isinstance(error, ProtocolError):
             self._end(receiver, error)
-            self._link.send(wire.Cancel(id=id))
-
-    def _break(self, receiver: FetchReceiver, error: ProtocolError) -> None:
-        """What came for it was wrong, or did not come."""
+            return
         self._counts.num_protocol_errors += 1
         self._breaker.failed(error)
-        id = receiver.id
+        self._link.send(wire.Cancel(id=receiver.id))
         self._suspend(receiver, error)
-        self._link.send(wire.Cancel(id=id))
 
     def _suspend(self, receiver: FetchReceiver, error: FetchError) -> None:
         self._withdraw(receiver)
-        receiver.broken_at_s = self._clock()
+        receiver.since_s = self._clock()
         if receiver.num_requests > self._config.max_retries:
             self._end(receiver, type(error)(str(error)))
+        else:
+            self._broken.append(receiver)
 
     def _owed_to(self, receiver: FetchReceiver, link: Connection) -> int:
         """The most that the worker can have sent for it and that has not come."""
-        if receiver.id == NOT_ASKED or link.arena is not None:
-            return 0
-        return min(receiver.rest_bytes, 2 * MOST_BATCH_BYTES)
+        staging = receiver.staging
+        rest_bytes = staging.num_bytes - staging.num_landed_bytes
+        return 0 if link.arena is not None else min(rest_bytes, 2 * MOST_BATCH_BYTES)
 
     def _withdraw(self, receiver: FetchReceiver) -> None:
+        """No request is under way for it any more."""
         if self.link is not None and (owed_bytes := self._owed_to(receiver, self.link)):
             self.link.owed[receiver.id] = owed_bytes
         del self._asked[receiver.id]
         receiver.id = NOT_ASKED
 
-    def _end(self, receiver: FetchReceiver, error: FetchError | None) -> None:
-        is_asked = receiver.id != NOT_ASKED
-        if is_asked:
+    def _end(self, receiver: FetchReceiver, error: FetchError) -> None:
+        """It fails."""
+        error = receiver.staging.error or error
+        is_cancelled = isinstance(error, Cancelled)
+        self._counts.num_failed_fetches += not is_cancelled
+        if receiver.id == NOT_ASKED:
+            self._breaker.released()
+        else:
+            if self.link is not None:
+                self.link.send(wire.Cancel(id=receiver.id))
             self._measure(receiver, error)
             self._withdraw(receiver)
-        if receiver in self._receivers:
-            self._receivers.remove(receiver)
-        if error is None:
-            self._breaker.succeeded()
-            return
-        error = receiver.staging.error or error
-        self._counts.num_failed_fetches += not isinstance(error, Cancelled)
-        if is_asked and not isinstance(error, Cancelled | StaleEntry):
-            self._breaker.failed(error)
-        else:
-            self._breaker.released()
+            if is_cancelled or isinstance(error, StaleEntry):
+                self._breaker.released()
+            else:
+                self._breaker.failed(error)
+        if receiver in self._broken:
+            self._broken.remove(receiver)
         receiver.staging.fail(error)
 
     def _measure(self, receiver: FetchReceiver, error: FetchError | None) -> None:
         num_bytes = self._carried_bytes - receiver.asked_at_bytes
-        seconds = self._clock() - receiver.asked_at_s
+        seconds = self._clock() - receiver.since_s
         is_late = isinstance(error, DeadlineExceeded) and seconds >= _MIN_LATE_S
         is_given_up = isinstance(error, Cancelled) and seconds >= _MIN_GIVEN_UP_S
         if num_bytes >= Bandwidth.MIN_SAMPLE_BYTES or is_late or is_given_up:

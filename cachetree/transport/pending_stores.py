@@ -19,15 +19,15 @@ from cachetree.transport.advertise import ChangeQueue
 from cachetree.transport.channel import Channel
 from cachetree.transport.connection import Connection
 from cachetree.transport.receiver import NOT_ASKED
-from cachetree.transport.sender import Load, Stream
+from cachetree.transport.sender import Stream, payloads_of
 from cachetree.transport.status import PushCounts, PusherStatus
-from cachetree.transport.wire import Refused
+from cachetree.transport.wire import Why
 from cachetree.tree import CacheTree, Change, Lease, Listener, join_hashes
 
 log = logging.getLogger(__name__)
 
-Work = Generator[None, None, Refused | None]
-"""Stops where it has to wait for the worker; gives why the worker refused, if it did."""
+Work = Generator[None, None, str]
+"""Stops where it has to wait for the worker; gives why that refused, empty where it did not."""
 
 _MAX_WAITING: Final = 4096
 """Changes that wait; they hold page hashes, no pages."""
@@ -159,28 +159,26 @@ class PendingStores:
     def _push(self, link: Connection, change: Change) -> Generator[None, None, None]:
         """Store an entry, with what comes before it where the worker has lost that."""
         refused = yield from self._store(link, change)
-        if refused is not Refused.UNKNOWN_PARENT or change.parent is None:
+        if refused != Why.UNKNOWN_PARENT or change.parent is None:
             return
         for above in self._tree.line(change.model, change.parent):
-            refused = yield from self._store(link, above)
-            if refused is not None:
+            if (yield from self._store(link, above)):
                 return
         yield from self._store(link, change)
 
     def _store(self, link: Connection, change: Change) -> Work:
-        """None where the worker has it now, or it is gone here."""
         page_bytes = Layout.of(self._tree.family, 1, change.e_layers).page_bytes
         for part in _parts(change, page_bytes):
             self._deadline = Deadline.after(_STORE_S, self._clock)
             lease = self._tree.lease(part.model, part.pages, "a push", self._deadline, is_use=False)
             if lease is None:
                 self._counts.num_gone += 1
-                return None
+                return ""
             with lease:
                 refused = yield from self._store_part(link, part, lease)
-            if refused is not None:
+            if refused:
                 return refused
-        return None
+        return ""
 
     def _store_part(self, link: Connection, part: Change, lease: Lease) -> Work:
         self._id = link.new_id()
@@ -195,22 +193,23 @@ class PendingStores:
         )
         link.send(message)
         wanted = yield from self._answer()
-        if isinstance(wanted, wire.StoreRefused):
+        if isinstance(wanted, wire.Ended):
             return self._note_refusal(wanted)
         if not isinstance(wanted, wire.Wanted) or not 0 <= wanted.skipped <= len(part.pages):
             raise ProtocolError(f"worker {self._address} answers a store with {wanted}")
         if wanted.skipped == len(part.pages):
             self._counts.num_known += 1
-            return None
+            return ""
         assert link.channel is not None
         steps = wire.steps_of_store(self._tree.family.num_layers, part.e_layers)
-        load = Load(lease, steps, Span(wanted.skipped, lease.num_pages))
+        new = Span(wanted.skipped, lease.num_pages)
         try:
-            stream = Stream(self._id, load, link.channel, _FRAME_BYTES, self._deadline)
+            payloads = payloads_of(lease, steps, _FRAME_BYTES, pages=new)
         except StaleEntry:
             link.send(wire.Cancel(id=self._id))
             self._counts.num_gone += 1
-            return None
+            return ""
+        stream = Stream(self._id, lease, payloads, link.channel, self._deadline)
         return (yield from self._send(link.channel, stream))
 
     def _send(self, channel: Channel, stream: Stream) -> Work:
@@ -228,8 +227,8 @@ class PendingStores:
                     case wire.Stored():
                         self._counts.num_stored += 1
                         self._error = ""
-                        return None
-                    case wire.StoreRefused() as refusal:
+                        return ""
+                    case wire.Ended() as refusal:
                         stream.end()
                         return self._note_refusal(refusal)
         except BaseException:
@@ -248,8 +247,8 @@ class PendingStores:
             raise DeadlineExceeded(f"worker {self._address} did not answer in time")
         yield
 
-    def _note_refusal(self, refusal: wire.StoreRefused) -> Refused:
-        if refusal.error is not Refused.UNKNOWN_PARENT:
+    def _note_refusal(self, refusal: wire.Ended) -> str:
+        if refusal.error != Why.UNKNOWN_PARENT:
             self._counts.num_refused += 1
             if not self._error:
                 log.info("worker %s refused a store: %s", self._address, refusal.reason)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Callable, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -13,10 +11,10 @@ import numpy as np
 from cachetree.clock import Clock, Deadline
 from cachetree.errors import ProtocolError
 from cachetree.ids import Span, Step
-from cachetree.memory import Pool, checksum, checksum_of_parts
+from cachetree.memory import Pool, Slab, checksum, checksum_of_parts
 from cachetree.transport import verbs, wire
 from cachetree.transport.channel import Channel
-from cachetree.transport.frames import MAX_FRAME_BYTES, Frame
+from cachetree.transport.frames import Frame
 from cachetree.transport.pace import Cap
 from cachetree.transport.wire import MAX_PLACES
 from cachetree.tree import Lease
@@ -31,173 +29,167 @@ _REMEMBERED_BYTES: Final = 128 << 10
 _LEAST_REMEMBERED: Final = 256
 
 
-class Load(NamedTuple):
-    """What a stream sends: some steps of a lease, of these of its pages, or of all; it begins with
-    step and offset `first`."""
+class Payload(NamedTuple):
+    """Of one frame."""
 
-    lease: Lease
-    steps: Sequence[Step]
-    pages: Span | None = None
-    first: tuple[int, int] = (0, 0)
+    offset: int
+    slab: Slab
+    """In which the first of its parts lies."""
+    parts: list[memoryview]
+
+
+def payloads_of(
+    lease: Lease,
+    steps: Sequence[Step],
+    most_bytes: int,
+    *,
+    pages: Span | None = None,
+    first_byte: int = 0,
+) -> Iterator[Payload]:
+    """All that a stream sends from `first_byte` on, of these pages of a lease, or of all: a long
+    view alone, at most `most_bytes` of it, or as many short ones as make a long one.
+
+    Raises StaleEntry where a page lacks E of a layer, ProtocolError where nothing begins there.
+    """
+    runs = [
+        list(zip(lease.slabs(step, pages), lease.views(step, pages), strict=True)) for step in steps
+    ]
+    num_bytes = sum(view.nbytes for run in runs for _, view in run)
+    if not 0 <= first_byte < num_bytes:
+        raise ProtocolError(f"a fetch begins at byte {first_byte} of {num_bytes}")
+    return _payloads(runs, most_bytes, first_byte)
+
+
+def _payloads(
+    runs: Sequence[Sequence[tuple[Slab, memoryview]]], most_bytes: int, first_byte: int
+) -> Iterator[Payload]:
+    """None has bytes of two steps."""
+    offset = skipped = first_byte
+    most_joined = min(most_bytes, _JOIN_BYTES)
+    for of_step in runs:
+        joined: list[memoryview] = []
+        num_joined = 0
+        for slab, view in of_step:
+            rest = view[skipped:]
+            skipped -= view.nbytes - rest.nbytes
+            while rest:
+                is_long = not joined and rest.nbytes >= most_joined
+                joined.append(rest[: most_bytes if is_long else most_joined - num_joined])
+                rest = rest[joined[-1].nbytes :]
+                num_joined += joined[-1].nbytes
+                if num_joined >= most_joined or len(joined) == MAX_PLACES:
+                    yield Payload(offset, slab, joined)
+                    offset += num_joined
+                    joined, num_joined = [], 0
+        if joined:
+            yield Payload(offset, slab, joined)
+            offset += num_joined
 
 
 class Stream:
-    """Sends the steps of one lease in order. Used by one thread.
+    """Sends payloads of one lease in order. Used by one thread.
 
     The lease is held until the kernel has the last frame, and until a receiver that reads the
-    arena has `copied` all of it: `end` stops the stream, and `is_drained` then says when
+    arena has copied all of it: `end` stops the stream, and `is_drained` then says when
     `lease.release` is due.
     """
 
     def __init__(
         self,
         id: int,
-        load: Load,
+        lease: Lease,
+        payloads: Iterator[Payload],
         channel: Channel,
-        frame_bytes: int,
         deadline: Deadline,
         arena: Pool | None = None,
     ) -> None:
-        """Its frames have payloads of at most `frame_bytes`. Raises ProtocolError, StaleEntry."""
-        lease, steps, pages, first = load
+        """The receiver reads what lies in `arena` there, if one is given."""
         self.id: Final = id
         self.lease: Final = lease
         self.deadline: Final = deadline
+        self._payloads = payloads
+        self._next = next(payloads, None)
         self._channel = channel
-        self._frame_bytes = frame_bytes
+        self._arena = arena
         self.served_bytes = 0
         """Sent, on top of what its neighbours had been sent when it came."""
-        self.is_over = False
+        self.sent_bytes = 0
         self.is_cut = False
         """It ended before all was sent."""
-        self._arena = arena
-        """While the receiver reads it."""
-        self.sent_bytes = 0
-        self._step, self._offset = first
-        if not 0 <= self._step < len(steps):
-            raise ProtocolError(f"a fetch begins with step {self._step} of {len(steps)}")
-        # Raises StaleEntry here, before the first frame, where E is absent.
-        self._rest = deque(
-            deque(zip(lease.slabs(step, pages), lease.views(step, pages), strict=True))
-            for step in steps[self._step :]
-        )
-        """Of each step, what is not sent yet, and in which slab it is."""
-        if not 0 <= self._offset < sum(view.nbytes for _, view in self._rest[0]):
-            raise ProtocolError(f"a fetch begins at {self._offset} of step {self._step}")
-        self._advance(self._offset)
+        self._is_read = False
+        """Whether something was located since the receiver last said that it reads nothing."""
         self._queued_bytes = 0
         """What the channel's queue had with its last payload; 0 where none went that way."""
+
+    @property
+    def is_over(self) -> bool:
+        return self._next is None
 
     @property
     def can_send(self) -> bool:
         """Whether `put` may be called now."""
         return not self.is_over and self._channel.has_room
 
-    def put(self, limit: int = MAX_FRAME_BYTES) -> int:
-        """Send the next bytes, or where the receiver can read them; how many those were, at most
-        `limit`."""
-        most_bytes = self._frame_bytes if self._arena is None else LOCATED_BYTES
-        views = self._next_views(min(limit, most_bytes))
-        places = self._places(views)
-        if self._arena is not None and len(places) < len(views):  # Some of it is not in there.
-            self._arena = None
-            return self.put(limit)
+    def put(self) -> int:
+        """Send the next bytes, or where the receiver can read them; how many those were."""
+        assert self._next is not None
+        offset, slab, parts = self._next
         frame = Frame(
             id=self.id,
-            step=self._step,
-            offset=self._offset,
-            size=sum(view.nbytes for view in views),
-            checksum=self._checksum(views),
+            offset=offset,
+            size=sum(part.nbytes for part in parts),
+            checksum=_checksum(slab, parts),
         )
-        if places:
+        if places := self._places(parts):
             self._channel.put_message(wire.encode(wire.Located(frame=frame, places=places)))
+            self._is_read = True
         else:
-            self._channel.put(frame, views)
+            self._channel.put(frame, parts)
             self._queued_bytes = self._channel.send_queue.queued_bytes
         self.sent_bytes += frame.size
         self.served_bytes += frame.size
-        self._offset += frame.size
-        self._advance(frame.size)
-        self.is_over = not self._rest
+        self._next = next(self._payloads, None)
         return frame.size
 
-    def copied(self) -> None:
-        """The receiver reads the arena no more; what it has not read comes in frames."""
-        self._arena = None
-
     def end(self) -> None:
-        """Send no more, of what waits for the kernel neither."""
-        self.is_over = True
-        self.is_cut |= bool(self._rest)
+        """Send no more, of what waits for the kernel neither; the receiver reads nothing."""
+        self.is_cut |= not self.is_over
+        self._next, self._payloads = None, iter(())
+        self._is_read = False
         if self._queued_bytes:
             self._channel.send_queue.drop(self.id)
-        self._rest.clear()
-        self._arena = None
 
     @property
     def is_drained(self) -> bool:
         """Whether nobody reads the pages any more."""
-        is_read = self._arena is None or self.deadline.has_passed
-        return is_read and self._channel.send_queue.has_written(self._queued_bytes)
+        is_read = self._is_read and not self.deadline.has_passed
+        return not is_read and self._channel.send_queue.has_written(self._queued_bytes)
 
-    def _places(self, views: Sequence[memoryview]) -> tuple[tuple[int, int], ...]:
-        """Of those that lie in the arena, from where to where."""
+    def _places(self, parts: Sequence[memoryview]) -> tuple[tuple[int, int], ...]:
+        """From where to where in the arena; none where some of it is not in there."""
         if self._arena is None:
             return ()
-        starts = map(self._arena.place_of, views)
-        return tuple(
-            (start, start + view.nbytes)
-            for start, view in zip(starts, views, strict=True)
-            if start is not None
-        )
+        starts = [(self._arena.place_of(part), part.nbytes) for part in parts]
+        places = tuple((at, at + size) for at, size in starts if at is not None)
+        return places if len(places) == len(parts) else ()
 
-    def _next_views(self, limit: int) -> list[memoryview]:
-        """At most `limit` bytes: a long view alone, or as many short ones as make a long one."""
-        rest = self._rest[0]
-        _, first = rest[0]
-        if len(rest) == 1 or first.nbytes >= min(limit, _JOIN_BYTES):
-            return [first[:limit]]
-        parts: list[memoryview] = []
-        room = min(limit, _JOIN_BYTES)
-        for _, view in islice(rest, MAX_PLACES):
-            parts.append(view[:room])
-            room -= parts[-1].nbytes
-            if not room:
-                break
-        return parts
 
-    def _checksum(self, views: Sequence[memoryview]) -> int:
-        """Of a long view it is remembered: what is cached is mostly sent more than once."""
-        if len(views) > 1:
-            return checksum_of_parts(views)
-        slab, _ = self._rest[0][0]
-        known = slab.checksums
-        key = (np.frombuffer(views[0], np.uint8).__array_interface__["data"][0], views[0].nbytes)
-        found = known.get(key)
-        if found is None:
-            if len(known) >= max(_LEAST_REMEMBERED, slab.num_bytes // _REMEMBERED_BYTES):
-                known.clear()
-            found = known[key] = checksum(views[0])
-        return found
-
-    def _advance(self, num_bytes: int) -> None:
-        rest = self._rest[0]
-        while num_bytes:
-            slab, view = rest.popleft()
-            if num_bytes < view.nbytes:
-                rest.appendleft((slab, view[num_bytes:]))
-            num_bytes -= min(num_bytes, view.nbytes)
-        if not rest:
-            self._rest.popleft()
-            self._step += 1
-            self._offset = 0
+def _checksum(slab: Slab, parts: Sequence[memoryview]) -> int:
+    """Of a long view it is remembered: what is cached is mostly sent more than once."""
+    if len(parts) > 1:
+        return checksum_of_parts(parts)
+    known = slab.checksums
+    key = (np.frombuffer(parts[0], np.uint8).__array_interface__["data"][0], parts[0].nbytes)
+    found = known.get(key)
+    if found is None:
+        if len(known) >= max(_LEAST_REMEMBERED, slab.num_bytes // _REMEMBERED_BYTES):
+            known.clear()
+        found = known[key] = checksum(parts[0])
+    return found
 
 
 BURST: Final = 16
 """Frames sent before incoming messages are looked at again."""
-
-
-OnDrained = Callable[[Stream], object]
 
 
 class SendScheduler:
@@ -209,26 +201,35 @@ class SendScheduler:
     def __init__(self, counts: verbs.Counts, max_bytes_per_s: float | None, clock: Clock) -> None:
         self._counts = counts
         self._cap = Cap(max_bytes_per_s or math.inf, clock)
-        self._sending: dict[Stream, OnDrained] = {}
-        self._draining: dict[Stream, OnDrained] = {}
+        self._streams: dict[Stream, Callable[[Stream], object]] = {}
+        """Those that are over too, while their pages may be read."""
+
+    @property
+    def _sending(self) -> list[Stream]:
+        return [it for it in self._streams if not it.is_over]
 
     def __len__(self) -> int:
         return len(self._sending)
 
+    def limit(self, frame_bytes: int) -> int:
+        """The largest payload of at most `frame_bytes` that keeps a slow link smooth."""
+        return self._cap.limit(frame_bytes)
+
     def timeout_s(self) -> float:
         """How long nobody has to look."""
-        remaining_s = (stream.deadline.remaining_s() for stream in self._sending)
-        timeout_s = min(remaining_s, default=math.inf)
-        if any(stream.can_send for stream in self._sending):
+        sending = self._sending
+        timeout_s = min((it.deadline.remaining_s() for it in sending), default=math.inf)
+        if any(it.can_send for it in sending):
             timeout_s = min(timeout_s, self._cap.delay_s())
         return timeout_s
 
-    def add(self, stream: Stream, on_drained: OnDrained) -> None:
+    def add(self, stream: Stream, on_drained: Callable[[Stream], object]) -> None:
         """Send it; call `on_drained` once its pages are given back."""
-        if not self._sending:
+        sending = self._sending
+        if not sending:
             self._cap.idle()
-        stream.served_bytes = min((other.served_bytes for other in self._sending), default=0)
-        self._sending[stream] = on_drained
+        stream.served_bytes = min((other.served_bytes for other in sending), default=0)
+        self._streams[stream] = on_drained
 
     def send(self) -> None:
         """Up to `BURST` frames, each of the ready stream that got the fewest bytes."""
@@ -237,7 +238,7 @@ class SendScheduler:
             if not ready or self._cap.delay_s():
                 break
             stream = min(ready, key=lambda it: it.served_bytes)
-            size = stream.put(self._cap.limit(MAX_FRAME_BYTES))
+            size = stream.put()
             self._cap.spend(size)
             self._counts.num_sent_bytes += size
             if stream.is_over:
@@ -247,15 +248,12 @@ class SendScheduler:
 
     def retire(self) -> None:
         """Give back the pages of streams that are over, once nobody reads them any more."""
-        for stream in [it for it in self._sending if it.is_over]:
-            self._draining[stream] = self._sending.pop(stream)
-        for stream in [it for it in self._draining if it.is_drained]:
-            self._draining.pop(stream)(stream)
+        for stream in [it for it in self._streams if it.is_over and it.is_drained]:
+            self._streams.pop(stream)(stream)
             stream.lease.release()
 
     def close(self) -> None:
         """Nobody is served any more."""
-        self.retire()
-        for stream in self._draining:
+        for stream in self._streams:
             stream.lease.release()
-        self._draining.clear()
+        self._streams.clear()

@@ -17,9 +17,15 @@ from cachetree.transport.channel import Arrival, Channel
 from cachetree.transport.config import WorkerConfig
 from cachetree.transport.frames import MAX_FRAME_BYTES, MIN_FRAME_BYTES, Frame
 from cachetree.transport.receiver import FetchReceiver
-from cachetree.transport.sender import BURST, Load, SendScheduler, Stream
+from cachetree.transport.sender import (
+    BURST,
+    LOCATED_BYTES,
+    SendScheduler,
+    Stream,
+    payloads_of,
+)
 from cachetree.transport.tracing import NoteServed, Served
-from cachetree.transport.wire import Fetch, Refused, Store
+from cachetree.transport.wire import Fetch, Store, Why
 from cachetree.tree import CacheTree, Reservation
 
 _DRAIN_S: Final = 5.0
@@ -112,9 +118,6 @@ class Session:
                 self.advertiser.learned()
             case wire.Fetch():
                 self._fetch(message)
-            case wire.Copied():
-                if (stream := self._streams.get(message.id)) is not None:
-                    stream.copied()
             case wire.Store():
                 self._store(message)
             case wire.Cancel():
@@ -170,18 +173,14 @@ class Session:
         if lease is None:
             raise StaleEntry(f"{len(pages)} pages of model {fetch.model} are no longer here")
         reads_arena = fetch.reads_arena and service.config.shared_memory
+        most_bytes = service.scheduler.limit(LOCATED_BYTES if reads_arena else fetch.frame_bytes)
         try:
-            return Stream(
-                fetch.id,
-                Load(lease, steps, first=(fetch.first_step, fetch.first_offset)),
-                self.channel,
-                fetch.frame_bytes,
-                deadline,
-                service.tree.memory if reads_arena else None,
-            )
+            payloads = payloads_of(lease, steps, most_bytes, first_byte=fetch.first_byte)
         except FetchError:
             lease.release()
             raise
+        arena = service.tree.memory if reads_arena else None
+        return Stream(fetch.id, lease, payloads, self.channel, deadline, arena)
 
     def _store(self, store: Store) -> None:
         """Begin a store, after the page before it has been read from disk likewise."""
@@ -221,13 +220,13 @@ class Session:
             resume()
 
     def _cancel(self, id: int) -> None:
-        """The peer gives up what has that id."""
+        """The peer gives up what has that id, or has copied all of it."""
         self._stores.cancel(id)
         self._waiting = {it for it in self._waiting if it.id != id}
         if (stream := self._streams.get(id)) is not None:
+            self._service.counts.fetches_by_outcome["cancelled"] += not stream.is_over
             stream.end()
-            self._service.counts.fetches_by_outcome["cancelled"] += 1
-        self.tell(wire.Ended(id=id))
+        self.tell(wire.Ended(id=id, error=Why.CANCELLED.value))
 
     def _fail(self, id: int, error: FetchError) -> None:
         """Also ends the stream of that id: of one that was asked for twice, neither goes on."""
@@ -235,15 +234,15 @@ class Session:
             stream.end()
         counts = self._service.counts
         counts.num_protocol_errors += isinstance(error, ProtocolError)
-        message = wire.fetch_failed(id, error)
+        message = wire.ended_by(id, error)
         counts.fetches_by_outcome[message.error] += 1
         self.tell(message)
 
 
 _MAX_OF_ONE_PEER: Final = 4
 
-_Refusal = tuple[Refused, str]
-"""Why a store is not taken."""
+_Refusal = tuple[Why, str]
+"""Why a store is not taken, in a word and in a sentence."""
 
 
 class StoreReceiver:
@@ -265,7 +264,7 @@ class StoreReceiver:
         try:
             refusal = self._begin(store)
         except ProtocolError as exc:
-            refusal = Refused.PROTOCOL, wire.reason(exc)
+            refusal = Why.PROTOCOL, wire.reason(exc)
         if refusal is not None:
             self._refuse(store.id, *refusal)
 
@@ -275,7 +274,7 @@ class StoreReceiver:
         try:
             return None if receiver is None else receiver.buffer_for(frame)
         except FetchError as exc:
-            self._refuse(frame.id, Refused.PROTOCOL, wire.reason(exc))
+            self._refuse(frame.id, Why.PROTOCOL, wire.reason(exc))
             return None
 
     def is_pending(self, frame: Frame) -> bool:
@@ -291,7 +290,7 @@ class StoreReceiver:
         try:
             receiver.mark_received(arrival.frame, is_sound=arrival.is_sound)
         except FetchError as exc:
-            self._refuse(id, Refused.PROTOCOL, wire.reason(exc))
+            self._refuse(id, Why.PROTOCOL, wire.reason(exc))
             return
         self._counts.num_received_bytes += arrival.frame.size
         if receiver.is_complete:
@@ -309,7 +308,7 @@ class StoreReceiver:
         """End what is late."""
         for id, (receiver, _) in tuple(self._open.items()):
             if receiver.staging.deadline.has_passed:
-                self._refuse(id, Refused.DEADLINE, "the store's time is over")
+                self._refuse(id, Why.DEADLINE, "the store's time is over")
 
     def close(self) -> None:
         """The peer is gone."""
@@ -324,10 +323,10 @@ class StoreReceiver:
         config, tree = self._service.config, self._service.tree
         if not config.accepts:
             why = "this worker accepts no stores; set worker.accepts to true there"
-            return Refused.CLOSED, why
+            return Why.CLOSED, why
         num_open = self._counts.num_open_stores
         if num_open >= config.max_stores or len(self._open) >= _MAX_OF_ONE_PEER:
-            return Refused.BUSY, f"{num_open} stores are open"
+            return Why.BUSY, f"{num_open} stores are open"
         if store.id in self._open:
             raise ProtocolError(f"store {store.id} is open already")
         pages, parents = wire.pages_of(store.pages), wire.pages_of(store.parent)
@@ -338,8 +337,8 @@ class StoreReceiver:
         reservation = tree.reserve(model, parent, pages, store.e_layers)
         if reservation is None:
             if parent is not None and not tree.has(model, parent):
-                return Refused.UNKNOWN_PARENT, f"model {model} has no page before these"
-            return Refused.NO_ROOM, f"there is no room for {len(pages)} pages"
+                return Why.UNKNOWN_PARENT, f"model {model} has no page before these"
+            return Why.NO_ROOM, f"there is no room for {len(pages)} pages"
         if not reservation.pages:
             self._counts.stores_by_outcome["known"] += 1
         else:
@@ -353,8 +352,8 @@ class StoreReceiver:
         self._tell(wire.Wanted(id=store.id, skipped=reservation.skipped))
         return None
 
-    def _refuse(self, id: int, why: Refused, reason: str) -> None:
+    def _refuse(self, id: int, why: Why, reason: str) -> None:
         self.cancel(id)
         self._counts.stores_by_outcome[why.value] += 1
-        self._counts.num_protocol_errors += why is Refused.PROTOCOL
-        self._tell(wire.StoreRefused(id=id, error=why, reason=reason))
+        self._counts.num_protocol_errors += why is Why.PROTOCOL
+        self._tell(wire.Ended(id=id, error=why.value, reason=reason))

@@ -13,14 +13,13 @@ A message ends with a checksum: without it a flipped bit could name another laye
     Fetch                     ══►
                               ◄══         frame + payload ...
                               ◄══         or Located ...              on the same host
-    Copied                    ══►                                     all that was located
-                              ◄══         or FetchFailed
-    Cancel                    ══►
-                              ◄══         Ended                       behind the last frame
+                              ◄══         or Ended                    early
     Store                     ══►
-                              ◄══         Wanted or StoreRefused
+                              ◄══         Wanted                      or Ended
     frame + payload ...       ══►
-                              ◄══         Stored                      or StoreRefused
+                              ◄══         Stored                      or Ended
+    Cancel                    ══►                                     of a fetch or a store; and
+                              ◄══         Ended                       where all was copied
     Ping                      ══►                                     both notice silence, and what
                               ◄══         Pong                        was lost at the very end
     Bye                       ◄══►        Bye                         the session is over
@@ -56,7 +55,7 @@ from cachetree.transport import verbs
 from cachetree.transport.frames import MAX_MESSAGE_BYTES, Frame, Ticket
 from cachetree.tree import split_hashes
 
-PROTOCOL_VERSION: Final = 8
+PROTOCOL_VERSION: Final = 9
 
 MAX_REASON_CHARS: Final = 500
 
@@ -129,10 +128,8 @@ class Fetch(msgspec.Struct, frozen=True, kw_only=True, tag="fetch"):
     pages: bytes
     steps: Steps
     """(kind, layer) in the order of need."""
-    first_step: int = 0
-    """Index of the step to begin with; those before it have landed already."""
-    first_offset: int = 0
-    """Bytes of the first step that have."""
+    first_byte: int = 0
+    """Of all steps side by side; those before it have landed already."""
     frame_bytes: int
     """Largest payload of a frame."""
     reads_arena: bool = False
@@ -166,14 +163,6 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True, tag="wanted"):
     skipped: int
 
 
-class StoreRefused(msgspec.Struct, frozen=True, kw_only=True, tag="store_refused"):
-    """Nothing is kept of a store, whether it had begun or not."""
-
-    id: int
-    error: Refused
-    reason: str
-
-
 class Stored(msgspec.Struct, frozen=True, kw_only=True, tag="stored"):
     """All pages of a store can be read here."""
 
@@ -181,7 +170,7 @@ class Stored(msgspec.Struct, frozen=True, kw_only=True, tag="stored"):
 
 
 class Located(msgspec.Struct, frozen=True, kw_only=True, tag="located"):
-    """In place of a frame: its payload lies in the arena, and stays until all was `Copied`.
+    """In place of a frame: its payload lies in the arena, and stays until there is a `Cancel`.
 
     Memory that was used anew meanwhile is noticed by the checksum.
     """
@@ -191,30 +180,20 @@ class Located(msgspec.Struct, frozen=True, kw_only=True, tag="located"):
     """(start, stop) in the arena of each part of the payload."""
 
 
-class Copied(msgspec.Struct, frozen=True, kw_only=True, tag="copied"):
-    """Nothing is read any more of what was located for this fetch."""
-
-    id: int
-
-
 class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):
-    """Stop the stream; frames under way are ignored."""
+    """Nothing more is wanted of it, and nothing is read that was located for it; frames under way
+    are ignored."""
 
     id: int
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
-    """Nothing comes any more of what was cancelled."""
-
-    id: int
-
-
-class FetchFailed(msgspec.Struct, frozen=True, kw_only=True, tag="fetch_failed"):
-    """The worker ends a stream early. `error` is a key of `FETCH_ERRORS`."""
+    """Nothing more comes of a fetch; of a store nothing is kept, whether it had begun or not."""
 
     id: int
     error: str
-    reason: str
+    """A value of `Why`."""
+    reason: str = ""
 
 
 class Ping(msgspec.Struct, frozen=True, tag="ping"):
@@ -231,40 +210,32 @@ class Bye(msgspec.Struct, frozen=True, kw_only=True, tag="bye"):
     reason: str
 
 
-StoreAnswer = Wanted | StoreRefused | Stored
-ToWorker = Hello | Learned | Fetch | Store | Copied | Cancel | Ping | Bye | verbs.ToWorker
-ToPeer = (
-    Hello
-    | Reset
-    | Entries
-    | Synced
-    | Located
-    | FetchFailed
-    | Ended
-    | StoreAnswer
-    | Pong
-    | Bye
-    | verbs.ToPeer
-)
-
-FETCH_ERRORS: Final[dict[str, type[FetchError]]] = {
-    "stale": StaleEntry,
-    "deadline": DeadlineExceeded,
-    "protocol": ProtocolError,
-    "failed": FetchError,
-}
+StoreAnswer = Wanted | Ended | Stored
+ToWorker = Hello | Learned | Fetch | Store | Cancel | Ping | Bye | verbs.ToWorker
+ToPeer = Hello | Reset | Entries | Synced | Located | StoreAnswer | Pong | Bye | verbs.ToPeer
 
 
-class Refused(str, Enum):
-    """Why a store is refused."""
+class Why(str, Enum):
+    """Why a fetch or a store ended."""
 
+    CANCELLED = "cancelled"
+    STALE = "stale"
+    DEADLINE = "deadline"
+    PROTOCOL = "protocol"
+    FAILED = "failed"
     CLOSED = "closed"
     """This worker accepts no stores."""
     NO_ROOM = "no_room"
     UNKNOWN_PARENT = "unknown_parent"
     BUSY = "busy"
-    DEADLINE = "deadline"
-    PROTOCOL = "protocol"
+
+
+_ERRORS: Final = {
+    Why.STALE: StaleEntry,
+    Why.DEADLINE: DeadlineExceeded,
+    Why.PROTOCOL: ProtocolError,
+    Why.FAILED: FetchError,
+}
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -354,10 +325,15 @@ def require_family(message: Hello, ours: Family, *, who: str) -> None:
         raise FamilyMismatch(f"{who} cannot exchange caches with this server: {exc}") from exc
 
 
-def fetch_failed(id: int, error: FetchError) -> FetchFailed:
-    """In the words of `FETCH_ERRORS`, by the first that fits."""
-    name = next(name for name, kind in FETCH_ERRORS.items() if isinstance(error, kind))
-    return FetchFailed(id=id, error=name, reason=reason(error))
+def ended_by(id: int, error: FetchError) -> Ended:
+    why = next(why for why, kind in _ERRORS.items() if isinstance(error, kind))
+    return Ended(id=id, error=why.value, reason=reason(error))
+
+
+def error_of(message: Ended, who: str) -> FetchError:
+    """What `who` ended a fetch by; also where a newer one has other words."""
+    kinds = {why.value: kind for why, kind in _ERRORS.items()}
+    return kinds.get(message.error, FetchError)(f"{who}: {message.reason}")
 
 
 def reason(error: Exception) -> str:

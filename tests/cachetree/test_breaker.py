@@ -209,7 +209,7 @@ class MoodyWorker(ScriptedWorker):
         super().send(identity, message, *payload)
 
     def _fail(self, identity: bytes, fetch: wire.Fetch) -> None:
-        self.send(identity, wire.FetchFailed(id=fetch.id, error=self.error, reason="moody"))
+        self.send(identity, wire.Ended(id=fetch.id, error=self.error, reason="moody"))
 
 
 def failed_fetch(fetch: Callable[..., None]) -> FetchError:
@@ -259,7 +259,7 @@ def test_stale_entries_and_what_the_reader_gives_up_are_no_errors() -> None:
             staging = new_staging(16)
             staging.cancel()
             peer.fetch(MODEL, PAGES, staging)
-            eventually(lambda: not peer._fetches._receivers)
+            eventually(lambda: not peer._fetches._all)
         assert peer.status.probe_in_s is None
 
 
@@ -273,7 +273,7 @@ def test_a_probe_that_lands_closes_it() -> None:
                 peer.fetch(MODEL, PAGES, late)
                 with pytest.raises(FetchError):
                     wait_all(late)
-                eventually(lambda: not peer._fetches._receivers)
+                eventually(lambda: not peer._fetches._all)
             eventually(lambda: peer.state is PeerState.RESTING)
             clock.set_forward(STRICT.cooldown_s, peer)
             eventually(lambda: peer.state is PeerState.READY)

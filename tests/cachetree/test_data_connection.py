@@ -84,7 +84,7 @@ def connected() -> Iterator[Callable[[SealsOf], Pair]]:
 
 
 def frame_of(payload: bytes | bytearray, **changed: int) -> Frame:
-    sound = Frame(id=1, step=2, offset=3, size=len(payload), checksum=checksum(payload))
+    sound = Frame(id=1, offset=3, size=len(payload), checksum=checksum(payload))
     return msgspec.structs.replace(sound, **changed)
 
 

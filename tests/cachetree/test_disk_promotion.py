@@ -179,7 +179,7 @@ def test_the_worker_answers_while_its_disk_is_slow(
         with RawPeer(worker._worker.address) as peer:
             peer.send(A_FETCH)
             assert peer.ask(wire.Ping()) == wire.Pong()
-            assert peer.ask(wire.Cancel(id=1)) == wire.Ended(id=1)
+            assert peer.ask(wire.Cancel(id=1)) == wire.Ended(id=1, error="cancelled")
             goes_on.set()
             eventually(lambda: worker.tree.num_pages == 64)
             assert peer.ask(wire.Ping()) == wire.Pong()

@@ -286,19 +286,17 @@ FETCH = wire.Fetch(
     steps=(("e", E_LAYER), ("kv", 0), ("kv", 1), ("kv", 3)),
     frame_bytes=1 << 20,
     timeout_ms=10_000,
-    first_step=2,
-    first_offset=4096,
+    first_byte=4096,
 )
 TO_WORKER = (
     wire.hello(FAMILY, MODEL, 0),
     wire.Learned(),
     FETCH,
-    wire.Copied(id=3),
     wire.Cancel(id=3),
     wire.Ping(),
     wire.Bye(reason="closing"),
 )
-FRAME = Frame(id=3, step=1, offset=8192, size=4096, checksum=1 << 63)
+FRAME = Frame(id=3, offset=8192, size=4096, checksum=1 << 63)
 TO_PEER = (
     wire.hello(FAMILY, MODEL, 1 << 60),
     wire.Reset(),
@@ -306,8 +304,9 @@ TO_PEER = (
     wire.Synced(),
     wire.hello(FAMILY, MODEL, 1, ArenaFile(pid=1 << 15, fd=9, num_bytes=1 << 40, nonce=bytes(16))),
     wire.Located(frame=FRAME, places=((4096, 6144), (0, 2048))),
-    wire.FetchFailed(id=3, error="stale", reason="192 pages are no longer here"),
-    wire.Ended(id=3),
+    wire.Ended(id=3, error="stale", reason="192 pages are no longer here"),
+    wire.Wanted(id=3, skipped=2),
+    wire.Stored(id=3),
     wire.Pong(),
     wire.Bye(reason="the worker is closing"),
 )
@@ -340,7 +339,7 @@ def test_every_flipped_bit_of_a_payload_is_detected() -> None:
         payload = content(page, step)
         staging = Staging({step: len(payload)}, Deadline.after(60))
         receiver = FetchReceiver(MODEL, [page], staging)
-        frame = Frame(id=1, step=0, offset=0, size=len(payload), checksum=checksum(payload))
+        frame = Frame(id=1, offset=0, size=len(payload), checksum=checksum(payload))
         room = receiver.buffer_for(frame)
         for flipped in with_each_bit_flipped(payload):
             num_flips += 1

@@ -206,9 +206,7 @@ def test_memory_used_anew_while_it_is_read_is_an_error_and_no_content(arena: Are
         check_content(again, PAGES)
 
 
-SOUND = wire.Located(
-    frame=Frame(id=1, step=0, offset=0, size=SIZE, checksum=0), places=((0, SIZE),)
-)
+SOUND = wire.Located(frame=Frame(id=1, offset=0, size=SIZE, checksum=0), places=((0, SIZE),))
 
 
 @pytest.mark.parametrize(
@@ -224,7 +222,7 @@ SOUND = wire.Located(
         {"checksum": 1},
         {"size": 2 * SIZE, "places": ((0, 2 * SIZE),)},
         {"offset": 1},
-        {"step": 9},
+        {"offset": 9 * SIZE},
     ],
     ids=str,
 )

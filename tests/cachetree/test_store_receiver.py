@@ -48,9 +48,9 @@ def test_nothing_is_seen_of_a_store_before_its_last_byte() -> None:
         assert isinstance(wanted, wire.Wanted)
         assert (wanted.skipped, tree.num_bytes) == (0, 2 * PAGE_TOTAL)
         for number, step in enumerate(steps[:-1]):
-            peer.part(number, payload_of(step))
+            peer.part(number * 2 * PAGE_BYTES, payload_of(step))
             assert not tree.match(PAGES)
-        assert peer.frame(4, payload_of(steps[-1])) == wire.Stored(id=1)
+        assert peer.frame(8 * PAGE_BYTES, payload_of(steps[-1])) == wire.Stored(id=1)
         lease = tree.lease(MODEL, PAGES[:2], "test", Deadline.after(5))
         assert lease is not None
         for step in STEPS:
@@ -63,19 +63,18 @@ def test_nothing_is_seen_of_a_store_before_its_last_byte() -> None:
     ("spoil", "named"),
     [
         (lambda frame: msgspec.structs.replace(frame, checksum=1), "checksum"),
-        (lambda frame: msgspec.structs.replace(frame, step=1), "step 1"),
-        (lambda frame: msgspec.structs.replace(frame, offset=8), "at 8"),
+        (lambda frame: msgspec.structs.replace(frame, offset=8), "byte 8"),
     ],
 )
 def test_a_wrong_frame_ends_its_store_and_gives_back_the_room(
     spoil: Callable[[Frame], Frame], named: str
 ) -> None:
     payload = payload_of(Step(Kind.KV, 0))
-    frame = Frame(id=1, step=0, offset=0, size=len(payload), checksum=checksum(payload))
+    frame = Frame(id=1, offset=0, size=len(payload), checksum=checksum(payload))
     with accepting() as (tree, peer):
         assert isinstance(peer.ask(new_store()), wire.Wanted)
         refused = peer.ask_frame(spoil(frame), payload)
-        assert isinstance(refused, wire.StoreRefused)
+        assert isinstance(refused, wire.Ended)
         assert refused.error == "protocol"
         assert named in refused.reason
         assert tree.num_bytes == 0
@@ -87,7 +86,7 @@ def test_a_frame_larger_than_its_step_is_refused() -> None:
     with accepting() as (tree, peer):
         peer.ask(new_store())
         refused = peer.frame(0, bytes(2 * PAGE_BYTES + 1))
-        assert isinstance(refused, wire.StoreRefused)
+        assert isinstance(refused, wire.Ended)
         assert "does not fit" in refused.reason
         assert tree.num_bytes == 0
 
@@ -97,11 +96,11 @@ def test_a_store_ends_with_its_peer_its_time_or_its_will() -> None:
         assert isinstance(peer.ask(new_store(timeout_ms=50)), wire.Wanted)
         assert tree.num_bytes
         late = peer.receive()
-        assert isinstance(late, wire.StoreRefused)
+        assert isinstance(late, wire.Ended)
         assert (late.error, tree.num_bytes) == ("deadline", 0)
 
         assert isinstance(peer.ask(new_store(id=2)), wire.Wanted)
-        assert peer.ask(wire.Cancel(id=2)) == wire.Ended(id=2)
+        assert peer.ask(wire.Cancel(id=2)) == wire.Ended(id=2, error="cancelled")
         assert tree.num_bytes == 0
 
         assert isinstance(peer.ask(new_store(id=3)), wire.Wanted)
@@ -135,7 +134,7 @@ def test_a_peer_that_is_gone_leaves_no_reservation() -> None:
 def test_a_store_that_cannot_be_is_refused(message: wire.Store, error: str) -> None:
     with accepting() as (tree, peer):
         refused = peer.ask(message)
-        assert isinstance(refused, wire.StoreRefused)
+        assert isinstance(refused, wire.Ended)
         assert refused.error == error
         assert tree.num_bytes == 0
 
@@ -168,12 +167,14 @@ def test_a_store_and_a_fetch_of_one_number_do_not_meet() -> None:
         assert isinstance(peer.ask(new_store(id=1, timeout_ms=60_000)), wire.Wanted)
         peer.send(fetch)
         for number, step in enumerate(steps[:-1]):
-            peer.part(number, payload_of(step))
+            peer.part(number * 2 * PAGE_BYTES, payload_of(step))
         came = peer.fetched(2 * len(there) * PAGE_BYTES)
         for layer in range(2):
             wanted = b"".join(content(page, Step(Kind.KV, layer)) for page in there)
             assert came[layer * len(wanted) : (layer + 1) * len(wanted)] == wanted
-        assert peer.frame(4, payload_of(steps[-1])) == wire.Stored(id=1), "it ended with the fetch"
+        assert peer.frame(8 * PAGE_BYTES, payload_of(steps[-1])) == wire.Stored(id=1), (
+            "it ended with the fetch"
+        )
 
 
 def test_a_message_that_has_no_place_in_a_session_ends_it() -> None:

@@ -189,7 +189,7 @@ def test_a_push_that_is_struck_is_made_again(
             assert b"".join(lease.kv(layer)) == expected
 
 
-FRAME = Frame(id=1, step=0, offset=0, size=4, checksum=0)
+FRAME = Frame(id=1, offset=0, size=4, checksum=0)
 
 
 def test_a_session_has_one_connection_and_ends_with_the_first_wrong_frame(

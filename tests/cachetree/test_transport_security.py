@@ -145,7 +145,7 @@ def test_nothing_readable_is_on_the_wire(us: Party, friend: Party) -> None:
         ):
             fetch_all(peer)
         seen[name] = bytes(tap.seen + data_tap.seen)
-    for telling in (b"LlamaForCausalLM", PAGES[3], b"first_offset"):
+    for telling in (b"LlamaForCausalLM", PAGES[3], b"first_byte"):
         assert telling in seen["plain"]
         assert telling not in seen["curve"]
 

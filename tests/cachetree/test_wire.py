@@ -40,7 +40,6 @@ FETCH = wire.Fetch(
         wire.hello(FAMILY, "m", 0),
         wire.Learned(),
         FETCH,
-        wire.Copied(id=3),
         wire.Cancel(id=3),
         wire.Ping(),
         wire.Bye(reason="done"),
@@ -126,7 +125,7 @@ def test_a_list_that_is_too_long_is_not_read() -> None:
     asked = msgspec.structs.replace(FETCH, steps=(("kv", 0),) * 100_000)
     with pytest.raises(ProtocolError, match=r"length <= \d+ - at `\$\.steps`"):
         wire.decode_to_worker(memoryview(wire.encode(asked)))
-    frame = Frame(id=1, step=0, offset=0, size=1, checksum=0)
+    frame = Frame(id=1, offset=0, size=1, checksum=0)
     located = wire.Located(frame=frame, places=((0, 1),) * 1000)
     with pytest.raises(ProtocolError, match=r"length <= \d+ - at `\$\.places`"):
         wire.decode_to_peer(memoryview(wire.encode(located)))

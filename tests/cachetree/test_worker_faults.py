@@ -102,10 +102,8 @@ def test_a_worker_survives_noise_and_keeps_serving(
         {"steps": (("kv", 1), ("kv", 1))},
         {"frame_bytes": 1},
         {"frame_bytes": 1 << 30},
-        {"first_step": 4},
-        {"first_step": -1},
-        {"first_offset": SIZE},
-        {"first_offset": -1},
+        {"first_byte": len(STEPS) * SIZE},
+        {"first_byte": -1},
         {"id": 0},
     ],
 )
@@ -115,19 +113,20 @@ def test_a_fetch_that_makes_no_sense_is_answered(
     source = new_tree(PAGES)
     with worker_of(source) as worker, RawPeer(worker.address) as peer:
         answer = peer.ask(a_fetch(**changed))
-        assert isinstance(answer, wire.FetchFailed)
+        assert isinstance(answer, wire.Ended)
         assert answer.error == "protocol"
         source.evict()
         assert source.num_pages == 0, "the refused fetch kept its lease"
 
 
-def test_who_says_too_early_that_all_is_copied_gets_the_rest_in_frames() -> None:
+def test_what_nobody_asked_for_may_be_cancelled_and_what_is_over_is_not_counted_so() -> None:
     num_bytes = len(STEPS) * len(PAGES) * PAGE_BYTES
     with worker_of(new_tree(PAGES)) as worker, RawPeer(worker.address) as peer:
-        peer.send(wire.Copied(id=9))
+        assert peer.ask(wire.Cancel(id=9)) == wire.Ended(id=9, error="cancelled")
         peer.send(a_fetch())
-        peer.send(wire.Copied(id=1))
         assert len(peer.fetched(num_bytes)) == num_bytes
+        assert peer.ask(wire.Cancel(id=1)) == wire.Ended(id=1, error="cancelled")
+        assert worker.status().fetches_by_outcome == {"ok": 1}
         assert worker.status().num_protocol_errors == 0
 
 
@@ -157,7 +156,8 @@ def test_what_waits_for_a_reader_who_gives_up_is_not_sent() -> None:
     with worker_of(new_tree(pages)) as worker, RawPeer(worker.address) as peer:
         peer.send(fetch)
         sent_bytes = settled(lambda: worker.status().num_sent_bytes)
-        assert peer.ask(wire.Cancel(id=1)) == wire.Ended(id=1), "it comes after all that was sent"
+        ended = peer.ask(wire.Cancel(id=1))
+        assert ended == wire.Ended(id=1, error="cancelled"), "it comes after all that was sent"
         assert sum(frame.size for frame in peer.frames) < sent_bytes
         eventually(lambda: worker.status().num_streams == 0)
         peer.send(a_fetch(id=2))
@@ -171,7 +171,7 @@ def test_a_worker_keeps_the_deadline_by_itself() -> None:
         RawPeer(worker.address) as peer,
     ):
         failure = peer.ask(a_fetch(timeout_ms=500))
-        assert isinstance(failure, wire.FetchFailed)
+        assert isinstance(failure, wire.Ended)
         assert failure.error == "deadline"
         assert len(peer.frames) < 4
 

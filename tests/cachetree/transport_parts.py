@@ -296,16 +296,14 @@ class RawPeer:
         self.send_frame(frame, payload)
         return self.receive()
 
-    def frame(self, step: int, payload: bytes, id: int = 1, offset: int = 0) -> wire.ToPeer:
-        header = Frame(
-            id=id, step=step, offset=offset, size=len(payload), checksum=checksum(payload)
-        )
+    def frame(self, offset: int, payload: bytes, id: int = 1) -> wire.ToPeer:
+        header = Frame(id=id, offset=offset, size=len(payload), checksum=checksum(payload))
         return self.ask_frame(header, payload)
 
-    def part(self, step: int, payload: bytes) -> None:
+    def part(self, offset: int, payload: bytes) -> None:
         """A frame that is not the last of its store: nothing answers it."""
         self.send_frame(
-            Frame(id=1, step=step, offset=0, size=len(payload), checksum=checksum(payload)), payload
+            Frame(id=1, offset=offset, size=len(payload), checksum=checksum(payload)), payload
         )
         assert self.ask(wire.Ping()) == wire.Pong()
 

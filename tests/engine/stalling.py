@@ -46,17 +46,14 @@ class _OfferingWorker(ScriptedWorker):
     def _asked(self, identity: bytes, fetch: wire.Fetch) -> None:
         raise NotImplementedError
 
-    def _send_step(self, identity: bytes, fetch: wire.Fetch, step: int, payload: bytes) -> None:
+    def _send_step(self, identity: bytes, fetch: wire.Fetch, begins: int, payload: bytes) -> int:
+        """The step that begins at that byte of the fetch; where the next one does."""
         for offset in range(0, len(payload), fetch.frame_bytes):
             part = payload[offset : offset + fetch.frame_bytes]
-            frame = Frame(
-                id=fetch.id,
-                step=step,
-                offset=offset,
-                size=len(part),
-                checksum=wire.checksum(part),
-            )
+            checksum = wire.checksum(part)
+            frame = Frame(id=fetch.id, offset=begins + offset, size=len(part), checksum=checksum)
             super().send(identity, frame, part)
+        return begins + len(payload)
 
 
 class StallingWorker(_OfferingWorker):
@@ -77,8 +74,10 @@ class StallingWorker(_OfferingWorker):
 
     def _asked(self, identity: bytes, fetch: wire.Fetch) -> None:
         (pages,) = self._prompts
-        for step, (kind, _layer) in enumerate(fetch.steps[: len(fetch.steps) - self._num_unsent]):
-            self._send_step(identity, fetch, step, bytes(len(pages) * self._page_bytes[kind]))
+        begins = 0
+        for kind, _layer in fetch.steps[: len(fetch.steps) - self._num_unsent]:
+            payload = bytes(len(pages) * self._page_bytes[kind])
+            begins = self._send_step(identity, fetch, begins, payload)
 
 
 class GatedWorker(_OfferingWorker):
@@ -111,9 +110,10 @@ class GatedWorker(_OfferingWorker):
                 fetch.pages[at : at + PAGE_HASH_BYTES]
                 for at in range(0, len(fetch.pages), PAGE_HASH_BYTES)
             ]
-            for step, (kind, layer) in enumerate(fetch.steps):
+            begins = 0
+            for kind, layer in fetch.steps:
                 payload = b"".join(self._content(page, kind, layer) for page in hashes)
-                self._send_step(identity, fetch, step, payload)
+                begins = self._send_step(identity, fetch, begins, payload)
             self._held.pop(0)
 
     def _asked(self, identity: bytes, fetch: wire.Fetch) -> None:

@@ -54,15 +54,13 @@ def _messages() -> tuple[list[bytes], list[bytes]]:
             model=MODEL,
             pages=blob,
             steps=(("e", 2), ("kv", 0)),
-            first_step=1,
-            first_offset=5,
+            first_byte=5,
             frame_bytes=4096,
             timeout_ms=10,
         ),
         wire.Store(
             id=1, model=MODEL, parent=PAGES[0], pages=blob, e_layers=(E_LAYER,), timeout_ms=9
         ),
-        wire.Copied(id=3),
         wire.Cancel(id=3),
         wire.Ping(),
         wire.Learned(),
@@ -82,11 +80,10 @@ def _messages() -> tuple[list[bytes], list[bytes]]:
         wire.Reset(),
         wire.Entries(entries=entries),
         wire.Synced(),
-        wire.Located(
-            frame=Frame(id=3, step=0, offset=0, size=9, checksum=1), places=((0, 4), (8, 13))
-        ),
-        wire.Ended(id=3),
-        wire.FetchFailed(id=3, error="stale", reason="gone"),
+        wire.Located(frame=Frame(id=3, offset=0, size=9, checksum=1), places=((0, 4), (8, 13))),
+        wire.Ended(id=3, error="stale", reason="gone"),
+        wire.Wanted(id=1, skipped=2),
+        wire.Stored(id=1),
         wire.Pong(),
         wire.Bye(reason="closing"),
         verbs.Found(holdings=(Match(model=MODEL, location=LOCAL, num_pages=2, e_pages={2: 1}),)),
@@ -128,10 +125,10 @@ def _frames() -> list[bytes]:
         parts = [bytes([number, 0])]
         for id, body in ((MESSAGE, message), (1, payload), (1, payload)):
             offset = 2048 * (len(parts) > 3)
-            frame = Frame(id=id, step=0, offset=offset, size=len(body), checksum=checksum(body))
+            frame = Frame(id=id, offset=offset, size=len(body), checksum=checksum(body))
             parts += [seals.seal(pack(frame)), *map(bytes, seals.seal_payload([memoryview(body)]))]
         found.append(b"".join(parts))
-    fields = struct.pack("<QQQII", 1, 0, 0, 0, 4)
+    fields = struct.pack("<QQQI", 1, 0, 0, 4)
     return [*found, *(bytes([number, 1]) + fields + b"body" for number in range(2))]
 
 

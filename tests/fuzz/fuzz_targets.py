@@ -141,7 +141,7 @@ class _Receivers:
         return self.receiver.buffer_for(frame) if frame.id == 1 else None
 
     def is_pending(self, frame: Frame) -> bool:
-        return len(PAGES) > frame.step
+        return frame.offset % 3 > 0
 
 
 def data_connection(data: bytes) -> None:
@@ -150,8 +150,8 @@ def data_connection(data: bytes) -> None:
     near.setblocking(False)
     with far, closing(Channel(near, _seals(data, is_worker=False), lambda: None)) as channel:
         if data[1:2] == b"\1":  # So that what comes is behind the checksum or the seal.
-            far.sendall(_seals(data, is_worker=True).seal(frames.pack(_frame(data[2:34]))))
-            data = data[32:]
+            far.sendall(_seals(data, is_worker=True).seal(frames.pack(_frame(data[2:30]))))
+            data = data[28:]
         far.sendall(data[2 : 1 << 16])
         far.shutdown(socket.SHUT_WR)
         sink = _Receivers()
@@ -169,8 +169,8 @@ def _seals(data: bytes, *, is_worker: bool) -> Unsealed:
 
 
 def _frame(fields: bytes) -> Frame:
-    id, offset, digest, step, size = struct.unpack("<QQQII", fields.ljust(32, b"\0"))
-    return Frame(id=id % 3, offset=offset, checksum=digest, step=step % 3, size=size % (1 << 17))
+    id, offset, digest, size = struct.unpack("<QQQI", fields.ljust(28, b"\0"))
+    return Frame(id=id % 3, offset=offset % 4097, checksum=digest, size=size % (1 << 17))
 
 
 def family(data: bytes) -> None:
