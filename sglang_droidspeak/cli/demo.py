@@ -31,24 +31,9 @@ def add_parser(commands: Any) -> None:
     pair.add_argument(
         "--data", type=Path, metavar="FILE", help="questions about documents, JSONL as LongBench v1"
     )
-    pair.add_argument(
-        "--template",
-        metavar="TEXT",
-        help="prompt with {context}, then {input}; default: as the profile was made",
-    )
-    pair.add_argument(
-        "--max-new", type=int, metavar="N", help="longest answer; default: as the profile was made"
-    )
     measure = demo.add_argument_group("measurement")
     measure.add_argument("--num-questions", type=int, metavar="N", help="only the first N")
     measure.add_argument("--num-documents", type=int, metavar="N", help="only the first N")
-    measure.add_argument(
-        "--no-correction",
-        dest="correction",
-        action="store_const",
-        const=False,
-        help="the same block from the sender's E as it is, where the profile corrects E",
-    )
     measure.add_argument("--out", type=Path, default=Path("out/demo"), metavar="DIR")
     servers = demo.add_argument_group("servers")
     servers.add_argument(

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from profiles.data.documents import Document
 from profiles.environment import read_environment
-from sglang_droidspeak.demo.config import DemoConfig
+from sglang_droidspeak.demo.config import DemoConfig, DemoFailed, Subject
 from sglang_droidspeak.demo.report import DemoReport, MeasuredPair, draw, table_of, write_json
 from sglang_droidspeak.demo.results import (
     Condition,
@@ -23,7 +23,7 @@ from sglang_droidspeak.demo.results import (
     quality_failures,
     reuse_failures,
 )
-from sglang_droidspeak.demo.rig import Advance, DemoFailed, Subject, random_documents, started
+from sglang_droidspeak.demo.rig import Advance, random_documents, started
 
 PACKAGES = ("sglang-droidspeak", "sglang", "torch", "transformers")
 
@@ -34,36 +34,37 @@ def run_demo(config: DemoConfig, console: Console) -> DemoReport:
     Raises DemoFailed where something did not work or a check does not hold; what was measured is
     written and shown before that.
     """
-    steps = Steps(console)
+    begun_s = time.monotonic()
     environment = read_environment(PACKAGES)
     subject, profile = config.pair()
     documents = config.documents(profile)
     (config.out / "logs").mkdir(parents=True, exist_ok=True)
     if config.instead:
-        steps.say(config.instead)
+        console.print(config.instead, highlight=False)
 
-    pair, failures = _ask(config, subject, documents, steps)
+    pair, failures = _ask(config, subject, documents, console)
     ceiling = None
     if config.times_random_pair:
         with tempfile.TemporaryDirectory(prefix="droidspeak-demo-") as folder:
-            with steps.step("Write two models of random weights"):
+            with step(console, "Write two models of random weights"):
                 random = config.make_random(Path(folder))
-            ceiling, more = _ask(config, random, random_documents(), steps)
+            ceiling, more = _ask(config, random, random_documents(), console)
         failures += more
 
     report = DemoReport(
         pair=pair,
         ceiling=ceiling,
         failures=[*failures, *quality_failures(pair.conditions, profile)],
-        elapsed_s=round(steps.elapsed_s, 1),
+        elapsed_s=round(time.monotonic() - begun_s, 1),
         environment=environment,
     )
     write_json(report, config.out / "demo.json")
     draw(report, config.out / "demo.png")
     console.print(table_of(report))
-    steps.say(
+    console.print(
         f"{config.out / 'demo.json'}, {config.out / 'demo.png'}, server logs beside them; "
-        f"{report.elapsed_s:.0f} s in all"
+        f"{report.elapsed_s:.0f} s in all",
+        highlight=False,
     )
     if report.failures:
         raise DemoFailed("\n".join(["checks that do not hold:", *report.failures]))
@@ -71,23 +72,23 @@ def run_demo(config: DemoConfig, console: Console) -> DemoReport:
 
 
 def _ask(
-    config: DemoConfig, subject: Subject, documents: Sequence[Document], steps: Steps
+    config: DemoConfig, subject: Subject, documents: Sequence[Document], console: Console
 ) -> tuple[MeasuredPair, list[str]]:
     """Both servers, started and ended; what was measured of their answers, and what was wrong."""
     folder = config.out / "logs" / subject.title.replace(" ", "_").replace("/", "_")
     total = len(Condition) * sum(len(it.questions) for it in documents)
-    starting = steps.step(f"Start two servers: {subject.title}")
+    starting = step(console, f"Start two servers: {subject.title}")
     with (
-        started(subject, folder, config.env, starting) as rig,
-        steps.step("Answer questions, four ways", total) as advance,
+        started(subject, config, folder, starting) as rig,
+        step(console, "Answer questions, four ways", total) as advance,
     ):
         samples = rig.ask_all(documents, advance)
     metrics = {it.task.metric.value for it in documents if it.questions[0].answers}
     part = MeasuredPair(
         pair=subject.title,
-        num_layers=subject.sender_identity.num_layers,
+        num_layers=subject.identity.num_layers,
         block=(subject.block.start, subject.block.stop),
-        dtype=subject.dtype,
+        dtype=config.resolved_dtype,
         metric="+".join(sorted(metrics)),
         num_documents=len(documents),
         num_questions=len(samples[Condition.BLOCK]),
@@ -100,33 +101,23 @@ def _ask(
     ]
 
 
-class Steps:
-    """Says what is going on: a bar on a terminal, lines elsewhere."""
+@contextlib.contextmanager
+def step(console: Console, title: str, total: int | None = None) -> Iterator[Advance]:
+    """Says what is going on: a bar on a terminal, lines elsewhere.
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._begun_s = time.monotonic()
-
-    @property
-    def elapsed_s(self) -> float:
-        return time.monotonic() - self._begun_s
-
-    def say(self, text: str) -> None:
-        self._console.print(text, highlight=False)
-
-    @contextlib.contextmanager
-    def step(self, title: str, total: int | None = None) -> Iterator[Advance]:
-        """Of `total` parts, after each of which the value is called, or of unknown length."""
-        begun_s, columns = time.monotonic(), [TextColumn("{task.description:<34}"), BarColumn(30)]
-        if total is not None:
-            columns.append(MofNCompleteColumn())
-        columns.append(TimeElapsedColumn())
-        is_quiet = not self._console.is_terminal
-        if is_quiet:
-            self.say(f"{title} ...")
-        with Progress(*columns, console=self._console, disable=is_quiet) as bar:
-            task = bar.add_task(title, total=total)
-            yield lambda: bar.advance(task)
-            bar.update(task, total=total or 1, completed=total or 1)
-        if is_quiet:
-            self.say(f"{title}: done in {time.monotonic() - begun_s:.1f} s")
+    Of `total` parts, after each of which the value is called, or of unknown length.
+    """
+    begun_s, columns = time.monotonic(), [TextColumn("{task.description:<34}"), BarColumn(30)]
+    if total is not None:
+        columns.append(MofNCompleteColumn())
+    columns.append(TimeElapsedColumn())
+    is_quiet = not console.is_terminal
+    if is_quiet:
+        console.print(f"{title} ...", highlight=False)
+    with Progress(*columns, console=console, disable=is_quiet) as bar:
+        task = bar.add_task(title, total=total)
+        yield lambda: bar.advance(task)
+        bar.update(task, total=total or 1, completed=total or 1)
+    if is_quiet:
+        seconds = time.monotonic() - begun_s
+        console.print(f"{title}: done in {seconds:.1f} s", highlight=False)

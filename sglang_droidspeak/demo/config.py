@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import torch
 
-from cachetree import ModelIdentity, Span, read_profile
+from cachetree import CacheTreeError, ModelIdentity, Span, read_profile
 from cachetree.checkpoint import read_model_identity
 from profiles.compute.models import ModelSource, load_tokenizer
 from profiles.data.datasets import load_sources
@@ -21,8 +21,9 @@ from profiles.data.tasks import TaskOptions
 from profiles.environment import ROOT
 from profiles.evidence import MeasuredProfile, read_measured
 from profiles.random_models import shape, write_models
-from sglang_droidspeak.demo.rig import PAGE_SIZE, DemoFailed, Subject
 
+PAGE_SIZE = 16
+"""Tokens."""
 PAIRS: Final = ROOT / "examples/pairs"
 """The small pairs, in a clone."""
 _REAL: Final = ROOT / "build/real"
@@ -43,16 +44,37 @@ _CPU_OPTIONS: Mapping[str, Any] = {
 """Without a limit SGLang's KV pool takes most of the memory, and there are two servers."""
 _ACCELERATOR_OPTIONS: Mapping[str, Any] = {"mem-fraction-static": 0.35}
 """Both servers on one device."""
-_SMALL: Mapping[str, Any] = {
-    "max-total-tokens": 8192,
-    "max-running-requests": 4,
-    "chunked-prefill-size": 4096,
+_SHIPPED: Mapping[str, Any] = {
+    "times_random_pair": True,
+    "options": {  # What one request at a time needs.
+        "max-total-tokens": 8192,
+        "max-running-requests": 4,
+        "chunked-prefill-size": 4096,
+    },
+    "host_gb": 1.0,
 }
-"""What one request at a time needs."""
 
 _NUM_LAYERS, _HIDDEN, _NUM_HEADS = 12, 768, 12
 """Of the random pair."""
 _TIMED_BLOCK = Span(4, 7)
+
+
+class DemoFailed(CacheTreeError):
+    """The demo cannot go on, or a check failed. The message says which and what to do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """Two models, and how the receiver reuses."""
+
+    title: str
+    sender: Path
+    receiver: Path
+    identity: ModelIdentity
+    """Of the sender."""
+    block: Span
+    e_maps_of: Path | None = None
+    """Profile whose map corrects E before the block begins; None where none does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,17 +85,12 @@ class DemoConfig:
     receiver: Path
     profile: Path
     data: Path
-    template: str | None = None
-    """None: as the profile was made; and so for `max_new`."""
-    max_new: int | None = None
     num_questions: int | None = None
     """Only the first of the data's questions; None: all."""
     num_documents: int | None = None
     """Likewise of its documents."""
     num_questions_each: int | None = None
     """Likewise of each document's questions."""
-    correction: bool = True
-    """Whether E is corrected where the profile's plan says so."""
     times_random_pair: bool = False
     """Whether a pair of random weights is timed too: right for time, meaningless for quality."""
     instead: str = ""
@@ -82,8 +99,9 @@ class DemoConfig:
     dtype: str | None = None
     """None: float32 on a CPU, where answers can then be compared exactly; else bfloat16."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """SGLang's own, for all servers."""
+    """SGLang's own, for both servers."""
     host_gb: float = 4.0
+    """Host memory for the sender's KV and E."""
     out: Path = Path("out/demo")
 
     @classmethod
@@ -94,10 +112,8 @@ class DemoConfig:
             receiver=PAIRS / "weights/receiver",
             profile=PAIRS / "sender_to_receiver.json",
             data=PAIRS / "data/held_out.jsonl",
-            times_random_pair=True,
             instead=instead,
-            options=_SMALL,
-            host_gb=1.0,
+            **_SHIPPED,
         )
 
     @classmethod
@@ -111,9 +127,7 @@ class DemoConfig:
             data=_REAL / f"data/{_SKILL}/long.jsonl",
             num_documents=3,
             num_questions_each=2,
-            times_random_pair=True,
-            options=_SMALL,
-            host_gb=1.0,
+            **_SHIPPED,
         )
         is_made = all(it.exists() for it in (real.sender, real.receiver, real.profile, real.data))
         return real if is_made and read_profile(real.profile).passed else cls.small(_NOT_HERE)
@@ -130,10 +144,11 @@ class DemoConfig:
 
     @property
     def server_options(self) -> dict[str, Any]:
+        fixed = {"dtype": self.resolved_dtype, "page-size": PAGE_SIZE}
         if self.is_on_cpu:
-            return {**_CPU_OPTIONS, **self.options}
+            return {**_CPU_OPTIONS, **self.options, **fixed}
         device = {} if self.device == "auto" else {"device": self.device}
-        return {**_ACCELERATOR_OPTIONS, **device, **self.options}
+        return {**_ACCELERATOR_OPTIONS, **device, **self.options, **fixed}
 
     @property
     def env(self) -> dict[str, str]:
@@ -141,13 +156,13 @@ class DemoConfig:
         return {"CUDA_VISIBLE_DEVICES": ""} if self.is_on_cpu else {}
 
     def documents(self, profile: MeasuredProfile) -> list[Document]:
-        """What the pair is asked, in the tokens that a server would make of it."""
+        """What the pair is asked, as its profile was made, in the tokens that a server would make
+        of it."""
         made = profile.made
-        template = self.template or made.template or None
         options = TaskOptions(
-            template=template,
-            metric=Metric(profile.metric) if template else None,
-            max_new=self.max_new or made.max_new or None,
+            template=made.template or None,
+            metric=Metric(profile.metric) if made.template else None,
+            max_new=made.max_new or None,
             chat=made.chat,
         )
         (source,) = load_sources([str(self.data)], options)
@@ -167,27 +182,30 @@ class DemoConfig:
                 "the installed package; run the demo from a clone, or give --sender, --receiver, "
                 "--profile and --data"
             )
-        sender, receiver = read_model_identity(self.sender), read_model_identity(self.receiver)
         profile = read_measured(self.profile)
-        for role, model, expected in (
-            ("sender", sender, profile.sender),
-            ("receiver", receiver, profile.receiver),
-        ):
+        for role in ("sender", "receiver"):
+            model, expected = read_model_identity(getattr(self, role)), getattr(profile, role)
             if model.model_id != expected.model_id:
                 raise DemoFailed(
                     f"profile {self.profile} has {role} {expected.model_id}, and "
                     f"{getattr(self, role)} is {model.model_id} by content; profile this pair"
                 )
-        if not profile.passed or profile.recommended is None:
+        best = profile.recommended
+        if not profile.passed or best is None:
             raise DemoFailed(
                 f"profile {self.profile} did not pass its gate: {profile.reason}; "
                 "a server would not reuse this pair"
             )
-        title = f"{self.sender.name} → {self.receiver.name}"
-        best = profile.recommended
-        subject = self._subject(title, self.sender, self.receiver, sender, best.block)
-        if best.e_map is not None and self.correction:
-            subject = replace(subject, title=f"{title}, E corrected", e_maps_of=self.profile)
+        is_corrected = best.e_map is not None
+        corrected = ", E corrected" if is_corrected else ""
+        subject = Subject(
+            title=f"{self.sender.name} → {self.receiver.name}{corrected}",
+            sender=self.sender,
+            receiver=self.receiver,
+            identity=profile.sender,
+            block=best.block,
+            e_maps_of=self.profile if is_corrected else None,
+        )
         return subject, profile
 
     def make_random(self, folder: Path) -> Subject:
@@ -198,19 +216,10 @@ class DemoConfig:
         dtype = getattr(torch, self.resolved_dtype)
         with contextlib.redirect_stderr(io.StringIO()):  # transformers' own progress bars
             sender, receiver = write_models(folder, config, ["sender", "receiver"], dtype=dtype)
-        title = f"random weights, {_NUM_LAYERS} layers × {_HIDDEN}"
-        return self._subject(title, sender, receiver, read_model_identity(sender), _TIMED_BLOCK)
-
-    def _subject(
-        self, title: str, sender: Path, receiver: Path, identity: ModelIdentity, block: Span
-    ) -> Subject:
         return Subject(
-            title=title,
+            title=f"random weights, {_NUM_LAYERS} layers × {_HIDDEN}",
             sender=sender,
             receiver=receiver,
-            sender_identity=identity,
-            block=block,
-            dtype=self.resolved_dtype,
-            options=self.server_options,
-            host_gb=self.host_gb,
+            identity=read_model_identity(sender),
+            block=_TIMED_BLOCK,
         )

@@ -7,20 +7,20 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 import requests
 
-from cachetree import CacheTreeError, ModelIdentity, Span
 from profiles.data.documents import Document, Question
 from profiles.data.metrics import Metric
 from profiles.data.tasks import Task, score
 from profiles.random_models import random_prompt
 from sglang_droidspeak.cli.live import state_of
+from sglang_droidspeak.demo.config import DemoConfig, DemoFailed, Subject
 from sglang_droidspeak.demo.results import Condition, Sample, Samples, rotated
 from sglang_droidspeak.fleet.fleet import shared_cores
 from sglang_droidspeak.fleet.servers import Server, ServerSpec, end_of, free_port, running
@@ -32,8 +32,6 @@ PUBLISH_S = 60.0
 """Longest that a document's pages take to be on offer."""
 READY_S = 30.0
 _LOOK_S = 0.05
-PAGE_SIZE = 16
-"""Tokens."""
 _RANDOM: Final = Task(name="random", template="{context}{input}", metric=Metric.F1, max_new=4)
 """Enough to compare answers; the time to the first token does not depend on the others."""
 _NUM_DOCUMENTS: Final = 3
@@ -46,56 +44,31 @@ WARM_TOKENS: Final = 256
 when times begin to count."""
 
 
-class DemoFailed(CacheTreeError):
-    """The demo cannot go on, or a check failed. The message says which and what to do."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
-    title: str
-    sender: Path
-    receiver: Path
-    sender_identity: ModelIdentity
-    block: Span
-    dtype: str
-    e_maps_of: Path | None = None
-    """Profile whose map corrects E before the block begins; None where none does."""
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """SGLang's own options, for both servers."""
-    host_gb: float = 1.0
-    """Host memory for the sender's KV and E."""
-
-    def specs(self, listen: str) -> tuple[ServerSpec, ServerSpec]:
-        options = {**self.options, "dtype": self.dtype, "page-size": PAGE_SIZE}
-        e_layers = [self.block.start] if self.block.start else []
-        maps = {} if self.e_maps_of is None else {"profiles": [str(self.e_maps_of)]}
-        return (
-            ServerSpec(
-                model=self.sender,
-                name="sender",
-                options=options,
-                droidspeak={
-                    "listen": listen,
-                    "capture_layers": e_layers,
-                    "host_gb": self.host_gb,
-                    "fetch_deadline_s": PUBLISH_S,
-                },
-            ),
-            ServerSpec(
-                model=self.receiver,
-                name="receiver",
-                options=options,
-                # Off: full reuse and all layers are no blocks that a profile's gate lets through.
-                # It keeps nothing itself, so that every prefix comes from the sender.
-                droidspeak={
-                    "peers": [listen],
-                    "gate": "off",
-                    "host_gb": 0,
-                    "staging_gb": self.host_gb,
-                    **maps,
-                },
-            ),
+def _specs(subject: Subject, config: DemoConfig, listen: str) -> tuple[ServerSpec, ServerSpec]:
+    maps = {} if subject.e_maps_of is None else {"profiles": [str(subject.e_maps_of)]}
+    sends = {
+        "listen": listen,
+        "capture_layers": [subject.block.start] if subject.block.start else [],
+        "host_gb": config.host_gb,
+        "fetch_deadline_s": PUBLISH_S,
+    }
+    # Off: full reuse and all layers are no blocks that a profile's gate lets through.
+    # It keeps nothing itself, so that every prefix comes from the sender.
+    receives = {
+        "peers": [listen],
+        "gate": "off",
+        "host_gb": 0,
+        "staging_gb": config.host_gb,
+        **maps,
+    }
+    sender, receiver = (
+        ServerSpec(model=model, name=name, options=config.server_options, droidspeak=settings)
+        for model, name, settings in (
+            (subject.sender, "sender", sends),
+            (subject.receiver, "receiver", receives),
         )
+    )
+    return sender, receiver
 
 
 @dataclass(eq=False)
@@ -134,7 +107,7 @@ class Rig:
         ttft_s, reply = self._receiver.stream(
             [*document.prefix, *question.suffix],
             max_new_tokens=task.max_new,
-            droidspeak=condition.controls(subject.sender_identity.model_id, subject.block),
+            droidspeak=condition.controls(subject.identity.model_id, subject.block),
             timeout_s=600,
         )
         quality = None
@@ -153,8 +126,8 @@ class Rig:
 @contextlib.contextmanager
 def started(
     subject: Subject,
+    config: DemoConfig,
     folder: Path,
-    env: Mapping[str, str],
     starting: contextlib.AbstractContextManager[object],
 ) -> Iterator[Rig]:
     """Both servers, started side by side within `starting`; ended however the block is left.
@@ -162,8 +135,8 @@ def started(
     A server that does not answer raises DemoFailed, with the end of both logs.
     """
     listen = f"tcp://127.0.0.1:{free_port()}"
-    specs = subject.specs(listen)
-    env = {**shared_cores(specs), **env}
+    specs = _specs(subject, config, listen)
+    env = {**shared_cores(specs), **config.env}
     with contextlib.ExitStack() as stack:
         with starting:
             servers = stack.enter_context(running(*specs, folder=folder, env=env))

@@ -21,19 +21,9 @@ def test_documents_are_asked_as_the_profile_was_made() -> None:
     assert all(len(it.prefix) % 16 == 0 for it in documents)
 
 
-def test_template_and_length_of_answers_can_be_others() -> None:
-    other = DemoConfig(
-        sender=SMALL.sender,
-        receiver=SMALL.receiver,
-        profile=SMALL.profile,
-        data=SMALL.data,
-        template="{context} : {input}",
-        max_new=3,
-        num_questions=4,
-    )
-    documents = other.documents(read_measured(SMALL.profile))
+def test_only_the_first_questions_can_be_asked() -> None:
+    documents = replace(SMALL, num_questions=4).documents(read_measured(SMALL.profile))
     assert [len(it.questions) for it in documents] == [3, 1]
-    assert {(it.task.template, it.task.max_new) for it in documents} == {("{context} : {input}", 3)}
 
 
 def test_a_few_questions_of_a_few_documents_can_be_asked() -> None:

@@ -6,12 +6,12 @@ import io
 
 from rich.console import Console
 
-from sglang_droidspeak.demo.command import Steps
+from sglang_droidspeak.demo.command import step
 
 
 def test_without_a_terminal_it_prints_lines_and_no_control_characters() -> None:
     out = io.StringIO()
-    with Steps(Console(file=out, force_terminal=False)).step("Answer", 2) as advance:
+    with step(Console(file=out, force_terminal=False), "Answer", 2) as advance:
         advance()
         advance()
     first, last = out.getvalue().splitlines()
@@ -22,7 +22,7 @@ def test_without_a_terminal_it_prints_lines_and_no_control_characters() -> None:
 def test_a_failed_step_is_not_done() -> None:
     out = io.StringIO()
     try:
-        with Steps(Console(file=out, force_terminal=False)).step("Start"):
+        with step(Console(file=out, force_terminal=False), "Start"):
             raise KeyboardInterrupt
     except KeyboardInterrupt:
         pass
@@ -31,8 +31,7 @@ def test_a_failed_step_is_not_done() -> None:
 
 def test_on_a_terminal_it_draws_a_bar() -> None:
     out = io.StringIO()
-    steps = Steps(Console(file=out, force_terminal=True, width=120))
-    with steps.step("Answer", 2) as advance:
+    with step(Console(file=out, force_terminal=True, width=120), "Answer", 2) as advance:
         advance()
         advance()
     assert "2/2" in out.getvalue()
