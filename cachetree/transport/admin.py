@@ -5,15 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeVar
-
-import zmq
+from typing import TypeVar
 
 from cachetree.clock import Clock, Deadline
 from cachetree.disk import DiskTier
 from cachetree.errors import (
-    AuthenticationError,
-    DeadlineExceeded,
     OrderDenied,
     PinRefused,
     ProtocolError,
@@ -21,13 +17,10 @@ from cachetree.errors import (
 from cachetree.ids import ModelId, PageHash
 from cachetree.transport import verbs, wire
 from cachetree.transport.address import parse_remote
-from cachetree.transport.connection import Question
+from cachetree.transport.connection import answer_of
 from cachetree.transport.handshake import Credentials
 from cachetree.transport.wire import pages_of
 from cachetree.tree import CacheTree
-
-_RETRY_MS: Final = 10
-"""A worker that wants a key and sees first that there is none just hangs up: try until we do."""
 
 _Answer = TypeVar("_Answer", bound=verbs.ToPeer)
 
@@ -45,21 +38,8 @@ def ask(
     Raises ConfigError, AuthenticationError, DeadlineExceeded, ProtocolError, or OrderDenied.
     """
     remote = parse_remote(address, field="address")
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    try:
-        how, who = credentials or Credentials(), f"worker {address}"
-        asked = Question(context, remote, how, question, who, _RETRY_MS)
-        poller = zmq.Poller()
-        asked.register(poller)
-        deadline = Deadline.after(timeout_s)
-        while (answer := asked.answer()) is None:
-            if not poller.poll(round(deadline.remaining_s() * 1000)):
-                raise DeadlineExceeded(f"no worker answered at {address} within {timeout_s} s")
-            failure = asked.failure()
-            if isinstance(failure, AuthenticationError):
-                raise failure
-    finally:
-        context.destroy(linger=0)
+    how, deadline = credentials or Credentials(), Deadline.after(timeout_s)
+    answer = answer_of(remote, how, question, deadline, until_up=True)
     if isinstance(answer, verbs.Denied):
         raise OrderDenied(f"{address}: {answer.reason}")
     if not isinstance(answer, kind):

@@ -50,10 +50,10 @@ _HANDSHAKE_MS: Final = 5000
 """A connection that has not proved itself by then is closed."""
 _ZAP_ENDPOINT: Final = "inproc://zeromq.zap.01"
 _ZAP_VERSION: Final = b"1.0"
-_ZAP_FRAMES: Final = 7
 _DOMAIN: Final = b"cachetree"
 _ADMIN: Final = b"admin"
-"""What libzmq is told of an administrator, and notes on each of their messages."""
+_READER: Final = b"reader"
+"""What libzmq is told of whom it lets in, and notes on each of their messages."""
 _MAX_ANSWERS: Final = 64
 """Handshakes decided in one turn."""
 
@@ -68,38 +68,8 @@ class Refusal:
 
 
 class Gate:
-    """Lets in everyone who can reach a worker's socket. Used by its thread after construction."""
-
-    def __init__(self, *, obeys: bool = False) -> None:
-        """`obeys` whoever is let in."""
-        self._obeys = obeys
-
-    def guard(self, context: Context, socket: Socket, max_message_bytes: int) -> None:
-        """Prepare a socket that is not bound yet; sockets made for it go with the context.
-
-        Messages above the cap close their connection.
-        """
-        _bound(socket, max_message_bytes)
-        socket.set(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
-
-    def register(self, poller: zmq.Poller) -> None:
-        """Have the poller wake up when a handshake waits for `answer`."""
-
-    def answer(self) -> Iterator[Refusal]:
-        """Decide the handshakes that wait; never blocks."""
-        return iter(())
-
-    def is_admin(self, message: zmq.Frame) -> bool:
-        """Whether whoever sent it may give orders."""
-        return self._obeys
-
-    def seals(self, key: bytes) -> Unsealed:
-        """What protects a data connection whose two sides drew that key."""
-        return Unsealed()
-
-
-class KeyGate(Gate):
-    """Lets in the holders of some keys.
+    """Lets in everyone who can reach a worker's socket or, where it has a key, the holders of some.
+    Used by the worker's thread after construction.
 
     libzmq asks over ZAP, at an address that is one per context; each worker has a context of its
     own, and answers in its own thread. Where no answer comes, nobody gets in.
@@ -107,61 +77,74 @@ class KeyGate(Gate):
 
     def __init__(
         self,
-        own: KeyPair,
-        allowed: frozenset[PublicKey],
+        own: KeyPair | None,
+        allowed: frozenset[PublicKey] = frozenset(),
         admins: frozenset[PublicKey] = frozenset(),
+        *,
+        obeys: bool = False,
     ) -> None:
-        super().__init__()
+        """Without a key it `obeys` everyone or nobody, and with one its `admins`."""
         self._own = own
+        self._obeys = obeys
         self._allowed = frozenset(map(keys.to_bytes, allowed | admins))
         self._admins = frozenset(map(keys.to_bytes, admins))
 
     def guard(self, context: Context, socket: Socket, max_message_bytes: int) -> None:
-        super().guard(context, socket, max_message_bytes + _CIPHER_BYTES)
+        """Prepare a socket that is not bound yet; sockets made for it go with the context.
+
+        Messages above the cap close their connection.
+        """
+        _bound(socket, max_message_bytes + (_CIPHER_BYTES if self._own else 0))
+        socket.set(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
         self._asked = context.socket(zmq.REP)
         self._asked.set(zmq.LINGER, 0)
         self._asked.bind(_ZAP_ENDPOINT)
-        socket.set(zmq.CURVE_SERVER, 1)
-        socket.set(zmq.CURVE_SECRETKEY, self._own.secret)
         # Without these two, libzmq lets everyone in when it finds nobody to ask.
         socket.set(zmq.ZAP_DOMAIN, _DOMAIN)
         socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)
+        if self._own:
+            socket.set(zmq.CURVE_SERVER, 1)
+            socket.set(zmq.CURVE_SECRETKEY, self._own.secret)
 
     def register(self, poller: zmq.Poller) -> None:
+        """Have the poller wake up when a handshake waits for `answer`."""
         poller.register(self._asked, zmq.POLLIN)
 
     def answer(self) -> Iterator[Refusal]:
+        """Decide the handshakes that wait, and tell whom it does not let in; never blocks."""
         for _ in range(_MAX_ANSWERS):
             try:
                 frames = self._asked.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            refusal = self._judge(frames)
+            refusal, user = self._judged(frames)
             status, text = (b"400", b"no access") if refusal else (b"200", b"OK")
             request_id = frames[1] if len(frames) > 1 else b""
-            user = _ADMIN if not refusal and frames[-1] in self._admins else b""
             self._asked.send_multipart([_ZAP_VERSION, request_id, status, text, user, b""])
             if refusal:
                 yield refusal
 
     def is_admin(self, message: zmq.Frame) -> bool:
-        try:
-            return message.get("User-Id") == _ADMIN.decode()
-        except zmq.ZMQError:  # It has none.
-            return False
+        """Whether whoever sent it may give orders."""
+        return message.get("User-Id") == _ADMIN.decode()
 
     def seals(self, key: bytes) -> Unsealed:
-        return Seals(key, is_worker=True)
+        """What protects a data connection whose two sides drew that key."""
+        return Seals(key, is_worker=True) if self._own else Unsealed()
 
-    def _judge(self, frames: list[bytes]) -> Refusal | None:
-        if len(frames) != _ZAP_FRAMES or frames[0] != _ZAP_VERSION or frames[5] != b"CURVE":
-            return Refusal("libzmq", "libzmq asked about a peer in a form that is not known")
-        _, _, domain, address, _, _, key = frames
-        host = address.decode("ascii", "replace")
-        if domain == _DOMAIN and key in self._allowed:
-            return None
-        who = keys.to_public(key)
-        return Refusal(f"{host} {who}", f"{host} showed key {who}, which is not in allowed_peers")
+    def _judged(self, frames: list[bytes]) -> tuple[Refusal | None, bytes]:
+        """Why somebody is not let in, if so, and as what otherwise."""
+        match frames:
+            case [_, _, _, _, _, b"NULL"] if self._own is None:
+                return None, _ADMIN if self._obeys else _READER
+            case [_, _, _, _, _, b"CURVE", key] if self._own and key in self._allowed:
+                return None, _ADMIN if key in self._admins else _READER
+            case [_, _, _, address, _, b"CURVE", key]:
+                host, who = address.decode("ascii", "replace"), keys.to_public(key)
+                why = f"{host} showed key {who}, which is not in allowed_peers"
+                return Refusal(f"{host} {who}", why), b""
+        why = "libzmq asked about a peer in a form that is not known"
+        return Refusal("libzmq", why), b""
 
 
 def refusal_at_worker(event: int, value: int) -> Refusal | None:
@@ -182,75 +165,66 @@ def refusal_at_worker(event: int, value: int) -> Refusal | None:
 
 
 class Credentials:
-    """How a peer proves itself, and whom it expects: it proves nothing and believes everything.
+    """How a peer proves itself, and whom it expects: encrypted, to the holder of one key, or
+    without any; then it proves nothing and believes everything.
 
     One for each peer: it remembers the last failure.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, own: KeyPair | None = None, server: PublicKey | None = None) -> None:
+        """Both, or neither."""
+        self._own = own
+        self._server = server
         self._wants_key = False
 
     def secure(self, socket: Socket, max_message_bytes: int) -> None:
         """Prepare a socket that is not connected yet; messages above the cap end its connection."""
-        _bound(socket, max_message_bytes)
+        _bound(socket, max_message_bytes + (_CIPHER_BYTES if self._own else 0))
+        if self._own and self._server:
+            socket.set(zmq.CURVE_SERVERKEY, keys.to_bytes(self._server))
+            socket.set(zmq.CURVE_PUBLICKEY, keys.to_bytes(self._own.public))
+            socket.set(zmq.CURVE_SECRETKEY, self._own.secret)
+
+    def seals(self, key: bytes) -> Unsealed:
+        """What protects the data connection that the worker gave a ticket with that key for."""
+        return Seals(key, is_worker=False) if self._own else Unsealed()
 
     def failure(self, event: int, value: int, who: str) -> CacheTreeError:
         """What a monitor's event says about a connection that was not made, or ended."""
+        is_mismatch = (
+            event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+            and value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
+        )
         hung_up = event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
         # Of two sides that differ, the one that sees it first hangs up, and the other sees that.
-        self._wants_key = _is_mismatch(event, value) or (hung_up and self._wants_key)
-        if self._wants_key:
-            return AuthenticationError(
-                f"{who} talks only to those who prove themselves with a key; set key_file, and "
-                "the worker's public key in peer_keys"
-            )
-        if hung_up:
+        self._wants_key = is_mismatch or (hung_up and self._wants_key)
+        if not event & FAILURES:
+            return FetchError(f"{who} closed the connection or cannot be reached")
+        if self._own is None:
+            if self._wants_key:
+                return AuthenticationError(
+                    f"{who} talks only to those who prove themselves with a key; set key_file, and "
+                    "the worker's public key in peer_keys"
+                )
             return FetchError(
                 f"{who} hung up during the handshake: it is no worker, wants a key, or was "
                 "stopped at this moment"
             )
-        return _closed(who)
-
-    def seals(self, key: bytes) -> Unsealed:
-        """What protects the data connection that the worker gave a ticket with that key for."""
-        return Unsealed()
-
-
-class Curve(Credentials):
-    """Encrypted, to the holder of one key."""
-
-    def __init__(self, own: KeyPair, server: PublicKey) -> None:
-        super().__init__()
-        self._own = own
-        self._server = server
-
-    def secure(self, socket: Socket, max_message_bytes: int) -> None:
-        _bound(socket, max_message_bytes + _CIPHER_BYTES)
-        socket.set(zmq.CURVE_SERVERKEY, keys.to_bytes(self._server))
-        socket.set(zmq.CURVE_PUBLICKEY, keys.to_bytes(self._own.public))
-        socket.set(zmq.CURVE_SECRETKEY, self._own.secret)
-
-    def failure(self, event: int, value: int, who: str) -> CacheTreeError:
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             return AuthenticationError(
                 f"{who} does not let in this server's key {self._own.public}; add it to "
                 "allowed_peers there, and start that worker again"
             )
-        if _is_mismatch(event, value):
+        if is_mismatch:
             return AuthenticationError(
                 f"{who} does not use keys, or is no worker; give it a key_file, or remove its key "
                 "from peer_keys"
             )
-        if event & FAILURES:
-            # A worker that cannot read our hello just hangs up.
-            return AuthenticationError(
-                f"{who} did not prove that it has key {self._server}: it has another one or none, "
-                "or was stopped at this moment; compare with the .pub file of that worker"
-            )
-        return _closed(who)
-
-    def seals(self, key: bytes) -> Unsealed:
-        return Seals(key, is_worker=False)
+        # A worker that cannot read our hello just hangs up.
+        return AuthenticationError(
+            f"{who} did not prove that it has key {self._server}: it has another one or none, "
+            "or was stopped at this moment; compare with the .pub file of that worker"
+        )
 
 
 def credentials_of(key_file: str | None, server_key: str | None) -> Credentials:
@@ -258,7 +232,7 @@ def credentials_of(key_file: str | None, server_key: str | None) -> Credentials:
     if server_key is None:
         return Credentials()
     server = keys.read_public_key(server_key, field="the worker's key (server_key, peer_keys)")
-    return Curve(keys.read_key_pair(key_file or ""), server)
+    return Credentials(keys.read_key_pair(key_file or ""), server)
 
 
 def check_worker(config: WorkerConfig) -> tuple[Address, Gate]:
@@ -270,10 +244,10 @@ def check_worker(config: WorkerConfig) -> tuple[Address, Gate]:
     if config.announce:
         check_announced(config.announce, listen)
     if config.key_file is None:
-        return listen, Gate(obeys=config.admin is not None and listen.is_loopback)
+        return listen, Gate(None, obeys=config.admin is not None and listen.is_loopback)
     allowed = keys.read_public_keys(config.allowed_peers, field="allowed_peers")
     admins = keys.read_public_keys(config.admin or (), field="admin")
-    return listen, KeyGate(keys.read_key_pair(config.key_file), allowed, admins)
+    return listen, Gate(keys.read_key_pair(config.key_file), allowed, admins)
 
 
 def check_ports(config: WorkerConfig) -> None:
@@ -288,14 +262,3 @@ def _bound(socket: Socket, max_message_bytes: int) -> None:
     socket.set(zmq.MAXMSGSIZE, max_message_bytes)
     socket.set(zmq.RCVHWM, _RECEIVED)
     socket.set(zmq.SNDHWM, _SENT)
-
-
-def _is_mismatch(event: int, value: int) -> bool:
-    return (
-        event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-        and value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
-    )
-
-
-def _closed(who: str) -> FetchError:
-    return FetchError(f"{who} closed the connection or cannot be reached")

@@ -8,12 +8,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Final
 
 import msgspec
 import zmq
 
-from cachetree.clock import Clock
+from cachetree.clock import Clock, Deadline
 from cachetree.errors import (
     AuthenticationError,
     CacheTreeError,
@@ -23,14 +24,14 @@ from cachetree.errors import (
     ProtocolError,
 )
 from cachetree.ids import Location, ModelId, PageHash
-from cachetree.memory import Staging
+from cachetree.memory import ArenaReader, Staging
 from cachetree.planning import Link
 from cachetree.transport import frames, wire
 from cachetree.transport.address import parse_remote
 from cachetree.transport.advertise import Advert, RemoteView
 from cachetree.transport.backoff import Backoff, Breaker, LogLimiter
 from cachetree.transport.config import PeerConfig
-from cachetree.transport.connection import Connection, Question
+from cachetree.transport.connection import Connection, answer_of, poll
 from cachetree.transport.handshake import credentials_of
 from cachetree.transport.pending_fetches import PendingFetches
 from cachetree.transport.pending_stores import PendingStores
@@ -103,7 +104,6 @@ class Peer:
         self._is_closing = False
         self._ends_at_s = math.inf
         """When the thread ends at the latest."""
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._wakeup = Wakeup()
         self._stores = PendingStores(address, tree, self._wakeup.wake, clock)
         self._thread = threading.Thread(
@@ -178,9 +178,9 @@ class Peer:
 
     def _run(self) -> None:
         try:
-            while self._clock() < self._ends_at_s and self.state is not PeerState.REFUSED:
+            while not self._is_over:
                 try:
-                    self._turn()
+                    self._live()
                 except (FamilyMismatch, ConfigError) as exc:
                     self._lose(exc, PeerState.REFUSED)
                 except AuthenticationError as exc:
@@ -194,72 +194,97 @@ class Peer:
         finally:
             self._finish()
 
+    @property
+    def _is_over(self) -> bool:
+        is_done = self._is_closing and not self._stores.has_work
+        return is_done or self.state is PeerState.REFUSED or self._clock() >= self._ends_at_s
+
     def _finish(self) -> None:
         self._stores.close()
         if num_waiting := self._stores.status.num_waiting:
             log.info("%d entries were not pushed to %s", num_waiting, self.address)
+        with self._changed:
+            self._is_closing = True
+            self._wakeup.close()
         if self.state is not PeerState.REFUSED:
             if self._connection is not None:
                 self._connection.send(wire.Bye(reason="closing"))
             self._lose(FetchError(f"{self._who} is closed here"), PeerState.CLOSED)
-        self._context.destroy()
-        with self._changed:
-            self._is_closing = True
-            self._wakeup.close()
-        self._accept()
+        self._look_after_fetches()
 
-    def _turn(self) -> None:
-        if self._is_closing:
-            self._fetches.end(FetchError(f"{self._who} is closed here"))
-            if not self._stores.has_work:
-                self._ends_at_s = -math.inf
-                return
-        connection = self._connection
-        if connection is None:
-            self._connect()
-            return
-        connection.wait(round(self._timeout_s() * 1000))
-        if connection.channel is not None:
-            for arrival in connection.channel.receive(self._fetches):
-                if arrival.frame.id == frames.MESSAGE:
-                    self._handle(connection, wire.decode_to_peer(arrival.message))
-                else:
-                    self._fetches.mark_received(arrival)
-        elif (hello := connection.hello()) is not None:
-            self._greet(connection, hello)
-        self._fetches.check()
-        self._accept()
-        if self._breaker.is_open:
-            connection.send(wire.Bye(reason="too many errors"))
-            raise FetchError(f"it failed too often, the last time: {self._breaker.error}")
-        if self.state is PeerState.READY:
-            self._fetches.resume()
-            self._stores.turn(connection)
-        connection.require_open()
-        is_ready = self.state is PeerState.READY
-        patience_s = self._config.silence_s if is_ready else self._config.connect_s
-        connection.beat(self._config.heartbeat_s, patience_s)
-
-    def _timeout_s(self) -> float:
-        timeout_s = min(self._config.heartbeat_s, self._config.connect_s, self._fetches.timeout_s())
-        if self.state is PeerState.READY:
-            timeout_s = min(timeout_s, self._stores.timeout_s())
-        return max(0.0, min(timeout_s, self._ends_at_s - self._clock()))
-
-    def _connect(self) -> None:
-        if self._is_closing:  # For what waits to be stored there is no time to lose.
-            self._attempt_at_s = self._clock()
-        pause_s = max(0.0, self._attempt_at_s - self._clock())
-        self._wakeup.wait(min(pause_s, self._fetches.timeout_s()))
-        self._fetches.check()
-        self._accept()
-        if self._clock() < self._attempt_at_s:
+    def _live(self) -> None:
+        """One connection, from the pause before it on; ends by an error, or as the peer does."""
+        # For what waits to be stored there is no time to lose.
+        while (pause_s := self._attempt_at_s - self._clock()) > 0 and not self._is_closing:
+            self._wait(zmq.Poller(), pause_s)
+        if self._is_over:
             return
         if self.state is PeerState.RESTING:
             self._set_state(PeerState.CONNECTING)
         hello = wire.hello(self._tree.family, "", epoch=0)
-        greeting = Question(self._context, self._remote, self._credentials, hello, self._who)
-        self._connection = self._fetches.link = Connection(greeting, self._wakeup, self._clock)
+        deadline = Deadline.after(self._config.connect_s, self._clock)
+        answer = answer_of(
+            self._remote, self._credentials, hello, deadline, until_up=False, wait=self._wait
+        )
+        connection = self._connection = self._fetches.link = self._greeted(answer)
+        while not self._is_over:
+            self._turn(connection)
+
+    def _wait(self, poller: zmq.Poller, most_s: float) -> None:
+        """While there is no session; raises FetchError where the peer is to end."""
+        poller.register(self._wakeup.fileno(), zmq.POLLIN)
+        poll(poller, min(most_s, self._fetches.timeout_s()))
+        self._wakeup.drain()
+        self._look_after_fetches()
+        if self._is_over:
+            raise FetchError(f"{self._who} is closed here")
+
+    def _greeted(self, hello: wire.ToPeer) -> Connection:
+        """The session that the worker's answer opens; raises what it says instead."""
+        match hello:
+            case wire.Bye():
+                raise FetchError(f"{self._who} ended the session: {hello.reason}")
+            case wire.Hello():
+                pass
+            case _:
+                raise ProtocolError(f"{self._who} did not say hello first")
+        if hello.epoch == self._own_epoch:
+            raise ConfigError(f"{self._who} is this server's own; remove it from peers")
+        wire.require_family(hello, self._tree.family, who=self._who)
+        if hello.ticket is None:
+            raise ProtocolError(f"{self._who} gave no ticket for a data connection")
+        self._epoch = hello.epoch
+        self._model = hello.model
+        self._stores.greeted(hello.epoch)
+        self._view.limit(hello.budget_bytes)
+        connection = Connection(
+            self._remote, self._credentials, hello.ticket, self._wakeup, self._clock
+        )
+        if self._config.shared_memory and hello.arena is not None:
+            with suppress(OSError):  # It comes in frames where that cannot be read.
+                connection.arena = ArenaReader(hello.arena)
+        return connection
+
+    def _turn(self, connection: Connection) -> None:
+        most_s = min(self._config.heartbeat_s, self._config.connect_s, self._fetches.timeout_s())
+        if self.state is PeerState.READY:
+            most_s = min(most_s, self._stores.timeout_s())
+        connection.wait(max(0.0, min(most_s, self._ends_at_s - self._clock())))
+        for arrival in connection.channel.receive(self._fetches):
+            if arrival.frame.id == frames.MESSAGE:
+                self._handle(connection, wire.decode_to_peer(arrival.message))
+            else:
+                self._fetches.mark_received(arrival)
+        self._look_after_fetches()
+        if self._breaker.is_open:
+            connection.send(wire.Bye(reason="too many errors"))
+            raise FetchError(f"it failed too often, the last time: {self._breaker.error}")
+        is_ready = self.state is PeerState.READY
+        if is_ready:
+            self._fetches.resume()
+            self._stores.turn(connection)
+        patience_s = self._config.silence_s if is_ready else self._config.connect_s
+        connection.beat(self._config.heartbeat_s, patience_s)
 
     def _handle(self, connection: Connection, message: wire.ToPeer) -> None:
         match message:
@@ -280,18 +305,6 @@ class Peer:
             case _:
                 raise ProtocolError(f"{self._who} sent a {type(message).__name__} in a session")
 
-    def _greet(self, connection: Connection, hello: wire.Hello) -> None:
-        if hello.epoch == self._own_epoch:
-            raise ConfigError(f"{self._who} is this server's own; remove it from peers")
-        wire.require_family(hello, self._tree.family, who=self._who)
-        self._epoch = hello.epoch
-        self._model = hello.model
-        self._stores.greeted(hello.epoch)
-        connection.open(hello.ticket)
-        if self._config.shared_memory and hello.arena is not None:
-            connection.share(hello.arena)
-        self._view.limit(hello.budget_bytes)
-
     def _learn(self, connection: Connection, message: Advert) -> None:
         self._view.apply(message)
         self._counts.num_resyncs += isinstance(message, wire.Reset)
@@ -304,11 +317,14 @@ class Peer:
                 log.info("peer %s is ready", self.address)
             self._has_warned = False
 
-    def _accept(self) -> None:
-        """Begin what was asked for, or fail it at once."""
+    def _look_after_fetches(self) -> None:
+        """End those whose time is over, and begin what was asked for, or fail it at once."""
+        self._fetches.check()
+        if self._is_closing:
+            self._fetches.end(FetchError(f"{self._who} is closed here"))
         while self._requests:
             model, pages, staging = self._requests.popleft()
-            if self._connection is None or self.state is not PeerState.READY:
+            if self._is_closing or self.state is not PeerState.READY:
                 because = f": {self.error}" if self.error else ""
                 error = FetchError(f"{self._who} is {self.state.value}{because}")
                 self._fetches.refuse(staging, error)
@@ -321,17 +337,15 @@ class Peer:
             self._breaker.failed(error)
         if state is PeerState.CONNECTING and self._breaker.is_open:
             state = PeerState.RESTING
-        was_greeted = self._connection is not None and self._connection.channel is not None
         cause = state.value
         if state is PeerState.CONNECTING:
-            cause = "lost" if was_greeted else "not reached"
-        if state is not PeerState.CLOSED and self._log_limiter.may(cause):
+            cause = "lost" if self._connection is not None else "not reached"
+        if not self._is_closing and self._log_limiter.may(cause):
             log.warning("peer %s is %s: %s", self.address, cause, error)
             self._has_warned = True
         if self._connection is not None:
             self._connection.close()
             self._connection = self._fetches.link = None
-        if was_greeted:
             self._counts.num_losses += 1
             self._view.forget()
         self._stores.interrupt(error)

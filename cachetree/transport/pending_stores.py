@@ -16,7 +16,6 @@ from cachetree.ids import Location, Span
 from cachetree.memory import Layout
 from cachetree.transport import wire
 from cachetree.transport.advertise import ChangeQueue
-from cachetree.transport.channel import Channel
 from cachetree.transport.connection import Connection
 from cachetree.transport.receiver import NOT_ASKED
 from cachetree.transport.sender import Stream, payloads_of
@@ -120,8 +119,7 @@ class PendingStores:
         """Go on as far as the worker lets it; raises FetchError where the session is to end."""
         while True:
             if self._work is None:
-                change = self._first()
-                if change is None:
+                if (change := self._first()) is None:
                     return
                 self._work = self._push(link, change)
             self._can_send = False
@@ -192,68 +190,52 @@ class PendingStores:
             timeout_ms=int(_STORE_S * 1000),
         )
         link.send(message)
-        wanted = yield from self._answer()
-        if isinstance(wanted, wire.Ended):
-            return self._note_refusal(wanted)
-        if not isinstance(wanted, wire.Wanted) or not 0 <= wanted.skipped <= len(part.pages):
-            raise ProtocolError(f"worker {self._address} answers a store with {wanted}")
-        if wanted.skipped == len(part.pages):
-            self._counts.num_known += 1
-            return ""
-        assert link.channel is not None
-        steps = wire.steps_of_store(self._tree.family.num_layers, part.e_layers)
-        new = Span(wanted.skipped, lease.num_pages)
-        try:
-            payloads = payloads_of(lease, steps, _FRAME_BYTES, pages=new)
-        except StaleEntry:
-            link.send(wire.Cancel(id=self._id))
-            self._counts.num_gone += 1
-            return ""
-        stream = Stream(self._id, lease, payloads, link.channel, self._deadline)
-        return (yield from self._send(link.channel, stream))
+        answer = yield from self._answer(link, None)
+        if isinstance(answer, wire.Wanted) and answer.skipped != len(part.pages):
+            if not 0 <= answer.skipped < len(part.pages):
+                raise ProtocolError(f"worker {self._address} wants a part that no store has")
+            steps = wire.steps_of_store(self._tree.family.num_layers, part.e_layers)
+            new = Span(answer.skipped, lease.num_pages)
+            try:
+                payloads = payloads_of(lease, steps, _FRAME_BYTES, pages=new)
+            except StaleEntry:
+                link.send(wire.Cancel(id=self._id))
+                self._counts.num_gone += 1
+                return ""
+            stream = Stream(self._id, lease, payloads, link.channel, self._deadline)
+            answer = yield from self._answer(link, stream)
+            stream.end()
+        match answer:
+            case wire.Wanted():
+                self._counts.num_known += 1
+            case wire.Stored():
+                self._counts.num_stored += 1
+                self._error = ""
+            case wire.Ended() if answer.error != Why.UNKNOWN_PARENT:
+                self._counts.num_refused += 1
+                if not self._error:
+                    log.info("worker %s refused a store: %s", self._address, answer.reason)
+                self._error = answer.reason
+        return answer.error if isinstance(answer, wire.Ended) else ""
 
-    def _send(self, channel: Channel, stream: Stream) -> Work:
-        try:
-            while True:
-                for _ in range(_BURST):
-                    self._can_send = stream.can_send
-                    if not self._can_send:
-                        break
-                    self._counts.num_pushed_bytes += stream.put()
-                if not self._answers:
-                    yield from self._pause()
-                    continue
-                match self._answers.popleft():
-                    case wire.Stored():
-                        self._counts.num_stored += 1
-                        self._error = ""
-                        return ""
-                    case wire.Ended() as refusal:
-                        stream.end()
-                        return self._note_refusal(refusal)
-        except BaseException:
-            channel.close()  # Before the lease ends, which what waits there still needs.
-            raise
-
-    def _answer(self) -> Generator[None, None, wire.StoreAnswer]:
-        """What the worker says next."""
+    def _answer(
+        self, link: Connection, stream: Stream | None
+    ) -> Generator[None, None, wire.StoreAnswer]:
+        """What the worker says next; what it has room for is sent meanwhile."""
         while not self._answers:
-            yield from self._pause()
-        return self._answers.popleft()
-
-    def _pause(self) -> Generator[None, None, None]:
-        """Until the worker or the data connection may have gone on."""
-        if self._deadline.has_passed:
-            raise DeadlineExceeded(f"worker {self._address} did not answer in time")
-        yield
-
-    def _note_refusal(self, refusal: wire.Ended) -> str:
-        if refusal.error != Why.UNKNOWN_PARENT:
-            self._counts.num_refused += 1
-            if not self._error:
-                log.info("worker %s refused a store: %s", self._address, refusal.reason)
-            self._error = refusal.reason
-        return refusal.error
+            for _ in range(_BURST):
+                self._can_send = stream is not None and stream.can_send
+                if stream is None or not self._can_send:
+                    break
+                self._counts.num_pushed_bytes += stream.put()
+            if self._deadline.has_passed:
+                link.channel.close()  # Before the lease ends, which what waits there still needs.
+                raise DeadlineExceeded(f"worker {self._address} did not answer in time")
+            yield
+        answer = self._answers.popleft()
+        if not isinstance(answer, wire.Ended | (wire.Stored if stream else wire.Wanted)):
+            raise ProtocolError(f"worker {self._address} answers a store with {answer}")
+        return answer
 
 
 def _parts(change: Change, page_bytes: int) -> Iterator[Change]:
