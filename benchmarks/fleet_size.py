@@ -177,7 +177,7 @@ def looks(num_workers: int) -> dict[str, float]:
     with running(ProgramSpec(command=command, port=port, name="redis")):
         client = redis.Redis(port=port)
         for it in range(1, num_workers + 1):
-            value = f'{{"addresses": ["tcp://10.0.{it >> 8}.{it & 255}:1"]}}'
+            value = f'{{"address": "tcp://10.0.{it >> 8}.{it & 255}:1"}}'
             client.set(lease_key(FAMILY, it), value, ex=LEASE_S)
         leases = RedisLeases(f"redis://127.0.0.1:{port}", FAMILY, own_epoch=1)
         assert len(leases.look()) == num_workers - 1

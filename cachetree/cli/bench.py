@@ -7,10 +7,12 @@ import os
 import statistics
 import time
 from collections.abc import Collection, Sequence
+from contextlib import closing
+from functools import partial
 
 import msgspec
 
-from cachetree.cli.ask import add_worker, answer_to, credentials
+from cachetree.cli.ask import add_worker, answer_to
 from cachetree.cli.show import show, show_json
 from cachetree.clock import Deadline
 from cachetree.errors import ConfigError, DeadlineExceeded
@@ -85,7 +87,6 @@ def run(args: argparse.Namespace) -> None:
 
 
 def measure(args: argparse.Namespace) -> Result:
-    credentials(args)
     family = answer_to(args, verbs.StatusRequest(), verbs.Status).family
     if family is None:
         raise ConfigError(f"{args.address} does not tell its family; update that worker")
@@ -93,71 +94,61 @@ def measure(args: argparse.Namespace) -> Result:
     num_pages = max(1, most_bytes // (family.num_layers * family.kv_page_bytes))
     tree = _Advertised(family, host_bytes=2 * most_bytes + (1 << 20))
     config = PeerConfig(key_file=args.key_file, server_key=args.server_key)
-    address = Location(args.address)
+    new_peer = partial(Peer, tree, Location(args.address), config)
     if args.store:
-        _store(tree, address, config, num_pages, args.timeout)
-    peer = Peer(tree, address, config)
-    try:
+        with closing(new_peer()) as peer:
+            _store(tree, peer, num_pages, args.timeout)
+    with closing(new_peer()) as peer:
         if not peer.wait_ready(args.timeout):
-            raise peer.error or DeadlineExceeded(f"{address} was not ready in time")
+            raise peer.error or DeadlineExceeded(f"{args.address} was not ready in time")
+        if not tree.pages:
+            raise ConfigError(f"{args.address} holds nothing to read; store something with --store")
         pages = tree.pages[:num_pages]
-        if not pages:
-            raise ConfigError(f"{address} holds nothing to read; store something with --store")
-        steps = [Step(Kind.KV, layer) for layer in range(family.num_layers)]
-        _seconds(peer, tree, pages, steps, args.timeout)  # Also touches what is not there yet.
-        small = [_seconds(peer, tree, pages[:1], steps[:1], args.timeout) for _ in range(args.num)]
-        large = [_seconds(peer, tree, pages, steps, args.timeout) for _ in range(args.num)]
-    finally:
-        peer.close()
+
+        def seconds(num_pages: int, num_layers: int) -> float:
+            sizes = {
+                Step(Kind.KV, layer): num_pages * family.kv_page_bytes
+                for layer in range(num_layers)
+            }
+            staging = Staging(sizes, Deadline.after(args.timeout))
+            begun_at_s = time.perf_counter()
+            peer.fetch(tree.model, pages[:num_pages], staging)
+            for step in staging.steps:
+                staging.wait(step)
+            return time.perf_counter() - begun_at_s
+
+        whole = len(pages), family.num_layers
+        seconds(*whole)  # Also touches what is not there yet.
+        small = [1000 * seconds(1, 1) for _ in range(args.num)]
+        large = [seconds(*whole) for _ in range(args.num)]
     num_bytes = len(pages) * family.num_layers * family.kv_page_bytes
-    rates = [num_bytes / seconds / 1e9 for seconds in large]
     return Result(
-        address=address,
+        address=args.address,
         model=tree.model,
         fetch_bytes=num_bytes,
         num_fetches=args.num,
-        round_trip_ms=_percentiles([1000 * seconds for seconds in small], (50, 90, 99)),
-        gb_per_s=_percentiles(rates, (10, 50, 90)),
+        round_trip_ms=_percentiles(small, (50, 90, 99)),
+        gb_per_s=_percentiles([num_bytes / it / 1e9 for it in large], (10, 50, 90)),
     )
 
 
-def _seconds(
-    peer: Peer, tree: _Advertised, pages: Sequence[PageHash], steps: Sequence[Step], most_s: float
-) -> float:
-    size = len(pages) * tree.family.kv_page_bytes
-    staging = Staging(dict.fromkeys(steps, size), Deadline.after(most_s))
-    begun_at_s = time.perf_counter()
-    peer.fetch(tree.model, pages, staging)
-    for step in steps:
-        staging.wait(step)
-    return time.perf_counter() - begun_at_s
-
-
-def _store(
-    tree: CacheTree, address: Location, config: PeerConfig, num_pages: int, most_s: float
-) -> None:
-    """Push random pages, and forget them here."""
-    random = os.urandom(num_pages * PAGE_HASH_BYTES)
-    pages = [PageHash(random[at : at + PAGE_HASH_BYTES]) for at in range(0, len(random), 16)]
+def _store(tree: CacheTree, peer: Peer, num_pages: int, most_s: float) -> None:
+    """Push random pages."""
+    pages = [PageHash(os.urandom(PAGE_HASH_BYTES)) for _ in range(num_pages)]
     reservation = tree.reserve(SYNTHETIC, None, pages, ())
     if reservation is None:
         raise ConfigError("mib is too small for a page; give more")
-    block = os.urandom(1 << 20)
-    for view in (it for layer in range(tree.family.num_layers) for it in reservation.kv(layer)):
-        for start in range(0, view.nbytes, len(block)):
-            view[start : start + len(block)] = block[: view.nbytes - start]
+    for layer in range(tree.family.num_layers):
+        for view in reservation.kv(layer):
+            view[:] = os.urandom(view.nbytes)
     reservation.commit()
-    peer = Peer(tree, address, config)
     peer.push()
     deadline = Deadline.after(most_s)
-    try:
-        while not peer.push_status.num_stored:
-            if deadline.has_passed or peer.push_status.num_refused:
-                why = peer.push_status.error or "not in time; raise --timeout"
-                raise DeadlineExceeded(f"{address} did not store what was to be read: {why}")
-            time.sleep(0.01)
-    finally:
-        peer.close()
+    while not peer.push_status.num_stored:
+        if deadline.has_passed or peer.push_status.num_refused:
+            why = peer.push_status.error or "not in time; raise --timeout"
+            raise DeadlineExceeded(f"{peer.address} did not store what was to be read: {why}")
+        time.sleep(0.01)
 
 
 def _percentiles(values: Sequence[float], wanted: Sequence[int]) -> dict[str, float]:

@@ -6,7 +6,7 @@ outcomes that are named here, and the peers of the configuration.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Literal
@@ -14,26 +14,24 @@ from typing import Any, Final, Literal
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from cachetree.status import CacheStatus
+from cachetree.status import CacheStatus, FetchCounts
 
-Sample = tuple[tuple[str, ...], float]
-"""The labels' values, and the metric's."""
-
-Read = Callable[[CacheStatus], Iterable[Sample]]
-
+_LOCATION: Final = "location"
 _OTHER: Final = "other"
 """In place of a location that no peer or tier has."""
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One name. `read` gives the samples that a cache has of it, none where it lacks the part."""
+    """One name."""
 
     name: str
     kind: Literal["counter", "gauge"]
     text: str
+    paths: Mapping[str, str]
+    """Of attributes of the status (`_values`), by the last label; empty where there is none more
+    than the path has."""
     labels: tuple[str, ...]
-    read: Read
 
     @property
     def sample_name(self) -> str:
@@ -41,10 +39,15 @@ class Metric:
         return f"{self.name}_total" if self.kind == "counter" else self.name
 
     def samples(self, status: CacheStatus) -> dict[tuple[str, ...], float]:
-        """The labels' values to the metric's."""
+        """The labels' values to the metric's; nothing of a part that the cache lacks."""
+        known = {"local", *status.tiers, *(peer.address for peer in status.peers)}
         sums: dict[tuple[str, ...], float] = {}
-        for labels, value in self.read(status):
-            sums[labels] = sums.get(labels, 0.0) + value
+        for label, path in self.paths.items():
+            for found, value in _values(status, path):
+                labels = (*found, label) if label else found
+                if self.labels[:1] == (_LOCATION,) and labels[0] not in known:
+                    labels = (_OTHER, *labels[1:])
+                sums[labels] = sums.get(labels, 0.0) + value
         return sums
 
 
@@ -75,59 +78,34 @@ def _metric(
     kind: Literal["counter", "gauge"],
     name: str,
     text: str,
-    what: str | Mapping[str, str] | Read,
+    paths: str | Mapping[str, str],
     *labels: str,
 ) -> Metric:
-    """`what` may be a path of attributes (`_values`), or several by the last label of each."""
-
-    def read(status: CacheStatus) -> Iterable[Sample]:
-        match what:
-            case str():
-                return _values(status, what)
-            case Mapping():
-                at = ((label, _values(status, path)) for label, path in what.items())
-                return (((*labels, label), it) for label, found in at for labels, it in found)
-        return what(status)
-
-    return Metric(f"cachetree:{name}", kind, text, labels, read)
+    by_label = {"": paths} if isinstance(paths, str) else paths
+    return Metric(f"cachetree:{name}", kind, text, by_label, labels)
 
 
 _counter = partial(_metric, "counter")
 _gauge = partial(_metric, "gauge")
 
 
-def _values(part: Any, path: str) -> Iterator[Sample]:
-    """What is there: of each peer by its address, of a dict by its keys, and nothing where the
-    cache lacks the part."""
+def _values(part: Any, path: str) -> Iterator[tuple[tuple[str, ...], float]]:
+    """The labels' values and the number: of each of several by where it is, of a dict by its keys,
+    and nothing where there is no such part."""
     name, _, rest = path.partition(".")
     match getattr(part, name):
         case None:
             return
         case tuple() as each:
             for one in each:
-                yield from (((one.address, *labels), it) for labels, it in _values(one, rest))
+                where = one.location if isinstance(one, FetchCounts) else one.address
+                yield from (((where, *labels), it) for labels, it in _values(one, rest))
         case dict() as by_label:
             yield from (((label,), float(it)) for label, it in by_label.items())
         case found if rest:
             yield from _values(found, rest)
         case number:
             yield (), float(number)
-
-
-def _fetches(status: CacheStatus) -> Iterator[Sample]:
-    for counts in status.fetches:
-        for outcome, num in counts.outcomes.items():
-            yield (_known(counts.location, status), outcome), num
-
-
-def _fetched_bytes(status: CacheStatus) -> Iterator[Sample]:
-    for counts in status.fetches:
-        yield (_known(counts.location, status),), counts.num_bytes
-
-
-def _known(location: str, status: CacheStatus) -> str:
-    known = {"local", *status.tiers, *(peer.address for peer in status.peers)}
-    return location if location in known else _OTHER
 
 
 _IN_USE: Final = {
@@ -180,11 +158,11 @@ METRICS: Final = (
     _counter(
         "fetches",
         "Fetches of this cache that ended, by location and by how",
-        _fetches,
+        "fetches.outcomes",
         "location",
         "outcome",
     ),
-    _counter("fetched_bytes", "Payload that landed here", _fetched_bytes, "location"),
+    _counter("fetched_bytes", "Payload that landed here", "fetches.num_bytes", "location"),
     _counter(
         "retries",
         "Requests for the rest of a fetch that was interrupted",

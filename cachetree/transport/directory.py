@@ -2,7 +2,7 @@
 
     dns://NAME:PORT                           every address of the name, at that port
     redis://[USER:PASSWORD@]HOST:PORT[/DB]    one key for each worker; rediss:// is over TLS
-        cachetree:FAMILY:WORKER = {"public_key": ..., "addresses": [...]}
+        cachetree:FAMILY:WORKER = {"address": ..., "public_key": ...}
 
 A worker writes its key every 3 seconds and Redis drops it after 10, by its own clock: no time of
 day is compared. Nobody is believed for standing in a directory: it says whom to try, and who is
@@ -16,7 +16,6 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Final
 from urllib.parse import urlsplit
@@ -45,29 +44,18 @@ _MAX_SCANS: Final = 64
 _EXAMPLE: Final = "write dns://NAME:PORT or redis://HOST:PORT/DB"
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """A worker as a directory tells of it: nothing of it is proven."""
+class Found(msgspec.Struct, frozen=True):
+    """A worker as a directory tells of it, and as it stands at its key, where fields that nobody
+    knows are skipped: nothing of it is proven."""
 
-    address: Location
-    public_key: str = ""
+    address: Annotated[Location, msgspec.Meta(max_length=256)]
+    public_key: Annotated[str, msgspec.Meta(max_length=128)] = ""
     """Empty where none is told."""
 
 
 Look = Callable[[], Sequence[Found]]
 """Who is in a directory, at most `MAX_FOUND`. Blocks, where a server is silent for seconds; raises
 OSError or ValueError where there is no answer."""
-
-
-class Lease(msgspec.Struct, frozen=True, kw_only=True):
-    """What stands at a worker's key. Fields that nobody knows are skipped."""
-
-    public_key: Annotated[str, msgspec.Meta(max_length=128)] = ""
-    addresses: Annotated[
-        tuple[Annotated[str, msgspec.Meta(max_length=256)], ...],
-        msgspec.Meta(min_length=1, max_length=8),
-    ]
-    """Of one worker; the first is taken."""
 
 
 class Rounds:
@@ -161,7 +149,7 @@ class RedisLeases:
         pairs = zip(keys, values, strict=True)  # A lease may have ended meanwhile.
         return [it for key, value in pairs if value for it in self._read(key, value)]
 
-    def renew(self, own: Lease) -> None:
+    def renew(self, own: Found) -> None:
         with _as_os_errors():
             self._redis.set(self._own_key, msgspec.json.encode(own), ex=LEASE_S)
 
@@ -186,18 +174,16 @@ class RedisLeases:
         try:
             if not isinstance(value, bytes):
                 raise ValueError("it is no text")
-            lease = msgspec.json.decode(value, type=Lease)
+            yield msgspec.json.decode(value, type=Found)
         except UNREADABLE as exc:
             if self._limiter.may(repr(key)):
                 log.warning("key %s of the directory is skipped: %s", key, exc)
-        else:
-            yield Found(Location(lease.addresses[0]), lease.public_key)
 
 
-def announced(url: str, family: Family, epoch: int, lease: Lease) -> Rounds:
+def announced(url: str, family: Family, epoch: int, own: Found) -> Rounds:
     """Keeps a worker's key in Redis until it is closed; raises ConfigError."""
     leases = RedisLeases(url, family, epoch)
-    return Rounds(url, partial(leases.renew, lease), leases.withdraw)
+    return Rounds(url, partial(leases.renew, own), leases.withdraw)
 
 
 def check_directory(url: str, *, field: str) -> Address:

@@ -24,7 +24,7 @@ from cachetree.transport.sender import (
     Stream,
     payloads_of,
 )
-from cachetree.transport.tracing import NoteServed, Served
+from cachetree.transport.tracing import NoteServed
 from cachetree.transport.wire import Fetch, Store, Why
 from cachetree.tree import CacheTree, Reservation
 
@@ -140,7 +140,7 @@ class Session:
         begun_s = self._clock()
 
         def note(num_bytes: int, error: str) -> None:
-            self._service.note_served(Served(fetch, self._clock() - begun_s, num_bytes, error))
+            self._service.note_served(fetch, self._clock() - begun_s, num_bytes, error)
 
         def drained(stream: Stream) -> None:
             self._streams.pop(stream.id, None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 from cachetree.errors import ConfigError
 from cachetree.ids import PAGE_HASH_BYTES
@@ -22,23 +22,13 @@ _EXPORT_S: Final = 5
 """The longest that a collector is waited for."""
 
 
-class Served(NamedTuple):
-    """A fetch that is over: at its end, or before its first frame."""
-
-    fetch: wire.Fetch
-    seconds: float
-    """Since it was asked for, until nobody read its pages any more."""
-    num_bytes: int
-    """Sent."""
-    error: str
-    """Why it was not served to its end; empty where it was."""
+NoteServed = Callable[[wire.Fetch, float, int, str], None]
+"""Of a fetch that is over: its seconds, from when it was asked for until nobody read its pages any
+more, the bytes sent, and why it was not served to its end, empty where it was. Called in the
+worker's thread, after the fact; must not block or raise."""
 
 
-NoteServed = Callable[[Served], None]
-"""Called in the worker's thread, after the fact; must not block or raise."""
-
-
-def untraced(_served: Served) -> None:
+def untraced(*_: object) -> None:
     """Where tracing is off."""
 
 
@@ -50,8 +40,7 @@ def serve_spans(provider: TracerProvider | None = None) -> NoteServed:
     tracer = trace.get_tracer("cachetree", tracer_provider=provider)
     propagator = TraceContextTextMapPropagator()
 
-    def note(served: Served) -> None:
-        fetch = served.fetch
+    def note(fetch: wire.Fetch, seconds: float, num_bytes: int, error: str) -> None:
         parent = propagator.extract({"traceparent": fetch.traceparent})
         if not trace.get_current_span(parent).get_span_context().is_valid:
             return  # What a peer says may be anything.
@@ -64,12 +53,12 @@ def serve_spans(provider: TracerProvider | None = None) -> NoteServed:
                 "cachetree.model": fetch.model[:_MAX_MODEL_CHARS],
                 "cachetree.pages": len(fetch.pages) // PAGE_HASH_BYTES,
                 "cachetree.steps": len(fetch.steps),
-                "cachetree.bytes": served.num_bytes,
+                "cachetree.bytes": num_bytes,
             },
-            start_time=stop_ns - int(1e9 * served.seconds),
+            start_time=stop_ns - int(1e9 * seconds),
         )
-        if served.error:
-            span.set_status(trace.StatusCode.ERROR, served.error)
+        if error:
+            span.set_status(trace.StatusCode.ERROR, error)
         span.end(stop_ns)
 
     return note

@@ -20,7 +20,7 @@ from cachetree.transport.admin import AdminService
 from cachetree.transport.backoff import LogLimiter
 from cachetree.transport.channel import Channel
 from cachetree.transport.config import WorkerConfig
-from cachetree.transport.directory import Lease, Rounds, announced
+from cachetree.transport.directory import Found, Rounds, announced
 from cachetree.transport.handshake import Refusal, check_worker
 from cachetree.transport.sender import SendScheduler
 from cachetree.transport.server import Received, Router
@@ -84,8 +84,8 @@ class Worker:
         self._announced: Rounds | None = None
         if config.announce:
             key = keys.read_key_pair(config.key_file).public if config.key_file else ""
-            lease = Lease(public_key=key, addresses=(self.address,))
-            self._announced = announced(config.announce, tree.family, self.epoch, lease)
+            own = Found(self.address, key)
+            self._announced = announced(config.announce, tree.family, self.epoch, own)
 
     def knowing(self) -> Callable[[], bool]:
         """Asks whether all peers know by now what was in the tree at this call, but for those who

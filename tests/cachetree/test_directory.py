@@ -24,7 +24,6 @@ from cachetree.transport.directory import (
     LEASE_S,
     MAX_FOUND,
     Found,
-    Lease,
     RedisLeases,
     announced,
     resolved,
@@ -242,8 +241,8 @@ def test_a_worker_in_redis_is_found_and_read(redis: FakeRedis) -> None:
         (key,) = redis.keys
         assert key.startswith(f"cachetree:{FAMILY.digest}:".encode())
         assert msgspec.json.decode(redis.keys[key][0]) == {
+            "address": worker.address,
             "public_key": "",
-            "addresses": [worker.address],
         }
         with cache_of(peers=(redis.url,), serves=False) as cache:
             assert cache.wait_ready(20)
@@ -254,7 +253,7 @@ def test_a_worker_in_redis_is_found_and_read(redis: FakeRedis) -> None:
 def test_redis_names_workers_of_the_family_but_not_the_own_one(redis: FakeRedis) -> None:
     other = msgspec.structs.replace(FAMILY, tokenizer="other")
     told = [(FAMILY, 1, "tcp://h:1"), (FAMILY, 2, "tcp://h:2"), (other, 3, "tcp://h:3")]
-    kept = [announced(redis.url, it, epoch, Lease(addresses=(at,))) for it, epoch, at in told]
+    kept = [announced(redis.url, it, epoch, Found(Location(at))) for it, epoch, at in told]
     eventually(lambda: len(redis.keys) == 3)
     leases = RedisLeases(redis.url, FAMILY, own_epoch=1)
     assert leases.look() == [Found(Location("tcp://h:2"))]
@@ -268,11 +267,11 @@ NONSENSE = (
     b"\xff",
     b"[]",
     b"{}",
-    b'{"addresses": []}',
-    b'{"addresses": [7]}',
-    b'{"addresses": ["%s"]}' % (257 * b"x"),
-    b'{"addresses": ["tcp://h:1"], "public_key": "%s"}' % (129 * b"x"),
-    b'{"addresses": ["tcp://h:1"], "more": "%s"}' % (5000 * b"x"),
+    b'{"address": []}',
+    b'{"address": 7}',
+    b'{"address": "%s"}' % (257 * b"x"),
+    b'{"address": "tcp://h:1", "public_key": "%s"}' % (129 * b"x"),
+    b'{"address": "tcp://h:1", "more": "%s"}' % (5000 * b"x"),
     100_000 * b"[",
     7,
 )
@@ -283,7 +282,7 @@ def test_nonsense_in_redis_is_skipped(
     redis: FakeRedis, value: object, caplog: pytest.LogCaptureFixture
 ) -> None:
     leases = RedisLeases(redis.url, FAMILY, own_epoch=1)
-    good = msgspec.json.encode({"addresses": ["tcp://h:2", "tcp://g:2"], "new": 1})
+    good = msgspec.json.encode({"address": "tcp://h:2", "new": 1})
     for epoch, it in ((2, value), (3, good)):
         redis.keys[f"cachetree:{FAMILY.digest}:{epoch:016x}".encode()] = it, float("inf")
     for _ in range(2):

@@ -20,7 +20,6 @@ from cachetree.transport.directory import (
     LEASE_S,
     RENEW_S,
     Found,
-    Lease,
     RedisLeases,
     announced,
     lease_key,
@@ -146,10 +145,10 @@ def test_two_hundred_workers_are_found(redis: RealRedis) -> None:
     """Among keys of others."""
     for it in range(1000):
         redis.client.set(f"other:{it}", "x")
-    one = announced(redis.url, FAMILY, 1, Lease(addresses=("tcp://10.0.0.0:1",)))
+    one = announced(redis.url, FAMILY, 1, Found(Location("tcp://10.0.0.0:1")))
     eventually(lambda: redis.client.dbsize() == 1001)
     for it in range(2, 201):
-        value = f'{{"addresses": ["tcp://10.0.0.{it}:1"]}}'
+        value = f'{{"address": "tcp://10.0.0.{it}:1"}}'
         redis.client.set(lease_key(FAMILY, it), value, ex=LEASE_S)
     found = RedisLeases(redis.url, FAMILY, own_epoch=1).look()
     assert len(found) == 199
