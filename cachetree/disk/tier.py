@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import takewhile
 from typing import Final
 
 import msgspec
@@ -123,7 +124,24 @@ class DiskTier:
     # In the writer's thread.
 
     def _write(self, change: Change, lease: Lease, is_over: IsOver) -> bool:
-        """An entry that has been begun is written, whether or not time is over."""
+        """An entry that has been begun is written, whether or not time is over.
+
+        Before it what it comes after, where that could not be written in its time or has since
+        been found damaged: without it nothing that comes later would ever be here.
+        """
+        model, parent = change.model, change.parent
+        above = [] if parent is None or self.has(model, parent) else self._tree.line(model, parent)
+        for each in above:
+            other = self._tree.lease(model, each.pages, lease.owner, lease.deadline, is_use=False)
+            if other is None:
+                return False
+            with other:
+                if is_over() or not self._write_leased(each, other):
+                    return False
+        return self._write_leased(change, lease)
+
+    def _write_leased(self, change: Change, lease: Lease) -> bool:
+        """False where the bytes were taken away meanwhile."""
         try:
             self._store.write(
                 change.model, change.parent, change.pages, change.e_layers, lease.views
@@ -150,9 +168,9 @@ class DiskTier:
             for step in staging.steps:
                 self._read_step(step, found, staging)
             self._note_speed(staging.num_bytes, self._clock() - begun_at_s)
-            most_bytes = sum(entry.record.layout.num_bytes for entry, _ in found)
-            if self._is_warm and self._tree.num_bytes + most_bytes <= self._tree.host_bytes:
-                self._promote(model, pages[-1], staging.deadline)
+            if self._is_warm:
+                line = self._store.index.line(model, pages[-1])
+                self._promote(takewhile(self._has_room, line), staging.deadline)
         except FetchError as exc:
             staging.fail(exc)
         except Exception as exc:
@@ -163,13 +181,13 @@ class DiskTier:
         self, model: ModelId, page: PageHash, deadline: Deadline, done: Callable[[], None]
     ) -> None:
         try:
-            self._promote(model, page, deadline)
+            self._promote(self._store.index.line(model, page), deadline)
         finally:
             self._promotions.release()
             done()
 
-    def _promote(self, model: ModelId, page: PageHash, deadline: Deadline) -> None:
-        for entry in self._store.index.line(model, page):
+    def _promote(self, line: Iterable[DiskEntry], deadline: Deadline) -> None:
+        for entry in line:
             is_late = deadline.has_passed or self._behind.is_over()
             if is_late or not self._promote_entry(entry):
                 return
@@ -230,11 +248,15 @@ class DiskTier:
     def _warm_up(self) -> None:
         """Read into free memory what was used last, as far as it goes."""
         try:
-            for entry in self._store.index.entries():
-                record = entry.record
-                has_room = self._tree.num_bytes + record.layout.num_bytes <= self._tree.host_bytes
-                if not has_room or self._behind.is_over():
+            for entry in takewhile(self._has_room, self._store.index.entries()):
+                if self._behind.is_over():
                     return
                 self._promote_entry(entry)
         finally:
             self._is_warm = True
+
+    def _has_room(self, entry: DiskEntry) -> bool:
+        """Whether it is in memory, or may be without that anything goes for it."""
+        record, tree = entry.record, self._tree
+        is_here = tree.has(record.model, record.pages[-1])
+        return is_here or tree.num_bytes + record.layout.num_bytes <= tree.host_bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import random
@@ -224,6 +225,44 @@ def test_what_is_used_in_memory_is_not_the_first_to_go_from_disk(tmp_path: Path)
         status = cache.status().disk
         assert status is not None
         assert status.counts.num_evicted_entries > 0
+
+
+def test_what_could_not_be_written_is_written_with_what_comes_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else nothing that begins with it would ever be on disk, as long as it is in memory."""
+
+    def fail(*args: object) -> int:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    pages = pages_of(32)
+    with open_cache(tmp_path) as cache:
+        monkeypatch.setattr(os, "pwritev", fail)
+        for start in (0, 8):
+            store(cache.tree, pages[start : start + 8], pages[start - 1] if start else None)
+            time.sleep(0.05)
+        eventually(lambda: cache.status().disk.counts.num_failed_writes > 0)  # type: ignore[union-attr]
+        monkeypatch.undo()
+        store(cache.tree, pages[16:24], pages[15])
+        eventually(lambda: num_found(cache, pages, DISK) == 24)
+        fetch(cache, pages[:24], Span(0, 24))
+
+
+def test_a_fetch_that_brings_a_prompt_into_memory_lets_nothing_go_for_it(tmp_path: Path) -> None:
+    pages = pages_of(24)
+    with open_cache(tmp_path) as cache:
+        for start in range(0, 24, 8):
+            store(cache.tree, pages[start : start + 8], pages[start - 1] if start else None)
+        eventually(lambda: num_found(cache, pages, DISK) == 24)
+        cache.tree.evict()
+        for number in range(2):
+            store_and_wait(cache, prompt(number))
+        num_evictions = cache.tree.num_evictions
+        fetch(cache, pages, Span(16, 24))
+        assert cache._disk is not None
+        cache._disk.close()  # Once what was begun has ended.
+        assert cache.tree.num_evictions == num_evictions
+        assert num_found(cache, pages, LOCAL) == 16
 
 
 def test_what_is_evicted_before_its_turn_is_counted(tmp_path: Path) -> None:
