@@ -15,7 +15,7 @@ class ChangeListeners:
     """Two kinds of listeners. Everything is called with the tree's lock held.
 
     Those of memory hear of each local entry. Those of what is kept hear of pages that are in
-    memory or on disk: that they came, perhaps twice, and that they went from both.
+    memory or on disk: that they came, perhaps twice or with other E, and that they went from both.
     """
 
     def __init__(self) -> None:
@@ -40,9 +40,15 @@ class ChangeListeners:
         """Called while it is still in its node."""
         if not (self.of_memory or self.of_kept):
             return
-        is_on_disk = (DISK, entry.model) in entry.node.remote
         change = entry.change(added=False)
-        for listener in (*self.of_memory, *(() if is_on_disk else self.of_kept)):
+        for listener in self.of_memory:
+            listener(change)
+        on_disk = entry.node.remote.get((DISK, entry.model))
+        if on_disk is not None:
+            if on_disk.e_layers == entry.e_layers:
+                return
+            change = on_disk.change(added=True)  # Without the E that goes.
+        for listener in self.of_kept:
             listener(change)
 
     def noted(self, entries: Iterable[RemoteEntry], *, added: bool) -> None:

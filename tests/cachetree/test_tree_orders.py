@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tree_parts import PAGE, A, B, far_future, make_tree, num_pages, path, store
 
-from cachetree.ids import ModelId
+from cachetree.ids import DISK, ModelId
 from cachetree.tree.entries import Change
 
 
@@ -93,6 +93,18 @@ def test_who_asks_for_what_is_kept_hears_of_it_until_it_leaves() -> None:
     leave()
     store(tree, A, "c")
     assert heard == [second]
+
+
+def test_who_hears_of_what_is_kept_hears_that_e_went_though_the_pages_are_on_disk() -> None:
+    tree = make_tree()
+    heard: list[Change] = []
+    tree.subscribe_kept(heard.append)
+    for text, e_layers in (("ab", [1]), ("x", [0])):
+        store(tree, A, text, e_layers=e_layers)
+        tree.add_remote(DISK, A, None, path(text), e_layers if text == "x" else [])
+    heard.clear()
+    tree.evict()
+    assert heard == [Change(added=True, model=A, parent=None, pages=tuple(path("ab")), e_layers=())]
 
 
 def test_pages_around_those_that_have_e_gain_it() -> None:
