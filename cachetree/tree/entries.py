@@ -182,7 +182,7 @@ class RemoteEntry(Entry):
 class LocalEntry(Entry):
     """KV and E in this process's memory: pages `[first, first + node.num_pages)` of the slab."""
 
-    __slots__ = ("first", "hits", "holds", "slab", "used", "used_at_s")
+    __slots__ = ("first", "holds", "slab", "used_at_s", "uses")
 
     def __init__(self, node: Node, model: ModelId, slab: Slab, first: int) -> None:
         self.slab = slab
@@ -190,10 +190,9 @@ class LocalEntry(Entry):
         super().__init__(node, model, slab.layout.e_layers)
         self.holds: frozenset[Hold] = _NOBODY
         # The eviction policy's: what it knows of walks that ended here, or below in what has since
-        # been evicted.
-        self.used = 0
+        # been evicted; and when, where there is a time to live.
+        self.uses = 0.0
         self.used_at_s = 0.0
-        self.hits = 0.0
 
     def at(self, node: Node) -> LocalEntry | None:
         return node.local.get(self.model)

@@ -7,7 +7,7 @@ use, whatever memory does.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import takewhile
 from math import inf, log2
@@ -75,9 +75,11 @@ class _Order:
             heappush(self._heap, self._item(key, entry))
 
     def discard(self, entry: LocalEntry) -> None:
-        self._queued.pop(entry, None)
-        if len(self._heap) > 2 * len(self._queued) + _SLACK:
-            self._heap = [item for item in self._heap if self._is_valid(item)]
+        queued = self._queued
+        queued.pop(entry, None)
+        if len(self._heap) > 2 * len(queued) + _SLACK:
+            # As `_is_valid`, which would take three times as long, with the tree's lock held.
+            self._heap = [item for item in self._heap if queued.get(item[2]) == item[0]]
             heapify(self._heap)
 
     def victims(self) -> Iterator[LocalEntry]:
@@ -124,7 +126,7 @@ class Eviction(ABC):
         """The least goes first."""
 
     @abstractmethod
-    def _use(self, entries: Iterable[LocalEntry]) -> None: ...
+    def _use(self, entry: LocalEntry) -> None: ...
 
     @abstractmethod
     def _inherit(self, above: LocalEntry, entry: LocalEntry) -> None:
@@ -140,11 +142,10 @@ class Eviction(ABC):
 
     def use(self, entries: Collection[LocalEntry]) -> None:
         """Walks ended at these, all at once."""
-        self._use(entries)
-        if self._ttl_s is not None:
-            now_s = self._clock()
-            for entry in entries:
-                entry.used_at_s = now_s
+        now_s = 0.0 if self._ttl_s is None else self._clock()
+        for entry in entries:
+            self._use(entry)
+            entry.used_at_s = now_s
 
     def split(self, head: LocalEntry, tail: LocalEntry) -> None:
         """`head` has been cut in two; `tail` is new and has its children, and takes its uses.
@@ -181,23 +182,22 @@ class Eviction(ABC):
 
 
 class Lru(Eviction):
-    """`lru`: what has not been used for longest goes, exactly: `used` counts the uses."""
+    """`lru`: what has not been used for longest goes, exactly: `uses` is the number of the last."""
 
     _num_uses = 0
 
     def key(self, entry: LocalEntry) -> float:
-        return entry.used
+        return entry.uses
 
-    def _use(self, entries: Iterable[LocalEntry]) -> None:
-        for entry in entries:
-            self._num_uses += 1
-            entry.used = self._num_uses
+    def _use(self, entry: LocalEntry) -> None:
+        self._num_uses += 1
+        entry.uses = self._num_uses
 
     def _inherit(self, above: LocalEntry, entry: LocalEntry) -> None:
-        above.used = max(above.used, entry.used)
+        above.uses = max(above.uses, entry.uses)
 
     def _split(self, head: LocalEntry, tail: LocalEntry) -> None:
-        tail.used = head.used
+        tail.uses = head.uses
 
 
 class ByValue(Eviction):
@@ -231,23 +231,22 @@ class ByValue(Eviction):
         """The logarithm of the value, as seen from time 0."""
         node = entry.node
         seconds = self._cost.seconds(node.start * self._page_tokens, node.stop * self._page_tokens)
-        return entry.hits + log2(seconds / entry.num_bytes)
+        return entry.uses + log2(seconds / entry.num_bytes)
 
     def add(self, entries: Sequence[LocalEntry]) -> None:
         self._now += sum([entry.num_bytes for entry in entries]) / self._half_life_bytes
         for entry in entries:
-            entry.hits = -inf
+            entry.uses = -inf
         super().add(entries)
 
-    def _use(self, entries: Iterable[LocalEntry]) -> None:
-        for entry in entries:
-            entry.hits = _log_sum(entry.hits, self._now)
+    def _use(self, entry: LocalEntry) -> None:
+        entry.uses = _log_sum(entry.uses, self._now)
 
     def _inherit(self, above: LocalEntry, entry: LocalEntry) -> None:
-        above.hits = _log_sum(above.hits, entry.hits)
+        above.uses = _log_sum(above.uses, entry.uses)
 
     def _split(self, head: LocalEntry, tail: LocalEntry) -> None:
-        tail.hits, head.hits = head.hits, -inf
+        tail.uses, head.uses = head.uses, -inf
 
 
 def _log_sum(a: float, b: float) -> float:

@@ -35,21 +35,21 @@ class Holds:
         self._next_s = inf
         """When the next pin ends."""
 
-    def end(self, lease: Lease) -> Hold:
+    def end(self, lease: Lease) -> Lease:
         self.leases.discard(lease)
         lease.is_over = True
-        return lease.hold
+        return lease
 
     def keep_for_readers(self, entry: LocalEntry) -> None:
         """Its memory is about to be given back, though it stays: leases keep what they read."""
         for lease in self.leases:
-            if lease.hold in entry.holds:
+            if lease in entry.holds:
                 lease.keep(entry.slab)
 
     def expired(self, now_s: float) -> list[Hold]:
         """Ends the leases and pins whose time is over."""
-        late = [lease for lease in self.leases if lease.deadline.at_s <= now_s]
-        holds = [self.end(lease) for lease in late]
+        late = [lease for lease in self.leases if lease.until_s <= now_s]
+        holds: list[Hold] = [self.end(lease) for lease in late]
         if now_s >= self._next_s:
             over = [name for name, pin in self._pins.items() if pin.until_s <= now_s]
             holds += [self._pins.pop(name) for name in over]
@@ -118,8 +118,7 @@ class Holds:
 
     def _bytes_with(self, pinned: Iterable[Hold]) -> int:
         """Of open reservations, leases and these, and all that stands above."""
-        held = [it.hold for it in self.leases] + [it.hold for it in self.open]
-        kept = _kept((*held, *pinned))
+        kept = _kept((*self.leases, *self.open, *pinned))
         return sum([it.num_bytes for it in kept]) + sum([it.slab.num_bytes for it in self.open])
 
 

@@ -15,7 +15,7 @@ PagesOfSlab = tuple[Slab, Span]
 """Consecutive ones."""
 
 
-class Lease:
+class Lease(Hold):
     """Keeps pages of one local model from eviction while `owner` reads them.
 
     It ends by `release`, or when the tree sweeps it after its deadline; from then on `views` raises
@@ -25,15 +25,15 @@ class Lease:
     def __init__(
         self,
         parts: Sequence[PagesOfSlab],
-        hold: Hold,
+        stop: int,
         owner: str,
         deadline: Deadline,
         end: Callable[[Lease], None],
     ) -> None:
+        super().__init__(stop, deadline.at_s)
         self.owner: Final = owner
         self.deadline: Final = deadline
         self.num_pages: Final = sum(len(pages) for _, pages in parts)
-        self.hold: Final = hold
         self._parts = _joined(parts)
         self._kept: dict[Slab, memoryview] = {}
         """Memory that a slab gives back though it is read here."""
@@ -88,7 +88,7 @@ class Lease:
         self.release()
 
 
-class Reservation:
+class Reservation(Hold):
     """Room for new pages of one model, invisible to `match` until `commit`.
 
     The owner fills the views of every step, then calls `commit`; `release` gives the room back.
@@ -101,9 +101,10 @@ class Reservation:
         change: Change,
         skipped: int,
         slab: Slab,
-        hold: Hold,
+        stop: int,
         end: Callable[[Reservation, bool], None],
     ) -> None:
+        super().__init__(stop)
         self.change: Final = change
         """What a commit publishes, unless others do so before."""
         self.pages: Final = change.pages
@@ -111,7 +112,6 @@ class Reservation:
         self.skipped: Final = skipped
         """How many leading pages the model already had."""
         self.slab: Final = slab
-        self.hold: Final = hold
         self._end = end
         self._is_open = True
 

@@ -38,7 +38,7 @@ class LocalEntries:
         num_bytes = reservation.slab.num_bytes
         if not self._make_room(num_bytes):
             self._holds.open.discard(reservation)
-            self.let_go(reservation.hold)
+            self.let_go(reservation)
             return False
         self.num_bytes += num_bytes
         return True
@@ -50,7 +50,7 @@ class LocalEntries:
         self._holds.open.discard(reservation)
         num_pages, at = len(reservation.pages), 0
         kept = self._publish(reservation) if is_commit else []
-        self.let_go(reservation.hold)
+        self.let_go(reservation)
         for span in (*kept, Span(num_pages, num_pages)):
             if at < span.start:
                 self.num_bytes -= reservation.slab.drop_pages(Span(at, span.start))

@@ -14,7 +14,7 @@ from cachetree.clock import Clock, Deadline
 from cachetree.ids import Location, ModelId, PageHash, Span
 from cachetree.memory import Arena, Layout, NoRoom, Pool, Slab
 from cachetree.planning import Match
-from cachetree.tree.entries import Change, Hold, Node
+from cachetree.tree.entries import Change, Node
 from cachetree.tree.eviction import ByValue, Eviction, Lru, Retention
 from cachetree.tree.holds import Holds
 from cachetree.tree.lease import Lease, Reservation
@@ -143,12 +143,11 @@ class CacheTree:
             )
             new = whole.part(Span(skipped, len(pages)))
             slab = Slab(Layout.of(self.family, len(new.pages), layers), self.memory)
-            hold = Hold(depth_of(last))
-            reservation = Reservation(new, skipped, slab, hold, self._end)
+            reservation = Reservation(new, skipped, slab, depth_of(last), self._end)
             if not new.pages:
                 return reservation
             if last is not None:
-                hold.add(last.node.local[model])
+                reservation.add(last.node.local[model])
             if not self._local.begin(reservation):
                 return None
         try:
@@ -182,16 +181,16 @@ class CacheTree:
             if places and model not in places[-1].node.local:
                 return None
             entries = [place.node.local[model] for place in places]
-            hold = Hold(depth_of(places[-1]) if places else 0)
-            for entry in entries:
-                hold.add(entry)
             if is_use:
                 self._eviction.use(entries[-1:])
             parts = [
                 (entry.slab, Span(entry.first + place.start, entry.first + place.stop))
                 for entry, place in zip(entries, places, strict=True)
             ]
-            lease = Lease(parts, hold, owner, deadline, self._end_lease)
+            stop = depth_of(places[-1]) if places else 0
+            lease = Lease(parts, stop, owner, deadline, self._end_lease)
+            for entry in entries:
+                lease.add(entry)
             self._holds.leases.add(lease)
             return lease
 
@@ -243,17 +242,36 @@ class CacheTree:
     def evict(self, model: ModelId | None = None, pages: Sequence[PageHash] = ()) -> int:
         """Drop the local entries that begin with `pages`, but what others descend from.
 
-        Of one model, or of all; everything where `pages` is empty. What a lease, a pin or an open
-        reservation keeps stays. Returns the bytes freed.
+        Of one model, or of all; everything where `pages` is empty; in slices, so that what comes
+        meanwhile may stay. What a lease, a pin or an open reservation keeps stays. Returns the
+        bytes freed.
         """
         with self._lock:
             self._sweep()
-            return self._local.evict(
+        walk = self._trie.walk(pages)
+        nodes: list[Node] = []
+        num_freed = 0
+
+        def look(most: int) -> bool:
+            some = list(islice(walk, most))
+            nodes.extend(some)
+            return len(some) == most
+
+        def drop(most: int) -> bool:
+            nonlocal num_freed
+            # Half as many, each of which takes twice as long.
+            some = [nodes.pop() for _ in range(min(most // 2, len(nodes)))]
+            num_freed += self._local.evict(
                 entry
-                for node in self._trie.upwards(pages)
+                for node in some
                 for entry in tuple(node.local.values())
                 if model in (None, entry.model) and entry.is_evictable
             )
+            return bool(nodes)
+
+        self._in_slices(look)
+        self._in_slices(drop)
+        return num_freed
 
     # All entries.
 

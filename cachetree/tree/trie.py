@@ -3,7 +3,7 @@ that says for all models and locations at once who has the longest prefix of a p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import count
 from typing import Final, NamedTuple
 
@@ -210,17 +210,20 @@ class PageTrie:
             above = before
         return last
 
-    def upwards(self, pages: Sequence[PageHash]) -> list[Node]:
-        """The nodes of all prompts that begin with `pages`, then those above; children first."""
+    def walk(self, pages: Sequence[PageHash]) -> Iterator[Node]:
+        """The nodes of all prompts that begin with `pages`, after those above; parents first.
+
+        As it goes on, any of them may be taken out.
+        """
         place = self.deepest(None, pages)
         if depth_of(place) < len(pages):
-            return []
-        node = self.root if place is None else place.node
-        nodes = list(node.walk())[::-1]
-        while node.parent is not None:
-            nodes.append(node)
-            node = node.parent
-        return nodes
+            return
+        top = self.root if place is None else place.node
+        line = [top]
+        while line[-1].parent is not None:
+            line.append(line[-1].parent)
+        yield from line[-2::-1]
+        yield from top.walk()
 
     def cover(self, parent: PageHash | None, pages: Sequence[PageHash]) -> list[Node]:
         """Nodes that hold exactly `pages` after `parent`, split off or made as needed.

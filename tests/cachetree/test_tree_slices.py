@@ -59,8 +59,10 @@ def forked(tree: CacheTree, num: int, location: Location = LOCAL) -> None:
         lambda tree: list(tree.subscribe_kept(lambda change: None)[0]),
         lambda tree: tree.forget(FAR),
         lambda tree: (tree.limit_remote(FAR, 10), tree.add_remote(FAR, A, None, path("x"), [])),
+        lambda tree: tree.evict(),
+        lambda tree: tree.evict(A, path("s")),
     ],
-    ids=["scrape", "subscribe", "subscribe_kept", "forget", "trim"],
+    ids=["scrape", "subscribe", "subscribe_kept", "forget", "trim", "evict", "evict some"],
 )
 def test_what_one_hold_of_the_lock_does_has_a_bound(work: Callable[[CacheTree], object]) -> None:
     tree = make_tree(3 * 900)
