@@ -7,14 +7,8 @@ Staging  the loan of one fetch, which fills it step by step
 """
 
 from cachetree.memory.arena import Arena, ArenaReader, Register, unregistered
-from cachetree.memory.copying import (
-    checksum,
-    checksum_of_parts,
-    cut,
-    scatter,
-)
-from cachetree.memory.pool import ArenaFile, Blocks, Loan, NoRoom, Pool
-from cachetree.memory.slab import Layout, Slab
+from cachetree.memory.copying import checksum, checksum_of_parts, cut, scatter
+from cachetree.memory.slab import ArenaFile, Blocks, Layout, Loan, NoRoom, Pool, Slab
 from cachetree.memory.staging import Staging, staged
 
 __all__ = [

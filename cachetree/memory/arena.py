@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from cachetree.errors import ConfigError
 from cachetree.ids import Span
 from cachetree.memory.copying import copy_in_pieces
-from cachetree.memory.pool import ArenaFile, Blocks, Loan, NoRoom
+from cachetree.memory.slab import ArenaFile, Blocks, Loan, NoRoom
 
 NONCE_BYTES: Final = 16
 _CHUNK_BYTES: Final = 1 << 20

@@ -13,7 +13,7 @@ from cachetree.clock import Deadline
 from cachetree.errors import Cancelled, DeadlineExceeded, FetchError
 from cachetree.ids import Span, Step
 from cachetree.memory.copying import copy, cut, scatter
-from cachetree.memory.pool import Blocks, Pool
+from cachetree.memory.slab import Blocks, Pool
 
 Views = Mapping[Step, Sequence[memoryview]]
 """The bytes of each step, in as many runs as they lie in."""

@@ -19,8 +19,7 @@ from cachetree import Deadline, ModelId
 from cachetree.checkpoint.family import Family
 from cachetree.ids import Span
 from cachetree.memory.arena import Arena, joined
-from cachetree.memory.pool import Blocks, Loan, NoRoom
-from cachetree.memory.slab import Layout, Slab
+from cachetree.memory.slab import Blocks, Layout, Loan, NoRoom, Slab
 from cachetree.tree.tree import CacheTree
 
 UNIT = mmap.PAGESIZE

@@ -50,7 +50,7 @@ from cachetree.cache import Cache
 from cachetree.config import CacheConfig
 from cachetree.memory.arena import Arena
 from cachetree.memory.copying import checksum
-from cachetree.memory.pool import ArenaFile, Pool
+from cachetree.memory.slab import ArenaFile, Pool
 from cachetree.planning.plan import Plan
 from cachetree.transport import wire
 from cachetree.transport.frames import Frame, Unsealed, pack

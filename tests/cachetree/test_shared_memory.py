@@ -38,7 +38,7 @@ from transport_parts import (
 from cachetree import Deadline, FetchError, PeerState, ProtocolError, Step
 from cachetree.memory.arena import Arena
 from cachetree.memory.copying import checksum
-from cachetree.memory.pool import Blocks
+from cachetree.memory.slab import Blocks
 from cachetree.transport import wire
 from cachetree.transport.frames import Frame
 

@@ -38,7 +38,7 @@ from cachetree import (
 from cachetree.clock import Clock
 from cachetree.memory.arena import Arena
 from cachetree.memory.copying import checksum, scatter
-from cachetree.memory.pool import ArenaFile, Blocks, Loan, Pool
+from cachetree.memory.slab import ArenaFile, Blocks, Loan, Pool
 from cachetree.transport import Credentials, ask, channel, verbs, wire
 from cachetree.transport.address import Address
 from cachetree.transport.channel import Channel

@@ -18,7 +18,7 @@ from cachetree.clock import Deadline
 from cachetree.errors import FetchError
 from cachetree.ids import Kind, Location, ModelId, Span, Step
 from cachetree.memory.arena import Arena
-from cachetree.memory.pool import Blocks
+from cachetree.memory.slab import Blocks
 from cachetree.memory.staging import staged
 from cachetree.planning.plan import Plan
 from sglang_droidspeak.request import source as decoding
