@@ -1,6 +1,5 @@
 """What approximate KV does to answers, seen while the server answers: in its front end.
 
-plain      requests whose tokens come from the model's own distributions
 shadows    the drift guard: answers compared with an exact run afterwards
 distance   how far what was served is from what an exact run says. Pure
 detector   has the mean of what is observed risen above what is allowed? Pure

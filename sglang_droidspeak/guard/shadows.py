@@ -36,8 +36,8 @@ from cachetree.planning import PlanId
 from sglang_droidspeak.engine import asking
 from sglang_droidspeak.engine.own import ANSWERED
 from sglang_droidspeak.guard.distance import POSITIONS, TOP, LogProbs, distance
-from sglang_droidspeak.guard.plain import plain_params
 from sglang_droidspeak.guard.plans import GuardQuestion, GuardState, Shadow
+from sglang_droidspeak.request.controls import parse_controls
 from sglang_droidspeak.request.meta_info import KEY
 
 if TYPE_CHECKING:
@@ -61,6 +61,38 @@ _KEPT: Final = (
 )
 """Of the user's request: its model, its tenant, and how it is treated."""
 
+_NEUTRAL: Final[Mapping[str, float]] = {
+    "frequency_penalty": 0,
+    "presence_penalty": 0,
+    "repetition_penalty": 1,
+    "min_new_tokens": 0,
+    "n": 1,
+    "beam_width": 1,
+}
+"""Sampling parameters that otherwise change its distributions, as these do;"""
+_WITHOUT: Final = ("json_schema", "regex", "ebnf", "structural_tag", "logit_bias", "watermark")
+_UNASKED: Final = (
+    "image_data",
+    "video_data",
+    "audio_data",
+    "input_embeds",
+    "positional_embed_overrides",
+    "session_params",
+    "watermark",
+    "custom_logit_processor",
+    "max_thinking_tokens",
+    "require_reasoning",
+    "return_logprob",
+    "return_sampling_mask",
+    "return_hidden_states",
+    "return_routed_experts",
+    "return_indexer_topk",
+    "return_entropy",
+    "multi_item_delimiter_indices",
+    "token_indices_to_pool",
+)
+"""and what else a request may bring or want that an exact run of it would not have."""
+
 Reply = dict[str, Any]
 
 
@@ -76,7 +108,7 @@ class Shadows:
 
     def generate(self, original: Any, manager: Any, obj: Any, request: Any = None) -> Any:
         """Hooks TokenizerManager.generate_request, which returns an async generator."""
-        params = plain_params(obj, manager)
+        params = _params_of(obj, manager)
         if params is None:
             return original(manager, obj, request)
         obj.normalize_batch_and_arguments()
@@ -240,6 +272,32 @@ async def exact_run(
 def place_of(rid: str) -> float:
     """Of a request among all ids, 0 to 1; those below the rate are chosen."""
     return int.from_bytes(blake2b(rid.encode(), digest_size=8).digest(), "big") / 2**64
+
+
+def _params_of(obj: Any, manager: Any) -> Mapping[str, Any] | None:
+    """Sampling parameters of a request that may have a shadow, a GenerateReqInput for one answer,
+    with those that the server of this TokenizerManager prefers; None of others."""
+    if not hasattr(obj, "return_logprob"):
+        return None  # An embedding.
+    if not isinstance(obj.text, str) and not (obj.input_ids and isinstance(obj.input_ids[0], int)):
+        return None
+    params = {**(manager.preferred_sampling_params or {}), **(obj.sampling_params or {})}
+    is_neutral = all(params.get(name) in (None, value) for name, value in _NEUTRAL.items())
+    is_free = not any(params.get(name) for name in _WITHOUT)
+    if not (is_neutral and is_free) or any(getattr(obj, it) for it in _UNASKED):
+        return None
+    if params.get("top_k") == 1 and params.get("temperature", 1) not in (0, 1):
+        return None  # Greedy, and its log-probabilities are not.
+    return params if _may_reuse(params.get("custom_params") or {}) else None
+
+
+def _may_reuse(custom: Any) -> bool:
+    if not isinstance(custom, dict) or ANSWERED in custom:
+        return False
+    try:
+        return parse_controls(custom).mode != "off"
+    except ValueError:  # Of which the scheduler says what.
+        return False
 
 
 def _temperature(params: Mapping[str, Any]) -> float:

@@ -1,43 +1,75 @@
 """A tier over a HiCache storage backend: what a server holds is stored where its cluster stores.
 
-    searcher   asks which pages of a prompt are there
-    reader     reads a plan's layers, in its order, into its staging
-    writer     writes every entry that comes into the tree, behind it
+    search   asks which pages of a prompt are there, when the prompt is first seen
+    read     reads a plan's layers, in its order, into its staging
+    write    writes every entry that comes into the tree, behind it
+
+A store that a cluster shares advertises nothing. Of each model that may send, one question per
+batch of pages finds how many are there without a gap; answers become entries of the tree, so that
+a prompt that grows is asked about only where it is new. What was absent is not asked for again
+for some seconds.
 
 One thread each, as in SGLang: backends keep one bounce buffer for reads and one for writes. A call
-that hangs holds up its thread, never a request: those have deadlines of their own, and a `Breaker`
-for reading and one for writing keep everybody else away.
+that hangs holds up its thread and keeps its slots, never a request or a staging: those have
+deadlines of their own, and a `Breaker` for reading and one for writing keep everybody else away.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
 
-from cachetree import Clock, Deadline, Location, MakeTier, ModelId, NoteSpeed, PageHash, Search
+from cachetree import (
+    Clock,
+    Deadline,
+    DeadlineExceeded,
+    FetchError,
+    Kind,
+    Location,
+    MakeTier,
+    ModelId,
+    NoteSpeed,
+    PageHash,
+    Search,
+    Span,
+    StaleEntry,
+    Step,
+    Turns,
+    WriteBehind,
+)
 from cachetree.memory import Staging
-from cachetree.tree import CacheTree
+from cachetree.planning import Match
+from cachetree.transport import LogLimiter
+from cachetree.tree import CacheTree, Change, Lease
 from sglang_droidspeak.engine.hicache import Backend
 from sglang_droidspeak.hicache.lane import Breaker, Count, Lane
-from sglang_droidspeak.hicache.objects import HICACHE, Objects
-from sglang_droidspeak.hicache.reader import Reader
-from sglang_droidspeak.hicache.search import Searcher
-from sglang_droidspeak.hicache.writer import Writer
+from sglang_droidspeak.hicache.objects import HICACHE, Objects, Piece
 
 log = logging.getLogger(__name__)
 
 MAX_SLOTS: Final = 64
 """Objects that move in one call of the backend."""
 MAX_LANE_BYTES: Final = 16 << 20
-"""Memory for them, of the reader and of the writer."""
+"""Memory for them, for reading and for writing."""
 MAX_KNOWN_PAGES: Final = 1 << 18
 """Pages that the tree shows of the backend; past them the coldest go, to be found anew."""
 MAX_CLOSE_S: Final = 5.0
+WAIT_S: Final = 0.1
+"""Longest that a request waits for an answer; what comes later serves the next one."""
+MAX_WAITING: Final = 64
+"""Questions."""
+MAX_ABSENT: Final = 1 << 16
+ABSENT_S: Final = 10.0
+"""How long a page that was not there is taken to stay away;"""
+BROKEN_S: Final = 60.0
+"""and one that is there, but not whole or not right."""
 
 
 class HiCacheStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,6 +79,25 @@ class HiCacheStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Evicted from memory, or refused by the backend, before they were written."""
     is_reading_paused: bool
     is_writing_paused: bool
+
+
+class AbsentPages:
+    """Pages that were not there, and until when that is believed. Thread-safe."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._until_s: OrderedDict[tuple[ModelId, PageHash], float] = OrderedDict()
+
+    def add(self, model: ModelId, page: PageHash, seconds: float) -> None:
+        with self._lock:
+            self._until_s.pop((model, page), None)
+            self._until_s[model, page] = self._clock() + seconds
+            if len(self._until_s) > MAX_ABSENT:
+                self._until_s.popitem(last=False)
+
+    def has(self, model: ModelId, page: PageHash) -> bool:
+        return self._until_s.get((model, page), 0.0) > self._clock()
 
 
 class HiCacheTier:
@@ -66,31 +117,48 @@ class HiCacheTier:
     ) -> None:
         """`senders` are whose entries may be read, and the layers whose E is wanted of each;
         `count` hears of objects `read`, `written`, `missing`, `damaged` and `failed`."""
+        self._tree = tree
         self._backend = backend
-        self._reading, self._writing = Breaker("reading", clock), Breaker("writing", clock)
+        self._senders = senders
+        self._note_speed = note_speed
         objects, half = Objects(tree.family), len(backend.slots) // 2
-        reading = Lane(backend, objects, range(half), self._reading, count, clock)
-        writing = Lane(backend, objects, range(half, 2 * half), self._writing, count, clock)
-        tree.limit_remote(HICACHE, MAX_KNOWN_PAGES)
-        self._searcher = Searcher(tree, senders, reading)
-        self._reader = Reader(tree, reading, self._searcher.absent, note_speed)
-        self._writer = Writer(tree, writing)
+        reading, writing = Breaker("reading", clock), Breaker("writing", clock)
+        self._reading = Lane(backend, objects, range(half), reading, count, clock)
+        self._writing = Lane(backend, objects, range(half, 2 * half), writing, count, clock)
+        self._absent = AbsentPages(clock)
+        self._lines = LogLimiter(clock)
         self._is_closed = False
+        tree.limit_remote(HICACHE, MAX_KNOWN_PAGES)
+        self._searches: Turns[tuple[Sequence[PageHash], Search]] = Turns(
+            "hicache-search", self._search_all
+        )
+        self._fetches: Turns[tuple[ModelId, Sequence[PageHash], Staging]] = Turns(
+            "hicache-read", self._read_all
+        )
+        self._behind = WriteBehind(tree, "hicache-write", self._write, clock)
 
     def fetch(self, model: ModelId, pages: Sequence[PageHash], staging: Staging) -> None:
-        self._reader.fetch(model, pages, staging)
+        is_paused = self._reading.breaker.is_open
+        if is_paused or not self._fetches.put((model, pages, staging)):
+            staging.fail(FetchError("the HiCache backend is paused or closed"))
 
     def note_use(self, model: ModelId, pages: Sequence[PageHash]) -> None:
         """The backend has a recency of its own, and no call to change it."""
 
     def search(self, pages: Sequence[PageHash]) -> Search:
-        return self._searcher.search(pages)
+        search = Search(Deadline.after(WAIT_S, self._reading.clock))
+        is_futile = self._reading.breaker.is_open or self._searches.num_waiting >= MAX_WAITING
+        if is_futile or not self._unknown(pages):
+            search.end()
+        else:
+            self._searches.put((pages, search))
+        return search
 
     def status(self) -> HiCacheStatus:
         return HiCacheStatus(
-            num_late_entries=self._writer.behind.num_late,
-            is_reading_paused=self._reading.is_open,
-            is_writing_paused=self._writing.is_open,
+            num_late_entries=self._behind.num_late,
+            is_reading_paused=self._reading.breaker.is_open,
+            is_writing_paused=self._writing.breaker.is_open,
         )
 
     def close(self) -> None:
@@ -99,13 +167,189 @@ class HiCacheTier:
             return
         self._is_closed = True
         deadline = Deadline.after(MAX_CLOSE_S)
-        threads = (self._searcher.turns, self._reader.turns, self._writer.behind)
+        threads = (self._searches, self._fetches, self._behind)
         have_ended = [thread.close(deadline.remaining_s()) for thread in threads]
         if all(have_ended):
             with contextlib.suppress(Exception):
                 self._backend.close()
         else:
             log.warning("the HiCache backend does not return; it is left as it is")
+
+    def _unknown(self, pages: Sequence[PageHash]) -> list[Match]:
+        """What the tree shows of those models of which there may be more."""
+        there = {it.model: it for it in self._tree.match(pages) if it.location == HICACHE}
+        shown = (
+            there.get(it) or Match(model=it, location=HICACHE, num_pages=0, e_pages={})
+            for it in self._senders
+        )
+        return [
+            it
+            for it in shown
+            if it.num_pages < len(pages) and not self._absent.has(it.model, pages[it.num_pages])
+        ]
+
+    # In the thread that searches.
+
+    def _search_all(self, questions: Iterator[tuple[Sequence[PageHash], Search]]) -> None:
+        breaker = self._reading.breaker
+        for pages, search in questions:
+            try:
+                if not search.is_over and not breaker.is_open:
+                    self._find(pages)
+                    if search.is_over:
+                        breaker.fail(f"an answer took longer than {WAIT_S:g} s")
+                    else:
+                        breaker.succeed()
+            except Exception as exc:  # noqa: BLE001  # The breaker counts it, and says so.
+                breaker.fail(repr(exc))
+            finally:
+                search.end()
+
+    def _find(self, pages: Sequence[PageHash]) -> None:
+        lane = self._reading
+        for known in self._unknown(pages):
+            model, start = known.model, known.num_pages
+            new = pages[start:]
+            num_new = len(new)
+            for marker in lane.objects.markers:
+                num_new = lane.num_leading(model, new[:num_new], marker)
+            if num_new < len(new):
+                self._absent.add(model, new[num_new], ABSENT_S)
+            # E serves only where it reaches from the prompt's first page on.
+            reaches = {
+                layer: lane.num_leading(model, new[:num_new], Step(Kind.E, layer))
+                for layer in self._senders[model]
+                if known.e_pages.get(layer, 0) == start
+            }
+            begin = 0
+            for stop in sorted({*reaches.values(), num_new} - {0}):
+                parent = pages[start + begin - 1] if start + begin else None
+                layers = [layer for layer, reach in reaches.items() if reach >= stop]
+                self._tree.add_remote(HICACHE, model, parent, new[begin:stop], layers)
+                begin = stop
+
+    # In the thread that reads.
+
+    def _read_all(self, fetches: Iterator[tuple[ModelId, Sequence[PageHash], Staging]]) -> None:
+        lane = self._reading
+        for model, pages, staging in fetches:
+            begun_at_s = lane.clock()
+            try:
+                self._read(model, pages, staging)
+                lane.breaker.succeed()
+                self._note_speed(staging.num_bytes, lane.clock() - begun_at_s)
+            except FetchError as exc:
+                staging.fail(exc)
+            except Exception as exc:  # noqa: BLE001  # The breaker counts it, and says so.
+                lane.breaker.fail(repr(exc))
+                lane.count("failed", 1)
+                self._lose(model, pages, ABSENT_S)
+                staging.fail(FetchError(f"the HiCache backend failed: {exc!r}"))
+            del staging
+
+    def _read(self, model: ModelId, pages: Sequence[PageHash], staging: Staging) -> None:
+        lane = self._reading
+        for batch in lane.batches(model, pages, staging.steps):
+            if staging.error is not None:
+                raise staging.error
+            if staging.deadline.has_passed:
+                raise DeadlineExceeded("the HiCache backend was not fast enough")
+            try:
+                found = lane.read(batch)
+            except Exception as exc:
+                culprit = self._culprit(batch, exc)
+                self._note_damage(culprit)
+                self._lose(model, pages[culprit.page :], BROKEN_S)
+                raise StaleEntry(f"{culprit.key} cannot be read") from exc
+            for index, piece in enumerate(batch):
+                is_there, memory = index < len(found) and found[index], lane.memory(index)
+                payload = lane.objects.open(piece.key, piece.step, memory) if is_there else None
+                if payload is None:
+                    if is_there:
+                        self._note_damage(piece)
+                    else:
+                        lane.count("missing", 1)
+                    self._lose(model, pages[piece.page :], BROKEN_S)
+                    raise StaleEntry(f"{piece.key} is {'damaged' if is_there else 'not there'}")
+                staging.write(piece.step, piece.page * payload.nbytes, payload)
+            lane.count("read", len(batch))
+
+    def _culprit(self, batch: Sequence[Piece], error: Exception) -> Piece:
+        """The one object for which a batch failed; raises `error` where the backend does."""
+        culprit, is_well = None, False
+        for piece in batch:
+            try:
+                self._reading.read([piece])
+                is_well = True
+            except Exception:  # noqa: BLE001  # The batch's is reported.
+                if culprit is not None:
+                    break
+                culprit = piece
+            if culprit is not None and is_well:
+                return culprit
+        raise error
+
+    def _lose(self, model: ModelId, pages: Sequence[PageHash], seconds: float) -> None:
+        """The first of these pages could not be read: it is taken to stay away for so long."""
+        self._absent.add(model, pages[0], seconds)
+        self._tree.drop_remote(HICACHE, model, pages)
+
+    def _note_damage(self, piece: Piece) -> None:
+        self._reading.count("damaged", 1)
+        if self._lines.may("damage"):
+            log.warning(
+                "object %s of the HiCache backend is damaged or not ours; others that are found "
+                "within %.0f s are counted and not logged",
+                piece.key,
+                LogLimiter.EVERY_S,
+            )
+
+    # In the thread that writes.
+
+    def _write(self, change: Change, lease: Lease, is_over: Callable[[], bool]) -> bool:
+        """Whether all of an entry is in the backend, or the backend has failed.
+
+        E of each layer comes first, then KV in `Objects.written` order: a page is found only when
+        all of it is there.
+        """
+        lane = self._writing
+        if lane.breaker.is_open:
+            return False
+        steps = [*((Step(Kind.E, layer),) for layer in change.e_layers), lane.objects.written]
+        try:
+            for each in steps:
+                if not self._write_steps(change, lease, each, is_over):
+                    return False
+        except Exception as exc:  # noqa: BLE001  # The breaker counts it, and says so.
+            lane.count("failed", 1)
+            lane.breaker.fail(repr(exc))
+            return True
+        lane.breaker.succeed()
+        parent, layers = change.parent, change.e_layers
+        self._tree.add_remote(HICACHE, change.model, parent, change.pages, layers)
+        return True
+
+    def _write_steps(
+        self, change: Change, lease: Lease, steps: Sequence[Step], is_over: Callable[[], bool]
+    ) -> bool:
+        """Write of each step what is not there, by the first and the last of the steps."""
+        lane, model, pages = self._writing, change.model, change.pages
+        start = len(pages)
+        for step in dict.fromkeys((steps[0], steps[-1])):
+            start = lane.num_leading(model, pages[:start], step)
+        for batch in lane.batches(model, pages[start:], steps):
+            if is_over():
+                return False
+            for index, piece in enumerate(batch):
+                page = start + piece.page
+                (payload,) = lease.views(piece.step, Span(page, page + 1))
+                lane.objects.seal(piece.key, piece.step, payload.cast("B"), lane.memory(index))
+            is_taken = lane.write(batch)
+            lane.count("written" if is_taken else "failed", len(batch))
+            if not is_taken:
+                lane.breaker.fail("it does not take what is written")
+                return False
+        return True
 
 
 def hicache_tier(
@@ -117,14 +361,14 @@ def hicache_tier(
     """What a Cache needs to make the tier; raises ConfigError when it does."""
 
     def make(tree: CacheTree, note_speed: NoteSpeed) -> HiCacheTier:
-        objects = Objects(tree.family)
+        slot_bytes = Objects(tree.family).slot_bytes
         backend = Backend(
             name,
             config,
             tp_rank=tree.family.tp_rank,
             tp_size=tree.family.tp_size,
-            slot_bytes=objects.slot_bytes,
-            num_slots=2 * max(1, min(MAX_SLOTS, MAX_LANE_BYTES // objects.slot_bytes)),
+            slot_bytes=slot_bytes,
+            num_slots=2 * max(1, min(MAX_SLOTS, MAX_LANE_BYTES // slot_bytes)),
         )
         return HiCacheTier(tree, backend, senders, note_speed, count=count)
 

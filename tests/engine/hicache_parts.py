@@ -87,7 +87,7 @@ def fetch(cache: Cache, pages: Sequence[PageHash], span: Span, seconds: float = 
 
 def objects_of(cache: Cache) -> Mapping[str, int]:
     """How many there were, by result."""
-    counts = tier_of(cache)._reader._lane.count
+    counts = tier_of(cache)._reading.count
     assert isinstance(counts, Counts)
     return counts
 

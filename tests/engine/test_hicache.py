@@ -36,8 +36,7 @@ from cachetree import (
 )
 from sglang_droidspeak.engine.hicache import check_backend
 from sglang_droidspeak.hicache import HICACHE, Objects, hicache_tier, tier
-from sglang_droidspeak.hicache import search as searching
-from sglang_droidspeak.hicache.search import AbsentPages
+from sglang_droidspeak.hicache.tier import AbsentPages
 
 NUM_OBJECTS = 8 * 5
 """Of a prompt of eight pages: KV of four layers, E of one."""
@@ -51,7 +50,7 @@ def no_directory_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Searches that are late are another file's."""
-    monkeypatch.setattr(searching, "WAIT_S", 10.0)
+    monkeypatch.setattr(tier, "WAIT_S", 10.0)
 
 
 # The file backend.

@@ -13,7 +13,7 @@ import yaml
 from cachetree.cli.serve import read_config
 from cachetree.errors import Cancelled, FetchError
 from cachetree.planning import Reason
-from sglang_droidspeak.hicache.search import WAIT_S
+from sglang_droidspeak.hicache.tier import WAIT_S
 from sglang_droidspeak.request.planner import UNMEASURED_S
 from sglang_droidspeak.request.source import ForwardWaitExceeded
 from sglang_droidspeak.start.config import parse_settings
