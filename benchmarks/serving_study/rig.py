@@ -22,9 +22,9 @@ from cachetree.planning import PROFILE_VERSION, BlockQuality, PairProfile, write
 from cachetree.tree import page_hashes
 from profiles.random_models import random_prompt, shape, write_models
 from sglang_droidspeak.fleet.servers import (
+    Process,
     Server,
     ServerSpec,
-    Worker,
     WorkerSpec,
     free_port,
     running,
@@ -141,7 +141,7 @@ QUICK = Size(
 @dataclass(frozen=True, kw_only=True)
 class Rig:
     size: Size
-    worker: Worker
+    worker: Process
     """Holds every document as the sender reads it."""
     sender: Server
     alone: Sequence[Server]

@@ -77,7 +77,28 @@ def linker_options(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerSpec:
+class Spec:
+    """What to run, and how to see that it is ready."""
+
+    name: str
+
+    def start(self, folder: Path, env: Mapping[str, str]) -> Process:
+        return Process(self, folder, env)
+
+    def words(self, folder: Path) -> Sequence[str]:
+        """Of its command; what it reads is written into `folder`."""
+        raise NotImplementedError
+
+    def address(self, log: Path) -> str:
+        """Where it is reached."""
+        raise NotImplementedError
+
+    def answers(self, log: Path) -> bool:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSpec(Spec):
     """One `python -m sglang.launch_server --config FILE`."""
 
     model: Path
@@ -96,7 +117,7 @@ class ServerSpec:
     def start(self, folder: Path, env: Mapping[str, str]) -> Server:
         return Server(self, folder, env)
 
-    def yaml(self) -> str:
+    def words(self, folder: Path) -> Sequence[str]:
         options: dict[str, Any] = {
             "model-path": str(self.model),
             "host": self.host,
@@ -107,11 +128,22 @@ class ServerSpec:
         }
         if self.droidspeak is not None:
             options |= linker_options(self.droidspeak)
-        return yaml.safe_dump(options, sort_keys=False)
+        loras = [f"{name}={path}" for name, path in self.adapters.items()]
+        flags = ("--enable-lora", "--lora-paths", *loras) if loras else ()
+        command = (*self.wrapper, sys.executable, "-m", "sglang.launch_server", "--config")
+        return (*command, _written(folder / f"{self.name}.yaml", options), *flags)
+
+    def address(self, _log: Path) -> str:
+        return f"http://{self.host}:{self.port}"
+
+    def answers(self, log: Path) -> bool:
+        with contextlib.suppress(requests.RequestException):
+            return requests.get(f"{self.address(log)}/ready", timeout=2).status_code == 200
+        return False
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerSpec:
+class WorkerSpec(Spec):
     """One `cachetree serve --config FILE`."""
 
     config: Mapping[str, Any]
@@ -119,12 +151,20 @@ class WorkerSpec:
     wrapper: Sequence[str] = ()
     """Words before the command, such as those that run it elsewhere."""
 
-    def start(self, folder: Path, env: Mapping[str, str]) -> Worker:
-        return Worker(self, folder, env)
+    def words(self, folder: Path) -> Sequence[str]:
+        command = (*self.wrapper, sys.executable, "-m", "cachetree.cli", "serve", "--config")
+        return (*command, _written(folder / f"{self.name}.yaml", self.config))
+
+    def address(self, log: Path) -> str:
+        """As it says itself, with the real port; empty until it is ready."""
+        return log.read_text(errors="replace").partition(_SERVING)[2].partition("\n")[0].strip()
+
+    def answers(self, log: Path) -> bool:
+        return bool(self.address(log))
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProgramSpec:
+class ProgramSpec(Spec):
     """Any other program that servers need, such as a store's master."""
 
     command: Sequence[str]
@@ -132,11 +172,21 @@ class ProgramSpec:
     """Of loopback, where it takes connections once it is ready."""
     name: str = "program"
 
-    def start(self, folder: Path, env: Mapping[str, str]) -> Program:
-        return Program(self, folder, env)
+    def words(self, _folder: Path) -> Sequence[str]:
+        return self.command
+
+    def address(self, _log: Path) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def answers(self, _log: Path) -> bool:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port)):
+            return True
+        return False
 
 
-Spec = ServerSpec | WorkerSpec | ProgramSpec
+def _written(path: Path, options: Mapping[str, Any]) -> str:
+    path.write_text(yaml.safe_dump(dict(options), sort_keys=False))
+    return str(path)
 
 
 class Process:
@@ -145,13 +195,12 @@ class Process:
     `stop` ends every process of that session; leaving `running` does too.
     """
 
-    def __init__(
-        self, name: str, command: Sequence[str], folder: Path, env: Mapping[str, str]
-    ) -> None:
-        self.name = name
-        self.log = folder / f"{name}.log"
+    def __init__(self, spec: Spec, folder: Path, env: Mapping[str, str]) -> None:
+        self.spec: Any = spec
+        self.name = spec.name
+        self.log = folder / f"{spec.name}.log"
         with self.log.open("wb") as log:
-            self._process = self._launch(command, log, {**os.environ, **env})
+            self._process = self._launch(spec.words(folder), log, {**os.environ, **env})
 
     def _launch(
         self, command: Sequence[str], log: BinaryIO, env: Mapping[str, str]
@@ -167,7 +216,7 @@ class Process:
     @property
     def address(self) -> str:
         """Where it is reached."""
-        raise NotImplementedError
+        return self.spec.address(self.log)
 
     @property
     def is_alive(self) -> bool:
@@ -178,10 +227,7 @@ class Process:
         if not self.is_alive:
             code = self._process.returncode
             raise ServerFailed(f"{self.name} ended with {code}:\n{end_of(self.log)}")
-        return self._answers()
-
-    def _answers(self) -> bool:
-        raise NotImplementedError
+        return self.spec.answers(self.log)
 
     def kill(self) -> None:
         """SIGKILL every process of the server at once."""
@@ -202,58 +248,12 @@ class Process:
         self.kill()
 
 
-class Worker(Process):
-    """A started `cachetree serve`."""
-
-    def __init__(self, spec: WorkerSpec, folder: Path, env: Mapping[str, str]) -> None:
-        config = folder / f"{spec.name}.yaml"
-        config.write_text(yaml.safe_dump(dict(spec.config), sort_keys=False))
-        command = (*spec.wrapper, sys.executable, "-m", "cachetree.cli", "serve", "--config")
-        super().__init__(spec.name, (*command, str(config)), folder, env)
-        self.spec = spec
-
-    @property
-    def address(self) -> str:
-        """As it says itself, with the real port; empty until it is ready."""
-        said = self.log.read_text(errors="replace")
-        return said.partition(_SERVING)[2].partition("\n")[0].strip()
-
-    def _answers(self) -> bool:
-        return bool(self.address)
-
-
-class Program(Process):
-    def __init__(self, spec: ProgramSpec, folder: Path, env: Mapping[str, str]) -> None:
-        super().__init__(spec.name, spec.command, folder, env)
-        self.spec = spec
-
-    @property
-    def address(self) -> str:
-        return f"127.0.0.1:{self.spec.port}"
-
-    def _answers(self) -> bool:
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.spec.port)):
-            return True
-        return False
-
-
 class Server(Process):
     """A started SGLang server."""
 
     def __init__(self, spec: ServerSpec, folder: Path, env: Mapping[str, str]) -> None:
-        config = folder / f"{spec.name}.yaml"
-        config.write_text(spec.yaml())
-        command = (*spec.wrapper, sys.executable, "-m", "sglang.launch_server", "--config")
-        loras = [f"{name}={path}" for name, path in spec.adapters.items()]
-        flags = ("--enable-lora", "--lora-paths", *loras) if loras else ()
-        command = (*command, str(config), *flags)
-        super().__init__(spec.name, command, folder, {**_FORKED_START, **env})
-        self.spec = spec
-        self.url = f"http://{spec.host}:{spec.port}"
-
-    @property
-    def address(self) -> str:
-        return self.url
+        super().__init__(spec, folder, {**_FORKED_START, **env})
+        self.url = self.address
 
     def stop(self) -> None:
         """End it at once.
@@ -261,11 +261,6 @@ class Server(Process):
         SIGTERM ends its scheduler as abruptly; the rest takes that for a crash and waits 5 s.
         """
         self.kill()
-
-    def _answers(self) -> bool:
-        with contextlib.suppress(requests.RequestException):
-            return requests.get(f"{self.url}/ready", timeout=2).status_code == 200
-        return False
 
     def generate(
         self, prompt: str | Sequence[int], *, timeout_s: float = 120.0, **asked: Any
@@ -298,10 +293,6 @@ class Server(Process):
         for reply in replies:
             last = reply
         return ttft_s, last
-
-    def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids as the server itself would make them of each text."""
-        return self.post("/tokenize", prompt=list(texts))["tokens"]
 
     def post(self, path: str, timeout_s: float = 60, /, **body: Any) -> dict[str, Any]:
         """Any JSON endpoint; raises requests.HTTPError on an error status."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sglang_droidspeak.fleet.servers import Worker, WorkerSpec
+from sglang_droidspeak.fleet.servers import Process, WorkerSpec
 
 
 class Shelf:
@@ -16,7 +16,7 @@ class Shelf:
         self._config = config
         self._folder = folder
         self._num_lives = 0
-        self.process: Worker = self._start()
+        self.process: Process = self._start()
 
     def kill(self) -> None:
         self.process.kill()
@@ -25,7 +25,7 @@ class Shelf:
         """Returns before it is ready."""
         self.process = self._start()
 
-    def _start(self) -> Worker:
+    def _start(self) -> Process:
         self._num_lives += 1
         spec = WorkerSpec(config=self._config(self._num_lives), name=f"worker-{self._num_lives}")
         return spec.start(self._folder, {})

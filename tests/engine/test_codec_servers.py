@@ -54,7 +54,7 @@ def test_another_models_cache_in_a_third_of_the_bytes(servers: tuple[Server, Ser
     qualities = []
     for context, records in DOCUMENTS:
         text = context_prompt(context)
-        (tokens,) = sender.tokenize([text])
+        (tokens,) = sender.post("/tokenize", prompt=[text])["tokens"]
         sender.generate(tokens, max_new_tokens=1)
         for record in records:
             prompt = prompt_of(record)
@@ -82,7 +82,7 @@ def ask(server: Server, prompt: str) -> dict:
 
 def test_its_own_cache_comes_back_approximate_and_says_so(servers: tuple[Server, Server]) -> None:
     sender, _ = servers
-    (tokens,) = sender.tokenize([context_prompt(DOCUMENTS[0][0])])
+    (tokens,) = sender.post("/tokenize", prompt=[context_prompt(DOCUMENTS[0][0])])["tokens"]
     sender.flush()
     first = answer(sender, tokens, droidspeak={"mode": "off"})
     assert first.provenance["exact"]

@@ -24,7 +24,7 @@ from benchmarks.oracle import Generated
 from cachetree.ids import EMPTY_SPAN, Span
 from profiles.data.records import read_records
 from sglang_droidspeak.fleet.fleet import read_fleet, specs
-from sglang_droidspeak.fleet.servers import Program, ProgramSpec, Server, free_port, running
+from sglang_droidspeak.fleet.servers import Process, ProgramSpec, Server, free_port, running
 from tools.pairs.prompts import by_context, context_prompt
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
@@ -42,7 +42,7 @@ LIMIT_S = 8.0
 @dataclass
 class Cluster:
     folder: Path
-    master: Program
+    master: Process
     reader: Server
     answerer: Server
     metrics_port: int
@@ -58,7 +58,7 @@ class Cluster:
     def read(self, text: str, *, wait_s: float = 10.0) -> list[int]:
         """Its tokens, once the reader has read it and has stored it, two halves of each object;
         also where it takes longer to store."""
-        (tokens,) = self.reader.tokenize([text])
+        (tokens,) = self.reader.post("/tokenize", prompt=[text])["tokens"]
         least = self.num_objects() + 2 * (len(tokens) // PAGE) * (LAYERS + 1)
         self.reader.generate(tokens, max_new_tokens=1)
         until_s = time.monotonic() + wait_s
