@@ -146,8 +146,8 @@ def installation() -> Iterator[Check]:
 def configuration(path: Path) -> Iterator[Check]:
     """Of the file that `sglang.launch_server --config` takes, on the machine where it will run."""
     try:
-        options = read_yaml(path, "config")
-        settings, extra = _settings(options, path)
+        options = read_yaml(path, "config") or {}
+        extra = _extra_of(options, path)
         server = server_of(extra, str(options.get("model-path")), [*as_flags(options)])
     except CacheTreeError as exc:
         yield _check("settings", False, str(exc), f"correct {path}")
@@ -156,20 +156,19 @@ def configuration(path: Path) -> Iterator[Check]:
     for it in server.profiles:
         pair = f"{it.sender.model_id} to {it.receiver.model_id}"
         yield _check(f"profile {pair}", it.is_usable, it.reason, "see `droidspeak profile show`")
+    settings = server.settings
     yield from _room(settings)
     for address in dict.fromkeys((*settings.peers, *settings.push_to)):
         yield _peer(address, settings)
 
 
-def _settings(options: Any, path: Path) -> tuple[Settings, dict[str, Any]]:
-    options = options or {}
+def _extra_of(options: Any, path: Path) -> dict[str, Any]:
     linker = options.get("unified-cache-external-linker-config")
     if not isinstance(linker, dict) or linker.get("linker_module_path") != LINKER_MODULE:
         raise ConfigError(f"{path} does not configure droidspeak; `droidspeak serve` writes it")
     if options.get("page-size", 1) < MIN_PAGE_SIZE:
         raise ConfigError(f"page-size is less than {MIN_PAGE_SIZE}, as it is by default; set it")
-    extra = linker.get("linker_extra_config") or {}
-    return parse_settings(extra), extra
+    return linker.get("linker_extra_config") or {}
 
 
 def _room(settings: Settings) -> Iterator[Check]:

@@ -87,16 +87,9 @@ def options_of(args: argparse.Namespace) -> dict[str, Any]:
 def server_of(settings: Mapping[str, Any], model: str, flags: Sequence[str]) -> ThisServer:
     """What the settings mean for a model that SGLang serves with these flags; raises ConfigError or
     ProfileError."""
-    from sglang_droidspeak.start.this_server import folder_of, read_server
+    from sglang_droidspeak.start.this_server import read_server
 
     own = _own_flags().parse_known_args(flags)[0]
-    try:
-        folder_of(model, own.revision)
-    except (OSError, ValueError) as exc:
-        reason = str(exc).partition("\n")[0]
-        raise ConfigError(
-            f"model {model} is no folder, and Hugging Face does not give it: {reason}"
-        ) from exc
     return read_server(
         json.dumps(settings).encode(),
         model,

@@ -13,7 +13,7 @@ import msgspec
 import torch
 from platformdirs import user_cache_path
 
-from cachetree import ModelId
+from cachetree import ConfigError, ModelId
 from cachetree.checkpoint import Codec, Family, ModelIdentity, read_adapter, read_model_identity
 from cachetree.corrections import Correction, read_corrections
 from cachetree.memory import Layout
@@ -171,12 +171,19 @@ def read_server(
 
 
 def folder_of(path: str, revision: str | None = None) -> Path:
-    """Where a model or an adapter lies that SGLang was given by path or by repository."""
+    """Where a model or an adapter lies that SGLang was given by path or by repository; raises
+    ConfigError."""
     if Path(path).is_dir():
         return Path(path)
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(path, revision=revision))
+    try:
+        return Path(snapshot_download(path, revision=revision))
+    except (OSError, ValueError) as exc:
+        reason = str(exc).partition("\n")[0]
+        raise ConfigError(
+            f"model {path} is no folder, and Hugging Face does not give it: {reason}"
+        ) from exc
 
 
 def _cache_dir() -> Path:
