@@ -7,31 +7,39 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterator
 from functools import partial
+from itertools import chain
 from typing import Final
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from cachetree.clock import Clock
 from cachetree.disk import DiskTier
-from cachetree.errors import FamilyMismatch, ProtocolError
+from cachetree.errors import ConfigError, FamilyMismatch, ProtocolError
 from cachetree.ids import Location
 from cachetree.transport import keys, verbs, wire
+from cachetree.transport.address import Address
 from cachetree.transport.admin import AdminService
 from cachetree.transport.backoff import LogLimiter
-from cachetree.transport.channel import Channel
+from cachetree.transport.channel import Channel, silence_limits
 from cachetree.transport.config import WorkerConfig
+from cachetree.transport.data_port import DataPort
 from cachetree.transport.directory import Found, Rounds, announced
-from cachetree.transport.handshake import Refusal, check_worker
+from cachetree.transport.frames import MAX_MESSAGE_BYTES
+from cachetree.transport.handshake import FAILURES, Gate, Refusal, check_worker, refusal_at_worker
 from cachetree.transport.sender import SendScheduler
-from cachetree.transport.server import Received, Router
 from cachetree.transport.session import Service, Session
 from cachetree.transport.tracing import NoteServed, untraced
-from cachetree.transport.wakeup import CLOSE_S
+from cachetree.transport.wakeup import CLOSE_S, Wakeup
 from cachetree.tree import CacheTree
 
 log = logging.getLogger(__name__)
 
 _IDLE_S: Final = 0.25
+_MAX_RECEIVED: Final = 64
+"""Messages taken in one turn."""
 
 
 class Worker:
@@ -74,9 +82,30 @@ class Worker:
         self._turned_at_s = clock()
         self._closing = threading.Event()
         self._log_limiter = LogLimiter(clock)
-        self._router = Router(*check_worker(config), config, clock)
-        self.address: Final[Location] = self._router.address
+        listen, self._gate = check_worker(config)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._wakeup = Wakeup()
+        self._poller = zmq.Poller()
+        try:
+            self._socket = _bound(self._context, listen, self._gate, config.silence_s)
+            self._data_port = DataPort(
+                Address(listen.host, config.bulk_port),
+                self._gate.seals,
+                self._poller,
+                self._wakeup.wake,
+                config,
+                clock,
+            )
+        except ConfigError:
+            self._context.destroy(linger=0)
+            self._wakeup.close()
+            raise
+        self.address: Final = Location(self._socket.get_string(zmq.LAST_ENDPOINT))
         """The address bound, with the real port."""
+        self._monitor = self._socket.get_monitor_socket(FAILURES)
+        for source in (self._wakeup.fileno(), self._socket, self._monitor):
+            self._poller.register(source, zmq.POLLIN)
+        self._gate.register(self._poller)
         self._thread = threading.Thread(
             target=self._run, name=f"cachetree-worker {self.address}", daemon=True
         )
@@ -98,7 +127,7 @@ class Worker:
         if self._announced is not None:
             self._announced.close()
         self._closing.set()
-        self._router.wake()
+        self._wakeup.wake()
         self._thread.join(CLOSE_S)
 
     def status(self) -> verbs.Status:
@@ -142,23 +171,29 @@ class Worker:
             for session in tuple(self._sessions):
                 self._end_session(session, "the worker is closing")
             self._service.scheduler.close()
-            self._router.close()
+            self._data_port.close()
+            self._context.destroy(linger=0)
+            self._wakeup.close()
 
     def _turn(self) -> None:
-        self._router.wait(round(1000 * min(_IDLE_S, self._service.scheduler.timeout_s())))
+        timeout_s = min(_IDLE_S, self._service.scheduler.timeout_s())
+        ready = {source for source, _ in self._poller.poll(round(1000 * timeout_s))}
+        self._wakeup.drain()
         self._turned_at_s = self._service.clock()
-        for arrival in self._router.arrivals():
+        for refusal in chain(self._gate.answer(), self._failed_handshakes(ready)):
+            self._note_refusal(refusal)
+        for arrival in self._data_port.arrivals(ready):
             if isinstance(arrival, Refusal):
-                self._service.counts.num_failed_handshakes += 1
-                self._warn(f"not let in: {arrival.why}", arrival.who)
+                self._note_refusal(arrival)
             else:
                 self._begin_session(*arrival)
+                ready.add(arrival[1].fileno())
         while self._callbacks:
             self._callbacks.popleft()()
-        for received in self._router.receive():
-            self._handle(received)
+        if self._socket in ready:
+            self._receive()
         for session in tuple(self._sessions):
-            if self._router.is_readable(session.channel):
+            if session.channel.fileno() in ready:
                 self._take(session)
             session.advertise()
         self._service.scheduler.send()
@@ -167,31 +202,56 @@ class Worker:
                 self._end_session(session, reason)
         self._service.scheduler.retire()
 
-    def _handle(self, received: Received) -> None:
-        """Answer what needs no session."""
-        identity, message, is_admin, host = received
-        match message:
-            case ProtocolError():
-                self._service.counts.num_protocol_errors += 1
-                self._warn(f"a peer at {host} was cut off: {message}", f"cut off {host}")
-                self._router.send(identity, wire.Bye(reason=wire.reason(message)))
-            case wire.Hello():
-                self._greet(identity, message, host)
-            case _ if isinstance(message, verbs.ToWorker):
-                send = partial(self._router.send, identity)
-                self._admin.serve(
-                    message,
-                    lambda answer: self.call_soon_threadsafe(partial(send, answer)),
-                    is_admin=is_admin,
-                )
-            case _:
-                self._router.send(identity, wire.Bye(reason="there is no session here; say hello"))
+    def _failed_handshakes(self, ready: Container[object]) -> Iterator[Refusal]:
+        for _ in range(_MAX_RECEIVED if self._monitor in ready else 0):
+            if not self._monitor.poll(0):
+                return
+            event = recv_monitor_message(self._monitor)
+            if refusal := refusal_at_worker(event["event"], event["value"]):
+                yield refusal
 
-    def _greet(self, identity: bytes, hello: wire.Hello, host: str) -> None:
-        if len(self._sessions) >= self._service.config.max_peers:
-            self._router.send(identity, wire.Bye(reason=self._full))
-            return
+    def _note_refusal(self, refusal: Refusal) -> None:
+        self._service.counts.num_failed_handshakes += 1
+        self._warn(f"not let in: {refusal.why}", refusal.who)
+
+    def _receive(self) -> None:
+        """Answer what has come over ZMQ, which needs no session."""
+        for _ in range(_MAX_RECEIVED):
+            try:
+                identity, header, *more = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            host, send = str(header.get("Peer-Address")), partial(self._send, identity.bytes)
+            try:
+                if more:
+                    raise ProtocolError("a message has more than one frame")
+                message = wire.decode_to_worker(header.buffer)
+            except ProtocolError as exc:
+                self._service.counts.num_protocol_errors += 1
+                self._warn(f"a peer at {host} was cut off: {exc}", f"cut off {host}")
+                send(wire.Bye(reason=wire.reason(exc)))
+                continue
+            match message:
+                case wire.Hello():
+                    send(self._greeting(message, f"peer {identity.bytes.hex()} at {host}", host))
+                case _ if isinstance(message, verbs.ToWorker):
+                    answer = partial(self._send_soon, identity.bytes)
+                    self._admin.serve(message, answer, is_admin=self._gate.is_admin(header))
+                case _:
+                    send(wire.Bye(reason="there is no session here; say hello"))
+
+    def _send(self, identity: bytes, message: wire.ToPeer) -> None:
+        """Over ZMQ; dropped where that peer is gone, or does not read."""
+        self._socket.send_multipart([identity, wire.encode(message)], zmq.NOBLOCK)
+
+    def _send_soon(self, identity: bytes, message: wire.ToPeer) -> None:
+        """From any thread."""
+        self.call_soon_threadsafe(partial(self._send, identity, message))
+
+    def _greeting(self, hello: wire.Hello, who: str, host: str) -> wire.Hello | wire.Bye:
         it, arena, ticket = self._service, None, None
+        if len(self._sessions) >= it.config.max_peers:
+            return wire.Bye(reason=self._full)
         try:
             wire.require_family(hello, self._tree.family, who=f"the peer at {host}")
         except FamilyMismatch as exc:
@@ -199,20 +259,18 @@ class Worker:
             it.counts.num_refused_peers += 1
             self._warn(f"refused: {exc}")
         else:
-            ticket = self._router.issue_ticket(f"peer {identity.hex()} at {host}")
+            ticket = self._data_port.issue_ticket(who)
             arena = self._tree.memory.file if it.config.shared_memory else None
         most_bytes = self._tree.host_bytes + (it.disk.budget_bytes if it.disk else 0)
-        answer = wire.hello(
-            self._tree.family, it.config.model, self.epoch, arena, ticket, most_bytes
-        )
-        self._router.send(identity, answer)
+        return wire.hello(self._tree.family, it.config.model, self.epoch, arena, ticket, most_bytes)
 
     @property
     def _full(self) -> str:
         return f"the worker already serves {self._service.config.max_peers} peers"
 
     def _begin_session(self, name: str, channel: Channel) -> None:
-        session = Session(name, channel, self._service, self._router.wake)
+        session = Session(name, channel, self._service, self._wakeup.wake)
+        self._poller.register(channel.fileno(), zmq.POLLIN)
         self._sessions.append(session)
         if len(self._sessions) > self._service.config.max_peers:
             self._end_session(session, self._full)
@@ -233,11 +291,36 @@ class Worker:
     def call_soon_threadsafe(self, callback: Callable[[], object]) -> None:
         """From any thread: have it done in this one."""
         self._callbacks.append(callback)
-        self._router.wake()
+        self._wakeup.wake()
 
     def _end_session(self, session: Session, reason: str) -> None:
         if session in self._sessions:
             self._sessions.remove(session)
             log.info("worker %s: %s left: %s", self.address, session.name, reason)
             session.close(reason)
-            self._router.drop(session.channel)
+            self._poller.unregister(session.channel.fileno())
+            session.channel.close()
+
+
+def _bound(
+    context: zmq.Context[zmq.Socket[bytes]], listen: Address, gate: Gate, silence_s: float
+) -> zmq.Socket[bytes]:
+    """Where peers ask. The connection of one that vanishes from the network ends after
+    `silence_s`. Raises ConfigError."""
+    socket = context.socket(zmq.ROUTER)
+    socket.set(zmq.LINGER, 0)
+    socket.set(zmq.IPV6, int(listen.is_ipv6))
+    socket.set(zmq.TCP_KEEPALIVE, 1)
+    keepalive = zmq.TCP_KEEPALIVE_IDLE, zmq.TCP_KEEPALIVE_INTVL, zmq.TCP_KEEPALIVE_CNT
+    limits = silence_limits(silence_s)
+    for option, value in zip((zmq.TCP_MAXRT, *keepalive), limits, strict=True):
+        socket.set(option, value)
+    gate.guard(context, socket, MAX_MESSAGE_BYTES)
+    try:
+        socket.bind(listen.url)
+    except zmq.ZMQError as exc:
+        raise ConfigError(
+            f"listen is {listen.url!r}, which cannot be bound ({exc.strerror}); choose another "
+            "port, or port 0 for a free one"
+        ) from exc
+    return socket

@@ -20,6 +20,7 @@ from cachetree.memory.copying import checksum
 from cachetree.transport import channel
 from cachetree.transport.address import Address
 from cachetree.transport.channel import Arrival, Channel
+from cachetree.transport.data_port import _MAX_PENDING, DataPort
 from cachetree.transport.frames import (
     KEY_BYTES,
     MAX_FRAME_BYTES,
@@ -33,7 +34,6 @@ from cachetree.transport.frames import (
 )
 from cachetree.transport.handshake import Refusal
 from cachetree.transport.send_queue import SendQueue
-from cachetree.transport.server import _MAX_PENDING, DataPort
 
 LARGE_BYTES = 4 << 20
 SIZES = (1, 4096, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES, LARGE_BYTES)

@@ -227,7 +227,7 @@ def test_a_ticket_is_worth_nothing_after_a_while(us: Party, friend: Party) -> No
     with worker_of(new_tree(PAGES), silence_s=0.3, **us.serving(friend)) as worker:
         ticket = ticket_of(worker.address, friend.asking(us))
         assert worker.status().num_peers == 0
-        eventually(lambda: not worker._router._data_port._tickets)
+        eventually(lambda: not worker._data_port._tickets)
         with TicketUser(ticket) as late:
             assert not late.is_let_in()
         assert worker.status().num_failed_handshakes == 1

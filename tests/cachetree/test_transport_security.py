@@ -127,7 +127,7 @@ ELSEWHERE = "127.0.0.2"
 
 
 def data_port(worker: Worker) -> Location:
-    return Location(f"tcp://127.0.0.1:{worker._router._data_port._port}")
+    return Location(f"tcp://127.0.0.1:{worker._data_port._port}")
 
 
 def test_nothing_readable_is_on_the_wire(us: Party, friend: Party) -> None:

@@ -42,8 +42,8 @@ from cachetree.memory.slab import ArenaFile, Blocks, Loan, Pool
 from cachetree.transport import Credentials, ask, channel, verbs, wire
 from cachetree.transport.address import Address
 from cachetree.transport.channel import Channel
+from cachetree.transport.data_port import DataPort
 from cachetree.transport.frames import MESSAGE, Frame, Unsealed
-from cachetree.transport.server import DataPort
 
 FAMILY = Family(
     architecture="LlamaForCausalLM",
