@@ -11,7 +11,7 @@ from typing import Final
 import msgspec
 
 from cachetree.clock import Clock, Deadline
-from cachetree.errors import CacheTreeError, DeadlineExceeded, ProtocolError, StaleEntry
+from cachetree.errors import CacheTreeError, ProtocolError, StaleEntry
 from cachetree.ids import Location, Span
 from cachetree.memory import Layout
 from cachetree.transport import wire
@@ -228,9 +228,10 @@ class PendingStores:
                 if stream is None or not self._can_send:
                     break
                 self._counts.num_pushed_bytes += stream.put()
-            if self._deadline.has_passed:
-                link.channel.close()  # Before the lease ends, which what waits there still needs.
-                raise DeadlineExceeded(f"worker {self._address} did not answer in time")
+            if self._deadline.has_passed:  # The session, and what is fetched in it, goes on.
+                link.send(wire.Cancel(id=self._id))
+                why = "the store took too long"
+                return wire.Ended(id=self._id, error=Why.DEADLINE.value, reason=why)
             yield
         answer = self._answers.popleft()
         if not isinstance(answer, wire.Ended | (wire.Stored if stream else wire.Wanted)):

@@ -211,6 +211,11 @@ class SendScheduler:
     def __len__(self) -> int:
         return len(self._sending)
 
+    @property
+    def num_held(self) -> int:
+        """Those too that are over, and whose pages may still be read."""
+        return len(self._streams)
+
     def limit(self, frame_bytes: int) -> int:
         """The largest payload of at most `frame_bytes` that keeps a slow link smooth."""
         return self._cap.limit(frame_bytes)
@@ -254,6 +259,7 @@ class SendScheduler:
 
     def close(self) -> None:
         """Nobody is served any more."""
+        self.retire()
         for stream in self._streams:
             stream.lease.release()
         self._streams.clear()

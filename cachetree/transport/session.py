@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from cachetree.clock import Clock, Deadline
@@ -160,8 +161,8 @@ class Session:
     def _stream(self, fetch: Fetch, deadline: Deadline) -> Stream:
         """Lease what a fetch names; raises FetchError where it cannot be served."""
         service = self._service
-        if len(service.scheduler) >= service.config.max_streams:
-            raise FetchError(f"the worker already serves {len(service.scheduler)} fetches")
+        if service.scheduler.num_held >= service.config.max_streams:
+            raise FetchError(f"the worker already serves {service.scheduler.num_held} fetches")
         pages = wire.pages_of(fetch.pages)
         steps = wire.steps_of(fetch, service.tree.family.num_layers)
         if not pages or not steps:
@@ -186,9 +187,12 @@ class Session:
         """Begin a store, after the page before it has been read from disk likewise."""
         if self._service.config.accepts:
             deadline = wire.deadline_of(store, self._clock)
-            self._with_page(store, store.parent, deadline, lambda: self._stores.begin(store))
+            begin = partial(self._stores.begin, store, deadline)
+            self._with_page(store, store.parent, deadline, begin)
         else:
-            self._stores.begin(store)
+            self._stores.refuse(
+                store.id, Why.CLOSED, "this worker accepts no stores; set worker.accepts there"
+            )
 
     def _with_page(
         self, request: Fetch | Store, page: bytes, deadline: Deadline, go_on: Callable[[], None]
@@ -259,14 +263,14 @@ class StoreReceiver:
         self._tell = tell
         self._open: dict[int, tuple[FetchReceiver, Reservation]] = {}
 
-    def begin(self, store: wire.Store) -> None:
+    def begin(self, store: wire.Store, deadline: Deadline) -> None:
         """Reserve room for a store, or say why not."""
         try:
-            refusal = self._begin(store)
+            refusal = self._begin(store, deadline)
         except ProtocolError as exc:
             refusal = Why.PROTOCOL, wire.reason(exc)
         if refusal is not None:
-            self._refuse(store.id, *refusal)
+            self.refuse(store.id, *refusal)
 
     def buffer_for(self, frame: Frame) -> memoryview | None:
         """Where its bytes go; None where its store has ended, or ends with it."""
@@ -274,7 +278,7 @@ class StoreReceiver:
         try:
             return None if receiver is None else receiver.buffer_for(frame)
         except FetchError as exc:
-            self._refuse(frame.id, Why.PROTOCOL, wire.reason(exc))
+            self.refuse(frame.id, Why.PROTOCOL, wire.reason(exc))
             return None
 
     def is_pending(self, frame: Frame) -> bool:
@@ -290,7 +294,7 @@ class StoreReceiver:
         try:
             receiver.mark_received(arrival.frame, is_sound=arrival.is_sound)
         except FetchError as exc:
-            self._refuse(id, Why.PROTOCOL, wire.reason(exc))
+            self.refuse(id, Why.PROTOCOL, wire.reason(exc))
             return
         self._counts.num_received_bytes += arrival.frame.size
         if receiver.is_complete:
@@ -308,7 +312,7 @@ class StoreReceiver:
         """End what is late."""
         for id, (receiver, _) in tuple(self._open.items()):
             if receiver.staging.deadline.has_passed:
-                self._refuse(id, Why.DEADLINE, "the store's time is over")
+                self.refuse(id, Why.DEADLINE, "the store's time is over")
 
     def close(self) -> None:
         """The peer is gone."""
@@ -319,11 +323,8 @@ class StoreReceiver:
         self._counts.num_open_stores -= 1
         return self._open.pop(id)[1]
 
-    def _begin(self, store: wire.Store) -> _Refusal | None:
+    def _begin(self, store: wire.Store, deadline: Deadline) -> _Refusal | None:
         config, tree = self._service.config, self._service.tree
-        if not config.accepts:
-            why = "this worker accepts no stores; set worker.accepts to true there"
-            return Why.CLOSED, why
         num_open = self._counts.num_open_stores
         if num_open >= config.max_stores or len(self._open) >= _MAX_OF_ONE_PEER:
             return Why.BUSY, f"{num_open} stores are open"
@@ -344,7 +345,6 @@ class StoreReceiver:
         else:
             num_pages = len(reservation.pages)
             sizes = {step: num_pages * tree.family.page_bytes(step.kind) for step in steps}
-            deadline = wire.deadline_of(store, self._service.clock)
             staging = Staging(sizes, deadline, {it: reservation.views(it) for it in steps})
             receiver = FetchReceiver(model, reservation.pages, staging)
             self._open[store.id] = (receiver, reservation)
@@ -352,7 +352,7 @@ class StoreReceiver:
         self._tell(wire.Wanted(id=store.id, skipped=reservation.skipped))
         return None
 
-    def _refuse(self, id: int, why: Why, reason: str) -> None:
+    def refuse(self, id: int, why: Why, reason: str) -> None:
         self.cancel(id)
         self._counts.stores_by_outcome[why.value] += 1
         self._counts.num_protocol_errors += why is Why.PROTOCOL

@@ -196,6 +196,21 @@ def test_closing_waits_for_a_silent_worker_only_so_long(monkeypatch: pytest.Monk
         assert (status.num_waiting, status.num_stored) == (1, 0)
 
 
+def test_a_store_that_is_not_answered_in_time_is_given_up_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its session goes on, and what is fetched in it."""
+    monkeypatch.setattr("cachetree.transport.pending_stores._STORE_S", 0.1)
+    with ScriptedWorker(lambda *_: None) as worker, at_worker(worker.address) as cache:
+        store(cache.tree, PAGES[:2])
+        eventually(num_pushed(cache, refused=1, waiting=0))
+        (status,) = cache.status().stores
+        assert "too long" in status.error
+        eventually(lambda: wire.Cancel(id=1) in worker.received)
+        (peer,) = cache.status().peers
+        assert (peer.state, peer.num_losses) == ("ready", 0)
+
+
 def test_a_queue_that_is_closed_takes_in_nothing_even_where_it_begins_again() -> None:
     tree = new_tree(PAGES[:2])
     queue = ChangeQueue(tree.subscribe, 4, lambda: None)

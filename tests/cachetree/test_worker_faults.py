@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator
 
@@ -9,6 +10,7 @@ import msgspec
 import pytest
 import zmq
 from transport_parts import (
+    HOST_BYTES,
     MODEL,
     ONCE,
     PAGE_BYTES,
@@ -29,6 +31,7 @@ from cachetree import (
     Location,
     Peer,
 )
+from cachetree.memory.arena import Arena
 from cachetree.transport import wire
 from cachetree.tree import join_hashes
 
@@ -128,6 +131,25 @@ def test_what_nobody_asked_for_may_be_cancelled_and_what_is_over_is_not_counted_
         assert peer.ask(wire.Cancel(id=1)) == wire.Ended(id=1, error="cancelled")
         assert worker.status().fetches_by_outcome == {"ok": 1}
         assert worker.status().num_protocol_errors == 0
+
+
+def test_what_is_located_and_never_let_go_of_is_bounded() -> None:
+    """Its pages are held, though all of it was sent."""
+    with (
+        contextlib.closing(Arena(HOST_BYTES)) as arena,
+        worker_of(new_tree(PAGES, memory=arena), max_streams=2) as worker,
+        RawPeer(worker.address) as peer,
+    ):
+
+        def answer(id: int) -> wire.ToPeer:
+            return peer.ask(a_fetch(id=id, reads_arena=True, steps=(("kv", 0),)))
+
+        assert [type(answer(id)) for id in (1, 2)] == [wire.Located] * 2
+        refused = answer(3)
+        assert isinstance(refused, wire.Ended)
+        assert "already serves 2" in refused.reason
+        assert peer.ask(wire.Cancel(id=1)) == wire.Ended(id=1, error="cancelled")
+        assert isinstance(answer(4), wire.Located)
 
 
 def test_a_fetch_that_comes_twice_holds_nothing() -> None:
