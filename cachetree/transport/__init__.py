@@ -1,41 +1,20 @@
 """Moves pages between servers: a worker serves a tree, a peer fetches from it and stores in it.
 
-Two processes hold one session: one TCP connection with the messages of `wire` and payloads in one
-order, which `frames` guards. Over ZMQ goes what needs no session: the hello that begins one, and
-what an operator asks (`verbs`). Where pages lie in memory that both can read, the messages say
-where, and no payload goes over TCP.
+Two processes hold one session: one TCP connection (`channel`, `send_queue`) with the messages of
+`wire` and payloads in one order, which `frames` guards. Over ZMQ goes what needs no session: the
+hello that begins one, and what an operator asks (`verbs`, `admin`). Where pages lie in memory that
+both can read, the messages say where, and no payload goes over TCP. The ways of a fetch and of a
+store through these files are drawn in `cachetree/README.md`.
 
-A fetch, from the reader to the pages and back:
-
-    reader's process                          worker's process
-    peer             one thread, one session
-    pending_fetches  asks, asks again
-    receiver         writes the request
-    connection, channel ══ Fetch ═══════════► channel, session one thread, all sessions; what is
-                                                               only on disk comes first; leases
-                                                               the pages
-                                              sender           cuts them into frames, in fair turns
-    channel          ◄═════════ frames ══════ send_queue       gives them to the kernel
-    pending_fetches
-    receiver         checks them, counts them in the reader's staging
-
-A store, from the tree that has an entry to the tree that keeps it:
-
-    storing process                           worker's process
-    advertise        notes what comes in
-    peer             one thread, one session
-    pending_stores   one entry at a time
-    connection, channel ══ Store ═══════════► channel, session the page before it comes first
-    pending_stores   ◄═════════ Wanted ══════                  takes room for it
-    sender           cuts it into frames
-    send_queue       ══════════ frames ═════► channel
-                                              receiver         checks them
-    pending_stores   ◄═════════ Stored ══════ session          commits the entry
-
-`worker` has the thread of all sessions and `server` its sockets, where peers are let in;
-`advertise` tells them what is held. `peers` has one peer for each worker and takes in whom
-`directory` finds, `admin` answers and asks for operators, `handshake` and `keys` say who may do
-what, `backoff` how long who fails has to wait, `status` counts.
+    peer             one worker, read and stored in: one thread, one `connection` at a time
+    pending_fetches  what is asked of it, and asked again; `pace`, how fast it is
+    pending_stores   what it is given
+    peers            all that a cache has, and whom `directory` finds
+    worker           the other side: one thread for all that come in over `data_port`
+    session          what one of them is owed; `advertise`, what it is told
+    sender, receiver pages on their way out and in, of fetches and of stores
+    handshake, keys  who may do what; `backoff`, how long who fails has to wait
+    status, tracing  what became of it all
 """
 
 from cachetree.transport.address import parse_http

@@ -12,11 +12,12 @@ import msgspec
 
 from cachetree.clock import Clock, Deadline
 from cachetree.errors import CacheTreeError, ProtocolError, StaleEntry
-from cachetree.ids import Location, Span
+from cachetree.ids import PAGE_HASH_BYTES, Location, Span
 from cachetree.memory import Layout
 from cachetree.transport import wire
 from cachetree.transport.advertise import ChangeQueue
 from cachetree.transport.connection import Connection
+from cachetree.transport.frames import MAX_MESSAGE_BYTES
 from cachetree.transport.receiver import NOT_ASKED
 from cachetree.transport.sender import Stream, payloads_of
 from cachetree.transport.status import PushCounts, PusherStatus
@@ -34,6 +35,8 @@ _PART_BYTES: Final = 64 << 20
 """Larger entries go in several stores, each of which can be read when it is there."""
 _STORE_S: Final = 30.0
 _FRAME_BYTES: Final = 4 << 20
+_MAX_PAGES: Final = MAX_MESSAGE_BYTES // PAGE_HASH_BYTES // 2
+"""Of a store, which names them in one message."""
 _BURST: Final = 4
 """Frames sent before the peer looks at its fetches again."""
 
@@ -241,6 +244,6 @@ class PendingStores:
 
 def _parts(change: Change, page_bytes: int) -> Iterator[Change]:
     """The entry in stores of about `_PART_BYTES`, each the parent of the next."""
-    num_pages = max(1, _PART_BYTES // page_bytes)
+    num_pages = min(max(1, _PART_BYTES // page_bytes), _MAX_PAGES)
     for start in range(0, len(change.pages), num_pages):
         yield change.part(Span(start, min(start + num_pages, len(change.pages))))

@@ -43,9 +43,9 @@ class Counts(msgspec.Struct, kw_only=True):
     num_open_stores: int = 0
     num_received_bytes: int = 0
     fetches_by_outcome: ByName = msgspec.field(default_factory=Counter)
-    """Those that ended: `ok`, a key of `FETCH_ERRORS`, `cancelled`, or `lost` with their peer."""
+    """Those that ended: `ok`, a value of `wire.Why`, or `lost` with their peer."""
     stores_by_outcome: ByName = msgspec.field(default_factory=Counter)
-    """`stored`, `known`, or a value of `Refused`."""
+    """`stored`, `known`, or a value of `wire.Why`."""
     hits: ByName = msgspec.field(default_factory=Counter)
     """Fetches whose pages were all there, by tier."""
     misses: ByName = msgspec.field(default_factory=Counter)

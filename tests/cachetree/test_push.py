@@ -13,11 +13,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from push_parts import PAGE_TOTAL, PAGES, at_worker, cache_of, fetched, num_pushed
+from push_parts import PAGE_TOTAL, PAGES, at_worker, cache_of, fetched, new_store, num_pushed
 from security_parts import Party, new_party
 from transport_parts import (
     FAMILY,
     FAST,
+    MODEL,
     ScriptedWorker,
     ask_status,
     eventually,
@@ -29,6 +30,8 @@ from transport_parts import (
 from cachetree import Cache, CacheConfig, ConfigError, Location, WorkerConfig
 from cachetree.transport import wire
 from cachetree.transport.advertise import ChangeQueue
+from cachetree.transport.pending_stores import _parts
+from cachetree.tree import Change
 
 ACCEPTS = WorkerConfig(accepts=True)
 
@@ -209,6 +212,16 @@ def test_a_store_that_is_not_answered_in_time_is_given_up_alone(
         eventually(lambda: wire.Cancel(id=1) in worker.received)
         (peer,) = cache.status().peers
         assert (peer.state, peer.num_losses) == ("ready", 0)
+
+
+def test_an_entry_of_very_many_small_pages_is_named_in_several_messages() -> None:
+    """One message would be too large, and would end the session each time it was tried."""
+    pages = tuple(pages_of(70_000))
+    change = Change(added=True, model=MODEL, parent=None, pages=pages, e_layers=())
+    parts = list(_parts(change, page_bytes=64))
+    assert sum((part.pages for part in parts), ()) == pages
+    for part in parts:
+        wire.encode(new_store(part.pages))
 
 
 def test_a_queue_that_is_closed_takes_in_nothing_even_where_it_begins_again() -> None:
