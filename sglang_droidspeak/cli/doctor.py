@@ -199,7 +199,7 @@ def _peer(address: str, settings: Settings) -> Check:
 def running(url: str, key: str | None) -> Iterator[Check]:
     """Of a server, by what it says itself."""
     try:
-        state, off_s = live.state_of(url, key), live.clock_off_s(url, key)
+        state, off_s = live.state_of(url, key)
     except CacheTreeError as exc:
         yield _check(url, False, str(exc), "start it, or give its --api-key")
         return

@@ -36,26 +36,23 @@ def add_key(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--api-key", metavar="KEY", help="where the server asks for one")
 
 
-def state_of(url: str, key: str | None) -> dict[str, Any]:
-    """What the first rank's scheduler says in `/server_info`; raises NoAnswer."""
-    try:
-        state = _ask("GET", url, "/server_info", key).json()["internal_states"][0]
-        told = state.get(KEY)
-    except (LookupError, ValueError) as exc:
-        raise _is_another(url, exc) from exc
-    if told is None:
-        raise NoAnswer(f"{url} runs without droidspeak")
-    return state
-
-
-def clock_off_s(url: str, key: str | None) -> float:
-    """How far the server's clock is ahead of this one at least; it is told in whole seconds."""
+def state_of(url: str, key: str | None) -> tuple[dict[str, Any], float]:
+    """What the first rank's scheduler says in `/server_info`, and how far the server's clock, told
+    in whole seconds, is ahead of this one at least; raises NoAnswer."""
     before_s = time.time()
-    told = _ask("GET", url, "/server_info", key).headers.get("Date")
-    if told is None:
-        return 0.0
-    told_s = parsedate_to_datetime(told).timestamp()
-    return max(0.0, told_s - time.time()) + min(0.0, told_s + 1 - before_s)
+    reply = _ask("GET", url, "/server_info", key)
+    after_s = time.time()
+    try:
+        state = reply.json()["internal_states"][0]
+        is_ours = KEY in state
+    except (LookupError, TypeError, ValueError) as exc:
+        raise _is_another(url, exc) from exc
+    if not is_ours:
+        raise NoAnswer(f"{url} runs without droidspeak")
+    if "Date" not in reply.headers:
+        return state, 0.0
+    told_s = parsedate_to_datetime(reply.headers["Date"]).timestamp()
+    return state, max(0.0, told_s - after_s) + min(0.0, told_s + 1 - before_s)
 
 
 def post(args: argparse.Namespace, path: str, question: dict[str, Any]) -> dict[str, Any]:
@@ -88,7 +85,8 @@ def _is_another(url: str, exc: Exception) -> NoAnswer:
 
 
 def _peers(args: argparse.Namespace) -> int:
-    peers = state_of(args.url, args.api_key)[KEY]["peers"]
+    state, _ = state_of(args.url, args.api_key)
+    peers = state[KEY]["peers"]
     for peer in peers:
         show(f"{peer['address']:30} {peer['state']:12} {peer['reason']}".rstrip())
     return int(any(peer["state"] != "ready" for peer in peers))

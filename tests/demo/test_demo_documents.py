@@ -7,7 +7,7 @@ from dataclasses import replace
 from profiles.evidence import read_measured
 from sglang_droidspeak.demo import DemoConfig
 from sglang_droidspeak.demo.results import Condition, rotated
-from sglang_droidspeak.demo.rig import random_documents
+from sglang_droidspeak.demo.run import random_documents
 
 SMALL = DemoConfig.small()
 

@@ -6,7 +6,7 @@ import io
 
 from rich.console import Console
 
-from sglang_droidspeak.demo.command import step
+from sglang_droidspeak.demo.run import step
 
 
 def test_without_a_terminal_it_prints_lines_and_no_control_characters() -> None:

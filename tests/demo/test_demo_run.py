@@ -18,7 +18,8 @@ from engine_parts import ENV
 from forked import ServerSpec
 
 from sglang_droidspeak.cli import main
-from sglang_droidspeak.demo import DemoConfig, rig
+from sglang_droidspeak.demo import DemoConfig
+from sglang_droidspeak.demo import run as running
 
 pytestmark = pytest.mark.server
 
@@ -74,7 +75,7 @@ def assert_nothing_is_left(mark: str) -> None:
 def run(*args: str) -> int:
     """The command in this process, on servers that are forks of one that has imported SGLang."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(rig, "ServerSpec", ServerSpec)
+        patched.setattr(running, "ServerSpec", ServerSpec)
         patched.setattr(DemoConfig, "env", ENV)
         return main(["demo", *args])
 

@@ -1,0 +1,275 @@
+"""The demo from its configuration to its report: a sender and a receiver are started, and asked
+every question under every condition.
+
+What is asked is as the profiler makes it of questions about documents, or random tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from typing import Final
+
+import msgspec
+import requests
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from profiles.data.documents import Document, Question
+from profiles.data.metrics import Metric
+from profiles.data.tasks import Task, score
+from profiles.environment import read_environment
+from profiles.random_models import random_prompt
+from sglang_droidspeak.cli.live import state_of
+from sglang_droidspeak.demo.config import DemoConfig, DemoFailed, Subject
+from sglang_droidspeak.demo.report import DemoReport, MeasuredPair, draw, table_of, write_json
+from sglang_droidspeak.demo.results import (
+    Condition,
+    Sample,
+    Samples,
+    equality_failures,
+    measured_of,
+    quality_failures,
+    reuse_failures,
+    rotated,
+)
+from sglang_droidspeak.fleet.fleet import shared_cores
+from sglang_droidspeak.fleet.servers import Server, ServerSpec, end_of, free_port, running
+from sglang_droidspeak.request.meta_info import KEY, RequestProvenance
+
+PACKAGES = ("sglang-droidspeak", "sglang", "torch", "transformers")
+PUBLISH_S = 60.0
+"""Longest that a document's pages take to be on offer."""
+READY_S = 30.0
+_LOOK_S = 0.05
+_RANDOM: Final = Task(name="random", template="{context}{input}", metric=Metric.F1, max_new=4)
+"""Enough to compare answers; the time to the first token does not depend on the others."""
+_NUM_DOCUMENTS: Final = 3
+_NUM_TOKENS: Final = 2000
+"""Of each such document, in whole pages;"""
+_NUM_NEW_TOKENS: Final = 24
+"""and of the question about it."""
+WARM_TOKENS: Final = 256
+"""Of the last document, which is read and asked about first, so that nothing is new to the servers
+when times begin to count."""
+
+
+def run_demo(config: DemoConfig, console: Console) -> DemoReport:
+    """Measure, report, and write `demo.json`, `demo.png` and the servers' logs.
+
+    Raises DemoFailed where something did not work or a check does not hold; what was measured is
+    written and shown before that.
+    """
+    begun_s, environment = time.monotonic(), read_environment(PACKAGES)
+    subject, profile = config.pair()
+    documents = config.documents(profile)
+    (config.out / "logs").mkdir(parents=True, exist_ok=True)
+    if config.instead:
+        console.print(config.instead, highlight=False)
+
+    pair, failures = _measure(config, subject, documents, console)
+    ceiling = None
+    if config.times_random_pair:
+        with tempfile.TemporaryDirectory(prefix="droidspeak-demo-") as folder:
+            with step(console, "Write two models of random weights"):
+                random = config.make_random(Path(folder))
+            ceiling, more = _measure(config, random, random_documents(), console)
+        failures += more
+
+    report = DemoReport(
+        pair=pair,
+        ceiling=ceiling,
+        failures=[*failures, *quality_failures(pair.conditions, profile)],
+        elapsed_s=round(time.monotonic() - begun_s, 1),
+        environment=environment,
+    )
+    write_json(report, config.out / "demo.json")
+    draw(report, config.out / "demo.png")
+    console.print(table_of(report))
+    console.print(
+        f"{config.out / 'demo.json'}, {config.out / 'demo.png'}, server logs beside them; "
+        f"{report.elapsed_s:.0f} s in all",
+        highlight=False,
+    )
+    if report.failures:
+        raise DemoFailed("\n".join(["checks that do not hold:", *report.failures]))
+    return report
+
+
+def _measure(
+    config: DemoConfig, subject: Subject, documents: Sequence[Document], console: Console
+) -> tuple[MeasuredPair, list[str]]:
+    """Both servers, started side by side and ended; what was measured of their answers, and what
+    was wrong. One that does not answer raises DemoFailed, with the end of both logs."""
+    folder = config.out / "logs" / subject.title.replace(" ", "_").replace("/", "_")
+    total = len(Condition) * sum(len(it.questions) for it in documents)
+    listen = f"tcp://127.0.0.1:{free_port()}"
+    specs = _specs(subject, config, listen)
+    env = {**shared_cores(specs), **config.env}
+    with contextlib.ExitStack() as stack:
+        with step(console, f"Start two servers: {subject.title}"):
+            sender, receiver = stack.enter_context(running(*specs, folder=folder, env=env))
+        _wait_for_peer(receiver)
+        try:
+            with step(console, "Answer questions, four ways", total) as advance:
+                samples = _samples(subject, sender, receiver, documents, advance)
+        except requests.RequestException as exc:
+            logs = [f"{log}:\n{end_of(log)}" for log in sorted(folder.glob("*.log"))]
+            raise DemoFailed("\n\n".join([f"a server did not answer: {exc}", *logs])) from exc
+    metrics = {it.task.metric.value for it in documents if it.questions[0].answers}
+    part = MeasuredPair(
+        pair=subject.title,
+        num_layers=subject.identity.num_layers,
+        block=(subject.block.start, subject.block.stop),
+        dtype=config.resolved_dtype,
+        metric="+".join(sorted(metrics)),
+        num_documents=len(documents),
+        num_questions=len(samples[Condition.BLOCK]),
+        tokens_per_document=round(fmean(len(it.prefix) for it in documents), 1),
+        conditions=measured_of(samples),
+    )
+    return part, [
+        *reuse_failures(samples, part.pair),
+        *equality_failures(samples, part.pair, part.dtype),
+    ]
+
+
+def _specs(subject: Subject, config: DemoConfig, listen: str) -> tuple[ServerSpec, ServerSpec]:
+    maps = {} if subject.e_maps_of is None else {"profiles": [str(subject.e_maps_of)]}
+    sends = {
+        "listen": listen,
+        "capture_layers": [subject.block.start] if subject.block.start else [],
+        "host_gb": config.host_gb,
+        "fetch_deadline_s": PUBLISH_S,
+    }
+    # Off: full reuse and all layers are no blocks that a profile's gate lets through.
+    # It keeps nothing itself, so that every prefix comes from the sender.
+    receives = {
+        "peers": [listen],
+        "gate": "off",
+        "host_gb": 0,
+        "staging_gb": config.host_gb,
+        **maps,
+    }
+    options = config.server_options
+    return (
+        ServerSpec(name="sender", model=subject.sender, options=options, droidspeak=sends),
+        ServerSpec(name="receiver", model=subject.receiver, options=options, droidspeak=receives),
+    )
+
+
+def _wait_for_peer(receiver: Server) -> None:
+    deadline_s = time.monotonic() + READY_S
+    while True:
+        state, _ = state_of(receiver.url, None)
+        (peer,) = state[KEY]["peers"]
+        if peer["state"] == "ready":
+            return
+        if time.monotonic() > deadline_s:
+            found = f"{peer['state']}: {peer['reason']}"
+            raise DemoFailed(f"the sender's cache at {peer['address']} is {found}")
+        time.sleep(_LOOK_S)
+
+
+def _samples(
+    subject: Subject,
+    sender: Server,
+    receiver: Server,
+    documents: Sequence[Document],
+    advance: Callable[[], None],
+) -> Samples:
+    """`advance` is called after each answer that counts."""
+
+    def answers(index: int, document: Document) -> Iterator[tuple[Condition, Sample]]:
+        """Have the sender read the document; the receiver knows of every page then."""
+        publish = {"publish": "before_reply"}
+        sender.generate(document.prefix, max_new_tokens=1, droidspeak=publish, timeout_s=600)
+        for condition in rotated(index):
+            for question in document.questions:
+                yield condition, _sample(subject, receiver, condition, document, question)
+
+    last = documents[-1]
+    short = replace(last, prefix=last.prefix[:WARM_TOKENS], questions=last.questions[:1])
+    for _ in answers(0, short):
+        pass
+    samples: dict[Condition, list[Sample]] = {condition: [] for condition in Condition}
+    for index, document in enumerate(documents):
+        for condition, sample in answers(index, document):
+            samples[condition].append(sample)
+            advance()
+    return samples
+
+
+def _sample(
+    subject: Subject,
+    receiver: Server,
+    condition: Condition,
+    document: Document,
+    question: Question,
+) -> Sample:
+    """One answer of a receiver whose device cache is empty."""
+    receiver.flush()
+    ttft_s, reply = receiver.stream(
+        [*document.prefix, *question.suffix],
+        max_new_tokens=document.task.max_new,
+        droidspeak=condition.controls(subject.identity.model_id, subject.block),
+        timeout_s=600,
+    )
+    quality = None
+    if question.answers:
+        quality = score(document.task, reply["text"], question.answers, question.classes)
+    (provenance,) = reply["meta_info"][KEY]
+    return Sample(
+        ttft_ms=1000 * ttft_s,
+        quality=quality,
+        token_ids=tuple(reply["output_ids"]),
+        num_reusable=len(document.prefix),
+        provenance=msgspec.convert(provenance, RequestProvenance),
+    )
+
+
+def random_documents() -> list[Document]:
+    """Of the randomly initialised models' tokens; one question each, without an answer."""
+    return [
+        Document(
+            context="",
+            prefix=tuple(random_prompt(_NUM_TOKENS, seed)),
+            questions=(
+                Question(
+                    suffix=tuple(random_prompt(_NUM_NEW_TOKENS, _NUM_DOCUMENTS + seed)),
+                    reference=(),
+                    answers=(),
+                    name=str(seed),
+                ),
+            ),
+            task=_RANDOM,
+        )
+        for seed in range(_NUM_DOCUMENTS)
+    ]
+
+
+@contextlib.contextmanager
+def step(console: Console, title: str, total: int | None = None) -> Iterator[Callable[[], None]]:
+    """Says what is going on: a bar on a terminal, lines elsewhere.
+
+    Of `total` parts, after each of which the value is called, or of unknown length.
+    """
+    begun_s, columns = time.monotonic(), [TextColumn("{task.description:<34}"), BarColumn(30)]
+    if total is not None:
+        columns.append(MofNCompleteColumn())
+    columns.append(TimeElapsedColumn())
+    is_quiet = not console.is_terminal
+    if is_quiet:
+        console.print(f"{title} ...", highlight=False)
+    with Progress(*columns, console=console, disable=is_quiet) as bar:
+        task = bar.add_task(title, total=total)
+        yield lambda: bar.advance(task)
+        bar.update(task, total=total or 1, completed=total or 1)
+    if is_quiet:
+        seconds = time.monotonic() - begun_s
+        console.print(f"{title}: done in {seconds:.1f} s", highlight=False)
