@@ -3,7 +3,7 @@
 waiting queue   new_prefill   plan, stage, hold            Queue → WaitingRequests
 admission       lookup, load  promise pages, give slots    WaitingRequests → Load
 batch start     start         copy layers into slots       Loader
-forward         forward       partial prefill, fall back   PartialPrefill, Provenance
+forward         forward       partial prefill, fall back   PartialPrefill
 batch end       finish        free the staging
 insertion       offload       copy new exact KV and E out  Insertions → Offloader, HostEvents
 answer          stream        hold, and label              Replies, Labels
@@ -93,7 +93,6 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         self.pools = {PoolName.KV: pool}
         self.forward_stream = forward_stream
         self._on_cuda = runner.device == "cuda"
-        self._provenance = attachment.provenance
         self._meter = Meter(
             runner.device, pool.layer_num, engine.step_tokens(server_args), server.prefill_prior
         )
@@ -121,7 +120,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         server_pool = ServerPool(rows_of(pool, coding), attachment.e_pool, coding, params.page_size)
         self._loader = Loader(pool.layer_num, Copies(forward_stream, runner.device))
         self.layer_done_counter = self._loader.counter
-        self._offloader = Offloader(self._cache, server_pool, self._provenance)
+        self._offloader = Offloader(self._cache, server_pool)
         self._labels = Labels(self._metrics)
         self._replies = Replies(
             self._cache, self._offloader, self._labels, settings.fetch_deadline_s
@@ -131,7 +130,7 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         self._while_serving = contextlib.ExitStack()
         self._activated = ActivatedAdapters(self._models)
         self._pool_index = PoolIndex(
-            self._cache.tree, attachment.e_pool, self._provenance, params.page_size, num_slots
+            self._cache.tree, attachment.e_pool, params.page_size, num_slots
         )
         planner = Planner(
             server, self._cache, self._meter, self._models, self._activated, self._pool_index
@@ -170,7 +169,6 @@ class DroidSpeakLinker(UnifiedCacheLinker):
             self._pool_index,
             self._offloader,
             self._ranks,
-            params.req_to_token_pool.req_to_token,
             params.page_size,
         )
         self._offloader.is_stopped = not settings.host_gb
@@ -267,7 +265,6 @@ class DroidSpeakLinker(UnifiedCacheLinker):
         """SGLang flushes its tree: nothing may be in flight, and no slot means anything now."""
         self._waiting.clear()
         self._offloader.reset()
-        self._provenance.reset()
         self._pool_index.clear()
         self._loader.counter.reset()
 

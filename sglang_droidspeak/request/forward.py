@@ -34,11 +34,9 @@ class ForwardPass:
         self, attachment: Attachment, loader: Loader, meter: Meter, labels: Labels, ranks: Ranks
     ) -> None:
         server = attachment.server
-        self._runner = attachment.runner
         self._e_pool = attachment.e_pool
         self._forward_wait_s = server.settings.forward_wait_s
         self._loader = loader
-        self._provenance = attachment.provenance
         self._meter = meter
         self._labels = labels
         self._ranks = ranks
@@ -74,9 +72,6 @@ class ForwardPass:
             for req, num_read in zip(batch.reqs, batch.prefix_lens, strict=True):
                 if not num_read:
                     prefixes.move(req, approximate=False)
-        marks = self._provenance.inherit(batch, self._runner.req_to_token_pool.req_to_token)
-        if marks is not None:
-            self._labels.read(batch.reqs, marks)
         is_plain_prefill = not requests and batch.forward_mode == ForwardMode.EXTEND
         started_s = time.monotonic()
         with self._meter.forward(_tokens_of(batch) if is_plain_prefill else ()):
@@ -157,10 +152,6 @@ class ForwardPass:
                 prefixes.move(req, approximate=False)
         elif load.plan.is_exact:
             load.source.adopt_e(load.at, load.slots)
-        table = self._runner.req_to_token_pool.req_to_token[int(batch.req_pool_indices_cpu[row])]
-        before = table[max(0, load.at.start - 1) : load.at.start].long()
-        is_exact = bool(load.cause) or load.plan.is_exact
-        self._provenance.loaded(load.slots, before, exact=is_exact)
 
     def _prefill_in_full(self, batch: ScheduleBatch, row: int, load: Load) -> None:
         """The last resort; where it fails too, SGLang aborts the batch's loading requests."""

@@ -9,12 +9,10 @@ from dataclasses import dataclass
 from typing import Final
 
 import msgspec
-import torch
 
 from cachetree.planning import Considered
-from sglang_droidspeak.engine import own
+from sglang_droidspeak.engine import own, prefixes
 from sglang_droidspeak.engine.names import FINISH_ABORT, Req, is_health_check_generate_req
-from sglang_droidspeak.engine.prefixes import tenant_of
 from sglang_droidspeak.metrics import Metrics
 from sglang_droidspeak.request import traces
 from sglang_droidspeak.request.meta_info import KEY, RequestProvenance
@@ -65,13 +63,6 @@ class Labels:
             label.provenance = provenance
             traces.noted(req, provenance)
 
-    def read(self, reqs: Sequence[Req], marks: torch.Tensor) -> None:
-        """A prefill of these requests is about to run; `marks` says, on the host once it has, which
-        of them read approximate KV."""
-        for row, label in enumerate(map(_label_of, reqs)):
-            if not label.is_told:
-                label.mark = marks[row]
-
     def report(self, reqs: Sequence[Req], skip_req: Req | None = None) -> None:
         """Before SGLang sends what is new of these.
 
@@ -96,6 +87,9 @@ class Labels:
         if is_health_check_generate_req(req):
             return
         told = label.provenance
+        # Where nothing was read it is exact, too; what was aborted in the queue has not read yet.
+        has_read = not is_aborted or told.reused_tokens or req.output_ids
+        label.is_exact = told.exact and not (has_read and prefixes.is_approximate(req))
         if is_aborted and not told.reused_tokens:
             told = RequestProvenance(outcome="aborted")
         elif params.n > 1:
@@ -105,9 +99,7 @@ class Labels:
                     self._warmed.popitem(last=False)
                 return
             told = told if told.reused_tokens else self._warmed.get(_prompt(req), told)
-        if label.mark is not None and not label.mark:
-            label.mark = None
-        told = msgspec.structs.replace(told, exact=label.mark is None)
+        told = msgspec.structs.replace(told, exact=label.is_exact)
         if not own.is_own(req):
             self.metrics.count_outcome(told.outcome, exact=told.exact)
             self._keep(req.rid, Told(told, len(req.origin_input_ids), label.considered))
@@ -125,11 +117,11 @@ class Labels:
 @dataclass(slots=True, eq=False)
 class _Label:
     provenance: RequestProvenance
-    mark: torch.Tensor | None = None
-    """Whether its prompt's KV is approximate; None while none is."""
     considered: Considered | None = None
     is_told: bool = False
-    """Its request was answered: nothing of it changes any more."""
+    """Its request was answered: nothing of it changes any more,"""
+    is_exact: bool = False
+    """and this is what it was told."""
 
 
 def _label_of(req: Req) -> _Label:
@@ -143,7 +135,7 @@ def _label_of(req: Req) -> _Label:
 def must_stay_exact(req: Req) -> bool:
     """Whether it was told to be exact, and retracted since."""
     label = _label_of(req)
-    return label.is_told and label.mark is None
+    return label.is_told and label.is_exact
 
 
 def consider(req: Req, considered: Considered | None) -> None:
@@ -152,7 +144,12 @@ def consider(req: Req, considered: Considered | None) -> None:
 
 
 def _prompt(req: Req) -> Hashable:
-    return hash(req.origin_input_ids.tobytes()), req.lora_id, tenant_of(req), req.cache_salt
+    return (
+        hash(req.origin_input_ids.tobytes()),
+        req.lora_id,
+        prefixes.tenant_of(req),
+        req.cache_salt,
+    )
 
 
 def _write(rid: str, provenance: RequestProvenance) -> None:

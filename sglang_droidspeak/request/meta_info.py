@@ -75,6 +75,7 @@ def provenance_of(
     return RequestProvenance(
         outcome=outcome_of(plan),
         reused_tokens=len(load.at),
+        exact=plan.is_exact,
         sender=plan.sender,
         receiver=plan.receiver,
         location="pool" if is_pool(plan.location) else plan.location,

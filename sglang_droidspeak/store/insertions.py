@@ -29,7 +29,6 @@ class Insertions:
     _pool: PoolIndex
     _offloader: Offloader
     _ranks: Ranks
-    _req_to_token: torch.Tensor
     _page_size: int
     _inserting: tuple[Req, int] | None = field(default=None, init=False)
     about: Callable[[Req, int, int], Told | None] = field(
@@ -64,6 +63,8 @@ class Insertions:
         owner = self._models.owner_of(req)
         if prefixes.refusal(req) or owner is None:
             return False
+        if prefixes.is_approximate(req):
+            return self._offloader.put(None)  # It never becomes exact.
         (transfer,), page_size = transfers, self._page_size
         first = prefixes.page_hash(transfer.keys[0])
         own_path = prefixes.own_pages_of(req, up_to, page_size)
@@ -76,16 +77,12 @@ class Insertions:
             return False
         num_tokens, start = len(pages) * page_size, index * page_size
         slots = transfer.device_indices[:num_tokens]
-        context = slots
-        if self._offloader.provenance.any_approximate:
-            context = self._req_to_token[req.kv.req_pool_idx, :up_to].long()
         return self._offloader.put(
             Offload(
                 model=owner.model,
                 parent=path[index - 1] if index else None,
                 pages=pages,
                 slots=slots,
-                context=context,
                 ready=ready(),
                 told=self.about(req, start, start + num_tokens),
             )

@@ -11,7 +11,6 @@ import torch
 
 from cachetree import Cache, Kind, ModelId, PageHash, Step, Turns, give_way
 from sglang_droidspeak.engine.names import LoRARef
-from sglang_droidspeak.store.capture import Provenance
 from sglang_droidspeak.store.rows import ServerPool
 
 log = logging.getLogger(__name__)
@@ -36,8 +35,6 @@ class Offload:
     parent: PageHash | None
     pages: Sequence[PageHash]
     slots: torch.Tensor
-    context: torch.Tensor
-    """Slots of every token that the request had read: what the node's KV was computed from."""
     ready: Sequence[torch.cuda.Event]
     """What the copy waits for: the forward that writes the slots. Empty off CUDA."""
     told: Told | None = None
@@ -45,13 +42,11 @@ class Offload:
 
 
 class Offloader:
-    """Stores exact KV only; approximate nodes are let go, since they never become exact. On CUDA it
-    copies on a stream of its own."""
+    """Stores exact KV only. On CUDA it copies on a stream of its own."""
 
-    def __init__(self, cache: Cache, pool: ServerPool, provenance: Provenance) -> None:
+    def __init__(self, cache: Cache, pool: ServerPool) -> None:
         self._cache = cache
         self._pool = pool
-        self.provenance = provenance
         self._device = torch.get_device_module(pool.e_pool.valid.device)
         self._stream = self._device.Stream()
         self._results: SimpleQueue[bool] = SimpleQueue()
@@ -65,15 +60,16 @@ class Offloader:
         """Of these, how many are stored, or never will be."""
         self._num_in_flight = 0
         """Put, and their results not yet taken: SGLang takes as many on each rank of a server."""
-        self._turns: Turns[Offload] = Turns("droidspeak-offload", self._run)
+        self._turns: Turns[tuple[Offload | None]] = Turns("droidspeak-offload", self._run)
 
-    def put(self, offload: Offload) -> bool:
-        """Queue one node; False where too many are in flight, and the node is offered again."""
+    def put(self, offload: Offload | None) -> bool:
+        """Queue one node, or None for one that is let go in its turn and never offered again; False
+        where too many are in flight."""
         if self._num_in_flight >= MAX_IN_FLIGHT:
             return False
         self._num_in_flight += 1
         self.num_put += 1
-        self._turns.put(offload)
+        self._turns.put((offload,))
         return True
 
     @property
@@ -93,16 +89,17 @@ class Offloader:
     def close(self) -> None:
         self._turns.close(10)
 
-    def _run(self, offloads: Iterator[Offload]) -> None:
+    def _run(self, offloads: Iterator[tuple[Offload | None]]) -> None:
         give_way()
         with torch.inference_mode(), self._device.stream(self._stream):
-            for offload in offloads:
+            for (offload,) in offloads:
                 self.storing = offload
+                stored = True
                 try:
-                    self._store(offload)
-                    stored = True
+                    if offload is not None:
+                        self._store(offload)
                 except Exception:
-                    log.exception("storing %d pages failed", len(offload.pages))
+                    log.exception("a new node was not stored")
                     stored = False
                 self.storing = None
                 self.num_done += 1
@@ -111,8 +108,6 @@ class Offloader:
     def _store(self, offload: Offload) -> None:
         for event in offload.ready:
             event.synchronize()
-        if not self.provenance.is_exact(offload.context):
-            return
         pages, slots, parent = offload.pages, offload.slots, offload.parent
         e_pool = self._pool.e_pool
         # Loaded pages hold no E of their own; what was computed after them does.

@@ -19,7 +19,6 @@ from cachetree.planning import Plan
 from cachetree.tree import CacheTree
 from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.engine.names import NodeId, Req, UnifiedRadixCache
-from sglang_droidspeak.store.capture import Provenance
 from sglang_droidspeak.store.e_pool import EPool
 
 
@@ -56,7 +55,6 @@ class PoolIndex:
 
     _tree: CacheTree
     _e_pool: EPool
-    _provenance: Provenance
     _page_size: int
     _num_slots: int
     _ages: OrderedDict[tuple[Location, ModelId, PageHash], None] = field(
@@ -65,6 +63,8 @@ class PoolIndex:
     """Pages noted, the one longest unused first, and each after those that stand on it."""
     is_told: bool = field(default=False, init=False)
     """Whether others than this server's models ask what the pool has."""
+    has_approximate: bool = field(default=False, init=False)
+    """Whether SGLang's tree can have approximate KV."""
 
     def note(self, namespace: str, model: ModelId, pages: Sequence[PageHash]) -> None:
         """These pages, from the root, are now in that namespace of SGLang's tree, as `model`'s."""
@@ -92,11 +92,7 @@ class PoolIndex:
         for location in {location for location, _, _ in self._ages}:
             self._tree.forget(location)
         self._ages.clear()
-
-    @property
-    def has_approximate(self) -> bool:
-        """Whether SGLang's tree can have approximate KV."""
-        return self._provenance.any_approximate
+        self.has_approximate = False
 
     def held(self, req: Req, num_pages: int, tree: UnifiedRadixCache) -> Held:
         """What SGLang would find of the request's first pages in either namespace."""
@@ -129,7 +125,7 @@ class PoolIndex:
         is no more."""
         namespace = plan.location.removeprefix(POOL_PREFIX)
         node, slots = prefixes.slots_of(req, namespace, plan.pages.stop, tree)
-        num_there = self._provenance.num_exact(slots) // self._page_size
+        num_there = len(slots) // self._page_size
         if num_there < plan.pages.stop:
             self._tree.drop_remote(plan.location, plan.sender, pages[num_there:])
             return None

@@ -59,7 +59,7 @@ from sglang_droidspeak.request.labels import Labels
 from sglang_droidspeak.request.load import Loader
 from sglang_droidspeak.request.request import Request
 from sglang_droidspeak.request.source import InPool, Source, Staged
-from sglang_droidspeak.store.capture import Attachment, Provenance
+from sglang_droidspeak.store.capture import Attachment
 from sglang_droidspeak.store.e_pool import EPool
 from sglang_droidspeak.store.offloader import Offloader
 from sglang_droidspeak.store.pool import PoolPages
@@ -182,7 +182,6 @@ class Engine:
         self.e_pool.capture_from(self.stack)
         settings = SimpleNamespace(forward_wait_s=300.0, recompute_attention=recompute)
         server = SimpleNamespace(identity=identity, settings=settings)
-        self.provenance = Provenance(slots, "cuda")
         self.coding = Coding(Codec.NONE, identity.head_dim)
         rows = rows_of(pool, self.coding)
         self.pool = ServerPool(rows, self.e_pool, self.coding, PAGE)
@@ -198,7 +197,7 @@ class Engine:
         )
         config = CacheConfig(serves=False, host_bytes=1 << 24, staging_bytes=1 << 20)
         self.cache = Cache(self.family, config, register=cuda.register)
-        self.offloader = Offloader(self.cache, self.pool, self.provenance)
+        self.offloader = Offloader(self.cache, self.pool)
         self.meter = Meter(
             runner.device, self.num_layers, CHUNK, PrefillCost(token_s=1.0, context_s=0.0)
         )
@@ -210,14 +209,7 @@ class Engine:
         self.labels = Labels(metrics)
         with patch.dict(ATTENTION_BACKENDS, {"plain": self._another}):
             self.pass_ = ForwardPass(
-                Attachment(
-                    runner,
-                    self.stack,
-                    self.e_pool,
-                    self.provenance,
-                    server,
-                    {MAP: half},
-                ),
+                Attachment(runner, self.stack, self.e_pool, server, {MAP: half}),
                 self.loader,
                 self.meter,
                 self.labels,

@@ -195,9 +195,7 @@ def play(
 def _stored_difference(engine: Engine, slots: torch.Tensor, own: dict[Step, torch.Tensor]) -> float:
     pages = page_hashes(NUM_PREFIX // PAGE)
     engine.offloader.put(
-        Offload(
-            model=HERE, parent=None, pages=pages, slots=slots, context=slots, ready=engine.ready()
-        )
+        Offload(model=HERE, parent=None, pages=pages, slots=slots, ready=engine.ready())
     )
     while not engine.offloader.num_results:
         time.sleep(0.001)

@@ -116,7 +116,6 @@ def an_offload(engine: Engine) -> None:
             parent=None,
             pages=page_hashes(2),
             slots=slots,
-            context=slots,
             ready=engine.ready(),
         )
     )

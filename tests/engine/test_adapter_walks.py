@@ -27,7 +27,6 @@ from profiles.random_models import shape, write_models
 from sglang_droidspeak.adapters import models as models_module
 from sglang_droidspeak.adapters.models import Models
 from sglang_droidspeak.store import pool as pool_module
-from sglang_droidspeak.store.capture import Provenance
 from sglang_droidspeak.store.pool import PoolIndex, pool_of
 
 NUM_PAGES = 96
@@ -115,9 +114,8 @@ class Walk:
         self.rng = random.Random(seed)
         self.engine = Engine(self.rng)
         self.tree = CacheTree(family, host_bytes=40 * family.num_layers * family.kv_page_bytes)
-        self.provenance = Provenance(NUM_PAGES * PAGE, "cpu")
         e_pool = type("NoE", (), {"layers": ()})()
-        self.index = PoolIndex(self.tree, e_pool, self.provenance, PAGE, NUM_PAGES * PAGE)
+        self.index = PoolIndex(self.tree, e_pool, PAGE, NUM_PAGES * PAGE)
         self.models = Models(ModelId("base"), NUM_LAYERS, lambda folder: ModelId(folder.name))
         self.loaded: dict[str, tuple[str, str]] = {}
         """By name: SGLang's id of this loading, and the weights."""
@@ -147,7 +145,6 @@ class Walk:
     def flush(self) -> None:
         self.engine.flush()
         self.index.clear()
-        self.provenance.reset()
 
     def unload(self) -> None:
         name = self.rng.choice(NAMES)
@@ -175,16 +172,9 @@ class Walk:
         pages = prompt.pages
         if self.rng.random() < 0.7:
             self.look(lora_id, weights, prompt)
-        _, held = self._slots_of(prompt, lora_id, length, None)
-        is_exact = self.rng.random() < 0.7 and self.provenance.is_exact(held)
-        new = self.engine.insert(lora_id, weights, pages)
-        slots = torch.tensor([page * PAGE + i for page in new for i in range(PAGE)])
-        if len(new):
-            before = torch.tensor([], dtype=torch.int64)
-            self.provenance.loaded(slots.long(), before, exact=is_exact)
-        if is_exact:
-            self.index.note(lora_id or "", self.models.of(lora_id), pages)
-            self.store(weights, pages)
+        self.engine.insert(lora_id, weights, pages)
+        self.index.note(lora_id or "", self.models.of(lora_id), pages)
+        self.store(weights, pages)
 
     def store(self, weights: str, pages: Sequence[PageHash]) -> None:
         reservation = self.tree.reserve(ModelId(weights), None, pages, ())
@@ -221,7 +211,6 @@ class Walk:
                 for at, page in enumerate(pages[: match.num_pages]):
                     (slot_page,) = set((slots[at * PAGE : (at + 1) * PAGE] // PAGE).tolist())
                     assert self.engine.contents[slot_page] == Content(match.model, page)
-                assert self.provenance.is_exact(slots)
                 self.num_hits += 1
 
     def _check_local(self, model: ModelId, pages: Sequence[PageHash]) -> None:

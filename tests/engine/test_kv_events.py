@@ -114,7 +114,7 @@ class Keeper:
         pages = page_hashes(tokens)
         slots = torch.zeros(0)
         self.offloader.storing = Offload(
-            model=model, parent=None, pages=pages, slots=slots, context=slots, ready=(), told=told
+            model=model, parent=None, pages=pages, slots=slots, ready=(), told=told
         )
         self.fill(pages, model)
         self.offloader.storing = None

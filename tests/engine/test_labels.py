@@ -19,9 +19,8 @@ from sglang_droidspeak.engine.names import ForwardMode
 from sglang_droidspeak.metrics import Metrics
 from sglang_droidspeak.ranks import Ranks
 from sglang_droidspeak.request import forward
-from sglang_droidspeak.request.labels import Labels
+from sglang_droidspeak.request.labels import Labels, must_stay_exact
 from sglang_droidspeak.request.meta_info import KEY, RequestProvenance
-from sglang_droidspeak.store.capture import Provenance
 
 
 class Counts:
@@ -48,6 +47,7 @@ def request(rid: str = "r1", *, n: int = 1, max_new_tokens: int = 8, **fields: A
         "finished_reason": None,
         "to_finish": None,
         "is_retracted": False,
+        "output_ids": [],
     }
     return SimpleNamespace(**{**known, **fields})
 
@@ -77,7 +77,7 @@ def test_a_label_is_told_once_and_stays(labels: Labels, counts: Counts) -> None:
     labels.note(req, reused())
     labels.report([req])
     labels.note(req, RequestProvenance(outcome="no_match"))
-    labels.read([req], torch.tensor([True]))
+    prefixes.move(req, approximate=True)
     labels.report([req])
     assert told(req) == reused()
     assert req.customized_info["other"] == [1]
@@ -94,10 +94,10 @@ def test_it_waits_for_the_end_of_the_prefill(labels: Labels, counts: Counts) -> 
 def test_it_is_exact_where_what_it_read_was(
     labels: Labels, counts: Counts, is_approximate: bool
 ) -> None:
-    """Whatever was planned: a twin may have left other KV on the device since."""
-    other, req = request("r0"), request()
+    """Whatever became of its plan: where it reads there may be another's."""
+    req = request()
     labels.note(req, RequestProvenance(outcome="no_match"))
-    labels.read([other, req], torch.tensor([False, is_approximate]))
+    prefixes.move(req, approximate=is_approximate)
     labels.report([req])
     assert told(req) == RequestProvenance(outcome="no_match", exact=not is_approximate)
     assert counts.num_approximate == is_approximate
@@ -163,6 +163,26 @@ def test_what_was_read_before_the_end_is_what_it_says(labels: Labels, counts: Co
     assert counts.outcomes == {"reused": 1, "error": 1}, "nobody planned the second one"
 
 
+def test_an_experiments_answer_is_not_exact_whoever_may_read_its_kv(labels: Labels) -> None:
+    """It reads in the namespace of exact KV, and leaves nothing there."""
+    req = request()
+    labels.note(req, reused(exact=False))
+    labels.report([req])
+    assert told(req) == reused(exact=False)
+    assert not must_stay_exact(req)
+
+
+@pytest.mark.parametrize(("output_ids", "is_exact"), [([], True), ([7], False)])
+def test_what_was_aborted_before_it_read_anything_is_exact(
+    labels: Labels, counts: Counts, output_ids: list[int], is_exact: bool
+) -> None:
+    req = request(output_ids=output_ids)
+    prefixes.move(req, approximate=True)
+    labels.aborted(None, None, req)
+    assert told(req) == RequestProvenance(outcome="aborted", exact=is_exact)
+    assert counts.num_approximate == (not is_exact)
+
+
 def test_health_probes_are_nobodys_requests(labels: Labels, counts: Counts) -> None:
     probe = request("HEALTH_CHECK_17")
     labels.note(probe, RequestProvenance(outcome="no_match"))
@@ -179,7 +199,7 @@ def test_samples_say_what_was_read_for_all_of_them(labels: Labels, counts: Count
     assert not counts.outcomes
     for req in samples:
         labels.note(req, RequestProvenance(outcome="too_short"))
-    labels.read(samples, torch.tensor([True, True]))
+        prefixes.move(req, approximate=True)
     labels.report(samples)
     assert [told(req) for req in samples] == [reused(exact=False)] * 2
     other = request(n=2, cache_salt="bob")
@@ -217,7 +237,7 @@ def test_who_reads_nothing_approximate_leaves_exact_kv(monkeypatch, num_before: 
     parts: dict[str, Any] = dict.fromkeys(("loader", "labels"))
     forwards = forward.ForwardPass(
         attachment=SimpleNamespace(  # type: ignore[arg-type]
-            runner=runner, e_pool=None, stack=None, provenance=Provenance(64, "cpu"), server=server
+            runner=runner, e_pool=None, stack=None, server=server
         ),
         meter=Meter("cpu", 4, 64, PrefillCost(token_s=1.0, context_s=0.0)),
         ranks=Ranks(None),

@@ -19,15 +19,17 @@ from cachetree.errors import FetchError
 from cachetree.ids import Location, ModelId, Span
 from cachetree.memory.staging import Staging
 from cachetree.planning.plan import Plan
+from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.engine.names import ForwardMode
+from sglang_droidspeak.metrics import Metrics
 from sglang_droidspeak.ranks import Ranks
 from sglang_droidspeak.request import forward
 from sglang_droidspeak.request.copies import Copies
 from sglang_droidspeak.request.forward import ForwardPass
+from sglang_droidspeak.request.labels import Labels
 from sglang_droidspeak.request.load import Loader
 from sglang_droidspeak.request.request import Request
 from sglang_droidspeak.request.source import Staged
-from sglang_droidspeak.store.capture import Provenance
 from sglang_droidspeak.store.rows import ServerPool
 
 PAGE, NUM_LAYERS, NUM_TOKENS = 16, 4, 64
@@ -78,11 +80,11 @@ class Rig:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, forward_wait_s: float = 10.0) -> None:
         self.rows, self.prefills = Rows(), Prefills()
         self.released: list[Staging] = []
+        self.labels = Labels(Metrics(enabled=False))
         monkeypatch.setattr(forward, "PartialPrefill", lambda *_: self.prefills)
         self.loader = Loader(NUM_LAYERS, Copies(None, "cpu"))
         parts: Any = (self.rows, MagicMock(), MagicMock())
         self.pool = ServerPool(*parts, PAGE)
-        self.provenance = Provenance(1024, "cpu")
         server = SimpleNamespace(
             identity=SimpleNamespace(num_layers=NUM_LAYERS),
             settings=SimpleNamespace(forward_wait_s=forward_wait_s, recompute_attention="server"),
@@ -96,10 +98,10 @@ class Rig:
                 server=server,
                 runner=runner,
                 e_pool=MagicMock(),
-                provenance=self.provenance,
                 stack=None,
             ),
             loader=self.loader,
+            labels=self.labels,
             ranks=Ranks(None),
         )
         self.req = request()
@@ -111,7 +113,13 @@ class Rig:
             staging.write(step, 0, memoryview(bytes(NUM_TOKENS)))
         staging.release = lambda: self.released.append(staging)  # type: ignore[attr-defined]
         source = Staged(PLAN, self.pool, staging)
+        prefixes.move(self.req, approximate=True)
         return loading(PLAN, source, Span(0, NUM_TOKENS), SLOTS, self.req)
+
+    def is_told_exact(self) -> bool:
+        self.labels.report([self.req])
+        ((entry,),) = self.req.customized_info.values()
+        return entry["exact"]
 
     def run(self) -> bool:
         """One batch of one request whose prefix is loaded; whether SGLang keeps its result."""
@@ -170,14 +178,14 @@ def assert_reuse_works(rig: Rig) -> None:
 
 def test_without_a_fault_the_block_is_computed_and_the_rest_copied(rig: Rig) -> None:
     assert_reuse_works(rig)
-    assert not rig.provenance.is_exact(SLOTS)
+    assert not rig.is_told_exact()
 
 
 def test_a_recompute_without_memory_becomes_a_full_prefill(rig: Rig) -> None:
     rig.prefills.failures = 1
     assert rig.run()
     assert rig.prefills.blocks == [EVERYTHING]
-    assert rig.provenance.is_exact(SLOTS)
+    assert rig.is_told_exact()
     assert_reuse_works(rig)
 
 

@@ -25,7 +25,6 @@ from cachetree.ids import EMPTY_SPAN, Kind, Location, ModelId, PageHash, Span, S
 from cachetree.memory.staging import Staging
 from cachetree.planning.plan import Plan
 from sglang_droidspeak.engine import HookType, place_hooks
-from sglang_droidspeak.engine.names import ForwardMode
 from sglang_droidspeak.metrics import CacheMetrics
 from sglang_droidspeak.request import load as load_of_a_request
 from sglang_droidspeak.request.controls import Controls, parse_controls
@@ -34,7 +33,6 @@ from sglang_droidspeak.request.meta_info import provenance_of
 from sglang_droidspeak.request.partial_prefill import BlockTokens, pack
 from sglang_droidspeak.request.request import Request
 from sglang_droidspeak.request.source import ForwardWaitExceeded, Staged
-from sglang_droidspeak.store.capture import Provenance
 from sglang_droidspeak.store.rows import Coding, ServerPool
 
 PAGE = 16
@@ -177,68 +175,6 @@ def test_waiting_for_layers_is_bounded_and_ends_only_that_wait() -> None:
     for step in it.plan.steps:
         it.source.staging.write(step, 0, memoryview(bytes(40)))
     assert it.wait_staged(Deadline.after(0.05)) is None
-
-
-def batch(rows: list[int], **fields) -> SimpleNamespace:
-    return SimpleNamespace(req_pool_indices=torch.tensor(rows), **fields)
-
-
-def extend(rows: list[int], prefix_lens: list[int], slots: list[list[int]]) -> SimpleNamespace:
-    return batch(
-        rows,
-        forward_mode=ForwardMode.EXTEND,
-        prefix_lens=prefix_lens,
-        extend_lens=[len(of) for of in slots],
-        out_cache_loc=torch.tensor([slot for of in slots for slot in of]),
-    )
-
-
-def test_whatever_follows_an_approximate_slot_is_approximate() -> None:
-    marks = Provenance(64, "cpu")
-    table = torch.zeros(2, 16, dtype=torch.int64)
-    table[0, :8] = torch.arange(10, 18)
-    table[1, :8] = torch.arange(20, 28)
-    start = torch.tensor([], dtype=torch.int64)
-    marks.loaded(torch.tensor([10, 11]), start, exact=False)
-    marks.loaded(torch.tensor([20, 21]), start, exact=True)
-    marks.inherit(extend([0, 1], [2, 2], [[12, 13], [22]]), table)
-    assert not marks.is_exact(torch.tensor([12]))
-    assert not marks.is_exact(torch.tensor([13]))
-    assert marks.is_exact(torch.tensor([20, 21, 22]))
-    decode = batch(
-        [0, 1],
-        forward_mode=ForwardMode.DECODE,
-        seq_lens=torch.tensor([5, 4]),
-        out_cache_loc=torch.tensor([14, 23]),
-    )
-    marks.inherit(decode, table)
-    assert not marks.is_exact(torch.tensor([14]))
-    assert marks.is_exact(torch.tensor([23]))
-
-
-def test_exact_pages_after_approximate_ones_are_approximate() -> None:
-    """A full prefill, or the own stored KV, over a prefix that is another model's."""
-    marks = Provenance(64, "cpu")
-    marks.loaded(torch.tensor([10, 11]), torch.tensor([], dtype=torch.int64), exact=False)
-    marks.loaded(torch.tensor([12, 13]), torch.tensor([11]), exact=True)
-    assert not marks.is_exact(torch.tensor([12, 13]))
-    marks.loaded(torch.tensor([30, 31]), torch.tensor([20]), exact=True)
-    assert marks.is_exact(torch.tensor([30, 31]))
-
-
-def test_a_slot_loses_its_mark_with_its_content() -> None:
-    marks = Provenance(64, "cpu")
-    start = torch.tensor([], dtype=torch.int64)
-    table = torch.zeros(1, 16, dtype=torch.int64)
-    marks.loaded(torch.tensor([10, 11]), start, exact=False)
-    marks.inherit(extend([0], [0], [[10, 11, 12]]), table)
-    assert marks.is_exact(torch.tensor([10, 11, 12]))
-    marks.loaded(torch.tensor([10]), start, exact=False)
-    marks.loaded(torch.tensor([10]), start, exact=True)
-    assert marks.is_exact(torch.tensor([10]))
-    marks.loaded(torch.tensor([10]), start, exact=False)
-    marks.reset()
-    assert marks.is_exact(torch.tensor([10]))
 
 
 def test_layers_that_came_after_the_loader_gave_up_are_not_taken_for_loaded() -> None:

@@ -27,7 +27,6 @@ from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.ranks import Ranks
 from sglang_droidspeak.request.in_flight import InFlightPrefills
 from sglang_droidspeak.store import pool as pool_module
-from sglang_droidspeak.store.capture import Provenance
 from sglang_droidspeak.store.pool import Held, PoolIndex, pool_of
 
 BASE, ADAPTED = ModelId("base"), ModelId("adapted")
@@ -63,7 +62,6 @@ class Shelf:
     index: PoolIndex
     tree: CacheTree
     e_pool: FakeEPool
-    provenance: Provenance
     num_there: int = 100
     """Pages that SGLang has not evicted."""
 
@@ -84,8 +82,8 @@ class Shelf:
 @pytest.fixture
 def shelf(model: Path, monkeypatch) -> Shelf:
     tree = CacheTree(family_of(model), host_bytes=0)
-    e_pool, provenance = FakeEPool(), Provenance(NUM_SLOTS, "cpu")
-    made = Shelf(PoolIndex(tree, e_pool, provenance, PAGE, NUM_SLOTS), tree, e_pool, provenance)
+    e_pool = FakeEPool()
+    made = Shelf(PoolIndex(tree, e_pool, PAGE, NUM_SLOTS), tree, e_pool)
 
     def slots_of(_req, _lora_id, num_pages, _tree) -> tuple[int, torch.Tensor]:
         return 7, torch.arange(min(num_pages, made.num_there) * PAGE)
@@ -113,15 +111,6 @@ def test_what_sglang_has_evicted_is_a_miss_and_is_forgotten(shelf: Shelf) -> Non
     shelf.num_there = 6
     shelf.index.note("", BASE, pages)
     assert shelf.noted(pages) == 6
-
-
-def test_approximate_pages_are_a_miss_and_are_forgotten(shelf: Shelf) -> None:
-    pages = pages_of(6)
-    shelf.index.note("", BASE, pages)
-    slots = torch.arange(2 * PAGE, 6 * PAGE)
-    shelf.provenance.loaded(slots, slots[:0], exact=False)
-    assert shelf.index.find(shelf.plan(6), pages, None, None) is None
-    assert shelf.noted(pages) == 2
 
 
 def test_pages_without_e_are_noted_so(shelf: Shelf) -> None:
@@ -344,7 +333,7 @@ def test_what_the_device_has_of_either_kind(shelf: Shelf, monkeypatch) -> None:
     )
     req: Any = SimpleNamespace(lora_id=None)
     assert shelf.index.held(req, 8, None) == Held(3, 0), "none was ever loaded"
-    shelf.provenance.loaded(torch.arange(PAGE), torch.tensor([], dtype=torch.int64), exact=False)
+    shelf.index.has_approximate = True
     held = shelf.index.held(req, 8, None)
     assert (held, held.is_approximate_longer) == (Held(3, 5), True)
     assert not shelf.index.held(req, 3, None).is_approximate_longer

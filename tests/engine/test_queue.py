@@ -156,7 +156,9 @@ def test_a_retracted_request_waits_again_beside_another_and_is_told_once() -> No
     labels = Labels(SimpleNamespace(count_outcome=lambda it, exact: outcomes.update([it])))  # type: ignore[arg-type]
     cache, taken, other = SilentCache(lambda: 0.0), request("taken"), request("other")
     taken.prefix_len = 0
-    waiting, tree = waiting_on(cache, [], labels=labels, is_experiment=False), None
+    nothing = SimpleNamespace(is_approximate_longer=False)
+    pool = SimpleNamespace(has_approximate=False, held=lambda *_: nothing)
+    waiting, tree = waiting_on(cache, [], labels=labels, is_experiment=False, pool=pool), None
     assert waiting.look([taken], tree, is_decoding=False) == {"taken"}
     for step in PLAN.steps:
         cache.stagings[0].land(step, 40)
@@ -166,7 +168,6 @@ def test_a_retracted_request_waits_again_beside_another_and_is_told_once() -> No
     (loading,) = waiting.start()
     waiting.admitted([taken])
     labels.note(taken, RequestProvenance(outcome="reused", reused_tokens=4 * PAGE))
-    labels.read([taken], torch.tensor([True]))
 
     taken.is_retracted = True
     labels.report([taken])
@@ -177,7 +178,6 @@ def test_a_retracted_request_waits_again_beside_another_and_is_told_once() -> No
     assert waiting.look([other, taken], tree, is_decoding=False) == {"other"}
     assert not prefixes.is_approximate(taken)
     waiting.admitted([taken])
-    labels.read([taken], torch.tensor([False]))
     taken.is_retracted = False
     for _ in range(2):
         labels.report([taken])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from array import array
 from types import SimpleNamespace
 from typing import Any
@@ -16,10 +17,12 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from cachetree.ids import ModelId
 from sglang_droidspeak.adapters.models import Owner
+from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.engine.prefixes import refusal, reusable_pages
 from sglang_droidspeak.ranks import Ranks
 from sglang_droidspeak.request.waiting import WaitingRequests
 from sglang_droidspeak.store.insertions import Insertions
+from sglang_droidspeak.store.offloader import Offloader
 
 NUM_TOKENS = 4 * PAGE + 3
 TOKENS = list(range(NUM_TOKENS))
@@ -61,8 +64,7 @@ def offered(req: Req) -> MagicMock:
     """The offloader, after SGLang has inserted the request's whole pages into its tree."""
     models, offloader = MagicMock(), MagicMock(is_stopped=False)
     models.owner_of.return_value = Owner(ModelId("m"), None, None)
-    offloader.provenance.any_approximate = False
-    insertions = Insertions(models, MagicMock(), offloader, Ranks(None), MagicMock(), PAGE)
+    insertions = Insertions(models, MagicMock(), offloader, Ranks(None), PAGE)
     keys = [page.hex() for page in page_hashes(TOKENS)]
     transfer = SimpleNamespace(keys=keys, device_indices=torch.arange(NUM_TOKENS))
 
@@ -89,6 +91,28 @@ def test_any_other_request_is_planned_and_stored() -> None:
     look(req)[1].plan.assert_called_once()
     (call,) = offered(req).call_args_list
     assert call.args[0].pages == page_hashes(TOKENS)
+
+
+def test_what_descends_from_approximate_kv_is_let_go_in_its_turn() -> None:
+    """Never to be offered again: it does not become exact."""
+    req = request()
+    prefixes.move(req, approximate=True)
+    offered(req).assert_called_once_with(None)
+
+
+def test_what_comes_after_a_node_that_is_let_go_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    stored: list[Any] = []
+    monkeypatch.setattr(Offloader, "_store", lambda _self, it: stored.append(it))
+    pool: Any = SimpleNamespace(e_pool=SimpleNamespace(valid=torch.zeros(1)))
+    offloader, node = Offloader(MagicMock(), pool), MagicMock()
+    assert offloader.put(None)
+    assert offloader.put(node)
+    deadline_s = time.monotonic() + 20
+    while offloader.num_results < 2 and time.monotonic() < deadline_s:
+        time.sleep(0.001)
+    assert [offloader.pop_result(), offloader.pop_result()] == [True, True]
+    assert (stored, offloader.num_done) == ([node], 2)
+    offloader.close()
 
 
 @pytest.mark.parametrize(

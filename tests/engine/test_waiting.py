@@ -242,7 +242,7 @@ def test_what_was_told_to_be_exact_stays_so(is_approximate: bool) -> None:
         SimpleNamespace(count_outcome=lambda *_, exact: None),
     )
     labels = Labels(metrics)  # type: ignore[arg-type]
-    labels.read([req], torch.tensor([is_approximate]))
+    prefixes.move(req, approximate=is_approximate)
     labels.report([req])
     waiting = waiting_on(cache, [], is_experiment=False)
     held = waiting.look([req], None, is_decoding=False)  # type: ignore[arg-type]

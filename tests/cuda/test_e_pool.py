@@ -1,5 +1,5 @@
-"""E and marks per slot on a device: what is written inside a CUDA graph can be captured, and what
-is written around a forward does not make the host wait."""
+"""E per slot on a device: what is written inside a CUDA graph can be captured, and what is written
+around a forward does not make the host wait."""
 
 from __future__ import annotations
 
@@ -10,12 +10,9 @@ import torch
 from virtual_cuda import VirtualCuda
 
 from cachetree.ids import Span
-from sglang_droidspeak.engine.names import ForwardMode
-from sglang_droidspeak.store.capture import Provenance
 from sglang_droidspeak.store.e_pool import EPool
 
 HIDDEN, SLOTS = 64, 64
-NOWHERE = torch.empty(0, dtype=torch.int64)
 
 
 @pytest.fixture
@@ -83,34 +80,3 @@ def test_slots_lose_their_e_without_a_wait(cuda: VirtualCuda, pool) -> None:
     e_pool.invalidate(slots[4:8])
     assert not cuda.stalls
     assert e_pool.num_pages_without(slots, 4) == 2
-
-
-@pytest.mark.parametrize("is_exact", [False, True])
-def test_loaded_slots_are_marked_without_a_wait(cuda: VirtualCuda, is_exact: bool) -> None:
-    marks = Provenance(SLOTS, "cuda")
-    slots = torch.arange(8, device="cuda")
-    marks.loaded(slots[:4], NOWHERE.to("cuda"), exact=False)
-    cuda.stalls.clear()
-    marks.loaded(slots[4:], slots[3:4], exact=is_exact)
-    assert not cuda.stalls
-    assert not marks.is_exact(slots[4:]), "what stands on approximate KV is approximate"
-
-
-@pytest.mark.parametrize("mode", [ForwardMode.EXTEND, ForwardMode.DECODE])
-def test_new_slots_inherit_their_marks_without_a_wait(cuda: VirtualCuda, mode: ForwardMode) -> None:
-    marks = Provenance(SLOTS, "cuda")
-    table = torch.arange(32, device="cuda").view(2, 16)
-    marks.loaded(table[0, :4], NOWHERE.to("cuda"), exact=False)
-    new = [4, 5] if mode == ForwardMode.EXTEND else [4]
-    batch = SimpleNamespace(
-        forward_mode=mode,
-        req_pool_indices=torch.tensor([0], device="cuda"),
-        prefix_lens=[4],
-        extend_lens=[len(new)],
-        seq_lens=torch.tensor([5], device="cuda"),
-        out_cache_loc=torch.tensor(new, device="cuda"),
-    )
-    cuda.stalls.clear()
-    marks.inherit(batch, table)
-    assert not cuda.stalls
-    assert not marks.is_exact(table[0, 4:5])
