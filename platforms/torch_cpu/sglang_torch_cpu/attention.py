@@ -150,98 +150,37 @@ class TorchCpuAttention(TorchNativeAttnBackend):
         super().init_forward_metadata(forward_batch)
         self.forward_metadata = None  # lengths change in place between forwards
 
-    def _run_sdpa_forward_extend(  # the stock's signature
-        self,
-        query,
-        output,
-        k_cache,
-        v_cache,
-        req_to_token,
-        req_pool_indices,
-        seq_lens,
-        extend_prefix_lens,
-        extend_seq_lens,
-        encoder_lens=None,
-        scaling=None,
-        enable_gqa=False,
-        causal=False,
-        is_cross_attn=False,
-        sliding_window_size=None,
-    ):
-        if not causal or encoder_lens is not None or self.use_sliding_window_kv_pool:
-            return super()._run_sdpa_forward_extend(
-                query,
-                output,
-                k_cache,
-                v_cache,
-                req_to_token,
-                req_pool_indices,
-                seq_lens,
-                extend_prefix_lens,
-                extend_seq_lens,
-                encoder_lens,
-                scaling,
-                enable_gqa,
-                causal,
-                is_cross_attn,
-                sliding_window_size,
-            )
-        layout = self._layout(req_to_token, req_pool_indices, seq_lens, extend_prefix_lens)
-        return _run(query, output, k_cache, v_cache, layout, scaling, sliding_window_size)
+    # The stock calls both with its tensors in order, and the options by name.
 
-    def _run_sdpa_forward_decode(  # the stock's signature
-        self,
-        query,
-        output,
-        k_cache,
-        v_cache,
-        req_to_token,
-        req_pool_indices,
-        seq_lens,
-        encoder_lens=None,
-        scaling=None,
-        enable_gqa=False,
-        causal=False,
-        is_cross_attn=False,
-        sliding_window_size=None,
-    ):
-        if is_cross_attn or encoder_lens is not None or self.use_sliding_window_kv_pool:
-            return super()._run_sdpa_forward_decode(
-                query,
-                output,
-                k_cache,
-                v_cache,
-                req_to_token,
-                req_pool_indices,
-                seq_lens,
-                encoder_lens,
-                scaling,
-                enable_gqa,
-                causal,
-                is_cross_attn,
-                sliding_window_size,
-            )
-        layout = self._layout(req_to_token, req_pool_indices, seq_lens, None)
-        return _run(query, output, k_cache, v_cache, layout, scaling, sliding_window_size)
+    def _run_sdpa_forward_extend(self, *tensors, **options):
+        *_, prefix_lens, _extend_lens, encoder_lens = tensors
+        if not options["causal"] or encoder_lens is not None or self.use_sliding_window_kv_pool:
+            return super()._run_sdpa_forward_extend(*tensors, **options)
+        return self._run(tensors, prefix_lens, options)
 
-    def _layout(self, req_to_token, req_pool_indices, seq_lens, prefix_lens) -> BatchLayout:
+    def _run_sdpa_forward_decode(self, *tensors, **options):
+        *_, encoder_lens = tensors
+        is_cross = options["is_cross_attn"] or encoder_lens is not None
+        if is_cross or self.use_sliding_window_kv_pool:
+            return super()._run_sdpa_forward_decode(*tensors, **options)
+        return self._run(tensors, None, options)
+
+    def _run(self, tensors, prefix_lens, options) -> torch.Tensor:
+        """Fill the output, `[tokens, heads, head_dim]`, for the new rows of every sequence."""
+        query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, *_ = tensors
         layout = self.forward_metadata
         if layout is None or layout.seq_lens is not seq_lens:
             layout = layout_of(req_to_token, req_pool_indices, seq_lens, prefix_lens)
             self.forward_metadata = layout
-        return layout
-
-
-def _run(query, output, k_cache, v_cache, layout: BatchLayout, scale, window) -> torch.Tensor:
-    """Fill `output` `[tokens, heads, head_dim]` for the new rows of every sequence in turn."""
-    rows = query.transpose(0, 1).unsqueeze(0)
-    offset = 0
-    for sequence in layout.sequences:
-        key = sequence.gather(k_cache, query.dtype)
-        value = sequence.gather(v_cache, query.dtype)
-        for block in blocks_of(sequence, window):
-            start, stop = offset + block.start, offset + block.stop
-            part = attend(rows[:, :, start:stop], key, value, block, scale=scale, window=window)
-            output[start:stop] = part[0].transpose(0, 1)
-        offset += sequence.seq_len - sequence.prefix_len
-    return output
+        scale, window = options["scaling"], options["sliding_window_size"]
+        rows = query.transpose(0, 1).unsqueeze(0)
+        offset = 0
+        for sequence in layout.sequences:
+            key = sequence.gather(k_cache, query.dtype)
+            value = sequence.gather(v_cache, query.dtype)
+            for block in blocks_of(sequence, window):
+                start, stop = offset + block.start, offset + block.stop
+                part = attend(rows[:, :, start:stop], key, value, block, scale=scale, window=window)
+                output[start:stop] = part[0].transpose(0, 1)
+            offset += sequence.seq_len - sequence.prefix_len
+        return output
