@@ -4,8 +4,7 @@
                decisions  asks tiers that do not advertise; may wait for one that computes the
                           same pages right now (in_flight)
     planned    planner    whose KV, how many tokens, which layers are computed anew
-    fetching   source     staged in host memory, or in this server's own pool; on a CPU E that is
-                          encoded is decoded
+    fetching   source     staged in host memory, or in this server's own pool
     ready      arrivals   E is there, and the rest will be before the recompute is over: no more
                           hidden. Too late, or not worth it any more: a full prefill
     loading    load       SGLang has slots: a thread copies layer after layer of the source into

@@ -11,8 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import torch
@@ -39,8 +38,6 @@ from sglang_droidspeak.store.rows import ServerPool
 
 _MARGIN: Final = 1.05
 """How much longer than predicted the rest of a fetch may take without holding up a forward."""
-_MOST_BYTES: Final = 512 << 20
-"""Decoded E of requests that wait; a single one may have more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +50,7 @@ class Arrival:
     num_bytes: int = 0
     num_landed_bytes: int = 0
     has_e: bool = True
-    """Where a recompute begins with it, as it is read there."""
+    """All that a recompute begins with."""
 
     @property
     def is_complete(self) -> bool:
@@ -200,85 +197,6 @@ class Staged(Source):
         return cut(self.staging.views(step), span)
 
 
-class Decoder:
-    """E that comes encoded, decoded by a thread of its own while its request waits.
-
-    A device decodes as it reads, and nobody waits for that. On a CPU the scheduler's thread would
-    do it before a recompute, with every other request waiting for it. What is decoded lies in
-    memory that is no cache's, so only so much of it is made ahead. Scheduler thread only.
-    """
-
-    def __init__(self) -> None:
-        self._bytes: dict[Future[torch.Tensor], int] = {}
-        # One thread, made when first needed: it computes beside the forward that runs.
-        self._thread: Final = ThreadPoolExecutor(1, thread_name_prefix="droidspeak-decoder")
-
-    def begin(
-        self, num_bytes: int, decode: Callable[[], torch.Tensor]
-    ) -> Future[torch.Tensor] | None:
-        """None while what others hold leaves no room. `decode` runs on the decoder's thread."""
-        if self._bytes and sum(self._bytes.values()) + num_bytes > _MOST_BYTES:
-            return None
-        rows = self._thread.submit(decode)
-        self._bytes[rows] = num_bytes
-        return rows
-
-    def end(self, rows: Future[torch.Tensor]) -> None:
-        """Nobody reads them any more."""
-        rows.cancel()
-        del self._bytes[rows]
-
-
-class StagedForHost(Staged):
-    """The same with E that is encoded, where no device decodes it as it is read: it is there when
-    it is decoded.
-
-    The decoder's thread reads the bytes where they have landed. Who releases them while it does
-    need not wait: memory that is viewed is not lent again.
-    """
-
-    def __init__(self, plan: Plan, pool: ServerPool, staging: Staging, decoder: Decoder) -> None:
-        """Of a plan that begins with E."""
-        super().__init__(plan, pool, staging)
-        self._decoder: Final = decoder
-        self._decoded: Future[torch.Tensor] | None = None
-
-    @property
-    def arrival(self) -> Arrival:
-        return replace(super().arrival, has_e=self._decoded is not None and self._decoded.done())
-
-    def progress(self) -> Arrival:
-        arrival = super().progress()
-        if self._decoded is None and super().arrival.has_e:
-            self._decoded = self._begin()
-        if arrival.has_e:
-            self._rows()
-        return arrival
-
-    def e(self, layer: int, at: Span) -> torch.Tensor:
-        tokens = self._of_plan(at)
-        return self._rows()[tokens.start : tokens.stop]
-
-    def release(self) -> None:
-        super().release()
-        decoded, self._decoded = self._decoded, None
-        if decoded is not None:
-            self._decoder.end(decoded)
-
-    def _begin(self) -> Future[torch.Tensor] | None:
-        (layer,), like = self._plan.transition_layers, self._pool.e_pool.no_rows
-        runs = list(self.staging.views(Step(Kind.E, layer)))
-        num_bytes = len(self._plan.pages) * self._pool.page_size * like.shape[1] * like.itemsize
-        return self._decoder.begin(num_bytes, lambda: self._pool.coding.load(runs, like))
-
-    def _rows(self) -> torch.Tensor:
-        assert self._decoded is not None, "not ready"
-        try:
-            return self._decoded.result()
-        except Exception as exc:
-            raise FetchError(f"E could not be decoded: {exc}") from exc
-
-
 class InPool(Source):
     """Pages of another model's prefix in the same pool: there is nothing to fetch.
 
@@ -331,7 +249,6 @@ class Sources:
     cache: Cache
     noted: PoolIndex
     _pool: ServerPool
-    _decoder: Decoder = field(default_factory=Decoder, init=False)
 
     def of(
         self, plan: Plan, pages: Sequence[PageHash], req: Req, tree: UnifiedRadixCache
@@ -341,8 +258,4 @@ class Sources:
             return InPool(plan, self._pool, lambda: self.noted.lock(plan, pages, req, tree))
         deadline = Deadline.after(self.server.settings.fetch_deadline_s)
         staging = self.cache.fetch(plan, pages, deadline, tracing.context_of(req))
-        if staging is None:
-            return None
-        if plan.transition_layers and self._pool.decodes_on_host:
-            return StagedForHost(plan, self._pool, staging, self._decoder)
-        return Staged(plan, self._pool, staging)
+        return None if staging is None else Staged(plan, self._pool, staging)

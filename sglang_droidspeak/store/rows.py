@@ -70,11 +70,6 @@ class ServerPool:
     coding: Coding
     page_size: int
 
-    @property
-    def decodes_on_host(self) -> bool:
-        """Whether whoever reads what is encoded decodes it itself, and has to wait for it."""
-        return self.coding.codec is not Codec.NONE and self.e_pool.no_rows.device.type == "cpu"
-
     def store(self, step: Step, slots: torch.Tensor, targets: Sequence[memoryview]) -> None:
         """Copy what these slots hold to host bytes, which may lie in several runs; returns when it
         is there. In pieces, because each is gathered in the device's memory first."""

@@ -95,7 +95,7 @@ def test_controls_are_optional() -> None:
     assert parse_controls(None) == parse_controls({"other": 1}) == Controls()
 
 
-KV: Any = SimpleNamespace(page_size=PAGE, decodes_on_host=False)
+KV: Any = SimpleNamespace(page_size=PAGE)
 
 
 def loading_request(deadline_s: float = 5.0) -> Request:

@@ -30,7 +30,7 @@ from sglang_droidspeak.request.waiting import WaitingRequests
 from sglang_droidspeak.store.pool import PoolPages
 
 STEP_BYTES = 40
-KV: Any = SimpleNamespace(page_size=PAGE, decodes_on_host=False)
+KV: Any = SimpleNamespace(page_size=PAGE)
 E, FIRST_KV, LAST_KV = Step(Kind.E, 1), Step(Kind.KV, 0), Step(Kind.KV, 3)
 SLOW = PrefillCost(token_s=3600.0, context_s=0.0)
 """A recompute that takes longer than any fetch."""

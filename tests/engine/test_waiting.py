@@ -136,7 +136,7 @@ def waiting_on(
     }
     parts |= others
     server, cache, pool = (parts.pop(name) for name in ("server", "cache", "pool"))
-    kv: Any = SimpleNamespace(page_size=PAGE, decodes_on_host=False)
+    kv: Any = SimpleNamespace(page_size=PAGE)
     sources = Sources(server, cache, pool, kv)
     return WaitingRequests(sources, **parts)
 
