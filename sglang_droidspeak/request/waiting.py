@@ -58,7 +58,7 @@ class WaitingRequests:
         """Plan new requests, forget those that have left, and return the rids to hold back."""
         self._is_decoding = is_decoding
         self._forget_what_was_evicted(queue, tree)
-        requests = [self._requests.get(req.rid) or self._see(req, tree) for req in queue]
+        requests = [self._known(req) or self._see(req, tree) for req in queue]
         if len(self._requests) > len(queue):
             for rid in self._requests.keys() - {req.rid for req in queue}:
                 self._requests.pop(rid).settle()
@@ -175,7 +175,14 @@ class WaitingRequests:
             if self._decisions.num_there(request, tree) < request.num_there:
                 del self._requests[request.req.rid]
 
+    def _known(self, req: Req) -> Request | None:
+        """Not another request of its name, which has left the queue since the last look."""
+        request = self._requests.get(req.rid)
+        return request if request is not None and request.req is req else None
+
     def _see(self, req: Req, tree: UnifiedRadixCache) -> Request:
+        if req.rid in self._requests:
+            self._requests[req.rid].settle()
         request = self._requests[req.rid] = self._decisions.see(req, tree)
         return request
 

@@ -586,3 +586,16 @@ def test_a_steps_tokens_are_filled_by_layers_or_by_time(
     meter.recompute = None
     unmeasured = 0.0 if max_stall_s else share
     assert Planner._step_share(planner, replace(PLAN, block=Span(1, 4))) == unmeasured
+
+
+def test_another_request_of_the_same_name_is_another_request() -> None:
+    """The first was aborted and its name given out again, between two looks at the queue."""
+    cache, first, second = SilentCache(), request(), request()
+    waiting, tree = waiting_on(cache, []), None
+    waiting.look([first], tree, is_decoding=False)  # type: ignore[arg-type]
+    held_bytes = cache.memory.lent_bytes
+    waiting.look([second], tree, is_decoding=False)  # type: ignore[arg-type]
+    assert len(cache.stagings) == 2
+    assert cache.memory.lent_bytes == held_bytes > 0
+    waiting.clear()
+    assert cache.memory.lent_bytes == 0
