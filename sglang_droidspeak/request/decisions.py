@@ -30,9 +30,9 @@ from sglang_droidspeak.start.config import at_rank
 
 log = logging.getLogger(__name__)
 
-_Decision = tuple[str, bool, Planned | None, bool]
+_Decision = tuple[str, bool, Planned | None, int]
 """What the first rank tells the others: of which request, whether it is to read approximate KV,
-what it was planned to do, if anything, and whether it counts on what the device has."""
+what it was planned to do, if anything, and on how many pages of the device's it counts."""
 
 
 @dataclass(eq=False)
@@ -80,15 +80,14 @@ class Decisions:
         for it in seen:
             if it.phase != Phase.SEEN:
                 told = replace(it.planned, considered=None) if it.is_waiting else None
-                is_there = it.num_there > 0
-                mine.append((it.req.rid, prefixes.is_approximate(it.req), told, is_there))
+                mine.append((it.req.rid, prefixes.is_approximate(it.req), told, it.num_there))
         by_rid = {it.req.rid: it for it in seen}
-        for rid, is_approximate, planned, is_there in self._ranks.share(mine, list[_Decision]):
+        for rid, is_approximate, planned, num_there in self._ranks.share(mine, list[_Decision]):
             if not self._ranks.is_first:
                 request = by_rid[rid]
                 prefixes.move(request.req, approximate=is_approximate)
                 self._obey(request, planned, tree)
-                request.num_there = self.num_there(request, tree) if is_there else 0
+                request.num_there = num_there
 
     def num_there(self, request: Request, tree: UnifiedRadixCache) -> int:
         """How many of its pages the device has where it reads."""
