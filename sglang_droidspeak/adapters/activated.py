@@ -20,8 +20,8 @@ import torch
 from sglang_droidspeak import engine
 from sglang_droidspeak.adapters.models import Models
 from sglang_droidspeak.engine import HookType, prefixes, release
+from sglang_droidspeak.engine.asking import num_answered
 from sglang_droidspeak.engine.names import ForwardBatch, Req, Scheduler
-from sglang_droidspeak.engine.own import num_answered
 
 
 class ActivatedAdapters:

@@ -6,8 +6,7 @@
     layers     its decoder layers: where E leaves them, and how a block of them is run
     replay     its batches: how prefix tokens are run once more, before a batch's own forward
     prefixes   its requests and its tree: pages, tenants, exact and approximate KV
-    asking     its HTTP server: how an operator asks the scheduler
-    own        its requests that the server itself sends
+    asking     its HTTP server: how an operator asks the scheduler; requests that no user has sent
     tracing    its trace of a request
     hashing, attention, hicache
 

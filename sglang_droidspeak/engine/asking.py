@@ -1,7 +1,8 @@
-"""Questions of an operator, over SGLang's own HTTP server to its scheduler and back.
+"""What the scheduler is asked that no user has sent.
 
-They travel as SGLang's question about its scheduler's state: a page of ours puts what is asked in
-the place of that question's id.
+Questions of an operator go over SGLang's own HTTP server to its scheduler and back. They travel as
+SGLang's question about its scheduler's state: a page of ours puts what is asked in the place of
+that question's id. What the server itself sends says so in `custom_params`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 EXPLAIN: Final = "/droidspeak/explain"
 GUARD: Final = "/droidspeak/guard"
 _END: Final = ": "
+ANSWERED: Final = "droidspeak_answered"
+"""Of the server's own requests: how many tokens at the end of the input are of an answer."""
 
 
 def add_pages(key: str) -> None:
@@ -77,3 +80,14 @@ def unsent(
         extra_key=extra_key,
         cache_salt=cache_salt,
     )
+
+
+def is_own(req: Req) -> bool:
+    """Whether no user has sent it."""
+    return ANSWERED in (req.sampling_params.custom_params or {})
+
+
+def num_answered(req: Req) -> int:
+    """How many tokens at the end of the prompt are of the answer; 0 for a number that cannot be."""
+    num = (req.sampling_params.custom_params or {}).get(ANSWERED, 0)
+    return num if isinstance(num, int) and 0 < num < len(req.origin_input_ids) else 0

@@ -34,7 +34,7 @@ import msgspec
 
 from cachetree.planning import PlanId
 from sglang_droidspeak.engine import asking
-from sglang_droidspeak.engine.own import ANSWERED
+from sglang_droidspeak.engine.asking import ANSWERED
 from sglang_droidspeak.guard.distance import POSITIONS, TOP, LogProbs, distance
 from sglang_droidspeak.guard.plans import GuardQuestion, GuardState, Shadow
 from sglang_droidspeak.request.controls import parse_controls

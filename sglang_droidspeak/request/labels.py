@@ -11,7 +11,7 @@ from typing import Final
 import msgspec
 
 from cachetree.planning import Considered
-from sglang_droidspeak.engine import own, prefixes
+from sglang_droidspeak.engine import asking, prefixes
 from sglang_droidspeak.engine.names import FINISH_ABORT, Req, is_health_check_generate_req
 from sglang_droidspeak.metrics import Metrics
 from sglang_droidspeak.request import traces
@@ -100,7 +100,7 @@ class Labels:
                 return
             told = told if told.reused_tokens else self._warmed.get(_prompt(req), told)
         told = msgspec.structs.replace(told, exact=label.is_exact)
-        if not own.is_own(req):
+        if not asking.is_own(req):
             self.metrics.count_outcome(told.outcome, exact=told.exact)
             self._keep(req.rid, Told(told, len(req.origin_input_ids), label.considered))
             _write(req.rid, told)

@@ -59,8 +59,7 @@ from sglang_droidspeak.request.labels import Labels
 from sglang_droidspeak.request.load import Loader
 from sglang_droidspeak.request.request import Request
 from sglang_droidspeak.request.source import InPool, Source, Staged
-from sglang_droidspeak.store.capture import Attachment
-from sglang_droidspeak.store.e_pool import EPool
+from sglang_droidspeak.store.capture import Attachment, EPool
 from sglang_droidspeak.store.offloader import Offloader
 from sglang_droidspeak.store.pool import PoolPages
 from sglang_droidspeak.store.rows import Coding, ServerPool, rows_of

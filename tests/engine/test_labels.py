@@ -14,7 +14,7 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH
 
 from cachetree.planning import PrefillCost
 from sglang_droidspeak.cost import Meter
-from sglang_droidspeak.engine import own, prefixes
+from sglang_droidspeak.engine import asking, prefixes
 from sglang_droidspeak.engine.names import ForwardMode
 from sglang_droidspeak.metrics import Metrics
 from sglang_droidspeak.ranks import Ranks
@@ -105,7 +105,7 @@ def test_it_is_exact_where_what_it_read_was(
 
 def test_the_servers_own_requests_are_told_and_not_counted(labels: Labels, counts: Counts) -> None:
     req = request()
-    req.sampling_params.custom_params = {own.ANSWERED: 2}
+    req.sampling_params.custom_params = {asking.ANSWERED: 2}
     labels.note(req, RequestProvenance(outcome="off"))
     labels.report([req])
     assert told(req) == RequestProvenance(outcome="off")
@@ -118,9 +118,9 @@ def test_a_number_of_answered_tokens_that_cannot_be_is_none(num: Any) -> None:
     req = request()
     req.origin_input_ids, req.sampling_params.custom_params = (
         array("q", [7, 3]),
-        {own.ANSWERED: num},
+        {asking.ANSWERED: num},
     )
-    assert own.num_answered(req) == 0
+    assert asking.num_answered(req) == 0
 
 
 def test_metrics_say_how_much_is_approximate_and_which_pairs_are_on() -> None:

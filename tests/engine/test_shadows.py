@@ -14,7 +14,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 
 from cachetree.planning import PlanId
 from sglang_droidspeak.engine import asking
-from sglang_droidspeak.engine.own import ANSWERED
+from sglang_droidspeak.engine.asking import ANSWERED
 from sglang_droidspeak.guard import shadows
 from sglang_droidspeak.guard.plans import GuardQuestion, GuardState
 from sglang_droidspeak.guard.shadows import MAX_WAITING, Shadows
