@@ -3,7 +3,7 @@
     engine     what SGLang is to us: the only room that names it
     start      settings, what is refused, what this server is
     adapters   LoRA: which models one server answers as
-    store      E and provenance by KV slot, what the pool has, the way out into the cache
+    store      E by KV slot, what the pool has, the way out into the cache
     hicache    what is stored, in the backends of SGLang's HiCache, too
     request    what one request goes through: begin there
     guard      what approximate KV does to answers, and plans that drift

@@ -1,1 +1,1 @@
-"""What the KV pool cannot say: E and provenance per slot, and the way into the cache."""
+"""What the KV pool cannot say: E per slot, who has which pages, and the way into the cache."""

@@ -31,7 +31,7 @@ from sglang_droidspeak.engine.names import (
     namespaced_block_hash,
 )
 from sglang_droidspeak.metrics import Metrics
-from sglang_droidspeak.store.offloader import Offloader, Told
+from sglang_droidspeak.store.insertions import EventTokens, Offloader
 
 MAX_WAITING: Final = 10_000
 """Events; what is stored beyond that is not told of."""
@@ -62,14 +62,14 @@ class HostEvents:
         """By what was told to be here, its hash in events; under the cache's lock."""
         _, self._unsubscribe = cache.tree.subscribe(self._note)
 
-    def about(self, req: Req, start: int, stop: int) -> Told | None:
+    def about(self, req: Req, start: int, stop: int) -> EventTokens | None:
         """Of some of a request's tokens; None where nobody is to hear of them. Scheduler thread."""
         adapter = self._adapters.get(req.lora_id) if req.lora_id else None
         is_unknown = req.lora_id and adapter is None
         is_secret = req.cache_salt or prefixes.tenant_of(req)
         if is_unknown or is_secret or prefixes.invoked_at(req) is not None:
             return None
-        return Told(req.full_untruncated_fill_ids[start:stop], adapter)
+        return EventTokens(req.full_untruncated_fill_ids[start:stop], adapter)
 
     def take(self, events: list[Any], _tree: object) -> list[Any]:
         """Hooks UnifiedRadixCache.take_events. Scheduler thread."""
@@ -128,7 +128,7 @@ class HostEvents:
             self._waiting.append(BlockRemoved(block_hashes=hashes, medium=StorageMedium.CPU))
 
 
-def _block_hash(told: Told, page: PageHash) -> int:
+def _block_hash(told: EventTokens, page: PageHash) -> int:
     """As SGLang's own events name the page: an adapter's apart from the base model's."""
     seed = None
     if told.adapter is not None:

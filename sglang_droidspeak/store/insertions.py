@@ -1,22 +1,56 @@
-"""What SGLang inserts into its tree: noted for the models beside, and copied out for others."""
+"""What SGLang inserts into its tree: noted for the models beside, and copied out for others.
+
+SGLang    checkpoint ─► offload, for each new node ─► its pages are noted in the pool's index
+thread                  └► KV and E out of the pool, layer after layer ─► the cache ─► peers
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 from typing import Any
 
 import torch
 
+from cachetree import Cache, Kind, ModelId, PageHash, Step, Turns, give_way
 from sglang_droidspeak.adapters.models import Models
 from sglang_droidspeak.engine import prefixes
-from sglang_droidspeak.engine.names import PoolTransfer, Req
+from sglang_droidspeak.engine.names import LoRARef, PoolTransfer, Req
 from sglang_droidspeak.ranks import Ranks
-from sglang_droidspeak.store.offloader import Offload, Offloader, Told
 from sglang_droidspeak.store.pool import PoolIndex
+from sglang_droidspeak.store.rows import ServerPool
+
+log = logging.getLogger(__name__)
+
+MAX_IN_FLIGHT = 64
+"""Nodes whose slots may be locked for a copy at once; more would starve the KV pool."""
 
 Ready = Callable[[], Sequence[torch.cuda.Event]]
 """Records what writes the slots that are inserted now; nothing off CUDA."""
+
+
+@dataclass(frozen=True, slots=True)
+class EventTokens:
+    """What events say of an offload's pages, beside their hashes."""
+
+    tokens: Sequence[int]
+    adapter: LoRARef | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offload:
+    """One new radix node: `slots` hold the KV of `pages`, which follow `parent`."""
+
+    model: ModelId
+    parent: PageHash | None
+    pages: Sequence[PageHash]
+    slots: torch.Tensor
+    ready: Sequence[torch.cuda.Event]
+    """What the copy waits for: the forward that writes the slots. Empty off CUDA."""
+    told: EventTokens | None = None
+    """What events say of it; None where there are none, or nobody is to hear of it."""
 
 
 @dataclass(eq=False)
@@ -31,7 +65,7 @@ class Insertions:
     _ranks: Ranks
     _page_size: int
     _inserting: tuple[Req, int] | None = field(default=None, init=False)
-    about: Callable[[Req, int, int], Told | None] = field(
+    about: Callable[[Req, int, int], EventTokens | None] = field(
         default_factory=lambda: _untold, init=False
     )
     """What events say of some of a request's tokens."""
@@ -91,3 +125,105 @@ class Insertions:
 
 def _untold(_req: Req, _start: int, _stop: int) -> None:
     """Nobody follows events."""
+
+
+class Offloader:
+    """Stores exact KV only. On CUDA it copies on a stream of its own."""
+
+    def __init__(self, cache: Cache, pool: ServerPool) -> None:
+        self._cache = cache
+        self._pool = pool
+        self._device = torch.get_device_module(pool.e_pool.valid.device)
+        self._stream = self._device.Stream()
+        self._results: SimpleQueue[bool] = SimpleQueue()
+        self.is_stopped = False
+        """It takes nothing more."""
+        self.storing: Offload | None = None
+        """What its thread stores now; read in that thread."""
+        self.num_put = 0
+        """Nodes that were ever queued."""
+        self.num_done = 0
+        """Of these, how many are stored, or never will be."""
+        self._num_in_flight = 0
+        """Put, and their results not yet taken: SGLang takes as many on each rank of a server."""
+        self._turns: Turns[tuple[Offload | None]] = Turns("droidspeak-offload", self._run)
+
+    def put(self, offload: Offload | None) -> bool:
+        """Queue one node, or None for one that is let go in its turn and never offered again; False
+        where too many are in flight."""
+        if self._num_in_flight >= MAX_IN_FLIGHT:
+            return False
+        self._num_in_flight += 1
+        self.num_put += 1
+        self._turns.put((offload,))
+        return True
+
+    @property
+    def num_results(self) -> int:
+        return self._results.qsize()
+
+    def pop_result(self) -> bool:
+        self._num_in_flight -= 1
+        return self._results.get_nowait()
+
+    def reset(self) -> None:
+        """Wait until nothing is in flight and forget the results."""
+        while self._num_in_flight:
+            self._results.get()
+            self._num_in_flight -= 1
+
+    def close(self) -> None:
+        self._turns.close(10)
+
+    def _run(self, offloads: Iterator[tuple[Offload | None]]) -> None:
+        give_way()
+        with torch.inference_mode(), self._device.stream(self._stream):
+            for (offload,) in offloads:
+                self.storing = offload
+                stored = True
+                try:
+                    if offload is not None:
+                        self._store(offload)
+                except Exception:
+                    log.exception("a new node was not stored")
+                    stored = False
+                self.storing = None
+                self.num_done += 1
+                self._results.put(stored)
+
+    def _store(self, offload: Offload) -> None:
+        for event in offload.ready:
+            event.synchronize()
+        pages, slots, parent = offload.pages, offload.slots, offload.parent
+        e_pool = self._pool.e_pool
+        # Loaded pages hold no E of their own; what was computed after them does.
+        page_size = slots.shape[0] // len(pages)
+        cut = e_pool.num_pages_without(slots, page_size)
+        if cut:
+            self._store_pages(offload.model, parent, pages[:cut], slots[: cut * page_size], ())
+            parent = pages[cut - 1]
+        if cut < len(pages):
+            e_layers, rest = tuple(e_pool.e), slots[cut * page_size :]
+            self._store_pages(offload.model, parent, pages[cut:], rest, e_layers)
+
+    def _store_pages(
+        self,
+        model: ModelId,
+        parent: PageHash | None,
+        pages: Sequence[PageHash],
+        slots: torch.Tensor,
+        e_layers: Sequence[int],
+    ) -> None:
+        tree = self._cache.tree
+        reservation = tree.reserve(model, parent, pages, e_layers)
+        if reservation is None:
+            return
+        with reservation:
+            if not reservation.pages:
+                return
+            new = slots[reservation.skipped * (slots.shape[0] // len(pages)) :]
+            for layer in range(tree.family.num_layers):
+                self._pool.store(Step(Kind.KV, layer), new, reservation.kv(layer))
+            for layer in e_layers:
+                self._pool.store(Step(Kind.E, layer), new, reservation.e(layer))
+            reservation.commit()

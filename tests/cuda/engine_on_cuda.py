@@ -60,7 +60,7 @@ from sglang_droidspeak.request.load import Loader
 from sglang_droidspeak.request.request import Request
 from sglang_droidspeak.request.source import InPool, Source, Staged
 from sglang_droidspeak.store.capture import Attachment, EPool
-from sglang_droidspeak.store.offloader import Offloader
+from sglang_droidspeak.store.insertions import Offloader
 from sglang_droidspeak.store.pool import PoolPages
 from sglang_droidspeak.store.rows import Coding, ServerPool, rows_of
 

@@ -35,7 +35,7 @@ from benchmarks.oracle import partial_prefill, prefill
 from cachetree.clock import Deadline
 from cachetree.ids import Kind, Span, Step
 from profiles.random_models import random_prompt, shape, write_models
-from sglang_droidspeak.store.offloader import Offload
+from sglang_droidspeak.store.insertions import Offload
 from sglang_droidspeak.store.pool import PoolPages
 
 FAMILIES = ["llama", "mistral", "phi3", "qwen2", "qwen3", "mixtral"]

@@ -29,7 +29,7 @@ from cachetree.ids import LOCAL, Kind, Span, Step
 from cachetree.memory import Layout
 from profiles.random_models import shape, write_models
 from sglang_droidspeak.request.source import Staged
-from sglang_droidspeak.store.offloader import Offload
+from sglang_droidspeak.store.insertions import Offload
 from sglang_droidspeak.store.pool import PoolPages
 from sglang_droidspeak.store.rows import DeviceRows
 

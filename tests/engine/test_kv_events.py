@@ -37,7 +37,7 @@ from sglang_droidspeak.fleet.servers import free_port, running
 from sglang_droidspeak.metrics import Metrics
 from sglang_droidspeak.store import events as store_events
 from sglang_droidspeak.store.events import HostEvents
-from sglang_droidspeak.store.offloader import Offload, Told
+from sglang_droidspeak.store.insertions import EventTokens, Offload
 
 FAMILY = msgspec.structs.replace(tree_parts.FAMILY, page_size=PAGE)
 MODEL = ModelId("0" * 32)
@@ -110,7 +110,9 @@ class Keeper:
         adapters = {ADAPTER.lora_id: ADAPTER}
         self.events = HostEvents(cache, self.offloader, adapters, self.metrics)  # type: ignore[arg-type]
 
-    def store(self, tokens: Sequence[int], told: Told | None, model: ModelId = MODEL) -> None:
+    def store(
+        self, tokens: Sequence[int], told: EventTokens | None, model: ModelId = MODEL
+    ) -> None:
         pages = page_hashes(tokens)
         slots = torch.zeros(0)
         self.offloader.storing = Offload(
@@ -167,7 +169,7 @@ def test_an_index_has_what_memory_has(keeper: Keeper, seed: int) -> None:
             publisher.publish(KVEventBatch(ts=0.0, events=[]))
             index.catch_up()
         for tokens, _ in zip(prompts(random), range(60), strict=False):
-            keeper.store(tokens, Told(array("q", tokens), None))
+            keeper.store(tokens, EventTokens(array("q", tokens), None))
             for number, page in enumerate(page_hashes(tokens), start=1):
                 stored[tuple(tokens[: number * PAGE])] = page
             if random.random() < 0.2:
@@ -203,8 +205,8 @@ def test_it_says_what_sglang_would_say_of_the_same(keeper: Keeper, adapter: LoRA
     )
     recorder.record_store(node, StorageMedium.CPU)
     recorder.record_remove(node, StorageMedium.CPU)
-    keeper.store(tokens[: 3 * PAGE], Told(tokens, adapter))
-    keeper.store(tokens, Told(tokens, adapter))
+    keeper.store(tokens[: 3 * PAGE], EventTokens(tokens, adapter))
+    keeper.store(tokens, EventTokens(tokens, adapter))
     keeper.events.close()
     first, second, gone = keeper.events.take([], None)
     (stored, removed) = recorder.take()
@@ -222,9 +224,9 @@ def test_of_what_others_store_nothing_is_told(keeper: Keeper) -> None:
     tokens = prompt(5 * PAGE, seed=1)
     keeper.store(tokens, None)
     keeper.fill(page_hashes(prompt(4 * PAGE, seed=2)))
-    keeper.store(tokens, Told(tokens, None))  # It is there.
+    keeper.store(tokens, EventTokens(tokens, None))  # It is there.
     keeper.offloader.storing = SimpleNamespace(
-        model=MODEL, pages=page_hashes(tokens), told=Told(tokens, None)
+        model=MODEL, pages=page_hashes(tokens), told=EventTokens(tokens, None)
     )
     keeper.fill(page_hashes(tokens), ModelId("another"))
     keeper.fill(page_hashes(prompt(4 * PAGE, seed=3)))
@@ -238,9 +240,9 @@ def test_nobody_hears_of_tenants_and_of_what_is_one_requests_own(keeper: Keeper)
         return SimpleNamespace(full_untruncated_fill_ids=[1, 2, 3, 4], **{**usual, **fields})
 
     about = keeper.events.about
-    assert about(req(), 1, 3) == Told([2, 3], None)
+    assert about(req(), 1, 3) == EventTokens([2, 3], None)
     mine = req(lora_id=ADAPTER.lora_id, extra_key=ADAPTER.lora_id)
-    assert about(mine, 0, 2) == Told([1, 2], ADAPTER)
+    assert about(mine, 0, 2) == EventTokens([1, 2], ADAPTER)
     secrets: tuple[dict[str, Any], ...] = (
         {"cache_salt": "bob"},
         {"extra_key": "bob"},
@@ -258,7 +260,7 @@ def test_while_nobody_takes_events_only_so_many_wait(
     monkeypatch.setattr(store_events, "MAX_WAITING", 2)
     for seed in range(5):
         tokens = prompt(3 * PAGE, seed)
-        keeper.store(tokens, Told(tokens, None))
+        keeper.store(tokens, EventTokens(tokens, None))
     keeper.cache.tree.evict()
     told = keeper.events.take([], None)
     assert [type(it).__name__ for it in told[:2]] == ["HostStored"] * 2

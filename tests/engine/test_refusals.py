@@ -21,8 +21,7 @@ from sglang_droidspeak.engine import prefixes
 from sglang_droidspeak.engine.prefixes import refusal, reusable_pages
 from sglang_droidspeak.ranks import Ranks
 from sglang_droidspeak.request.waiting import WaitingRequests
-from sglang_droidspeak.store.insertions import Insertions
-from sglang_droidspeak.store.offloader import Offloader
+from sglang_droidspeak.store.insertions import Insertions, Offloader
 
 NUM_TOKENS = 4 * PAGE + 3
 TOKENS = list(range(NUM_TOKENS))
