@@ -150,12 +150,12 @@ class CacheMetrics:
     ) -> None:
         self._status = status
         gauge = partial(Gauge, multiprocess_mode="livesum")
-        self._made = {
-            it: (Counter if it.kind == "counter" else gauge)(
+        self._made = [
+            (Counter if it.kind == "counter" else gauge)(
                 it.name, it.text, it.labels, registry=registry
             )
             for it in METRICS
-        }
+        ]
         self._told: dict[tuple[str, ...], float] = {}
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="droidspeak-metrics", daemon=True)
@@ -176,7 +176,7 @@ class CacheMetrics:
 
     def _copy(self) -> None:
         status = self._status()
-        for metric, made in self._made.items():
+        for metric, made in zip(METRICS, self._made, strict=True):
             for labels, value in metric.samples(status).items():
                 sample = made.labels(*labels) if labels else made
                 if isinstance(sample, Gauge):
