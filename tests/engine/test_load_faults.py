@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -193,6 +194,15 @@ def test_where_the_full_prefill_fails_too_only_its_batch_is_given_up(rig: Rig) -
     rig.prefills.failures = 2
     assert not rig.run()
     assert rig.prefills.blocks == []
+    assert_reuse_works(rig)
+
+
+def test_a_prefix_whose_e_cannot_be_adopted_is_used_without(rig: Rig) -> None:
+    it = rig.loading()
+    it.load.plan = replace(PLAN, sender=PLAN.receiver)
+    it.load.source.adopt_e = MagicMock(side_effect=torch.OutOfMemoryError("a test"))
+    assert rig.end(rig.launch(it))
+    it.load.source.adopt_e.assert_called_once()
     assert_reuse_works(rig)
 
 
