@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 
@@ -69,14 +69,6 @@ class Arrival:
         return num_left and self.elapsed_s * num_left / self.num_landed_bytes * _MARGIN
 
 
-class Landing(NamedTuple):
-    """A step that has come whole."""
-
-    step: Step
-    num_bytes: int
-    at_s: float
-
-
 class ForwardWaitExceeded(FetchError):
     """Layers predicted to have arrived had not when the forward had waited for them."""
 
@@ -86,8 +78,8 @@ class Source:
     their place in the prompt, and are of the plan's pages."""
 
     arrival: Arrival
-    landings: Sequence[Landing] = ()
-    """Of what was fetched for a request that is traced, in this order."""
+    staging: Staging | None = None
+    """Of what is not in this server's own pool."""
 
     def __init__(self, plan: Plan, pool: ServerPool) -> None:
         self._plan: Final = plan
@@ -136,7 +128,7 @@ class Staged(Source):
 
     def __init__(self, plan: Plan, pool: ServerPool, staging: Staging) -> None:
         super().__init__(plan, pool)
-        self.staging: Final = staging
+        self.staging: Staging = staging
 
     @property
     def arrival(self) -> Arrival:
@@ -148,11 +140,6 @@ class Staged(Source):
             num_landed_bytes=it.num_landed_bytes,
             has_e=all(it.has_landed(Step(Kind.E, at)) for at in self._plan.transition_layers),
         )
-
-    @property
-    def landings(self) -> list[Landing]:
-        it = self.staging
-        return [Landing(step, it.sizes[step], at_s) for step, at_s in it.landed_s.items()]
 
     def progress(self) -> Arrival:
         it = self.staging

@@ -90,13 +90,14 @@ def _waited(request: Request, until_s: float) -> None:
     runnable_s = until_s if request.runnable_s is None else request.runnable_s
     told = {"runnable_ms": round(1000 * max(0.0, until_s - runnable_s), 3)}
     tracing.add_slice(request.req, "wait", planned_s, until_s, told)
-    if request.source is None:
+    staging = request.source and request.source.staging
+    if staging is None:
         return
-    begun_s = request.source.arrival.started_s
+    begun_s, steps = staging.started_s, list(staging.landed_s)  # Others land meanwhile.
     for kind in (Kind.E, Kind.KV):
-        landings = [it for it in request.source.landings if it.step.kind is kind]
-        if landings:
-            sizes = {"layers": len(landings), "bytes": sum(it.num_bytes for it in landings)}
-            stop_s = landings[-1].at_s
+        landed = [step for step in steps if step.kind is kind]
+        if landed:
+            sizes = {"layers": len(landed), "bytes": sum(staging.sizes[it] for it in landed)}
+            stop_s = staging.landed_s[landed[-1]]
             tracing.add_slice(request.req, f"fetch_{kind.value}", begun_s, stop_s, sizes)
             begun_s = stop_s

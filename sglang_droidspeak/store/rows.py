@@ -148,18 +148,18 @@ class HostRows:
 
     def read_into(self, layer: int, slots: torch.Tensor, target: memoryview) -> None:
         rows = self._rows(target)
-        for here, there in runs(slots):
+        for here, there in runs(torch.arange(len(slots)), slots):
             for part, buffer in enumerate(self._buffers[layer]):
                 rows[here, part] = buffer[there]
 
     def write_from(self, layer: int, slots: torch.Tensor, source: memoryview) -> None:
         rows = self._rows(source)
-        for here, there in runs(slots):
+        for here, there in runs(torch.arange(len(slots)), slots):
             for part, buffer in enumerate(self._buffers[layer]):
                 buffer[there] = rows[here, part]
 
     def copy(self, layer: int, source: torch.Tensor, slots: torch.Tensor) -> None:
-        for there, here in runs_of_both(source, slots):
+        for there, here in runs(source, slots):
             for buffer in self._buffers[layer]:
                 buffer[here] = buffer[there]
 
@@ -168,16 +168,9 @@ class HostRows:
         return np.frombuffer(raw, dtype=np.uint8).reshape(-1, 2, width)
 
 
-def runs(slots: torch.Tensor) -> list[tuple[slice, slice]]:
-    """Ascending runs of host `slots`: where each stands among them, and which slots it is.
-
-    Slots come in pages, mostly many pages in a row.
-    """
-    return runs_of_both(torch.arange(len(slots)), slots)
-
-
-def runs_of_both(one: torch.Tensor, other: torch.Tensor) -> list[tuple[slice, slice]]:
-    """The same for two tensors of equal length: runs along which both ascend."""
+def runs(one: torch.Tensor, other: torch.Tensor) -> list[tuple[slice, slice]]:
+    """Of two host tensors of equal length the runs along which both ascend: slots come in pages,
+    mostly many pages in a row."""
     is_break = (one[1:] != one[:-1] + 1) | (other[1:] != other[:-1] + 1)
     breaks = is_break.nonzero().flatten() + 1
     edges = [0, *breaks.tolist(), len(one)]
