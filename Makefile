@@ -2,7 +2,8 @@
 # make test    the tests;  make test-all   the slow ones too;  make check   ruff, mypy
 # make quick   the tests of the cache and the engine that start no server, two files at a time
 # make mutants changes the modules that decide, and says what no test sees: tests/mutants.md
-# make bench   the benchmarks, 45 minutes;  make soak   random operations, faults and inputs: an hour or more
+# make bench   the benchmarks, 35 minutes, into benchmarks/results;  make tables   the pages' tables of them
+# make soak    random operations, faults and inputs: an hour or more
 # make docs    the documentation, into build/docs
 # make gpu     what the CUDA path does on this device, where there is one
 # make newest  what of the newest SGLang that the package index offers is not as it was read
@@ -13,7 +14,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo quick test test-all mutants check docs bench gpu newest soak pairs profiles real install
+.PHONY: demo quick test test-all mutants check docs bench tables gpu newest soak pairs profiles real install
 .DEFAULT_GOAL := test
 
 install: $(INSTALLED)
@@ -63,24 +64,11 @@ check: $(INSTALLED) docs
 docs: $(INSTALLED)
 	$(BIN)/sphinx-build -q -W --keep-going docs build/docs
 
-BENCH := OMP_NUM_THREADS=1 $(BIN)/python benchmarks
-
 bench: $(INSTALLED)
-	$(BENCH)/partial_prefill.py
-	$(BENCH)/lora.py
-	$(BENCH)/never_slower.py
-	$(BENCH)/link_sweep.py
-	$(BENCH)/overhead.py
-	$(BENCH)/serving.py
-	$(BENCH)/transport.py --keys
-	$(BENCH)/tree.py
-	$(BENCH)/fleet_size.py
-	$(BENCH)/shared_tier.py
-	$(BIN)/python -m benchmarks.simulate benchmarks/traces/multi_agent.jsonl
-	$(BIN)/python -m benchmarks.simulate benchmarks/traces/multi_lora.jsonl
-	$(BENCH)/disk.py
-	$(BENCH)/compression.py
-	$(BENCH)/profiler.py
+	$(BIN)/python -m benchmarks
+
+tables: $(INSTALLED)
+	$(BIN)/python -m tools.reference
 
 gpu: $(INSTALLED)
 	$(BIN)/python -m benchmarks.gpu

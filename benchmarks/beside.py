@@ -1,7 +1,7 @@
 """Is a benchmark as fast as at another commit?
 
     git worktree add --detach ../before 9dc6939
-    python benchmarks/beside.py ../before -- disk.py --mib 128 --repetitions 3
+    python -m benchmarks.beside ../before -- disk.py --mib 128 --repetitions 3
 
 The script of either checkout runs with that checkout's own code, in turns that begin with the other
 one each time, so that both meet the same hour of the machine. Compared are the medians over the
@@ -11,7 +11,6 @@ one of speeds faster.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -22,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from result import here, write
+from benchmarks import result
 
 NOW = Path(__file__).resolve().parents[1]
 
@@ -59,14 +58,13 @@ def commit_of(checkout: Path) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = result.arguments(__doc__)
     parser.add_argument("before", type=Path, help="a checkout of the other commit")
     parser.add_argument("script", nargs="+", help="a benchmark and its arguments, after --")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", default="", help="print what has this pattern in its name")
-    parser.add_argument("--out", type=Path, help="append the result to this file too")
     args = parser.parse_args()
-    environment = here()
+    environment = result.here()
     checkouts = [args.before.resolve(), NOW]
     found: list[list[dict[str, float]]] = [[], []]
     for number in range(args.rounds):
@@ -79,13 +77,16 @@ def main() -> None:
     for name, (before, now) in medians.items():
         if re.search(args.only, name):
             print(f"{now / before if before else 0:6.3f} {before:12.4g} {now:12.4g}  {name}")
-    result = {
+    compared = {
         "script": args.script,
         "rounds": args.rounds,
         "before": commit_of(args.before),
         "before_and_now": medians,
     }
-    write("beside", result, environment, args.out)
+    line = result.write("beside", compared, environment)
+    if args.json is not None:  # A log: each run is of other commits.
+        with args.json.open("a") as log:
+            log.write(line)
 
 
 if __name__ == "__main__":

@@ -6,17 +6,14 @@
 
 from __future__ import annotations
 
-import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
-from oracle import KV, Prefill, prefill, recompute
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from benchmarks.oracle import KV, Prefill, prefill, recompute
 from cachetree import Span
 from profiles.compute.examination import Answerer
 from profiles.data.documents import Document, Tokens
@@ -67,7 +64,6 @@ class OneByOne:
     num_batched: int
     """Questions that go through the model together."""
     passes: int = 0
-    parts_s: Counter[str] = field(default_factory=Counter)
 
     @property
     def receiver(self) -> PreTrainedModel:
@@ -75,10 +71,9 @@ class OneByOne:
 
     @torch.inference_mode()
     def measure(self, document: Document) -> Results:
-        with self._timed("prefix"):
-            ids = torch.tensor([document.prefix])
-            theirs, ours = (prefill(model, ids) for model in (self.sender, self.receiver))
-            self.passes += 2
+        ids = torch.tensor([document.prefix])
+        theirs, ours = (prefill(model, ids) for model in (self.sender, self.receiver))
+        self.passes += 2
         questions = document.questions
         starts = range(0, len(questions), self.num_batched)
         batches = [questions[start : start + self.num_batched] for start in starts]
@@ -101,8 +96,7 @@ class OneByOne:
         nothing = [(keys[:, :, :0], values[:, :, :0]) for keys, values in theirs.kv]
         entering = (self.receiver.get_input_embeddings()(ids), *theirs.e[1:])
         for block in grid(len(ours.kv), 1):
-            with self._timed("prefix"):
-                new = recompute(self.receiver, entering[block.start], block, nothing)
+            new = recompute(self.receiver, entering[block.start], block, nothing)
             self.passes += 1
             kv = [new.get(layer, loaded) for layer, loaded in enumerate(theirs.kv)]
             yield block_name(block), kv
@@ -134,20 +128,19 @@ class OneByOne:
             ((it.suffix, answer), (it.suffix, it.reference))
             for it, answer in zip(document.questions, own, strict=True)
         ]
-        with self._timed("given answers"):
-            rows = list(dict.fromkeys(row for pair in pairs for row in pair))
-            width = max(len(suffix) + len(answer) - 1 for suffix, answer in rows)
-            texts = [[*suffix, *answer[:-1]] for suffix, answer in rows]
-            logits = self.receiver(
-                input_ids=torch.tensor([text + [0] * (width - len(text)) for text in texts]),
-                past_key_values=self._cache(kv, len(rows)),
-                use_cache=True,
-            ).logits
-            given = {}
-            for of_row, (suffix, answer) in zip(logits, rows, strict=True):
-                of_answer = of_row[len(suffix) - 1 :][: len(answer)]
-                logprobs = of_answer.float().log_softmax(-1)
-                given[suffix, answer] = Given(logprobs, torch.tensor(answer))
+        rows = list(dict.fromkeys(row for pair in pairs for row in pair))
+        width = max(len(suffix) + len(answer) - 1 for suffix, answer in rows)
+        texts = [[*suffix, *answer[:-1]] for suffix, answer in rows]
+        logits = self.receiver(
+            input_ids=torch.tensor([text + [0] * (width - len(text)) for text in texts]),
+            past_key_values=self._cache(kv, len(rows)),
+            use_cache=True,
+        ).logits
+        given = {}
+        for of_row, (suffix, answer) in zip(logits, rows, strict=True):
+            of_answer = of_row[len(suffix) - 1 :][: len(answer)]
+            logprobs = of_answer.float().log_softmax(-1)
+            given[suffix, answer] = Given(logprobs, torch.tensor(answer))
         return [(given[ours], given[reference]) for ours, reference in pairs]
 
     def _decode(self, kv: Sequence[KV], document: Document) -> tuple[list[Tokens], list[float]]:
@@ -156,31 +149,30 @@ class OneByOne:
         num_rows, longest, num_past = len(suffixes), max(map(len, suffixes)), len(document.prefix)
         answers: list[list[int]] = [[] for _ in suffixes]
         smallest = [float("inf")] * num_rows
-        with self._timed("decoding"):
-            pads = torch.tensor([[longest - len(suffix)] for suffix in suffixes])
-            ids = torch.tensor([[0] * (longest - len(suffix)) + [*suffix] for suffix in suffixes])
-            mask = torch.ones(num_rows, num_past + longest, dtype=torch.long)
-            mask[:, num_past:] = torch.arange(longest) >= pads
-            cache = self._cache(kv, num_rows)
-            for _ in range(document.task.max_new):
-                places = torch.arange(mask.shape[1] - ids.shape[1], mask.shape[1])
-                logits = self.receiver(
-                    input_ids=ids,
-                    attention_mask=mask,
-                    position_ids=(places - pads).clamp(min=0),
-                    past_key_values=cache,
-                    use_cache=True,
-                    logits_to_keep=1,
-                ).logits[:, -1]
-                margins = _margins(logits.float()).tolist()
-                ids = logits.argmax(-1, keepdim=True)
-                going = [i for i, it in enumerate(answers) if not self._has_ended(it)]
-                for row in going:
-                    answers[row].append(int(ids[row]))
-                    smallest[row] = min(smallest[row], margins[row])
-                if all(self._has_ended(it) for it in answers):
-                    break
-                mask = torch.cat([mask, mask.new_ones(num_rows, 1)], 1)
+        pads = torch.tensor([[longest - len(suffix)] for suffix in suffixes])
+        ids = torch.tensor([[0] * (longest - len(suffix)) + [*suffix] for suffix in suffixes])
+        mask = torch.ones(num_rows, num_past + longest, dtype=torch.long)
+        mask[:, num_past:] = torch.arange(longest) >= pads
+        cache = self._cache(kv, num_rows)
+        for _ in range(document.task.max_new):
+            places = torch.arange(mask.shape[1] - ids.shape[1], mask.shape[1])
+            logits = self.receiver(
+                input_ids=ids,
+                attention_mask=mask,
+                position_ids=(places - pads).clamp(min=0),
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            ).logits[:, -1]
+            margins = _margins(logits.float()).tolist()
+            ids = logits.argmax(-1, keepdim=True)
+            going = [i for i, it in enumerate(answers) if not self._has_ended(it)]
+            for row in going:
+                answers[row].append(int(ids[row]))
+                smallest[row] = min(smallest[row], margins[row])
+            if all(self._has_ended(it) for it in answers):
+                break
+            mask = torch.cat([mask, mask.new_ones(num_rows, 1)], 1)
         return [tuple(answer) for answer in answers], smallest
 
     def _has_ended(self, answer: Sequence[int]) -> bool:
@@ -189,12 +181,6 @@ class OneByOne:
     def _cache(self, kv: Sequence[KV], num_rows: int) -> DynamicCache:
         rows = [tuple(it.expand(num_rows, -1, -1, -1) for it in layer) for layer in kv]
         return DynamicCache(rows, config=self.receiver.config)
-
-    @contextmanager
-    def _timed(self, part: str) -> Iterator[None]:
-        began_s = time.perf_counter()
-        yield
-        self.parts_s[part] += time.perf_counter() - began_s
 
 
 def block_name(block: Span) -> str:

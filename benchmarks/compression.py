@@ -1,6 +1,6 @@
 """What do KV and E in fewer bytes cost: quality on the shipped pairs, and time?
 
-    python benchmarks/compression.py [--num-documents 24] [--json FILE]
+    python -m benchmarks.compression [--num-documents 24] [--json FILE]
 
 Physics: a codec is worth it where the link is slower than the time that it takes. With `r` the
 ratio of bytes, and seconds per byte of `e` and `d` to encode and decode, it saves on links of less
@@ -14,20 +14,16 @@ touches. The pairs' head_dim is 32, half of what is common, so their ratios are 
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-import result
 import torch
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
 from torch import Tensor
 
+from benchmarks import result
 from cachetree import Span
 from cachetree.checkpoint import Codec, vector_bytes
 from cachetree.checkpoint.codecs import decode, encode
@@ -61,7 +57,6 @@ OPTIONS = TaskOptions(template="<bos> {context} {input}", metric=Metric.F1, max_
 PAGE_SIZE = 16
 SPEED_VECTORS, SPEED_LENGTH = 1 << 17, 128
 REPEATS = 9
-console = Console(width=100)
 
 
 def through(codec: Codec, tensor: Tensor, length: int) -> Tensor:
@@ -81,7 +76,7 @@ def measure_quality(name: str, num_documents: int) -> list[dict[str, Any]]:
     documents = whole[:num_documents]
     sender, receiver = answerers(pair, documents, 2.0)
     found: dict[tuple[Codec, str], list[tuple[float, float]]] = {}
-    for document in track(documents, name, console=console):
+    for document in documents:
         for (codec, what), scores in examine(sender, receiver, profile, document).items():
             found.setdefault((codec, what), []).extend(scores)
     head_dim = pair.receiver.config.head_dim
@@ -160,34 +155,14 @@ def measure_speed() -> list[dict[str, Any]]:
     ]
 
 
-def show(quality: list[dict[str, Any]], speed: list[dict[str, Any]]) -> None:
-    table = Table("pair", "codec", "bytes", "full reuse: F1", "KL", "block: F1", "KL")
-    for reuse, block in zip(quality[::2], quality[1::2], strict=True):
-        cells = [f"{it[key]:.{digits}f}" for it in (reuse, block) for key, digits in FORMATS]
-        table.add_row(reuse["pair"], reuse["codec"], f"{reuse['ratio']:.2f}", *cells)
-    console.print(table)
-    table = Table("codec", "what", "GB/s of bfloat16", "relative error, normal values")
-    for it in speed:
-        table.add_row(
-            it["codec"], it["what"], f"{it['gb_per_s']:.2f}", f"{it['relative_error']:.4f}"
-        )
-    console.print(table)
-
-
-FORMATS = (("f1", 3), ("kl", 4))
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = result.arguments(__doc__)
     parser.add_argument("--num-documents", type=int, default=24)
-    parser.add_argument("--json", type=Path, help="append the JSON line to this file too")
     args = parser.parse_args()
     environment = result.here()
     torch.set_num_threads(1)
     quality = [row for name in SUBJECTS for row in measure_quality(name, args.num_documents)]
-    speed = measure_speed()
-    show(quality, speed)
-    found = {"quality": quality, "speed": speed}
+    found = {"quality": quality, "speed": measure_speed()}
     result.write("compression", found, environment, args.json)
 
 

@@ -1,6 +1,6 @@
 """How much of the speed of plain files does the disk store keep?
 
-    python benchmarks/disk.py [--mib 256] [--repetitions 7] [--path DIRECTORY]
+    python -m benchmarks.disk [--mib 256] [--repetitions 7] [--path DIRECTORY]
 
 Physics: a buffered write copies each byte into the page cache, a warm read copies it out, and a
 cold read waits for the device. The store adds one checksum per 256 KiB (while the chunk is in the
@@ -13,51 +13,38 @@ the opening of a cache whose directory has many small entries, until all of them
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
-import statistics
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 import msgspec
 import numpy as np
-import result
 import xxhash
 
-from cachetree import Cache, CacheConfig, Family, Kind, ModelId, PageHash, Step
+from benchmarks import result
+from benchmarks.races import E_LAYER, FAMILY, MODEL, STEPS, pages_in, race, sizes_of
+from cachetree import Cache, CacheConfig, Kind, PageHash
 from cachetree.disk import DiskConfig, DiskStore
 
-MODEL = ModelId("sender")
-FAMILY = Family(
-    architecture="LlamaForCausalLM",
-    num_layers=8,
-    hidden_size=2048,
-    num_kv_heads=8,
-    head_dim=128,
-    rope="{}",
-    tokenizer="t",
-    model_dtype="bfloat16",
-    kv_dtype="bfloat16",
-    page_size=64,
-)
-STEPS = (*(Step(Kind.KV, layer) for layer in range(FAMILY.num_layers)), Step(Kind.E, 3))
 RAW_CHUNK_BYTES = 1 << 20
 SMALL = msgspec.structs.replace(FAMILY, page_size=1)
 NUM_SMALL = 2000
+Work = Callable[[], object]
 
 
 class Files:
     """The same bytes in memory, in a plain file and in a store; both files are new each time."""
 
-    def __init__(self, directory: Path, num_pages: int) -> None:
+    def __init__(self, directory: Path, pages: list[PageHash]) -> None:
         self.directory = directory
-        self.pages = [PageHash(number.to_bytes(16, "big")) for number in range(num_pages)]
-        sizes = {step: num_pages * FAMILY.page_bytes(step.kind) for step in STEPS}
+        self.pages = pages
+        sizes = sizes_of(len(pages))
         random = np.random.default_rng(0)
         words = {step: random.integers(0, 1 << 63, size // 8) for step, size in sizes.items()}
         self.written = {step: memoryview(array).cast("B") for step, array in words.items()}
@@ -78,7 +65,9 @@ class Files:
                 os.fdatasync(file.fileno())
 
     def write_store(self, is_synced: bool) -> None:
-        if not self.store.write(MODEL, None, self.pages, [3], lambda step: [self.written[step]]):
+        if not self.store.write(
+            MODEL, None, self.pages, [E_LAYER], lambda step: [self.written[step]]
+        ):
             raise SystemExit("the store did not take the entry")
 
     def renew_store(self, is_synced: bool) -> None:
@@ -116,20 +105,6 @@ class Files:
         return DiskStore(FAMILY, config)
 
 
-@dataclass(frozen=True)
-class Run:
-    gb_per_s: float
-    cpu_s_per_gb: float
-    """Of the calling thread; hardly disturbed by what else runs."""
-
-
-def timed(files: Files, run: Callable[[], None]) -> Run:
-    begun_at_s, begun_cpu_s = time.perf_counter(), time.thread_time()
-    run()
-    cpu_s, wall_s = time.thread_time() - begun_cpu_s, time.perf_counter() - begun_at_s
-    return Run(files.num_bytes / wall_s / 1e9, cpu_s / files.num_bytes * 1e9)
-
-
 def compare(files: Files) -> None:
     files.write_raw(False)
     files.write_store(False)
@@ -144,29 +119,22 @@ def compare(files: Files) -> None:
     assert {*digests} == {state.hexdigest()}, f"not the bytes that were written: {digests}"
 
 
-def measure(files: Files, repetitions: int) -> dict[str, dict[str, list[Run]]]:
-    """Per question and contender; the contenders take turns in going first."""
-    runs: dict[str, dict[str, list[Run]]] = {}
-    readers = {"plain file": files.read_raw, "store": files.read_store}
-    for number in range(repetitions):
-        order = ("plain file", "store") if number % 2 else ("store", "plain file")
-        for is_synced in (True, False):
-            files.renew_store(is_synced)
-            writers = {
-                "plain file": partial(files.write_raw, is_synced),
-                "store": partial(files.write_store, is_synced),
-            }
-            question = "write, synced" if is_synced else "write"
-            for name in order:
-                of_question = runs.setdefault(question, {"plain file": [], "store": []})
-                of_question[name].append(timed(files, writers[name]))
-        for question in ("read, warm", "read, cold"):
-            for name in order:
-                if question == "read, cold":
-                    files.make_cold()
-                of_question = runs.setdefault(question, {"plain file": [], "store": []})
-                of_question[name].append(timed(files, readers[name]))
-    return runs
+def measure(files: Files, repetitions: int) -> Iterator[dict[str, Any]]:
+    """A row for each question."""
+
+    def row(what: str, plain: Work, store: Work, prepare: Work = lambda: None) -> dict[str, Any]:
+        contenders = {"plain": plain, "store": store}
+        found = race(contenders, files.num_bytes, repetitions, prepare=prepare)
+        medians = {name: it.medians() for name, it in found.items()}
+        return {"what": what, **medians, "of_plain": found["store"].of(found["plain"])}
+
+    for what, is_synced in (("write", False), ("write, synced", True)):
+        writers = (partial(it, is_synced) for it in (files.write_raw, files.write_store))
+        yield row(what, *writers, partial(files.renew_store, is_synced))
+    files.renew_store(False)
+    files.write_store(False)
+    yield row("read, warm", files.read_raw, files.read_store)
+    yield row("read, cold", files.read_raw, files.read_store, files.make_cold)
 
 
 def measure_restarts(directory: Path, repetitions: int) -> list[float]:
@@ -176,7 +144,9 @@ def measure_restarts(directory: Path, repetitions: int) -> list[float]:
     with DiskStore(SMALL, config) as store:
         for number in range(NUM_SMALL):
             page = PageHash(number.to_bytes(16, "big"))
-            store.write(MODEL, None, [page], [3], lambda step: [kv if step.kind is Kind.KV else e])
+            store.write(
+                MODEL, None, [page], [E_LAYER], lambda step: [kv if step.kind is Kind.KV else e]
+            )
     cache = CacheConfig(
         disk_path=config.path, disk_bytes=config.num_bytes, host_bytes=0, serves=False
     )
@@ -190,50 +160,26 @@ def measure_restarts(directory: Path, repetitions: int) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = result.arguments(__doc__)
     parser.add_argument("--mib", type=int, default=256, help="size of the entry")
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--path", type=Path, default=None, help="on the disk to be measured")
-    parser.add_argument("--out", type=Path, default=None, help="file to append the result to")
     args = parser.parse_args()
     environment = result.here()
-    page_bytes = FAMILY.num_layers * FAMILY.kv_page_bytes + FAMILY.e_page_bytes
     with tempfile.TemporaryDirectory(dir=args.path) as directory:
-        files = Files(Path(directory), max(1, (args.mib << 20) // page_bytes))
+        files = Files(Path(directory), pages_in(args.mib))
         compare(files)
-        runs = measure(files, args.repetitions)
+        rows = list(measure(files, args.repetitions))
         files.store.close()
         restarts = measure_restarts(Path(directory), args.repetitions)
-    print(f"{'GB/s, median (min to max)':26} {'plain file':>22} {'store':>22}  of plain  CPU s/GB")
-    found: dict[str, object] = {"mib": args.mib}
-    for question, by_contender in runs.items():
-        cells, cpu = [], []
-        for values in by_contender.values():
-            speeds = [it.gb_per_s for it in values]
-            cells.append(
-                f"{statistics.median(speeds):5.2f} ({min(speeds):5.2f} to {max(speeds):5.2f})"
-            )
-            cpu.append(statistics.median(it.cpu_s_per_gb for it in values))
-        pairs = zip(by_contender["store"], by_contender["plain file"], strict=True)
-        ratio = statistics.median(ours.gb_per_s / plain.gb_per_s for ours, plain in pairs)
-        print(
-            f"{question:26} {cells[0]:>22} {cells[1]:>22}  {ratio:8.2f}  {cpu[0]:.2f} {cpu[1]:.2f}"
-        )
-        found[question] = {
-            "gb_per_s": {
-                name: statistics.median(it.gb_per_s for it in values)
-                for name, values in by_contender.items()
-            },
-            "cpu_s_per_gb": dict(zip(by_contender, cpu, strict=True)),
-            "of_plain": ratio,
-        }
-    per_entry_us = [it / NUM_SMALL * 1e6 for it in restarts]
-    print(
-        f"restart, us per entry      {statistics.median(per_entry_us):5.1f} "
-        f"({min(per_entry_us):5.1f} to {max(per_entry_us):5.1f})"
-    )
-    found["restart_us_per_entry"] = statistics.median(per_entry_us)
-    result.write("disk", found, environment, args.out)
+    found = {
+        "mib": args.mib,
+        "repetitions": args.repetitions,
+        "rows": rows,
+        "small_entries": NUM_SMALL,
+        "restart_us_per_entry": median(restarts) / NUM_SMALL * 1e6,
+    }
+    result.write("disk", found, environment, args.json)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """How much closer to full prefill is a block that begins with corrected E?
 
-    python benchmarks/e_correction.py measure NAME --sender DIR --receiver DIR --fit FILE \\
+    python -m benchmarks.e_correction measure NAME --sender DIR --receiver DIR --fit FILE \\
         --on FILE --blocks 14:24,20:24 --state DIR [--real] [--contexts N] [--seconds 240] \\
         [--kinds bias,full] [--no-answers] [--sender-lora DIR] [--receiver-lora DIR]
-    python benchmarks/e_correction.py texts FILE
-    python benchmarks/e_correction.py report --state DIR
+    python -m benchmarks.e_correction texts FILE
+    python -m benchmarks.e_correction report --state DIR
 
 `measure` fits the maps on the contexts of one file (`profiles.compute.fitting`; every fourth one
 chooses the penalty) and measures each block on those of another, which share none: with E as the
@@ -34,10 +34,10 @@ from typing import Any, Final
 
 import msgspec
 import torch
-from kv_maps import KVMaps
-from result import here
 from safetensors.torch import load_file, save_file
 
+from benchmarks.kv_maps import KVMaps
+from benchmarks.result import here
 from cachetree import Span
 from cachetree.corrections import Correction
 from profiles.compute.examination import Answerer, Examination

@@ -1,7 +1,7 @@
 """What does correcting E add to a prefill of 2,000 tokens, and what does it save?
 
-    python benchmarks/e_correction_cost.py [--documents 9] [--dtype float32]
-    python benchmarks/e_correction_cost.py --sender DIR --receiver DIR --data FILE --maps FILE \\
+    python -m benchmarks.e_correction_cost [--documents 9] [--dtype float32]
+    python -m benchmarks.e_correction_cost --sender DIR --receiver DIR --data FILE --maps FILE \\
         --corrected 16:24 --plain 6:24 --documents 5
 
 Two real servers. The first command takes randomly initialised models of 12 layers × 768: the
@@ -26,29 +26,29 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
-import result
 import torch
-from e_correction import REAL
-from relay import Bench, Sample, Setup, bench, median, publish, ttft
 from safetensors.torch import load_file
 
+from benchmarks import result
+from benchmarks.e_correction import REAL
+from benchmarks.random_servers import profile_of
+from benchmarks.relay import Bench, Sample, Setup, asked, bench, median, publish, ttft
 from cachetree import ModelIdentity, Span, write_profile
 from cachetree.checkpoint import read_model_identity
 from cachetree.corrections import Correction, write_corrections
-from cachetree.planning import PROFILE_VERSION, BlockQuality, PairProfile
+from cachetree.planning import BlockQuality
 from profiles.compute.layered import LayeredModel
 from profiles.compute.models import ModelSource, load_model, load_tokenizer
 from profiles.data.datasets import load_sources
 from profiles.data.documents import make_documents
 from profiles.stats.gate import interval
 
-RESULTS: Final = Path(__file__).resolve().parent / "results" / "e_correction_cost.json"
 NUM_SHARED: Final = 2000
 NUM_TIMES: Final = 5
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = result.arguments(__doc__)
     parser.add_argument("--documents", type=int, default=9)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     for flag in ("sender", "receiver", "data", "maps"):
@@ -75,7 +75,7 @@ def main() -> None:
 
         with bench(Path(name), setup, prepare) as it:
             publish(it)
-            samples = asked(it, blocks)
+            samples = in_turns(it, blocks)
             document = it.documents[0]
         models = setup.models or (Path(name) / "sender", Path(name) / "receiver")
         correction = _correction(args.corrected, args.maps, read_model_identity(models[1]))
@@ -92,16 +92,16 @@ def main() -> None:
         told[name] = {
             "block": [block.start, block.stop],
             "ttft_p50_ms": round(median(samples[name], ttft), 1),
-            "recompute_p50_ms": median(samples[name], lambda it: it.provenance["recompute_ms"]),
+            "recompute_p50_ms": median(samples[name], "recompute_ms"),
         }
     pairs = zip(samples["corrected"], samples["plain"], strict=True)
     ratios = interval([[one.ttft_ms / other.ttft_ms - 1] for one, other in pairs])
     told["ttft_added"] = [ratios.mean, ratios.low, ratios.high]
-    known = json.loads(RESULTS.read_bytes()) if RESULTS.exists() else []
-    known = [it for it in known if it["pair"] != told["pair"]]
-    known.append(told | {"environment": msgspec.to_builtins(environment)})
-    RESULTS.write_text(json.dumps(known, indent=1) + "\n")
-    result.write("e_correction_cost", told, environment)
+    rows = [told | {"environment": msgspec.to_builtins(environment)}]
+    if args.json is not None and args.json.exists():  # One row a pair: the others stay.
+        known = json.loads(args.json.read_bytes())["rows"]
+        rows = [*(it for it in known if it["pair"] != told["pair"]), *rows]
+    result.write("e_correction_cost", {"rows": rows}, environment, args.json)
 
 
 def _block(literal: str) -> Span:
@@ -117,26 +117,10 @@ def _documents(args: argparse.Namespace) -> list[tuple[int, ...]]:
 
 def _write_profile(models: Sequence[Path], block: Span, maps: Path | None, path: Path) -> None:
     """With one plan, whose E a whole matrix corrects."""
-    sender, receiver = map(read_model_identity, models)
-    it = _correction(block, maps, receiver)
+    it = _correction(block, maps, read_model_identity(models[1]))
     named = it.named(block.start)
     plan = BlockQuality(start=block.start, stop=block.stop, quality=0.9, e_map=named)
-    profile = PairProfile(
-        version=PROFILE_VERSION,
-        sender=sender,
-        receiver=receiver,
-        metric="f1",
-        data_sha256="0" * 64,
-        num_questions=1,
-        sender_quality=0.1,
-        full_prefill_quality=0.9,
-        full_reuse_quality=0.1,
-        tolerance=0.05,
-        blocks=(plan,),
-        recommended=plan,
-        passed=True,
-        reason="made up for a benchmark",
-    )
+    profile = profile_of(*models, plan)
     write_profile(profile, path)
     write_corrections(profile, {named.sha256: it}, path)
 
@@ -174,20 +158,14 @@ def processor_time(
     return {f"of {it}": round(least["map"] / least[it], 5) for it in ("block", "full prefill")}
 
 
-def asked(it: Bench, blocks: Mapping[str, Span]) -> dict[str, list[Sample]]:
-    """Each way of every document, another one first each time; the first document warms up."""
+def in_turns(it: Bench, blocks: Mapping[str, Span]) -> dict[str, list[Sample]]:
+    """Each way of every document."""
     ways = {name: {"block": f"{span.start}:{span.stop}"} for name, span in blocks.items()}
-    ways["full prefill"] = {"mode": "off"}
-    found: dict[str, list[Sample]] = {name: [] for name in ways}
-    for document in range(len(it.documents)):
-        first = document % len(ways)
-        for name in [*ways, *ways][first : first + len(ways)]:
-            sample = it.ask(document, ways[name])
-            told = sample.provenance
-            wanted = ("off" if name == "full prefill" else "reused", name == "corrected")
+    found = asked(it, ways | {"full prefill": {"mode": "off"}})
+    for name, of in found.items():
+        wanted = ("off" if name == "full prefill" else "reused", name == "corrected")
+        for told in (sample.provenance for sample in of):
             assert (told["outcome"], told["e_corrected"]) == wanted, told
-            if document:
-                found[name].append(sample)
     return found
 
 

@@ -1,6 +1,6 @@
 """What does one engine pay for a fleet of many workers, and how does that grow?
 
-    python benchmarks/fleet_size.py [--workers 25 50 100 200] [--pages 1000000] [--out FILE]
+    python -m benchmarks.fleet_size [--workers 25 50 100 200] [--pages 1000000]
 
 `--pages` is what the largest fleet advertises; a smaller one has as much less, so that each worker
 always holds as many. Each has a tree of its own, full of prompts of 64 pages, one of which all
@@ -11,9 +11,7 @@ The snapshot of all workers is first: bytes that the engine allocates for it. Th
 fleet in which each worker stores one new prompt a second and drops its oldest for it: the messages
 that reach the engine, their bytes, and the CPU that it takes to read them. Then lookups of prompts
 that one worker has, that all have, and that nobody has, in CPU time with garbage collection off:
-what is found is compared with what each worker's own tree holds. The directory is a real
-redis-server where there is one: commands that an engine sends in a second, and how long a look
-takes.
+what is found is compared with what each worker's own tree holds.
 
 Physics: an engine is told of every page once by each worker that has it, so memory and messages are
 linear in the number of workers. A lookup that nobody answers is one look into a dict; one that all
@@ -25,37 +23,30 @@ the largest).
 
 from __future__ import annotations
 
-import argparse
 import gc
 import math
 import multiprocessing
 import os
-import shutil
 import sys
 import time
-from pathlib import Path
 from random import Random
 from typing import Any
 
 import numpy as np
-import result
-from allocated import allocated_bytes
-from rich.console import Console
-from rich.table import Table
-from simulate.replay import FAMILY, Unbacked
 
+from benchmarks import result
+from benchmarks.allocated import allocated_bytes
+from benchmarks.simulate.replay import FAMILY, Unbacked
 from cachetree import CacheTree, Location, ModelId, PageHash
 from cachetree.transport.advertise import Advertiser, RemoteView
-from cachetree.transport.directory import LEASE_S, RENEW_S, RedisLeases, lease_key
 from cachetree.transport.wire import Entries, decode_to_peer, encode
-from sglang_droidspeak.fleet.servers import ProgramSpec, free_port, running
 
 MODEL = ModelId("m")
 PAGE_BYTES = FAMILY.num_layers * FAMILY.kv_page_bytes + FAMILY.e_page_bytes
 PROMPT_PAGES = 64
 MAX_PENDING = 10_000
 MAX_EXPONENT = 1.1
-NOISY = frozenset({"workers", "pages", "cpu_share", "look_p99_ms"})
+NOISY = frozenset({"workers", "pages", "cpu_share"})
 """What grows by itself, or depends on what else the machine does."""
 
 
@@ -101,7 +92,7 @@ def prompt_of(random: Random) -> list[PageHash]:
 
 
 def run(num_workers: int, num_pages: int, seconds: int, num_lookups: int) -> dict[str, Any]:
-    """Everything of one size, but for the directory."""
+    """Everything of one size."""
     engine = CacheTree(FAMILY, host_bytes=0)
     pages_each = num_pages // num_workers // PROMPT_PAGES * PROMPT_PAGES
     workers = [SimulatedWorker(it, pages_each, engine) for it in range(num_workers)]
@@ -165,34 +156,6 @@ def lookups(
     return found
 
 
-def looks(num_workers: int) -> dict[str, float]:
-    """How the directory is asked with as many leases in it; nothing where there is no server."""
-    program = shutil.which("redis-server") or shutil.which("valkey-server")
-    if program is None:
-        return {}
-    import redis
-
-    port = free_port()
-    command = [program, "--port", str(port), "--save", "", "--bind", "127.0.0.1"]  # Keeps no file.
-    with running(ProgramSpec(command=command, port=port, name="redis")):
-        client = redis.Redis(port=port)
-        for it in range(1, num_workers + 1):
-            value = f'{{"address": "tcp://10.0.{it >> 8}.{it & 255}:1"}}'
-            client.set(lease_key(FAMILY, it), value, ex=LEASE_S)
-        leases = RedisLeases(f"redis://127.0.0.1:{port}", FAMILY, own_epoch=1)
-        assert len(leases.look()) == num_workers - 1
-        before, spent_ms = client.info("stats")["total_commands_processed"], []
-        for _ in range(50):
-            begun_s = time.perf_counter()
-            leases.look()
-            spent_ms.append((time.perf_counter() - begun_s) * 1000)
-        done = client.info("stats")["total_commands_processed"] - before - 1
-    return {
-        "look_p99_ms": float(np.percentile(spent_ms, 99)),
-        "commands_per_s": (done / 50 + 1) / RENEW_S,
-    }
-
-
 def exponents(rows: list[dict[str, Any]]) -> dict[str, float]:
     """Of each figure, by how the number of workers grew from the first row to the last."""
     first, last = rows[0], rows[-1]
@@ -205,33 +168,26 @@ def exponents(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = result.arguments(__doc__)
     parser.add_argument("--workers", type=int, nargs="+", default=[25, 50, 100, 200])
     parser.add_argument("--pages", type=int, default=1_000_000)
     parser.add_argument("--seconds", type=int, default=10)
     parser.add_argument("--lookups", type=int, default=2000)
-    parser.add_argument("--out", type=Path, help="write the result to this file too")
     args = parser.parse_args()
     if os.environ.get("PYTHONMALLOC") != "malloc":  # So that every allocation can be counted.
         os.execve(
-            sys.executable, [sys.executable, *sys.argv], {**os.environ, "PYTHONMALLOC": "malloc"}
+            sys.executable,
+            [sys.executable, "-m", "benchmarks.fleet_size", *sys.argv[1:]],
+            {**os.environ, "PYTHONMALLOC": "malloc"},
         )
     environment = result.here()
     rows = []
-    table = Table(title="One engine")
     for size in args.workers:
         asked = (size, args.pages * size // args.workers[-1], args.seconds, args.lookups)
         with multiprocessing.get_context("fork").Pool(1) as pool:
-            rows.append(pool.apply(run, asked) | looks(size))
-        if size == args.workers[0]:
-            for column in rows[0]:
-                table.add_column(column, justify="right")
-        table.add_row(*(f"{it:,.4g}" for it in rows[-1].values()))
+            rows.append(pool.apply(run, asked))
     found = {"rows": rows, "exponents": exponents(rows)}
-    Console(width=200).print(table)
-    if args.out:
-        args.out.unlink(missing_ok=True)
-    result.write("fleet_size", found, environment, args.out)
+    result.write("fleet_size", found, environment, args.json)
     steep = {name: it for name, it in found["exponents"].items() if it > MAX_EXPONENT}
     if steep:
         raise SystemExit(f"faster than linear: {steep}")

@@ -1,7 +1,7 @@
 """How soon does the drift guard find that documents have changed, and what does it cost until then?
 
     make real
-    python benchmarks/guard_drift.py --out benchmarks/results/guard_drift.json
+    python -m benchmarks.guard_drift --json benchmarks/results/guard_drift.json
 
 The shipped small pair and a real one, on servers, by the plan that their profiles recommend. Each
 receiver first reads documents of its own task, which its profile was not judged on, then those of
@@ -17,8 +17,6 @@ healthy requests are compared, or raise an alarm.
 
 from __future__ import annotations
 
-import argparse
-import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +29,7 @@ from typing import Any
 
 import msgspec
 
+from benchmarks import result
 from cachetree.planning import BlockQuality, PlanId, read_profile, write_profile
 from profiles.compute.models import ModelSource, load_tokenizer
 from profiles.data.datasets import load_sources
@@ -255,22 +254,10 @@ def rows_of(pair: Pair) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, required=True, help="JSON file")
-    args = parser.parse_args()
-    import result  # Beside this file: the tests import this module from elsewhere.
-
+    args = result.arguments(__doc__).parse_args()
     environment = result.here()
-    rows = []
-    for pair in (SMALL, REAL):
-        for row in rows_of(pair):
-            shown = {name: it for name, it in row.items() if name != "distances"}
-            print(json.dumps(shown), len(row["distances"]), flush=True)
-            rows.append(row)
-    args.out.unlink(missing_ok=True)
-    result.write("guard drift", {"rate": RATE, "measured": rows}, environment, args.out)
+    rows = [row for pair in (SMALL, REAL) for row in rows_of(pair)]
+    result.write("guard_drift", {"rate": RATE, "measured": rows}, environment, args.json)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Does reuse cost anything where the link is too slow for it, on real servers?
 
-    python benchmarks/link_sweep.py [--documents 8] [--json benchmarks/results/link_sweep.json]
+    python -m benchmarks.link_sweep [--documents 8] [--json benchmarks/results/link_sweep.json]
 
 Two servers of one randomly initialised model of 12 layers × 768; the receiver may load all layers
 of a 1,000-token document from a relay, over a link that is paced to one rate after the other, from
@@ -21,8 +21,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-import result
-from relay import (
+from rich.table import Table
+
+from benchmarks import result
+from benchmarks.relay import (
     Sample,
     Setup,
     bench,
@@ -35,8 +37,6 @@ from relay import (
     publish,
     ttft,
 )
-from rich.table import Table
-
 from cachetree import EMPTY_SPAN
 
 NUM_SHARED = 1000

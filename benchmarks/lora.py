@@ -1,6 +1,6 @@
 """What do adapters of one server save when they read one another's context?
 
-    python benchmarks/lora.py [--adapters 1 2 4 8 16] [--rounds 1]
+    python -m benchmarks.lora [--adapters 2 4 8 16] [--rounds 1]
 
 One base of 12 layers × 768 and adapters of rank 8 on q, k, v and o, all random, and one document of
 2,000 tokens with a question of each adapter's own. SGLang alone keeps a tree per adapter, so each
@@ -19,8 +19,6 @@ and in every round the first adapter's answers with each other.
 
 from __future__ import annotations
 
-import argparse
-import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,34 +27,38 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import permutations
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-import result
 import torch
-from oracle import Generated, decode, partial_prefill
-from random_adapters import write_adapter
-from rich.console import Console
-from rich.table import Table
 from transformers import PreTrainedModel
 
+from benchmarks import result
+from benchmarks.oracle import Generated, decode, partial_prefill
+from benchmarks.random_adapters import write_adapter
+from benchmarks.random_servers import (
+    BLOCK,
+    ENV,
+    HIDDEN,
+    NUM_LAYERS,
+    PAGE,
+    options,
+    profile_of,
+    rotated,
+    write_random,
+)
 from cachetree import EMPTY_SPAN, Span
-from cachetree.checkpoint import ModelIdentity, read_model_identity
-from cachetree.planning import PROFILE_VERSION as VERSION
-from cachetree.planning import BlockQuality, PairProfile, write_profile
+from cachetree.planning import BlockQuality, write_profile
 from profiles.compute.models import ModelSource, load_model
-from profiles.random_models import random_prompt, shape, write_models
+from profiles.random_models import random_prompt
 from sglang_droidspeak.fleet.servers import Server, ServerSpec, running
 
-NUM_LAYERS = 12
-HIDDEN = 768
 RANK = 8
-BLOCK = BlockQuality(start=4, stop=7, quality=0.9)
+QUALITY = BlockQuality(start=BLOCK.start, stop=BLOCK.stop, quality=0.9)
 NUM_QUESTION = 24
 MAX_NEW = 16
-ENV = {"OMP_NUM_THREADS": "1"}
 CONTENDERS = ALONE, EXTENDED = "SGLang", "extension"
-PARTS = ("queued_ms", "load_ms", "recompute_ms", "forward_ms")
-console = Console(width=110)
+GAINS = {"later": "later_ttft_ms", "burst": "burst_ms"}
 
 
 @dataclass(frozen=True)
@@ -64,22 +66,6 @@ class Models:
     base: Path
     adapters: Sequence[Path]
     profiles: Path
-
-
-@dataclass(frozen=True)
-class Sizes:
-    tokens: int
-    page: int
-
-    @property
-    def num_shared(self) -> int:
-        """Tokens of the document that lie in whole pages."""
-        return self.tokens // self.page * self.page
-
-    @property
-    def slots(self) -> int:
-        """KV slots that one adapter's request takes, in whole pages."""
-        return -(-(self.tokens + NUM_QUESTION + MAX_NEW) // self.page) * self.page + self.page
 
 
 @dataclass(frozen=True)
@@ -96,11 +82,12 @@ class Sample:
 class Bench:
     servers: Mapping[str, Server]
     names: Sequence[str]
-    sizes: Sizes
+    num_tokens: int
+    """Of the document."""
 
     def prompts(self, seed: int) -> list[list[int]]:
         """One document with a question of each adapter's own."""
-        document = random_prompt(self.sizes.tokens, seed)
+        document = random_prompt(self.num_tokens, seed)
         questions = range(100_000 + 100 * seed, 100_000 + 100 * seed + len(self.names))
         return [[*document, *random_prompt(NUM_QUESTION, it)] for it in questions]
 
@@ -134,93 +121,58 @@ class Bench:
             return time.perf_counter() - started_s, samples
 
 
-@dataclass(frozen=True)
-class Rounds:
-    """What was measured with one number of adapters, by contender."""
-
-    later_ms: Mapping[str, list[float]]
-    """TTFT of the second adapter to the last in sequence, of all rounds."""
-    first_ms: Mapping[str, list[float]]
-    burst_ms: Mapping[str, list[float]]
-    burst_ttft_ms: Mapping[str, list[float]]
-    readers: list[Sample]
-    """Requests in sequence that read another adapter's KV."""
-
-
-def made_up(sender: ModelIdentity, receiver: ModelIdentity, best: BlockQuality) -> PairProfile:
-    return PairProfile(
-        version=VERSION,
-        sender=sender,
-        receiver=receiver,
-        metric="f1",
-        data_sha256="0" * 64,
-        num_questions=1,
-        sender_quality=0.1,
-        full_prefill_quality=0.9,
-        full_reuse_quality=0.1,
-        tolerance=0.05,
-        blocks=(best,),
-        recommended=best,
-        passed=True,
-        reason="made up, of random weights",
-    )
-
-
 def write(folder: Path, num_adapters: int) -> Models:
     """The base, its adapters, and a profile of every ordered pair of them."""
-    config = shape("llama", layers=NUM_LAYERS, hidden=HIDDEN, heads=12, kv_heads=12)
-    (base,) = write_models(folder, config, ["base"])
-    adapters: list[Path] = []
-    for seed in range(num_adapters):
-        path = folder / f"adapter-{seed}"
-        adapters.append(write_adapter(path, base, rank=RANK, std=0.02, seed=seed))
+    (base,) = write_random(folder, ["base"])
+    adapters = [
+        write_adapter(folder / f"adapter-{seed}", base, rank=RANK, std=0.02, seed=seed)
+        for seed in range(num_adapters)
+    ]
     profiles = folder / "profiles"
     profiles.mkdir()
-    models = [read_model_identity(base, None, it) for it in (None, *adapters)]
-    for index, (sender, receiver) in enumerate(permutations(models, 2)):
-        write_profile(made_up(sender, receiver, BLOCK), profiles / f"{index}.json")
+    for index, pair in enumerate(permutations([None, *adapters], 2)):
+        write_profile(profile_of(base, base, QUALITY, adapters=pair), profiles / f"{index}.json")
     return Models(base, adapters, profiles)
 
 
-def options(sizes: Sizes, num_requests: int) -> dict[str, Any]:
-    return {
-        "device": "cpu",
-        "dtype": "float32",
-        "page-size": sizes.page,
-        "max-total-tokens": (num_requests + 1) * sizes.slots,
-        "max-running-requests": max(8, num_requests),
-        "chunked-prefill-size": 4096,
-        "sleep-on-idle": True,
-    }
+def pool_tokens(num_tokens: int, num_requests: int) -> int:
+    """Slots of the KV pool, in whole pages."""
+    pages = -(-(num_tokens + NUM_QUESTION + MAX_NEW) // PAGE) + 1
+    return (num_requests + 1) * pages * PAGE
 
 
 @contextmanager
-def bench(models: Models, sizes: Sizes, count: int) -> Iterator[Bench]:
+def bench(models: Models, num_tokens: int, count: int) -> Iterator[Bench]:
     """SGLang alone and with the extension, side by side, with the first `count` adapters."""
     adapters = {it.name: it for it in models.adapters[:count]}
-    shared = {
-        **options(sizes, count),
-        "lora-backend": "torch_native",
-        "max-lora-rank": RANK,
-        "max-loras-per-batch": count,
-    }
-    alone = ServerSpec(model=models.base, name="alone", options=shared, adapters=adapters)
-    extended = ServerSpec(
-        model=models.base,
-        name="extended",
-        options=shared,
-        adapters=adapters,
-        droidspeak={"profiles": [str(models.profiles)], "host_gb": 0},
+    of_sglang = options(
+        max_total_tokens=pool_tokens(num_tokens, count),
+        max_running_requests=max(8, count),
+        lora_backend="torch_native",
+        max_lora_rank=RANK,
+        max_loras_per_batch=count,
     )
-    with running(alone, extended, env=ENV) as (one, other):
-        yield Bench({ALONE: one, EXTENDED: other}, list(adapters), sizes)
+    settings = {"profiles": [str(models.profiles)], "host_gb": 0}
+    specs = [
+        ServerSpec(
+            model=models.base,
+            name=name,
+            options=of_sglang,
+            adapters=adapters,
+            droidspeak=droidspeak,
+        )
+        for name, droidspeak in (("alone", None), ("extended", settings))
+    ]
+    with running(*specs, env=ENV) as servers:
+        yield Bench(dict(zip(CONTENDERS, servers, strict=True)), list(adapters), num_tokens)
 
 
-def measure(it: Bench, rounds: int) -> Rounds:
-    """Contenders in turns; the first round warms up."""
-    found = Rounds(*({it: [] for it in CONTENDERS} for _ in range(4)), readers=[])
+def measure(it: Bench, rounds: int) -> dict[str, Any]:
+    """Contenders in turns; the first round warms up. Medians of all rounds, in ms."""
+    later: dict[str, list[float]] = {who: [] for who in CONTENDERS}
+    burst: dict[str, list[float]] = {who: [] for who in CONTENDERS}
     for index in range(rounds + 1):
-        turns = CONTENDERS if index % 2 else CONTENDERS[::-1]
+        turns = rotated(CONTENDERS, index)
         prompts = it.prompts(seed=2 * index)
         sequences = {who: it.sequence(who, prompts) for who in turns}
         require_plan(sequences[EXTENDED])
@@ -228,16 +180,16 @@ def measure(it: Bench, rounds: int) -> Rounds:
         prompts = it.prompts(seed=2 * index + 1)
         bursts = {who: it.burst(who, prompts) for who in turns}
         require_plan(bursts[EXTENDED][1])
-        if index == 0:
-            continue
-        found.readers.extend(sequences[EXTENDED][1:])
-        for who in turns:
-            seconds, samples = bursts[who]
-            found.first_ms[who].append(sequences[who][0].ttft_ms)
-            found.later_ms[who].extend(sample.ttft_ms for sample in sequences[who][1:])
-            found.burst_ms[who].append(1000 * seconds)
-            found.burst_ttft_ms[who].extend(sample.ttft_ms for sample in samples)
-    return found
+        for who in turns if index else ():
+            later[who] += [sample.ttft_ms for sample in sequences[who][1:]]
+            burst[who].append(1000 * bursts[who][0])
+    found: dict[str, Any] = {
+        who: {"later_ttft_ms": median(later[who]), "burst_ms": median(burst[who])}
+        for who in CONTENDERS
+    }
+    one, other = (found[who] for who in CONTENDERS)
+    gains = {f"{of}_gain": one[key] / other[key] for of, key in GAINS.items()}
+    return {"adapters": len(it.names), **found, **gains}
 
 
 def require_plan(samples: Sequence[Sample]) -> None:
@@ -260,10 +212,10 @@ def compare_outputs(it: Bench, models: Models) -> None:
         )
         for adapter in models.adapters[:2]
     )
-    shared, tokens = it.sizes.num_shared, prompts[1]
+    shared, tokens = it.num_tokens // PAGE * PAGE, prompts[1]
     expected = {
         ALONE: answer(receiver, receiver, tokens, shared, EMPTY_SPAN),
-        EXTENDED: answer(receiver, sender, tokens, shared, BLOCK.block),
+        EXTENDED: answer(receiver, sender, tokens, shared, BLOCK),
     }
     for who, wanted in expected.items():
         samples = it.sequence(who, prompts, max_new=MAX_NEW)
@@ -271,7 +223,6 @@ def compare_outputs(it: Bench, models: Models) -> None:
         assert num_sure, "the oracle itself is undecided; take another seed"
         got = samples[1].ids
         assert got[:num_sure] == wanted.ids[:num_sure], (who, got, wanted.ids)
-        console.print(f"{who} answers as the oracle: {num_sure} of {MAX_NEW} tokens compared")
     assert expected[ALONE].ids != expected[EXTENDED].ids, "the comparison would notice nothing"
 
 
@@ -287,101 +238,31 @@ def answer(
     return decode(receiver, prefix, ids[:, num_shared:], MAX_NEW)
 
 
-def summarise(found: Rounds, count: int) -> dict[str, Any]:
-    summary: dict[str, Any] = {"adapters": count}
-    for who in CONTENDERS:
-        summary[who] = {
-            "first_ttft_ms": spread(found.first_ms[who]),
-            "later_ttft_ms": spread(found.later_ms[who]),
-            "burst_ms": spread(found.burst_ms[who]),
-            "burst_ttft_ms": spread(found.burst_ttft_ms[who]),
-        }
-    for measure in summary[ALONE]:
-        one, other = (summary[who][measure]["median"] for who in CONTENDERS)
-        summary[f"{measure}_gain"] = one / other if other else 1.0
-    return summary | {
-        part: statistics.median([it.told[part] for it in found.readers] or [0.0]) for part in PARTS
-    }
-
-
-def spread(values: Sequence[float]) -> dict[str, float]:
-    """Of nothing where there is but one adapter, and so no second one."""
-    values = values or [0.0]
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
-
-
-def print_growth(rows: Sequence[Mapping[str, Any]], sizes: Sizes) -> None:
-    table = Table(title=f"{sizes.tokens} shared + {NUM_QUESTION} own tokens, ms, medians (min-max)")
-    for column in ("adapters", "", "TTFT, 2nd to last", "×", "all at once", "×", "TTFT of these"):
-        table.add_column(column, justify="right")
-    for row in rows:
-        for who in CONTENDERS:
-            is_last = who == EXTENDED
-            table.add_row(
-                "" if is_last else str(row["adapters"]),
-                who,
-                cell(row[who]["later_ttft_ms"]),
-                f"{row['later_ttft_ms_gain']:.2f}" if is_last and row["adapters"] > 1 else "",
-                cell(row[who]["burst_ms"]),
-                f"{row['burst_ms_gain']:.2f}" if is_last else "",
-                cell(row[who]["burst_ttft_ms"]),
-            )
-    console.print(table)
-    for row in rows[-1:]:
-        parts = ", ".join(f"{part[:-3]} {row[part]:.0f} ms" for part in PARTS)
-        console.print(f"{row['adapters']} adapters, of the extension's TTFT in sequence: {parts}")
-        mb = {key: row[f"{key}_bytes_per_adapter"] / 1e6 for key in ("kv", "e")}
-        pools = {key: row[f"{key}_pool_bytes"] / 1e6 for key in ("kv", "e")}
-        console.print(
-            f"each adapter's copy of the document: {mb['kv']:.0f} MB of KV with and without the "
-            f"extension, {mb['e']:.1f} MB of E with it; pools: {pools['kv']:.0f} and "
-            f"{pools['e']:.0f} MB"
-        )
-
-
-def cell(of: Mapping[str, float]) -> str:
-    return f"{of['median']:.0f} ({of['min']:.0f}-{of['max']:.0f})" if of["max"] else ""
-
-
-def memory(sizes: Sizes, count: int) -> dict[str, int]:
-    """Bytes on the device. Every adapter keeps its own KV of the document, with and without."""
-    kv_token, e_token = 4 * 2 * NUM_LAYERS * HIDDEN, 4 * HIDDEN  # E at one layer for all pairs.
-    num_slots = options(sizes, count)["max-total-tokens"] + sizes.page
-    return {
-        "kv_bytes_per_token": kv_token,
-        "kv_bytes_per_adapter": kv_token * sizes.num_shared,
-        "kv_pool_bytes": kv_token * num_slots,
-        "e_bytes_per_token": e_token,
-        "e_bytes_per_adapter": e_token * sizes.num_shared,
-        "e_pool_bytes": e_token * num_slots,
-    }
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--adapters", type=int, nargs="+", default=[1, 2, 4, 8, 16])
+    parser = result.arguments(__doc__)
+    parser.add_argument("--adapters", type=int, nargs="+", default=[2, 4, 8, 16])
     parser.add_argument("--rounds", type=int, default=1, help="measured, after one that warms up")
     parser.add_argument("--tokens", type=int, default=2000)
-    parser.add_argument("--page-size", type=int, default=16)
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     environment = result.here()
     torch.set_num_threads(1)
-    sizes = Sizes(args.tokens, args.page_size)
+    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        models = write(folder, max(args.adapters))
-        rows: list[dict[str, Any]] = []
+        models = write(Path(name), max(args.adapters))
         for count in args.adapters:
-            with bench(models, sizes, count) as it:
-                if count > 1 and all(row["adapters"] == 1 for row in rows):
+            with bench(models, args.tokens, count) as it:
+                if not rows:
                     compare_outputs(it, models)
-                found = summarise(measure(it, args.rounds), count)
-                rows.append(found | memory(sizes, count))
-                console.print(f"{count} adapters: measured")
-    print_growth(rows, sizes)
-    asked = {it: getattr(args, it) for it in ("tokens", "page_size", "rounds")}
-    result.write("lora", asked | {"counts": rows}, environment, args.json)
+                rows.append(measure(it, args.rounds))
+    shared = args.tokens // PAGE * PAGE
+    found = {
+        "tokens": args.tokens,
+        "rounds": args.rounds,
+        "counts": rows,
+        "kv_bytes_per_adapter": 4 * 2 * NUM_LAYERS * HIDDEN * shared,
+        "e_bytes_per_adapter": 4 * HIDDEN * shared,  # At one layer for all pairs.
+    }
+    result.write("lora", found, environment, args.json)
 
 
 if __name__ == "__main__":

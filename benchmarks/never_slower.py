@@ -1,6 +1,6 @@
 """Is the plan that is chosen never slower than a full prefill, on a GPU and over any link?
 
-    python benchmarks/never_slower.py [--json benchmarks/results/never_slower.json]
+    python -m benchmarks.never_slower [--json benchmarks/results/never_slower.json]
 
 Real fits and the real policy on a device that is computed from public figures. It serves some 400
 prompts of 32 to 40,000 tokens, in full or with a block recomputed, and fetches beside them and
@@ -355,7 +355,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    import result
+    from benchmarks import result
 
     environment = result.here()
     cells = [cell for seed in range(args.seeds) for cell in sweep(args.requests, seed)]

@@ -1,7 +1,6 @@
 """What does the extension cost where nothing is reused, and the drift guard where something is?
 
-    python benchmarks/overhead.py [--rounds 20] [--case peers] [--case ...]
-    python benchmarks/overhead.py --case "drift guard" --before CHECKOUT --out FILE
+    python -m benchmarks.overhead [--rounds 20] [--case peers] [--case ...]
 
 Three servers of one randomly initialised model of 12 layers × 768: SGLang alone, SGLang alone once
 more as a control, and SGLang with the extension. The cases:
@@ -11,8 +10,7 @@ more as a control, and SGLang with the extension. The cases:
     one adapter   serves one LoRA adapter, of which there is no profile
     drift guard   all reuse what a sender has read and recompute [4, 7), without the guard, without
                   it (the control), and with `shadow_rate: 0.05`, after the plan's first twenty
-                  comparisons; and without it as the code of CHECKOUT does, where one of a commit
-                  before the guard is given
+                  comparisons
 
 Expected: a hash and a tree walk per request; in the first case one copy of E per kept layer and
 token, and a copy of new KV to host memory by another thread; the goal is at most 2 % of TTFT and of
@@ -25,27 +23,21 @@ differs from 1 the machine does not resolve.
 
 from __future__ import annotations
 
-import argparse
-import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-import msgspec
-import result
-from random_adapters import write_adapter
-from rich.console import Console
-from rich.table import Table
-from serving_study.rig import FULL, write_profile_of
-
-from cachetree.planning import read_profile, write_profile
-from profiles.random_models import random_prompt, shape, write_models
+from benchmarks import result
+from benchmarks.random_adapters import write_adapter
+from benchmarks.random_servers import BLOCK, ENV, profile_of, rotated, write_random
+from cachetree.planning import BlockQuality, write_profile
+from profiles.random_models import random_prompt
 from sglang_droidspeak.fleet.servers import Server, ServerSpec, free_port, running
 from sglang_droidspeak.guard.plans import NUM_FIRST
 from sglang_droidspeak.guard.shadows import place_of
@@ -59,7 +51,7 @@ OPTIONS = {
 }
 LORA = {"lora-backend": "torch_native", "max-lora-rank": 8, "max-loras-per-batch": 1}
 ADAPTER = "adapter"
-BLOCK = FULL.block
+NAMED = {"block": f"{BLOCK.start}:{BLOCK.stop}"}
 GUARD = "drift guard"
 CASES = ("peers", "no adapters", "one adapter", GUARD)
 SHADOW_RATE = 0.05
@@ -144,11 +136,10 @@ def compare(
     """Seconds of each round, by what was measured and by server; requests are `asked` so."""
     times: dict[str, dict[str, list[float]]] = {}
     for seed in range(rounds):
-        first = seed % len(servers)
         for load in loads(seed):
             rids = [f"{load.kind} {seed} {i}" for i in range(len(load.prompts))]
             answers = []
-            for server in (*servers[first:], *servers[:first]):
+            for server in rotated(servers, seed):
                 seconds, answer = answered_s(server, load, rids, **asked)
                 comparisons.wait(server, rids)
                 answers.append(answer)
@@ -158,32 +149,24 @@ def compare(
     return times
 
 
-def report(
-    console: Console, title: str, times: Mapping[str, Mapping[str, Sequence[float]]]
-) -> dict[str, Any]:
-    """Ratios to the first server, of all rounds but the first."""
-    table = Table(title=title)
-    for column in ("measure", "median", "p25", "p75", "all rounds"):
-        table.add_column(column)
-    summary = {}
-    for kind, of in times.items():
-        _, *plain = of["plain"]
-        for name, (_, *seconds) in of.items():
-            if name != "plain":
-                pairs = zip(seconds, plain, strict=True)
-                low, middle, high = statistics.quantiles((a / b for a, b in pairs), n=4)
-                total = sum(seconds) / sum(plain)
-                found = {"median": middle, "p25": low, "p75": high, "total": total}
-                summary[f"{kind}, {name}"] = {**found, "rounds": len(seconds)}
-                table.add_row(f"{kind}, {name}", *(f"{it:.4f}" for it in found.values()))
-    console.print(table)
-    return summary
+def ratios(times: Mapping[str, Mapping[str, Sequence[float]]]) -> Iterator[dict[str, Any]]:
+    """A row for each server but the first: its times by the first one's, of all rounds but the
+    first."""
+    _, *others = times["ttft"]
+    for name in others:
+        row: dict[str, Any] = {"server": name}
+        for kind, of in times.items():
+            plain, seconds = of["plain"][1:], of[name][1:]
+            pairs = zip(seconds, plain, strict=True)
+            low, middle, high = statistics.quantiles((a / b for a, b in pairs), n=4)
+            total = sum(seconds) / sum(plain)
+            row[kind] = {"median": middle, "p25": low, "p75": high, "total": total}
+        yield row
 
 
 def specs(case: str, folder: Path) -> list[ServerSpec]:
     """SGLang alone, twice, and with the extension."""
-    config = shape("llama", layers=12, hidden=768, heads=12, kv_heads=12)
-    (model,) = write_models(folder, config, ["model"])
+    (model,) = write_random(folder, ["model"])
     nobody = f"tcp://127.0.0.1:{free_port()}"
     shared: dict[str, Any] = {"model": model, "options": OPTIONS}
     droidspeak: dict[str, Any] = {"host_gb": 0}
@@ -204,30 +187,25 @@ def specs(case: str, folder: Path) -> list[ServerSpec]:
     ]
 
 
-def specs_of_guard(folder: Path, before: Path | None) -> list[ServerSpec]:
+def specs_of_guard(folder: Path) -> list[ServerSpec]:
     """A sender, and receivers of its KV with the guard and without."""
-    config = shape("llama", layers=12, hidden=768, heads=12, kv_heads=12)
-    sender, receiver = write_models(folder, config, ["sender", "receiver"])
-    profile = write_profile_of(sender, receiver, FULL)
-    found = read_profile(profile)
+    sender, receiver = write_random(folder, ["sender", "receiver"])
     # Of random weights no answer is like full prefill's; the guard is to see a pair that is well.
-    blocks = tuple(msgspec.structs.replace(it, tv_bound=10.0) for it in found.blocks)
-    write_profile(msgspec.structs.replace(found, blocks=blocks), profile)
+    plan = BlockQuality(start=BLOCK.start, stop=BLOCK.stop, quality=0.88, tv_bound=10.0)
+    profile = folder / "pair.json"
+    write_profile(profile_of(sender, receiver, plan), profile)
     at = f"tcp://127.0.0.1:{free_port()}"
-    sends = {"listen": at, "capture_layers": [BLOCK[0]], "host_gb": 0.5}
+    sends = {"listen": at, "capture_layers": [BLOCK.start], "host_gb": 0.5}
     reads = {"peers": [at], "profiles": [str(profile)], "host_gb": 0, "fetch_deadline_s": 60}
     guard = {"shadow_rate": SHADOW_RATE, "guard_path": str(folder / "guard.json")}
-    paths = () if before is None else (before, before / "platforms/torch_cpu")
-    old = ("env", f"PYTHONPATH={os.pathsep.join(str(it.resolve()) for it in paths)}")
     options = {**OPTIONS, "max-total-tokens": 4096}
     return [
-        ServerSpec(name=name, model=model, options=options, droidspeak=settings, wrapper=wrapper)
-        for name, model, settings, wrapper in (
-            ("sender", sender, sends, ()),
-            ("plain", receiver, reads, ()),
-            ("control", receiver, reads, ()),
-            *[("before", receiver, reads, old)] * bool(paths),
-            ("watched", receiver, reads | guard, ()),
+        ServerSpec(name=name, model=model, options=options, droidspeak=settings)
+        for name, model, settings in (
+            ("sender", sender, sends),
+            ("plain", receiver, reads),
+            ("control", receiver, reads),
+            ("watched", receiver, reads | guard),
         )
     ]
 
@@ -251,41 +229,34 @@ def read(sender: Server, receivers: Sequence[Server], **asked: Any) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = result.arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--case", action="append", choices=CASES)
-    parser.add_argument("--before", type=Path, help="a checkout of a commit before the drift guard")
-    parser.add_argument("--out", type=Path, help="write the result to this file too")
     args = parser.parse_args()
     environment = result.here()
-    console = Console(width=100)
-    summary: dict[str, Any] = {}
+    found: dict[str, Any] = {"rounds": args.rounds - 1, "rows": []}
     for case in args.case or CASES:
-        comparisons, asked, loads = Comparisons(), {}, fresh
-        if case == "one adapter":
-            asked = {"lora_path": ADAPTER}
-        if case == GUARD:
-            asked, loads = {"droidspeak": {"block": f"{BLOCK[0]}:{BLOCK[1]}"}}, known
+        is_guard = case == GUARD
+        comparisons, loads = Comparisons(), known if is_guard else fresh
+        asked: dict[str, Any] = {"lora_path": ADAPTER} if case == "one adapter" else {}
+        asked |= {"droidspeak": NAMED} if is_guard else {}
         with tempfile.TemporaryDirectory() as name:
-            folder = Path(name)
-            made = specs_of_guard(folder, args.before) if case == GUARD else specs(case, folder)
-            with running(*made, env={"OMP_NUM_THREADS": "1"}) as servers:
-                console.print(f"{case}: {args.rounds} rounds")
-                if case == GUARD:
+            made = specs_of_guard(Path(name)) if is_guard else specs(case, Path(name))
+            with running(*made, env=ENV) as servers:
+                if is_guard:
                     sender, *servers = servers
                     read(sender, servers, **asked)
                     comparisons.settle(servers[-1], **asked)
                 times = compare(servers, args.rounds, loads, comparisons, **asked)
-        found = report(console, f"{case}: time / time of the first server", times)
-        if case == GUARD:
-            found |= {
+        found["rows"] += [{"case": case, **row} for row in ratios(times)]
+        if is_guard:
+            found["guard"] = {
                 "shadows": comparisons.num,
                 "shadows_s": comparisons.seconds,
                 "requests": sum(len(load.prompts) for load in known(0)) * args.rounds,
                 "plain_s": sum(sum(of["plain"]) for of in times.values()),
             }
-        summary[case.replace(" ", "_")] = found
-    result.write("overhead", summary, environment, args.out)
+    result.write("overhead", found, environment, args.json)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """How much sooner does the first token come when the prefix is another model's, and what limits it?
 
-    python benchmarks/partial_prefill.py [--documents 7] [--dtype float32] [--codec none]
+    python -m benchmarks.partial_prefill [--documents 7] [--dtype float32] [--codec none]
 
 Two real servers with randomly initialised models of 12 layers × 768 and a 2,000-token document;
 the receiver loads nine layers from the sender over loopback and recomputes three, [4, 7).
@@ -20,103 +20,71 @@ and recompute pipelined; with what `schedule.py` predicts from the measured part
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import result
-from relay import (
-    HIDDEN,
-    NUM_LAYERS,
+from benchmarks import result
+from benchmarks.random_servers import BLOCK, HIDDEN, NUM_LAYERS
+from benchmarks.relay import (
     NUM_NEW,
     Bench,
-    Sample,
     Setup,
+    asked,
     bench,
-    console,
     median,
     mirror,
     paced,
     publish,
     ttft,
 )
-from rich.table import Table
-from schedule import Request, schedule
-
-from cachetree import Span
+from benchmarks.schedule import Request, schedule
 from cachetree.planning import Strategy
 
-BLOCK = Span(4, 7)
 NUM_SHARED = 2000
+NUM_PACED = 4
+"""Documents that are asked about over each link; the first warms up."""
+NAMED = {"block": f"{BLOCK.start}:{BLOCK.stop}"}
 CONDITIONS: Mapping[str, Mapping[str, str]] = {
-    "full_prefill": {"mode": "off"},
-    "full_reuse": {"block": "none"},
-    "block": {"block": f"{BLOCK.start}:{BLOCK.stop}"},
-    "all_layers": {"block": "all"},
+    "full prefill": {"mode": "off"},
+    "full reuse": {"block": "none"},
+    f"block [{BLOCK.start}, {BLOCK.stop})": NAMED,
+    "all layers": {"block": "all"},
 }
+FULL, REUSE, BLOCK_ONLY, ALL = CONDITIONS
+PARTS = ("match_ms", "queued_ms", "fetch_ms", "load_ms", "recompute_ms", "forward_ms")
 STRATEGIES = (Strategy.EVERYTHING_FIRST, Strategy.REUSED_FIRST, Strategy.PIPELINED)
 
 
-def speed(it: Bench) -> dict[str, list[Sample]]:
-    """Every condition on every document, interleaved; the first document warms up."""
-    samples: dict[str, list[Sample]] = {name: [] for name in CONDITIONS}
-    for document in range(len(it.documents)):
-        for name, controls in CONDITIONS.items():
-            sample = it.ask(document, controls)
-            wanted = "off" if name == "full_prefill" else "reused"
-            assert sample.provenance["outcome"] == wanted, (name, sample.provenance)
-            if document:
-                samples[name].append(sample)
-    for full, again in zip(samples["full_prefill"], samples["all_layers"], strict=True):
-        assert full.token == again.token, "all layers recomputed must answer as a full prefill"
-    return samples
-
-
-def throttled(it: Bench, bytes_per_s: float) -> dict[Strategy, list[Sample]]:
-    samples: dict[Strategy, list[Sample]] = {strategy: [] for strategy in STRATEGIES}
-    with paced(it, bytes_per_s, CONDITIONS["full_reuse"]):
-        for document in range(min(4, len(it.documents))):
-            for strategy in STRATEGIES:
-                controls = {**CONDITIONS["block"], "strategy": strategy.value}
-                sample = it.ask(document, controls)
-                assert sample.provenance["outcome"] == "reused", sample.provenance
-                samples[strategy].append(sample)
-    for triple in zip(*samples.values(), strict=True):
-        assert len({sample.token for sample in triple}) == 1, "strategies must agree"
-    return samples
-
-
-def field(name: str) -> Callable[[Sample], float]:
-    return lambda sample: sample.provenance[name]
-
-
-def report_speed(samples: Mapping[str, Sequence[Sample]]) -> dict[str, Any]:
-    parts = ("match_ms", "queued_ms", "fetch_ms", "load_ms", "recompute_ms", "forward_ms")
-    table = Table(title=f"TTFT, {NUM_SHARED} shared + {NUM_NEW} new tokens, medians in ms")
-    for column in ("condition", "TTFT", "× faster", *(part[:-3] for part in parts)):
-        table.add_column(column, justify="left" if column == "condition" else "right")
-    full_ms = median(samples["full_prefill"], ttft)
-    summary: dict[str, Any] = {}
+def speed(it: Bench) -> dict[str, Any]:
+    """Every condition on every document."""
+    samples = asked(it, CONDITIONS)
     for name, of in samples.items():
-        ms = median(of, ttft)
-        values = {part: median(of, field(part)) for part in parts}
-        summary[name] = {"ttft_p50_ms": ms, "speedup": full_ms / ms, **values}
-        cells = [f"{values[part]:.1f}" for part in parts]
-        table.add_row(name, f"{ms:.0f}", f"{full_ms / ms:.2f}", *cells)
-    console.print(table)
-    forward_ms = summary["block"]["forward_ms"]
-    share = share_computed()
-    ideal_ms = full_ms * share + forward_ms
-    summary["ideal_ms"] = ideal_ms
-    summary["over_ideal"] = summary["block"]["ttft_p50_ms"] / ideal_ms
-    console.print(
-        f"ideal {ideal_ms:.0f} ms = full prefill × {NUM_LAYERS * share:.2f}/{NUM_LAYERS} + forward "
-        f"{forward_ms:.0f} ms; the block takes {summary['over_ideal']:.2f} of it"
-    )
-    return summary
+        outcomes = {sample.provenance["outcome"] for sample in of}
+        assert outcomes == {"off" if name == FULL else "reused"}, (name, outcomes)
+    for full, again in zip(samples[FULL], samples[ALL], strict=True):
+        assert full.token == again.token, "all layers recomputed must answer as a full prefill"
+    full_ms = median(samples[FULL], ttft)
+    rows = [
+        {
+            "condition": name,
+            "ttft_p50_ms": median(of, ttft),
+            "speedup": full_ms / median(of, ttft),
+            **({} if name == FULL else {part: median(of, part) for part in PARTS}),
+        }
+        for name, of in samples.items()
+    ]
+    block = rows[list(CONDITIONS).index(BLOCK_ONLY)]
+    ideal_ms = full_ms * share_computed() + block["forward_ms"]
+    return {
+        "rows": rows,
+        "recompute_ms": block["recompute_ms"],
+        "ideal_ms": ideal_ms,
+        "over_ideal": block["ttft_p50_ms"] / ideal_ms,
+    }
 
 
 def share_computed() -> float:
@@ -127,37 +95,27 @@ def share_computed() -> float:
     return (len(BLOCK) - 1 + kv / layer) / NUM_LAYERS
 
 
-def report_throttled(rate: float, samples: Mapping[Strategy, Sequence[Sample]]) -> dict[str, Any]:
-    first = samples[Strategy.REUSED_FIRST]
-    fetch_ms = median(first, field("fetch_ms"))
-    recompute_ms = median(first, field("recompute_ms"))
+def throttled(it: Bench, bytes_per_s: float) -> dict[str, Any]:
+    """Each strategy over a link of this rate, beside what is predicted of it."""
+    arms = {strategy.value: {**NAMED, "strategy": strategy.value} for strategy in STRATEGIES}
+    with paced(it, bytes_per_s, CONDITIONS[REUSE]):
+        samples = asked(it, arms)
+    for same in zip(*samples.values(), strict=True):
+        assert {sample.provenance["outcome"] for sample in same} == {"reused"}, same
+        assert len({sample.token for sample in same}) == 1, "strategies must agree"
+    first = samples[Strategy.REUSED_FIRST.value]
+    fetch_ms, recompute_ms = median(first, "fetch_ms"), median(first, "recompute_ms")
     base_ms = median(first, ttft) - fetch_ms - recompute_ms
-    table = Table(title=f"link paced to {rate / 1e6:.0f} MB/s, medians in ms")
-    for column in ("strategy", "TTFT", "predicted", "fetch", "recompute"):
-        table.add_column(column, justify="left" if column == "strategy" else "right")
-    summary: dict[str, Any] = {"mb_per_s": rate / 1e6}
-    for strategy, of in samples.items():
-        ms = median(of, ttft)
-        predicted_ms = base_ms + predict(strategy, fetch_ms, recompute_ms)
-        summary[strategy.value] = {"ttft_p50_ms": ms, "predicted_ms": predicted_ms}
-        fetched, recomputed = (median(of, field(f"{part}_ms")) for part in ("fetch", "recompute"))
-        table.add_row(
-            strategy.value,
-            f"{ms:.0f}",
-            f"{predicted_ms:.0f}",
-            f"{fetched:.0f}",
-            f"{recomputed:.0f}",
-        )
-    console.print(table)
-    pipelined_ms = summary["pipelined"]["ttft_p50_ms"]
+    ttfts = {f"{name}_ms": median(of, ttft) for name, of in samples.items()}
+    pipelined_ms = ttfts["pipelined_ms"]
     hidden_ms = fetch_ms + recompute_ms + base_ms - pipelined_ms
-    summary["speedup"] = summary["everything_first"]["ttft_p50_ms"] / pipelined_ms
-    summary["hidden"] = hidden_ms / min(fetch_ms, recompute_ms)
-    console.print(
-        f"pipelined is {summary['speedup']:.2f}× faster than everything first and hides "
-        f"{100 * summary['hidden']:.0f} % of the smaller of fetch and recompute"
-    )
-    return summary
+    return {
+        "mb_per_s": bytes_per_s / 1e6,
+        **ttfts,
+        "predicted_ms": base_ms + predict(Strategy.PIPELINED, fetch_ms, recompute_ms),
+        "speedup": ttfts["everything_first_ms"] / pipelined_ms,
+        "hidden": hidden_ms / min(fetch_ms, recompute_ms),
+    }
 
 
 def predict(strategy: Strategy, fetch_ms: float, recompute_ms: float) -> float:
@@ -174,11 +132,10 @@ def predict(strategy: Strategy, fetch_ms: float, recompute_ms: float) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = result.arguments(__doc__)
     parser.add_argument("--documents", type=int, default=7)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--codec", default="none", choices=["none", "int8", "int4"])
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     environment = result.here()
     setup = Setup(
@@ -191,19 +148,18 @@ def main() -> None:
     )
     with tempfile.TemporaryDirectory() as folder, bench(Path(folder), setup) as it:
         publish(it)
-        summary: dict[str, Any] = {"speed": report_speed(speed(it))}
+        found = speed(it)
         mirror(it, BLOCK)
         it.sender.stop()
         time.sleep(0.5)
         rows_moved = 2 * (NUM_LAYERS - len(BLOCK)) + 1
         bytes_moved = rows_moved * HIDDEN * NUM_SHARED * (4 if args.dtype == "float32" else 2)
-        balanced = bytes_moved / (summary["speed"]["block"]["recompute_ms"] / 1000)
-        summary["throttled"] = [
-            report_throttled(rate, throttled(it, rate))
-            for rate in (balanced / 2, balanced, balanced * 2)
-        ]
-    summary |= {"dtype": args.dtype, "codec": args.codec}
-    result.write("partial_prefill", summary, environment, args.json)
+        balanced = bytes_moved / found["recompute_ms"] * 1000
+        few = replace(it, documents=it.documents[:NUM_PACED])
+        found["links"] = [throttled(few, balanced * share) for share in (0.5, 1, 2)]
+    sizes = {"documents": args.documents - 1, "tokens": NUM_SHARED, "new_tokens": NUM_NEW}
+    found |= {**sizes, "dtype": args.dtype, "codec": args.codec}
+    result.write("partial_prefill", found, environment, args.json)
 
 
 if __name__ == "__main__":

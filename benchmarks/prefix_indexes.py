@@ -13,8 +13,8 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
-from simulate.replay import FAMILY, Unbacked
 
+from benchmarks.simulate.replay import FAMILY, Unbacked
 from cachetree import (
     PAGE_HASH_BYTES,
     CacheTree,
@@ -106,7 +106,8 @@ class SGLangRadix:
 
 
 class FlatDict:
-    """One ordered dict of page hashes per model, kept in the order of use."""
+    """One ordered dict of page hashes per model, of which the oldest go first. A match does not
+    note the use, so that it is the least that a lookup per page can cost."""
 
     def __init__(self, num_models: int) -> None:
         self._pages: list[OrderedDict[PageHash, None]] = [OrderedDict() for _ in range(num_models)]
@@ -118,7 +119,6 @@ class FlatDict:
             for page in prompt.pages:
                 if page not in pages:
                     break
-                pages.move_to_end(page)
                 num += 1
             found.append(num)
         return found
@@ -129,11 +129,7 @@ class FlatDict:
     def insert(self, model: int, prompt: Prompt) -> int:
         pages = self._pages[model]
         num_before = len(pages)
-        for page in prompt.pages:
-            if page in pages:
-                pages.move_to_end(page)
-            else:
-                pages[page] = None
+        pages.update(dict.fromkeys(prompt.pages))
         return len(prompt.pages) - (len(pages) - num_before)
 
     def evict(self, newcomer: list[PageHash]) -> int:
@@ -144,21 +140,6 @@ class FlatDict:
 
     def settle(self) -> None:
         """Nothing is left."""
-
-
-class UntouchedDict(FlatDict):
-    """The same, without noting the use: the least that a lookup per page can cost."""
-
-    def match(self, prompt: Prompt) -> list[int]:
-        found = []
-        for pages in self._pages:
-            num = 0
-            for page in prompt.pages:
-                if page not in pages:
-                    break
-                num += 1
-            found.append(num)
-        return found
 
 
 class Ours:
@@ -210,18 +191,15 @@ def make(name: str, num_models: int, num_pages: int) -> PrefixIndex:
         return SGLangRadix(RadixCache, None, num_models)
     if name == "SGLang, Rust":
         return SGLangRadix(UnifiedRadixCache, "rust", num_models)
-    if name == "flat dict, LRU":
+    if name == "flat dict":
         return FlatDict(num_models)
-    if name == "flat dict, lookup only":
-        return UntouchedDict(num_models)
     return Ours(num_models, num_pages, name.partition(", ")[2])
 
 
 NAMES = (
     "SGLang, Python",
     "SGLang, Rust",
-    "flat dict, LRU",
-    "flat dict, lookup only",
+    "flat dict",
     *(f"cachetree, {policy}" for policy in POLICIES),
 )
 ESTIMATED_BYTES_PER_PAGE = {"SGLang, Python": 1100, "SGLang, Rust": 1100}

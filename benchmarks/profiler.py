@@ -1,6 +1,6 @@
 """How much sooner is every block of a pair measured together than each block on its own?
 
-    python benchmarks/profiler.py [--num-documents 24] [--dtype float32] [--json FILE]
+    python -m benchmarks.profiler [--num-documents 24] [--dtype float32] [--json FILE]
 
 The shipped pair of 12 layers × 128 and its training contexts of 112 to 144 tokens, three questions
 each; every block at group 1, full reuse, and each layer reused alone. The training sweep, unpruned,
@@ -31,8 +31,6 @@ computes with one thread; contenders take turns in who is first.
 
 from __future__ import annotations
 
-import argparse
-import statistics
 import sys
 import tempfile
 import time
@@ -42,13 +40,11 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-import result
 import torch
-from block_by_block import Found, OneByOne, Results, block_name
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
 
+from benchmarks import result
+from benchmarks.block_by_block import Found, OneByOne, Results, block_name
+from benchmarks.random_servers import rotated
 from profiles.compute.examination import Answerer
 from profiles.compute.journal import Journal
 from profiles.compute.measuring import sweep
@@ -71,7 +67,6 @@ TOLERANCES: Final[Mapping[str, float]] = {"float32": 1e-4, "bfloat16": 0.05}
 """Nats by which rounding may change a KL, a likelihood (relative where more than 1) or a margin."""
 MOST_NEAR_TIES: Final = 0.001
 """Share of answers in which rounding may have chosen another token."""
-console = Console(width=100)
 
 
 class Contender(Protocol):
@@ -183,11 +178,8 @@ def timed(contender: Contender, document: Document) -> Run:
 def race(contenders: Sequence[Contender], documents: Sequence[Document]) -> dict[str, list[Run]]:
     """Every contender on every document; they take turns in who is first."""
     runs: dict[str, list[Run]] = {it.name: [] for it in contenders}
-    for index, document in enumerate(
-        track(documents, "measuring", console=Console(stderr=True), transient=True)
-    ):
-        first = index % len(contenders)
-        for contender in (*contenders[first:], *contenders[:first]):
+    for index, document in enumerate(documents):
+        for contender in rotated(contenders, index):
             runs[contender.name].append(timed(contender, document))
     return runs
 
@@ -197,14 +189,12 @@ def total_s(runs: Sequence[Run]) -> float:
 
 
 def summary_of(runs: Sequence[Run], ours: Sequence[Run]) -> dict[str, Any]:
-    ratios = [run.wall_s / our.wall_s for run, our in zip(runs, ours, strict=True)]
     cpu_s, our_cpu_s = (sum(run.cpu_s for run in it) for it in (runs, ours))
     return {
         "wall_s": total_s(runs),
         "cpu_s": cpu_s,
         "passes_per_context": sorted({run.passes for run in runs}),
         "times_the_sweep": total_s(runs) / total_s(ours),
-        "times_the_sweep_median": statistics.median(ratios),
         "times_the_sweep_cpu": cpu_s / our_cpu_s,
     }
 
@@ -229,35 +219,13 @@ def problems_of(
     return found
 
 
-def report(summaries: Mapping[str, Mapping[str, Any]], num_questions: int) -> None:
-    table = Table(title=f"every block of every context, {num_questions} questions")
-    for column in ("", "seconds", "× sweep", "median", "CPU time", "passes over a context"):
-        table.add_column(column, justify="right" if column else "left")
-    for name, it in summaries.items():
-        table.add_row(
-            name,
-            f"{it['wall_s']:.1f}",
-            f"{it['times_the_sweep']:.2f}",
-            f"{it['times_the_sweep_median']:.2f}",
-            f"{it['times_the_sweep_cpu']:.2f}",
-            ", ".join(map(str, it["passes_per_context"])),
-        )
-    console.print(table)
-    for name, it in summaries.items():
-        parts = it.get("parts_s", {})
-        shares = [f"{part} {part_s / it['wall_s']:.0%}" for part, part_s in parts.items()]
-        if shares:
-            console.print(f"{name}: {', '.join(shares)}", highlight=False)
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = result.arguments(__doc__)
     parser.add_argument("--num-documents", type=int, default=24)
     parser.add_argument("--dtype", default="float32", choices=TOLERANCES)
     parser.add_argument(
         "--times", type=float, help="times as long as the sweep each block on its own has to take"
     )
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     environment = result.here()
     torch.set_num_threads(1)
@@ -291,8 +259,6 @@ def main() -> int:
         one_question = replace(documents[0], questions=documents[0].questions[:1])
         race(baselines, [one_question])  # Warms up, and the sweep with its large batches:
         together.measure(documents[0])
-        for it in baselines:
-            it.parts_s.clear()
         runs = race([together, *baselines], documents)
         began_s = time.perf_counter()
         together.sweep(documents, pruned=True)
@@ -301,20 +267,10 @@ def main() -> int:
         for our, alone in zip(runs[SWEEP], runs[baseline.name], strict=True):
             comparisons[baseline.name].compare(our.results, alone.results)
     summaries = {name: summary_of(it, runs[SWEEP]) for name, it in runs.items()}
-    for baseline in baselines:
-        summaries[baseline.name] |= {"parts_s": dict(baseline.parts_s)}
-    report(summaries, sum(num_questions))
-    for name, it in comparisons.items():
-        console.print(
-            f"{name}: {it.num_answers} scores agree up to {it.largest:.1g}, "
-            f"{it.num_near_ties} near-ties",
-            highlight=False,
-        )
-    console.print(f"the sweep as a profile runs it: {pruned_s:.1f} s", highlight=False)
     demanded = pair.num_layers / 4 if args.times is None else args.times
     problems = problems_of(runs, comparisons, pair.num_layers, demanded)
     for problem in problems:
-        console.print(problem, style="red", markup=False, highlight=False)
+        sys.stderr.write(f"{problem}\n")
     summary = {
         "num_layers": pair.num_layers,
         "num_contexts": len(documents),

@@ -16,11 +16,11 @@ from typing import Any
 
 from rich.console import Console
 
+from benchmarks.random_servers import ENV, PAGE, family_of, options, rotated, write_random
 from cachetree import (
     Cache,
     CacheConfig,
     Deadline,
-    Family,
     Kind,
     Plan,
     Span,
@@ -29,15 +29,11 @@ from cachetree import (
     Worker,
     WorkerConfig,
 )
-from cachetree.checkpoint import Codec, read_model_identity
 from cachetree.planning import Strategy
 from cachetree.tree import page_hashes
-from profiles.random_models import random_prompt, shape, write_models
+from profiles.random_models import random_prompt
 from sglang_droidspeak.fleet.servers import Server, ServerSpec, free_port, running
 
-NUM_LAYERS = 12
-HIDDEN = 768
-PAGE = 16
 NUM_NEW = 24
 NUM_LEARNING = 2
 console = Console(width=100)
@@ -99,19 +95,9 @@ def bench(
     folder: Path, setup: Setup, prepare: Callable[[Sequence[Path]], None] = lambda models: None
 ) -> Iterator[Bench]:
     """`prepare` is given the models before their servers start."""
-    config = shape("llama", layers=NUM_LAYERS, hidden=HIDDEN, heads=12, kv_heads=12)
     names = ["model"] if setup.is_one_model else ["sender", "receiver"]
-    paths = setup.models or write_models(folder, config, names)
+    paths = setup.models or write_random(folder, names)
     prepare(paths)
-    options = {
-        "dtype": setup.dtype,
-        "page-size": PAGE,
-        "max-total-tokens": 8000,
-        "max-running-requests": 4,
-        "chunked-prefill-size": 4096,
-        "sleep-on-idle": True,
-        "device": "cpu",
-    }
     direct, relayed = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
     sends = {"listen": direct, "host_gb": 4, "codec": setup.codec, **setup.sends}
     reads = {
@@ -122,28 +108,21 @@ def bench(
         "fetch_deadline_s": 60,
         **setup.reads,
     }
+    of_sglang = options(dtype=setup.dtype, max_total_tokens=8000, max_running_requests=4)
     specs = [
-        ServerSpec(model=path, name=name, options=options, droidspeak=droidspeak)
-        for path, name, droidspeak in (
+        ServerSpec(model=path, name=name, options=of_sglang, droidspeak=settings)
+        for path, name, settings in (
             (paths[0], "sender", sends),
             (paths[-1], "receiver", reads),
         )
     ]
-    family = Family(
-        **read_model_identity(paths[-1]).shape,
-        model_dtype=setup.dtype,
-        kv_dtype=setup.dtype,
-        page_size=PAGE,
-        codec=Codec(setup.codec),
-        tp_size=1,
-        tp_rank=0,
-    )
+    family = family_of(paths[-1], setup.dtype, setup.codec)
     documents = setup.documents or [
         random_prompt(setup.num_shared, seed=i) for i in range(setup.num_documents)
     ]
     with (
         console.status("starting two servers"),
-        running(*specs, folder=folder / "logs", env={"OMP_NUM_THREADS": "1"}) as (s, r),
+        running(*specs, folder=folder / "logs", env=ENV) as (s, r),
         Cache(family, CacheConfig(peers=(direct,), serves=False)) as relay,
     ):
         yield Bench(s, r, relay, relayed, documents)
@@ -203,27 +182,45 @@ def paced(it: Bench, bytes_per_s: float, controls: Mapping[str, str]) -> Iterato
         time.sleep(0.2)
 
 
-def in_turns(it: Bench) -> dict[str, list[Sample]]:
-    """Every document by `off` and by `auto`, which have to answer alike; without the first ones,
-    from which the server learns its speeds."""
-    samples: dict[str, list[Sample]] = {"off": [], "auto": []}
+def asked(
+    it: Bench, arms: Mapping[str, Mapping[str, str]], num_learning: int = 1
+) -> dict[str, list[Sample]]:
+    """Every arm about every document, another one first each time; without the first documents,
+    which warm up a server, or from which it learns its speeds."""
+    samples: dict[str, list[Sample]] = {name: [] for name in arms}
     for document in range(len(it.documents)):
-        order = ("off", "auto") if document % 2 else ("auto", "off")
-        for mode in order:
-            samples[mode].append(it.ask(document, {"mode": mode}))
+        for name in rotated(list(arms), document):
+            samples[name].append(it.ask(document, arms[name]))
+    return {name: of[num_learning:] for name, of in samples.items()}
+
+
+def in_turns(it: Bench) -> dict[str, list[Sample]]:
+    """Full prefills and what the planner chooses, which have to answer alike."""
+    modes = {mode: {"mode": mode} for mode in ("off", "auto")}
+    samples = asked(it, modes, NUM_LEARNING)
     for pair in zip(*samples.values(), strict=True):
         assert len({sample.token for sample in pair}) == 1, "exact reuse answers as a full prefill"
-    return {mode: of[NUM_LEARNING:] for mode, of in samples.items()}
+    return samples
 
 
-def paired_ratio(samples: Mapping[str, Sequence[Sample]]) -> float:
-    """Of TTFTs, `auto` over `off` of the same document; the median."""
-    pairs = zip(samples["auto"], samples["off"], strict=True)
-    return statistics.median(one.ttft_ms / other.ttft_ms for one, other in pairs)
+def paired_ratio(
+    samples: Mapping[str, Sequence[Sample]], one: str = "auto", of: str = "off"
+) -> float:
+    """Of TTFTs about the same document, one arm's of another's; the median."""
+    pairs = zip(samples[one], samples[of], strict=True)
+    return statistics.median(a.ttft_ms / b.ttft_ms for a, b in pairs)
 
 
-def median(samples: Sequence[Sample], of: Callable[[Sample], float]) -> float:
-    return statistics.median(of(sample) for sample in samples)
+def counts(samples: Sequence[Sample]) -> dict[str, int]:
+    """How many had each outcome."""
+    outcomes = [sample.provenance["outcome"] for sample in samples]
+    return {it: outcomes.count(it) for it in sorted(set(outcomes))}
+
+
+def median(samples: Sequence[Sample], of: str | Callable[[Sample], float]) -> float:
+    """Of a function of each, or of what the server told by this name."""
+    read = of if callable(of) else lambda it: it.provenance[of]
+    return statistics.median(map(read, samples))
 
 
 def ttft(sample: Sample) -> float:

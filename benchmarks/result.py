@@ -1,7 +1,8 @@
-"""The last line of every benchmark: what was found, and where."""
+"""What every benchmark has at its end: its tables, and one line of JSON with where that was."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Mapping
@@ -11,8 +12,22 @@ from typing import Any
 import msgspec
 
 from profiles.environment import Environment, read_environment
+from tools.tables import shown
 
+RESULTS = Path(__file__).resolve().parent / "results"
 PACKAGES = ("sglang", "torch", "transformers", "flashinfer-python", "pyzmq", "sglang-droidspeak")
+
+
+def arguments(doc: str | None) -> argparse.ArgumentParser:
+    """With `--json`, and the first line of the script's docstring."""
+    parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
+    parser.add_argument(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="where the line of JSON goes, too, in place of what is there",
+    )
+    return parser
 
 
 def here() -> Environment:
@@ -21,13 +36,12 @@ def here() -> Environment:
 
 
 def write(
-    question: str, found: Mapping[str, Any], environment: Environment, file: Path | None = None
-) -> None:
-    """One line of JSON on standard output, appended to `file` too."""
-    line = json.dumps(
-        {"question": question, **found, "environment": msgspec.to_builtins(environment)}
-    )
-    sys.stdout.write(line + "\n")
+    name: str, found: Mapping[str, Any], environment: Environment, file: Path | None = None
+) -> str:
+    """On standard output the tables that are made of it, then the line, which is returned."""
+    told = {"question": name, **found, "environment": msgspec.to_builtins(environment)}
+    line = json.dumps(told) + "\n"
+    sys.stdout.write("\n".join(shown(name, json.loads(line))) + line)
     if file is not None:
-        with file.open("a") as lines:
-            lines.write(line + "\n")
+        file.write_text(line)
+    return line

@@ -1,6 +1,6 @@
 """What does it cost an engine that decodes to serve its cache meanwhile?
 
-    python benchmarks/serving.py [--windows 24] [--mb-s 100 400 0]
+    python -m benchmarks.serving [--windows 8] [--mb-s 100 400 0]
 
 A server of a randomly initialised model of 12 layers × 768 decodes one long answer. Beside it, in
 windows of a second that alternate with quiet ones, a process fetches a document of 2,000 tokens
@@ -10,17 +10,14 @@ interpreter's lock, the processor's caches and, where they wake, its core. The g
 The ratio is of the means of neighbouring windows: at the lower rates a fetch is a burst of a tenth
 of a second, which a median would not see. The server computes with one thread, which is kept on the
 first core, and the reader on the last one: a reader on another machine would not take the
-scheduler's core either. Where the server's other threads run is the system's choice. "copy" and
-"raw tcp" move as many bytes without the server, in the reader's memory or from a third process:
-what that costs is the machine's, not the serving's. Before that the answer is compared with the
-answer of the same server while nobody fetches.
+scheduler's core either. Where the server's other threads run is the system's choice. What so many
+bytes cost the machine by themselves, without any serving, is not told apart. Before that the answer
+is compared with the answer of the same server while nobody fetches.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -35,92 +32,38 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import requests
-import result
-from rich.console import Console
-from rich.table import Table
 
-from cachetree import Cache, CacheConfig, Deadline, Family, PeerConfig, Plan, Span
-from cachetree.checkpoint import read_model_identity
+from benchmarks import result
+from benchmarks.random_servers import BLOCK, ENV, NUM_LAYERS, PAGE, family_of, write_random
+from cachetree import EMPTY_SPAN, Cache, CacheConfig, Deadline, PeerConfig, Plan, Span
 from cachetree.tree import page_hashes
-from profiles.random_models import random_prompt, shape, write_models
+from profiles.random_models import random_prompt
 from sglang_droidspeak.fleet.servers import Server, ServerSpec, free_port, running
 
-NUM_LAYERS = 12
-PAGE = 16
 DOCUMENT = random_prompt(2000, seed=1)
 QUESTION = random_prompt(64, seed=2)
-NUM_BYTES = NUM_LAYERS * 2 * 768 * 4 * len(DOCUMENT)
-PIECE_BYTES = 256 << 10
-WAYS = ("memory", "tcp", "copy", "raw tcp")
+WAYS = ("in place", "over TCP")
 WINDOW_S = 1.0
 
 
 def fetch_for_ever(address: str, model: str, way: str) -> None:
     """The fetching process: reads a rate per line, answers what it has fetched until then."""
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-    strange_work = _strange_work(way)  # Before there are threads: it may fork.
-    path = Path(model)
-    family = Family(
-        **read_model_identity(path).shape,
-        model_dtype="float32",
-        kv_dtype="float32",
-        page_size=PAGE,
-        tp_size=1,
-        tp_rank=0,
-    )
     pages = page_hashes(DOCUMENT, PAGE)
     rate, num_bytes = [-1.0], [0]
-    peer = PeerConfig(shared_memory=way == "memory")
-    with Cache(family, CacheConfig(peers=(address,), serves=False, peer=peer)) as cache:
+    peer = PeerConfig(shared_memory=way == "in place")
+    config = CacheConfig(peers=(address,), serves=False, peer=peer)
+    with Cache(family_of(Path(model)), config) as cache:
         while not (matches := cache.match(pages)) or matches[0].num_pages < len(pages):
             time.sleep(0.02)
-        work = strange_work or partial(_fetch, cache, pages)
+        work = partial(_fetch, cache, pages)
         threading.Thread(target=_repeat, args=(work, rate, num_bytes), daemon=True).start()
         print("ready", flush=True)
         for line in sys.stdin:
             rate[0] = float(line)
             print(num_bytes[0], flush=True)
-
-
-def _strange_work(way: str) -> Callable[[], int] | None:
-    """Moves as much as a fetch without the server; None for a fetch."""
-    return {"copy": _copier, "raw tcp": _receiver}.get(way, lambda: None)()
-
-
-def _receiver() -> Callable[[], int]:
-    """From another process, where the system puts it."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    if not os.fork():
-        os.sched_setaffinity(0, range(os.cpu_count() or 1))
-        source, connection = np.ones(NUM_BYTES, np.uint8).data, listener.accept()[0]
-        while connection.recv(1):
-            connection.sendall(source)
-        os._exit(0)
-    target = np.ones(NUM_BYTES, np.uint8).data
-    connection = socket.create_connection(listener.getsockname())
-
-    def receive() -> int:
-        connection.sendall(b"!")
-        at = 0
-        while at < NUM_BYTES:
-            at += connection.recv_into(target[at : at + PIECE_BYTES])
-        return NUM_BYTES
-
-    return receive
-
-
-def _copier() -> Callable[[], int]:
-    source, target = (np.ones(NUM_BYTES, np.uint8) for _ in range(2))
-
-    def copy() -> int:
-        for at in range(0, NUM_BYTES, PIECE_BYTES):
-            np.copyto(target[at : at + PIECE_BYTES], source[at : at + PIECE_BYTES])
-        return NUM_BYTES
-
-    return copy
 
 
 def _fetch(cache: Cache, pages: Sequence[Any]) -> int:
@@ -130,7 +73,7 @@ def _fetch(cache: Cache, pages: Sequence[Any]) -> int:
         receiver=match.model,
         location=match.location,
         pages=Span(0, len(pages)),
-        block=Span(0, 0),
+        block=EMPTY_SPAN,
         num_layers=NUM_LAYERS,
     )
     staging = cache.fetch(plan, pages, Deadline.after(30))
@@ -183,7 +126,7 @@ class Answer:
 
 @contextmanager
 def fetcher(address: str, model: Path, way: str) -> Any:
-    command = [sys.executable, __file__, "--fetch", address, str(model), way]
+    command = [sys.executable, "-m", "benchmarks.serving", "--fetch", address, str(model), way]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout.readline() == "ready\n"
@@ -250,23 +193,21 @@ def main() -> None:
     if sys.argv[1:2] == ["--fetch"]:
         fetch_for_ever(*sys.argv[2:5])
         return
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--windows", type=int, default=24)
+    parser = result.arguments(__doc__)
+    parser.add_argument("--windows", type=int, default=8)
     parser.add_argument("--mb-s", type=float, nargs="*", default=[100, 400, 0])
     args = parser.parse_args()
     environment = result.here()
-    console = Console(width=100)
     address = f"tcp://127.0.0.1:{free_port()}"
     found = []
     with tempfile.TemporaryDirectory() as name:
-        config = shape("llama", layers=NUM_LAYERS, hidden=768, heads=12, kv_heads=12)
-        (model,) = write_models(Path(name), config, ["model"])
+        (model,) = write_random(Path(name), ["model"])
         spec = ServerSpec(
             model=model,
             options={"dtype": "float32", "device": "cpu", "max-total-tokens": 16384},
-            droidspeak={"listen": address, "host_gb": 1, "capture_layers": [4]},
+            droidspeak={"listen": address, "host_gb": 1, "capture_layers": [BLOCK.start]},
         )
-        with running(spec, env={"OMP_NUM_THREADS": "1"}) as (server,):
+        with running(spec, env=ENV) as (server,):
             keep_scheduler(server)
             server.generate(DOCUMENT, max_new_tokens=1)
             alone = Answer()
@@ -276,17 +217,7 @@ def main() -> None:
                     for rate in args.mb_s:
                         row = measure(server, process, 1e6 * rate, args.windows, alone.text)
                         found.append({"path": way, **row})
-    table = Table(title="time between two tokens while the cache is read / while it is not")
-    for column in ("path", "asked MB/s", "moved MB/s", "step, ms", "ratio", "p25", "p75"):
-        table.add_column(column, justify="left" if column == "path" else "right")
-    for row in found:
-        numbers = ("asked_mb_s", "moved_mb_s", "step_ms", "ratio", "p25", "p75")
-        digits = (0, 0, 2, 3, 3, 3)
-        table.add_row(
-            row["path"], *(f"{row[it]:.{num}f}" for it, num in zip(numbers, digits, strict=True))
-        )
-    console.print(table)
-    result.write("serving", {"rows": found}, environment)
+    result.write("serving", {"rows": found}, environment, args.json)
 
 
 if __name__ == "__main__":

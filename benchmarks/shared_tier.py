@@ -1,6 +1,6 @@
 """What does a shared storage cost beside this project's own transport?
 
-    python benchmarks/shared_tier.py [--from transport file mooncake] [--documents 8] [--out FILE]
+    python -m benchmarks.shared_tier [--from transport file mooncake] [--documents 8]
 
 Two servers of one randomly initialised model of 12 layers × 768; the receiver loads all layers of
 1,000-token documents that the sender has read: over a TCP connection as between two hosts
@@ -16,7 +16,6 @@ checked. What has to be read is the same. GB/s are the bytes over the time of th
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib.util
 import shutil
@@ -26,20 +25,17 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import result
-from relay import (
+from benchmarks import result
+from benchmarks.relay import (
     Sample,
     Setup,
     bench,
-    console,
     in_turns,
     median,
     paired_ratio,
     publish,
     ttft,
 )
-from rich.table import Table
-
 from sglang_droidspeak.fleet.servers import ProgramSpec, free_port, running
 
 NUM_SHARED = 1000
@@ -93,7 +89,7 @@ def measured(name: str, folder: Path, num_documents: int) -> dict[str, Any]:
     return {
         "where": name,
         "documents": len(samples["auto"]),
-        "fetched_mb": median(samples["auto"], fetched_bytes) / 1e6,
+        "fetched_mb": median(samples["auto"], "fetched_bytes") / 1e6,
         "gb_per_s": median(samples["auto"], gb_per_s),
         "ttft_p50_ms": median(samples["auto"], ttft),
         "off_ttft_p50_ms": median(samples["off"], ttft),
@@ -101,38 +97,29 @@ def measured(name: str, folder: Path, num_documents: int) -> dict[str, Any]:
     }
 
 
-def fetched_bytes(sample: Sample) -> float:
-    return sample.provenance["fetched_bytes"]
-
-
 def gb_per_s(sample: Sample) -> float:
-    return fetched_bytes(sample) / sample.provenance["fetch_ms"] / 1e6
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--from", dest="names", nargs="+", default=available())
-    parser.add_argument("--documents", type=int, default=8)
-    parser.add_argument("--out", type=Path, help="file to append the lines to")
-    args = parser.parse_args()
-    environment = result.here()
-    rows = []
-    for name in args.names:
-        with tempfile.TemporaryDirectory() as folder:
-            rows.append(measured(name, Path(folder), args.documents))
-        result.write("shared_tier", rows[-1], environment, args.out)
-    table = Table(title=f"{NUM_SHARED} shared tokens by where they lie, medians")
-    for column in rows[0]:
-        table.add_column(column, justify="right")
-    for row in rows:
-        table.add_row(*(it if isinstance(it, str) else f"{it:.3g}" for it in row.values()))
-    console.print(table)
+    told = sample.provenance
+    return told["fetched_bytes"] / told["fetch_ms"] / 1e6
 
 
 def available() -> list[str]:
     """Mooncake's wheel may not be there."""
     has_mooncake = importlib.util.find_spec("mooncake") and shutil.which("mooncake_master")
     return [TRANSPORT, "file", *(["mooncake"] if has_mooncake else [])]
+
+
+def main() -> None:
+    parser = result.arguments(__doc__)
+    parser.add_argument("--from", dest="names", nargs="+", default=available())
+    parser.add_argument("--documents", type=int, default=8)
+    args = parser.parse_args()
+    environment = result.here()
+    rows = []
+    for name in args.names:
+        with tempfile.TemporaryDirectory() as folder:
+            rows.append(measured(name, Path(folder), args.documents))
+    found = {"tokens": NUM_SHARED, "rows": rows}
+    result.write("shared_tier", found, environment, args.json)
 
 
 if __name__ == "__main__":

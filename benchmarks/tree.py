@@ -1,7 +1,6 @@
-"""How fast and how small is the prefix tree, beside SGLang's two and beside a flat dict?
+"""How fast and how small is the prefix tree, beside SGLang's two and a flat dict?
 
-    python benchmarks/tree.py [--pages 10000 100000 1000000] [--models 1 8] [--memory-gib 6]
-    python benchmarks/tree.py --pages --stalls 1000000
+    python -m benchmarks.tree [--pages 1000000] [--models 1 8] [--memory-gib 6]
 
 Prompts of 8K to 32K tokens, pages of 64, each prompt with the first 0 to 80 % of an earlier one.
 `--pages` distinct pages are cached for every model. Asked are cached prompts (full), a cached
@@ -19,10 +18,6 @@ what reading that clock costs. Page hashes are ready; making them is a row of it
 trees read tokens and need none. A contender that would need more than `--memory-gib` is left out.
 Memory is what a second process, whose every allocation goes through malloc, holds more after
 building the index than before.
-
-`--stalls` asks how long a match takes by the clock on the wall while another thread reads the
-tree's metrics, takes a snapshot for a peer, or forgets a peer with as many pages, beside a match
-that is alone. They share the interpreter as well as the tree's lock.
 """
 
 from __future__ import annotations
@@ -34,29 +29,26 @@ import os
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from array import array
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-import result
-from allocated import allocated_bytes
-from prefix_indexes import (
+
+from benchmarks import result
+from benchmarks.allocated import allocated_bytes
+from benchmarks.prefix_indexes import (
     ESTIMATED_BYTES_PER_PAGE,
     NAMES,
-    Ours,
     PrefixIndex,
     Prompt,
     make,
     newcomer_of,
 )
-from rich.console import Console
-from rich.table import Table
-from simulate.replay import FAMILY
-
-from cachetree import CacheTree, Location, ModelId
+from benchmarks.random_servers import rotated
+from benchmarks.simulate.replay import FAMILY
+from cachetree import Location
 from cachetree.tree import page_hashes
 
 PAGE = FAMILY.page_size
@@ -152,7 +144,7 @@ class MemoryProcess:
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", __file__, "--memory"],
+            [sys.executable, "-W", "ignore", "-m", "benchmarks.tree", "--memory"],
             env={**os.environ, "PYTHONMALLOC": "malloc"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -183,9 +175,8 @@ def measure(names: list[str], num_models: int, workload: Workload, num_samples: 
     times: Times = {}
 
     def race(operation: str, turn: int, run: Callable[[PrefixIndex], Any]) -> dict[str, Any]:
-        order = names[turn % len(names) :] + names[: turn % len(names)]
         answers = {}
-        for name in order:
+        for name in rotated(names, turn):
             spent_us, answers[name] = timed(lambda index=indexes[name]: run(index))
             times.setdefault(operation, {}).setdefault(name, []).append(spent_us - clock_us)
         return answers
@@ -218,18 +209,14 @@ def evict(
     """Only calls that evicted count: ours has to fill its budget first."""
     for name, index in indexes.items():
         spent = times.setdefault("evict", {}).setdefault(name, [])
-        num_evicted = 0
         for seed in range(100 * workload.num_evictions):
             newcomer = newcomer_of(EVICTED_PAGES, seed)
             spent_us, num_pages = timed(lambda it=index, new=newcomer: it.evict(new))
             index.settle()
             if num_pages:
                 spent.append(spent_us - clock_us)
-                num_evicted += num_pages
             if len(spent) == workload.num_evictions:
                 break
-        per_page = times.setdefault("evicted page", {})
-        per_page[name] = [sum(spent) / num_evicted]
 
 
 def summary(values: list[float]) -> dict[str, float]:
@@ -239,99 +226,29 @@ def summary(values: list[float]) -> dict[str, float]:
 
 def run(
     num_pages: int, num_models: int, args: argparse.Namespace, memory: MemoryProcess
-) -> dict[str, Any]:
+) -> Iterator[dict[str, Any]]:
+    """A row for each index."""
     workload = Workload(num_pages, args.samples)
     limit = args.memory_gib * 2**30 / num_models / num_pages
     names = [name for name in NAMES if ESTIMATED_BYTES_PER_PAGE.get(name, 250) <= limit]
-    index_bytes_of = {
-        name: memory.bytes_per_page(name, num_models, num_pages, args.samples) for name in names
-    }
+    asked = (num_models, num_pages, args.samples)
+    index_bytes_of = {name: memory.bytes_per_page(name, *asked) for name in names}
     times = measure(names, num_models, workload, args.samples)
-    results = {
-        operation: {name: summary(values) for name, values in found.items()}
-        for operation, found in times.items()
-    }
-    title = f"{num_pages:,} pages, {num_models} model(s), {workload.num_cached} prompts"
-    table = Table(title=f"{title}: CPU µs, p50 / p99 (evicted page: mean)")
-    for column in ("", *results, "B/page/model"):
-        table.add_column(column, justify="right")
-    for name in (*names, "page_hashes"):
-        cells = [
-            f"{found[name]['p50_us']:.1f} / {found[name]['p99_us']:.1f}" if name in found else ""
-            for found in results.values()
-        ]
-        size = f"{index_bytes_of[name]:.0f}" if name in index_bytes_of else ""
-        table.add_row(name, *cells, size)
-    Console(width=200).print(table)
-    return {
-        "pages": num_pages,
-        "models": num_models,
-        "prompts": workload.num_cached,
-        "left_out": [name for name in NAMES if name not in names],
-        "times": results,
-        "bytes_per_page_and_model": {k: round(v, 1) for k, v in index_bytes_of.items()},
-    }
-
-
-def snapshot(tree: CacheTree) -> None:
-    there, end = tree.subscribe_kept(lambda change: None)
-    for _ in there:
-        pass
-    end()
-
-
-WORKS: dict[str, Callable[[CacheTree], object]] = {
-    "alone": lambda tree: time.sleep(0.1),
-    "scrape": lambda tree: (tree.pages_by_model(), time.sleep(1e-3)),
-    "subscribe": snapshot,
-    "forget": lambda tree: tree.forget(FAR),
-}
-"""What another thread does, again and again."""
-
-
-def stalls(num_pages: int, num_samples: int) -> dict[str, Any]:
-    """Wall-clock microseconds of a match while something else goes on."""
-    workload = Workload(num_pages, num_samples)
-    index = Ours(1, workload.num_reserved_pages, "lru")
-    prompts = list(workload.cached())
-    for prompt in prompts:
-        index.insert(0, prompt)
-    questions = list(workload.questions("partial", num_samples))
-    found = {name: stall(index.tree, prompts, questions, name) for name in WORKS}
-    return {"pages": num_pages, "match_wall_us": found}
-
-
-def stall(
-    tree: CacheTree, prompts: list[Prompt], questions: list[Prompt], name: str
-) -> dict[str, float]:
-    is_on, is_over = threading.Event(), threading.Event()
-
-    def go_on() -> None:
-        while not is_over.is_set():
-            for prompt in prompts if name == "forget" else ():
-                tree.add_remote(FAR, ModelId("m"), None, prompt.pages, [])
-            is_on.set()
-            WORKS[name](tree)
-            is_on.clear()
-
-    thread = threading.Thread(target=go_on)
-    thread.start()
-    spent: list[float] = []
-    for question in questions:
-        is_on.wait()
-        begun_at_ns = time.perf_counter_ns()
-        tree.match(question.pages)
-        spent.append((time.perf_counter_ns() - begun_at_ns) / 1000)
-        time.sleep(1e-4)
-    is_over.set()
-    thread.join()
-    return {**summary(spent), "max_us": round(max(spent), 1)}
+    hashing = summary(times.pop("hashing")["page_hashes"])
+    for name in names:
+        yield {
+            "pages": num_pages,
+            "models": num_models,
+            "name": name,
+            "times": {operation: summary(of[name]) for operation, of in times.items()},
+            "bytes_per_page_and_model": round(index_bytes_of[name], 1),
+            "hashing": hashing,
+        }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--stalls", type=int, metavar="PAGES", help="ask for stalls too")
-    parser.add_argument("--pages", type=int, nargs="*", default=[10_000, 100_000, 1_000_000])
+    parser = result.arguments(__doc__)
+    parser.add_argument("--pages", type=int, nargs="+", default=[1_000_000])
     parser.add_argument("--models", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--samples", type=int, default=400)
     parser.add_argument("--memory-gib", type=float, default=6)
@@ -341,14 +258,15 @@ def main() -> None:
         serve_memory()
         return
     environment = result.here()
-    if args.stalls:
-        result.write("tree, stalls", stalls(args.stalls, 10 * args.samples), environment)
-    if not args.pages:
-        return
     memory = MemoryProcess()
-    runs = [run(pages, models, args, memory) for pages in args.pages for models in args.models]
+    rows = [
+        row
+        for pages in args.pages
+        for models in args.models
+        for row in run(pages, models, args, memory)
+    ]
     memory.close()
-    result.write("tree", {"page_size": PAGE, "runs": runs}, environment)
+    result.write("tree", {"page_size": PAGE, "rows": rows}, environment, args.json)
 
 
 if __name__ == "__main__":

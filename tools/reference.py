@@ -9,12 +9,11 @@ from __future__ import annotations
 import argparse
 import ast
 import inspect
-import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 from prometheus_client import Counter, Gauge, Histogram
@@ -34,15 +33,11 @@ from sglang_droidspeak.request.controls import Controls
 from sglang_droidspeak.request.meta_info import RequestProvenance
 from sglang_droidspeak.request.outcomes import SECTIONS
 from sglang_droidspeak.start.config import Settings
-from tools import beside_tables, e_tables, fleet_tables, study_tables
+from tools import tables
+from tools.tables import table
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 _PART: Final = re.compile(r"(<!-- made: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = (" | ".join(row) for row in (head, ["---"] * len(head), *rows))
-    return "".join(f"| {line} |\n" for line in lines)
 
 
 def field_docs(struct: type) -> dict[str, str]:
@@ -178,34 +173,6 @@ def proof() -> str:
     )
 
 
-def refreshed_layers() -> str:
-    """Of each block the plan that stays closest to full prefill by refreshed layers beside it."""
-    rows = []
-    for pair in _result("refreshed_layers")["pairs"]:
-        of_block: dict[tuple[int, int], list[Any]] = {}
-        for plan in pair["plans"]:
-            of_block.setdefault(tuple(plan["block"]), []).append(plan)
-        for (start, stop), plans in sorted(of_block.items()):
-            alone = [it for it in plans if not it["refreshed"]]
-            beside = [it for it in plans if it["refreshed"]]
-            if alone and beside:
-                best = min(beside, key=lambda it: it["kl"] or 0.0)
-                said = f"[{start}, {stop})" if stop else "none"
-                row = [pair["pair"], str(pair["contexts"]), f"{pair['full_prefill']:.3f}", said]
-                found = [f"{_kl(it)} {it['quality']:.3f}" for it in (alone[0], best)]
-                rows.append([*row, found[0], str(len(best["refreshed"])), found[1]])
-    head = ["sender → receiver", "contexts", "F1 of full prefill", "block", "alone: KL, F1"]
-    return table([*head, "layers refreshed", "with them: KL, F1"], rows)
-
-
-def _kl(plan: Any) -> str:
-    return "–" if plan["kl"] is None else f"{plan['kl']:.4f}"
-
-
-def _result(name: str) -> Any:
-    return json.loads((ROOT / f"benchmarks/results/{name}.json").read_bytes())
-
-
 def real_pairs() -> str:
     """Every profile of `examples/real`, passed or not; qualities are held-out."""
     rows = []
@@ -237,65 +204,6 @@ def real_pairs() -> str:
     return table(head, rows)
 
 
-def link_sweep() -> str:
-    """What `auto` costs at each rate of a link, beside a full prefill of the same document."""
-    rows = [
-        [
-            *(f"{it[of]:,.0f}" for of in ("mb_per_s", "off_ttft_p50_ms", "auto_ttft_p50_ms")),
-            *(f"{it[of]:.3f}" for of in ("ratio", "paired_ratio")),
-            ", ".join(f"{num} `{outcome}`" for outcome, num in it["outcomes"].items()),
-        ]
-        for it in _result("link_sweep")["rates"]
-    ]
-    head = ["link, MB/s", "TTFT of full prefill, ms", "of `auto`", "ratio", "median of pairs"]
-    return table([*head, "outcomes of `auto`"], rows)
-
-
-def guard_cost() -> str:
-    """Of the drift guard, off and on."""
-    found = _result("guard")["drift_guard"]
-    names = {"control": "off, once more", "before": "the code before it", "watched": "on"}
-    rows = []
-    for name, told in names.items():
-        of = [found.get(f"{kind}, {name}") for kind in ("ttft", "throughput")]
-        if all(of):
-            cells = (f"{it['median']:.3f} ({it['p25']:.3f} to {it['p75']:.3f})" for it in of)
-            rows.append([told, *cells, f"{of[1]['total']:.3f}"])
-    head = ["drift guard", "TTFT, 512 tokens", "throughput, 8 requests × 32 tokens"]
-    return table([*head, "of all rounds together"], rows) + (
-        f"\n{found['shadows']} of {found['requests']} answers were compared, in "
-        f"{found['shadows_s']:.1f} s once they were there; to give all answers took "
-        f"{found['plain_s']:.0f} s without the guard.\n"
-    )
-
-
-def guard_drift() -> str:
-    """How far answers are from exact runs, and how soon the drift guard finds that."""
-    rows = []
-    for it in _result("guard_drift")["measured"]:
-        found = it.get("found", {})
-        cells = [
-            f"{of['within_200']:.0%} ({of['median']:.0f})" if of["within_200"] else "not in 2,000"
-            for of in found.values()
-        ]
-        compared = f"{it['healthy']['compared']:.1%}" if "healthy" in it else ""
-        seen = len(it["distances"])
-        rows.append(
-            [it["pair"], it["reads"], f"{seen}", f"{it['allowed']:.3f}", f"{it['mean']:.3f}"]
-            + (cells or ["no alarm"] * 2)
-            + [compared]
-        )
-    head = [
-        "pair",
-        "reads",
-        "answers",
-        "allowed",
-        "mean distance",
-        "found within 200 requests (median)",
-    ]
-    return table([*head, "after 1,000 healthy ones", "healthy ones that are compared"], rows)
-
-
 def sizes() -> str:
     """Of the pair that `break_even` knows, with E at one layer."""
     pair = break_even.Pair()
@@ -321,16 +229,6 @@ def outcomes(section: str) -> str:
     return "\n".join(told)
 
 
-def study(name: str) -> str:
-    """A table of the serving study."""
-    return table(*getattr(study_tables, name)())
-
-
-STUDIES: Final = (
-    *("served", "under_load", "bursts", "with_senders", "trace"),
-    *("agents", "two_receivers", "link_speeds", "short_documents", "quality"),
-    *("witnesses", "routes", "workflows"),
-)
 PARTS: Final[dict[str, Callable[[], str]]] = {
     "settings": lambda: fields_of(Settings, _default),
     "controls": lambda: fields_of(Controls, _default),
@@ -342,23 +240,10 @@ PARTS: Final[dict[str, Callable[[], str]]] = {
     **{f"outcomes_{it}": partial(outcomes, it) for it in SECTIONS},
     "break_even": break_even.markdown,
     "codecs": codecs,
-    "guard_cost": guard_cost,
-    "guard_drift": guard_drift,
-    "beside": lambda: table(*beside_tables.cache()),
-    "fleet_size": lambda: table(*fleet_tables.size()),
-    "shared_tier": lambda: table(*fleet_tables.shared_tier()),
-    "link_sweep": link_sweep,
     "proof": proof,
     "real_pairs": real_pairs,
-    "e_correction": lambda: table(*e_tables.blocks()),
-    "e_beside": lambda: table(*e_tables.beside()),
-    "e_kinds": lambda: table(*e_tables.kinds()),
-    "e_cost": lambda: table(*e_tables.cost()),
-    "e_maps": lambda: table(*e_tables.maps()),
-    **{name: partial(study, name) for name in STUDIES},
-    "serving_gain": study_tables.gain,
-    "refreshed_layers": refreshed_layers,
     "sizes": sizes,
+    **{name: partial(tables.made, name) for name in tables.PARTS},
 }
 
 

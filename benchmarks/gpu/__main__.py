@@ -1,6 +1,6 @@
 """Does the CUDA path do on this device what it is written for? Ten minutes at most; `make gpu`.
 
-    python -m benchmarks.gpu [--tokens 8192] [--json benchmarks/results/gpu.jsonl] [--only PART ...]
+    python -m benchmarks.gpu [--tokens 8192] [--json benchmarks/results/gpu.json] [--only PART ...]
 
     captured   E that a CUDA graph writes is the E of each replay, in the slots of that replay
     pinned     a copy of staged KV into slots from page-locked memory against one from pageable
@@ -32,6 +32,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import result
 from benchmarks.gpu.parts import Found, NotHere, Part, attempt, needs, run_all, within
 
 DUMP = Path("build/flashinfer.safetensors")
@@ -115,19 +116,16 @@ def table_of(found: Mapping[str, Mapping[str, Any]]) -> Table:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = result.arguments(__doc__)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--here", nargs="+", choices=PARTS, help=argparse.SUPPRESS)
-    parser.add_argument("--json", type=Path, help="append the JSON line to this file too")
     args = parser.parse_args()
     if args.here:
         failed = []
         for name in args.here:
             attempt(PARTS[name], args.tokens, lambda it: (tell(it), failed.append("failed" in it)))
         os._exit(any(failed))  # A device that has failed may not let Python end.
-    from benchmarks import result
-
     environment = result.here()
     found = run_all({it: PARTS[it] for it in args.only}, partial(alone, args.tokens))
     Console().print(table_of(found))

@@ -69,7 +69,7 @@ def within(command: Sequence[str], most_s: float) -> Found:
         cut: Found = {} if told or not process.returncode else {"failed": "see its output above"}
     except subprocess.TimeoutExpired:
         cut = {"cut": f"it was given {most_s:.0f} s"}
-        _end(process)
+        end(process)
     reader.join(_MERCY_S)
     return {**(told[-1] if told else {}), **cut}
 
@@ -86,8 +86,8 @@ def lines_of_json(lines: Any) -> Iterator[Found]:
             sys.stderr.write(line)
 
 
-def _end(process: subprocess.Popen[str]) -> None:
-    """It, and what it has started: servers stop at an interrupt."""
+def end(process: subprocess.Popen[Any]) -> None:
+    """It, and what it has started in its session: servers stop at an interrupt."""
     for how in (signal.SIGINT, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, how)

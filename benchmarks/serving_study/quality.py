@@ -1,25 +1,20 @@
 """S14: how good the answers are, and how long the first token takes, of one way beside another.
 
-The ways that a server has are served: quality and time are of the same requests. For others the
-quality is what the profiler measured, in `examples`, or `benchmarks/e_correction.py`, on some of
-the same questions, and the time is computed from what the server took: full reuse, and of what full
-prefill takes more as much as their layers are of all. Linear maps of KV are taken to cost nothing.
-No smaller model that has the receiver's skill is there to be compared with.
+Every way is served, so quality and time are of the same requests. No smaller model that has the
+receiver's skill is there to be compared with.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.random_servers import rotated
 from profiles.data.documents import Document
 from profiles.data.tasks import score
-from profiles.environment import ROOT
-from profiles.evidence import BaselineKind, MeasuredProfile
 from profiles.report import words
 from profiles.stats.gate import interval
 from sglang_droidspeak.demo import DemoConfig
@@ -30,7 +25,6 @@ from .measures import percentiles
 from .rig import Size
 from .studies import Found, Say
 
-CORRECTED = ROOT / "benchmarks/results/e_correction.json"
 FULL, REUSE = "full prefill", "full reuse"
 NUM_BLOCKS = 3
 """Of each pair's frontier, the shortest that begin with E."""
@@ -40,8 +34,6 @@ NUM_BLOCKS = 3
 class Pair:
     name: str
     config: DemoConfig
-    in_corrected: str
-    """Its name in the results of `e_correction.py`."""
 
 
 @dataclass(frozen=True)
@@ -58,11 +50,11 @@ def pairs(size: Size) -> list[Pair]:
     about once."""
     asked: dict[str, Any] = {"num_documents": size.num_judged, "num_questions_each": 1}
     small, real = DemoConfig.small(), DemoConfig.shipped()
-    found = [Pair("small pair", replace(small, **asked), "small_sender_to_receiver")]
+    found = [Pair("small pair", replace(small, **asked))]
     if real.data != small.data:
         held_out = real.data.with_name("held_out.jsonl")
         config = replace(real, data=held_out, **asked)
-        found.append(Pair("base → questions", config, "base_to_questions"))
+        found.append(Pair("base → questions", config))
     return [it for it in found if it.name in size.judged_pairs]
 
 
@@ -75,7 +67,7 @@ def quality_and_delay(size: Size, folder: Path, say: Say) -> Found:
         documents = pair.config.documents(profile)
         say(f"{pair.name}: {len(documents)} documents")
         starts = [it.start for it in blocks]
-        with _served(pair, subject, starts, folder / pair.in_corrected) as (sender, plain, mapped):
+        with _served(pair, subject, starts, folder / str(len(found))) as (sender, plain, mapped):
             ways = [Way(FULL, plain, {"mode": "off"}), Way(REUSE, plain, {"block": "none"})]
             for it in blocks:
                 named, said = {"block": f"{it.start}:{it.stop}"}, words.span(it.block)
@@ -83,8 +75,7 @@ def quality_and_delay(size: Size, folder: Path, say: Say) -> Found:
                 if it.e_map is not None:
                     ways.append(Way(f"block {said}, E corrected", mapped, named))
             asked = _ask_all(sender, ways, documents)
-        served = {name: _served_row(of) for name, of in asked.items()}
-        found[pair.name] = {**served, **_computed(pair, profile, served)}
+        found[pair.name] = {name: _row(of) for name, of in asked.items()}
         requests += [
             {"pair": pair.name, "way": way, **it} for way, of in asked.items() for it in of
         ]
@@ -121,8 +112,7 @@ def _ask_all(
             droidspeak={"publish": "before_reply"},
             timeout_s=600,
         )
-        first = index % len(ways)
-        for way in [*ways, *ways][first : first + len(ways)]:
+        for way in rotated(ways, index):
             answer = _ask(way, document)
             if index:
                 assert answer["outcome"] == ("off" if way.name == FULL else "reused"), answer
@@ -148,39 +138,8 @@ def _ask(way: Way, document: Document) -> dict[str, Any]:
     }
 
 
-def _served_row(asked: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _row(asked: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     quality = interval([[it["quality"]] for it in asked])
     times = percentiles("ttft_ms", [it["ttft_s"] for it in asked])
     judged = [quality.low, quality.high]
-    return {"served": True, "quality": quality.mean, "quality_interval": judged, **times}
-
-
-def _computed(
-    pair: Pair, profile: MeasuredProfile, served: Mapping[str, Mapping[str, Any]]
-) -> dict[str, dict[str, Any]]:
-    """Ways that no server has, and what the profile says of their quality."""
-    reuse_ms, full_ms = (served[it]["median_ttft_ms"] for it in (REUSE, FULL))
-
-    def row(quality: float, layers: float) -> dict[str, Any]:
-        taken_ms = reuse_ms + (full_ms - reuse_ms) * layers / profile.receiver.num_layers
-        return {"served": False, "quality": quality, "median_ttft_ms": taken_ms}
-
-    found = {
-        f"{words.BASELINES[it.kind]}, {it.recomputed_layers:.0f} layers' work": {
-            **row(it.quality.mean, it.recomputed_layers),
-            "quality_interval": [it.quality.low, it.quality.high],
-        }
-        for it in profile.baselines
-        if it.kind is not BaselineKind.SPLIT_BLOCK
-    }
-    measured = json.loads(CORRECTED.read_bytes())["measured"]
-    (known,) = (it for it in measured if (it["pair"], it["on"]) == (pair.in_corrected, "held_out"))
-    plans = {it["plan"]: it["f1"] for it in known["plans"]}
-    found["linear KV maps"] = row(plans["KV maps"], 0)
-    for name, at in served.items():
-        block = name.removeprefix("block ")
-        corrected = f"{block} corrected"
-        if f"{name}, E corrected" not in served and corrected in plans:
-            it = row(plans[corrected], 0) | {"median_ttft_ms": at["median_ttft_ms"]}
-            found[f"{name}, E corrected"] = it
-    return found
+    return {"quality": quality.mean, "quality_interval": judged, **times}

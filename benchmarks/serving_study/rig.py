@@ -16,9 +16,9 @@ from typing import Any
 
 import msgspec
 
+from benchmarks.random_servers import ENV, PAGE, family_of, options, profile_of
 from cachetree import Cache, CacheConfig, Family
-from cachetree.checkpoint import read_model_identity
-from cachetree.planning import PROFILE_VERSION, BlockQuality, PairProfile, write_profile
+from cachetree.planning import BlockQuality, write_profile
 from cachetree.tree import page_hashes
 from profiles.random_models import random_prompt, shape, write_models
 from sglang_droidspeak.fleet.servers import (
@@ -32,10 +32,7 @@ from sglang_droidspeak.fleet.servers import (
 
 from .client import Ask
 
-PAGE = 16
 STORED_S = 60.0
-ENV = {"OMP_NUM_THREADS": "1"}
-"""Of all servers."""
 SETTINGS = {"gate": "off", "fetch_deadline_s": 60}
 """Of servers with the extension."""
 
@@ -68,19 +65,13 @@ class Size(msgspec.Struct, frozen=True, kw_only=True):
     """Of coder and tester, for each of them."""
     turn_tokens: int
     """That an agent says."""
-    links_mb_s: tuple[float, ...]
-    """Rates to which the worker is paced."""
     num_asked: int
-    """Documents that are asked about over each of them."""
+    """Documents that are asked about over a link."""
     problem_loads: tuple[float, ...]
     """Rates of problems, as shares of what the agents can do without reuse."""
     num_judged: int
     """Documents whose answers are judged, of each pair."""
     judged_pairs: tuple[str, ...] = ("small pair", "base → questions")
-    trace: str = "benchmarks/traces/multi_agent.jsonl"
-    aiperf: str = ""
-    """A program: another client, for a witness."""
-    """That is replayed, in Mooncake's form or in that of `benchmarks/simulate`."""
 
     @property
     def pool_tokens(self) -> int:
@@ -107,7 +98,6 @@ FULL = Size(
     num_problems=16,
     num_rounds=2,
     turn_tokens=12,
-    links_mb_s=(5000, 1000, 200, 100, 50),
     num_asked=10,
     problem_loads=(0.5, 0.9),
     num_judged=30,
@@ -130,7 +120,6 @@ QUICK = Size(
     num_problems=4,
     num_rounds=2,
     turn_tokens=8,
-    links_mb_s=(2000,),
     num_asked=4,
     problem_loads=(0.6,),
     num_judged=3,
@@ -205,7 +194,7 @@ def rig(folder: Path, size: Size, say: Callable[[str], None]) -> Iterator[Rig]:
     )
     sender, receiver = write_models(folder, config, ["sender", "receiver"])
     profile = write_profile_of(sender, receiver, size)
-    small = {**options(), "max-total-tokens": max(1024, size.pool_tokens)}
+    small = options(max_total_tokens=max(1024, size.pool_tokens))
     settings = {**SETTINGS, "host_gb": 0, "profiles": [str(profile)]}
     listen = f"tcp://127.0.0.1:{free_port()}"
     e_layers = sorted({size.block[0], size.wide_block[0]})
@@ -221,7 +210,7 @@ def rig(folder: Path, size: Size, say: Callable[[str], None]) -> Iterator[Rig]:
     writing = ServerSpec(
         model=sender,
         name="sender",
-        options={**options(), "max-total-tokens": 8192},
+        options=options(max_total_tokens=8192),
         droidspeak=sends,
     )
     specs = (writing, *replicas["alone"], *replicas["reusing"])
@@ -241,23 +230,11 @@ def rig(folder: Path, size: Size, say: Callable[[str], None]) -> Iterator[Rig]:
             prefixes=prefixes,
             documents=[[*of, *asked] for of, asked in zip(prefixes, questions, strict=True)],
             receiver=receiver,
-            family=_family(receiver),
+            family=family_of(receiver),
         )
         say("the sender reads every document")
         it.read(prefixes)
         yield it
-
-
-def options() -> dict[str, Any]:
-    """Of SGLang, for all servers."""
-    return {
-        "dtype": "float32",
-        "page-size": PAGE,
-        "max-running-requests": 8,
-        "chunked-prefill-size": 4096,
-        "device": "cpu",
-        "sleep-on-idle": True,
-    }
 
 
 def _worker(model: Path, size: Size, listen: str) -> dict[str, Any]:
@@ -278,33 +255,6 @@ def write_profile_of(sender: Path, receiver: Path, size: Size) -> Path:
         BlockQuality(start=start, stop=stop, quality=quality)
         for (start, stop), quality in ((size.wide_block, 0.9), (size.block, 0.88))
     )
-    profile = PairProfile(
-        version=PROFILE_VERSION,
-        sender=read_model_identity(sender),
-        receiver=read_model_identity(receiver),
-        metric="f1",
-        data_sha256="0" * 64,
-        num_questions=100,
-        sender_quality=0.1,
-        full_prefill_quality=0.9,
-        full_reuse_quality=0.2,
-        tolerance=0.05,
-        blocks=blocks,
-        recommended=blocks[-1],
-        passed=True,
-        reason="made up for models of random weights",
-    )
     path = receiver.parent / f"{sender.name}_to_{receiver.name}.json"
-    write_profile(profile, path)
+    write_profile(profile_of(sender, receiver, *blocks), path)
     return path
-
-
-def _family(model: Path) -> Family:
-    return Family(
-        **read_model_identity(model).shape,
-        model_dtype="float32",
-        kv_dtype="float32",
-        page_size=PAGE,
-        tp_size=1,
-        tp_rank=0,
-    )

@@ -3,27 +3,28 @@ their beginnings."""
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import count
-from pathlib import Path
 from typing import Any
 
-import msgspec
-import numpy as np
-
-from benchmarks.simulate import read_trace
-from benchmarks.simulate.mooncake import BLOCK, Line, of_trace, read_lines
-from cachetree import ConfigError
-from profiles.random_models import VOCAB_SIZE, random_prompt
+from benchmarks.random_servers import PAGE
+from benchmarks.result import RESULTS
+from benchmarks.simulate import Request, read_trace
+from profiles.random_models import random_prompt
 
 from .arrivals import at_rate, poisson
-from .client import Answer, Ask, run
-from .measures import percentiles, summary, trimmed
-from .rig import PAGE, Rig
-from .studies import SEED, SERVED, Found, Idle, Say
+from .client import Answer, Ask
+from .measures import percentiles, trimmed
+from .rig import Rig
+from .studies import SEED, SERVED, Controls, Found, Idle, Say, measure
 
 LATE = "no_match"
 """Nobody offered the document yet."""
+TRACE = RESULTS.parent / "traces/multi_agent.jsonl"
+SHORTER = 32
+"""Times, than the prompts of the trace."""
 NEW_DOCUMENTS = count(100_000)
 """Seeds of those that nobody has read."""
 
@@ -36,112 +37,69 @@ def conversations(idle: Idle, say: Say) -> Found:
     its pages were not on offer yet. These are counted apart.
     """
     it, size = idle.rig, idle.rig.size
-    streams = {load: poisson(size.num_requests, SEED) for load in size.loads[:2]}
+    times_s = poisson(size.num_requests, SEED)
 
-    def asks(times_s: Sequence[float], controls: Mapping[str, Any] | None) -> list[Ask]:
-        prompts = [random_prompt(size.document_tokens, next(NEW_DOCUMENTS)) for _ in times_s]
-        questions = [random_prompt(size.question_tokens, 9000 + i) for i in range(len(times_s))]
-        of_sender = [
-            _ask(it, number, at_s, it.sender.url, prompts[number], None)
-            for number, at_s in enumerate(times_s)
-        ]
-        return of_sender + [
-            _ask(
-                it,
-                number,
-                at_s + idle.target_s,
-                it.replica(number, controls).url,
-                [*prompts[number], *questions[number]],
-                controls,
-            )
-            for number, at_s in enumerate(times_s)
-        ]
+    def asks(times_s: Sequence[float], controls: Controls) -> list[Ask]:
+        found = []
+        for number, at_s in enumerate(times_s):
+            prompt = random_prompt(size.document_tokens, next(NEW_DOCUMENTS))
+            tokens = [*prompt, *random_prompt(size.question_tokens, 9000 + number)]
+            own = _ask(it, number, at_s + idle.target_s, tokens, controls)
+            of_sender = _ask(it, number, at_s, prompt, None)
+            found += [own, replace(of_sender, url=it.sender.url)]
+        return found
 
-    return _measure(idle, streams, asks, say)
+    return _found(idle, dict.fromkeys(size.loads[:2], times_s), asks, say)
 
 
 def replayed(idle: Idle, say: Say) -> Found:
     """Requests of a trace, in less time and with shorter prompts; the sender has read them all.
 
-    A block of 512 tokens becomes one page. Prompts that begin alike find the beginning in a
-    replica's own cache too, as SGLang alone does.
+    Prompts that begin alike find the beginning in a replica's own cache too, as SGLang alone does.
     """
     it, size = idle.rig, idle.rig.size
-    lines = lines_of(Path(size.trace), size.new_tokens)[: size.num_requests]
+    lines = read_trace(TRACE).requests[: size.num_requests]
     prompts = [prompt_of(line) for line in lines]
-    say(f"the sender reads {len(prompts)} prompts of {size.trace}")
+    say(f"the sender reads {len(prompts)} prompts")
     it.read([of[: len(of) // PAGE * PAGE] for of in prompts if len(of) >= PAGE])
-    began = lines[0].timestamp
-    per_s = len(lines) / (lines[-1].timestamp - began)
-    times_s = [(line.timestamp - began) * per_s for line in lines]
+    began_s = lines[0].at_s
+    per_s = len(lines) / (lines[-1].at_s - began_s)
+    times_s = [(line.at_s - began_s) * per_s for line in lines]
 
-    def asks(times_s: Sequence[float], controls: Mapping[str, Any] | None) -> list[Ask]:
+    def asks(times_s: Sequence[float], controls: Controls) -> list[Ask]:
         return [
-            _ask(it, number, at_s, it.replica(number, controls).url, prompts[number], controls)
-            for number, at_s in enumerate(times_s)
+            _ask(it, number, at_s, prompts[number], controls) for number, at_s in enumerate(times_s)
         ]
 
-    return _measure(idle, {size.loads[-1]: times_s}, asks, say)
+    return _found(idle, {size.loads[-1]: times_s}, asks, say)
 
 
-def lines_of(trace: Path, output_length: int) -> list[Line]:
-    """Of a file in Mooncake's form or in that of `benchmarks/simulate`."""
-    try:
-        return read_lines(trace)
-    except ConfigError:
-        return of_trace(read_trace(trace), output_length)
-
-
-def prompt_of(line: Line) -> list[int]:
-    """Tokens that two prompts share where they share blocks; at least one."""
-    tokens = [
+def prompt_of(line: Request) -> list[int]:
+    """Tokens that two prompts share where they share segments."""
+    return [
         token
-        for block in line.hash_ids
-        for token in np.random.default_rng(abs(block)).integers(4, VOCAB_SIZE, PAGE).tolist()
+        for name, num_tokens in line.prompt
+        for token in random_prompt(max(1, num_tokens // SHORTER), zlib.crc32(name.encode()))
     ]
-    return tokens[: max(1, round(line.input_length * PAGE / BLOCK))]
 
 
-def _measure(idle: Idle, streams: Mapping[float, Sequence[float]], asks: Any, say: Say) -> Found:
+def _found(idle: Idle, streams: Mapping[float, Sequence[float]], asks: Any, say: Say) -> Found:
     """S15's contenders at each load; `streams` are at one request a second."""
-    it = idle.rig
-    rows: dict[str, list[dict[str, Any]]] = {name: [] for name in SERVED}
-    requests: list[dict[str, Any]] = []
-    for load, times_s in streams.items():
-        rate = load * idle.capacity_per_s
-        for name in SERVED:
-            controls = idle.contenders[name]
-            say(f"{name} at {load} of full prefill's capacity, {times_s[-1] / rate:.0f} s")
-            it.flush()
-            answers = run(asks(at_rate(times_s, rate), controls))
-            own = trimmed([of for of in answers if of.replica != it.sender.url])
-            rows[name].append({"load": load, **summary(own, rate, idle.target_s), **_apart(own)})
-            requests += [{"arm": name, "load": load, **msgspec.to_builtins(of)} for of in answers]
+    at = {load: at_rate(of, load * idle.capacity_per_s) for load, of in streams.items()}
+    rows, requests = measure(idle, at, SERVED, asks, _apart, say)
     return Found({**idle.summary(), "rows": rows}, requests)
 
 
 def _apart(answers: Sequence[Answer]) -> dict[str, Any]:
     """What was not found, and the TTFT without it."""
-    found = [it.ttft_s for it in answers if it.outcome != LATE]
+    kept = trimmed(answers)
+    found = [it.ttft_s for it in kept if it.outcome != LATE]
     return {
-        "late": len(answers) - len(found),
+        "late": len(kept) - len(found),
         **(percentiles("found_ttft_ms", found) if len(found) > 1 else {}),
     }
 
 
-def _ask(
-    it: Rig,
-    number: int,
-    at_s: float,
-    url: str,
-    tokens: Sequence[int],
-    controls: Mapping[str, Any] | None,
-) -> Ask:
-    return Ask(
-        at_s=at_s,
-        url=url,
-        document=number,
-        tokens=tokens,
-        num_new=it.size.new_tokens,
-        controls=controls,
-    )
+def _ask(it: Rig, number: int, at_s: float, tokens: Sequence[int], controls: Controls) -> Ask:
+    """About a document of its own."""
+    return replace(it.ask(number, 0, at_s, controls), document=number, tokens=tokens)

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from .arrivals import at_rate, gamma, poisson, shuffled_rounds, stepped
-from .client import Answer, run
+from .client import Answer, Ask, run
 from .measures import mean_wait_s, served_rate, summary, trimmed
 from .rig import Rig
 
@@ -20,6 +20,10 @@ SEED = 7
 TARGET = 2.0
 """Times the TTFT of a full prefill on an idle server."""
 Say = Callable[[str], None]
+Controls = Mapping[str, Any] | None
+"""Of the extension; None is SGLang alone."""
+Rows = dict[str, list[dict[str, Any]]]
+"""By contender."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +31,8 @@ class Idle:
     """What each contender takes and says while nobody else asks."""
 
     rig: Rig
-    contenders: Mapping[str, Mapping[str, Any] | None]
-    """Name to controls of the extension; None is SGLang alone. Two blocks: the wider one answers a
+    contenders: Mapping[str, Controls]
+    """By name. Two blocks: the wider one answers a
     little better."""
     answers: Mapping[str, Sequence[Answer]]
     """One of every document, of those that a study needs."""
@@ -69,7 +73,7 @@ def measure_idle(it: Rig, names: Collection[str], say: Say) -> Idle:
     (start, stop), (wide_start, wide_stop) = it.size.block, it.size.wide_block
     answers = {ALONE: _answers_when_idle(it, None, say)}
     target_s = TARGET * float(np.median([answer.ttft_s for answer in answers[ALONE]]))
-    contenders: dict[str, Mapping[str, Any] | None] = {
+    contenders: dict[str, Controls] = {
         ALONE: None,
         "full reuse": {"block": "none"},
         "block": {"block": f"{start}:{stop}"},
@@ -133,18 +137,38 @@ def bursts(idle: Idle, say: Say) -> Found:
 
 
 def _measure(
+    idle: Idle, streams: Mapping[float, Sequence[float]], names: Sequence[str], say: Say
+) -> tuple[Rows, list[dict[str, Any]]]:
+    """`measure` of the shared set of documents."""
+    size = idle.rig.size
+    documents = shuffled_rounds(size.num_requests, size.num_documents, SEED)
+
+    def asks(times_s: Sequence[float], controls: Controls) -> list[Ask]:
+        due = zip(times_s, documents, strict=True)
+        return [idle.rig.ask(number, of, at_s, controls) for number, (at_s, of) in enumerate(due)]
+
+    def more(answers: Sequence[Answer]) -> dict[str, Any]:
+        alike = _share_alike(answers, idle)
+        return {"mean_ttft_ms": _mean_ttft_ms(trimmed(answers)), "same_answers": alike}
+
+    return measure(idle, streams, names, asks, more, say)
+
+
+def measure(
     idle: Idle,
     streams: Mapping[float, Sequence[float]],
     names: Sequence[str],
+    asks: Callable[[Sequence[float], Controls], list[Ask]],
+    more: Callable[[Sequence[Answer]], dict[str, Any]],
     say: Say,
-) -> tuple[dict[str, list[dict[str, Any]]], list[dict[str, Any]]]:
+) -> tuple[Rows, list[dict[str, Any]]]:
     """Each contender at each load, and all requests; a load's stream is when its requests come.
+    `more` is what a row has of the replicas' answers beside their summary.
 
     SGLang alone is not asked for loads that only reuse can bear.
     """
     it = idle.rig
-    documents = shuffled_rounds(it.size.num_requests, it.size.num_documents, SEED)
-    rows: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    rows: Rows = {name: [] for name in names}
     requests: list[dict[str, Any]] = []
     for load, times_s in streams.items():
         for name in names:
@@ -153,16 +177,11 @@ def _measure(
                 continue
             say(f"{name} at {load} of full prefill's capacity, {times_s[-1]:.0f} s")
             it.flush()
-            due = zip(times_s, documents, strict=True)
-            asks = [it.ask(number, of, at_s, controls) for number, (at_s, of) in enumerate(due)]
-            answers = run(asks)
-            kept = trimmed(answers)
-            found = summary(kept, load * idle.capacity_per_s, idle.target_s)
-            alike = _share_alike(answers, idle)
-            rows[name].append(
-                {"load": load, **found, "mean_ttft_ms": _mean_ttft_ms(kept), "same_answers": alike}
-            )
-            requests += [{"arm": name, "load": load, **msgspec.to_builtins(it)} for it in answers]
+            answers = run(asks(times_s, controls))
+            own = [of for of in answers if of.replica != it.sender.url]
+            found = summary(trimmed(own), load * idle.capacity_per_s, idle.target_s)
+            rows[name].append({"load": load, **found, **more(own)})
+            requests += [{"arm": name, "load": load, **msgspec.to_builtins(of)} for of in answers]
     return rows, requests
 
 

@@ -1,64 +1,42 @@
 """What would each eviction policy have kept of a trace of requests?
 
-    python -m benchmarks.simulate benchmarks/traces/multi_agent.jsonl [--host-gb 32] [--json]
+    python -m benchmarks.simulate benchmarks/traces/multi_agent.jsonl [--host-gb 8 32 64]
     python -m benchmarks.simulate --generate multi_agent --seed 0 --out FILE
 
-Run it from the root of the repository.
+Run it from the root of the repository. The real tree counts real bytes and holds none; a prompt's
+prefill costs what `cachetree.planning.PrefillCost` has for the trace's sizes. Nothing that is told
+depends on the machine, but for the seconds that a replay takes.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
+from benchmarks import result
 from cachetree import CacheTreeError, ConfigError
-from cachetree.planning import SECONDS_PER_TOKEN, PrefillCost
+from cachetree.planning import PrefillCost
 from cachetree.tree import POLICIES, Retention
 
-from . import (
-    GENERATORS,
-    Outcome,
-    PageNames,
-    generate,
-    read_trace,
-    replay,
-    write_trace,
-)
+from . import GENERATORS, PageNames, generate, read_trace, replay, write_trace
 
 _GIB = 1 << 30
-_ROW = "{:10} {:>10} {:>12} {:>10} {:>8} {:>10} {:>8} {:>8} {:>7}"
 
 
 def main(argv: list[str] | None = None) -> int:
-    simulate = argparse.ArgumentParser(
-        prog="simulate",
-        description="Replay TRACE against the real tree, which counts real bytes and holds none. "
-        "A prompt of t tokens costs seconds-per-token * (t + t²/2 / attention-tokens). With "
-        "--generate, write a trace from a seed instead.",
-    )
-    simulate.add_argument("trace", type=Path, nargs="?", metavar="TRACE", help="JSON lines")
+    simulate = result.arguments(__doc__)
+    simulate.prog = "simulate"
+    simulate.add_argument("traces", type=Path, nargs="*", metavar="TRACE", help="JSON lines")
     simulate.add_argument(
         "--policy", default=",".join(POLICIES), help="which, with commas (default: %(default)s)"
     )
     simulate.add_argument(
-        "--host-gb", type=float, default=32.0, help="memory in GiB (default: %(default)s)"
+        "--host-gb", type=float, nargs="+", default=[32.0], help="GiB (default: %(default)s)"
     )
-    simulate.add_argument(
-        "--seconds-per-token",
-        type=float,
-        default=SECONDS_PER_TOKEN,
-        help="prefill of a token without attention to others (default: %(default)s)",
-    )
-    simulate.add_argument(
-        "--attention-tokens",
-        type=float,
-        help="how many others cost as much again (default: 6 * the trace's hidden size)",
-    )
-    simulate.add_argument("--json", action="store_true", help="print one line of JSON")
     simulate.add_argument("--generate", choices=GENERATORS, help="write such a trace to --out")
     simulate.add_argument("--seed", type=int, default=0, help="of the trace (default: 0)")
     simulate.add_argument("--out", type=Path, metavar="FILE", help="where the trace goes")
@@ -71,64 +49,33 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(args: argparse.Namespace) -> None:
-    if (args.generate is None) != (args.out is None) or (args.trace is None) != bool(args.generate):
+    if (args.generate is None) != (args.out is None) or bool(args.traces) == bool(args.generate):
         raise ConfigError("give either a TRACE, or --generate and --out")
     if args.generate:
         write_trace(generate(args.generate, args.seed), args.out)
         return
-    for name in ("host_gb", "seconds_per_token", "attention_tokens"):
-        value = getattr(args, name)
-        if value is not None and not 0 < value < float("inf"):
-            raise ConfigError(f"--{name.replace('_', '-')} is {value}; give a positive number")
-    retentions = [Retention(eviction=name) for name in args.policy.split(",")]
-    trace = read_trace(args.trace)
+    for it in args.host_gb:
+        if not 0 < it < float("inf"):
+            raise ConfigError(f"--host-gb is {it}; give a positive number")
+    environment = result.here()
+    policies = args.policy.split(",")
+    rows = [row(trace, host_gb, policies) for trace in args.traces for host_gb in args.host_gb]
+    found = {"policies": policies, "rows": rows}
+    result.write("simulate", found, environment, args.json)
+
+
+def row(path: Path, host_gb: float, policies: list[str]) -> dict[str, Any]:
+    """Of one trace in so much memory; a field for each policy."""
+    retentions = [Retention(eviction=name) for name in policies]
+    trace = read_trace(path)
     family = trace.header.family
-    cost = PrefillCost.of_sizes(family.hidden_size, args.seconds_per_token)
-    if args.attention_tokens is not None:
-        context_s = args.seconds_per_token / args.attention_tokens
-        cost = PrefillCost(token_s=args.seconds_per_token, context_s=context_s)
-    names = PageNames(family.page_size)
-    host_bytes = int(args.host_gb * _GIB)
-    outcomes = [replay(trace, names, it, host_bytes, cost) for it in retentions]
-    if args.json:
-        print(
-            json.dumps(
-                {
-                    "trace": args.trace.name,
-                    "host_gb": args.host_gb,
-                    "seconds_per_token": cost.token_s,
-                    "attention_tokens": cost.token_s / cost.context_s,
-                    "outcomes": [_fields(outcome) for outcome in outcomes],
-                }
-            )
-        )
-        return
-    heads = ("token hits", "request hits", "saved s", "of all", "evictions", "GB", "refused")
-    print(_ROW.format("policy", *heads, "wall s"))
-    for outcome in outcomes:
-        print(_row(outcome))
-
-
-def _fields(outcome: Outcome) -> dict[str, object]:
-    return {
-        **msgspec.structs.asdict(outcome),
-        "token_hit_rate": outcome.token_hit_rate,
-        "request_hit_rate": outcome.request_hit_rate,
+    names, cost = PageNames(family.page_size), PrefillCost.of_sizes(family.hidden_size)
+    outcomes = [replay(trace, names, it, int(host_gb * _GIB), cost) for it in retentions]
+    told = {
+        it.policy: {**msgspec.structs.asdict(it), "token_hit_rate": it.token_hit_rate}
+        for it in outcomes
     }
-
-
-def _row(outcome: Outcome) -> str:
-    return _ROW.format(
-        outcome.policy,
-        f"{outcome.token_hit_rate:.1%}",
-        f"{outcome.request_hit_rate:.1%}",
-        f"{outcome.saved_s:.1f}",
-        f"{outcome.saved_s / outcome.prefill_s:.1%}",
-        outcome.num_evictions,
-        f"{outcome.num_evicted_bytes / 1e9:.0f}",
-        outcome.num_refused,
-        f"{outcome.wall_s:.2f}",
-    )
+    return {"trace": path.stem, "host_gb": host_gb, **told}
 
 
 if __name__ == "__main__":

@@ -41,10 +41,6 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     def token_hit_rate(self) -> float:
         return self.num_hit_tokens / self.num_tokens
 
-    @property
-    def request_hit_rate(self) -> float:
-        return self.num_hits / self.num_requests
-
 
 FAMILY = Family(
     architecture="LlamaForCausalLM",

@@ -17,11 +17,8 @@ from benchmarks.serving_study.arrivals import at_rate, gamma, poisson, shuffled_
 from benchmarks.serving_study.client import Answer
 from benchmarks.serving_study.links import fair_link
 from benchmarks.serving_study.measures import mean_wait_s, served_rate, summary, trimmed
-from benchmarks.serving_study.pictures import DRAWN
-from benchmarks.serving_study.streams import lines_of, prompt_of
+from benchmarks.serving_study.streams import prompt_of
 from benchmarks.simulate import read_trace
-from benchmarks.simulate.mooncake import of_trace, read_lines, write_lines
-from cachetree import ConfigError
 
 ROOT = Path(__file__).parents[2]
 
@@ -145,24 +142,13 @@ def test_a_link_that_two_share_evenly(
     assert fair_link(first, second, gap) == landed
 
 
-def test_prompts_of_a_trace_are_equal_as_far_as_its_blocks_are() -> None:
-    lines = of_trace(read_trace(ROOT / "benchmarks/traces/multi_agent.jsonl"), 8)
-    one, other = (prompt_of(line) for line in lines[:2])
-    shared = [a == b for a, b in zip(lines[0].hash_ids, lines[1].hash_ids, strict=False)]
-    assert shared.index(False) == (7834 + 3442) // 512
-    assert one[: 16 * shared.index(False)] == other[: 16 * shared.index(False)]
-    assert one != other[: len(one)]
-    assert len(one) == round(lines[0].input_length / 32)
-
-
-def test_a_trace_is_read_in_either_form(tmp_path: Path) -> None:
-    ours = ROOT / "benchmarks/traces/multi_agent.jsonl"
-    lines = lines_of(ours, 8)
-    write_lines(lines[:40], tmp_path / "trace.jsonl")
-    assert lines_of(tmp_path / "trace.jsonl", 5) == lines[:40]
-    (tmp_path / "trace.jsonl").write_text('{"timestamp": 1, "input_length": 0}')
-    with pytest.raises(ConfigError, match=r"trace\.jsonl line 1"):
-        read_lines(tmp_path / "trace.jsonl")
+def test_prompts_of_a_trace_are_equal_as_far_as_their_segments_are() -> None:
+    lines = read_trace(ROOT / "benchmarks/traces/multi_agent.jsonl").requests
+    first, second, other = map(prompt_of, lines[:3])
+    assert lines[0].prompt[:2] == lines[1].prompt[:2] != lines[2].prompt[:2]
+    assert len(first) == sum(num // 32 for _, num in lines[0].prompt)
+    assert second[: len(first)] == first and len(second) > len(first)
+    assert other[:16] != first[:16]
 
 
 def study(out: Path, *names: str) -> None:
@@ -172,8 +158,6 @@ def study(out: Path, *names: str) -> None:
         for it in (rig, agents):
             patched.setattr(it, "ServerSpec", ServerSpec)
         main(["--quick", "--out", str(out), "--only", *names])
-    for name in DRAWN.keys() & {*names}:
-        assert (out / f"{name}.png").stat().st_size > 10_000
 
 
 def found(out: Path, name: str) -> Any:
@@ -182,7 +166,7 @@ def found(out: Path, name: str) -> Any:
 
 @pytest.mark.server
 def test_every_study_of_documents_on_tiny_servers(tmp_path: Path) -> None:
-    study(tmp_path, "s15", "s21", "s15b", "trace", "s13", "s20", "short")
+    study(tmp_path, "s15", "s21", "s15b", "trace", "s13", "short")
     expected = {"SGLang alone": "none", "full reuse": "reused", "block": "reused"}
     for name, rows in found(tmp_path, "s15")["rows"].items():
         for row in rows:
@@ -202,9 +186,6 @@ def test_every_study_of_documents_on_tiny_servers(tmp_path: Path) -> None:
 
     strategies = found(tmp_path, "s13")["rows"]
     assert [row["in_the_paper"] for row in strategies] == [47, 30, 17]
-    (paced, no_link) = found(tmp_path, "s20")["rows"]
-    assert paced["arms"]["sequential"]["outcomes"].keys() == {"reused"}
-    assert "reused" not in no_link["arms"]["planner"]["outcomes"]
     lengths = [row["tokens"] for row in found(tmp_path, "short")["rows"]]
     assert lengths == [16, 32, 64, 128, 256]
 
@@ -214,10 +195,8 @@ def test_every_study_of_documents_on_tiny_servers(tmp_path: Path) -> None:
 def test_ways_of_the_small_pair_on_servers(tmp_path: Path) -> None:
     study(tmp_path, "s14")
     ways = found(tmp_path, "s14")["rows"]["small pair"]
-    assert {name for name, it in ways.items() if it["served"]} == {
-        *("full prefill", "full reuse", "block [2, 5)", "block [3, 5)", "block [4, 5)")
-    }
-    assert ways["full reuse"]["median_ttft_ms"] == ways["linear KV maps"]["median_ttft_ms"]
+    blocks = ("block [2, 5)", "block [3, 5)", "block [4, 5)")
+    assert set(ways) == {"full prefill", "full reuse", *blocks}
 
 
 @pytest.mark.slow
@@ -227,11 +206,3 @@ def test_agents_on_tiny_servers(tmp_path: Path) -> None:
     rows = found(tmp_path, "s16")["rows"]
     assert rows["SGLang alone"][0]["reused_tokens"] == 0
     assert rows["block"][0]["reused_tokens"] > 0
-
-
-@pytest.mark.slow
-@pytest.mark.server
-def test_sglangs_client_sees_what_ours_sees(tmp_path: Path) -> None:
-    study(tmp_path, "witness")
-    rows = found(tmp_path, "witness")["rows"]
-    assert [row["client"] for row in rows] == 2 * ["this study's", "sglang.benchmark.serving"]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -21,7 +21,7 @@ from benchmarks.simulate import (
     replay,
     write_trace,
 )
-from benchmarks.simulate.__main__ import main
+from benchmarks.simulate.__main__ import main, row
 from cachetree.errors import ConfigError
 from cachetree.planning import PrefillCost
 from cachetree.tree.eviction import POLICIES, Retention
@@ -134,21 +134,18 @@ def test_what_is_written_can_be_read(tmp_path: Path) -> None:
         read_trace(tmp_path / "missing")
 
 
-def test_the_command_prints_a_row_or_a_field_for_each(
+def test_the_command_prints_a_table_and_a_line_of_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "t.jsonl"
+    path, kept = tmp_path / "t.jsonl", tmp_path / "kept.json"
     path.write_text(f"{HEADER}\n{LINE}\n{LINE}\n")
-    assert main([str(path), "--policy", "lru,value", "--json"]) == 0
-    printed = json.loads(capsys.readouterr().out)
-    assert [it["policy"] for it in printed["outcomes"]] == ["lru", "value"]
-    assert {it["token_hit_rate"] for it in printed["outcomes"]} == {0.5}
-    assert printed["attention_tokens"] == 24
-    flags = ["--seconds-per-token", "1", "--attention-tokens", "5", "--policy", "value"]
-    assert main([str(path), *flags]) == 0
-    head, row = capsys.readouterr().out.splitlines()
-    assert head.split()[0] == "policy"
-    assert row.split()[:5] == ["value", "50.0%", "50.0%", "20.0", "50.0%"]
+    assert main([str(path), "--policy", "lru,value", "--json", str(kept)]) == 0
+    *table, line = capsys.readouterr().out.splitlines()
+    assert "| `t`, 32 GiB | 50.0%, 0 s | 50.0%, 0 s |" in table
+    found = json.loads(line)
+    assert found == json.loads(kept.read_text())
+    assert found["policies"] == ["lru", "value"]
+    assert {found["rows"][0][it]["token_hit_rate"] for it in found["policies"]} == {0.5}
 
 
 @pytest.mark.parametrize(
@@ -171,26 +168,19 @@ def test_bad_arguments_are_refused_in_one_line(
     assert words in line
 
 
-ROWS = re.findall(
-    r"^\| `(\w+)`, (\d+) GiB \|(.*)\|$", (ROOT / "docs/sizing.md").read_text(), re.MULTILINE
-)
+ROWS = json.loads((ROOT / "benchmarks/results/simulate.json").read_bytes())["rows"]
 
 
-def test_the_page_has_rows_of_each_trace() -> None:
-    assert {name for name, _, _ in ROWS} == set(GENERATORS)
+def test_the_result_has_rows_of_each_trace() -> None:
+    assert {row["trace"] for row in ROWS} == set(GENERATORS)
 
 
 @pytest.mark.parametrize(
     "rows", [ROWS[:1], pytest.param(ROWS[1:], marks=pytest.mark.slow)], ids=["first", "others"]
 )
-def test_the_page_shows_what_the_replay_gives(rows: list[tuple[str, str, str]]) -> None:
-    for name, host_gb, cells in rows:
-        trace = read_trace(TRACES / f"{name}.jsonl")
-        names = PageNames(trace.header.family.page_size)
-        cost = PrefillCost.of_sizes(trace.header.family.hidden_size)
-        shown = [cell.strip() for cell in cells.split("|")]
-        for policy, cell in zip(POLICIES, shown, strict=True):
-            it = replay(trace, names, Retention(eviction=policy), int(host_gb) << 30, cost)
-            assert cell.strip("*") == f"{it.token_hit_rate:.1%}, {it.saved_s:.0f} s".replace(
-                "%", " %"
-            ), (name, host_gb, policy)
+def test_the_result_is_what_the_replay_gives(rows: list[dict[str, Any]]) -> None:
+    for kept in rows:
+        found = row(TRACES / f"{kept['trace']}.jsonl", kept["host_gb"], list(POLICIES))
+        for policy in POLICIES:
+            del kept[policy]["wall_s"], found[policy]["wall_s"]
+        assert found == kept

@@ -1,0 +1,91 @@
+"""What servers of benchmarks have in common: models, options, a family, a profile, and turns.
+
+Models are of random weights, one shape for all: they tell times, never quality.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from cachetree import Family, Span
+from cachetree.checkpoint import Codec, read_model_identity
+from cachetree.planning import PROFILE_VERSION, BlockQuality, PairProfile
+from profiles.random_models import shape, write_models
+
+NUM_LAYERS, HIDDEN, HEADS = 12, 768, 12
+BLOCK = Span(4, 7)
+"""What a receiver recomputes."""
+PAGE = 16
+ENV = {"OMP_NUM_THREADS": "1"}
+"""Of every server: with two threads each on two cores, servers wait for one another's threads."""
+
+It = TypeVar("It")
+
+
+def write_random(folder: Path, names: Sequence[str]) -> list[Path]:
+    config = shape("llama", layers=NUM_LAYERS, hidden=HIDDEN, heads=HEADS, kv_heads=HEADS)
+    return write_models(folder, config, names)
+
+
+def options(**more: Any) -> dict[str, Any]:
+    """Of SGLang; `_` in a name stands for `-`."""
+    of_all = {
+        "device": "cpu",
+        "dtype": "float32",
+        "page_size": PAGE,
+        "max_running_requests": 8,
+        "chunked_prefill_size": 4096,
+        "sleep_on_idle": True,
+    }
+    return {name.replace("_", "-"): value for name, value in (of_all | more).items()}
+
+
+def family_of(model: Path, dtype: str = "float32", codec: str = "none") -> Family:
+    """As these servers run it."""
+    return Family(
+        **read_model_identity(model).shape,
+        model_dtype=dtype,
+        kv_dtype=dtype,
+        page_size=PAGE,
+        codec=Codec(codec),
+        tp_size=1,
+        tp_rank=0,
+    )
+
+
+def profile_of(
+    sender: Path,
+    receiver: Path,
+    *blocks: BlockQuality,
+    adapters: Sequence[Path | None] = (None,) * 2,
+) -> PairProfile:
+    """One that has passed, made up; it recommends the last of the blocks. `adapters` are the
+    sender's and the receiver's."""
+    of_sender, of_receiver = (
+        read_model_identity(model, None, adapter)
+        for model, adapter in zip((sender, receiver), adapters, strict=True)
+    )
+    return PairProfile(
+        version=PROFILE_VERSION,
+        sender=of_sender,
+        receiver=of_receiver,
+        metric="f1",
+        data_sha256="0" * 64,
+        num_questions=100,
+        sender_quality=0.1,
+        full_prefill_quality=0.9,
+        full_reuse_quality=0.1,
+        tolerance=0.05,
+        blocks=blocks,
+        recommended=blocks[-1],
+        passed=True,
+        reason="made up for models of random weights",
+    )
+
+
+def rotated(them: Sequence[It], turn: int) -> list[It]:
+    """In another order each turn, so that each of them is first as often as the others."""
+    first = turn % len(them)
+    return [*them[first:], *them[:first]]

@@ -1,0 +1,74 @@
+"""No measured number is typed by hand on the two pages that tell what was measured.
+
+A measured number is one with a unit, or one with a decimal fraction. It may stand in a part that
+is made from results (`tools.tables`), in code, or be one of the exceptions below. What is a goal, a
+limit or a setting belongs to the script, setting or test that holds it.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tools.reference import ROOT
+
+EXCEPTIONS = {
+    "README.md": {
+        "SGLang 0.5.23": "a version: the one that is supported",
+        "Python 3.10": "a version",
+        "Apache-2.0": "a licence",
+    },
+    "benchmarks/README.md": {},
+}
+"""Text, and why it is no measurement."""
+NOT_TYPED = re.compile(
+    r"""(?x)
+      <!--\ made:.*?<!--\ end\ -->   # made from results, or from code
+    | ```.*?```                      # a command, a picture, a configuration
+    | `[^`\n]*`                      # code
+    | (?<=\])\([^)\n]*\)             # where a link leads
+    """,
+    re.DOTALL,
+)
+MEASURED = re.compile(
+    r"""(?x)
+      \d[\d,.]* \s* (?:
+          % | × | percent\b | times\b
+        | [nµum]?s\b | seconds?\b | minutes?\b | min\b | hours?\b
+        | [kKMGT]i?B(?:/s)?\b | (?:tokens|requests|pages)/s\b
+      )
+    | \d+\.\d+
+    """
+)
+
+
+def measured(text: str) -> list[str]:
+    """Numbers of a page that are typed by hand."""
+    return [it.group() for it in MEASURED.finditer(NOT_TYPED.sub("", text))]
+
+
+@pytest.mark.parametrize("page", EXCEPTIONS)
+def test_no_measured_number_is_typed(page: str) -> None:
+    text = (ROOT / page).read_text()
+    for exception in EXCEPTIONS[page]:
+        assert exception in text, "an exception for nothing"
+        text = text.replace(exception, "")
+    assert measured(text) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("It takes 3.5 s", ["3.5 s"]),
+        ("2 ms, 40%, 7 %, 1.5 ×", ["2 ms", "40%", "7 %", "1.5 ×"]),
+        ("1,024 MiB at 3 GB/s", ["1,024 MiB", "3 GB/s"]),
+        ("an F1 of 0.98", ["0.98"]),
+        ("12 layers × 768, 3 servers, figure 13, commit 9dc6939", []),
+        ("`--pace 3.5`, [2.5 s](a.md)", ["2.5 s"]),
+        ("<!-- made: x -->\n| 1 ms |\n<!-- end -->", []),
+        ("```bash\nsleep 2.5\n```", []),
+    ],
+)
+def test_what_counts_as_measured(text: str, found: list[str]) -> None:
+    assert measured(text) == found
