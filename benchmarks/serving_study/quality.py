@@ -18,7 +18,8 @@ from profiles.data.tasks import score
 from profiles.report import words
 from profiles.stats.gate import interval
 from sglang_droidspeak.demo import DemoConfig
-from sglang_droidspeak.demo.rig import Subject
+from sglang_droidspeak.demo.config import Subject
+from sglang_droidspeak.demo.run import specs_of
 from sglang_droidspeak.fleet.servers import Server, free_port, running
 
 from .measures import percentiles
@@ -88,7 +89,7 @@ def _served(
 ) -> Iterator[Sequence[Server]]:
     """A sender, and two receivers: E as it is, and corrected where the profile has a map."""
     listen = f"tcp://127.0.0.1:{free_port()}"
-    sender, receiver = subject.specs(listen)
+    sender, receiver = specs_of(subject, pair.config, listen)
     settings = {**receiver.droidspeak} if receiver.droidspeak else {}
     mapped = replace(receiver, name="mapped", port=free_port())
     settings.pop("profiles", None)

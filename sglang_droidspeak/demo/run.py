@@ -109,7 +109,7 @@ def _measure(
     folder = config.out / "logs" / subject.title.replace(" ", "_").replace("/", "_")
     total = len(Condition) * sum(len(it.questions) for it in documents)
     listen = f"tcp://127.0.0.1:{free_port()}"
-    specs = _specs(subject, config, listen)
+    specs = specs_of(subject, config, listen)
     env = {**shared_cores(specs), **config.env}
     with contextlib.ExitStack() as stack:
         with step(console, f"Start two servers: {subject.title}"):
@@ -139,7 +139,7 @@ def _measure(
     ]
 
 
-def _specs(subject: Subject, config: DemoConfig, listen: str) -> tuple[ServerSpec, ServerSpec]:
+def specs_of(subject: Subject, config: DemoConfig, listen: str) -> tuple[ServerSpec, ServerSpec]:
     maps = {} if subject.e_maps_of is None else {"profiles": [str(subject.e_maps_of)]}
     sends = {
         "listen": listen,
