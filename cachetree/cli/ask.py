@@ -7,8 +7,6 @@ import time
 from pathlib import Path
 from typing import TypeVar
 
-import msgspec
-
 from cachetree.cli.show import show, show_fields, show_json
 from cachetree.errors import ConfigError, OrderDenied, written
 from cachetree.ids import PAGE_HASH_BYTES, PageHash
@@ -19,9 +17,9 @@ _Answer = TypeVar("_Answer", bound=verbs.ToPeer)
 
 
 def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    for name, text, run in (
+    for name, text, asked in (
         ("status", "what a worker holds", _status),
-        ("ping", "whether a worker answers", _ping),
+        ("ping", "whether a worker answers", _status),
         ("match", "who has how much of a prompt, and where", _match),
         ("evict", "drop a prefix and what follows it, a model, or everything", _evict),
         ("pin", "keep a prefix in memory", _pin),
@@ -29,7 +27,7 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     ):
         command = commands.add_parser(name, help=text)
         add_worker(command)
-        command.set_defaults(run=run)
+        command.set_defaults(asked=asked, run=_ping if name == "ping" else _run)
         if name not in ("status", "ping"):
             _add_prefix(command)
         if name in ("evict", "pin", "unpin"):
@@ -64,17 +62,17 @@ def answer_to(args: argparse.Namespace, question: verbs.ToWorker, kind: type[_An
     return ask(args.address, question, kind, timeout_s=args.timeout, credentials=credentials(args))
 
 
-def _show(args: argparse.Namespace, answer: msgspec.Struct) -> None:
+def _run(args: argparse.Namespace) -> None:
+    answer = answer_to(args, *args.asked(args))
+    if isinstance(answer, verbs.Pinned) and not any(answer.pages_by_model.values()):
+        whose = f"of model {args.model} " if args.model else ""
+        raise OrderDenied(f"{args.address} has nothing {whose}of this prefix; nothing is pinned")
     (show_json if args.json else show_fields)(answer)
-
-
-def _status(args: argparse.Namespace) -> None:
-    _show(args, answer_to(args, verbs.StatusRequest(), verbs.Status))
 
 
 def _ping(args: argparse.Namespace) -> None:
     begun_at_s = time.monotonic()
-    status = answer_to(args, verbs.StatusRequest(), verbs.Status)
+    status = answer_to(args, *_status(args))
     answer_ms = (time.monotonic() - begun_at_s) * 1000
     if args.json:
         show_json({"address": args.address, "epoch": status.epoch, "answer_ms": answer_ms})
@@ -82,39 +80,33 @@ def _ping(args: argparse.Namespace) -> None:
         show(f"{args.address} answered in {answer_ms:.1f} ms")
 
 
-def _match(args: argparse.Namespace) -> None:
-    found = answer_to(args, verbs.Find(pages=_prefix_of(args)), verbs.Found)
-    if args.json:
-        show_json(found)
-        return
-    for holding in found.holdings:
-        e = " ".join(f"{layer}:{num}" for layer, num in holding.e_pages.items())
-        show(f"{holding.model} {holding.num_pages} pages at {holding.location}, E {e or 'none'}")
-    if not found.holdings:
-        show("no model has its first page")
+# What each command asks, and what answers it.
 
 
-def _evict(args: argparse.Namespace) -> None:
-    if args.all and (args.model or _is_given(args)):
+def _status(_: argparse.Namespace) -> tuple[verbs.StatusRequest, type[verbs.Status]]:
+    return verbs.StatusRequest(), verbs.Status
+
+
+def _match(args: argparse.Namespace) -> tuple[verbs.Find, type[verbs.Found]]:
+    return verbs.Find(pages=_prefix_of(args)), verbs.Found
+
+
+def _evict(args: argparse.Namespace) -> tuple[verbs.Evict, type[verbs.Evicted]]:
+    is_given = args.pages is not None or args.tokens is not None
+    if args.all and (args.model or is_given):
         raise ConfigError("give --all, or what to evict; not both")
-    if not (args.all or args.model or _is_given(args)):
+    if not (args.all or args.model or is_given):
         raise ConfigError("say what to evict: a prefix, --model, or --all")
-    pages = _prefix_of(args) if _is_given(args) else b""
-    _show(args, answer_to(args, verbs.Evict(model=args.model, pages=pages), verbs.Evicted))
+    pages = _prefix_of(args) if is_given else b""
+    return verbs.Evict(model=args.model, pages=pages), verbs.Evicted
 
 
-def _pin(args: argparse.Namespace) -> None:
-    order = verbs.Pin(model=args.model, pages=_prefix_of(args), ttl_s=args.ttl)
-    pinned = answer_to(args, order, verbs.Pinned)
-    if not any(pinned.pages_by_model.values()):
-        whose = f"of model {args.model} " if args.model else ""
-        raise OrderDenied(f"{args.address} has nothing {whose}of this prefix; nothing is pinned")
-    _show(args, pinned)
+def _pin(args: argparse.Namespace) -> tuple[verbs.Pin, type[verbs.Pinned]]:
+    return verbs.Pin(model=args.model, pages=_prefix_of(args), ttl_s=args.ttl), verbs.Pinned
 
 
-def _unpin(args: argparse.Namespace) -> None:
-    order = verbs.Unpin(model=args.model, pages=_prefix_of(args))
-    _show(args, answer_to(args, order, verbs.Unpinned))
+def _unpin(args: argparse.Namespace) -> tuple[verbs.Unpin, type[verbs.Unpinned]]:
+    return verbs.Unpin(model=args.model, pages=_prefix_of(args)), verbs.Unpinned
 
 
 # A prefix is named by page hashes, or by the tokens that they come from.
@@ -131,10 +123,6 @@ def _add_prefix(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--salt", default="", metavar="HEX", help="32 bytes of the tenant that --tokens belong to"
     )
-
-
-def _is_given(args: argparse.Namespace) -> bool:
-    return args.pages is not None or args.tokens is not None
 
 
 def _prefix_of(args: argparse.Namespace) -> bytes:

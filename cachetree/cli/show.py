@@ -53,6 +53,8 @@ def _text(name: str, content: Any) -> str:
             return "none"
         case [*parts]:
             return ", ".join(map(str, parts))
+        case dict():
+            return " ".join(f"{key}:{value}" for key, value in content.items())
         case int() if name.endswith("bytes"):
             return _size(content)
     return str(content)

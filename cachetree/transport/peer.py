@@ -35,7 +35,7 @@ from cachetree.transport.connection import Connection, answer_of, poll
 from cachetree.transport.handshake import credentials_of
 from cachetree.transport.pending_fetches import PendingFetches
 from cachetree.transport.pending_stores import PendingStores
-from cachetree.transport.status import PeerCounts, PeerState, PeerStatus, PusherStatus
+from cachetree.transport.status import PeerState, PeerStatus, PusherStatus
 from cachetree.transport.wakeup import CLOSE_S, Wakeup
 from cachetree.tree import CacheTree
 
@@ -87,13 +87,11 @@ class Peer:
         self._changed = threading.Condition()
         self.error: CacheTreeError | None = None
         """Why the peer is not ready, or why it last was not."""
-        self._epoch = 0
-        self._model = ""
         self._view = RemoteView(tree, address)
         self._log_limiter = LogLimiter(clock)
         self._has_warned = False
         self._requests: deque[tuple[ModelId, Sequence[PageHash], Staging]] = deque()
-        self._counts = PeerCounts()
+        self._counts = PeerStatus(address=address)
         self._breaker = Breaker(config, clock)
         self._fetches = PendingFetches(
             self._who, tree.family, config, self._breaker, self._counts, clock
@@ -120,18 +118,15 @@ class Peer:
     def status(self) -> PeerStatus:
         """Of what is read from the worker; from any thread."""
         connection = self._connection
-        return PeerStatus(
-            address=self.address,
+        return msgspec.structs.replace(
+            self._counts,
             state=self.state,
             error=str(self.error or ""),
             probe_in_s=self._breaker.probe_in_s,
-            epoch=self._epoch,
-            model=self._model,
             shares_memory=connection is not None and connection.arena is not None,
             bytes_per_s=self._fetches.bandwidth.bytes_per_s,
             num_pages=self._tree.num_remote_pages(self.address),
             num_dropped_pages=self._tree.num_dropped_pages(self.address),
-            **msgspec.structs.asdict(self._counts),
         )
 
     @property
@@ -253,8 +248,7 @@ class Peer:
         wire.require_family(hello, self._tree.family, who=self._who)
         if hello.ticket is None:
             raise ProtocolError(f"{self._who} gave no ticket for a data connection")
-        self._epoch = hello.epoch
-        self._model = hello.model
+        self._counts.epoch, self._counts.model = hello.epoch, hello.model
         self._stores.greeted(hello.epoch)
         self._view.limit(hello.budget_bytes)
         connection = Connection(

@@ -22,7 +22,7 @@ from cachetree.transport.frames import Frame
 from cachetree.transport.pace import Bandwidth
 from cachetree.transport.receiver import NOT_ASKED, FetchReceiver
 from cachetree.transport.send_queue import MOST_BATCH_BYTES
-from cachetree.transport.status import PeerCounts
+from cachetree.transport.status import PeerStatus
 from cachetree.tree import join_hashes
 
 _TICK_S: Final = 0.01
@@ -48,7 +48,7 @@ class PendingFetches:
         family: Family,
         config: PeerConfig,
         breaker: Breaker,
-        counts: PeerCounts,
+        counts: PeerStatus,
         clock: Clock,
     ) -> None:
         self._who = who

@@ -20,7 +20,7 @@ from cachetree.transport.connection import Connection
 from cachetree.transport.frames import MAX_MESSAGE_BYTES
 from cachetree.transport.receiver import NOT_ASKED
 from cachetree.transport.sender import Stream, payloads_of
-from cachetree.transport.status import PushCounts, PusherStatus
+from cachetree.transport.status import PusherStatus
 from cachetree.transport.wire import Why
 from cachetree.tree import CacheTree, Change, Lease, Listener, join_hashes
 
@@ -76,8 +76,7 @@ class PendingStores:
         """Its own."""
         self._can_send = False
         """It stopped only to let others have their turn."""
-        self._counts = PushCounts()
-        self._error = ""
+        self._counts = PusherStatus(address=address)
 
     def begin(self) -> None:
         """Store what is in the tree, and then what comes into it."""
@@ -95,12 +94,8 @@ class PendingStores:
 
     @property
     def status(self) -> PusherStatus:
-        return PusherStatus(
-            address=self._address,
-            error=self._error,
-            num_waiting=len(self._next) + len(self._changes),
-            **msgspec.structs.asdict(self._counts),
-        )
+        num_waiting = len(self._next) + len(self._changes)
+        return msgspec.structs.replace(self._counts, num_waiting=num_waiting)
 
     def timeout_s(self) -> float:
         """How long nobody has to look."""
@@ -134,7 +129,7 @@ class PendingStores:
     def interrupt(self, error: CacheTreeError) -> None:
         """The session is over, and its connections are closed."""
         if self.has_work:
-            self._error = str(error)
+            self._counts.error = str(error)
         if self._work is not None:
             self._work.close()
             self._work = None
@@ -213,12 +208,12 @@ class PendingStores:
                 self._counts.num_known += 1
             case wire.Stored():
                 self._counts.num_stored += 1
-                self._error = ""
+                self._counts.error = ""
             case wire.Ended() if answer.error != Why.UNKNOWN_PARENT:
                 self._counts.num_refused += 1
-                if not self._error:
+                if not self._counts.error:
                     log.info("worker %s refused a store: %s", self._address, answer.reason)
-                self._error = answer.reason
+                self._counts.error = answer.reason
         return answer.error if isinstance(answer, wire.Ended) else ""
 
     def _answer(

@@ -198,7 +198,7 @@ class SendScheduler:
     Used by the worker's thread only.
     """
 
-    def __init__(self, counts: verbs.Counts, max_bytes_per_s: float | None, clock: Clock) -> None:
+    def __init__(self, counts: verbs.Status, max_bytes_per_s: float | None, clock: Clock) -> None:
         self._counts = counts
         self._cap = Cap(max_bytes_per_s or math.inf, clock)
         self._streams: dict[Stream, Callable[[Stream], object]] = {}

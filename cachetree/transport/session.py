@@ -41,7 +41,7 @@ class Service:
     tree: CacheTree
     disk: DiskTier | None
     config: WorkerConfig
-    counts: verbs.Counts
+    counts: verbs.Status
     scheduler: SendScheduler
     call_soon_threadsafe: Callable[[Callable[[], object]], None]
     """Has something done in the worker's thread; called from any."""

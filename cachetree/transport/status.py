@@ -27,8 +27,8 @@ class PeerState(str, Enum):
         return self.value
 
 
-class PeerCounts(msgspec.Struct, kw_only=True):
-    """What a peer counts; its own thread adds to it."""
+class PeerStatus(msgspec.Struct, kw_only=True):
+    """A peer in numbers; in one of them its own thread counts."""
 
     num_failed_fetches: int = 0
     num_retries: int = 0
@@ -37,28 +37,23 @@ class PeerCounts(msgspec.Struct, kw_only=True):
     num_losses: int = 0
     num_resyncs: int = 0
     num_protocol_errors: int = 0
-
-
-class PeerStatus(PeerCounts, frozen=True, kw_only=True):  # type: ignore[misc]
-    """A peer in numbers."""
-
     address: str
-    state: PeerState
-    error: str
+    state: PeerState = PeerState.CONNECTING
+    error: str = ""
     """Why it is not ready, or why it last was not; empty if it always was."""
-    probe_in_s: float | None
+    probe_in_s: float | None = None
     """Seconds until one fetch may try a worker that failed too often; 0 from then on until that
     fetch has landed. None where all fetches may go."""
-    epoch: int
+    epoch: int = 0
     """The life of the worker that was last connected; 0 before the first."""
-    model: str
-    shares_memory: bool
+    model: str = ""
+    shares_memory: bool = False
     """Whether pages are copied from the worker's memory; else they come in frames."""
-    bytes_per_s: float | None
+    bytes_per_s: float | None = None
     """Measured by recent fetches; None where there were none for a while."""
-    num_pages: int
+    num_pages: int = 0
     """That it has and that are noted here, counted once per model."""
-    num_dropped_pages: int
+    num_dropped_pages: int = 0
     """That were noted and given up, because it has more than `max_pages`."""
 
     @property
@@ -80,8 +75,8 @@ class PeerStatus(PeerCounts, frozen=True, kw_only=True):  # type: ignore[misc]
         return verbs.Source(address=self.address, state=self.state.value, reason=reason)
 
 
-class PushCounts(msgspec.Struct, kw_only=True):
-    """What is counted of the stores in one worker."""
+class PusherStatus(msgspec.Struct, kw_only=True):
+    """What was pushed to one worker, in numbers; in one of them the peer's thread counts."""
 
     num_pushed_bytes: int = 0
     num_stored: int = 0
@@ -94,12 +89,7 @@ class PushCounts(msgspec.Struct, kw_only=True):
     """Stores that the worker had no room for, or does not accept."""
     num_restarts: int = 0
     """Times that everything in memory was offered again: too many waited, or the worker is new."""
-
-
-class PusherStatus(PushCounts, frozen=True, kw_only=True):  # type: ignore[misc]
-    """What was pushed to one worker, in numbers."""
-
     address: str
-    error: str
+    error: str = ""
     """Why the last attempt ended early; empty where it did not."""
-    num_waiting: int
+    num_waiting: int = 0

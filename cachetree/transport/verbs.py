@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import msgspec
 
@@ -32,9 +32,18 @@ class StatusRequest(msgspec.Struct, frozen=True, tag="status_request"):
     """Allowed without a session."""
 
 
-class Counts(msgspec.Struct, kw_only=True):
-    """What a worker counts; its own thread adds to it."""
+class Status(msgspec.Struct, kw_only=True, tag="status"):
+    """A worker in numbers; in one of them its own thread counts."""
 
+    version: int
+    epoch: int
+    model: str
+    num_bytes: int = 0
+    host_bytes: int = 0
+    num_pages: int = 0
+    pages_by_model: ByModel = {}
+    num_peers: int = 0
+    num_streams: int = 0
     num_sent_bytes: int = 0
     num_protocol_errors: int = 0
     num_refused_peers: int = 0
@@ -49,25 +58,6 @@ class Counts(msgspec.Struct, kw_only=True):
     hits: ByName = msgspec.field(default_factory=Counter)
     """Fetches whose pages were all there, by tier."""
     misses: ByName = msgspec.field(default_factory=Counter)
-
-    def now(self) -> dict[str, Any]:
-        """The fields and their values; from any thread, not an atomic picture."""
-        values = msgspec.structs.asdict(self)
-        return {k: dict(v) if isinstance(v, dict) else v for k, v in values.items()}
-
-
-class Status(Counts, frozen=True, kw_only=True, tag="status"):  # type: ignore[misc]
-    """A worker in numbers."""
-
-    version: int
-    epoch: int
-    model: str
-    num_bytes: int
-    host_bytes: int
-    num_pages: int
-    pages_by_model: ByModel
-    num_peers: int
-    num_streams: int
     family: Family | None = None
     disk: DiskStatus | None = None
     """None where nothing is kept on disk."""

@@ -6,12 +6,13 @@ import logging
 import secrets
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Container, Iterator
 from functools import partial
 from itertools import chain
 from typing import Final
 
+import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
@@ -63,7 +64,9 @@ class Worker:
         self.epoch: Final = secrets.randbits(62) + 1
         """Random id of this worker's life."""
         self._tree = tree
-        counts = verbs.Counts()
+        counts = verbs.Status(
+            version=wire.PROTOCOL_VERSION, epoch=self.epoch, model=config.model, family=tree.family
+        )
         self._service = Service(
             tree=tree,
             disk=disk,
@@ -133,10 +136,9 @@ class Worker:
     def status(self) -> verbs.Status:
         """The worker in numbers; from any thread, not an atomic picture."""
         it = self._service
-        return verbs.Status(
-            version=wire.PROTOCOL_VERSION,
-            epoch=self.epoch,
-            model=it.config.model,
+        fields = msgspec.structs.asdict(it.counts).items()
+        return msgspec.structs.replace(
+            it.counts,
             num_peers=len(self._sessions),
             num_streams=len(it.scheduler),
             reads_from=self._sources(),
@@ -144,9 +146,8 @@ class Worker:
             host_bytes=self._tree.host_bytes,
             num_pages=self._tree.num_pages,
             pages_by_model=self._tree.pages_by_model(),
-            family=self._tree.family,
             disk=it.disk.status() if it.disk else None,
-            **it.counts.now(),
+            **{name: dict(counted) for name, counted in fields if isinstance(counted, Counter)},
         )
 
     @property
