@@ -68,6 +68,8 @@ MAX_ENTRIES: Final = 256
 MAX_PLACES: Final = 256
 """In one `Located`."""
 
+Model = Annotated[str, msgspec.Meta(max_length=128)]
+"""An id: whoever stores under one has all peers told of it."""
 Layers = Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_LAYERS)]
 Steps = Annotated[tuple[tuple[Kind, int], ...], msgspec.Meta(max_length=2 * MAX_LAYERS)]
 Traceparent = Annotated[str, msgspec.Meta(max_length=55)]
@@ -99,7 +101,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Pages, one after the other, that appeared or went. `parent` is empty at the root."""
 
     added: bool
-    model: str
+    model: Model
     parent: bytes
     pages: bytes
     e_layers: Layers
@@ -124,7 +126,7 @@ class Fetch(msgspec.Struct, frozen=True, kw_only=True, tag="fetch"):
 
     id: int
     """Rises with every fetch and store of one session."""
-    model: str
+    model: Model
     pages: bytes
     steps: Steps
     """(kind, layer) in the order of need."""
@@ -145,7 +147,7 @@ class Store(msgspec.Struct, frozen=True, kw_only=True, tag="store"):
 
     id: int
     """Rises with every fetch and store of one session."""
-    model: str
+    model: Model
     parent: bytes
     pages: bytes
     e_layers: Layers

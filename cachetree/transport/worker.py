@@ -194,9 +194,7 @@ class Worker:
         if self._socket in ready:
             self._receive()
         for session in tuple(self._sessions):
-            if session.channel.fileno() in ready:
-                self._take(session)
-            session.advertise()
+            self._serve(session, is_ready=session.channel.fileno() in ready)
         self._service.scheduler.send()
         for session in tuple(self._sessions):
             if reason := session.expire():
@@ -243,7 +241,11 @@ class Worker:
 
     def _send(self, identity: bytes, message: wire.ToPeer) -> None:
         """Over ZMQ; dropped where that peer is gone, or does not read."""
-        self._socket.send_multipart([identity, wire.encode(message)], zmq.NOBLOCK)
+        try:
+            header = wire.encode(message)
+        except ProtocolError as exc:  # More models than a message names.
+            header = wire.encode(verbs.Denied(reason=wire.reason(exc)))
+        self._socket.send_multipart([identity, header], zmq.NOBLOCK)
 
     def _send_soon(self, identity: bytes, message: wire.ToPeer) -> None:
         """From any thread."""
@@ -276,9 +278,11 @@ class Worker:
         if len(self._sessions) > self._service.config.max_peers:
             self._end_session(session, self._full)
 
-    def _take(self, session: Session) -> None:
+    def _serve(self, session: Session, *, is_ready: bool) -> None:
         try:
-            session.take()
+            if is_ready:
+                session.take()
+            session.advertise()
         except ProtocolError as exc:
             self._service.counts.num_protocol_errors += 1
             self._warn(f"{session.name} was cut off: {exc}", "cut off")

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 import pytest
 import zmq
+from push_parts import new_store
 from transport_parts import (
     HOST_BYTES,
     MODEL,
@@ -16,7 +17,9 @@ from transport_parts import (
     PAGE_BYTES,
     STEPS,
     RawPeer,
+    ask_status,
     check_content,
+    content,
     eventually,
     new_staging,
     new_tree,
@@ -26,11 +29,7 @@ from transport_parts import (
     worker_of,
 )
 
-from cachetree import (
-    FetchError,
-    Location,
-    Peer,
-)
+from cachetree import FetchError, Kind, Location, OrderDenied, Peer, PeerState, Step
 from cachetree.memory.arena import Arena
 from cachetree.transport import wire
 from cachetree.tree import join_hashes
@@ -131,6 +130,32 @@ def test_what_nobody_asked_for_may_be_cancelled_and_what_is_over_is_not_counted_
         assert peer.ask(wire.Cancel(id=1)) == wire.Ended(id=1, error="cancelled")
         assert worker.status().fetches_by_outcome == {"ok": 1}
         assert worker.status().num_protocol_errors == 0
+
+
+def test_what_others_are_told_of_a_store_fits_into_a_message() -> None:
+    """Else the worker could tell nobody anything any more."""
+    steps = [*(Step(Kind.KV, layer) for layer in range(4)), STEPS[0]]
+    with worker_of(new_tree(), accepts=True) as worker, peer_of(worker.address, new_tree()) as peer:
+        for letter in "ab":
+            with RawPeer(worker.address) as rude:
+                rude.send(new_store(PAGES[:1], model=letter * 600_000))
+                with contextlib.suppress(AssertionError):  # It is cut off.
+                    assert isinstance(rude.receive(), wire.Wanted)
+                    for number, step in enumerate(steps[:-1]):
+                        rude.part(number * PAGE_BYTES, content(PAGES[0], step))
+                    rude.frame(4 * PAGE_BYTES, content(PAGES[0], steps[-1]))
+        with peer_of(worker.address, new_tree()):
+            assert (peer.state, peer.status.num_losses) == (PeerState.READY, 0)
+
+
+def test_an_answer_that_is_too_long_for_a_message_ends_no_session() -> None:
+    with worker_of(new_tree()) as worker, peer_of(worker.address, new_tree()) as peer:
+        many = {f"{number:032x}": 1 for number in range(40_000)}
+        status = msgspec.structs.replace(worker.status(), pages_by_model=many)
+        worker._admin._status = lambda: status
+        with pytest.raises(OrderDenied, match="exceeds"):
+            ask_status(worker.address, timeout_s=5)
+        assert (peer.state, peer.status.num_losses) == (PeerState.READY, 0)
 
 
 def test_what_is_located_and_never_let_go_of_is_bounded() -> None:
