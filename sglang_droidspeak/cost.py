@@ -1,11 +1,11 @@
 """What this server's forwards, recomputes and copies take, fitted as it serves.
 
 A pass over n tokens with a mean of c tokens before each takes `a + b n + c' n c` seconds: all
-layers in SGLang's own forwards, the layers of a block in a recompute. Both are fitted by least
-squares of relative errors in which a pass that was held up counts little. Of every length the
-latest passes are kept, so that many short prompts do not drive out what is known of long ones, and
-how passes of a length differ from the fit corrects it there: a GPU takes the launches or the work,
-whichever is longer.
+layers in SGLang's own forwards, the layers of a block in a recompute. A GPU takes that or its
+launches, whichever is longer. Of every length the latest passes are kept, so that many short
+prompts do not drive out what is known of long ones. The lengths that take longer than the shortest
+are fitted by least squares of relative errors in which a pass that was held up counts little, and
+how passes of a length differ from the fit corrects it there.
 
 A fetch costs what the link takes (`cachetree.transport.pace`), what copying it into slots takes,
 and until the scheduler sees its end.
@@ -38,6 +38,8 @@ _LEAST_PER_LENGTH: Final = 3
 _PRIOR_LENGTHS: Final = (64, 512, 4096, 32768)
 _PRIOR_WEIGHT: Final = 0.25
 """Of each of these beside one pass."""
+_ABOVE_LEAST: Final = 1.25
+"""Lengths that take this many times what the shortest take have more than that to do."""
 _ROUNDS: Final = 4
 _LEAST_SPREAD: Final = 0.05
 _KNOWN_BEYOND: Final = 4
@@ -95,14 +97,24 @@ class Fit:
         return self._cost
 
     def _fit(self) -> PrefillCost:
-        passes = [it for kept in self._passes.values() for it in kept]
+        kept = self._passes.values()
+        usual_s = [statistics.median(it.seconds / it.terms[0] for it in each) for each in kept]
+        least_s = min(usual_s)
+        longer = [each for each, s in zip(kept, usual_s, strict=True) if s > _ABOVE_LEAST * least_s]
+        passes = [it for each in longer or kept for it in each]
         prior = self._prior_passes(passes)
         rows = np.array([it.terms for it in (*passes, *prior)])
         seconds = np.array([it.seconds for it in (*passes, *prior)])
         a, b, c = _solve(
             rows, seconds, np.array([1.0] * len(passes) + [_PRIOR_WEIGHT] * len(prior))
         )
-        cost = PrefillCost(fixed_s=a, token_s=b, context_s=c, margin=self._margin.factor)
+        cost = PrefillCost(
+            least_s=least_s if longer else 0.0,
+            fixed_s=a,
+            token_s=b,
+            context_s=c,
+            margin=self._margin.factor,
+        )
         longest = max(it.num_tokens for it in passes)
         return replace(cost, known_tokens=_KNOWN_BEYOND * longest, curve=self._curve(cost))
 
@@ -131,7 +143,7 @@ class Fit:
 def _predicted_s(cost: PrefillCost, it: _Pass) -> float:
     a, b, c = it.terms
     linear_s = cost.fixed_s * a + cost.token_s * b + cost.context_s * c
-    return max(1e-12, linear_s * cost.factor(it.num_tokens))
+    return max(1e-12, max(cost.least_s * a, linear_s) * cost.factor(it.num_tokens))
 
 
 def _solve(
@@ -263,5 +275,6 @@ class Meter:
         cost = self._forwards.cost
         if cost is None:
             return None
-        a, b, c = (it / self._num_layers for it in (cost.fixed_s, cost.token_s, cost.context_s))
-        return replace(cost, fixed_s=a, token_s=b, context_s=c)
+        whole = (cost.least_s, cost.fixed_s, cost.token_s, cost.context_s)
+        least_s, a, b, c = (it / self._num_layers for it in whole)
+        return replace(cost, least_s=least_s, fixed_s=a, token_s=b, context_s=c)

@@ -17,11 +17,13 @@ _ATTENTION_TOKENS_PER_HIDDEN: Final = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillCost:
-    """`fixed_s + token_s * tokens + context_s * tokens * (tokens before each, on average)`, times
-    what passes of about that length took of it."""
+    """`fixed_s + token_s * tokens + context_s * tokens * (tokens before each, on average)`, or
+    `least_s` where that is more, times what passes of about that length took of it."""
 
+    least_s: float = 0.0
+    """Of any pass, however short: on a GPU its launches, or reading the weights."""
     fixed_s: float = 0.0
-    """Of any pass, however short: on a GPU the launches."""
+    """What a pass takes beside its tokens."""
     token_s: float
     """Of everything but attention to the tokens before."""
     context_s: float
@@ -49,9 +51,9 @@ class PrefillCost:
         num_tokens = stop - start
         num_passes = max(1, ceil(num_tokens / self.most_tokens))
         token_s = self.token_s + self.context_s * (start + stop) / 2
-        return (num_passes * self.fixed_s + num_tokens * token_s) * self.factor(
-            num_tokens / num_passes
-        )
+        each = num_tokens / num_passes
+        pass_s = max(self.least_s, self.fixed_s + each * token_s)
+        return num_passes * pass_s * self.factor(each)
 
     def knows(self, num_tokens: int) -> bool:
         return min(num_tokens, self.most_tokens) <= self.known_tokens

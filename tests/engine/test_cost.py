@@ -51,6 +51,17 @@ def test_lengths_that_were_served_are_predicted(device, noise: float) -> None:
         assert cost.seconds(0, length) == pytest.approx(device(tokens), rel=0.12)
 
 
+@pytest.mark.parametrize("tokens", [Span(0, 5000), Span(0, 16000), Span(8000, 16000)])
+def test_what_launches_take_does_not_distort_what_tokens_take(tokens: Span) -> None:
+    """Nor what those before them do."""
+    lengths = (16, 32, 64, 128, 256, 800, 3000, 8000)
+    cost = served(launch_bound, 0.03, lengths).cost
+    assert cost is not None
+    found_s = cost.seconds(tokens.start, tokens.stop)
+    assert found_s == pytest.approx(launch_bound(tokens), rel=0.05)
+    assert cost.seconds(0, 24) == pytest.approx(0.010, rel=0.04)
+
+
 def test_short_prompts_do_not_make_long_ones_dear() -> None:
     """An average over tokens and layers took 25 times too long for 8,000 tokens."""
     fit = served(launch_bound)
